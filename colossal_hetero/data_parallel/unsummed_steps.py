@@ -22,7 +22,11 @@ __all__ = ["note_passes", "prepare_sums", "refuse_unfinished_sums", "refuse_unsu
 class _GradientSums:
     """Notes about the gradients of one model."""
 
-    def __init__(self) -> None:
+    def __init__(self, counted_again: str | None) -> None:
+        self.counted_again = counted_again
+        """Why a sum counts gradients again that were summed before, in words; None if it does not."""
+        self.has_sums = False
+        """Whether there are gradients that were summed; only known with ``counted_again``."""
         self.optimizers: WeakSet[OptimizerWrapper] = WeakSet()
         self.unsummed: WeakSet[OptimizerWrapper] = WeakSet()
         """Those of ``optimizers`` whose gradients the last passes have not summed."""
@@ -53,17 +57,21 @@ class _GradientSums:
 _sums: WeakKeyDictionary[nn.Module, _GradientSums] = WeakKeyDictionary()
 
 
-def refuse_unsummed_steps(model: ModelWrapper, optimizer: OptimizerWrapper, *, in_pipeline: bool) -> None:
+def refuse_unsummed_steps(
+    model: ModelWrapper, optimizer: OptimizerWrapper, *, in_pipeline: bool, counted_again: str | None = None
+) -> None:
     """Let ``optimizer.step`` raise ``RuntimeError`` if the last backward pass ran inside ``no_sync``: ranks would
     update with different gradients, and ZeRO with none.
 
     Args:
         in_pipeline: a schedule calls the optimizer's backward passes, all of them inside ``no_sync``; who runs the
             schedule calls :func:`note_passes` before.
+        counted_again: why a sum over ranks counts gradients again that were summed before, which is refused too; None
+            if it does not.
     """
     replica = None if in_pipeline else replica_of(model, optimizer)
     if model not in _sums:
-        _sums[model] = _GradientSums()
+        _sums[model] = _GradientSums(counted_again)
         if replica is not None:
             replica.register_forward_pre_hook(_sums[model].count_forward)
     sums = _sums[model]
@@ -110,11 +118,20 @@ def replica_of(model: ModelWrapper, optimizer: OptimizerWrapper) -> DistributedD
 
 
 def note_passes(model: ModelWrapper, optimizer: OptimizerWrapper) -> None:
-    """Note the backward pass, or all passes of a pipeline's batch, that run next."""
+    """Note the backward pass, or all passes of a pipeline's batch, that run next; see :func:`refuse_unsummed_steps`."""
     sums = _sums.get(model)
     if sums is None:
         return
-    if not (model.require_grad_sync and getattr(optimizer, "require_grad_sync", True)):
+    is_summed = model.require_grad_sync and getattr(optimizer, "require_grad_sync", True)
+    if sums.counted_again is not None:
+        sums.has_sums = sums.has_sums and _has_gradients(model)
+        if is_summed and sums.has_sums:
+            raise RuntimeError(
+                f"gradients of an earlier pass were summed over ranks, and with {sums.counted_again} another sum "
+                "counts them again; run all passes of a step but the last inside no_sync(), or call zero_grad()"
+            )
+        sums.has_sums = sums.has_sums or is_summed
+    if not is_summed:
         sums.unsummed.update(sums.optimizers)
     elif hasattr(optimizer, "require_grad_sync"):
         sums.unsummed.discard(optimizer)  # ZeRO sums the gradients of one optimizer
@@ -126,6 +143,11 @@ def prepare_sums(replica: DistributedDataParallel, loss: Tensor) -> None:
     """Let DDP sum gradients in the next backward pass, of ``loss``: it expects one after each forward pass."""
     replica.reducer._rebuild_buckets()  # as before a forward pass
     replica.reducer.prepare_for_backward([loss] if replica.find_unused_parameters else [])
+
+
+def _has_gradients(model: nn.Module) -> bool:
+    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    return bool(gradients) and bool(torch.stack([each.any() for each in gradients]).any())
 
 
 def refuse_unfinished_sums(replica: DistributedDataParallel, optimizer: Any) -> None:

@@ -324,7 +324,14 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         if self._unequal is not None if in_pipeline else self._uneven_batches is not None:
             return
         if self.dp_size > 1 or self.zero_stage or self.enable_sequence_parallelism or model.shared_params:
-            refuse_unsummed_steps(model, optimizer, in_pipeline=in_pipeline)
+            counted_again = None
+            if not self.zero_stage and self._unequal is None:
+                # Colossal-AI adds up these gradients over ranks after each pass; means of means stay the same.
+                if self.enable_sequence_parallelism and self.sequence_parallelism_mode in ("split_gather", "ring"):
+                    counted_again = f"sequence parallelism ({self.sequence_parallelism_mode})"
+                elif model.shared_params:
+                    counted_again = "weights that pipeline stages share"
+            refuse_unsummed_steps(model, optimizer, in_pipeline=in_pipeline, counted_again=counted_again)
 
     def prepare_dataloader(
         self, dataset: Dataset, batch_size: int | None = None, *args: Any, **kwargs: Any
