@@ -39,6 +39,7 @@ from .training_loop.progress import LoopProgress
 from .training_loop.schedules import averages_of, schedules_of, step_with_optimizer, update_with_optimizer
 from .training_loop.tagged_tensor import micro_batches_of, share_of_samples, untagged
 from .training_loop.total_weight import TotalWeight
+from .unsummed_steps import prepare_sums
 
 __all__ = ["GradientAccumulation"]
 
@@ -206,7 +207,7 @@ class GradientAccumulation:
         return run
 
     def _prepare_sums(self, loss: Tensor) -> None:
-        """Let DDP sum the gradients of every backward pass: it expects one after each forward pass."""
+        """Let DDP sum the gradients of every backward pass."""
         forwards, self._forwards = self._forwards, 0
         if self._stage == 3 and not forwards:
             raise RuntimeError(
@@ -216,8 +217,7 @@ class GradientAccumulation:
             )
         replica = self._replica
         if replica is not None and forwards != 1 and replica.require_backward_grad_sync:
-            replica.reducer._rebuild_buckets()  # as before a forward pass
-            replica.reducer.prepare_for_backward([loss] if replica.find_unused_parameters else [])
+            prepare_sums(replica, loss)
 
     # Gradients that the loop must not use -------------------------------------------------------------------------
 

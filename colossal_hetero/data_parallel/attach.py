@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from .training_loop.loss_weights import WORDS, found_weight, refuse_ignored, sam
 from .training_loop.sync_batch_norm import SampleWeightedBatchNorm
 from .training_loop.total_weight import CountedTotal, SampleTotal, TotalWeight
 
-__all__ = ["BatchSetup", "attach_batches", "profile_for", "refuse_unfinished_sums", "trial_run"]
+__all__ = ["BatchSetup", "attach_batches", "profile_for", "trial_run"]
 
 
 @dataclass(frozen=True)
@@ -246,22 +245,3 @@ def _timer(
     timer.attach(optimizer)
     loader.load_timer = timer
     return timer
-
-
-def refuse_unfinished_sums(replica: nn.parallel.DistributedDataParallel, optimizer: Any) -> None:
-    """Let forward passes and steps raise ``RuntimeError`` if DDP waits for a parameter that this rank has not used."""
-    replica.register_forward_pre_hook(_check_sums)
-    inner_optimizer(optimizer).register_step_pre_hook(partial(_check_sums, replica))
-
-
-def _check_sums(replica: nn.parallel.DistributedDataParallel, *_: Any) -> None:
-    """Raise ``RuntimeError`` if DDP still waits for the gradient of a parameter that this rank has not used."""
-    try:
-        replica._check_reducer_finalized()
-    except RuntimeError as error:
-        unused = ", ".join(name for name, value in replica.module.named_parameters() if value.grad is None)
-        raise RuntimeError(
-            f"this rank has not used all parameters in the last backward pass ({unused or 'used in earlier ones'}), so "
-            "gradients are not summed over ranks; give the plugin find_unused_parameters=True, or use ZeRO stage 1, "
-            "which needs no such option"
-        ) from error

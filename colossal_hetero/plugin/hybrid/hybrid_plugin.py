@@ -25,10 +25,11 @@ from ...balance.balancer import Balancer
 from ...balance.config import BalanceConfig
 from ...checkpoint.config import CheckpointConfig
 from ...checkpoint.layer_checkpoint import Start
-from ...data_parallel.attach import BatchSetup, refuse_unfinished_sums
+from ...data_parallel.attach import BatchSetup
 from ...data_parallel.batch_balancer import BatchBalancer
 from ...data_parallel.config import BatchConfig
 from ...data_parallel.resumable_loader import make_even_loader
+from ...data_parallel.unsummed_steps import note_passes, refuse_unfinished_sums, refuse_unsummed_steps, replica_of
 from ...elastic.config import ElasticConfig
 from ...elastic.state.held_layers import HeldLayers, layers_by_rank
 from ...elastic.state.recovery import Recovery
@@ -46,7 +47,6 @@ from ..elastic.present_checkpoint_io import PresentCheckpointIO
 from ..elastic.recoveries import elastic_run_of, members_of
 from ..overlap.elementwise_updates import check_sharding
 from ..overlap.overlapped_optimizer import split_off_overlap, summing_in_passes
-from ..overlap.unsummed_steps import refuse_unsummed_steps
 from ..part import PluginPart, TrainingObjects
 from ..pipeline_batches import PipelineBatches, check_pipeline_batches
 from ..unequal.replica_checkpoints import ReplicaCheckpointIO
@@ -306,15 +306,32 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         for part in self._parts:
             part.change_model(self, objects)
         if objects.optimizer is not None:
+            replica = replica_of(objects.model, objects.optimizer)
+            if replica is not None:
+                refuse_unfinished_sums(replica, objects.optimizer)
             for part in self._parts:
                 part.measure(self, objects)
             for part in self._parts:
                 part.attach(self, objects)
-            sums = self.dp_size > 1 or self.zero_stage or self.enable_sequence_parallelism
-            if sums and self.scheduler is None and self._uneven_batches is None:
-                refuse_unsummed_steps(objects.model, objects.optimizer)
+            self._refuse_unsummed_steps(objects.model, objects.optimizer)
             name_ended_ranks(objects.model, objects.optimizer)
         return objects
+
+    def _refuse_unsummed_steps(self, model: ModelWrapper, optimizer: OptimizerWrapper) -> None:
+        """Refuse steps whose gradients are not the sums over ranks, where nothing else does."""
+        in_pipeline = self.scheduler is not None
+        # Uneven batches without a pipeline, and pipelines that are not alike, check it themselves.
+        if self._unequal is not None if in_pipeline else self._uneven_batches is not None:
+            return
+        if self.dp_size > 1 or self.zero_stage or self.enable_sequence_parallelism or model.shared_params:
+            counted_again = None
+            if not self.zero_stage and self._unequal is None:
+                # Colossal-AI adds up these gradients over ranks after each pass; means of means stay the same.
+                if self.enable_sequence_parallelism and self.sequence_parallelism_mode in ("split_gather", "ring"):
+                    counted_again = f"sequence parallelism ({self.sequence_parallelism_mode})"
+                elif model.shared_params:
+                    counted_again = "weights that pipeline stages share"
+            refuse_unsummed_steps(model, optimizer, in_pipeline=in_pipeline, counted_again=counted_again)
 
     def prepare_dataloader(
         self, dataset: Dataset, batch_size: int | None = None, *args: Any, **kwargs: Any
@@ -385,8 +402,11 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         if self.scheduler is None:
             return self._one_stage.forward_backward_step(model, data_iter, criterion, *args, **kwargs)
 
+        optimizer = args[0] if args else kwargs.get("optimizer")
+
         def execute(criterion: Callable) -> dict:
-            with summing_in_passes(self.scheduler, args[0] if args else kwargs.get("optimizer")):
+            note_passes(model, optimizer)
+            with summing_in_passes(self.scheduler, optimizer):
                 return super(HeteroHybridParallelPlugin, self).execute_pipeline(
                     data_iter, model, criterion, *args, **kwargs
                 )
@@ -553,8 +573,6 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         model, optimizer = objects.model, objects.optimizer
         replica_of: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(replica_of, self.replica()[0])
-        if isinstance(model.module, nn.parallel.DistributedDataParallel):
-            refuse_unfinished_sums(model.module, optimizer)
 
         def synchronize(due: bool) -> None:
             model.require_grad_sync = due

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from ...accelerator import get_accelerator
-from ...data_parallel.attach import refuse_unfinished_sums
+from ...data_parallel.unsummed_steps import refuse_unfinished_sums
 from ...gpu_over_gloo import is_gpu_over_gloo
 from ...profiling.preserved_state import inner_optimizer
 from ..overlap.overlapped_optimizer import overlapped_optimizers

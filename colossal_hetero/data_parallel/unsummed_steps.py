@@ -1,0 +1,176 @@
+"""Optimizer steps with gradients that are not the sums over ranks: made exact, or refused in words.
+
+What the passes have summed is noted for each model, because its optimizers share its gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from colossalai.interface import ModelWrapper, OptimizerWrapper
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..profiling.preserved_state import inner_optimizer
+
+__all__ = ["note_passes", "prepare_sums", "refuse_unfinished_sums", "refuse_unsummed_steps", "replica_of"]
+
+
+class _GradientSums:
+    """Notes about the gradients of one model."""
+
+    def __init__(self, counted_again: str | None) -> None:
+        self.counted_again = counted_again
+        """Why a sum counts gradients again that were summed before, in words; None if it does not."""
+        self.has_sums = False
+        """Whether there are gradients that were summed; only known with ``counted_again``."""
+        self.optimizers: WeakSet[OptimizerWrapper] = WeakSet()
+        self.unsummed: WeakSet[OptimizerWrapper] = WeakSet()
+        """Those of ``optimizers`` whose gradients the last passes have not summed."""
+        self._forwards = 0
+
+    def count_forward(self, replica: DistributedDataParallel, _: Any) -> None:
+        """Count a forward pass since the last backward pass; one inside ``no_sync`` twice, as DDP does not expect a
+        backward pass after it."""
+        if torch.is_grad_enabled():
+            self._forwards += 1 if replica.require_backward_grad_sync else 2
+
+    def prepare(self, replica: DistributedDataParallel, loss: Any) -> None:
+        """Let DDP sum the gradients of the next backward pass, unless it runs inside ``no_sync``.
+
+        By itself DDP sums those of the first backward pass after each forward pass outside ``no_sync``.
+        """
+        forwards, self._forwards = self._forwards, 0
+        if forwards == 1 or not replica.require_backward_grad_sync or _is_unfinished(replica):
+            return
+        if replica.static_graph:
+            raise RuntimeError(
+                "with static_graph=True, DDP sums gradients only if there is one backward pass after each forward "
+                "pass, both outside no_sync() or both inside; use find_unused_parameters=True instead"
+            )
+        prepare_sums(replica, loss)
+
+
+_sums: WeakKeyDictionary[nn.Module, _GradientSums] = WeakKeyDictionary()
+
+
+def refuse_unsummed_steps(
+    model: ModelWrapper, optimizer: OptimizerWrapper, *, in_pipeline: bool, counted_again: str | None = None
+) -> None:
+    """Let ``optimizer.step`` raise ``RuntimeError`` if the last backward pass ran inside ``no_sync``: ranks would
+    update with different gradients, and ZeRO with none.
+
+    Args:
+        in_pipeline: a schedule calls the optimizer's backward passes, all of them inside ``no_sync``; who runs the
+            schedule calls :func:`note_passes` before.
+        counted_again: why a sum over ranks counts gradients again that were summed before, which is refused too; None
+            if it does not.
+    """
+    replica = None if in_pipeline else replica_of(model, optimizer)
+    if model not in _sums:
+        _sums[model] = _GradientSums(counted_again)
+        if replica is not None:
+            replica.register_forward_pre_hook(_sums[model].count_forward)
+    sums = _sums[model]
+    sums.optimizers.add(optimizer)
+
+    def noting(function: Any) -> Any:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            note_passes(model, optimizer)
+            if replica is not None:
+                sums.prepare(replica, args[0] if args else kwargs.get("loss", kwargs.get("tensor")))
+            return function(*args, **kwargs)
+
+        return run
+
+    if not in_pipeline:
+        optimizer.backward = noting(optimizer.backward)
+        optimizer.backward_by_grad = noting(optimizer.backward_by_grad)
+    step, zero_grad = optimizer.step, optimizer.zero_grad
+
+    @functools.wraps(step)
+    def step_if_summed(*args: Any, **kwargs: Any) -> Any:
+        if optimizer in sums.unsummed:
+            raise RuntimeError(
+                "optimizer.step() was called, but the last backward pass ran inside no_sync(), so the ranks have "
+                "different gradients; the last backward pass before a step must run outside no_sync()"
+            )
+        return step(*args, **kwargs)
+
+    @functools.wraps(zero_grad)
+    def drop(*args: Any, **kwargs: Any) -> Any:
+        sums.unsummed.discard(optimizer)
+        return zero_grad(*args, **kwargs)
+
+    optimizer.step, optimizer.zero_grad = step_if_summed, drop
+
+
+def replica_of(model: ModelWrapper, optimizer: OptimizerWrapper) -> DistributedDataParallel | None:
+    """What sums the gradients of ``model`` in backward passes; None if something else does, or nothing."""
+    replica = model.module
+    if not isinstance(replica, DistributedDataParallel) or hasattr(optimizer, "require_grad_sync"):
+        return None
+    return replica if replica.process_group.size() > 1 else None
+
+
+def note_passes(model: ModelWrapper, optimizer: OptimizerWrapper) -> None:
+    """Note the backward pass, or all passes of a pipeline's batch, that run next; see :func:`refuse_unsummed_steps`."""
+    sums = _sums.get(model)
+    if sums is None:
+        return
+    is_summed = model.require_grad_sync and getattr(optimizer, "require_grad_sync", True)
+    if sums.counted_again is not None:
+        sums.has_sums = sums.has_sums and _has_gradients(model)
+        if is_summed and sums.has_sums:
+            raise RuntimeError(
+                f"gradients of an earlier pass were summed over ranks, and with {sums.counted_again} another sum "
+                "counts them again; run all passes of a step but the last inside no_sync(), or call zero_grad()"
+            )
+        sums.has_sums = sums.has_sums or is_summed
+    if not is_summed:
+        sums.unsummed.update(sums.optimizers)
+    elif hasattr(optimizer, "require_grad_sync"):
+        sums.unsummed.discard(optimizer)  # ZeRO sums the gradients of one optimizer
+    else:
+        sums.unsummed.clear()
+
+
+def prepare_sums(replica: DistributedDataParallel, loss: Tensor) -> None:
+    """Let DDP sum gradients in the next backward pass, of ``loss``: it expects one after each forward pass."""
+    replica.reducer._rebuild_buckets()  # as before a forward pass
+    replica.reducer.prepare_for_backward([loss] if replica.find_unused_parameters else [])
+
+
+def _has_gradients(model: nn.Module) -> bool:
+    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    return bool(gradients) and bool(torch.stack([each.any() for each in gradients]).any())
+
+
+def refuse_unfinished_sums(replica: DistributedDataParallel, optimizer: Any) -> None:
+    """Let forward passes and steps raise ``RuntimeError`` if DDP waits for a parameter that this rank has not used."""
+    replica.register_forward_pre_hook(_check_sums)
+    inner_optimizer(optimizer).register_step_pre_hook(functools.partial(_check_sums, replica))
+
+
+def _check_sums(replica: DistributedDataParallel, *_: Any) -> None:
+    """Raise ``RuntimeError`` if DDP still waits for the gradient of a parameter that this rank has not used."""
+    if _is_unfinished(replica):
+        unused = ", ".join(name for name, value in replica.module.named_parameters() if value.grad is None)
+        raise RuntimeError(
+            f"this rank has not used all parameters in the last backward pass ({unused or 'used in earlier ones'}), so "
+            "gradients are not summed over ranks; give the plugin find_unused_parameters=True, or use ZeRO stage 1, "
+            "which needs no such option"
+        )
+
+
+def _is_unfinished(replica: DistributedDataParallel) -> bool:
+    """Whether DDP still waits for gradients of the last backward pass."""
+    try:
+        replica._check_reducer_finalized()
+    except RuntimeError:
+        return True
+    return False

@@ -1,0 +1,287 @@
+"""Steps whose gradients are not the sums over ranks are refused; other loops equal one process with all samples."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from colossalai.booster import Booster
+from torch import Tensor, nn
+
+from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin
+from tests.parallel.plugin.test_pipeline_batches import Images
+from tests.support.harness import run_ranks
+from tests.support.language_models import gpt2, tokens
+from tests.support.training import CLASSES, Trained, batch, boost, loss_of, ours, sgd, tiny_vit
+
+UNSUMMED = r"inside no_sync\(\), so the ranks have different gradients"
+SAMPLES = 4
+"""Of a batch of one replica."""
+STAGES = dict(pp_size=2, microbatch_size=2)
+
+
+def criterion(outputs: Any, inputs: Any) -> Tensor:
+    return outputs["loss"] if isinstance(inputs, dict) else loss_of(outputs, inputs[1])
+
+
+def own_batch(run: Trained, number: int) -> tuple[Tensor, Tensor]:
+    return batch(number, int(run.plugin.pg_mesh.coordinate(run.plugin.dp_axis)), SAMPLES)
+
+
+def loss(run: Trained, number: int) -> Tensor:
+    images, labels = own_batch(run, number)
+    return loss_of(run.model(images), labels)
+
+
+def execute(run: Trained, samples: Any, synced: bool = True) -> None:
+    with nullcontext() if synced else run.booster.no_sync(run.model, run.optimizer):
+        run.booster.execute_pipeline(iter([samples]), run.model, criterion, run.optimizer)
+
+
+def finish(run: Trained) -> None:
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+
+def check_refused(run: Trained, words: str = UNSUMMED) -> None:
+    """The step is refused and changes nothing, and ``zero_grad`` lets training go on."""
+    before = run.parameters
+    with pytest.raises(RuntimeError, match=words):
+        run.optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in run.parameters.items())
+    run.optimizer.zero_grad()
+
+
+def check_as_alone(run: Trained, steps: list[list[int]], replicas: int = 2, tolerance: float = 1e-6) -> None:
+    """The weights are those of one process that took these steps, each with the sum over its batches."""
+    model = tiny_vit()
+    optimizer = sgd(model)
+    for numbers in steps:
+        for number in numbers:
+            images, labels = map(
+                torch.cat, zip(*(batch(number, each, SAMPLES) for each in range(replicas)), strict=True)
+            )
+            loss_of(model(images), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in run.parameters.items():
+        expected = model.get_parameter(name)
+        torch.testing.assert_close(value.float(), expected, rtol=1e-4, atol=tolerance, msg=name)
+
+
+# Passes inside no_sync ---------------------------------------------------------------------------------------------
+
+
+def check_pipelines() -> None:
+    for options, tolerance in ((dict(zero_stage=0), 1e-6), (dict(zero_stage=1, precision="bf16"), 0.02)):
+        run = boost(ours(tp_size=1, **STAGES, **options), tiny_vit(), sgd)
+        execute(run, own_batch(run, 0), synced=False)
+        check_refused(run)
+        for number in (1, 2):
+            execute(run, own_batch(run, number), synced=number == 2)
+        finish(run)
+        check_as_alone(run, [[1, 2]], tolerance=tolerance)
+
+
+def test_a_pipelines_step_after_passes_inside_no_sync_is_refused() -> None:
+    run_ranks(4, check_pipelines)
+
+
+def check_divided_batches() -> None:
+    plugin = HeteroHybridParallelPlugin(1, precision="fp32", batches=BatchConfig(global_batch_size=16), **STAGES)
+    booster = Booster(plugin=plugin)
+    loader = plugin.prepare_dataloader(Images())
+    model = tiny_vit()
+    model, optimizer, _, loader, _ = booster.boost(model, sgd(model), None, loader)
+    run = Trained([], model, optimizer, booster, plugin)
+    with booster.no_sync(model, optimizer):
+        booster.execute_pipeline(iter(loader), model, criterion, optimizer)
+    check_refused(run)
+
+
+def test_a_pipelines_step_after_a_divided_batch_inside_no_sync_is_refused() -> None:
+    run_ranks(4, check_divided_batches)
+
+
+def check_tied_stages() -> None:
+    run = boost(ours(tp_size=1, custom_policy=None, **STAGES), gpt2(), sgd)
+    execute(run, text(0), synced=False)
+    check_refused(run)
+    for number in (0, 1):
+        execute(run, text(number), synced=number == 1)
+    finish(run)
+    check_as_language_model_alone(run, [0, 1])
+
+
+def text(number: int) -> dict[str, Tensor]:
+    inputs, labels = (each[:2].repeat(2, 1) for each in tokens(number))
+    return dict(input_ids=inputs, labels=labels, attention_mask=torch.ones_like(inputs))
+
+
+def check_as_language_model_alone(run: Trained, numbers: list[int]) -> None:
+    model = gpt2()
+    optimizer = sgd(model)
+    for number in numbers:
+        for part in range(2):
+            (
+                model(**{key: value[2 * part : 2 * part + 2] for key, value in text(number).items()})["loss"] / 2
+            ).backward()
+    optimizer.step()
+    for name, value in run.parameters.items():
+        if run.plugin.tp_size > 1 and "ln_" not in name:
+            continue  # a shard
+        expected = model.get_parameter(name)
+        torch.testing.assert_close(value[: len(expected)], expected, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_step_with_tied_weights_of_stages_that_are_not_summed_is_refused() -> None:
+    run_ranks(2, check_tied_stages)
+
+
+def check_two_optimizers() -> None:
+    run = boost(ours(tp_size=1), tiny_vit(), lambda model: torch.optim.SGD(model.blocks.parameters(), lr=0.1))
+    head = torch.optim.SGD(run.model.unwrap().head.parameters(), lr=0.1)
+    _, second, *_ = run.booster.boost(run.model, head)
+    other = Trained([], run.model, second, run.booster, run.plugin)
+    with run.booster.no_sync(run.model, run.optimizer):
+        run.booster.backward(loss(run, 0), run.optimizer)
+    check_refused(other)
+    check_refused(run)
+    with run.booster.no_sync(run.model, run.optimizer):
+        run.booster.backward(loss(run, 0), run.optimizer)
+    run.booster.backward(loss(run, 1), second)
+    for each in (run, other):
+        finish(each)
+
+
+def test_another_optimizer_of_the_model_does_not_step_either() -> None:
+    run_ranks(2, check_two_optimizers)
+
+
+# Forward and backward passes that do not alternate -----------------------------------------------------------------
+
+
+def two_forward_passes(run: Trained) -> None:
+    losses = [loss(run, number) for number in (0, 1)]
+    for each in losses:
+        run.booster.backward(each, run.optimizer)
+
+
+def two_backward_passes(run: Trained) -> None:
+    each = loss(run, 0) / 2
+    run.optimizer.backward(each, retain_graph=True)
+    run.optimizer.backward(each)
+    run.booster.backward(loss(run, 1), run.optimizer)
+
+
+def forward_inside_no_sync(run: Trained) -> None:
+    with run.booster.no_sync(run.model, run.optimizer):
+        losses = [loss(run, number) for number in (0, 1)]
+        run.optimizer.backward(losses[0])
+    run.optimizer.backward(losses[1])
+
+
+def forward_outside_no_sync(run: Trained) -> None:
+    losses = [loss(run, 0)]
+    with run.booster.no_sync(run.model, run.optimizer):
+        losses.append(loss(run, 1))
+        run.optimizer.backward(losses[1])
+    run.optimizer.backward(losses[0])
+
+
+LOOPS = (two_forward_passes, two_backward_passes, forward_inside_no_sync, forward_outside_no_sync)
+
+
+def check_loops() -> None:
+    for options in ({}, dict(find_unused_parameters=True), dict(precision="bf16", zero_stage=1)):
+        for loop in LOOPS:
+            run = boost(ours(tp_size=1, **options), tiny_vit(), sgd)
+            for _ in range(2):
+                loop(run)
+                finish(run)
+            tolerance = 0.02 if "zero_stage" in options else 1e-6
+            check_as_alone(run, [[0, 1]] * 2, int(run.plugin.dp_size), tolerance)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_gradients_of_each_backward_pass_are_summed(ranks: int) -> None:
+    run_ranks(ranks, check_loops)
+
+
+def check_static_graph() -> None:
+    run = boost(ours(tp_size=1, static_graph=True), tiny_vit(), sgd)
+    with pytest.raises(RuntimeError, match="with static_graph=True, DDP sums gradients only if there is one backward"):
+        two_forward_passes(run)
+
+
+def test_a_static_graph_has_one_backward_pass_after_each_forward_pass() -> None:
+    run_ranks(2, check_static_graph)
+
+
+# Parameters that a rank does not use -------------------------------------------------------------------------------
+
+
+def check_unused() -> None:
+    model: Any = tiny_vit()
+    model.last = nn.ModuleList([nn.Linear(CLASSES, CLASSES), nn.Linear(CLASSES, CLASSES)])
+    model.register_forward_hook(lambda model, _, logits: model.last[dist.get_rank()](logits))
+    run = boost(ours(tp_size=1), model, sgd)
+    run.optimizer.backward(loss(run, 0))
+    words = rf"has not used all parameters .*last\.{1 - dist.get_rank()}\.weight.*find_unused_parameters=True"
+    check_refused(run, words)
+
+
+def test_a_step_is_refused_if_a_sum_waits_for_a_parameter_that_was_not_used() -> None:
+    run_ranks(2, check_unused)
+
+
+# Gradients that are summed twice -----------------------------------------------------------------------------------
+
+SEQUENCE = dict(
+    enable_sequence_parallelism=True, sequence_parallelism_mode="split_gather", make_vocab_size_divisible_by=4
+)
+TWICE = r"another sum counts them again; run all .* but the last inside no_sync\(\)"
+
+
+def language_pass(run: Trained, number: int, synced: bool = True) -> None:
+    for part in range(2):
+        inputs = {key: value[2 * part : 2 * part + 2] for key, value in text(number).items()}
+        with nullcontext() if synced and part else run.booster.no_sync(run.model, run.optimizer):
+            run.booster.backward(run.model(**inputs)["loss"] / 2, run.optimizer)
+
+
+def check_sequence_parallelism() -> None:
+    run = boost(ours(tp_size=dist.get_world_size(), **SEQUENCE), gpt2(), sgd)
+    language_pass(run, 0)
+    with pytest.raises(RuntimeError, match=rf"with sequence parallelism \(split_gather\) {TWICE}"):
+        language_pass(run, 1)
+    for drop in (run.optimizer.zero_grad, run.model.zero_grad, lambda: run.model.zero_grad(set_to_none=False)):
+        drop()
+        for number in (0, 1):
+            language_pass(run, number, synced=number == 1)
+    finish(run)
+    check_as_language_model_alone(run, [0, 1])
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sequence_parallelism_sums_gradients_once_before_a_step(ranks: int) -> None:
+    run_ranks(ranks, check_sequence_parallelism)
+
+
+def check_tied_twice() -> None:
+    run = boost(ours(tp_size=1, **STAGES), gpt2(), sgd)
+    execute(run, text(0))
+    with pytest.raises(RuntimeError, match=rf"weights that pipeline stages share {TWICE}"):
+        execute(run, text(1))
+    run.model.zero_grad()
+    for number in (0, 1):
+        execute(run, text(number), synced=number == 1)
+    finish(run)
+    check_as_language_model_alone(run, [0, 1])
+
+
+def test_tied_weights_of_stages_are_summed_once_before_a_step() -> None:
+    run_ranks(2, check_tied_twice)
