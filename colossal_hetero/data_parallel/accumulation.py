@@ -32,7 +32,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..profiling.preserved_state import inner_optimizer
 from .loader import HeteroDataLoader
-from .training_loop.guarded_gradients import GradientGuard
+from .training_loop.guarded_gradients import CLIPPING, GradientGuard
 from .training_loop.micro_batch import MicroBatch
 from .training_loop.parameter_hooks import HookCheck
 from .training_loop.progress import LoopProgress
@@ -42,8 +42,6 @@ from .training_loop.total_weight import TotalWeight
 from .unsummed_steps import prepare_sums
 
 __all__ = ["GradientAccumulation"]
-
-CLIPPING = "optimizer.clip_grad_by_norm() and optimizer.clip_grad_by_value() are exact at every stage"
 
 
 class GradientAccumulation:

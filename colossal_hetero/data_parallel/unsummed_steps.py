@@ -6,6 +6,8 @@ What the passes have summed is noted for each model, because its optimizers shar
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -15,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..profiling.preserved_state import inner_optimizer
+from .training_loop.guarded_gradients import CLIPPING, GradientGuard
 
-__all__ = ["note_passes", "prepare_sums", "refuse_unfinished_sums", "refuse_unsummed_steps", "replica_of"]
+__all__ = ["noted_passes", "prepare_sums", "refuse_unfinished_sums", "refuse_unsummed_steps", "replica_of"]
 
 
 class _GradientSums:
@@ -30,7 +33,28 @@ class _GradientSums:
         self.optimizers: WeakSet[OptimizerWrapper] = WeakSet()
         self.unsummed: WeakSet[OptimizerWrapper] = WeakSet()
         """Those of ``optimizers`` whose gradients the last passes have not summed."""
+        self.guards: WeakKeyDictionary[OptimizerWrapper, GradientGuard] = WeakKeyDictionary()
+        """Of ZeRO's optimizers: each guards a parameter of every group, which is enough for functions of all."""
+        self.sharded: WeakSet[OptimizerWrapper] = WeakSet()
+        """Those whose summed gradients are in shards, and not in ``parameter.grad``."""
         self._forwards = 0
+
+    def open_gradients(self, *_: Any) -> None:
+        """Let the package use ``parameter.grad``, until :meth:`close_gradients`."""
+        for guard in self.guards.values():
+            if guard.open():
+                raise RuntimeError(
+                    "gradients were removed or set to zero after a backward pass, but at ZeRO stages 1 and 2 they are "
+                    "in shards, which only optimizer.zero_grad() removes"
+                )
+
+    def close_gradients(self, *_: Any) -> None:
+        """Refuse functions of ``parameter.grad``, which is None: clipping by torch would do nothing."""
+        for optimizer in self.sharded:
+            self.guards[optimizer].open(check=False)
+            self.guards[optimizer].close(
+                f"at ZeRO stages 1 and 2 each rank has another part of it; {CLIPPING}", fill=True
+            )
 
     def count_forward(self, replica: DistributedDataParallel, _: Any) -> None:
         """Count a forward pass since the last backward pass; one inside ``no_sync`` twice, as DDP does not expect a
@@ -58,14 +82,20 @@ _sums: WeakKeyDictionary[nn.Module, _GradientSums] = WeakKeyDictionary()
 
 
 def refuse_unsummed_steps(
-    model: ModelWrapper, optimizer: OptimizerWrapper, *, in_pipeline: bool, counted_again: str | None = None
+    model: ModelWrapper,
+    optimizer: OptimizerWrapper,
+    *,
+    in_pipeline: bool,
+    in_shards: bool = False,
+    counted_again: str | None = None,
 ) -> None:
     """Let ``optimizer.step`` raise ``RuntimeError`` if the last backward pass ran inside ``no_sync``: ranks would
     update with different gradients, and ZeRO with none.
 
     Args:
         in_pipeline: a schedule calls the optimizer's backward passes, all of them inside ``no_sync``; who runs the
-            schedule calls :func:`note_passes` before.
+            schedule does so in :func:`noted_passes`.
+        in_shards: ZeRO takes summed gradients out of ``parameter.grad``; functions of it are refused until the step.
         counted_again: why a sum over ranks counts gradients again that were summed before, which is refused too; None
             if it does not.
     """
@@ -76,14 +106,16 @@ def refuse_unsummed_steps(
             replica.register_forward_pre_hook(_sums[model].count_forward)
     sums = _sums[model]
     sums.optimizers.add(optimizer)
+    if in_shards:
+        _guard_shards(sums, model, optimizer)
 
     def noting(function: Any) -> Any:
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            note_passes(model, optimizer)
-            if replica is not None:
-                sums.prepare(replica, args[0] if args else kwargs.get("loss", kwargs.get("tensor")))
-            return function(*args, **kwargs)
+            with noted_passes(model, optimizer):
+                if replica is not None:
+                    sums.prepare(replica, args[0] if args else kwargs.get("loss", kwargs.get("tensor")))
+                return function(*args, **kwargs)
 
         return run
 
@@ -99,11 +131,18 @@ def refuse_unsummed_steps(
                 "optimizer.step() was called, but the last backward pass ran inside no_sync(), so the ranks have "
                 "different gradients; the last backward pass before a step must run outside no_sync()"
             )
-        return step(*args, **kwargs)
+        sums.open_gradients()
+        sums.sharded.discard(optimizer)
+        result = step(*args, **kwargs)
+        sums.close_gradients()
+        return result
 
     @functools.wraps(zero_grad)
     def drop(*args: Any, **kwargs: Any) -> Any:
         sums.unsummed.discard(optimizer)
+        sums.sharded.discard(optimizer)
+        if optimizer in sums.guards:
+            sums.guards[optimizer].open(check=False)
         return zero_grad(*args, **kwargs)
 
     optimizer.step, optimizer.zero_grad = step_if_summed, drop
@@ -117,10 +156,13 @@ def replica_of(model: ModelWrapper, optimizer: OptimizerWrapper) -> DistributedD
     return replica if replica.process_group.size() > 1 else None
 
 
-def note_passes(model: ModelWrapper, optimizer: OptimizerWrapper) -> None:
-    """Note the backward pass, or all passes of a pipeline's batch, that run next; see :func:`refuse_unsummed_steps`."""
+@contextmanager
+def noted_passes(model: ModelWrapper, optimizer: OptimizerWrapper) -> Iterator[None]:
+    """Note the backward pass, or all passes of a pipeline's batch, that run in the block; see
+    :func:`refuse_unsummed_steps`."""
     sums = _sums.get(model)
     if sums is None:
+        yield
         return
     is_summed = model.require_grad_sync and getattr(optimizer, "require_grad_sync", True)
     if sums.counted_again is not None:
@@ -137,6 +179,38 @@ def note_passes(model: ModelWrapper, optimizer: OptimizerWrapper) -> None:
         sums.unsummed.discard(optimizer)  # ZeRO sums the gradients of one optimizer
     else:
         sums.unsummed.clear()
+    sums.open_gradients()
+    sharded, sums.sharded = sums.sharded, WeakSet()  # a schedule runs forward passes between backward passes
+    yield
+    sums.sharded = sharded
+    if is_summed and optimizer in sums.guards:
+        sharded.add(optimizer)
+    sums.close_gradients()
+
+
+def _guard_shards(sums: _GradientSums, model: ModelWrapper, optimizer: Any) -> None:
+    """Guard ``parameter.grad`` from a backward pass to the step; see [Note: guarded gradients]."""
+    if not sums.guards:
+        model.register_forward_pre_hook(sums.open_gradients)
+        model.register_forward_hook(sums.close_gradients, always_call=True)
+    names = {id(value): name for name, value in model.named_parameters()}
+    groups = [[each for each in group if each.requires_grad] for group in optimizer._working_param_groups.values()]
+    sums.guards[optimizer] = GradientGuard(
+        (names.get(id(group[0]), "a parameter"), group[0]) for group in groups if group
+    )
+
+    def opening(function: Any) -> Any:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            sums.open_gradients()
+            result = function(*args, **kwargs)
+            sums.close_gradients()
+            return result
+
+        return run
+
+    for name in ("clip_grad_by_norm", "clip_grad_by_value"):
+        setattr(optimizer, name, opening(getattr(optimizer, name)))
 
 
 def prepare_sums(replica: DistributedDataParallel, loss: Tensor) -> None:

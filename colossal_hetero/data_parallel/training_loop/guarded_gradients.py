@@ -20,7 +20,9 @@ import torch.distributed.fsdp._flat_param
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["GradientGuard", "GuardedGradient"]
+__all__ = ["CLIPPING", "GradientGuard", "GuardedGradient"]
+
+CLIPPING = "optimizer.clip_grad_by_norm() and optimizer.clip_grad_by_value() are exact at every stage"
 
 _PROPERTIES = ("shape", "dtype", "device", "ndim", "grad_fn", "requires_grad", "is_leaf", "is_sparse")
 _METHODS = ("size", "numel", "dim", "requires_grad_", "detach_")

@@ -29,7 +29,7 @@ from ...data_parallel.attach import BatchSetup
 from ...data_parallel.batch_balancer import BatchBalancer
 from ...data_parallel.config import BatchConfig
 from ...data_parallel.resumable_loader import make_even_loader
-from ...data_parallel.unsummed_steps import note_passes, refuse_unfinished_sums, refuse_unsummed_steps, replica_of
+from ...data_parallel.unsummed_steps import noted_passes, refuse_unfinished_sums, refuse_unsummed_steps, replica_of
 from ...elastic.config import ElasticConfig
 from ...elastic.state.held_layers import HeldLayers, layers_by_rank
 from ...elastic.state.recovery import Recovery
@@ -324,14 +324,16 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         if self._unequal is not None if in_pipeline else self._uneven_batches is not None:
             return
         if self.dp_size > 1 or self.zero_stage or self.enable_sequence_parallelism or model.shared_params:
-            counted_again = None
+            in_shards, counted_again = bool(self.zero_stage) and self._unequal is None, None
             if not self.zero_stage and self._unequal is None:
                 # Colossal-AI adds up these gradients over ranks after each pass; means of means stay the same.
                 if self.enable_sequence_parallelism and self.sequence_parallelism_mode in ("split_gather", "ring"):
                     counted_again = f"sequence parallelism ({self.sequence_parallelism_mode})"
                 elif model.shared_params:
                     counted_again = "weights that pipeline stages share"
-            refuse_unsummed_steps(model, optimizer, in_pipeline=in_pipeline, counted_again=counted_again)
+            refuse_unsummed_steps(
+                model, optimizer, in_pipeline=in_pipeline, in_shards=in_shards, counted_again=counted_again
+            )
 
     def prepare_dataloader(
         self, dataset: Dataset, batch_size: int | None = None, *args: Any, **kwargs: Any
@@ -405,8 +407,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         optimizer = args[0] if args else kwargs.get("optimizer")
 
         def execute(criterion: Callable) -> dict:
-            note_passes(model, optimizer)
-            with summing_in_passes(self.scheduler, optimizer):
+            with noted_passes(model, optimizer), summing_in_passes(self.scheduler, optimizer):
                 return super(HeteroHybridParallelPlugin, self).execute_pipeline(
                     data_iter, model, criterion, *args, **kwargs
                 )

@@ -285,3 +285,44 @@ def check_tied_twice() -> None:
 
 def test_tied_weights_of_stages_are_summed_once_before_a_step() -> None:
     run_ranks(2, check_tied_twice)
+
+
+# Gradients in shards -----------------------------------------------------------------------------------------------
+
+
+def check_shards(options: dict[str, Any]) -> None:
+    def some_pass(number: int) -> None:
+        if run.plugin.pp_size > 1:
+            execute(run, own_batch(run, number))
+        else:
+            run.booster.backward(loss(run, number), run.optimizer)
+
+    run = boost(ours(tp_size=1, precision="bf16", **options), tiny_vit(), sgd)
+    some_pass(0)
+    before = run.parameters
+    for use in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
+        with pytest.raises(RuntimeError, match=r"each rank has another part of it; optimizer\.clip_grad_by_norm\(\)"):
+            use(run.model.parameters(), 0.1)
+    if run.plugin.pp_size == 1:
+        with torch.no_grad():
+            loss(run, 1)  # an evaluation in between
+        with pytest.raises(RuntimeError, match="each rank has another part of it"):
+            nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
+    run.model.zero_grad()
+    with pytest.raises(RuntimeError, match=r"which only optimizer\.zero_grad\(\) removes"):
+        run.optimizer.step()
+    run.optimizer.zero_grad()
+    assert all(torch.equal(value, before[name]) for name, value in run.parameters.items())
+    for number in (1, 2):
+        some_pass(number)
+    run.optimizer.clip_grad_by_norm(1e6)
+    finish(run)
+    check_as_alone(run, [[1, 2]], tolerance=0.02)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [(2, dict(zero_stage=1)), (2, dict(zero_stage=2, overlap_allgather=True)), (4, dict(zero_stage=1, **STAGES))],
+)
+def test_clipping_by_torch_is_refused_where_gradients_are_in_shards(ranks: int, options: dict[str, Any]) -> None:
+    run_ranks(ranks, check_shards, options)
