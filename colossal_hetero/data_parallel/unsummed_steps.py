@@ -95,7 +95,7 @@ def refuse_unsummed_steps(
     Args:
         in_pipeline: a schedule calls the optimizer's backward passes, all of them inside ``no_sync``; who runs the
             schedule does so in :func:`noted_passes`.
-        in_shards: ZeRO takes summed gradients out of ``parameter.grad``; functions of it are refused until the step.
+        in_shards: ZeRO takes summed gradients out of ``parameter.grad``; functions of it are refused until ``zero_grad``.
         counted_again: why a sum over ranks counts gradients again that were summed before, which is refused too; None
             if it does not.
     """
@@ -132,7 +132,6 @@ def refuse_unsummed_steps(
                 "different gradients; the last backward pass before a step must run outside no_sync()"
             )
         sums.open_gradients()
-        sums.sharded.discard(optimizer)
         result = step(*args, **kwargs)
         sums.close_gradients()
         return result
@@ -189,7 +188,7 @@ def noted_passes(model: ModelWrapper, optimizer: OptimizerWrapper) -> Iterator[N
 
 
 def _guard_shards(sums: _GradientSums, model: ModelWrapper, optimizer: Any) -> None:
-    """Guard ``parameter.grad`` from a backward pass to the step; see [Note: guarded gradients]."""
+    """Guard ``parameter.grad`` from a backward pass to ``zero_grad``; see [Note: guarded gradients]."""
     if not sums.guards:
         model.register_forward_pre_hook(sums.open_gradients)
         model.register_forward_hook(sums.close_gradients, always_call=True)

@@ -318,6 +318,11 @@ def check_shards(options: dict[str, Any]) -> None:
     run.optimizer.clip_grad_by_norm(1e6)
     finish(run)
     check_as_alone(run, [[1, 2]], tolerance=0.02)
+    some_pass(3)
+    run.optimizer.step()
+    run.model.zero_grad()
+    with pytest.raises(RuntimeError, match=r"which only optimizer\.zero_grad\(\) removes"):
+        some_pass(4)
 
 
 @pytest.mark.parametrize(
