@@ -95,7 +95,8 @@ def refuse_unsummed_steps(
     Args:
         in_pipeline: a schedule calls the optimizer's backward passes, all of them inside ``no_sync``; who runs the
             schedule does so in :func:`noted_passes`.
-        in_shards: ZeRO takes summed gradients out of ``parameter.grad``; functions of it are refused until ``zero_grad``.
+        in_shards: ZeRO takes summed gradients out of ``parameter.grad``; functions of it are refused until
+            ``zero_grad``.
         counted_again: why a sum over ranks counts gradients again that were summed before, which is refused too; None
             if it does not.
     """
