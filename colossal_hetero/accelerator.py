@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 import torch
 
-__all__ = ["HeteroCpuAccelerator", "HostEvent", "HostStream", "quiet_import"]
+__all__ = ["SET_CONNECTIONS_LATE", "HeteroCpuAccelerator", "HostEvent", "HostStream", "quiet_import"]
 
 
 def _is_not_kernel_notice(record: logging.LogRecord) -> bool:
@@ -61,6 +61,9 @@ os.environ.setdefault("TORCH_WARM_POOL", "0")
 # different orders. They are launched in one order on all ranks; from version 2.26 on, NCCL also keeps that order on the
 # device. Before, CUDA_DEVICE_MAX_CONNECTIONS=1, which Colossal-AI sets, has that effect.
 os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+
+SET_CONNECTIONS_LATE = torch.cuda.is_initialized() and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
+"""Whether CUDA was initialized before Colossal-AI has set that variable, which then has no effect."""
 
 with quiet_import():
     import colossalai

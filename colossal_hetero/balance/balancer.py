@@ -86,6 +86,9 @@ class Balancer:
         self._applier = Applier(
             *(layers, blocks, config, iterations_per_interval, self._transport, clock, self._resharding)
         )
+        if self.active and config.mode != "resize":
+            # At boost: NCCL has memory of its own, which torch's cache takes away later.
+            self._transport.connect(next(iter(layers.values())).matrix.device)
         self._relieved_for = (0,) * self._exchange.size
         self._follows = False
         """Whether :meth:`follow` has given the plan."""
@@ -259,6 +262,11 @@ class Balancer:
     def end_schedule(self) -> None:
         """Call this after the passes of a schedule for training."""
         self._applier.end_schedule()
+
+    def forget_gradients(self) -> None:
+        """Call this when the loss scale has changed, or gradients were not finite."""
+        for layer in self._layers.values():
+            layer.forget_gradients()
 
     def before_step(self) -> None:
         """Call this before an optimizer step, which changes weights."""
@@ -462,7 +470,6 @@ class Balancer:
         """Apply ``plan``, or if receivers have too little memory one that migrates less; returns what was applied."""
         if sum(plan.migrate) > 0:
             self._applier.show_each_pass(not self._exchange.all_agree(not self._applier.is_hooked))
-            self._transport.connect(next(iter(self._layers.values())).matrix.device)
         while True:
             try:
                 self._applier.apply(plan, for_good)

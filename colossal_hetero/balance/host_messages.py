@@ -7,7 +7,7 @@ with the collectives of the model.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,7 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["MIGRATION_CTAS", "VOTE_TIMEOUT", "Exchange", "Groups", "make_groups"]
+from ..processes.group_destruction import world_timeout
+
+__all__ = ["MIGRATION_CTAS", "VOTE_TIMEOUT", "Exchange", "Groups", "check_launch_order", "make_groups"]
 
 MIGRATION_CTAS = 4
 """Largest number of a GPU's processors (of 132 on an H100) that NCCL uses for migrated work. Messages have a whole
@@ -136,25 +138,46 @@ class Groups:
 
 def make_groups(tp_group: dist.ProcessGroup) -> Groups:
     """New process groups for the balancer of this rank. Collective over all ranks."""
-    world = dist.new_group(backend="gloo")
+    timeout = world_timeout()
+    world = dist.new_group(backend="gloo", timeout=timeout)
     members = dist.get_process_group_ranks(tp_group)
     gathered: list[list[int]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, members, group=world)
     groups = sorted({tuple(ranks) for ranks in gathered})
     exchange = votes = migration = None
     for ranks in groups:
-        group = dist.new_group(list(ranks), backend="gloo")
+        group = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
         other = dist.new_group(list(ranks), backend="gloo", timeout=VOTE_TIMEOUT)
-        beside = dist.new_group(list(ranks), pg_options=_few_processors(dist.get_backend()))
+        beside = dist.new_group(list(ranks), timeout=timeout, pg_options=_few_processors(dist.get_backend()))
         if list(ranks) == members:
             exchange, votes, migration = Exchange(group), Exchange(other), beside
     assert exchange is not None and votes is not None and migration is not None
     return Groups(exchange, votes, world, [list(ranks) for ranks in groups], migration)
 
 
+def check_launch_order(nccl: tuple[int, ...], environment: Mapping[str, str], set_late: bool) -> None:
+    """Raise ``RuntimeError`` if GPUs may run operations of two communicators in other orders than they were launched.
+
+    Args:
+        nccl: the version of NCCL.
+        environment: of the process.
+        set_late: whether CUDA was initialized before the environment was as it is.
+    """
+    keeps_order = nccl >= (2, 26) and environment.get("NCCL_LAUNCH_ORDER_IMPLICIT") == "1"
+    has_one_queue = environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and not set_late
+    if not (keeps_order or has_one_queue):
+        raise RuntimeError(
+            f"migrated work and collectives could run in different orders on different GPUs, and wait for each other "
+            f"forever: NCCL {'.'.join(map(str, nccl))} with NCCL_LAUNCH_ORDER_IMPLICIT="
+            f"{environment.get('NCCL_LAUNCH_ORDER_IMPLICIT')} does not keep the order (2.26 with 1 does), and "
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 was not set before CUDA was initialized: import colossal_hetero before "
+            "anything uses a GPU, set the variable in the environment, or use balance mode 'off'"
+        )
+
+
 def _few_processors(backend: str) -> Any:
     """Options with which NCCL uses few of a GPU's processors, so that products run beside it; None for others."""
-    if backend != "nccl":
+    if "nccl" not in backend:  # it may be "cpu:gloo,cuda:nccl"
         return None
     options = dist.ProcessGroupNCCL.Options()
     options.config.min_ctas = 1

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from ..layers.block import Block
 from ..layers.column_migration import MovedRange
-from ..layers.resharding.holdings import Holding, holdings, ordinary_holdings
+from ..layers.out_of_memory import check_room
+from ..layers.resharding.holdings import Holding, holdings, ordinary_holdings, unit_count
 from ..layers.resharding.unit_mover import StateSlot, UnitMover
 from ..layers.transport import Transport
 from .host_messages import Exchange
@@ -39,6 +40,10 @@ class OptimizerMemory(Protocol):
 
     def slots_of(self, parameter: Tensor) -> Sequence[StateSlot]:
         """What optimizers keep of a parameter of the model: masters in higher precision, moments."""
+
+
+BYTES_PER_PARAMETER = 16
+"""Of a parameter that is trained by Adam: in fp32, or in half precision with an fp32 copy."""
 
 
 class Resharding:
@@ -112,7 +117,7 @@ class Resharding:
             for number in sorted(self.possible)
             if moves[number]
         }
-        if not self._exchange_units(wanted):
+        if not (self._exchange.all_agree(self._has_room(wanted)) and self._exchange_units(wanted)):
             self._failure = "a rank has too little memory for them"
             self._take_back()
         return frozenset(self._held)
@@ -131,6 +136,21 @@ class Resharding:
         finally:
             if not self._exchange_units(held):
                 self._take_back()
+
+    def _has_room(self, wanted: Arrangement) -> bool:
+        """Whether a GPU would have the memory for an iteration with these units."""
+        taken = own = 0
+        for number, after in wanted.items():
+            block = self._blocks[number]
+            taken += max(0, unit_count(after[self._rank]) - block.units) * block.elements_per_unit
+            own += block.units * block.elements_per_unit
+        if not taken:
+            return True
+        try:
+            check_room(self._blocks[0].parameters[0][0].device, BYTES_PER_PARAMETER * taken, taken / own)
+        except RuntimeError:
+            return False
+        return True
 
     def _take_back(self) -> None:
         if not self._exchange_units({}):

@@ -147,6 +147,10 @@ class HeteroLinear:
         """Choose the kept columns again in the next forward pass."""
         self._lineage = None
 
+    def forget_gradients(self) -> None:
+        """Impute zeros in the next backward passes, instead of gradients that were multiplied by another loss scale."""
+        self._previous = {}
+
     def option_obstacle(self) -> str | None:
         """The option of this layer that no kind of balancing can be combined with, as ``name=value``, or None."""
         for option in ("use_zbv", "fp8_communication"):

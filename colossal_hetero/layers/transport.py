@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .out_of_memory import is_out_of_memory
+
 __all__ = ["Pending", "SentMessages", "Started", "Transport"]
 
 Primitive = Literal["point_to_point", "broadcast", "reduce"]
@@ -78,12 +80,21 @@ class Transport:
     def connect(self, device: torch.device) -> None:
         """Set up the group's connections, once. Collective over the group.
 
-        NCCL creates a communicator at its first use, which all ranks have to take part in; later messages involve only
-        some ranks.
+        NCCL creates a communicator at its first use, which all ranks have to take part in, and a connection at the
+        first message of a pair. Both need memory that torch's cache may have taken after some iterations.
         """
-        if not self._connected:
-            self._connected = True
-            dist.all_reduce(torch.zeros(1, device=device), group=self._group)
+        if self._connected:
+            return
+        self._connected = True
+        dist.all_reduce(torch.zeros(1, device=device), group=self._group)
+        others = [rank for rank in self._global_ranks if rank != self._global_ranks[self.rank]]
+        operations = [
+            dist.P2POp(operation, torch.zeros(1, device=device), other, self._group)
+            for other in others
+            for operation in (dist.isend, dist.irecv)
+        ]
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Started:
         """Start sending and receiving contiguous tensors, given as pairs of the other rank and the tensor.
@@ -102,7 +113,7 @@ class Transport:
         if len(works) != len(operations):
             # NCCL has one handle for all operations of a batch. Waiting makes the stream wait, not the host, so that
             # memory that was sent from is not used again before it has been sent.
-            return Started(Pending(works), Pending(works))
+            return Started(Pending(works if receives else ()), Pending(works))
         return Started(Pending(works[: len(receives)]), Pending(works[len(receives) :]))
 
     def broadcast(self, tensor: Tensor, source: int) -> Pending:
@@ -130,6 +141,8 @@ def _explaining_failure(communicate: Callable[[], Any]) -> Any:
     try:
         return communicate()
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
         raise RuntimeError(
             "a rank of this tensor-parallel group stopped responding while migrated work was being sent or received; "
             f"check the output of the other ranks. The communication library reports: {error}"

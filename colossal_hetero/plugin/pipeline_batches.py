@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
@@ -86,6 +85,8 @@ class PipelineBatches(UnevenBatches):
         self._micro_batch = micro_batch
         self._seconds: tuple[float, ...] = ()
         self._times: deque[float] = deque(maxlen=KEPT_TIMES)
+        self._unread: deque[tuple[Any, Any, int]] = deque(maxlen=KEPT_TIMES)
+        """Events before and after the passes of an iteration, and its micro-batches."""
         self._steps = 0
         self._since_check = 0
         self._due = False
@@ -178,14 +179,22 @@ class PipelineBatches(UnevenBatches):
         return current.samples * len(self._seconds) / current.global_samples
 
     def _timed(self, passes: Callable[..., Any]) -> Callable[..., Any]:
+        def event() -> Any:
+            made = get_accelerator().Event(enable_timing=True)
+            made.record()
+            return made
+
         @wraps(passes)
         def run(*args: Any, **kwargs: Any) -> Any:
-            begin = time.perf_counter()
+            begin = event()
             result = passes(*args, **kwargs)
-            get_accelerator().synchronize()
             if not self._schedule.forward_only:
-                elapsed = time.perf_counter() - begin
-                self._times.append(micro_batch_seconds(elapsed, self._schedule.num_microbatches, self._stages))
+                self._unread.append((begin, event(), self._schedule.num_microbatches))
+            # Read when a GPU has passed them, because waiting for it here would leave it without work.
+            while self._unread and self._unread[0][1].query():
+                first, last, micro_batches = self._unread.popleft()
+                elapsed = first.elapsed_time(last) * 1e-3
+                self._times.append(micro_batch_seconds(elapsed, micro_batches, self._stages))
             return result
 
         run.times_batches = True  # type: ignore[attr-defined]

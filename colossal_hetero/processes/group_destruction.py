@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import functools
 import weakref
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-__all__ = ["destroy_without_lock"]
+__all__ = ["destroy_without_lock", "world_timeout"]
 
 
 @functools.cache
@@ -44,3 +45,13 @@ def _keep_backends(group: dist.ProcessGroup) -> None:
     backends = [group._get_backend(device) for device in group._device_types]
     kept = [each for each in backends if isinstance(each, dist.ProcessGroupGloo)]
     weakref.finalize(group, kept.clear)
+
+
+def world_timeout() -> timedelta | None:
+    """How long ranks wait for each other in the default group, for other groups; None for torch's own choice."""
+    group = dist.group.WORLD
+    assert group is not None
+    options: list[Any] = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
+    timeouts = [each._timeout for each in options if hasattr(each, "_timeout")]
+    usual = (distributed_c10d.default_pg_timeout, distributed_c10d.default_pg_nccl_timeout)
+    return timeouts[0] if timeouts and timeouts[0] not in usual else None

@@ -240,6 +240,37 @@ def allocator_growth(machine: Machine, shape: Shape, changes: int) -> list[Row]:
     return rows
 
 
+def filled_card(device: torch.device, shape: Shape, for_good: bool) -> tuple[float, bool, bool]:
+    """The share that a rank received of three quarters that were asked for, after the first rank has filled the GPU to
+    95 %; whether units were given away for good; and whether the losses are numbers."""
+    balance = BalanceConfig(
+        mode="migrate", warmup_iterations=NEVER, measure_costs=False, reshard_after=1 if for_good else None
+    )
+    training = VitTraining(device, shape, balance)
+    for _ in range(3):
+        training.iterate()
+    ballast = None
+    if device.type == "cuda" and dist.get_rank() == 0:
+        free, total = torch.cuda.mem_get_info(device)
+        ballast = torch.empty(max(0, free - total // 20), dtype=torch.uint8, device=device)
+    dist.barrier()
+    follow(training, SHARES[-1])
+    for _ in range(6):
+        training.iterate()
+    del ballast
+    balancer = training.plugin.balancer
+    return balancer.plan.max_received, balancer.has_resharded, bool(torch.tensor(training.losses).isfinite().all())
+
+
+def filled(machine: Machine, shape: Shape) -> list[Row]:
+    rows: list[Row] = []
+    for for_good in (False, True):
+        received, resharded, trains = run_ranks(machine, 2, filled_card, shape, for_good)[0]
+        note = "given away for good" if resharded else "migrated in each iteration"
+        rows.append((f"asked for {SHARES[-1]:.0%}", f"received {received:.0%}", "", f"{note}, loss finite: {trains}"))
+    return rows
+
+
 # The part ------------------------------------------------------------------------------------------------------------
 
 
@@ -253,6 +284,7 @@ def cases(machine: Machine) -> Sequence[Case]:
             for precision in (("fp16", "bf16") if stage < 3 else ("bf16",))
         ]
     shape = shape_for(machine, Shape(width=1024, depth=4, heads=16, image=64, patch=16, batch=16))
+    wide = shape_for(machine, Shape(width=4096, depth=4, heads=32, image=64, patch=16, batch=64))
     changes = 8 if machine.is_tiny else 500
     needed = LIMIT_BYTES + GIB
     return [
@@ -261,6 +293,7 @@ def cases(machine: Machine) -> Sequence[Case]:
             for each in searches
         ),
         Case("migrated units", partial(migrated_memory, machine, shape), 4 * GIB),
+        Case("filled to 95 %", partial(filled, machine, wide), 8 * GIB),
         Case("changes of plan", partial(allocator_growth, machine, shape, changes), 4 * GIB),
     ]
 
@@ -278,6 +311,9 @@ columns are equal. FSDP (stage 3) has no fp16.
 
 *Migrated units*: two ranks share the GPU over Gloo, and rank 1 gives units to rank 0. Columns: how much higher the peak
 of an iteration is than without migration, and the size of the migrated weights.
+
+*Filled to 95 %*: after three iterations rank 0 fills the GPU, and three quarters of a rank's units are given to it, in
+each iteration and for good. Aim: what does not fit is not received, and both ranks train on.
 
 *Changes of plan*: the migrated share changes in every iteration. Columns: growth of the allocator's memory between a
 tenth of the changes and all of them. Aim: none is allocated, and what is reserved stays within 5 %.

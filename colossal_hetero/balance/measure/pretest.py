@@ -6,6 +6,7 @@ seconds. The costs are kept on disk, and all ranks of the group get the same.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import platform
@@ -24,6 +25,7 @@ from rich.console import Console
 from rich.status import Status
 from torch import Tensor
 
+from ...layers.out_of_memory import is_out_of_memory
 from ...layers.workload import impute
 from ..config import BalanceConfig
 from ..decide.costs import Costs, Traffic, Volume, fit_affine
@@ -38,6 +40,8 @@ __all__ = [
     "measure_costs",
     "prepare_costs",
 ]
+
+log = logging.getLogger(__name__)
 
 RESIZED_SHARES = (0.25, 0.5, 0.75, 0.9)
 """Pruned shares for which products are timed."""
@@ -112,6 +116,13 @@ def prepare_costs(
     kept = _broadcast_costs(cache.read(context) if first else None, group, device)
     if kept is not None:
         return kept
+    if not _fit_everywhere(shapes, rows, dtype, group, device):
+        if dist.get_rank() == 0:
+            log.warning(
+                "a rank has too little memory left to measure the costs of balancing, so they are taken as zero; give "
+                "BalanceConfig(cost_cache=...) a file of a run that measured them, or use smaller batches"
+            )
+        return Costs()
     with _Display(enabled=dist.get_rank() == 0) as display:
         costs = measure_costs(group, shapes, rows, dtype, device, traffic, form, display.show)
     if first:
@@ -196,6 +207,24 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> FittedLink:
     slope = float(extra_bytes @ extra) / float(extra_bytes @ extra_bytes) if len(extra) else seconds[0] / sizes[0]
     slope = max(slope, 0.0)
     return FittedLink(max(seconds[0] - slope * sizes[0], 0.0), slope)
+
+
+def _fit_everywhere(
+    shapes: Sequence[ProductShape], rows: int, dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device
+) -> bool:
+    """Whether every rank has memory for the measurement: a rank that failed in it would let the others wait."""
+    largest = max((shape.outputs * shape.columns for shape in shapes), default=0)
+    widest = max((shape.outputs + shape.columns for shape in shapes), default=0)
+    fits = 1.0
+    try:
+        # Operands, results, and a part of each; and the largest message.
+        torch.empty(3 * (largest + rows * widest), dtype=dtype, device=device)
+        torch.empty(max(MESSAGES), dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        fits = 0.0
+    return bool(_gather([fits], group, device).min())
 
 
 # Products ---------------------------------------------------------------------------------------------------------

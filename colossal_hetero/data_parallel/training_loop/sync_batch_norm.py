@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
+from ...processes.group_destruction import world_timeout
+
 __all__ = ["SampleWeightedBatchNorm", "synchronize_batch_norm"]
 
 Samples = Callable[[], int | None]
@@ -113,7 +115,7 @@ def synchronize_batch_norm(model: nn.Module, samples: Samples) -> nn.Module:
     if not any(isinstance(module, _BatchNorm) for module in model.modules()):
         return model
     # A group of their own, because gradients are summed over the other groups at the same time.
-    group = dist.new_group()
+    group = dist.new_group(timeout=world_timeout())
     replaced: dict[nn.Module, nn.Module] = {}
 
     def replacement(module: nn.Module) -> nn.Module:

@@ -37,6 +37,7 @@ from .transfers import (
     PeerUnits,
     bucket_numbers,
     check_backward_memory,
+    check_peak,
     unpack,
     weights_for,
 )
@@ -133,6 +134,7 @@ class UnitExchange:
             if given or taken:
                 transfer.bucket = buckets[number]
                 transfer.bucket.transfers.append(transfer)
+        check_peak(self._transfers)
         self._buckets = [buckets[number] for number in sorted(buckets)]
         first_blocks: dict[int, Block] = {}
         for block, number in zip(blocks, self._numbers, strict=True):

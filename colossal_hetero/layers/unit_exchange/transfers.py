@@ -9,12 +9,13 @@ from torch import Tensor
 
 from ..block import Block
 from ..column_migration import MovedRange
+from ..out_of_memory import check_room
 from ..transport import Pending, Started
 from ..unit_layout import split_message
 
 __all__ = [
     *("MESSAGE_BYTES", "BlockTransfer", "Bucket", "PeerUnits", "bucket_numbers", "check_backward_memory"),
-    *("unpack", "weights_for"),
+    *("check_peak", "unpack", "weights_for"),
 ]
 
 MESSAGE_BYTES = 4 << 20
@@ -121,12 +122,25 @@ def bucket_numbers(blocks: Sequence[Block], moves: Sequence[Sequence[MovedRange]
     return numbers
 
 
+def check_peak(transfers: Sequence[BlockTransfer]) -> None:
+    """Raise ``RuntimeError`` if a GPU would not have the memory for an iteration with ``transfers``: for the buffers,
+    the taken units' gradients, which are kept once and packed once, and the activations of the taken units."""
+    given = taken = own = 0
+    for each in transfers:
+        unit_bytes = each.block.elements_per_unit * each.block.parameters[0][0].element_size()
+        given += unit_bytes * sum(units.count for units in each.given)
+        taken += unit_bytes * sum(units.count for units in each.taken)
+        own += unit_bytes * each.block.units
+    if taken:
+        check_room(transfers[0].block.parameters[0][0].device, given + 3 * taken, taken / own)
+
+
 def check_backward_memory(transfers: Sequence[BlockTransfer]) -> None:
     """Allocate, and release at once, the memory for gradients that the backward pass will need.
 
     It is needed for the taken units' gradients until they have returned, for the rank's own gradients where they do not
     exist yet, and for both of one layer before they are sent or added to those of earlier passes. Activations are not
-    included, because they depend on the batch.
+    included, because they depend on the batch; on a GPU see :func:`check_peak`.
 
     Raises:
         RuntimeError: there is not enough memory.

@@ -110,6 +110,7 @@ class LayerBalancing(PluginPart):
         time_late_parameters(optimizer, lambda: balancer.running_clock)
         optimizer.optim.register_step_pre_hook(lambda *_: balancer.before_step())
         _tick_on_step(optimizer, balancer)
+        _forget_on_new_scale(optimizer, balancer)
 
     def _attached(self, plugin: HybridParallelPlugin, objects: TrainingObjects) -> _Attached:
         """A new balancer of the model."""
@@ -269,6 +270,24 @@ def _counted_as_communication(function: Callable, clock: IterationClock) -> Call
         return result
 
     return run
+
+
+def _forget_on_new_scale(optimizer: OptimizerWrapper, balancer: Balancer) -> None:
+    """Let layers forget earlier gradients, with which they impute, when the loss scale changes or they overflow."""
+    precision = getattr(optimizer, "mixed_precision", None) or getattr(optimizer, "mixed_precision_mixin", None)
+    scaler = getattr(precision, "grad_scaler", None)
+    if scaler is None:
+        return
+    update = scaler.update
+
+    @functools.wraps(update)
+    def run(overflow: bool) -> None:
+        before = scaler.scale
+        update(overflow)
+        if overflow or scaler.scale is not before:
+            balancer.forget_gradients()
+
+    scaler.update = run
 
 
 def _tick_on_step(optimizer: OptimizerWrapper, balancer: Balancer) -> None:

@@ -24,6 +24,8 @@ from colossalai.booster.plugin import hybrid_parallel_plugin
 from colossalai.cluster import ProcessGroupMesh
 from torch.distributed import distributed_c10d
 
+from ...processes.group_destruction import world_timeout
+
 __all__ = ["PlannedMesh", "ordered_group", "planned_mesh"]
 
 MakeGroup = Callable[[Sequence[int]], dist.ProcessGroup]
@@ -89,6 +91,7 @@ def ordered_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
         RuntimeError: this version of torch sorts the ranks in a way that is not prevented here.
     """
     can_keep = "sort_ranks" in inspect.signature(dist.new_group).parameters
+    options.setdefault("timeout", world_timeout())
     with nullcontext() if can_keep else _unsorted_ranks():
         group = dist.new_group(list(ranks), **options, **({"sort_ranks": False} if can_keep else {}))
     if group is not dist.GroupMember.NON_GROUP_MEMBER and dist.get_process_group_ranks(group) != list(ranks):

@@ -17,6 +17,7 @@ Source: Holmes (Yang et al. 2023), overlapped distributed optimizer.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
@@ -33,8 +34,6 @@ class _Launched(NamedTuple):
 
     parameters: list[Parameter]
     shard_sizes: list[int]
-    sent: Tensor
-    """``[ranks * elements received]``; must not be released before the sum is complete."""
     received: Tensor
     """This rank's shards of the mean gradients one after the other. Then for each parameter a number above 0 if a rank
     has its gradient, and one for gradients that come late."""
@@ -82,6 +81,8 @@ class GradientBuckets:
         self._bucket: dict[int, Parameter] = {}
         self._elements = 0
         self._launched: list[_Launched] = []
+        self._sending: deque[tuple[dist.Work, Tensor]] = deque()
+        """Sums that may not be complete, each with the gradients that it sends."""
         self._flags: list[tuple[list[Parameter], Tensor]] = []
         self._used: set[int] = set()
 
@@ -134,6 +135,7 @@ class GradientBuckets:
         self._reset()
         for bucket in launched:
             bucket.work.wait()
+        self._sending.clear()
 
     def agree_on_order(self) -> None:
         """Use rank 0's order from now on; see [Note: order of buckets]. All ranks call it at the same time."""
@@ -158,6 +160,8 @@ class GradientBuckets:
         self._reset()
         for bucket in launched:
             bucket.work.wait()
+            if self._sending and self._sending[0][0] is bucket.work:
+                self._sending.popleft()
             *shards, flags = bucket.received.split([*bucket.shard_sizes, len(bucket.parameters) + 1])
             # A copy, so that the shards are not kept until the step.
             self._flags.append((bucket.parameters, flags.clone()))
@@ -200,7 +204,12 @@ class GradientBuckets:
         sent = sent.view(-1).to(self._dtype or sent.dtype)
         received = sent.new_empty(len(sent) // self._ranks)
         work = dist.reduce_scatter_tensor(received, sent, group=self._group, async_op=True)
-        self._launched.append(_Launched(parameters, sizes, sent, received, work))
+        self._launched.append(_Launched(parameters, sizes, received, work))
+        # Whole gradients stay only until they are summed, and two sums are enough to keep the network busy.
+        self._sending.append((work, sent))
+        while len(self._sending) > 2:
+            done, _ = self._sending.popleft()
+            done.wait()
         self._bucket, self._elements = {}, 0
 
     def _reset(self) -> None:

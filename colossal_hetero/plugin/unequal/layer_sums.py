@@ -148,7 +148,7 @@ class LayerSums:
         self._counts = {}
 
     def _end(self) -> None:
-        started = self._started
+        started = self._started[self._finished :]
         self._reset()
         for finish in started:
             finish()
@@ -157,11 +157,16 @@ class LayerSums:
         bucket = self.buckets[len(self._started)]
         self.used.update(id(parameter) for parameter in bucket.parameters if parameter.grad is not None)
         self._started.append(self._start(bucket))
+        if len(self._started) - self._finished > 2:
+            # Two sums keep the network busy, and memory that others need is free again.
+            self._started[self._finished]()
+            self._finished += 1
 
     def _reset(self) -> None:
         self._learn()
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
         self._started: list[Finish] = []
+        self._finished = 0
 
 
 def _ready(sums: LayerSums, parameter: Parameter) -> None:
@@ -176,13 +181,18 @@ def all_reduce_gradients(bucket: SharedBucket) -> Finish:
     if not bucket.is_shared:
         return lambda: None
     flat = torch.cat([_gradient(parameter).flatten() for parameter in bucket.parameters])
+    parts = flat.split([parameter.numel() for parameter in bucket.parameters])
+
+    def put() -> None:
+        for parameter, part in zip(bucket.parameters, parts, strict=True):
+            parameter.grad = part.view_as(parameter)
+
+    put()  # the memory of the gradients is free again
     work = dist.all_reduce(flat, group=bucket.group, async_op=True)
 
     def finish() -> None:
         work.wait()
-        parts = flat.split([parameter.numel() for parameter in bucket.parameters])
-        for parameter, part in zip(bucket.parameters, parts, strict=True):
-            parameter.grad = part.view_as(parameter)
+        put()
 
     return finish
 

@@ -164,6 +164,27 @@ def test_each_pipeline_stage_has_its_own_plan() -> None:
     assert results[3][1][-1] < 0.5 * results[3][1][0]
 
 
+def check_forgotten_overflow() -> None:
+    """Gradients of an iteration that overflowed are not imputed in the next ones, which would overflow as well."""
+    config = BalanceConfig(mode="resize", resizing="column", resize_overhead=0.0, imputation="same")
+    with scripted(always(1)):
+        run = boost(ours(config, tp_size=2, precision="fp16", initial_scale=2**8, hysteresis=1))
+    scaler = run.optimizer.mixed_precision.grad_scaler
+    train(run, 6)
+    assert run.plugin.balancer.shares.resized > 0.2 or dist.get_rank() == 0
+    images, labels = batch()
+    run.booster.backward(loss_of(run.model(images), labels) * float("inf"), run.optimizer)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    assert scaler.scale.item() == 2**7
+    train(run, 4)
+    assert scaler.scale.item() == 2**7
+
+
+def test_an_overflow_is_not_imputed_in_later_iterations() -> None:
+    run_ranks(2, check_forgotten_overflow)
+
+
 VARIANTS: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
     2: {
         "random, average": (dict(priority="random", imputation="average"), {}),

@@ -16,6 +16,7 @@ from colossalai.tensor.d_tensor import api
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from colossal_hetero import BalanceConfig
 from colossal_hetero.balance import host_messages
 from colossal_hetero.balance.decide.costs import Traffic, Volume
 from colossal_hetero.balance.decide.divide import Move, divide
@@ -29,7 +30,7 @@ from tests.support.applied_plans import Training
 from tests.support.harness import run_ranks
 from tests.support.parallel_layers import KINDS, build, inputs, owned
 from tests.support.random_examples import IS_THOROUGH
-from tests.support.training import BATCH, batch, loss_of
+from tests.support.training import BATCH, batch, boost, loss_of, ours, sgd
 
 METHODS = ("broadcast-reduce", "scatter-gather", "block")
 TOKENS = 5  # four patches and the class token
@@ -204,24 +205,48 @@ class _Handle:
 
 
 def _waits_of_a_common_handle() -> list[int]:
-    transport, other, handle, waits = Transport(dist.new_group()), 1 - dist.get_rank(), _Handle(), []
-    with patch.object(dist, "batch_isend_irecv", lambda operations: [handle]):
-        started = transport.exchange([(other, torch.zeros(1))], [(other, torch.zeros(1))])
-    for pending in (started.received, started.sent):
-        pending.wait()
-        waits.append(handle.waits)
+    """Waits of a rank that sends and receives, and of one that only sends, which does not wait for its receivers."""
+    transport, other, waits = Transport(dist.new_group()), 1 - dist.get_rank(), []
+    for receives in ([(other, torch.zeros(1))], []):
+        handle = _Handle()
+        with patch.object(dist, "batch_isend_irecv", lambda operations, handle=handle: [handle]):
+            started = transport.exchange([(other, torch.zeros(1)), (other, torch.zeros(1))], receives)
+        for pending in (started.received, started.sent):
+            pending.wait()
+            waits.append(handle.waits)
     return waits
+
+
+def _connections() -> list[tuple[str, int]]:
+    """The messages by which a balancer connects the ranks at boost."""
+    messages = []
+    batch = dist.batch_isend_irecv
+
+    def recorded(operations: list[dist.P2POp]) -> list[dist.Work]:
+        messages.extend((operation.op.__name__, operation.peer) for operation in operations)
+        return batch(operations)
+
+    with patch.object(dist, "batch_isend_irecv", recorded):
+        boost(ours(BalanceConfig(mode="auto"), tp_size=dist.get_world_size()), None, sgd)
+    return messages
+
+
+def test_all_pairs_of_ranks_are_connected_at_boost() -> None:
+    for rank, messages in enumerate(run_ranks(3, _connections)):
+        expected = [(operation, other) for other in range(3) for operation in ("isend", "irecv") if other != rank]
+        assert messages == expected
 
 
 def test_memory_that_nccl_sends_from_is_not_used_again_before_it_has_been_sent() -> None:
     for waits in run_ranks(2, _waits_of_a_common_handle):
-        assert waits == [1, 2]
+        assert waits == [1, 2, 0, 1]
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
 def test_messages_take_few_processors_of_a_gpu() -> None:
-    config = host_messages._few_processors("nccl").config
-    assert (config.min_ctas, config.max_ctas) == (1, host_messages.MIGRATION_CTAS)
+    for backend in ("nccl", "cpu:gloo,cuda:nccl"):
+        config = host_messages._few_processors(backend).config
+        assert (config.min_ctas, config.max_ctas) == (1, host_messages.MIGRATION_CTAS)
     assert host_messages._few_processors("gloo") is None
 
 

@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 from torch.cuda import OutOfMemoryError
 
+from colossal_hetero.balance import resharding
 from colossal_hetero.balance.apply import Applier
 from colossal_hetero.balance.balancer import Balancer
 from colossal_hetero.balance.decide.plan import BalancePlan
 from colossal_hetero.layers.column_migration import BroadcastReduce, ScatterGather
+from colossal_hetero.layers.unit_exchange import transfers
 from colossal_hetero.layers.unit_exchange.exchange import UnitExchange
 from colossal_hetero.layers.unit_exchange.transfers import BlockTransfer, Bucket
 from tests.support.harness import answer, run_ranks, start_ranks
@@ -29,11 +31,12 @@ from tests.support.migration_runs import (
     METHODS,
     Watch,
     assert_equal,
+    migrate,
     migrating_run,
     reference_run,
     slow,
 )
-from tests.support.training import tiny_vit, train
+from tests.support.training import boost, ours, scripted, sgd, tiny_vit, train
 
 # Different plans -----------------------------------------------------------------------------------------------------
 
@@ -175,6 +178,33 @@ def check_all_refusals() -> None:
 
 def test_a_plan_shrinks_until_every_receiver_has_enough_memory() -> None:
     run_ranks(3, check_all_refusals)
+
+
+def check_foreseen_peak() -> None:
+    """Rank 2 of three would have memory for the activations of 0.25 of its units more, or for nothing for good."""
+
+    def check(device: torch.device, more_bytes: int, more_work: float) -> None:
+        assert more_bytes > 0
+        if dist.get_rank() == 2 and more_work > 0.25:
+            raise RuntimeError("can't allocate memory: an iteration would need more than the GPU has")
+
+    def check_for_good(device: torch.device, more_bytes: int, more_work: float) -> None:
+        raise RuntimeError("can't allocate memory: an iteration would need more than the GPU has")
+
+    with (
+        patch.object(transfers, "check_room", check),
+        patch.object(resharding, "check_room", check_for_good),
+    ):
+        with scripted(slow(0)):
+            run = boost(ours(migrate("block", reshard_after=2), tp_size=3), None, sgd)
+        train(run, ITERATIONS)
+    assert 0.125 <= run.plugin.balancer.plan.max_received <= 0.25
+    assert not run.plugin.balancer.has_resharded
+    assert_equal(run, train(reference_run(tp_size=3), ITERATIONS), "a peak that does not fit")
+
+
+def test_a_plan_shrinks_until_the_next_peak_fits_on_every_receiver() -> None:
+    run_ranks(3, check_foreseen_peak)
 
 
 def check_other_errors() -> None:
