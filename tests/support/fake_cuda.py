@@ -81,11 +81,11 @@ class FakeCuda:
             monkeypatch.setattr(torch.cuda, name, fake)
 
     @contextmanager
-    def on(self, stream: FakeStream) -> Iterator[None]:
+    def on(self, stream: FakeStream) -> Iterator[FakeStream]:
         """A block with another current stream."""
         before, self._current = self._current, stream
         try:
-            yield
+            yield stream
         finally:
             self._current = before
 
