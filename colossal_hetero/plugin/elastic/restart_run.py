@@ -206,10 +206,10 @@ class RestartRun(ElasticRun):
             )
         )
 
-    def _exchange(self, squared_norm: Tensor, has_gradient: Sequence[bool]) -> Commit:
+    def _exchange(self, squared_norm: Tensor, has_gradient: Sequence[bool], is_read: bool) -> Commit:
         assert self._keeper is not None
         self._keeper.settle()
-        commit = super()._exchange(squared_norm, has_gradient)
+        commit = super()._exchange(squared_norm, has_gradient, is_read)
         self._keeper.forget()
         return commit
 
