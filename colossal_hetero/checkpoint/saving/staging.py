@@ -2,22 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import mmap
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from numpy import uint8
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ..format.pieces import TensorPiece
 
-__all__ = ["StagingBuffer"]
+__all__ = ["StagingBuffer", "pinned_memory"]
 
 ALIGNMENT = 64
 
 
+class _Pages(mmap.mmap):
+    """Whole pages of memory. No two registrations may share a page."""
+
+    unregister: Callable[[int], Any] | None = None
+    address = 0
+
+    def __del__(self) -> None:  # when no tensor uses the memory; it is unmapped after this
+        if self.unregister is not None:
+            self.unregister(self.address)
+
+
+def pinned_memory(size: int, device: torch.device) -> Tensor:
+    """Bytes of the host that a GPU copies to by itself; ordinary memory, with slower copies, where that is refused.
+
+    torch's own page-locked memory is rounded up to a power of two, and torch keeps it after it is released.
+    """
+    pages = _Pages(-1, max(size, 1))
+    memory = torch.frombuffer(pages, dtype=torch.uint8, count=max(size, 1))[:size]
+    cudart = torch.cuda.cudart()
+    if int(cudart.cudaHostRegister(memory.data_ptr(), len(pages), 0)) == 0:
+        pages.unregister, pages.address = cudart.cudaHostUnregister, memory.data_ptr()
+        return memory
+    with suppress(RuntimeError):  # CUDA reports the refusal a second time, after the next kernel that is launched
+        torch.ones(1, device=device)
+    return memory
+
+
 class StagingBuffer:
-    """Memory of the host that is kept between saves; page-locked if a piece is on a GPU.
+    """Memory of the host that is kept between saves; page-locked, if that is possible, where a piece is on a GPU.
 
     A copy from a GPU has only been ordered when :meth:`copy` returns: the current stream makes it before later work,
     which so cannot change what is copied. :meth:`finish` waits for it.
@@ -25,6 +55,7 @@ class StagingBuffer:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._is_for_gpus = False
         self._events: list[Any] = []
 
     def copy(self, pieces: Sequence[TensorPiece]) -> list[NDArray[uint8]]:
@@ -34,9 +65,11 @@ class StagingBuffer:
             starts.append(end)
             end += -(-piece.data.numel() * piece.data.element_size() // ALIGNMENT) * ALIGNMENT
         devices = {piece.data.device for piece in pieces if piece.data.is_cuda}
-        if self._memory.numel() < end or (devices and not self._memory.is_pinned()):
+        if self._memory.numel() < end or (devices and not self._is_for_gpus):
+            self.finish()
             self._memory = torch.empty(0, dtype=torch.uint8)  # released before the new memory is taken
-            self._memory = torch.empty(end, dtype=torch.uint8, pin_memory=bool(devices))
+            self._is_for_gpus = bool(devices)
+            self._memory = pinned_memory(end, next(iter(devices))) if devices else torch.empty(end, dtype=torch.uint8)
         copies = []
         with torch.no_grad():
             for piece, start in zip(pieces, starts, strict=True):
@@ -51,6 +84,9 @@ class StagingBuffer:
         """Wait until everything is copied; any thread may call it."""
         for event in self._events:
             event.synchronize()
+
+    def __del__(self) -> None:
+        self.finish()  # a GPU may still copy to the memory, which is unmapped now
 
 
 def _record(devices: Iterable[torch.device]) -> list[Any]:

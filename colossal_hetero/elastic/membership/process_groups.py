@@ -23,7 +23,7 @@ class ProcessGroups:
 
     def __init__(self, limit_seconds: float) -> None:
         self._limit = timedelta(seconds=limit_seconds)
-        self._default_limit: timedelta = distributed_c10d.default_pg_timeout
+        self._default_limits = distributed_c10d.default_pg_timeout, distributed_c10d.default_pg_nccl_timeout
         self._hook = sys.excepthook
 
     def initialize(self, store: dist.Store, world: World, backend: str = "gloo") -> None:
@@ -32,7 +32,7 @@ class ProcessGroups:
         Raises:
             RuntimeError: a member died meanwhile.
         """
-        distributed_c10d.default_pg_timeout = self._limit
+        distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = self._limit
         # torch numbers its groups, and the numbers are part of keys in the store. An initialization that failed counts.
         distributed_c10d._world.group_count = 0
         self._hook = sys.excepthook
@@ -45,4 +45,4 @@ class ProcessGroups:
             dist.destroy_process_group()
             # torch puts the rank in front of errors that end the process, and would put all former ranks there.
             sys.excepthook = self._hook
-        distributed_c10d.default_pg_timeout = self._default_limit
+        distributed_c10d.default_pg_timeout, distributed_c10d.default_pg_nccl_timeout = self._default_limits

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,13 +69,15 @@ class MemoryFile:
         return pieces
 
 
-def write_memory_file(path: Path, kept: KeptState, to_host: Callable[[Tensor], Tensor] = Tensor.cpu) -> None:
+def write_memory_file(
+    path: Path, kept: KeptState, to_host: Callable[[Tensor], Iterable[Tensor]] = lambda tensor: [tensor.cpu()]
+) -> None:
     """Write a file. Nothing of this name is there until all of it is written.
 
     Args:
         path: of the file.
         kept: what to write.
-        to_host: copies a tensor to the host's memory, if it is not there.
+        to_host: copies a tensor to the host's memory, if it is not there; yields its elements row by row.
 
     Raises:
         OSError: for example if the memory is full.
@@ -91,8 +93,11 @@ def write_memory_file(path: Path, kept: KeptState, to_host: Callable[[Tensor], T
             _write_at(file, 0, MAGIC + len(header).to_bytes(8, "little") + header)
             first = _aligned(len(MAGIC) + 8 + len(header))
             for piece, start in zip(kept.pieces, starts, strict=True):
-                data = to_host(piece.data.detach()).contiguous().reshape(-1).view(torch.uint8)
-                _write_at(file, first + start, data.numpy())
+                position = first + start
+                for part in to_host(piece.data.detach()):
+                    data = part.contiguous().reshape(-1).view(torch.uint8)
+                    _write_at(file, position, data.numpy())
+                    position += data.numel()
             file.truncate(first + end)
         temporary.rename(path)
     finally:

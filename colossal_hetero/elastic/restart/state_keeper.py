@@ -9,15 +9,18 @@ is begun, all ranks have those of the state before, and older files can go.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ...checkpoint.format.pieces import TensorPiece
+from ...checkpoint.saving.staging import pinned_memory
 from ...checkpoint.saving.worker import Worker
 from .memory_file import KeptState, write_memory_file
 from .memory_folder import FileName, MemoryFolder
@@ -25,6 +28,8 @@ from .memory_folder import FileName, MemoryFolder
 __all__ = ["StateKeeper"]
 
 LOOK_SECONDS = 60.0
+CHUNK = 8 << 20
+"""Most bytes that a GPU copies at once."""
 
 
 class StateKeeper:
@@ -42,7 +47,7 @@ class StateKeeper:
         self._changed = threading.Condition(threading.RLock())  # held while a state is written
         self._noted: KeptState | None = None
         self._written: FileName | None = None
-        self._ready: list[torch.cuda.Event] = []
+        self._copies: dict[torch.device, _HostCopies] = {}
         self._has_failed = False
         self._worker = Worker("memory files")
 
@@ -54,9 +59,9 @@ class StateKeeper:
 
     def note(self, kept: KeptState) -> None:
         """From now on this state can be written, until :meth:`forget`. Nothing in it changes meanwhile."""
-        devices = {piece.data.device for piece in kept.pieces if piece.data.is_cuda}
         with self._changed:
-            self._noted, self._ready = kept, [torch.cuda.current_stream(device).record_event() for device in devices]
+            self._order(kept.pieces)
+            self._noted = kept
             self._changed.notify_all()
         if self._written is None or kept.name.version % self._every == 0:
             self._worker.submit(self._write)
@@ -65,6 +70,7 @@ class StateKeeper:
         """This rank now holds these pieces of the state that is noted, which was written without them."""
         with self._changed:
             if self._noted is not None:
+                self._order(pieces)
                 self._noted, self._written = replace(self._noted, pieces=pieces), None
 
     def settle(self) -> None:
@@ -122,15 +128,15 @@ class StateKeeper:
             if is_former or (is_own and file != self._written):
                 self._folder.remove(file)
 
-    def _to_host(self, tensor: Tensor) -> Tensor:
-        """A copy beside what the main thread has ordered; a kernel that waits for an ended rank does not hold it up."""
-        if not tensor.is_cuda:
-            return tensor
-        stream = torch.cuda.Stream(tensor.device)
-        for event in self._ready:
-            stream.wait_event(event)
-        with torch.cuda.stream(stream):
-            return tensor.cpu()
+    def _order(self, pieces: list[TensorPiece]) -> None:
+        """Let later copies of the pieces come after what the current streams do now."""
+        for device in {piece.data.device for piece in pieces if piece.data.is_cuda}:
+            if device not in self._copies:
+                self._copies[device] = _HostCopies(device)
+            self._copies[device].stream.wait_stream(torch.cuda.current_stream(device))
+
+    def _to_host(self, tensor: Tensor) -> Iterator[Tensor]:
+        return self._copies[tensor.device].chunks(tensor) if tensor.is_cuda else iter([tensor])
 
     def _report(self, error: OSError) -> None:
         if self._has_failed:
@@ -142,3 +148,43 @@ class StateKeeper:
             file=sys.stderr,
             flush=True,
         )
+
+
+class _HostCopies:
+    """Copies tensors of one GPU beside what the main thread has ordered, also while that waits for an ended rank.
+
+    The collectives of an ended rank's peers do not end, and no work on their streams does. torch hands out 32 streams
+    of normal priority in turn, to ProcessGroupNCCL too, so one of these may be such a stream. Those of high priority
+    are others: NCCL gets them only with ``is_high_priority_stream`` or ``TORCH_NCCL_HIGH_PRIORITY``. Streams and memory
+    are made in advance, because page-locking memory may wait for all kernels of the GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        memory = pinned_memory(2 * CHUNK, device)
+        self._halves = [(half, torch.cuda.Event()) for half in memory.split(CHUNK)]
+
+    def chunks(self, tensor: Tensor) -> Iterator[Tensor]:
+        """The elements of a tensor, row by row. A chunk is valid until the next; that is copied meanwhile."""
+        ordered: tuple[Tensor, torch.cuda.Event] | None = None
+        for part, (memory, event) in zip(_parts(tensor), itertools.cycle(self._halves), strict=False):
+            with torch.cuda.stream(self.stream):
+                copy = memory[: part.numel() * part.element_size()].view(part.dtype).view(part.shape)
+                copy.copy_(part, non_blocking=True)
+                event.record(self.stream)
+            if ordered is not None:
+                ordered[1].synchronize()
+                yield ordered[0]
+            ordered = copy, event
+        if ordered is not None:
+            ordered[1].synchronize()
+            yield ordered[0]
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Consecutive parts of a tensor of at most :data:`CHUNK` bytes."""
+    if tensor.numel() * tensor.element_size() <= CHUNK:
+        yield tensor
+        return
+    for part in tensor.chunk(2) if len(tensor) > 1 else tensor.unbind():
+        yield from _parts(part)

@@ -409,11 +409,11 @@ class ElasticRun(PluginPart):
         if self._steps_in_world == 2 and dist.get_rank() == 0 and self._members.board is not None:
             self._members.board.publish("steps", str(self.version))
 
-    def _exchange(self, squared_norm: Tensor, has_gradient: Sequence[bool]) -> Commit:
+    def _exchange(self, squared_norm: Tensor, has_gradient: Sequence[bool], is_read: bool) -> Commit:
         self._complete = True
         waiting = dist.get_rank() == 0 and self._members.is_somebody_waiting()
         words = [float(self._members.is_leaving()), float(waiting)]
-        commit = exchange(squared_norm, has_gradient, words)
+        commit = exchange(squared_norm, has_gradient, words=words)
         self._commit = commit
         return commit
 

@@ -34,7 +34,7 @@ from ...elastic.restart.memory_file import KeptState, MemoryFile, read_memory_fi
 from ...elastic.restart.memory_folder import MemoryFolder, default_memory
 from ...elastic.restart.newest_memory import StateName, newest_whole_state
 from ...elastic.restart.state_keeper import StateKeeper
-from ...elastic.restart.termination import TerminationWatch
+from ...elastic.restart.termination import AbortWatch, TerminationWatch
 from ...elastic.state.held_state import Held
 from ...elastic.state.versions import Agreed, CatchUp
 from ..part import TrainingObjects
@@ -48,7 +48,8 @@ T = TypeVar("T")
 START_AGAIN_CODE = 1
 """Exit code of a process that is to be started again."""
 SIGTERM_SECONDS = 20.0
-"""After SIGTERM, so long a process may take to finish a step before its state is written. torchrun kills after 30 s."""
+"""After SIGTERM or ``abort``, so long a process may take to finish a step before its state is written. torchrun kills
+30 s after SIGTERM."""
 
 
 class RestartMembers(Members, Protocol):
@@ -80,7 +81,7 @@ class RestartRun(ElasticRun):
         self._config, self._job = config, members
         self._watches = watches
         self._keeper: StateKeeper | None = None
-        self._watch: TerminationWatch | None = None
+        self._end_watches: list[AbortWatch | TerminationWatch] = []
         self._plugin: Any = None
 
     # A world ------------------------------------------------------------------------------------------------------
@@ -143,7 +144,8 @@ class RestartRun(ElasticRun):
         if is_kept and dist.get_rank() == 0:
             members = dist.get_world_size()
             _say(f"training continues after step {start.step}, whose state was in memory; members: {members}")
-        self._watch = TerminationWatch(partial(self._write_within, SIGTERM_SECONDS)) if self._watches else None
+        kinds = (AbortWatch, TerminationWatch) if self._watches else (AbortWatch,)
+        self._end_watches = [kind(partial(self._write_within, SIGTERM_SECONDS)) for kind in kinds]
         atexit.register(self._write_within, 0.0)
         return start
 
@@ -176,8 +178,8 @@ class RestartRun(ElasticRun):
             self._end(str(error))
         self._keeper.close()
         atexit.unregister(self._write_within)
-        if self._watch is not None:
-            self._watch.close()
+        for watch in self._end_watches:
+            watch.close()
         if self._slot == 0:
             self._folder.remove_all()
         self._members.end_job()
@@ -204,10 +206,10 @@ class RestartRun(ElasticRun):
             )
         )
 
-    def _exchange(self, squared_norm: Tensor, has_gradient: Sequence[bool]) -> Commit:
+    def _exchange(self, squared_norm: Tensor, has_gradient: Sequence[bool], is_read: bool) -> Commit:
         assert self._keeper is not None
         self._keeper.settle()
-        commit = super()._exchange(squared_norm, has_gradient)
+        commit = super()._exchange(squared_norm, has_gradient, is_read)
         self._keeper.forget()
         return commit
 

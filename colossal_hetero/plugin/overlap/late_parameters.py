@@ -8,6 +8,9 @@ the embedding), a checkpoint, an evaluation, a copy of the model, another model 
 parameters that was made before. Only a tensor that was made of its memory before, such as ``parameter.data``, does not
 wait.
 
+On a GPU, only the stream of the reader waits. So a parameter keeps its subclass until the gather has ended, so that
+readers on other streams wait, too. Functions of torch get it with its own class meanwhile.
+
 Kernels of other packages may read the memory of a tensor without a function of torch. Therefore a module also waits for
 the parameters that it has itself before its forward pass.
 
@@ -21,8 +24,8 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -58,7 +61,7 @@ class LateParameter:
     late_gather: _Gather
 
     def wait_for_values(self) -> None:
-        """Wait until this rank has the whole parameter. It is no ``LateParameter`` then."""
+        """Wait, or let the current stream of a GPU wait, until this rank has the whole parameter."""
         self.late_gather.wait()
 
     @classmethod
@@ -67,20 +70,46 @@ class LateParameter:
         if func in _WITHOUT_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        for each in tree_leaves((args, kwargs)):
-            if isinstance(each, LateParameter):
-                each.wait_for_values()
-        return func(*args, **kwargs)
+        with _reading(tree_leaves((args, kwargs))):
+            return func(*args, **kwargs)
 
     # torch's own methods ask for the class of the parameter before they read its values.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        self.wait_for_values()
-        return self.__deepcopy__(memo)
+        with _reading([self]):
+            return self.__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        self.wait_for_values()
-        return self.__reduce_ex__(protocol)
+        with _reading([self]):
+            return self.__reduce_ex__(protocol)
+
+
+@contextmanager
+def _reading(values: Iterable[Any]) -> Iterator[None]:
+    """A block that reads the values of parameters, which have their own classes there."""
+    late = []
+    try:
+        for each in values:
+            if isinstance(each, LateParameter):
+                late.append((each, each.late_gather))
+                each.wait_for_values()
+                _set_own(each)
+        yield
+    finally:
+        for parameter, gather in late:
+            if not gather.has_ended:
+                _set_late(parameter, gather)
+
+
+def _set_late(parameter: Any, gather: _Gather) -> None:
+    parameter.late_gather = gather
+    parameter.__class__ = _late(type(parameter))  # type: ignore[arg-type]
+
+
+def _set_own(parameter: Any) -> None:
+    if isinstance(parameter, LateParameter):
+        del parameter.late_gather
+        _, parameter.__class__ = type(parameter).__bases__
 
 
 @functools.cache
@@ -106,11 +135,11 @@ class UpdatedParameter(NamedTuple):
 class _Gather:
     """A collective that gathers parameters: a large one in its memory, several small ones through a buffer."""
 
-    def __init__(
-        self, members: Sequence[UpdatedParameter], group: dist.ProcessGroup, wait_for: Callable[[_Gather], None]
-    ) -> None:
-        self._members = members
-        self._wait_for = wait_for
+    def __init__(self, members: Sequence[UpdatedParameter], group: dist.ProcessGroup, owner: LateParameters) -> None:
+        self._members, self._owner = members, owner
+        self._complete: torch.cuda.Event | None = None
+        self._streams: set[torch.cuda.Stream] = set()
+        self.has_ended = False
         self._ranks = dist.get_world_size(group)
         self._copies = len(members) > 1 or not members[0].is_in_place
         if self._copies:
@@ -119,25 +148,44 @@ class _Gather:
         else:
             self._sent, self._received = members[0].shard.detach(), members[0].padded
         self.work = dist.all_gather_into_tensor(self._received, self._sent, group=group, async_op=True)
-        self._classes = [type(each.parameter) for each in members]
-        for each, kind in zip(members, self._classes, strict=True):
-            each.parameter.late_gather = self  # type: ignore[attr-defined]
-            each.parameter.__class__ = _late(kind)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.has_ended = False
+        self._owner.add(self)
+        for each in self._members:
+            _set_late(each.parameter, self)
+
+    def end(self) -> None:
+        """From now on readers of the parameters do not wait."""
+        self.has_ended = True
+        self._owner.remove(self)
+        for each in self._members:
+            _set_own(each.parameter)
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Wait until the parameters are complete. Called once."""
-        # First of all, so that waiting does not begin again if it fails.
-        for each, kind in zip(self._members, self._classes, strict=True):
-            each.parameter.__class__ = kind
-            del each.parameter.late_gather  # type: ignore[attr-defined]
-        self._wait_for(self)
-        if self._copies:
-            sizes = [each.shard.numel() for each in self._members]
-            parts = self._received.view(self._ranks, -1).split(sizes, dim=1)
-            for each, part in zip(self._members, parts, strict=True):
-                parameter = each.parameter
-                parameter.data.copy_(part.reshape(-1)[: parameter.numel()].view(parameter.shape))
+        """Wait, or let the current stream of a GPU wait, until the parameters are complete."""
+        if self._complete is None:
+            self.end()  # First of all, so that waiting does not begin again if it fails.
+            with self._owner.waiting():
+                self.work.wait()
+            if self._copies:
+                sizes = [each.shard.numel() for each in self._members]
+                parts = self._received.view(self._ranks, -1).split(sizes, dim=1)
+                for each, part in zip(self._members, parts, strict=True):
+                    parameter = each.parameter
+                    parameter.data.copy_(part.reshape(-1)[: parameter.numel()].view(parameter.shape))
+            if not self._received.is_cuda:
+                return
+            self._complete = torch.cuda.current_stream(self._received.device).record_event()
+            self._begin()
+        stream = torch.cuda.current_stream(self._received.device)
+        if stream not in self._streams:
+            stream.wait_event(self._complete)
+            self._streams.add(stream)
+        if self._complete.query():
+            self.end()
 
 
 class LateParameters:
@@ -151,6 +199,8 @@ class LateParameters:
 
     def start(self, updated: Iterable[UpdatedParameter], group: dist.ProcessGroup) -> None:
         """Start to gather parameters, in their order: that in which the next forward pass uses them."""
+        for gather in list(self._unfinished):  # for which the step has waited
+            gather.end()
         small: list[UpdatedParameter] = []
         for each in updated:
             if each.parameter.numel() < SMALL:
@@ -167,20 +217,21 @@ class LateParameters:
             gather.wait()
 
     def _start(self, members: Sequence[UpdatedParameter], group: dist.ProcessGroup) -> None:
-        if not members:
-            return
-        gather = _Gather(members, group, self._wait_for)
+        if members:
+            _Gather(members, group, self)
+
+    def add(self, gather: _Gather) -> None:
+        """Note that readers wait for a gather."""
         self._unfinished[gather] = None
         if self._hook is None:
             self._hook = register_module_forward_pre_hook(_wait_for_own_parameters)
 
-    def _wait_for(self, gather: _Gather) -> None:
-        del self._unfinished[gather]
+    def remove(self, gather: _Gather) -> None:
+        """Note that readers do not wait for a gather."""
+        self._unfinished.pop(gather, None)
         if not self._unfinished and self._hook is not None:
             self._hook.remove()
             self._hook = None
-        with self.waiting():
-            gather.work.wait()
 
 
 def _wait_for_own_parameters(module: nn.Module, _: Any) -> None:

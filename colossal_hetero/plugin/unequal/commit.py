@@ -2,7 +2,7 @@
 
 [Note: commit] It carries what all must know: the norm of all gradients, whether a gradient is not finite, and which
 parameters got a gradient anywhere. No rank steps before it has the sum over the world. So if any rank has stepped,
-every rank had its complete gradients.
+every rank had its complete gradients. If a rank does not read the sum, a GPU steps after it, and the host goes on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Commit", "exchange"]
+__all__ = ["NOTHING", "Commit", "exchange"]
 
 
 @dataclass(frozen=True)
@@ -32,22 +32,32 @@ class Commit:
     """Sums of the further numbers that ranks send along."""
 
 
-def exchange(squared_norm: Tensor, has_gradient: Sequence[bool], words: Sequence[float] = ()) -> Commit:
+NOTHING = Commit(0.0, False, frozenset())
+
+
+def exchange(
+    squared_norm: Tensor, has_gradient: Sequence[bool], is_read: bool = True, words: Sequence[float] = ()
+) -> Commit:
     """Sum up what the ranks tell. Called by all ranks at once.
 
     Args:
         squared_norm: float64, ``[]``, of the gradients that this rank counts; each element of the model is counted by
             one rank. Not finite if one of these gradients is not.
         has_gradient: by parameter of the model, whether this rank had a gradient before the sums.
+        is_read: whether this rank uses the result. If not, it does not wait for it, and gets :data:`NOTHING`.
         words: further numbers, equally many on all ranks.
     """
     overflow = ~squared_norm.isfinite()
     # Each rank has a place of its own, because the sum must be the same whichever rank computes what.
     squares = squared_norm.new_zeros(dist.get_world_size())
     squares[dist.get_rank()] = squared_norm.where(~overflow, 0.0)
-    flags = torch.tensor([*words, *has_gradient], dtype=torch.float64, device=squares.device)
+    # From pinned memory, so that the host does not wait for a GPU.
+    flags = torch.tensor([*words, *has_gradient], dtype=torch.float64, pin_memory=squares.is_cuda)
+    flags = flags.to(squares.device, non_blocking=True)
     message = torch.cat([overflow.double()[None], flags, squares])
     dist.all_reduce(message)
+    if not is_read:
+        return NOTHING
     overflows, *rest = message.tolist()
     sums, counts = tuple(rest[: len(words)]), rest[len(words) : len(flags)]
     norm = math.inf if overflows else math.sqrt(math.fsum(rest[len(flags) :]))

@@ -95,6 +95,13 @@ def find_shared_buckets(
     )
 
 
+def _norms(tensors: list[Tensor]) -> Sequence[Tensor]:
+    """Norm of each tensor, float64; from torch 2.4 on with one kernel for many."""
+    if torch.__version__ < (2, 4):  # type: ignore[operator]
+        return [torch.linalg.vector_norm(each, dtype=torch.float64) for each in tensors]
+    return torch._foreach_norm(tensors, 2, torch.float64)
+
+
 NOT_SUMMED = (
     "the plan's replicas are not alike, or its stages have several groups, and these gradients are not summed over the "
     "ranks that hold a layer, because the backward pass ran outside booster.execute_pipeline; replace the forward and "
@@ -122,8 +129,8 @@ class ReplicaGradients:
         early: bool,
     ) -> None:
         self.sums = LayerSums(parameters.buckets, start, early)
-        self.exchange: Callable[[Tensor, Sequence[bool]], Commit] = exchange
-        """How the ranks agree on a step; see :func:`.commit.exchange`."""
+        self.exchange: Callable[[Tensor, Sequence[bool], bool], Commit] = exchange
+        """How the ranks agree on a step: :func:`.commit.exchange`."""
         self._parameters = parameters
         first_place = dist.get_rank(tp_group) == 0
         self._counted = {
@@ -139,7 +146,8 @@ class ReplicaGradients:
 
         Args:
             gradient_of: the summed gradient of a parameter, or this rank's shard of it.
-            needs_norm: whether norm and overflow are used; otherwise the norm is 0.
+            needs_norm: whether norm and overflow are used; otherwise the norm is 0, and a rank that has used all its
+                parameters does not wait for the others' answer.
 
         Raises:
             RuntimeError: there are gradients that were not summed over replicas.
@@ -147,15 +155,17 @@ class ReplicaGradients:
         parameters = [each for bucket in self._parameters.buckets for each in bucket.parameters]
         if any(each.grad is not None and id(each) not in self.sums.used for each in parameters):
             raise RuntimeError(NOT_SUMMED)
-        squared = torch.zeros((), dtype=torch.float64, device=get_accelerator().get_current_device())
-        for parameter in parameters if needs_norm else ():
-            gradient = gradient_of(parameter) if id(parameter) in self._counted else None
-            if gradient is not None:
-                squared += torch.linalg.vector_norm(gradient.detach(), dtype=torch.float64).square()
+        counted = [gradient_of(each) for each in parameters if needs_norm and id(each) in self._counted]
+        gradients = [each.detach() for each in counted if each is not None]
+        if gradients:
+            squared = torch.stack(list(_norms(gradients))).square().sum()
+        else:
+            squared = torch.zeros((), dtype=torch.float64, device=get_accelerator().get_current_device())
         used = [False] * self._parameters.total
         for parameter in parameters:
             used[self._parameters.numbers[id(parameter)]] = id(parameter) in self.sums.used
-        return self.exchange(squared, used)
+        # Without the message, a rank knows that its own parameters are used if it has used them all.
+        return self.exchange(squared, used, needs_norm or any(id(each) not in self.sums.used for each in parameters))
 
     def unused(self, commit: Commit) -> list[Parameter]:
         """Parameters of this rank that got no gradient on any rank."""

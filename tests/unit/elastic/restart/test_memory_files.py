@@ -22,6 +22,7 @@ from colossal_hetero.elastic.restart.newest_memory import StateName
 from colossal_hetero.elastic.restart.state_keeper import StateKeeper
 from colossal_hetero.elastic.restart.torchrun_place import launcher_name
 from colossal_hetero.elastic.state.held_layers import HeldLayers
+from tests.support.fake_cuda import FakeCuda
 
 
 def piece(key: str, data: torch.Tensor) -> TensorPiece:
@@ -179,4 +180,36 @@ def test_a_full_memory_is_told_once_and_training_goes_on(tmp_path: Path, capfd: 
     keeper.note(kept(3))
     keeper.settle()
     assert versions(folder) == [("w1", 3)]
+    keeper.close()
+
+
+def test_copies_from_a_gpu_use_one_stream_of_high_priority_and_two_buffers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No copy waits behind a collective that does not end: streams of NCCL come from the pool of normal priority."""
+    cuda = FakeCuda(monkeypatch)
+    monkeypatch.setattr(state_keeper, "CHUNK", 32)
+    folder = MemoryFolder(tmp_path, "job", "node")
+    folder.prepare()
+    keeper = StateKeeper(folder, 0, 1, tidies=True)
+    for version in range(3):
+        keeper.note(kept(version))
+        keeper.settle()
+        (stream,) = cuda.streams  # however many tensors and states there are
+        assert stream.priority < 0
+        assert stream.done[0] == ("wait", cuda.main) and stream.done.count(("wait", cuda.main)) == 1
+        # A chunk is copied while the one before is written.
+        assert stream.done[1:5] == ["event", "event", "synchronized", "event"]
+        stream.done.clear()
+        read = read_memory_file(folder.file(FileName(StateName(version, "w1"), 0)))
+        assert read is not None
+        for before, after in zip(kept(version).pieces, read.pieces(), strict=True):
+            assert torch.equal(before.data, after.data)
+        keeper.forget()
+    assert [what for what, _ in cuda.memory] == ["register"]
+    keeper.note(kept(3))
+    keeper.settle()
+    stream.done.clear()
+    keeper.note_again(kept(3, fill=2.0).pieces)  # what was received since
+    assert keeper.write() and stream.done[0] == ("wait", cuda.main)
     keeper.close()

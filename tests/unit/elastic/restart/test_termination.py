@@ -1,4 +1,4 @@
-"""A process that gets SIGTERM does something first, even if its main thread waits for ever."""
+"""A process that gets SIGTERM or is aborted does something first, even if its main thread waits for ever."""
 
 from __future__ import annotations
 
@@ -57,3 +57,41 @@ def run(what: str) -> tuple[int, str]:
 )
 def test_what_a_process_does(what: str, code: int, output: str) -> None:
     assert run(what) == (code, output)
+
+
+ABORTING = """
+import ctypes, os, sys, threading, time
+from colossal_hetero.elastic.restart.termination import AbortWatch
+
+def act():
+    time.sleep(0.5)
+    print("acted", flush=True)
+
+def abort():
+    ctypes.CDLL(None).abort()  # as the watchdogs of two process groups do, without Python's lock
+
+watch, what = AbortWatch(act), sys.argv[1]
+if what == "closed":
+    watch.close()
+if what != "child" or os.fork() == 0:
+    threads = [threading.Thread(target=abort, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    ctypes.CDLL(None).pause()
+print(f"child ended by {os.WTERMSIG(os.wait()[1])}", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "output"),
+    [
+        ("stuck", -signal.SIGABRT, "acted\n"),
+        ("closed", -signal.SIGABRT, ""),
+        ("child", 0, f"child ended by {int(signal.SIGABRT)}\n"),
+    ],
+)
+def test_what_a_process_does_that_another_thread_aborts(what: str, code: int, output: str) -> None:
+    command = [sys.executable, "-X", "faulthandler", "-c", ABORTING, what]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=60)
+    assert (ended.returncode, ended.stdout) == (code, output)
+    assert "Fatal Python error: Aborted" in ended.stderr
