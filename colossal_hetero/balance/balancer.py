@@ -93,7 +93,7 @@ class Balancer:
         self._speed = GroupSpeed([kind.full for kind in self._applier.kinds], self._exchange.size, config)
         self._records: deque[LocalRecord] = deque(maxlen=MAX_RECORDS)
         self._best_seconds = math.inf
-        self._timelines = TimelineSampler(config.warmup_iterations, config.patience)
+        self._timelines = TimelineSampler(config.warmup_iterations, config.patience, clock.sample_every)
         self._newest = -1
         self._unsent: deque[tuple[int, list[float]]] = deque()
         self._migration_seconds: list[float] = []
@@ -484,8 +484,8 @@ class Balancer:
     def collect(self) -> list[IterationRecord] | None:
         """The records of all ranks since the last call, on global rank 0; None on other ranks.
 
-        In mode "off" only some iterations are measured and have a record: the first :data:`ALWAYS_MEASURED`, and one of
-        :data:`~colossal_hetero.balance.measure.timeline_sampler.SAMPLE_EVERY` after them.
+        In mode "off" only some iterations are measured and have a record: the first :data:`ALWAYS_MEASURED`, and those
+        with a timeline after them (``TimelineSampler.wants``).
 
         Collective over all ranks. Call it at the end of an epoch or of the run.
         """
