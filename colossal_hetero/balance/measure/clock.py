@@ -64,6 +64,8 @@ class IterationTimes:
     """The part of ``communication_seconds`` in which this rank waited for migrated work."""
     kinds: Mapping[int, KindTimes] = field(default_factory=dict)
     """The work for layers that are balanced, by their kind."""
+    starved: float = 0.0
+    """The share of parts in which a GPU had nothing to do until the host launched the next work."""
 
     @property
     def work_seconds(self) -> float:
@@ -125,6 +127,10 @@ class CpuClock:
         return finished
 
 
+STARVED_EVERY = 3
+"""One of so many marks asks whether the GPU has passed the event before; asking costs about as much as an event. Layers
+have 14, 20 or 40 events, so that each of their places comes up in turn."""
+
 READ_AT_ONCE = 1024
 """The number of events that are read in one call while there is time: about a millisecond of the host."""
 
@@ -141,6 +147,7 @@ class _Stopped:
     tag: Any
     detailed: bool
     sums: _Sums
+    starved: float
     ends: list[tuple[Part, float]] = field(default_factory=list)
     elapsed: float = 0.0
     events_read: int = 0
@@ -149,7 +156,8 @@ class _Stopped:
 class CudaClock:
     """A clock of events on the stream that is current when an iteration starts, read when the device has passed them.
 
-    Segments count from the iteration's first event.
+    Segments count from the iteration's first event. If the device has passed an event before the next one is recorded,
+    it waits for its host, and the time between them may be that of the host's launches.
     """
 
     sample_every = 16
@@ -163,6 +171,7 @@ class CudaClock:
         self._marks: list[_Mark] = []
         self._inner: tuple[Part, int | None] | None = None
         """The first part since the last event."""
+        self._starved = 0
         self._detailed = False
         self._block_share: float | None = None
         """Of the products and other operations of blocks, the share of the latter when they were last told apart."""
@@ -171,7 +180,7 @@ class CudaClock:
     def start(self) -> None:
         self._pool.extend(event for _, _, event in self._marks)
         self._stream = torch.cuda.current_stream()
-        self._inner, self._detailed = None, self.keep_segments
+        self._inner, self._detailed, self._starved = None, self.keep_segments, 0
         self._marks = [("other", None, self._record())]
 
     def mark(self, part: Part, kind: int | None = None, inner: bool = False) -> None:
@@ -188,12 +197,15 @@ class CudaClock:
                 # Nothing else of the block followed.
                 known, kind = self._inner
             self._inner = None
+        if len(self._marks) % STARVED_EVERY == 0:
+            self._starved += self._marks[-1][2].query()
         self._marks.append((known, kind, self._record()))
 
     def stop(self, tag: Any = None) -> None:
         self.mark("other")
         if self._marks:
-            self._stopped.append(_Stopped(self._marks, tag, self._detailed, _Sums(measures_overlapped=False)))
+            starved = self._starved / max(1, (len(self._marks) - 1) // STARVED_EVERY)
+            self._stopped.append(_Stopped(self._marks, tag, self._detailed, _Sums(measures_overlapped=False), starved))
         self._marks = []
 
     def read(self) -> list[IterationTimes]:
@@ -207,7 +219,7 @@ class CudaClock:
             self._stopped.popleft()
             self._pool.extend(event for _, _, event in first.marks)
             times = first.sums.times(first.tag, _segments(0.0, first.ends) if first.detailed else (), "")
-            finished.append(self._with_blocks(times, first.detailed))
+            finished.append(replace(self._with_blocks(times, first.detailed), starved=first.starved))
         return finished
 
     def _read(self, stopped: _Stopped, events: int) -> None:

@@ -353,3 +353,27 @@ def test_events_are_read_in_slices_while_there_is_time(device: FakeDevice, monke
         iterate(clock, device, parts)
         device.catch_up()
         assert len(clock.read()) == 1
+
+
+def test_a_gpu_that_waits_for_its_host_is_noticed(device: FakeDevice) -> None:
+    clock = CudaClock()
+    shares = []
+    for late in (0, 9, 24):  # the host is late with so many of 24 parts
+        clock.start()
+        for number in range(24):
+            if number < late:
+                device.catch_up()
+            device.milliseconds += 1.0
+            clock.mark("matmul", MLP)
+        asked = device.queried
+        clock.stop()
+        assert device.queried - asked <= 1
+        device.catch_up()
+        (times,) = clock.read()
+        shares.append(times.starved)
+    assert shares == [0.0, pytest.approx(9 / 24), pytest.approx(1.0)]
+
+
+def test_few_marks_ask_whether_the_gpu_waits(device: FakeDevice) -> None:
+    iterate(CudaClock(), device, [("matmul", 1.0, False)] * 24)
+    assert device.queried == 24 // clocks.STARVED_EVERY
