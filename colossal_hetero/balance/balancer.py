@@ -57,6 +57,11 @@ ALWAYS_MEASURED = 16
 SETTLED_AFTER = 10
 """The number of iterations with a plan from which its cost of communication is learned."""
 
+MAX_STARVED = 1 / 3
+"""The share of a rank's parts in which its GPU may wait for its host in an iteration that is judged. After a host has
+waited, some parts are such until it is ahead again. If it never is, a third of the parts are still none: those after
+collectives in which the rank waited for others."""
+
 MIN_RECEIVED = 0.02
 """The minimum share that is migrated to a receiver with little memory; with memory for less it takes nothing."""
 
@@ -96,7 +101,7 @@ class Balancer:
         self._speed = GroupSpeed([kind.full for kind in self._applier.kinds], self._exchange.size, config)
         self._records: deque[LocalRecord] = deque(maxlen=MAX_RECORDS)
         self._best_seconds = math.inf
-        self._timelines = TimelineSampler(config.warmup_iterations, config.patience)
+        self._timelines = TimelineSampler(config.warmup_iterations, config.patience, clock.sample_every)
         self._newest = -1
         self._unsent: deque[tuple[int, list[float]]] = deque()
         self._migration_seconds: list[float] = []
@@ -108,6 +113,11 @@ class Balancer:
         self._not_for_good: BalancePlan | None = None
         """The plan that was last found not to be applicable for good."""
         self._has_told_obstacle = False
+        self._is_starved = False
+        """Whether the last iteration that became known, after the first ones, was not judged, because some GPU waited
+        for its host."""
+        self._starved_ranks: set[int] = set()
+        """The ranks of the group of which that was logged."""
         self._is_measured = False
         """Whether the current iteration is measured."""
         self._asks_for_heads = False
@@ -229,7 +239,9 @@ class Balancer:
             return True
         if not self.active:
             return self._iteration < ALWAYS_MEASURED
-        return self._speed.is_attentive or self._iteration % self._clock.sample_every == 0
+        # Marks would slow down a host that is late already.
+        attentive = self._speed.is_attentive and not self._is_starved
+        return attentive or self._iteration % self._clock.sample_every == 0
 
     def _measure(self, is_measured: bool) -> None:
         """Let layers mark the clock in this iteration, or not: a mark costs the host some time."""
@@ -295,7 +307,7 @@ class Balancer:
             if sum([self._compare(rows) for rows in times_of_ranks]):
                 self._replan()
             self._reshard_if_due()
-            nothing = (-1, [0.0] * (1 + 3 * len(self._applier.kinds)))
+            nothing = (-1, [0.0] * (2 + 3 * len(self._applier.kinds)))
             iteration, numbers = self._unsent.popleft() if self._unsent else nothing
             sees_other = self._is_measured and not self._is_idle and self._applier.sees_other(self._asks_for_heads)
             self._exchange.post(iteration, numbers, self._plan.digest, sees_other)
@@ -303,10 +315,33 @@ class Balancer:
         self._iteration += 1
 
     def _compare(self, rows: Sequence[Sequence[float]]) -> bool:
-        """Take in the times of all ranks in one iteration; returns whether to decide."""
+        """Take in the times of all ranks in one iteration; returns whether to decide.
+
+        If some rank's GPU waited for its host, its times are those of the host, and moving work adds to what that has
+        to launch: nothing is learned from the iteration.
+        """
+        starved = {rank: row[1] for rank, row in enumerate(rows) if row[1] > MAX_STARVED}
+        # The first iterations load kernels and allocate memory.
+        self._is_starved = bool(starved) and self._iteration > self._clock.sample_every
+        if self._is_starved:
+            self._tell_starved(starved)
+        if starved:
+            return False
         # The last rank to arrive does not wait, so the minimum has no waiting for slow ranks.
         self._migration_seconds.append(min(row[0] for row in rows))
-        return self._speed.observe([[KindWork(*row[i : i + 3]) for i in range(1, len(row), 3)] for row in rows])
+        return self._speed.observe([[KindWork(*row[i : i + 3]) for i in range(2, len(row), 3)] for row in rows])
+
+    def _tell_starved(self, shares: Mapping[int, float]) -> None:
+        """Log once of each rank of the group, on its first rank, that its GPU waits for its host."""
+        ranks = next(ranks for ranks in self._groups.tensor_parallel if dist.get_rank() in ranks)
+        for rank in sorted(shares.keys() - self._starved_ranks):
+            self._starved_ranks.add(rank)
+            if dist.get_rank() == ranks[0]:
+                log.warning(
+                    "rank %d's GPU waited for its host in %.0f %% of its work shortly before iteration %d, so that its "
+                    "times say nothing about the GPU: such iterations are not judged, and nothing is balanced by them",
+                    *(ranks[rank], 100 * shares[rank], self._iteration),
+                )
 
     def _record(self, times: IterationTimes) -> None:
         iteration: int
@@ -491,8 +526,8 @@ class Balancer:
     def collect(self) -> list[IterationRecord] | None:
         """The records of all ranks since the last call, on global rank 0; None on other ranks.
 
-        In mode "off" only some iterations are measured and have a record: the first :data:`ALWAYS_MEASURED`, and one of
-        :data:`~colossal_hetero.balance.measure.timeline_sampler.SAMPLE_EVERY` after them.
+        In mode "off" only some iterations are measured and have a record: the first :data:`ALWAYS_MEASURED`, and those
+        with a timeline after them (``TimelineSampler.wants``).
 
         Collective over all ranks. Call it at the end of an epoch or of the run.
         """
@@ -526,7 +561,7 @@ class Balancer:
 def _numbers(times: IterationTimes, kinds: int) -> tuple[int, list[float]]:
     """An iteration, and what a rank tells the others of it."""
     iteration, shares = times.tag
-    numbers = [times.migration_seconds]
+    numbers = [times.migration_seconds, times.starved]
     for kind in range(kinds):
         numbers += (shares.loads[kind], *times.kinds.get(kind, KindTimes()))
     return iteration, numbers

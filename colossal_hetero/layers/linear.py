@@ -38,7 +38,7 @@ from .column_migration import ColumnMigration, MigratedProductContext, migrated_
 from .product import CONV1D_LAYOUT, LINEAR_LAYOUT, ProductContext, WeightLayout, parallel_product, sum_outputs
 from .sequence_parallel import SequenceParts, sum_parts
 from .unit_layout import UnitShare
-from .workload import Clock, Lineage, Part, Slowdown, Workload, is_recorded, matrix_view, values_of
+from .workload import Clock, Lineage, Slowdown, Workload, is_recorded, matrix_view, values_of
 
 __all__ = [
     "HeteroFusedLinear1D_Col",
@@ -246,7 +246,7 @@ class HeteroLinear:
                     self._layout, migration, column_parallel, group, lineage, self.clock, self.kind, self.slow_down
                 ),
             )
-        between: Part = "other" if self.block is None else "block"
+        block = self.block if self.block is not None and len(self.block.layers) > 1 else None
         how = ProductContext(
             self._layout,
             group,
@@ -255,9 +255,11 @@ class HeteroLinear:
             self.clock,
             self.kind,
             self.slow_down,
-            before_forward="other" if self._column_parallel else between,
-            before_backward=between if self._column_parallel else "other",
+            before_forward="block" if block is not None and self is not block.layers[0] else "other",
+            before_backward="block" if self.block is not None and self._column_parallel else "other",
             sequence=sequence,
+            in_block=block is not None,
+            inner_backward=block is not None and self not in block.layers[-2:],
         )
         device = x.device.type
         if how.share is None or not torch.is_autocast_enabled(device):

@@ -118,9 +118,17 @@ class ProductContext(NamedTuple):
     """The same when the backward products begin."""
     sequence: SequenceParts | None = None
     """How X and dX are divided over ``group`` (column-parallel, with sequence parallelism), or None."""
+    in_block: bool = False
+    """Whether other layers of a block follow in the forward pass (column-parallel) or backward pass (row-parallel)."""
+    inner_backward: bool = False
+    """Whether the backward products follow those of another column-parallel layer of the same block."""
 
-    def mark(self, part: Part) -> None:
-        if self.clock is not None:
+    def mark(self, part: Part, inner: bool = False) -> None:
+        if self.clock is None:
+            return
+        if inner:
+            self.clock.mark(part, self.kind, True)
+        else:
             self.clock.mark(part, self.kind)
 
 
@@ -130,7 +138,7 @@ class _ParallelProduct(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: ProductContext
     ) -> Tensor | tuple[Tensor, Tensor]:
-        how.mark(how.before_forward)
+        how.mark(how.before_forward, how.before_forward == "block")
         if how.sequence is not None:
             x = how.sequence.gather(x)
             how.mark("communication")
@@ -148,7 +156,7 @@ class _ParallelProduct(torch.autograd.Function):
             y = run(lambda: how.layout.output(x, used_weight, bias), how.slow_down)
         else:
             y = run(lambda: share.output(how.layout, x, weight, bias), how.slow_down)
-        how.mark("matmul")
+        how.mark("matmul", how.in_block and how.group is not None and how.sequence is None)
         if share is None or share.own_outputs is None:
             return y
         ctx.set_materialize_grads(False)
@@ -161,7 +169,7 @@ class _ParallelProduct(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         how: ProductContext = ctx.how
         layout, lineage, share = how.layout, how.lineage, how.share
-        how.mark(how.before_backward)
+        how.mark(how.before_backward, how.inner_backward)
         x, weight, *others = ctx.saved_tensors
         if share is not None:
             share = share.with_weights(others)
@@ -190,6 +198,8 @@ class _ParallelProduct(torch.autograd.Function):
             handle = dist.all_reduce(dx, group=how.group, async_op=True)
 
         dy_matrix = matrix_view(dy.contiguous())
+        # Of a block, another layer's products follow; beside a collective only this product and the bias.
+        inner = how.in_block if handle is None else share is None
         dw = None
         # A unit's weights and biases are sent together.
         if ctx.needs_input_grad[1] or (share is not None and ctx.needs_input_grad[2]):
@@ -199,13 +209,13 @@ class _ParallelProduct(torch.autograd.Function):
             if lineage is not None:
                 assert dw is not None
                 dw = lineage.restore("weight", backward_pass, dw, layout.columns, ctx.columns)
-            how.mark("matmul" if handle is None else "overlapped")
+            how.mark("matmul" if handle is None else "overlapped", inner)
         elif handle is None:
-            how.mark("matmul")
+            how.mark("matmul", inner)
         db = None
         if ctx.use_bias:
             db = dy_matrix.sum(dim=0)
-            how.mark("other")
+            how.mark("other", inner and handle is not None)
         if share is not None and dw is not None:
             dw, db = share.gradients(dw, db)
             how.mark("block")

@@ -53,10 +53,11 @@ Slowdown = Callable[[Callable[[], Tensor]], Tensor]
 class Clock(Protocol):
     """Receives a mark at the end of each part of an iteration."""
 
-    def mark(self, part: Part, kind: int | None = None) -> None:
+    def mark(self, part: Part, kind: int | None = None, inner: bool = False) -> None:
         """The time since the previous mark was spent on ``part``, by a layer of this ``kind`` if one is given.
 
-        Layers of one kind have equally much work and are balanced in the same way.
+        Layers of one kind have equally much work and are balanced in the same way. ``inner`` parts may be counted with
+        the next one: products and other operations of a block, or a product beside a collective and the rest of that.
         """
 
 

@@ -12,7 +12,7 @@ Kind = Literal["matmul", "block", "other", "communication", "waiting"]
 
 
 SAMPLE_EVERY = 8
-"""One of this many iterations is kept with its segments."""
+"""One of this many iterations is kept with its segments; later in a run, one of this many that are measured."""
 
 
 class Segment(NamedTuple):
@@ -49,7 +49,8 @@ class TimelineSampler:
     The choice depends only on the iteration's number, so that all ranks keep the same iterations.
     """
 
-    def __init__(self, warmup_iterations: int, patience: int) -> None:
+    def __init__(self, warmup_iterations: int, patience: int, measured_every: int = 1) -> None:
+        self._every = SAMPLE_EVERY * measured_every
         # Speeds are judged after `warmup + patience` iterations. The flag raised then is read, and the plan changed, at
         # the end of the following iteration, which has this number.
         self._unbalanced = warmup_iterations + patience
@@ -60,7 +61,9 @@ class TimelineSampler:
 
     def wants(self, iteration: int) -> bool:
         """Whether the clock should keep the segments of this iteration."""
-        return iteration == self._unbalanced or iteration % SAMPLE_EVERY == 0
+        # Short runs have a timeline after balancing, too.
+        every = SAMPLE_EVERY if iteration < self._every else self._every
+        return iteration == self._unbalanced or iteration % every == 0
 
     def add(self, iteration: RankSegments) -> None:
         """Take in an iteration that is wanted."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from colossalai.tensor.d_tensor import is_customized_distributed_tensor, is_distributed_tensor
 
 from colossal_hetero import BalanceConfig
+from colossal_hetero.balance import balancer as balancer_module
 from colossal_hetero.balance.balancer import ALWAYS_MEASURED, Balancer
 from colossal_hetero.balance.column_selection import NormProduct, RandomColumns
 from colossal_hetero.balance.measure import clock as clocks
@@ -300,6 +302,50 @@ def test_a_clock_that_costs_time_measures_few_iterations_while_nothing_changes()
     first = next(number for number in measured if number >= SLOW_FROM)
     assert first - SLOW_FROM < EVERY
     assert plans[first + SETTLED] == pytest.approx((0.0, RATIO))
+    assert plans[-1] == pytest.approx((0.0, RATIO))
+
+
+STARVED_FROM, STARVED_TO = 20, 60
+
+
+def check_starved() -> tuple[list[int], list[tuple[float, ...]], list[str]]:
+    """Measured iterations, plans and warnings, where the GPU of rank 1 waits for its host and seems slow."""
+    measured: list[int] = []
+    warnings: list[str] = []
+    stop, read = ScriptedClock.stop, ScriptedClock.read
+
+    def note_and_stop(clock: ScriptedClock, tag: Any) -> None:
+        measured.append(tag[0])
+        stop(clock, tag)
+
+    def is_starved(iteration: int) -> bool:
+        return dist.get_rank() == 1 and STARVED_FROM <= iteration < STARVED_TO
+
+    def read_starved(clock: ScriptedClock) -> list[Any]:
+        return [dataclasses.replace(each, starved=0.6 if is_starved(each.tag[0]) else 0.2) for each in read(clock)]
+
+    def slow_down(rank: int, iteration: int) -> float:
+        return SLOWDOWN if rank == 1 and iteration >= STARVED_FROM else 1.0
+
+    with (
+        patch.multiple(ScriptedClock, sample_every=EVERY, stop=note_and_stop, read=read_starved),
+        patch.object(balancer_module.log, "warning", lambda text, *values: warnings.append(text % values)),
+        scripted(slow_down),
+    ):
+        run = train(boost(ours(RESIZE, tp_size=2), tiny_vit(depth=1)), 80, same_batch=True)
+    return measured, run.plans, warnings
+
+
+def test_nothing_is_balanced_by_times_of_a_gpu_that_waits_for_its_host() -> None:
+    (measured, plans, warnings), (other_measured, other_plans, other_warnings) = run_ranks(2, check_starved)
+    assert (measured, plans) == (other_measured, other_plans)
+    assert set(plans[:STARVED_TO]) == {(0.0, 0.0)}
+    # Nor does the clock add to the host's work.
+    unjudged = [number for number in measured if STARVED_FROM <= number < STARVED_TO]
+    assert all(number % EVERY == 0 or number % SAMPLE_EVERY == 0 for number in unjudged)
+    (warning,) = warnings
+    assert warning.startswith("rank 1's GPU waited for its host in 60 % of its work") and other_warnings == []
+    # When its times are those of the GPU, they count.
     assert plans[-1] == pytest.approx((0.0, RATIO))
 
 

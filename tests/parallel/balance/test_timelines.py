@@ -51,7 +51,7 @@ def virtual_time() -> Iterator[None]:
     pair = pairs[dist.get_rank() // 2]
     mark, stop = clocks.CpuClock.mark, clocks.CpuClock.stop
 
-    def synchronized_mark(clock: clocks.CpuClock, part: Any, kind: int | None = None) -> None:
+    def synchronized_mark(clock: clocks.CpuClock, part: Any, kind: int | None = None, inner: bool = False) -> None:
         if part == "communication":
             time.synchronize(pair)
         mark(clock, part, kind)

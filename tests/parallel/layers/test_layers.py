@@ -22,7 +22,7 @@ class CountingClock:
     def __init__(self) -> None:
         self.marks: list[str] = []
 
-    def mark(self, part: str, kind: int | None = None) -> None:
+    def mark(self, part: str, kind: int | None = None, inner: bool = False) -> None:
         self.marks.append(part)
 
 

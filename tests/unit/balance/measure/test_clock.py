@@ -11,50 +11,14 @@ from colossal_hetero.balance.measure import clock as clocks
 from colossal_hetero.balance.measure.clock import CpuClock, CudaClock, IterationTimes
 from colossal_hetero.balance.report.timeline import Segment
 from colossal_hetero.testing.stragglers import _CudaSleepSlowdown
-
-
-class Device:
-    """A device whose events happen when the test says so."""
-
-    def __init__(self) -> None:
-        self.milliseconds = 0.0
-        self.reached = 0
-        self.recorded = 0
-        self.slept: list[int] = []
-
-    def sleep(self, cycles: int) -> None:
-        """At 1 GHz."""
-        self.slept.append(cycles)
-        self.milliseconds += cycles / 1e6
-
-    def catch_up(self) -> None:
-        self.reached = self.recorded
+from tests.support.fake_device import FakeDevice
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Device:
-    device = Device()
-
-    class Event:
-        def __init__(self, enable_timing: bool = False) -> None:
-            assert enable_timing
-
-        def record(self) -> None:
-            device.recorded += 1
-            self.number, self.milliseconds = device.recorded, device.milliseconds
-
-        def query(self) -> bool:
-            return self.number <= device.reached
-
-        def synchronize(self) -> None:
-            device.catch_up()
-
-        def elapsed_time(self, end: Event) -> float:
-            assert self.query() and end.query(), "waited for the device"
-            return end.milliseconds - self.milliseconds
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "_sleep", device.sleep)
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    device = FakeDevice()
+    for name, fake in device.fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
     return device
 
 
@@ -86,7 +50,7 @@ def run_on_host(clock: CpuClock, host: HostSeconds, parts: list[tuple[str, float
     return times
 
 
-def run(clock: CudaClock, device: Device, parts: list[tuple[str, float]], tag: int) -> None:
+def run(clock: CudaClock, device: FakeDevice, parts: list[tuple[str, float]], tag: int) -> None:
     clock.start()
     for part, milliseconds in parts:
         device.milliseconds += milliseconds
@@ -95,7 +59,7 @@ def run(clock: CudaClock, device: Device, parts: list[tuple[str, float]], tag: i
     clock.stop(tag)
 
 
-def test_cuda_times_are_read_when_the_device_is_done(device: Device) -> None:
+def test_cuda_times_are_read_when_the_device_is_done(device: FakeDevice) -> None:
     clock = CudaClock()
     run(clock, device, [("other", 2.0), ("matmul", 5.0), ("communication", 3.0), ("matmul", 4.0)], tag=0)
     assert clock.read() == []  # the device is still busy
@@ -112,7 +76,7 @@ def test_cuda_times_are_read_when_the_device_is_done(device: Device) -> None:
     assert clock.read() == []
 
 
-def test_cuda_marks_outside_an_iteration_do_not_count(device: Device) -> None:
+def test_cuda_marks_outside_an_iteration_do_not_count(device: FakeDevice) -> None:
     clock = CudaClock()
     clock.mark("matmul")
     run(clock, device, [("matmul", 5.0)], tag=0)
@@ -125,7 +89,7 @@ def test_cuda_marks_outside_an_iteration_do_not_count(device: Device) -> None:
     assert second.communication_seconds == 0.0
 
 
-def test_cuda_sleep_slowdown_pauses_by_the_time_of_the_iteration_before(device: Device) -> None:
+def test_cuda_sleep_slowdown_pauses_by_the_time_of_the_iteration_before(device: FakeDevice) -> None:
     slow_down = _CudaSleepSlowdown()
     device.slept.clear()
     slow_down.factor = 4.0
@@ -176,7 +140,7 @@ def assert_segments(segments: tuple[Segment, ...], start: float, unit: float) ->
         assert segment[1:] == pytest.approx((start + first * unit, start + last * unit))
 
 
-def test_what_lies_between_the_products_of_a_block_is_work(device: Device, host: HostSeconds) -> None:
+def test_what_lies_between_the_products_of_a_block_is_work(device: FakeDevice, host: HostSeconds) -> None:
     assert_parts(run_on_host(CpuClock(), host, STRETCHES), 1.0)
     clock = CudaClock()
     run(clock, device, STRETCHES, tag=0)
@@ -184,7 +148,7 @@ def test_what_lies_between_the_products_of_a_block_is_work(device: Device, host:
     assert_parts(clock.read()[0], 1e-3)
 
 
-def test_segments_are_kept_of_the_iterations_that_are_wanted(device: Device, host: HostSeconds) -> None:
+def test_segments_are_kept_of_the_iterations_that_are_wanted(device: FakeDevice, host: HostSeconds) -> None:
     clock = CpuClock()
     assert run_on_host(clock, host, STRETCHES).segments == ()
     clock.keep_segments = True
@@ -206,7 +170,9 @@ def test_segments_are_kept_of_the_iterations_that_are_wanted(device: Device, hos
     assert_segments(second.segments, 0.0, 1e-3)
 
 
-def test_processes_of_one_machine_can_compare_their_times_and_gpus_cannot(device: Device, host: HostSeconds) -> None:
+def test_processes_of_one_machine_can_compare_their_times_and_gpus_cannot(
+    device: FakeDevice, host: HostSeconds
+) -> None:
     base = run_on_host(CpuClock(), host, STRETCHES).time_base
     assert base and base == run_on_host(CpuClock(), host, STRETCHES).time_base
     clock = CudaClock()
@@ -249,7 +215,7 @@ def test_the_time_of_a_kind_is_its_work_between_collectives_of_balanced_layers(h
     assert times.work_seconds == 5 + 2.5 + 9.375 + 7 + 8
 
 
-def test_a_gpu_clock_tells_kinds_apart_in_the_same_way(device: Device) -> None:
+def test_a_gpu_clock_tells_kinds_apart_in_the_same_way(device: FakeDevice) -> None:
     clock = CudaClock()
     clock.start()
     for part, seconds, kind in PASSES:
@@ -286,7 +252,7 @@ def test_a_product_beside_a_collective_counts_as_measured_on_a_cpu(host: HostSec
     assert times.matmul_seconds == 3 + 5 + 4
 
 
-def test_on_a_gpu_a_product_beside_a_collective_counts_as_long_as_the_one_before(device: Device) -> None:
+def test_on_a_gpu_a_product_beside_a_collective_counts_as_long_as_the_one_before(device: FakeDevice) -> None:
     clock = CudaClock()
     clock.keep_segments = True
     clock.start()
@@ -299,3 +265,115 @@ def test_on_a_gpu_a_product_beside_a_collective_counts_as_long_as_the_one_before
     assert times.kinds[MLP].movable == pytest.approx((1 + 3 + 3 + 4) * 1e-3)
     assert times.matmul_seconds == pytest.approx((3 + 5 + 4) * 1e-3)
     assert "overlapped" not in {segment.kind for segment in times.segments}
+
+
+def test_the_stream_is_looked_up_once_in_an_iteration(device: FakeDevice) -> None:
+    run(CudaClock(), device, STRETCHES * 10, tag=0)
+    assert device.looked_up == 1
+
+
+INNER: list[tuple[str, float, bool]] = [
+    ("communication", 2.0, False),
+    ("other", 0.25, False),
+    ("matmul", 1.0, True),  # two column-parallel layers
+    ("other", 0.0, True),
+    ("matmul", 1.5, True),
+    ("block", 0.5, True),
+    ("matmul", 2.0, False),  # the row-parallel layer
+    ("communication", 2.0, False),
+    ("other", 0.25, False),  # the backward pass
+    ("matmul", 4.0, True),
+    ("block", 0.5, False),
+    ("matmul", 3.0, False),  # dX
+    ("overlapped", 5.0, True),
+    ("other", 0.5, True),  # the bias
+    ("communication", 1.0, False),
+    ("block", 0.0, True),
+    ("matmul", 1.0, False),
+    ("overlapped", 1.0, True),
+    ("communication", 1.0, False),
+    ("matmul", 7.0, True),  # of a block that ends without another product
+]
+"""The last part is followed by other work of 1 ms."""
+
+
+def iterate(clock: CudaClock, device: FakeDevice, parts: list[tuple[str, float, bool]] = INNER) -> None:
+    clock.start()
+    for part, milliseconds, inner in parts:
+        device.milliseconds += milliseconds
+        clock.mark(part, MLP, inner)  # type: ignore[arg-type]
+    device.milliseconds += 1.0
+    clock.stop()
+
+
+def test_inner_parts_take_events_only_in_iterations_with_segments(device: FakeDevice) -> None:
+    clock = CudaClock()
+    times, events = [], []
+    for clock.keep_segments in (True, False):
+        before = device.recorded
+        iterate(clock, device)
+        events.append(device.recorded - before)
+        device.catch_up()
+        times += clock.read()
+    detailed, merged = times
+    assert events == [len(INNER) + 2, sum(not inner for _, _, inner in INNER) + 2]
+    assert detailed.kinds[MLP].movable == pytest.approx((5 + 4.5 + 3 + 3 + 1 + 1 + 7) * 1e-3)
+    # The bias, and the end of the last block, are the only work whose time is not known without their events.
+    assert detailed.kinds[MLP].fixed == pytest.approx(1.0e-3)
+    assert merged.kinds[MLP].fixed == pytest.approx(0.5e-3)
+    assert merged.kinds[MLP].movable == pytest.approx(detailed.kinds[MLP].movable + 1e-3)
+    # A product beside a collective is taken to be as long as the one before: 3 instead of 5 ms.
+    assert merged.communication_seconds == pytest.approx(detailed.communication_seconds + 2.5e-3)
+    assert merged.work_seconds + 2.5e-3 == pytest.approx(detailed.work_seconds)
+    # The parts of a block are told apart as they were in the last iteration with segments.
+    share = detailed.block_seconds / (detailed.block_seconds + detailed.matmul_seconds)
+    assert merged.block_seconds == pytest.approx(share * (merged.block_seconds + merged.matmul_seconds))
+    assert merged.segments == ()
+
+
+def test_events_are_read_in_slices_while_there_is_time(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clocks, "READ_AT_ONCE", 10)
+    parts = [("matmul", 1.0, False)] * 24
+    clock = CudaClock()
+    iterate(clock, device, parts)
+    device.catch_up()
+    read, finished = [], []
+    for _ in range(3):
+        before = device.read
+        finished.append(clock.read())
+        read.append(device.read - before)
+    assert read == [10, 10, 5] and [len(each) for each in finished] == [0, 0, 1]
+    assert finished[-1][0].kinds[MLP].movable == pytest.approx(24e-3)
+    # If every iteration is measured, none is left behind.
+    for _ in range(2):
+        iterate(clock, device, parts)
+    device.catch_up()
+    assert len(clock.read()) == 1
+    for _ in range(3):
+        iterate(clock, device, parts)
+        device.catch_up()
+        assert len(clock.read()) == 1
+
+
+def test_a_gpu_that_waits_for_its_host_is_noticed(device: FakeDevice) -> None:
+    clock = CudaClock()
+    shares = []
+    for late in (0, 9, 24):  # the host is late with so many of 24 parts
+        clock.start()
+        for number in range(24):
+            if number < late:
+                device.catch_up()
+            device.milliseconds += 1.0
+            clock.mark("matmul", MLP)
+        asked = device.queried
+        clock.stop()
+        assert device.queried - asked <= 1
+        device.catch_up()
+        (times,) = clock.read()
+        shares.append(times.starved)
+    assert shares == [0.0, pytest.approx(9 / 24), pytest.approx(1.0)]
+
+
+def test_few_marks_ask_whether_the_gpu_waits(device: FakeDevice) -> None:
+    iterate(CudaClock(), device, [("matmul", 1.0, False)] * 24)
+    assert device.queried == 24 // clocks.STARVED_EVERY
