@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,8 +17,10 @@ import colossal_hetero.accelerator  # noqa: F401  (prepares Colossal-AI before i
 # isort: split
 from colossalai.accelerator import get_accelerator
 from colossalai.booster import Booster
+from colossalai.booster.plugin import HybridParallelPlugin
 
 from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin
+from colossal_hetero.layers.timm_vit import TimmViTPolicy
 from colossal_hetero.testing.stragglers import Stragglers, inject_stragglers
 
 from .part import Machine
@@ -74,17 +77,24 @@ class VitTraining:
     Args:
         device: of this rank.
         shape: sizes of the model and the batch.
-        balance: what the plugin does about slow ranks.
+        balance: what the plugin does about slow ranks; None: Colossal-AI's own plugin.
         slowdowns: by rank, how often it computes each product; ranks that are missing compute it once.
     """
 
     def __init__(
-        self, device: torch.device, shape: Shape, balance: BalanceConfig, slowdowns: Mapping[int, float] | None = None
+        self,
+        device: torch.device,
+        shape: Shape,
+        balance: BalanceConfig | None,
+        slowdowns: Mapping[int, float] | None = None,
     ) -> None:
         model = shape.build()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        self.plugin = HeteroHybridParallelPlugin(
-            tp_size=dist.get_world_size(), pp_size=1, precision="fp32", balance=balance
+        sizes: dict[str, Any] = dict(tp_size=dist.get_world_size(), pp_size=1, precision="fp32")
+        self.plugin: Any = (
+            HybridParallelPlugin(custom_policy=TimmViTPolicy(), **sizes)
+            if balance is None
+            else HeteroHybridParallelPlugin(balance=balance, **sizes)
         )
         self._booster = Booster(plugin=self.plugin)
         self.model, self.optimizer, *_ = self._booster.boost(model, optimizer)
