@@ -176,6 +176,11 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         self.planning = planning or PlanConfig()
         self.custom_policy: Policy | None
         arguments = arguments_by_name(args, kwargs) | dict(tp_size=tp_size, pp_size=pp_size)
+        if arguments.get("use_fp8") and self.balance.mode != "off":
+            raise ValueError(
+                f"use_fp8=True computes whole products in 8 bits, but balance mode {self.balance.mode!r} computes "
+                "parts of them, which would have another precision; use mode 'off', or leave use_fp8 out"
+            )
         self._planned = None if plan is None else PlannedRun(plan, self.planning, arguments, batches)
         self._balancing = LayerBalancing(self.balance, is_elastic=self._elastic is not None)
         self._uneven_batches = None if batches is None else self._make_uneven_batches(batches, arguments)

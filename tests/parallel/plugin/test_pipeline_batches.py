@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
+from colossal_hetero.accelerator import get_accelerator  # isort: skip
 from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin
 from colossal_hetero.plugin import pipeline_batches
 from tests.support.harness import answer, run_ranks, start_ranks
@@ -203,3 +205,43 @@ def test_all_stages_of_all_pipelines_name_a_rank_that_was_killed(victim: int) ->
             assert ranks[rank][1].poll(30), f"rank {rank} waits for rank {victim}"
             succeeded, words = answer(ranks[rank][1])
             assert not succeeded and f": rank {victim} has ended, and " in words, f"rank {rank}: {words}"
+
+
+class LateEvent:
+    """An event of a GPU that it passes three events later."""
+
+    recorded: ClassVar[list[LateEvent]] = []
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.recorded.append(self)
+
+    def query(self) -> bool:
+        return self.recorded[-1] is not self and self.recorded.index(self) < len(self.recorded) - 3
+
+    def elapsed_time(self, other: LateEvent) -> float:
+        assert self.query() and other.query()
+        return 6.0
+
+
+def train_without_waiting() -> list[float]:
+    """Seconds per micro-batch that were known after some steps, in which the host must not wait for its GPU."""
+    plugin, booster, model, optimizer, loader = boosted(batches=dict(reallocate_above=math.inf))
+    accelerator = type(get_accelerator())
+    with (
+        patch.object(accelerator, "Event", lambda self, **kwargs: LateEvent(**kwargs), create=True),
+        patch.object(accelerator, "synchronize", side_effect=AssertionError("the host waits")),
+    ):
+        batches = iter(loader)
+        for _ in range(loader.global_batches):
+            booster.execute_pipeline(batches, model, loss_of, optimizer, return_loss=True)
+            optimizer.step()
+            optimizer.zero_grad()
+    return list(plugin._uneven_batches._times)
+
+
+def test_passes_are_timed_without_waiting_for_a_gpu() -> None:
+    for times in run_ranks(4, train_without_waiting):
+        assert times and all(0 < each < 0.006 for each in times)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 
+from colossal_hetero.balance.host_messages import make_groups
+from colossal_hetero.processes.group_destruction import world_timeout
 from tests.support.harness import run_ranks
 
 TENSORS = 2000
@@ -25,3 +29,18 @@ def destroy_after_collectives() -> int:
 
 def test_a_group_is_destroyed_while_its_threads_release_tensors() -> None:
     assert run_ranks(2, destroy_after_collectives, timeout_seconds=20) == [GROUPS, GROUPS]
+
+
+def timeouts() -> list[timedelta | None]:
+    """The time limit of other groups, with the usual one of the default group and with another one."""
+    found = [world_timeout()]
+    store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(minutes=7))
+    groups = make_groups(dist.new_group([0]))
+    options = [group._get_backend(torch.device("cpu")).options for group in (groups.world, groups.migration)]
+    return [*found, world_timeout(), *(each._timeout for each in options)]
+
+
+def test_other_groups_wait_as_long_as_the_default_group() -> None:
+    assert run_ranks(1, timeouts) == [[None, *[timedelta(minutes=7)] * 3]]

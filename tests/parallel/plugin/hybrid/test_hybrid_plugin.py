@@ -181,6 +181,8 @@ def check_refused() -> list[str]:
     resize = BalanceConfig(mode="resize")
     with pytest.raises(ValueError, match=r"balance mode 'resize' cannot be combined with fp8_communication=True"):
         boost(ours(resize, tp_size=2, fp8_communication=True))
+    with pytest.raises(ValueError, match=r"use_fp8=True computes whole products .* mode 'resize' computes parts"):
+        ours(resize, tp_size=2, use_fp8=True)
     with pytest.raises(ValueError, match=r"different BalanceConfigs: rank 0 .*'off'.*, rank 1 .*'resize'"):
         boost(ours(resize if dist.get_rank() == 1 else BalanceConfig(), tp_size=2))
     adapters = LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)

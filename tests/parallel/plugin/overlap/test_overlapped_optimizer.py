@@ -6,6 +6,7 @@ import copy
 import functools
 import io
 import math
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -451,3 +452,27 @@ def step_another() -> None:
 
 def test_with_zero_each_optimizer_needs_its_own_backward_pass() -> None:
     run_ranks(2, step_another)
+
+
+def kept_gradients() -> list[int]:
+    """How many whole gradients are in memory when a sum starts, in a backward pass of ZeRO stage 2 with many sums."""
+    model, optimizer, criterion, loader = boosted(2, "sgd", [[5], [6]], **OFF)
+    alive: list[Any] = []
+    counts = []
+    reduce_scatter = dist.reduce_scatter_tensor
+
+    def recorded(output: Tensor, sent: Tensor, *args: Any, **kwargs: Any) -> Any:
+        alive.append(weakref.ref(sent))
+        counts.append(sum(each() is not None for each in alive))
+        return reduce_scatter(output, sent, *args, **kwargs)
+
+    inputs, targets = next(iter(loader))
+    with patch.object(dist, "reduce_scatter_tensor", recorded):
+        optimizer.backward(criterion(model(inputs), targets))
+    return counts
+
+
+def test_whole_gradients_are_released_while_others_are_summed() -> None:
+    for counts in run_ranks(2, kept_gradients):
+        assert len(counts) >= 4
+        assert max(counts) <= 3
