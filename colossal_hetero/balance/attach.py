@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..accelerator import SET_CONNECTIONS_LATE
 from ..layers.block import Block, attach_blocks
 from ..layers.dropout.residual_dropout import draw_residual_dropout_equally
 from ..layers.language_head.head_block import attach_head_blocks
@@ -18,7 +15,7 @@ from ..layers.transport import Transport
 from .apply import columns_stay
 from .balancer import Balancer
 from .config import BalanceConfig
-from .host_messages import check_launch_order, make_groups
+from .host_messages import make_groups
 from .measure.clock import IterationClock
 from .resharding import OptimizerMemory, Resharding
 
@@ -57,8 +54,6 @@ def attach_balancer(
     if config.mode not in ("off", "resize") and not divided:
         # Migrated work is exact only if all ranks hold the same activations.
         draw_residual_dropout_equally(model, tp_group)
-    if config.mode not in ("off", "resize") and tp_group.size() > 1 and "nccl" in dist.get_backend(tp_group):
-        check_launch_order(torch.cuda.nccl.version(), os.environ, SET_CONNECTIONS_LATE)
     groups = make_groups(tp_group)
     _check_same_on_all_ranks(config, groups.world)
 

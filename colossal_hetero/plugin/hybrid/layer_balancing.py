@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -10,15 +11,17 @@ from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
+import torch.distributed as dist
 from colossalai.booster.plugin import HybridParallelPlugin
 from colossalai.checkpoint_io import CheckpointIO
 from colossalai.interface import ModelWrapper, OptimizerWrapper
 from torch import nn
 
-from ...accelerator import get_accelerator
+from ...accelerator import SET_CONNECTIONS_LATE, get_accelerator
 from ...balance.attach import attach_balancer
 from ...balance.balancer import Balancer
 from ...balance.config import BalanceConfig
+from ...balance.host_messages import check_launch_order
 from ...balance.measure.clock import IterationClock, make_clock
 from ...balance.model_copies import make_copyable
 from ...layers.inside_blocks.partial_gradients import Shapes, shapes_of
@@ -115,6 +118,8 @@ class LayerBalancing(PluginPart):
     def _attached(self, plugin: HybridParallelPlugin, objects: TrainingObjects) -> _Attached:
         """A new balancer of the model."""
         model, optimizer = objects.model, objects.optimizer
+        if self._config.mode not in ("off", "resize") and "nccl" in dist.get_backend(plugin.tp_group):
+            check_launch_order(torch.cuda.nccl.version(), os.environ, SET_CONNECTIONS_LATE)
         clock = make_clock(get_accelerator().get_current_device())
         memory = HybridOptimizerMemory(plugin, model, optimizer, self._is_elastic)
         innermost = model.unwrap(unwrap_peft=False)
