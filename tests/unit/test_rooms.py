@@ -82,7 +82,16 @@ RULES: dict[str, set[str]] = {
     "balance/measure": {"io", "layers", "balance/config", "balance/decide"},
     "balance/report": {"io", "balance/decide", "balance/measure"},
     "balance": {
-        *("user_hooks", "layers", "layers/*", "balance/config", "balance/decide", "balance/measure", "balance/report"),
+        *(
+            "processes",
+            "user_hooks",
+            "layers",
+            "layers/*",
+            "balance/config",
+            "balance/decide",
+            "balance/measure",
+            "balance/report",
+        ),
     },
     "profiling": {"accelerator"},
     "profiling/batches": {"accelerator", "processes", "planner/*", "profiling"},
