@@ -94,4 +94,4 @@ def test_what_a_process_does_that_another_thread_aborts(what: str, code: int, ou
     command = [sys.executable, "-X", "faulthandler", "-c", ABORTING, what]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=60)
     assert (ended.returncode, ended.stdout) == (code, output)
-    assert "Fatal Python error: Aborted" in ended.stderr
+    assert "Fatal Python error: " in ended.stderr  # the other thread may end the process while one writes
