@@ -322,7 +322,9 @@ class Applier:
             moves = [division.moves for division in divisions[first:]]
             if self._resharding is not None:
                 self._unit_exchange.release(self._blocks)
-                self._uneven = self._resharding.arrange(moves if self._for_good else [()] * len(moves))
+                self._uneven = self._resharding.arrange(
+                    moves if self._for_good else [()] * len(moves), self._unit_exchange.largest_growth[1]
+                )
             migrates = [number not in self._uneven for number in range(len(moves))]
             self._unit_exchange.assign(
                 self._blocks,

@@ -29,6 +29,7 @@ def attach_balancer(
     tp_group: dist.ProcessGroup,
     iterations_per_interval: int,
     memory: OptimizerMemory | None = None,
+    obstacle: str | None = None,
 ) -> Balancer:
     """A balancer for the tensor-parallel layers of ``model``. Collective over all ranks.
 
@@ -39,10 +40,12 @@ def attach_balancer(
         tp_group: this rank's tensor-parallel group.
         iterations_per_interval: the length of an interval of the priorities.
         memory: of the model's optimizer; without it units are never given away for good.
+        obstacle: why this rank cannot be balanced, if it knows a reason.
 
     Raises:
         ValueError: a layer has an option that the mode cannot be combined with, or ranks were given different
         ``config``.
+        RuntimeError: a rank has an ``obstacle``.
     """
     layers = hetero_layers(model)
     blocks = attach_blocks(model) if config.moves_blocks else []
@@ -55,7 +58,7 @@ def attach_balancer(
         # Migrated work is exact only if all ranks hold the same activations.
         draw_residual_dropout_equally(model, tp_group)
     groups = make_groups(tp_group)
-    _check_same_on_all_ranks(config, groups.world)
+    _check_all_ranks(config, obstacle, groups.world)
 
     def make_resharding(transport: Transport) -> Resharding | None:
         if memory is None or not config.reshards or not blocks:
@@ -83,10 +86,14 @@ def _check_options(layers: Mapping[str, HeteroLinear], blocks: Sequence[Block], 
         )
 
 
-def _check_same_on_all_ranks(config: BalanceConfig, world: dist.ProcessGroup) -> None:
-    """Raise ValueError if the configs differ: ranks would decide differently and wait for each other forever."""
-    configs: list[BalanceConfig] = [config] * dist.get_world_size()
-    dist.all_gather_object(configs, config, group=world)
-    for rank, other in enumerate(configs):
-        if other != configs[0]:
-            raise ValueError(f"ranks were given different BalanceConfigs: rank 0 {configs[0]}, rank {rank} {other}")
+def _check_all_ranks(config: BalanceConfig, obstacle: str | None, world: dist.ProcessGroup) -> None:
+    """Raise on all ranks if the configs differ, so that ranks would decide differently and wait for each other forever,
+    or if a rank has an ``obstacle``."""
+    everyone: list[tuple[BalanceConfig, str | None]] = [(config, obstacle)] * dist.get_world_size()
+    dist.all_gather_object(everyone, (config, obstacle), group=world)
+    first = everyone[0][0]
+    for rank, (other, reason) in enumerate(everyone):
+        if other != first:
+            raise ValueError(f"ranks were given different BalanceConfigs: rank 0 {first}, rank {rank} {other}")
+        if reason is not None:
+            raise RuntimeError(f"rank {rank}: {reason}")

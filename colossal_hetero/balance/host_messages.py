@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ..processes.group_destruction import world_timeout
 
-__all__ = ["MIGRATION_CTAS", "VOTE_TIMEOUT", "Exchange", "Groups", "check_launch_order", "make_groups"]
+__all__ = ["MIGRATION_CTAS", "VOTE_TIMEOUT", "Exchange", "Groups", "launch_obstacle", "make_groups"]
 
 MIGRATION_CTAS = 4
 """Largest number of a GPU's processors (of 132 on an H100) that NCCL uses for migrated work. Messages have a whole
@@ -155,8 +155,8 @@ def make_groups(tp_group: dist.ProcessGroup) -> Groups:
     return Groups(exchange, votes, world, [list(ranks) for ranks in groups], migration)
 
 
-def check_launch_order(nccl: tuple[int, ...], environment: Mapping[str, str], set_late: bool) -> None:
-    """Raise ``RuntimeError`` if GPUs may run operations of two communicators in other orders than they were launched.
+def launch_obstacle(nccl: tuple[int, ...], environment: Mapping[str, str], set_late: bool) -> str | None:
+    """Why GPUs may run operations of two communicators in other orders than they were launched; None if they do not.
 
     Args:
         nccl: the version of NCCL.
@@ -165,14 +165,15 @@ def check_launch_order(nccl: tuple[int, ...], environment: Mapping[str, str], se
     """
     keeps_order = nccl >= (2, 26) and environment.get("NCCL_LAUNCH_ORDER_IMPLICIT") == "1"
     has_one_queue = environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and not set_late
-    if not (keeps_order or has_one_queue):
-        raise RuntimeError(
-            f"migrated work and collectives could run in different orders on different GPUs, and wait for each other "
-            f"forever: NCCL {'.'.join(map(str, nccl))} with NCCL_LAUNCH_ORDER_IMPLICIT="
-            f"{environment.get('NCCL_LAUNCH_ORDER_IMPLICIT')} does not keep the order (2.26 with 1 does), and "
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 was not set before CUDA was initialized: import colossal_hetero before "
-            "anything uses a GPU, set the variable in the environment, or use balance mode 'off'"
-        )
+    if keeps_order or has_one_queue:
+        return None
+    return (
+        f"migrated work and collectives could run in different orders on different GPUs, and wait for each other "
+        f"forever: NCCL {'.'.join(map(str, nccl))} with NCCL_LAUNCH_ORDER_IMPLICIT="
+        f"{environment.get('NCCL_LAUNCH_ORDER_IMPLICIT')} does not keep the order (2.26 with 1 does), and "
+        "CUDA_DEVICE_MAX_CONNECTIONS=1 was not set before CUDA was initialized: import colossal_hetero before "
+        "anything uses a GPU, set the variable in the environment, or use balance mode 'off'"
+    )
 
 
 def _few_processors(backend: str) -> Any:

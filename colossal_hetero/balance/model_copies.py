@@ -1,7 +1,7 @@
 """Deep copies of a boosted model, such as for a moving average of its weights.
 
-A copy computes what the model does, but is not balanced: its layers have no blocks and no clocks, and it has no hooks
-of this package. It shares the process groups.
+A copy computes what the model does, but is not balanced: its layers have no blocks and no clocks. Of this package's
+hooks it has those that sum partial gradients, so that it can be trained. It shares the process groups.
 """
 
 from __future__ import annotations

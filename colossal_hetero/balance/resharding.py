@@ -101,8 +101,10 @@ class Resharding:
         """Whether any units have been given away for good."""
         return bool(self._held)
 
-    def arrange(self, moves: Sequence[Sequence[MovedRange]]) -> frozenset[int]:
+    def arrange(self, moves: Sequence[Sequence[MovedRange]], work_before: float = 0.0) -> frozenset[int]:
         """Let ranks hold their units as after ``moves``, by block. Collective over the group.
+
+        A GPU had the memory for the activations of taken units before, up to the share ``work_before`` of its own.
 
         If a rank has too little memory, all blocks get ordinary shards instead, and :attr:`obstacle` tells why.
 
@@ -117,7 +119,7 @@ class Resharding:
             for number in sorted(self.possible)
             if moves[number]
         }
-        if not (self._exchange.all_agree(self._has_room(wanted)) and self._exchange_units(wanted)):
+        if not (self._exchange.all_agree(self._has_room(wanted, work_before)) and self._exchange_units(wanted)):
             self._failure = "a rank has too little memory for them"
             self._take_back()
         return frozenset(self._held)
@@ -137,17 +139,21 @@ class Resharding:
             if not self._exchange_units(held):
                 self._take_back()
 
-    def _has_room(self, wanted: Arrangement) -> bool:
+    def _has_room(self, wanted: Arrangement, work_before: float) -> bool:
         """Whether a GPU would have the memory for an iteration with these units."""
-        taken = own = 0
+        more = taken = own = 0
         for number, after in wanted.items():
             block = self._blocks[number]
-            taken += max(0, unit_count(after[self._rank]) - block.units) * block.elements_per_unit
+            count = unit_count(after[self._rank])
+            held = unit_count(self._held[number][self._rank]) if number in self._held else block.units
+            more += max(0, count - max(held, block.units)) * block.elements_per_unit
+            taken += max(0, count - block.units) * block.elements_per_unit
             own += block.units * block.elements_per_unit
-        if not taken:
+        if not more:
             return True
+        more_work = max(0.0, taken / own - work_before)
         try:
-            check_room(self._blocks[0].parameters[0][0].device, BYTES_PER_PARAMETER * taken, taken / own)
+            check_room(self._blocks[0].parameters[0][0].device, BYTES_PER_PARAMETER * more, more_work)
         except RuntimeError:
             return False
         return True

@@ -28,9 +28,10 @@ class _GradientSums:
     def __init__(self, counted_again: str | None) -> None:
         self.counted_again = counted_again
         """Why a sum counts gradients again that were summed before, in words; None if it does not."""
-        self.has_sums = False
-        """Whether there are gradients that were summed; only known with ``counted_again``."""
         self.optimizers: WeakSet[OptimizerWrapper] = WeakSet()
+        self.summed: WeakSet[OptimizerWrapper] = WeakSet()
+        """Those of ``optimizers`` with gradients that were summed; only known with ``counted_again``."""
+        self.summed_twice: WeakSet[OptimizerWrapper] = WeakSet()
         self.unsummed: WeakSet[OptimizerWrapper] = WeakSet()
         """Those of ``optimizers`` whose gradients the last passes have not summed."""
         self.guards: WeakKeyDictionary[OptimizerWrapper, GradientGuard] = WeakKeyDictionary()
@@ -55,6 +56,22 @@ class _GradientSums:
             self.guards[optimizer].close(
                 f"at ZeRO stages 1 and 2 each rank has another part of it; {CLIPPING}", fill=True
             )
+
+    @contextmanager
+    def opened_gradients(self) -> Iterator[None]:
+        """A block in which the package may use ``parameter.grad``."""
+        self.open_gradients()
+        try:
+            yield
+        finally:
+            self.close_gradients()
+
+    def note_sum(self, is_summed: bool) -> None:
+        """A pass is about to begin, after which gradients of all parameters of the model are summed, or not."""
+        self.summed = WeakSet(each for each in self.summed if _has_gradients(each))
+        if is_summed:
+            self.summed_twice.update(self.summed)
+            self.summed.update(self.optimizers)
 
     def count_forward(self, replica: DistributedDataParallel, _: Any) -> None:
         """Count a forward pass since the last backward pass; one inside ``no_sync`` twice, as DDP does not expect a
@@ -97,8 +114,8 @@ def refuse_unsummed_steps(
             schedule does so in :func:`noted_passes`.
         in_shards: ZeRO takes summed gradients out of ``parameter.grad``; functions of it are refused until
             ``zero_grad``.
-        counted_again: why a sum over ranks counts gradients again that were summed before, which is refused too; None
-            if it does not.
+        counted_again: why a sum over ranks counts gradients again that were summed before; a step with these is
+            refused, too. None if it does not.
     """
     replica = None if in_pipeline else replica_of(model, optimizer)
     if model not in _sums:
@@ -132,15 +149,18 @@ def refuse_unsummed_steps(
                 "optimizer.step() was called, but the last backward pass ran inside no_sync(), so the ranks have "
                 "different gradients; the last backward pass before a step must run outside no_sync()"
             )
-        sums.open_gradients()
-        result = step(*args, **kwargs)
-        sums.close_gradients()
-        return result
+        if optimizer in sums.summed_twice:
+            raise RuntimeError(
+                f"gradients of an earlier pass were summed over ranks, and with {sums.counted_again} the latest sum "
+                "has counted them again; run all passes of a step but the last inside no_sync()"
+            )
+        with sums.opened_gradients():
+            return step(*args, **kwargs)
 
     @functools.wraps(zero_grad)
     def drop(*args: Any, **kwargs: Any) -> Any:
-        sums.unsummed.discard(optimizer)
-        sums.sharded.discard(optimizer)
+        for those in (sums.unsummed, sums.sharded, sums.summed, sums.summed_twice):
+            those.discard(optimizer)
         if optimizer in sums.guards:
             sums.guards[optimizer].open(check=False)
         return zero_grad(*args, **kwargs)
@@ -166,26 +186,21 @@ def noted_passes(model: ModelWrapper, optimizer: OptimizerWrapper) -> Iterator[N
         return
     is_summed = model.require_grad_sync and getattr(optimizer, "require_grad_sync", True)
     if sums.counted_again is not None:
-        sums.has_sums = sums.has_sums and _has_gradients(model)
-        if is_summed and sums.has_sums:
-            raise RuntimeError(
-                f"gradients of an earlier pass were summed over ranks, and with {sums.counted_again} another sum "
-                "counts them again; run all passes of a step but the last inside no_sync(), or call zero_grad()"
-            )
-        sums.has_sums = sums.has_sums or is_summed
-    if not is_summed:
-        sums.unsummed.update(sums.optimizers)
-    elif hasattr(optimizer, "require_grad_sync"):
-        sums.unsummed.discard(optimizer)  # ZeRO sums the gradients of one optimizer
-    else:
-        sums.unsummed.clear()
-    sums.open_gradients()
-    sharded, sums.sharded = sums.sharded, WeakSet()  # a schedule runs forward passes between backward passes
-    yield
-    sums.sharded = sharded
-    if is_summed and optimizer in sums.guards:
-        sharded.add(optimizer)
-    sums.close_gradients()
+        sums.note_sum(is_summed)
+    is_zero = hasattr(optimizer, "require_grad_sync")  # it sums the gradients of one optimizer
+    unsummed = list(sums.unsummed) if is_zero else []
+    sums.unsummed.update(sums.optimizers)
+    with sums.opened_gradients():
+        sharded, sums.sharded = sums.sharded, WeakSet()  # a schedule runs forward passes between backward passes
+        try:
+            yield
+        finally:
+            sums.sharded = sharded
+        if not is_summed:
+            return
+        sums.unsummed = WeakSet(each for each in unsummed if each is not optimizer)
+        if optimizer in sums.guards:
+            sharded.add(optimizer)
 
 
 def _guard_shards(sums: _GradientSums, model: ModelWrapper, optimizer: Any) -> None:
@@ -202,10 +217,8 @@ def _guard_shards(sums: _GradientSums, model: ModelWrapper, optimizer: Any) -> N
     def opening(function: Any) -> Any:
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            sums.open_gradients()
-            result = function(*args, **kwargs)
-            sums.close_gradients()
-            return result
+            with sums.opened_gradients():
+                return function(*args, **kwargs)
 
         return run
 
@@ -219,8 +232,10 @@ def prepare_sums(replica: DistributedDataParallel, loss: Tensor) -> None:
     replica.reducer.prepare_for_backward([loss] if replica.find_unused_parameters else [])
 
 
-def _has_gradients(model: nn.Module) -> bool:
-    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+def _has_gradients(optimizer: Any) -> bool:
+    """Whether gradients of ``optimizer`` are there and not zero, which ``model.zero_grad()`` may have made them."""
+    own = optimizer.param_info["param2id"]
+    gradients = [each.grad for each in optimizer.model.parameters() if id(each) in own and each.grad is not None]
     return bool(gradients) and bool(torch.stack([each.any() for each in gradients]).any())
 
 

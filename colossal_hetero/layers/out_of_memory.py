@@ -22,8 +22,10 @@ def check_room(device: torch.device, more_bytes: int, more_work: float) -> None:
     """
     if device.type != "cuda":
         return
-    free, _ = torch.cuda.mem_get_info(device)
-    limit = free + torch.cuda.memory_reserved(device)
+    free, total = torch.cuda.mem_get_info(device)
+    # torch tells the fraction that was set from version 2.7 on.
+    fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)
+    limit = min(free + torch.cuda.memory_reserved(device), int(fraction * total))
     peak = torch.cuda.max_memory_allocated(device)
     activations = peak - torch.cuda.memory_allocated(device)
     needed = peak + more_bytes + int(more_work * activations)

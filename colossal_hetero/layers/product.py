@@ -124,12 +124,8 @@ class ProductContext(NamedTuple):
     """Whether the backward products follow those of another column-parallel layer of the same block."""
 
     def mark(self, part: Part, inner: bool = False) -> None:
-        if self.clock is None:
-            return
-        if inner:
-            self.clock.mark(part, self.kind, True)
-        else:
-            self.clock.mark(part, self.kind)
+        if self.clock is not None:
+            self.clock.mark(part, self.kind, inner)
 
 
 @without_second_derivatives

@@ -129,14 +129,16 @@ class UnitShare:
 
     @property
     def weights(self) -> list[Tensor]:
-        """The kept units, if they were selected, and the taken ones."""
-        return [*(self._selected or ()), *chain(*self._ranges)]
+        """If kept units were selected, which ones and their weights; and the weights of the taken units."""
+        kept = [] if self._kept is None else [self._kept, *(self._selected or ())]
+        return [*kept, *chain(*self._ranges)]
 
     def with_weights(self, weights: Sequence[Tensor]) -> UnitShare:
         """This share with :attr:`weights` of an earlier forward pass."""
-        size = len(self._shapes)
+        size, share = len(self._shapes), copy.copy(self)
+        if self._kept is not None:
+            share._kept, *weights = weights
         parts = [list(weights[first : first + size]) for first in range(0, len(weights), size)]
-        share = copy.copy(self)
         share._selected = parts.pop(0) if self._kept is not None else None
         share._ranges = parts
         return share

@@ -216,6 +216,7 @@ class PipelineBatches(UnevenBatches):
         self._since_check += 1
         if self._steps == 1:
             self._times.clear()
+            self._unread.clear()
         every = self._config.check_every or self._loader.global_batches
         if self._config.method == "uniform" or not math.isfinite(self._config.reallocate_above):
             return

@@ -53,5 +53,5 @@ def world_timeout() -> timedelta | None:
     assert group is not None
     options: list[Any] = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
     timeouts = [each._timeout for each in options if hasattr(each, "_timeout")]
-    usual = (distributed_c10d.default_pg_timeout, distributed_c10d.default_pg_nccl_timeout)
-    return timeouts[0] if timeouts and timeouts[0] not in usual else None
+    usual = distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend()))
+    return timeouts[0] if timeouts and timeouts[0] != usual else None

@@ -117,7 +117,7 @@ def prepare_costs(
     if kept is not None:
         return kept
     if not _fit_everywhere(shapes, rows, dtype, group, device):
-        if dist.get_rank() == 0:
+        if first:
             log.warning(
                 "a rank has too little memory left to measure the costs of balancing, so they are taken as zero; give "
                 "BalanceConfig(cost_cache=...) a file of a run that measured them, or use smaller batches"

@@ -93,13 +93,16 @@ class AbortWatch:
         atexit.unregister(self.close)
 
     def _handle(self, number: int) -> None:
-        # Each process group has a watchdog. The second one must not end the process while the first one acts.
-        if os.getpid() == self._process and self._lock.acquire(timeout=ABORT_SECONDS):
-            try:
-                if not self._is_done:
-                    self._is_done = True
-                    self._act()
-            finally:
-                self._lock.release()
-        if self._before not in (None, signal.SIG_IGN):
-            _Handler(self._before)(number)  # for example that of faulthandler
+        try:
+            # Each process group has a watchdog. The second one must not end the process while the first one acts.
+            if os.getpid() == self._process and self._lock.acquire(timeout=ABORT_SECONDS):
+                try:
+                    if not self._is_done:
+                        self._is_done = True
+                        self._act()
+                finally:
+                    self._lock.release()
+        finally:
+            # What the signal does otherwise: call the handler of faulthandler, and end the process.
+            self._signal(number, self._before)
+            signal.pthread_kill(threading.get_ident(), number)

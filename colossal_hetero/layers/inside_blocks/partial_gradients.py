@@ -218,7 +218,7 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, _: Tensor) -> Tensor:
-        return tensor.view_as(tensor)
+        return tensor.detach()  # not a view that may not be changed in place
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> tuple[None, None]:

@@ -28,6 +28,7 @@ from torch import Tensor
 from ..block import Block, BlockWorkload, Fetch, ReturnGradients
 from ..column_migration import MovedRange
 from ..dropout.unit_dropout import UnitRange
+from ..out_of_memory import check_room
 from ..transport import Started, Transport
 from ..unit_layout import split_message
 from ..workload import Clock, Part, Selector
@@ -37,7 +38,7 @@ from .transfers import (
     PeerUnits,
     bucket_numbers,
     check_backward_memory,
-    check_peak,
+    peak_growth,
     unpack,
     weights_for,
 )
@@ -89,6 +90,9 @@ class UnitExchange:
         """:meth:`_frozen_versions` when weights were sent; None if frozen weights have changed since."""
         self._unchanged: set[int] = set()
         """The numbers of buckets whose weights receivers still have."""
+        self._growth = self.largest_growth = (0, 0.0)
+        """:func:`peak_growth` of the present plan, and the largest one of an iteration that has run: what its memory
+        was is in the peak so far."""
         self._has_trained = False
         """Whether there was a pass for training since the last step."""
 
@@ -134,7 +138,7 @@ class UnitExchange:
             if given or taken:
                 transfer.bucket = buckets[number]
                 transfer.bucket.transfers.append(transfer)
-        check_peak(self._transfers)
+        self._check_room()
         self._buckets = [buckets[number] for number in sorted(buckets)]
         first_blocks: dict[int, Block] = {}
         for block, number in zip(blocks, self._numbers, strict=True):
@@ -145,6 +149,14 @@ class UnitExchange:
             if number > 0:
                 first_blocks[number - 1].before_forward = self._starter(number)
         check_backward_memory(self._transfers)
+
+    def _check_room(self) -> None:
+        """Raise ``RuntimeError`` if a GPU would not have the memory for the next iteration."""
+        self._growth = more_bytes, more_work = peak_growth(self._transfers)
+        bytes_before, work_before = self.largest_growth
+        if more_bytes > bytes_before or more_work > work_before:
+            device = self._transfers[0].block.parameters[0][0].device
+            check_room(device, max(0, more_bytes - bytes_before), max(0.0, more_work - work_before))
 
     @property
     def is_in_schedule(self) -> bool:
@@ -299,6 +311,8 @@ class UnitExchange:
         """Call this before an optimizer step: weights change, and kept units are chosen again."""
         self.end_iteration()
         self._has_trained = False
+        (more_bytes, more_work), (bytes_before, work_before) = self._growth, self.largest_growth
+        self.largest_growth = max(more_bytes, bytes_before), max(more_work, work_before)
 
     def end_iteration(self) -> None:
         """Units are sent again before the next pass, and kept units are chosen again."""

@@ -9,13 +9,12 @@ from torch import Tensor
 
 from ..block import Block
 from ..column_migration import MovedRange
-from ..out_of_memory import check_room
 from ..transport import Pending, Started
 from ..unit_layout import split_message
 
 __all__ = [
     *("MESSAGE_BYTES", "BlockTransfer", "Bucket", "PeerUnits", "bucket_numbers", "check_backward_memory"),
-    *("check_peak", "unpack", "weights_for"),
+    *("peak_growth", "unpack", "weights_for"),
 ]
 
 MESSAGE_BYTES = 4 << 20
@@ -122,17 +121,16 @@ def bucket_numbers(blocks: Sequence[Block], moves: Sequence[Sequence[MovedRange]
     return numbers
 
 
-def check_peak(transfers: Sequence[BlockTransfer]) -> None:
-    """Raise ``RuntimeError`` if a GPU would not have the memory for an iteration with ``transfers``: for the buffers,
-    the taken units' gradients, which are kept once and packed once, and the activations of the taken units."""
+def peak_growth(transfers: Sequence[BlockTransfer]) -> tuple[int, float]:
+    """How much more memory an iteration with ``transfers`` needs than one without: bytes of the buffers and of the
+    taken units' gradients, which are kept once and packed once; and activations, as a share of those of own units."""
     given = taken = own = 0
     for each in transfers:
         unit_bytes = each.block.elements_per_unit * each.block.parameters[0][0].element_size()
         given += unit_bytes * sum(units.count for units in each.given)
         taken += unit_bytes * sum(units.count for units in each.taken)
         own += unit_bytes * each.block.units
-    if taken:
-        check_room(transfers[0].block.parameters[0][0].device, given + 3 * taken, taken / own)
+    return given + 3 * taken, taken / own if taken else 0.0
 
 
 def check_backward_memory(transfers: Sequence[BlockTransfer]) -> None:
@@ -140,7 +138,7 @@ def check_backward_memory(transfers: Sequence[BlockTransfer]) -> None:
 
     It is needed for the taken units' gradients until they have returned, for the rank's own gradients where they do not
     exist yet, and for both of one layer before they are sent or added to those of earlier passes. Activations are not
-    included, because they depend on the batch; on a GPU see :func:`check_peak`.
+    included, because they depend on the batch; on a GPU see :func:`peak_growth`.
 
     Raises:
         RuntimeError: there is not enough memory.

@@ -323,10 +323,11 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         return objects
 
     def _refuse_unsummed_steps(self, model: ModelWrapper, optimizer: OptimizerWrapper) -> None:
-        """Refuse steps whose gradients are not the sums over ranks, where nothing else does."""
+        """Refuse steps whose gradients are not the sums over ranks. Uneven batches without a pipeline, and pipelines
+        that are not alike, check it themselves."""
         in_pipeline = self.scheduler is not None
-        # Uneven batches without a pipeline, and pipelines that are not alike, check it themselves.
-        if self._unequal is not None if in_pipeline else self._uneven_batches is not None:
+        checks_itself = self._unequal if in_pipeline else self._uneven_batches
+        if checks_itself is not None:
             return
         if self.dp_size > 1 or self.zero_stage or self.enable_sequence_parallelism or model.shared_params:
             in_shards, counted_again = bool(self.zero_stage) and self._unequal is None, None
@@ -577,8 +578,8 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         """See :class:`~.uneven_batches.ReplicaPlugin`."""
         assert self.batches is not None
         model, optimizer = objects.model, objects.optimizer
-        replica_of: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(replica_of, self.replica()[0])
+        replicas: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(replicas, self.replica()[0])
 
         def synchronize(due: bool) -> None:
             model.require_grad_sync = due
@@ -591,6 +592,6 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             config=self.batches,
             stage=self.zero_stage,
             precision=self.precision,
-            replica_of=replica_of,
+            replica_of=replicas,
             synchronize=synchronize,
         )

@@ -21,9 +21,10 @@ from ...accelerator import SET_CONNECTIONS_LATE, get_accelerator
 from ...balance.attach import attach_balancer
 from ...balance.balancer import Balancer
 from ...balance.config import BalanceConfig
-from ...balance.host_messages import check_launch_order
+from ...balance.host_messages import launch_obstacle
 from ...balance.measure.clock import IterationClock, make_clock
 from ...balance.model_copies import make_copyable
+from ...gpu_over_gloo import is_gpu_over_gloo
 from ...layers.inside_blocks.partial_gradients import Shapes, shapes_of
 from ...layers.inside_blocks.views import asks_for_heads
 from ...layers.linear import hetero_layers
@@ -118,9 +119,10 @@ class LayerBalancing(PluginPart):
     def _attached(self, plugin: HybridParallelPlugin, objects: TrainingObjects) -> _Attached:
         """A new balancer of the model."""
         model, optimizer = objects.model, objects.optimizer
+        obstacle = None
         if self._config.mode not in ("off", "resize") and "nccl" in dist.get_backend(plugin.tp_group):
-            check_launch_order(torch.cuda.nccl.version(), os.environ, SET_CONNECTIONS_LATE)
-        clock = make_clock(get_accelerator().get_current_device())
+            obstacle = launch_obstacle(torch.cuda.nccl.version(), os.environ, SET_CONNECTIONS_LATE)
+        clock = make_clock(get_accelerator().get_current_device(), is_gpu_over_gloo(plugin.tp_group))
         memory = HybridOptimizerMemory(plugin, model, optimizer, self._is_elastic)
         innermost = model.unwrap(unwrap_peft=False)
         balancer = attach_balancer(
@@ -130,6 +132,7 @@ class LayerBalancing(PluginPart):
             plugin.tp_group,
             self._config.priority_interval or objects.iterations_per_epoch,
             memory,
+            obstacle,
         )
         self.balancer = balancer
         self._balancers.append(ref(balancer))

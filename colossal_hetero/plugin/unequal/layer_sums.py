@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 __all__ = ["LayerSums", "SharedBucket", "all_reduce_gradients", "scatter_gradients"]
 
-Finish = Callable[[], None]
+Finish = Callable[[], object]
 """Waits until a sum is complete, and puts it where it belongs."""
 
 
@@ -46,10 +46,15 @@ class LayerSums:
         buckets: in the order in which all ranks start them.
         start: starts the sum of a bucket.
         early: whether sums start during backward passes; otherwise all start in :meth:`finish`.
+        most: so many sums at most are not complete, because each keeps memory until then; None: any number.
     """
 
     def __init__(
-        self, buckets: Sequence[SharedBucket], start: Callable[[SharedBucket], Finish], early: bool = True
+        self,
+        buckets: Sequence[SharedBucket],
+        start: Callable[[SharedBucket], Finish],
+        early: bool = True,
+        most: int | None = None,
     ) -> None:
         self.buckets = tuple(buckets)
         self.used: set[int] = set()
@@ -58,6 +63,7 @@ class LayerSums:
         """Whether a block of :meth:`passes` runs."""
         self._start = start
         self._early = early
+        self._most = most
         self._bucket_of = {id(each): number for number, bucket in enumerate(buckets) for each in bucket.parameters}
         self._hooks: list[RemovableHandle] = []
         self._passes: Callable[[], int] | None = None
@@ -157,8 +163,7 @@ class LayerSums:
         bucket = self.buckets[len(self._started)]
         self.used.update(id(parameter) for parameter in bucket.parameters if parameter.grad is not None)
         self._started.append(self._start(bucket))
-        if len(self._started) - self._finished > 2:
-            # Two sums keep the network busy, and memory that others need is free again.
+        if self._most is not None and len(self._started) - self._finished > self._most:
             self._started[self._finished]()
             self._finished += 1
 
@@ -182,19 +187,10 @@ def all_reduce_gradients(bucket: SharedBucket) -> Finish:
         return lambda: None
     flat = torch.cat([_gradient(parameter).flatten() for parameter in bucket.parameters])
     parts = flat.split([parameter.numel() for parameter in bucket.parameters])
-
-    def put() -> None:
-        for parameter, part in zip(bucket.parameters, parts, strict=True):
-            parameter.grad = part.view_as(parameter)
-
-    put()  # the memory of the gradients is free again
+    for parameter, part in zip(bucket.parameters, parts, strict=True):
+        parameter.grad = part.view_as(parameter)
     work = dist.all_reduce(flat, group=bucket.group, async_op=True)
-
-    def finish() -> None:
-        work.wait()
-        put()
-
-    return finish
+    return work.wait
 
 
 def scatter_gradients(

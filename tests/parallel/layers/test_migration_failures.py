@@ -8,6 +8,7 @@ import resource
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +23,7 @@ from colossal_hetero.balance.apply import Applier
 from colossal_hetero.balance.balancer import Balancer
 from colossal_hetero.balance.decide.plan import BalancePlan
 from colossal_hetero.layers.column_migration import BroadcastReduce, ScatterGather
-from colossal_hetero.layers.unit_exchange import transfers
+from colossal_hetero.layers.unit_exchange import exchange
 from colossal_hetero.layers.unit_exchange.exchange import UnitExchange
 from colossal_hetero.layers.unit_exchange.transfers import BlockTransfer, Bucket
 from tests.support.harness import answer, run_ranks, start_ranks
@@ -192,7 +193,7 @@ def check_foreseen_peak() -> None:
         raise RuntimeError("can't allocate memory: an iteration would need more than the GPU has")
 
     with (
-        patch.object(transfers, "check_room", check),
+        patch.object(exchange, "check_room", check),
         patch.object(resharding, "check_room", check_for_good),
     ):
         with scripted(slow(0)):
@@ -201,6 +202,35 @@ def check_foreseen_peak() -> None:
     assert 0.125 <= run.plugin.balancer.plan.max_received <= 0.25
     assert not run.plugin.balancer.has_resharded
     assert_equal(run, train(reference_run(tp_size=3), ITERATIONS), "a peak that does not fit")
+
+
+def check_growth() -> None:
+    """Rank 1 takes 0.2, 0.4 and 0.4 of the units of rank 0, in each iteration and then for good: it is asked whether it
+    has memory for what comes on top of what has run."""
+    asked: list[tuple[str, float]] = []
+
+    def note(when: str, device: torch.device, more_bytes: int, more_work: float) -> None:
+        assert more_bytes > 0
+        asked.append((when, more_work))
+
+    with (
+        patch.object(exchange, "check_room", partial(note, "migrating")),
+        patch.object(resharding, "check_room", partial(note, "for good")),
+    ):
+        run = boost(ours(migrate("block", reshard_after=4, warmup_iterations=10**6), tp_size=2), None, sgd)
+        for share in (0.2, 0.4, 0.4):
+            run.plugin.balancer.follow(BalancePlan((0.0, 0.0), (share, 0.0), (0.0, share)))
+            train(run, 2)
+        train(run, 4)
+    assert run.plugin.balancer.has_resharded
+    if dist.get_rank() == 1:
+        assert [when for when, _ in asked] == ["migrating", "migrating", "for good"]
+        first, second, last = (work for _, work in asked)
+        assert first + second == pytest.approx(0.4, abs=0.05) and first == pytest.approx(0.2, abs=0.05) and last == 0.0
+
+
+def test_memory_is_asked_for_only_on_top_of_what_has_run() -> None:
+    run_ranks(2, check_growth)
 
 
 def test_a_plan_shrinks_until_the_next_peak_fits_on_every_receiver() -> None:

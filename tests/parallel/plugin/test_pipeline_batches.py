@@ -223,7 +223,8 @@ class LateEvent:
 
     def elapsed_time(self, other: LateEvent) -> float:
         assert self.query() and other.query()
-        return 6.0
+        # The first step, in which libraries prepare themselves, is not measured.
+        return 600.0 if self is self.recorded[0] else 6.0
 
 
 def train_without_waiting() -> list[float]:

@@ -129,7 +129,16 @@ def test_products_are_those_of_one_weight_with_all_units(
     with torch.no_grad():
         weight, *biases = case.parameters
         torch.testing.assert_close(case.share.output(layout, x, weight, biases[0] if biases else None), expected)
-        torch.testing.assert_close(case.share.input_gradient(layout, dy, weight), x.grad)
+        # Another forward pass comes before the backward pass, with other units.
+        held = case.share.weights
+        kept = (
+            None
+            if len(case.kept) == case.remaining
+            else torch.tensor(sorted((each + 1) % case.remaining for each in case.kept))
+        )
+        case.share.begin(case.parameters, kept, [[view + 1 for view in views] for views in case.ranges])
+        share = case.share.with_weights(held)
+        torch.testing.assert_close(share.input_gradient(layout, dy, weight), x.grad)
         dy, rows = matrix_view(dy), matrix_view(x)
         given = UNITS - case.remaining
         # The gradients of given units return for one half of them after the other, or not yet.
@@ -143,8 +152,8 @@ def test_products_are_those_of_one_weight_with_all_units(
         for case.returned in (None, later):
             # A rank that is slowed on purpose computes each product several times.
             for _ in range(2):
-                dw = case.share.weight_gradient(layout, dy, rows)
-            whole = case.share.gradients(dw, dy.sum(0) if is_column_parallel else None)
+                dw = share.weight_gradient(layout, dy, rows)
+            whole = share.gradients(dw, dy.sum(0) if is_column_parallel else None)
             for number, (place, parameter, wide_one) in enumerate(zip(case.places, case.parameters, wide, strict=True)):
                 actual = whole[number]
                 assert actual is not None and wide_one.grad is not None

@@ -243,7 +243,7 @@ def test_a_step_is_refused_if_a_sum_waits_for_a_parameter_that_was_not_used() ->
 SEQUENCE = dict(
     enable_sequence_parallelism=True, sequence_parallelism_mode="split_gather", make_vocab_size_divisible_by=4
 )
-TWICE = r"another sum counts them again; run all .* but the last inside no_sync\(\)"
+TWICE = r"the latest sum has counted them again; run all .* but the last inside no_sync\(\)"
 
 
 def language_pass(run: Trained, number: int, synced: bool = True) -> None:
@@ -256,14 +256,20 @@ def language_pass(run: Trained, number: int, synced: bool = True) -> None:
 def check_sequence_parallelism() -> None:
     run = boost(ours(tp_size=dist.get_world_size(), **SEQUENCE), gpt2(), sgd)
     language_pass(run, 0)
-    with pytest.raises(RuntimeError, match=rf"with sequence parallelism \(split_gather\) {TWICE}"):
-        language_pass(run, 1)
+    language_pass(run, 1)
+    check_refused(run, rf"with sequence parallelism \(split_gather\) {TWICE}")
     for drop in (run.optimizer.zero_grad, run.model.zero_grad, lambda: run.model.zero_grad(set_to_none=False)):
         drop()
         for number in (0, 1):
             language_pass(run, number, synced=number == 1)
     finish(run)
     check_as_language_model_alone(run, [0, 1])
+    # Gradients that the optimizer does not have are summed again, and nobody uses them.
+    half = lambda model: torch.optim.SGD(list(model.parameters())[::2], lr=0.1)  # noqa: E731
+    run = boost(ours(tp_size=dist.get_world_size(), **SEQUENCE), gpt2(), half)
+    for number in (0, 1):
+        language_pass(run, number)
+        finish(run)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -274,8 +280,8 @@ def test_sequence_parallelism_sums_gradients_once_before_a_step(ranks: int) -> N
 def check_tied_twice() -> None:
     run = boost(ours(tp_size=1, **STAGES), gpt2(), sgd)
     execute(run, text(0))
-    with pytest.raises(RuntimeError, match=rf"weights that pipeline stages share {TWICE}"):
-        execute(run, text(1))
+    execute(run, text(1))
+    check_refused(run, rf"weights that pipeline stages share {TWICE}")
     run.model.zero_grad()
     for number in (0, 1):
         execute(run, text(number), synced=number == 1)

@@ -185,6 +185,12 @@ def test_the_sampler_keeps_one_iteration_before_any_plan_and_the_latest() -> Non
     assert sampler.kept().first_change == 5
 
 
+def test_segments_are_rare_where_iterations_are_measured_rarely() -> None:
+    sampler = TimelineSampler(warmup_iterations=0, patience=3, measured_every=16)
+    wanted = [iteration for iteration in range(400) if sampler.wants(iteration)]
+    assert wanted == [0, 3, *range(8, 128, 8), 128, 256, 384]
+
+
 # Chrome trace ----------------------------------------------------------------------------------------------------
 
 

@@ -73,6 +73,8 @@ def abort():
 watch, what = AbortWatch(act), sys.argv[1]
 if what == "closed":
     watch.close()
+if what == "sent":
+    os.kill(os.getpid(), 6)  # by the system, for example because the process is stuck
 if what != "child" or os.fork() == 0:
     threads = [threading.Thread(target=abort, daemon=True) for _ in range(2)]
     for thread in threads:
@@ -86,6 +88,7 @@ print(f"child ended by {os.WTERMSIG(os.wait()[1])}", flush=True)
     ("what", "code", "output"),
     [
         ("stuck", -signal.SIGABRT, "acted\n"),
+        ("sent", -signal.SIGABRT, "acted\n"),
         ("closed", -signal.SIGABRT, ""),
         ("child", 0, f"child ended by {int(signal.SIGABRT)}\n"),
     ],
