@@ -159,7 +159,8 @@ class UnitShare:
                     torch.mm(rows, matrix, out=y[:, part.activations])
                 else:
                     torch.addmm(part.of(biases, 0), rows, matrix, out=y[:, part.activations])
-        return y.view(*x.shape[:-1], y.shape[-1])
+        # As torch's own product does, so that what follows may change the output in place.
+        return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
 
     def input_gradient(self, layout: MatrixLayout, dy: Tensor, weight: Tensor) -> Tensor:
         """``dX [..., L]`` of the units, from ``dy [..., N]``."""

@@ -92,7 +92,7 @@ def no_straggler(rank: int, iteration: int) -> float:
 @contextmanager
 def scripted(slowdown: SlowdownScript = no_straggler) -> Iterator[None]:
     """Plugins that boost a model inside this context use a :class:`ScriptedClock`."""
-    with patch.object(layer_balancing, "make_clock", lambda device: ScriptedClock(slowdown)):
+    with patch.object(layer_balancing, "make_clock", lambda *_: ScriptedClock(slowdown)):
         yield
 
 

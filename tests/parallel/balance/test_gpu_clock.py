@@ -47,7 +47,7 @@ def run_llama(layers: int, iterations: int) -> tuple[list[int], list[IterationTi
 
     with (
         patch.multiple(torch.cuda, **device.fakes),
-        patch.object(layer_balancing, "make_clock", lambda _: CudaClock()),
+        patch.object(layer_balancing, "make_clock", lambda *_: CudaClock()),
         patch.object(dist, "all_reduce", all_reduce),
     ):
         config = BalanceConfig(mode="auto", measure_costs=False)

@@ -226,7 +226,7 @@ def check_growth() -> None:
     if dist.get_rank() == 1:
         assert [when for when, _ in asked] == ["migrating", "migrating", "for good"]
         first, second, last = (work for _, work in asked)
-        assert first + second == pytest.approx(0.4, abs=0.05) and first == pytest.approx(0.2, abs=0.05) and last == 0.0
+        assert 0.1 < first < 0.3 and 0.1 < second < 0.3 and last == 0.0
 
 
 def test_memory_is_asked_for_only_on_top_of_what_has_run() -> None:

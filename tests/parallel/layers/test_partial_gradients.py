@@ -91,20 +91,9 @@ def thawing() -> nn.Module:
     return model
 
 
-class ScaledInPlace(nn.Module):
-    """An activation with a scale, which changes its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu_(x) * self.scale
-
-
 def frozen_base() -> nn.Module:
     """Only what is inside of blocks is trained, and the head."""
-    model = tiny_vit(act_layer=ScaledInPlace, qk_norm=True)
+    model = tiny_vit(act_layer=nn.PReLU, qk_norm=True)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(any(part in name for part in ("act", "q_norm", "k_norm", "head")))
     return model

@@ -235,11 +235,13 @@ def train_without_waiting() -> list[float]:
         patch.object(accelerator, "Event", lambda self, **kwargs: LateEvent(**kwargs), create=True),
         patch.object(accelerator, "synchronize", side_effect=AssertionError("the host waits")),
     ):
-        batches = iter(loader)
-        for _ in range(loader.global_batches):
-            booster.execute_pipeline(batches, model, loss_of, optimizer, return_loss=True)
-            optimizer.step()
-            optimizer.zero_grad()
+        for epoch in range(EPOCHS):
+            loader.set_epoch(epoch)
+            batches = iter(loader)
+            for _ in range(loader.global_batches):
+                booster.execute_pipeline(batches, model, loss_of, optimizer, return_loss=True)
+                optimizer.step()
+                optimizer.zero_grad()
     return list(plugin._uneven_batches._times)
 
 

@@ -128,7 +128,9 @@ def test_products_are_those_of_one_weight_with_all_units(
     expected.backward(dy)
     with torch.no_grad():
         weight, *biases = case.parameters
-        torch.testing.assert_close(case.share.output(layout, x, weight, biases[0] if biases else None), expected)
+        output = case.share.output(layout, x, weight, biases[0] if biases else None)
+        torch.testing.assert_close(output, expected)
+        assert not output._is_view()  # torch forbids to change a view in place that a function of one's own returns
         # Another forward pass comes before the backward pass, with other units.
         held = case.share.weights
         kept = (
