@@ -46,15 +46,10 @@ class LayerSums:
         buckets: in the order in which all ranks start them.
         start: starts the sum of a bucket.
         early: whether sums start during backward passes; otherwise all start in :meth:`finish`.
-        most: so many sums at most are not complete, because each keeps memory until then; None: any number.
     """
 
     def __init__(
-        self,
-        buckets: Sequence[SharedBucket],
-        start: Callable[[SharedBucket], Finish],
-        early: bool = True,
-        most: int | None = None,
+        self, buckets: Sequence[SharedBucket], start: Callable[[SharedBucket], Finish], early: bool = True
     ) -> None:
         self.buckets = tuple(buckets)
         self.used: set[int] = set()
@@ -63,7 +58,6 @@ class LayerSums:
         """Whether a block of :meth:`passes` runs."""
         self._start = start
         self._early = early
-        self._most = most
         self._bucket_of = {id(each): number for number, bucket in enumerate(buckets) for each in bucket.parameters}
         self._hooks: list[RemovableHandle] = []
         self._passes: Callable[[], int] | None = None
@@ -154,7 +148,7 @@ class LayerSums:
         self._counts = {}
 
     def _end(self) -> None:
-        started = self._started[self._finished :]
+        started = self._started
         self._reset()
         for finish in started:
             finish()
@@ -163,15 +157,11 @@ class LayerSums:
         bucket = self.buckets[len(self._started)]
         self.used.update(id(parameter) for parameter in bucket.parameters if parameter.grad is not None)
         self._started.append(self._start(bucket))
-        if self._most is not None and len(self._started) - self._finished > self._most:
-            self._started[self._finished]()
-            self._finished += 1
 
     def _reset(self) -> None:
         self._learn()
         self._missing = [len(bucket.parameters) for bucket in self.buckets]
         self._started: list[Finish] = []
-        self._finished = 0
 
 
 def _ready(sums: LayerSums, parameter: Parameter) -> None:

@@ -128,8 +128,7 @@ class ReplicaGradients:
         sharded: bool,
         early: bool,
     ) -> None:
-        # Two sums keep the network busy. Shards are taken from whole gradients, which stay until then.
-        self.sums = LayerSums(parameters.buckets, start, early, most=2 if sharded else None)
+        self.sums = LayerSums(parameters.buckets, start, early)
         self.exchange: Callable[[Tensor, Sequence[bool], bool], Commit] = exchange
         """How the ranks agree on a step: :func:`.commit.exchange`."""
         self._parameters = parameters
