@@ -79,7 +79,8 @@ class AbortWatch:
     """
 
     def __init__(self, act: Callable[[], object]) -> None:
-        self._act, self._process, self._is_done = act, os.getpid(), False
+        self._act, self._process = act, os.getpid()
+        self._is_done = self._is_restored = False
         self._lock = threading.Lock()
         self._handler = _Handler(self._handle)
         self._signal = ctypes.CDLL(None).signal
@@ -103,6 +104,9 @@ class AbortWatch:
                 finally:
                     self._lock.release()
         finally:
-            # What the signal does otherwise: call the handler of faulthandler, and end the process.
-            self._signal(number, self._before)
+            # What the signal does otherwise: call the handler of faulthandler, and end the process. It is put back once,
+            # because that handler removes itself.
+            if not self._is_restored:
+                self._is_restored = True
+                self._signal(number, self._before)
             signal.pthread_kill(threading.get_ident(), number)
