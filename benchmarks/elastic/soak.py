@@ -105,9 +105,8 @@ def soak(kills: int, steps: int, seed: int, folder: Path) -> tuple[Counter[str],
             happened.update(kinds)
             if kinds:
                 print(f"step {version}: {', '.join(kinds)}", flush=True)
-            for _ in range(job.pending()):  # of steps before the event
-                message = job.message()
-                if message is not None and message[1] == "step":
+            while (message := job.message(seconds=0)) is not None:  # of steps before the event
+                if message[1] == "step":
                     version = max(version, message[2][0])
             # Not before the step after the next: what two members hold may be lost if both end in one change.
             following = version + chance.choice((2, 2, 3))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-import queue
+import random
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +147,22 @@ def train(
     plugin.finish()
 
 
-def _member(port: int, node: str, number: int, results: Any, script: tuple[Any, ...], doom: Path | None) -> None:
+class Told:
+    """What a member says to the job that has started it, from any thread."""
+
+    def __init__(self, results: Connection) -> None:
+        self._results, self._lock = results, threading.Lock()
+
+    def put(self, message: Any) -> None:
+        with self._lock:
+            self._results.send(message)
+
+
+def _run_told(sender: Connection, target: Callable[..., None], *arguments: Any) -> None:
+    target(Told(sender), *arguments)
+
+
+def _member(told: Told, port: int, node: str, script: tuple[Any, ...], doom: Path | None) -> None:
     check_preloaded()
     if doom is not None:
         os.environ[DOOM] = str(doom)
@@ -158,18 +175,14 @@ def _member(port: int, node: str, number: int, results: Any, script: tuple[Any, 
     )
     torch.set_num_threads(1)
 
-    class Told:
-        def put(self, message: Any) -> None:
-            results.put((number, *message))
-
     try:
-        script[0](*script[1:], Told())
+        script[0](*script[1:], told)
     except SystemExit as end:
         if end.code:
-            Told().put(("error", str(end.code)))
+            told.put(("error", str(end.code)))
         raise
     except BaseException:
-        Told().put(("error", traceback.format_exc()))
+        told.put(("error", traceback.format_exc()))
         raise
 
 
@@ -210,7 +223,8 @@ class Job:
     ) -> None:
         self._dooms = dooms
         self._context = forked_context()
-        self._results = self._context.Queue()
+        # Not one queue: a member that is killed or frozen may hold the lock of a queue, which all others then wait for.
+        self._results: dict[Connection, int] = {}
         self._server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._steps, self._script, self._folder, self._joins = steps, script, folder, tuple(joins)
         self.members: list[Any] = []
@@ -232,11 +246,17 @@ class Job:
         number = len(self.members)
         script = self._script or (train, self._steps, kill, self._folder, self._joins)
         doom = None if self._dooms is None else self._dooms / str(number)
-        arguments = (self._server.port, node, number, self._results, script, doom)
-        self.members.append(self._context.Process(target=_member, args=arguments, daemon=True))
+        self._launch(_member, self._server.port, node, script, doom)
         self.nodes.append(node)
-        self.members[-1].start()
         return number
+
+    def _launch(self, target: Callable[..., None], *arguments: Any) -> None:
+        receiver, sender = self._context.Pipe(duplex=False)
+        self._results[receiver] = len(self.members)
+        arguments = (sender, target, *arguments)
+        self.members.append(self._context.Process(target=_run_told, args=arguments, daemon=True))
+        self.members[-1].start()
+        sender.close()
 
     def doom(self, number: int, phase: str) -> None:
         """Let a member end itself with SIGKILL when it is in a phase of :data:`.deaths.PHASES` next."""
@@ -249,12 +269,18 @@ class Job:
         """Numbers of the members that run."""
         return [number for number, member in enumerate(self.members) if member.is_alive()]
 
-    def message(self) -> tuple[int, str, list[Any]] | None:
+    def message(self, seconds: float = 0.2) -> tuple[int, str, list[Any]] | None:
         """The next message of a member: its number, what it is, and more; None if none comes soon."""
-        try:
-            number, kind, *content = self._results.get(timeout=0.2)
-        except queue.Empty:
+        arrived = wait(list(self._results), timeout=seconds)
+        if not arrived:
             return None
+        results = random.choice(arrived)  # else one that sends often keeps all others waiting
+        number = self._results[results]
+        try:
+            kind, *content = results.recv()
+        except (EOFError, OSError):  # it has ended, maybe within a message
+            del self._results[results]
+            return self.message(seconds) if self._results else None
         if kind == "step" and content[3] is not None:
             version, _, replica, loss = content
             self.outcome.losses.setdefault(version, {})[replica] = loss
@@ -266,10 +292,6 @@ class Job:
         elif kind == "error":
             self.outcome.errors.append(content[0])
         return number, kind, content
-
-    def pending(self) -> int:
-        """Number of messages that have arrived."""
-        return int(self._results.qsize())
 
     def finish(self) -> Outcome:
         """What all members have told, after they have ended."""

@@ -13,20 +13,15 @@ import torch
 
 from colossal_hetero import ElasticConfig
 from colossal_hetero.planner.cluster.topology import Topology
-from tests.support.elastic_jobs import Job, Kill, Outcome, train
+from tests.support.elastic_jobs import Job, Kill, Outcome, Told, train
 
 LIMIT_SECONDS = 120.0
 
 
-def _worker(environment: Mapping[str, str], number: int, results: Any, arguments: tuple[Any, ...]) -> None:
+def _worker(told: Told, environment: Mapping[str, str], arguments: tuple[Any, ...]) -> None:
     os.environ |= environment
     torch.set_num_threads(1)
-
-    class Told:
-        def put(self, message: Any) -> None:
-            results.put((number, *message))
-
-    train(*arguments[:3], (), Told(), *arguments[3:])
+    train(*arguments[:3], (), told, *arguments[3:])
 
 
 class RestartedJob(Job):
@@ -96,6 +91,4 @@ class RestartedJob(Job):
             TORCHELASTIC_USE_AGENT_STORE="True",
             COLOSSAL_HETERO_NODE=nodes[number],
         )
-        arguments = (environment, number, self._results, (self._steps, kill, self._folder, *self._more))
-        self.members.append(self._context.Process(target=_worker, args=arguments, daemon=True))
-        self.members[-1].start()
+        self._launch(_worker, environment, (self._steps, kill, self._folder, *self._more))

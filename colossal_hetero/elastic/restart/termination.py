@@ -104,8 +104,8 @@ class AbortWatch:
                 finally:
                     self._lock.release()
         finally:
-            # What the signal does otherwise: call the handler of faulthandler, and end the process. It is put back once,
-            # because that handler removes itself.
+            # What the signal does otherwise: call the handler of faulthandler, and end the process. It is put back
+            # once, because that handler removes itself.
             if not self._is_restored:
                 self._is_restored = True
                 self._signal(number, self._before)
