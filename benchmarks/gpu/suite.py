@@ -8,7 +8,7 @@ from .part import Part
 
 __all__ = ["PARTS", "load_part"]
 
-PARTS: tuple[str, ...] = ("layers", "sync", "idle", "group", "nccl", "memory", "models", "mixed", "profile")
+PARTS: tuple[str, ...] = ("layers", "sync", "idle", "group", "nccl", "memory", "keeper", "models", "mixed", "profile")
 """Names of the parts; each is the variable ``PART`` of the module of that name in ``benchmarks/gpu/parts``."""
 
 

@@ -29,7 +29,7 @@ from .dropout.unit_dropout import UnitDropout, UnitRange
 from .inside_blocks.views import is_seen
 from .linear import HeteroLinear
 from .unit_layout import UnitPlace, UnitShare
-from .workload import Selector, is_recorded, values_of
+from .workload import Selector, is_recorded, uncompiled, values_of
 
 __all__ = ["Block", "BlockWorkload", "Fetch", "ReturnGradients", "attach_blocks"]
 
@@ -103,6 +103,7 @@ class Block:
         """Whether each rank computes its own units, whatever the plan, because somebody sees what it computes."""
         self._heads = heads
         self._widths = {width: getattr(heads, width) for width in widths if hasattr(heads, width)}
+        self._has_set_widths = False
         self._fetch: Fetch = tuple
         self._shares: tuple[UnitShare, ...] = ()
         self._prepared = False
@@ -263,17 +264,20 @@ class Block:
         x, weight = self.matrices
         return self.workload.select(x[:, :remaining], weight[:, :remaining], self.workload.kept)
 
-    @torch.compiler.disable
+    @uncompiled
     def _set_widths(self, module: nn.Module, _: Any) -> None:
         if self.held is not None or self._is_active(self.output):
             units = sum(stop - start for _, start, stop in self.computed_units())
             for name, width in self._widths.items():
                 setattr(module, name, width // self.units * units)
+            self._has_set_widths = True
 
-    @torch.compiler.disable
+    @uncompiled
     def _restore_widths(self, module: nn.Module, *_: Any) -> None:
-        for name, width in self._widths.items():
-            setattr(module, name, width)
+        if self._has_set_widths:
+            self._has_set_widths = False
+            for name, width in self._widths.items():
+                setattr(module, name, width)
 
 
 def attach_blocks(model: nn.Module) -> list[Block]:

@@ -38,7 +38,7 @@ from .column_migration import ColumnMigration, MigratedProductContext, migrated_
 from .product import CONV1D_LAYOUT, LINEAR_LAYOUT, ProductContext, WeightLayout, parallel_product, sum_outputs
 from .sequence_parallel import SequenceParts, sum_parts
 from .unit_layout import UnitShare
-from .workload import Clock, Lineage, Slowdown, Workload, is_recorded, matrix_view, values_of
+from .workload import Clock, Lineage, Slowdown, Workload, is_recorded, matrix_view, uncompiled, values_of
 
 __all__ = [
     "HeteroFusedLinear1D_Col",
@@ -313,7 +313,7 @@ class _HeteroColumnParallel(HeteroLinear):
             return super().forward(input_)  # type: ignore[misc]
         return self._balanced_forward(input_)
 
-    @torch.compiler.disable
+    @uncompiled
     def _balanced_forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         self._begin_block()
         if self._passes_through():
@@ -348,7 +348,7 @@ class _HeteroRowParallel(HeteroLinear):
             return super().forward(input_)  # type: ignore[misc]
         return self._balanced_forward(input_)
 
-    @torch.compiler.disable
+    @uncompiled
     def _balanced_forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         self._begin_block()
         if self._passes_through():

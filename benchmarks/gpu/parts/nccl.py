@@ -247,13 +247,13 @@ def posted(device: torch.device, shape: Shape, iterations: int) -> tuple[float, 
     return alone, median(seconds), batches / iterations, sent / iterations, library(device)
 
 
-def batches_per_block(machine: Machine, shape: Shape, iterations: int) -> list[Row]:
+def batches_per_block(machine: Machine, shape: Shape, iterations: int, ranks: int) -> list[Row]:
     rows: list[Row] = []
     for rank, (alone, migrating_seconds, batches, sent, words) in enumerate(
-        run_ranks(machine, 2, posted, shape, iterations)
+        run_ranks(machine, ranks, posted, shape, iterations)
     ):
         note = f"{words}; {batches / shape.depth:g} batches and {sent / shape.depth:g} messages for each layer"
-        ratio = f"half migrated, {migrating_seconds / alone:.2f} of the time without"
+        ratio = f"half of rank {ranks - 1} migrated, {migrating_seconds / alone:.2f} of the time without"
         rows.append((f"rank {rank}", *_shown(migrating_seconds, 0, True, f"{note}; {ratio}")))
     return rows
 
@@ -273,7 +273,13 @@ def cases(machine: Machine) -> Sequence[Case]:
         Case(f"two communicators, {IMPLICIT_ORDER}=0", partial(in_order, "0"), GIB, gpus=1),
         Case("communicators", partial(communicators, machine), GIB),
         Case("abort", partial(abort, machine), GIB, gpus=1),
-        Case("batches for each block", partial(batches_per_block, machine, shape, iterations), 4 * GIB),
+        Case("batches for each block", partial(batches_per_block, machine, shape, iterations, 2), 4 * GIB),
+        Case(
+            "three receivers",
+            partial(batches_per_block, machine, shape, iterations, 4),
+            4 * GIB,
+            gpus=0 if machine.is_tiny else 4,
+        ),
     ]
 
 
@@ -288,7 +294,8 @@ in the same order on all ranks, as NCCL before 2.26 demands; later versions also
 communicator ends while its sum waits behind a long kernel; a new one must work. *Batches for each block*: two ranks
 (over Gloo if they share a GPU) migrate half of the work of rank 1. A layer of the model has two blocks, attention and
 MLP, each with weights and gradients. Aim: at most eight batches for each layer, so that messages are not posted one by
-one.
+one. *Three receivers*: the last of four ranks gives half of its work to the others. Before its block it only sends, so
+it must not wait there: aim: its iterations take no longer than without migration.
 """,
     columns=("case", "what", "time [ms]", "GB/s", "right", "note"),
     cases=cases,

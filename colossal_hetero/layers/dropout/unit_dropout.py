@@ -27,6 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from ..workload import uncompiled
 
 __all__ = ["UnitDropout", "UnitRange"]
 
@@ -67,34 +70,37 @@ class UnitDropout(TorchFunctionMode):
 
         ``is_used`` tells at the beginning of a forward pass whether there is any dropout.
         """
-        entered: list[bool] = []
+        entered: list[tuple[RemovableHandle, ...]] = []
 
-        @torch.compiler.disable
+        @uncompiled
         def begin(*_: Any) -> None:
-            entered.append(is_used())
-            if entered[-1]:
+            handles: tuple[RemovableHandle, ...] = ()
+            if is_used():
+                # Only now: a hook takes each pass of a layer some microseconds.
+                handles = first.register_forward_hook(enter), last.register_forward_pre_hook(leave)
                 self._key = int(torch.randint(2**62, (), device="cpu"))
                 self._calls = 0
                 self.__enter__()
+            entered.append(handles)
 
-        @torch.compiler.disable
+        @uncompiled
         def end(*_: Any) -> None:
             self._inside = False
-            if entered and entered.pop():
+            if entered and (handles := entered.pop()):
+                for handle in handles:
+                    handle.remove()
                 self.__exit__(None, None, None)
 
-        @torch.compiler.disable
+        @uncompiled
         def enter(*_: Any) -> None:
-            self._inside = bool(entered) and entered[-1]
+            self._inside = True
 
-        @torch.compiler.disable
+        @uncompiled
         def leave(*_: Any) -> None:
             self._inside = False
 
         module.register_forward_pre_hook(begin)
         module.register_forward_hook(end, always_call=True)
-        first.register_forward_hook(enter)
-        last.register_forward_pre_hook(leave)
 
     @staticmethod
     def exclude_from_compilation(module: nn.Module) -> None:

@@ -22,7 +22,7 @@ from torch.nn.functional import linear
 from ..block import Block
 from ..linear import HeteroVocabParallelLMHead1D
 from ..unit_layout import UnitPlace
-from ..workload import is_recorded
+from ..workload import is_recorded, uncompiled
 from .own_logits import OwnLogits, OwnRows
 from .vocabulary_loss import VocabularyRows, accept_any_rows, end_expecting, expect_rows
 
@@ -124,7 +124,7 @@ class HeadBlock(Block):
             ]
         )
 
-    @torch.compiler.disable
+    @uncompiled
     def _begin(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         returns_dict = kwargs.get("return_dict")
         if returns_dict is None:
@@ -132,12 +132,12 @@ class HeadBlock(Block):
         self._computes_loss = kwargs.get("labels") is not None and bool(returns_dict)
         expect_rows(self._rows if self._is_active(self._head) else None, self._head.clock)
 
-    @torch.compiler.disable
+    @uncompiled
     def _keep_outputs(self, head: nn.Module, args: Any, outputs: Tensor) -> None:
         if self._computes_loss and self._fits is None and outputs.grad_fn is not None:
             self._outputs = outputs
 
-    @torch.compiler.disable
+    @uncompiled
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         outputs, self._outputs = self._outputs, None
         has_loss = end_expecting()
