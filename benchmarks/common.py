@@ -165,3 +165,10 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]
     console.print(table)
     for note in [*notes, describe_machine()]:
         console.print(note)
+
+
+def print_markdown(title: str, names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table too wide for a terminal. Sources of peers are left out of names, and stages are divided by commas."""
+    print(f"\n{title}\n")
+    for row in (names, ["---"] * len(names), *rows):
+        print(f"| {' | '.join(each.split(' (eth-easl')[0].replace(' | ', ', ') for each in row)} |")

@@ -2,11 +2,11 @@
 
 Predictions use layer times and bandwidths only; nothing is fitted to the iterations. Layers, links and plans were
 measured by the authors of Sailor (SOSP 2025, github.com/eth-easl/sailor, MIT, © 2023 ETH Zurich), training with
-Megatron-DeepSpeed. `colossal_hetero/planner/published/measured_plans.py` states the assumptions, and `sailor_tables.py`
-beside it how the tables are read. GPT-Neo-2.7 was not timed on GH200 (its published rows are those of OPT-350);
-`estimated_times.py` estimates its times there from OPT-350 and OPT-30, corrected by the error on V100, where all three
-were timed. The estimate is fitted to micro-batches of up to 8, which plans use. Fitted to all timed sizes, up to 128,
-the median error over all plans is 6.5 % instead of 5.9 %.
+Megatron-DeepSpeed. `predicted_plans.py` states the assumptions, and `sailor_tables.py` how the tables are read.
+GPT-Neo-2.7 was not timed on GH200 (its published rows are those of OPT-350); `estimated_times.py` estimates its times
+there from OPT-350 and OPT-30, corrected by the error on V100, where all three were timed. The estimate is fitted to
+micro-batches of up to 8, which plans use. Fitted to all timed sizes, up to 128, the median error over all plans is
+6.5 % instead of 5.9 %.
 
 Predictions are by the closed form that the planner searches with, and include the gradient reduction. Memory is that of
 the GPU that uses most; the measured value is from nvidia-smi.
@@ -15,7 +15,6 @@ the GPU that uses most; the measured value is from nvidia-smi.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
@@ -25,30 +24,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from colossal_hetero.planner.profile.layer_profile import ModelProfile
-from colossal_hetero.planner.published.estimated_times import estimate_times
-from colossal_hetero.planner.published.measured_plans import (
-    MeasuredPlan,
-    load_measured_plans,
-    predict,
-)
-from colossal_hetero.planner.published.sailor_tables import import_bandwidths, read_gpu_tables
+from benchmarks.planner.predicted_plans import MeasuredPlan, load_measured_plans, predict
+from benchmarks.planner.published_clusters import DATA, read_published
 
-DATA = Path(__file__).resolve().parents[2] / "../shared/data/gpu-profiles"
-MICRO_BATCHES = (1, 2, 4, 8)
 TARGET_PERCENT = 6
 SAILOR_PERCENT = "8.0 % (mean 12.5 %) over all of its published plans, which are more than these"
-
-
-def profiles(data: Path, notes: list[str]) -> dict[str, ModelProfile]:
-    """Profiles of both models with times on GH200; appends to ``notes`` what was left out or estimated."""
-    tables = {model: read_gpu_tables(data, model) for model in ("OPT-350", "GPT-Neo-2.7", "OPT-30")}
-    for model in ("OPT-350", "GPT-Neo-2.7"):
-        notes += [f"{model}, {each}." for each in tables[model].left_out]
-    opt, neo, large = (each.profile for each in tables.values())
-    neo = estimate_times(neo, [opt, large], "GH-96", reference="V100-16", micro_batches=MICRO_BATCHES)
-    notes.append(f"{neo.name}: {neo.source}.")
-    return {"OPT-350": opt, "GPT-Neo-2.7": neo}
 
 
 def implausible(plan: MeasuredPlan, pipeline_seconds: float) -> str:
@@ -72,14 +52,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=DATA, help="folder with the tables (default: %(default)s)")
     arguments = parser.parse_args()
-    if not (arguments.data / "measured_iterations.json").exists():
-        sys.exit(
-            f"no measurements in {arguments.data}; give with --data a folder with layer_times.csv, layer_memory.csv, "
-            "bandwidth.csv, models.json and measured_iterations.json, made from github.com/eth-easl/sailor"
-        )
-    notes: list[str] = []
-    models = profiles(arguments.data, notes)
-    channels = import_bandwidths(arguments.data)
+    published = read_published(arguments.data)
+    models = {profile.name: profile for profile in published.profiles}
     table = Table(box=MARKDOWN)
     for column in ("plan", "stages × replicas × TP", "micro-batches × size", "measured [s]", "predicted [s]", "error"):
         # In a plain string rich would read the brackets as markup.
@@ -96,8 +70,7 @@ def main() -> None:
     by_model: dict[str, list[float]] = {}
     reductions, memory = [], []
     for plan in load_measured_plans(arguments.data):
-        profile = models[plan.model]
-        predicted = predict(plan, profile, channels)
+        predicted = predict(plan, models[plan.model], published.channels)
         error = predicted.iteration_seconds / plan.iteration_seconds - 1
         errors.append(error)
         by_model.setdefault(plan.model, []).append(error)
@@ -139,7 +112,7 @@ def main() -> None:
         f"{sum(abs(each) <= 0.1 for each in memory)} of {len(memory)} within 10 %."
     )
     console.print(f"Aim: at most {TARGET_PERCENT} % (median). Sailor's own simulator: {SAILOR_PERCENT}.")
-    for note in (*misprints, *notes):
+    for note in (*misprints, *published.notes):
         console.print(note, soft_wrap=True)
 
 

@@ -11,7 +11,7 @@ compares the model with iterations that were run. A plan may use the nominal mem
 
 Times and bandwidths were measured by the authors of Sailor (SOSP 2025, github.com/eth-easl/sailor, MIT, © 2023 ETH
 Zurich), in single precision with TF32 matrix products. The times of GPT-Neo-2.7 on GH200 are estimated; see
-`colossal_hetero/planner/published/estimated_times.py`.
+`estimated_times.py`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks.planner.published_clusters import DATA, MICRO_BATCHES, read_published
+from benchmarks.planner.sailor_tables import GpuChannels, make_topology, profile_part
 from colossal_hetero.planner.cluster.topology import Topology
 from colossal_hetero.planner.plans.plan import Plan
 from colossal_hetero.planner.plans.predict import predict_plan
 from colossal_hetero.planner.profile.layer_profile import ModelProfile, save_model_profile
-from colossal_hetero.planner.published.sailor_tables import GpuChannels, make_topology, profile_part
 from colossal_hetero.planner.search.make_plans import make_plans
 
 NODES = {"RTX-3090": (1, 8), "RTX-2080": (1, 8), "Titan-RTX": (1, 8)}
@@ -121,7 +121,7 @@ def main() -> None:
         "--save", type=Path, help="write the profile that examples/plans has to this file, and do nothing else"
     )
     arguments = parser.parse_args()
-    profiles, channels = read_published(arguments.data)
+    profiles, channels, _ = read_published(arguments.data)
     if arguments.save:
         save_model_profile(profile_part(profiles[0], *SHIPPED), arguments.save)
         return

@@ -1,7 +1,7 @@
 """Eleven clusters of GPUs whose layer times and bandwidths were published, and the models that were timed on them.
 
 Tables were measured by the authors of Sailor (SOSP 2025, github.com/eth-easl/sailor, MIT, © 2023 ETH Zurich). The times
-of GPT-Neo-2.7 on GH200 are estimated; see ``colossal_hetero/planner/published/estimated_times.py``.
+of GPT-Neo-2.7 on GH200 are estimated; see ``estimated_times.py``.
 """
 
 from __future__ import annotations
@@ -11,15 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.planner.estimated_times import estimate_times
+from benchmarks.planner.sailor_tables import GpuChannels, import_bandwidths, make_topology, read_gpu_tables
 from colossal_hetero.planner.cluster.topology import Topology
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
-from colossal_hetero.planner.published.estimated_times import estimate_times
-from colossal_hetero.planner.published.sailor_tables import (
-    GpuChannels,
-    import_bandwidths,
-    import_gpu_profiles,
-    make_topology,
-)
 
 DATA = Path(__file__).resolve().parents[2] / "../shared/data/gpu-profiles"
 MODELS = ("OPT-350", "GPT-Neo-2.7")
@@ -49,6 +44,8 @@ class Published(NamedTuple):
     """Of the models."""
     channels: dict[str, GpuChannels]
     """By kind of GPU."""
+    notes: tuple[str, ...]
+    """Times that were left out or estimated."""
 
 
 class Case(NamedTuple):
@@ -68,16 +65,19 @@ def read_published(folder: Path) -> Published:
     if not (folder / "layer_times.csv").exists():
         sys.exit(
             f"no measurements in {folder}; give with --data a folder with layer_times.csv, layer_memory.csv, "
-            "bandwidth.csv and models.json, made from github.com/eth-easl/sailor"
+            "bandwidth.csv and measured_iterations.json, made from github.com/eth-easl/sailor"
         )
-    opt, neo, large = (import_gpu_profiles(folder, model) for model in (*MODELS, "OPT-30"))
+    tables = [read_gpu_tables(folder, model) for model in (*MODELS, "OPT-30")]
+    notes = [f"{each.profile.name}, {note}." for each in tables[: len(MODELS)] for note in each.left_out]
+    opt, neo, large = (each.profile for each in tables)
     neo = estimate_times(neo, [opt, large], "GH-96", reference="V100-16", micro_batches=MICRO_BATCHES)
-    return Published((opt, neo), import_bandwidths(folder))
+    notes.append(f"{neo.name}: {neo.source}.")
+    return Published((opt, neo), import_bandwidths(folder), tuple(notes))
 
 
 def published_cases(folder: Path, clusters: Sequence[Cluster] = CLUSTERS) -> list[Case]:
     """All cases; ends the program if there are no tables."""
-    profiles, channels = read_published(folder)
+    profiles, channels, _ = read_published(folder)
     return [
         Case(cluster_name(cluster), make_topology(channels, cluster), profile)
         for cluster in clusters

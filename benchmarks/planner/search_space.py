@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.planner.peers import print_markdown
+from benchmarks.common import print_markdown
 from benchmarks.planner.published_clusters import DATA, MICRO_BATCHES, published_cases
 from colossal_hetero.planner.cluster.topology import Topology
 from colossal_hetero.planner.plans.plan import Plan

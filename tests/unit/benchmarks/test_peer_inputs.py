@@ -5,11 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from benchmarks.planner.peers import PricedPlan, count_wins
-from benchmarks.planner.sailor_peers.inputs import NOT_TIMED, ZONE, bandwidth_rows, sailor_times
+from benchmarks.planner.peers.compare import PricedPlan, count_wins
+from benchmarks.planner.peers.inputs import NOT_TIMED, ZONE, bandwidth_rows, sailor_times
+from benchmarks.planner.sailor_tables import GpuChannels
 from colossal_hetero.planner.cluster.topology import Channel
 from colossal_hetero.planner.profile.layer_profile import LayerTimes, ModelProfile
-from colossal_hetero.planner.published.sailor_tables import GpuChannels
 from tests.unit.planner.report.test_plan_table import plan
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.planner.sailor_peers.layouts import layout_line
+from benchmarks.planner.peers.layouts import layout_line
 from colossal_hetero.planner.layout_line.read_layout import read_layout
 
 LAYERS = 10

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planner.peers import load_peer_plans
+from benchmarks.planner.peers.compare import load_peer_plans
+from benchmarks.planner.peers.simulator import load_sailor
 from benchmarks.planner.published_clusters import CLUSTERS, cluster_name
-from benchmarks.planner.sailor_simulator import load_sailor
 from tests.unit.planner.report.test_plan_table import plan
 
 PLANS = """

@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import pytest
 
-from benchmarks.planner import run_peers
-from benchmarks.planner.peers import load_peer_plans
+from benchmarks.planner.peers import run_planners
+from benchmarks.planner.peers.compare import load_peer_plans
+from benchmarks.planner.peers.run_planners import Found, choose, power_of_two, written
 from benchmarks.planner.published_clusters import Case
-from benchmarks.planner.run_peers import Found, choose, power_of_two, written
 
 CASE = Case("1 × 4 A", cast(Any, None), cast(Any, SimpleNamespace(name="OPT", layers=6, before=1, after=1)))
 
@@ -28,7 +28,7 @@ def test_the_first_plan_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
         degree = arguments[2].pipelines[0].stages[0].tensor_parallel
         return SimpleNamespace(fits=degree == 4)
 
-    monkeypatch.setattr(run_peers, "evaluate_layout", evaluated)
+    monkeypatch.setattr(run_planners, "evaluate_layout", evaluated)
     answer = {"returned": 9, "too_large": 5, "plans": [plan(8, 1.0), plan(2, 1.5), plan(4, 2.0), plan(1, 3.0)]}
     found = choose(answer, CASE, 8)
     assert (found.layout, found.own_seconds) == ("dp 1 × pp [A (tp 4) 0-3] · micro-batch 1 × 8", 2.0)

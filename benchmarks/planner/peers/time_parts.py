@@ -12,10 +12,10 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.planner.peers import print_markdown
+from benchmarks.common import print_markdown
+from benchmarks.planner.peers.inputs import prepare_copy
+from benchmarks.planner.peers.simulator import SailorSimulator, load_sailor
 from benchmarks.planner.published_clusters import DATA, MICRO_BATCHES, published_cases, read_published
-from benchmarks.planner.sailor_peers.inputs import prepare_copy
-from benchmarks.planner.sailor_simulator import SailorSimulator, load_sailor
 from colossal_hetero.planner.cluster.topology import Channel, Topology
 from colossal_hetero.planner.evaluation.evaluate import evaluate_layout
 from colossal_hetero.planner.layout_line.plan_layout import PlanLayout, layout_of

@@ -38,52 +38,43 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter
 
-from ...io.json_files import errors_in_words, read_json
-from ...io.quantities import PositiveCount
-from ...io.schema import FilePart
-from ..cluster.gpu_catalog import GPUS
-from ..cluster.topology import Channel
-from ..profile.layer_costs import LayerCosts
-from ..profile.layer_profile import ModelProfile
-from ..stages.pipeline import Pipeline, PipelineCost, Slot, Split, evaluate
-from .sailor_tables import GpuChannels
-
-__all__ = ["MeasuredPlan", "PlanPrediction", "load_measured_plans", "measured_pipeline", "predict"]
+from benchmarks.planner.sailor_tables import GpuChannels
+from colossal_hetero.planner.cluster.gpu_catalog import GPUS
+from colossal_hetero.planner.cluster.topology import Channel
+from colossal_hetero.planner.profile.layer_costs import LayerCosts
+from colossal_hetero.planner.profile.layer_profile import ModelProfile
+from colossal_hetero.planner.stages.pipeline import Pipeline, PipelineCost, Slot, Split, evaluate
 
 ADDED_SHARE = 3 / 7
 """Memory traffic of adding one array to another, as a share of the memory traffic of Adam's step."""
 
 
-class _LenientPart(FilePart, extra="ignore"):
-    """A part of the file whose further fields are ignored."""
-
-
-class _Replica(_LenientPart):
+class _Replica(BaseModel):
     gpu: str
-    tensor_parallel: PositiveCount
+    tensor_parallel: int
 
 
-class _Stage(_LenientPart):
+class _Stage(BaseModel):
     layers: tuple[int, int]
-    replicas: Annotated[tuple[_Replica, ...], Field(min_length=1)]
+    replicas: tuple[_Replica, ...]
 
 
-class MeasuredPlan(_LenientPart):
+class MeasuredPlan(BaseModel):
     """A plan that was run, and its measurements."""
 
     name: str
     model: str
-    nodes: PositiveCount
-    micro_batch: PositiveCount
-    global_batch: PositiveCount
-    stages: Annotated[tuple[_Stage, ...], Field(min_length=1)]
+    nodes: int
+    micro_batch: int
+    global_batch: int
+    stages: tuple[_Stage, ...]
     """Each stage has the layers ``[a, b)``; embedding and head are counted as layers. Its replicas may differ in GPU
     and tensor-parallel degree. Replica r of the plan consists of replica r of every stage."""
-    iteration_seconds: Annotated[float, Field(alias="measured_iteration_seconds", gt=0)]
-    gradient_seconds: Annotated[float, Field(alias="measured_gradient_reduction_seconds", ge=0)]
-    memory_bytes: Annotated[int, Field(alias="measured_max_memory_bytes", gt=0)]
+    iteration_seconds: Annotated[float, Field(alias="measured_iteration_seconds")]
+    gradient_seconds: Annotated[float, Field(alias="measured_gradient_reduction_seconds")]
+    memory_bytes: Annotated[int, Field(alias="measured_max_memory_bytes")]
 
     @property
     def replicas(self) -> int:
@@ -123,47 +114,20 @@ class PlanPrediction:
         return self.pipeline.seconds + self.gradient_seconds
 
 
-def load_measured_plans(folder: Path | str) -> list[MeasuredPlan]:
-    """All plans in ``measured_iterations.json`` of ``folder``.
-
-    Raises:
-        ValueError: The file does not exist, is not JSON, or has wrong or missing fields.
-    """
-    path = Path(folder) / "measured_iterations.json"
-    _, content = read_json(path)
-    if not isinstance(content, list):
-        raise ValueError(f"{path} is not a list of plans")
-    plans = []
-    for number, each in enumerate(content):
-        try:
-            plans.append(MeasuredPlan.model_validate(each))
-        except ValidationError as error:
-            names = [field.alias or name for name, field in MeasuredPlan.model_fields.items()]
-            raise ValueError(f"{path}, plan {number}: {errors_in_words(error, names)}") from None
-    return plans
+def load_measured_plans(folder: Path) -> list[MeasuredPlan]:
+    """All plans in ``measured_iterations.json`` of ``folder``."""
+    return TypeAdapter(list[MeasuredPlan]).validate_json((folder / "measured_iterations.json").read_bytes())
 
 
-def measured_pipeline(
-    plan: MeasuredPlan, profile: ModelProfile, channels: Mapping[str, GpuChannels], replica: int = 0
-) -> tuple[Pipeline, Split]:
-    """The pipeline of one replica of ``plan``, and its split into stages.
+def predict(plan: MeasuredPlan, profile: ModelProfile, channels: Mapping[str, GpuChannels]) -> PlanPrediction:
+    """The cost model's prediction for ``plan``.
 
     Args:
         plan: The plan.
         profile: The profile of the plan's model, with times for the plan's GPUs, tensor-parallel degrees and
             micro-batch.
         channels: Bandwidths by kind of GPU.
-        replica: Which one.
-
-    Raises:
-        ValueError: A GPU, degree or micro-batch was not measured, stages have different numbers of replicas, or the
-            global batch is smaller than one micro-batch per replica.
     """
-    return _Prediction(plan, profile, channels).pipeline(replica)
-
-
-def predict(plan: MeasuredPlan, profile: ModelProfile, channels: Mapping[str, GpuChannels]) -> PlanPrediction:
-    """The cost model's prediction for ``plan``. Arguments and errors are those of :func:`measured_pipeline`."""
     prediction = _Prediction(plan, profile, channels)
     replicas = [prediction.pipeline(replica) for replica in range(plan.replicas)]
     costs = [evaluate(pipeline, split) for pipeline, split in replicas]
@@ -197,18 +161,6 @@ class _Prediction:
         self._plan = plan
         self._profile = profile
         self._channels = channels
-        if any(len(stage.replicas) != plan.replicas for stage in plan.stages):
-            numbers = ", ".join(str(len(stage.replicas)) for stage in plan.stages)
-            raise ValueError(f"{plan.name}: stages have {numbers} replicas; a prediction needs as many in each stage")
-        if not plan.micro_batches:
-            raise ValueError(
-                f"{plan.name}: a global batch of {plan.global_batch} is less than one micro-batch of "
-                f"{plan.micro_batch} for each of {plan.replicas} replicas"
-            )
-        for stage in plan.stages:
-            for replica in stage.replicas:
-                if replica.gpu not in channels or replica.gpu not in GPUS:
-                    raise ValueError(f"{plan.name}: no bandwidth was measured for {replica.gpu}")
         self._nodes = self._fill_nodes()
         stages, replicas = range(len(plan.stages)), range(plan.replicas)
         hops = [((s, r), (s + 1, r)) for s in stages[:-1] for r in replicas]

@@ -7,12 +7,12 @@ Rows, for each cluster and model:
   that Sailor's simulator prices lowest. It shows whether the search already holds plans that are best by another model.
 - Plans of peers from files (``--plans``): TOML files with ``peer``, ``repository``, ``commit`` and a list ``plans`` of
   ``cluster`` (as printed here), ``model`` and ``layout`` (a line as ``colossal-hetero evaluate`` takes); a list
-  ``missing`` may say why there is no plan. ``run_peers.py`` makes such files by running the peers' planners.
+  ``missing`` may say why there is no plan. ``run_planners.py`` makes such files by running the peers' planners.
 - "space of X, our search": the best plan that *this* planner finds if it may only choose what X may choose, as
   published. It is never X's own result, which can be another one, because X searches and predicts otherwise.
 
 Every plan is priced by the closed form, by the event simulation, and by Sailor's simulator where its repository is
-given (``--sailor``): with our numbers (``sailor_peers/inputs.py``), and with the files as they are. The best is the
+given (``--sailor``): with our numbers (``inputs.py``), and with the files as they are. The best is the
 fastest plan of the cluster that fits in memory by our count and, where Sailor can count it, by Sailor's. Sailor knows
 no ZeRO, no recomputation and no stages of different widths.
 """
@@ -28,10 +28,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import print_table
+from benchmarks.common import print_markdown, print_table
+from benchmarks.planner.peers.inputs import prepare_copy
+from benchmarks.planner.peers.simulator import SailorPrice, SailorSimulator, load_sailor
 from benchmarks.planner.published_clusters import CLUSTERS, DATA, MICRO_BATCHES, Case, published_cases, read_published
-from benchmarks.planner.sailor_peers.inputs import prepare_copy
-from benchmarks.planner.sailor_simulator import SailorPrice, SailorSimulator, load_sailor
 from colossal_hetero.planner.evaluation.evaluate import EvaluatedPlan, evaluate_layout, evaluate_plan
 from colossal_hetero.planner.layout_line.plan_layout import layout_of
 from colossal_hetero.planner.layout_line.read_layout import read_layout
@@ -226,13 +226,6 @@ def print_case(case: Case, plans: Mapping[str, PricedPlan | str]) -> None:
         rows.append([who, *map(cell, each.seconds), parts, "; ".join([*note, line])])
     names = ["plan", *(f"{name} [s]" for name in PRICES), "of it transfers + sums", "note"]
     print_table(f"{case.cluster}, {case.profile.name}", names, rows)
-
-
-def print_markdown(title: str, names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table too wide for a terminal. Sources of peers are left out of names, and stages are divided by commas."""
-    print(f"\n{title}\n")
-    for row in (names, ["---"] * len(names), *rows):
-        print(f"| {' | '.join(each.split(' (eth-easl')[0].replace(' | ', ', ') for each in row)} |")
 
 
 def print_overview(cases: Sequence[tuple[Case, Mapping[str, PricedPlan | str]]], names: Sequence[str]) -> None:

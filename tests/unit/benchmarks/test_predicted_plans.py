@@ -8,11 +8,11 @@ from statistics import mean, median
 
 import pytest
 
+from benchmarks.planner.estimated_times import estimate_times
+from benchmarks.planner.predicted_plans import load_measured_plans, predict
+from benchmarks.planner.sailor_tables import import_bandwidths, import_gpu_profiles
 from colossal_hetero.planner.cluster.gpu_catalog import GPUS
-from colossal_hetero.planner.published.estimated_times import estimate_times
-from colossal_hetero.planner.published.measured_plans import load_measured_plans, predict
-from colossal_hetero.planner.published.sailor_tables import import_bandwidths, import_gpu_profiles
-from tests.support.gpu_tables import REAL_TABLES, change
+from tests.support.gpu_tables import REAL_TABLES
 
 real = pytest.mark.skipif(not REAL_TABLES.exists(), reason="needs the published tables")
 RESERVE = GPUS["GH-96"].memory_reserve_bytes
@@ -110,38 +110,6 @@ def test_ranks_of_a_node_share_its_bandwidth(tables: Path) -> None:
         assert cost.hop_seconds == pytest.approx((2 * channel.between[2].seconds(4e6),))
     # Rings stay inside the nodes.
     assert predicted.gradient_seconds == pytest.approx(2 * channel.inside[2].seconds(450))
-
-
-@pytest.mark.parametrize(
-    ("stages", "global_batch", "message"),
-    [
-        ([([0, 3], [1]), ([3, 5], [1, 1])], 4, "stages have 1, 2 replicas; a prediction needs as many in each stage"),
-        ([([0, 5], [1, 1])], 1, "a global batch of 1 is less than one micro-batch of 1 for each of 2 replicas"),
-        ([([0, 5], [8])], 4, "was not measured at tensor_parallel 8"),
-    ],
-)
-def test_plans_that_cannot_be_predicted(
-    tables: Path, stages: list[tuple[list[int], list[int]]], global_batch: int, message: str
-) -> None:
-    _plan(tables, stages, nodes=2, global_batch=global_batch)
-    (plan,) = load_measured_plans(tables)
-    with pytest.raises(ValueError, match=message):
-        predict(plan, import_gpu_profiles(tables, "tiny"), import_bandwidths(tables))
-
-
-def test_a_gpu_without_bandwidths_is_named(tables: Path) -> None:
-    _plan(tables, [([0, 5], [1])], nodes=1, global_batch=8)
-    change(tables / "measured_iterations.json", "GH-96", "T4")
-    (plan,) = load_measured_plans(tables)
-    with pytest.raises(ValueError, match="P: no bandwidth was measured for T4"):
-        predict(plan, import_gpu_profiles(tables, "tiny"), import_bandwidths(tables))
-
-
-def test_a_field_that_is_missing_in_a_plan_is_named(tables: Path) -> None:
-    _plan(tables, [([0, 5], [1])], nodes=1, global_batch=8)
-    change(tables / "measured_iterations.json", "global_batch", "batch")
-    with pytest.raises(ValueError, match=r"measured_iterations\.json, plan 0: global_batch is missing"):
-        load_measured_plans(tables)
 
 
 @real

@@ -25,9 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
-from ..profile.layer_profile import LayerSizes, LayerTimes, ModelProfile
-
-__all__ = ["estimate_times"]
+from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile
 
 PASSES = ("forward_seconds", "backward_seconds")
 """Fields of a layer's times that are fitted."""
@@ -44,17 +42,7 @@ def estimate_times(
         device: The kind of GPU to estimate times for.
         reference: A kind of GPU on which ``model`` was timed as well; it sets the correction.
         micro_batches: Micro-batch sizes to estimate.
-
-    Raises:
-        ValueError: ``model`` was timed on ``device``, there are fewer than two other models, or the models have no
-            tensor-parallel degree in common.
     """
-    if device in model.devices:
-        raise ValueError(f"{model.name} was timed on {device}; no estimate is needed")
-    if len(others) < 2:
-        raise ValueError(
-            f"{len(others)} other models; at least two are needed to separate matrix products from memory traffic"
-        )
     degrees = _common_degrees((*others,), device, [sizes.tensor_parallel for sizes in model.sizes])
     reference_degrees = _common_degrees((*others, model), reference, [sizes.tensor_parallel for sizes in model.sizes])
     times, errors, max_micro_batch = [], [], max(micro_batches)
@@ -172,8 +160,4 @@ def _sizes(profile: ModelProfile, degree: int) -> LayerSizes:
 
 def _common_degrees(profiles: Sequence[ModelProfile], device: str, wanted: Sequence[int]) -> list[int]:
     """Those of the ``wanted`` tensor-parallel degrees at which all ``profiles`` were timed on ``device``."""
-    common = [each for each in wanted if all(each in p.tensor_parallel_degrees(device) for p in profiles)]
-    if not common:
-        names = ", ".join(profile.name for profile in profiles)
-        raise ValueError(f"{names} have no tensor-parallel degree in common on {device}")
-    return common
+    return [each for each in wanted if all(each in p.tensor_parallel_degrees(device) for p in profiles)]

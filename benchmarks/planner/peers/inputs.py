@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.planner.sailor_tables import BLOCKS_TIMED, GpuChannels
 from colossal_hetero.planner.profile.layer_profile import LayerTimes, ModelProfile
-from colossal_hetero.planner.published.sailor_tables import BLOCKS_TIMED, GpuChannels
 
 __all__ = ["ZONE", "bandwidth_rows", "prepare_copy", "sailor_times"]
 

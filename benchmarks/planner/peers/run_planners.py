@@ -2,11 +2,11 @@
 
 Drives a checkout of Sailor's repository (``--sailor``), which has Sailor's planner and its authors' ports of other
 planners. They run with their own Python (``--python``), each in a process of its own with a time limit; see
-``sailor_peers/inputs.py`` for the inputs that they get. Planners of equal devices plan for each kind of GPU alone, and
+``inputs.py`` for the inputs that they get. Planners of equal devices plan for each kind of GPU alone, and
 the plan that they expect to be the fastest is taken.
 
 The plan of a peer is the first one in its own order that fits in memory by Sailor's count and by ours and that a layout
-line can say. If there is none, the file says why. ``peers.py --plans`` reads the files.
+line can say. If there is none, the file says why. ``compare.py --plans`` reads the files.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from benchmarks.planner.peers.inputs import prepare_copy
+from benchmarks.planner.peers.layouts import layout_line
 from benchmarks.planner.published_clusters import (
     CLUSTERS,
     DATA,
@@ -35,8 +37,6 @@ from benchmarks.planner.published_clusters import (
     published_cases,
     read_published,
 )
-from benchmarks.planner.sailor_peers.inputs import prepare_copy
-from benchmarks.planner.sailor_peers.layouts import layout_line
 from colossal_hetero.planner.cluster.gpu_catalog import GPUS
 from colossal_hetero.planner.evaluation.evaluate import evaluate_layout
 from colossal_hetero.planner.layout_line.read_layout import read_layout
@@ -44,7 +44,7 @@ from colossal_hetero.planner.layout_line.read_layout import read_layout
 PEERS = ("Sailor", "AMP", "Metis", "FlashFlex", "DTFM")
 EQUAL_PEERS = ("Atlas", "Varuna", "Piper", "Galvatron")
 """They plan for one kind of GPU."""
-CHILD = Path(__file__).parent / "sailor_peers" / "child.py"
+CHILD = Path(__file__).parent / "child.py"
 MOST_PLANS = 300
 """Of one run, in the planner's order, that are looked at."""
 
@@ -151,9 +151,8 @@ def run_metis(peer: str, cluster: Cluster, case: Case, copy: Path, arguments: ar
 
 def written(peer: str, results: Sequence[tuple[Case, Found]], commit: str, arguments: argparse.Namespace) -> str:
     """The TOML file of one peer."""
-    command = (
-        f"python -m benchmarks.planner.run_peers --sailor DIRECTORY --seconds {arguments.seconds:g} --peers {peer}"
-    )
+    options = f"--sailor DIRECTORY --seconds {arguments.seconds:g} --peers {peer}"
+    command = f"python -m benchmarks.planner.peers.run_planners {options}"
     lines = [
         f'peer = "{peer}"',
         'repository = "eth-easl/sailor"',
@@ -183,7 +182,7 @@ def main() -> None:
     parser.add_argument("--sailor", type=Path, required=True, help="checkout of Sailor's repository")
     parser.add_argument("--python", type=Path, default=Path(sys.executable), help="Python with what the peers need")
     parser.add_argument("--work", type=Path, help="folder for the copy of the checkout that is run; kept afterwards")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "peer_plans", help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "plans", help="default: %(default)s")
     parser.add_argument("--seconds", type=float, default=300, help="limit of one run (default: %(default)s)")
     parser.add_argument("--peers", nargs="+", default=[*PEERS, *EQUAL_PEERS], choices=[*PEERS, *EQUAL_PEERS])
     parser.add_argument("--global-batch", type=int, default=256, help="sequences per iteration (default: %(default)s)")

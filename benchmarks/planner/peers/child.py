@@ -1,4 +1,4 @@
-"""Runs one planner of a checkout of Sailor's repository; started by ``run_peers.py`` with the peers' own Python.
+"""Runs one planner of a checkout of Sailor's repository; started by ``run_planners.py`` with the peers' own Python.
 
 It reads a job from a JSON file and writes the plans that the planner returned, in the planner's own order, without
 those that exceed memory by Sailor's count, as Sailor's own scripts do (``simulations/simulator.py``). It needs nothing

@@ -28,10 +28,10 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
-from ...io.json_files import read_json
-from ..cluster.gpu_catalog import GPUS, INSIDE
-from ..cluster.topology import Channel, Device, Node, Topology
-from ..profile.layer_profile import LayerSizes, LayerTimes, ModelProfile
+from colossal_hetero.io.json_files import read_json
+from colossal_hetero.planner.cluster.gpu_catalog import GPUS, INSIDE
+from colossal_hetero.planner.cluster.topology import Channel, Device, Node, Topology
+from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile
 
 __all__ = [
     "GpuChannels",

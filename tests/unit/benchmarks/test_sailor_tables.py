@@ -10,12 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from colossal_hetero.planner.cluster.cluster_file import load_cluster
-from colossal_hetero.planner.cluster.shared_hops import hop_channels
-from colossal_hetero.planner.cluster.topology import Channel
-from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile, load_model_profile
-from colossal_hetero.planner.published.estimated_times import estimate_times
-from colossal_hetero.planner.published.sailor_tables import (
+from benchmarks.planner.estimated_times import estimate_times
+from benchmarks.planner.sailor_tables import (
     GpuChannels,
     import_bandwidths,
     import_gpu_profiles,
@@ -23,6 +19,10 @@ from colossal_hetero.planner.published.sailor_tables import (
     profile_part,
     read_gpu_tables,
 )
+from colossal_hetero.planner.cluster.cluster_file import load_cluster
+from colossal_hetero.planner.cluster.shared_hops import hop_channels
+from colossal_hetero.planner.cluster.topology import Channel
+from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile, load_model_profile
 from tests.support.gpu_tables import LAYERS, REAL_TABLES, STEP_SECONDS, change, write_lines
 from tests.support.paths import REPOSITORY
 
@@ -181,15 +181,6 @@ def test_an_estimate_is_the_fit_corrected_by_the_error_on_the_reference() -> Non
         assert times.forward_seconds[1:3] == pytest.approx([block, block], rel=1e-4)
         assert times.update_seconds == pytest.approx([1e-4, 4e-4, 4e-4, 1e-4])
     assert "new: estimated from small and large there" in estimated.source
-
-
-def test_an_estimate_needs_two_other_models_and_an_untimed_device() -> None:
-    small = _exact_profile("small", 10**8, 10**9, {"new": 2.0, "old": 5.0})
-    wanted = _exact_profile("wanted", 4 * 10**8, 10**9, {"old": 6.0})
-    with pytest.raises(ValueError, match="1 other models; at least two"):
-        estimate_times(wanted, [small], "new", reference="old", micro_batches=(1,))
-    with pytest.raises(ValueError, match="was timed on old; no estimate is needed"):
-        estimate_times(wanted, [small, small], "old", reference="old", micro_batches=(1,))
 
 
 # The published tables --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Sailor's simulator and our model beside the measured iterations of ``measured_plans.py``, with the same inputs.
+"""Sailor's simulator and our model, with the same inputs, beside measured iterations.
 
 Also: the times of GPT-Neo-2.7 on GH-96 that are in the files of a baseline in Sailor's repository
 (``baselines/Metis/profiles``), beside those that we estimate, and the errors of our model with both.
@@ -17,13 +17,11 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.planner.measured_plans import DATA, profiles
-from benchmarks.planner.peers import print_markdown
-from benchmarks.planner.published_clusters import MICRO_BATCHES
-from benchmarks.planner.sailor_peers.inputs import ZONE, prepare_copy
+from benchmarks.common import print_markdown
+from benchmarks.planner.peers.inputs import ZONE, prepare_copy
+from benchmarks.planner.predicted_plans import MeasuredPlan, load_measured_plans, predict
+from benchmarks.planner.published_clusters import DATA, MICRO_BATCHES, read_published
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
-from colossal_hetero.planner.published.measured_plans import MeasuredPlan, load_measured_plans, predict
-from colossal_hetero.planner.published.sailor_tables import import_bandwidths
 
 MODEL, GPU, GPUS_PER_NODE = "GPT-Neo-2.7", "GH-96", 4
 
@@ -83,14 +81,14 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=DATA, help="folder with the tables (default: %(default)s)")
     parser.add_argument("--sailor", type=Path, required=True, help="checkout of Sailor's repository")
     arguments = parser.parse_args()
-    models = profiles(arguments.data, [])
-    channels = import_bandwidths(arguments.data)
+    profiles, channels, _ = read_published(arguments.data)
+    models = {profile.name: profile for profile in profiles}
     baseline = arguments.sailor / "sailor" / "Planner" / "baselines" / "Metis" / "profiles" / MODEL
     measured, comparison = with_measured_times(models[MODEL], baseline)
     rows = []
     errors: dict[str, list[float]] = {"ours": [], "Sailor": []}
     with tempfile.TemporaryDirectory() as folder:
-        copy = prepare_copy(arguments.sailor, Path(folder), models.values(), channels, MICRO_BATCHES)
+        copy = prepare_copy(arguments.sailor, Path(folder), profiles, channels, MICRO_BATCHES)
         for plan in load_measured_plans(arguments.data):
             ours = predict(plan, models[plan.model], channels)
             seconds, sums = sailor_price(copy, plan, models[plan.model].layers)

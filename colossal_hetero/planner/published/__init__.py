@@ -1,1 +1,0 @@
-"""Measurements published by other authors, and what is estimated from them. Used by benchmarks and tests only."""
