@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from .paths import REPOSITORY
@@ -33,7 +32,6 @@ def write_tables(folder: Path) -> None:
     write_lines(folder / "layer_times.csv", times)
     write_lines(folder / "layer_memory.csv", sizes)
     write_lines(folder / "bandwidth.csv", rates)
-    (folder / "models.json").write_text(json.dumps([{"model": "tiny", "num_all_layers": LAYERS}]))
 
 
 def write_lines(path: Path, lines: list[str]) -> None:

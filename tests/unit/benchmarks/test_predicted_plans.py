@@ -8,9 +8,9 @@ from statistics import mean, median
 
 import pytest
 
-from benchmarks.planner.estimated_times import estimate_times
 from benchmarks.planner.predicted_plans import load_measured_plans, predict
-from benchmarks.planner.sailor_tables import import_bandwidths, import_gpu_profiles
+from benchmarks.planner.published_clusters import read_published
+from benchmarks.planner.sailor_tables import import_bandwidths, read_gpu_tables
 from colossal_hetero.planner.cluster.gpu_catalog import GPUS
 from tests.support.gpu_tables import REAL_TABLES
 
@@ -43,7 +43,7 @@ def test_the_time_of_one_stage(tables: Path) -> None:
     _plan(tables, [([0, 5], [1, 1])], nodes=2, global_batch=8)
     (plan,) = load_measured_plans(tables)
     assert (plan.replicas, plan.micro_batches) == (2, 4)
-    predicted = predict(plan, import_gpu_profiles(tables, "tiny"), import_bandwidths(tables))
+    predicted = predict(plan, read_gpu_tables(tables, "tiny").profile, import_bandwidths(tables))
     assert predicted.pipeline.seconds == pytest.approx(4 * 5 * 0.03 + 3 * 3 / 7 * UPDATE + UPDATE)
     # 1,500 bytes over two replicas: two messages of 750 bytes.
     channel = import_bandwidths(tables)["GH-96"].between[1]
@@ -55,7 +55,7 @@ def test_the_time_of_one_stage(tables: Path) -> None:
 def test_two_stages_send_parts_and_gather_them(tables: Path) -> None:
     _plan(tables, [([0, 3], [2]), ([3, 5], [2])], nodes=2, global_batch=1)
     (plan,) = load_measured_plans(tables)
-    profile, channels = import_gpu_profiles(tables, "tiny"), import_bandwidths(tables)
+    profile, channels = read_gpu_tables(tables, "tiny").profile, import_bandwidths(tables)
     assert plan.bounds(profile) == (0, 2, 3)
     predicted = predict(plan, profile, channels)
     # 4 MB in two parts of 2 MB (x = 1) at 2 + 4 GB/s together; then each rank receives the other part inside its node.
@@ -68,7 +68,7 @@ def test_messages_in_both_directions_take_turns(tables: Path) -> None:
     """In steady state the longer stage sends and receives once each per micro-batch, one after the other."""
     _plan(tables, [([0, 3], [2]), ([3, 5], [2])], nodes=2, global_batch=6)
     (plan,) = load_measured_plans(tables)
-    predicted = predict(plan, import_gpu_profiles(tables, "tiny"), import_bandwidths(tables))
+    predicted = predict(plan, read_gpu_tables(tables, "tiny").profile, import_bandwidths(tables))
     cost = predicted.pipeline
     (hop,) = cost.hop_seconds
     first, second = (f + b for f, b in zip(cost.forward_seconds, cost.backward_seconds, strict=True))
@@ -81,7 +81,7 @@ def test_replicas_with_unequal_degrees(tables: Path) -> None:
     its own share of the gradients."""
     _plan(tables, [([0, 3], [1, 2]), ([3, 5], [1, 2])], nodes=4, global_batch=8)
     (plan,) = load_measured_plans(tables)
-    predicted = predict(plan, import_gpu_profiles(tables, "tiny"), import_bandwidths(tables))
+    predicted = predict(plan, read_gpu_tables(tables, "tiny").profile, import_bandwidths(tables))
     channel = import_bandwidths(tables)["GH-96"]
     slow, fast = predicted.pipelines
     assert predicted.pipeline is slow and slow.seconds > 1.5 * fast.seconds
@@ -96,7 +96,7 @@ def test_replicas_with_unequal_degrees(tables: Path) -> None:
 def test_stages_in_one_node_send_inside_it(tables: Path) -> None:
     _plan(tables, [([0, 3], [1]), ([3, 5], [1])], nodes=1, global_batch=4)
     (plan,) = load_measured_plans(tables)
-    predicted = predict(plan, import_gpu_profiles(tables, "tiny"), import_bandwidths(tables))
+    predicted = predict(plan, read_gpu_tables(tables, "tiny").profile, import_bandwidths(tables))
     assert predicted.pipeline.hop_seconds == pytest.approx((4e6 / 100e9,))
 
 
@@ -104,7 +104,7 @@ def test_ranks_of_a_node_share_its_bandwidth(tables: Path) -> None:
     """Two replicas in each of two nodes: the hops of both pass the network at once."""
     _plan(tables, [([0, 3], [1, 1]), ([3, 5], [1, 1])], nodes=2, global_batch=4)
     (plan,) = load_measured_plans(tables)
-    predicted = predict(plan, import_gpu_profiles(tables, "tiny"), import_bandwidths(tables))
+    predicted = predict(plan, read_gpu_tables(tables, "tiny").profile, import_bandwidths(tables))
     channel = import_bandwidths(tables)["GH-96"]
     for cost in predicted.pipelines:
         assert cost.hop_seconds == pytest.approx((2 * channel.between[2].seconds(4e6),))
@@ -116,14 +116,11 @@ def test_ranks_of_a_node_share_its_bandwidth(tables: Path) -> None:
 def test_published_plans_are_predicted() -> None:
     """In N4_D4 the times contradict each other. In N8_D2 of GPT-NEO the stages are those of N4_D1 with four times the
     micro-batch, but memory grew by less than half of three times the activations that stages must hold."""
-    opt, neo, large = (import_gpu_profiles(REAL_TABLES, model) for model in ("OPT-350", "GPT-Neo-2.7", "OPT-30"))
-    neo = estimate_times(neo, [opt, large], "GH-96", reference="V100-16", micro_batches=(1, 2, 4, 8))
-    channels = import_bandwidths(REAL_TABLES)
+    profiles, channels, _ = read_published(REAL_TABLES)
+    models = {profile.name: profile for profile in profiles}
     plans = load_measured_plans(REAL_TABLES)
     assert len(plans) == 12
-    predictions = {
-        plan.name: predict(plan, {"OPT-350": opt, "GPT-Neo-2.7": neo}[plan.model], channels) for plan in plans
-    }
+    predictions = {plan.name: predict(plan, models[plan.model], channels) for plan in plans}
     times = [
         abs(predictions[plan.name].iteration_seconds / plan.iteration_seconds - 1)
         for plan in plans
