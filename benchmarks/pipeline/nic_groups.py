@@ -1,9 +1,11 @@
 """Time of gradient reduction with groups by NIC and with groups in launch order, measured and predicted.
 
 There are two clusters of nodes, which are network namespaces on this machine. Each node has a fast NIC inside its
-cluster ("RDMA") and a slow one to all nodes ("Ethernet"). Ranks are processes that communicate over Gloo. All
-data-parallel groups reduce at the same time. Bandwidths are so low that the network, and not the
-processor, determines the time.
+cluster ("RDMA") and a slow one to all nodes ("Ethernet"). If ranks are numbered by stage, replica and place in the
+tensor-parallel group, as Holmes does (section 3), each cluster is a stage. In order of launch they are numbered by
+replica, stage and place, so that the replicas of a stage are in both. Ranks are processes that communicate over Gloo.
+All data-parallel groups reduce at the same time. Bandwidths are so low that the network, and not the processor,
+determines the time.
 
     sudo python -m benchmarks.pipeline.nic_groups [--gradients MB] [--fast MBIT] [--slow MBIT] [--rounds N]
 """
@@ -16,6 +18,7 @@ import time
 from dataclasses import dataclass
 from statistics import median
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -23,17 +26,18 @@ from benchmarks.common import print_table
 from benchmarks.pipeline.namespace_ranks import run_in_namespaces
 from benchmarks.pipeline.namespaces import missing, nodes, payload_bytes_per_second
 from colossal_hetero.pipeline_parallel.communicators import make_group
+from colossal_hetero.planner.cluster.all_reduce import concurrent_seconds
 from colossal_hetero.planner.cluster.group_networks import Adapter, group_network
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
-from colossal_hetero.planner.layout.layout import Layout, naive_layout
-from colossal_hetero.planner.layout.layout_costs import layout_costs
-from colossal_hetero.planner.layout.nic_layout import nic_layout
 
 CPU = DeviceKind("cpu", 1 << 30, 1e11)
 LOOPBACK_BYTES_PER_SECOND = 2e9
 ADAPTERS = {kind: Adapter(interface="rdma0") for kind in ("InfiniBand", "RoCE")} | {
     "Ethernet": Adapter(interface="eth0")
 }
+
+Groups = list[list[int]]
+"""The data-parallel groups of a layout."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,16 @@ class Case:
     tensor_parallel: int
     pipeline: int
     data_parallel: int
+
+    def data_groups(self, by_nic: bool) -> Groups:
+        """The data-parallel groups, ordered by stage and place."""
+        stages, replicas, width = self.pipeline, self.data_parallel, self.tensor_parallel
+        ranks = np.arange(stages * replicas * width)
+        if by_nic:
+            ranks = ranks.reshape(stages, replicas, width)
+        else:
+            ranks = ranks.reshape(replicas, stages, width).swapaxes(0, 1)
+        return ranks.swapaxes(1, 2).reshape(-1, replicas).tolist()  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
         return (
@@ -71,12 +85,17 @@ def describe(case: Case, fast_megabits: float, slow_megabits: float) -> Topology
     return Topology(tuple(devices), tuple(machines), ("first", "second"))
 
 
-def run_rank(topology: Topology, layouts: list[Layout], gradient_bytes: float, rounds: int) -> list[list[float]]:
+def predicted_seconds(topology: Topology, groups: Groups, gradient_bytes: float) -> float:
+    """Seconds until the slowest group has reduced its gradients, while all do."""
+    return max(concurrent_seconds(topology, groups, [gradient_bytes] * len(groups)))
+
+
+def run_rank(topology: Topology, layouts: list[Groups], gradient_bytes: float, rounds: int) -> list[list[float]]:
     """Seconds of each all-reduce on this rank, for each layout. The first all-reduce is not counted."""
     groups = []
     for layout in layouts:
         own_group = None
-        for ranks in layout.data_groups:
+        for ranks in layout:
             group = make_group(ranks, group_network(topology, ranks), adapters=ADAPTERS)
             own_group = group if dist.get_rank() in ranks else own_group
         groups.append(own_group)
@@ -95,7 +114,7 @@ def run_rank(topology: Topology, layouts: list[Layout], gradient_bytes: float, r
     return seconds
 
 
-def measure(case: Case, layouts: list[Layout], topology: Topology, arguments: argparse.Namespace) -> list[float]:
+def measure(case: Case, layouts: list[Groups], topology: Topology, arguments: argparse.Namespace) -> list[float]:
     """Median seconds until the last rank has finished an all-reduce, for each layout."""
     with nodes([case.nodes_per_cluster] * 2, arguments.fast, arguments.slow) as found:
         places = [found[device.node] for device in topology.devices]
@@ -118,12 +137,9 @@ def main() -> None:
     rows = []
     for case in CASES:
         topology = describe(case, arguments.fast, arguments.slow)
-        degrees = (topology, case.tensor_parallel, case.pipeline, case.data_parallel)
-        layouts = [nic_layout(*degrees), naive_layout(*degrees)]
+        layouts = [case.data_groups(by_nic) for by_nic in (True, False)]
         measured = measure(case, layouts, topology, arguments)
-        predicted = [
-            layout_costs(topology, each, arguments.gradients * 1e6, 0, 1).gradients_seconds for each in layouts
-        ]
+        predicted = [predicted_seconds(topology, groups, arguments.gradients * 1e6) for groups in layouts]
         ratio, predicted_ratio = measured[1] / measured[0], predicted[1] / predicted[0]
         cells = [f"{took:.3f} ({expected:.3f})" for took, expected in zip(measured, predicted, strict=True)]
         rows.append([case, *cells, f"{ratio:.2f}", f"{predicted_ratio:.2f}", f"{predicted_ratio / ratio - 1:+.1%}"])

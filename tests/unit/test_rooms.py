@@ -32,9 +32,8 @@ RULES: dict[str, set[str]] = {
     "planner/redivision": {"planner/batches"},
     "planner/stages": {"planner/cluster", "planner/profile"},
     "planner/schedules": {"io", "planner/cluster", "planner/profile", "planner/stages"},
-    "planner/layout": {"planner/cluster"},
     "planner/plans": {
-        *("io", "planner/cluster", "planner/profile", "planner/stages", "planner/schedules", "planner/layout"),
+        *("io", "planner/cluster", "planner/profile", "planner/stages", "planner/schedules"),
     },
     "planner/layout_line": {"io", "planner/schedules", "planner/plans"},
     "planner/chunks": {
@@ -46,7 +45,7 @@ RULES: dict[str, set[str]] = {
     },
     "planner/bounds": {"planner/profile", "planner/cluster", "planner/plans", "planner/slots"},
     "planner/search": {
-        *("io", "planner/cluster", "planner/profile", "planner/stages", "planner/schedules", "planner/layout"),
+        *("io", "planner/cluster", "planner/profile", "planner/stages", "planner/schedules"),
         *("planner/plans", "planner/chunks", "planner/slots", "planner/candidates", "planner/bounds"),
     },
     "planner/prices": {
@@ -65,7 +64,6 @@ RULES: dict[str, set[str]] = {
         "planner/batches",
         "planner/stages",
         "planner/schedules",
-        "planner/layout",
         "planner/layout_line",
         "planner/plans",
     },

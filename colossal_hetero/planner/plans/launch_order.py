@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ..cluster.topology import Topology
-from ..layout.layout import naive_layout
 from ..profile.layer_profile import ModelProfile
 from .plan import Plan
 from .predict import predict_plan
@@ -30,10 +29,11 @@ def compare_with_launch_order(
     """
     if plan.schedule != "1f1b" or plan.zero_stage or why_unlike_stages(plan) is not None:
         return None
-    degrees = (plan.tensor_parallel, len(plan.layers_per_stage), len(plan.replicas))
     if not plan.symmetric or plan.world_size != len(topology.devices):
         return None
-    ranks = naive_layout(topology, *degrees).ranks
+    stages, degree = len(plan.layers_per_stage), plan.tensor_parallel
+    groups = [tuple(range(first, first + degree)) for first in range(0, plan.world_size, degree)]
+    ranks = [groups[first : first + stages] for first in range(0, len(groups), stages)]
     planned_bounds = (0, *(stage.blocks[1] for stage in plan.replicas[0].stages))
     comparisons: dict[tuple[int, ...], str] = {}
     for name, bounds in (("equal stages", None), ("these stages", planned_bounds)):

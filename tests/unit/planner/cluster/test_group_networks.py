@@ -8,7 +8,6 @@ import pytest
 
 from colossal_hetero.planner.cluster.group_networks import Adapter, Network, group_network, process_environment
 from colossal_hetero.planner.cluster.topology import DeviceKind, Topology
-from colossal_hetero.planner.layout.nic_layout import nic_layout
 from tests.support.machines import Nodes, machines
 
 HOLMES = machines(Nodes("InfiniBand", [2, 2]), Nodes("RoCE", [2, 2]), Nodes("Ethernet", [2, 2]))
@@ -43,14 +42,6 @@ def test_a_group_with_a_cpu_uses_gloo() -> None:
     assert group_network(topology, (2, 4)) == Network("gloo", "Ethernet")
     assert group_network(topology, (2, 3)) == Network("gloo", "NVLink")
     assert group_network(topology, (0, 3)).backend == "nccl"
-
-
-def test_groups_of_a_nic_layout_use_rdma_except_for_pipelines() -> None:
-    topology = machines(Nodes("InfiniBand", [2, 2]), Nodes("RoCE", [2, 2]))
-    layout = nic_layout(topology, 2, 2, 2)
-    assert {group_network(topology, group).kind for group in layout.tensor_groups} == {"NVLink"}
-    assert [group_network(topology, group).nccl_net for group in layout.data_groups] == ["IB"] * 4
-    assert [group_network(topology, group).nccl_net for group in layout.pipeline_groups] == ["Socket"] * 4
 
 
 def test_environment_of_a_group() -> None:
