@@ -13,16 +13,12 @@ from .decide.modes import decide
 from .decide.plan import BalancePlan, RankTimes
 from .decide.ratios import layer_ratios, resize_ratios
 
-Plan = BalancePlan
-"""The name of :class:`BalancePlan` in version 0.1."""
-
 __all__ = [
     "BalanceConfig",
     "BalancePlan",
     "Costs",
     "Division",
     "Move",
-    "Plan",
     "RankTimes",
     "decide",
     "divide",

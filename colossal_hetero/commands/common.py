@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     *("MAX_AMOUNT", "MAX_LAYERS", "Choices", "Finite", "Numbers", "Quotas", "Whole", "check_outputs"),
     *("errors_on_one_line", "make_console", "memory_reserve_option", "micro_batch_option", "profile_out_option"),
-    *("show_profile", "status_line", "warn_old_option"),
+    *("show_profile", "status_line"),
 ]
 
 
@@ -235,8 +234,3 @@ def check_outputs(*paths: Path | None, picture: Path | None = None) -> None:
 
         check_name(picture)
         check_matplotlib()
-
-
-def warn_old_option(old: str, advice: str) -> None:
-    """Warn that an option of version 0.1 is not needed any more; ``advice`` says what to do."""
-    warnings.warn(f"{old} is deprecated and will be removed; {advice}", FutureWarning, stacklevel=2)

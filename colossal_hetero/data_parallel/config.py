@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..planner.batches.allocation import ACCUMULATIONS, accumulation_named
+from ..planner.batches.allocation import ACCUMULATIONS
 from ..profiling.training_step import TrainingStep, default_training_step
 
 __all__ = ["METHODS", "WEIGHTS", "BatchConfig"]
@@ -33,8 +33,7 @@ class BatchConfig:
     accumulation: str = "shared"
     """With ``shared`` all ranks run the same number of micro-batches per global batch. The training loop then has the
     same number of iterations on all ranks, as its own collectives and its learning-rate schedule require. With
-    ``per_rank`` each rank runs the number that is best for it (Poplar, Algorithm 2); only in stages 0 and 1. The
-    spelling ``own`` of version 0.1 is deprecated."""
+    ``per_rank`` each rank runs the number that is best for it (Poplar, Algorithm 2); only in stages 0 and 1."""
 
     profile: str | Path | None = None
     """Path of a profile file. If the file exists, it is used instead of measuring; otherwise it is written after
@@ -75,7 +74,6 @@ class BatchConfig:
     ``lambda batch: batch["mask"].sum()``. None: found before training by comparing losses, or asked for."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "accumulation", accumulation_named(self.accumulation, stacklevel=4))
         for name in ("global_batch_size", "max_micro_batch", "check_every", "multiple_of"):
             number = getattr(self, name)
             if number is None and name != "global_batch_size":

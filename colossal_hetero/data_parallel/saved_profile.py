@@ -35,7 +35,7 @@ def caps_below(profile: BatchProfile, cap: int) -> tuple[int, bool] | None:
     """Whether ``profile`` limits micro-batches to less than ``cap`` though memory does not; None if it does not.
 
     Otherwise the smallest such limit, and whether it comes from the search (then measuring again removes it). If it
-    does not, someone has lowered it, or the file is of a version that did not store where the search ended.
+    does not, someone has lowered it, or there was no search.
     """
     found = []
     for kind in {profile.kinds[index] for index in set(profile.ranks)}:
@@ -112,7 +112,7 @@ class ProfileFile:
             raise ValueError(f"profile={str(self._path)!r} cannot be written: {error}") from None
 
     def write(self, profile: BatchProfile) -> None:
-        """Write the profile on rank 0. Links that a user added to an older file are kept. Every rank calls it.
+        """Write the profile on rank 0. Links that a user added to the file are kept. Every rank calls it.
 
         Raises:
             ValueError: on every rank, if the file cannot be written.

@@ -177,14 +177,3 @@ def test_every_example_can_be_started_by_its_path(
     with pytest.raises(SystemExit):
         runpy.run_path(str(path), run_name="__main__")
     assert importlib.util.find_spec(named[0]).origin == str(path)  # type: ignore[attr-defined, union-attr]
-
-
-def test_old_names_of_flags_work_with_a_warning() -> None:
-    path = REPOSITORY / "examples" / "zero" / "train.py"
-    run = subprocess.run(
-        [sys.executable, str(path), "--slow", "9:2", "--slow-by", "repeat"], capture_output=True, text=True
-    )
-    assert run.returncode == 2
-    first, second, error = run.stderr.splitlines()
-    assert "--slow is now called --straggler" in first and "--slow-by is now called --straggler-means" in second
-    assert error.startswith("train.py: error: --straggler 9:2: there is no rank 9")

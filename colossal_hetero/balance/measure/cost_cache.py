@@ -41,8 +41,8 @@ class CostCache:
             return None
         with suppress(OSError, ValueError, TypeError, KeyError):
             content = json.loads(path.read_text(encoding="utf-8"))
-            # Compare as JSON values, in which tuples are lists. The key is the name of version 0.1.
-            if content["schema"] == SCHEMA and content["circumstances"] == json.loads(json.dumps(context)):
+            # Compare as JSON values, in which tuples are lists.
+            if content["schema"] == SCHEMA and content["context"] == json.loads(json.dumps(context)):
                 return Costs(**content["costs"])
         return None
 
@@ -51,7 +51,7 @@ class CostCache:
         path = self.path(context)
         if path is None:
             return
-        content = {"schema": SCHEMA, "circumstances": context, "costs": asdict(costs)}
+        content = {"schema": SCHEMA, "context": context, "costs": asdict(costs)}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as draft:

@@ -418,7 +418,7 @@ def _measurement_context(
     traffic: Callable[[float], Traffic],
     form: Form,
 ) -> dict[str, Any]:
-    """All that the costs depend on, as JSON values and with the keys of version 0.1. Collective; equal on all ranks."""
+    """All that the costs depend on, as JSON values. Collective; equal on all ranks."""
     devices: list[Any] = [None] * group.size()
     dist.all_gather_object(devices, (socket.gethostname(), _device_name(device)), group=group)
     hosts = list(dict.fromkeys(host for host, _ in devices))
@@ -433,7 +433,7 @@ def _measurement_context(
         "shapes": sorted({(shape.outputs, shape.columns) for shape in shapes}),
         "rows": rows,
         "dtype": str(dtype),
-        "way": form,
+        "form": form,
         "traffic": [asdict(traffic(share)) for share in MIGRATED_SHARES],
     }
 

@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
 
 from ..common import check_outputs, errors_on_one_line, make_console
 
 __all__ = ["batches"]
-
-
-class _Accumulation(click.Choice):
-    """A choice that still accepts "own", the spelling of "per_rank" in version 0.1."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if value == "own":
-            from ...planner.batches.allocation import accumulation_named
-
-            value = accumulation_named(value)
-        return super().convert(value, param, ctx)
 
 
 @click.command()
@@ -31,7 +19,7 @@ class _Accumulation(click.Choice):
 @click.option("--stage", type=click.IntRange(0, 3), help="Stage of ZeRO; default: the stage of the profile.")
 @click.option(
     "--accumulation",
-    type=_Accumulation(["shared", "per_rank"]),
+    type=click.Choice(["shared", "per_rank"]),
     default="shared",
     show_default=True,
     help="Number of micro-steps per global batch: the same on all devices, or its own on each (stages 0 and 1).",

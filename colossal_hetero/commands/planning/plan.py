@@ -22,7 +22,6 @@ from ..common import (
     make_console,
     memory_reserve_option,
     status_line,
-    warn_old_option,
 )
 from ..option_groups import GroupedCommand
 
@@ -141,9 +140,6 @@ GROUPS = {
     help="A profile of the same model in another precision, whose plans are compared with the others; can be given "
     "several times.",
 )
-@click.option("--runnable", is_flag=True, hidden=True)
-@click.option("--symmetric", is_flag=True, hidden=True)
-@click.option("--unequal", is_flag=True, hidden=True)
 @memory_reserve_option
 @click.option(
     "--objective",
@@ -220,9 +216,6 @@ def plan(
     recompute: bool,
     zero_stages: tuple[str, ...] | None,
     more_profiles: tuple[Path, ...],
-    runnable: bool,
-    symmetric: bool,
-    unequal: bool,
     memory_reserve: float | None,
     objective: Objective | None,
     samples: int | None,
@@ -253,16 +246,7 @@ def plan(
     from ...planner.search.several_profiles import plans_of_profiles
     from ...planner.slots.search_space import DEFAULT, RUNNABLE, SIMPLE, WHOLE, SearchSpace
 
-    if runnable:
-        warn_old_option("--runnable", "leave it out: only plans that can be run are made")
-    if symmetric:
-        warn_old_option("--symmetric", "use --equal")
-    if unequal:
-        warn_old_option("--unequal", "leave it out: replicas may differ unless --equal is given")
-    equal = equal or symmetric
     with errors_on_one_line():
-        if unequal and equal:
-            raise ValueError("--unequal asks for plans whose replicas may differ, --equal for none of these; give one")
         for name, given in (("--budget", budget), ("--deadline", deadline)):
             if given is not None and samples is None:
                 raise ValueError(f"{name} is for the whole training; say with --samples how long that is")

@@ -21,7 +21,6 @@ train with fewer), which takes the time of one sample.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,25 +29,13 @@ from . import exact_search, proportional
 from .exact_search import Runs
 from .time_curve import Curve
 
-__all__ = ["ACCUMULATIONS", "METHODS", "STAGES", "Allocation", "Share", "accumulation_named", "allocate"]
+__all__ = ["ACCUMULATIONS", "METHODS", "STAGES", "Allocation", "Share", "allocate"]
 
 STAGES = (0, 1, 2, 3)
 """Stages of ZeRO."""
 ACCUMULATIONS = ("shared", "per_rank")
 """Whether the number of micro-steps per global batch is the same on all ranks or chosen for each rank."""
 METHODS = ("exact", "uniform", "flops", "adapt")
-
-
-def accumulation_named(name: str, stacklevel: int = 3) -> str:
-    """``name``; for ``"own"``, its spelling in version 0.1, ``"per_rank"`` with a ``FutureWarning``.
-
-    ``stacklevel`` is that of :func:`warnings.warn`: 3 blames the caller of the function that calls this one.
-    """
-    if name != "own":
-        return name
-    message = 'accumulation="own" is now spelled "per_rank"; the old spelling will be removed'
-    warnings.warn(message, FutureWarning, stacklevel)
-    return "per_rank"
 
 
 @dataclass(frozen=True)
@@ -158,7 +145,6 @@ def allocate(
             2 or 3, ``flops`` is missing or not one positive number per rank, or ``step_seconds`` is not one time per
             rank.
     """
-    accumulation = accumulation_named(accumulation)
     _check(curves, global_batch_size, stage, method, accumulation, communication_seconds, flops, step_seconds)
     global_batch_size = int(global_batch_size)
     synchronized = stage >= 2

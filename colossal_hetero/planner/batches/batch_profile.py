@@ -89,7 +89,7 @@ class DeviceProfile(FilePart):
     memory_bound: bool
     """True if one more sample ran out of memory; False if the search ended at ``searched_batch``."""
     searched_batch: PositiveCount | None = None
-    """Largest micro-batch that the search was allowed to try; None if unknown, as in files of older versions."""
+    """Largest micro-batch that the search was allowed to try; None if there was no search."""
     min_batch: PositiveCount = 1
     """Samples of the smallest micro-batch that the model trains with: 2 if a batch normalization has one value per
     sample and channel."""

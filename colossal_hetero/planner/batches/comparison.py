@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...io.text import spans
-from .allocation import Allocation, accumulation_named, allocate
+from .allocation import Allocation, allocate
 from .batch_profile import PASSES, BatchProfile
 from .device_dropping import AdaptPlan, adapt
 from .ring_order import common_protocol, link_seconds, longest_edge
@@ -72,7 +72,6 @@ def compare(
             sizes of micro-batches is too large to compute with.
     """
     _check_sizes(profile, global_batch_size, stage)
-    accumulation = accumulation_named(accumulation)
     problem = _BatchProblem(profile, global_batch_size, profile.stage if stage is None else stage, method)
     plan: AdaptPlan | None = None
     if method == "adapt" and profile.links:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ..cluster.link import MeasuredLink
-from .allocation import Allocation, Share, accumulation_named, allocate
+from .allocation import Allocation, Share, allocate
 from .ring_order import common_protocol, link_seconds, longest_edge, ring_order
 from .time_curve import Curve
 
@@ -98,7 +98,6 @@ def adapt(
         ValueError: as ``allocate``; a pair of remaining ranks has no link in their protocol; the ranks have no protocol
             in common; the number of protocols differs from the number of ranks.
     """
-    accumulation = accumulation_named(accumulation)
     if len(protocols) != len(curves):
         raise ValueError(f"protocols has {len(protocols)} entries for {len(curves)} ranks: give one tuple per rank")
     if redistribution not in ("exact", "adapt"):

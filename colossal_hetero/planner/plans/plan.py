@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
-    AliasChoices,
     Field,
     SerializerFunctionWrapHandler,
     field_validator,
@@ -282,9 +281,7 @@ class Plan(FilePart):
     relative_error: Annotated[float, Field(ge=0)] | None = None
     """Standard error of ``iteration_seconds`` as a share of it, from the errors of the profile's times; None, and left
     out of files, if the profile has none."""
-    synchronization_seconds: Seconds = Field(
-        validation_alias=AliasChoices("synchronization_seconds", "synchronisation_seconds")  # as 0.1 wrote it
-    )
+    synchronization_seconds: Seconds
     """Predicted time to sum gradients over replicas, per iteration; included in ``iteration_seconds``."""
     uniform_seconds: PositiveSeconds | None = None
     """Predicted time of an iteration of the best plan with equally many layers per stage. None if there is no such

@@ -41,8 +41,8 @@ class Match(NamedTuple):
 def match_groups(saved: Sequence[Group], groups: Sequence[Group], facts: Mapping[str, ParameterFacts]) -> Match:
     """Match the groups of a checkpoint with those of an optimizer, by the names of their parameters.
 
-    A checkpoint without names (of Colossal-AI's own plugins, or of an older version) is matched by the order of the
-    parameters, which is the same if it was saved at the same stage, or at another one without frozen parameters and
+    A checkpoint without names (of Colossal-AI's own plugins) is matched by the order of the parameters, which is the
+    same if it was saved at the same stage, or at another one without frozen parameters and
     without an ``auto_wrap_policy``.
 
     Args:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -129,12 +128,6 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
     def batch_balancer(self) -> BatchBalancer | None:
         """Divides the global batches; None before ``booster.boost``."""
         return self._uneven_batches.balancer
-
-    @property
-    def balancer(self) -> BatchBalancer | None:
-        """Old name of :attr:`batch_balancer`, which both plugins have."""
-        warnings.warn("HeteroZeroPlugin.balancer is now batch_balancer", FutureWarning, stacklevel=2)
-        return self.batch_balancer
 
     @property
     def allocation(self) -> Allocation | None:

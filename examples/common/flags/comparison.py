@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from .parser import UsageError, check_at_least_one, check_file, check_training
-from .slow_processes import check_stragglers, summary_names
+from .slow_processes import check_stragglers
 from .vit_sizes import VitSizeOptions, check_vit_sizes
 
 __all__ = [
@@ -21,10 +21,6 @@ Profile = TypeVar("Profile")
 
 class ComparisonOptions(VitSizeOptions):
     """The command line. ``straggler`` is None for the default, and "none" for no slow rank."""
-
-    def as_json(self) -> dict[str, Any]:
-        """The values by name, as summary files hold them."""
-        return summary_names(super().as_json())
 
 
 def add_global_batch_flag(group: argparse._ArgumentGroup) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import tempfile
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -43,19 +41,6 @@ class OneLineParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message.removeprefix("argument "))
-
-
-class OldSpelling(argparse.Action):
-    """A flag of version 0.1 under its old name; ``new`` is the flag that replaces it."""
-
-    def __init__(self, *args: Any, new: str, **kwargs: Any) -> None:
-        super().__init__(*args, help=argparse.SUPPRESS, **kwargs)
-        self.new = new
-
-    def __call__(self, parser: Any, options: Any, value: Any, old: str | None = None) -> None:
-        if "RANK" not in os.environ:  # once, not on every rank
-            warnings.warn(f"{old} is now called {self.new}; the old name will go", FutureWarning, stacklevel=2)
-        setattr(options, self.dest, value)
 
 
 def add_ranks_flag(parser: argparse.ArgumentParser, what: str = "") -> argparse._ArgumentGroup:

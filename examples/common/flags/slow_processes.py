@@ -7,19 +7,16 @@ import math
 
 from colossal_hetero.io.rank_factors import parse_rank_factors
 
-from .parser import OldSpelling, UsageError
+from .parser import UsageError
 
-__all__ = ["add_straggler_flags", "check_stragglers", "slowdowns", "summary_names"]
+__all__ = ["add_straggler_flags", "check_stragglers", "slowdowns"]
 
 MEANS = ("auto", "quota", "repeat")
 DEFAULT = "1:4"
 
-SUMMARY_NAMES = {"straggler": "slow", "straggler_means": "slow_by"}
-"""The names of the two options in summary files, schema 1."""
-
 
 def add_straggler_flags(group: argparse._ArgumentGroup) -> None:
-    """Add the two flags, and their old spellings ``--slow`` and ``--slow-by``."""
+    """Add the two flags."""
     group.add_argument(
         "--straggler",
         metavar="RANK:FACTOR[,…]|none",
@@ -32,20 +29,6 @@ def add_straggler_flags(group: argparse._ArgumentGroup) -> None:
         help="quota: the kernel holds the rank to 1 / FACTOR of a core (Linux, root); repeat: the rank does every pass "
         "FACTOR times; auto: quota where that is possible, else repeat (default auto)",
     )
-    group.add_argument("--slow", action=OldSpelling, new="--straggler", dest="straggler")
-    group.add_argument(
-        "--slow-by",
-        action=OldSpelling,
-        new="--straggler-means",
-        dest="straggler_means",
-        choices=MEANS,
-        default=argparse.SUPPRESS,
-    )
-
-
-def summary_names(values: dict[str, object]) -> dict[str, object]:
-    """The options by the names that they have in a summary file."""
-    return {SUMMARY_NAMES.get(name, name): value for name, value in values.items()}
 
 
 def slowdowns(straggler: str | None, world_size: int) -> dict[int, int]:

@@ -87,7 +87,7 @@ def test_costs_are_measured_once(tmp_path: Path) -> None:
     assert first[0][0] == first[1][0] and first[3][0] == first[4][0]
     contents = [json.loads(path.read_text()) for path in tmp_path.iterdir() if path.read_text().endswith("}\n")]
     (content,) = contents  # the file of the other form is still damaged
-    assert content["circumstances"]["shapes"] == [[64, 96], [96, 64]] and content["circumstances"]["backend"] == "gloo"
+    assert content["context"]["shapes"] == [[64, 96], [96, 64]] and content["context"]["backend"] == "gloo"
     assert Costs(**content["costs"]) == first[4][0]
 
 

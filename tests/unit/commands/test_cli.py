@@ -68,14 +68,6 @@ def test_json_holds_every_rank_and_the_comparison(path: Path, tmp_path: Path) ->
     assert sorted(tmp_path.iterdir()) == [out, path]
 
 
-def test_the_old_spelling_of_per_rank_is_accepted_with_a_warning(path: Path, tmp_path: Path) -> None:
-    out = tmp_path / "batches.json"
-    with pytest.warns(FutureWarning, match='"own" is now spelled "per_rank"'):
-        result = run(path, "--global-batch", 37, "--accumulation", "own", "--out", out)
-    assert result.exit_code == 0
-    assert json.loads(out.read_text())["allocation"]["accumulation"] == "per_rank"
-
-
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_at_every_stage(path: Path, stage: int, method: str) -> None:

@@ -179,32 +179,6 @@ def test_uniform_stages_in_the_best_order(tmp_path: Path) -> None:
     assert best.uniform_seconds == best.iteration_seconds
 
 
-@pytest.mark.parametrize(
-    ("option", "advice", "now"),
-    [
-        ("--runnable", "leave it out: only plans that can be run", ()),
-        ("--unequal", "leave it out: replicas may differ unless --equal", ()),
-        ("--symmetric", "use --equal", ("--equal",)),
-    ],
-)
-def test_old_options_are_accepted_with_a_warning(
-    files: tuple[Path, Path], tmp_path: Path, option: str, advice: str, now: tuple[str, ...]
-) -> None:
-    out = tmp_path / "plan.json"
-    arguments = ["plan", *files, "--global-batch", 11, "--micro-batch", "1", "--out", out]
-    output(*arguments, *now)
-    made = load_plan(out)
-    with pytest.warns(FutureWarning, match=f"{option} is deprecated and will be removed; {advice}"):
-        output(*arguments, option)
-    assert load_plan(out) == made
-    assert option not in output("plan", "--help")
-
-
-def test_equal_and_unequal_replicas_are_not_asked_for_together(files: tuple[Path, Path]) -> None:
-    with pytest.warns(FutureWarning):
-        assert "give one" in failure("plan", *files, "--global-batch", 16, "--unequal", "--equal")
-
-
 def test_replicas_may_differ_unless_asked_otherwise(files: tuple[Path, Path], tmp_path: Path) -> None:
     # 11 micro-batches cannot be divided over several replicas that are alike.
     out = tmp_path / "plan.json"

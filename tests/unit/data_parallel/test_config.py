@@ -30,9 +30,3 @@ from colossal_hetero import BatchConfig
 def test_impossible_values(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         BatchConfig(**{"global_batch_size": 8, **arguments})
-
-
-def test_the_old_spelling_of_per_rank_is_accepted_with_a_warning() -> None:
-    with pytest.warns(FutureWarning, match='"own" is now spelled "per_rank"') as caught:
-        config = BatchConfig(global_batch_size=8, accumulation="own")
-    assert config.accumulation == "per_rank" and caught[0].filename == __file__

@@ -191,7 +191,7 @@ def test_training_continues_at_any_stage(kind: str, parts: str, tmp_path: Path) 
 
 
 def load_without_names(folder: str) -> None:
-    """A checkpoint of an older version, without the names of parameters."""
+    """A checkpoint without the names of parameters, as Colossal-AI's own plugins save it."""
     place = Path(folder)
     blocks = Run("stage 3 in blocks", "adamw", "one group", place)
     blocks.train(0)
@@ -208,7 +208,7 @@ def load_without_names(folder: str) -> None:
     for value, wanted in zip(state_tensors(blocks), expected, strict=True):
         assert torch.equal(value, wanted)
     if torch.distributed.get_rank() == 0:
-        # Older versions saved the parameters of stage 3 in the order of FSDP's flat parameters.
+        # Parameters in another order, as in FSDP's flat parameters.
         states = content["state"]
         content["state"] = {len(states) - 1 - place: state for place, state in states.items()}
         torch.save(content, path)

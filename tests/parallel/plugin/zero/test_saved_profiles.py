@@ -43,7 +43,7 @@ def raise_the_global_batch(path: str) -> None:
             assert measured.times == times, samples
             assert [kind["searched_batch"] for kind in kinds_in(path)] == [largest] * 2
             assert sum(share.samples for share in plugin.allocation.shares) == samples
-        # A limit that a user has set is kept, and so is one of an older version, which has no `searched_batch`.
+        # A limit that a user has set is kept, and so is one that no search has set.
         for change in ({"max_batch": 3}, {"searched_batch": None}):
             torch.distributed.barrier()
             if torch.distributed.get_rank() == 0:

@@ -46,7 +46,7 @@ def test_an_empty_name_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def broken(content: dict) -> list[bytes]:
     other_schema = {**content, "schema": 0}
-    other_place = {**content, "circumstances": {**content["circumstances"], "ranks": 3}}
+    other_place = {**content, "context": {**content["context"], "ranks": 3}}
     unknown_cost = {**content, "costs": {**content["costs"], "travel": 1.0}}
     impossible = {**content, "costs": {**content["costs"], "receive_factor": -1.0}}
     no_number = {**content, "costs": {**content["costs"], "receive_factor": "much"}}

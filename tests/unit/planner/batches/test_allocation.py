@@ -229,14 +229,6 @@ def test_per_rank_accumulation_uses_the_fastest_batch_size() -> None:
     assert share.runs == ((4, 3), (1, 1)) and share.last_batch == 1 and share.micro_batch == 4
 
 
-def test_the_old_spelling_of_per_rank_is_accepted_with_a_warning() -> None:
-    curve = Curve.from_seconds([2, 2, 2, 2, 5, 6])
-    with pytest.warns(FutureWarning, match='"own" is now spelled "per_rank"') as caught:
-        found = allocate([curve], 13, 0, accumulation="own")
-    assert found.accumulation == "per_rank" and caught[0].filename == __file__
-    assert found == allocate([curve], 13, 0, accumulation="per_rank")
-
-
 def test_communication_per_micro_step_leads_to_fewer_micro_steps() -> None:
     """If times grow faster than the batch, small micro-batches are better unless each one needs a synchronization."""
     curve = Curve.from_seconds([1.0 * b**1.5 for b in range(1, 17)])

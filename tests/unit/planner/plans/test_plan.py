@@ -120,14 +120,6 @@ def test_a_saved_plan_loads_unchanged(tmp_path: Path, made: Plan) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_plan_of_version_0_1_loads(tmp_path: Path) -> None:
-    """Its field was spelled ``synchronisation_seconds``."""
-    made, path = plan(), tmp_path / "plan.json"
-    save_plan(made, path)
-    path.write_text(path.read_text().replace("synchronization_seconds", "synchronisation_seconds"))
-    assert load_plan(path) == made
-
-
 def test_a_file_is_short(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     save_plan(plan(), path)
