@@ -12,7 +12,6 @@ from .commands.planning.batches import batches
 from .commands.planning.compare import compare
 from .commands.planning.evaluate import evaluate
 from .commands.planning.plan import plan
-from .commands.planning.replay import replay
 from .commands.planning.simulate import simulate
 from .commands.profiles.estimate import estimate
 from .commands.profiles.import_profile import import_profile
@@ -30,7 +29,7 @@ def main() -> None:
 
 for command in (
     *(probe, profile, estimate, import_profile),
-    *(plan, evaluate, compare, simulate, replay, batches),
+    *(plan, evaluate, compare, simulate, batches),
     *(checkpoint, launch, store),
 ):
     main.add_command(command)

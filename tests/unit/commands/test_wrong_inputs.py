@@ -101,7 +101,7 @@ def test_a_memory_reserve_is_finite(command: tuple[object, ...], number: str) ->
     assert "--memory-reserve" in failure(*command, CLUSTER, PROFILE, "--memory-reserve", number)
 
 
-@pytest.mark.parametrize("option", ["--budget", "--deadline", "--recovery", "--time-limit", "--gap"])
+@pytest.mark.parametrize("option", ["--budget", "--deadline", "--time-limit", "--gap"])
 def test_numbers_of_a_plan_are_finite(prices: Path, option: str) -> None:
     for number in ("nan", "inf"):
         assert "is not a finite number" in failure("plan", prices, PROFILE, "--global-batch", 32, option, number)
@@ -118,12 +118,6 @@ def test_numbers_that_are_too_large(prices: Path) -> None:
 def test_choices_may_be_written_as_the_help_shows_them(prices: Path) -> None:
     result = run("plan", prices, PROFILE, "--global-batch", 32, "--schedule", "1F1B", "--top", 1)
     assert result.exit_code == 0, result.output
-
-
-def test_recovery_is_for_spot_nodes(prices: Path) -> None:
-    arguments = ("plan", prices, PROFILE, "--global-batch", 32, "--recovery", 4)
-    assert "no node of" in failure(*arguments, "--objective", "cost")
-    assert "compared by price" in failure(*arguments)
 
 
 def test_limits_that_no_plan_keeps_are_those_of_the_user(prices: Path) -> None:
