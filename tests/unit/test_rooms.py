@@ -165,7 +165,7 @@ RULES: dict[str, set[str]] = {
     "elastic/supervisor": {"elastic"},
     "testing": {"io", "layers"},
     "commands": {"io", "planner/*", "checkpoint/storage"},
-    "planner/imports": {"io", "planner/cluster", "planner/profile", "planner/published"},
+    "planner/imports": {"io", "planner/published"},
     "commands/profiles": {
         *("io", "processes", "planner/*", "probe", "profiling", "profiling/*", "commands"),
     },
