@@ -12,10 +12,8 @@ from .commands.planning.batches import batches
 from .commands.planning.compare import compare
 from .commands.planning.evaluate import evaluate
 from .commands.planning.plan import plan
-from .commands.planning.replay import replay
 from .commands.planning.simulate import simulate
 from .commands.profiles.estimate import estimate
-from .commands.profiles.import_profile import import_profile
 from .commands.profiles.probe import probe
 from .commands.profiles.profile import profile
 
@@ -29,8 +27,8 @@ def main() -> None:
 
 
 for command in (
-    *(probe, profile, estimate, import_profile),
-    *(plan, evaluate, compare, simulate, replay, batches),
+    *(probe, profile, estimate),
+    *(plan, evaluate, compare, simulate, batches),
     *(checkpoint, launch, store),
 ):
     main.add_command(command)

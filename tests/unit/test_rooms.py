@@ -160,19 +160,13 @@ RULES: dict[str, set[str]] = {
     "elastic/membership": {"accelerator", "cpu"},
     "elastic/restart": {"elastic", "elastic/state", "checkpoint/format", "checkpoint/saving"},
     "elastic/supervisor": {"elastic"},
-    "elastic/replay": {
-        *("io", "planner/cluster", "planner/profile", "planner/plans", "planner/search", "elastic/state"),
-    },
-    "elastic/spot": {
-        *("planner/cluster", "planner/profile", "planner/plans", "planner/prices", "elastic/replay", "elastic/state"),
-    },
     "testing": {"io", "layers"},
     "commands": {"io", "planner/*", "checkpoint/storage"},
     "planner/imports": {"io", "planner/cluster", "planner/profile"},
     "commands/profiles": {
         *("io", "processes", "planner/*", "probe", "profiling", "profiling/*", "commands"),
     },
-    "commands/planning": {"io", "planner/*", "elastic/replay", "elastic/spot", "commands"},
+    "commands/planning": {"io", "planner/*", "commands"},
     "commands/jobs": {
         *("io", "checkpoint/format", "checkpoint/storage", "checkpoint/reading", "elastic", "elastic/supervisor"),
         "commands",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,7 +27,6 @@ from ..option_groups import GroupedCommand
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from ...elastic.replay.assumptions import Assumptions
     from ...planner.bounds.gap_goal import Effort
     from ...planner.cluster.topology import Topology
     from ...planner.plans.ranked_plan import RankedPlan
@@ -38,9 +36,6 @@ if TYPE_CHECKING:
 
 __all__ = ["plan"]
 
-
-FOLDER_BYTES_PER_SECOND = 1.2e9
-"""Of a shared folder with checkpoints; as in ``colossal-hetero replay``."""
 
 PROOF_SECONDS = 2.0
 """For the lower bound on the time of all plans, if no gap is asked for."""
@@ -59,7 +54,7 @@ GROUPS = {
         "time_limit",
     ),
     "Search space": ("search_space", "mixed_degrees", "widths", "recompute", "zero_stages", "more_profiles"),
-    "Prices": ("objective", "samples", "budget", "deadline", "at_most", "recovery", "front_plot"),
+    "Prices": ("objective", "samples", "budget", "deadline", "at_most", "front_plot"),
     "Output": ("out", "plot", "top"),
 }
 
@@ -166,13 +161,6 @@ GROUPS = {
     help="Take at most so many nodes of a type, or devices of a kind, of those in the cluster file: A100-40=16,v100=2.",
 )
 @click.option(
-    "--recovery",
-    type=Finite(min=0),
-    metavar="SECONDS",
-    help="How long training pauses when a spot node is taken away, without what moves between devices; for clusters "
-    "with preemptions_per_hour. Default: 4.5.",
-)
-@click.option(
     "--time-limit",
     type=Finite(min=0),
     default=5.0,
@@ -222,7 +210,6 @@ def plan(
     budget: float | None,
     deadline: float | None,
     at_most: dict[str, int] | None,
-    recovery: float | None,
     time_limit: float,
     gap: float | None,
     front_plot: Path | None,
@@ -278,14 +265,6 @@ def plan(
         model = on_links(load_model_profile(profile), topology)
         if memory_reserve is not None:
             topology = topology.with_memory_reserve(round(memory_reserve * 1e9))
-        if recovery is not None and not by_price:
-            raise ValueError(
-                "--recovery is for plans that are compared by price; give --objective too, or leave it out"
-            )
-        if recovery is not None and all(node.spot is None for node in topology.nodes):
-            raise ValueError(
-                f"--recovery is for spot nodes, and no node of {cluster} has preemptions_per_hour; leave it out"
-            )
         options: dict[str, Any] = dict(
             global_batch=global_batch, micro_batches=micro_batch, tensor_parallel=tp, method=method, unequal=not equal
         )
@@ -293,7 +272,7 @@ def plan(
         with status_line(f"planning for {len(topology.devices):,} devices"):
             if by_price:
                 names = dict(cluster_file=cluster.name, profile_file=profile.name)
-                wish = _Wish(objective, samples, budget, deadline, recovery, at_most or {})
+                wish = _Wish(objective, samples, budget, deadline, at_most or {})
                 table, plans = _by_price(topology, model, wish, time_limit, front_plot, options | names)
             else:
                 table, plans = (
@@ -327,8 +306,7 @@ def plan(
     if table is not None:
         console.print(table)
     console.print(render(plans))
-    spot_nodes = {node.name for node in topology.nodes if node.spot is not None}
-    call = training_call(best, str(out or "plan.json"), overlap=overlap, spot_nodes=spot_nodes)
+    call = training_call(best, str(out or "plan.json"), overlap=overlap)
     _print(console, f"{one_line(best)}\n\n{call}")
     if out is None:
         _print(console, "\n# --out plan.json writes this plan to that file")
@@ -350,7 +328,6 @@ class _Wish(NamedTuple):
     samples: int | None
     budget: float | None
     deadline: float | None
-    recovery: float | None
     at_most: Mapping[str, int]
 
 
@@ -363,18 +340,13 @@ def _by_price(
     options: Mapping[str, Any],
 ) -> tuple[RenderableType, list[RankedPlan]]:
     """The table of plans that are worth their price, and the plan that is chosen."""
-    from ...elastic.spot.interrupted_front import interrupted_front
     from ...planner.plans.ranked_plan import RankedPlan
     from ...planner.prices.node_choice import node_types
     from ...planner.prices.pareto_front import choose, limits_in_words, pareto_front
     from ...planner.report.front_picture import plot_front
     from ...planner.report.front_table import render_front, training_in_words
 
-    quotas: dict[str, Any] = dict(at_most=dict(wish.at_most), time_limit_seconds=time_limit)
-    if any(node.spot is not None for node in topology.nodes):
-        front = interrupted_front(topology, model, _assumed(model, wish.recovery), **quotas, **options)
-    else:
-        front = pareto_front(topology, model, **quotas, **options)
+    front = pareto_front(topology, model, at_most=wish.at_most, time_limit_seconds=time_limit, **options)
     limits: dict[str, float] = {}
     in_words: Callable[[float | None, float | None], str] = limits_in_words
     if wish.samples is not None:
@@ -390,18 +362,6 @@ def _by_price(
     if picture is not None:
         plot_front(front, types, chosen, picture)
     return render_front(front, types, chosen, wish.samples), [RankedPlan(chosen.plan, "the best within the limits")]
-
-
-def _assumed(model: ModelProfile, recovery: float | None) -> Assumptions:
-    """What recoveries cost, as in ``colossal-hetero replay``."""
-    from ...elastic.replay.assumptions import Assumptions
-    from ...elastic.replay.fitted_plans import state_bytes_by_block
-
-    folder_seconds = sum(state_bytes_by_block(model)) / FOLDER_BYTES_PER_SECOND
-    assumed = Assumptions(load_seconds=folder_seconds, save_seconds=folder_seconds)
-    if recovery is None:
-        return assumed
-    return replace(assumed, dead_wait_seconds=recovery, last_call_seconds=0.0, resume_seconds=0.0)
 
 
 def _print(console: Console, text: str) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...planner.plans.plan import Plan
 
-__all__ = ["HeldLayers", "Holdings", "has_every_layer", "layers_by_rank", "missing_bytes"]
+__all__ = ["HeldLayers", "layers_by_rank", "missing_bytes"]
 
 
 class HeldLayers(NamedTuple):
@@ -21,10 +21,6 @@ class HeldLayers(NamedTuple):
     """The tensor-parallel degree."""
 
 
-Holdings = Mapping[int, HeldLayers]
-"""What devices hold, by the number of the device."""
-
-
 def layers_by_rank(plan: Plan) -> dict[int, HeldLayers]:
     """What each rank of a plan holds."""
     return {
@@ -34,11 +30,6 @@ def layers_by_rank(plan: Plan) -> dict[int, HeldLayers]:
         for group in plan.groups(stage)
         for part, rank in enumerate(group)
     }
-
-
-def has_every_layer(left: Holdings, before: Holdings) -> bool:
-    """Whether each part of each layer that was held ``before`` is among those that are ``left``."""
-    return _pieces(before) <= _pieces(left)
 
 
 def missing_bytes(held: HeldLayers | None, needed: HeldLayers | None, block_bytes: Sequence[float]) -> float:
@@ -62,8 +53,3 @@ def missing_bytes(held: HeldLayers | None, needed: HeldLayers | None, block_byte
 
 def _blocks(layers: HeldLayers) -> set[int]:
     return {block for start, stop in layers.ranges for block in range(start, stop)}
-
-
-def _pieces(holdings: Holdings) -> set[tuple[int, int]]:
-    # All devices follow one plan, so their tensor-parallel degrees are the same.
-    return {(block, layers.part) for layers in holdings.values() for block in _blocks(layers)}

@@ -30,9 +30,7 @@
     dollars_per_gigabyte = 0.02  # in either direction
 
 Prices are needed only if plans are to be compared by what they cost. A node can have ``dollars_per_hour`` of its own,
-which is the price of the whole node; without it, the price is that of its devices. Spot nodes have
-``preemptions_per_hour``, how often such a node is taken away while it is there, and ``replacement_minutes``, how long
-it takes until another one is there; both are averages.
+which is the price of the whole node; without it, the price is that of its devices.
 
 ``total_gigabytes_per_second`` of ``inside`` is what all transfers inside the node share: a bus, a switch with few
 lanes, host memory.
@@ -73,7 +71,7 @@ from .cluster_schema import (
     suggest,
 )
 from .gpu_catalog import GPUS, INSIDE, usual_memory_reserve
-from .topology import Channel, Device, DeviceKind, Node, SpotTerms, Topology
+from .topology import Channel, Device, DeviceKind, Node, Topology
 
 __all__ = ["load_cluster", "parse_cluster", "save_cluster", "write_cluster"]
 
@@ -131,7 +129,7 @@ def _build(file: ClusterFields) -> Topology:
                 nics = sorted((nic.channel() for nic in part.nics), key=lambda nic: -nic.bytes_per_second)
                 shared = math.inf if part.inside is None else part.inside.shared_bytes_per_second
                 price = _node_price(part, file.kinds)
-                nodes.append(Node(name, cluster_number, ranks, inside, tuple(nics), shared, price, _spot_terms(part)))
+                nodes.append(Node(name, cluster_number, ranks, inside, tuple(nics), shared, price))
     numbers = {cluster.name: number for number, cluster in enumerate(file.clusters)}
     between = tuple((numbers[link.clusters[0]], numbers[link.clusters[1]], link.channel()) for link in file.links)
     egress = tuple(
@@ -153,12 +151,6 @@ def _node_price(part: NodeFields, kinds: Mapping[str, KindFields]) -> float | No
             return None
         total += alike.count * price
     return total
-
-
-def _spot_terms(part: NodeFields) -> SpotTerms | None:
-    if not part.preemptions_per_hour or part.replacement_minutes is None:
-        return None
-    return SpotTerms(part.preemptions_per_hour, part.replacement_minutes)
 
 
 def _described_kind(name: str, kind: KindFields) -> DeviceKind:
@@ -325,9 +317,6 @@ def _node_table(topology: Topology, nodes: Sequence[Node]) -> tomlkit.items.Tabl
         table["nics"] = _rows(_channel_fields(nic) for nic in node.nics)
     if node.dollars_per_hour is not None:
         table["dollars_per_hour"] = node.dollars_per_hour
-    if node.spot is not None:
-        table["preemptions_per_hour"] = node.spot.preemptions_per_hour
-        table["replacement_minutes"] = node.spot.replacement_minutes
     return table
 
 

@@ -160,19 +160,6 @@ class NodeFields(FilePart):
     """Network cards. Several may be of one kind: a message uses one of them, and messages share all of them."""
     dollars_per_hour: Dollars | None = None
     """Price of a whole node."""
-    preemptions_per_hour: Annotated[float, Field(ge=0, le=3600)] | None = None
-    """How often such a node is taken away while it is there, on average."""
-    replacement_minutes: Annotated[float, Field(ge=0, le=1e6)] | None = None
-    """Until another one is there in its place, on average."""
-
-    @model_validator(mode="after")
-    def _both(self) -> NodeFields:
-        if (self.preemptions_per_hour is None) != (self.replacement_minutes is None):
-            raise ValueError(
-                "preemptions_per_hour says how often a spot node is taken away, and replacement_minutes how long it "
-                "takes on average until there is another one; give both or neither"
-            )
-        return self
 
     def names(self, cluster: str) -> list[str]:
         """Names of the nodes; without a name of their own they have the name of their cluster."""

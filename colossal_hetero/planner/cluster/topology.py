@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
-__all__ = ["Channel", "Device", "DeviceKind", "Node", "SpotTerms", "Topology"]
+__all__ = ["Channel", "Device", "DeviceKind", "Node", "Topology"]
 
 MEGABYTE = 1e6
 SMALLEST_EXPONENT, LARGEST_EXPONENT = -20, 30
@@ -145,16 +145,6 @@ class Device:
 
 
 @dataclass(frozen=True)
-class SpotTerms:
-    """How often a node is taken away, and how soon there is another one."""
-
-    preemptions_per_hour: float
-    """While the node is there, on average."""
-    replacement_minutes: float
-    """Until the node, or another one in its place, is there again, on average."""
-
-
-@dataclass(frozen=True)
 class Node:
     """A machine."""
 
@@ -171,8 +161,6 @@ class Node:
     """What all transfers between its devices share, if it is limited: a bus, a switch with few lanes, host memory."""
     dollars_per_hour: float | None = None
     """Price of the whole node; None if it is not known."""
-    spot: SpotTerms | None = None
-    """None: the node stays."""
 
     def __post_init__(self) -> None:
         if not self.inside_bytes_per_second > 0:

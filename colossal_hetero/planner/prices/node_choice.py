@@ -36,7 +36,7 @@ def node_types(topology: Topology) -> list[NodeType]:
     numbers: dict[object, list[int]] = {}
     for number, node in enumerate(topology.nodes):
         devices = tuple((topology.devices[rank].kind, topology.devices[rank].speed) for rank in node.devices)
-        same = (node.inside, node.nics, node.inside_bytes_per_second, node.dollars_per_hour, node.spot)
+        same = (node.inside, node.nics, node.inside_bytes_per_second, node.dollars_per_hour)
         key = (node.cluster, devices, *same)
         numbers.setdefault(key, []).append(number)
     return [

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,9 +29,7 @@ from .node_choice import NodeType, choices, node_types, taken, within
 from .plan_cost import HOUR, PlanCost, check_prices, plan_cost
 from .time_bounds import time_bounds
 
-__all__ = [
-    *("FrontPoint", "Interrupted", "Objective", "choose", "limits_in_words", "pareto_front", "worth_their_price"),
-]
+__all__ = ["FrontPoint", "Objective", "choose", "limits_in_words", "pareto_front"]
 
 Objective = Literal["time", "cost"]
 
@@ -46,14 +44,6 @@ PROOF_SECONDS = 0.5
 ROUNDING = 1e-9
 
 
-class Interrupted(NamedTuple):
-    """Averages over a long time in which spot nodes are taken away and come back."""
-
-    iteration_seconds: float
-    """Per iteration that counts; infinite if none ever does."""
-    dollars_per_iteration: float
-
-
 @dataclass(frozen=True, eq=False)
 class FrontPoint:
     """A plan than which no other that was found is both faster and cheaper."""
@@ -64,20 +54,17 @@ class FrontPoint:
     nodes: tuple[int, ...]
     """How many nodes of each type it uses."""
     gap: float
-    """No plan can be both faster and cheaper by more than this share (0.03: 3 %), by the lower bounds; without
-    interruptions."""
-    interrupted: Interrupted | None = None
-    """With interruptions, if there are spot nodes and it was computed."""
+    """No plan can be both faster and cheaper by more than this share (0.03: 3 %), by the lower bounds."""
 
     @property
     def seconds(self) -> float:
-        """Of an iteration, with interruptions if they are known."""
-        return self.plan.iteration_seconds if self.interrupted is None else self.interrupted.iteration_seconds
+        """Of an iteration."""
+        return self.plan.iteration_seconds
 
     @property
     def dollars(self) -> float:
-        """Of an iteration, with interruptions if they are known."""
-        return self.cost.dollars_per_iteration if self.interrupted is None else self.interrupted.dollars_per_iteration
+        """Of an iteration."""
+        return self.cost.dollars_per_iteration
 
 
 def pareto_front(
@@ -207,7 +194,7 @@ def _check_bounds_are_known(
             )
 
 
-def worth_their_price(points: Iterable[FrontPoint]) -> list[FrontPoint]:
+def _worth_their_price(points: Iterable[FrontPoint]) -> list[FrontPoint]:
     """The points that no other one is better than, from the fastest to the cheapest."""
     kept: list[FrontPoint] = []
     for point in sorted(points, key=lambda each: (each.seconds, each.dollars)):
@@ -245,8 +232,8 @@ class _Search:
         ratio = float(np.median(self._ratios)) if self._ratios else 1.0
         ahead = np.full(len(self._seconds), np.inf)
         for point in self.points:
-            faster = point.plan.iteration_seconds / (self._seconds * ratio)
-            cheaper = point.cost.dollars_per_iteration / (self._dollars * ratio + 1e-300)
+            faster = point.seconds / (self._seconds * ratio)
+            cheaper = point.dollars / (self._dollars * ratio + 1e-300)
             ahead = np.minimum(ahead, np.maximum(faster, cheaper))
         ahead[~self._left] = 0.0
         if not self.points:
@@ -263,7 +250,7 @@ class _Search:
         """The plans of a choice, the fastest first."""
         self._left[row] = False
         if points:
-            self._ratios.append(points[0].plan.iteration_seconds / float(self._seconds[row]))
+            self._ratios.append(points[0].seconds / float(self._seconds[row]))
             # The fastest plan leaves some nodes out. So without these nodes it is the fastest, too.
             fewer = (self._counts <= self._counts[row]) & (self._counts >= np.array(points[0].nodes))
             self._left[fewer.all(axis=1)] = False
@@ -274,9 +261,9 @@ class _Search:
 
         Each choice is returned once.
         """
-        front = worth_their_price(self.points)
-        seconds = np.array([[point.plan.iteration_seconds] for point in front])
-        dollars = np.array([[_dollars(point)] for point in front])
+        front = _worth_their_price(self.points)
+        seconds = np.array([[point.seconds] for point in front])
+        dollars = np.array([[point.dollars] for point in front])
         gaps = np.minimum(seconds / self._seconds, dollars / np.maximum(self._dollars, 1e-300))
         gaps[:, self._proved] = 0.0
         row = int(gaps.max(axis=0).argmax())
@@ -293,17 +280,13 @@ class _Search:
 
     def front(self) -> list[FrontPoint]:
         """The points that no other is better than, from the fastest to the cheapest, with their gaps."""
-        return [self._with_gap(point) for point in worth_their_price(self.points)]
+        return [self._with_gap(point) for point in _worth_their_price(self.points)]
 
     def _with_gap(self, point: FrontPoint) -> FrontPoint:
-        faster = point.plan.iteration_seconds / self._seconds
-        cheaper = _dollars(point) / np.maximum(self._dollars, 1e-300)
+        faster = point.seconds / self._seconds
+        cheaper = point.dollars / np.maximum(self._dollars, 1e-300)
         gap = max(float(np.minimum(faster, cheaper).max()) - 1.0, 0.0)
         return replace(point, gap=gap)
-
-
-def _dollars(point: FrontPoint) -> float:
-    return point.cost.dollars_per_iteration
 
 
 def _point(topology: Topology, profile: ModelProfile, types: Sequence[NodeType], plan: Plan) -> FrontPoint:

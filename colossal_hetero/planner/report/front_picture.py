@@ -17,8 +17,6 @@ __all__ = ["plot_front", "proved_edge"]
 def plot_front(front: Sequence[FrontPoint], types: Sequence[NodeType], chosen: FrontPoint, path: Path) -> None:
     """Write a picture, with the line beyond which no plan can be, by the lower bounds.
 
-    With spot nodes, times and costs are those with interruptions, as in the table; the bounds are without them.
-
     Args:
         front: see :func:`.pareto_front.pareto_front`.
         types: of nodes in the cluster.
@@ -27,7 +25,6 @@ def plot_front(front: Sequence[FrontPoint], types: Sequence[NodeType], chosen: F
     """
     from matplotlib.figure import Figure
 
-    interrupted = any(point.interrupted is not None for point in front)
     cost = [1000 * point.dollars for point in front]
     seconds = [point.seconds for point in front]
     figure = Figure(figsize=(8, 5), layout="constrained")
@@ -38,7 +35,7 @@ def plot_front(front: Sequence[FrontPoint], types: Sequence[NodeType], chosen: F
         ":",
         drawstyle="steps-pre",
         color="#888888",
-        label=f"no plan is better in both than this{', without interruptions' if interrupted else ''}",
+        label="no plan is better in both than this",
     )
     best = 1000 * chosen.dollars, chosen.seconds
     axes.plot(*([each] for each in best), "o", color=ORANGE, markersize=10, label="chosen")
@@ -68,8 +65,8 @@ def proved_edge(front: Sequence[FrontPoint]) -> list[tuple[float, float]]:
     """
     corners: list[tuple[float, float]] = []
     for point in front:
-        dollars = 1000 * point.cost.dollars_per_iteration / (1 + point.gap)
-        corners.append((dollars, point.plan.iteration_seconds / (1 + point.gap)))
+        dollars = 1000 * point.dollars / (1 + point.gap)
+        corners.append((dollars, point.seconds / (1 + point.gap)))
     corners.sort(reverse=True)
     # Where plans are excluded up to some dollars, they are also excluded for less.
     heights = itertools.accumulate((seconds for _, seconds in corners), max)

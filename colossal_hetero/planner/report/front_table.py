@@ -28,15 +28,12 @@ def render_front(
         chosen: one of the points.
         samples: of the whole training, for its time and cost.
     """
-    unit, seconds = times([point.plan.iteration_seconds for point in front])
+    unit, seconds = times([point.seconds for point in front])
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("\nnodes", overflow="fold")
     table.add_column(Text(f"iteration\n[{unit}]"), justify="right", no_wrap=True)
     table.add_column("\n$ / hour", justify="right", no_wrap=True)
     table.add_column("$ / 1,000\niterations", justify="right", no_wrap=True)
-    interrupted = any(point.interrupted is not None for point in front)
-    if interrupted:
-        table.add_column(Text("with interruptions\n/ without"), justify="right", no_wrap=True)
     if samples is not None:
         table.add_column(Text("training\n[h]"), justify="right", no_wrap=True)
         table.add_column(Text("training\n[$]"), justify="right", no_wrap=True)
@@ -49,8 +46,6 @@ def render_front(
             f"{point.cost.dollars_per_hour:,.2f}",
             dollars(1000 * point.dollars),
         ]
-        if interrupted:
-            cells.append(f"{point.seconds / point.plan.iteration_seconds:.3f}")
         if samples is not None:
             hours, price = totals(point, samples)
             cells += [f"{hours:,.1f}", dollars(price)]
@@ -60,7 +55,7 @@ def render_front(
 
 
 def totals(point: FrontPoint, samples: int) -> tuple[float, float]:
-    """Hours and dollars of a training of so many samples, with interruptions if they are known."""
+    """Hours and dollars of a training of so many samples."""
     iterations = samples / point.plan.global_batch
     return iterations * point.seconds / HOUR, iterations * point.dollars
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -21,19 +21,16 @@ MAX_NUMBERS = 12
 """Up to so many numbers, a list is written out; longer lists are written as sums of repeated numbers."""
 
 
-def training_call(
-    plan: Plan, path: str = "plan.json", *, overlap: bool = False, spot_nodes: Collection[str] = ()
-) -> str:
+def training_call(plan: Plan, path: str = "plan.json", *, overlap: bool = False) -> str:
     """The commands that launch the plan, and the Python that makes the plugin for it.
 
     If Colossal-AI's own plugin can run the plan too, the Python for that follows. If the plan cannot be run, the text
-    says why and what to do. If it uses nodes that can be taken away, elastic training comes first.
+    says why and what to do.
 
     Args:
         plan: The plan.
         path: Path of the plan's file.
         overlap: Whether the plan counts on communication that overlaps with passes.
-        spot_nodes: Names of nodes that can be taken away.
     """
     problem = why_not_runnable(plan)
     if problem is not None:
@@ -43,7 +40,6 @@ def training_call(
     zero = "" if plan.zero_stage else ", zero_stage=1"
     options = f"{zero}, overlap_communication=True{gathered}" if overlap else ""
     lines = [
-        *_elastic_call(plan, [name for name in _ranks_by_node(plan) if name in spot_nodes], overlap),
         *launch_lines(plan),
         "",
         "from colossal_hetero import HeteroHybridParallelPlugin",
@@ -61,39 +57,6 @@ def _is_summed_by_layer(plan: Plan) -> bool:
     return plan.has_wide_stages or not plan.symmetric
 
 
-def _elastic_call(plan: Plan, spot_nodes: Sequence[str], overlap: bool) -> list[str]:
-    """How to train so that training goes on when one of these nodes is taken away; nothing if there are none."""
-    if not spot_nodes:
-        return []
-    lines = [f"# {_some(spot_nodes)} can be taken away (spot nodes); see docs/elastic.md"]
-    reasons = {
-        f"the schedule {plan.schedule} cannot be elastic; plan with --schedule 1f1b": plan.schedule != "1f1b",
-        "ZeRO cannot be elastic; plan without --zero-stages and --overlap": overlap or plan.zero_stage,
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            return [*lines, f"# then the job ends: {reason}", ""]
-    lines.append("colossal-hetero store  # on a machine that stays; it prints HOST:PORT")
-    by_ranks: dict[int, list[str]] = {}
-    for name, ranks in _ranks_by_node(plan).items():
-        by_ranks.setdefault(ranks, []).append(name)
-    lines += [
-        f"colossal-hetero launch --store HOST:PORT --node NODE --nproc {ranks} train.py  # NODE: {_some(names)}"
-        for ranks, names in by_ranks.items()
-    ]
-    files = f'cluster="{plan.cluster or "cluster.toml"}", profile="{plan.profile or "profile.json"}"'
-    return [
-        *lines,
-        "",
-        "from colossal_hetero import ElasticConfig, HeteroHybridParallelPlugin, PlanConfig",
-        f"planning = PlanConfig({files}, global_batch_size={plan.global_batch}, min_replicas=2)",
-        f'plugin = HeteroHybridParallelPlugin(plan="auto", planning=planning, elastic=ElasticConfig(), '
-        f'precision="{plan.precision}")',
-        "",
-        "# this plan without elastic training: the job ends when a node is taken away",
-    ]
-
-
 def _ranks_by_node(plan: Plan) -> dict[str, int]:
     """How many ranks each node has, in the order of ranks."""
     stages = [stage for replica in plan.replicas for stage in replica.stages]
@@ -104,10 +67,6 @@ def _ranks_by_node(plan: Plan) -> dict[str, int]:
         for rank in group
     }
     return dict(Counter(node_of[rank] for rank in sorted(node_of)))
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:MAX_NUMBERS]) + (", …" if len(names) > MAX_NUMBERS else "")
 
 
 def _batch_lines(plan: Plan) -> list[str]:

@@ -67,3 +67,12 @@ def test_groups_of_a_stage_hold_the_same_layers() -> None:
         3: HeldLayers(((0, 4),), 1, 2),
         4: HeldLayers(((4, 6),)),
     }
+
+
+def test_what_a_device_lacks() -> None:
+    sizes = [100.0, 10.0, 1.0]
+    half, first, second = HeldLayers(((0, 2),)), HeldLayers(((0, 2),), 0, 2), HeldLayers(((0, 2),), 1, 2)
+    assert missing_bytes(None, half, sizes) == 110 and missing_bytes(half, None, sizes) == 0
+    assert missing_bytes(half, first, sizes) == 0 and missing_bytes(first, half, sizes) == 55
+    assert missing_bytes(first, second, sizes) == 55
+    assert missing_bytes(HeldLayers(((1, 3),)), half, sizes) == 100

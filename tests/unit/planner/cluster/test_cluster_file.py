@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from colossal_hetero.planner.cluster.cluster_file import load_cluster, parse_cluster, save_cluster, write_cluster
 from colossal_hetero.planner.cluster.gpu_catalog import GPUS, INSIDE
-from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, SpotTerms, Topology
+from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from tests.support.paths import CLUSTERS
 from tests.support.random_examples import examples
 
@@ -71,7 +71,7 @@ devices = [{ kind = "A100-40", count = 4 }]
 nics = [{ kind = "Ethernet", gigabits_per_second = 10 }]
 
 [[clusters.nodes]]
-name = "spot"
+name = "priced"
 count = 2
 devices = [{ kind = "A100-40", count = 4 }]
 nics = [{ kind = "Ethernet", gigabits_per_second = 10 }]
@@ -90,16 +90,6 @@ kind = "Ethernet"
 gigabits_per_second = 5
 dollars_per_gigabyte = 0.08
 """
-
-
-def test_spot_nodes_are_read_and_written() -> None:
-    terms = "dollars_per_hour = 5\npreemptions_per_hour = 0.25\nreplacement_minutes = 7\n"
-    text = PRICES.replace("dollars_per_hour = 5\n", terms)
-    topology = parse_cluster(text)
-    assert [node.spot for node in topology.nodes] == [None, SpotTerms(0.25, 7.0), SpotTerms(0.25, 7.0), None]
-    assert parse_cluster(write_cluster(topology)) == topology
-    with pytest.raises(ValueError, match="replacement_minutes"):
-        parse_cluster(text.replace("replacement_minutes = 7\n", ""))
 
 
 def test_prices_are_read_and_written() -> None:

@@ -7,15 +7,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from colossal_hetero.planner.prices.pareto_front import FrontPoint, Interrupted
+from colossal_hetero.planner.prices.pareto_front import FrontPoint
 from colossal_hetero.planner.report.front_picture import plot_front, proved_edge
 
 
-def point(dollars: float, seconds: float, gap: float, interrupted: Interrupted | None = None) -> FrontPoint:
+def point(dollars: float, seconds: float, gap: float) -> FrontPoint:
     """A point with this cost of 1,000 iterations."""
     plan: Any = SimpleNamespace(iteration_seconds=seconds)
     cost: Any = SimpleNamespace(dollars_per_iteration=dollars / 1000)
-    return FrontPoint(plan, cost, (1,), gap, interrupted)
+    return FrontPoint(plan, cost, (1,), gap)
 
 
 def height(edge: list[tuple[float, float]], dollars: float) -> float:
@@ -40,14 +40,12 @@ def test_nothing_is_drawn_as_excluded_that_is_not() -> None:
 
 
 def test_plans_are_drawn_as_in_the_table(tmp_path: Path, monkeypatch: Any) -> None:
-    """With interruptions where they are known."""
     drawn: list[Any] = []
     monkeypatch.setattr("colossal_hetero.planner.report.front_picture.save_figure", lambda each, _: drawn.append(each))
-    front = [point(50, 3, 0.2, Interrupted(4.0, 0.07)), point(40, 6, 0.1, Interrupted(8.0, 0.06))]
+    front = [point(70, 4, 0.2), point(60, 8, 0.1)]
     types: Any = [SimpleNamespace(name="a100")]
     plot_front(front, types, front[0], tmp_path / "front.png")
     found, proved, chosen = drawn[0].axes[0].lines
     assert [list(each) for each in found.get_data()] == [[60, 70], [8, 4]]
     assert [list(each) for each in chosen.get_data()] == [[70], [4]]
-    assert list(proved.get_xdata()) == [40 / 1.1, 50 / 1.2]
-    assert proved.get_label().endswith(", without interruptions")
+    assert list(proved.get_xdata()) == [60 / 1.1, 70 / 1.2]

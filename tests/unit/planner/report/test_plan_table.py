@@ -143,34 +143,6 @@ def test_the_calls_that_run_a_plan() -> None:
     assert "torchrun --nproc-per-node 4 train.py" in text
 
 
-def test_spot_nodes_are_trained_on_elastically() -> None:
-    names = ("a-0", "a-1", "b")
-    made = plan(
-        *(
-            replica(
-                *(stage(2 * index, 2 * index + 2, (3 * number + index,), node=name) for index, name in enumerate(names))
-            )
-            for number in range(1)
-        ),
-        precision="bf16",
-    )
-    assert "elastic" not in training_call(made) and "elastic" not in training_call(made, spot_nodes={"c"})
-    text = training_call(made, spot_nodes={"a-1", "b", "c"})
-    lines = text.splitlines()
-    assert lines[0] == "# a-1, b can be taken away (spot nodes); see docs/elastic.md"
-    launch = "colossal-hetero launch --store HOST:PORT --node NODE --nproc 1 train.py  # NODE: a-0, a-1, b"
-    assert lines.index(launch) < lines.index(
-        "torchrun --nnodes 3 --node-rank 0 --nproc-per-node 1 --master-addr a-0 train.py  # on a-0"
-    )
-    assert f"global_batch_size={made.global_batch}, min_replicas=2)" in text
-    assert 'plan="auto", planning=planning, elastic=ElasticConfig(), precision="bf16")' in text
-    text = training_call(made.model_copy(update={"zero_stage": 1}), spot_nodes={"b"})
-    assert "ZeRO cannot be elastic" in text and "colossal-hetero launch" not in text
-    assert "ZeRO cannot be elastic" in training_call(made, overlap=True, spot_nodes={"b"})
-    text = training_call(chunked("zbv"), spot_nodes={stage.node for stage in chunked("zbv").replicas[0].stages})
-    assert "the schedule zbv cannot be elastic" in text
-
-
 def test_the_chunks_of_stages_are_shown() -> None:
     made = chunked("interleaved")
     assert "[A100-40 0-1 + 3-4 | A100-40 2 + 5] · micro-batch 2 × 8 · interleaved" in one_line(made)

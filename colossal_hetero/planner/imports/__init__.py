@@ -1,1 +1,0 @@
-"""Profiles of layers from files that other programs write."""
