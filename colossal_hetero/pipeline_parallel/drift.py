@@ -188,16 +188,14 @@ def _pipeline(plan: Plan, slowest: list[StageDrift], profile: ModelProfile | Non
     whole = [_costs_of_mean(stage, plan.blocks) for stage in placed]
     if profile is not None and profile.blocks == plan.blocks:
         try:
-            replicas = len(plan.replicas) if plan.zero_stage else 0
             whole = [
                 stage_costs(
                     profile,
                     stage.device,
                     tensor_parallel=plan.tensor_parallel,
                     micro_batch=plan.micro_batch,
-                    width=stage.width,
                     recompute=stage.recompute,
-                    zero_shards=max(replicas * stage.width, 1),
+                    zero_shards=len(plan.replicas) if plan.zero_stage else 1,
                 )
                 for stage in placed
             ]
