@@ -258,7 +258,7 @@ def _channels(replica: Replica, output_bytes: Sequence[NDArray[np.float64]]) -> 
 
     Args:
         replica: the present one.
-        output_bytes: by stage, what one of its groups sends behind each block, ``[blocks]``.
+        output_bytes: by stage, what it sends behind each block, ``[blocks]``.
     """
     count = len(replica.stages)
     hops = replica.hop_seconds
