@@ -1,9 +1,9 @@
 """How often the planner misses a plan: all plans of small clusters, and clusters that become better. No training.
 
 Small clusters have 1 to 4 devices; every plan without tensor parallelism is tried. For the wider search spaces, every
-plan with tensor parallelism, other degrees and widths of stages, recomputation and ZeRO stage 1 is tried. Larger
-clusters have up to 16 devices; each is planned for as it is, and with more bandwidth, more memory, a faster device and
-a further device. The best plan must not become slower.
+plan with tensor parallelism, other degrees of stages, recomputation and ZeRO stage 1 is tried. Larger clusters have up
+to 16 devices; each is planned for as it is, and with more bandwidth, more memory, a faster device and a further device.
+The best plan must not become slower.
 """
 
 from __future__ import annotations

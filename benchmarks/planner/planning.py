@@ -26,10 +26,10 @@ from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes
 from colossal_hetero.planner.search.make_plans import make_plans
 from colossal_hetero.planner.slots.device_groups import MemberKind, effective_power, find_grouping
 from colossal_hetero.planner.slots.placement import NodeLinks, SlotPool
-from colossal_hetero.planner.slots.search_space import DEFAULT, RUNNABLE, SIMPLE, WHOLE
+from colossal_hetero.planner.slots.search_space import DEFAULT, SIMPLE, WHOLE
 from colossal_hetero.planner.slots.tp_groups import slot_kinds
 
-SPACES = {"simple": SIMPLE, "default": DEFAULT, "runnable": RUNNABLE, "whole": WHOLE}
+SPACES = {"simple": SIMPLE, "default": DEFAULT, "whole": WHOLE}
 NAMES = ("A100-80", "H800", "H20")
 CLUSTERS = {
     16: (8, 4, 4),

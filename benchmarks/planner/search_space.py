@@ -1,8 +1,8 @@
 """How much a wider search space gains, on the clusters of ``published_clusters``, from times measured on real GPUs.
 
-"Simple" plans have stages of one form. The default may also use recomputation and ZeRO stage 1, "runnable" also stages
-whose groups divide micro-batches (width), and "whole" another tensor-parallel degree for each kind of GPU. The plugin
-runs all but the last. All are predicted by one model; the plans were not run.
+"Simple" plans have stages of one form. The default may also use recomputation and ZeRO stage 1, and "whole" another
+tensor-parallel degree for each kind of GPU. The plugin runs all but the last. All are predicted by one model; the plans
+were not run.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from colossal_hetero.planner.plans.runnable import NoPlanError
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from colossal_hetero.planner.report.plan_table import layout
 from colossal_hetero.planner.search.make_plans import make_plans
-from colossal_hetero.planner.slots.search_space import DEFAULT, RUNNABLE, SIMPLE, WHOLE, SearchSpace
+from colossal_hetero.planner.slots.search_space import DEFAULT, SIMPLE, WHOLE, SearchSpace
 
-SPACES = {"simple": SIMPLE, "default": DEFAULT, "runnable": RUNNABLE, "whole": WHOLE}
+SPACES = {"simple": SIMPLE, "default": DEFAULT, "whole": WHOLE}
 
 
 def timed_plan(
@@ -54,17 +54,17 @@ def main() -> None:
                 cluster,
                 profile.name,
                 *(f"{plan.iteration_seconds:.2f}" if plan else "no plan" for plan in plans),
-                *(f"{plan.iteration_seconds / best:.3f}" if plan else "-" for plan in plans[:3]),
-                *(layout(plan) if plan else "-" for plan in plans[2:]),
+                *(f"{plan.iteration_seconds / best:.3f}" if plan else "-" for plan in plans[:2]),
+                *(layout(plan) if plan else "-" for plan in plans[1:]),
                 *(f"{seconds:.1f}" for _, seconds in found.values()),
             ]
         )
         print(*rows[-1], sep=" | ", file=sys.stderr, flush=True)
-    ratios = (f"{name} / best" for name in list(SPACES)[:3])
+    ratios = (f"{name} / best" for name in list(SPACES)[:2])
     columns = ["cluster", "model", *(f"{name} [s]" for name in SPACES), *ratios]
     print_markdown(
         f"Predicted seconds per iteration of {arguments.global_batch} sequences in wider search spaces",
-        [*columns, "runnable: plan", "whole: plan", *(f"{name}: planning [s]" for name in SPACES)],
+        [*columns, "default: plan", "whole: plan", *(f"{name}: planning [s]" for name in SPACES)],
         rows,
     )
 

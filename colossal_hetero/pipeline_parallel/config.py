@@ -11,11 +11,11 @@ from ..planner.cluster.group_networks import Adapter
 from ..planner.cluster.topology import Topology
 from ..planner.profile.layer_profile import ModelProfile
 from ..planner.schedules.pass_order import Schedule
-from ..planner.slots.search_space import DEFAULT, RUNNABLE, SIMPLE
+from ..planner.slots.search_space import DEFAULT, SIMPLE
 
 __all__ = ["SPACES", "PlanConfig"]
 
-SPACES = {"simple": SIMPLE, "default": DEFAULT, "runnable": RUNNABLE}
+SPACES = {"simple": SIMPLE, "default": DEFAULT}
 """By name, the search spaces whose plans the plugin runs."""
 
 
@@ -65,9 +65,8 @@ class PlanConfig:
     layer is held twice, so that elastic training goes on when a process is lost."""
 
     search_space: str = "simple"
-    """Which plans ``plan="auto"`` may make: ``simple`` (ZeRO stage 0, no recomputation), ``default`` (also these, where
-    they gain 1 %) or ``runnable`` (also stages of several groups). ``zero_stage`` then follows from the plan. Elastic
-    training has simple plans only."""
+    """Which plans ``plan="auto"`` may make: ``simple`` (ZeRO stage 0, no recomputation) or ``default`` (also these,
+    where they gain 1 %). ``zero_stage`` then follows from the plan. Elastic training has simple plans only."""
 
     quick: bool = False
     """Whether ``plan="auto"`` is made by a shorter search. This saves up to two thirds of the time. The iterations of a

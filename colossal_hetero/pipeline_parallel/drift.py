@@ -188,16 +188,14 @@ def _pipeline(plan: Plan, slowest: list[StageDrift], profile: ModelProfile | Non
     whole = [_costs_of_mean(stage, plan.blocks) for stage in placed]
     if profile is not None and profile.blocks == plan.blocks:
         try:
-            replicas = len(plan.replicas) if plan.zero_stage else 0
             whole = [
                 stage_costs(
                     profile,
                     stage.device,
                     tensor_parallel=plan.tensor_parallel,
                     micro_batch=plan.micro_batch,
-                    width=stage.width,
                     recompute=stage.recompute,
-                    zero_shards=max(replicas * stage.width, 1),
+                    zero_shards=len(plan.replicas) if plan.zero_stage else 1,
                 )
                 for stage in placed
             ]
@@ -260,7 +258,7 @@ def _channels(replica: Replica, output_bytes: Sequence[NDArray[np.float64]]) -> 
 
     Args:
         replica: the present one.
-        output_bytes: by stage, what one of its groups sends behind each block, ``[blocks]``.
+        output_bytes: by stage, what it sends behind each block, ``[blocks]``.
     """
     count = len(replica.stages)
     hops = replica.hop_seconds

@@ -1,9 +1,8 @@
 """The best of all plans of a few devices in the whole search space, found by trying every one, without the planner.
 
-A stage has any devices of one kind, divided into tensor-parallel groups that are each inside a node; with any number of
-groups, and with or without recomputation; with ZeRO stage 0 or 1. Pipelines are priced one by one by
-``evaluate_stages`` with what each stage was given, over the channels of ``unlike_hop_channels``. Sums of gradients are
-worked out here.
+A stage is a tensor-parallel group of any devices of one kind in a node, with or without recomputation; with ZeRO stage
+0 or 1. Pipelines are priced one by one by ``evaluate_stages`` with what each stage was given, over the channels of
+``unlike_hop_channels``. Sums of gradients are worked out here.
 """
 
 from __future__ import annotations
@@ -12,13 +11,12 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from colossal_hetero.planner.cluster.all_reduce import concurrent_seconds, synchronization_seconds
-from colossal_hetero.planner.cluster.shared_hops import StageNodes, unlike_hop_channels
+from colossal_hetero.planner.cluster.shared_hops import StageNode, unlike_hop_channels
 from colossal_hetero.planner.cluster.topology import Channel, Topology
 from colossal_hetero.planner.plans.ranked_plan import MIN_UNEQUAL_GAIN
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
@@ -30,21 +28,8 @@ from tests.support.every_plan import last_end
 __all__ = ["EveryForm", "spaces_to_prove"]
 
 
-class Stage(NamedTuple):
-    """Devices of a stage, and how many of them are in a tensor-parallel group."""
-
-    ranks: tuple[int, ...]
-    degree: int
-
-    @property
-    def width(self) -> int:
-        return len(self.ranks) // self.degree
-
-    @property
-    def groups(self) -> list[tuple[int, ...]]:
-        return [self.ranks[start : start + self.degree] for start in range(0, len(self.ranks), self.degree)]
-
-
+Stage = tuple[int, ...]
+"""Devices of a stage."""
 Pipelines = tuple[tuple[Stage, ...], ...]
 
 
@@ -69,17 +54,17 @@ class EveryForm:
         for pipelines in self._all_pipelines(tuple(range(len(self.topology.devices)))):
             if not pipelines or max(map(len, pipelines)) > self.profile.blocks:
                 continue
-            degrees = {stage.degree for pipeline in pipelines for stage in pipeline}
+            degrees = {len(stage) for pipeline in pipelines for stage in pipeline}
             if len(degrees) > 1 and not self.space.mixed_degrees:
                 continue
-            nodes = [[self._nodes(stage) for stage in pipeline] for pipeline in pipelines]
+            nodes = [[self._node(stage) for stage in pipeline] for pipeline in pipelines]
             try:
                 hops = unlike_hop_channels(self.topology, nodes)
             except ValueError:
                 continue  # neighboring stages cannot reach each other
             for size, zero in itertools.product(sizes, self.space.zero_stages):
                 total = self.global_batch // size
-                if any(size % stage.width or not self._measured(stage, size) for row in pipelines for stage in row):
+                if not all(self._measured(stage, size) for row in pipelines for stage in row):
                     continue
                 best[True] = min(best[True], self._equal(pipelines, hops, size, total, zero, best[True]))
                 if unequal:
@@ -106,28 +91,21 @@ class EveryForm:
         for number in range(1, len(devices) + 1):
             for ranks in itertools.combinations(devices, number):
                 rest = tuple(device for device in devices if device not in ranks)
-                for degree in (1, 2, 4):
-                    if self._is_stage(ranks, degree):
-                        yield from ((Stage(ranks, degree), *others) for others in self._all_stages(rest))
+                if self._is_stage(ranks):
+                    yield from ((ranks, *others) for others in self._all_stages(rest))
 
-    def _is_stage(self, ranks: tuple[int, ...], degree: int) -> bool:
+    def _is_stage(self, ranks: tuple[int, ...]) -> bool:
         devices = [self.topology.devices[rank] for rank in ranks]
-        if len({device.kind.name for device in devices}) > 1 or len(ranks) % degree:
+        if len({(device.kind.name, device.node) for device in devices}) > 1:
             return False
-        if len(ranks) // degree not in self.space.widths:
-            return False
-        if degree not in self.profile.tensor_parallel_degrees(devices[0].kind.name):
-            return False
-        return all(
-            len({self.topology.devices[rank].node for rank in group}) == 1 for group in Stage(ranks, degree).groups
-        )
+        return len(ranks) in self.profile.tensor_parallel_degrees(devices[0].kind.name)
 
     def _measured(self, stage: Stage, size: int) -> bool:
-        known = self.profile.micro_batches(self.topology.devices[stage.ranks[0]].kind.name, stage.degree)
-        return known[0] <= size // stage.width <= known[-1]
+        known = self.profile.micro_batches(self.topology.devices[stage[0]].kind.name, len(stage))
+        return known[0] <= size <= known[-1]
 
-    def _nodes(self, stage: Stage) -> StageNodes:
-        return StageNodes(tuple(self.topology.devices[group[0]].node for group in stage.groups), stage.degree)
+    def _node(self, stage: Stage) -> StageNode:
+        return StageNode(self.topology.devices[stage[0]].node, len(stage))
 
     def _all_bounds(self, stages: int) -> list[tuple[int, ...]]:
         blocks = self.profile.blocks
@@ -191,20 +169,19 @@ class EveryForm:
         return self._known[key]
 
     def _look(self, stage: Stage) -> tuple[object, ...]:
-        devices = [self.topology.devices[rank] for rank in stage.ranks]
-        return devices[0].kind, min(device.speed for device in devices), stage.degree, stage.width
+        devices = [self.topology.devices[rank] for rank in stage]
+        return devices[0].kind, min(device.speed for device in devices), len(stage)
 
     def _slot(self, stage: Stage, size: int, stages: int, pipelines: int | None, again: bool) -> Slot:
-        kind, speed, degree, width = self._look(stage)
+        kind, speed, degree = self._look(stage)
         costs = stage_costs(
             self.profile,
             kind.name,
             tensor_parallel=degree,
             micro_batch=size,
             speed=speed,
-            width=width,
             recompute=again,
-            zero_shards=1 if pipelines is None else pipelines * width,
+            zero_shards=pipelines or 1,
         )
         return Slot(kind.name, costs, costs.memory_for_blocks(kind.usable_bytes, stages))
 
@@ -219,7 +196,7 @@ class EveryForm:
 
     def _gradients(self, holders: Sequence[Stage], start: int, stop: int) -> tuple[int, float]:
         """The smallest degree, which is the number of rings, and the bytes of each."""
-        smallest = min(stage.degree for stage in holders)
+        smallest = min(map(len, holders))
         sizes = next(each for each in self.profile.sizes if each.tensor_parallel == smallest)
         by_layer = [0.0, *sizes.parameter_bytes[1:-1], 0.0]
         by_layer[1] += sizes.parameter_bytes[0]
@@ -231,15 +208,14 @@ class EveryForm:
         for place, (start, stop) in enumerate(itertools.pairwise(bounds)):
             holders = [pipeline[place] for pipeline in pipelines]
             number, gradient_bytes = self._gradients(holders, start, stop)
-            members = [group[0] for stage in holders for group in stage.groups]
-            rings += [members] * number
+            rings += [[stage[0] for stage in holders]] * number
             sizes += [gradient_bytes] * number
         return max(concurrent_seconds(self.topology, rings, sizes))
 
     def _sums_of_runs(self, pipelines: Pipelines, bounds: Sequence[tuple[int, ...]]) -> float:
         """Each run of blocks between two cuts is summed over the groups that hold it; a stage sums its runs in turn."""
         node_of = [device.node for device in self.topology.devices]
-        on_node = Counter(node_of[group[0]] for pipeline in pipelines for stage in pipeline for group in stage.groups)
+        on_node = Counter(node_of[stage[0]] for pipeline in pipelines for stage in pipeline)
         spent: dict[Stage, float] = {}
         for start, stop in itertools.pairwise(sorted(set(itertools.chain.from_iterable(bounds)))):
             holders = [
@@ -247,7 +223,7 @@ class EveryForm:
                 for pipeline, cut in zip(pipelines, bounds, strict=True)
             ]
             number, gradient_bytes = self._gradients(holders, start, stop)
-            members = [group[0] for stage in holders for group in stage.groups]
+            members = [stage[0] for stage in holders]
             here = Counter(node_of[member] for member in members)
             sharing = number * max(math.ceil(on_node[node] / count) for node, count in here.items())
             seconds = synchronization_seconds(self.topology, members, gradient_bytes, sharing)
@@ -261,9 +237,9 @@ def spaces_to_prove(number: int) -> SearchSpace:
     spaces = (
         WHOLE,
         SearchSpace(mixed_degrees=True, recompute=True),
-        SearchSpace(mixed_degrees=True, widths=(1, 2), recompute=True),
-        SearchSpace(widths=(1, 2, 3, 4), zero_stages=(0, 1)),
-        SearchSpace(mixed_degrees=True, widths=(1, 2)),
+        SearchSpace(mixed_degrees=True, zero_stages=(0, 1)),
+        SearchSpace(mixed_degrees=True),
+        SearchSpace(recompute=True, zero_stages=(0, 1)),
         SearchSpace(recompute=True),
         SearchSpace(zero_stages=(1,), recompute=True),
     )

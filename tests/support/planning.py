@@ -21,16 +21,14 @@ def make_plan(
     micro_batches: int = 4,
     forward_seconds: Sequence[float] | None = None,
     schedule_seconds: Sequence[float] | None = None,
-    widths: Sequence[int] | None = None,
     **changes: Any,
 ) -> Plan:
     """A plan in which stage ``i`` of each replica has ``layers[i]`` layers.
 
     Args:
-        rank_order: ranks by replica, stage and place in the tensor-parallel groups of the stage.
+        rank_order: ranks by replica, stage and place in the tensor-parallel group.
         forward_seconds: planned forward time by stage; backward takes twice as long. None: :data:`SECONDS`.
         schedule_seconds: planned time of the schedule itself by stage. None: 0.
-        widths: tensor-parallel groups by stage. None: 1.
         changes: fields of the plan with other values.
     """
     bounds = [sum(layers[:stage]) for stage in range(len(layers) + 1)]
@@ -42,7 +40,6 @@ def make_plan(
                     blocks=(bounds[stage], bounds[stage + 1]),
                     device="cpu",
                     ranks=tuple(ranks),
-                    width=widths[stage] if widths else 1,
                     node="here",
                     forward_seconds=forward[stage],
                     backward_seconds=2 * forward[stage],
@@ -63,7 +60,7 @@ def make_plan(
         model="tiny ViT",
         blocks=sum(layers),
         method="exact",
-        tensor_parallel=len(rank_order[0][0]) // (widths[0] if widths else 1),
+        tensor_parallel=len(rank_order[0][0]),
         micro_batch=micro_batch,
         global_batch=micro_batch * micro_batches * len(replicas),
         replicas=replicas,

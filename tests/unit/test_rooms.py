@@ -105,10 +105,9 @@ RULES: dict[str, set[str]] = {
     "plugin/overlap": {"accelerator"},
     "plugin/checkpoints": {"processes", "checkpoint", "checkpoint/contents", "plugin"},
     "plugin/resharding": {"layers/resharding", "checkpoint/contents", "profiling"},
-    "plugin/wide_stages": {"io"},
     "plugin/unequal": {
         *("accelerator", "module_proxy", "planner/batches", "planner/plans", "data_parallel", "plugin"),
-        *("plugin/overlap", "plugin/wide_stages"),
+        "plugin/overlap",
     },
     "plugin/elastic/joining": {"planner/cluster", "planner/profile", "elastic"},
     "plugin/elastic": {

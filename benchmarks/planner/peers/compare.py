@@ -2,7 +2,7 @@
 
 Rows, for each cluster and model:
 
-- "this planner": the best plan of each search space: simple, default, runnable (all that the plugin runs), whole.
+- "this planner": the best plan of each search space: simple, default, whole.
 - "chosen by Sailor's simulator": of this planner's best plans (``--keep``) of the default and the whole space, the one
   that Sailor's simulator prices lowest. It shows whether the search already holds plans that are best by another model.
 - Plans of peers from files (``--plans``): TOML files with ``peer``, ``repository``, ``commit`` and a list ``plans`` of
@@ -14,7 +14,7 @@ Rows, for each cluster and model:
 Every plan is priced by the closed form, by the event simulation, and by Sailor's simulator where its repository is
 given (``--sailor``): with our numbers (``inputs.py``), and with the files as they are. The best is the
 fastest plan of the cluster that fits in memory by our count and, where Sailor can count it, by Sailor's. Sailor knows
-no ZeRO, no recomputation and no stages of different widths.
+no ZeRO and no recomputation.
 """
 
 from __future__ import annotations
@@ -37,27 +37,22 @@ from colossal_hetero.planner.layout_line.plan_layout import layout_of
 from colossal_hetero.planner.layout_line.read_layout import read_layout
 from colossal_hetero.planner.layout_line.write_layout import write_layout
 from colossal_hetero.planner.search.make_plans import make_plans
-from colossal_hetero.planner.slots.search_space import DEFAULT, RUNNABLE, SIMPLE, WHOLE, SearchSpace
+from colossal_hetero.planner.slots.search_space import DEFAULT, SIMPLE, WHOLE, SearchSpace
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-OWN: Mapping[str, SearchSpace] = {"simple": SIMPLE, "default": DEFAULT, "runnable": RUNNABLE, "whole space": WHOLE}
+OWN: Mapping[str, SearchSpace] = {"simple": SIMPLE, "default": DEFAULT, "whole space": WHOLE}
 CHOSEN: Mapping[str, SearchSpace] = {"default, chosen by Sailor": DEFAULT, "whole space, chosen by Sailor": WHOLE}
 SPACES: Mapping[str, Mapping[str, Any]] = {
     "space of Megatron, our search": {"method": "uniform", "unequal": False},
     "space of AMP, our search": {"unequal": False},
-    "space of Metis, our search": {
-        "unequal": False,
-        "space": SearchSpace(mixed_degrees=True, widths=(1, 2, 4)),
-    },
     "space of FlashFlex, our search": {"space": SearchSpace(mixed_degrees=True)},
 }
 """What may be chosen. Megatron: equal pipelines of equal stages, one degree. AMP: one degree, equal pipelines of any
-stages. Metis: also a degree and a number of data-parallel groups for each stage. FlashFlex: pipelines that differ, with
-a degree for each stage."""
+stages. FlashFlex: pipelines that differ, with a degree for each stage."""
 PRICES = ("closed form", "event simulation", "Sailor's simulator", "Sailor's simulator, its own files")
 
 

@@ -3,14 +3,13 @@
 Such a plan is a list of pipelines. Each has ``layers_per_stage`` (numbers of layers, where layer 0 is the embedding and
 the last one the head) and for each stage its data-parallel members (``tmp_stages``): a list of ``(kind, GPUs of the
 node, zone)`` with more than one entry if a tensor-parallel group has several nodes or kinds, and the degree. ``mbs`` is
-the number of samples in a micro-batch of the first stage's members.
+the number of samples in a micro-batch.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from math import gcd
 from typing import Any, NamedTuple
 
 __all__ = ["layout_line"]
@@ -21,16 +20,13 @@ class Stage(NamedTuple):
 
     kind: str
     degree: int
-    width: int
     layers: tuple[int, ...]
 
 
 def layout_line(plan: Mapping[str, Any], layers: int, before: int, after: int, global_batch: int) -> str:
     """The plan as a layout line.
 
-    If stages have different numbers of members, our pipelines are as many as the greatest common divisor of these
-    numbers, and a stage's other members are its width. If the micro-batches cannot be divided equally, the first
-    pipelines run one more.
+    If the micro-batches cannot be divided equally, the first pipelines run one more.
 
     Args:
         plan: With ``mbs`` and ``pipelines``.
@@ -43,29 +39,18 @@ def layout_line(plan: Mapping[str, Any], layers: int, before: int, after: int, g
         ValueError: The plan cannot be said as a line; the message says why.
     """
     pipelines: list[tuple[Stage, ...]] = []
-    sizes = set()
     for each in plan["pipelines"]:
         stages = [[_member(*member) for member in members] for members in each["tmp_stages"]]
-        widths = [len(members) for members in stages]
-        replicas = gcd(*widths)
-        # The groups that divide samples must be alike. Which members are together is not part of the plan then.
-        stages = [sorted(members) if len(members) > replicas else members for members in stages]
-        sizes.add(plan["mbs"] * widths[0] / replicas)
+        if len(set(map(len, stages))) > 1:
+            raise ValueError("its stages have different numbers of data-parallel members")
         ranges = _checked_layers(each["layers_per_stage"], layers, before, after)
-        for number in range(replicas):
-            pipelines.append(
-                tuple(
-                    _stage(members[number * width // replicas : (number + 1) * width // replicas], part)
-                    for members, width, part in zip(stages, widths, ranges, strict=True)
-                )
-            )
-    if len(sizes) != 1 or not (size := sizes.pop()).is_integer():
-        raise ValueError("its pipelines have micro-batches of different numbers of samples")
-    for stage in (stage for pipeline in pipelines for stage in pipeline):
-        if size % stage.width:
-            raise ValueError(
-                f"a stage has {stage.width} groups for micro-batches of {size:g} samples, which take turns"
-            )
+        pipelines += [
+            tuple(Stage(*member, part) for member, part in zip(members, ranges, strict=True))
+            for members in zip(*stages, strict=True)
+        ]
+    size = float(plan["mbs"])
+    if not size.is_integer():
+        raise ValueError(f"its micro-batches have {size:g} samples")
     if global_batch % size:
         raise ValueError(f"{global_batch} samples are no whole number of micro-batches of {size:g}")
     total = global_batch // int(size)
@@ -92,14 +77,6 @@ def _member(nodes: Sequence[Sequence[Any]], degree: int) -> tuple[str, int]:
     return kinds.pop(), degree
 
 
-def _stage(members: Sequence[tuple[str, int]], layers: tuple[int, ...]) -> Stage:
-    if len(set(members)) > 1:
-        said = ", ".join(f"{kind} (tp {degree})" for kind, degree in sorted(set(members)))
-        raise ValueError(f"the groups that divide a stage's samples are not alike: {said}")
-    kind, degree = members[0]
-    return Stage(kind, degree, len(members), layers)
-
-
 def _checked_layers(stages: Iterable[Sequence[int]], layers: int, before: int, after: int) -> list[tuple[int, ...]]:
     """Layers of each stage, which hold all layers in their order; each stage has a block."""
     found = [tuple(int(layer) for layer in each) for each in stages]
@@ -114,9 +91,7 @@ def _checked_layers(stages: Iterable[Sequence[int]], layers: int, before: int, a
 def _pipeline(stages: Sequence[Stage], before: int, blocks: int) -> str:
     parts = []
     for stage in stages:
-        forms = [f"tp {stage.degree}"] if stage.degree > 1 else []
-        forms += [f"width {stage.width}"] if stage.width > 1 else []
-        form = f" ({', '.join(forms)})" if forms else ""
+        form = f" (tp {stage.degree})" if stage.degree > 1 else ""
         first, last = max(stage.layers[0] - before, 0), min(stage.layers[-1] - before, blocks - 1)
         parts.append(f"{stage.kind}{form} {first}-{last}")
     return f"pp [{' | '.join(parts)}]"

@@ -2,9 +2,7 @@
 
 Nothing of Sailor is part of this package. A checkout of github.com/eth-easl/sailor is given by its folder; the commit
 that this was written for is in ``README.md``. It needs pandas. Sailor's simulator takes pipelines that have the same
-number of micro-batches; its stages have layers, which include the embedding and the head. Its micro-batch is what each
-data-parallel member of a stage runs, so the groups of a stage with a width are members with a part of the samples. It
-has one such size and, in a pipeline, one number of members, so it cannot price stages of different widths.
+number of micro-batches; its stages have layers, which include the embedding and the head.
 """
 
 from __future__ import annotations
@@ -58,11 +56,7 @@ class SailorSimulator:
         stages = [stage for replica in plan.replicas for stage in replica.stages]
         if plan.schedule != "1f1b" or any(stage.recompute for stage in stages):
             return "its schedule or recomputation is unknown to Sailor"
-        widths = {stage.width for stage in stages}
-        if len(widths) > 1 or plan.micro_batch % max(widths):
-            return "its stages have different widths"
-        members = len(plan.replicas) * max(widths)
-        micro_batches = math.ceil(plan.global_batch * max(widths) / (plan.micro_batch * members))
+        micro_batches = math.ceil(plan.global_batch / (plan.micro_batch * len(plan.replicas)))
         if max(replica.micro_batches for replica in plan.replicas) != micro_batches:
             return "its pipelines have different numbers of micro-batches"
         for kind in {stage.device for stage in stages}:
@@ -70,7 +64,7 @@ class SailorSimulator:
                 return f"Sailor's times of {kind} are those of another model"
         known = {"global_batch_size": plan.global_batch, "optimizer": "Adam", "model": plan.model}
         known["num_all_layers"] = self._profile.layers
-        described = self._described(topology, plan, max(widths))
+        described = self._described(topology, plan)
         try:
             # It prints what it computes.
             with contextlib.redirect_stdout(io.StringIO()):
@@ -85,7 +79,7 @@ class SailorSimulator:
             return f"Sailor has no data: {type(error).__name__} {error}"
         return SailorPrice(float(seconds), bool(fits), float(seconds - without_transfers), float(sums))
 
-    def _described(self, topology: Topology, plan: Plan, width: int) -> dict[str, Any]:
+    def _described(self, topology: Topology, plan: Plan) -> dict[str, Any]:
         """The plan as Sailor writes it; pipelines that are cut alike are one, with members in each stage."""
         shapes: dict[object, list[Replica]] = {}
         for replica in plan.replicas:
@@ -104,17 +98,15 @@ class SailorSimulator:
             layers[-1] += list(range(plan.blocks + self._profile.before, self._profile.layers))
             stages = []
             for index in range(len(first)):
-                members = []
+                members: list[Any] = []
                 for replica in replicas:
                     stage = replica.stages[index]
                     node = topology.nodes[topology.devices[stage.ranks[0]].node]
-                    member = [[[stage.device, len(node.devices), ZONE]], plan.degree(stage)]
-                    members += [member] * width
+                    members.append([[[stage.device, len(node.devices), ZONE]], plan.degree(stage)])
                 stages.append(members)
             dp = [len(members) for members in stages]
             pipelines.append({"num_stages": len(first), "layers_per_stage": layers, "tmp_per_stage": stages, "dp": dp})
-        size = plan.micro_batch // width
-        return {"zone": ZONE, "pipeline_list": pipelines, "mbs": size, "gbs": plan.global_batch}
+        return {"zone": ZONE, "pipeline_list": pipelines, "mbs": plan.micro_batch, "gbs": plan.global_batch}
 
 
 def _layers(times: dict[str, Any]) -> int:

@@ -53,7 +53,7 @@ GROUPS = {
         "gap",
         "time_limit",
     ),
-    "Search space": ("search_space", "mixed_degrees", "widths", "recompute", "zero_stages", "more_profiles"),
+    "Search space": ("search_space", "mixed_degrees", "recompute", "zero_stages", "more_profiles"),
     "Prices": ("objective", "samples", "budget", "deadline", "at_most", "front_plot"),
     "Output": ("out", "plot", "top"),
 }
@@ -108,19 +108,13 @@ GROUPS = {
 )
 @click.option(
     "--search-space",
-    type=click.Choice(["simple", "default", "runnable", "whole"]),
+    type=click.Choice(["simple", "default", "whole"]),
     help="simple: one form of stages, ZeRO stage 0. default: also recomputation and ZeRO stage 1, where they gain 1 %. "
-    "runnable: all that the plugin runs. whole: also plans that cannot be run yet; they are marked so. If it is not "
-    "given: simple with prices, --overlap, other schedules than 1f1b and the methods of papers, else default.",
+    "whole: also plans that cannot be run yet; they are marked so. If it is not given: simple with prices, --overlap, "
+    "other schedules than 1f1b and the methods of papers, else default.",
 )
 @click.option(
     "--mixed-degrees", is_flag=True, help="Stages may have different tensor-parallel degrees. Cannot be run yet."
-)
-@click.option(
-    "--widths",
-    type=Numbers(),
-    help="Numbers of tensor-parallel groups of a stage that may divide the samples of a micro-batch, such as 1,2,4; "
-    "default: those of the search space.",
 )
 @click.option(
     "--recompute",
@@ -200,7 +194,6 @@ def plan(
     overlap: bool,
     search_space: str | None,
     mixed_degrees: bool,
-    widths: tuple[int, ...] | None,
     recompute: bool,
     zero_stages: tuple[str, ...] | None,
     more_profiles: tuple[Path, ...],
@@ -231,7 +224,7 @@ def plan(
     from ...planner.report.launch_commands import training_call
     from ...planner.report.plan_table import one_line, render
     from ...planner.search.several_profiles import plans_of_profiles
-    from ...planner.slots.search_space import DEFAULT, RUNNABLE, SIMPLE, WHOLE, SearchSpace
+    from ...planner.slots.search_space import DEFAULT, SIMPLE, WHOLE, SearchSpace
 
     with errors_on_one_line():
         for name, given in (("--budget", budget), ("--deadline", deadline)):
@@ -239,12 +232,11 @@ def plan(
                 raise ValueError(f"{name} is for the whole training; say with --samples how long that is")
         by_price = any(each is not None for each in (objective, samples, budget, deadline, at_most, front_plot))
         simple_only = by_price or overlap or schedules != ("1f1b",) or method not in ("exact", "simulated")
-        start = {"simple": SIMPLE, "default": DEFAULT, "runnable": RUNNABLE, "whole": WHOLE}[
+        start = {"simple": SIMPLE, "default": DEFAULT, "whole": WHOLE}[
             search_space or ("simple" if simple_only else "default")
         ]
         space = SearchSpace(
             mixed_degrees=mixed_degrees or start.mixed_degrees,
-            widths=widths or start.widths,
             recompute=recompute or start.recompute,
             zero_stages=tuple(map(int, zero_stages)) if zero_stages else start.zero_stages,
         )

@@ -24,11 +24,10 @@ class HeldLayers(NamedTuple):
 def layers_by_rank(plan: Plan) -> dict[int, HeldLayers]:
     """What each rank of a plan holds."""
     return {
-        rank: HeldLayers(stage.block_ranges, part, len(group))
+        rank: HeldLayers(stage.block_ranges, part, len(stage.ranks))
         for replica in plan.replicas
         for stage in replica.stages
-        for group in plan.groups(stage)
-        for part, rank in enumerate(group)
+        for part, rank in enumerate(stage.ranks)
     }
 
 

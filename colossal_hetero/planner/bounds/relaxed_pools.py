@@ -28,7 +28,7 @@ class RelaxedPool:
     pool: SlotPool
     """That of the simple space."""
     space: SearchSpace
-    """Without :attr:`~.SearchSpace.has_other_forms`."""
+    """Without :attr:`~.SearchSpace.mixed_degrees`."""
     _by_shards: dict[int, SlotPool] = field(default_factory=dict)
 
     @property

@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cluster.shared_hops import StageNodes, stage_channels, stage_loads, unlike_hop_channels
+from ..cluster.shared_hops import StageNode, stage_channel, stage_loads, unlike_hop_channels
 from ..cluster.topology import Topology
 from ..plans.overlap import exposed_seconds
 from ..plans.plan import Plan
@@ -28,8 +28,8 @@ from .unlike_sums import SummingStage, UnlikeSumming
 __all__ = ["Draft", "DraftBuilder", "Where", "simulated_seconds", "write_plan"]
 
 
-Where = int | StageNodes
-"""The node of a slot; if slots have different forms, the nodes of its groups, and their degree."""
+Where = int | StageNode
+"""The node of a slot; if slots have different degrees, its node and its degree."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +63,7 @@ class Draft:
     @property
     def devices(self) -> int:
         """Devices in use."""
-        return sum(self.pool.kinds[kind].devices for slots in self.places for kind, _ in slots)
+        return sum(self.pool.kinds[kind].tensor_parallel for slots in self.places for kind, _ in slots)
 
     @property
     def pipeline_seconds(self) -> float:
@@ -329,7 +329,7 @@ class DraftBuilder:
         if not pool.has_one_form:
             stages = [
                 [
-                    SummingStage(pool.kinds[kind].groups(slot), pool.kinds[kind].costs.gradient_bytes)
+                    SummingStage(pool.kinds[kind].slots[slot], pool.kinds[kind].costs.gradient_bytes)
                     for kind, slot in row
                 ]
                 for row in rows
@@ -349,7 +349,7 @@ class DraftBuilder:
             return [tuple(row) for row in pool.links.hops(cast(Sequence[Sequence[int]], nodes), pool.tensor_parallel)]
         key = (pool, tuple(map(tuple, nodes)))
         if key not in self._unlike_hops:
-            stages = cast(Sequence[Sequence[StageNodes]], nodes)
+            stages = cast(Sequence[Sequence[StageNode]], nodes)
             try:
                 channels = unlike_hop_channels(self.topology, stages)
             except ValueError:
@@ -364,15 +364,15 @@ class DraftBuilder:
             rows = [np.array(row) for row in nodes]
             load = pool.links.load(rows, pool.tensor_parallel)
             return [pool.links.shared(row[:, None], row[None, :], load, pool.tensor_parallel) for row in rows]
-        stages = cast(Sequence[Sequence[StageNodes]], nodes)
+        stages = cast(Sequence[Sequence[StageNode]], nodes)
         try:
             loads = stage_loads(self.topology, stages)
         except ValueError:
-            loads = {}
+            loads = Counter()
 
-        def number(one: StageNodes, other: StageNodes) -> int:
+        def number(one: StageNode, other: StageNode) -> int:
             try:
-                return pool.links.number(stage_channels(self.topology, one, other, loads))
+                return pool.links.number(stage_channel(self.topology, one, other, loads))
             except ValueError:
                 return -1
 
@@ -383,15 +383,13 @@ class DraftBuilder:
 
     def where(self, pool: SlotPool, place: Place) -> Where:
         """Where a slot is."""
-        kind, slot = place
-        if pool.has_one_form:
-            return self._node_of[pool.kinds[kind].slots[slot][0]]
-        return StageNodes(self.nodes(pool, place), pool.kinds[kind].tensor_parallel)
+        node = self.node(pool, place)
+        return node if pool.has_one_form else StageNode(node, pool.kinds[place[0]].tensor_parallel)
 
-    def nodes(self, pool: SlotPool, place: Place) -> tuple[int, ...]:
-        """The node of each tensor-parallel group of a slot."""
+    def node(self, pool: SlotPool, place: Place) -> int:
+        """The node of a slot."""
         kind, slot = place
-        return tuple(self._node_of[group[0]] for group in pool.kinds[kind].groups(slot))
+        return self._node_of[pool.kinds[kind].slots[slot][0]]
 
     def slot(self, pool: SlotPool, kinds: tuple[int, ...], stages: int) -> Slot:
         """See :meth:`.PipelinePrices.slot`."""
@@ -424,7 +422,7 @@ def write_plan(draft: Draft, topology: Topology, profile: ModelProfile, method: 
             if again and (form := slots.recomputed_in_pipeline(len(cut.order))) is not None:
                 memory = form[1]
             other = None if slots.tensor_parallel == degree else slots.tensor_parallel
-            groups.append(StageGroup(slots.slots[index], slots.device, memory, other, slots.width, again))
+            groups.append(StageGroup(slots.slots[index], slots.device, memory, other, again))
         replicas.append(finished_replica(topology, groups, cut.bounds, cost, count))
     return finished_plan(
         profile,

@@ -38,23 +38,21 @@ class PlacedPipelines:
         self._cuts: dict[int, AllCuts] = {}
         self._cut_times: dict[object, CutTimes] = {}
         on_node: dict[int, list[int]] = {}
-        nodes_of = {
-            (kind, slot): builder.nodes(pool, (kind, slot))
+        node_of = {
+            (kind, slot): builder.node(pool, (kind, slot))
             for kind, each in enumerate(pool.kinds)
             for slot in range(len(each.slots))
         }
-        for (kind, _), nodes in nodes_of.items():
-            for node in nodes:
-                on_node.setdefault(node, []).append(kind)
+        for (kind, _), node in node_of.items():
+            on_node.setdefault(node, []).append(kind)
         types = {node: (int(pool.links.node_kind[node]), tuple(kinds)) for node, kinds in on_node.items()}
         numbers = {each: number for number, each in enumerate(dict.fromkeys(types.values()))}
-        self._look_of: dict[Place, tuple[tuple[int, int], ...]] = {}
-        """By slot, for each of its groups: its node, and a number of its kind and of the nodes that are like this one.
-        To the number that of a node can be added."""
         most = len(on_node)
-        for (kind, slot), nodes in nodes_of.items():
-            looks = ((node, (kind * len(numbers) + numbers[types[node]]) * most) for node in nodes)
-            self._look_of[kind, slot] = tuple(looks)
+        self._look_of = {
+            place: (node, (place[0] * len(numbers) + numbers[types[node]]) * most) for place, node in node_of.items()
+        }
+        """By slot: its node, and a number of its kind and of the nodes that are like this one. To the number that of a
+        node can be added."""
 
     def look(self, rows: Rows) -> object:
         """A key that is equal only for pipelines that differ by slots of a kind in a node, or by nodes that are alike.
@@ -64,7 +62,7 @@ class PlacedPipelines:
         numbers: dict[int, int] = {}
         number, look_of = numbers.setdefault, self._look_of
         named = [
-            tuple([look + number(node, len(numbers)) for place in row for node, look in look_of[place]]) for row in rows
+            tuple([look + number(node, len(numbers)) for node, look in map(look_of.__getitem__, row)]) for row in rows
         ]
         return tuple(sorted(named))
 

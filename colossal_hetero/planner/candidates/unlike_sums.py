@@ -1,10 +1,10 @@
-"""How long stages of different forms take to sum their gradients.
+"""How long stages of different tensor-parallel degrees take to sum their gradients.
 
-[Note: sums of unlike stages] The members of a sum are the tensor-parallel groups that hold a block: all groups of its
-stage, in every pipeline. Groups of one degree have a ring for each place in the group. If degrees differ, there are as
-many rings as the smallest group has members, each with an equal share of the gradients. A larger group divides its part
-over more devices, so that as many bytes leave its node; rings are as fast as the smallest group can send. For stages of
-one group and equal degrees this is what ``gradient_times.py`` says.
+[Note: sums of unlike stages] The members of a sum are the tensor-parallel groups that hold a block, one of every
+pipeline. Groups of one degree have a ring for each place in the group. If degrees differ, there are as many rings as
+the smallest group has members, each with an equal share of the gradients. A larger group divides its part over more
+devices, so that as many bytes leave its node; rings are as fast as the smallest group can send. For equal degrees this
+is what ``gradient_times.py`` says.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ __all__ = ["SummingStage", "UnlikeSumming"]
 class SummingStage(NamedTuple):
     """What a stage sums."""
 
-    groups: tuple[tuple[int, ...], ...]
-    """The ranks of its tensor-parallel groups."""
+    ranks: tuple[int, ...]
+    """Of its tensor-parallel group."""
     gradient_bytes: NDArray[np.float64]
     """By block, per device."""
 
@@ -46,8 +46,8 @@ class UnlikeSumming:
         self._topology = topology
         self._stages = stages
         node_of = [device.node for device in topology.devices]
-        self._nodes = [[[node_of[group[0]] for group in stage.groups] for stage in row] for row in stages]
-        self._groups_on = Counter(node for row in self._nodes for nodes in row for node in nodes)
+        self._nodes = [[node_of[stage.ranks[0]] for stage in row] for row in stages]
+        self._groups_on = Counter(itertools.chain.from_iterable(self._nodes))
 
     def seconds(self, bounds: Sequence[tuple[int, ...]]) -> float:
         """Seconds until every stage has summed the gradients of its blocks, all stages at once.
@@ -67,7 +67,7 @@ class UnlikeSumming:
             holders = [row[stage] for row in self._stages]
             lanes, gradients = _lanes(holders)
             for lane in range(lanes):
-                rings.append([group[lane] for holder in holders for group in holder.groups])
+                rings.append([holder.ranks[lane] for holder in holders])
                 sizes.append(float(gradients[start:stop].sum()))
         return max(concurrent_seconds(self._topology, rings, sizes))
 
@@ -78,10 +78,10 @@ class UnlikeSumming:
         for (start, stop), held in zip(itertools.pairwise(cuts), stage_of.T.tolist(), strict=True):
             holders = [row[stage] for row, stage in zip(self._stages, held, strict=True)]
             lanes, gradients = _lanes(holders)
-            nodes = Counter(node for row, stage in zip(self._nodes, held, strict=True) for node in row[stage])
+            nodes = Counter(row[stage] for row, stage in zip(self._nodes, held, strict=True))
             # A ring leaves a node once, no matter how many of its members are in the node.
             sharing = lanes * max(math.ceil(self._groups_on[node] / here) for node, here in nodes.items())
-            ring = [group[0] for holder in holders for group in holder.groups]
+            ring = [holder.ranks[0] for holder in holders]
             seconds = synchronization_seconds(self._topology, ring, float(gradients[start:stop].sum()), sharing)
             for member in enumerate(held):
                 spent[member] += seconds  # type: ignore[assignment]
@@ -90,5 +90,5 @@ class UnlikeSumming:
 
 def _lanes(holders: Sequence[SummingStage]) -> tuple[int, NDArray[np.float64]]:
     """The number of rings over these stages, and the bytes that each sums, by block."""
-    smallest = min(holders, key=lambda holder: len(holder.groups[0]))
-    return len(smallest.groups[0]), smallest.gradient_bytes
+    smallest = min(holders, key=lambda holder: len(holder.ranks))
+    return len(smallest.ranks), smallest.gradient_bytes

@@ -58,16 +58,6 @@ class Channel:
             curve = (share * curve[0], share * curve[1], share * curve[2])
         return replace(self, bytes_per_second=bytes_per_second, curve=curve)
 
-    def repeated(self, times: float) -> Channel:
-        """A channel over which a message takes as long as one that is so many times as large takes over this one."""
-        if times == 1:
-            return self
-        curve = self.curve
-        if curve is not None:
-            (a, b, c), more = curve, math.log2(times)
-            curve = (a / times, (2 * a * more + b) / times, (a * more * more + b * more + c) / times)
-        return replace(self, bytes_per_second=self.bytes_per_second / times, curve=curve)
-
     def bandwidth(self, message_bytes: float) -> float:
         """Bytes per second for messages of this size."""
         if self.curve is None:

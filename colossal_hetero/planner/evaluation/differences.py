@@ -46,7 +46,6 @@ def _parts(plan: Plan) -> dict[str, str]:
         "tensor-parallel degree": _range(sorted({stage.tensor_parallel for stage in stages})),
         "replicas": count(len(plan.replicas), "replica"),
         "stages of a replica": _range(lengths),
-        "groups of a stage": _range(sorted({stage.width for stage in stages})),
         "stages that recompute": str(sum(stage.recompute for stage in stages)),
         "ZeRO stage": str(plan.zero_stage),
         "samples of a micro-batch": str(plan.micro_batch),

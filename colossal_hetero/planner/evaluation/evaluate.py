@@ -162,9 +162,8 @@ def why_other_devices(topology: Topology, plan: Plan) -> str | None:
                 kind = topology.devices[rank].kind.name
                 if kind != stage.device:
                     return f"{place} is on {stage.device}, but rank {rank} of the cluster is {kind}"
-            for group in plan.groups(stage):
-                if len({topology.devices[rank].node for rank in group}) > 1:
-                    return f"a tensor-parallel group of {place} is in several nodes of the cluster"
+            if len({topology.devices[rank].node for rank in stage.ranks}) > 1:
+                return f"the tensor-parallel group of {place} is in several nodes of the cluster"
     return None
 
 

@@ -143,15 +143,12 @@ class LayoutPricer:
                     tensor_parallel=each.tensor_parallel,
                     micro_batch=self.micro_batch,
                     speed=speed,
-                    width=each.width,
                     recompute=recompute,
-                    zero_shards=1 if pipelines is None else pipelines * each.width,
+                    zero_shards=pipelines or 1,
                 )
                 usable = devices[members[0][0]].kind.usable_bytes
                 places |= {(ranks, recompute): (len(kinds), slot) for slot, ranks in enumerate(members)}
-                kinds.append(
-                    SlotKind(each.device, speed, usable, costs, tuple(members), each.tensor_parallel, each.width)
-                )
+                kinds.append(SlotKind(each.device, speed, usable, costs, tuple(members), each.tensor_parallel))
         message = float(np.max(kinds[0].costs.output_bytes))
         links = NodeLinks(self.topology, message)
         degree = kinds[0].tensor_parallel
@@ -189,11 +186,11 @@ class LayoutPricer:
     def _chunked(self, ranks: Ranks) -> Plan:
         layout = self.layout
         stages = [stage for pipeline in layout.pipelines for stage in pipeline.stages]
-        forms = {(stage.tensor_parallel, stage.width, stage.recompute) for stage in stages}
-        if layout.zero_stage or forms != {(stages[0].tensor_parallel, 1, False)}:
+        forms = {(stage.tensor_parallel, stage.recompute) for stage in stages}
+        if layout.zero_stage or forms != {(stages[0].tensor_parallel, False)}:
             raise ValueError(
-                f"stages of the schedule {layout.schedule} have one degree, the width 1 and no recomputation, and ZeRO "
-                "stage 0; others are priced for 1F1B only"
+                f"stages of the schedule {layout.schedule} have one degree and no recomputation, and ZeRO stage 0; "
+                "others are priced for 1F1B only"
             )
         if not layout.alike or self.total_micro_batches % len(ranks):
             raise ValueError(f"pipelines of the schedule {layout.schedule} are all alike; write dp N × pp […]")

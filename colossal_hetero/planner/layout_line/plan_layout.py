@@ -21,18 +21,11 @@ class StageLayout:
     block_ranges: tuple[tuple[int, int], ...]
     """``[a, b)`` of each chunk, in the order of the model; of a stage without chunks its only one."""
     tensor_parallel: int = 1
-    """Devices in each of its tensor-parallel groups."""
-    width: int = 1
-    """Tensor-parallel groups that divide the samples of each micro-batch."""
+    """Its devices, which are one tensor-parallel group."""
     recompute: bool = False
     """Whether the backward pass runs the forward pass again."""
     place: int = field(default=0, compare=False)
     """Where it starts in the line that was read."""
-
-    @property
-    def devices(self) -> int:
-        """How many devices the stage has."""
-        return self.tensor_parallel * self.width
 
     @property
     def blocks_per_chunk(self) -> tuple[int, ...]:
@@ -119,4 +112,4 @@ def layout_of(plan: Plan) -> PlanLayout:
 
 
 def _stage_of(plan: Plan, stage: StagePlan) -> StageLayout:
-    return StageLayout(stage.device, stage.block_ranges, plan.degree(stage), stage.width, stage.recompute)
+    return StageLayout(stage.device, stage.block_ranges, plan.degree(stage), stage.recompute)

@@ -18,7 +18,7 @@ __all__ = ["read_layout"]
 
 TIMES = r"[×xX*]"
 RANGE = r"\d+(?:\s*[-–]\s*\d+)?"
-FORM = r"tp\s+(?P<tp>\d+)|width\s+(?P<width>\d+)|(?P<recompute>recompute)"
+FORM = r"tp\s+(?P<tp>\d+)|(?P<recompute>recompute)"
 ONE_FORM = re.sub(r"\?P<\w+>", "?:", FORM)
 STAGE = re.compile(
     rf"(?:(?P<number>\d+)\s*{TIMES}\s*)?(?P<device>\S.*?)"
@@ -144,7 +144,7 @@ class _Reader:
                     start + found.start("ranges") + each.start(),
                 )
             ranges.append((first, last + 1))
-        form = {"tp": 0, "width": 1, "recompute": 0}
+        form = {"tp": 0, "recompute": 0}
         named: set[str] = set()
         for each in re.finditer(FORM, found["form"], re.IGNORECASE):
             name = each.lastgroup or ""
@@ -155,7 +155,7 @@ class _Reader:
             if not form[name]:
                 raise self._wrong(f"{name} 0: it is at least 1", start + found.start("form") + each.start())
         number = int(found["number"] or 1)
-        stage = StageLayout(found["device"], tuple(ranges), form["tp"], form["width"], bool(form["recompute"]), place)
+        stage = StageLayout(found["device"], tuple(ranges), form["tp"], bool(form["recompute"]), place)
         if number == 1:
             return [stage]
         blocks = sum(stage.blocks_per_chunk)

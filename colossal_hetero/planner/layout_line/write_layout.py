@@ -80,21 +80,19 @@ def _runs(stages: Sequence[StageLayout], usual_degree: int) -> list[tuple[str, l
 
 
 def _words(stage: StageLayout, usual_degree: int) -> str:
-    """The device, and what is special about the stage: ``V100-16 (tp 4, width 2, recompute)``."""
+    """The device, and what is special about the stage: ``V100-16 (tp 4, recompute)``."""
     degree = None if stage.tensor_parallel == usual_degree else stage.tensor_parallel
-    return f"{stage.device}{form_in_words(degree, stage.width, stage.recompute)}"
+    return f"{stage.device}{form_in_words(degree, stage.recompute)}"
 
 
-def form_in_words(degree: int | None, width: int, recompute: bool) -> str:
-    """What is special about a stage, e.g. " (tp 4, width 2, recompute)"; empty for most stages.
+def form_in_words(degree: int | None, recompute: bool) -> str:
+    """What is special about a stage, e.g. " (tp 4, recompute)"; empty for most stages.
 
     Args:
-        degree: Devices in each of its tensor-parallel groups. None: as many as usual.
-        width: How many groups there are.
+        degree: Devices in its tensor-parallel group. None: as many as usual.
         recompute: Whether its backward pass runs the forward pass again.
     """
     parts = [f"tp {degree}"] if degree is not None else []
-    parts += [f"width {width}"] if width > 1 else []
     parts += ["recompute"] if recompute else []
     return f" ({', '.join(parts)})" if parts else ""
 

@@ -82,21 +82,15 @@ class StagePlan(FilePart):
     device: Name
     """Kind of device."""
     ranks: Annotated[tuple[NonNegative, ...], Field(min_length=1)]
-    """Its tensor-parallel group; of a stage with a width, its groups one after the other. Devices are numbered in the
-    order of the cluster file; if one rank is launched per device, these are the numbers of the ranks."""
+    """Its tensor-parallel group. Devices are numbered in the order of the cluster file; if one rank is launched per
+    device, these are the numbers of the ranks."""
     tensor_parallel: PositiveCount | None = None
-    """Ranks of each tensor-parallel group of this stage. None: as many as the plan says; files leave this out."""
-    width: PositiveCount = 1
-    """Tensor-parallel groups that divide the samples of each micro-batch equally among them. They sum their gradients
-    once per iteration, together with the other replicas. Files leave out 1."""
+    """How many they are. None: as many as the plan says; files leave this out."""
     recompute: bool = False
     """Whether only the inputs of blocks are kept until the backward pass, which runs the forward pass again. Files
     leave out False."""
     node: str
-    """Name of the node that the group is in; of a stage with a width, its first group."""
-    group_nodes: tuple[str, ...] = ()
-    """Names of the nodes of its groups, one each, if they are in several nodes. If all are in ``node``, it is empty,
-    and files leave it out."""
+    """Name of the node that the group is in."""
     forward_seconds: Seconds
     """Per micro-batch."""
     backward_seconds: Seconds
@@ -135,21 +129,7 @@ class StagePlan(FilePart):
     def _one_of_both(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         content: dict[str, Any] = write(self)
         content.pop("blocks" if self.chunks else "chunks", None)
-        return without_defaults(self, content, ("tensor_parallel", "width", "recompute", "group_nodes"))
-
-    @model_validator(mode="after")
-    def _a_node_of_each_group(self) -> StagePlan:
-        if self.group_nodes and len(self.group_nodes) != self.width:
-            raise ValueError(
-                f"group_nodes has {count(len(self.group_nodes), 'name')} ({', '.join(self.group_nodes)}), but "
-                f"width={self.width}; name the node of each group, or leave group_nodes out if all are in {self.node}"
-            )
-        return self
-
-    @property
-    def nodes(self) -> tuple[str, ...]:
-        """Names of the nodes of its groups, one each."""
-        return self.group_nodes or (self.node,) * self.width
+        return without_defaults(self, content, ("tensor_parallel", "recompute"))
 
     @property
     def block_ranges(self) -> tuple[tuple[int, int], ...]:
@@ -268,10 +248,10 @@ class Plan(FilePart):
     order_seconds: GraphSeconds | None = None
     """With the schedule ``zbv``: the times from which Colossal-AI orders the passes of all stages."""
     tensor_parallel: PositiveCount
-    """Ranks of each tensor-parallel group, where a stage says nothing else."""
+    """Ranks of the tensor-parallel group of each stage, where a stage says nothing else."""
     zero_stage: Literal[0, 1] = 0
-    """ZeRO stage. In stage 1 each replica keeps an equal part of the optimizer's state of every block; the groups of a
-    stage with a width divide their replica's part. Files leave out 0."""
+    """ZeRO stage. In stage 1 each replica keeps an equal part of the optimizer's state of every block. Files leave out
+    0."""
     micro_batch: PositiveCount
     """Samples per micro-batch."""
     global_batch: PositiveCount
@@ -316,7 +296,7 @@ class Plan(FilePart):
                 )
             for index, stage in enumerate(replica.stages):
                 place = f"replicas[{number}].stages[{index}]"
-                self._check_groups(stage, place)
+                self._check_group(stage, place)
                 for rank in stage.ranks:
                     if rank in seen:
                         raise ValueError(
@@ -328,20 +308,12 @@ class Plan(FilePart):
         self._check_samples()
         return self
 
-    def _check_groups(self, stage: StagePlan, place: str) -> None:
+    def _check_group(self, stage: StagePlan, place: str) -> None:
         degree = self.degree(stage)
-        if len(stage.ranks) != degree * stage.width:
-            needed = "every stage needs a group of that size"
-            if stage.width > 1:
-                needed = f"with width={stage.width} it needs {stage.width} groups of that size"
+        if len(stage.ranks) != degree:
             raise ValueError(
                 f"{place} has {count(len(stage.ranks), 'rank')} ({', '.join(map(str, stage.ranks))}), but "
-                f"tensor_parallel={degree}; {needed}"
-            )
-        if self.micro_batch % stage.width:
-            raise ValueError(
-                f"{place} has width={stage.width}, but its {stage.width} groups cannot divide a micro-batch of "
-                f"{count(self.micro_batch, 'sample')} equally; the width must divide micro_batch"
+                f"tensor_parallel={degree}; every stage needs a group of that size"
             )
 
     def _check_schedule(self) -> None:
@@ -385,13 +357,8 @@ class Plan(FilePart):
             )
 
     def degree(self, stage: StagePlan) -> int:
-        """Ranks of each tensor-parallel group of a stage."""
+        """Ranks of the tensor-parallel group of a stage."""
         return stage.tensor_parallel or self.tensor_parallel
-
-    def groups(self, stage: StagePlan) -> tuple[tuple[int, ...], ...]:
-        """The tensor-parallel groups of a stage, ``[width][tensor parallel]``."""
-        degree = self.degree(stage)
-        return tuple(stage.ranks[start : start + degree] for start in range(0, len(stage.ranks), degree))
 
     @property
     def world_size(self) -> int:
@@ -417,14 +384,9 @@ class Plan(FilePart):
         return len(shapes) == 1
 
     @property
-    def has_wide_stages(self) -> bool:
-        """Whether a stage has several tensor-parallel groups, which divide the samples of each micro-batch."""
-        return any(stage.width > 1 for replica in self.replicas for stage in replica.stages)
-
-    @property
     def rank_order(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """Ranks by replica, stage and place in the tensor-parallel group, ``[replicas][stages][tensor parallel]``;
-        numbered in the order of the cluster file. Stages with a width have the places of all their groups."""
+        numbered in the order of the cluster file."""
         return tuple(tuple(stage.ranks for stage in replica.stages) for replica in self.replicas)
 
     @property
@@ -460,8 +422,7 @@ def load_plan(path: Path | str) -> Plan:
         ValueError: There is no such file, it is not JSON, has another schema version, or has fields that are wrong,
             missing or unknown (all of them are named); or the plan is not consistent: a block belongs to no stage or to
             two stages, the chunks are not in the stages where the schedule needs them, a rank is in two places, a group
-            has another size than its degree, a width does not divide the micro-batch, or the micro-batches do not make
-            up the global batch.
+            has another size than its degree, or the micro-batches do not make up the global batch.
     """
     return load_json_file(path, Plan, kind="plan", schema=SCHEMA, remedy="plan again", other_kind=_other_kind)
 

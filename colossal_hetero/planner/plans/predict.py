@@ -33,7 +33,6 @@ class StageGroup(NamedTuple):
     """Memory that each device has for the state and the activations of its blocks."""
     tensor_parallel: int | None = None
     """If it is not the plan's."""
-    width: int = 1
     recompute: bool = False
 
 
@@ -143,23 +142,14 @@ def finished_replica(
         micro_batches: K, per iteration.
     """
     kinds = [topology.devices[group.ranks[0]].kind for group in groups]
-    nodes = [
-        [
-            topology.nodes[topology.devices[rank].node].name
-            for rank in group.ranks[:: len(group.ranks) // group.width]  # the first one of each tensor-parallel group
-        ]
-        for group in groups
-    ]
     stages = tuple(
         StagePlan(
             blocks=(bounds[stage], bounds[stage + 1]),
             device=group.device,
             ranks=group.ranks,
             tensor_parallel=group.tensor_parallel,
-            width=group.width,
             recompute=group.recompute,
-            node=nodes[stage][0],
-            group_nodes=tuple(nodes[stage]) if len(set(nodes[stage])) > 1 else (),
+            node=topology.nodes[topology.devices[group.ranks[0]].node].name,
             forward_seconds=cost.forward_seconds[stage],
             backward_seconds=cost.backward_seconds[stage],
             transfer_seconds=cost.transfer_seconds[stage],

@@ -115,7 +115,7 @@ def _factors(measured: Measured, profile: ModelProfile) -> NDArray[np.float64]:
 
 
 def _measured(plan: Plan, stage: StagePlan) -> Measured:
-    return stage.device, stage.tensor_parallel or plan.tensor_parallel, plan.micro_batch // stage.width
+    return stage.device, stage.tensor_parallel or plan.tensor_parallel, plan.micro_batch
 
 
 def _complexity(plan: Plan) -> tuple[bool, int, bool, bool, int, int, bool, int]:

@@ -1,10 +1,9 @@
 """Which plans can be run: the one rule that the search, the command, the reports and the plugin go by.
 
 Colossal-AI's 1F1B schedule needs at least one micro-batch per stage, and its other schedules a multiple of the number
-of stages. With 1F1B, replicas may have different stages and batches, stages may have several tensor-parallel groups,
-and stages may recompute; in the other schedules all replicas are alike, and no stage does either. All groups have the
-plan's degree. ZeRO stages 0 and 1 can be run: by Colossal-AI's optimizer if replicas are alike and stages have one
-group, else by the plugin's.
+of stages. With 1F1B, replicas may have different stages and batches, and stages may recompute; in the other schedules
+all replicas are alike, and no stage recomputes. Every stage has the plan's degree. ZeRO stages 0 and 1 can be run: by
+Colossal-AI's optimizer if replicas are alike, else by the plugin's.
 """
 
 from __future__ import annotations
@@ -61,9 +60,9 @@ def why_not_runnable(plan: Plan, ranks: int | None = None) -> str | None:
     unlike = why_other_degrees(plan)
     if unlike is not None:
         return f"{unlike}, which cannot be run yet; plan without --mixed-degrees"
-    special = _why_wide(plan) or _why_recomputes(plan)
-    if special is not None and plan.schedule != "1f1b":
-        return f"{special}, which is possible with the schedule 1f1b only, not with {plan.schedule}"
+    recomputes = _why_recomputes(plan)
+    if recomputes is not None and plan.schedule != "1f1b":
+        return f"{recomputes}, which is possible with the schedule 1f1b only, not with {plan.schedule}"
     if not plan.symmetric and plan.schedule != "1f1b":
         return (
             f"the plan's {len(plan.replicas)} replicas are not alike ({_shapes(plan)}), which is possible with the "
@@ -82,10 +81,9 @@ def why_not_runnable(plan: Plan, ranks: int | None = None) -> str | None:
 
 
 def why_unlike_stages(plan: Plan) -> str | None:
-    """In which way a stage that is not one tensor-parallel group of the plan's degree, or that recomputes, is special;
-    None if there is no such stage.
-    """
-    return why_other_degrees(plan) or _why_wide(plan) or _why_recomputes(plan)
+    """In which way a stage that has not the plan's degree, or that recomputes, is special; None if there is no such
+    stage."""
+    return why_other_degrees(plan) or _why_recomputes(plan)
 
 
 def why_other_degrees(plan: Plan) -> str | None:
@@ -97,15 +95,6 @@ def why_other_degrees(plan: Plan) -> str | None:
                     f"stage {index} of replica {number} has tensor parallelism {plan.degree(stage)}, and the plan "
                     f"{plan.tensor_parallel}"
                 )
-    return None
-
-
-def _why_wide(plan: Plan) -> str | None:
-    for number, replica in enumerate(plan.replicas):
-        for index, stage in enumerate(replica.stages):
-            if stage.width > 1:
-                place = f"stage {index} of replica {number}"
-                return f"{place} divides each micro-batch over {stage.width} tensor-parallel groups"
     return None
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ..cluster.shared_hops import group_exchanges
 from ..cluster.topology import Topology
 from ..plans.plan import Plan, StagePlan
 from ..profile.layer_costs import LayerCosts
@@ -79,20 +78,17 @@ def _sent_bytes(topology: Topology, profile: ModelProfile, plan: Plan) -> list[t
         for before, after in pairwise(replica.stages):
             # Activations one way and their gradients the other; each member of a tensor-parallel group sends all. If
             # groups have different sizes, as many members send as the smaller group has.
-            of_a_group = _sizes(profile, plan, before).output_bytes[before.blocks[1] - 1]
-            message = 2.0 * replica.micro_batches * before.width * float(of_a_group)
-            senders, receivers = plan.groups(before), plan.groups(after)
-            for sender, receiver, share in group_exchanges(before.width, after.width):
-                for one, other in zip(senders[sender], receivers[receiver], strict=False):
-                    send(one, other, message * float(share))
+            output_bytes = _sizes(profile, plan, before).output_bytes[before.blocks[1] - 1]
+            message = 2.0 * replica.micro_batches * float(output_bytes)
+            for one, other in zip(before.ranks, after.ranks, strict=False):
+                send(one, other, message)
     for block in range(plan.blocks):
         holders = _holders(plan, block)
-        groups = [group for stage in holders for group in plan.groups(stage)]
         # With different degrees, there are as many rings as the smallest group has members, see gradient_times.py.
         smallest = min(holders, key=plan.degree)
         gradients = float(_sizes(profile, plan, smallest).gradient_bytes[block])
         for place in range(plan.degree(smallest)):
-            ring = [group[place] for group in groups]
+            ring = [stage.ranks[place] for stage in holders]
             message = 2.0 * (len(ring) - 1) / len(ring) * gradients
             for one, other in zip(ring, [*ring[1:], ring[0]], strict=True):
                 send(one, other, message)
@@ -108,5 +104,5 @@ def _holders(plan: Plan, block: int) -> list[StagePlan]:
 
 
 def _sizes(profile: ModelProfile, plan: Plan, stage: StagePlan) -> LayerCosts:
-    """Sizes of the model's blocks for a group of a stage; they do not depend on the kind of device."""
-    return profile.costs(stage.device, plan.degree(stage), plan.micro_batch // stage.width)
+    """Sizes of the model's blocks in a stage; they do not depend on the kind of device."""
+    return profile.costs(stage.device, plan.degree(stage), plan.micro_batch)

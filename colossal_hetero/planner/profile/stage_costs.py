@@ -1,10 +1,7 @@
-"""Costs of a model's blocks in a stage of any form: several groups, recomputation, a divided optimizer state.
+"""Costs of a model's blocks in a stage of any form: with recomputation, or a divided optimizer state.
 
 [Note: costs of a stage]
 
-- Width. A stage with the width w consists of w tensor-parallel groups, each of which runs micro_batch / w samples of
-  every micro-batch. Times and activations are those of so many samples. State, gradients and the optimizer's step are
-  those of one group, because each group has all parameters of the stage.
 - Recomputation. A block keeps only its input: what the block before sends, and of the first block what it sends itself.
   The backward pass runs the forward pass again, so it takes one forward pass longer. Then all activations of one block
   exist for a moment. The last block, which has the head, may need more for this moment than the others; only the last
@@ -38,36 +35,30 @@ def stage_costs(
     tensor_parallel: int,
     micro_batch: int,
     speed: float = 1.0,
-    width: int = 1,
     recompute: bool = False,
     zero_shards: int = 1,
 ) -> LayerCosts:
     """Costs per block, ``[blocks]``, and device of a stage of this form; see [Note: costs of a stage].
 
-    ``output_bytes`` is what each group sends: that of its own samples. The same arguments return the same object, and
-    without width, recomputation and shards it is that of :meth:`.ModelProfile.costs`.
+    The same arguments return the same object, and without recomputation and shards it is that of
+    :meth:`.ModelProfile.costs`.
 
     Args:
         profile: Times and sizes of the model's layers.
         device: Kind of device.
-        tensor_parallel: Devices in each group.
-        micro_batch: Samples per micro-batch, of all groups together.
+        tensor_parallel: Devices of the stage.
+        micro_batch: Samples per micro-batch.
         speed: Share of its kind's speed that the slowest device reaches.
-        width: Number of groups.
         recompute: Whether the backward pass runs the forward pass again.
         zero_shards: Into how many parts the optimizer's state is divided.
 
     Raises:
-        ValueError: The micro-batch cannot be divided by the width, ``zero_shards`` is below 1, or that kind, degree or
-            number of samples was not measured. The message says what was.
+        ValueError: ``zero_shards`` is below 1, or that kind, degree or number of samples was not measured. The message
+            says what was.
     """
-    if width < 1 or micro_batch % width:
-        raise ValueError(
-            f"width={width} does not divide micro_batch={micro_batch}; each group of a stage runs equally many samples"
-        )
     if zero_shards < 1:
         raise ValueError(f"zero_shards={zero_shards}: must be at least 1")
-    costs = profile.costs(device, tensor_parallel, micro_batch // width, speed)
+    costs = profile.costs(device, tensor_parallel, micro_batch, speed)
     if recompute:
         costs = profile.remembered((costs, "recompute"), lambda: _recomputed(costs))
     if zero_shards > 1:

@@ -36,7 +36,7 @@ def training_call(plan: Plan, path: str = "plan.json", *, overlap: bool = False)
     if problem is not None:
         return f"# It cannot be run: {problem}.\n# It can be simulated: colossal-hetero simulate {path}"
     # Where gradients are summed layer by layer, parameters are not gathered while the model computes.
-    gathered = "" if _is_summed_by_layer(plan) else ", overlap_allgather=True"
+    gathered = ", overlap_allgather=True" if plan.symmetric else ""
     zero = "" if plan.zero_stage else ", zero_stage=1"
     options = f"{zero}, overlap_communication=True{gathered}" if overlap else ""
     lines = [
@@ -52,27 +52,17 @@ def training_call(plan: Plan, path: str = "plan.json", *, overlap: bool = False)
     return "\n".join([*lines, "", *_colossal_call(plan)])
 
 
-def _is_summed_by_layer(plan: Plan) -> bool:
-    """Whether the plugin of this package sums the gradients, and gives each replica its batches."""
-    return plan.has_wide_stages or not plan.symmetric
-
-
 def _ranks_by_node(plan: Plan) -> dict[str, int]:
     """How many ranks each node has, in the order of ranks."""
     stages = [stage for replica in plan.replicas for stage in replica.stages]
-    node_of = {
-        rank: node
-        for stage in stages
-        for group, node in zip(plan.groups(stage), stage.nodes, strict=True)
-        for rank in group
-    }
+    node_of = {rank: stage.node for stage in stages for rank in stage.ranks}
     return dict(Counter(node_of[rank] for rank in sorted(node_of)))
 
 
 def _batch_lines(plan: Plan) -> list[str]:
     """What the data loaders give."""
     counts = [replica.micro_batches for replica in plan.replicas]
-    if not _is_summed_by_layer(plan):
+    if plan.symmetric:
         return [
             f"# the data loader of every replica gives {count(counts[0] * plan.micro_batch, 'sample')} per step: "
             f"{count(counts[0], 'micro-batch')} of {plan.micro_batch}"
@@ -88,8 +78,6 @@ def _batch_lines(plan: Plan) -> list[str]:
 def _colossal_call(plan: Plan) -> list[str]:
     if not plan.symmetric:
         return ["# Colossal-AI's own HybridParallelPlugin cannot run this plan: its replicas are not alike"]
-    if plan.has_wide_stages:
-        return ["# Colossal-AI's own HybridParallelPlugin cannot run this plan: its stages have several groups"]
     if plan.schedule != "1f1b" and len(set(plan.layers_per_chunk)) > 1:
         return ["# Colossal-AI's own HybridParallelPlugin cannot run this plan: it has no unequal chunks"]
     if plan.schedule == "zbv":

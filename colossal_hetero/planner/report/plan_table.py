@@ -94,13 +94,13 @@ def layout(plan: Plan) -> str:
 
 def special_form(stage: StagePlan) -> str:
     """What is special about a stage, see :func:`~..layout_line.write_layout.form_in_words`."""
-    return form_in_words(stage.tensor_parallel, stage.width, stage.recompute)
+    return form_in_words(stage.tensor_parallel, stage.recompute)
 
 
 def _form(stage: StagePlan) -> tuple[object, ...]:
     """What stages have in common that are shown together: kind of device, form and numbers of layers."""
     layers = tuple(stop - start for start, stop in stage.block_ranges)
-    return stage.device, stage.tensor_parallel, stage.width, stage.recompute, layers
+    return stage.device, stage.tensor_parallel, stage.recompute, layers
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def rows(plan: Plan) -> list[Row]:
                     micro_batches=group.first.micro_batches,
                     stages=tuple(numbers),
                     device=f"{members[0].device}{special_form(members[0])}",
-                    nodes=tuple(dict.fromkeys(node for stage in every for node in stage.nodes)),
+                    nodes=tuple(dict.fromkeys(stage.node for stage in every)),
                     ranks=tuple(sorted(rank for stage in every for rank in stage.ranks)),
                     block_ranges=joined_ranges([stage.block_ranges for stage in members]),
                     memory_bytes=(min(memory), max(memory)),

@@ -118,7 +118,7 @@ class EqualRows:
         whole = np.zeros(len(self.seconds), dtype=bool)
         for number, pool in enumerate(self.pools):
             part = self._part(number)
-            used = self._counts[number] @ [kind.devices for kind in pool.kinds] * self._pipelines[part]
+            used = self._counts[number] @ [kind.tensor_parallel for kind in pool.kinds] * self._pipelines[part]
             whole[part] = used == devices
         return self._by_bound[whole[self._by_bound]]
 

@@ -92,7 +92,7 @@ class FewSlots:
         total, lengths = self.pool.total_micro_batches, {len(row) for row in rows}
         if not self.pool.allows(len(rows)):
             return False
-        if sum(self.pool.kinds[kind].devices for row in rows for kind, _ in row) < self.devices:
+        if sum(self.pool.kinds[kind].tensor_parallel for row in rows for kind, _ in row) < self.devices:
             return False
         if max(lengths) > self.bounds.blocks or len(rows) > total:
             return False

@@ -157,7 +157,7 @@ def make_plans(
     search = search_by(method)
     goal = None
     if effort.bound_seconds > 0:
-        if set(schedules) == {"1f1b"} and not overlap and not space.has_other_forms:
+        if set(schedules) == {"1f1b"} and not overlap and not space.mixed_degrees:
             relaxed = relaxed_pools(topology, profile, pools, space)
             goal = GapGoal(IterationBound(topology, relaxed, runnable=runnable), effort)
         else:
@@ -178,7 +178,7 @@ def make_plans(
         drafts = search.run(keep, known, goal.is_enough if goal else None)
     searches = [search]
     if space != SIMPLE:
-        drafts = simple = drafts if 0 in space.zero_stages and 1 in space.widths else []
+        drafts = simple = drafts if 0 in space.zero_stages else []
         few = len(topology.devices) <= MAX_FORMED_DEVICES
         below = min((draft.ranking_seconds for draft in drafts), default=math.inf)
         for part in wider_pools(topology, profile, global_batch, tried.micro_batches, tried.degrees, space, below):

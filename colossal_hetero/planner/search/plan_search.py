@@ -275,7 +275,7 @@ class PlanSearch:
             if key not in self._groups:
                 self._groups[key] = each.candidates(self.stages, self.unequal_below, may_be_idle=not self.all_devices)
             for groups in self._groups[key]:
-                used = int(np.sum(np.array(groups) @ [kind.devices for kind in each.pool.kinds]))
+                used = int(np.sum(np.array(groups) @ [kind.tensor_parallel for kind in each.pool.kinds]))
                 if self.all_devices and used < len(self.topology.devices):
                     continue
                 needed = self.builder.min_micro_batches(each.stages(groups))

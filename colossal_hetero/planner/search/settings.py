@@ -183,10 +183,9 @@ def wider_pools(
         if few:
             forms = [("formed", each) for each in formations(topology, degrees, space)]
         else:
-            forms = [("alike", alike_slots(topology, degree)) for degree in degrees if 1 in space.widths]
-            if space.has_other_forms:
-                mixed = mixtures(topology, profile, size, degrees, space, MAX_MIXTURES)
-                forms += [("mixed", each) for each in mixed]
+            forms = [("alike", alike_slots(topology, degree)) for degree in degrees]
+            if space.mixed_degrees:
+                forms += [("mixed", each) for each in mixtures(topology, profile, size, degrees, MAX_MIXTURES)]
         for pipelines in _numbers_of_pipelines(topology, space, global_batch // size, few):
             make = kinds_of(topology, profile, size, space, pipelines)
             for name, form in forms:

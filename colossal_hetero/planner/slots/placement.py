@@ -207,7 +207,7 @@ class SlotPool:
     """Slots that the devices form, timed for one size of micro-batch."""
 
     tensor_parallel: int
-    """Devices per slot; in a wider search, slots may have other degrees and widths."""
+    """Devices per slot; in a wider search, slots may have other degrees."""
     micro_batch: int
     """Samples per micro-batch."""
     kinds: tuple[SlotKind, ...]
@@ -227,12 +227,12 @@ class SlotPool:
     @property
     def devices(self) -> int:
         """Devices of all slots."""
-        return sum(len(kind.slots) * kind.devices for kind in self.kinds)
+        return sum(len(kind.slots) * kind.tensor_parallel for kind in self.kinds)
 
     @cached_property
     def has_one_form(self) -> bool:
-        """Whether every slot is one tensor-parallel group of the pool's degree."""
-        return all(kind.tensor_parallel == self.tensor_parallel and kind.width == 1 for kind in self.kinds)
+        """Whether every slot has the pool's degree."""
+        return all(kind.tensor_parallel == self.tensor_parallel for kind in self.kinds)
 
     def allows(self, pipelines: int) -> bool:
         """Whether plans may have so many pipelines."""

@@ -81,7 +81,7 @@ def _rounded_down(kinds: Sequence[SlotKind], factor: float) -> list[SlotKind]:
     """The kinds, with each run of similar speeds of one device as one kind of the lowest speed."""
     by_device: dict[object, list[SlotKind]] = {}
     for kind in kinds:
-        by_device.setdefault((kind.device, kind.tensor_parallel, kind.width), []).append(kind)
+        by_device.setdefault((kind.device, kind.tensor_parallel), []).append(kind)
     merged = []
     for same in by_device.values():
         same = sorted(same, key=lambda kind: kind.speed)

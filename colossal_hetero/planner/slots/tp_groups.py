@@ -1,9 +1,8 @@
 """Tensor-parallel groups by kind of device, and how many of each kind a pipeline can have.
 
-A *slot* is a tensor-parallel group of devices of one kind in one node; it can run one stage of a pipeline. In a wider
-search (:mod:`.search_space`) a slot may be several such groups, of one kind in any nodes, which divide the samples of a
-micro-batch. A *composition* says how many slots of each kind a pipeline has, ``[kinds]``. Slots of a kind are
-interchangeable here; :mod:`.placement` decides later which of them, in which node, are used.
+A *slot* is a tensor-parallel group of devices of one kind in one node; it can run one stage of a pipeline. A
+*composition* says how many slots of each kind a pipeline has, ``[kinds]``. Slots of a kind are interchangeable here;
+:mod:`.placement` decides later which of them, in which node, are used.
 """
 
 from __future__ import annotations
@@ -46,23 +45,11 @@ class SlotKind:
     """Memory of one device without its reserve."""
     costs: LayerCosts
     slots: tuple[tuple[int, ...], ...]
-    """Ranks of each slot, as launched: of a tensor-parallel group, or of its groups one after the other."""
+    """Ranks of each slot, as launched."""
     tensor_parallel: int
-    """Devices of each group."""
-    width: int = 1
-    """Groups of each slot."""
+    """Devices of each slot."""
     recomputed: LayerCosts | None = None
     """Costs of a stage that recomputes; None: none may."""
-
-    @property
-    def devices(self) -> int:
-        """Devices per slot."""
-        return self.tensor_parallel * self.width
-
-    def groups(self, slot: int) -> tuple[tuple[int, ...], ...]:
-        """The tensor-parallel groups of a slot."""
-        ranks, degree = self.slots[slot], self.tensor_parallel
-        return tuple(ranks[start : start + degree] for start in range(0, len(ranks), degree))
 
     @property
     def memory_bytes(self) -> float:
@@ -141,13 +128,12 @@ def slot_kinds(
     recompute: bool = False,
     pipelines: int | None = None,
 ) -> list[SlotKind]:
-    """Slots of one group each by kind, the kind with the least computing power first; further arguments as for
-    :func:`slot_kind`.
+    """Slots by kind, the kind with the least computing power first; further arguments as for :func:`slot_kind`.
 
     A kind is left out if its profiled micro-batches with this ``degree`` do not enclose ``micro_batch``.
     """
     kinds = [
-        slot_kind(topology, profile, key, slots, degree, 1, micro_batch, recompute=recompute, pipelines=pipelines)
+        slot_kind(topology, profile, key, slots, degree, micro_batch, recompute=recompute, pipelines=pipelines)
         for key, slots in tensor_parallel_groups(topology, degree).items()
     ]
     return by_power(kind for kind in kinds if kind is not None)
@@ -164,30 +150,28 @@ def slot_kind(
     key: tuple[str, float],
     slots: Sequence[tuple[int, ...]],
     degree: int,
-    width: int,
     micro_batch: int,
     *,
     recompute: bool = False,
     pipelines: int | None = None,
 ) -> SlotKind | None:
-    """The kind of slots of ``width`` groups each; None if so many samples were not measured with this degree.
+    """The kind of these slots; None if so many samples were not measured with this degree.
 
     Args:
         topology: Machines.
         profile: Times and sizes of the model's layers.
         key: Kind and speed of the slowest device in a slot.
         slots: Ranks of each.
-        degree: Devices per group.
-        width: Groups per slot, which divide a micro-batch.
+        degree: Devices per slot.
         micro_batch: Samples.
         recompute: Whether stages may recompute.
         pipelines: With ZeRO stage 1, the number of pipelines, which divide the optimizer's state. None: stage 0.
     """
     name, speed = key
-    if micro_batch % width or degree not in profile.tensor_parallel_degrees(name):
+    if degree not in profile.tensor_parallel_degrees(name):
         return None
     measured = profile.micro_batches(name, degree)
-    if not measured[0] <= micro_batch // width <= measured[-1]:
+    if not measured[0] <= micro_batch <= measured[-1]:
         return None
     costs = partial(
         stage_costs,
@@ -196,13 +180,10 @@ def slot_kind(
         tensor_parallel=degree,
         micro_batch=micro_batch,
         speed=speed,
-        width=width,
-        zero_shards=1 if pipelines is None else pipelines * width,
+        zero_shards=pipelines or 1,
     )
     usable = next(device.kind.usable_bytes for device in topology.devices if device.kind.name == name)
-    return SlotKind(
-        name, speed, usable, costs(), tuple(slots), degree, width, costs(recompute=True) if recompute else None
-    )
+    return SlotKind(name, speed, usable, costs(), tuple(slots), degree, costs(recompute=True) if recompute else None)
 
 
 def compositions(seconds: Sequence[float], available: Sequence[int], max_stages: int) -> NDArray[np.int64]:

@@ -86,11 +86,10 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             divides them evenly, as Colossal-AI does. With a pipeline (1F1B, and ``microbatch_size``), each replica
             gets a number of micro-batches that fits its speed.
         plan: which rank computes which layers: a plan, the path of a plan file (``colossal-hetero plan --out`` writes
-            one), or "auto", which makes a plan from ``planning``. In 1F1B, replicas may differ in stages and batches,
-            and stages may have several tensor-parallel groups. All ranks use rank 0's plan, so only rank 0 needs the
-            files. A replica's batch is all its micro-batches in the plan. At the end of each epoch, pipeline stages
-            whose times differ from the plan are reported, if the schedule is 1F1B. One training loop fits every plan
-            (:meth:`execute_pipeline`).
+            one), or "auto", which makes a plan from ``planning``. In 1F1B, replicas may differ in stages and batches.
+            All ranks use rank 0's plan, so only rank 0 needs the files. A replica's batch is all its micro-batches in
+            the plan. At the end of each epoch, pipeline stages whose times differ from the plan are reported, if the
+            schedule is 1F1B. One training loop fits every plan (:meth:`execute_pipeline`).
         planning: what to plan from, over which networks ranks communicate, and how much stage times may differ.
         checkpoints: where :meth:`save` saves layer checkpoints, from which :meth:`resume` continues with any plan.
         elastic: goes on when processes die or join; see ``docs/elastic.md``. The constructor then forms the group of
@@ -207,9 +206,8 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         # ZeRO stage 2 divides gradients among ranks after every backward pass, so it must sum them every time.
         self._one_stage = OneStageSchedule(*micro_batches, None if self.zero_stage == 2 else self.no_sync)
         if self._unequal is not None:
-            # The constructor has seen one pipeline.
-            self.dp_size = self._unequal.holders
-            self._unequal.connect(self.scheduler)
+            # The constructor has seen one replica.
+            self.dp_size = len(self._unequal.plan.replicas)
         if layers_per_chunk is not None:
             set_layers_per_chunk(self.stage_manager, layers_per_chunk)
         if batches is not None:
@@ -238,8 +236,6 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         """``num_microbatches`` and ``microbatch_size`` of a model that is not cut into stages."""
         if self.batches is not None:
             return None, None  # the data loader gives micro-batches
-        if self._unequal is not None:
-            return None, self._unequal.micro_batch
         if self._planned is not None:
             return None, self._planned.plan.micro_batch
         return arguments.get("num_microbatches"), arguments.get("microbatch_size")
@@ -399,16 +395,10 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         if self._unequal is not None and torch.is_grad_enabled():
             with naming_ended_ranks():
                 return self._train_replica(data_iter, model, criterion, *args, **kwargs)
-        if not torch.is_grad_enabled():
-
-            def evaluate(batches: Iterator, criterion: Callable) -> dict:
-                return self._evaluate(batches, model, criterion, *args, **kwargs)
-
-            if self._unequal is not None:
-                return self._unequal.shares.run(evaluate, data_iter, criterion)
-            return evaluate(data_iter, criterion)
         if self.scheduler is None:
             return self._one_stage.forward_backward_step(model, data_iter, criterion, *args, **kwargs)
+        if not torch.is_grad_enabled():
+            return self._evaluate(data_iter, model, criterion, *args, **kwargs)
 
         optimizer = args[0] if args else kwargs.get("optimizer")
 
@@ -428,9 +418,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
     def _evaluate(
         self, data_iter: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any
     ) -> dict:
-        """Run the forward passes of the next batch of this rank."""
-        if self.scheduler is None:
-            return self._one_stage.forward_backward_step(model, data_iter, criterion, *args, **kwargs)
+        """Run the forward passes of a pipeline on the next batch."""
         if isinstance(self.scheduler, ZeroBubbleVPipeScheduler):
             raise ValueError(
                 "Colossal-AI's zero-bubble schedule cannot evaluate; save the model, and evaluate it with another "
@@ -562,7 +550,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         checkpoint_io = super().get_checkpoint_io()
         if self._unequal is not None:
             groups = self.mixed_dp_group, self.pp_group, self.tp_group, self.sp_group
-            checkpoint_io = ReplicaCheckpointIO(self._unequal.writes_checkpoints, *groups, self.zero_stage)
+            checkpoint_io = ReplicaCheckpointIO(self._unequal.index == 0, *groups, self.zero_stage)
         self._balancing.attach_to(checkpoint_io)
         return checkpoint_io
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from ...pipeline_parallel.config import SPACES, PlanConfig
 from ...planner.cluster.cluster_file import load_cluster
 from ...planner.cluster.topology import Topology
-from ...planner.plans.plan import Plan, StagePlan, load_plan
+from ...planner.plans.plan import Plan, load_plan
 from ...planner.plans.runnable import NoPlanError, why_not_runnable
 from ...planner.profile.layer_profile import ModelProfile, load_model_profile
 from ...planner.profile.on_links import on_links
@@ -194,8 +194,8 @@ def as_launched(plan: Plan) -> Plan:
 
     The ranks are 0 … ``world_size`` − 1 for the devices that the plan uses, in the order of the cluster file. In
     Colossal-AI the first replica and the first rank of each group write checkpoints, and rank 0 writes what belongs to
-    no group; both must be the same rank. Replicas with the same stages may change places, and so may the groups of a
-    stage and the ranks of a group.
+    no group; both must be the same rank. Replicas with the same stages may change places, and so may the ranks of a
+    group.
 
     Raises:
         ValueError: the plan is for another number of ranks, leaves devices idle, has fewer micro-batches than stages,
@@ -206,21 +206,11 @@ def as_launched(plan: Plan) -> Plan:
         raise ValueError(problem)
     replicas = []
     for replica, order in zip(plan.replicas, plan.launched_order, strict=True):
+        # Sorting by bool moves rank 0 to the front and keeps the order of all others.
         stages = (
-            _with_zero_first(plan, stage.model_copy(update={"ranks": ranks}))
+            stage.model_copy(update={"ranks": tuple(sorted(ranks, key=bool))})
             for stage, ranks in zip(replica.stages, order, strict=True)
         )
         replicas.append(replica.model_copy(update={"stages": tuple(stages)}))
     replicas.sort(key=lambda replica: all(0 not in stage.ranks for stage in replica.stages))
     return plan.model_copy(update={"replicas": tuple(replicas)})
-
-
-def _with_zero_first(plan: Plan, stage: StagePlan) -> StagePlan:
-    """``stage`` with rank 0 first in its group, and its group first, if it has rank 0."""
-    # Sorting by bool keeps the order of all others.
-    groups = [tuple(sorted(group, key=bool)) for group in plan.groups(stage)]
-    placed = sorted(zip(groups, stage.nodes, strict=True), key=lambda each: all(each[0]))
-    changes: dict[str, Any] = {"ranks": tuple(rank for group, _ in placed for rank in group), "node": placed[0][1]}
-    if stage.group_nodes:
-        changes["group_nodes"] = tuple(node for _, node in placed)
-    return stage.model_copy(update=changes)

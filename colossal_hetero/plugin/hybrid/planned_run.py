@@ -73,9 +73,9 @@ class PlannedRun(PluginPart):
         self._make_group = (
             None if agreed.topology is None else plan_groups(agreed.plan, agreed.topology, planning.adapters)
         )
-        layer_sums = planning.layer_sums or not self.plan.symmetric or self.plan.has_wide_stages
+        layer_sums = planning.layer_sums or not self.plan.symmetric
         self.unequal = UnequalReplicas(self.plan, self._make_group or ordered_group) if layer_sums else None
-        """Runs replicas that are not alike, and stages of several groups; None if Colossal-AI runs the plan."""
+        """Runs replicas that are not alike; None if Colossal-AI runs the plan."""
 
     @property
     def batch_size(self) -> int:
@@ -92,7 +92,7 @@ class PlannedRun(PluginPart):
         if self.unequal is None:
             return arguments_from_plan(self.plan, self.plan.replicas[0], given)
         check_arguments(self.plan, given, self._batches is not None)
-        return arguments_from_plan(self.plan, self.unequal.replica, given, self.unequal.place.width)
+        return arguments_from_plan(self.plan, self.unequal.replica, given)
 
     def mesh(self, dp_outside: bool) -> AbstractContextManager[None]:
         """A context in which Colossal-AI's constructor puts every rank in the place that the plan gives it."""

@@ -35,7 +35,7 @@ def arguments_by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
     return by_place | kwargs
 
 
-def arguments_from_plan(plan: Plan, replica: Replica, given: Mapping[str, Any], width: int = 1) -> dict[str, Any]:
+def arguments_from_plan(plan: Plan, replica: Replica, given: Mapping[str, Any]) -> dict[str, Any]:
     """The plugin's arguments that run a ``replica`` of ``plan``: those in ``given`` and those that follow.
 
     A plan in ZeRO stage 0 says nothing about it: with another stage its devices need less memory.
@@ -44,8 +44,6 @@ def arguments_from_plan(plan: Plan, replica: Replica, given: Mapping[str, Any], 
         plan: the plan.
         replica: one of its replicas.
         given: arguments of the script. Their ``microbatch_size`` is that of the plan.
-        width: into how many groups this rank's stage divides a micro-batch. The returned ``microbatch_size`` is that of
-            a group.
 
     Raises:
         ValueError: an argument in ``given`` contradicts the plan.
@@ -71,7 +69,6 @@ def arguments_from_plan(plan: Plan, replica: Replica, given: Mapping[str, Any], 
         raise ValueError("scheduler_nodes follow from the plan; leave them out")
     if plan.order_seconds is not None:
         only_pipelines["scheduler_nodes"] = zero_bubble_nodes(pp_size, micro_batches, plan.order_seconds)
-    only_pipelines["microbatch_size"] = plan.micro_batch // width
     return {**given, **follows, **(only_pipelines if pp_size > 1 else {})}
 
 

@@ -16,12 +16,12 @@ __all__ = ["ReplicaCheckpointIO"]
 
 
 class ReplicaCheckpointIO(HybridParallelCheckpointIO):
-    """``HybridParallelCheckpointIO`` for replicas that are not alike, and stages of several groups.
+    """``HybridParallelCheckpointIO`` for replicas that are not alike.
 
     With ZeRO, each parameter's optimizer state is divided among the ranks that hold this parameter.
 
     Args:
-        writes: whether this rank's group writes: in replica 0, the first group of each stage.
+        writes: whether this rank's replica writes: the first one.
         args: see ``HybridParallelCheckpointIO``.
     """
 

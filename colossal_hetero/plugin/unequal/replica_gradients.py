@@ -103,9 +103,9 @@ def _norms(tensors: list[Tensor]) -> Sequence[Tensor]:
 
 
 NOT_SUMMED = (
-    "the plan's replicas are not alike, or its stages have several groups, and these gradients are not summed over the "
-    "ranks that hold a layer, because the backward pass ran outside booster.execute_pipeline; replace the forward and "
-    "backward pass by booster.execute_pipeline, which also runs replicas without a pipeline"
+    "the plan's replicas are not alike, and these gradients are not summed over the ranks that hold a layer, because "
+    "the backward pass ran outside booster.execute_pipeline; replace the forward and backward pass by "
+    "booster.execute_pipeline, which also runs replicas without a pipeline"
 )
 
 

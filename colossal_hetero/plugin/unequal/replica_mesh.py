@@ -1,9 +1,8 @@
 """The process groups of replicas that are not alike, and the mesh that a rank sees: that of its own replica.
 
 Colossal-AI's hybrid plugin has one mesh, in which all replicas have the same stages. Here each rank gets the mesh of
-its replica, ``(1, stages, tensor parallel, 1)``, as if there were no other ranks. Of a stage of several groups it sees
-one; see :func:`.sample_ranges.lane`. All groups of all replicas are made at once, by all ranks in the same order,
-because making a group is collective over the world.
+its replica, ``(1, stages, tensor parallel, 1)``, as if there were no other ranks. All groups of all replicas are made
+at once, by all ranks in the same order, because making a group is collective over the world.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from colossalai.booster.plugin import hybrid_parallel_plugin
 from colossalai.cluster import ProcessGroupMesh, process_group_mesh
 
 from ...module_proxy import ModuleProxy
-from ..wide_stages.sample_ranges import lane
 
 __all__ = ["ReplicaMesh", "groups_for_messages", "make_replica_groups", "replica_mesh"]
 
@@ -28,61 +26,36 @@ Groups = Mapping[Ranks, dist.ProcessGroup]
 """Process groups by their members, in the order of the members' numbers in the group."""
 
 
-def groups_of(replica: Sequence[Sequence[Ranks]]) -> list[Ranks]:
-    """The groups that Colossal-AI uses within a replica, and those of stages that divide micro-batches.
-
-    Args:
-        replica: ranks by stage, tensor-parallel group of the stage, and place in that group.
-    """
-    groups: list[Ranks] = [group for stage in replica for group in stage]
-    groups += [(rank,) for stage in replica for group in stage for rank in group]
-    pipeline = lane(replica, 0)
-    for column in zip(*pipeline, strict=True):
-        groups += _along_the_pipeline(column)
-    groups.append(tuple(rank for stage in pipeline for rank in stage))
-    groups += [tuple(column) for column in zip(*replica[-1], strict=True)]  # the loss and the outputs
-    return groups + groups_for_messages(replica)
+def groups_of(replica: Sequence[Ranks]) -> list[Ranks]:
+    """The groups that Colossal-AI uses within a replica: ranks by stage and place in the tensor-parallel group."""
+    groups: list[Ranks] = list(replica)
+    groups += [(rank,) for stage in replica for rank in stage]
+    for column in groups_for_messages(replica):
+        groups.append(column)
+        groups.append((column[0], column[-1]) if len(column) > 1 else column)  # stages that share weights
+    groups.append(tuple(rank for stage in replica for rank in stage))
+    return groups
 
 
-def groups_for_messages(replica: Sequence[Sequence[Ranks]]) -> list[Ranks]:
+def groups_for_messages(replica: Sequence[Ranks]) -> list[Ranks]:
     """The groups over which stages send to each other: by place in the tensor-parallel groups, all ranks there.
 
     [Note: no sums beside messages] Gradients are not summed over these groups. A last stage starts sums before it sends
     its last gradients back. With NCCL, what a group does is in one order on each rank, so the stage before would wait
     for the gradients, and they for its sums.
     """
-    places = range(len(replica[0][0]))
-    return [tuple(group[place] for stage in replica for group in stage) for place in places]
+    return list(zip(*replica, strict=True))
 
 
-def _along_the_pipeline(column: Ranks) -> list[Ranks]:
-    """Of the ranks at a place of each stage: all, and those of the stages that share weights."""
-    return [column, (column[0], column[-1]) if len(column) > 1 else column]
-
-
-def stand_ins(replica: Sequence[Sequence[Ranks]]) -> dict[Ranks, Ranks]:
-    """Groups that are not made, each with one of :func:`groups_of` that Colossal-AI gets instead.
-
-    On ranks of further groups of a stage it asks for groups along the pipeline, of which it then uses nothing but their
-    size: only the first group of each stage writes checkpoints, and messages and sums have other groups.
-    """
-    made = set(groups_of(replica))
-    found: dict[Ranks, Ranks] = {}
-    for number in range(1, max(map(len, replica))):
-        for column, instead in zip(zip(*lane(replica, number), strict=True), groups_for_messages(replica), strict=True):
-            found.update((ranks, instead) for ranks in _along_the_pipeline(column) if ranks not in made)
-    return found
-
-
-def make_replica_groups(replicas: Sequence[Sequence[Sequence[Ranks]]], make_group: Any) -> dict[Ranks, Any]:
+def make_replica_groups(rank_order: Sequence[Sequence[Ranks]], make_group: Any) -> dict[Ranks, Any]:
     """All groups within replicas. Called by all ranks with the same arguments.
 
     Args:
-        replicas: ranks by replica, stage, tensor-parallel group of the stage, and place in that group.
+        rank_order: ranks by replica, stage and place in the tensor-parallel group.
         make_group: makes a group of ranks in which they are numbered in the given order.
     """
     groups: dict[Ranks, Any] = {}
-    for replica in replicas:
+    for replica in rank_order:
         for ranks in groups_of(replica):
             if ranks not in groups:
                 groups[ranks] = make_group(ranks)
@@ -98,15 +71,12 @@ class ReplicaMesh(ProcessGroupMesh):
         size: sizes of the axes.
         ranks: the global rank at each position; positions are numbered as in ``numpy.ravel_multi_index``.
         groups: see :func:`make_replica_groups`.
-        instead: see :func:`stand_ins`.
         sums: further groups, which are destroyed together with these.
     """
 
-    def __init__(
-        self, *size: int, ranks: Sequence[int], groups: Groups, instead: Mapping[Ranks, Ranks], sums: Groups
-    ) -> None:
+    def __init__(self, *size: int, ranks: Sequence[int], groups: Groups, sums: Groups) -> None:
         super().__init__(*size)
-        self._ranks, self._groups, self._instead, self._sums = tuple(ranks), groups, instead, sums
+        self._ranks, self._groups, self._sums = tuple(ranks), groups, sums
 
     @property
     def rank(self) -> int:
@@ -128,8 +98,7 @@ class ReplicaMesh(ProcessGroupMesh):
     def _get_group(self, ranks_in_group: Iterable[int], backend: str | None = None) -> Any:
         """The group of these positions. The parent class asks for all groups along an axis, also those without this
         rank."""
-        ranks = tuple(self._ranks[position] for position in sorted(set(ranks_in_group)))
-        return self._groups[self._instead.get(ranks, ranks)]
+        return self._groups[tuple(self._ranks[position] for position in sorted(set(ranks_in_group)))]
 
     def destroy_mesh_process_groups(self) -> None:
         """Destroy this replica's groups. (The parent class destroys the groups that it has made.)"""
@@ -140,19 +109,16 @@ class ReplicaMesh(ProcessGroupMesh):
 
 
 @contextmanager
-def replica_mesh(
-    replica: Sequence[Sequence[Ranks]], group: int, dp_outside: bool, groups: Groups, sums: Groups
-) -> Iterator[None]:
-    """Let hybrid-parallel plugins that are constructed inside see only this rank's pipeline.
+def replica_mesh(replica: Sequence[Ranks], dp_outside: bool, groups: Groups, sums: Groups) -> Iterator[None]:
+    """Let hybrid-parallel plugins that are constructed inside see only this rank's replica.
 
     Args:
-        replica: the replica's ranks by stage, tensor-parallel group of the stage, and place in that group.
-        group: number of this rank's group in its stage.
+        replica: the replica's ranks by stage and place in the tensor-parallel group.
         dp_outside: the plugin's argument. With one replica in a mesh, the order of its first two axes does not matter.
         groups: see :func:`make_replica_groups`.
         sums: groups of ranks that hold the same layers.
     """
-    ranks = [rank for stage in lane(replica, group) for rank in stage]
+    ranks = [rank for stage in replica for rank in stage]
     position = ranks.index(dist.get_rank())
 
     def seen(module: ModuleType) -> Any:
@@ -167,9 +133,7 @@ def replica_mesh(
     mesh: Any = hybrid_parallel_plugin.ProcessGroupMesh
     for module in named:
         module.dist = seen(module.dist)
-    hybrid_parallel_plugin.ProcessGroupMesh = partial(
-        ReplicaMesh, ranks=ranks, groups=groups, instead=stand_ins(replica), sums=sums
-    )
+    hybrid_parallel_plugin.ProcessGroupMesh = partial(ReplicaMesh, ranks=ranks, groups=groups, sums=sums)
     try:
         yield
     finally:

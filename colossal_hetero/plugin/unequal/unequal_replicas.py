@@ -1,12 +1,8 @@
-"""The part of the hybrid plugin that runs replicas that are not alike, and stages of several groups.
-
-It makes the process groups, sums the gradients, and gives each rank its samples. A stage of several groups has more
-holders of its layers, as a layer that several replicas hold; see ``plugin/wide_stages`` for what else differs.
-"""
+"""The part of the hybrid plugin that runs replicas that are not alike: groups, sums of gradients, batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,9 +12,6 @@ from torch.utils.data import DataLoader, Dataset
 from ...data_parallel.loader import HeteroDataLoader
 from ...planner.plans.plan import Plan, Replica
 from ..part import PluginPart, TrainingObjects
-from ..wide_stages.micro_batch_shares import MicroBatchShares
-from ..wide_stages.sample_ranges import place_of
-from ..wide_stages.wide_messages import WideMessages
 from .replica_batches import ReplicaBatches
 from .replica_mesh import groups_for_messages, make_replica_groups, replica_mesh
 from .replica_optimizers import replica_optimizers
@@ -34,8 +27,6 @@ MakeGroup = Callable[[tuple[int, ...]], Any]
 
 def why_layer_sums(plan: Plan) -> tuple[str, str]:
     """What in ``plan`` is summed layer by layer, and another choice, both in words."""
-    if plan.has_wide_stages:
-        return "the plan has stages of several tensor-parallel groups", "choose a plan without widths"
     if not plan.symmetric:
         return "the plan's replicas are not alike", "choose a plan of equal replicas"
     return "gradients are summed layer by layer", "leave layer_sums out of PlanConfig"
@@ -55,7 +46,7 @@ def check_arguments(plan: Plan, arguments: Mapping[str, Any], with_batches: bool
 
 def why_not_unequal(arguments: Mapping[str, Any], with_batches: bool) -> str | None:
     """Why plans that are summed layer by layer cannot be run with these arguments of the hybrid plugin; None if they
-    can: those of replicas that are not alike, or of stages with several groups."""
+    can."""
     zero_stage = arguments.get("zero_stage", 0)
     reasons = (
         (with_batches, "the plan gives each replica its batches; leave batches out"),
@@ -97,63 +88,22 @@ class UnequalReplicas(PluginPart):
         self._make_group = make_group
         in_plan = [rank for replica in plan.rank_order for stage in replica for rank in stage]
         self._places = {rank: place for place, rank in enumerate(in_plan)}
-        replicas = [[plan.groups(stage) for stage in replica.stages] for replica in plan.replicas]
-        self._groups = make_replica_groups(replicas, make_group)
+        self._groups = make_replica_groups(plan.rank_order, make_group)
         # See [Note: no sums beside messages].
-        for_messages = {ranks for replica in replicas for ranks in groups_for_messages(replica) if len(ranks) > 1}
+        for_messages = {
+            ranks for replica in plan.rank_order for ranks in groups_for_messages(replica) if len(ranks) > 1
+        }
         self._sums = {ranks: group for ranks, group in self._groups.items() if ranks not in for_messages}
         self._batches = ReplicaBatches(plan, self.index)
-        self._own = replicas[self.index]
-        self.place = place_of(self._own, rank)
-        """Of this rank in its replica."""
-        alike = self._groups[self.place.columns[self.place.stage]] if self._is_last_stage else None
-        self._messages: WideMessages | None = None
-        self.shares = MicroBatchShares(self.place, plan.micro_batch, alike, self._begin)
-        """Runs this rank's share of batches."""
 
     @property
     def replica(self) -> Replica:
         """This rank's replica."""
         return self.plan.replicas[self.index]
 
-    @property
-    def holders(self) -> int:
-        """Most ranks that hold the same layer, at one place in their tensor-parallel groups."""
-        return sum(max(stage.width for stage in replica.stages) for replica in self.plan.replicas)
-
-    @property
-    def micro_batch(self) -> int:
-        """Samples of a micro-batch that this rank computes."""
-        return self.plan.micro_batch // self.place.width
-
-    @property
-    def writes_checkpoints(self) -> bool:
-        """Whether this rank's tensor-parallel group writes its layers into Colossal-AI's checkpoints."""
-        return self.index == 0 and self.place.group == 0
-
-    @property
-    def _is_last_stage(self) -> bool:
-        return self.place.stage + 1 == len(self.place.widths)
-
     def mesh(self, dp_outside: bool) -> AbstractContextManager[None]:
         """A context in which Colossal-AI's plugin is constructed."""
-        return replica_mesh(self._own, self.place.group, dp_outside, self._groups, self._sums)
-
-    def connect(self, schedule: Any) -> None:
-        """Let Colossal-AI's ``schedule`` send messages between stages of different widths, if the replica has any.
-
-        Args:
-            schedule: None if the replica has one stage.
-        """
-        if schedule is None or not self.place.is_divided:
-            return
-        group = self._groups[tuple(rank for ranks in self.place.columns for rank in ranks)]
-        keeps_metadata = schedule.enable_metadata_cache
-        schedule.comm = self._messages = WideMessages(schedule.stage_manager, self.place, group, keeps_metadata)
-
-    def _begin(self, sizes: Sequence[int]) -> None:
-        if self._messages is not None:
-            self._messages.begin(sizes)
+        return replica_mesh(self.plan.rank_order[self.index], dp_outside, self._groups, self._sums)
 
     def optimizers(self, arguments: Mapping[str, Any]) -> AbstractContextManager[None]:
         """A context in which Colossal-AI's plugin with these ``arguments`` configures models and optimizers."""
@@ -181,20 +131,6 @@ class UnequalReplicas(PluginPart):
         if objects.optimizer is not None:
             self._batches.check_loader(objects.dataloader)
         return objects
-
-    def change_model(self, plugin: Any, objects: TrainingObjects) -> None:
-        """Check the model; see ``PluginPart.change_model``.
-
-        Raises:
-            ValueError: stages divide micro-batches by samples, which the model does not have in the first dimension.
-        """
-        axis = getattr(objects.model.unwrap(), "batch_size_dim", 0)
-        if self.plan.has_wide_stages and axis != 0:
-            form, remedy = why_layer_sums(self.plan)
-            raise ValueError(
-                f"{form}, which divide samples in the first dimension of tensors, but "
-                f"{type(objects.model.unwrap()).__name__} has them in dimension {axis}; {remedy}"
-            )
 
     def attach(self, plugin: Any, objects: TrainingObjects) -> None:
         """Count global batches; see ``PluginPart.attach``."""
@@ -246,6 +182,6 @@ class UnequalReplicas(PluginPart):
             schedule.num_microbatches = schedule.last_batch_size = None
         weighted, mean = self._batches.weighted(criterion)
         with model.gradients.sums.passes((lambda: schedule.num_microbatches) if sums else None):
-            result = self.shares.run(execute, self._batches.checked(data_iter), weighted)
+            result = execute(self._batches.checked(data_iter), weighted)
         result["loss"] = mean(result["loss"])
         return result

@@ -502,14 +502,9 @@ def test_help_explains_the_options(command: str, options: list[str]) -> None:
 def test_plan_in_wider_search_spaces(files: tuple[Path, Path], tmp_path: Path) -> None:
     cluster, layers = files
     out = tmp_path / "plan.json"
-    printed = output("plan", cluster, layers, "--global-batch", 8, "--widths", 2, "--out", out)
-    assert "(width 2)" in printed and "cannot be run" not in printed
-    assert f'plugin = HeteroHybridParallelPlugin(plan="{out}", precision="bf16")' in printed
+    printed = output("plan", cluster, layers, "--global-batch", 8, "--search-space", "whole", "--out", out)
     # The lower bounds are those of the default space.
     assert "proved" not in printed
-    output("plan", cluster, layers, "--global-batch", 8, "--search-space", "whole", "--out", out)
-    narrow = output("plan", cluster, layers, "--global-batch", 8, "--widths", 1)
-    assert narrow == output("plan", cluster, layers, "--global-batch", 8)
     assert load_plan(out).iteration_seconds <= make_plans(
         load_cluster(cluster), load_model_profile(layers), global_batch=8
     )[0].plan.iteration_seconds * (1 + 1e-9)

@@ -11,9 +11,6 @@ from colossal_hetero.elastic.state.held_layers import HeldLayers, layers_by_rank
 from colossal_hetero.elastic.state.seats import with_fewest_moves
 from tests.support.machines import Nodes, machines
 from tests.support.planning import make_plan, unequal_plan
-from tests.unit.planner.plans.test_plan import plan as plan_of_forms
-from tests.unit.planner.plans.test_plan import replica as replica_of
-from tests.unit.planner.plans.test_plan import stage as stage_of
 
 BLOCK_BYTES = [10.0, 20.0, 30.0, 40.0, 50.0, 60.0]
 
@@ -54,25 +51,3 @@ def test_a_plan_that_everybody_has_stays() -> None:
     held = [layers_by_rank(plan)[rank] for rank in range(4)]
     topology = machines(Nodes("RoCE", (1,) * 4))
     assert layers_by_rank(with_fewest_moves(plan, topology, held, BLOCK_BYTES)) == layers_by_rank(plan)
-
-
-def test_groups_of_a_stage_hold_the_same_layers() -> None:
-    wide = plan_of_forms(
-        replica_of(stage_of(0, 4, (0, 1, 2, 3), tensor_parallel=2, width=2), stage_of(4, 6, (4,))), tensor_parallel=1
-    )
-    assert layers_by_rank(wide) == {
-        0: HeldLayers(((0, 4),), 0, 2),
-        1: HeldLayers(((0, 4),), 1, 2),
-        2: HeldLayers(((0, 4),), 0, 2),
-        3: HeldLayers(((0, 4),), 1, 2),
-        4: HeldLayers(((4, 6),)),
-    }
-
-
-def test_what_a_device_lacks() -> None:
-    sizes = [100.0, 10.0, 1.0]
-    half, first, second = HeldLayers(((0, 2),)), HeldLayers(((0, 2),), 0, 2), HeldLayers(((0, 2),), 1, 2)
-    assert missing_bytes(None, half, sizes) == 110 and missing_bytes(half, None, sizes) == 0
-    assert missing_bytes(half, first, sizes) == 0 and missing_bytes(first, half, sizes) == 55
-    assert missing_bytes(first, second, sizes) == 55
-    assert missing_bytes(HeldLayers(((1, 3),)), half, sizes) == 100

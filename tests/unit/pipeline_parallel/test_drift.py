@@ -149,22 +149,6 @@ def test_layers_cost_what_the_profile_says() -> None:
         assert report.proposal is not None and report.proposal.basis == "plan"
 
 
-def test_groups_of_a_stage_compute_their_share_of_a_micro_batch() -> None:
-    """A block takes 1 s for one sample and 2 s for two."""
-    plan = make_plan([[[0, 1], [2]]], (3, 3), micro_batches=16, forward_seconds=[3.0, 6.0], widths=[2, 1])
-    plan = changed(plan, transfer_seconds=0.5)
-    both = tuple(layer_times("cpu", (0.0, *(size,) * 6, 0.0), micro_batch=int(size)) for size in (1.0, 2.0))
-    profiled = profile((1.0,) * 6).model_copy(update={"times": both})
-    # The groups wait for each other in no pass, so the slower one is the stage's time.
-    report = compare(plan, planned_times(plan, {1: 4.0}), 0.2, profiled)
-    assert [stage.ratio for stage in report.stages] == pytest.approx([4.0, 1.0])
-    assert report.proposal is not None and report.proposal.basis == "profile"
-    # The first stage takes 12 s per block now, and the second one 6; each sends and receives half a second per cut.
-    assert report.proposal.layers_per_stage == (2, 4)
-    assert report.proposal.seconds == pytest.approx(24.5 + 24.5 + 15 * 24.5)
-    assert report.proposal.present_seconds == pytest.approx(36.5 + 18.5 + 15 * 36.5)
-
-
 def changed(plan: Plan, **changes: object) -> Plan:
     """``plan`` with changed stages."""
     replica = plan.replicas[0]

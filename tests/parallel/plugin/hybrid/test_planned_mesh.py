@@ -107,17 +107,6 @@ def test_rank_0_is_in_the_first_replica_and_first_in_its_tensor_parallel_group(
         assert as_launched(make_plan(rank_order, (1, 3), MICRO_BATCH, MICRO_BATCHES)).rank_order == expected
 
 
-def test_the_group_of_rank_0_is_the_first_of_its_stage() -> None:
-    plan = make_plan([[[7, 6], [5, 4, 2, 3, 0, 1]]], (1, 3), 6, MICRO_BATCHES, widths=[1, 3])
-    one = plan.replicas[0]
-    second = one.stages[1].model_copy(update={"node": "a", "group_nodes": ("a", "a", "b")})
-    plan = plan.model_copy(update={"replicas": (one.model_copy(update={"stages": (one.stages[0], second)}),)})
-    with patch.object(dist, "get_world_size", lambda: 8):
-        launched = as_launched(plan).replicas[0].stages
-    assert [stage.ranks for stage in launched] == [(7, 6), (0, 1, 5, 4, 2, 3)]
-    assert (launched[1].node, launched[1].nodes) == ("b", ("b", "a", "a"))
-
-
 # Checkpoints -----------------------------------------------------------------------------------------------------
 
 

@@ -13,15 +13,18 @@ import torch
 import torch.distributed as dist
 from colossalai.booster import Booster
 from colossalai.nn.optimizer import Lamb
+from colossalai.pipeline import p2p
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin, PlanConfig
+from colossal_hetero.module_proxy import ModuleProxy
 from colossal_hetero.planner.cluster.group_networks import Adapter
+from colossal_hetero.planner.plans.plan import Plan
 from colossal_hetero.plugin.hybrid import drift_watch, plan_groups
 from colossal_hetero.plugin.hybrid.planned_mesh import ordered_group
 from tests.parallel.plugin.hybrid.test_plan_groups import two_nodes
-from tests.parallel.plugin.unequal.test_unequal_replicas import PLANS, exact_zero
+from tests.parallel.plugin.unequal.test_unequal_replicas import PLANS, exact_zero, gpt2, samples
 from tests.support.harness import run_ranks
 from tests.support.planning import RecordingConsole, make_plan, unequal_plan
 from tests.support.training import Trained, boost, loss_of, scripted, sgd, tiny_vit
@@ -198,6 +201,33 @@ def test_replicas_evaluate_equal_shares() -> None:
     results = run_ranks(3, evaluate)
     assert results[1] == results[2]
     assert sorted(results[0] + results[1]) == list(range(12))
+
+
+# Messages -----------------------------------------------------------------------------------------------------------
+
+
+def groups_of_messages_and_sums(plan: Plan) -> tuple[bool, bool]:
+    """Whether this rank sends messages, and whether over a group over which gradients are summed."""
+    used: set[Any] = set()
+
+    def recorded(operations: list[dist.P2POp]) -> Any:
+        used.update(each.group for each in operations)
+        return start(operations)
+
+    start = p2p.dist.batch_isend_irecv
+    with patch.object(p2p, "dist", ModuleProxy(p2p.dist, batch_isend_irecv=recorded)):
+        plugin = HeteroHybridParallelPlugin(plan=plan, precision="fp32", planning=PlanConfig(layer_sums=True))
+        run = boost(plugin, gpt2(), sgd)
+        batch = samples("gpt2", 0, plan.global_batch, torch.float32)
+        run.booster.execute_pipeline(iter([batch]), run.model, lambda outputs, _: outputs["loss"], run.optimizer)
+    summed = {bucket.group for bucket in run.model.gradients.sums.buckets if bucket.is_shared}
+    assert summed  # the embedding is tied
+    return bool(used), bool(used & summed)
+
+
+def test_gradients_are_not_summed_over_groups_of_messages() -> None:
+    plan = make_plan([[[0], [1]]], [1, 3], 2, 2)
+    assert run_ranks(2, groups_of_messages_and_sums, plan) == [(True, False)] * 2
 
 
 # Precision, checkpointing, schedules -------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from colossal_hetero.planner.bounds.work_bound import WorkBound
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile
 from colossal_hetero.planner.search.make_plans import make_plans
-from colossal_hetero.planner.slots.search_space import RUNNABLE, WHOLE
+from colossal_hetero.planner.slots.search_space import DEFAULT, WHOLE
 from tests.support.every_form import EveryForm, spaces_to_prove
 from tests.support.layer_profiles import layer_times
 from tests.support.random_clusters import like_nodes_problem, whole_space_problem
@@ -97,7 +97,7 @@ def test_no_plan_of_few_devices_is_faster_in_any_space() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"space": RUNNABLE},
+        {"space": DEFAULT},
         {"space": WHOLE},
         {"overlap": True},
         {"schedules": ("interleaved",)},

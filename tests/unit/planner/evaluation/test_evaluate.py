@@ -79,7 +79,7 @@ def test_plans_of_random_clusters(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_stages_of_other_forms(seed: int) -> None:
-    """Degrees and widths of stages, recomputation and ZeRO, of plans that the planner finds in little memory."""
+    """Degrees of stages, recomputation and ZeRO, of plans that the planner finds in little memory."""
     topology, profile, global_batch = (small_problem, large_problem)[seed % 2](seed)
     if len(topology.devices) > 5:
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -40,7 +41,6 @@ def layouts(draw: st.DrawFn) -> PlanLayout:
                 draw(st.sampled_from(DEVICES)),
                 ((a, b),),
                 draw(st.sampled_from((1, 2, 4))),
-                draw(st.sampled_from((1, 1, 3))),
                 draw(st.booleans()),
             )
             for a, b in itertools.pairwise(bounds)
@@ -57,7 +57,7 @@ def layouts(draw: st.DrawFn) -> PlanLayout:
 
 @given(layouts())
 def test_what_is_written_is_read_back(layout: PlanLayout) -> None:
-    assert sorted(read_layout(write_layout(layout)).pipelines, key=repr) == sorted(layout.pipelines, key=repr)
+    assert Counter(read_layout(write_layout(layout)).pipelines) == Counter(layout.pipelines)
     read = read_layout(write_layout(layout))
     assert (read.micro_batch, read.zero_stage) == (layout.micro_batch, layout.zero_stage)
 
@@ -87,10 +87,9 @@ def test_the_parts_of_a_line() -> None:
 
 
 def test_the_form_of_a_stage() -> None:
-    expected = StageLayout("V100", ((0, 4),), 4, 2, True)
-    for form in ("(tp 4, width 2, recompute)", "tp 4 width 2 recompute", "( recompute,width 2 ,TP 4 )"):
+    expected = StageLayout("V100", ((0, 4),), 4, True)
+    for form in ("(tp 4, recompute)", "tp 4 recompute", "( recompute ,TP 4 )"):
         assert read_layout(f"[V100 {form} 0-3]").pipelines[0].stages == (expected,)
-    assert expected.devices == 8
     assert read_layout("tp 2, ZeRO 1, [V100 (big) 0-3]").pipelines[0].stages[0].device == "V100 (big)"
 
 

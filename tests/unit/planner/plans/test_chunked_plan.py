@@ -118,15 +118,6 @@ def test_numbers_of_micro_batches_that_colossalai_runs(schedule: str) -> None:
     assert problem is not None and "7 micro-batches for 2 stages" in problem and "multiple" in problem
 
 
-def test_stages_with_chunks_have_one_group() -> None:
-    made = chunked("interleaved")
-    one = made.replicas[0]
-    wide = one.stages[0].model_copy(update={"ranks": (*one.stages[0].ranks, 90), "width": 2})
-    replicas = (one.model_copy(update={"stages": (wide, *one.stages[1:])}), *made.replicas[1:])
-    message = why_not_runnable(made.model_copy(update={"replicas": replicas})) or ""
-    assert "over 2 tensor-parallel groups, which is possible with the schedule 1f1b only, not with" in message
-
-
 def test_stages_with_chunks_do_not_recompute() -> None:
     made = chunked()
     first, second = made.replicas[0].stages

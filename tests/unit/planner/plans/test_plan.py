@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from colossal_hetero.planner.cluster.topology import Channel
 from colossal_hetero.planner.plans.plan import Plan, Replica, StagePlan, load_plan, save_plan
-from colossal_hetero.planner.plans.runnable import why_not_runnable, why_unlike_stages
+from colossal_hetero.planner.plans.runnable import why_not_runnable
 from colossal_hetero.planner.profile.layer_costs import LayerCosts
 from colossal_hetero.planner.stages.pipeline import Pipeline, Slot, Split, evaluate
 from tests.support.changed_files import error_after, put
@@ -222,39 +222,29 @@ def test_ranks_are_renumbered_where_devices_are_left_out() -> None:
 
 
 def test_stages_of_other_forms(tmp_path: Path) -> None:
-    wide = plan(
-        replica(stage(0, 4, (0, 1), width=2), stage(4, 6, (2, 3, 4, 5), tensor_parallel=4, recompute=True)),
+    made = plan(
+        replica(stage(0, 4, (0,)), stage(4, 6, (2, 3, 4, 5), tensor_parallel=4, recompute=True)),
         tensor_parallel=1,
         zero_stage=1,
     )
     path = tmp_path / "plan.json"
-    save_plan(wide, path)
-    assert load_plan(path) == wide
-    assert wide.world_size == 6
-    first, second = wide.replicas[0].stages
-    assert wide.groups(first) == ((0,), (1,)) and wide.groups(second) == ((2, 3, 4, 5),)
-    assert [wide.degree(each) for each in (first, second)] == [1, 4]
+    save_plan(made, path)
+    assert load_plan(path) == made
+    assert made.world_size == 5
+    assert [made.degree(each) for each in made.replicas[0].stages] == [1, 4]
 
 
 def test_files_do_not_mention_forms_that_they_do_not_use(tmp_path: Path) -> None:
     save_plan(plan(), tmp_path / "plan.json")
     content = json.loads((tmp_path / "plan.json").read_text())
     assert "zero_stage" not in content
-    for name in ("tensor_parallel", "width", "recompute", "group_nodes"):
+    for name in ("tensor_parallel", "recompute"):
         assert name not in content["replicas"][0]["stages"][0]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"width": 2}, r"stages\[0\] has 1 rank \(0\), but tensor_parallel=1; with width=2 it needs 2 groups"),
-        ({"width": 3, "ranks": (0, 7, 8)}, r"width=3, but its 3 groups cannot divide a micro-batch of 2 samples"),
-        ({"tensor_parallel": 2}, r"has 1 rank \(0\), but tensor_parallel=2; every stage needs a group of that size"),
-    ],
-)
-def test_forms_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
-    first = stage(0, 4, (0,)).model_copy(update=changes)
-    with pytest.raises(ValueError, match=message):
+def test_forms_that_do_not_fit_are_refused() -> None:
+    first = stage(0, 4, (0,)).model_copy(update={"tensor_parallel": 2})
+    with pytest.raises(ValueError, match=r"has 1 rank \(0\), but tensor_parallel=2; every stage needs a group of that"):
         plan(replica(first, stage(4, 6, (1,))), tensor_parallel=1)
 
 
@@ -264,24 +254,6 @@ def test_stages_of_other_degrees_cannot_be_run() -> None:
     message = why_not_runnable(made) or ""
     assert "stage 1 of replica 0 has tensor parallelism 2, and the plan 1" in message
     assert "plan without --mixed-degrees" in message
-
-
-def test_groups_may_be_in_several_nodes(tmp_path: Path) -> None:
-    here = stage(0, 6, (0, 1), width=2)
-    assert here.nodes == (here.node, here.node)
-    there = StagePlan.model_validate(here.model_dump() | {"group_nodes": ("a", "b")})
-    save_plan(plan(replica(there), tensor_parallel=1), tmp_path / "plan.json")
-    assert load_plan(tmp_path / "plan.json").replicas[0].stages[0].nodes == ("a", "b")
-    with pytest.raises(ValueError, match=r"group_nodes has 1 name \(a\), but width=2; name the node of each group"):
-        StagePlan.model_validate(here.model_dump() | {"group_nodes": ("a",)})
-
-
-def test_wide_stages_can_be_run() -> None:
-    second = stage(4, 6, (1, 2)).model_copy(update={"width": 2})
-    made = plan(replica(stage(0, 4, (0,)), second), tensor_parallel=1)
-    assert made.has_wide_stages and not plan().has_wide_stages
-    assert why_not_runnable(made) is None and why_not_runnable(made, 3) is None
-    assert why_unlike_stages(made) == "stage 1 of replica 0 divides each micro-batch over 2 tensor-parallel groups"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

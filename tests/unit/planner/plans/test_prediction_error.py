@@ -103,19 +103,6 @@ def test_sums_of_gradients_are_not_unsure() -> None:
     assert prediction_error(alone.model_copy(update=updates), known) == pytest.approx(two_thirds, rel=0.01)
 
 
-def test_groups_that_divide_a_micro_batch_have_the_error_of_their_part() -> None:
-    known = profile()
-    times = tuple(
-        each.model_copy(update={"relative_error": 0.01 if each.micro_batch == 1 else 0.0}) for each in known.times
-    )
-    known = known.model_copy(update={"times": times})
-    plan = predict_plan(machines("fast"), known, [[[0]]], micro_batch=2, global_batch=16)
-    (replica,) = plan.replicas
-    wide = replica.model_copy(update={"stages": (replica.stages[0].model_copy(update={"width": 2}),)})
-    assert prediction_error(plan, known) == 0
-    assert prediction_error(plan.model_copy(update={"replicas": (wide,)}), known) == pytest.approx(0.01, rel=0.1)
-
-
 def test_the_simplest_of_the_plans_that_are_tied_comes_first() -> None:
     topology = machines("slow", "fast")
     exact = make_plans(topology, profile(), global_batch=16, keep=8)

@@ -16,7 +16,7 @@ from colossal_hetero.planner.prices.plan_cost import plan_cost
 from colossal_hetero.planner.prices.time_bounds import time_bounds
 from colossal_hetero.planner.search.make_plans import make_plans
 from colossal_hetero.planner.search.settings import slots_to_try
-from colossal_hetero.planner.slots.search_space import RUNNABLE
+from colossal_hetero.planner.slots.search_space import DEFAULT
 from tests.support.random_clusters import Problem, large_problem, small_problem
 
 pytestmark = pytest.mark.unit
@@ -123,7 +123,7 @@ def test_a_price_that_is_not_known_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "option", [{"space": RUNNABLE}, {"overlap": True}, {"schedules": ("1f1b", "zbv")}], ids=["space", "overlap", "zbv"]
+    "option", [{"space": DEFAULT}, {"overlap": True}, {"schedules": ("1f1b", "zbv")}], ids=["space", "overlap", "zbv"]
 )
 def test_plans_whose_bounds_are_not_known_are_refused(option: dict[str, Any]) -> None:
     problem = priced(small_problem(3), 3)

@@ -270,25 +270,7 @@ def test_stages_that_recompute_are_run_by_the_plugin_of_this_package() -> None:
 
 
 def test_forms_of_stages_are_shown() -> None:
-    wide = replica(stage(0, 4, (0, 1), width=2), stage(4, 6, (2, 3), tensor_parallel=2, recompute=True))
-    made = plan(wide, tensor_parallel=1)
-    assert "A100-40 (width 2) 0-3 | A100-40 (tp 2, recompute) 4-5" in one_line(made)
-    assert [row.device for row in rows(made)] == ["A100-40 (width 2)", "A100-40 (tp 2, recompute)"]
+    made = plan(replica(stage(0, 4, (0,)), stage(4, 6, (2, 3), tensor_parallel=2, recompute=True)), tensor_parallel=1)
+    assert "A100-40 0-3 | A100-40 (tp 2, recompute) 4-5" in one_line(made)
+    assert [row.device for row in rows(made)] == ["A100-40", "A100-40 (tp 2, recompute)"]
     assert "It cannot be run: stage 1 of replica 0 has tensor parallelism 2, and the plan 1" in training_call(made)
-
-
-def test_groups_of_a_stage_are_launched_on_their_nodes() -> None:
-    wide = stage(0, 6, (0, 1, 2, 3), width=2, tensor_parallel=2, group_nodes=("a", "b"), node="a")
-    made = plan(replica(wide), tensor_parallel=2)
-    assert [line.partition("train.py")[2] for line in launch_lines(made)] == ["  # on a", "  # on b"]
-    assert all("--nproc-per-node 2" in line for line in launch_lines(made))
-    assert [row.nodes for row in rows(made)] == [("a", "b")]
-
-
-def test_wide_stages_are_run_by_the_plugin_of_this_package() -> None:
-    made = plan(replica(stage(0, 4, (0, 1), width=2), stage(4, 6, (2,))), tensor_parallel=1)
-    text = training_call(made, overlap=True)
-    arguments = plugin_arguments(text, "HeteroHybridParallelPlugin") or {}
-    assert arguments["overlap_communication"] and "overlap_allgather" not in arguments
-    assert "loader = plugin.prepare_dataloader(dataset" in text
-    assert "cannot run this plan: its stages have several groups" in text

@@ -41,7 +41,6 @@ def forms_of(plan: Plan) -> Counter[str]:
     stages = [stage for replica in plan.replicas for stage in replica.stages]
     return Counter(
         degree=len({plan.degree(stage) for stage in stages}) - 1,
-        width=sum(stage.width > 1 for stage in stages),
         recompute=sum(stage.recompute for stage in stages),
         zero=plan.zero_stage,
     )
@@ -62,11 +61,10 @@ def test_no_plan_of_few_devices_is_better_in_any_space() -> None:
         assert found.iteration_seconds == pytest.approx(shortest, rel=1e-9), f"problem {seed}"
         for stage in (stage for replica in found.replicas for stage in replica.stages):
             assert stage.memory_bytes <= stage.memory_available_bytes * (1 + 1e-9)
-            assert stage.width in space.widths
             assert space.recompute or not stage.recompute
         used += forms_of(found)
     assert impossible < PROBLEMS / 3
-    assert min(used[name] for name in ("width", "recompute", "zero")) > 0, used
+    assert min(used[name] for name in ("degree", "recompute", "zero")) > 0, used
 
 
 @pytest.mark.parametrize("seed", [12, 2] if IS_THOROUGH else [12])
@@ -131,29 +129,26 @@ def test_formations_are_all_ways_to_divide_devices() -> None:
     part = Topology(devices, nodes, ("here",))
     one = formations(part, (1, 2), SearchSpace())
     assert len(one) == 2  # four slots of one device, or two of two
+    # Each pair is two slots, or one tensor-parallel group.
     mixed = formations(part, (1, 2), SearchSpace(mixed_degrees=True))
     assert len(mixed) == 4
-    # Each pair is two slots, one of two groups, or one tensor-parallel group.
-    assert len(formations(part, (1, 2), SearchSpace(mixed_degrees=True, widths=(1, 2)))) == 9
 
 
 def test_mixtures_use_every_device_that_they_can() -> None:
     topology, profile, _ = two_kinds()
-    found = mixtures(topology, profile, 2, (1, 4), SearchSpace(mixed_degrees=True, widths=(1, 2)), 99)
-    assert len(found) == len(set(found)) == 4 * 2 - 1  # without the one in which all have degree 1 and width 1
-    for formation in found:
-        ranks = [rank for _, slots in formation for slot in slots for rank in slot]
-        assert sorted(ranks) == list(range(10))
-        for (_, _, degree, width), slots in formation:
-            assert all(len(slot) == degree * width for slot in slots)
+    (formation,) = mixtures(topology, profile, 2, (1, 4), 99)  # large devices were measured with degree 1 only
+    ranks = [rank for _, slots in formation for slot in slots for rank in slot]
+    assert sorted(ranks) == list(range(10))
+    assert {(name, degree) for (name, _, degree), _ in formation} == {("small", 4), ("large", 1)}
+    for (_, _, degree), slots in formation:
+        assert all(len(slot) == degree for slot in slots)
 
 
 @pytest.mark.parametrize(
     ("space", "message"),
     [
-        ({"widths": (1, 0)}, "width=0: a stage has at least 1 group"),
         ({"zero_stages": (2,)}, "zero_stage=2 cannot be planned"),
-        ({"widths": ()}, "there is no width or no ZeRO stage"),
+        ({"zero_stages": ()}, "there is no ZeRO stage to try"),
     ],
 )
 def test_spaces_that_are_not_possible(space: dict[str, tuple[int, ...]], message: str) -> None:

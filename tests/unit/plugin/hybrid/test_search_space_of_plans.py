@@ -16,7 +16,7 @@ from tests.support.random_clusters import whole_space_problem
 
 def is_simple(plan: Plan) -> bool:
     stages = [stage for replica in plan.replicas for stage in replica.stages]
-    return not plan.zero_stage and not any(stage.recompute or stage.width > 1 for stage in stages)
+    return not plan.zero_stage and not any(stage.recompute for stage in stages)
 
 
 def test_wider_spaces_are_used_where_they_gain_enough() -> None:
@@ -24,7 +24,7 @@ def test_wider_spaces_are_used_where_they_gain_enough() -> None:
     for seed in range(40):
         topology, profile, global_batch = whole_space_problem(seed)
         plans: dict[str, Plan] = {}
-        for space in ("simple", "default", "runnable"):
+        for space in ("simple", "default"):
             with suppress(NoPlanError):
                 planning = PlanConfig(global_batch_size=global_batch, search_space=space)
                 plans[space] = best_plan(planning, topology, profile)
@@ -37,11 +37,11 @@ def test_wider_spaces_are_used_where_they_gain_enough() -> None:
             elif "simple" in plans and plan.symmetric and plans["simple"].symmetric:
                 used.add(space)
                 assert plan.iteration_seconds * MIN_WIDER_GAIN < plans["simple"].iteration_seconds
-    assert used == {"default", "runnable"} and kept > 5
+    assert used == {"default"} and kept > 5
 
 
 def test_spaces_that_are_not_possible() -> None:
-    with pytest.raises(ValueError, match="search_space='whole': valid are simple, default, runnable"):
+    with pytest.raises(ValueError, match="search_space='whole': valid are simple, default"):
         PlanConfig(search_space="whole")
     with pytest.raises(ValueError, match="for the schedule 1f1b only, not for 1f1b, zbv"):
         PlanConfig(search_space="default", schedules=("1f1b", "zbv"))

@@ -1,1 +1,0 @@
-"""Stages of several tensor-parallel groups, which divide the samples of each micro-batch."""
