@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 from timm.models.vision_transformer import VisionTransformer
 
-import colossal_hetero.accelerator  # noqa: F401  (prepares Colossal-AI for a CPU)
+import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (prepares Colossal-AI for a CPU)
 
 # isort: split
 import colossalai

@@ -24,7 +24,7 @@ _HOMES = {
     "ElasticConfig": "colossal_hetero.elastic.config",
     "HeteroHybridParallelPlugin": "colossal_hetero.plugin.hybrid.hybrid_plugin",
     "HeteroZeroPlugin": "colossal_hetero.plugin.zero.zero_plugin",
-    "PlanConfig": "colossal_hetero.pipeline_parallel.config",
+    "PlanConfig": "colossal_hetero.plugin.plan_config",
 }
 
 

@@ -35,7 +35,7 @@ def pytest_configure() -> None:
 
 def pytest_collectstart(collector: pytest.Collector) -> None:
     """Prepare Colossal-AI, which test modules import first. The process that only hands tests to others skips it."""
-    import colossal_hetero.accelerator  # noqa: F401
+    import colossal_hetero.colossalai_support.accelerator  # noqa: F401
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -41,8 +41,8 @@ import tests.support.checkpoint_runs as runs
 from benchmarks.common import describe_machine, print_table
 from colossal_hetero import CheckpointConfig
 from colossal_hetero.checkpoint import loading
-from colossal_hetero.checkpoint.placement.transfers import Read
-from colossal_hetero.checkpoint.reading.places import FolderPlace
+from colossal_hetero.checkpoint.found import FolderPlace
+from colossal_hetero.checkpoint.transfers import Read
 from tests.support.harness import run_ranks
 
 DISK_BY_CLOUD = 3500 / 1200

@@ -25,10 +25,9 @@ from statistics import median
 import torch
 
 from benchmarks.common import print_table
-from colossal_hetero.checkpoint.format.box import whole
-from colossal_hetero.checkpoint.format.pieces import TensorPiece
-from colossal_hetero.checkpoint.saving.participants import gather_participants
-from colossal_hetero.checkpoint.saving.saver import LayerCheckpointSaver
+from colossal_hetero.checkpoint.participants import gather_participants
+from colossal_hetero.checkpoint.pieces import TensorPiece, whole
+from colossal_hetero.checkpoint.saver import LayerCheckpointSaver
 
 ROWS = 1024
 LAYERS = 8

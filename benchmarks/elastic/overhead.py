@@ -25,9 +25,9 @@ from colossalai.booster import Booster
 
 from benchmarks.common import describe_machine, print_table
 from colossal_hetero import ElasticConfig, HeteroHybridParallelPlugin, PlanConfig
-from colossal_hetero.data_parallel.sampling import seeded_samples
-from colossal_hetero.elastic.membership.monitor import Monitor
-from colossal_hetero.plugin.unequal import commit
+from colossal_hetero.data_parallel import sampler
+from colossal_hetero.elastic.membership import Monitor
+from colossal_hetero.plugin.replicas import replica_gradients
 from tests.parallel.plugin.unequal.test_unequal_replicas import loss_of
 from tests.support import elastic_jobs
 
@@ -38,8 +38,8 @@ WAYS = ("off", "off, again", "on")
 def switched_off(plugin: Any, optimizer: Any, pause: list[bool]) -> Iterator[None]:
     """In the block, the message before a step is the plain one, nothing is seeded, and the thread does nothing."""
 
-    def plain(*arguments: Any) -> commit.Commit:
-        plugin._elastic._commit = commit.exchange(*arguments)
+    def plain(*arguments: Any) -> replica_gradients.Commit:
+        plugin._elastic._commit = replica_gradients.exchange(*arguments)
         return plugin._elastic._commit
 
     unseeded = SimpleNamespace(run=lambda seed_of: nullcontext())
@@ -47,7 +47,7 @@ def switched_off(plugin: Any, optimizer: Any, pause: list[bool]) -> Iterator[Non
     with (
         patch.object(optimizer.gradients, "exchange", plain),
         patch.object(plugin._elastic, "_random", unseeded),
-        patch.multiple(seeded_samples, _seed=lambda seed: None, _random_states_kept=nullcontext),
+        patch.multiple(sampler, _seed=lambda seed: None, _random_states_kept=nullcontext),
     ):
         yield
     pause[0] = False

@@ -23,11 +23,11 @@ import numpy as np
 from benchmarks.common import print_table
 from benchmarks.planner.planning import cluster as gpt_cluster
 from benchmarks.planner.planning import gpt
-from colossal_hetero.pipeline_parallel.config import PlanConfig
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
 from colossal_hetero.planner.cluster.topology import Node, Topology
 from colossal_hetero.planner.profile.layer_profile import ModelProfile, load_model_profile
 from colossal_hetero.plugin.hybrid.plan_agreement import best_plan
+from colossal_hetero.plugin.plan_config import PlanConfig
 
 HERE = Path(__file__).resolve().parent
 CLUSTER, PROFILE = HERE / "a100-v100.toml", HERE.parents[1] / "examples/plans/opt-350-a100-v100.json"

@@ -35,10 +35,10 @@ from scipy.optimize import linear_sum_assignment
 
 from benchmarks.common import print_table
 from benchmarks.elastic.replanning import CLUSTER, PROFILE
-from colossal_hetero.elastic.state.held_layers import HeldLayers, layers_by_rank, missing_bytes
+from colossal_hetero.elastic.held_layers import HeldLayers, layers_by_rank, missing_bytes
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
 from colossal_hetero.planner.cluster.topology import Device, Node, Topology
-from colossal_hetero.planner.plans.plan import Plan
+from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.profile.layer_profile import ModelProfile, load_model_profile
 from colossal_hetero.planner.search.make_plans import make_plans
 

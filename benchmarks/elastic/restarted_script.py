@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-import colossal_hetero.accelerator  # noqa: F401  (lets Colossal-AI work on a CPU, without its warnings)
+import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (lets Colossal-AI work on a CPU, without its warnings)
 from tests.parallel.plugin.unequal.test_unequal_replicas import gpt2, loss_of
 from tests.support.elastic_jobs import GLOBAL_BATCH, NODES, Texts, cluster, profile
 
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from colossalai.booster import Booster
 
 from colossal_hetero import CheckpointConfig, HeteroHybridParallelPlugin, PlanConfig
-from colossal_hetero.elastic.state.survivors import surviving_topology
+from colossal_hetero.elastic.held_layers import surviving_topology
 
 
 def main(folder: Path, steps: int, kill_at: int) -> None:

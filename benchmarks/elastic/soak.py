@@ -120,7 +120,7 @@ def check_folder(folder: Path) -> bool:
     """Print whether the checkpoints are whole, and what else is there; returns whether all is well."""
     unfinished = [path.name for path in folder.iterdir() if path.name.startswith(".")]
     print(f"unfinished files left behind: {', '.join(unfinished) or 'none'}")
-    command = [sys.executable, "-m", "colossal_hetero.cli", "checkpoint", "verify", str(folder)]
+    command = [sys.executable, "-m", "colossal_hetero.cli.main", "checkpoint", "verify", str(folder)]
     result = subprocess.run(command, capture_output=True, text=True)
     print(result.stdout.strip() or result.stderr.strip())
     return not unfinished and result.returncode == 0

@@ -9,7 +9,7 @@ import subprocess
 
 import torch
 
-import colossal_hetero.accelerator  # noqa: F401  (prepares Colossal-AI for a CPU)
+import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (prepares Colossal-AI for a CPU)
 
 # isort: split
 import colossalai

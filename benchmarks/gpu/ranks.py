@@ -17,15 +17,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from colossal_hetero.gpu_over_gloo import support_gpus_over_gloo
-from colossal_hetero.pipeline_parallel.communicators import environment
+from colossal_hetero.colossalai_support.gpu_over_gloo import support_gpus_over_gloo
+from colossal_hetero.plugin.hybrid.planned_mesh import environment
 
 from .part import Machine
 
 __all__ = ["backend_for", "run_ranks"]
 
 _forked = mp.get_context("forkserver")
-_forked.set_forkserver_preload(["colossal_hetero.accelerator"])
+_forked.set_forkserver_preload(["colossal_hetero.colossalai_support.accelerator"])
 
 
 def backend_for(machine: Machine, world_size: int) -> str:

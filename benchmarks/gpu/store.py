@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from colossal_hetero.io.json_files import write_json
+from colossal_hetero.common.files import write_json
 
 __all__ = ["CaseResult", "PartResults", "load_results"]
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 
-import colossal_hetero.accelerator  # noqa: F401  (prepares Colossal-AI before it is imported)
+import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (prepares Colossal-AI before it is imported)
 
 # isort: split
 from colossalai.accelerator import get_accelerator

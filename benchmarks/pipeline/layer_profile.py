@@ -25,10 +25,10 @@ import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 
 from benchmarks.common import print_table
-from colossal_hetero.profiling.layers.layer_passes import LayerPasses, clock
-from colossal_hetero.profiling.layers.layer_profiler import profile_layers
-from colossal_hetero.profiling.layers.model_layers import find_block_row
-from colossal_hetero.testing.cpu_quota import cpu_quota
+from colossal_hetero.profiling.layer_passes import LayerPasses, clock
+from colossal_hetero.profiling.layer_profiler import profile_layers
+from colossal_hetero.profiling.model_layers import find_block_row
+from colossal_hetero.testing.stragglers import cpu_quota
 
 MODEL = partial(
     VisionTransformer,

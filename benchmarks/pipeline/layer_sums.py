@@ -27,7 +27,7 @@ import torch.distributed as dist
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-import colossal_hetero.accelerator  # noqa: F401  (lets Colossal-AI work on a CPU, without its warnings)
+import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (lets Colossal-AI work on a CPU, without its warnings)
 from benchmarks.common import describe_machine, print_table
 from benchmarks.pipeline.namespace_ranks import run_in_namespaces
 from benchmarks.pipeline.namespaces import missing, nodes
@@ -36,7 +36,7 @@ from benchmarks.pipeline.namespaces import missing, nodes
 from colossalai.booster import Booster
 
 from colossal_hetero import HeteroHybridParallelPlugin, PlanConfig
-from colossal_hetero.planner.plans.plan import Plan, Replica, StagePlan
+from colossal_hetero.planner.cost.plan import Plan, Replica, StagePlan
 
 DEPTH = 6
 MODEL = dict(img_size=64, patch_size=16, num_classes=10, embed_dim=256, depth=DEPTH, num_heads=4)

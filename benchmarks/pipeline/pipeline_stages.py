@@ -25,21 +25,21 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 
-import colossal_hetero.accelerator  # noqa: F401  (lets Colossal-AI work on a CPU, without its warnings)
+import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (lets Colossal-AI work on a CPU, without its warnings)
 from benchmarks.common import print_table, start_ranks
 
 # isort: split
 from colossalai.booster import Booster
 
 from colossal_hetero import HeteroHybridParallelPlugin
-from colossal_hetero.planner.plans.plan import Plan
-from colossal_hetero.planner.plans.predict import predict_plan
-from colossal_hetero.planner.plans.simulate import simulate_plan
-from colossal_hetero.planner.profile.as_profiled import as_profiled
+from colossal_hetero.cli.probe_ranks import probe_ranks
+from colossal_hetero.planner.cost.plan import Plan
+from colossal_hetero.planner.cost.predict import predict_plan
+from colossal_hetero.planner.cost.simulate import simulate_plan
+from colossal_hetero.planner.profile.fitted_profiles import as_profiled
 from colossal_hetero.planner.search.make_plans import make_plans
-from colossal_hetero.probe.probe_ranks import probe_ranks
-from colossal_hetero.profiling.layers.layer_profiler import profile_layers
-from colossal_hetero.testing.cpu_quota import cpu_quota
+from colossal_hetero.profiling.layer_profiler import profile_layers
+from colossal_hetero.testing.stragglers import cpu_quota
 
 IMAGE, PATCH, HEADS = 32, 4, 4
 

@@ -20,13 +20,13 @@ import torch.nn.functional as F
 
 from benchmarks.common import print_table, start_ranks
 from benchmarks.pipeline.pipeline_stages import Trained, build_model, make_batch, train_in_turns
-from colossal_hetero.planner.plans.plan import Plan
-from colossal_hetero.planner.profile.as_profiled import as_profiled
-from colossal_hetero.planner.schedules.pass_order import SCHEDULES
+from colossal_hetero.cli.probe_ranks import probe_ranks
+from colossal_hetero.planner.cost.pass_order import SCHEDULES
+from colossal_hetero.planner.cost.plan import Plan
+from colossal_hetero.planner.profile.fitted_profiles import as_profiled
 from colossal_hetero.planner.search.make_plans import make_plans
-from colossal_hetero.probe.probe_ranks import probe_ranks
-from colossal_hetero.profiling.layers.layer_profiler import profile_layers
-from colossal_hetero.testing.cpu_quota import cpu_quota
+from colossal_hetero.profiling.layer_profiler import profile_layers
+from colossal_hetero.testing.stragglers import cpu_quota
 
 
 def blocks_of(plan: Plan) -> str:

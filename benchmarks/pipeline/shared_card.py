@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 
-import colossal_hetero.accelerator  # noqa: F401  (lets Colossal-AI work on a CPU, without its warnings)
+import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (lets Colossal-AI work on a CPU, without its warnings)
 from benchmarks.common import print_table
 from benchmarks.pipeline.namespace_ranks import run_in_namespaces
 from benchmarks.pipeline.namespaces import missing, nodes, payload_bytes_per_second
@@ -37,12 +37,12 @@ from colossalai.booster import Booster
 
 from colossal_hetero import HeteroHybridParallelPlugin
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
-from colossal_hetero.planner.plans.plan import Plan
-from colossal_hetero.planner.plans.predict import predict_plan
-from colossal_hetero.planner.plans.simulate import simulate_plan
-from colossal_hetero.planner.profile.as_profiled import as_profiled
+from colossal_hetero.planner.cost.plan import Plan
+from colossal_hetero.planner.cost.predict import predict_plan
+from colossal_hetero.planner.cost.simulate import simulate_plan
+from colossal_hetero.planner.profile.fitted_profiles import as_profiled
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
-from colossal_hetero.profiling.layers.layer_profiler import profile_layers
+from colossal_hetero.profiling.layer_profiler import profile_layers
 
 PLACEMENTS = ("spread", "inside")
 LOOPBACK_BYTES_PER_SECOND = 1e9

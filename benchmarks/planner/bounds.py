@@ -12,11 +12,11 @@ import time
 
 from benchmarks.common import print_table
 from benchmarks.planner.planning import CLUSTERS, cluster, gpt
-from colossal_hetero.planner.bounds.gap_goal import Effort
 from colossal_hetero.planner.cluster.topology import Topology
-from colossal_hetero.planner.prices.pareto_front import pareto_front
+from colossal_hetero.planner.cost.tp_groups import DEFAULT, SIMPLE
+from colossal_hetero.planner.search.gap_goal import Effort
 from colossal_hetero.planner.search.make_plans import make_plans
-from colossal_hetero.planner.slots.search_space import DEFAULT, SIMPLE
+from colossal_hetero.planner.search.pareto_front import pareto_front
 
 PRICES = {"A100-80": 2.2, "H800": 4.5, "H20": 1.6}
 """Dollars per hour and device."""

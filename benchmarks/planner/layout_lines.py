@@ -11,10 +11,8 @@ from __future__ import annotations
 import argparse
 
 from benchmarks.common import print_table
-from colossal_hetero.planner.evaluation.evaluate import evaluate_layout, evaluate_plan
-from colossal_hetero.planner.layout_line.plan_layout import layout_of
-from colossal_hetero.planner.layout_line.read_layout import read_layout
-from colossal_hetero.planner.layout_line.write_layout import write_layout
+from colossal_hetero.planner.cost.evaluate import evaluate_layout, evaluate_plan
+from colossal_hetero.planner.cost.layout_line import layout_of, read_layout, write_layout
 from colossal_hetero.planner.search.make_plans import make_plans
 from tests.support.random_clusters import large_problem, small_problem
 

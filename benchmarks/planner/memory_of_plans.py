@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.common import print_table
 from benchmarks.planner.published_clusters import DATA, MICRO_BATCHES, published_cases
 from colossal_hetero.planner.cluster.topology import Topology
-from colossal_hetero.planner.plans.plan import Plan
+from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from colossal_hetero.planner.search.make_plans import make_plans
 

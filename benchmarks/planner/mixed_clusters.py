@@ -32,8 +32,8 @@ from rich.text import Text
 from benchmarks.planner.published_clusters import DATA, MICRO_BATCHES, read_published
 from benchmarks.planner.sailor_tables import GpuChannels, make_topology, profile_part
 from colossal_hetero.planner.cluster.topology import Topology
-from colossal_hetero.planner.plans.plan import Plan
-from colossal_hetero.planner.plans.predict import predict_plan
+from colossal_hetero.planner.cost.plan import Plan
+from colossal_hetero.planner.cost.predict import predict_plan
 from colossal_hetero.planner.profile.layer_profile import ModelProfile, save_model_profile
 from colossal_hetero.planner.search.make_plans import make_plans
 

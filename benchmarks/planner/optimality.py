@@ -13,8 +13,8 @@ import argparse
 import numpy as np
 
 from benchmarks.common import print_table
+from colossal_hetero.planner.cost.tp_groups import SIMPLE, SearchSpace
 from colossal_hetero.planner.search.make_plans import make_plans
-from colossal_hetero.planner.slots.search_space import SIMPLE, SearchSpace
 from tests.support.every_form import EveryForm, spaces_to_prove
 from tests.support.every_plan import EveryPlan
 from tests.support.random_clusters import (

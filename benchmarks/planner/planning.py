@@ -19,15 +19,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import print_table
-from colossal_hetero.planner.candidates.draft import Draft, DraftBuilder
 from colossal_hetero.planner.cluster.gpu_catalog import GPUS
 from colossal_hetero.planner.cluster.topology import Channel, Device, Node, Topology
+from colossal_hetero.planner.cost.draft import Draft, DraftBuilder
+from colossal_hetero.planner.cost.placement import NodeLinks, SlotPool
+from colossal_hetero.planner.cost.tp_groups import DEFAULT, SIMPLE, WHOLE, slot_kinds
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile
 from colossal_hetero.planner.search.make_plans import make_plans
-from colossal_hetero.planner.slots.device_groups import MemberKind, effective_power, find_grouping
-from colossal_hetero.planner.slots.placement import NodeLinks, SlotPool
-from colossal_hetero.planner.slots.search_space import DEFAULT, SIMPLE, WHOLE
-from colossal_hetero.planner.slots.tp_groups import slot_kinds
+from colossal_hetero.planner.search.unequal_groups import MemberKind, effective_power, find_grouping
 
 SPACES = {"simple": SIMPLE, "default": DEFAULT, "whole": WHOLE}
 NAMES = ("A100-80", "H800", "H20")

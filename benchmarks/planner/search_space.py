@@ -15,12 +15,12 @@ from pathlib import Path
 from benchmarks.common import print_markdown
 from benchmarks.planner.published_clusters import DATA, MICRO_BATCHES, published_cases
 from colossal_hetero.planner.cluster.topology import Topology
-from colossal_hetero.planner.plans.plan import Plan
-from colossal_hetero.planner.plans.runnable import NoPlanError
+from colossal_hetero.planner.cost.plan import Plan
+from colossal_hetero.planner.cost.runnable import NoPlanError
+from colossal_hetero.planner.cost.tp_groups import DEFAULT, SIMPLE, WHOLE, SearchSpace
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from colossal_hetero.planner.report.plan_table import layout
 from colossal_hetero.planner.search.make_plans import make_plans
-from colossal_hetero.planner.slots.search_space import DEFAULT, SIMPLE, WHOLE, SearchSpace
 
 SPACES = {"simple": SIMPLE, "default": DEFAULT, "whole": WHOLE}
 

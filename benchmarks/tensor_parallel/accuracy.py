@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 from benchmarks.common import print_table
 from colossal_hetero.balance.apply import Applier
-from colossal_hetero.balance.column_selection import ColumnSelector, make_selector
 from colossal_hetero.balance.config import BalanceConfig
+from colossal_hetero.balance.pruning import ColumnSelector, make_selector
 from colossal_hetero.testing.in_process import shard_in_process
 from examples.common.flags.vit import parse_options
 from examples.common.images import load_data

@@ -21,10 +21,9 @@ import torch.distributed as dist
 
 from benchmarks.common import MODEL, Variant, print_table, start_ranks, take_turns
 from colossal_hetero import BalanceConfig
-from colossal_hetero.balance.report.records import IterationRecord, RankRecord
-from colossal_hetero.balance.report.summary import lossless_seconds
+from colossal_hetero.balance.report import IterationRecord, RankRecord, lossless_seconds
 from colossal_hetero.layers.workload import kept_count
-from colossal_hetero.testing.cpu_quota import cpu_quota
+from colossal_hetero.testing.stragglers import cpu_quota
 
 
 def main() -> None:

@@ -18,8 +18,8 @@ import numpy as np
 
 from benchmarks.common import print_table
 from colossal_hetero.balance import BalanceConfig, BalancePlan, Costs, RankTimes, predicted_seconds
-from colossal_hetero.balance.decide.modes import decide
-from colossal_hetero.balance.decide.semi import divide_stragglers
+from colossal_hetero.balance.modes import decide
+from colossal_hetero.balance.optimum import divide_stragglers
 
 SLOWDOWNS = (8.0, 6.0, 4.0, 2.0, 1.0, 1.0, 1.0, 1.0)
 STRAGGLERS = range(4)

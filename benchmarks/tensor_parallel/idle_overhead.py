@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from benchmarks.common import Variant, print_table, start_ranks, take_turns
 from colossal_hetero import BalanceConfig
-from colossal_hetero.accelerator import get_accelerator
+from colossal_hetero.colossalai_support.accelerator import get_accelerator
 from colossal_hetero.layers import hetero_layers
 
 HOST_ITERATIONS = 24

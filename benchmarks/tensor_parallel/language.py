@@ -21,7 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from benchmarks.common import Variant, print_table, start_ranks, take_turns
 from colossal_hetero import BalanceConfig
-from colossal_hetero.testing.cpu_quota import cpu_quota
+from colossal_hetero.testing.stragglers import cpu_quota
 
 # isort: split
 from colossalai.shardformer.layer.utils import Randomizer

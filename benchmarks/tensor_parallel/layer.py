@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.common import print_table, start_ranks  # prepares Colossal-AI
-from colossal_hetero.balance.column_selection import make_selector
+from colossal_hetero.balance.pruning import make_selector
 from colossal_hetero.layers import HeteroLinear1D_Col, HeteroLinear1D_Row, Workload
 from colossal_hetero.layers.block import Block, BlockWorkload
 from colossal_hetero.layers.unit_layout import UnitPlace

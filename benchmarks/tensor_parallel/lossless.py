@@ -15,7 +15,7 @@ from statistics import median
 
 from benchmarks.common import MODEL, Variant, print_table, start_ranks, take_turns
 from colossal_hetero import BalanceConfig
-from colossal_hetero.balance.report.summary import ideal_ratio
+from colossal_hetero.balance.report import ideal_ratio
 from colossal_hetero.testing.stragglers import Stragglers
 
 WARMUP = 12

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from benchmarks.common import MODEL, Variant, print_table, start_ranks, take_turns
 from colossal_hetero import BalanceConfig
-from colossal_hetero.balance.decide.plan import BalancePlan
+from colossal_hetero.balance.plan import BalancePlan
 
 METHODS = ("broadcast-reduce", "scatter-gather", "block")
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)

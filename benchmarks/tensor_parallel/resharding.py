@@ -25,8 +25,7 @@ import torch.distributed as dist
 from benchmarks import common
 from benchmarks.common import MODEL, Variant, print_table, start_ranks, take_turns
 from colossal_hetero import BalanceConfig
-from colossal_hetero.testing.cpu_quota import cpu_quota
-from colossal_hetero.testing.stragglers import Stragglers
+from colossal_hetero.testing.stragglers import Stragglers, cpu_quota
 
 NEVER = 10**9
 """So many iterations are never reached."""

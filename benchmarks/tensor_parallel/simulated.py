@@ -17,8 +17,8 @@ from statistics import fmean
 
 from benchmarks.common import print_table
 from colossal_hetero.balance import BalanceConfig, BalancePlan, Costs
-from colossal_hetero.balance.decide.modes import LayerKind, decide_units
-from colossal_hetero.balance.measure.group_speed import GroupSpeed, KindWork
+from colossal_hetero.balance.group_speed import GroupSpeed, KindWork
+from colossal_hetero.balance.modes import LayerKind, decide_units
 
 NOISE = 0.03
 ITERATIONS = 300

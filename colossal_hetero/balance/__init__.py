@@ -7,11 +7,10 @@ numbers between ranks.
 """
 
 from .config import BalanceConfig
-from .decide.costs import Costs, predicted_seconds
-from .decide.divide import Division, Move, divide
-from .decide.modes import decide
-from .decide.plan import BalancePlan, RankTimes
-from .decide.ratios import layer_ratios, resize_ratios
+from .divide import Division, Move, divide
+from .modes import decide
+from .plan import BalancePlan, Costs, RankTimes, predicted_seconds
+from .ratios import layer_ratios, resize_ratios
 
 __all__ = [
     "BalanceConfig",

@@ -11,17 +11,24 @@ from ..layers.block import Block
 from ..layers.column_migration import COLUMN_EXCHANGES, ColumnExchange, ColumnMigration
 from ..layers.linear import HeteroLinear
 from ..layers.transport import Transport
-from ..layers.unit_exchange.exchange import Purpose, UnitExchange
-from ..layers.unit_exchange.transfers import bucket_numbers
+from ..layers.unit_exchange import Purpose, UnitExchange
+from ..layers.unit_transfers import bucket_numbers
 from ..layers.workload import Clock, Workload, kept_count
-from .column_selection import ColumnSelector
 from .config import BalanceConfig
-from .decide.costs import Traffic
-from .decide.divide import Division, divide, divide_counts, effective_grain
-from .decide.modes import LayerKind
-from .decide.plan import BalancePlan
-from .decide.traffic import BlockShape, LayerShape, block_ports, busiest_port, column_traffic
-from .pruning import Columns, Prunable, Pruning, Units
+from .divide import (
+    BlockShape,
+    Division,
+    LayerShape,
+    block_ports,
+    busiest_port,
+    column_traffic,
+    divide,
+    divide_counts,
+    effective_grain,
+)
+from .modes import LayerKind
+from .plan import BalancePlan, Traffic
+from .pruning import Columns, ColumnSelector, Prunable, Pruning, Units
 from .resharding import Resharding
 
 __all__ = ["Applier", "Shares", "columns_stay"]
@@ -54,18 +61,7 @@ def columns_stay(config: BalanceConfig, blocks: Sequence[Block]) -> bool:
 
 
 class Applier:
-    """Assigns workloads to this rank's layers and blocks, and keeps the objects that these need.
-
-    Args:
-        layers: the tensor-parallel layers, by name.
-        blocks: the blocks to balance in units; layers that are in no block are balanced by their columns.
-        config: how to balance.
-        iterations_per_interval: the length of an interval of the priorities.
-        transport: the tensor-parallel group's transport; without it (for a single rank without blocks) nothing
-        migrates.
-        clock: the clock that the layers mark.
-        resharding: gives units of the blocks away for good; None: they only migrate.
-    """
+    """Assigns workloads to this rank's layers and blocks, and keeps the objects that these need."""
 
     def __init__(
         self,
@@ -162,9 +158,6 @@ class Applier:
 
         With ``for_good``, units of blocks change their rank at once, where that is possible; all others migrate in each
         iteration. Units that were given away for good and are not any more are taken back.
-
-        Raises:
-            RuntimeError: there is not enough memory for the units that this rank takes.
         """
         self._plan = plan
         self._for_good = for_good

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
+from colossalai.interface import ModelWrapper
+from colossalai.tensor.d_tensor.api import is_customized_distributed_tensor, is_distributed_tensor
 from torch import nn
 
+from ..colossalai_support.user_hooks import is_from
 from ..layers.block import Block, attach_blocks
-from ..layers.dropout.residual_dropout import draw_residual_dropout_equally
-from ..layers.language_head.head_block import attach_head_blocks
+from ..layers.dropout import draw_residual_dropout_equally
+from ..layers.language_head import attach_head_blocks
 from ..layers.linear import HeteroLinear, hetero_layers
+from ..layers.partial_gradients import Shapes, sum_partial_gradients
 from ..layers.transport import Transport
 from .apply import columns_stay
 from .balancer import Balancer
+from .clock import IterationClock
 from .config import BalanceConfig
 from .host_messages import make_groups
-from .measure.clock import IterationClock
 from .resharding import OptimizerMemory, Resharding
 
-__all__ = ["attach_balancer"]
+__all__ = ["attach_balancer", "make_copyable"]
 
 
 def attach_balancer(
@@ -31,22 +38,7 @@ def attach_balancer(
     memory: OptimizerMemory | None = None,
     obstacle: str | None = None,
 ) -> Balancer:
-    """A balancer for the tensor-parallel layers of ``model``. Collective over all ranks.
-
-    Args:
-        model: the boosted model.
-        config: how to balance; the same on all ranks.
-        clock: the clock that the layers mark.
-        tp_group: this rank's tensor-parallel group.
-        iterations_per_interval: the length of an interval of the priorities.
-        memory: of the model's optimizer; without it units are never given away for good.
-        obstacle: why this rank cannot be balanced, if it knows a reason.
-
-    Raises:
-        ValueError: a layer has an option that the mode cannot be combined with, or ranks were given different
-        ``config``.
-        RuntimeError: a rank has an ``obstacle``.
-    """
+    """A balancer for the tensor-parallel layers of ``model``. Collective over all ranks."""
     layers = hetero_layers(model)
     blocks = attach_blocks(model) if config.moves_blocks else []
     if config.moves_heads:
@@ -97,3 +89,67 @@ def _check_all_ranks(config: BalanceConfig, obstacle: str | None, world: dist.Pr
             raise ValueError(f"ranks were given different BalanceConfigs: rank 0 {first}, rank {rank} {other}")
         if reason is not None:
             raise RuntimeError(f"rank {rank}: {reason}")
+
+
+# Model copies --------------------------------------------------------------------------------------------------------
+#
+# Deep copies of a boosted model, such as for a moving average of its weights.
+#
+# A copy computes what the model does, but is not balanced: its layers have no blocks and no clocks. Of this package's
+# hooks it has those that sum partial gradients, so that it can be trained. It shares the process groups.
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PACKAGE = __name__.partition(".")[0]
+
+
+def make_copyable(model: ModelWrapper, shapes: Shapes, shared: tuple[object, ...], before: Callable[[], None]) -> None:
+    """Let ``copy.deepcopy`` copy ``model``, or the model inside of it; both give a copy of the model inside."""
+    innermost = model.unwrap(unwrap_peft=False)
+    is_divided = any(
+        is_distributed_tensor(each) or is_customized_distributed_tensor(each) for each in model.parameters()
+    )
+
+    def copied(memo: dict[int, Any]) -> nn.Module:
+        before()
+        return copy_of(innermost, memo)
+
+    def copy_of(source: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        made = _copy(source, shared, memo)
+        if is_divided:
+            made.register_state_dict_pre_hook(_refuse)
+        if shapes:
+            sum_partial_gradients(made, shapes)
+        made.__deepcopy__ = functools.partial(copy_of, made)  # type: ignore[assignment]
+        return made
+
+    for each in (model, innermost):
+        each.__deepcopy__ = copied
+
+
+def _copy(model: nn.Module, shared: tuple[object, ...], memo: dict[int, Any]) -> nn.Module:
+    memo.update((id(each), each) for each in (*shared, *dist.distributed_c10d._world.pg_map))
+    kept = [
+        (module, name, {key: hook for key, hook in getattr(module, name).items() if not is_from(hook, (_PACKAGE,))})
+        for module in model.modules()
+        for name in _HOOKS
+    ]
+    memo.update((id(getattr(module, name)), type(getattr(module, name))(hooks)) for module, name, hooks in kept)
+    own: dict[str, Any] = {name: model.__dict__.pop(name) for name in ("__deepcopy__", "train") if name in vars(model)}
+    try:
+        made = copy.deepcopy(model, memo)
+    finally:
+        model.__dict__.update(own)
+    for module, name, hooks in kept:
+        for key, hook in hooks.items():
+            getattr(memo[id(module)], name)[key] = copy.deepcopy(hook, memo)
+    return made
+
+
+def _refuse(*_: Any) -> None:
+    raise RuntimeError(
+        "a copy of a tensor-parallel model has this rank's shards, but the model's state_dict() gathers whole tensors, "
+        "so they cannot be averaged by state_dict: use parameters() of both (torch's AveragedModel does; for timm's "
+        "ModelEmaV3 set exclude_buffers=True). To save an average, copy its parameters into the model's, and call "
+        "booster.save_model"
+    )

@@ -29,20 +29,17 @@ from ..layers.linear import HeteroLinear
 from ..layers.out_of_memory import is_out_of_memory
 from ..layers.transport import Transport
 from .apply import Applier, Shares
+from .clock import IterationClock, IterationTimes, KindTimes
 from .config import BalanceConfig
-from .decide.costs import Costs, Traffic
-from .decide.modes import LayerKind, decide, decide_units
-from .decide.plan import BalancePlan
-from .decide.resharding import relieved_for, stays_resharded, wants_resharding
+from .group_speed import GroupSpeed, KindWork
 from .host_messages import VOTE_TIMEOUT, Groups
-from .measure.clock import IterationClock, IterationTimes, KindTimes
-from .measure.equal_work import EqualWork
-from .measure.group_speed import GroupSpeed, KindWork
-from .measure.pretest import ProductShape, prepare_costs
-from .measure.timeline_sampler import RankSegments, SampledIterations, TimelineSampler
-from .report.records import IterationRecord, LocalRecord, merge_records
-from .report.timeline import Timelines, choose_timelines
+from .modes import LayerKind, decide, decide_units, relieved_for, stays_resharded, wants_resharding
+from .plan import BalancePlan, Costs, Traffic
+from .pretest import ProductShape, prepare_costs
+from .report import IterationRecord, LocalRecord, merge_records
 from .resharding import Resharding
+from .timeline import RankSegments, SampledIterations, Timelines, TimelineSampler, choose_timelines
+from .work_times import EqualWork
 
 __all__ = ["Balancer"]
 
@@ -152,9 +149,6 @@ class Balancer:
         """Apply ``plan`` from the next iteration on, until another one is decided. Collective over the group.
 
         It is for studies with ``warmup_iterations`` so large that no plan is decided.
-
-        Raises:
-            RuntimeError: ranks were given different plans.
         """
         self._exchange.check_same(plan.digest)
         self._follows = True
@@ -166,9 +160,6 @@ class Balancer:
 
         ``number`` is that of the pass in a run of a schedule, from 1 on, and ``passes`` the backward passes of each
         layer in it: nobody changes weights, or uses gradients, before they have ended.
-
-        Raises:
-            RuntimeError: only this rank sees inside of a block whose units a plan divides.
         """
         if not self._running:
             is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
@@ -193,9 +184,6 @@ class Balancer:
     def _keep_seen(self, asks_for_heads: bool) -> None:
         """If a plan applies, let all ranks compute their own units of blocks that somebody sees inside in the pass that
         begins: on all ranks, or on some ranks since before there was a plan.
-
-        Raises:
-            RuntimeError: only some ranks see inside of a block.
         """
         self._asks_for_heads |= asks_for_heads
         if self._is_idle or not self._applier.sees_more(asks_for_heads):
@@ -461,11 +449,7 @@ class Balancer:
         self._has_told_obstacle = True
 
     def keep_shapes(self) -> None:
-        """From now on units are not given away for good, because a copy of the model is made.
-
-        Raises:
-            RuntimeError: units have been given away for good.
-        """
+        """From now on units are not given away for good, because a copy of the model is made."""
         if self._resharding is None:
             return
         if self.has_resharded:
@@ -481,9 +465,6 @@ class Balancer:
         if units were given away for good. Collective over the group, at its beginning and end.
 
         The plugin enters it to save and to load. Code that reads or writes shards itself enters it too.
-
-        Raises:
-            RuntimeError: some rank has too little memory to hold its own units.
         """
         return nullcontext() if self._resharding is None else self._resharding.ordinary_shards()
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..processes.group_destruction import world_timeout
+from ..common.ranks import world_timeout
 
 __all__ = ["MIGRATION_CTAS", "VOTE_TIMEOUT", "Exchange", "Groups", "launch_obstacle", "make_groups"]
 
@@ -56,9 +56,6 @@ class Exchange:
     def take(self) -> list[list[list[float]]]:
         """The numbers of all ranks, ``[iteration][rank][number]``, of iterations that have become known to all since
         the last call; they are the same on all ranks.
-
-        Raises:
-            RuntimeError: ranks follow different plans.
         """
         self.is_flagged = False
         if self._pending is None:
@@ -77,11 +74,7 @@ class Exchange:
         return [[numbers for _, numbers in sorted(self._rows.pop(iteration).items())] for iteration in complete]
 
     def check_same(self, *digests: int) -> None:
-        """Check that the plans with these hashes are the same on all ranks, before they follow the last one.
-
-        Raises:
-            RuntimeError: the plans differ.
-        """
+        """Check that the plans with these hashes are the same on all ranks, before they follow the last one."""
         largest = torch.tensor([digests, [-digest for digest in digests]], dtype=torch.int64)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
         if not torch.equal(largest[0], -largest[1]):
@@ -156,13 +149,7 @@ def make_groups(tp_group: dist.ProcessGroup) -> Groups:
 
 
 def launch_obstacle(nccl: tuple[int, ...], environment: Mapping[str, str], set_late: bool) -> str | None:
-    """Why GPUs may run operations of two communicators in other orders than they were launched; None if they do not.
-
-    Args:
-        nccl: the version of NCCL.
-        environment: of the process.
-        set_late: whether CUDA was initialized before the environment was as it is.
-    """
+    """Why GPUs may run operations of two communicators in other orders than they were launched; None if they do not."""
     keeps_order = nccl >= (2, 26) and environment.get("NCCL_LAUNCH_ORDER_IMPLICIT") == "1"
     has_one_queue = environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and not set_late
     if keeps_order or has_one_queue:

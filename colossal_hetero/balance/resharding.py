@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from ..layers.block import Block
 from ..layers.column_migration import MovedRange
 from ..layers.out_of_memory import check_room
-from ..layers.resharding.holdings import Holding, holdings, ordinary_holdings, unit_count
-from ..layers.resharding.unit_mover import StateSlot, UnitMover
 from ..layers.transport import Transport
+from ..layers.unit_mover import Holding, StateSlot, UnitMover, holdings, ordinary_holdings, unit_count
 from .host_messages import Exchange
 
 __all__ = ["OptimizerMemory", "Resharding"]
@@ -47,15 +46,7 @@ BYTES_PER_PARAMETER = 16
 
 
 class Resharding:
-    """Moves units of the blocks of one tensor-parallel group for good.
-
-    Args:
-        model: the model, in which parameters may be shared.
-        blocks: its blocks.
-        transport: of the group.
-        exchange: of the group.
-        memory: of the model's optimizers.
-    """
+    """Moves units of the blocks of one tensor-parallel group for good."""
 
     def __init__(
         self,
@@ -110,9 +101,6 @@ class Resharding:
 
         Returns:
             the numbers of the blocks whose shards are uneven now.
-
-        Raises:
-            RuntimeError: ranks keep different things of their units, or a rank has stopped.
         """
         wanted = {
             number: holdings(self._blocks[number].units, self._ranks, moves[number])
@@ -126,11 +114,7 @@ class Resharding:
 
     @contextmanager
     def ordinary_shards(self) -> Iterator[None]:
-        """Inside of it, every rank holds its own units. Collective over the group, at the beginning and the end.
-
-        Raises:
-            RuntimeError: some rank has too little memory to hold its own units.
-        """
+        """Inside of it, every rank holds its own units. Collective over the group, at the beginning and the end."""
         held = dict(self._held)
         self._take_back()
         try:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from .format.records import FileRecord, Manifest
-from .reading.found import FoundCheckpoint
+from .found import FoundCheckpoint
+from .records import FileRecord, Manifest
 
 __all__ = ["NodeCopy", "SavedIndex", "WholeCheckpoint", "copies_of", "index_of", "newest_whole"]
 
@@ -71,13 +71,7 @@ class SavedIndex:
 
 
 def copies_of(checkpoints: Iterable[FoundCheckpoint], shared: str | None, node: str) -> list[NodeCopy]:
-    """The copies that a rank has found.
-
-    Args:
-        checkpoints: what its reader has found.
-        shared: name of the place that is the shared folder, or None.
-        node: of the rank, which has the other place.
-    """
+    """The copies that a rank has found."""
     return [
         NodeCopy(
             node="" if copy.place.name == shared else node,
@@ -99,16 +93,7 @@ def index_of(found: FoundCheckpoint) -> SavedIndex:
 
 
 def newest_whole(copies: Iterable[NodeCopy], step: int | None = None) -> WholeCheckpoint | None:
-    """The newest checkpoint all of whose files are somewhere; None if there is no checkpoint.
-
-    Args:
-        copies: that any rank has found.
-        step: consider only checkpoints of this step.
-
-    Raises:
-        FileNotFoundError: there are checkpoints, but none is whole, or none of that step; the message says what each
-            of them lacks.
-    """
+    """The newest checkpoint all of whose files are somewhere; None if there is no checkpoint."""
     by_id: dict[str, list[NodeCopy]] = {}
     for copy in copies:
         by_id.setdefault(copy.id, []).append(copy)

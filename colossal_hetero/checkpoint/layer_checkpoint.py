@@ -6,7 +6,8 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,27 +16,94 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ..processes.ended_ranks import own_address
-from ..processes.every_rank import on_every_rank
+from ..common.ranks import on_every_rank, own_address
 from .config import CheckpointConfig
-from .contents.held_pieces import agreed_buffers, pieces_of
-from .contents.model_outline import ModelOutline
-from .contents.restoring import Restoring, wait_for_parameters
-from .contents.run_states import check_loader, check_optimizer, restore_run, run_state_of
 from .copies import NodeCopy, SavedIndex, WholeCheckpoint, copies_of, index_of, newest_whole
-from .format.names import step_of
-from .format.pieces import TensorPiece
-from .format.run_state import RunState
+from .found import Copy, FolderPlace, Place, content_of, find_checkpoints
+from .held_pieces import agreed_buffers, pieces_of
 from .loading import load_pieces
-from .reading.found import find_checkpoints
-from .reading.places import FolderPlace, Place
-from .reading.reader import CheckpointReader
-from .repair import repair
-from .saving.participants import Participants, gather_participants, holdings_of
-from .saving.saver import LayerCheckpointSaver
-from .storage.errors import CheckpointError
+from .model_outline import ModelOutline
+from .participants import Participants, gather_participants, holdings_of
+from .pieces import RunState, TensorPiece, step_of
+from .reader import CheckpointReader
+from .records import FileCheck
+from .restoring import Restoring, wait_for_parameters
+from .run_states import check_loader, check_optimizer, restore_run, run_state_of
+from .saver import LayerCheckpointSaver
+from .storage import CheckpointError, DamagedCopy
 
-__all__ = ["LayerCheckpoint", "Start", "Training"]
+__all__ = ["LayerCheckpoint", "Start", "Training", "repair"]
+
+
+# Repair --------------------------------------------------------------------------------------------------------------
+
+
+class _Damaged(NamedTuple):
+    """A damaged file that a rank asks the others for."""
+
+    rank: int
+    node: str
+    path: str
+    name: str
+    check: FileCheck
+
+
+def repair(reader: CheckpointReader, step: int, nodes: Sequence[str]) -> None:
+    """Replace the files that this rank has found damaged. Every rank calls it.
+
+    A whole copy comes from another folder that this rank reaches, else from a rank of another node. Files for which
+    there is no whole copy stay as they are. ``reader.problems`` tells what was done.
+    """
+    rank = dist.get_rank()
+    left: dict[str, tuple[Copy, str]] = {}
+    for bad, name in reader.damaged(step):
+        good = reader.whole(step, name, bad.check(name))
+        if good is None or not reader.replace(bad, name, content_of(good, name), good.place.name):
+            left[f"{bad.place.name}/{bad.path(name)}"] = bad, name
+    requests: list[Any] = [None] * len(nodes)
+    own = [_Damaged(rank, nodes[rank], path, name, bad.check(name)) for path, (bad, name) in left.items()]
+    dist.all_gather_object(requests, own)
+    first = {(each.node, each.path): each for of_rank in reversed(requests) for each in of_rank}
+    for request in sorted(first.values(), key=lambda each: (each.rank, each.path)):
+        good = reader.whole(step, request.name, request.check)
+        offers: list[Any] = [None] * len(nodes)
+        dist.all_gather_object(offers, good is not None)
+        if not any(offers):
+            continue
+        sender = offers.index(True)
+        if rank == sender:
+            assert good is not None
+            _send(good, request)
+        elif rank == request.rank:
+            bad, name = left[request.path]
+            pieces = _receive(sender)
+            reader.replace(bad, name, pieces, f"node {nodes[sender]}")
+            with suppress(DamagedCopy):
+                deque(pieces, maxlen=0)  # if the file could not be written, the rest is on its way all the same
+
+
+def _send(good: Copy, request: _Damaged) -> None:
+    """Send a file piece by piece; then None, or why it is not whole."""
+    end: str | None = None
+    try:
+        for piece in content_of(good, request.name):
+            dist.send_object_list([bytes(piece)], request.rank)
+    except DamagedCopy as error:
+        end = str(error)
+    dist.send_object_list([end], request.rank)
+
+
+def _receive(sender: int) -> Iterator[memoryview]:
+    """The pieces of a file."""
+    while True:
+        received: list[Any] = [None]
+        dist.recv_object_list(received, sender)
+        if not isinstance(received[0], bytes):
+            break
+        yield memoryview(received[0])
+    if received[0] is not None:
+        raise DamagedCopy(received[0])
+
 
 STORE_SECONDS = 60.0
 """How long ranks wait for the store of rank 0."""
@@ -100,13 +168,7 @@ def _state(reader: CheckpointReader, index: SavedIndex, rank: int) -> RunState:
 
 
 class LayerCheckpoint:
-    """Saves and loads layer checkpoints. All ranks call its methods equally often.
-
-    Args:
-        config: the folders.
-        is_broken: whether other ranks are known to be lost; see :class:`.saver.LayerCheckpointSaver`. None if training
-            does not go on without them.
-    """
+    """Saves and loads layer checkpoints. All ranks call its methods equally often."""
 
     def __init__(self, config: CheckpointConfig, is_broken: Callable[[], bool] | None = None) -> None:
         self._config, self._is_broken = config, is_broken
@@ -117,18 +179,8 @@ class LayerCheckpoint:
     def save(self, training: Training, *, step: int, epoch: int, plan: str, always: bool = False) -> bool:
         """Save what all ranks hold, if ``step`` is a multiple of ``save_every``.
 
-        Args:
-            training: what to save.
-            step: number of optimizer steps that are done.
-            epoch: the epoch that the run is in.
-            plan: the plan of the run in a few words.
-            always: save whatever the number of the step is.
-
         Returns:
             whether this step is saved; if not, :meth:`wait` does it, unless a later step comes.
-
-        Raises:
-            TypeError, ValueError: see :func:`.held_pieces.pieces_of` and :func:`.run_states.run_state_of`.
         """
         if step % self._config.save_every and not always:
             return False
@@ -140,17 +192,7 @@ class LayerCheckpoint:
         return saver.save(step, pieces, state, ready=ready)
 
     def resume(self, training: Training, step: int | None = None) -> Start:
-        """Load the newest whole checkpoint, or that of a step.
-
-        Args:
-            training: what to load into.
-            step: None for the newest one; then it is no error if there is none.
-
-        Raises:
-            TypeError: see :func:`.run_states.check_loader`.
-            ValueError: the checkpoint is of another model, optimizer or data set.
-            RuntimeError: no checkpoint is whole, or something in it cannot be read.
-        """
+        """Load the newest whole checkpoint, or that of a step."""
         model, optimizer, lr_scheduler, loader, outline = training
         check_loader(loader)
         self.wait()
@@ -231,11 +273,7 @@ class LayerCheckpoint:
         return places
 
     def _index(self, reader: CheckpointReader, found: WholeCheckpoint) -> tuple[SavedIndex, list[RunState]]:
-        """The index, and the states of all ranks that saved: from another rank, if this one has no whole copy of them.
-
-        Raises:
-            CheckpointError: no rank has one.
-        """
+        """The index, and the states of all ranks that saved: of another rank, if this one has no whole copy."""
         own: tuple[SavedIndex, list[RunState]] | None = None
         problem = ""
         try:
@@ -264,11 +302,7 @@ class LayerCheckpoint:
             self._saver.close(others_are_there=False)
 
     def wait(self) -> None:
-        """Write the last checkpoint, and wait until it is there.
-
-        Raises:
-            CheckpointError: on all ranks, if something could not be written, and no rank was lost.
-        """
+        """Write the last checkpoint, and wait until it is there."""
         if self._saver is not None:
             try:
                 self._saver.wait()

@@ -12,16 +12,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .box_memory import BoxMemory
 from .copies import SavedIndex, WholeCheckpoint
-from .exchange import AHEAD, exchange
-from .format.pieces import TensorPiece
-from .placement.bitmap import Bitmap, Location, StorageTier
-from .placement.sources import Fetch, Need, choose_sources
-from .placement.transfers import Read, Transfer, layer_order, reads_and_transfers
-from .reading.read_ahead import LayerRead, ReadAhead
-from .reading.reader import CheckpointReader
-from .storage.errors import CheckpointError
+from .exchange import AHEAD, BoxMemory, exchange
+from .pieces import Bitmap, Location, StorageTier, TensorPiece
+from .reader import CheckpointReader, LayerRead, ReadAhead
+from .storage import CheckpointError
+from .transfers import Fetch, Need, Read, Transfer, choose_sources, layer_order, reads_and_transfers
 
 __all__ = ["load_pieces"]
 
@@ -48,18 +44,8 @@ def load_pieces(
     are read at the same time, and what is read once is sent to all that need it. If a file turns out to be damaged,
     another copy is used.
 
-    Args:
-        pieces: with tensors of the checkpoint.
-        checkpoint: the same on all ranks.
-        index: its content.
-        reader: of the folders that this rank reaches, for this checkpoint only.
-        nodes: of each rank.
-
     Returns:
         the number of bytes that this rank received from other ranks.
-
-    Raises:
-        CheckpointError: on every rank, if something cannot be read and there is no other copy.
     """
     as_saved = [_as_saved(piece, index) for piece in pieces]
     memory = BoxMemory(as_saved, index.shapes, index.dtypes)

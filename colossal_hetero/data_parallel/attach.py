@@ -12,25 +12,31 @@ from colossalai.interface import ModelWrapper, OptimizerWrapper
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..accelerator import get_accelerator
+from ..colossalai_support.accelerator import get_accelerator
+from ..common.ranks import on_every_rank
 from ..planner.batches.batch_profile import BatchProfile
-from ..processes.every_rank import on_every_rank
-from ..profiling.batches.loss_check import check_loss
-from ..profiling.batches.rank_profiler import ModelDescription, profile_ranks
-from ..profiling.batches.speed_check import changes, speed_now
+from ..profiling.loss_check import check_loss
 from ..profiling.preserved_state import inner_optimizer, preserved_state
+from ..profiling.rank_profiler import ModelDescription, changes, profile_ranks, speed_now
 from ..profiling.training_step import TrialRun
 from .accumulation import GradientAccumulation
 from .batch_balancer import BatchBalancer, GlobalBatchTimer, divider_of
-from .busy_timer import BusyTimer
+from .busy_timer import BusyTimer, ForwardOnlyTimer, forward_curve
 from .config import BatchConfig
-from .forward_only_timer import ForwardOnlyTimer, forward_curve
 from .loader import HeteroDataLoader
+from .loss_weights import (
+    WORDS,
+    CountedTotal,
+    SampleTotal,
+    TotalWeight,
+    found_weight,
+    refuse_ignored,
+    samples_in,
+    weight_function,
+)
 from .out_of_memory import OutOfMemoryGuard
 from .saved_profile import CachedProfile, ProfileFile, context_of, print_on_rank_0
-from .training_loop.loss_weights import WORDS, found_weight, refuse_ignored, samples_in, weight_function
-from .training_loop.sync_batch_norm import SampleWeightedBatchNorm
-from .training_loop.total_weight import CountedTotal, SampleTotal, TotalWeight
+from .sync_batch_norm import SampleWeightedBatchNorm
 
 __all__ = ["BatchSetup", "attach_batches", "profile_for", "trial_run"]
 
@@ -70,12 +76,6 @@ def profile_for(
 
     Every rank calls it. The user's loss is checked first in any case. Also returns the path at which the profile is
     kept; None if it is not kept.
-
-    Raises:
-        ValueError: the file is not a profile, or belongs to other devices or another model, or cannot be written; the
-            loss is no finite mean; the model needs larger micro-batches than are allowed; or it has layers with
-            collectives, which would never end if the ranks ran different numbers of micro-batches.
-        RuntimeError: measuring failed.
     """
     config, loader = setup.config, trial.loader
     assert isinstance(loader, HeteroDataLoader)

@@ -17,16 +17,55 @@ from rich.console import Console
 
 from ..planner.batches.allocation import Allocation
 from ..planner.batches.batch_profile import BatchProfile
+from ..planner.batches.closed_loop import Redivision
 from ..planner.batches.equal_devices import equal_devices, joint_curves, joint_seconds
-from ..planner.redivision.closed_loop import Redivision
-from ..planner.redivision.replica_speeds import BatchDivider
-from ..planner.redivision.replica_times import GlobalBatchTime
-from .batch_messages import changes_in_words, division_in_words, slow_data_in_words
+from ..planner.batches.replica_times import BatchDivider, GlobalBatchTime
 from .busy_timer import TimedGlobalBatch
 from .config import BatchConfig
 from .loader import HeteroDataLoader
 
-__all__ = ["BatchBalancer", "GlobalBatchTimer"]
+__all__ = ["BatchBalancer", "GlobalBatchTimer", "changes_in_words", "division_in_words", "slow_data_in_words"]
+
+
+# Batch messages ------------------------------------------------------------------------------------------------------
+
+
+def division_in_words(allocation: Allocation, devices: Sequence[str]) -> str:
+    """Each rank's samples of a global batch, in words; consecutive ranks with the same device and part are grouped."""
+    groups: list[tuple[int, int]] = []
+    for rank, (share, device) in enumerate(zip(allocation.shares, devices, strict=True)):
+        if groups and (share, device) == (allocation.shares[groups[-1][0]], devices[groups[-1][0]]):
+            groups[-1] = groups[-1][0], rank
+        else:
+            groups.append((rank, rank))
+    parts = []
+    for first, last in groups:
+        share = allocation.shares[first]
+        names = f"rank {first}" if first == last else f"ranks {first}-{last}"
+        steps = "" if share.steps == 1 else f" in {share.steps} micro-batches of at most {share.micro_batch}"
+        parts.append(f"{names} ({devices[first]}) {share.samples}{steps}")
+    return f"of each global batch of {allocation.global_batch_size}: {'; '.join(parts)}"
+
+
+def changes_in_words(
+    before: Allocation, after: Allocation, moves: Sequence[float], devices: Sequence[str]
+) -> str | None:
+    """What changed from one division to the next; None if every rank keeps its samples."""
+    changes = [
+        f"rank {rank} ({devices[rank]}) takes {move:.2f} times as long as before: {old.samples} → {new.samples} samples"
+        for rank, (move, old, new) in enumerate(zip(moves, before.shares, after.shares, strict=True))
+        if old.samples != new.samples
+    ]
+    return f"global batches of {before.global_batch_size} are divided again: {'; '.join(changes)}" if changes else None
+
+
+def slow_data_in_words(rank: int, data_seconds: float, workers: int) -> str:
+    """That a rank waits for its data, and what would help."""
+    return (
+        f"rank {rank} waits {data_seconds:.2g} s per global batch for its data: more workers would help "
+        f"(num_workers={workers})"
+    )
+
 
 FIRST_GLOBAL_BATCHES = 2
 """Global batches at the start and after a new division that are not judged. They allocate memory for their sizes, a
@@ -47,14 +86,6 @@ class BatchBalancer:
     """Adapts the division of a loader's global batches to the speed of the ranks.
 
     Every rank computes the same allocation, because the profile and the exchanged times are the same on all ranks.
-
-    Args:
-        config: the user's settings.
-        profile: profile of all ranks.
-        stage: stage of ZeRO.
-        loader: this rank's loader.
-        timer: times this rank's global batches.
-        replica_of: index of the model replica that each rank belongs to, by rank; without model parallelism, the rank.
     """
 
     def __init__(
@@ -169,9 +200,6 @@ class BatchBalancer:
 def divider_of(config: BatchConfig, profile: BatchProfile, stage: int, multiple_of: int = 1) -> BatchDivider:
     """What divides global batches by ``profile`` at ``stage``. Equal devices get the mean of their times. All
     micro-batches are multiples of ``multiple_of`` samples.
-
-    Raises:
-        ValueError: a device holds no sample at that stage, or no curve fits its points.
     """
     largest = min(config.global_batch_size, config.max_micro_batch or config.global_batch_size)
     curves, step_seconds = profile.curves(stage, largest), profile.step_seconds(stage)

@@ -22,20 +22,105 @@ second (a CPU quota) is not stopped equally often in forward and backward passes
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch.distributed as dist
 from colossalai.interface import OptimizerWrapper
-from torch import Tensor
+from scipy.optimize import isotonic_regression
+from torch import Tensor, nn
 from torch.autograd import Variable
 
-from ..accelerator import get_accelerator
-from ..profiling.collective_waits import tell_waits
+from ..colossalai_support.accelerator import get_accelerator
+from ..planner.batches.batch_profile import DeviceProfile
+from ..planner.batches.time_curve import Curve
+from ..profiling.forward_timer import ForwardTimer
+from .loader import HeteroDataLoader
 
-__all__ = ["BusyTimer", "TimedGlobalBatch"]
+__all__ = ["BusyTimer", "ForwardOnlyTimer", "TimedGlobalBatch", "WaitListener", "forward_curve", "tell_waits"]
+
+
+# Collective waits ----------------------------------------------------------------------------------------------------
+#
+# Notice when this rank enters and leaves a collective of ``torch.distributed``, where it may wait for other ranks.
+#
+# Collectives are watched if they are called as attributes of ``torch.distributed``, by the training script or by ZeRO's
+# optimizer, FSDP and ``SyncBatchNorm``. ``DistributedDataParallel`` sums gradients in C++; that is not seen here.
+
+
+COLLECTIVES = (
+    *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter"),
+    *("reduce_scatter_tensor", "all_to_all", "all_to_all_single", "gather", "scatter", "barrier"),
+    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
+)
+
+
+class WaitListener(Protocol):
+    """Is told about this rank's collectives."""
+
+    def before_collective(self, group: dist.ProcessGroup | None) -> bool:
+        """A collective of ``group`` begins; whether :meth:`after_collective` is to be called at its end."""
+
+    def after_collective(self) -> None:
+        """The collective has ended, or what was left of one that was started before."""
+
+
+_listener: WaitListener | None = None
+
+
+def tell_waits(listener: WaitListener | None) -> None:
+    """Tell ``listener`` about collectives from now on, and nobody else; None: nobody."""
+    global _listener
+    _listener = listener
+    if listener is not None:
+        for name in COLLECTIVES:
+            function = getattr(dist, name, None)
+            if function is not None and not hasattr(function, "tells_waits"):
+                setattr(dist, name, _told(function))
+
+
+class _ToldWork:
+    """A collective that has been started: waiting for it is told."""
+
+    def __init__(self, work: Any, group: dist.ProcessGroup | None) -> None:
+        self._work, self._group = work, group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        listener = _listener
+        if listener is None or not listener.before_collective(self._group):
+            return self._work.wait(*args, **kwargs)
+        try:
+            return self._work.wait(*args, **kwargs)
+        finally:
+            listener.after_collective()
+
+
+def _told(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """``collective``, which tells the listener."""
+    parameters = list(inspect.signature(collective).parameters)
+    place = parameters.index("group")
+
+    @functools.wraps(collective)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        listener = _listener
+        group = kwargs.get("group", args[place] if len(args) > place else None)
+        if listener is None or not listener.before_collective(group):
+            return collective(*args, **kwargs)
+        try:
+            work = collective(*args, **kwargs)
+        finally:
+            listener.after_collective()
+        return work if work is None else _ToldWork(work, group)
+
+    run.tells_waits = True  # type: ignore[attr-defined]
+    return run
+
 
 MAX_GLOBAL_BATCHES = 256
 """Number of global batches that are kept between two checks."""
@@ -77,12 +162,7 @@ class _MarkedIteration:
 
 
 class BusyTimer:
-    """Times a rank's global batches. See [Note: what a rank waits for].
-
-    Args:
-        replica_of: index of the model replica that each rank belongs to, by rank. Collectives inside a replica are
-            work of the replica.
-    """
+    """Times a rank's global batches. See [Note: what a rank waits for]."""
 
     def __init__(self, replica_of: Sequence[int]) -> None:
         self._replica_of = replica_of
@@ -128,7 +208,7 @@ class BusyTimer:
     # Called by collectives ----------------------------------------------------------------------------------------
 
     def before_collective(self, group: dist.ProcessGroup | None) -> bool:
-        """See :class:`~colossal_hetero.profiling.collective_waits.WaitListener`."""
+        """See :class:`.WaitListener`."""
         running = self._running
         if running is None or self._in_collective or not self._is_between_replicas(group):
             return False
@@ -139,7 +219,7 @@ class BusyTimer:
         return True
 
     def after_collective(self) -> None:
-        """See :class:`~colossal_hetero.profiling.collective_waits.WaitListener`."""
+        """See :class:`.WaitListener`."""
         self._in_collective = False
         if self._running is not None:
             self._running.mark("waiting")
@@ -200,3 +280,40 @@ class BusyTimer:
         self._running = None
         self._in_collective = False
         tell_waits(None)
+
+
+# Forward only timer --------------------------------------------------------------------------------------------------
+#
+# The time of global batches from forward passes only, for devices on which waiting in the backward pass is not seen.
+#
+# On a GPU, FSDP (stage 3) gathers and sums on streams of its own, and the device waits for them at places in the
+# backward pass that no hook marks. In the forward pass it waits before each module. If a device changes its speed,
+# forward and backward passes change alike, so the profile says what the whole global batch takes.
+
+
+class ForwardOnlyTimer:
+    """Times forward passes, and says what the micro-batches take by them. A micro-batch counts as a global batch."""
+
+    def __init__(self, model: nn.Module, loader: HeteroDataLoader, whole: Curve, forward: Curve) -> None:
+        self._whole, self._forward = whole, forward
+        self._timer = ForwardTimer(model, lambda: 1 if loader.current is None else max(1, loader.current.samples))
+
+    def take(self) -> list[TimedGlobalBatch]:
+        """The micro-batches since the last call."""
+        return [
+            TimedGlobalBatch((samples,), seconds * self._ratio(samples), 0.0, 0.0, 0.0)
+            for samples, seconds in self._timer.take()
+        ]
+
+    def _ratio(self, samples: int) -> float:
+        return float(self._whole.seconds[samples] / self._forward.seconds[samples])
+
+
+def forward_curve(device: DeviceProfile, max_batch: int) -> Curve | None:
+    """Seconds of a forward pass by its samples; None if the profile has too few forward times to compare speeds."""
+    points = {point.batch: point.forward_seconds for point in device.points if point.forward_seconds is not None}
+    if len(points) < min(2, max_batch):
+        return None
+    # The times of short passes are noisy; make them non-decreasing.
+    seconds = isotonic_regression([points[batch] for batch in sorted(points)]).x
+    return Curve.through(dict(zip(sorted(points), seconds, strict=True)), max(max_batch, *points)).limited(max_batch)

@@ -16,13 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, default_collate
 
-from ..accelerator import get_accelerator
-from ..processes.ended_ranks import naming_ended_ranks
-from .sampling.sampler import Division, GlobalBatchSampler
-from .sampling.seeded_samples import SeededSamples
-from .training_loop.micro_batch import MicroBatch
-from .training_loop.progress import LoopProgress
-from .training_loop.tagged_tensor import shapes_of, tagged, untagged
+from ..colossalai_support.accelerator import get_accelerator
+from ..common.ranks import naming_ended_ranks
+from .progress import LoopProgress, MicroBatch
+from .sampler import Division, GlobalBatchSampler, SeededSamples
+from .tagged_tensor import shapes_of, tagged, untagged
 
 __all__ = ["ORDER_SEED", "WORKER_SEED", "HeteroDataLoader", "check_same_order", "make_loader"]
 
@@ -46,15 +44,6 @@ class HeteroDataLoader(DataLoader[Any]):
 
     ``loader.sampler`` and ``loader.batch_sampler`` are both the :class:`GlobalBatchSampler`, so ``set_epoch`` works on
     either of them and on the loader. With any number of workers, batches are returned in the order of drawing.
-
-    Args:
-        dataset: a dataset with a length.
-        batch_sampler: the sampler of that dataset.
-        kwargs: other arguments of ``DataLoader``.
-
-    Raises:
-        TypeError: the dataset is an ``IterableDataset`` or has no length.
-        ValueError: ``in_order=False`` is passed.
     """
 
     def __init__(self, dataset: Dataset[Any], batch_sampler: GlobalBatchSampler, **kwargs: Any) -> None:
@@ -113,16 +102,8 @@ class HeteroDataLoader(DataLoader[Any]):
         Call it on every rank for every micro-batch, after its forward pass, with the mean over that micro-batch. The
         last call of a global batch adds up the values of all ranks, each with the weight of its loss.
 
-        Args:
-            value: a number or a tensor with one element, the mean over the samples of :attr:`current`.
-            name: what the value is. Several values may have the same name, if they always come in the same order.
-
         Returns:
             the mean at the last micro-batch of a global batch, None before.
-
-        Raises:
-            RuntimeError: no batch was drawn yet, or there was no such call for an earlier micro-batch of the global
-                batch.
         """
         current = self.current
         if current is None:
@@ -161,12 +142,6 @@ class HeteroDataLoader(DataLoader[Any]):
         """Report every batch that is drawn to ``progress``, which knows what the training loop does with it.
 
         Several models may be trained with one loader.
-
-        Args:
-            weight_by: what the loss is a mean over.
-
-        Raises:
-            ValueError: that of another model is a mean over something else.
         """
         self._references = [each for each in self._references if each() is not None]
         if self._references and weight_by != self._weight_by:
@@ -209,11 +184,7 @@ class HeteroDataLoader(DataLoader[Any]):
         return self._multiple_of
 
     def set_multiple(self, samples: int) -> None:
-        """Let all batch sizes be multiples of so many samples.
-
-        Raises:
-            ValueError: a global batch is no such multiple.
-        """
+        """Let all batch sizes be multiples of so many samples."""
         sampler = self._global_sampler
         last = 0 if sampler.drop_last else sampler.dataset_size % sampler.global_batch_size
         if sampler.global_batch_size % samples:
@@ -233,11 +204,7 @@ class HeteroDataLoader(DataLoader[Any]):
         return self._global_sampler.some(count, seed)
 
     def __len__(self) -> int:
-        """Number of batches of an epoch, which is the number of optimizer steps.
-
-        Raises:
-            TypeError: these numbers differ, because a global batch is divided into several micro-batches on this rank.
-        """
+        """Number of batches of an epoch, which is the number of optimizer steps."""
         micro_batches = len(self._global_sampler)
         if micro_batches != self.global_batches:
             raise TypeError(
@@ -262,13 +229,7 @@ class HeteroDataLoader(DataLoader[Any]):
         self._global_sampler.divide_by(division, from_global_batch=from_global_batch)
 
     def redivide(self, division: Division, drawn_global_batch: int) -> None:
-        """Use another division from the first global batch that no rank has drawn.
-
-        Args:
-            division: see :data:`.sampling.sampler.Division`.
-            drawn_global_batch: maximum of :attr:`drawn_global_batch` over all ranks. It must be gathered at the same
-                global batch on all ranks, such as after an optimizer step, and no batch may be drawn in between.
-        """
+        """Use another division from the first global batch that no rank has drawn."""
         self._global_sampler.divide_by(division, from_global_batch=drawn_global_batch + 1)
 
     def set_epoch(self, epoch: int) -> None:
@@ -279,9 +240,6 @@ class HeteroDataLoader(DataLoader[Any]):
         """Mark the current global batch as done after the optimizer's step; a state saved from now on resumes after it.
 
         A second call for the same global batch has no effect.
-
-        Raises:
-            RuntimeError: the current micro-batch is not the last one of its global batch.
         """
         if self.current is None or not self.current.is_last:
             raise RuntimeError(
@@ -299,19 +257,12 @@ class HeteroDataLoader(DataLoader[Any]):
         """Let the next ``iter()`` resume at the position of ``state``; a running iteration becomes invalid.
 
         Before that ``iter()``, a script may call ``set_epoch`` with the epoch of the state.
-
-        Raises:
-            ValueError: see :meth:`GlobalBatchSampler.load_state_dict`.
         """
         self._global_sampler.load_state_dict(state)
         self._reset()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Begin an epoch. An older iteration over this loader becomes invalid.
-
-        Raises:
-            RuntimeError: there is no division yet.
-        """
+        """Begin an epoch. An older iteration over this loader becomes invalid."""
         if not self._global_sampler.is_divided:
             raise RuntimeError(
                 "the global batches are not divided over the ranks yet; pass the loader to booster.boost() before "
@@ -336,11 +287,6 @@ class HeteroDataLoader(DataLoader[Any]):
         """Draw as another rank, of another number of them, from the first global batch that is not done.
 
         The running iteration continues there: the global batches that were drawn and are not done are drawn again.
-
-        Args:
-            rank: this rank among the data-parallel ranks.
-            world_size: number of data-parallel ranks.
-            division: see :data:`.sampling.sampler.Division`.
         """
         state = self.state_dict()
         self._global_sampler.join(rank, world_size)
@@ -477,28 +423,7 @@ def make_loader(
     num_workers: int = 0,
     **kwargs: Any,
 ) -> HeteroDataLoader:
-    """A loader of this rank's part of ``dataset``; :meth:`HeteroDataLoader.divide_by` sets the division.
-
-    Args:
-        dataset: a dataset with a length, the same on all ranks.
-        global_batch_size: samples of a global batch over all ranks.
-        rank: this rank among the data-parallel ranks.
-        world_size: number of data-parallel ranks.
-        shuffle: whether each epoch has a new order.
-        seed: seed of the order and, without a ``worker_init_fn``, of Python, NumPy and torch in the workers. None:
-            those of Colossal-AI's loaders (``ORDER_SEED``, ``WORKER_SEED``).
-        drop_last: leave out the last global batch if it is smaller than the others.
-        sampler: gives the indices of an epoch, the same on all ranks; see ``order`` of
-            :class:`.sampling.sampler.GlobalBatchSampler`. An epoch then has as many samples as the sampler.
-        seeds_samples: whether random augmentation of a sample depends on the epoch and the sample only, and not on the
-            rank that loads it; see :mod:`.sampling.seeded_samples`. ``loader.dataset`` then wraps ``dataset``.
-        pin_memory, num_workers, kwargs: arguments of ``DataLoader``.
-
-    Raises:
-        TypeError: the dataset has no length, or ``batch_size`` or ``batch_sampler`` is passed.
-        ValueError: there are both a sampler and ``shuffle``, the sampler divides the data over ranks itself; or see
-            :class:`.sampling.sampler.GlobalBatchSampler`.
-    """
+    """A loader of this rank's part of ``dataset``; :meth:`HeteroDataLoader.divide_by` sets the division."""
     for name in ("batch_size", "batch_sampler"):
         if kwargs.get(name) is not None:
             raise TypeError(
@@ -528,11 +453,7 @@ def make_loader(
 
 
 def check_same_order(loader: HeteroDataLoader) -> None:
-    """Check that all ranks draw the samples in the same order. Every rank calls it.
-
-    Raises:
-        ValueError: on every rank, if a rank has another order of the first epoch, or another number of samples.
-    """
+    """Check that all ranks draw the samples in the same order. Every rank calls it."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (loader._global_sampler.identity(), loader._global_sampler.digest()))
     others = [rank for rank, found in enumerate(everyone) if found != everyone[0]]

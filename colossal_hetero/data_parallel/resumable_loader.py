@@ -75,10 +75,6 @@ class ResumableDataLoader(DataLoader[Any]):
         """Let the next iteration continue at the position of ``state``, if it is over the same epoch.
 
         Before it, a script may call ``loader.sampler.set_epoch`` with that epoch.
-
-        Raises:
-            ValueError: it is not the state of a loader; it was saved with other data or another order; or the position
-                is within a batch over all replicas.
         """
         missing = [name for name in ("epoch", "global_batches_done", "global_batch_size") if name not in state]
         if missing:
@@ -140,12 +136,7 @@ def make_even_loader(
     *args: Any,
     **kwargs: Any,
 ) -> DataLoader[Any]:
-    """The loader of Colossal-AI's ``prepare_dataloader``, able to continue within an epoch.
-
-    Args:
-        prepare: that function, which takes the arguments that follow.
-        seed: also of the order, for which Colossal-AI's loaders always use the same seed.
-    """
+    """The loader of Colossal-AI's ``prepare_dataloader``, able to continue within an epoch."""
     if seed is not None and kwargs.get("distributed_sampler_cls") is None and len(args) < 4:
         kwargs["distributed_sampler_cls"] = functools.partial(DistributedSampler, seed=seed)
     return make_resumable(prepare(dataset, batch_size, shuffle, WORKER_SEED if seed is None else seed, *args, **kwargs))

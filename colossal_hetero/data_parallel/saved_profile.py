@@ -19,12 +19,11 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import nn
 
-from ..accelerator import get_accelerator
-from ..io.atomic import check_writable
-from ..io.cache_folder import default_folder
+from ..colossalai_support.accelerator import get_accelerator
+from ..common.files import check_writable, default_folder
 from ..planner.batches.batch_profile import BatchProfile, load_profile, save_profile
-from ..profiling.batches.device_profiler import device_name
-from ..profiling.batches.rank_profiler import ModelDescription
+from ..profiling.device_profiler import device_name
+from ..profiling.rank_profiler import ModelDescription
 
 __all__ = ["CachedProfile", "ProfileFile", "caps_below", "context_of", "device_names"]
 
@@ -67,10 +66,6 @@ class ProfileFile:
         """The profile, checked against devices and model; None if it does not exist or has to be made again.
 
         It has to be made again if its search for the largest micro-batch ended below ``cap``. Every rank calls it.
-
-        Raises:
-            ValueError: on every rank, if the file is not a profile, or belongs to other devices or another model, or
-                exists on some ranks only.
         """
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, self._path.exists())
@@ -101,22 +96,14 @@ class ProfileFile:
         return profile
 
     def check_writable(self) -> None:
-        """Check on every rank whether rank 0 can write the file; every rank calls it.
-
-        Raises:
-            ValueError: on every rank, if it cannot.
-        """
+        """Check on every rank whether rank 0 can write the file; every rank calls it."""
         try:
             _by_rank_0(lambda: check_writable(self._path))
         except ValueError as error:
             raise ValueError(f"profile={str(self._path)!r} cannot be written: {error}") from None
 
     def write(self, profile: BatchProfile) -> None:
-        """Write the profile on rank 0. Links that a user added to the file are kept. Every rank calls it.
-
-        Raises:
-            ValueError: on every rank, if the file cannot be written.
-        """
+        """Write the profile on rank 0. Links that a user added to the file are kept. Every rank calls it."""
 
         def store() -> None:
             links = profile.links
@@ -131,12 +118,7 @@ class ProfileFile:
 
 
 class CachedProfile:
-    """A profile in a folder of profiles, by everything that the measurement depends on.
-
-    Args:
-        folder: None is the default folder, and "" means that nothing is kept.
-        context: what the measurement depends on, as JSON values; the same on all ranks.
-    """
+    """A profile in a folder of profiles, by everything that the measurement depends on."""
 
     def __init__(self, folder: str | Path | None, context: Mapping[str, Any]) -> None:
         chosen = default_folder() if folder is None else folder
@@ -176,15 +158,7 @@ def context_of(
     description: ModelDescription,
     **settings: Any,
 ) -> dict[str, Any]:
-    """All that the measurement depends on, as JSON values. Every rank calls it, and gets the same.
-
-    Args:
-        model: the boosted model.
-        optimizer: the optimizer inside Colossal-AI's wrappers.
-        samples: a batch of samples, of which the shapes and dtypes count.
-        description: the model before it was boosted.
-        settings: further JSON values, such as the stage.
-    """
+    """All that the measurement depends on, as JSON values. Every rank calls it, and gets the same."""
     device = get_accelerator().get_current_device()
     own = (device_name(device), torch.get_num_threads(), os.cpu_count(), _tensors_in_words(samples))
     everyone: list[Any] = [None] * dist.get_world_size()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-__all__ = ["ElasticConfig"]
+__all__ = ["ElasticConfig", "Members"]
+
 
 LAST_CALL_SECONDS = {"in-process": 1.0, "restart": 30.0}
 
@@ -88,3 +89,41 @@ class ElasticConfig:
         for name in ("dead_seconds", "last_call_seconds", "timeout_seconds", "join_seconds"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a positive number of seconds")
+
+
+# Members -------------------------------------------------------------------------------------------------------------
+
+
+class Members(Protocol):
+    """The members of a job; ``elastic/membership`` has those that survive each other."""
+
+    @property
+    def board(self) -> Any:
+        """Where all processes of the job publish texts; None if each of them is in one world only."""
+
+    def form(self) -> Sequence[str]:
+        """Form a world; returns the node of each member, by rank."""
+
+    def seal(self) -> None:
+        """All groups of this world exist."""
+
+    def fail(self, reason: str) -> None:
+        """Tell the others that this world is broken."""
+
+    def is_broken(self) -> bool:
+        """Whether a member of this world is known to be lost."""
+
+    def leave(self) -> None:
+        """Drop all groups of this world."""
+
+    def is_somebody_waiting(self) -> bool:
+        """Whether a process waits to join."""
+
+    def depart(self) -> None:
+        """Leave the job for good."""
+
+    def end_job(self) -> None:
+        """The job has ended: processes that come later end at once."""
+
+    def is_leaving(self) -> bool:
+        """Whether this member was told that it will be taken away."""

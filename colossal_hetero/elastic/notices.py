@@ -34,9 +34,6 @@ class SignalNotice:
 
     Processes that are forked from this one, such as those of a data loader, react to the signal as before, because
     whoever sends it to them wants to end them.
-
-    Raises:
-        ValueError: this is not the main thread, and only that one can receive signals.
     """
 
     def __init__(self, number: int = signal.SIGTERM, same_within_seconds: float = 1.0) -> None:

@@ -16,10 +16,6 @@ def start_store(host: str | None, port: int) -> tuple[TCPStore, str]:
 
     It listens on the address ``host`` only, or on all addresses of this machine; the address for nodes then has the
     name of this machine. With port 0 the system chooses a free port.
-
-    Raises:
-        ValueError: the port is not in 0 to 65535.
-        OSError: nothing can listen there, for example because the port is in use.
     """
     if not 0 <= port <= 65535:
         raise ValueError(f"port {port} does not exist; valid are 1 to 65535, and 0 for any free port")

@@ -1,6 +1,6 @@
 """What one rank computes: parallel linear layers that accept a workload, and policies that use them."""
 
-from .. import accelerator  # noqa: F401  (prepares Colossal-AI before the modules below import it)
+from ..colossalai_support import accelerator  # noqa: F401  (prepares Colossal-AI before the modules below import it)
 from .linear import (
     HeteroFusedLinear1D_Col,
     HeteroFusedLinear1D_Row,

@@ -5,7 +5,7 @@ heads. A block's *units* (hidden neurons, heads, key/value groups) can be pruned
 any other change: every rank already holds the block's input and the gradient of its output, and the block's partial
 output and partial input gradient are summed by all-reduces that run in any case (docs/algorithms.md, 1.5).
 
-Which modules hold blocks is a table, :data:`~colossal_hetero.layers.block_rules.RULES`, because a policy does not show
+Which modules hold blocks is a table, :data:`.RULES`, because a policy does not show
 which operations lie between two layers.
 """
 
@@ -13,32 +13,96 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
 
-from ..user_hooks import user_hooks
+from ..colossalai_support.user_hooks import OWN_PACKAGES, is_from, user_hooks
 from .block_rules import BlockRule, rule_for
-from .dropout.unit_dropout import UnitDropout, UnitRange
-from .inside_blocks.views import is_seen
+from .dropout import UnitDropout, UnitRange
 from .linear import HeteroLinear
 from .unit_layout import UnitPlace, UnitShare
 from .workload import Selector, is_recorded, uncompiled, values_of
 
-__all__ = ["Block", "BlockWorkload", "Fetch", "ReturnGradients", "attach_blocks"]
+__all__ = ["Block", "BlockWorkload", "Fetch", "ReturnGradients", "asks_for_heads", "attach_blocks", "is_seen"]
+
+
+# Views ---------------------------------------------------------------------------------------------------------------
+#
+# Who sees what a rank computes inside a block: then its units must not migrate, which would change what is seen.
+#
+# The caller sees attention maps and keys if he asks for them. A hook on a module inside of a block, and a forward pass
+# that somebody has put in place of a module's own, see what passes through the module. A module of the user's own may
+# keep it.
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+_MODELS = (*OWN_PACKAGES, "timm", "transformers")
+"""Packages whose forward passes keep nothing of what they compute, unless they are asked to."""
+
+
+def is_seen(modules: Iterable[nn.Module]) -> bool:
+    """Whether somebody sees what passes through any of ``modules``, which are inside of a block."""
+    if any(_has_others(getattr(torch_module, f"_global{hooks}").values(), OWN_PACKAGES) for hooks in _HOOKS):
+        return True
+    for module in modules:
+        attributes = vars(module)
+        for hooks in _HOOKS:
+            if attributes[hooks] and _has_others(attributes[hooks].values(), OWN_PACKAGES):
+                return True
+        if "forward" in attributes and _has_others([attributes["forward"]], _MODELS):
+            return True
+        if _is_users(type(module)) and any(map(_is_computed, attributes.values())):  # type: ignore[arg-type]
+            return True
+    return False
+
+
+def asks_for_heads(model: nn.Module, arguments: Mapping[str, Any]) -> bool:
+    """Whether the caller of ``model`` takes or gives something for each head of this rank: attention maps, masks of
+    heads, and in training keys and values of earlier passes."""
+    asked = arguments.get("output_attentions")
+    if asked is None:
+        config = getattr(model, "config", None)
+        configs = [config, *vars(config).values()] if hasattr(config, "output_attentions") else []
+        asked = any(getattr(each, "output_attentions", None) is True for each in configs)
+    given = [name for name, value in arguments.items() if value is not None]
+    return bool(asked) or any(
+        name.endswith("head_mask") or (model.training and name == "past_key_values") for name in given
+    )
+
+
+@cache
+def _is_users(kind: type[nn.Module]) -> bool:
+    """Whether the forward pass of modules of this class is the user's own."""
+    return _has_others([kind.forward], (*_MODELS, "torch"))
+
+
+def _is_computed(value: Any) -> bool:
+    """Whether ``value`` is, or has as its newest element, a tensor of the last pass, with a gradient to be computed."""
+    if isinstance(value, list) and value:
+        value = value[-1]
+    return isinstance(value, Tensor) and value.grad_fn is not None
+
+
+def _has_others(functions: Iterable[Any], packages: tuple[str, ...]) -> bool:
+    """Whether a function is of none of ``packages``."""
+    return not all(is_from(function, packages) for function in functions)
+
 
 Fetch = Callable[[], Sequence[Sequence[Sequence[Tensor]]]]
 """Returns the taken units: for each range of them and each layer, contiguous views of weight and bias."""
 
 ReturnGradients = Callable[[int, list[Tensor]], Sequence[Sequence[Tensor]] | None]
 """Takes a layer's index and the gradients of its taken units, and returns those of its given units; see
-:class:`~colossal_hetero.layers.unit_layout.UnitShare`."""
+:class:`.UnitShare`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,17 +126,7 @@ class BlockWorkload:
 
 
 class Block:
-    """A block of one rank's model.
-
-    Args:
-        name: the qualified name of the module that holds the block.
-        inputs: the column-parallel layers.
-        output: the row-parallel layer.
-        places: where each layer's weight, and the bias of a column-parallel layer, hold the units; first the inputs',
-            then the output's.
-        heads: the module whose attributes ``widths`` are in proportion to the number of units, or None.
-        widths: the names of these attributes.
-    """
+    """A block of one rank's model."""
 
     def __init__(
         self,
@@ -182,13 +236,7 @@ class Block:
         fetch: Fetch = tuple,
         return_gradients: ReturnGradients = lambda layer, gradients: None,
     ) -> None:
-        """Compute ``workload`` from the next iteration on; None means the full share of the work.
-
-        Args:
-            workload: the block's part of the plan on this rank.
-            fetch: called before the first product when weights may have changed.
-            return_gradients: called in the backward pass.
-        """
+        """Compute ``workload`` from the next iteration on; None means the full share of the work."""
         self.workload = workload
         self.evaluates = False
         self._fetch = fetch
@@ -281,7 +329,7 @@ class Block:
 
 
 def attach_blocks(model: nn.Module) -> list[Block]:
-    """Find the blocks of ``model`` by :data:`~colossal_hetero.layers.block_rules.RULES` and connect their layers to
+    """Find the blocks of ``model`` by :data:`.RULES` and connect their layers to
     them.
 
     Call it once per model. Returns the blocks in the order of the model. A layer that is in no block can only be

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..corrections.second_derivatives import without_second_derivatives
+from ..colossalai_support.corrections import without_second_derivatives
 from .product import WeightLayout, run
 from .transport import Pending, Started, Transport
 from .workload import Clock, Lineage, Part, Slowdown, matrix_view

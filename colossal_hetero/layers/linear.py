@@ -2,7 +2,7 @@
 
 Each class is Colossal-AI's class with :class:`HeteroLinear` mixed in: same constructor, parameters, ``state_dict`` and
 options. Without a workload a layer computes exactly what Colossal-AI's layer does. A layer without a workload, a clock
-and a slowdown runs its parent's ``forward``; any other runs :func:`~colossal_hetero.layers.product.parallel_product`,
+and a slowdown runs its parent's ``forward``; any other runs :func:`.parallel_product`,
 which computes the same products in the same order.
 """
 
@@ -35,8 +35,16 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from .column_migration import ColumnMigration, MigratedProductContext, migrated_product
-from .product import CONV1D_LAYOUT, LINEAR_LAYOUT, ProductContext, WeightLayout, parallel_product, sum_outputs
-from .sequence_parallel import SequenceParts, sum_parts
+from .product import (
+    CONV1D_LAYOUT,
+    LINEAR_LAYOUT,
+    ProductContext,
+    SequenceParts,
+    WeightLayout,
+    parallel_product,
+    sum_outputs,
+    sum_parts,
+)
 from .unit_layout import UnitShare
 from .workload import Clock, Lineage, Slowdown, Workload, is_recorded, matrix_view, uncompiled, values_of
 
@@ -58,7 +66,7 @@ _OF_BALANCING = {"clock", "slow_down", "kind", "block", "_workload", "_migration
 
 
 class LayerBlock(Protocol):
-    """What a layer uses of its block; see :class:`~colossal_hetero.layers.block.Block`."""
+    """What a layer uses of its block; see :class:`.Block`."""
 
     before_forward: Callable[[bool], None] | None
     """Called before the forward pass of the block's first layer."""
@@ -104,11 +112,7 @@ class HeteroLinear:
 
     @classmethod
     def from_native_module(cls, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Convert ``module`` as Colossal-AI does; a layer with fewer features than ranks is returned unchanged.
-
-        Raises:
-            ValueError: ``module`` has adapters, which the conversion would drop.
-        """
+        """Convert ``module`` as Colossal-AI does; a layer with fewer features than ranks is returned unchanged."""
         if isinstance(module, BaseTunerLayer):
             raise ValueError(
                 f"a layer with {type(module).__module__.split('.')[-2]} adapters has no tensor-parallel form in "
@@ -132,9 +136,6 @@ class HeteroLinear:
 
         With ``migration``, columns of this rank or of others are computed by another rank; all ranks of the group must
         be given it at the same time. The workload then prunes only columns that are not given away.
-
-        Raises:
-            ValueError: the layer has an option that balancing cannot be combined with.
         """
         if (workload or migration) is not None and (obstacle := self.column_obstacle()) is not None:
             raise ValueError(f"{type(self).__name__} cannot be balanced with {obstacle}; turn one of them off")

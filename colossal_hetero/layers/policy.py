@@ -27,7 +27,6 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from .inside_blocks.partial_gradients import Shapes, shapes_of, sum_partial_gradients
 from .linear import (
     HeteroFusedLinear1D_Col,
     HeteroFusedLinear1D_Row,
@@ -37,6 +36,7 @@ from .linear import (
     HeteroLinear1D_Row,
     HeteroVocabParallelLMHead1D,
 )
+from .partial_gradients import Shapes, shapes_of, sum_partial_gradients
 from .timm_vit import TimmViTPolicy
 
 __all__ = ["HETERO_LAYERS", "hetero_policy"]

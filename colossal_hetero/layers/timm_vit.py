@@ -64,7 +64,7 @@ from timm.models.vision_transformer import (
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .inside_blocks.partial_gradients import Shapes, shapes_of, sum_partial_gradients
+from .partial_gradients import Shapes, shapes_of, sum_partial_gradients
 
 __all__ = ["TimmViTPolicy", "inputs_of"]
 
@@ -75,7 +75,7 @@ _MLPS = (Mlp, GluMlp, SwiGLU)
 class TimmViTPolicy(Policy):
     """How Colossal-AI shards a ``timm.models.vision_transformer.VisionTransformer`` or a subclass of it.
 
-    It names Colossal-AI's own layers; :func:`~colossal_hetero.layers.hetero_policy` replaces them with this
+    It names Colossal-AI's own layers; :func:`.hetero_policy` replaces them with this
     package's. In a pipeline the first stage holds the embedding and the tokens, the last stage the final norm,
     pooling and classifier. A micro-batch is a tensor of images, a tuple whose first element is the images, or a
     dict with the images as ``x``; only the criterion uses its other elements.

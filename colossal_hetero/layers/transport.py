@@ -35,11 +35,7 @@ class Pending:
         self._works = [work for work in works if work is not None]
 
     def wait(self) -> None:
-        """Return when all messages have arrived.
-
-        Raises:
-            RuntimeError: a rank of the group has stopped.
-        """
+        """Return when all messages have arrived."""
         works, self._works = self._works, []
         _explaining_failure(lambda: [work.wait() for work in works])
 

@@ -51,7 +51,7 @@ class UnitPlace:
 
 
 class MatrixLayout(Protocol):
-    """What this module uses of a :class:`~colossal_hetero.layers.product.WeightLayout`."""
+    """What this module uses of a :class:`.WeightLayout`."""
 
     columns: int
 
@@ -79,13 +79,6 @@ class UnitShare:
     """The units that one rank computes in one layer of a block while units are pruned or migrated.
 
     In activations the rank's own units come first, and then the taken ones, in each fused part.
-
-    Args:
-        places: where the units are in the weight and, if there is one, in the bias.
-        remaining: how many of the rank's own units are not given away: the first ones.
-        return_gradients: called in the backward pass with the gradients of the taken units, for each range of them a
-            flat tensor with those of the weight and then of the bias; returns those of the given units, for each range
-            of them views for weight and bias, or None while they are still being accumulated.
     """
 
     def __init__(
@@ -106,13 +99,7 @@ class UnitShare:
         self._messages: list[Tensor] = []
 
     def begin(self, parameters: Sequence[Tensor], kept: Tensor | None, taken: Sequence[Sequence[Tensor]]) -> None:
-        """Use these units in an iteration.
-
-        Args:
-            parameters: the layer's weight and bias, detached.
-            kept: which of the remaining units are not pruned, ascending, or None for all of them.
-            taken: for each range of taken units, contiguous views of their weights (and biases), as in ``parameters``.
-        """
+        """Use these units in an iteration."""
         self._kept = kept
         self._shapes = [parameter.shape for parameter in parameters]
         self._selected = None
@@ -275,14 +262,7 @@ def _sum(factors: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
 def split_message(
     message: Tensor, places: Sequence[UnitPlace], tensors: Sequence[Tensor], count: int
 ) -> tuple[list[Tensor], int]:
-    """The first elements of ``message`` as ``count`` units of each of ``tensors``, and the number of these elements.
-
-    Args:
-        message: one-dimensional.
-        places: where units are in each of ``tensors``.
-        tensors: whole weights and biases; only their shapes are used.
-        count: number of units.
-    """
+    """The first elements of ``message`` as ``count`` units of each of ``tensors``, and the number of these elements."""
     views, offset = [], 0
     for place, tensor in zip(places, tensors, strict=True):
         shape = list(place.view(tensor).shape)

@@ -1,3 +1,3 @@
 """The Colossal-AI plugins."""
 
-from .. import accelerator  # noqa: F401  (prepares Colossal-AI before a plugin imports it)
+from ..colossalai_support import accelerator  # noqa: F401  (prepares Colossal-AI before a plugin imports it)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
 
-from ..accelerator import get_accelerator
+from ..colossalai_support.accelerator import get_accelerator
 
 # isort: split
 from colossalai.interface import OptimizerWrapper

@@ -59,17 +59,12 @@ def local_collectives(
     This rank's data replaces the data of the others: a reduction leaves a tensor unchanged, and a gathered tensor holds
     this rank's part once per rank. The results are meaningless, but memory and compute are the same as in training.
     Values that are gathered in the block must not be used after it;
-    :func:`~colossal_hetero.profiling.aborted_step.abort_step` drops those that FSDP keeps.
+    :func:`.abort_step` drops those that FSDP keeps.
 
     Collectives that are called as attributes of ``torch.distributed`` are covered; ZeRO's optimizer, Gemini, FSDP and
     ``SyncBatchNorm`` use no others. ``DistributedDataParallel`` reduces gradients in C++; instances in ``model`` do not
     synchronize gradients in the block, as between accumulation steps. Point-to-point messages and the functional
     collectives of DTensor are not covered.
-
-    Args:
-        model: the model that runs in the block.
-        doubled: whether a sum or a gathering, given by name and group, is to return twice this rank's data in place of
-            that of the others: what depends on other ranks changes.
     """
     modules = (dist, distributed_c10d)
     saved = [(module, name, getattr(module, name)) for module in modules for name in _LOCAL if hasattr(module, name)]

@@ -23,7 +23,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from ..accelerator import get_accelerator
+from ..colossalai_support.accelerator import get_accelerator
 
 __all__ = [
     "Allocator",

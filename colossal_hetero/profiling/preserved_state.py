@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from ..accelerator import get_accelerator
+from ..colossalai_support.accelerator import get_accelerator
 from .aborted_step import abort_step, find_zero_optimizer
 
 # isort: split
@@ -34,7 +34,7 @@ def preserved_state(
     This includes buffers, gradients (also those of ZeRO's optimizer and FSDP; a gradient that was None is None again),
     training or evaluation mode of each module, the random state of Python, NumPy, torch, the accelerator and
     Colossal-AI's parallel dropout, and the entries of the optimizer's state and parameter groups. A step that did not
-    finish is aborted (:func:`~colossal_hetero.profiling.aborted_step.abort_step`).
+    finish is aborted (:func:`.abort_step`).
 
     The block must not contain optimizer steps, because parameters and the tensors in the optimizer's state are not
     restored. Other attributes of modules, such as a counter that is a Python number, are not restored either.

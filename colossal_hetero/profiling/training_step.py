@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
-from ..accelerator import get_accelerator
+from ..colossalai_support.accelerator import get_accelerator
 from .memory import reserved_memory
 
 __all__ = ["TrainingStep", "TrialRun", "default_training_step", "with_dicts"]
@@ -31,9 +31,6 @@ def default_training_step(model: nn.Module, criterion: Callable | None, batch: A
     For a pair ``(inputs, targets)`` it is ``criterion(model(inputs), targets)``. For a mapping it is the ``loss`` of
     ``model(**batch)`` or, if the outputs have no loss, ``criterion(outputs, batch)``, as in Colossal-AI's scripts for
     transformers.
-
-    Raises:
-        TypeError: the batch has another type; the message says what to pass to the plugin.
     """
     if isinstance(batch, Mapping):
         outputs = model(**batch)

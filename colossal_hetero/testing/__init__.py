@@ -13,7 +13,7 @@ __all__ = [
     "shard_in_process",
 ]
 
-from .cpu_quota import cpu_quota
+from .stragglers import cpu_quota
 
 _MODULES = {
     "InProcessLinear": "in_process",

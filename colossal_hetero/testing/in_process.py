@@ -6,7 +6,8 @@ processes would, up to the order of summation, and each of its ranks can be assi
 
 from __future__ import annotations
 
-from typing import Literal
+import copy
+from typing import Any, Literal
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from ..layers.linear import HeteroLinear
 
-__all__ = ["InProcessLinear", "InProcessShard", "shard_in_process"]
+__all__ = ["InProcessLinear", "InProcessShard", "repeat_passes", "shard_in_process"]
 
 
 class InProcessShard(HeteroLinear):
@@ -94,3 +95,49 @@ def shard_in_process(model: VisionTransformer, ranks: int) -> list[dict[str, InP
             for rank, shard in enumerate(layer.shards):
                 shards[rank][f"blocks.{number}.{name}"] = shard
     return shards
+
+
+# Repeated passes -----------------------------------------------------------------------------------------------------
+
+
+class _BeforeBackward(torch.autograd.Function):
+    """The identity, whose backward pass calls ``action`` with the gradient first."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, action: Any) -> Tensor:
+        ctx.action = action
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.action(gradient)
+        return gradient, None
+
+
+def repeat_passes(model: nn.Module, times: int) -> None:
+    """From now on run every forward and backward pass of ``model`` in training ``times`` times.
+
+    The additional passes run through a copy that is not part of the model, so the model's own gradients, hooks and
+    sharded memory stay as they are. During a pass the copy needs the memory of one pass more.
+    """
+    if times == 1:
+        return
+    twin = copy.deepcopy(model)
+
+    def run_again(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor | None:
+        if not (module.training and torch.is_grad_enabled()):
+            return None
+        first = inputs[0].detach()
+        twin.to(first)  # the device and the precision that a plugin has chosen
+        parameters = list(twin.parameters())
+        for _ in range(times - 2):
+            twin(first)
+        again = twin(first)
+
+        def backward_again(gradient: Tensor) -> None:
+            for left in reversed(range(times - 1)):
+                torch.autograd.grad(again, parameters, gradient.to(again.dtype), retain_graph=left > 0)
+
+        return _BeforeBackward.apply(output, backward_again)
+
+    model.register_forward_hook(run_again)

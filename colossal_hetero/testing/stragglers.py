@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -18,9 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..io.rank_factors import parse_rank_factors
+from ..common.text import parse_rank_factors
 
-__all__ = ["Schedule", "Stragglers", "inject_stragglers", "parse_slowdowns"]
+__all__ = ["Schedule", "Stragglers", "cpu_quota", "inject_stragglers", "parse_slowdowns"]
+
 
 Schedule = Literal["constant", "round-robin", "random"]
 Period = Literal["iteration", "epoch"]
@@ -31,7 +35,7 @@ def parse_slowdowns(text: str) -> dict[int, float]:
     """``"RANK:SLOWDOWN[,RANK:SLOWDOWN…]"`` as a dictionary, for example ``"1:4"`` or ``"0:8,3:2.5"``.
 
     Raises:
-        ValueError: see :func:`~colossal_hetero.io.rank_factors.parse_rank_factors`.
+        ValueError: see :func:`.parse_rank_factors`.
     """
     return parse_rank_factors(text)
 
@@ -210,3 +214,49 @@ def inject_stragglers(
         return result
 
     optimizer.step = step_and_count
+
+
+# Cpu quota -----------------------------------------------------------------------------------------------------------
+
+
+CGROUPS = Path("/sys/fs/cgroup")
+PREFIX = "colossal_hetero_"
+
+
+@contextmanager
+def cpu_quota(share: float, period_us: int = 100_000) -> Iterator[None]:
+    """Limit all threads of this process together to ``share`` of one core, without changing the process itself.
+
+    Args:
+        share: above 0; 0.25 is a quarter of one core.
+        period_us: the period of the limit in microseconds, 1,000 to 1,000,000. In each period the process runs until
+            its share is used up, and then is stopped until the next period.
+
+    Raises:
+        OSError: the kernel has no CPU control groups, or this user may not create one.
+    """
+    root = CGROUPS / "cpu"
+    quota_us = int(share * period_us)
+    if root.is_dir():
+        settings = {"cpu.cfs_period_us": str(period_us), "cpu.cfs_quota_us": str(quota_us)}
+    else:
+        root, settings = CGROUPS, {"cpu.max": f"{quota_us} {period_us}"}
+    _remove_abandoned(root)
+    group = root / f"{PREFIX}{os.getpid()}"
+    group.mkdir()
+    try:
+        for file, value in settings.items():
+            (group / file).write_text(value)
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        yield
+    finally:
+        (root / "cgroup.procs").write_text(str(os.getpid()))
+        group.rmdir()
+
+
+def _remove_abandoned(root: Path) -> None:
+    """Remove the groups of processes that were killed inside :func:`cpu_quota`."""
+    for group in root.glob(f"{PREFIX}*"):
+        if not Path("/proc", group.name.removeprefix(PREFIX)).exists():
+            with suppress(OSError):
+                group.rmdir()

@@ -7,8 +7,8 @@ from contextlib import ExitStack, contextmanager
 
 import torch.distributed as dist
 
-from colossal_hetero.accelerator import get_accelerator
-from colossal_hetero.testing.cpu_quota import cpu_quota
+from colossal_hetero.colossalai_support.accelerator import get_accelerator
+from colossal_hetero.testing.stragglers import cpu_quota
 
 from .flags.parser import UsageError
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from colossal_hetero.planner.profile.vit import VITS
+from colossal_hetero.planner.profile.estimate import VITS
 
 from .flags.parser import IMAGE_SIZE, UsageError
 from .flags.tensor_parallel import Layout, check_model_sizes

@@ -17,7 +17,7 @@ from colossal_hetero.elastic.supervisor.descendants import end_with_parent
 
 __all__ = ["Nodes"]
 
-COMMAND = (sys.executable, "-m", "colossal_hetero.cli")
+COMMAND = (sys.executable, "-m", "colossal_hetero.cli.main")
 
 
 class Nodes:

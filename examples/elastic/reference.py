@@ -12,9 +12,9 @@ from torch.nn.functional import cross_entropy
 
 from colossal_hetero.planner.cluster.cluster_file import save_cluster
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
-from colossal_hetero.planner.plans.predict import predict_plan
+from colossal_hetero.planner.cost.predict import predict_plan
 from colossal_hetero.planner.profile.layer_profile import ModelProfile, save_model_profile
-from colossal_hetero.profiling.layers.layer_profiler import profile_layers
+from colossal_hetero.profiling.layer_profiler import profile_layers
 from examples.common.flags.elastic import NODES, ElasticOptions
 from examples.common.images import ImageSet, load_data
 from examples.common.learning_rate import warm_up_and_decay

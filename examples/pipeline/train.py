@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DistributedSampler
 
-import colossal_hetero.accelerator  # noqa: F401  (before colossalai: lets it work on a CPU, and quietly)
+import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (before colossalai: lets it work on a CPU, and quietly)
 
 # isort: split
 import colossalai
@@ -40,16 +40,16 @@ from colossalai.accelerator import get_accelerator
 from colossalai.booster import Booster
 
 from colossal_hetero import HeteroHybridParallelPlugin, PlanConfig
+from colossal_hetero.cli.probe_ranks import probe_ranks
 from colossal_hetero.planner.cluster.topology import Topology
-from colossal_hetero.planner.plans.plan import Plan
-from colossal_hetero.planner.plans.predict import predict_plan
-from colossal_hetero.planner.profile.as_profiled import as_profiled
+from colossal_hetero.planner.cost.plan import Plan
+from colossal_hetero.planner.cost.predict import predict_plan
+from colossal_hetero.planner.profile.fitted_profiles import as_profiled
 from colossal_hetero.planner.profile.layer_profile import ModelProfile, load_model_profile, save_model_profile
 from colossal_hetero.planner.report.plan_table import one_line
 from colossal_hetero.planner.search.make_plans import make_plans
-from colossal_hetero.probe.probe_ranks import probe_ranks
-from colossal_hetero.profiling.layers.layer_profiler import profile_layers
-from colossal_hetero.testing.repeated_passes import repeat_passes
+from colossal_hetero.profiling.layer_profiler import profile_layers
+from colossal_hetero.testing.in_process import repeat_passes
 from examples.common.flags.slow_processes import slowdowns
 from examples.common.images import ImageSet, find_data, load_data, padded_batches, whole_batch
 from examples.common.learning_rate import warm_up_and_decay

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-import colossal_hetero.accelerator  # noqa: F401  (before colossalai: lets it work on a CPU, and quietly)
+import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (before colossalai: lets it work on a CPU, and quietly)
 
 # isort: split
 import colossalai
@@ -44,7 +44,7 @@ from colossalai.accelerator import get_accelerator
 from colossalai.booster import Booster
 
 from colossal_hetero import HeteroZeroPlugin
-from colossal_hetero.testing.repeated_passes import repeat_passes
+from colossal_hetero.testing.in_process import repeat_passes
 from examples.common.flags.parser import UsageError
 from examples.common.flags.slow_processes import slowdowns
 from examples.common.images import DataInfo, ImageSet, find_data, load_data, padded_batches, whole_batch

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from colossal_hetero.planner.plans.plan import load_plan
+from colossal_hetero.planner.cost.plan import load_plan
 from colossal_hetero.planner.profile.layer_profile import load_model_profile
 from examples.common.flags.parser import UsageError
 from examples.common.flags.pipeline import check_options, parse_options

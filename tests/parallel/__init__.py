@@ -1,1 +1,1 @@
-import colossal_hetero.accelerator  # noqa: F401  (before the tests import Colossal-AI, whose import is noisy)
+import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (before the tests import Colossal-AI, whose import is noisy)

@@ -16,11 +16,11 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
 from colossal_hetero import CheckpointConfig, HeteroHybridParallelPlugin
-from colossal_hetero.checkpoint.contents.held_pieces import pieces_of
-from colossal_hetero.checkpoint.contents.model_outline import ModelOutline, outline_of
-from colossal_hetero.checkpoint.contents.optimizer_memory import state_entries
-from colossal_hetero.checkpoint.contents.restoring import Restoring
-from colossal_hetero.checkpoint.format.pieces import Box, TensorPiece
+from colossal_hetero.checkpoint.held_pieces import pieces_of
+from colossal_hetero.checkpoint.model_outline import ModelOutline, outline_of
+from colossal_hetero.checkpoint.optimizer_memory import state_entries
+from colossal_hetero.checkpoint.pieces import Box, TensorPiece
+from colossal_hetero.checkpoint.restoring import Restoring
 from tests.support.language_models import VOCABULARY, gpt2, llama
 from tests.support.training import CLASSES, adamw, tiny_vit
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from click.testing import CliRunner, Result
 
-from colossal_hetero.cli import main
+from colossal_hetero.cli.main import main
 
 
 def run(*arguments: object) -> Result:

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-from colossal_hetero.probe import this_machine
-from colossal_hetero.profiling.batches import device_profiler
+from colossal_hetero.cli import probe_ranks
+from colossal_hetero.profiling import device_profiler
 from tests.support.harness import run_ranks
 
 MIN_SECONDS = 0.05
@@ -30,7 +30,7 @@ def _compare(example: str, lines: list[str]) -> tuple[list[dict[str, Any] | None
         # The launcher sets this for ranks of one machine. With it, both ways of training use the same profile.
         stack.enter_context(patch.dict(os.environ, LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"]))
         stack.enter_context(patch.object(device_profiler, "MIN_SECONDS", MIN_SECONDS))
-        stack.enter_context(patch.object(this_machine, "WINDOW_SECONDS", WINDOW_SECONDS))
+        stack.enter_context(patch.object(probe_ranks, "WINDOW_SECONDS", WINDOW_SECONDS))
         if example == "pipeline":
             shorter = partial(module.profile_layers, min_seconds=LAYERS_MIN_SECONDS)
             stack.enter_context(patch.object(module, "profile_layers", shorter))

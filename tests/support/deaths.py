@@ -13,11 +13,11 @@ from unittest.mock import patch
 
 import torch
 
-from colossal_hetero.checkpoint.storage.file_operations import FileOperations
-from colossal_hetero.plugin.elastic import moving_state
+from colossal_hetero.checkpoint.storage import FileOperations
+from colossal_hetero.plugin.elastic import evaluations
 from colossal_hetero.plugin.elastic.members import JobMember
-from colossal_hetero.plugin.unequal.layer_sums import LayerSums
-from colossal_hetero.plugin.unequal.replica_gradients import ReplicaGradients
+from colossal_hetero.plugin.replicas.layer_sums import LayerSums
+from colossal_hetero.plugin.replicas.replica_gradients import ReplicaGradients
 
 __all__ = ["PHASES", "Kill", "phases"]
 
@@ -34,8 +34,8 @@ PHASES: dict[str, tuple[Any, str, bool]] = {
     "saving": (FileOperations, "write", True),
     "re-forming": (JobMember, "form", False),
     "formed": (JobMember, "form", True),
-    "moving": (moving_state, "move_pieces", False),
-    "moved": (moving_state, "move_pieces", True),
+    "moving": (evaluations, "move_pieces", False),
+    "moved": (evaluations, "move_pieces", True),
 }
 """What is called in each phase: owner, name, and whether the process ends after it instead of before."""
 

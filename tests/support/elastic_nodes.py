@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
-from colossal_hetero.elastic.membership import Formation, World
+from colossal_hetero.elastic.world import Formation, World
 from tests.support.harness import _context
 
 SUMS = 3
@@ -67,7 +67,8 @@ def _node_main(pipe: Any, port: int, name: str, options: dict[str, Any], has_wor
     import torch
     import torch.distributed as dist
 
-    from colossal_hetero.elastic.membership import Membership, MembershipError
+    from colossal_hetero.elastic.membership import Membership
+    from colossal_hetero.elastic.world import MembershipError
 
     torch.set_num_threads(1)
     os.environ.pop("LOCAL_RANK", None)

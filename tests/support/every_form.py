@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from colossal_hetero.planner.cluster.all_reduce import concurrent_seconds, synchronization_seconds
 from colossal_hetero.planner.cluster.shared_hops import StageNode, unlike_hop_channels
 from colossal_hetero.planner.cluster.topology import Channel, Topology
-from colossal_hetero.planner.plans.ranked_plan import MIN_UNEQUAL_GAIN
+from colossal_hetero.planner.cost.ranked_plan import MIN_UNEQUAL_GAIN
+from colossal_hetero.planner.cost.tp_groups import WHOLE, SearchSpace
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from colossal_hetero.planner.profile.stage_costs import stage_costs
-from colossal_hetero.planner.slots.search_space import WHOLE, SearchSpace
 from colossal_hetero.planner.stages.pipeline import Slot, evaluate_stages
 from tests.support.every_plan import last_end
 

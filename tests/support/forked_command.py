@@ -15,7 +15,7 @@ from unittest.mock import patch
 import click
 from click.testing import CliRunner
 
-from colossal_hetero.processes.launch import STARTED_HERE
+from colossal_hetero.common.launch import STARTED_HERE
 from tests.support.harness import free_port, run_alone
 
 
@@ -46,7 +46,7 @@ def run_with_forked_ranks(command: click.Command, arguments: Sequence[str]) -> s
             outputs = list(pool.map(run_rank, range(count)))
         shown.append(outputs[0])
 
-    with patch("colossal_hetero.processes.launch.start_ranks", start_ranks):
+    with patch("colossal_hetero.common.launch.start_ranks", start_ranks):
         result = CliRunner().invoke(command, list(arguments))
     assert result.exit_code == 0, result.output
     (output,) = shown

@@ -74,7 +74,7 @@ def _rank_main(rank: int, world_size: int, port: int, seed: int, pipe: Any, func
     import colossalai
     import torch
 
-    import colossal_hetero.accelerator  # noqa: F401
+    import colossal_hetero.colossalai_support.accelerator  # noqa: F401
 
     torch.set_num_threads(1)
     try:

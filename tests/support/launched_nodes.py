@@ -29,7 +29,7 @@ class LaunchedNode:
         path = folder / "script.py"
         path.write_text(script)
         self._mark = f"{MARK}={uuid.uuid4().hex}"
-        command = [sys.executable, "-m", "colossal_hetero.cli", "launch", "--store", store, *map(str, options)]
+        command = [sys.executable, "-m", "colossal_hetero.cli.main", "launch", "--store", store, *map(str, options)]
         self.process = subprocess.Popen(
             [*command, path.stem if "--module" in options else str(path), str(folder)],
             cwd=folder,

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossal_hetero.checkpoint.format.box import Box, whole
-from colossal_hetero.checkpoint.format.pieces import TensorPiece
-from colossal_hetero.checkpoint.reading.places import FolderPlace
-from colossal_hetero.checkpoint.reading.reader import CheckpointReader
-from colossal_hetero.checkpoint.saving.participants import Participants, holdings_of
-from colossal_hetero.checkpoint.saving.saver import LayerCheckpointSaver
+from colossal_hetero.checkpoint.found import FolderPlace
+from colossal_hetero.checkpoint.participants import Participants, holdings_of
+from colossal_hetero.checkpoint.pieces import Box, TensorPiece, whole
+from colossal_hetero.checkpoint.reader import CheckpointReader
+from colossal_hetero.checkpoint.saver import LayerCheckpointSaver
 
 SHAPES: dict[str, tuple[str, tuple[int, ...], int | None]] = {
     "embedding.weight": ("embedding", (30, 12), 0),

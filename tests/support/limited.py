@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from colossal_hetero.profiling.aborted_step import abort_step
-from colossal_hetero.profiling.batches.device_profiler import profile_device
-from colossal_hetero.profiling.batches.optimizer_state import optimizer_state_bytes
+from colossal_hetero.profiling.device_profiler import profile_device
 from colossal_hetero.profiling.memory import is_out_of_memory, recover, reserved_memory
+from colossal_hetero.profiling.optimizer_state import optimizer_state_bytes
 from colossal_hetero.profiling.preserved_state import preserved_state
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8

@@ -18,7 +18,7 @@ from colossalai.shardformer.layer.utils import Randomizer
 from torch import Tensor, nn
 
 from colossal_hetero import BalanceConfig
-from colossal_hetero.balance.decide.plan import BalancePlan
+from colossal_hetero.balance.plan import BalancePlan
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import SlowdownScript, Trained, boost, ours, scripted, sgd, theirs
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from colossal_hetero import HeteroHybridParallelPlugin
-from colossal_hetero.planner.plans.plan import Plan, Replica, StagePlan
+from colossal_hetero.planner.cost.plan import Plan, Replica, StagePlan
 from tests.support.training import Trained, boost, sgd, tiny_vit
 
 SECONDS = 1.0

@@ -12,7 +12,7 @@ import tests.support.planning
 import tests.support.sharding
 import tests.support.training  # noqa: F401
 from colossal_hetero.data_parallel import saved_profile
-from colossal_hetero.profiling.batches import device_profiler
+from colossal_hetero.profiling import device_profiler
 
 # isort: split
 from colossalai.device.device_mesh import DeviceMesh

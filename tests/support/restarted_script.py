@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-import colossal_hetero.accelerator  # noqa: F401  (lets Colossal-AI work on a CPU, without its warnings)
+import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (lets Colossal-AI work on a CPU, without its warnings)
 
 # isort: split
 from colossal_hetero import ElasticConfig

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from colossal_hetero.balance import BalanceConfig, BalancePlan, Costs
-from colossal_hetero.balance.decide.modes import LayerKind, decide, decide_units
-from colossal_hetero.balance.measure.group_speed import GroupSpeed, KindWork
+from colossal_hetero.balance.group_speed import GroupSpeed, KindWork
+from colossal_hetero.balance.modes import LayerKind, decide, decide_units
 
 OTHER = 0.3
 """Seconds of work per rank and iteration that cannot be moved. The products of a rank take 0.7 s times its slowdown."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from colossal_hetero.profiling.layers.layer_passes import Duration
+from colossal_hetero.profiling.layer_passes import Duration
 
 WIDTH, CLASSES = 8, 3
 PERIOD = 0.1

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from colossal_hetero.planner import Curve
-from colossal_hetero.planner.redivision.closed_loop import Redivision
-from colossal_hetero.planner.redivision.replica_speeds import BatchDivider, Speed
-from colossal_hetero.planner.redivision.replica_times import GlobalBatchTime
+from colossal_hetero.planner.batches.closed_loop import Redivision
+from colossal_hetero.planner.batches.replica_times import BatchDivider, GlobalBatchTime, Speed
 
 __all__ = ["SimulatedReplica", "Simulation"]
 

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-import colossal_hetero.accelerator  # noqa: F401  (before colossalai)
+import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (before colossalai)
 
 # isort: split
 import colossalai
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from colossal_hetero import CheckpointConfig
-from colossal_hetero.checkpoint.storage.file_operations import FileOperations
+from colossal_hetero.checkpoint.storage import FileOperations
 from tests.support.checkpoint_runs import boosted, hybrid, train
 from tests.support.harness import free_port
 

@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-from colossal_hetero.checkpoint.storage.file_operations import FileOperations
+from colossal_hetero.checkpoint.storage import FileOperations
 from tests.support.layer_checkpoints import assert_loads, one_saver, pieces_of, reader_of, tensors
 
 KILLED = 9

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
 from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin
-from colossal_hetero.balance.measure.clock import IterationTimes, KindTimes
+from colossal_hetero.balance.clock import IterationTimes, KindTimes
 from colossal_hetero.layers import TimmViTPolicy
 from colossal_hetero.plugin.hybrid import layer_balancing
 

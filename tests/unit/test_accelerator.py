@@ -9,9 +9,9 @@ import pytest
 import torch
 from colossalai.accelerator import CudaAccelerator, get_accelerator
 
-import colossal_hetero.accelerator as accelerator_module
-import colossal_hetero.cpu
-from colossal_hetero.accelerator import HeteroCpuAccelerator
+import colossal_hetero.colossalai_support.accelerator as accelerator_module
+import colossal_hetero.colossalai_support.cpu
+from colossal_hetero.colossalai_support.accelerator import HeteroCpuAccelerator
 
 MEGABYTES_64 = 64 << 20
 
@@ -122,5 +122,5 @@ def test_the_accelerator_of_a_gpu_is_not_replaced(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(accelerator_module, "get_accelerator", CudaAccelerator)
     monkeypatch.setattr(accelerator_module, "set_accelerator", must_not_be_called)
-    monkeypatch.setattr(colossal_hetero.cpu, "patch_colossalai", must_not_be_called)
+    monkeypatch.setattr(colossal_hetero.colossalai_support.cpu, "patch_colossalai", must_not_be_called)
     accelerator_module._set_up_cpu()

@@ -18,17 +18,17 @@ from pydantic import BaseModel
 
 import colossal_hetero
 from colossal_hetero.balance.config import BalanceConfig
-from colossal_hetero.balance.decide.costs import Costs
+from colossal_hetero.balance.plan import Costs
+from colossal_hetero.checkpoint import records
 from colossal_hetero.checkpoint.config import CheckpointConfig
-from colossal_hetero.checkpoint.format import records
-from colossal_hetero.cli import main as cli
+from colossal_hetero.cli.main import main as cli
 from colossal_hetero.data_parallel.config import BatchConfig
 from colossal_hetero.elastic.config import ElasticConfig
-from colossal_hetero.pipeline_parallel.config import PlanConfig
 from colossal_hetero.planner.batches import batch_profile
-from colossal_hetero.planner.cluster import cluster_schema, link
-from colossal_hetero.planner.plans import plan
+from colossal_hetero.planner.cluster import cluster_schema, topology
+from colossal_hetero.planner.cost import plan
 from colossal_hetero.planner.profile import layer_profile
+from colossal_hetero.plugin.plan_config import PlanConfig
 from docs import draw_rooms
 from tests.support.paths import REPOSITORY
 from tests.unit.test_rooms import RULES
@@ -221,7 +221,7 @@ def file_parts(*modules: object) -> Iterator[tuple[str, str]]:
 
 def test_every_field_of_the_files_is_described() -> None:
     described = set(re.findall(r"`([a-z_0-9]+)`", PAGES["docs/file-formats.md"]))
-    fields = [*file_parts(cluster_schema, link, batch_profile, layer_profile, plan, records)]
+    fields = [*file_parts(cluster_schema, topology, batch_profile, layer_profile, plan, records)]
     fields += [("Costs", field.name) for field in dataclasses.fields(Costs)]
     assert len(fields) > 60
     # `kinds` of a cluster file are described by name.

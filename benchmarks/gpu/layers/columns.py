@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colossal_hetero.balance.decide.divide import Move, divide
-from colossal_hetero.balance.decide.plan import BalancePlan
-from colossal_hetero.balance.measure.clock import make_clock
+from colossal_hetero.balance.clock import make_clock
+from colossal_hetero.balance.divide import Move, divide
+from colossal_hetero.balance.plan import BalancePlan
 from colossal_hetero.layers import Workload
 from colossal_hetero.layers.column_migration import COLUMN_EXCHANGES, ColumnMigration
 from colossal_hetero.layers.transport import Transport

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import colossal_hetero.layers as ours
-from colossal_hetero.balance.decide.divide import Move, divide
-from colossal_hetero.balance.decide.plan import BalancePlan
+from colossal_hetero.balance.divide import Move, divide
+from colossal_hetero.balance.plan import BalancePlan
 from colossal_hetero.layers.block import Block
 from colossal_hetero.layers.transport import Transport
-from colossal_hetero.layers.unit_exchange.exchange import UnitExchange
+from colossal_hetero.layers.unit_exchange import UnitExchange
 from colossal_hetero.layers.unit_layout import UnitPlace
 
 from .columns import PRUNED, migrating_plan

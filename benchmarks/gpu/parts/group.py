@@ -20,9 +20,8 @@ from benchmarks.gpu.part import Case, Machine, Part, Row
 from benchmarks.gpu.ranks import run_ranks
 from benchmarks.gpu.vit_training import Shape, VitTraining, shape_for
 from colossal_hetero import BalanceConfig
-from colossal_hetero.balance.measure.clock import make_clock
-from colossal_hetero.balance.report.records import IterationRecord
-from colossal_hetero.balance.report.summary import ideal_ratio, report
+from colossal_hetero.balance.clock import make_clock
+from colossal_hetero.balance.report import IterationRecord, ideal_ratio, report
 from colossal_hetero.layers import Workload
 from colossal_hetero.testing.in_process import InProcessShard, shard_in_process
 

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-import colossal_hetero.accelerator  # noqa: F401  (prepares Colossal-AI before it is imported)
+import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (prepares Colossal-AI before it is imported)
 
 # isort: split
 from colossalai.accelerator import get_accelerator
@@ -19,14 +19,10 @@ from colossalai.accelerator import get_accelerator
 from benchmarks.gpu.part import Case, Machine, Part, Row
 from benchmarks.gpu.ranks import run_ranks
 from benchmarks.gpu.timing import MAX_CLOCK_RATE
-from colossal_hetero.checkpoint.format.box import whole
-from colossal_hetero.checkpoint.format.pieces import TensorPiece
-from colossal_hetero.checkpoint.format.run_state import RunState
-from colossal_hetero.elastic.restart.memory_file import KeptState, read_memory_file
-from colossal_hetero.elastic.restart.memory_folder import FileName, MemoryFolder
-from colossal_hetero.elastic.restart.newest_memory import StateName
-from colossal_hetero.elastic.restart.state_keeper import StateKeeper
-from colossal_hetero.elastic.state.held_layers import HeldLayers
+from colossal_hetero.checkpoint.pieces import RunState, TensorPiece, whole
+from colossal_hetero.elastic.held_layers import HeldLayers
+from colossal_hetero.elastic.memory_file import FileName, KeptState, MemoryFolder, StateName, read_memory_file
+from colossal_hetero.elastic.state_keeper import StateKeeper
 
 GIB = 2**30
 TENSORS = 8

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 
-import colossal_hetero.accelerator  # noqa: F401  (prepares Colossal-AI before it is imported)
+import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (prepares Colossal-AI before it is imported)
 
 # isort: split
 from colossalai.accelerator import get_accelerator
@@ -22,11 +22,11 @@ from benchmarks.gpu.part import Case, Machine, Part, Row
 from benchmarks.gpu.ranks import run_ranks
 from benchmarks.gpu.vit_training import Shape, VitTraining, shape_for
 from colossal_hetero import BalanceConfig
-from colossal_hetero.balance.decide.plan import BalancePlan
+from colossal_hetero.balance.plan import BalancePlan
 from colossal_hetero.layers import hetero_layers
 from colossal_hetero.plugin.zero.zero_stages import plugin_of_stage, synchronizer
-from colossal_hetero.profiling.batches.rank_profiler import describe, profile_ranks
 from colossal_hetero.profiling.memory import is_out_of_memory, memory_limit, recover, reserved_memory
+from colossal_hetero.profiling.rank_profiler import describe, profile_ranks
 from colossal_hetero.profiling.training_step import TrialRun, default_training_step
 
 GIB = 2**30

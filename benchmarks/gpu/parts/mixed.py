@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
-import colossal_hetero.accelerator  # noqa: F401  (prepares Colossal-AI before it is imported)
+import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (prepares Colossal-AI before it is imported)
 
 # isort: split
 from colossalai.accelerator import get_accelerator
@@ -26,12 +26,12 @@ from benchmarks.gpu.parts.profile import Work, host_bytes_per_second, measure_la
 from benchmarks.gpu.ranks import run_ranks
 from benchmarks.gpu.vit_training import Shape
 from colossal_hetero import HeteroHybridParallelPlugin, HeteroZeroPlugin
+from colossal_hetero.cli.probe_ranks import measure_links
 from colossal_hetero.planner.batches.batch_profile import load_profile
 from colossal_hetero.planner.batches.comparison import compare
-from colossal_hetero.planner.cluster.link import MeasuredLink
-from colossal_hetero.planner.plans.predict import predict_plan
-from colossal_hetero.planner.profile.as_profiled import as_profiled
-from colossal_hetero.probe.links import measure_links
+from colossal_hetero.planner.cluster.topology import MeasuredLink
+from colossal_hetero.planner.cost.predict import predict_plan
+from colossal_hetero.planner.profile.fitted_profiles import as_profiled
 
 GIB = 2**30
 CLASSES = 10

@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from colossal_hetero import BalanceConfig
-from colossal_hetero.accelerator import get_accelerator
 from colossal_hetero.balance.apply import Applier
+from colossal_hetero.colossalai_support.accelerator import get_accelerator
 from colossal_hetero.layers import hetero_layers, hetero_policy
 from colossal_hetero.layers.block import attach_blocks
 from colossal_hetero.layers.transport import Transport

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import colossal_hetero.accelerator  # noqa: F401  (prepares Colossal-AI before it is imported)
+import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (prepares Colossal-AI before it is imported)
 
 # isort: split
 from colossalai.accelerator import get_accelerator
@@ -24,8 +24,8 @@ from benchmarks.gpu.ranks import backend_for, run_ranks
 from benchmarks.gpu.timing import seconds_in_turns
 from benchmarks.gpu.vit_training import Shape, shape_for
 from colossal_hetero.layers.transport import Transport
-from colossal_hetero.pipeline_parallel.communicators import make_group
 from colossal_hetero.planner.cluster.group_networks import Network
+from colossal_hetero.plugin.hybrid.planned_mesh import make_group
 
 GIB = 2**30
 MESSAGES = 16

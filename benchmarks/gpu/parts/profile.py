@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-import colossal_hetero.accelerator  # noqa: F401  (prepares Colossal-AI before it is imported)
+import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (prepares Colossal-AI before it is imported)
 
 # isort: split
 from colossalai.accelerator import get_accelerator
@@ -26,18 +26,18 @@ from benchmarks.gpu.part import Case, Machine, Part, Row
 from benchmarks.gpu.ranks import run_ranks
 from benchmarks.gpu.vit_training import Shape, shape_for
 from colossal_hetero import HeteroHybridParallelPlugin
-from colossal_hetero.gpu_over_gloo import support_gpus_over_gloo
+from colossal_hetero.cli.probe_ranks import probe_ranks
+from colossal_hetero.colossalai_support.gpu_over_gloo import support_gpus_over_gloo
 from colossal_hetero.layers.transport import Transport
 from colossal_hetero.planner.cluster.cluster_file import load_cluster, save_cluster
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
-from colossal_hetero.planner.plans.plan import Plan
-from colossal_hetero.planner.plans.predict import predict_plan
-from colossal_hetero.planner.plans.simulate import simulate_plan
-from colossal_hetero.planner.profile.as_profiled import as_profiled
+from colossal_hetero.planner.cost.plan import Plan
+from colossal_hetero.planner.cost.predict import predict_plan
+from colossal_hetero.planner.cost.simulate import simulate_plan
+from colossal_hetero.planner.profile.fitted_profiles import as_profiled
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from colossal_hetero.planner.search.make_plans import make_plans
-from colossal_hetero.probe.probe_ranks import probe_ranks
-from colossal_hetero.profiling.layers.layer_profiler import profile_layers
+from colossal_hetero.profiling.layer_profiler import profile_layers
 
 GIB = 2**30
 MESSAGES = 5
@@ -199,7 +199,7 @@ def commands(machine: Machine) -> list[Row]:
             ["plan", "cluster.toml", "profile.json", "--global-batch", str(64 * machine.gpus), "--out", "plan.json"],
         ):
             begin = time.perf_counter()
-            command = [sys.executable, "-m", "colossal_hetero.cli", *arguments]
+            command = [sys.executable, "-m", "colossal_hetero.cli.main", *arguments]
             done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
             if done.returncode != 0:
                 raise RuntimeError(f"{arguments[0]}: {done.stderr.strip().splitlines()[-1:]}")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from colossal_hetero.planner.profile.vit import VitSizes
+from colossal_hetero.planner.profile.estimate import VitSizes
 
 from ..part import Case, Machine, Part, Row
 from ..ranks import run_ranks

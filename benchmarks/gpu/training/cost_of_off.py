@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from colossal_hetero import BalanceConfig
-from colossal_hetero.accelerator import get_accelerator
 from colossal_hetero.balance.attach import attach_balancer
 from colossal_hetero.balance.balancer import ALWAYS_MEASURED
-from colossal_hetero.balance.measure.clock import make_clock
+from colossal_hetero.balance.clock import make_clock
+from colossal_hetero.colossalai_support.accelerator import get_accelerator
 from colossal_hetero.layers import TimmViTPolicy, hetero_layers, hetero_policy
 
 from ..part import Row

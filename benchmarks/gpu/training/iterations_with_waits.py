@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-import colossal_hetero.accelerator  # noqa: F401  (prepares Colossal-AI for a CPU)
+import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (prepares Colossal-AI for a CPU)
 
 # isort: split
 from colossalai.booster import Booster

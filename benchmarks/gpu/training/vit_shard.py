@@ -10,7 +10,7 @@ from timm.layers import Mlp
 from timm.models.vision_transformer import Attention, VisionTransformer
 from torch import Tensor, nn
 
-from colossal_hetero.planner.profile.vit import IMAGE_SIZE, VITS, VitSizes
+from colossal_hetero.planner.profile.estimate import IMAGE_SIZE, VITS, VitSizes
 from examples.common.vit import build_vit
 
 # isort: split
@@ -35,7 +35,7 @@ class VitShard:
 
     @classmethod
     def of(cls, name: str, shards: int, is_tiny: bool) -> VitShard:
-        """Of a model in :data:`~colossal_hetero.planner.profile.vit.VITS`, or of :data:`TINY` in its place."""
+        """Of a model in :data:`~colossal_hetero.planner.profile.estimate.VITS`, or of :data:`TINY` in its place."""
         return cls(TINY if is_tiny else VITS[name], 2 if is_tiny and shards > 1 else shards)
 
     def build(self, device: torch.device, dtype: torch.dtype) -> VisionTransformer:

@@ -32,12 +32,10 @@ from benchmarks.common import print_markdown, print_table
 from benchmarks.planner.peers.inputs import prepare_copy
 from benchmarks.planner.peers.simulator import SailorPrice, SailorSimulator, load_sailor
 from benchmarks.planner.published_clusters import CLUSTERS, DATA, MICRO_BATCHES, Case, published_cases, read_published
-from colossal_hetero.planner.evaluation.evaluate import EvaluatedPlan, evaluate_layout, evaluate_plan
-from colossal_hetero.planner.layout_line.plan_layout import layout_of
-from colossal_hetero.planner.layout_line.read_layout import read_layout
-from colossal_hetero.planner.layout_line.write_layout import write_layout
+from colossal_hetero.planner.cost.evaluate import EvaluatedPlan, evaluate_layout, evaluate_plan
+from colossal_hetero.planner.cost.layout_line import layout_of, read_layout, write_layout
+from colossal_hetero.planner.cost.tp_groups import DEFAULT, SIMPLE, WHOLE, SearchSpace
 from colossal_hetero.planner.search.make_plans import make_plans
-from colossal_hetero.planner.slots.search_space import DEFAULT, SIMPLE, WHOLE, SearchSpace
 
 if sys.version_info >= (3, 11):
     import tomllib

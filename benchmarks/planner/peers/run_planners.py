@@ -38,8 +38,8 @@ from benchmarks.planner.published_clusters import (
     read_published,
 )
 from colossal_hetero.planner.cluster.gpu_catalog import GPUS
-from colossal_hetero.planner.evaluation.evaluate import evaluate_layout
-from colossal_hetero.planner.layout_line.read_layout import read_layout
+from colossal_hetero.planner.cost.evaluate import evaluate_layout
+from colossal_hetero.planner.cost.layout_line import read_layout
 
 PEERS = ("Sailor", "AMP", "Metis", "FlashFlex", "DTFM")
 EQUAL_PEERS = ("Atlas", "Varuna", "Piper", "Galvatron")

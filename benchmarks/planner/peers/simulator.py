@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from colossal_hetero.planner.cluster.topology import Topology
-from colossal_hetero.planner.plans.plan import Plan, Replica
+from colossal_hetero.planner.cost.plan import Plan, Replica
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
 
 __all__ = ["SailorPrice", "SailorSimulator", "load_sailor"]

@@ -17,10 +17,8 @@ from benchmarks.planner.peers.inputs import prepare_copy
 from benchmarks.planner.peers.simulator import SailorSimulator, load_sailor
 from benchmarks.planner.published_clusters import DATA, MICRO_BATCHES, published_cases, read_published
 from colossal_hetero.planner.cluster.topology import Channel, Topology
-from colossal_hetero.planner.evaluation.evaluate import evaluate_layout
-from colossal_hetero.planner.layout_line.plan_layout import PlanLayout, layout_of
-from colossal_hetero.planner.layout_line.read_layout import read_layout
-from colossal_hetero.planner.layout_line.write_layout import write_layout
+from colossal_hetero.planner.cost.evaluate import evaluate_layout
+from colossal_hetero.planner.cost.layout_line import PlanLayout, layout_of, read_layout, write_layout
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from colossal_hetero.planner.search.make_plans import make_plans
 

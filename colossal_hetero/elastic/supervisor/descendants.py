@@ -32,11 +32,7 @@ POLL_SECONDS = 0.005
 
 
 def check_platform() -> None:
-    """Check that this is Linux.
-
-    Raises:
-        ValueError: it is another system.
-    """
+    """Check that this is Linux."""
     if sys.platform != "linux":
         raise ValueError(f"workers cannot be supervised on {sys.platform!r}, only on 'linux'")
 

@@ -14,19 +14,203 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import struct
 import sys
 import time
 import traceback
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 
-from .decisions import describe_status, shell_status
-from .descendants import adopt_orphans, end_descendants, end_with_parent
-from .node_name import BEAT_SECONDS, NameTaken
-from .supervise import say
+from ..environment import format_address
+from .descendants import adopt_orphans, check_platform, end_descendants, end_with_parent
+from .supervise import Launch, Supervisor, describe_status, say, shell_status
 
-__all__ = ["run_guarded"]
+__all__ = [
+    "BEAT_SECONDS",
+    "LEASE_SECONDS",
+    "NameTaken",
+    "NodeName",
+    "StoreClient",
+    "launch_node",
+    "run_guarded",
+    "wait_for_store",
+]
+
+
+# Store client --------------------------------------------------------------------------------------------------------
+#
+# A client of torch's ``TCPStore`` that needs no torch: one operation, compare and set.
+#
+# The supervisor of a node starts at once and stays small because it does not import torch. The messages are those of
+# ``torch/csrc/distributed/c10d/TCPStore.cpp``, with numbers in the byte order of the machine: a query is its number
+# (one byte) and its arguments, and each text has its length in front (64 bits). ``tests/unit/elastic`` compares with
+# torch's own client.
+
+
+_VALIDATE, _COMPARE_SET = 0, 2
+_MAGIC = 0x3C85F7CE
+_KEY_PREFIX = "/"
+_MAX_VALUE_BYTES = 1 << 20
+CONNECT_POLL_SECONDS = 0.2
+
+
+class StoreClient:
+    """A connection to the store at ``host`` and ``port``."""
+
+    def __init__(self, host: str, port: int, timeout_seconds: float = 5.0) -> None:
+        self._address = format_address(host, port)
+        self._socket = socket.create_connection((host, port), timeout_seconds)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket.sendall(struct.pack("=BI", _VALIDATE, _MAGIC))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> str:
+        """Give ``key`` the value ``desired`` if its value is ``expected``, or if it has none and ``expected`` is empty.
+
+        Returns the value of ``key`` afterwards; ``expected`` if it has none.
+        """
+        try:
+            texts = (_KEY_PREFIX + key, expected, desired)
+            self._socket.sendall(struct.pack("=B", _COMPARE_SET) + b"".join(map(_with_length, texts)))
+            (length,) = struct.unpack("=Q", self._receive(8))
+            if length > _MAX_VALUE_BYTES:
+                raise ConnectionError("what answers there is not a store of torch (TCPStore)")
+            return self._receive(length).decode()
+        except (OSError, UnicodeDecodeError) as error:
+            self.close()
+            raise ConnectionError(f"no answer of the store at {self._address}: {error}") from error
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
+
+    def _receive(self, count: int) -> bytes:
+        received = b""
+        while len(received) < count:
+            piece = self._socket.recv(count - len(received))
+            if not piece:
+                raise ConnectionError("the connection was closed")
+            received += piece
+        return received
+
+
+def wait_for_store(host: str, port: int, limit_seconds: float) -> StoreClient:
+    """A connection to the store, as soon as there is one."""
+    deadline = time.monotonic() + limit_seconds
+    while True:
+        try:
+            return StoreClient(host, port, max(0.1, min(5.0, deadline - time.monotonic())))
+        except OSError as error:
+            if time.monotonic() + CONNECT_POLL_SECONDS > deadline:
+                raise TimeoutError(
+                    f"the store at {format_address(host, port)} could not be reached within {limit_seconds:g} s (last "
+                    f"reason: {error}); start it with `colossal-hetero store` on a machine that stays, check --store, "
+                    "or wait longer with --store-timeout"
+                ) from None
+        time.sleep(CONNECT_POLL_SECONDS)
+
+
+def _with_length(text: str) -> bytes:
+    encoded = text.encode()
+    return struct.pack("=Q", len(encoded)) + encoded
+
+
+# Node name -----------------------------------------------------------------------------------------------------------
+#
+# The name of a node in a job belongs to one supervisor at a time.
+#
+# The store has a key for each name. Its value says who holds the name, and changes with each beat of the holder. When
+# the value does not change for ``LEASE_SECONDS``, the holder has ended without a word, and another one may take the
+# name: a machine that starts again has the same host name as before.
+
+
+BEAT_SECONDS = 1.0
+LEASE_SECONDS = 6.0
+"""Several beats, because a busy machine may be late with some."""
+POLL_SECONDS = 0.25
+
+
+class NameTaken(ValueError):
+    """Another supervisor has the name of this node."""
+
+
+class NodeName:
+    """The name ``node`` in ``job``; methods are called by one thread.
+
+    ``say`` writes a message for the user.
+    """
+
+    def __init__(self, host: str, port: int, job: str, node: str, say: Callable[[str], None]) -> None:
+        self._host, self._port = host, port
+        self._job, self._node = job, node
+        self._say = say
+        self._key = f"colossal_hetero/nodes/{job}/{node}"
+        self._holder = f"{uuid.uuid4().hex} process {os.getpid()} on {socket.gethostname()}"
+        self._beat = 0
+        self._client: StoreClient | None = None
+
+    def claim(self, store_limit_seconds: float) -> None:
+        """Wait for the store and take the name."""
+        self._client = wait_for_store(self._host, self._port, store_limit_seconds)
+        found = self._take(self._client, "")
+        if found is None:
+            return
+        self._say(f"waiting up to {LEASE_SECONDS:g} s to see whether {_who(found)}, the last node {self._node!r}, runs")
+        deadline = time.monotonic() + LEASE_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+            now = self._take(self._client, "")
+            if now is None:  # the holder has given it back
+                return
+            if now != found:
+                raise self._taken(now)
+        found = self._take(self._client, found)
+        if found is not None:
+            raise self._taken(found)
+
+    def renew(self) -> None:
+        """Show that this supervisor runs; also after the store was started again."""
+        if self._client is None:
+            self._client = StoreClient(self._host, self._port, BEAT_SECONDS)
+        client, self._client = self._client, None
+        found = self._take(client, self._value())
+        if found == self._value():  # a new store
+            found = self._take(client, "")
+        self._client = client
+        if found is not None:
+            raise self._taken(found)
+
+    def give_back(self) -> None:
+        """The name is free again. Nothing happens when the store cannot be reached."""
+        if self._client is not None:
+            with suppress(OSError):
+                self._client.compare_set(self._key, self._value(), "")
+            self._client.close()
+
+    def _take(self, client: StoreClient, expected: str) -> str | None:
+        """Replace ``expected`` by the next value of this holder: None, or what the store has instead."""
+        desired = self._value(1)
+        found = client.compare_set(self._key, expected, desired)
+        if found != desired:
+            return found
+        self._beat += 1
+        return None
+
+    def _value(self, later: int = 0) -> str:
+        return f"{self._beat + later} {self._holder}"
+
+    def _taken(self, value: str) -> NameTaken:
+        return NameTaken(
+            f"node {self._node!r} is already in job {self._job!r}: {_who(value)} has this name. Each node of a job "
+            "needs a name of its own: give another one with --node, or another job with --job"
+        )
+
+
+def _who(value: str) -> str:
+    """``process 12 on host`` of a value in the store."""
+    return value.split(" ", 2)[-1] or "another process"
+
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT)
 GUARD_HAS_ENDED = signal.SIGUSR1
@@ -123,3 +307,18 @@ def _beat_until_end(connection: socket.socket, beat: Callable[[], None], forward
             if unreachable_since is not None:
                 say(f"the store can be reached again, after {time.monotonic() - unreachable_since:.0f} s")
                 unreachable_since = None
+
+
+# Launch node ---------------------------------------------------------------------------------------------------------
+
+
+def launch_node(launch: Launch, store_limit_seconds: float) -> int:
+    """Wait for the store, take the name of the node, run its workers to their end; the exit status."""
+    check_platform()
+    node = launch.node
+    name = NodeName(node.store_host, node.store_port, node.job, node.node, say)
+    name.claim(store_limit_seconds)
+    try:
+        return run_guarded(lambda requests: Supervisor(launch, requests).run(), name.renew)
+    finally:
+        name.give_back()

@@ -6,21 +6,280 @@ Decisions are in :mod:`.decisions`. This process has one thread: everything happ
 from __future__ import annotations
 
 import os
+import select
 import selectors
 import signal
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from functools import partial
 
 from ..environment import ElasticEnvironment
-from .decisions import Action, NodeProgress, after_exit, describe_status, exit_status
-from .descendants import end_group
-from .output import Passage, write_all
-from .worker import WorkerProcess, worker_environment
+from .descendants import end_group, end_with_parent
 
-__all__ = ["Launch", "Supervisor", "say"]
+__all__ = [
+    "Action",
+    "Launch",
+    "LineSplitter",
+    "NodeProgress",
+    "Passage",
+    "Supervisor",
+    "WorkerProcess",
+    "after_exit",
+    "describe_status",
+    "exit_status",
+    "python_command",
+    "say",
+    "shell_status",
+    "worker_environment",
+    "write_all",
+]
+
+
+# Decisions -----------------------------------------------------------------------------------------------------------
+
+
+class Action(Enum):
+    """What to do after a worker has ended."""
+
+    NOTHING = auto()
+    RESTART = auto()
+    """Start this worker again."""
+    END_ALL = auto()
+    """Ask the other workers of the node to end."""
+
+
+@dataclass(frozen=True)
+class NodeProgress:
+    """How far the workers of one node are; statuses are those of ``subprocess``: ``-n`` for signal ``n``."""
+
+    max_restarts: int
+    """How often each worker is started again."""
+    restarts: tuple[int, ...]
+    """By local rank: how often it was started again."""
+    statuses: tuple[int | None, ...]
+    """By local rank: the status with which it ended for good, or None while it runs."""
+    is_ending: bool = False
+    """Whether all workers were asked to end, so that none is started again."""
+    first_failure: int | None = None
+    """The status of the first worker that ended for good with an error."""
+
+    @classmethod
+    def start(cls, workers: int, max_restarts: int) -> NodeProgress:
+        """All of ``workers`` run for the first time."""
+        return cls(max_restarts, (0,) * workers, (None,) * workers)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no worker runs."""
+        return None not in self.statuses
+
+
+def after_exit(progress: NodeProgress, local_rank: int, status: int) -> tuple[NodeProgress, Action]:
+    """The progress after the worker ``local_rank`` has ended with ``status``, and what to do about it."""
+    if status != 0 and not progress.is_ending and progress.restarts[local_rank] < progress.max_restarts:
+        restarts = list(progress.restarts)
+        restarts[local_rank] += 1
+        return replace(progress, restarts=tuple(restarts)), Action.RESTART
+    statuses = list(progress.statuses)
+    statuses[local_rank] = status
+    progress = replace(progress, statuses=tuple(statuses))
+    if status == 0:
+        return progress, Action.NOTHING
+    if progress.first_failure is None:
+        progress = replace(progress, first_failure=status)
+    if progress.is_ending:
+        return progress, Action.NOTHING
+    return replace(progress, is_ending=True), Action.END_ALL
+
+
+def exit_status(progress: NodeProgress) -> int:
+    """Exit status of the supervisor: 0 if all workers ended with 0, else that of the first failure, as in a shell."""
+    return shell_status(progress.first_failure or 0)
+
+
+def shell_status(status: int) -> int:
+    """The exit status that a shell shows: ``128 + n`` for a process that was ended by signal ``n``."""
+    return 128 - status if status < 0 else status
+
+
+def describe_status(status: int) -> str:
+    """``exit status 3`` or ``signal 9 (SIGKILL)``."""
+    if status >= 0:
+        return f"exit status {status}"
+    try:
+        return f"signal {-status} ({signal.Signals(-status).name})"
+    except ValueError:  # a real-time signal
+        return f"signal {-status}"
+
+
+# Output --------------------------------------------------------------------------------------------------------------
+
+
+MAX_LINE_BYTES = 64 * 1024
+MAX_LAST_LINES = 20
+
+
+class LineSplitter:
+    """Divides bytes that arrive in pieces into lines, which keep their ends."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def lines(self, piece: bytes) -> list[bytes]:
+        """The lines that are complete now. A line of more than ``MAX_LINE_BYTES`` counts as complete."""
+        complete = (self._rest + piece).splitlines(keepends=True)
+        self._rest = b""
+        # Progress bars end a line with a carriage return. At the end of the bytes, it may be the first half of \r\n.
+        if complete and not complete[-1].endswith(b"\n") and len(complete[-1]) <= MAX_LINE_BYTES:
+            self._rest = complete.pop()
+        return complete
+
+    def last_line(self) -> bytes:
+        """What remains when no more bytes come: a line without an end, or nothing."""
+        rest, self._rest = self._rest, b""
+        return rest
+
+
+class Passage:
+    """The way of one stream of one worker to a stream of the supervisor.
+
+    ``prefix`` is put in front of each line; without one, bytes are passed on unchanged and at once.
+    """
+
+    def __init__(self, target: int, prefix: str = "") -> None:
+        self._target = target
+        self._prefix = prefix.encode()
+        self._splitter = LineSplitter()
+        self._last_lines: deque[bytes] = deque(maxlen=MAX_LAST_LINES)
+
+    def pass_on(self, piece: bytes) -> None:
+        """Write ``piece``, or its complete lines."""
+        lines = self._splitter.lines(piece)
+        self._last_lines.extend(lines)
+        write_all(self._target, b"".join(self._prefix + line for line in lines) if self._prefix else piece)
+
+    def close(self) -> None:
+        """Write a last line that has no end."""
+        line = self._splitter.last_line()
+        if line:
+            self._last_lines.append(line)
+            if self._prefix:
+                write_all(self._target, self._prefix + line.rstrip(b"\r") + b"\n")
+
+    def last_lines(self) -> list[str]:
+        """At most ``MAX_LAST_LINES`` lines, the newest last, without their ends."""
+        return [line.decode(errors="replace").rstrip("\r\n") for line in self._last_lines]
+
+
+def write_all(target: int, text: bytes) -> None:
+    """Write ``text`` to the file descriptor ``target``. If that is not possible, the rest of the text is dropped.
+
+    Training goes on when nobody reads its output any more, or when the disk is full.
+    """
+    while text:
+        try:
+            text = text[os.write(target, text) :]
+        except BlockingIOError:
+            select.select([], [target], [])
+        except OSError:
+            return
+
+
+# Worker --------------------------------------------------------------------------------------------------------------
+
+
+OF_OTHER_LAUNCHERS = ("RANK", "WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that name one fixed world. Workers do not inherit them, nor those that begin with ``TORCHELASTIC_``."""
+
+
+def python_command(script: str, arguments: Sequence[str], is_module: bool = False) -> list[str]:
+    """The command of a worker, with output that is not buffered; ``script`` may be the name of a module."""
+    return [sys.executable, "-u", *(["-m"] if is_module else []), script, *arguments]
+
+
+def worker_environment(inherited: Mapping[str, str], place: ElasticEnvironment) -> dict[str, str]:
+    """Environment variables of the worker at ``place``; see :mod:`.environment`."""
+    kept = {
+        name: value
+        for name, value in inherited.items()
+        if name not in OF_OTHER_LAUNCHERS and not name.startswith("TORCHELASTIC_")
+    }
+    return {"OMP_NUM_THREADS": "1", **kept, **place.variables()}
+
+
+class WorkerProcess:
+    """A worker that runs, in a process group of its own. It ends with the process that started it.
+
+    ``passages`` are the ways of its standard output and standard error; without the first, it writes to the standard
+    output of this process itself. Its standard input is empty.
+    """
+
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], passages: tuple[Passage | None, Passage]
+    ) -> None:
+        parent = os.getpid()
+
+        def prepare() -> None:
+            os.setpgid(0, 0)
+            end_with_parent(parent)
+
+        # This process has one thread, so a function may run between fork and exec.
+        self._process = subprocess.Popen(
+            command,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=None if passages[0] is None else subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            preexec_fn=prepare,
+        )
+        self.pid = self._process.pid
+        self.errors = passages[1]
+        pipes = [(self._process.stdout, passages[0]), (self._process.stderr, passages[1])]
+        self._streams = {pipe.fileno(): passage for pipe, passage in pipes if pipe is not None and passage is not None}
+        for stream in self._streams:
+            os.set_blocking(stream, False)
+
+    @property
+    def streams(self) -> tuple[int, ...]:
+        """File descriptors of the pipes from the worker."""
+        return tuple(self._streams)
+
+    def pass_on(self, stream: int) -> bool:
+        """Pass on what can be read from ``stream`` now; false when nobody can write to it any more."""
+        try:
+            piece = os.read(stream, 1 << 16)
+        except BlockingIOError:
+            return True
+        self._streams[stream].pass_on(piece)
+        return piece != b""
+
+    def send(self, number: int) -> None:
+        """Send a signal to the worker itself, not to processes that it has started."""
+        os.kill(self.pid, number)
+
+    def close(self, status: int) -> None:
+        """The worker has ended with ``status``, which somebody else has read, and its group has ended."""
+        self._process.returncode = status
+        for stream, passage in self._streams.items():
+            while (piece := _available(stream)) != b"":
+                passage.pass_on(piece)
+            passage.close()
+        for pipe in (self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+def _available(stream: int) -> bytes:
+    try:
+        return os.read(stream, 1 << 16)
+    except BlockingIOError:  # a process that has left the group could still write
+        return b""
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,9 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
-from ...io.json_files import check_units, write_json
-from ...io.quantities import ByteCount, Flops, NonNegative, PositiveCount, PositiveSeconds, Seconds
-from ...io.schema import FilePart, load_json_file
-from ...io.text import spans
-from ..cluster.link import MeasuredLink
+from ...common.files import FilePart, check_units, load_json_file, write_json
+from ...common.text import ByteCount, Flops, NonNegative, PositiveCount, PositiveSeconds, Seconds, spans
+from ..cluster.topology import MeasuredLink
 from .time_curve import Curve
 
 __all__ = [
@@ -123,11 +121,7 @@ class DeviceProfile(FilePart):
         return self.points[-1].batch if self.points else 0
 
     def curve(self, max_batch: int) -> Curve:
-        """The time curve up to ``max_batch`` samples.
-
-        Raises:
-            ValueError: no curve fits the points; the message names the device, the points and the remedy.
-        """
+        """The time curve up to ``max_batch`` samples."""
         if max_batch < self.min_batch:
             return Curve(np.ones(1), self.min_batch)  # the device never runs
         try:
@@ -220,12 +214,7 @@ class BatchProfile(FilePart):
         return self.communication_seconds * PASSES[stage] / PASSES[self.stage]
 
     def state_bytes(self, stage: int | None = None, sharing_ranks: int | None = None) -> list[int]:
-        """Bytes used before a micro-batch runs, by kind, at any stage and with any number of ranks.
-
-        Args:
-            stage: stage of ZeRO; None is the profile's.
-            sharing_ranks: number of ranks that the state is sharded over; None is all.
-        """
+        """Bytes used before a micro-batch runs, by kind, at any stage and with any number of ranks."""
         stage = self._checked(stage)
         count = len(self.ranks)
         sharing_ranks = count if sharing_ranks is None else sharing_ranks
@@ -238,11 +227,6 @@ class BatchProfile(FilePart):
         """Largest micro-batch by kind: as measured, or predicted from memory at another stage or with fewer ranks.
 
         If memory was the limit of the measurement, the prediction is corrected by its error at the profile's stage.
-
-        Args:
-            stage: stage of ZeRO; None is the profile's.
-            largest: upper limit of the result, e.g. the global batch size.
-            sharing_ranks: number of ranks that the state is sharded over; None is all.
         """
         stage = self._checked(stage)
         batches = []
@@ -267,17 +251,7 @@ class BatchProfile(FilePart):
         sharing_ranks: int | None = None,
         allow_empty: bool = False,
     ) -> list[Curve]:
-        """The time curve of each rank, by rank; ranks of a kind share one object.
-
-        Args:
-            stage: stage of ZeRO; None is the profile's.
-            largest: largest micro-batch of interest, e.g. the global batch size.
-            sharing_ranks: number of ranks that the state is sharded over; None is all.
-            allow_empty: if a device holds no sample, return a curve with ``max_batch == 0`` instead of raising.
-
-        Raises:
-            ValueError: a device holds no micro-batch at that stage, or no curve fits its points.
-        """
+        """The time curve of each rank, by rank; ranks of a kind share one object."""
         stage = self._checked(stage)
         used = set(self.ranks)
         batches = self.kind_max_batches(stage, largest, sharing_ranks)
@@ -290,17 +264,7 @@ class BatchProfile(FilePart):
     def check_fits(
         self, devices: Sequence[str], model_digest: str, *, stage: int | None = None, precision: str | None = None
     ) -> None:
-        """Check that the profile was measured with this model on these devices.
-
-        Args:
-            devices: names of the devices, by rank.
-            model_digest: digest of the model to be trained.
-            stage: stage of ZeRO to be trained at; None is not compared.
-            precision: precision to be trained in; None is not compared.
-
-        Raises:
-            ValueError: something differs; the message says what, and what to do.
-        """
+        """Check that the profile was measured with this model on these devices."""
         if len(devices) != len(self.ranks):
             raise ValueError(f"the profile is of {len(self.ranks)} ranks, but there are {len(devices)}; {REPROFILE}")
         for rank, (here, there) in enumerate(zip(devices, self.devices, strict=True)):
@@ -356,12 +320,7 @@ def state_bytes(model: ModelIdentity, stage: int, ranks: int) -> int:
 
 
 def load_profile(path: Path | str) -> BatchProfile:
-    """Read a profile.
-
-    Raises:
-        ValueError: the file is missing, not JSON, or of another schema, or fields are wrong, missing or unknown; the
-            message names all of these fields.
-    """
+    """Read a profile."""
     return load_json_file(path, BatchProfile, kind="profile", schema=SCHEMA, remedy="make a new profile")
 
 

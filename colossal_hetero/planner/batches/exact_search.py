@@ -169,13 +169,6 @@ class CurveKinds:
 
         First every rank gets the samples that it runs in less than ``ticks``. The remaining samples go to ranks that
         can run more in exactly ``ticks``.
-
-        Args:
-            ticks: the wall time.
-            min_ticks: the smallest time that ``capacity`` accepts.
-            capacity: from a time in ticks to the samples that a rank runs in it, by kind.
-            samples: total over all ranks.
-            floor: fewest samples of a rank that has any, if there is a smallest micro-batch.
         """
         if self.min_batch > 1 and floor * self.world_size > samples:
             return self._among_few(capacity(ticks), floor, samples)

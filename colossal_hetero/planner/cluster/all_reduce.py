@@ -41,19 +41,7 @@ Hop = tuple[int, int]
 
 
 def synchronization_seconds(topology: Topology, group: Sequence[int], gradient_bytes: float, sharing: int = 1) -> float:
-    """Seconds of a ring all-reduce of ``gradient_bytes`` per device over ``group``; 0 for a single device.
-
-    Args:
-        topology: Machines.
-        group: Device numbers.
-        gradient_bytes: Per device.
-        sharing: How many rings cross the same NICs at the same time, e.g. the tensor-parallel degree if every member of
-            a tensor-parallel group has a ring of its own. See Note: shared NICs.
-
-    Raises:
-        ValueError: A device does not exist or is given twice, two devices cannot reach each other, the number of bytes
-            is negative, or ``sharing`` is below 1.
-    """
+    """Seconds of a ring all-reduce of ``gradient_bytes`` per device over ``group``; 0 for a single device."""
     if sharing < 1:
         raise ValueError(f"sharing={sharing} must be at least 1, the ring itself")
     if not gradient_bytes >= 0:
@@ -68,16 +56,7 @@ def synchronization_seconds(topology: Topology, group: Sequence[int], gradient_b
 def concurrent_seconds(
     topology: Topology, groups: Sequence[Sequence[int]], gradient_bytes: Sequence[float]
 ) -> tuple[float, ...]:
-    """Seconds by group if all groups synchronize at the same time. See Note: shared NICs.
-
-    Args:
-        topology: Machines.
-        groups: Device numbers of each group; the groups are disjoint, as data-parallel groups are.
-        gradient_bytes: Per device, by group.
-
-    Raises:
-        ValueError: As :func:`synchronization_seconds`, or there is not one number of bytes per group.
-    """
+    """Seconds by group if all groups synchronize at the same time. See Note: shared NICs."""
     if len(groups) != len(gradient_bytes):
         raise ValueError(f"{len(groups)} groups and {len(gradient_bytes)} numbers of bytes; give one per group")
     nodes = [_nodes(topology, group) for group in groups]
@@ -90,15 +69,7 @@ def concurrent_seconds(
 
 
 class ConcurrentRings:
-    """Rings that synchronize at the same time. See Note: shared NICs.
-
-    Args:
-        topology: Machines.
-        rings: The nodes of the members of each ring, ascending.
-
-    Raises:
-        ValueError: Two nodes cannot reach each other.
-    """
+    """Rings that synchronize at the same time. See Note: shared NICs."""
 
     def __init__(self, topology: Topology, rings: Sequence[tuple[int, ...]]) -> None:
         self._topology = topology
@@ -126,20 +97,12 @@ class ConcurrentRings:
 
 
 def ring_hops(topology: Topology, group: Sequence[int]) -> tuple[Hop, ...]:
-    """The transfers between nodes in a ring over ``group``; none if all devices are in one node.
-
-    Raises:
-        ValueError: A device does not exist or is given twice.
-    """
+    """The transfers between nodes in a ring over ``group``; none if all devices are in one node."""
     return _hops(_nodes(topology, group))
 
 
 def ring_network(topology: Topology, hops: Sequence[Hop]) -> str:
-    """The kind of channel that a ring over several nodes uses: that of its slowest hop.
-
-    Raises:
-        ValueError: Two nodes cannot reach each other.
-    """
+    """The kind of channel that a ring over several nodes uses: that of its slowest hop."""
     return min((topology.node_channel(*hop) for hop in hops), key=lambda channel: channel.bytes_per_second).kind
 
 
@@ -196,9 +159,6 @@ def nic_bandwidth(topology: Topology, node: int, channel: Channel, message_bytes
     """Bytes per second of all NICs in a node that have the channel's kind, together.
 
     If the topology lists no NIC of that kind, the bandwidth of the channel itself.
-
-    Args:
-        message_bytes: Of each message; None for the largest messages.
     """
     nics = _nics(topology, node, channel)
     return sum(nic.bytes_per_second if message_bytes is None else nic.bandwidth(message_bytes) for nic in nics)

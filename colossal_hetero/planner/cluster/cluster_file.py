@@ -55,9 +55,7 @@ from typing import Any
 import tomlkit
 import tomlkit.exceptions
 
-from ...io.atomic import replacing
-from ...io.json_files import read_text
-from ...io.schema import check_file
+from ...common.files import check_file, read_text, replacing
 from .cluster_schema import (
     LATENCIES,
     NETWORKS,
@@ -77,12 +75,7 @@ __all__ = ["load_cluster", "parse_cluster", "save_cluster", "write_cluster"]
 
 
 def load_cluster(path: Path | str) -> Topology:
-    """Read a cluster file. Ranks are numbered cluster by cluster, node by node, device by device.
-
-    Raises:
-        ValueError: There is no such file, it is not TOML, has another schema version, or has fields that are wrong,
-            missing or unknown; or a kind of device is unknown, a name is given twice, or nodes cannot reach each other.
-    """
+    """Read a cluster file. Ranks are numbered cluster by cluster, node by node, device by device."""
     return parse_cluster(read_text(path, "TOML"), str(path))
 
 
@@ -209,16 +202,7 @@ def _check_reachable(topology: Topology) -> None:
 
 
 def save_cluster(topology: Topology, path: Path | str, comment: str = "") -> None:
-    """Write a cluster file from which :func:`load_cluster` reads ``topology``, atomically.
-
-    Args:
-        topology: The machines.
-        path: The file.
-        comment: For the head of the file; may have several lines.
-
-    Raises:
-        ValueError: No file can describe these machines, e.g. because ranks are not numbered node by node.
-    """
+    """Write a cluster file from which :func:`load_cluster` reads ``topology``, atomically."""
     text = write_cluster(topology, comment)
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
@@ -345,13 +329,7 @@ def _channel_fields(channel: Channel) -> dict[str, Any]:
 
 
 def _best_unit(value: float, units: Mapping[str, float], whole: bool = False) -> dict[str, float]:
-    """The value as a field: the first unit in which it is short and from which it is read back exactly.
-
-    Args:
-        value: In the base unit.
-        units: Factors by field.
-        whole: Whether the value is rounded to a whole number when it is read.
-    """
+    """The value as a field: the first unit in which it is short and from which it is read back exactly."""
     for field, unit in units.items():
         for digits in range(13):
             number = round(value / unit, digits)

@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ...io.quantities import BytesPerSecond, Factor, Flops, Seconds
-from ...io.schema import FilePart
+from ...common.files import FilePart
+from ...common.text import BytesPerSecond, Factor, Flops, Seconds
 from .topology import Channel
 
 __all__ = [

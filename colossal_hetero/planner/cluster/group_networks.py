@@ -52,9 +52,6 @@ class Network:
 
         Gloo uses IP, also over InfiniBand if the adapter names an interface. Without an interface it uses the one that
         the host name resolves to.
-
-        Args:
-            adapters: The node's adapters, by kind of NIC.
         """
         if self.backend == "nccl":
             return {} if self.nccl_net is None else {"NCCL_NET": self.nccl_net}
@@ -68,13 +65,6 @@ def group_network(topology: Topology, group: Sequence[int]) -> Network:
     GPUs use NCCL; if a CPU is in the group, all use Gloo (ADAPT, section 6). A device is a CPU if the name of its kind
     begins with "cpu". If the hops have different networks, the whole group uses the slowest one, because an NCCL
     communicator has one network.
-
-    Args:
-        topology: Machines.
-        group: Device numbers.
-
-    Raises:
-        ValueError: The group is empty, a device does not exist or appears twice, or two cannot reach each other.
     """
     if not group:
         raise ValueError("the group is empty; it needs a device")
@@ -92,11 +82,7 @@ def group_network(topology: Topology, group: Sequence[int]) -> Network:
 
 
 def process_environment(adapters: Mapping[str, Adapter]) -> dict[str, str]:
-    """Environment variables that a process needs before it makes its first communicator. See Note: what is read when.
-
-    Args:
-        adapters: The node's adapters, by kind of NIC.
-    """
+    """Environment variables that a process needs before its first communicator. See Note: what is read when."""
     environment = {}
     for kind in RDMA:
         adapter = adapters.get(kind, Adapter())

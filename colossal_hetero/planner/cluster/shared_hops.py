@@ -43,14 +43,6 @@ def hop_channels(topology: Topology, pipelines: Sequence[Sequence[int]]) -> list
     """The channel of each hop of each pipeline, ``[pipelines][stages − 1]``, with the bandwidth that a message gets.
 
     See Note: shared hops.
-
-    Args:
-        topology: Machines.
-        pipelines: Devices from the first to the last stage. With tensor parallelism every member of the groups is part
-            of a pipeline of its own, because each sends its own message.
-
-    Raises:
-        ValueError: Neighboring stages cannot reach each other.
     """
     nodes = [[topology.devices[device].node for device in pipeline] for pipeline in pipelines]
     plain = [[topology.node_channel(*hop) for hop in pairwise(row)] for row in nodes]
@@ -77,9 +69,6 @@ def unlike_hop_channels(topology: Topology, pipelines: Sequence[Sequence[StageNo
     """The channel of each hop of each pipeline, ``[pipelines][stages − 1]``, if stages may have different degrees.
 
     See Note: hops between unlike stages.
-
-    Raises:
-        ValueError: Neighboring stages cannot reach each other.
     """
     loads = stage_loads(topology, pipelines)
     return [[stage_channel(topology, a, b, loads) for a, b in pairwise(stages)] for stages in pipelines]

@@ -6,8 +6,15 @@ import functools
 import math
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Annotated
 
-__all__ = ["Channel", "Device", "DeviceKind", "Node", "Topology"]
+from pydantic import Field, field_validator
+
+from ...common.files import FilePart
+from ...common.text import BytesPerSecond, NonNegative, Seconds
+
+__all__ = ["Channel", "Device", "DeviceKind", "MeasuredLink", "Node", "Topology"]
+
 
 MEGABYTE = 1e6
 SMALLEST_EXPONENT, LARGEST_EXPONENT = -20, 30
@@ -22,9 +29,6 @@ class Channel:
 
     The bandwidth may depend on the size of the message: with ``curve = (a, b, c)`` it is ``a·x² + b·x + c`` GB/s with
     ``x = log2(megabytes)``, at most ``bytes_per_second``. A smaller message never takes longer than a larger one.
-
-    Raises:
-        ValueError: The bandwidth is not above 0 (with a curve: for large messages), or the latency is below 0.
     """
 
     kind: str
@@ -181,11 +185,7 @@ class Topology:
         return self._hash
 
     def channel(self, a: int, b: int) -> Channel:
-        """The fastest channel between two devices.
-
-        Raises:
-            ValueError: They cannot reach each other. The message names both nodes.
-        """
+        """The fastest channel between two devices."""
         return self.node_channel(self.devices[a].node, self.devices[b].node)
 
     def node_channel(self, a: int, b: int) -> Channel:
@@ -193,9 +193,6 @@ class Topology:
 
         Within a cluster it is the fastest kind of NIC that both nodes have, with the bandwidth of the slower one.
         Between clusters it is the link in :attr:`between`, or else Ethernet if both nodes have it.
-
-        Raises:
-            ValueError: They cannot reach each other.
         """
         if a == b:
             return self.nodes[a].inside
@@ -209,11 +206,7 @@ class Topology:
         return found
 
     def with_memory_reserve(self, reserve_bytes: int) -> Topology:
-        """The machines if on each device this part of the memory is not planned with.
-
-        Raises:
-            ValueError: A kind of device does not have more memory than that.
-        """
+        """The machines if on each device this part of the memory is not planned with."""
         kinds = {
             kind: replace(kind, memory_reserve_bytes=reserve_bytes) for kind in {device.kind for device in self.devices}
         }
@@ -265,3 +258,27 @@ def _find_channel(topology: Topology, a: int, b: int) -> Channel:
 
 def _kinds(node: Node) -> str:
     return ", ".join(nic.kind for nic in node.nics) or "no NIC"
+
+
+# Link ----------------------------------------------------------------------------------------------------------------
+
+
+class MeasuredLink(FilePart):
+    """How long a message between two ranks takes in one protocol: ``latency_seconds + bytes / bytes_per_second``.
+
+    It holds for both directions, unless the opposite direction has a link of its own.
+    """
+
+    ranks: tuple[NonNegative, NonNegative]
+    """The sending and the receiving rank."""
+    protocol: Annotated[str, Field(min_length=1)]
+    """"gloo" or "nccl"."""
+    latency_seconds: Seconds
+    bytes_per_second: BytesPerSecond
+
+    @field_validator("ranks")
+    @classmethod
+    def _two_ranks(cls, ranks: tuple[int, int]) -> tuple[int, int]:
+        if ranks[0] == ranks[1]:
+            raise ValueError(f"a link joins two different ranks, but both are rank {ranks[0]}")
+        return ranks

@@ -54,10 +54,6 @@ class LayerCosts:
 
         Colossal-AI's plugin wraps a model in DistributedDataParallel if its pipeline has one stage, with or without
         replicas. With more stages, it sums each gradient in its place.
-
-        Args:
-            usable_bytes: Memory of the device without its reserve.
-            stages: Of the pipeline.
         """
         buckets = self.bucket_bytes if stages == 1 else 0.0
         return max(usable_bytes - self.temporary_bytes - buckets, 0.0)

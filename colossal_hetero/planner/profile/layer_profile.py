@@ -19,9 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, field_validator, model_validator
 
-from ...io.json_files import check_units, write_json
-from ...io.quantities import ByteCount, Factor, NonNegative, PositiveCount, Seconds
-from ...io.schema import FilePart, load_json_file
+from ...common.files import FilePart, check_units, load_json_file, write_json
+from ...common.text import ByteCount, Factor, NonNegative, PositiveCount, Seconds
 from .layer_costs import LayerCosts
 
 __all__ = ["SCHEMA", "BlockRun", "LayerSizes", "LayerTimes", "ModelProfile", "load_model_profile", "save_model_profile"]
@@ -99,9 +98,6 @@ class LayerTimes(FilePart):
 
         AutoHet, Eq. 5: the number of blocks is divided into measured runs, the longest first, and their times are
         added.
-
-        Raises:
-            ValueError: The number of blocks is not a sum of measured runs.
         """
         left, seconds = blocks, 0.0
         for run in reversed(self.block_runs):
@@ -255,28 +251,16 @@ class ModelProfile(FilePart):
         return tuple(dict.fromkeys(times.device for times in self.times))
 
     def tensor_parallel_degrees(self, device: str) -> tuple[int, ...]:
-        """Tensor-parallel degrees that were measured on a kind of device, ascending.
-
-        Raises:
-            ValueError: There are no times of that kind. The message suggests a similar name.
-        """
+        """Tensor-parallel degrees that were measured on a kind of device, ascending."""
         self._check_device(device)
         return tuple(sorted({times.tensor_parallel for times in self.times if times.device == device}))
 
     def micro_batches(self, device: str, tensor_parallel: int) -> tuple[int, ...]:
-        """Measured micro-batches, ascending; :meth:`costs` accepts all sizes from the first to the last.
-
-        Raises:
-            ValueError: There are no times of that kind, or not at that degree. The message says what was measured.
-        """
+        """Measured micro-batches, ascending; :meth:`costs` accepts all sizes from the first to the last."""
         return tuple(micro_batch for micro_batch, _ in self._table(device, tensor_parallel))
 
     def times_of(self, device: str, tensor_parallel: int, micro_batch: int) -> LayerTimes:
-        """The measured times, without interpolation.
-
-        Raises:
-            ValueError: This was not measured. The message says what was.
-        """
+        """The measured times, without interpolation."""
         for times in self.times:
             if times.key == (device, tensor_parallel, micro_batch):
                 return times
@@ -299,9 +283,6 @@ class ModelProfile(FilePart):
         Times of a micro-batch between two measured ones are interpolated, see the module's docstring. The same
         arguments return the same object, and the planner takes slots with the same object for interchangeable. Its
         arrays are read-only.
-
-        Raises:
-            ValueError: That kind, degree or micro-batch was not measured. The message says what was.
         """
         key = (device, tensor_parallel, micro_batch, speed)
         return self.remembered(key, lambda: self._make_costs(*key))
@@ -416,12 +397,7 @@ class ModelProfile(FilePart):
 
 
 def load_model_profile(path: Path | str) -> ModelProfile:
-    """Read a profile.
-
-    Raises:
-        ValueError: There is no such file, it is not JSON, has another schema version, or has fields that are wrong,
-            missing or unknown (all of them are named).
-    """
+    """Read a profile."""
     return load_json_file(
         path,
         ModelProfile,

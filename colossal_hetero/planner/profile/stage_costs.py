@@ -42,19 +42,6 @@ def stage_costs(
 
     The same arguments return the same object, and without recomputation and shards it is that of
     :meth:`.ModelProfile.costs`.
-
-    Args:
-        profile: Times and sizes of the model's layers.
-        device: Kind of device.
-        tensor_parallel: Devices of the stage.
-        micro_batch: Samples per micro-batch.
-        speed: Share of its kind's speed that the slowest device reaches.
-        recompute: Whether the backward pass runs the forward pass again.
-        zero_shards: Into how many parts the optimizer's state is divided.
-
-    Raises:
-        ValueError: ``zero_shards`` is below 1, or that kind, degree or number of samples was not measured. The message
-            says what was.
     """
     if zero_shards < 1:
         raise ValueError(f"zero_shards={zero_shards}: must be at least 1")

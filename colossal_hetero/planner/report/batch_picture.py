@@ -8,8 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from ...io.pictures import BLUE, ORANGE, RED, check_matplotlib, check_name, save_figure
-from ...io.text import spans
+from ...common.pictures import BLUE, ORANGE, RED, check_matplotlib, check_name, save_figure
+from ...common.text import spans
 from ..batches.allocation import Allocation
 from ..batches.comparison import BatchComparison
 from ..batches.time_curve import Curve
@@ -37,13 +37,7 @@ class Interval(NamedTuple):
 
 
 def timelines(curves: Sequence[Curve], allocation: Allocation, max_steps: int = MAX_STEPS) -> list[list[Interval]]:
-    """Intervals of each rank in one global batch, or in its first ``max_steps`` micro-steps; by rank, then by time.
-
-    Args:
-        curves: the curves that the allocation was made from, by rank.
-        allocation: division of the global batch.
-        max_steps: largest number of micro-steps per rank.
-    """
+    """Intervals of each rank in one global batch, or in its first ``max_steps`` micro-steps; by rank, then by time."""
     steps = [
         [float(curve.seconds[size]) for size in share.sizes[:max_steps]]
         for curve, share in zip(curves, allocation.shares, strict=True)
@@ -96,12 +90,7 @@ def _intervals(*parts: tuple[Literal["busy", "communication", "idle"], float, fl
 
 
 def plot_report(report: BatchComparison, path: Path | str) -> None:
-    """Draw the throughput by micro-batch of each kind of device, with the measured points, above the timelines.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        ValueError: the file name does not end with a supported picture format.
-    """
+    """Draw the throughput by micro-batch of each kind of device, with the measured points, above the timelines."""
     path = check_name(path)
     check_matplotlib()
     from matplotlib.figure import Figure

@@ -13,12 +13,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...io.json_files import write_json
-from ...io.text import aligned, byte_unit, count, spans, times
+from ...common.files import write_json
+from ...common.text import aligned, byte_unit, count, spans, times
 from ..batches.allocation import Allocation, Share
 from ..batches.batch_profile import UNITS, BatchProfile
-from ..batches.comparison import BatchComparison
-from ..batches.device_dropping import AdaptPlan
+from ..batches.comparison import AdaptPlan, BatchComparison
 
 __all__ = ["DeviceLine", "device_lines", "render", "save_report"]
 

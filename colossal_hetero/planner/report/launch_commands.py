@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...io.text import count, spans
-from ..plans.plan import Plan
-from ..plans.runnable import why_not_runnable, why_unlike_stages
+from ...common.text import count, spans
+from ..cost.plan import Plan
+from ..cost.runnable import why_not_runnable, why_unlike_stages
 
 __all__ = ["colossal_order", "launch_lines", "training_call"]
 
@@ -26,11 +26,6 @@ def training_call(plan: Plan, path: str = "plan.json", *, overlap: bool = False)
 
     If Colossal-AI's own plugin can run the plan too, the Python for that follows. If the plan cannot be run, the text
     says why and what to do.
-
-    Args:
-        plan: The plan.
-        path: Path of the plan's file.
-        overlap: Whether the plan counts on communication that overlaps with passes.
     """
     problem = why_not_runnable(plan)
     if problem is not None:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from ...io.pictures import BLUE, GRAY, LIGHT_BLUE, ORANGE, check_matplotlib, check_name, save_figure
-from ...io.text import count, spans, times
-from ..plans.plan import Plan
-from ..plans.simulate import PlanSimulation, simulate_plan
+from ...common.pictures import BLUE, GRAY, LIGHT_BLUE, ORANGE, check_matplotlib, check_name, save_figure
+from ...common.text import count, spans, times
+from ..cost.plan import Plan
+from ..cost.simulate import PlanSimulation, simulate_plan
 from .plan_table import layout, replica_groups, short_ranks, special_form
 
 __all__ = ["Lane", "StageBar", "lanes", "plot_plan", "windows"]
@@ -126,16 +126,6 @@ def plot_plan(
     Bars are forward and backward passes with the number of their micro-batch, transfers, optimizer steps and gradient
     synchronization; white is waiting. The second chunk of a stage, and further ones, are hatched. Replicas that are
     alike are drawn once. If the iteration is long, only its beginning and its end are drawn.
-
-    Args:
-        plan: The plan.
-        path: The picture file; the ending of its name sets the format.
-        slow: Slowdown factors by rank, see :func:`~colossal_hetero.planner.plans.simulate.simulate_plan`.
-        simulation: The simulation of this plan, if it has been made already; ``slow`` is not used then.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        ValueError: The file name has no known picture format, or the plan does not have a rank in ``slow``.
     """
     path = check_name(path)
     check_matplotlib()

@@ -12,13 +12,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...io.text import aligned, byte_unit, count, spans, times
-from ..layout_line.plan_layout import layout_of
-from ..layout_line.write_layout import form_in_words, joined_ranges, write_layout
-from ..plans.plan import Plan, Replica, StagePlan
-from ..plans.prediction_error import CERTAIN
-from ..plans.ranked_plan import RankedPlan
-from ..plans.runnable import why_other_degrees
+from ...common.text import aligned, byte_unit, count, spans, times
+from ..cost.layout_line import form_in_words, joined_ranges, layout_of, write_layout
+from ..cost.plan import Plan, Replica, StagePlan
+from ..cost.ranked_plan import CERTAIN, RankedPlan
+from ..cost.runnable import why_other_degrees
+from ..cost.simulate import PlanSimulation
 
 __all__ = [
     "ReplicaGroup",
@@ -27,11 +26,14 @@ __all__ = [
     "one_line",
     "ranges_in_words",
     "render",
+    "render_replanning",
+    "render_simulation",
     "replica_groups",
     "rows",
     "short_ranks",
     "special_form",
 ]
+
 
 MAX_ROWS = 16
 """With more stages than this, consecutive stages of one kind with equally many layers share a row."""
@@ -173,11 +175,7 @@ def rows(plan: Plan) -> list[Row]:
 
 
 def render(plans: Sequence[RankedPlan]) -> RenderableType:
-    """The best plan's stages and totals, and a table of all plans with the reasons for their places.
-
-    Args:
-        plans: At least one, best first.
-    """
+    """The best plan's stages and totals, and a table of all plans with the reasons for their places."""
     plan = plans[0].plan
     parts: list[RenderableType] = [_title(plan), _stages(plan)]
     parts += [Text(line) for line in (*_totals(plan), *plan.notes)]
@@ -336,3 +334,95 @@ def _ranking(ranked: Sequence[RankedPlan]) -> Table:
             style="bold" if index == 0 else None,
         )
     return table
+
+
+# Simulation table ----------------------------------------------------------------------------------------------------
+
+
+MAX_SIMULATED_ROWS = 64
+"""Largest number of stages that are printed."""
+
+
+def render_simulation(simulation: PlanSimulation, without: PlanSimulation | None = None) -> RenderableType:
+    """A row for each stage, and the iteration time by simulation and, for 1F1B, by the closed form.
+
+    Replicas that are alike share their rows.
+    """
+    plan = simulation.plan
+    parts: list[RenderableType] = [Text.assemble((plan.model, "bold"), f": {layout(plan)}")]
+    if simulation.slow:
+        ranks = ", ".join(f"rank {rank} slowed {factor:g} ×" for rank, factor in sorted(simulation.slow.items()))
+        parts.append(Text(f"with {ranks}"))
+    parts += [_simulated_stages(simulation), *(Text(line) for line in _simulated_totals(simulation, without))]
+    return Group(*parts)
+
+
+def render_replanning(present: PlanSimulation, best: PlanSimulation) -> str:
+    """What planning again for the slow ranks brings, in one line."""
+    unit, (now, planned) = times([present.seconds, best.seconds])
+    if best is present:
+        return f"planned again for these ranks: no plan is faster than the present one ({now} {unit})"
+    return (
+        f"planned again for these ranks: {planned} {unit} instead of {now} {unit} "
+        f"({present.seconds / best.seconds:.2f} × as fast): {layout(best.plan)}"
+    )
+
+
+def _simulated_stages(simulation: PlanSimulation) -> Table:
+    plan, whole = simulation.plan, simulation.seconds
+    groups = replica_groups(plan)
+    lines = [(group, index) for group in groups for index in range(len(group.first.stages))]
+    shown = lines[:MAX_SIMULATED_ROWS]
+    columns: list[list[float]] = [[], [], [], []]
+    for group, index in shown:
+        timeline = simulation.timelines[group.numbers[0]]
+        share = timeline.shares[index]
+        compute, transfer = share.compute * timeline.seconds, share.transfer * timeline.seconds
+        idle = max(whole - compute - transfer - plan.synchronization_seconds, 0.0)
+        for column, value in zip(columns, (compute, transfer, idle, plan.synchronization_seconds), strict=True):
+            column.append(value)
+    unit, *texts = times(*columns)
+    many = len(plan.replicas) > 1
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for name in (*(["\nreplica"] if many else []), "\nstage", "\ndevice", "\nranks"):
+        table.add_column(name, overflow="fold")
+    names = ("layers\n[a, b)", f"busy\n[{unit}]", f"transfer\n[{unit}]", f"idle\n[{unit}]")
+    for name in (*names, *([f"sync.\n[{unit}]"] if many else []), "idle\n[%]"):
+        # In a plain string rich would read the brackets as markup.
+        table.add_column(Text(name), justify="right", no_wrap=True)
+    for row, (group, index) in enumerate(shown):
+        stage = group.first.stages[index]
+        if row and index == 0:
+            table.add_section()
+        ranks = sorted(rank for replica in group.replicas for rank in replica.stages[index].ranks)
+        number = f" (×{len(group.numbers)})" if len(group.numbers) > 1 else ""
+        cells = [f"{short_ranks(group.numbers)}{number}" if index == 0 else ""] if many else []
+        cells += [
+            str(index),
+            f"{stage.device}{special_form(stage)}",
+            short_ranks(ranks),
+            ranges_in_words(stage.block_ranges),
+        ]
+        cells += [column[row] for column in texts[: 4 if many else 3]]
+        cells.append(f"{100 * columns[2][row] / whole:.0f}")
+        table.add_row(*(Text(cell) for cell in cells))
+    if len(shown) < len(lines):
+        table.caption = f"{len(shown)} of {count(len(lines), 'stage')}"
+    return table
+
+
+def _simulated_totals(simulation: PlanSimulation, without: PlanSimulation | None) -> list[str]:
+    plan = simulation.plan
+    unit, (simulated, closed) = times([simulation.seconds, plan.iteration_seconds])
+    off = plan.iteration_seconds / simulation.seconds - 1
+    (speed,) = aligned([plan.global_batch / simulation.seconds])
+    line = f"iteration time by event simulation: {simulated} {unit} ({speed} samples/s)"
+    if plan.schedule == "1f1b":
+        lines = [f"{line}; by the closed form: {closed} {unit} ({off:+.1%})"]
+    else:
+        lines = [f"{line}; stages compute while they send, as Colossal-AI's schedule {plan.schedule} does"]
+    if without is not None:
+        unit, (before,) = times([without.seconds])
+        ratio = simulation.seconds / without.seconds
+        lines.append(f"without slow ranks: {before} {unit}; with them the iteration takes {ratio:.2f} × as long")
+    return lines

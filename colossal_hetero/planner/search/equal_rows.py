@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..bounds.pipeline_bounds import PipelineBounds
-from ..plans.runnable import enough_micro_batches
-from ..slots.placement import SlotPool
-from ..slots.tp_groups import compositions, divisors
+from ..cost.placement import SlotPool
+from ..cost.runnable import enough_micro_batches
+from ..cost.tp_groups import compositions, divisors
+from .pipeline_bounds import PipelineBounds
 
 __all__ = ["EqualRows", "Shape", "mixed_shapes", "shapes"]
 
@@ -43,15 +43,7 @@ class EqualRows:
         runnable: bool,
         below: float = np.inf,
     ) -> None:
-        """Makes the rows and their lower bounds.
-
-        Args:
-            pools: The slots for each tensor-parallel degree and micro-batch.
-            bounds: By pool.
-            stages: Numbers of stages that are allowed; None for all.
-            runnable: Whether only rows with enough micro-batches for their stages get a finite bound.
-            below: Rows that take this many seconds or longer need no better bound than this.
-        """
+        """Makes the rows and their lower bounds."""
         self.pools = pools
         fastest = max(channel.bytes_per_second for pool in pools for channel in pool.links.channels)
         numbers, groups, seconds = [], [], []

@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ...io.text import count, duration
-from ..candidates.draft import Draft, simulated_seconds
-from ..chunks.chunked_plans import ChunkedPlans
+from ...common.text import count, duration
 from ..cluster.topology import Topology
-from ..plans.plan import Plan
-from ..plans.ranked_plan import MIN_WIDER_GAIN, ROUNDING, compared
+from ..cost.draft import Draft, simulated_seconds
+from ..cost.pass_order import Schedule
+from ..cost.placement import SlotPool
+from ..cost.plan import Plan
+from ..cost.ranked_plan import MIN_WIDER_GAIN, ROUNDING, compared
 from ..profile.layer_profile import ModelProfile
-from ..schedules.pass_order import Schedule
-from ..slots.placement import SlotPool
+from .chunked_plans import ChunkedPlans
 from .plan_search import PlanSearch
 
 __all__ = ["against_equal_replicas", "impossible_degrees", "reason", "why_no_chunks", "why_nothing"]

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..bounds.pipeline_bounds import PipelineBounds
-from ..candidates.draft import Draft, DraftBuilder
-from ..candidates.placed_pipelines import PlacedPipelines, Rows
-from ..plans.runnable import enough_micro_batches
-from ..slots.placement import Place, SlotPool
+from ..cost.draft import Draft, DraftBuilder
+from ..cost.placed_pipelines import PlacedPipelines, Rows
+from ..cost.placement import Place, SlotPool
+from ..cost.runnable import enough_micro_batches
+from .pipeline_bounds import PipelineBounds
 
 __all__ = ["FewSlots"]
 
@@ -37,16 +37,7 @@ class FewSlots:
         equal: bool,
         devices: int = 0,
     ) -> None:
-        """What is tried.
-
-        Args:
-            builder: Prices the plans.
-            pool: The slots.
-            bounds: Lower bounds on the times of pipelines of the pool.
-            stages: Numbers of stages that are allowed; None for all.
-            equal: Whether only pipelines that are cut alike, with equally many micro-batches, are tried.
-            devices: Only plans that use at least so many devices.
-        """
+        """What is tried."""
         self.placed = PlacedPipelines(builder, pool)
         self.pool = pool
         self.bounds = bounds

@@ -8,36 +8,75 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any
 
-from ..bounds.gap_goal import PLAIN, Effort, GapGoal
-from ..bounds.iteration_bound import IterationBound
-from ..bounds.relaxed_pools import relaxed_pools
-from ..bounds.work_bound import WorkBound
-from ..candidates.draft import Draft, DraftBuilder, simulated_seconds, write_plan
-from ..chunks.chunked_plans import ChunkedPlans
-from ..chunks.ranking import merged_by_time, ranked_by_time
 from ..cluster.topology import Topology
-from ..plans.launch_order import compare_with_launch_order
-from ..plans.plan import Plan
-from ..plans.prediction_error import prediction_error, ties_resolved
-from ..plans.ranked_plan import MIN_WIDER_GAIN, RankedPlan, ranking_seconds
-from ..plans.runnable import NoPlanError
+from ..cost.draft import Draft, DraftBuilder, simulated_seconds, write_plan
+from ..cost.layout import compare_with_launch_order
+from ..cost.pass_order import Schedule
+from ..cost.placement import SlotPool
+from ..cost.plan import Plan
+from ..cost.predict_chunked import MAX_GROUPS, all_arrangements
+from ..cost.ranked_plan import MIN_WIDER_GAIN, RankedPlan, prediction_error, ranking_seconds, ties_resolved
+from ..cost.runnable import NoPlanError
+from ..cost.tp_groups import SIMPLE, SearchSpace
+from ..profile.fitted_profiles import on_links
 from ..profile.layer_profile import ModelProfile
-from ..profile.on_links import on_links
-from ..schedules.pass_order import Schedule
-from ..slots.placement import SlotPool
-from ..slots.search_space import SIMPLE, SearchSpace
 from ..stages.rules import uniform_bounds
 from ..stages.split_methods import METHODS
+from .chunked_plans import Candidate, ChunkedPlans, merged_by_time, ranked_by_time
 from .explanations import against_equal_replicas, impossible_degrees, reason, why_no_chunks, why_nothing
-from .pipelines_to_divide import pipelines_to_divide
+from .gap_goal import PLAIN, Effort, GapGoal, WorkBound
+from .iteration_bound import IterationBound
+from .pipeline_bounds import relaxed_pools
 from .plan_search import PlanSearch
 from .settings import MAX_FORMED_DEVICES, check_schedules, slots_to_try, wider_pools
 
-__all__ = ["make_plans"]
+__all__ = ["make_plans", "pipelines_to_divide", "plans_of_profiles"]
+
+
+# Pipelines to divide -------------------------------------------------------------------------------------------------
+
+
+MAX_DEVICES = 16
+"""Up to so many, each degree and micro-batch has a search of its own for pipelines to divide over chunks."""
+MAX_NUMBERS_OF_STAGES = 8
+"""Numbers of stages for which pipelines to divide over chunks are searched, the smallest ones."""
+
+
+def pipelines_to_divide(search: PlanSearch) -> list[Candidate]:
+    """Pipelines that are alike, whose blocks can be divided over chunks: all of a few slots, else the best of 1F1B."""
+    world = len(search.topology.devices)
+    max_slots = max(pool.slots for pool in search.pools)
+    blocks = len(search.pools[0].kinds[0].costs.forward_seconds)
+    max_stages = min(max_slots, blocks // 2)
+    numbers = [number for number in range(2, max_stages + 1) if search.stages is None or number in search.stages]
+    drafts = search.found()
+    if max_slots > MAX_GROUPS:
+        builder = DraftBuilder(search.topology, "exact")
+        parts = [[pool] for pool in search.pools] if world <= MAX_DEVICES else [search.pools]
+        for number, pools in itertools.product(numbers[:MAX_NUMBERS_OF_STAGES], parts):
+            part = PlanSearch(search.topology, pools, builder, [number], unequal=False, all_devices=search.all_devices)
+            part.run(1)
+            drafts += part.found()
+    candidates: list[Candidate] = []
+    for draft in sorted(drafts, key=lambda each: each.seconds):
+        if draft.is_equal:
+            slots = [tuple(draft.pool.kinds[kind].slots[slot] for kind, slot in row) for row in draft.rows]
+            candidates.append((tuple(slots), draft.pool.micro_batch))
+    for pool in search.pools:
+        if pool.slots <= MAX_GROUPS:
+            groups = [ranks for kind in pool.kinds for ranks in kind.slots]
+            candidates += [(ranks, pool.micro_batch) for ranks in all_arrangements(groups)]
+    devices = world if search.all_devices else 0
+    return [
+        (ranks, size)
+        for ranks, size in candidates
+        if len(ranks[0]) in numbers and len(ranks) * len(ranks[0]) * len(ranks[0][0]) >= devices
+    ]
 
 
 MAX_SEARCHED_POOLS, MAX_POOLS_OF_A_NUMBER = 8, 4
@@ -75,44 +114,6 @@ def make_plans(
 ) -> list[RankedPlan]:
     """The plans with the shortest predicted iteration, best first; of plans that the times of the profile cannot tell
     from the fastest, the simplest comes first (see ``plans/prediction_error.py``).
-
-    Args:
-        topology: Machines. If the profile was taken on them, each device has the times that were measured on it.
-        profile: Times and sizes of the model's layers on the kinds of devices in ``topology``.
-        global_batch: Samples per iteration.
-        micro_batches: Sizes to try, in samples. None: all sizes in the profile that divide the global batch.
-        tensor_parallel: Degrees to try. None: all degrees in the profile.
-        stages: Numbers of stages to try. None: all.
-        schedules: Schedules of pipelines to try, ``1f1b``, ``interleaved`` or ``zbv``: Colossal-AI's ``pp_style``.
-            Plans without a pipeline belong to ``1f1b``.
-        model_chunks: Numbers of chunks per stage to try with ``interleaved``, each at least 2.
-        method: How the layers of a pipeline are split into stages, one of
-            :data:`~colossal_hetero.planner.stages.split_methods.METHODS`.
-        runnable: Only plans that the plugin can run: no replica has more stages than micro-batches, see
-            :mod:`~colossal_hetero.planner.plans.runnable`.
-        unequal: Also plans whose replicas are not alike, in their stages or their batches. They come before equal
-            replicas if they are faster by
-            :data:`~colossal_hetero.planner.plans.ranked_plan.MIN_UNEQUAL_GAIN` at least.
-        all_devices: Only plans that use every device. Needed if one rank is started per device of ``topology``.
-        keep: How many plans to return, at most.
-        compare: Whether the best plan also says what equal replicas of uniform stages would take
-            (``uniform_seconds``), which takes a second search, and what other equal replicas and Colossal-AI's own
-            order of ranks would take (``notes``).
-        overlap: Whether communication between replicas overlaps with passes, as with ZeRO stage 1 and Colossal-AI's
-            options ``overlap_communication`` and ``overlap_allgather``; only for ``1f1b``. See
-            :func:`~colossal_hetero.planner.plans.overlap.exposed_seconds`.
-        space: Which forms stages may have; see :class:`~colossal_hetero.planner.slots.search_space.SearchSpace`. Wider
-            spaces than the simple one are for the schedule ``1f1b``.
-        prefer_simple: Whether plans of the simple space come before others that are faster by less than
-            :data:`~colossal_hetero.planner.plans.ranked_plan.MIN_WIDER_GAIN`.
-        effort: How much is done to find a plan, and to prove how good it is: with a gap that is wanted the search ends
-            early. Bounds are tightest for the schedule ``1f1b`` without ``overlap``, if all stages have one form.
-        cluster_file: Name of the cluster file, for the plans' ``cluster`` field.
-        profile_file: Name of the profile file, for the plans' ``profile`` field.
-
-    Raises:
-        NoPlanError: There is no such plan for these machines. The message says why, and what to change.
-        ValueError: An argument is not possible.
     """
     profile = on_links(profile, topology)
     if method not in METHODS:
@@ -266,3 +267,39 @@ def _has_uniform_stages(plan: Plan) -> bool:
         [stage.blocks for stage in replica.stages] == list(pairwise(uniform_bounds(plan.blocks, len(replica.stages))))
         for replica in plan.replicas
     )
+
+
+# Several profiles ----------------------------------------------------------------------------------------------------
+
+
+def plans_of_profiles(
+    topology: Topology, profiles: Sequence[tuple[str, ModelProfile]], *, keep: int, **options: Any
+) -> list[RankedPlan]:
+    """The plans with the shortest predicted iteration over all profiles, best first."""
+    (first, model), *others = profiles
+    seen = {model.precision: first}
+    for name, other in others:
+        if other.blocks != model.blocks:
+            raise ValueError(f"{first} has {model.blocks} blocks and {name} {other.blocks}; give profiles of one model")
+        if other.precision in seen:
+            raise ValueError(
+                f"{seen[other.precision]} and {name} both have the precision {other.precision}; give one profile for "
+                "each precision"
+            )
+        seen[other.precision] = name
+    ranked: list[RankedPlan] = []
+    bounds: list[float | None] = []
+    problems: list[NoPlanError] = []
+    for name, each in profiles:
+        try:
+            found = make_plans(topology, each, keep=keep, profile_file=name, **options)
+        except NoPlanError as problem:
+            problems.append(problem)
+            continue
+        ranked = merged_by_time(ranked, found, keep) if ranked else found
+        bounds.append(found[0].plan.bound_seconds)
+    if not ranked:
+        raise problems[0]
+    # What holds for the plans of every profile is the lowest bound.
+    lowest = min((bound for bound in bounds if bound is not None), default=None) if None not in bounds else None
+    return [replace(each, plan=each.plan.model_copy(update={"bound_seconds": lowest})) for each in ranked]

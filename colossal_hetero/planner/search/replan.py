@@ -7,14 +7,14 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..chunks.predict_chunked import predict_chunked_plan
 from ..cluster.topology import Topology
-from ..plans.plan import Plan
-from ..plans.predict import predict_plan
-from ..plans.ranked_plan import ranking_seconds
-from ..plans.runnable import why_not_runnable, why_unlike_stages
-from ..plans.simulate import PlanSimulation, simulate_plan, slowed
-from ..profile.as_profiled import as_profiled
+from ..cost.plan import Plan
+from ..cost.predict import predict_plan
+from ..cost.predict_chunked import predict_chunked_plan
+from ..cost.ranked_plan import ranking_seconds
+from ..cost.runnable import why_not_runnable, why_unlike_stages
+from ..cost.simulate import PlanSimulation, simulate_plan, slowed
+from ..profile.fitted_profiles import as_profiled
 from ..profile.layer_profile import ModelProfile
 from ..stages.event_simulation import Transfers
 from .make_plans import make_plans
@@ -46,20 +46,7 @@ def replan(
     slow: Mapping[int, float],
     transfers: Transfers = "blocking",
 ) -> Replanned:
-    """The best plan for ``topology`` with some devices slower, by event simulation; the present one is a candidate.
-
-    Args:
-        topology: Machines for which the plan was made.
-        profile: Profile from which the plan was made.
-        plan: The present plan. If it can be run, the best one can be run too. The best one has the same schedule or
-            1F1B.
-        slow: Factor by which the work of a device takes longer, by rank.
-        transfers: Model of the transfers, see :mod:`~colossal_hetero.planner.stages.event_simulation`.
-
-    Raises:
-        ValueError: The plan is not one for these machines or this profile, its stages have different forms or it uses
-            ZeRO, it does not use a slow rank, or a factor is not above 0.
-    """
+    """The best plan for ``topology`` with some devices slower, by event simulation; the present one is a candidate."""
     before = slowed(plan, slow)
     unlike = "it uses ZeRO stage 1" if plan.zero_stage else why_unlike_stages(plan)
     if unlike is not None:

@@ -6,16 +6,318 @@ of one kind each, with as few stages as memory allows or more.
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
 
-from ..bounds.pipeline_bounds import PipelineBounds
-from ..slots.device_groups import MemberKind, find_grouping
-from ..slots.placement import SlotPool
+from ..cost.placement import SlotPool
+from ..cost.tp_groups import number_of_compositions
+from .pipeline_bounds import PipelineBounds
 
-__all__ = ["Groups", "UnequalGroups"]
+__all__ = ["Grouping", "Groups", "MemberKind", "UnequalGroups", "effective_power", "find_grouping"]
+
+
+# Device groups -------------------------------------------------------------------------------------------------------
+#
+# Data-parallel groups of unequal devices: which devices hold a replica of the model together.
+#
+# AutoHet, Eq. 2 and 3: maximizes the number of groups times the smallest *effective computing power* of a group.
+# Members (devices, or tensor-parallel groups of them) of one kind are interchangeable, so a group is described by its
+# count of each kind. Solved exactly, with SciPy's integer programming solver (HiGHS).
+
+
+TOLERANCE = 1e-9
+"""Powers that differ by less than this share count as equal."""
+MAX_VALUES = 20_000
+"""Up to so many compositions, all powers that a group can have are listed. With more, any power is tried."""
+
+MAX_PATTERNS = 20_000
+"""If a group could have more different members than this (devices throttled to many different speeds), only the groups
+are tried that are found by giving out the members in turn."""
+
+MAX_ROUND_ROBIN = 64
+"""Numbers of groups for which a first solution is found by giving out the members in turn."""
+
+# [Note: the covering problem]
+# For a given number of groups D, let z be the power that each group has to reach. With K micro-batches and P members,
+# G = (Σ g n)·K / (K + P − 1) ≥ z is equivalent to Σ (g − z/K)·n ≥ z·(K − 1)/K, which is linear in the counts n. A
+# member with g ≥ z/K never lowers a group's G ("good"). A member with less does ("bad"): it lengthens the pipeline by
+# more than the power it adds. So a group needs no more good members than it takes to reach z and the memory, and all
+# that are left over can join any group. Only few patterns remain. D groups that reach z exist if and only if Σ x = D
+# and Σ pattern·x ≤ available (= available for bad members, which have to be in some group) has a solution in whole
+# numbers x. The largest such z is found by bisection, over the powers that a group can have if there are only few.
+
+
+@dataclass(frozen=True)
+class MemberKind:
+    """Interchangeable members: devices or tensor-parallel groups."""
+
+    power: float
+    """g: computing power of one member, in any unit."""
+    memory_bytes: float
+    """Memory of one member."""
+    count: int
+    """How many there are."""
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """Groups of members, and the power that each of them reaches."""
+
+    groups: tuple[tuple[int, ...], ...]
+    """Members by kind of each group, ``[groups][kinds]``; in descending order of counts."""
+    power: float
+    """min_j G_j: the effective computing power of the weakest group."""
+
+    @property
+    def objective(self) -> float:
+        """The number of groups times :attr:`power`, AutoHet's Eq. 3a."""
+        return len(self.groups) * self.power
+
+
+def effective_power(
+    counts: NDArray[np.int64], powers: Sequence[float] | NDArray[np.float64], micro_batches: float
+) -> NDArray[np.float64]:
+    """G of groups, AutoHet's Eq. 2: the sum of the members' powers, reduced by the share of pipeline bubbles.
+
+    Args:
+        counts: Members by kind, ``[…, kinds]``.
+        powers: g by kind.
+        micro_batches: K of each group.
+
+    Returns:
+        ``[…]``.
+    """
+    members = np.maximum(counts.sum(axis=-1), 1)
+    return np.asarray((counts @ np.asarray(powers)) * micro_batches / (micro_batches + members - 1))
+
+
+def find_grouping(
+    kinds: Sequence[MemberKind],
+    model_bytes: float,
+    micro_batches: float | Callable[[int], float],
+    *,
+    groups: int | None = None,
+    allow_idle: bool = False,
+    max_members: int | None = None,
+    max_groups: int | None = None,
+    above: float = 0.0,
+    precision: float = 4 * TOLERANCE,
+    cost: Callable[[int], float] = lambda _: 0.0,
+) -> Grouping | None:
+    """The groups with the largest objective (AutoHet, Eq. 3a); None if there are none.
+
+    What number of groups costs by itself is not in AutoHet's objective. With ``cost``, groups are compared by
+    ``1 / (1 / objective + cost(groups))``.
+    """
+    members = sum(kind.count for kind in kinds)
+    max_members = max_members or members
+    memory = sum(kind.memory_bytes * kind.count for kind in kinds)
+    at = micro_batches if callable(micro_batches) else lambda _: micro_batches
+    costs = {
+        number: cost(number)
+        for number in (range(1, min(members, max_groups or members) + 1) if groups is None else (groups,))
+    }
+
+    def after_costs(grouping: Grouping) -> float:
+        return 1.0 / (1.0 / grouping.objective + costs[len(grouping.groups)])
+
+    problems = []
+    for number, lost in costs.items():
+        if number * model_bytes > memory * (1 + TOLERANCE) or number > members or lost * above >= 1:
+            continue
+        if not allow_idle and members > number * max_members:
+            continue
+        problem = _Covering(kinds, model_bytes, number, at(number), allow_idle, max_members)
+        problems.append((-1.0 / (1.0 / (number * problem.bound) + lost), -number, problem))
+    # A first solution to compare with; it saves time and does not change the result.
+    some = problems[:: math.ceil(len(problems) / MAX_ROUND_ROBIN)] if problems else []
+    found = [grouping for *_, problem in some if (grouping := problem.round_robin()) and after_costs(grouping) > above]
+    best = max(found, key=after_costs, default=None)
+    for bound, negative, problem in sorted(problems, key=lambda each: each[:2]):
+        reached = max(after_costs(best) if best else 0.0, above)
+        if -bound <= reached * (1 + max(precision, TOLERANCE)):
+            break
+        # The objective that this number of groups has to exceed.
+        needed = 1.0 / (1.0 / reached - costs[-negative]) if reached > 0 else 0.0
+        best = problem.solve(needed / -negative, precision) or best
+    return best
+
+
+class _Covering:
+    """The problem for a given number of groups D, see [Note: the covering problem]."""
+
+    def __init__(
+        self,
+        kinds: Sequence[MemberKind],
+        model_bytes: float,
+        groups: int,
+        micro_batches: float,
+        allow_idle: bool,
+        max_members: int,
+    ) -> None:
+        self.powers = np.array([kind.power for kind in kinds], dtype=float)
+        self.memory = np.array([kind.memory_bytes for kind in kinds], dtype=float)
+        self.available = np.array([kind.count for kind in kinds], dtype=np.int64)
+        self.model_bytes = model_bytes * (1 - TOLERANCE)
+        self.groups = groups
+        self.micro_batches = micro_batches
+        self.allow_idle = allow_idle
+        self.max_members = max_members
+        self.bound = self._bound()
+
+    def _bound(self) -> float:
+        """An upper bound on the power of the weakest group: all groups would be equal, with fractions of members."""
+        order = np.argsort(-self.powers)
+        members, power = np.cumsum(self.available[order]), np.cumsum((self.available * self.powers)[order])
+        best = power * self.micro_batches / (self.groups * (self.micro_batches - 1) + np.maximum(members, self.groups))
+        return float(best.max() if self.allow_idle else best[-1])
+
+    def solve(self, above: float, precision: float) -> Grouping | None:
+        """The best grouping whose weakest group has a power above ``above``; None if there is none."""
+        best = self._cover(max(above, self.bound * TOLERANCE) * (1 + 2 * TOLERANCE))
+        if best is None:
+            return None
+        low, high = best.power, self.bound * (1 + 3 * TOLERANCE)
+        values = self._values(low, high)
+        while high > low * (1 + precision) and (values is None or len(values)):
+            target = (low + high) / 2 if values is None else float(values[len(values) // 2])
+            found = self._cover(target)
+            if found is not None:
+                best, low = found, max(found.power, target)
+            else:
+                high = target
+            if values is not None:
+                values = values[(values > low * (1 + TOLERANCE)) & (values < high * (1 - TOLERANCE))]
+        return best
+
+    def _values(self, low: float, high: float) -> NDArray[np.float64] | None:
+        """The powers that a group can have in this range, ascending; None if there are too many compositions."""
+        max_members = min(self.max_members, int(self.available.sum()) - self.groups + 1)
+        caps = np.minimum(self.available, max_members)
+        if np.prod(caps + 1.0) > MAX_VALUES:
+            return None
+        counts = _grid(caps.tolist(), max_members)[1:]
+        counts = counts[counts @ self.memory >= self.model_bytes]
+        power = effective_power(counts, self.powers, self.micro_batches)
+        return np.unique(power[(power > low * (1 + TOLERANCE)) & (power <= high * (1 + TOLERANCE))])
+
+    def _grouping(self, counts: NDArray[np.int64]) -> Grouping:
+        power = float(effective_power(counts, self.powers, self.micro_batches).min())
+        return Grouping(tuple(sorted((tuple(row) for row in counts.tolist()), reverse=True)), power)
+
+    def round_robin(self) -> Grouping | None:
+        """Members in descending order of power, each to the weakest group; None if a group then lacks memory."""
+        counts = np.tile(self.available // self.groups, (self.groups, 1))
+        rest = self.available % self.groups
+        have = [(0.0, group) for group in range(self.groups)]
+        for kind in np.argsort(-self.powers):
+            for _ in range(rest[kind]):
+                power, group = have[0]
+                counts[group, kind] += 1
+                heapq.heapreplace(have, (power + float(self.powers[kind]), group))
+        members = counts.sum(axis=1)
+        if members.min() < 1 or members.max() > self.max_members or (counts @ self.memory).min() < self.model_bytes:
+            return None
+        return self._grouping(counts)
+
+    def _cover(self, power: float) -> Grouping | None:
+        """Groups of at least this power; None if there are none."""
+        patterns, good = self._patterns(power)
+        if not len(patterns) or not self._may_cover(patterns):
+            return None
+        upper = self.available.astype(float)
+        lower = np.where(good | self.allow_idle, 0.0, upper)
+        rows = np.concatenate([patterns.T, np.ones((1, len(patterns)))])
+        limits = LinearConstraint(csr_array(rows), np.append(lower, self.groups), np.append(upper, self.groups))
+        # Any solution will do. Minimizing the members in use gives the solver a direction.
+        found = milp(
+            patterns.sum(axis=1), integrality=np.ones(len(patterns)), bounds=Bounds(0, np.inf), constraints=limits
+        )
+        if found.x is None:
+            return None
+        times = np.rint(found.x).astype(np.int64)
+        counts = np.repeat(patterns, times, axis=0)
+        if not self.allow_idle:
+            self._add_left_over(counts)
+        return self._grouping(counts)
+
+    def _may_cover(self, patterns: NDArray[np.int64]) -> bool:
+        """Whether there are enough members, power and memory if each group takes the smallest amount of any pattern."""
+        scales = np.stack([np.ones_like(self.powers), self.powers, self.memory, *np.eye(len(self.powers))])
+        needed = (patterns @ scales.T).min(axis=0) * self.groups
+        return bool((needed <= scales @ self.available * (1 + TOLERANCE)).all())
+
+    def _add_left_over(self, counts: NDArray[np.int64]) -> None:
+        """Adds each member that is left over, in descending order of power, to the weakest group that has room."""
+        left = self.available - counts.sum(axis=0)
+        for kind in np.argsort(-self.powers):
+            for _ in range(left[kind]):
+                power = effective_power(counts, self.powers, self.micro_batches)
+                counts[np.where(counts.sum(axis=1) < self.max_members, power, np.inf).argmin(), kind] += 1
+
+    def _patterns(self, power: float) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """The groups that reach ``power`` and the memory with the fewest good members, and which kinds are good."""
+        worth = self.powers - power / self.micro_batches
+        needed = power * (self.micro_batches - 1) / self.micro_batches
+        good = worth >= -1e-12 * self.powers
+        if not good.any():
+            return np.zeros((0, len(worth)), dtype=np.int64), good
+        max_members = min(self.max_members, int(self.available.sum()) - self.groups + 1)
+        caps = np.minimum(self.available, max_members)
+        for kind in np.flatnonzero(good):
+            # No more members of a kind are needed than would make up a group alone.
+            with np.errstate(divide="ignore"):
+                alone = max(needed / max(worth[kind], 1e-300), self.model_bytes / max(self.memory[kind], 1e-300), 1.0)
+            if not (~good).any() and alone < caps[kind]:
+                caps[kind] = int(np.ceil(alone * (1 + TOLERANCE)))
+        last = int(np.where(good, caps, -1).argmax())
+        others = [kind for kind in range(len(caps)) if kind != last]
+        if number_of_compositions([np.arange(cap + 1) for cap in caps[others]], max_members) > MAX_PATTERNS:
+            return np.zeros((0, len(worth)), dtype=np.int64), good
+        grid = _grid(caps[others].tolist(), max_members)
+        counts = np.zeros((len(grid), len(caps)), dtype=np.int64)
+        counts[:, others] = grid
+        lacking_memory = (self.model_bytes - counts @ self.memory) / max(self.memory[last], 1e-300)
+        short = needed - counts @ worth
+        lacking_power = np.where(short <= TOLERANCE * power, 0.0, short / max(worth[last], 1e-300))
+        lacking = np.maximum(np.maximum(lacking_memory, lacking_power), (counts.sum(axis=1) == 0).astype(float))
+        add = np.ceil(np.maximum(lacking, 0.0) - TOLERANCE)
+        fitting = add <= caps[last]
+        counts, add = counts[fitting], add[fitting].astype(np.int64)
+        counts[:, last] = add
+        counts = counts[self._reaches(counts, power)]
+        minimal = np.ones(len(counts), dtype=bool)
+        for kind in np.flatnonzero(good):
+            fewer = counts.copy()
+            fewer[:, kind] -= 1
+            minimal &= ~((fewer[:, kind] >= 0) & self._reaches(fewer, power))
+        return counts[minimal], good
+
+    def _reaches(self, counts: NDArray[np.int64], power: float) -> NDArray[np.bool_]:
+        members = counts.sum(axis=1)
+        enough = effective_power(counts, self.powers, self.micro_batches) >= power * (1 - TOLERANCE)
+        return np.asarray(
+            enough & (members >= 1) & (members <= self.max_members) & (counts @ self.memory >= self.model_bytes)
+        )
+
+
+def _grid(caps: Sequence[int], max_sum: int) -> NDArray[np.int64]:
+    """All counts from 0 up to ``caps`` whose sum is at most ``max_sum``, ``[rows, kinds]``."""
+    rows = np.zeros((1, 0), dtype=np.int64)
+    for cap in caps:
+        choice = np.arange(cap + 1)
+        rows = np.concatenate([np.repeat(rows, len(choice), axis=0), np.tile(choice, len(rows))[:, None]], axis=1)
+        rows = rows[rows.sum(axis=1) <= max_sum]
+    return rows
+
 
 MIN_IDLE_GAIN = 1.01
 """Groups that leave devices idle are tried if their objective (AutoHet, Eq. 3a) is larger by this factor."""
@@ -40,14 +342,7 @@ class UnequalGroups:
     def __init__(
         self, pool: SlotPool, bounds: PipelineBounds, allowed: frozenset[str], sums: Callable[[int], float]
     ) -> None:
-        """What groups are formed of.
-
-        Args:
-            pool: The slots there are.
-            bounds: Lower bounds on the times of pipelines of the pool.
-            allowed: Kinds of devices.
-            sums: Seconds in which so many pipelines sum their gradients at least.
-        """
+        """What groups are formed of."""
         self.pool = pool
         self.bounds = bounds
         self.sums = sums
@@ -79,13 +374,7 @@ class UnequalGroups:
     def candidates(
         self, stages: Sequence[int] | None, below: float = np.inf, *, may_be_idle: bool = True
     ) -> list[Groups]:
-        """Different groups.
-
-        Args:
-            stages: Numbers of stages that are allowed; None for all.
-            below: Groups of which all plans take longer than this many seconds need not be found.
-            may_be_idle: Whether groups that leave slots out are looked for too.
-        """
+        """Different groups."""
         found = [*self._balanced(below, may_be_idle, self.sums), *self._of_one_kind()]
         if self.pool.devices <= MAX_WITHOUT_SUMS:
             # Sums can take longer than their bound, so a number of pipelines for which it is small can seem too good.

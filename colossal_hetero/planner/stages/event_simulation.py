@@ -11,7 +11,7 @@ are two models of how long a message keeps the stages waiting:
     compute stream wait for the transfer, and a send ends when the receiver takes it.
 ``overlapped``
     The sender continues at once, and the receiver waits until the message has arrived. Gloo behaves like this with this
-    package's corrections (``cpu/point_to_point.py``), because sends are buffered.
+    package's corrections (``colossalai_support/cpu.py``), because sends are buffered.
 
 `[Note: wavefront]`  The exchanges over cut p are numbered by the micro-batch n whose forward message they carry.
 Micro-batch m goes back over cut p in exchange ``m + P − 1 − p``; numbers above K − 1 have no forward message. Exchange
@@ -135,11 +135,7 @@ class PipelineTimeline:
 
 
 def simulate(pipeline: Pipeline, split: Split, transfers: Transfers = "blocking") -> PipelineTimeline:
-    """Simulate an iteration of ``pipeline`` with ``split``. A stage updates its parameters after its last backward.
-
-    Raises:
-        ValueError: There is no micro-batch, or ``transfers`` is unknown.
-    """
+    """Simulate an iteration of ``pipeline`` with ``split``. A stage updates its parameters after its last backward."""
     return simulate_cost(evaluate(pipeline, split), pipeline.micro_batches, transfers)
 
 
@@ -161,9 +157,6 @@ def simulate_times(
         micro_batches: Micro-batches per iteration.
         update_seconds: Time of each stage's optimizer step, ``[stages]``; 0 by default.
         transfers: Model of the transfers, see the top of this module.
-
-    Raises:
-        ValueError: There is no micro-batch, the numbers of times do not match, or ``transfers`` is unknown.
     """
     forward, backward, hops = (np.array(list(v), dtype=float) for v in (forward_seconds, backward_seconds, hop_seconds))
     update = np.zeros(len(forward)) if update_seconds is None else np.array(list(update_seconds), dtype=float)

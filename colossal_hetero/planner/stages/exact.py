@@ -32,9 +32,19 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .many_orders import by_speed, exchanged, like_kinds, near_each_other
 from .pipeline import Pipeline, Split, earliest_starts, evaluate
-from .slot_orders import NO_HOP, Depth, Orders, TooManyOrders, all_orders, one_order
+from .slot_orders import (
+    NO_HOP,
+    Depth,
+    Orders,
+    TooManyOrders,
+    all_orders,
+    by_speed,
+    exchanged,
+    like_kinds,
+    near_each_other,
+    one_order,
+)
 
 __all__ = ["best_split", "exact"]
 

@@ -227,12 +227,7 @@ def _seconds_sent(channel: Channel, message_bytes: float) -> float:
 
 
 def earliest_starts(form: SlotForm, in_flight: int) -> NDArray[np.int_]:
-    """First block that a stage can have, by memory, for each end of the stage, ``[blocks + 1]``.
-
-    Args:
-        form: Costs of the blocks in the stage's slot, and its memory.
-        in_flight: Number of micro-batches whose activations the stage holds.
-    """
+    """First block that a stage can have, by memory, for each end of the stage, ``[blocks + 1]``."""
     total = form.costs.cumulative.state_bytes + in_flight * form.costs.cumulative.activation_bytes
     earliest = np.searchsorted(total, total - form.memory_bytes, side="left")
     if form.recomputed is not None:

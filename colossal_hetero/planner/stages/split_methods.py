@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from .adapt_search import adapt
 from .exact import MAX_STATES, exact
-from .local_search import simulated
+from .local_search import adapt, simulated
 from .pipeline import Pipeline, Split
 from .rules import autohet, holmes, uniform, uniform_bounds
 
@@ -40,19 +39,6 @@ def split(
     different slots (more than ``max_states``) it tries only some good orders. ``adapt`` and ``autohet`` also
     respect memory. ``uniform`` and ``holmes`` do not, so check ``evaluate(...).fits``. ``simulated`` improves the
     result of ``exact`` under the event simulation, which helps if there are fewer than four micro-batches per stage.
-
-    Args:
-        pipeline: The pipeline to divide.
-        method: One of ``METHODS``.
-        order: The slot of each stage, if only the bounds are to be chosen. Without it, ``exact``, ``simulated`` and
-            ``adapt`` choose the order, ``autohet`` puts the slowest slots first, and ``uniform`` and ``holmes`` keep
-            the order of the slots.
-        known: For ``exact``: a split that fits in memory, which saves the time to find a first one.
-        max_states: For ``exact``: see :data:`.exact.MAX_STATES`.
-
-    Raises:
-        ValueError: The method is unknown, the order is not a permutation of the slots, there are more stages than
-            blocks or no micro-batch, or (``exact``, ``simulated``, ``adapt``, ``autohet``) no split fits in memory.
     """
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}: valid are {', '.join(METHODS)}")

@@ -8,32 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from ...elastic.config import ElasticConfig
-from ...elastic.state.held_layers import HeldLayers
-from ...elastic.state.seats import with_fewest_moves
-from ...elastic.state.survivors import surviving_topology
-from ...pipeline_parallel.config import PlanConfig
+from ...elastic.held_layers import HeldLayers, surviving_topology
+from ...elastic.seats import with_fewest_moves
 from ...planner.cluster.cluster_file import load_cluster
 from ...planner.cluster.topology import Topology
-from ...planner.plans.plan import Plan
+from ...planner.cost.plan import Plan
+from ...planner.profile.fitted_profiles import on_links
 from ...planner.profile.layer_profile import ModelProfile, load_model_profile
-from ...planner.profile.on_links import on_links
-from ..unequal.unequal_replicas import why_not_unequal
-from .joining.new_kinds import KnownKinds
+from ..plan_config import PlanConfig
+from ..replicas.unequal_replicas import why_not_unequal
+from .joining import KnownKinds
 
 __all__ = ["check_elastic", "cluster_of", "elastic_planning", "profile_of", "seated"]
 
 
 def check_elastic(elastic: Any, arguments: Mapping[str, Any]) -> None:
-    """Check that the plugin can be made again with other members.
-
-    Args:
-        elastic: the plugin's argument.
-        arguments: all its other arguments.
-
-    Raises:
-        TypeError: ``elastic`` is not an ``ElasticConfig``.
-        ValueError: an argument is not possible in elastic training; the message says what to choose.
-    """
+    """Check that the plugin can be made again with other members."""
     if not isinstance(elastic, ElasticConfig):
         raise TypeError(f"elastic={elastic!r} is not an ElasticConfig; write ElasticConfig(min_members=...)")
     planning = arguments["planning"]
@@ -79,17 +69,7 @@ def profile_of(arguments: Mapping[str, Any]) -> ModelProfile:
 def elastic_planning(
     arguments: Mapping[str, Any], cluster: Topology, known: KnownKinds, nodes: Sequence[str]
 ) -> PlanConfig:
-    """What to plan from in a world.
-
-    Args:
-        arguments: as the script gave them.
-        cluster: see :func:`cluster_of`.
-        known: the profile with the kinds of devices that members have measured.
-        nodes: of the members, by rank.
-
-    Raises:
-        ValueError: a node is not in the cluster, or has fewer devices than members.
-    """
+    """What to plan from in a world."""
     planning: PlanConfig = arguments["planning"]
     there = surviving_topology(cluster, nodes)
     profile = known.with_kinds({device.kind.name for device in there.devices})

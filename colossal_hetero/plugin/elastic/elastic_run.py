@@ -1,6 +1,6 @@
 """Training that goes on when members die or come: what the ranks do between two worlds.
 
-[Note: between two worlds] An iteration ends with the message of ``plugin/unequal/commit.py``. Until then, nothing has
+[Note: between two worlds] An iteration ends with the commit of ``replica_gradients.py``. Until then, nothing has
 changed a parameter. So if a collective fails, each rank holds the result of the last step, or has all that it needs to
 make it. Then, on all ranks in the same order:
 
@@ -28,25 +28,30 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor, nn
 
-from ...checkpoint.contents.model_outline import outline_of
 from ...checkpoint.layer_checkpoint import Start
+from ...checkpoint.model_outline import outline_of
+from ...common.ranks import is_lost_connection
 from ...data_parallel.loader import HeteroDataLoader
-from ...elastic.config import ElasticConfig
-from ...elastic.members import Members
-from ...elastic.state.held_layers import HeldLayers
-from ...elastic.state.held_state import Held
-from ...elastic.state.recovery import Recovery
-from ...elastic.state.versions import Agreed, CatchUp, Standing, agree
-from ...layers.dropout.seeded_passes import SeededPasses
-from ...planner.plans.runnable import NoPlanError
-from ...processes.ended_ranks import is_lost_connection
-from ...profiling.layers.model_layers import find_block_row
+from ...elastic.config import ElasticConfig, Members
+from ...elastic.held_layers import Agreed, CatchUp, Held, HeldLayers, Recovery, Standing, agree
+from ...layers.seeded_passes import SeededPasses
+from ...planner.cost.runnable import NoPlanError
+from ...profiling.model_layers import find_block_row
 from ..part import PluginPart, TrainingObjects
-from ..unequal.commit import Commit, exchange
-from .evaluations import Evaluations, has_to_repeat, is_joined_inside
-from .joining.waiting import WaitForNodes
-from .moving_state import NOTHING, START_AGAIN, StateLost, let_go, restore, take_over
-from .template import Template
+from ..replicas.replica_gradients import Commit, exchange
+from .evaluations import (
+    NOTHING,
+    START_AGAIN,
+    Evaluations,
+    StateLost,
+    Template,
+    has_to_repeat,
+    is_joined_inside,
+    let_go,
+    restore,
+    take_over,
+)
+from .joining import WaitForNodes
 
 __all__ = ["Build", "ElasticRun"]
 
@@ -62,16 +67,7 @@ MAX_FAILURES = 3
 
 
 class ElasticRun(PluginPart):
-    """Lets a hybrid plugin go on in another world.
-
-    Args:
-        members: of the job.
-        build: makes the plugin for the world that was formed, on all its ranks at once, from the node of each rank,
-            what it holds, and the size of micro-batches so far (None at first, and if it does not matter); returns what
-            this rank holds in the new plan, and the size of its micro-batches. It raises ``NoPlanError`` on all ranks
-            if no plan fits the devices that are there.
-        config: the user's options.
-    """
+    """Lets a hybrid plugin go on in another world."""
 
     rejoins = True
     """Whether this process can join another world, if a member is lost while it joins one."""
@@ -156,11 +152,7 @@ class ElasticRun(PluginPart):
         return nodes, [layers for _, layers, _ in everyone], micro_batch
 
     def _follow(self, own: Standing, standings: Sequence[Standing]) -> None:
-        """What follows for an evaluation in which ranks may be; see [Note: evaluations].
-
-        Raises:
-            StateLost: ranks are in one, and others have joined, which are not.
-        """
+        """What follows for an evaluation in which ranks may be; see [Note: evaluations]."""
         stayed = [each for each in standings if each.version is not None]
         if is_joined_inside(standings):
             raise StateLost(f"a process has joined while the others recover in an evaluation; {START_AGAIN}")
@@ -214,12 +206,7 @@ class ElasticRun(PluginPart):
     def configure(
         self, configure: Callable[[TrainingObjects], TrainingObjects], objects: TrainingObjects
     ) -> TrainingObjects:
-        """Configure what the script boosts, in another world if a member is lost while this process joins.
-
-        Args:
-            configure: does it in the world that there is.
-            objects: what is boosted.
-        """
+        """Configure what the script boosts, in another world if a member is lost while this process joins."""
         is_first = self._template is None and objects.optimizer is not None
         try:
             return configure(objects)
@@ -252,18 +239,7 @@ class ElasticRun(PluginPart):
         load: Callable[[], Start],
         saved_step: Callable[[], int | None],
     ) -> Start:
-        """Begin to train: with the state that the others hold, or with what ``load`` finds. Every rank calls it.
-
-        Args:
-            plugin: that has configured the model.
-            lr_scheduler: the learning-rate schedule, or None.
-            loader: draws the batches.
-            load: loads the newest checkpoint, and returns where it is.
-            saved_step: its step, or None if there is none.
-
-        Raises:
-            TypeError: there is no loader that can draw its batches again.
-        """
+        """Begin to train: with the state that the others hold, or with what ``load`` finds. Every rank calls it."""
         if not isinstance(loader, HeteroDataLoader):
             raise TypeError(
                 f"plugin.resume got the loader {loader!r}; elastic training draws batches again after a member was "
@@ -306,12 +282,7 @@ class ElasticRun(PluginPart):
     # Iterations ---------------------------------------------------------------------------------------------------
 
     def run(self, plugin: Any, passes: Callable[[], dict]) -> dict:
-        """Run forward and backward passes, in another world if this one breaks.
-
-        Args:
-            plugin: that runs them.
-            passes: draws a batch of the loader and runs its passes.
-        """
+        """Run forward and backward passes, in another world if this one breaks."""
         if not self._calls and self._commit is not None and any(self._commit.words):
             self._change(plugin, "a member joins or leaves")
         seeded = partial(self._seeded, plugin, passes, len(self._calls))
@@ -341,14 +312,7 @@ class ElasticRun(PluginPart):
     def evaluate(
         self, plugin: Any, model: Any, batches: Iterator[Any], evaluate: Callable[[Iterator[Any]], dict]
     ) -> dict:
-        """Run the forward passes of an evaluation, in another world if this one breaks.
-
-        Args:
-            plugin: that runs them.
-            model: the boosted model.
-            batches: the script's.
-            evaluate: draws a batch and runs its passes.
-        """
+        """Run the forward passes of an evaluation, in another world if this one breaks."""
         if not self._holds or self._calls:  # not in training yet, or gradients would be lost
             return evaluate(batches)
 
@@ -488,11 +452,7 @@ class ElasticRun(PluginPart):
             _print(f"all members leave; the state after step {self.version} {what}")
 
     def _form_again(self, reason: str | None) -> None:
-        """Leave the world, which is broken if there is a ``reason``, and form another one.
-
-        Raises:
-            StateLost: nobody in it holds a state.
-        """
+        """Leave the world, which is broken if there is a ``reason``, and form another one."""
         if reason is not None:
             self._members.fail(reason)
         with suppress(RuntimeError):
@@ -506,14 +466,7 @@ class ElasticRun(PluginPart):
             raise StateLost(f"all members with a state of training were lost; {START_AGAIN}")
 
     def _go_on(self, plugin: Any, reason: str | None, lr_scheduler: Any = None, loader: Any = None) -> int:
-        """Take part in another world, with the script's objects; returns the bytes received.
-
-        Args:
-            plugin: that is made again.
-            reason: why this world is broken; None if it is not.
-            lr_scheduler: the learning-rate schedule, if it is to get the state of the others.
-            loader: the same for the loader.
-        """
+        """Take part in another world, with the script's objects; returns the bytes received."""
         self._form_again(reason)
         assert self._objects is not None and self._template is not None and self._agreed is not None
         user = self._objects

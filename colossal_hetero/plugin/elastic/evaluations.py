@@ -9,16 +9,39 @@ same evaluation and have its results. A process that joins meanwhile is in no ev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
 
-from ...elastic.state.versions import Standing
+from ...checkpoint.held_pieces import pieces_of
+from ...checkpoint.model_outline import ModelOutline
+from ...checkpoint.optimizer_memory import state_entries
+from ...checkpoint.restoring import Restoring
+from ...checkpoint.run_states import restore_run, run_state_of
+from ...elastic.held_layers import Agreed, CatchUp, Held, Standing
+from ...elastic.moves import HoldingsLost, all_holdings, empty_piece, inheritance, move_pieces
+from ..part import TrainingObjects
 
-__all__ = ["Evaluations", "has_to_repeat", "is_joined_inside"]
+__all__ = [
+    "NOTHING",
+    "START_AGAIN",
+    "Evaluations",
+    "StateLost",
+    "Template",
+    "has_to_repeat",
+    "is_joined_inside",
+    "let_go",
+    "restore",
+    "take_over",
+]
 
 
 class Evaluations:
@@ -37,11 +60,6 @@ class Evaluations:
         change: Callable[[RuntimeError], bool],
     ) -> dict:
         """Evaluate the next batch.
-
-        Args:
-            evaluate: runs the passes of a batch.
-            batches: where it is drawn from.
-            change: goes on in a new world after an error; whether the batch has to be evaluated again.
 
         Returns:
             what ``evaluate`` returns.
@@ -67,12 +85,7 @@ class Evaluations:
 
 
 def has_to_repeat(own: Standing, standings: Sequence[Standing]) -> bool:
-    """Whether a rank has to evaluate again what it is evaluating.
-
-    Args:
-        own: of the rank.
-        standings: of all ranks of the new world that were in the world before.
-    """
+    """Whether a rank has to evaluate again what it is evaluating."""
     furthest = max(each.evaluations for each in standings)
     if own.has_results is None or own.evaluations < furthest:
         return False
@@ -80,11 +93,7 @@ def has_to_repeat(own: Standing, standings: Sequence[Standing]) -> bool:
 
 
 def is_joined_inside(standings: Sequence[Standing]) -> bool:
-    """Whether ranks of the new world are in an evaluation, and others have just joined, which are not.
-
-    Args:
-        standings: of all ranks of the new world.
-    """
+    """Whether ranks of the new world are in an evaluation, and others have just joined, which are not."""
     has_new = any(each.version is None for each in standings)
     return has_new and any(each.version is not None and each.has_results is not None for each in standings)
 
@@ -98,3 +107,103 @@ def _drawing(batches: Iterator[Any], drawn: list[Any]) -> Iterator[Any]:
             yield batch
 
     return chain(tuple(drawn), new())
+
+
+# Template ------------------------------------------------------------------------------------------------------------
+
+
+class Template:
+    """Keeps a model without memory for its parameters, and the optimizer that trains it.
+
+    The optimizer stays the same object, with the options of its parameter groups, so that a learning-rate schedule
+    keeps it. Only its parameters are replaced.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, groups: Sequence[Sequence[str]]) -> None:
+        memo = {
+            id(parameter): Parameter(parameter.detach().new_zeros(()).expand(parameter.shape), parameter.requires_grad)
+            for parameter in model.parameters()
+        }
+        self._skeleton = copy.deepcopy(model, memo)
+        self._groups = [tuple(names) for names in groups]
+        self.optimizer = optimizer
+
+    def make(self) -> nn.Module:
+        """The model, with parameters that are zero. The optimizer has these parameters then, and no state."""
+        with torch.no_grad():
+            model = copy.deepcopy(self._skeleton)
+        named = dict(model.named_parameters(remove_duplicate=False))
+        for group, names in zip(self.optimizer.param_groups, self._groups, strict=True):
+            group["params"] = [named[name] for name in names]
+        self.optimizer.state.clear()
+        return model
+
+
+# Moving state --------------------------------------------------------------------------------------------------------
+
+
+START_AGAIN = (
+    "all processes must start again, and continue from the latest checkpoint (colossal-hetero launch does that)"
+)
+
+NOTHING = Held([], {}, None)
+"""What a process holds that joins."""
+
+
+class StateLost(Exception):
+    """The last holder of a part of the state is gone."""
+
+
+def let_go(objects: TrainingObjects, outline: ModelOutline, lr_scheduler: Any, loader: Any) -> Held:
+    """What this rank holds. The model and the optimizer are empty then, without groups of the old world."""
+    model, optimizer = objects.model, objects.optimizer
+    pieces = pieces_of(model, optimizer, outline)
+    state = run_state_of(model, optimizer, lr_scheduler, loader, outline, pieces, epoch=0, plan="")
+    held = Held(pieces, state_entries(optimizer), state)
+    model.__dict__ = nn.Module().__dict__
+    optimizer.__dict__ = {}
+    return held
+
+
+def take_over(held: Held, leaving: Sequence[bool]) -> tuple[Held, int]:
+    """What this rank holds after it has got its share of what only ranks hold that leave, and the bytes received.
+
+    All ranks call it.
+    """
+    holdings = all_holdings(held.pieces)
+    taken = [empty_piece(each) for each in inheritance(holdings, leaving)[dist.get_rank()]]
+    received = move_pieces(taken, held.pieces, holdings)
+    return dataclasses.replace(held, pieces=[*held.pieces, *taken]), received
+
+
+def restore(
+    objects: TrainingObjects, outline: ModelOutline, held: Held | None, agreed: Agreed, lr_scheduler: Any, loader: Any
+) -> int:
+    """Fill model and optimizer from what all ranks hold; returns the bytes received. All ranks call it."""
+    model, optimizer, held = objects.model, objects.optimizer, held or NOTHING
+    holdings = all_holdings(held.pieces)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, held.kinds)
+    shapes = {each.key: each.shape for of_rank in holdings for each in of_rank}
+    kinds = {entry: kind for of_rank in everyone for entry, kind in of_rank.items()}
+    _check_complete(outline, shapes)
+    restoring = Restoring(model, optimizer, outline, shapes, kinds)
+    try:
+        received = move_pieces(restoring.pieces, held.pieces, holdings)
+    except HoldingsLost as error:
+        raise StateLost(f"the members that are left do not hold all elements: {error}; {START_AGAIN}") from None
+    restoring.finish()
+    state: list[Any] = [held.state]
+    dist.broadcast_object_list(state, src=agreed.catch_ups.index(CatchUp.KEEP))
+    restore_run(model, optimizer, lr_scheduler, loader, outline, restoring.pieces, state, step=agreed.version)
+    return received
+
+
+def _check_complete(outline: ModelOutline, held: Collection[str]) -> None:
+    """Raise ``StateLost`` if no rank holds some tensor of the model any more."""
+    lost = [
+        outline.layers[name] for name in outline.shapes if f"param.{name}" not in held and f"buffer.{name}" not in held
+    ]
+    if lost:
+        layers = ", ".join(dict.fromkeys(lost))
+        raise StateLost(f"the members that are left do not hold {layers}; {START_AGAIN}")

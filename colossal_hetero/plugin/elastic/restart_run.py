@@ -21,27 +21,36 @@ from functools import partial
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch.distributed as dist
+from colossalai.checkpoint_io import CheckpointIO
 from torch import Tensor
 
-from ...checkpoint.contents.held_pieces import pieces_of
-from ...checkpoint.contents.optimizer_memory import state_entries
-from ...checkpoint.contents.run_states import run_state_of
-from ...checkpoint.format.pieces import TensorPiece
+from ...checkpoint.held_pieces import pieces_of
 from ...checkpoint.layer_checkpoint import Start
-from ...elastic.config import ElasticConfig
-from ...elastic.members import Members
-from ...elastic.restart.memory_file import KeptState, MemoryFile, read_memory_file
-from ...elastic.restart.memory_folder import MemoryFolder, default_memory
-from ...elastic.restart.newest_memory import StateName, newest_whole_state
-from ...elastic.restart.state_keeper import StateKeeper
-from ...elastic.restart.termination import AbortWatch, TerminationWatch
-from ...elastic.state.held_state import Held
-from ...elastic.state.versions import Agreed, CatchUp
+from ...checkpoint.optimizer_memory import state_entries
+from ...checkpoint.pieces import TensorPiece
+from ...checkpoint.run_states import run_state_of
+from ...elastic.config import ElasticConfig, Members
+from ...elastic.environment import STORE
+from ...elastic.held_layers import Agreed, CatchUp, Held
+from ...elastic.memory_file import (
+    KeptState,
+    MemoryFile,
+    MemoryFolder,
+    StateName,
+    default_memory,
+    newest_whole_state,
+    read_memory_file,
+)
+from ...elastic.state_keeper import StateKeeper
+from ...elastic.termination import AbortWatch, TerminationWatch
+from ...planner.cluster.topology import Topology
 from ..part import TrainingObjects
-from ..unequal.commit import Commit
+from ..replicas.replica_gradients import Commit
 from .elastic_run import Build, ElasticRun
+from .members import JobMember, RestartedMember
 
-__all__ = ["RestartMembers", "RestartRun"]
+__all__ = ["PresentCheckpointIO", "RestartMembers", "RestartRun", "elastic_run_of", "members_of"]
+
 
 T = TypeVar("T")
 
@@ -65,14 +74,7 @@ class RestartMembers(Members, Protocol):
 
 
 class RestartRun(ElasticRun):
-    """Lets a hybrid plugin go on in other processes; see [Note: recovery by restart].
-
-    Args:
-        config: the user's options.
-        members: of the job.
-        build: see :class:`.ElasticRun`.
-        watches: whether SIGTERM ends the process after its state is written; otherwise ``members`` say who leaves.
-    """
+    """Lets a hybrid plugin go on in other processes; see [Note: recovery by restart]."""
 
     rejoins = False
 
@@ -261,3 +263,33 @@ def _unchanging(piece: TensorPiece) -> TensorPiece:
 
 def _say(words: str) -> None:
     print(f"colossal_hetero: {words}", file=sys.stderr, flush=True)
+
+
+# Recoveries ----------------------------------------------------------------------------------------------------------
+
+
+def members_of(config: ElasticConfig, cluster: Topology) -> JobMember | RestartedMember:
+    """This process as a member of its job, as its options and whoever has started it say."""
+    if config.recovery == "in-process" or STORE in os.environ:  # started by colossal-hetero launch
+        return JobMember(config, cluster)
+    return RestartedMember(config, cluster)
+
+
+def elastic_run_of(config: ElasticConfig, members: JobMember | RestartedMember, build: Build) -> ElasticRun:
+    """The elastic run of this process."""
+    if config.recovery == "in-process":
+        return ElasticRun(members, build, config)
+    return RestartRun(config, members, build, watches=isinstance(members, RestartedMember))
+
+
+# Present checkpoint io -----------------------------------------------------------------------------------------------
+
+
+class PresentCheckpointIO:
+    """Does what the ``CheckpointIO`` of the present world does."""
+
+    def __init__(self, make: Callable[[], CheckpointIO]) -> None:
+        self._make = make
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._make(), name)

@@ -25,40 +25,34 @@ from ...balance.balancer import Balancer
 from ...balance.config import BalanceConfig
 from ...checkpoint.config import CheckpointConfig
 from ...checkpoint.layer_checkpoint import Start
+from ...colossalai_support.gpu_over_gloo import support_gpus_over_gloo
+from ...common.ranks import name_ended_ranks, naming_ended_ranks, watch_ranks
 from ...data_parallel.attach import BatchSetup
 from ...data_parallel.batch_balancer import BatchBalancer
 from ...data_parallel.config import BatchConfig
 from ...data_parallel.resumable_loader import make_even_loader
 from ...data_parallel.unsummed_steps import noted_passes, refuse_unfinished_sums, refuse_unsummed_steps, replica_of
 from ...elastic.config import ElasticConfig
-from ...elastic.state.held_layers import HeldLayers, layers_by_rank
-from ...elastic.state.recovery import Recovery
-from ...gpu_over_gloo import support_gpus_over_gloo
-from ...pipeline_parallel.config import PlanConfig
-from ...pipeline_parallel.drift import DriftReport
-from ...planner.plans.plan import Plan
-from ...processes.ended_ranks import name_ended_ranks, naming_ended_ranks, watch_ranks
+from ...elastic.held_layers import HeldLayers, Recovery, layers_by_rank
+from ...planner.cost.plan import Plan
 from ...profiling.training_step import with_dicts
-from ..checkpoints.checkpoint_part import CheckpointMethods, Checkpoints, check_config
+from ..checkpoint_part import CheckpointMethods, Checkpoints, check_config
 from ..elastic.elastic_arguments import check_elastic, cluster_of, elastic_planning, profile_of, seated
 from ..elastic.elastic_run import ElasticRun
-from ..elastic.joining.new_kinds import KnownKinds
-from ..elastic.present_checkpoint_io import PresentCheckpointIO
-from ..elastic.recoveries import elastic_run_of, members_of
-from ..overlap.elementwise_updates import check_sharding
-from ..overlap.overlapped_optimizer import split_off_overlap, summing_in_passes
+from ..elastic.joining import KnownKinds
+from ..elastic.restart_run import PresentCheckpointIO, elastic_run_of, members_of
 from ..part import PluginPart, TrainingObjects
-from ..pipeline_batches import PipelineBatches, check_pipeline_batches
-from ..unequal.replica_checkpoints import ReplicaCheckpointIO
-from ..unequal.unequal_replicas import why_layer_sums
-from ..uneven_batches import UnevenBatches
+from ..plan_config import PlanConfig
+from ..replicas.unequal_replicas import ReplicaCheckpointIO, why_layer_sums
+from ..uneven_batches import PipelineBatches, UnevenBatches, check_pipeline_batches
+from ..zero.elementwise_updates import check_sharding
+from ..zero.overlapped_optimizer import split_off_overlap, summing_in_passes
+from .drift import DriftReport
 from .layer_balancing import LayerBalancing
-from .one_stage import OneStageSchedule
 from .plan_agreement import agree_on_next_plan
-from .plan_checks import check_lora
+from .plan_checks import check_lora, set_layers_per_chunk, split_off_layers_per_chunk, unequal_layer_counts
 from .planned_run import PlannedRun, training_sizes_kept
-from .plugin_arguments import arguments_by_name, check_uneven_batches, check_world_size, zero_in_fp32
-from .unequal_chunks import set_layers_per_chunk, split_off_layers_per_chunk, unequal_layer_counts
+from .plugin_arguments import OneStageSchedule, arguments_by_name, check_uneven_batches, check_world_size, zero_in_fp32
 
 __all__ = ["HeteroHybridParallelPlugin"]
 

@@ -17,20 +17,19 @@ from colossalai.checkpoint_io import CheckpointIO
 from colossalai.interface import ModelWrapper, OptimizerWrapper
 from torch import nn
 
-from ...accelerator import SET_CONNECTIONS_LATE, get_accelerator
-from ...balance.attach import attach_balancer
+from ...balance.attach import attach_balancer, make_copyable
 from ...balance.balancer import Balancer
+from ...balance.clock import IterationClock, make_clock
 from ...balance.config import BalanceConfig
 from ...balance.host_messages import launch_obstacle
-from ...balance.measure.clock import IterationClock, make_clock
-from ...balance.model_copies import make_copyable
-from ...gpu_over_gloo import is_gpu_over_gloo
-from ...layers.inside_blocks.partial_gradients import Shapes, shapes_of
-from ...layers.inside_blocks.views import asks_for_heads
+from ...colossalai_support.accelerator import SET_CONNECTIONS_LATE, get_accelerator
+from ...colossalai_support.gpu_over_gloo import is_gpu_over_gloo
+from ...layers.block import asks_for_heads
 from ...layers.linear import hetero_layers
+from ...layers.partial_gradients import Shapes, shapes_of
 from ...layers.policy import hetero_policy
 from ..part import PluginPart, TrainingObjects
-from ..resharding.optimizer_slots import HybridOptimizerMemory
+from .optimizer_slots import HybridOptimizerMemory
 from .timed_collectives import time_collectives, time_end_of_backward, time_late_parameters
 
 __all__ = ["LayerBalancing"]
@@ -51,12 +50,7 @@ _ATTACHED: WeakKeyDictionary[nn.Module, ReferenceType[_Attached]] = WeakKeyDicti
 
 
 class LayerBalancing(PluginPart):
-    """Replaces parallel linear layers by layers that can be balanced, and measures and balances them in training.
-
-    Args:
-        config: what to do about slow ranks.
-        is_elastic: whether training is elastic.
-    """
+    """Replaces parallel linear layers by layers that can be balanced, and measures and balances them in training."""
 
     def __init__(self, config: BalanceConfig, is_elastic: bool) -> None:
         self.balancer: Balancer | None = None

@@ -10,13 +10,13 @@ from typing import Any
 import torch.distributed as dist
 from rich.console import Console
 
-from ...pipeline_parallel.config import SPACES, PlanConfig
 from ...planner.cluster.cluster_file import load_cluster
 from ...planner.cluster.topology import Topology
-from ...planner.plans.plan import Plan, load_plan
-from ...planner.plans.runnable import NoPlanError, why_not_runnable
+from ...planner.cost.plan import Plan, load_plan
+from ...planner.cost.runnable import NoPlanError, why_not_runnable
+from ...planner.profile.fitted_profiles import on_links
 from ...planner.profile.layer_profile import ModelProfile, load_model_profile
-from ...planner.profile.on_links import on_links
+from ..plan_config import SPACES, PlanConfig
 
 __all__ = ["Agreement", "agree_on_next_plan", "agree_on_plan", "as_launched", "best_plan"]
 
@@ -47,18 +47,6 @@ def agree_on_plan(
     """Rank 0's plan, which all ranks run, with the cluster and the profile in ``planning`` if they are given.
 
     Only rank 0 reads files and makes plans, so only rank 0 needs the files. Called by all ranks.
-
-    Args:
-        plan: a plan, the path of a plan file, or "auto".
-        planning: what to plan from.
-        tp_size: ranks in a tensor-parallel group that "auto" is limited to; None for any.
-        pp_size: stages that "auto" is limited to; None for any.
-        unequal: whether the replicas of "auto" may differ, if ``planning`` allows that too.
-
-    Raises:
-        TypeError: ``plan`` has another type.
-        NoPlanError: on every rank, if there is no plan for the devices.
-        ValueError: on every rank, if rank 0 could not read or make a plan, or if ranks were given different plans.
     """
     if not isinstance(plan, Plan | str | Path):
         raise TypeError(f'plan={plan!r} is neither a Plan, nor the path of a plan file, nor "auto"')
@@ -87,14 +75,7 @@ def agree_on_plan(
 
 
 def agree_on_next_plan(planning: PlanConfig, tp_size: int | None, micro_batch: int | None) -> Agreement:
-    """A plan for the devices that there are now; see :func:`agree_on_plan`.
-
-    Args:
-        planning: what to plan from.
-        tp_size: ranks in a tensor-parallel group; None for any.
-        micro_batch: the size of micro-batches so far, if the model draws random numbers, which depend on it. It is kept
-            if there is a plan with it. None: any size.
-    """
+    """A plan for the devices that there are now; see :func:`agree_on_plan`."""
     if micro_batch is not None:
         with suppress(NoPlanError):
             return agree_on_plan("auto", replace(planning, micro_batch_sizes=(micro_batch,)), tp_size)
@@ -153,18 +134,8 @@ def best_plan(
     pp_size: int | None = None,
     unequal: bool = True,
 ) -> Plan:
-    """The fastest plan that uses every device of ``topology``.
-
-    Args:
-        planning: what to plan for. Its cluster and profile are not read.
-        topology: the devices.
-        profile: the model's layers.
-        tp_size, pp_size, unequal: see :func:`agree_on_plan`.
-
-    Raises:
-        NoPlanError: there is no plan; the message says why.
-    """
-    from ...planner.bounds.gap_goal import Effort
+    """The fastest plan that uses every device of ``topology``."""
+    from ...planner.search.gap_goal import Effort
     from ...planner.search.make_plans import make_plans
 
     assert planning.global_batch_size is not None
@@ -196,10 +167,6 @@ def as_launched(plan: Plan) -> Plan:
     Colossal-AI the first replica and the first rank of each group write checkpoints, and rank 0 writes what belongs to
     no group; both must be the same rank. Replicas with the same stages may change places, and so may the ranks of a
     group.
-
-    Raises:
-        ValueError: the plan is for another number of ranks, leaves devices idle, has fewer micro-batches than stages,
-            or has replicas with different stages in a schedule other than 1F1B.
     """
     problem = why_not_runnable(plan, dist.get_world_size())
     if problem is not None:

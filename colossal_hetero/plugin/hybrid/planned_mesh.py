@@ -11,9 +11,12 @@ the same coordinate.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -24,25 +27,29 @@ from colossalai.booster.plugin import hybrid_parallel_plugin
 from colossalai.cluster import ProcessGroupMesh
 from torch.distributed import distributed_c10d
 
-from ...processes.group_destruction import world_timeout
+from ...colossalai_support.gpu_over_gloo import support_gpus_over_gloo
+from ...common.ranks import world_timeout
+from ...planner.cluster.group_networks import Adapter, Network, group_network, process_environment
+from ...planner.cluster.topology import Topology
+from ...planner.cost.plan import Plan
 
-__all__ = ["PlannedMesh", "ordered_group", "planned_mesh"]
+__all__ = [
+    "PlannedMesh",
+    "environment",
+    "make_group",
+    "ordered_group",
+    "plan_groups",
+    "planned_mesh",
+    "set_adapter_variables",
+    "usable_network",
+]
+
 
 MakeGroup = Callable[[Sequence[int]], dist.ProcessGroup]
 
 
 class PlannedMesh(ProcessGroupMesh):
-    """``ProcessGroupMesh`` with a given rank at each position.
-
-    Args:
-        size: sizes of the axes.
-        ranks: the rank at each position; positions are numbered as in ``numpy.ravel_multi_index``.
-        make_group: makes a group of ranks in which they are numbered in the given order; called by all ranks for all
-            groups.
-
-    Raises:
-        ValueError: ``ranks`` is not a permutation of all ranks.
-    """
+    """``ProcessGroupMesh`` with a given rank at each position."""
 
     def __init__(self, *size: int, ranks: Sequence[int], make_group: MakeGroup | None = None) -> None:
         super().__init__(*size)
@@ -85,11 +92,7 @@ class PlannedMesh(ProcessGroupMesh):
 
 
 def ordered_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
-    """``torch.distributed.new_group`` with these ``options``, whose members are numbered in the order of ``ranks``.
-
-    Raises:
-        RuntimeError: this version of torch sorts the ranks in a way that is not prevented here.
-    """
+    """``torch.distributed.new_group`` with these ``options``, whose members are numbered in the order of ``ranks``."""
     can_keep = "sort_ranks" in inspect.signature(dist.new_group).parameters
     options.setdefault("timeout", world_timeout())
     with nullcontext() if can_keep else _unsorted_ranks():
@@ -116,14 +119,7 @@ def _unsorted_ranks() -> Iterator[None]:
 def planned_mesh(
     rank_order: Sequence[Sequence[Sequence[int]]], dp_outside: bool, make_group: MakeGroup | None = None
 ) -> Iterator[None]:
-    """Let hybrid-parallel plugins that are constructed inside have a :class:`PlannedMesh`.
-
-    Args:
-        rank_order: ranks by replica, stage and place in the tensor-parallel group.
-        dp_outside: the plugin's argument: the first two axes of the mesh are (replica, stage) if true, otherwise
-            (stage, replica).
-        make_group: see :class:`PlannedMesh`.
-    """
+    """Let hybrid-parallel plugins that are constructed inside have a :class:`PlannedMesh`."""
     order = np.asarray(rank_order)
     ranks = order if dp_outside else order.swapaxes(0, 1)
     original: Any = hybrid_parallel_plugin.ProcessGroupMesh
@@ -132,3 +128,126 @@ def planned_mesh(
         yield
     finally:
         hybrid_parallel_plugin.ProcessGroupMesh = original
+
+
+# Communicators -------------------------------------------------------------------------------------------------------
+#
+# Process groups that communicate over a given network; see :mod:`.group_networks`.
+#
+# torch makes NCCL's communicator in the first collective of a group, not together with the group. So the first
+# collective runs here, while the environment variables of the network are set. torch may make further communicators for
+# the same group later, for two ranks that send to each other. They use the same network, because its name is in the
+# options of the group too, unless ``NCCL_NET`` is set in the environment of the process, which has precedence. If the
+# default group were bound to a device, torch would split its communicator instead of making new ones; Colossal-AI does
+# not bind it.
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables inside the context, and restore the old values afterwards."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def make_group(
+    ranks: Sequence[int],
+    network: Network,
+    *,
+    adapters: Mapping[str, Adapter] | None = None,
+    timeout: timedelta | None = None,
+    new_group: Callable[..., Any] = dist.new_group,
+) -> Any:
+    """A process group over ``network`` with its communicator; ``GroupMember.NON_GROUP_MEMBER`` on other ranks.
+
+    All ranks call this for all groups, in the same order, whether they are members or not.
+    """
+    given = {"timeout": timeout, "pg_options": _options(network)}
+    options = {name: value for name, value in given.items() if value is not None}
+    with environment(network.environment(adapters)):
+        group = new_group(list(ranks), backend=network.backend, **options)
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            connect(group, network.backend)
+    return group
+
+
+def connect(group: dist.ProcessGroup, backend: str) -> None:
+    """Make the communicator now, by summing one number over the members."""
+    device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+    total = torch.ones(1, device=device)
+    dist.all_reduce(total, group=group)
+    size = dist.get_world_size(group)
+    if total.item() != size:
+        raise RuntimeError(f"a sum of ones over {size} ranks gave {total.item()}; their {backend} network is broken")
+
+
+def _options(network: Network) -> Any:
+    if network.backend != "nccl" or network.nccl_net is None:
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    config: Any = getattr(options, "config", None)
+    # Older versions of torch take the network only from the environment.
+    if hasattr(config, "net_name"):
+        config.net_name = network.nccl_net
+    return options
+
+
+# Plan groups ---------------------------------------------------------------------------------------------------------
+
+
+def plan_groups(plan: Plan, topology: Topology, adapters: Mapping[str, Adapter] | None = None) -> MakeGroup:
+    """A function that makes a process group of any ranks that run ``plan``, over the network that they share.
+
+    Tensor-parallel groups use the links within a node, data-parallel groups RDMA if all members have it, and pipelines
+    what crosses clusters (Holmes, section 3).
+    """
+    devices = sorted(rank for replica in plan.rank_order for group in replica for rank in group)
+    if devices[-1] >= len(topology.devices):
+        raise ValueError(
+            f"the plan has device {devices[-1]}, but the cluster has devices 0 to {len(topology.devices) - 1}; "
+            "give the cluster that the plan was made for"
+        )
+
+    def group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
+        try:
+            network = group_network(topology, [devices[rank] for rank in ranks])
+        except ValueError:
+            # The first and the last stage of a pipeline share a group, but may have no link.
+            return ordered_group(ranks)
+        usable = usable_network(network, dist.get_backend())
+        if usable is None:
+            return ordered_group(ranks)
+        group: dist.ProcessGroup = make_group(ranks, usable, adapters=adapters, new_group=ordered_group)
+        support_gpus_over_gloo(group)
+        return group
+
+    return group_of
+
+
+def usable_network(network: Network, backend: str) -> Network | None:
+    """``network`` as ranks can use it whose default group has this ``backend``; None if it is not known how.
+
+    With ``cpu:gloo,cuda:nccl``, GPUs use NCCL among themselves, and Gloo in groups with a CPU. With one backend for all
+    devices, the ranks run on other hardware than in the plan, or the user chose it; then all groups use it.
+    """
+    if backend == network.backend or {"cpu:gloo", "cuda:nccl"} <= set(backend.split(",")):
+        return network
+    if backend in ("gloo", "nccl"):
+        return dataclasses.replace(network, backend=backend, nccl_net=None)  # type: ignore[arg-type]
+    return None
+
+
+def set_adapter_variables(adapters: Mapping[str, Adapter] | None) -> None:
+    """Set NCCL's environment variables for the names of this node's NICs, unless the user has set them.
+
+    NCCL reads them once, when it makes the first communicator of the process, so this comes before the plan's groups.
+    """
+    for name, value in process_environment(adapters or {}).items():
+        os.environ.setdefault(name, value)

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from colossalai.booster.plugin import HybridParallelPlugin
 from colossalai.interface import ModelWrapper
 from colossalai.pipeline.schedule import InterleavedSchedule
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ...data_parallel.config import BatchConfig
-from ...pipeline_parallel.config import PlanConfig
-from ...pipeline_parallel.drift import DriftReport
-from ...pipeline_parallel.recomputation import find_recomputable_blocks, recompute_blocks
-from ...planner.plans.plan import Plan
+from ...layers.dropout import repeated_dropout
+from ...planner.cost.plan import Plan
+from ...profiling.model_layers import find_block_row
 from ..part import PluginPart, TrainingObjects
-from ..unequal.unequal_replicas import UnequalReplicas, check_arguments, why_not_unequal
-from .drift_watch import DriftWatch
+from ..plan_config import PlanConfig
+from ..replicas.unequal_replicas import UnequalReplicas, check_arguments, why_not_unequal
+from .drift import DriftReport, DriftWatch
 from .plan_agreement import agree_on_plan, as_launched
 from .plan_checks import (
     batches_to_evaluate,
@@ -31,26 +36,80 @@ from .plan_checks import (
     checked_batches,
     valid_batch_sizes,
 )
-from .plan_groups import plan_groups, set_adapter_variables
-from .planned_mesh import ordered_group, planned_mesh
+from .planned_mesh import ordered_group, plan_groups, planned_mesh, set_adapter_variables
 from .plugin_arguments import arguments_from_plan
 
-__all__ = ["PlannedRun", "training_sizes_kept"]
+__all__ = ["PlannedRun", "find_recomputable_blocks", "recompute_blocks", "training_sizes_kept"]
+
+
+# Recomputation -------------------------------------------------------------------------------------------------------
+#
+# Stages that recompute: of each block only the input is kept, and its forward pass runs again in the backward pass.
+#
+# The blocks themselves are checkpointed, with ``torch.utils.checkpoint``, rather than the model told to do so. Models
+# of transformers (``gradient_checkpointing_enable``), timm (``set_grad_checkpointing``) and the forward passes that
+# Colossal-AI puts in their place call ``checkpoint`` in ways of their own: some always in its reentrant form, which
+# zero-bubble schedules cannot use, and none with the random state of tensor-parallel dropout.
+
+
+def find_recomputable_blocks(model: nn.Module) -> str:
+    """The name of the row of blocks of ``model`` that a stage can recompute, before Colossal-AI divides it."""
+    kind = type(model).__name__
+    if not getattr(model, "supports_gradient_checkpointing", False) and not hasattr(model, "set_grad_checkpointing"):
+        raise ValueError(
+            f"the plan has stages that recompute, but {kind} does not say that its blocks can run twice: it has "
+            "neither supports_gradient_checkpointing = True (as models of transformers) nor set_grad_checkpointing (as "
+            "models of timm); add one of them if no block changes its inputs in place, or plan without recomputation"
+        )
+    try:
+        return find_block_row(model).name
+    except ValueError as error:
+        raise ValueError(f"the plan has stages that recompute, but their blocks were not found: {error}") from error
+
+
+def recompute_blocks(model: nn.Module, row: str) -> None:
+    """Let all blocks that this rank has of ``model`` recompute in training, once Colossal-AI has divided it.
+
+    A second call changes nothing. What the script had switched on for the same purpose is switched off, because blocks
+    would be repeated twice.
+    """
+    held = [block for block in model.get_submodule(row).children() if any(True for _ in block.parameters())]
+    if any(isinstance(vars(block).get("forward"), _Recomputed) for block in held):
+        return
+    if getattr(model, "is_gradient_checkpointing", False):
+        model.gradient_checkpointing_disable()
+    elif getattr(model, "grad_checkpointing", False):
+        model.set_grad_checkpointing(False)
+    for block in held:
+        # Both have types in nn.Module that do not allow this.
+        setattr(block, "forward", _Recomputed(block))  # noqa: B010
+        setattr(block, "grad_checkpointing", True)  # noqa: B010  timm's name; measurements are told apart by it
+    holder = model.get_submodule(row.rpartition(".")[0])
+    if "use_cache" in inspect.signature(type(holder).forward).parameters:
+        # A repeated block would append its keys and values to the cache again.
+        holder.register_forward_pre_hook(_without_cache, with_kwargs=True)
+
+
+class _Recomputed:
+    """The forward pass of ``block``, of which backward keeps only the arguments."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
+        self._forward: Callable[..., Any] = block.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self._block.training and torch.is_grad_enabled()):
+            return self._forward(*args, **kwargs)
+        context = partial(repeated_dropout, self._block)
+        return checkpoint(self._forward, *args, use_reentrant=False, context_fn=context, **kwargs)
+
+
+def _without_cache(holder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return args, kwargs | ({"use_cache": False} if holder.training else {})
 
 
 class PlannedRun(PluginPart):
-    """Runs the plan that all ranks agree on. Made by all ranks at once, before the plugin's process groups.
-
-    Args:
-        plan: a plan, the path of a plan file, or "auto".
-        planning: what to plan from, over which networks ranks communicate, and how much stages may drift.
-        arguments: of Colossal-AI's plugin. "auto" is limited to their ``tp_size`` and ``pp_size``, unless these are
-            None, and to equal replicas if there is a ``pp_size`` or an argument that needs them.
-        batches: how global batches are divided unevenly; None if they are not.
-
-    Raises:
-        TypeError, ValueError: see :func:`~.plan_agreement.agree_on_plan` and :func:`~.plan_agreement.as_launched`.
-    """
+    """Runs the plan that all ranks agree on. Made by all ranks at once, before the plugin's process groups."""
 
     def __init__(
         self,
@@ -101,23 +160,14 @@ class PlannedRun(PluginPart):
         return planned_mesh(self.plan.rank_order, dp_outside, self._make_group)
 
     def check_plugin(self, plugin: HybridParallelPlugin) -> None:
-        """Check the constructed ``plugin`` now, and the number of a model's blocks when it divides them.
-
-        Raises:
-            ValueError: the global batch that is divided unevenly has another size than the plan's.
-        """
+        """Check the constructed ``plugin`` now, and the number of a model's blocks when it divides them."""
         if plugin.stage_manager is not None:
             check_model_at_division(plugin.stage_manager, self.plan)
         if self._batches is not None:
             check_global_batch(self.plan, self._batches)
 
     def before_configure(self, plugin: HybridParallelPlugin, objects: TrainingObjects) -> TrainingObjects:
-        """Check the data loader and the model; see ``PluginPart.before_configure``.
-
-        Raises:
-            ValueError: the loader's batch size, or the number of the model's blocks, does not fit the plan; or the
-                plan has stages that recompute, which the model cannot do.
-        """
+        """Check the data loader and the model; see ``PluginPart.before_configure``."""
         if objects.optimizer is not None and self._batches is None and self.unequal is None:
             check_batch_size(self.plan, getattr(objects.dataloader, "batch_size", None))
         if not isinstance(objects.model, ModelWrapper) and plugin.stage_manager is None:

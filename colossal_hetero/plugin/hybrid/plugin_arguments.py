@@ -3,26 +3,45 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from colossalai.booster.plugin import HybridParallelPlugin
+from colossalai.interface import ModelWrapper, OptimizerWrapper
+from colossalai.pipeline.schedule._utils import (
+    detach,
+    get_batch_size,
+    get_micro_batch,
+    merge_batch,
+    model_forward,
+    to_device,
+    tree_map_hf,
+)
+from torch import Tensor
+from torch.utils._pytree import tree_map
 
+from ...colossalai_support.accelerator import get_accelerator
+from ...common.text import count
 from ...data_parallel.config import BatchConfig
-from ...planner.plans.plan import Plan, Replica
-from ...planner.schedules.zero_bubble import zero_bubble_nodes
+from ...layers.timm_vit import inputs_of
+from ...planner.cost.pass_order import zero_bubble_nodes
+from ...planner.cost.plan import Plan, Replica
 
-__all__ = ["arguments_by_name", "arguments_from_plan", "check_uneven_batches", "check_world_size", "zero_in_fp32"]
+__all__ = [
+    "OneStageSchedule",
+    "arguments_by_name",
+    "arguments_from_plan",
+    "check_uneven_batches",
+    "check_world_size",
+    "zero_in_fp32",
+]
 
 
 def arguments_by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of Colossal-AI's plugin by name; ``args`` are the positional ones after ``tp_size, pp_size``.
-
-    Raises:
-        TypeError: there are too many, or one is given both by position and by name.
-    """
+    """The arguments of Colossal-AI's plugin by name; ``args`` are the positional ones after ``tp_size, pp_size``."""
     parameters = list(inspect.signature(HybridParallelPlugin.__init__).parameters)[3:]
     if len(args) > len(parameters):
         raise TypeError(
@@ -39,14 +58,6 @@ def arguments_from_plan(plan: Plan, replica: Replica, given: Mapping[str, Any]) 
     """The plugin's arguments that run a ``replica`` of ``plan``: those in ``given`` and those that follow.
 
     A plan in ZeRO stage 0 says nothing about it: with another stage its devices need less memory.
-
-    Args:
-        plan: the plan.
-        replica: one of its replicas.
-        given: arguments of the script. Their ``microbatch_size`` is that of the plan.
-
-    Raises:
-        ValueError: an argument in ``given`` contradicts the plan.
     """
     pp_size, micro_batches = len(replica.stages), replica.micro_batches
     follows: dict[str, Any] = dict(tp_size=plan.tensor_parallel, pp_size=pp_size)
@@ -113,3 +124,82 @@ def zero_in_fp32(plugin: HybridParallelPlugin) -> Iterator[None]:
         yield
     finally:
         plugin.precision = precision
+
+
+# One stage -----------------------------------------------------------------------------------------------------------
+#
+# ``execute_pipeline`` for a model that is not cut into stages: micro-batch after micro-batch, on every rank.
+#
+# With it a training loop does not depend on whether a plan has a pipeline. What it returns and refuses is that of
+# Colossal-AI's 1F1B schedule, of which it is the case of one stage.
+
+
+class OneStageSchedule:
+    """Runs the forward and backward passes of a replica's batch, and accumulates their gradients.
+
+    Gradients are summed over replicas in the last backward pass, unless ``without_sync`` is None.
+    """
+
+    def __init__(
+        self,
+        num_microbatches: int | None,
+        microbatch_size: int | None,
+        without_sync: Callable[[ModelWrapper, OptimizerWrapper], AbstractContextManager[Any]] | None,
+    ) -> None:
+        self._count = num_microbatches
+        self._size = microbatch_size
+        self._without_sync = without_sync
+        self.num_microbatches = 0
+        """Micro-batches of the batch that runs."""
+
+    def forward_backward_step(
+        self,
+        model: ModelWrapper,
+        data_iter: Iterator[Any],
+        criterion: Callable[[Any, Any], Tensor],
+        optimizer: OptimizerWrapper | None = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+    ) -> dict[str, Any]:
+        """Train on the next batch of ``data_iter``, or evaluate it if gradients are switched off.
+
+        Returns:
+            ``loss``: fp32, ``[]``, the mean of the micro-batches' losses, or None; ``outputs``: the model's outputs for
+            the whole batch, or None.
+        """
+        training = torch.is_grad_enabled()
+        if training and optimizer is None:
+            raise ValueError("give execute_pipeline the optimizer, or evaluate inside torch.no_grad()")
+        device = get_accelerator().get_current_device()
+        batch = next(data_iter)
+        samples = get_batch_size(batch)
+        size = self._micro_batch_size(samples, training)
+        starts = range(0, samples, size)
+        self.num_microbatches = len(starts)
+        total = torch.zeros((), device=device) if return_loss else None
+        outputs: list[Any] = []
+        for start in starts:
+            micro_batch = tree_map(lambda each: to_device(each, device), get_micro_batch(batch, start, size))
+            waits = training and self._without_sync is not None and start != starts[-1]
+            with self._without_sync(model, optimizer) if waits else nullcontext():  # type: ignore[misc, arg-type]
+                output = model_forward(model, inputs_of(model.unwrap(), micro_batch), None)
+                loss = criterion(output, micro_batch) / len(starts)
+                if optimizer is not None and training:
+                    optimizer.backward(loss)
+            if total is not None:
+                total += loss.detach()
+            if return_outputs:
+                outputs.append(tree_map_hf(detach, output))
+        axis = getattr(model.unwrap(), "batch_size_dim", 0)
+        return {"loss": total, "outputs": merge_batch(outputs, axis) if return_outputs else None}
+
+    def _micro_batch_size(self, samples: int, training: bool) -> int:
+        """Samples in each micro-batch; in evaluation the last one may be smaller."""
+        divisor = self._count or self._size or 1
+        if training and samples % divisor != 0:
+            parts = f"{self._count} micro-batches" if self._count else f"micro-batches of {self._size}"
+            raise ValueError(
+                f"a batch of {count(samples, 'sample')} cannot be divided into {parts} of equal size; "
+                f"use a batch size that is a multiple of {divisor}, and drop_last=True"
+            )
+        return -(-samples // self._count) if self._count else self._size or samples

@@ -28,8 +28,8 @@ from colossalai.shardformer.layer import _operation, loss, utils
 from torch import Tensor
 from torch.autograd import Variable
 
-from ...balance.measure.clock import IterationClock
-from ..overlap.overlapped_optimizer import OverlappedZeroOptimizer
+from ...balance.clock import IterationClock
+from ..zero.overlapped_optimizer import OverlappedZeroOptimizer
 
 __all__ = ["time_collectives", "time_end_of_backward", "time_late_parameters"]
 

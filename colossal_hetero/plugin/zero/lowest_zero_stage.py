@@ -15,15 +15,15 @@ from colossalai.booster.plugin.dp_plugin_base import DPPluginBase
 from torch import nn
 from torch.optim import Optimizer
 
-from ...accelerator import get_accelerator
-from ...processes.every_rank import on_every_rank
+from ...colossalai_support.accelerator import get_accelerator
+from ...common.ranks import on_every_rank
 from ...profiling.aborted_step import abort_step, find_zero_optimizer
-from ...profiling.batches.device_profiler import device_name
-from ...profiling.batches.optimizer_state import optimizer_state_bytes
-from ...profiling.batches.smallest_batch import smallest_batch
+from ...profiling.device_profiler import device_name
 from ...profiling.local_collectives import local_collectives
 from ...profiling.memory import is_out_of_memory, memory_limit, recover, reserved_memory, used_bytes
+from ...profiling.optimizer_state import optimizer_state_bytes
 from ...profiling.preserved_state import preserved_state
+from ...profiling.rank_profiler import smallest_batch
 from ...profiling.training_step import TrainingStep, TrialRun
 from ..part import TrainingObjects
 
@@ -43,10 +43,6 @@ def configure_lowest_stage(
     """Configure ``objects`` for the first of ``stages``, in ascending order, at which one sample fits on every rank.
 
     Returns the stage, its plugin, and the configured objects with the same data loader.
-
-    Raises:
-        ValueError: on every rank, if one sample does not fit on some rank at any of the stages; the message names the
-            rank and its device.
     """
     casts = precision != "fp32" and not {1, 2}.isdisjoint(stages[:-1])
     original = _Original(objects.model, objects.optimizer, casts)
@@ -142,14 +138,7 @@ def _remove_hooks(optimizer: Any) -> None:
 
 
 class _Original:
-    """A model and its optimizer as they were before a stage's plugin changed them in place.
-
-    Args:
-        model: on any device.
-        optimizer: of the model's parameters.
-        casts: whether a stage casts to half precision. This loses digits, so copies of the weights are kept in the
-            host's memory.
-    """
+    """A model and its optimizer as they were before a stage's plugin changed them in place."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, casts: bool) -> None:
         self._optimizer = optimizer

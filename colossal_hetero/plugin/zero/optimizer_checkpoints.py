@@ -12,14 +12,109 @@ from colossalai.checkpoint_io import CheckpointIndexFile, CheckpointIO
 from colossalai.checkpoint_io.utils import has_index_file, load_state_dict, load_state_dict_shards
 from colossalai.interface import OptimizerWrapper
 from colossalai.utils.safetensors import load_flat
+from torch import nn
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel, StateDictType
-from torch.distributed.fsdp._common_utils import _get_param_to_fqns
+from torch.distributed.fsdp._common_utils import _get_param_to_fqns, clean_tensor_name
 
-from ...processes.every_rank import on_every_rank
+from ...common.ranks import on_every_rank
+from ...profiling.aborted_step import find_zero_optimizer
 from ...profiling.preserved_state import inner_optimizer
-from .parameter_names import NAMES, ParameterFacts, plain_name
 
-__all__ = ["load_optimizer", "match_groups"]
+__all__ = [
+    "NAMES",
+    "ParameterFacts",
+    "check_owned",
+    "load_optimizer",
+    "match_groups",
+    "name_groups",
+    "parameter_facts",
+    "plain_name",
+]
+
+
+# Parameter names -----------------------------------------------------------------------------------------------------
+#
+# Names and shapes of the parameters in an optimizer, which make its checkpoints independent of the ZeRO stage.
+#
+# [Note: names in checkpoints] A checkpoint of an optimizer refers to a parameter by its number: its place in the
+# optimizer's groups. The stages number them differently: stages 1 and 2 leave out frozen parameters, and stage 3 with
+# an ``auto_wrap_policy`` puts the parameters that are not in a wrapped module first. So every group holds the names of
+# its parameters in the order of the checkpoint, under ``param_names``, the entry that torch 2.6 uses for the same
+# purpose. All stages save the entries of groups, so that a checkpoint of any stage tells which parameter has which
+# number.
+
+
+NAMES = "param_names"
+"""Entry of an optimizer's group: names of its parameters, in the order in which a checkpoint numbers them."""
+
+
+class ParameterFacts(NamedTuple):
+    """A parameter as the user made it, before a stage's plugin casts or shards it."""
+
+    name: str
+    shape: tuple[int, ...]
+    trained: bool
+    """Whether it requires a gradient."""
+
+
+def parameter_facts(model: nn.Module, optimizer: Any) -> dict[int, ParameterFacts]:
+    """The parameters of ``model`` and of ``optimizer``, by ``id``; both are not configured yet.
+
+    A parameter that only the optimizer has, such as one of the criterion, is named by its place in the optimizer.
+    """
+    named = {value: plain_name(name) for name, value in model.named_parameters()}
+    values = [value for group in inner_optimizer(optimizer).param_groups for value in group["params"]]
+    other = {value: f"parameter {place}" for place, value in enumerate(values) if value not in named}
+    return {
+        id(value): ParameterFacts(name, tuple(value.shape), value.requires_grad)
+        for value, name in (named | other).items()
+    }
+
+
+def check_owned(model: nn.Module, optimizer: Any, stages: Sequence[int]) -> None:
+    """Check that the optimizer has all adapters of the model, and no parameters whose gradients would not be summed."""
+    ours = set(model.parameters())
+    values = [value for group in inner_optimizer(optimizer).param_groups for value in group["params"]]
+    trained = set(values)
+    left_out = [
+        name
+        for name, value in model.named_parameters()
+        if "lora_" in name and value.requires_grad and value not in trained
+    ]
+    if left_out:
+        raise ValueError(
+            f"{len(left_out)} parameters of adapters, such as {left_out[0]}, are not in the optimizer, so they would "
+            "not be trained; make the optimizer from the model that booster.enable_lora returns"
+        )
+    others = sum(value not in ours for value in values)
+    if others and not {0, 3}.isdisjoint(stages):
+        raise ValueError(
+            f"{others} of {len(values)} parameters of the optimizer are not in the model, so that stages 0 and 3 would "
+            "not sum their gradients over the ranks; make them part of the model (for example, a module with the model "
+            "and the criterion), or use stage 1 or 2"
+        )
+
+
+def plain_name(name: str) -> str:
+    """The name of a parameter without the parts that FSDP, activation checkpointing and ``torch.compile`` insert."""
+    return clean_tensor_name(name).replace("_orig_mod.", "")
+
+
+def name_groups(optimizer: OptimizerWrapper, facts: Mapping[int, ParameterFacts]) -> None:
+    """Put the names of its parameters into every group of a configured optimizer; see [Note: names in checkpoints]."""
+    zero = find_zero_optimizer(optimizer)
+    is_sharded = isinstance(optimizer, FSDPOptimizerWrapper)
+    flat = _get_param_to_fqns(optimizer.unwrap_model().module) if is_sharded else {}
+
+    def names(value: Any) -> Iterator[str]:
+        if isinstance(value, FlatParameter):
+            yield from map(plain_name, flat[value])
+        else:
+            yield facts[id(value if zero is None else zero.master_to_working_param[id(value)])].name
+
+    for group in inner_optimizer(optimizer).param_groups:
+        group[NAMES] = [name for value in group["params"] for name in names(value)]
+
 
 Group = Mapping[str, Any]
 State = dict[str, Any]
@@ -44,14 +139,6 @@ def match_groups(saved: Sequence[Group], groups: Sequence[Group], facts: Mapping
     A checkpoint without names (of Colossal-AI's own plugins) is matched by the order of the parameters, which is the
     same if it was saved at the same stage, or at another one without frozen parameters and
     without an ``auto_wrap_policy``.
-
-    Args:
-        saved: groups of the checkpoint: ``params`` are numbers.
-        groups: groups of the optimizer, with names.
-        facts: the optimizer's parameters, by name.
-
-    Raises:
-        ValueError: parameters that are trained are missing in the checkpoint, or they are in other groups.
     """
     if not all(len(group.get(NAMES, ())) == len(group["params"]) for group in saved):
         return _match_in_order(saved, groups)
@@ -113,12 +200,7 @@ def _some(names: Sequence[str]) -> str:
 def states_by_name(
     states: Iterable[tuple[int, State]], match: Match, facts: Mapping[str, ParameterFacts]
 ) -> dict[str, State]:
-    """The state of each parameter.
-
-    Raises:
-        ValueError: the optimizer does not have a parameter that has a state in the checkpoint, or the parameter has
-            another shape.
-    """
+    """The state of each parameter."""
     found: dict[str, State] = {}
     for number, state in states:
         if not state:
@@ -150,18 +232,7 @@ def load_optimizer(
     low_cpu_mem_mode: bool = True,
     num_threads: int = 1,
 ) -> None:
-    """Load a checkpoint that was saved at any stage. Every rank calls it.
-
-    Args:
-        checkpoint_io: of the stage. It loads the checkpoint if the order of the parameters is that of the optimizer:
-            it then holds only one file of a sharded checkpoint in memory at a time.
-        optimizer: as the plugin of the stage has configured it.
-        facts: the optimizer's parameters, by name.
-        checkpoint, prefix, low_cpu_mem_mode, num_threads: see ``CheckpointIO.load_optimizer``.
-
-    Raises:
-        RuntimeError: on every rank, if the checkpoint cannot be read on a rank, or does not belong to this optimizer.
-    """
+    """Load a checkpoint that was saved at any stage. Every rank calls it."""
     groups = inner_optimizer(optimizer).param_groups
     shard = optimizer.unwrap_model().module if isinstance(optimizer, FSDPOptimizerWrapper) else None
     streamed = False
@@ -208,11 +279,7 @@ def _numbered(groups: Sequence[Group]) -> list[tuple[list[int], list[str]]]:
 
 
 def _read_groups(checkpoint: str) -> tuple[list[dict[str, Any]], list[str] | dict[int, State]]:
-    """The groups in a checkpoint, and the files of the states, or the states if they are in the same file.
-
-    Raises:
-        ValueError: it is not a checkpoint of an optimizer.
-    """
+    """The groups in a checkpoint, and the files of the states, or the states if they are in the same file."""
     if not Path(checkpoint).exists():
         raise ValueError(f"{checkpoint}: no such file or folder")
     exists, index_path = has_index_file(checkpoint)

@@ -14,10 +14,9 @@ from colossalai.interface import ModelWrapper, OptimizerWrapper
 from peft import PeftModel
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType, _optim_utils
 
-from ...accelerator import get_accelerator
-from ...processes.ended_ranks import naming_ended_ranks
-from .optimizer_checkpoints import load_optimizer
-from .parameter_names import ParameterFacts, plain_name
+from ...colossalai_support.accelerator import get_accelerator
+from ...common.ranks import naming_ended_ranks
+from .optimizer_checkpoints import ParameterFacts, load_optimizer, plain_name
 
 __all__ = ["ShardedCheckpointIO", "StageCheckpointIO"]
 
@@ -35,11 +34,6 @@ class StageCheckpointIO(CheckpointIO):
     """Forwards each call to the checkpoint IO of the present stage; loads optimizers from checkpoints of any stage.
 
     ``Booster`` gets the checkpoint IO in its constructor, but ``stage="auto"`` is decided later, in ``boost``.
-
-    Args:
-        of_stage: returns the checkpoint IO of the present stage. It must be the same object as long as the stage does
-            not change, because it keeps what is being written in the background.
-        facts: the parameters of each boosted optimizer, by name.
     """
 
     def __init__(
@@ -52,11 +46,7 @@ class StageCheckpointIO(CheckpointIO):
         self._facts = facts
 
     def load_optimizer(self, optimizer: OptimizerWrapper, checkpoint: str, *args: Any, **kwargs: Any) -> None:
-        """See :func:`.optimizer_checkpoints.load_optimizer`; called by ``Booster``.
-
-        Raises:
-            ValueError: the plugin has not boosted this optimizer.
-        """
+        """See :func:`.optimizer_checkpoints.load_optimizer`; called by ``Booster``."""
         if optimizer not in self._facts:
             raise ValueError(
                 "the optimizer to load into is not one that booster.boost returned; boost it first, then load"
@@ -114,11 +104,7 @@ class ShardedCheckpointIO(TorchFSDPCheckpointIO):
     def save_lora_as_pretrained(
         self, model: ModelWrapper, checkpoint: str, use_safetensors: bool = False, state_dict: dict | None = None
     ) -> None:
-        """Save the adapters and their configuration in the folder ``checkpoint``. Every rank calls it.
-
-        Raises:
-            ValueError: the model has no adapters.
-        """
+        """Save the adapters and their configuration in the folder ``checkpoint``. Every rank calls it."""
         shard = model.unwrap()
         if not isinstance(shard.module, PeftModel):
             raise ValueError("the model has no adapters to save; call booster.enable_lora before booster.boost")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,20 +19,19 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from ...checkpoint.config import CheckpointConfig
+from ...colossalai_support.accelerator import get_accelerator
+from ...colossalai_support.gpu_over_gloo import is_gpu_over_gloo, support_gpus_over_gloo
+from ...common.ranks import name_ended_ranks, on_every_rank, watch_ranks
 from ...data_parallel.attach import BatchSetup
 from ...data_parallel.batch_balancer import BatchBalancer
 from ...data_parallel.config import BatchConfig
-from ...gpu_over_gloo import support_gpus_over_gloo
 from ...planner.batches.allocation import Allocation
-from ...processes.ended_ranks import name_ended_ranks, watch_ranks
-from ...processes.every_rank import on_every_rank
-from ..checkpoints.checkpoint_part import CheckpointMethods, Checkpoints, check_config
-from ..overlap.elementwise_updates import check_sharding, why_not_sharded
+from ..checkpoint_part import CheckpointMethods, Checkpoints, check_config
 from ..part import TrainingObjects
 from ..uneven_batches import UnevenBatches
+from .elementwise_updates import check_sharding, why_not_sharded
 from .lowest_zero_stage import configure_lowest_stage
-from .mixed_devices import device_of_this_rank, stages_for
-from .parameter_names import ParameterFacts, check_owned, name_groups, parameter_facts
+from .optimizer_checkpoints import ParameterFacts, check_owned, name_groups, parameter_facts
 from .zero_checkpoints import StageCheckpointIO
 from .zero_stages import (
     PRECISIONS,
@@ -43,7 +43,50 @@ from .zero_stages import (
     synchronizer,
 )
 
-__all__ = ["HeteroZeroPlugin"]
+__all__ = ["HeteroZeroPlugin", "RankDevice", "device_of_this_rank", "stages_for"]
+
+
+# Mixed devices -------------------------------------------------------------------------------------------------------
+
+
+LAST_MIXED_STAGE = 2
+"""FSDP (stage 3) gathers parameters in an order that depends on the kind of the device."""
+
+
+@dataclass(frozen=True)
+class RankDevice:
+    """The kind of a rank's device, and how its tensors are sent."""
+
+    kind: str
+    """Name of the accelerator, such as ``cuda`` or ``cpu``."""
+    over_gloo: bool
+    """Whether its tensors are sent over Gloo."""
+
+
+def device_of_this_rank() -> RankDevice:
+    """The device of this rank."""
+    kind = get_accelerator().name
+    return RankDevice(kind, kind == "cpu" or is_gpu_over_gloo())
+
+
+def stages_for(stages: Sequence[int], devices: Sequence[RankDevice]) -> list[int]:
+    """Those of ``stages`` that can run on these devices, which are given by rank."""
+    kinds = sorted({device.kind for device in devices})
+    if len(kinds) == 1:
+        return list(stages)
+    shown = " and ".join(kinds)
+    apart = [rank for rank, device in enumerate(devices) if not device.over_gloo]
+    if apart:
+        raise ValueError(
+            f"the ranks have devices of the kinds {shown}, and rank {apart[0]} does not communicate over Gloo, which "
+            'alone connects them; start all ranks with torch.distributed.init_process_group("gloo")'
+        )
+    possible = [stage for stage in stages if stage <= LAST_MIXED_STAGE]
+    if not possible:
+        raise ValueError(
+            f"stage {stages[0]} needs devices of one kind, but the ranks have {shown}; use stage 0, 1 or 2"
+        )
+    return possible
 
 
 class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
@@ -61,7 +104,7 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         precision: ``fp32``, ``bf16`` or, below stage 3, ``fp16``.
         max_norm: clip gradients to this 2-norm; 0 for no clipping.
         method, accumulation, profile, profile_cache, max_micro_batch, multiple_of, sync_batchnorm, reallocate_above,
-            check_every, training_step, weight_by: see :class:`~colossal_hetero.data_parallel.config.BatchConfig`.
+            check_every, training_step, weight_by: see :class:`.BatchConfig`.
         checkpoints: where :meth:`save` saves layer checkpoints, from which :meth:`resume` continues; stages 0 to 2.
         options: further arguments of the stage's plugin; with ``"auto"``, of the plugins of all stages that have them.
 

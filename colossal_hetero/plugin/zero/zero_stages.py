@@ -23,11 +23,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from ...accelerator import get_accelerator
+from ...colossalai_support.accelerator import get_accelerator
+from ...colossalai_support.gpu_over_gloo import is_gpu_over_gloo
 from ...data_parallel.unsummed_steps import refuse_unfinished_sums
-from ...gpu_over_gloo import is_gpu_over_gloo
 from ...profiling.preserved_state import inner_optimizer
-from ..overlap.overlapped_optimizer import overlapped_optimizers
+from .overlapped_optimizer import overlapped_optimizers
 from .zero_checkpoints import ShardedCheckpointIO
 
 __all__ = ["PRECISIONS", "STAGES", "flat_parameters", "options_by_stage", "plugin_of_stage", "synchronizer"]
@@ -92,11 +92,7 @@ class _ShardedOptimizer(FSDPOptimizerWrapper):
         return views
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """See ``Optimizer.step``. Called by all ranks at once.
-
-        Raises:
-            ValueError: no rank has used a parameter, and FSDP has no tensor for it alone.
-        """
+        """See ``Optimizer.step``. Called by all ranks at once."""
         used = torch.tensor([place in self._used for place in self._places], dtype=torch.int32)
         used = used.to(get_accelerator().get_current_device())
         dist.all_reduce(used, dist.ReduceOp.MAX)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
-from colossal_hetero.io.rank_factors import parse_rank_factors
+from colossal_hetero.common.text import parse_rank_factors
 
 from .parser import UsageError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from colossal_hetero.planner.profile.vit import VITS
+from colossal_hetero.planner.profile.estimate import VITS
 
 from .parser import (
     IMAGE_SIZE,

@@ -7,8 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TextIO
 
-from colossal_hetero.balance.report.picture import plot_timelines
-from colossal_hetero.balance.report.timeline import Timelines, chrome_trace
+from colossal_hetero.balance.timeline import Timelines, chrome_trace, plot_timelines
 
 from .measurements import Measurements, what_if_json
 from .summary_file import finite, write_json

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from colossal_hetero.balance.report.records import IterationRecord
-from colossal_hetero.balance.report.summary import BalanceReport, WhatIf, ideal_ratio, report, what_if
+from colossal_hetero.balance.report import BalanceReport, IterationRecord, WhatIf, ideal_ratio, report, what_if
 from colossal_hetero.testing.stragglers import Stragglers
 
 from ..flags.tensor_parallel import Layout, TensorParallelOptions

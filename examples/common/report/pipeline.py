@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from colossal_hetero.planner.cluster.topology import Topology
-from colossal_hetero.planner.plans.plan import Plan, save_plan
+from colossal_hetero.planner.cost.plan import Plan, save_plan
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from colossal_hetero.planner.report.plan_table import one_line
 

@@ -15,11 +15,11 @@ from colossalai.tensor.d_tensor import is_customized_distributed_tensor, is_dist
 
 from colossal_hetero import BalanceConfig
 from colossal_hetero.balance import balancer as balancer_module
+from colossal_hetero.balance import clock as clocks
 from colossal_hetero.balance.balancer import ALWAYS_MEASURED, Balancer
-from colossal_hetero.balance.column_selection import NormProduct, RandomColumns
-from colossal_hetero.balance.measure import clock as clocks
-from colossal_hetero.balance.measure.clock import CpuClock
-from colossal_hetero.balance.measure.timeline_sampler import SAMPLE_EVERY
+from colossal_hetero.balance.clock import CpuClock
+from colossal_hetero.balance.pruning import NormProduct, RandomColumns
+from colossal_hetero.balance.timeline import SAMPLE_EVERY
 from colossal_hetero.layers import hetero_layers
 from colossal_hetero.testing import Stragglers, inject_stragglers, stragglers
 from tests.support.harness import run_ranks

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from colossal_hetero import BalanceConfig
-from colossal_hetero.balance.measure.clock import CudaClock, IterationTimes
+from colossal_hetero.balance.clock import CudaClock, IterationTimes
 from colossal_hetero.layers import hetero_layers
 from colossal_hetero.plugin.hybrid import layer_balancing
 from tests.support.fake_device import FakeDevice

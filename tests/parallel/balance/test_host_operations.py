@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 
 from colossal_hetero import BalanceConfig
-from colossal_hetero.balance.measure.clock import CudaClock
+from colossal_hetero.balance.clock import CudaClock
 from colossal_hetero.layers import hetero_layers
 from colossal_hetero.plugin.hybrid import layer_balancing
 from tests.support.fake_device import FakeDevice

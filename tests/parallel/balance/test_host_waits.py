@@ -12,8 +12,8 @@ import torch
 
 from benchmarks.gpu.training.host_waits import host_waits
 from colossal_hetero import BalanceConfig
-from colossal_hetero.balance.decide.plan import BalancePlan
-from colossal_hetero.layers.language_head.vocabulary_loss import VocabularyRows
+from colossal_hetero.balance.plan import BalancePlan
+from colossal_hetero.layers.language_head import VocabularyRows
 from tests.support.harness import run_ranks
 from tests.support.training import batch, boost, loss_of, ours, scripted, sgd
 

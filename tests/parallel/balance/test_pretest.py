@@ -13,10 +13,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_hetero.balance import BalanceConfig, Costs
-from colossal_hetero.balance.decide.costs import Traffic, Volume
-from colossal_hetero.balance.measure import pretest
-from colossal_hetero.balance.measure.pretest import FittedLink, ProductShape, fit_link, fit_receive_factor, fit_resize
+from colossal_hetero.balance import BalanceConfig, Costs, pretest
+from colossal_hetero.balance.plan import Traffic, Volume
+from colossal_hetero.balance.pretest import FittedLink, ProductShape, fit_link, fit_receive_factor, fit_resize
 from tests.support.harness import run_ranks
 
 SHAPES = [ProductShape(96, 64), ProductShape(64, 96), ProductShape(96, 64)]

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from colossalai.shardformer.layer.utils import Randomizer
 from torch import Tensor, nn
 
-from colossal_hetero.checkpoint.contents.optimizer_memory import masters_of
-from colossal_hetero.layers.resharding import unit_mover
+from colossal_hetero.checkpoint.optimizer_memory import masters_of
+from colossal_hetero.layers import unit_mover
 from colossal_hetero.profiling.preserved_state import inner_optimizer
 from tests.support.checkpoints import read_weights
 from tests.support.harness import answer, run_ranks, start_ranks

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from colossal_hetero import BalanceConfig
-from colossal_hetero.balance.measure import clock as clocks
+from colossal_hetero.balance import clock as clocks
 from colossal_hetero.testing import Stragglers, inject_stragglers, stragglers
 from tests.support.harness import run_ranks
 from tests.support.training import boost, ours, scripted, tiny_vit, train

@@ -10,14 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from colossal_hetero.checkpoint.box_memory import BoxMemory
-from colossal_hetero.checkpoint.exchange import AHEAD, Received, exchange
-from colossal_hetero.checkpoint.format.pieces import Box, TensorPiece
-from colossal_hetero.checkpoint.placement.bitmap import Bitmap, Location, StorageTier
-from colossal_hetero.checkpoint.placement.sources import Need, choose_sources
-from colossal_hetero.checkpoint.placement.transfers import Read, layer_order, reads_and_transfers
-from colossal_hetero.checkpoint.reading.read_ahead import LayerRead, ReadAhead
-from colossal_hetero.checkpoint.storage.errors import CheckpointError
+from colossal_hetero.checkpoint.exchange import AHEAD, BoxMemory, Received, exchange
+from colossal_hetero.checkpoint.pieces import Bitmap, Box, Location, StorageTier, TensorPiece
+from colossal_hetero.checkpoint.reader import LayerRead, ReadAhead
+from colossal_hetero.checkpoint.storage import CheckpointError
+from colossal_hetero.checkpoint.transfers import Need, Read, choose_sources, layer_order, reads_and_transfers
 from tests.support.harness import run_ranks
 
 NODES = {0: "a", 1: "a", 2: "b"}

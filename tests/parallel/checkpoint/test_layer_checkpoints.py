@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
-from colossal_hetero.checkpoint.format.run_state import RunState
-from colossal_hetero.checkpoint.saving.participants import gather_participants
-from colossal_hetero.checkpoint.saving.saver import LayerCheckpointSaver
+from colossal_hetero.checkpoint.participants import gather_participants
+from colossal_hetero.checkpoint.pieces import RunState
+from colossal_hetero.checkpoint.saver import LayerCheckpointSaver
 from tests.support.harness import run_ranks
 from tests.support.layer_checkpoints import assert_loads, pieces_of, reader_of, tensors
 

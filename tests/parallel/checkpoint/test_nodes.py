@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from colossal_hetero import CheckpointConfig
-from colossal_hetero.checkpoint.reading.places import FolderPlace
+from colossal_hetero.checkpoint.found import FolderPlace
 from tests.support.checkpoint_runs import Run, boosted, different_tensors, gathered, hybrid, train
 from tests.support.harness import run_ranks
 

@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from colossal_hetero import CheckpointConfig
-from colossal_hetero.checkpoint.reading.places import FolderPlace
-from colossal_hetero.checkpoint.reading.reader import CheckpointReader
-from colossal_hetero.checkpoint.storage.file_operations import FileOperations
+from colossal_hetero.checkpoint.found import FolderPlace
+from colossal_hetero.checkpoint.reader import CheckpointReader
+from colossal_hetero.checkpoint.storage import FileOperations
 from tests.support.checkpoint_runs import boosted, different_tensors, gathered, hybrid, train
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH

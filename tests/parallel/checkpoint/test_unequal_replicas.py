@@ -12,7 +12,7 @@ from colossalai.booster import Booster
 from torch.utils.data import Dataset
 
 from colossal_hetero import CheckpointConfig, HeteroHybridParallelPlugin
-from colossal_hetero.planner.plans.plan import Plan
+from colossal_hetero.planner.cost.plan import Plan
 from tests.parallel.plugin.unequal.test_unequal_replicas import PLANS, gpt2
 from tests.support.harness import run_ranks
 from tests.support.planning import make_plan

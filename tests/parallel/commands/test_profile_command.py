@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from colossal_hetero.commands.profiles.profile import profile
+from colossal_hetero.cli.profile import profile
 from colossal_hetero.planner.profile.layer_profile import load_model_profile
 from tests.support.forked_command import run_with_forked_ranks
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from colossal_hetero import gpu_over_gloo
-from colossal_hetero.cpu.collectives import reduce_scatter, sent_directly
-from colossal_hetero.gpu_over_gloo import batch_through_host, through_host
+from colossal_hetero.colossalai_support import gpu_over_gloo
+from colossal_hetero.colossalai_support.cpu import reduce_scatter, sent_directly
+from colossal_hetero.colossalai_support.gpu_over_gloo import batch_through_host, through_host
 from colossal_hetero.layers.transport import Transport
 from colossal_hetero.plugin.zero.zero_stages import plugin_of_stage
 from tests.support.harness import run_ranks

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from colossal_hetero import ElasticConfig
-from colossal_hetero.plugin.unequal.replica_gradients import ReplicaGradients
+from colossal_hetero.plugin.replicas.replica_gradients import ReplicaGradients
 from tests.support import elastic_jobs
 from tests.support.elastic_jobs import Job, Kill, Outcome, run_job, train, undisturbed
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from colossal_hetero.cli import main
+from colossal_hetero.cli.main import main
 from colossal_hetero.elastic.store_server import start_store
 from tests.support.command_line import failure
 from tests.support.harness import forked_context, free_port

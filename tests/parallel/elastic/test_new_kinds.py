@@ -12,7 +12,7 @@ import torch
 
 from colossal_hetero import ElasticConfig
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
-from colossal_hetero.profiling.layers.layer_profiler import profile_layers
+from colossal_hetero.profiling.layer_profiler import profile_layers
 from tests.parallel.elastic.test_elastic_training import STEPS, check_parameters
 from tests.parallel.elastic.test_waiting_for_nodes import run_until_all_end
 from tests.parallel.plugin.unequal.test_unequal_replicas import gpt2

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colossal_hetero.balance.column_selection import SAMPLED_ROWS
-from colossal_hetero.balance.decide.plan import BalancePlan
+from colossal_hetero.balance.plan import BalancePlan
+from colossal_hetero.balance.pruning import SAMPLED_ROWS
 from tests.support.applied_plans import Training
 from tests.support.harness import run_ranks
 from tests.support.sharding import own_share

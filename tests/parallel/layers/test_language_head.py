@@ -19,7 +19,7 @@ from torch import Tensor
 from colossal_hetero import BalanceConfig
 from colossal_hetero.balance import BalancePlan
 from colossal_hetero.layers import HeteroVocabParallelLMHead1D
-from colossal_hetero.layers.language_head.own_logits import OwnLogits
+from colossal_hetero.layers.language_head import OwnLogits
 from tests.support.harness import run_ranks
 from tests.support.language_models import MODELS, plan_of, tokens, train_on_tokens
 from tests.support.migration_runs import assert_equal

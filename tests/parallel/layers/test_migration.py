@@ -18,14 +18,12 @@ from torch.utils.checkpoint import checkpoint
 
 from colossal_hetero import BalanceConfig
 from colossal_hetero.balance import host_messages
-from colossal_hetero.balance.decide.costs import Traffic, Volume
-from colossal_hetero.balance.decide.divide import Move, divide
-from colossal_hetero.balance.decide.plan import BalancePlan
-from colossal_hetero.balance.decide.traffic import BlockShape, LayerShape, Port, block_ports, column_traffic
+from colossal_hetero.balance.divide import BlockShape, LayerShape, Move, Port, block_ports, column_traffic, divide
+from colossal_hetero.balance.plan import BalancePlan, Traffic, Volume
 from colossal_hetero.layers import Workload
 from colossal_hetero.layers.column_migration import COLUMN_EXCHANGES, ColumnMigration
 from colossal_hetero.layers.transport import Transport
-from colossal_hetero.layers.unit_exchange.exchange import UnitExchange
+from colossal_hetero.layers.unit_exchange import UnitExchange
 from tests.support.applied_plans import Training
 from tests.support.harness import run_ranks
 from tests.support.parallel_layers import KINDS, build, inputs, owned
@@ -120,7 +118,7 @@ def _order_of_sending() -> tuple[list[str], float]:
         block.attn.register_forward_pre_hook(lambda *_, number=number: events.append(f"attention {number}"))
         block.mlp.register_forward_pre_hook(lambda *_, number=number: events.append(f"mlp {number}"))
     ranks = dist.get_world_size()
-    with patch("colossal_hetero.layers.unit_exchange.transfers.MESSAGE_BYTES", 1):
+    with patch("colossal_hetero.layers.unit_transfers.MESSAGE_BYTES", 1):
         training.applier.apply(plan_for({ranks - 1: 0.6}, ranks))
     difference = largest_difference(train(training), expected)
     with patch.object(training.transport, "exchange", log_and_exchange):
@@ -166,7 +164,7 @@ def _sums_before_messages() -> list[dict[int, list[int]]]:
         kept = [block.units - (sender == rank) for block, (sender, _) in zip(training.blocks, pairs, strict=True)]
         units = UnitExchange(training.transport)
         with (
-            patch("colossal_hetero.layers.unit_exchange.transfers.MESSAGE_BYTES", 1),
+            patch("colossal_hetero.layers.unit_transfers.MESSAGE_BYTES", 1),
             patch.object(training.transport, "exchange", log_and_exchange),
             patch.object(dist, "all_reduce", log_and_sum),
         ):

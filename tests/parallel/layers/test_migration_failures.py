@@ -21,11 +21,11 @@ from torch.cuda import OutOfMemoryError
 from colossal_hetero.balance import resharding
 from colossal_hetero.balance.apply import Applier
 from colossal_hetero.balance.balancer import Balancer
-from colossal_hetero.balance.decide.plan import BalancePlan
+from colossal_hetero.balance.plan import BalancePlan
+from colossal_hetero.layers import unit_exchange
 from colossal_hetero.layers.column_migration import BroadcastReduce, ScatterGather
-from colossal_hetero.layers.unit_exchange import exchange
-from colossal_hetero.layers.unit_exchange.exchange import UnitExchange
-from colossal_hetero.layers.unit_exchange.transfers import BlockTransfer, Bucket
+from colossal_hetero.layers.unit_exchange import UnitExchange
+from colossal_hetero.layers.unit_transfers import BlockTransfer, Bucket
 from tests.support.harness import answer, run_ranks, start_ranks
 from tests.support.migration_runs import (
     ITERATIONS,
@@ -193,7 +193,7 @@ def check_foreseen_peak() -> None:
         raise RuntimeError("can't allocate memory: an iteration would need more than the GPU has")
 
     with (
-        patch.object(exchange, "check_room", check),
+        patch.object(unit_exchange, "check_room", check),
         patch.object(resharding, "check_room", check_for_good),
     ):
         with scripted(slow(0)):
@@ -214,7 +214,7 @@ def check_growth() -> None:
         asked.append((when, more_work))
 
     with (
-        patch.object(exchange, "check_room", partial(note, "migrating")),
+        patch.object(unit_exchange, "check_room", partial(note, "migrating")),
         patch.object(resharding, "check_room", partial(note, "for good")),
     ):
         run = boost(ours(migrate("block", reshard_after=4, warmup_iterations=10**6), tp_size=2), None, sgd)

@@ -18,13 +18,13 @@ from torch import nn
 
 from colossal_hetero import BalanceConfig
 from colossal_hetero.balance.apply import Applier
-from colossal_hetero.balance.decide.plan import BalancePlan
 from colossal_hetero.balance.host_messages import Exchange
+from colossal_hetero.balance.plan import BalancePlan
 from colossal_hetero.balance.resharding import Resharding
 from colossal_hetero.layers import hetero_layers
 from colossal_hetero.layers.block import attach_blocks
-from colossal_hetero.layers.resharding.unit_mover import StateSlot
 from colossal_hetero.layers.transport import Transport
+from colossal_hetero.layers.unit_mover import StateSlot
 from tests.support.harness import run_ranks
 from tests.support.model_families import (
     BUILDERS,

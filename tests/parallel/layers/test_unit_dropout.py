@@ -15,10 +15,10 @@ from timm.layers import set_reentrant_ckpt
 from torch import nn
 
 from colossal_hetero.balance.apply import Applier
-from colossal_hetero.balance.decide.plan import BalancePlan
+from colossal_hetero.balance.plan import BalancePlan
 from colossal_hetero.layers.block import Block, _has_dropout, attach_blocks
 from colossal_hetero.layers.block_rules import rule_for
-from colossal_hetero.layers.dropout.unit_dropout import UnitDropout, UnitRange
+from colossal_hetero.layers.dropout import UnitDropout, UnitRange
 from colossal_hetero.layers.transport import Transport
 from tests.support.harness import run_ranks
 from tests.support.language import gpt2, train_gpt2

@@ -14,10 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from colossal_hetero.pipeline_parallel.communicators import environment, make_group
 from colossal_hetero.planner.cluster.group_networks import Adapter, Network, group_network
 from colossal_hetero.planner.cluster.topology import Topology
-from colossal_hetero.plugin.hybrid.planned_mesh import ordered_group
+from colossal_hetero.plugin.hybrid.planned_mesh import environment, make_group, ordered_group
 from tests.support.harness import run_ranks
 from tests.support.machines import Nodes, machines
 

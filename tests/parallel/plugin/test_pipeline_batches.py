@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
-from colossal_hetero.accelerator import get_accelerator  # isort: skip
+from colossal_hetero.colossalai_support.accelerator import get_accelerator  # isort: skip
 from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin
-from colossal_hetero.plugin import pipeline_batches
+from colossal_hetero.plugin import uneven_batches
 from tests.support.harness import answer, run_ranks, start_ranks
 from tests.support.training import CLASSES, tiny_vit
 
@@ -66,7 +66,7 @@ def train(division: list[int] | None, slow: int | None, options: dict[str, Any])
             lambda samples: [[count * MICRO_BATCH] for count in (division if samples == GLOBAL_BATCH else [2, 2])]
         )
     losses, chosen = [], []
-    with patch.object(pipeline_batches, "micro_batch_seconds", seconds):
+    with patch.object(uneven_batches, "micro_batch_seconds", seconds):
         for epoch in range(EPOCHS):
             loader.set_epoch(epoch)
             batches = iter(loader)

@@ -12,14 +12,14 @@ from pathlib import Path
 import psutil
 import torch
 
-from colossal_hetero.commands.profiles.probe import probe
+from colossal_hetero.cli.probe import probe
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
-from colossal_hetero.planner.cluster.link import MeasuredLink
+from colossal_hetero.planner.cluster.topology import MeasuredLink
 from tests.support.forked_command import run_with_forked_ranks
 from tests.support.harness import free_port, run_ranks
 from tests.support.paths import REPOSITORY
 
-COMMAND = [sys.executable, "-m", "colossal_hetero.commands.profiles.probe"]
+COMMAND = [sys.executable, "-m", "colossal_hetero.cli.probe"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -37,7 +37,7 @@ def test_the_cluster_file_describes_this_machine(tmp_path: Path) -> None:
 
 
 def measure_as_rank(rounds: list[list[tuple[int, int]]]) -> list[MeasuredLink]:
-    from colossal_hetero.probe.links import measure_links
+    from colossal_hetero.cli.probe_ranks import measure_links
 
     return measure_links(rounds, "gloo", torch.device("cpu"))
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from colossal_hetero.balance.host_messages import make_groups
-from colossal_hetero.processes.group_destruction import world_timeout
+from colossal_hetero.common.ranks import world_timeout
 from tests.support.harness import run_ranks
 
 TENSORS = 2000

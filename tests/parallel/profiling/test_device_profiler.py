@@ -18,10 +18,10 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from colossal_hetero.profiling.aborted_step import abort_step
-from colossal_hetero.profiling.batches.device_profiler import profile_device
-from colossal_hetero.profiling.batches.optimizer_state import optimizer_state_bytes
+from colossal_hetero.profiling.device_profiler import profile_device
 from colossal_hetero.profiling.local_collectives import local_collectives
 from colossal_hetero.profiling.memory import is_out_of_memory, recover
+from colossal_hetero.profiling.optimizer_state import optimizer_state_bytes
 from colossal_hetero.profiling.preserved_state import preserved_state
 
 # isort: split

@@ -14,8 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from colossal_hetero.data_parallel.loader import make_loader
-from colossal_hetero.data_parallel.training_loop.loss_weights import found_weight, samples_in
-from colossal_hetero.profiling.batches.loss_check import check_loss
+from colossal_hetero.data_parallel.loss_weights import found_weight, samples_in
+from colossal_hetero.profiling.loss_check import check_loss
 from colossal_hetero.profiling.training_step import TrainingStep, TrialRun, default_training_step
 from tests.support.harness import run_ranks
 

@@ -13,7 +13,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from colossal_hetero.layers import TimmViTPolicy
-from colossal_hetero.profiling.layers.layer_profiler import profile_layers
+from colossal_hetero.profiling.layer_profiler import profile_layers
 
 # isort: split
 from colossalai.shardformer import ShardConfig, ShardFormer

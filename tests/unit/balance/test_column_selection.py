@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from colossal_hetero.balance.apply import Applier
-from colossal_hetero.balance.column_selection import SAMPLED_ROWS, ColumnSelector, WeightVariation, make_selector
 from colossal_hetero.balance.config import BalanceConfig
+from colossal_hetero.balance.pruning import SAMPLED_ROWS, ColumnSelector, WeightVariation, make_selector
 from colossal_hetero.layers.workload import Workload
 
 RULES = ("random", "priority", "priority-diff", "norm-product")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.planner.peers.layouts import layout_line
-from colossal_hetero.planner.layout_line.read_layout import read_layout
+from colossal_hetero.planner.cost.layout_line import read_layout
 
 LAYERS = 10
 """Of a model of eight blocks, with an embedding and a head."""

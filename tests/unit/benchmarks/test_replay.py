@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from benchmarks.elastic.replay import Change, Costs, FitPlan, FittedPlan, Holdings, Job, elastic, read_trace, restarted
-from colossal_hetero.elastic.state.held_layers import HeldLayers
+from colossal_hetero.elastic.held_layers import HeldLayers
 
 SECONDS = {2: 20.0, 3: 15.0, 4: 10.0}
 """Iteration time by the number of devices; one device cannot hold the model."""

@@ -88,7 +88,7 @@ def test_what_is_wrong_is_said_in_one_line(folder: Path, tmp_path: Path) -> None
 def test_listing_and_verifying_need_no_torch(folder: Path, command: str) -> None:
     program = (
         "import sys\n"
-        "from colossal_hetero.cli import main\n"
+        "from colossal_hetero.cli.main import main\n"
         f"main(['checkpoint', '{command}', {str(folder)!r}], standalone_mode=False)\n"
         "assert not {'torch', 'colossalai', 'matplotlib'} & set(sys.modules)"
     )

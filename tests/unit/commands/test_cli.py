@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import Result
 
-from colossal_hetero.cli import batches
+from colossal_hetero.cli.main import batches
 from colossal_hetero.planner.batches.allocation import ACCUMULATIONS, METHODS
 from colossal_hetero.planner.batches.batch_profile import save_profile
 from tests.support import command_line
@@ -192,7 +192,7 @@ def test_the_choices_are_those_of_the_planner() -> None:
 def test_unneeded_packages_are_not_imported() -> None:
     code = (
         "import sys\n"
-        "from colossal_hetero.cli import main\n"
+        "from colossal_hetero.cli.main import main\n"
         "assert not {'numpy', 'scipy', 'pydantic', 'rich'} & set(sys.modules), 'the planner is imported too early'\n"
         f"main(['batches', {str(EXAMPLE)!r}, '--global-batch', '64'], standalone_mode=False)\n"
         "print([name for name in ('torch', 'colossalai', 'timm', 'matplotlib') if name in sys.modules])\n"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
-from colossal_hetero.planner.evaluation.differences import differences, time_parts
-from colossal_hetero.planner.plans.plan import load_plan, save_plan
+from colossal_hetero.planner.cost.evaluate import differences, time_parts
+from colossal_hetero.planner.cost.plan import load_plan, save_plan
 from colossal_hetero.planner.profile.layer_profile import load_model_profile
 from colossal_hetero.planner.search.make_plans import make_plans
 from tests.support.command_line import failure, run

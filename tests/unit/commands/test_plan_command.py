@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from colossal_hetero.commands.planning.plan import plan as plan_command
+from colossal_hetero.cli.plan import plan as plan_command
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
-from colossal_hetero.planner.plans.plan import load_plan, save_plan
-from colossal_hetero.planner.plans.simulate import simulate_plan
+from colossal_hetero.planner.cost.plan import load_plan, save_plan
+from colossal_hetero.planner.cost.simulate import simulate_plan
 from colossal_hetero.planner.profile.layer_profile import (
     LayerSizes,
     LayerTimes,
@@ -459,7 +459,7 @@ def test_unneeded_packages_are_not_imported(files: tuple[Path, Path], tmp_path: 
     out = str(tmp_path / "plan.json")
     code = (
         "import sys\n"
-        "from colossal_hetero.cli import main\n"
+        "from colossal_hetero.cli.main import main\n"
         "assert not {'numpy', 'scipy', 'pydantic', 'rich'} & set(sys.modules), 'the planner is imported too early'\n"
         f"arguments = ['plan', {cluster!r}, {layers!r}, '--global-batch', '8', '--out', {out!r}]\n"
         "main(arguments, standalone_mode=False)\n"

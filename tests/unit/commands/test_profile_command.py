@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from colossal_hetero.commands.profiles.estimate import estimate
-from colossal_hetero.commands.profiles.profile import profile
+from colossal_hetero.cli.estimate import estimate
+from colossal_hetero.cli.profile import profile
 from colossal_hetero.planner.profile.layer_profile import load_model_profile
 
 GPT = ["--layers", "4", "--hidden", "64", "--heads", "4", "--vocabulary", "100", "--sequence", "32"]

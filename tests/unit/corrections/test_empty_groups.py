@@ -11,7 +11,7 @@ from colossalai.kernel import kernel_loader
 from colossalai.nn.optimizer import FusedAdam, FusedSGD
 from torch import Tensor, nn
 
-import colossal_hetero.accelerator  # noqa: F401
+import colossal_hetero.colossalai_support.accelerator  # noqa: F401
 
 
 def descend(chunk_size: int, buffer: Tensor, lists: list[list[Tensor]], *options: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from colossal_hetero.elastic.supervisor.decisions import (
+from colossal_hetero.elastic.supervisor.supervise import (
     Action,
     NodeProgress,
     after_exit,

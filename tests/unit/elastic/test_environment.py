@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from colossal_hetero.elastic.environment import ElasticEnvironment, parse_address
-from colossal_hetero.elastic.supervisor.worker import python_command, worker_environment
+from colossal_hetero.elastic.supervisor.supervise import python_command, worker_environment
 
 PLACE = ElasticEnvironment("10.0.0.5", 29400, "job-1", "node.a", local_rank=1, local_world_size=2)
 
@@ -62,8 +62,8 @@ def test_wrong_environments_are_refused_in_words(changes: dict[str, str | None],
 
 def test_the_supervisor_and_the_notices_need_no_torch() -> None:
     code = (
-        "import sys, colossal_hetero.cli, colossal_hetero.elastic.notices\n"
-        "import colossal_hetero.elastic.supervisor.launch_node\n"
+        "import sys, colossal_hetero.cli.main, colossal_hetero.elastic.notices\n"
+        "import colossal_hetero.elastic.supervisor.guard\n"
         "print([name for name in ('torch', 'colossalai', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from colossal_hetero.checkpoint.format.box import Box
-from colossal_hetero.elastic.state.moves import HeldBox, inheritance
+from colossal_hetero.checkpoint.pieces import Box
+from colossal_hetero.elastic.moves import HeldBox, inheritance
 
 
 def rows(start: int, stop: int, key: str = "param.w") -> HeldBox:

@@ -11,17 +11,16 @@ import pytest
 from torch.distributed import TCPStore
 
 from colossal_hetero.elastic.store_server import start_store
-from colossal_hetero.elastic.supervisor import node_name
-from colossal_hetero.elastic.supervisor.node_name import NameTaken, NodeName
-from colossal_hetero.elastic.supervisor.store_client import StoreClient
+from colossal_hetero.elastic.supervisor import guard
+from colossal_hetero.elastic.supervisor.guard import NameTaken, NodeName, StoreClient
 
 KEY = "colossal_hetero/nodes/job/n1"
 
 
 @pytest.fixture(autouse=True)
 def _short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_name, "LEASE_SECONDS", 0.3)
-    monkeypatch.setattr(node_name, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(guard, "LEASE_SECONDS", 0.3)
+    monkeypatch.setattr(guard, "POLL_SECONDS", 0.02)
 
 
 @pytest.fixture

@@ -8,7 +8,13 @@ import threading
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_hetero.elastic.supervisor.output import MAX_LAST_LINES, MAX_LINE_BYTES, LineSplitter, Passage, write_all
+from colossal_hetero.elastic.supervisor.supervise import (
+    MAX_LAST_LINES,
+    MAX_LINE_BYTES,
+    LineSplitter,
+    Passage,
+    write_all,
+)
 
 
 @given(st.lists(st.text(alphabet="ab\r\n", max_size=6)))

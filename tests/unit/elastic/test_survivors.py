@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from colossal_hetero.elastic.state.survivors import surviving_topology
+from colossal_hetero.elastic.held_layers import surviving_topology
 from tests.support.machines import Nodes, machines
 
 CLUSTER = machines(Nodes("InfiniBand", (2, 1)), Nodes("RoCE", (3,)))

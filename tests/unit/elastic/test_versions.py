@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from colossal_hetero.elastic.state.versions import CatchUp, Standing, agree
+from colossal_hetero.elastic.held_layers import CatchUp, Standing, agree
 
 NEW = Standing(None, False, None)
 

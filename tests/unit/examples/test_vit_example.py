@@ -15,9 +15,9 @@ import torch
 from PIL import Image
 
 from colossal_hetero import BalanceConfig
-from colossal_hetero.balance.report.records import IterationRecord, RankRecord
-from colossal_hetero.balance.report.timeline import IterationTimeline, Segment, Timelines
-from colossal_hetero.profiling.layers.named_models import build_model
+from colossal_hetero.balance.report import IterationRecord, RankRecord
+from colossal_hetero.balance.timeline import IterationTimeline, Segment, Timelines
+from colossal_hetero.profiling.named_profile import build_model
 from examples.common.flags.parser import UsageError
 from examples.common.flags.tensor_parallel import Layout
 from examples.common.flags.vit import VitOptions, check_options, parse_options

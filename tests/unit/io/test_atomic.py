@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from colossal_hetero.io.atomic import check_writable, replacing
+from colossal_hetero.common.files import check_writable, replacing
 
 
 def write(path: Path, text: str = "new") -> None:
@@ -58,7 +58,7 @@ def test_devices_stay() -> None:
 
 def test_standard_output_can_be_written_to_a_file_or_a_pipe(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from colossal_hetero.io.atomic import replacing\n"
+        "import sys; from pathlib import Path; from colossal_hetero.common.files import replacing\n"
         "print('before', flush=True)\n"
         "with replacing('/dev/stdout') as path: path.write_text('content\\n')\n"
     )

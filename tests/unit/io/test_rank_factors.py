@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from colossal_hetero.io.rank_factors import parse_rank_factors
+from colossal_hetero.common.text import parse_rank_factors
 
 
 def test_factors_by_rank() -> None:

@@ -7,9 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
-from colossal_hetero.pipeline_parallel.drift import DriftReport, PassSeconds, compare
-from colossal_hetero.planner.plans.plan import Plan
+from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile
+from colossal_hetero.plugin.hybrid.drift import DriftReport, PassSeconds, compare
 from tests.support.layer_profiles import layer_times
 from tests.support.planning import make_plan
 

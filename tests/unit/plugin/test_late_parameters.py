@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from colossal_hetero.plugin.overlap import late_parameters
-from colossal_hetero.plugin.overlap.late_parameters import LateParameter, LateParameters, UpdatedParameter
+from colossal_hetero.plugin.zero import late_parameters
+from colossal_hetero.plugin.zero.late_parameters import LateParameter, LateParameters, UpdatedParameter
 from tests.support.fake_cuda import FakeCuda, FakeEvent, FakeStream
 
 

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from colossal_hetero.commands.profiles.probe import probe
+from colossal_hetero.cli.probe import probe
+from colossal_hetero.cli.rank_facts import Nic, RankFacts, make_topology, pairs_to_measure
 from colossal_hetero.planner.cluster.cluster_file import load_cluster, parse_cluster, save_cluster
 from colossal_hetero.planner.cluster.gpu_catalog import GPUS, kind_name
-from colossal_hetero.planner.cluster.link import MeasuredLink
-from colossal_hetero.planner.cluster.topology import Channel, Topology
-from colossal_hetero.probe.rank_facts import Nic, RankFacts, make_topology, pairs_to_measure
+from colossal_hetero.planner.cluster.topology import Channel, MeasuredLink, Topology
 from tests.support.paths import CLUSTERS
 
 EXAMPLES = CLUSTERS
@@ -186,7 +185,7 @@ def test_every_pair_of_machines_is_measured_and_pairs_of_a_round_share_no_machin
 
 
 def test_network_cards_are_read_from_sysfs(tmp_path: Path) -> None:
-    from colossal_hetero.probe.this_machine import find_nics
+    from colossal_hetero.cli.probe_ranks import find_nics
 
     files = {
         "infiniband/mlx5_0/ports/1/link_layer": "InfiniBand",

@@ -12,14 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from colossal_hetero.processes import ended_ranks
-from colossal_hetero.processes.ended_ranks import (
-    Address,
-    RankWatch,
-    is_lost_connection,
-    name_ended_ranks,
-    naming_ended_ranks,
-)
+from colossal_hetero.common import ranks
+from colossal_hetero.common.ranks import Address, RankWatch, is_lost_connection, name_ended_ranks, naming_ended_ranks
 
 GLOO = (
     "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:30331. This may "
@@ -139,7 +133,7 @@ def test_a_worker_does_not_answer_for_a_rank_that_has_ended(
     three: list[RankWatch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A data loader forks its workers, which hold the open files of the rank and end some seconds after it."""
-    monkeypatch.setattr(ended_ranks, "_watch", three[1])
+    monkeypatch.setattr(ranks, "_watch", three[1])
     worker = os.fork()
     if worker == 0:
         time.sleep(60)
@@ -168,12 +162,12 @@ class FakeModel(nn.Module):
 
 
 def test_forward_backward_and_step_name_the_rank(three: list[RankWatch], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ended_ranks, "_watch", three[0])
+    monkeypatch.setattr(ranks, "_watch", three[0])
     model, optimizer = FakeModel(), FakeOptimizer()
     name_ended_ranks(model, optimizer)
     three[1].close()
     with pytest.raises(RuntimeError, match=r"^rank 1 has ended"):
         model(torch.zeros(1))
-    for method in ended_ranks.METHODS:
+    for method in ranks.METHODS:
         with pytest.raises(RuntimeError, match=r"^rank 1 has ended"):
             getattr(optimizer, method)()

@@ -14,7 +14,7 @@ import pytest
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for child processes in /proc")
 
 SLEEP = (
-    "from colossal_hetero.processes.launch import start_ranks\n"
+    "from colossal_hetero.common.launch import start_ranks\n"
     "start_ranks(2, 'timeit', ['-n', '1', '-r', '1', 'import time; time.sleep(60)'])"
 )
 

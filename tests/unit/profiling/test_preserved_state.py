@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from colossal_hetero.profiling.batches.device_profiler import Timing, peak_flops, profile_device
-from colossal_hetero.profiling.batches.optimizer_state import optimizer_state_bytes, step_temporary_bytes
+from colossal_hetero.profiling.device_profiler import Timing, peak_flops, profile_device
+from colossal_hetero.profiling.optimizer_state import optimizer_state_bytes, step_temporary_bytes
 from colossal_hetero.profiling.preserved_state import preserved_state
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import statistics
 import numpy as np
 import pytest
 
-from colossal_hetero.profiling.standard_error import relative_error
+from colossal_hetero.profiling.progress import relative_error
 
 pytestmark = pytest.mark.unit
 

@@ -10,8 +10,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from colossal_hetero.elastic.membership import MembershipTiming
-from colossal_hetero.elastic.membership.connections import WorldConnections
+from colossal_hetero.elastic.job_store import WorldConnections
+from colossal_hetero.elastic.world import MembershipTiming
 from tests.support.elastic_nodes import Nodes, running_nodes
 from tests.support.harness import _context, run_alone
 from tests.support.random_examples import IS_THOROUGH

@@ -13,11 +13,10 @@ from colossalai.pipeline.schedule.v_schedule import PipelineGraph
 from torch import Tensor
 
 from colossal_hetero import PlanConfig
-from colossal_hetero.planner.chunks.predict_chunked import predict_chunked_plan
-from colossal_hetero.planner.plans.plan import Plan
-from colossal_hetero.planner.plans.simulate import chunked_order
-from colossal_hetero.planner.schedules.pass_order import Pass, interleaved
-from colossal_hetero.planner.schedules.zero_bubble import GraphSeconds, zero_bubble_nodes
+from colossal_hetero.planner.cost.pass_order import GraphSeconds, Pass, interleaved, zero_bubble_nodes
+from colossal_hetero.planner.cost.plan import Plan
+from colossal_hetero.planner.cost.predict_chunked import predict_chunked_plan
+from colossal_hetero.planner.cost.simulate import chunked_order
 from colossal_hetero.planner.search.make_plans import make_plans
 from tests.parallel.plugin.hybrid.test_plan_agreement import BLOCKS, cluster, profile
 from tests.parallel.plugin.hybrid.test_planned_run import images_and_labels, train_alone, train_planned

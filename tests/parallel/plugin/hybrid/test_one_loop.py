@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from transformers import BatchEncoding
 
 from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin
-from colossal_hetero.planner.plans.plan import Plan
+from colossal_hetero.planner.cost.plan import Plan
 from tests.parallel.plugin.hybrid.test_planned_run import images_and_labels
 from tests.support.harness import run_ranks
 from tests.support.planning import make_plan, planned, unequal_plan

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from colossal_hetero import PlanConfig
 from colossal_hetero.planner.cluster.cluster_file import save_cluster
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
-from colossal_hetero.planner.plans.plan import Plan
-from colossal_hetero.planner.plans.runnable import NoPlanError
+from colossal_hetero.planner.cost.plan import Plan
+from colossal_hetero.planner.cost.runnable import NoPlanError
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile, save_model_profile
 from colossal_hetero.plugin.hybrid import plan_agreement
 from tests.parallel.plugin.hybrid.test_planned_run import train_alone, train_planned

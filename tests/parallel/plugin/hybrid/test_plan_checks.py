@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 from transformers import BertConfig, BertForSequenceClassification, T5Config, T5ForConditionalGeneration
 
 from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin
-from colossal_hetero.pipeline_parallel.config import PlanConfig
-from colossal_hetero.planner.plans.plan import Plan, save_plan
+from colossal_hetero.planner.cost.plan import Plan, save_plan
+from colossal_hetero.plugin.plan_config import PlanConfig
 from tests.parallel.plugin.hybrid.test_planned_run import MICRO_BATCH, MICRO_BATCHES, images_and_labels
 from tests.support.harness import run_ranks
 from tests.support.planning import boosted, make_plan, planned

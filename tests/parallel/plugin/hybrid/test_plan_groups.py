@@ -13,8 +13,8 @@ import torch.distributed as dist
 from colossal_hetero import PlanConfig
 from colossal_hetero.planner.cluster.group_networks import Adapter
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
-from colossal_hetero.planner.plans.plan import Plan
-from colossal_hetero.plugin.hybrid import plan_groups as groups
+from colossal_hetero.planner.cost.plan import Plan
+from colossal_hetero.plugin.hybrid import planned_mesh as groups
 from colossal_hetero.plugin.hybrid.planned_mesh import ordered_group
 from tests.parallel.plugin.hybrid.test_planned_run import MICRO_BATCH, MICRO_BATCHES, train_alone, train_planned
 from tests.support.harness import run_ranks

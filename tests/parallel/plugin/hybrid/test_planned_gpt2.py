@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from colossal_hetero import HeteroHybridParallelPlugin
-from colossal_hetero.planner.plans.plan import Plan
+from colossal_hetero.planner.cost.plan import Plan
 from tests.parallel.plugin.hybrid.test_planned_run import MICRO_BATCH, MICRO_BATCHES
 from tests.support.harness import run_ranks
 from tests.support.planning import make_plan

@@ -15,7 +15,7 @@ from colossalai.pipeline.schedule.v_schedule import PipelineGraph
 from torch.utils.data import TensorDataset
 
 from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin
-from colossal_hetero.planner.plans.plan import Plan
+from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.plugin.hybrid.plan_agreement import as_launched
 from colossal_hetero.plugin.hybrid.planned_mesh import PlannedMesh
 from tests.parallel.plugin.hybrid.test_planned_run import MICRO_BATCH, MICRO_BATCHES, train_alone, train_planned

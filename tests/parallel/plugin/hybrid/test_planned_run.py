@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colossal_hetero import HeteroHybridParallelPlugin
-from colossal_hetero.planner.plans.plan import Plan
+from colossal_hetero.planner.cost.plan import Plan
 from tests.support.harness import run_ranks
 from tests.support.planning import make_plan
 from tests.support.training import Trained, boost, loss_of, sgd, tiny_vit

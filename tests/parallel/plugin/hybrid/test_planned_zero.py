@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from colossal_hetero.planner.plans.plan import Plan
+from colossal_hetero.planner.cost.plan import Plan
 from tests.parallel.plugin.hybrid.test_planned_run import train_alone, train_planned
 from tests.parallel.plugin.unequal.test_unequal_replicas import PLANS, train_replicas
 from tests.support.harness import run_ranks

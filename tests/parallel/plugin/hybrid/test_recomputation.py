@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 from colossal_hetero import BalanceConfig
-from colossal_hetero.planner.plans.plan import Plan
+from colossal_hetero.planner.cost.plan import Plan
 from tests.parallel.plugin.hybrid.test_planned_run import train_planned
 from tests.parallel.plugin.unequal.test_unequal_replicas import PLANS, bert, gpt2, llama, loss_of, samples
 from tests.support.counted_memory import CountedMemory

@@ -20,9 +20,9 @@ from colossalai.booster import Booster
 from torch import Tensor, nn
 
 from colossal_hetero import HeteroZeroPlugin
-from colossal_hetero.plugin.overlap import late_parameters
-from colossal_hetero.plugin.overlap.late_parameters import LateParameter
-from colossal_hetero.plugin.overlap.overlapped_optimizer import OverlappedZeroOptimizer
+from colossal_hetero.plugin.zero import late_parameters
+from colossal_hetero.plugin.zero.late_parameters import LateParameter
+from colossal_hetero.plugin.zero.overlapped_optimizer import OverlappedZeroOptimizer
 from tests.parallel.plugin.hybrid.test_colossalai_on_cpu import zero_bubble
 from tests.parallel.plugin.zero.test_zero_plugin import Numbered, make_optimizer, sizes_by_rank
 from tests.support.harness import run_ranks

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from colossal_hetero import HeteroHybridParallelPlugin
-from colossal_hetero.planner.plans.plan import Plan
+from colossal_hetero.planner.cost.plan import Plan
 from tests.support.harness import run_ranks
 from tests.support.planning import make_plan, unequal_plan
 from tests.support.sharding import randomize

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin, PlanConfig
-from colossal_hetero.module_proxy import ModuleProxy
+from colossal_hetero.colossalai_support.module_proxy import ModuleProxy
 from colossal_hetero.planner.cluster.group_networks import Adapter
-from colossal_hetero.planner.plans.plan import Plan
-from colossal_hetero.plugin.hybrid import drift_watch, plan_groups
+from colossal_hetero.planner.cost.plan import Plan
+from colossal_hetero.plugin.hybrid import drift, planned_mesh
 from colossal_hetero.plugin.hybrid.planned_mesh import ordered_group
 from tests.parallel.plugin.hybrid.test_plan_groups import two_nodes
 from tests.parallel.plugin.unequal.test_unequal_replicas import PLANS, exact_zero, gpt2, samples
@@ -401,7 +401,7 @@ def test_a_stage_migrates_work_of_a_slow_rank() -> None:
 
 def train_and_watch() -> tuple[Any, list[str]]:
     printed: list[str] = []
-    with patch.object(drift_watch, "Console", lambda **kwargs: RecordingConsole(printed)):
+    with patch.object(drift, "Console", lambda **kwargs: RecordingConsole(printed)):
         plugin = plugin_for()
         loader = plugin.prepare_dataloader(NumberedImages(5 * GLOBAL_BATCH))
         run = boost_with(loader, plugin)
@@ -466,7 +466,7 @@ def interfaces() -> tuple[dict[tuple[int, ...], str | None], float]:
 
     planning = PlanConfig(cluster=two_nodes(), adapters={"Ethernet": Adapter(interface="lo")})
     plan = unequal_plan(make_plan([[[0]]], [4], 2, 3), make_plan([[[2], [3]]], [1, 3], 2, 2))
-    with patch.object(plan_groups, "ordered_group", recorded):
+    with patch.object(planned_mesh, "ordered_group", recorded):
         run = boost(HeteroHybridParallelPlugin(plan=plan, planning=planning, precision="fp32"), vit(), sgd)
         mine = share(run.plugin)
         inputs, labels = images(0, GLOBAL_BATCH)

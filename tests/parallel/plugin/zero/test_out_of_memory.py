@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from colossal_hetero.data_parallel import out_of_memory
-from colossal_hetero.data_parallel.training_loop import activation_store
 from tests.parallel.plugin.zero.test_trials import boosted
 from tests.parallel.plugin.zero.test_zero_plugin import SAMPLES, Numbered, full_parameters, make_model, sizes_by_rank
 from tests.support.harness import answer, run_ranks, start_ranks
@@ -57,7 +56,7 @@ class LimitedNet(nn.Module):
 @contextmanager
 def noticed(model: nn.Module) -> Any:
     """The real block, which the simulated limit notices."""
-    with activation_store.stored_outside(model):
+    with out_of_memory.stored_outside(model):
         Limited.outside = True
         yield
     Limited.outside = False
@@ -65,7 +64,7 @@ def noticed(model: nn.Module) -> Any:
 
 def train_on(failing: int, path: str | None = None, stages: tuple[int, ...] = (0, 1, 2), phase: str = "forward") -> Any:
     trained = []
-    with patch.object(out_of_memory, "stored_outside", noticed), patch.object(activation_store, "MIN_BYTES", 1):
+    with patch.object(out_of_memory, "stored_outside", noticed), patch.object(out_of_memory, "MIN_BYTES", 1):
         for stage in stages:
             Limited.phase = ""
             _, model, optimizer, criterion, loader = boosted(stage, LimitedNet(), profile=path)

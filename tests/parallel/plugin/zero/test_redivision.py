@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.data import Dataset
 
-import colossal_hetero.accelerator
+import colossal_hetero.colossalai_support.accelerator
 from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin, HeteroZeroPlugin
-from colossal_hetero.data_parallel import batch_balancer
+from colossal_hetero.data_parallel import batch_balancer, busy_timer
 from colossal_hetero.data_parallel.busy_timer import BusyTimer, TimedGlobalBatch
 from colossal_hetero.planner.batches.batch_profile import (
     BatchProfile,
@@ -33,8 +33,7 @@ from colossal_hetero.planner.batches.batch_profile import (
     TimedBatch,
     save_profile,
 )
-from colossal_hetero.profiling import collective_waits
-from colossal_hetero.profiling.batches.rank_profiler import describe
+from colossal_hetero.profiling.rank_profiler import describe
 from tests.parallel.plugin.zero.test_zero_plugin import Net, Numbered, make_model, make_optimizer, sizes_by_rank
 from tests.support.harness import run_ranks
 from tests.support.training import CLASSES, tiny_vit
@@ -137,8 +136,8 @@ class SlowData(Numbered):
 def moved_clock() -> Iterator[Clock]:
     """In the block, events are timed by the clock, on which every collective takes a while."""
     clock = Clock()
-    real_time = colossal_hetero.accelerator.time
-    real = {name: getattr(dist, name) for name in collective_waits.COLLECTIVES if hasattr(dist, name)}
+    real_time = colossal_hetero.colossalai_support.accelerator.time
+    real = {name: getattr(dist, name) for name in busy_timer.COLLECTIVES if hasattr(dist, name)}
 
     def slow(collective: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(collective)
@@ -151,11 +150,11 @@ def moved_clock() -> Iterator[Clock]:
 
     for name, collective in real.items():
         setattr(dist, name, slow(collective))
-    colossal_hetero.accelerator.time = SimpleNamespace(perf_counter=lambda: clock.now)  # type: ignore[assignment]
+    colossal_hetero.colossalai_support.accelerator.time = SimpleNamespace(perf_counter=lambda: clock.now)  # type: ignore[assignment]
     try:
         yield clock
     finally:
-        colossal_hetero.accelerator.time = real_time
+        colossal_hetero.colossalai_support.accelerator.time = real_time
         for name, collective in real.items():
             setattr(dist, name, collective)
 

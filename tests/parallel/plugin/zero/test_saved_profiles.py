@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from colossal_hetero.data_parallel import attach
-from colossal_hetero.profiling.batches import speed_check
-from colossal_hetero.profiling.batches.speed_check import SpeedNow, changes
+from colossal_hetero.profiling import rank_profiler
+from colossal_hetero.profiling.rank_profiler import SpeedNow, changes
 from tests.parallel.plugin.zero.test_trials import Normalized, boosted
 from tests.parallel.plugin.zero.test_zero_plugin import make_model
 from tests.support.harness import run_ranks
@@ -80,8 +80,8 @@ def use_the_folder(folder: str) -> None:
 
     with (
         patch.object(attach, "profile_ranks", Counted()) as measured,
-        patch.object(speed_check, "MAX_CHANGE", 1e9),
-        patch.object(speed_check, "MAX_DIFFERENCE", 1e9),
+        patch.object(rank_profiler, "MAX_CHANGE", 1e9),
+        patch.object(rank_profiler, "MAX_DIFFERENCE", 1e9),
     ):
         for kind in (0, 1, 2, 3, "hybrid"):
             before = measured.times
@@ -107,7 +107,7 @@ def use_the_folder(folder: str) -> None:
         assert measured.times == 10
         # One rank has become slower.
         slower = 10 ** (12 * torch.distributed.get_rank())
-        with patch.object(speed_check, "_seconds", lambda trial, batch: 1e-3 * slower):
+        with patch.object(rank_profiler, "_seconds", lambda trial, batch: 1e-3 * slower):
             boosted(1, make_model(), profile_cache=folder)
         assert measured.times == 11
         # One rank has less memory than its largest micro-batch needs.
@@ -132,8 +132,8 @@ def test_the_check_of_an_earlier_profile() -> None:
     from tests.unit.planner.batches.test_batch_profile import device
 
     points = [{"batch": batch, "seconds": 0.03 * batch} for batch in (1, 2, 4, 8)]
-    assert speed_check.size_to_check(device(points=points, max_batch=8)) == 2
-    assert speed_check.size_to_check(device(points=points[2:], max_batch=8)) == 4
+    assert rank_profiler.size_to_check(device(points=points, max_batch=8)) == 2
+    assert rank_profiler.size_to_check(device(points=points[2:], max_batch=8)) == 4
 
     def now(*factors: float) -> list[Any]:
         return [SpeedNow(2, 0.1 * factor, 0.1) for factor in factors]

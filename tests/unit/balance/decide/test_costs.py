@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_hetero.balance import BalancePlan, Costs, RankTimes, predicted_seconds
-from colossal_hetero.balance.decide.costs import Traffic, Volume, fit_affine
+from colossal_hetero.balance.plan import Traffic, Volume, fit_affine
 
 COSTS = Costs(
     resize_fixed=0.03,

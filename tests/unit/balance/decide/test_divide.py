@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_hetero.balance import BalancePlan, Division, Move, divide
-from colossal_hetero.balance.decide.divide import effective_grain
+from colossal_hetero.balance.divide import effective_grain
 from tests.support.random_examples import examples
 
 

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from colossal_hetero.balance import BalanceConfig, BalancePlan, Costs
-from colossal_hetero.balance.decide.division import KindProblem, decide_counts, iteration_seconds
-from colossal_hetero.balance.decide.modes import LayerKind, decide_units
-from colossal_hetero.balance.decide.whole_units import Line, UnitKind
+from colossal_hetero.balance.modes import KindProblem, LayerKind, decide_counts, decide_units, iteration_seconds
+from colossal_hetero.balance.ratios import Line, UnitKind
 
 HEADS = UnitKind(8, 1, 8)
 NEURONS = UnitKind(64, 1, 64)

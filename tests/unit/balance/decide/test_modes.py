@@ -16,7 +16,7 @@ from colossal_hetero.balance import (
     predicted_seconds,
     resize_ratios,
 )
-from colossal_hetero.balance.decide.modes import decide
+from colossal_hetero.balance.modes import decide
 
 FREE = Costs()
 RESIZE = BalanceConfig(mode="resize", reference="minimum")

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colossal_hetero.balance import BalancePlan, Costs, RankTimes, predicted_seconds
-from colossal_hetero.balance.decide.optimum import RESERVE, optimal_plan
-from colossal_hetero.balance.report.summary import lossless_seconds
+from colossal_hetero.balance.optimum import RESERVE, optimal_plan
+from colossal_hetero.balance.report import lossless_seconds
 from tests.support.random_examples import examples
 
 FREE = Costs()

@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 
 from colossal_hetero.balance import BalanceConfig, Costs
-from colossal_hetero.balance.decide.modes import LayerKind, decide_units
-from colossal_hetero.balance.decide.plan import BalancePlan, Counts
-from colossal_hetero.balance.decide.resharding import (
+from colossal_hetero.balance.modes import (
+    LayerKind,
+    decide_units,
     relieved_for,
     relieved_ranks,
     stays_resharded,
     wants_resharding,
 )
-from colossal_hetero.balance.decide.whole_units import Line
+from colossal_hetero.balance.plan import BalancePlan, Counts
+from colossal_hetero.balance.ratios import Line
 
 
 def relieving(*ranks: int, size: int = 4) -> BalancePlan:

@@ -7,12 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_hetero.balance import BalancePlan, Costs, RankTimes, predicted_seconds
-from colossal_hetero.balance.decide.semi import (
-    divide_stragglers,
-    migrating_stragglers,
-    resize_and_migrate,
-    semi_plan,
-)
+from colossal_hetero.balance.optimum import divide_stragglers, migrating_stragglers, resize_and_migrate, semi_plan
 
 FREE = Costs()
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from colossal_hetero.balance.decide.costs import Volume
-from colossal_hetero.balance.decide.divide import Move
-from colossal_hetero.balance.decide.traffic import BlockShape, block_ports, busiest_port
-from colossal_hetero.balance.measure.pretest import FittedLink
+from colossal_hetero.balance.divide import BlockShape, Move, block_ports, busiest_port
+from colossal_hetero.balance.plan import Volume
+from colossal_hetero.balance.pretest import FittedLink
 
 
 def test_a_port_waits_for_its_first_weights_and_for_all_gradients() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_hetero.balance.decide.whole_units import (
+from colossal_hetero.balance.ratios import (
     Line,
     UnitKind,
     divisible_seconds,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from colossal_hetero.balance.decide.work_line import MAX_SLOPE, MIN_SLOPE, WorkLine
+from colossal_hetero.balance.work_times import MAX_SLOPE, MIN_SLOPE, WorkLine
 
 NOISE = 0.03
 

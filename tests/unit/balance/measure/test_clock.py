@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 
-from colossal_hetero.balance.measure import clock as clocks
-from colossal_hetero.balance.measure.clock import CpuClock, CudaClock, IterationTimes
-from colossal_hetero.balance.report.timeline import Segment
+from colossal_hetero.balance import clock as clocks
+from colossal_hetero.balance.clock import CpuClock, CudaClock, IterationTimes
+from colossal_hetero.balance.timeline import Segment
 from colossal_hetero.testing.stragglers import _CudaSleepSlowdown
 from tests.support.fake_device import FakeDevice
 

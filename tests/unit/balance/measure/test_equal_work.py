@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from colossal_hetero.balance import RankTimes
-from colossal_hetero.balance.measure.equal_work import EqualWork
+from colossal_hetero.balance.work_times import EqualWork
 
 
 def test_equal_work_scales_back_by_the_work_done() -> None:

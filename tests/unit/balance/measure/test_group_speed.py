@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_hetero.balance import BalanceConfig, BalancePlan
-from colossal_hetero.balance.decide.whole_units import Line, UnitKind, fastest_counts, slowest_seconds
-from colossal_hetero.balance.measure.damping import MAX_PATIENCE, RELAX_AFTER, Damping
+from colossal_hetero.balance.ratios import Line, UnitKind, fastest_counts, slowest_seconds
+from colossal_hetero.balance.work_times import MAX_PATIENCE, RELAX_AFTER, Damping
 from tests.support.random_examples import examples
 from tests.support.simulated_group import OTHER, UNITS, SimulatedGroup
 

@@ -11,9 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_hetero.balance.report.records import IterationRecord, LocalRecord, merge_records
-from colossal_hetero.balance.report.summary import ideal_ratio, lossless_seconds, report, what_if
-from colossal_hetero.balance.report.table import moved_shares, rank_table
+from colossal_hetero.balance.report import (
+    IterationRecord,
+    LocalRecord,
+    ideal_ratio,
+    lossless_seconds,
+    merge_records,
+    moved_shares,
+    rank_table,
+    report,
+    what_if,
+)
 
 
 def local(

@@ -9,16 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_hetero.balance.measure.timeline_sampler import (
+from colossal_hetero.balance.timeline import (
+    KIND_NAMES,
     SAMPLE_EVERY,
+    IterationTimeline,
     RankSegments,
     SampledIterations,
     Segment,
     TimelineSampler,
-)
-from colossal_hetero.balance.report.timeline import (
-    KIND_NAMES,
-    IterationTimeline,
     choose_timelines,
     chrome_trace,
     merge_segments,

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from colossal_hetero.checkpoint.contents.division import LocalPart, divided, flat_boxes, sliced, whole
-from colossal_hetero.checkpoint.format.pieces import Box
+from colossal_hetero.checkpoint.held_pieces import LocalPart, divided, flat_boxes, sliced, whole
+from colossal_hetero.checkpoint.pieces import Box
 
 SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from colossal_hetero.checkpoint.contents.model_outline import outline_of
-from colossal_hetero.checkpoint.contents.restoring import check_same_model
-from colossal_hetero.checkpoint.contents.training_state import as_bytes, from_bytes, matching_groups
+from colossal_hetero.checkpoint.model_outline import outline_of
+from colossal_hetero.checkpoint.restoring import check_same_model
+from colossal_hetero.checkpoint.run_states import as_bytes, from_bytes, matching_groups
 from tests.support.language_models import gpt2
 from tests.support.model_families import BUILDERS
 from tests.support.training import tiny_vit

@@ -7,7 +7,7 @@ import io
 import pytest
 import torch
 
-from colossal_hetero.checkpoint.format.archive import ALIGNMENT, write_tensor
+from colossal_hetero.checkpoint.layer_files import ALIGNMENT, write_tensor
 
 
 class OneWay(io.RawIOBase):

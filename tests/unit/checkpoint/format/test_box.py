@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_hetero.checkpoint.format.box import Box, cover
+from colossal_hetero.checkpoint.pieces import Box, cover
 from tests.unit.checkpoint.format.test_pieces import boxes, indices
 
 

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_hetero.checkpoint.format.box import Box
-from colossal_hetero.checkpoint.format.cells import (
+from colossal_hetero.checkpoint.cells import (
     CHECK_BYTES,
     aligned,
     cell_sizes,
@@ -21,6 +20,7 @@ from colossal_hetero.checkpoint.format.cells import (
     runs,
     words,
 )
+from colossal_hetero.checkpoint.pieces import Box
 
 Case = tuple[tuple[int, ...], int, Box, int]
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_hetero.checkpoint.format.pieces import Box
+from colossal_hetero.checkpoint.pieces import Box
 
 
 def indices(box: Box) -> set[tuple[int, ...]]:

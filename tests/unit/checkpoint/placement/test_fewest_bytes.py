@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_hetero.checkpoint.format.pieces import Box
-from colossal_hetero.checkpoint.placement.fewest_bytes import Boxes, bytes_to_move, place_nodes
+from colossal_hetero.checkpoint.pieces import Box
+from colossal_hetero.elastic.seats import Boxes, bytes_to_move, place_nodes
 
 ROWS = 6
 RANGES = st.tuples(st.integers(0, ROWS - 1), st.integers(1, ROWS)).map(lambda pair: Box((pair[0],), (pair[1],)))

@@ -6,9 +6,8 @@ from collections import Counter
 
 import pytest
 
-from colossal_hetero.checkpoint.format.pieces import Box
-from colossal_hetero.checkpoint.placement.bitmap import Bitmap, Location, StorageTier
-from colossal_hetero.checkpoint.placement.sources import Need, choose_sources
+from colossal_hetero.checkpoint.pieces import Bitmap, Box, Location, StorageTier
+from colossal_hetero.checkpoint.transfers import Need, choose_sources
 
 STEP = 7
 

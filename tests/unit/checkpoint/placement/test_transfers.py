@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from colossal_hetero.checkpoint.format.box import Box
-from colossal_hetero.checkpoint.placement.bitmap import Location, StorageTier
-from colossal_hetero.checkpoint.placement.sources import Fetch
-from colossal_hetero.checkpoint.placement.transfers import Read, layer_order, reads_and_transfers
+from colossal_hetero.checkpoint.pieces import Box, Location, StorageTier
+from colossal_hetero.checkpoint.transfers import Fetch, Read, layer_order, reads_and_transfers
 
 SHARED = Location("", StorageTier.SHARED)
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_hetero.checkpoint.format.box import Box
-from colossal_hetero.checkpoint.saving.file_division import Holding, divide_files, spread
+from colossal_hetero.checkpoint.participants import Holding, divide_files, spread
+from colossal_hetero.checkpoint.pieces import Box
 
 SIZES = st.lists(st.tuples(st.integers(1, 20), st.sets(st.integers(0, 2), min_size=1)), min_size=1, max_size=6)
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from colossal_hetero.checkpoint.format.box import Box
-from colossal_hetero.checkpoint.format.pieces import TensorPiece
-from colossal_hetero.checkpoint.saving.staging import StagingBuffer
+from colossal_hetero.checkpoint.pieces import Box, TensorPiece
+from colossal_hetero.checkpoint.staging import StagingBuffer
 from tests.support.fake_cuda import FakeCuda
 
 

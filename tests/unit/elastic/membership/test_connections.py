@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from colossal_hetero.elastic.membership.connections import WorldConnections, open_sockets, peer_port
+from colossal_hetero.elastic.job_store import WorldConnections, open_sockets, peer_port
 
 
 def connected(listener: socket.socket) -> tuple[socket.socket, socket.socket]:

@@ -12,9 +12,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousState,
 )
 
-from colossal_hetero.elastic.membership.joining import described, member_of, missing_message, next_action
-from colossal_hetero.elastic.membership.timing import MembershipTiming
-from colossal_hetero.elastic.membership.world import NEW, Member
+from colossal_hetero.elastic.rendezvous import described, member_of, missing_message, next_action
+from colossal_hetero.elastic.world import NEW, Member, MembershipTiming
 
 SETTINGS = RendezvousSettings("job", 2, 3, RendezvousTimeout(), timedelta(seconds=1), 2)
 

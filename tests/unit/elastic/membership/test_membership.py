@@ -7,13 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from colossal_hetero.elastic.membership import (
-    JoinTimeoutError,
-    Membership,
-    MembershipTiming,
-    StoreLostError,
-    rendezvous,
-)
+from colossal_hetero.elastic import rendezvous
+from colossal_hetero.elastic.membership import Membership
+from colossal_hetero.elastic.world import JoinTimeoutError, MembershipTiming, StoreLostError
 from tests.support.harness import free_port
 
 

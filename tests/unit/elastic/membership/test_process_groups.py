@@ -7,8 +7,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from colossal_hetero.elastic.membership.process_groups import ProcessGroups
-from colossal_hetero.elastic.membership.world import World
+from colossal_hetero.elastic.process_groups import ProcessGroups
+from colossal_hetero.elastic.world import World
 
 
 def test_the_limit_holds_for_groups_of_all_backends_until_they_are_destroyed() -> None:

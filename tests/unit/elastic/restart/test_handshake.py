@@ -8,7 +8,7 @@ import time
 import pytest
 from torch.distributed import HashStore
 
-from colossal_hetero.elastic.restart.handshake import Greeting, find_each_other
+from colossal_hetero.elastic.handshake import Greeting, find_each_other
 
 
 class Shared:

@@ -12,16 +12,19 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from colossal_hetero.checkpoint.format.box import Box
-from colossal_hetero.checkpoint.format.pieces import TensorPiece
-from colossal_hetero.checkpoint.format.run_state import RunState
-from colossal_hetero.elastic.restart import state_keeper
-from colossal_hetero.elastic.restart.memory_file import KeptState, read_memory_file, write_memory_file
-from colossal_hetero.elastic.restart.memory_folder import FileName, MemoryFolder
-from colossal_hetero.elastic.restart.newest_memory import StateName
-from colossal_hetero.elastic.restart.state_keeper import StateKeeper
-from colossal_hetero.elastic.restart.torchrun_place import launcher_name
-from colossal_hetero.elastic.state.held_layers import HeldLayers
+from colossal_hetero.checkpoint.pieces import Box, RunState, TensorPiece
+from colossal_hetero.elastic import state_keeper
+from colossal_hetero.elastic.environment import launcher_name
+from colossal_hetero.elastic.held_layers import HeldLayers
+from colossal_hetero.elastic.memory_file import (
+    FileName,
+    KeptState,
+    MemoryFolder,
+    StateName,
+    read_memory_file,
+    write_memory_file,
+)
+from colossal_hetero.elastic.state_keeper import StateKeeper
 from tests.support.fake_cuda import FakeCuda
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import combinations
 
-from colossal_hetero.checkpoint.format.box import Box
-from colossal_hetero.elastic.restart.newest_memory import FoundState, KeptBox, StateName, newest_whole_state
+from colossal_hetero.checkpoint.pieces import Box
+from colossal_hetero.elastic.memory_file import FoundState, KeptBox, StateName, newest_whole_state
 
 A, B = "param.a", "param.b"
 ROWS = [Box((0, 0), (2, 3)), Box((2, 0), (3, 3))]

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from colossal_hetero.elastic.restart.torchrun_place import TorchrunPlace, launcher_name, runs_launcher
+from colossal_hetero.elastic.environment import TorchrunPlace, launcher_name, runs_launcher
 
 ENVIRONMENT = dict(
     RANK="0",

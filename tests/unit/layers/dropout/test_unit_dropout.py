@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from colossal_hetero.layers.dropout.unit_dropout import UnitDropout, UnitRange
+from colossal_hetero.layers.dropout import UnitDropout, UnitRange
 
 P = 0.3
 UNITS = 37  # groups of three, and one of one

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
-from colossal_hetero.balance.decide.divide import divide_counts
-from colossal_hetero.layers.resharding.holdings import Holding, holdings, ordinary_holdings, pieces_of, unit_count
+from colossal_hetero.balance.divide import divide_counts
+from colossal_hetero.layers.unit_mover import Holding, holdings, ordinary_holdings, pieces_of, unit_count
 
 UNITS = 7
 

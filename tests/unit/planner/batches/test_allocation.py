@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_hetero.planner import Allocation, Curve, Share, allocate
-from colossal_hetero.planner.batches.allocation import METHODS, evaluate
-from colossal_hetero.planner.batches.proportional import largest_remainders
+from colossal_hetero.planner.batches.allocation import METHODS, evaluate, largest_remainders
 from tests.support.random_examples import examples
 
 SETTINGS = [(0, "shared"), (1, "shared"), (2, "shared"), (3, "shared"), (0, "per_rank"), (1, "per_rank")]
@@ -297,7 +296,7 @@ def test_a_thousand_ranks(stage: int, accumulation: str) -> None:
 
 def test_planning_needs_no_torch() -> None:
     code = (
-        "import sys; import colossal_hetero.planner.batches.device_dropping; "
+        "import sys; import colossal_hetero.planner.batches.comparison; "
         "import colossal_hetero.planner.batches.allocation; "
         "assert not {'torch', 'colossalai', 'matplotlib'} & set(sys.modules)"
     )

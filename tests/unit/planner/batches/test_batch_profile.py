@@ -19,7 +19,7 @@ from colossal_hetero.planner.batches.batch_profile import (
     save_profile,
     state_bytes,
 )
-from colossal_hetero.planner.cluster.link import MeasuredLink
+from colossal_hetero.planner.cluster.topology import MeasuredLink
 from tests.support.changed_files import error_after, put
 
 GIB = 2**30

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from colossal_hetero.planner.batches.batch_profile import load_profile, save_profile
-from colossal_hetero.planner.batches.cluster_links import with_cluster_links
 from colossal_hetero.planner.batches.comparison import compare
+from colossal_hetero.planner.batches.ring_order import with_cluster_links
 from colossal_hetero.planner.cluster.cluster_file import parse_cluster
 from tests.support.command_line import failure, run
 from tests.unit.planner.batches.test_batch_profile import device, profile

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_hetero.planner import Curve, Share, allocate
-from colossal_hetero.planner.batches.device_dropping import adapt
-from colossal_hetero.planner.cluster.link import MeasuredLink
+from colossal_hetero.planner.batches.comparison import adapt
+from colossal_hetero.planner.cluster.topology import MeasuredLink
 from tests.support.random_examples import examples
 
 GPU, CPU = ("nccl", "gloo"), ("gloo",)

@@ -8,11 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_hetero.planner.batches.pipeline_replicas import (
-    divide_micro_batches,
-    micro_batch_seconds,
-    pipeline_seconds,
-)
+from colossal_hetero.planner.batches.equal_devices import divide_micro_batches, micro_batch_seconds, pipeline_seconds
 
 
 @given(

@@ -18,7 +18,7 @@ from colossal_hetero.planner.batches.ring_order import (
     ring_order,
     total_seconds,
 )
-from colossal_hetero.planner.cluster.link import MeasuredLink
+from colossal_hetero.planner.cluster.topology import MeasuredLink
 from tests.support.random_examples import examples
 
 

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from colossal_hetero.planner.bounds.gradient_bounds import GradientBounds
-from colossal_hetero.planner.candidates.draft import DraftBuilder
 from colossal_hetero.planner.cluster.topology import Channel, Device, Node, Topology
+from colossal_hetero.planner.cost.draft import DraftBuilder
+from colossal_hetero.planner.cost.placement import SlotPool
+from colossal_hetero.planner.search.gradient_bounds import GradientBounds
 from colossal_hetero.planner.search.settings import slots_to_try
-from colossal_hetero.planner.slots.placement import SlotPool
 from tests.support.random_clusters import Problem, large_problem, like_nodes_problem
 from tests.support.random_examples import IS_THOROUGH
 

@@ -8,19 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from colossal_hetero.planner.bounds import few_kinds as merging
-from colossal_hetero.planner.bounds.gap_goal import Effort
-from colossal_hetero.planner.bounds.gradient_bounds import GradientBounds
-from colossal_hetero.planner.bounds.iteration_bound import IterationBound, _Pool
-from colossal_hetero.planner.bounds.pipeline_bounds import BlockLimits, PipelineBounds
-from colossal_hetero.planner.bounds.pipeline_types import PipelineTypes
-from colossal_hetero.planner.bounds.relaxed_pools import relaxed_pools
-from colossal_hetero.planner.candidates.draft import Draft, DraftBuilder
 from colossal_hetero.planner.cluster.topology import Channel, Device, Node, Topology
-from colossal_hetero.planner.plans.runnable import NoPlanError
+from colossal_hetero.planner.cost.draft import Draft, DraftBuilder
+from colossal_hetero.planner.cost.runnable import NoPlanError
+from colossal_hetero.planner.cost.tp_groups import DEFAULT, SIMPLE, SearchSpace
+from colossal_hetero.planner.search import iteration_bound as merging
+from colossal_hetero.planner.search.gap_goal import Effort
+from colossal_hetero.planner.search.gradient_bounds import GradientBounds
+from colossal_hetero.planner.search.iteration_bound import IterationBound, PipelineTypes, _Pool
 from colossal_hetero.planner.search.make_plans import make_plans
+from colossal_hetero.planner.search.pipeline_bounds import BlockLimits, PipelineBounds, relaxed_pools
 from colossal_hetero.planner.search.settings import slots_to_try
-from colossal_hetero.planner.slots.search_space import DEFAULT, SIMPLE, SearchSpace
 from tests.support.every_form import EveryForm
 from tests.support.every_plan import EveryPlan
 from tests.support.random_clusters import (

@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from colossal_hetero.planner.bounds.gap_goal import Effort
-from colossal_hetero.planner.bounds.work_bound import WorkBound
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
+from colossal_hetero.planner.cost.tp_groups import DEFAULT, WHOLE
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile
+from colossal_hetero.planner.search.gap_goal import Effort, WorkBound
 from colossal_hetero.planner.search.make_plans import make_plans
-from colossal_hetero.planner.slots.search_space import DEFAULT, WHOLE
 from tests.support.every_form import EveryForm, spaces_to_prove
 from tests.support.layer_profiles import layer_times
 from tests.support.random_clusters import like_nodes_problem, whole_space_problem

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from colossal_hetero.planner.candidates import pipeline_prices
-from colossal_hetero.planner.candidates.draft import Draft, DraftBuilder
+from colossal_hetero.planner.cost import pipeline_prices
+from colossal_hetero.planner.cost.draft import Draft, DraftBuilder
 from colossal_hetero.planner.search.settings import slots_to_try
 from tests.support.random_clusters import large_problem
 

@@ -8,12 +8,12 @@ import math
 import numpy as np
 import pytest
 
-from colossal_hetero.planner.candidates.gradient_times import GradientTimes
 from colossal_hetero.planner.cluster.all_reduce import concurrent_seconds
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
-from colossal_hetero.planner.plans.overlap import exposed_seconds
-from colossal_hetero.planner.slots.placement import NodeLinks
-from colossal_hetero.plugin.unequal.holders import HeldParameter, divide_into_buckets
+from colossal_hetero.planner.cost.gradient_times import GradientTimes
+from colossal_hetero.planner.cost.placement import NodeLinks
+from colossal_hetero.planner.cost.plan import exposed_seconds
+from colossal_hetero.plugin.replicas.replica_gradients import HeldParameter, divide_into_buckets
 from tests.support.random_clusters import random_cluster
 
 

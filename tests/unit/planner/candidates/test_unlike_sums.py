@@ -7,10 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
-from colossal_hetero.planner.candidates.gradient_times import GradientTimes
-from colossal_hetero.planner.candidates.unlike_sums import SummingStage, UnlikeSumming
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
-from colossal_hetero.planner.slots.placement import NodeLinks
+from colossal_hetero.planner.cost.gradient_times import GradientTimes, SummingStage, UnlikeSumming
+from colossal_hetero.planner.cost.placement import NodeLinks
 from tests.support.random_clusters import random_cluster
 
 pytestmark = pytest.mark.unit

@@ -9,14 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_hetero.planner.chunks.arrangements import all_arrangements
-from colossal_hetero.planner.chunks.predict_chunked import predict_chunked_plan
 from colossal_hetero.planner.cluster.topology import Channel, Topology
-from colossal_hetero.planner.plans.plan import Plan
-from colossal_hetero.planner.plans.runnable import why_not_runnable
-from colossal_hetero.planner.plans.simulate import simulate_plan
+from colossal_hetero.planner.cost.pass_order import Schedule
+from colossal_hetero.planner.cost.plan import Plan
+from colossal_hetero.planner.cost.predict_chunked import all_arrangements, predict_chunked_plan
+from colossal_hetero.planner.cost.runnable import why_not_runnable
+from colossal_hetero.planner.cost.simulate import simulate_plan
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
-from colossal_hetero.planner.schedules.pass_order import Schedule
 from colossal_hetero.planner.search.make_plans import make_plans
 from colossal_hetero.planner.search.replan import replan
 from tests.support.random_examples import examples

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from colossal_hetero.planner.cluster.shared_hops import StageNode, hop_channels, unlike_hop_channels
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
-from colossal_hetero.planner.slots.placement import NodeLinks
+from colossal_hetero.planner.cost.placement import NodeLinks
 from tests.support.random_examples import examples
 
 INSIDE, FAST, SLOW = Channel("PCIe", 16e9), Channel("InfiniBand", 25e9, 1e-5), Channel("Ethernet", 1e9, 1e-4)

@@ -8,19 +8,17 @@ import re
 import numpy as np
 import pytest
 
-from colossal_hetero.io.marked_error import MarkedError
+from colossal_hetero.common.text import MarkedError
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
 from colossal_hetero.planner.cluster.topology import Topology
-from colossal_hetero.planner.evaluation.evaluate import evaluate_layout, evaluate_plan, why_other_devices
-from colossal_hetero.planner.layout_line.plan_layout import layout_of
-from colossal_hetero.planner.layout_line.read_layout import read_layout
-from colossal_hetero.planner.layout_line.write_layout import write_layout
-from colossal_hetero.planner.plans.plan import Plan
-from colossal_hetero.planner.plans.predict import predict_plan
-from colossal_hetero.planner.plans.simulate import simulate_plan
+from colossal_hetero.planner.cost.evaluate import evaluate_layout, evaluate_plan, why_other_devices
+from colossal_hetero.planner.cost.layout_line import layout_of, read_layout, write_layout
+from colossal_hetero.planner.cost.plan import Plan
+from colossal_hetero.planner.cost.predict import predict_plan
+from colossal_hetero.planner.cost.simulate import simulate_plan
+from colossal_hetero.planner.cost.tp_groups import WHOLE
 from colossal_hetero.planner.profile.layer_profile import ModelProfile, load_model_profile
 from colossal_hetero.planner.search.make_plans import make_plans
-from colossal_hetero.planner.slots.search_space import WHOLE
 from tests.support.paths import REPOSITORY
 from tests.support.random_clusters import large_problem, small_problem
 

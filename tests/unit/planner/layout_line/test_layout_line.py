@@ -11,10 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_hetero.io.marked_error import MarkedError
-from colossal_hetero.planner.layout_line.plan_layout import PipelineLayout, PlanLayout, StageLayout, layout_of
-from colossal_hetero.planner.layout_line.read_layout import read_layout
-from colossal_hetero.planner.layout_line.write_layout import write_layout
+from colossal_hetero.common.text import MarkedError
+from colossal_hetero.planner.cost.layout_line import (
+    PipelineLayout,
+    PlanLayout,
+    StageLayout,
+    layout_of,
+    read_layout,
+    write_layout,
+)
 from tests.unit.planner.plans.test_chunked_plan import chunked
 from tests.unit.planner.plans.test_plan import plan
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from colossal_hetero.planner.plans.plan import ChunkPlan, Plan, StagePlan, load_plan, save_plan
-from colossal_hetero.planner.plans.runnable import why_not_runnable
-from colossal_hetero.planner.schedules.zero_bubble import GraphSeconds
+from colossal_hetero.planner.cost.pass_order import GraphSeconds
+from colossal_hetero.planner.cost.plan import ChunkPlan, Plan, StagePlan, load_plan, save_plan
+from colossal_hetero.planner.cost.runnable import why_not_runnable
 from tests.unit.planner.plans.test_plan import plan, replica, stage
 
 GRAPH = GraphSeconds(forward=0.01, input_gradient=0.01, weight_gradient=0.01, transfer=0.0)

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from colossal_hetero.planner.cluster.topology import Channel
-from colossal_hetero.planner.plans.plan import Plan, Replica, StagePlan, load_plan, save_plan
-from colossal_hetero.planner.plans.runnable import why_not_runnable
+from colossal_hetero.planner.cost.plan import Plan, Replica, StagePlan, load_plan, save_plan
+from colossal_hetero.planner.cost.runnable import why_not_runnable
 from colossal_hetero.planner.profile.layer_costs import LayerCosts
 from colossal_hetero.planner.stages.pipeline import Pipeline, Slot, Split, evaluate
 from tests.support.changed_files import error_after, put

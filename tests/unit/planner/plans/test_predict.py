@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
-from colossal_hetero.planner.plans.launch_order import compare_with_launch_order
-from colossal_hetero.planner.plans.predict import predict_plan
-from colossal_hetero.planner.plans.simulate import simulate_plan, slowed
-from colossal_hetero.planner.profile.as_profiled import as_profiled
+from colossal_hetero.planner.cost.layout import compare_with_launch_order
+from colossal_hetero.planner.cost.predict import predict_plan
+from colossal_hetero.planner.cost.simulate import simulate_plan, slowed
+from colossal_hetero.planner.profile.fitted_profiles import as_profiled
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile
 from colossal_hetero.planner.search.make_plans import make_plans
 from tests.support.layer_profiles import layer_times

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from colossal_hetero.planner.plans.plan import Plan, load_plan, save_plan
-from colossal_hetero.planner.plans.predict import predict_plan
-from colossal_hetero.planner.plans.prediction_error import difference_error, prediction_error, ties_resolved
-from colossal_hetero.planner.plans.ranked_plan import RankedPlan
+from colossal_hetero.planner.cost.plan import Plan, load_plan, save_plan
+from colossal_hetero.planner.cost.predict import predict_plan
+from colossal_hetero.planner.cost.ranked_plan import RankedPlan, difference_error, prediction_error, ties_resolved
 from colossal_hetero.planner.profile.layer_profile import LayerTimes, ModelProfile
 from colossal_hetero.planner.search.make_plans import make_plans
 from tests.unit.planner.plans.test_predict import machines, profile

@@ -9,14 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from colossal_hetero.planner.plans.plan import Plan
-from colossal_hetero.planner.prices.node_choice import choices, node_types, taken, within
-from colossal_hetero.planner.prices.pareto_front import choose, pareto_front
-from colossal_hetero.planner.prices.plan_cost import plan_cost
-from colossal_hetero.planner.prices.time_bounds import time_bounds
+from colossal_hetero.planner.cost.evaluate import plan_cost
+from colossal_hetero.planner.cost.plan import Plan
+from colossal_hetero.planner.cost.tp_groups import DEFAULT
 from colossal_hetero.planner.search.make_plans import make_plans
+from colossal_hetero.planner.search.pareto_front import (
+    choices,
+    choose,
+    node_types,
+    pareto_front,
+    taken,
+    time_bounds,
+    within,
+)
 from colossal_hetero.planner.search.settings import slots_to_try
-from colossal_hetero.planner.slots.search_space import DEFAULT
 from tests.support.random_clusters import Problem, large_problem, small_problem
 
 pytestmark = pytest.mark.unit

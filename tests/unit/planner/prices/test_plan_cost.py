@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
-from colossal_hetero.planner.plans.predict import predict_plan
-from colossal_hetero.planner.prices.node_choice import choices, node_types, taken
-from colossal_hetero.planner.prices.plan_cost import check_prices, plan_cost
+from colossal_hetero.planner.cost.evaluate import check_prices, plan_cost
+from colossal_hetero.planner.cost.predict import predict_plan
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile
+from colossal_hetero.planner.search.pareto_front import choices, node_types, taken
 from tests.support.layer_profiles import layer_times
 
 pytestmark = pytest.mark.unit

@@ -9,8 +9,7 @@ import pytest
 
 from colossal_hetero.planner.cluster.gpu_catalog import GPUS
 from colossal_hetero.planner.cluster.topology import DeviceKind
-from colossal_hetero.planner.profile.estimate import estimated_profile
-from colossal_hetero.planner.profile.gpt import Transformer
+from colossal_hetero.planner.profile.estimate import Transformer, estimated_profile
 
 MODEL = Transformer(layers=30, hidden=3072, vocabulary=51200, sequence=2048, heads=32)
 KINDS = [GPUS["A100-40"], GPUS["V100-16"]]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from colossal_hetero.planner.profile.gpt import Transformer
+from colossal_hetero.planner.profile.estimate import Transformer
 
 SMALL = Transformer(layers=30, hidden=3072, vocabulary=51200, sequence=2048, heads=32)
 MIDDLE = Transformer(layers=36, hidden=4096, vocabulary=51200, sequence=2048, heads=32)

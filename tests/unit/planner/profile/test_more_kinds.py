@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from colossal_hetero.planner.profile.fitted_profiles import with_kind
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile
-from colossal_hetero.planner.profile.more_kinds import with_kind
 from tests.support.layer_profiles import layer_times
 
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from colossal_hetero.planner.cluster.topology import Channel, DeviceKind, Topology
-from colossal_hetero.planner.profile.estimate import estimated_profile
-from colossal_hetero.planner.profile.gpt import Transformer
-from colossal_hetero.planner.profile.on_links import on_links
+from colossal_hetero.planner.profile.estimate import Transformer, estimated_profile
+from colossal_hetero.planner.profile.fitted_profiles import on_links
 from colossal_hetero.planner.search.make_plans import make_plans
 from tests.support.machines import Nodes, machines
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from colossal_hetero.io.text import spans
+from colossal_hetero.common.text import spans
 from colossal_hetero.planner.batches.allocation import Share
 from colossal_hetero.planner.batches.comparison import compare
-from colossal_hetero.planner.cluster.link import MeasuredLink
+from colossal_hetero.planner.cluster.topology import MeasuredLink
 from colossal_hetero.planner.report.batch_picture import plot_report, timelines
 from colossal_hetero.planner.report.batch_table import as_json, device_lines, render
 from tests.support.figures import saved_figures

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from colossal_hetero.planner.plans.plan import Plan
-from colossal_hetero.planner.plans.simulate import simulate_plan, slowed
+from colossal_hetero.planner.cost.plan import Plan
+from colossal_hetero.planner.cost.simulate import simulate_plan, slowed
 from colossal_hetero.planner.report.plan_picture import MAX_LANES, lanes, plot_plan, windows
 from tests.support.figures import saved_figures
 from tests.unit.planner.plans.test_plan import plan, replica, stage

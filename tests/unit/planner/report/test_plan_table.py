@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from colossal_hetero.planner.plans.plan import Plan
-from colossal_hetero.planner.plans.ranked_plan import RankedPlan
-from colossal_hetero.planner.plans.simulate import simulate_plan
+from colossal_hetero.planner.cost.plan import Plan
+from colossal_hetero.planner.cost.ranked_plan import RankedPlan
+from colossal_hetero.planner.cost.simulate import simulate_plan
 from colossal_hetero.planner.report.launch_commands import colossal_order, launch_lines, training_call
 from colossal_hetero.planner.report.plan_picture import lanes
 from colossal_hetero.planner.report.plan_table import layout, one_line, ranges_in_words, render, rows, short_ranks

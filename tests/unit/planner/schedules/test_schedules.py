@@ -11,18 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_hetero.planner.cluster.topology import Channel
-from colossal_hetero.planner.profile.layer_costs import LayerCosts
-from colossal_hetero.planner.schedules.chunk_division import divide_blocks
-from colossal_hetero.planner.schedules.chunked_pipeline import ChunkedPipeline
-from colossal_hetero.planner.schedules.in_flight import most_in_flight
-from colossal_hetero.planner.schedules.pass_order import (
+from colossal_hetero.planner.cost.chunked_pipeline import ChunkedPipeline, divide_blocks, most_in_flight
+from colossal_hetero.planner.cost.pass_order import (
+    ChunkTimes,
+    GraphSeconds,
     Pass,
     PassOrder,
+    PassTimeline,
     interleaved,
     one_forward_one_backward,
+    simulate_passes,
+    zero_bubble_v,
 )
-from colossal_hetero.planner.schedules.pass_simulation import ChunkTimes, PassTimeline, simulate_passes
-from colossal_hetero.planner.schedules.zero_bubble import GraphSeconds, zero_bubble_v
+from colossal_hetero.planner.profile.layer_costs import LayerCosts
 from colossal_hetero.planner.stages.event_simulation import simulate_times
 from colossal_hetero.planner.stages.pipeline import Slot
 from tests.support.random_examples import examples

@@ -7,12 +7,12 @@ import itertools
 import numpy as np
 import pytest
 
-from colossal_hetero.planner.candidates.draft import DraftBuilder
-from colossal_hetero.planner.candidates.placed_pipelines import PlacedPipelines
 from colossal_hetero.planner.cluster.topology import Topology
+from colossal_hetero.planner.cost.draft import DraftBuilder
+from colossal_hetero.planner.cost.placed_pipelines import PlacedPipelines
+from colossal_hetero.planner.cost.placement import NodeLinks, SlotPool
+from colossal_hetero.planner.cost.tp_groups import slot_kinds
 from colossal_hetero.planner.search.exchanges import Exchanges
-from colossal_hetero.planner.slots.placement import NodeLinks, SlotPool
-from colossal_hetero.planner.slots.tp_groups import slot_kinds
 from tests.support.random_clusters import random_cluster, random_model
 
 DEVICES = 6

@@ -7,10 +7,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from colossal_hetero.planner.plans.runnable import why_not_runnable
+from colossal_hetero.planner.cost.placement import place_together
+from colossal_hetero.planner.cost.runnable import why_not_runnable
+from colossal_hetero.planner.cost.tp_groups import slot_kinds
 from colossal_hetero.planner.search.make_plans import make_plans
-from colossal_hetero.planner.slots.placement import place_together
-from colossal_hetero.planner.slots.tp_groups import slot_kinds
 from tests.support.every_plan import EveryPlan
 from tests.support.random_clusters import small_problem
 from tests.support.random_examples import IS_THOROUGH

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
-from colossal_hetero.planner.plans.plan import Plan
-from colossal_hetero.planner.plans.predict import predict_plan
-from colossal_hetero.planner.plans.ranked_plan import MIN_UNEQUAL_GAIN
-from colossal_hetero.planner.plans.simulate import simulate_plan
+from colossal_hetero.planner.cost.plan import Plan
+from colossal_hetero.planner.cost.predict import predict_plan
+from colossal_hetero.planner.cost.ranked_plan import MIN_UNEQUAL_GAIN
+from colossal_hetero.planner.cost.simulate import simulate_plan
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from colossal_hetero.planner.search.make_plans import make_plans
 from tests.support.random_clusters import large_problem, random_model

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_hetero.planner.candidates.micro_batch_division import divide_micro_batches
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
-from colossal_hetero.planner.plans.launch_order import compare_with_launch_order
-from colossal_hetero.planner.plans.plan import Plan
-from colossal_hetero.planner.plans.predict import predict_plan
-from colossal_hetero.planner.plans.ranked_plan import MIN_UNEQUAL_GAIN
-from colossal_hetero.planner.plans.runnable import enough_micro_batches, why_not_runnable
+from colossal_hetero.planner.cost.gradient_times import divide_micro_batches
+from colossal_hetero.planner.cost.layout import compare_with_launch_order
+from colossal_hetero.planner.cost.plan import Plan
+from colossal_hetero.planner.cost.predict import predict_plan
+from colossal_hetero.planner.cost.ranked_plan import MIN_UNEQUAL_GAIN
+from colossal_hetero.planner.cost.runnable import enough_micro_batches, why_not_runnable
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from colossal_hetero.planner.search.explanations import reason
 from colossal_hetero.planner.search.make_plans import make_plans

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from colossal_hetero.planner.cluster.topology import Topology
-from colossal_hetero.planner.plans.plan import Plan
-from colossal_hetero.planner.plans.predict import predict_plan
-from colossal_hetero.planner.plans.ranked_plan import RankedPlan
-from colossal_hetero.planner.plans.simulate import simulate_plan, slowed
+from colossal_hetero.planner.cost.plan import Plan
+from colossal_hetero.planner.cost.predict import predict_plan
+from colossal_hetero.planner.cost.ranked_plan import RankedPlan
+from colossal_hetero.planner.cost.simulate import simulate_plan, slowed
 from colossal_hetero.planner.search import replan as replan_module
 from colossal_hetero.planner.search.make_plans import make_plans
 from colossal_hetero.planner.search.replan import replan

@@ -10,14 +10,13 @@ import pytest
 
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
-from colossal_hetero.planner.plans.plan import Plan
-from colossal_hetero.planner.plans.runnable import why_not_runnable
+from colossal_hetero.planner.cost.plan import Plan
+from colossal_hetero.planner.cost.runnable import why_not_runnable
+from colossal_hetero.planner.cost.tp_groups import DEFAULT, SIMPLE, WHOLE, SearchSpace
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile, load_model_profile
 from colossal_hetero.planner.report.plan_table import layout
 from colossal_hetero.planner.search.make_plans import make_plans
-from colossal_hetero.planner.search.settings import wider_pools
-from colossal_hetero.planner.slots.search_space import DEFAULT, SIMPLE, WHOLE, SearchSpace
-from colossal_hetero.planner.slots.unlike_slots import formations, mixtures
+from colossal_hetero.planner.search.settings import formations, mixtures, wider_pools
 from tests.support.every_form import EveryForm, spaces_to_prove
 from tests.support.layer_profiles import layer_times
 from tests.support.paths import REPOSITORY

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from colossal_hetero.planner.slots.tp_groups import MAX_COMPOSITIONS, compositions
+from colossal_hetero.planner.cost.tp_groups import MAX_COMPOSITIONS, compositions
 
 
 @pytest.mark.parametrize(("available", "stages"), [((3, 2, 1), 4), ((5,), 9), ((1, 1, 1, 1), 2), ((0, 2), 2)])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from colossal_hetero.planner.cluster.topology import Channel
-from colossal_hetero.planner.stages.all_cuts import AllCuts, all_bounds
+from colossal_hetero.planner.stages.fixed_order import AllCuts, all_bounds
 from colossal_hetero.planner.stages.pipeline import Pipeline, Slot, Split, evaluate
 from tests.support.random_clusters import random_model
 

@@ -9,8 +9,7 @@ import pytest
 
 from colossal_hetero.planner.cluster.topology import Channel
 from colossal_hetero.planner.profile.layer_costs import LayerCosts
-from colossal_hetero.planner.stages.all_cuts import AllCuts, all_bounds
-from colossal_hetero.planner.stages.fixed_order import split_in_order
+from colossal_hetero.planner.stages.fixed_order import AllCuts, all_bounds, split_in_order
 from colossal_hetero.planner.stages.pipeline import Pipeline, Slot, Split, evaluate
 from colossal_hetero.planner.stages.split_methods import split
 from tests.support.random_examples import IS_THOROUGH

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from colossal_hetero.planner.cluster.topology import Channel
 from colossal_hetero.planner.profile.layer_costs import LayerCosts
 from colossal_hetero.planner.stages import exact as exact_module
-from colossal_hetero.planner.stages.adapt_search import adapt
 from colossal_hetero.planner.stages.event_simulation import simulate
-from colossal_hetero.planner.stages.local_search import refine
+from colossal_hetero.planner.stages.local_search import adapt, refine
 from colossal_hetero.planner.stages.pipeline import Pipeline, Slot, Split, evaluate
 from colossal_hetero.planner.stages.split_methods import METHODS, split, uniform_bounds
 from tests.support.random_examples import IS_THOROUGH, examples

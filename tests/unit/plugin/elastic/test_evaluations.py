@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import torch
 
-from colossal_hetero.elastic.state.versions import Standing
+from colossal_hetero.elastic.held_layers import Standing
 from colossal_hetero.plugin.elastic.evaluations import Evaluations, has_to_repeat, is_joined_inside
 
 

@@ -10,9 +10,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from colossal_hetero.pipeline_parallel.drift import PassSeconds
-from colossal_hetero.plugin.hybrid import drift_watch as drifting
-from colossal_hetero.plugin.hybrid.drift_watch import WARMUP_ITERATIONS, DriftWatch, StageClock
+from colossal_hetero.plugin.hybrid import drift as drifting
+from colossal_hetero.plugin.hybrid.drift import WARMUP_ITERATIONS, DriftWatch, PassSeconds, StageClock
 from tests.support.planning import make_plan
 
 

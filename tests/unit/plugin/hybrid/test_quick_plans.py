@@ -9,10 +9,10 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from colossal_hetero.pipeline_parallel.config import PlanConfig
 from colossal_hetero.planner.search.exchanges import Exchanges
 from colossal_hetero.plugin.elastic.elastic_arguments import elastic_planning
 from colossal_hetero.plugin.hybrid.plan_agreement import best_plan
+from colossal_hetero.plugin.plan_config import PlanConfig
 from tests.support.random_clusters import random_cluster, random_model
 
 

@@ -6,11 +6,11 @@ from contextlib import suppress
 
 import pytest
 
-from colossal_hetero.pipeline_parallel.config import PlanConfig
-from colossal_hetero.planner.plans.plan import Plan
-from colossal_hetero.planner.plans.ranked_plan import MIN_WIDER_GAIN
-from colossal_hetero.planner.plans.runnable import NoPlanError, why_not_runnable
+from colossal_hetero.planner.cost.plan import Plan
+from colossal_hetero.planner.cost.ranked_plan import MIN_WIDER_GAIN
+from colossal_hetero.planner.cost.runnable import NoPlanError, why_not_runnable
 from colossal_hetero.plugin.hybrid.plan_agreement import best_plan
+from colossal_hetero.plugin.plan_config import PlanConfig
 from tests.support.random_clusters import whole_space_problem
 
 

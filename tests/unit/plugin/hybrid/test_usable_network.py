@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from colossal_hetero.planner.cluster.group_networks import Network
-from colossal_hetero.plugin.hybrid.plan_groups import usable_network
+from colossal_hetero.plugin.hybrid.planned_mesh import usable_network
 
 GPUS, WITH_A_CPU = Network("nccl", "InfiniBand", "IB"), Network("gloo", "Ethernet")
 

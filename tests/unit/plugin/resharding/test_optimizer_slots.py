@@ -10,7 +10,7 @@ import torch
 from colossalai.interface import OptimizerWrapper
 from torch import nn
 
-from colossal_hetero.plugin.resharding.optimizer_slots import HybridOptimizerMemory
+from colossal_hetero.plugin.hybrid.optimizer_slots import HybridOptimizerMemory
 
 PLAIN = dict(zero_stage=0, dp_size=1, sp_size=1)
 

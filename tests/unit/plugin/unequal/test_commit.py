@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from colossal_hetero.plugin.unequal.commit import Commit, exchange
-from colossal_hetero.plugin.unequal.layer_sums import SharedBucket
-from colossal_hetero.plugin.unequal.replica_gradients import ReplicaGradients, SharedParameters
+from colossal_hetero.plugin.replicas.layer_sums import SharedBucket
+from colossal_hetero.plugin.replicas.replica_gradients import Commit, ReplicaGradients, SharedParameters, exchange
 
 
 class Operations(TorchDispatchMode):

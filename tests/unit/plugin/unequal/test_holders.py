@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_hetero.plugin.unequal.holders import HeldParameter, divide_into_buckets
+from colossal_hetero.plugin.replicas.replica_gradients import HeldParameter, divide_into_buckets
 
 
 def held(names: list[str], size: int = 4, dtype: str = "float32") -> list[HeldParameter]:

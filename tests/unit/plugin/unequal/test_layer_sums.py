@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from colossal_hetero.plugin.unequal.layer_sums import LayerSums, SharedBucket
+from colossal_hetero.plugin.replicas.layer_sums import LayerSums, SharedBucket
 
 
 class RecordedSums:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from colossal_hetero.plugin.unequal.replica_mesh import groups_of, make_replica_groups
+from colossal_hetero.plugin.replicas.replica_mesh import groups_of, make_replica_groups
 
 pytestmark = pytest.mark.unit
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from colossal_hetero.plugin.zero.mixed_devices import RankDevice, stages_for
+from colossal_hetero.plugin.zero.zero_plugin import RankDevice, stages_for
 
 GPU, CPU = RankDevice("cuda", True), RankDevice("cpu", True)
 GPU_OVER_NCCL = RankDevice("cuda", False)

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from colossal_hetero.plugin.zero.optimizer_checkpoints import match_groups, states_by_name
-from colossal_hetero.plugin.zero.parameter_names import ParameterFacts, plain_name
+from colossal_hetero.plugin.zero.optimizer_checkpoints import ParameterFacts, match_groups, plain_name, states_by_name
 
 
 def saved(*groups: tuple[list[int], list[str] | None], **options: Any) -> list[dict[str, Any]]:

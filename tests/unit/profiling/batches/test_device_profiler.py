@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from colossal_hetero.planner.batches.batch_profile import DeviceProfile
-from colossal_hetero.profiling.batches import device_profiler
-from colossal_hetero.profiling.batches.device_profiler import RESERVE, STEADY_SECONDS, profile_device
-from colossal_hetero.profiling.batches.progress import BatchProgress
+from colossal_hetero.profiling import device_profiler
+from colossal_hetero.profiling.device_profiler import RESERVE, STEADY_SECONDS, profile_device
 from colossal_hetero.profiling.memory import MemoryLimit
+from colossal_hetero.profiling.progress import BatchProgress
 
 
 class Device:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from colossal_hetero.profiling.batches.forward_timer import ForwardTimer
+from colossal_hetero.profiling.forward_timer import ForwardTimer
 
 
 class Sleeper(nn.Module):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from colossal_hetero.profiling.batches.largest_batch import LargestBatch, largest_batch
+from colossal_hetero.profiling.device_profiler import LargestBatch, largest_batch
 
 SIZES = range(301)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_hetero.profiling.batches.loss_check import MAX_NOISE, kind_of_loss
+from colossal_hetero.profiling.loss_check import MAX_NOISE, kind_of_loss
 
 losses = st.floats(1e-6, 1e6) | st.floats(-1e6, -1e-6)
 

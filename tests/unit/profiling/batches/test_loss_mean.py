@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from colossal_hetero.profiling.batches.loss_mean import IGNORED, Evidence, Pair, decide, mean_of_labels
+from colossal_hetero.profiling.loss_mean import IGNORED, Evidence, Pair, decide, mean_of_labels
 
 CLASSES = 5
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from colossal_hetero.profiling.batches import optimizer_step
-from colossal_hetero.profiling.batches.optimizer_step import optimizer_step_seconds
+from colossal_hetero.profiling import optimizer_state
+from colossal_hetero.profiling.optimizer_state import optimizer_step_seconds
 
 
 class Clock:
@@ -32,8 +32,8 @@ class Failing(torch.optim.SGD):
 
 @pytest.mark.parametrize("max_elements", [10, 1000])
 def test_the_time_is_that_of_all_parameters(max_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_step, "time", SimpleNamespace(perf_counter=lambda: Clock.now))
-    monkeypatch.setattr(optimizer_step, "MAX_ELEMENTS", max_elements)
+    monkeypatch.setattr(optimizer_state, "time", SimpleNamespace(perf_counter=lambda: Clock.now))
+    monkeypatch.setattr(optimizer_state, "MAX_ELEMENTS", max_elements)
     first, second = nn.Linear(7, 3), nn.Linear(5, 2)
     optimizer = Slow([{"params": first.parameters()}, {"params": second.parameters(), "lr": 0.5}])
     for parameter in (*first.parameters(), *second.parameters()):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from colossal_hetero.profiling.batches.smallest_batch import is_too_few_samples, smallest_batch
+from colossal_hetero.profiling.rank_profiler import is_too_few_samples, smallest_batch
 
 
 def normalized(samples: int, per_sample: int = 1) -> torch.Tensor:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile
-from colossal_hetero.profiling.layers.merge_degrees import merge_degrees
-from colossal_hetero.profiling.layers.merge_ranks import MeasuredLayers
+from colossal_hetero.profiling.merge_ranks import MeasuredLayers, merge_degrees
 
 
 def measured(degree: int, devices: tuple[str, ...], seconds: dict[str, float]) -> tuple[int, MeasuredLayers]:

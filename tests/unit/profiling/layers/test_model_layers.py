@@ -9,8 +9,8 @@ import timm
 import torch
 from torch import nn
 
-import colossal_hetero.accelerator  # noqa: F401  (imports packages that transformers needs, without their warnings)
-from colossal_hetero.profiling.layers.model_layers import describe_layers, find_block_row
+import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (imports packages that transformers needs, without their warnings)
+from colossal_hetero.profiling.model_layers import describe_layers, find_block_row
 
 # isort: split
 import transformers

@@ -7,8 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from colossal_hetero.profiling.layers.progress import LayerProgress, seconds_left
-from colossal_hetero.profiling.progress_display import ProgressDisplay
+from colossal_hetero.profiling.progress import LayerProgress, ProgressDisplay, layer_seconds_left
 
 
 @pytest.mark.parametrize(
@@ -21,13 +20,13 @@ from colossal_hetero.profiling.progress_display import ProgressDisplay
     ],
 )
 def test_long_rounds_take_the_fewest_rounds(rounds: int, measured: float, expected: float) -> None:
-    assert seconds_left([1, 4], 0, rounds, measured, 2.0, 3.0) == pytest.approx(expected)
+    assert layer_seconds_left([1, 4], 0, rounds, measured, 2.0, 3.0) == pytest.approx(expected)
 
 
 def test_short_rounds_take_the_shortest_time() -> None:
-    assert seconds_left([1, 4], 0, 1, 0.0, 0.01, 3.0) == pytest.approx(0.01 + 3 + 0.08 + 3)
-    assert seconds_left([1, 4], 0, 102, 1.0, 0.01, 3.0) == pytest.approx(2 + 0.08 + 3)
-    assert seconds_left([1, 4], 1, 300, 3.0, 0.04, 3.0) == 0
+    assert layer_seconds_left([1, 4], 0, 1, 0.0, 0.01, 3.0) == pytest.approx(0.01 + 3 + 0.08 + 3)
+    assert layer_seconds_left([1, 4], 0, 102, 1.0, 0.01, 3.0) == pytest.approx(2 + 0.08 + 3)
+    assert layer_seconds_left([1, 4], 1, 300, 3.0, 0.04, 3.0) == 0
 
 
 def display(terminal: bool) -> tuple[ProgressDisplay, io.StringIO, list[float]]:
@@ -37,7 +36,7 @@ def display(terminal: bool) -> tuple[ProgressDisplay, io.StringIO, list[float]]:
 
 
 def progress(left: float | None) -> LayerProgress:
-    return LayerProgress(micro_batch=2, index=1, sizes=4, rounds=3, seconds_left=left)
+    return LayerProgress(micro_batch=2, index=1, sizes=4, rounds=3, layer_seconds_left=left)
 
 
 def test_without_a_terminal_a_line_now_and_then() -> None:

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
-from colossal_hetero.profiling.layers import layer_profiler, schedule_loop
-from colossal_hetero.profiling.layers.layer_passes import LayerPasses
-from colossal_hetero.profiling.layers.layer_profiler import profile_layers
-from colossal_hetero.profiling.layers.model_layers import find_block_row
-from colossal_hetero.profiling.layers.schedule_loop import ScheduleLoop, loopback
+from colossal_hetero.profiling import layer_profiler, schedule_loop
+from colossal_hetero.profiling.layer_passes import LayerPasses
+from colossal_hetero.profiling.layer_profiler import profile_layers
+from colossal_hetero.profiling.model_layers import find_block_row
+from colossal_hetero.profiling.schedule_loop import ScheduleLoop, loopback
 from tests.support.simulated_layers import WIDTH, Model, SimulatedClock, batch, use_clock
 
 SEND, RECEIVE = 0.002, 0.003

@@ -1,0 +1,334 @@
+"""What a rank's time in an iteration is spent on: products, the rest of blocks, collectives, or other work.
+
+A mark ends a part of the iteration, which began at the mark before. A CPU clock reads the time. A CUDA clock records
+events on the current stream and reads them when the device has passed them, usually one iteration late, so that the
+host never waits for the device. For selected iterations a clock keeps the parts as segments, for all others only their
+sums. An event takes the host some microseconds, so a CUDA clock without segments records none for inner parts.
+
+Layers that are balanced give their kind with each mark. The time of a kind is its own work between two collectives of
+such layers, because ranks wait for each other there. What lies between other marks (loading data, the embedding, the
+loss, the optimizer step) is no time of a kind: balancing cannot change it, and in other collectives a rank may wait.
+
+[Note: overlapped products] On a GPU, dW of a column-parallel layer runs beside the all-reduce of dX, whose kernels take
+16 to 32 of 132 multiprocessors, and on a rank that waits for others they run all the time. So fast ranks would look
+slower than they are. A CUDA clock therefore judges a rank by its other products, and assumes for dW the time of dX,
+which has as many operations. On a CPU the collective takes little time of the rank's core, so dW counts as measured.
+Without an event between dW and the rest of the collective, reports assume the same time for dW; and without one in
+front of a block's second dX, an activation function there is taken for a part of it (1 or 2 % of an MLP, on all ranks).
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol, get_args
+
+import torch
+
+from ..layers.workload import Part
+from .timeline import Segment
+
+__all__ = ["CpuClock", "CudaClock", "IterationClock", "IterationTimes", "KindTimes", "make_clock"]
+
+
+class KindTimes(NamedTuple):
+    """Seconds that a rank worked in one iteration for the layers of one kind."""
+
+    movable: float = 0.0
+    """Products, and operations between the products of a block: they are in proportion to the columns or units."""
+    fixed: float = 0.0
+    """Other work since the collective before: it does not depend on the columns or units."""
+
+
+@dataclass(frozen=True)
+class IterationTimes:
+    """Seconds of one iteration on this rank."""
+
+    matmul_seconds: float
+    communication_seconds: float
+    other_seconds: float
+    tag: Any = None
+    """The tag that was given to :meth:`IterationClock.stop`."""
+    block_seconds: float = 0.0
+    """Time between the products of a block (activation functions, attention), which moves with whole units."""
+    segments: tuple[Segment, ...] = ()
+    """The iteration's parts in order, with adjacent parts of one kind merged; empty unless they were requested."""
+    time_base: str = ""
+    """If it is equal on two ranks and not empty, their segments count from the same moment."""
+    migration_seconds: float = 0.0
+    """The part of ``communication_seconds`` in which this rank waited for migrated work."""
+    kinds: Mapping[int, KindTimes] = field(default_factory=dict)
+    """The work for layers that are balanced, by their kind."""
+    starved: float = 0.0
+    """The share of parts in which a GPU had nothing to do until the host launched the next work."""
+
+    @property
+    def work_seconds(self) -> float:
+        """T: all time except communication."""
+        return self.matmul_seconds + self.block_seconds + self.other_seconds
+
+
+class IterationClock(Protocol):
+    """A clock that is started and stopped once per iteration and that layers mark."""
+
+    keep_segments: bool
+    """Whether iterations that start from now on keep their segments."""
+
+    sample_every: int
+    """While nothing changes, it is enough to measure one of so many iterations: measuring costs time."""
+
+    def mark(self, part: Part, kind: int | None = None, inner: bool = False) -> None: ...
+
+    def start(self) -> None:
+        """Begin an iteration; marks before it are ignored."""
+
+    def stop(self, tag: Any = None) -> None:
+        """End the iteration; the time since the last mark was other work."""
+
+    def read(self) -> list[IterationTimes]:
+        """The iterations whose times have become known since the last call, oldest first."""
+
+
+class CpuClock:
+    """A clock of host time, for work on a CPU."""
+
+    sample_every = 1
+
+    def __init__(self) -> None:
+        self.keep_segments = False
+        self._finished: list[IterationTimes] = []
+        self.start()
+
+    def start(self) -> None:
+        self._sums = _Sums(measures_overlapped=True)
+        self._marks: list[tuple[Part, float]] | None = [] if self.keep_segments else None
+        self._start = self._last = time.perf_counter()
+
+    def mark(self, part: Part, kind: int | None = None, inner: bool = False) -> None:
+        now = time.perf_counter()
+        self._sums.add(now - self._last, part, kind)
+        self._last = now
+        if self._marks is not None:
+            self._marks.append((part, now))
+
+    def stop(self, tag: Any = None) -> None:
+        self.mark("other")
+        segments = () if self._marks is None else _segments(self._start, self._marks)
+        self._marks = None
+        self._finished.append(self._sums.times(tag, segments, _machine()))
+
+    def read(self) -> list[IterationTimes]:
+        finished, self._finished = self._finished, []
+        return finished
+
+
+STARVED_EVERY = 3
+"""One of so many marks asks whether the GPU has passed the event before; asking costs about as much as an event. Layers
+have 14, 20 or 40 events, so that each of their places comes up in turn."""
+
+READ_AT_ONCE = 1024
+"""The number of events that are read in one call while there is time: about a millisecond of the host."""
+
+_Mark = tuple[Part | Literal["beside"], int | None, torch.cuda.Event]
+"""A part, its kind and its end on the device. ``beside``: a product and the collective that it runs beside."""
+
+
+@dataclass
+class _Stopped:
+    """A stopped iteration whose events the device may not have passed yet."""
+
+    marks: list[_Mark]
+    """The first one is the start."""
+    tag: Any
+    detailed: bool
+    sums: _Sums
+    starved: float
+    ends: list[tuple[Part, float]] = field(default_factory=list)
+    elapsed: float = 0.0
+    events_read: int = 0
+
+
+class CudaClock:
+    """A clock of events on the stream that is current when an iteration starts, read when the device has passed them.
+
+    Segments count from the iteration's first event. If the device has passed an event before the next one is recorded,
+    it waits for its host, and the time between them may be that of the host's launches.
+    """
+
+    sample_every = 16
+    """A mark takes the host some microseconds, and the device a moment between two kernels. With events at collectives
+    that is about a thirtieth of an iteration at tensor-parallel degree 8: averaged, far below a percent."""
+
+    def __init__(self, host_waits: bool = False) -> None:
+        self.keep_segments = False
+        self._host_waits = host_waits
+        self._stream: Any = None
+        self._pool: list[torch.cuda.Event] = []
+        self._marks: list[_Mark] = []
+        self._inner: tuple[Part, int | None] | None = None
+        """The first part since the last event."""
+        self._starved = 0
+        self._detailed = False
+        self._block_share: float | None = None
+        """Of the products and other operations of blocks, the share of the latter when they were last told apart."""
+        self._stopped: deque[_Stopped] = deque()
+
+    def start(self) -> None:
+        self._pool.extend(event for _, _, event in self._marks)
+        self._stream = torch.cuda.current_stream()
+        self._inner, self._detailed, self._starved = None, self.keep_segments, 0
+        self._marks = [("other", None, self._record())]
+
+    def mark(self, part: Part, kind: int | None = None, inner: bool = False) -> None:
+        if not self._marks:
+            return
+        if inner and not self._detailed:
+            self._inner = self._inner or (part, kind)
+            return
+        known: Part | Literal["beside"] = part
+        if self._inner is not None:
+            if part == "communication" and self._inner[0] == "overlapped":
+                known = "beside"
+            elif part == "other":
+                # Nothing else of the block followed.
+                known, kind = self._inner
+            self._inner = None
+        if not self._host_waits and len(self._marks) % STARVED_EVERY == 0:
+            self._starved += self._marks[-1][2].query()
+        self._marks.append((known, kind, self._record()))
+
+    def stop(self, tag: Any = None) -> None:
+        self.mark("other")
+        if self._marks:
+            starved = self._starved / max(1, (len(self._marks) - 1) // STARVED_EVERY)
+            self._stopped.append(_Stopped(self._marks, tag, self._detailed, _Sums(measures_overlapped=False), starved))
+        self._marks = []
+
+    def read(self) -> list[IterationTimes]:
+        finished = []
+        while self._stopped and self._stopped[0].marks[-1][2].query():
+            # If another iteration waits, this one must be finished, or times would come later and later.
+            first = self._stopped[0]
+            self._read(first, READ_AT_ONCE if len(self._stopped) == 1 else len(first.marks))
+            if first.events_read < len(first.marks) - 1:
+                break
+            self._stopped.popleft()
+            self._pool.extend(event for _, _, event in first.marks)
+            times = first.sums.times(first.tag, _segments(0.0, first.ends) if first.detailed else (), "")
+            finished.append(replace(self._with_blocks(times, first.detailed), starved=first.starved))
+        return finished
+
+    def _read(self, stopped: _Stopped, events: int) -> None:
+        """Take in the next events of an iteration that the device has passed, at most so many."""
+        last = min(stopped.events_read + events, len(stopped.marks) - 1)
+        for (_, _, begin), (part, kind, end) in pairwise(stopped.marks[stopped.events_read : last + 1]):
+            stretch = begin.elapsed_time(end) * 1e-3
+            stopped.sums.add(stretch, part, kind)
+            stopped.elapsed += stretch
+            if stopped.detailed:
+                stopped.ends.append((part, stopped.elapsed))  # type: ignore[arg-type]
+        stopped.events_read = last
+
+    def _with_blocks(self, times: IterationTimes, detailed: bool) -> IterationTimes:
+        """The times with a block's operations told apart from its products as in the last iteration with details."""
+        both = times.matmul_seconds + times.block_seconds
+        if detailed and both > 0:
+            self._block_share = times.block_seconds / both
+        if detailed or self._block_share is None:
+            return times
+        block = self._block_share * both
+        return replace(times, matmul_seconds=both - block, block_seconds=block)
+
+    def _record(self) -> torch.cuda.Event:
+        event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return event
+
+
+def make_clock(device: torch.device, host_waits: bool = False) -> IterationClock:
+    """The clock for products that run on ``device``. ``host_waits``: see :class:`CudaClock`."""
+    return CudaClock(host_waits) if device.type == "cuda" else CpuClock()
+
+
+class _Sums:
+    """The seconds of an iteration by part and by kind.
+
+    Args:
+        measures_overlapped: whether overlapped products count as measured for kinds; see [Note: overlapped products].
+    """
+
+    def __init__(self, *, measures_overlapped: bool) -> None:
+        self._measures_overlapped = measures_overlapped
+        self._own_product = 0.0
+        """The first product since work other than products: before an overlapped dW this is dX."""
+        self._follows_product = False
+        self._parts: dict[Part, float] = dict.fromkeys(get_args(Part), 0.0)
+        self._movable: dict[int, float] = {}
+        self._fixed: dict[int, float] = {}
+        self._kind_before: int | None = None
+
+    def add(self, seconds: float, part: Part | Literal["beside"], kind: int | None) -> None:
+        """Add the time between two marks, the second of which is that of ``part`` and ``kind``."""
+        if part == "beside":
+            product = min(self._own_product, seconds)
+            self.add(product, "overlapped", kind)
+            self.add(seconds - product, "communication", kind)
+            return
+        self._parts[part] += seconds
+        if part == "matmul" and not self._follows_product:
+            self._own_product, self._follows_product = seconds, True
+        elif part not in ("matmul", "overlapped", "migration"):
+            self._follows_product = False
+        if kind is not None:
+            if part in ("matmul", "block"):
+                self._movable[kind] = self._movable.get(kind, 0.0) + seconds
+            elif part == "overlapped":
+                counted = seconds if self._measures_overlapped else self._own_product
+                self._movable[kind] = self._movable.get(kind, 0.0) + counted
+            elif part == "other" and self._kind_before is not None:
+                self._fixed[kind] = self._fixed.get(kind, 0.0) + seconds
+        self._kind_before = kind
+
+    def times(self, tag: Any, segments: tuple[Segment, ...], time_base: str) -> IterationTimes:
+        return IterationTimes(
+            matmul_seconds=self._parts["matmul"] + self._parts["overlapped"],
+            communication_seconds=self._parts["communication"] + self._parts["migration"],
+            other_seconds=self._parts["other"],
+            tag=tag,
+            block_seconds=self._parts["block"],
+            segments=segments,
+            time_base=time_base,
+            migration_seconds=self._parts["migration"],
+            kinds={kind: KindTimes(self._movable[kind], self._fixed.get(kind, 0.0)) for kind in sorted(self._movable)},
+        )
+
+
+_SEGMENT_KINDS: dict[str, Any] = {"migration": "communication", "overlapped": "matmul"}
+
+
+def _segments(start_seconds: float, marks: Sequence[tuple[Part, float]]) -> tuple[Segment, ...]:
+    """The segments from the start on, given ``marks`` with the part and the end of each."""
+    segments: list[Segment] = []
+    last = start_seconds
+    for part, end in marks:
+        kind = _SEGMENT_KINDS.get(part, part)
+        if segments and segments[-1].kind == kind:
+            segments[-1] = Segment(kind, segments[-1].start_seconds, end)
+        else:
+            segments.append(Segment(kind, last, end))
+        last = end
+    return tuple(segments)
+
+
+@functools.cache
+def _machine() -> str:
+    """The boot of this machine, whose processes share a monotonic clock; empty if it is unknown."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

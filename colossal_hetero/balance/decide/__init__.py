@@ -1,1 +1,0 @@
-"""Pure functions that turn measured times into a plan. They do not import torch."""

@@ -1,0 +1,341 @@
+"""From a plan's shares to whole units: which range of a layer's units moves from which rank to which.
+
+A *unit* is the smallest part that can be pruned or given away: a contraction column, a hidden neuron, a head. Every
+rank holds equally many units of a layer or block. Units are divided in *grains* of several units, because matrix
+products are faster for round sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from .plan import BalancePlan, Traffic, Volume
+
+__all__ = [
+    "BlockShape",
+    "Division",
+    "LayerShape",
+    "Move",
+    "Port",
+    "block_ports",
+    "busiest_port",
+    "column_traffic",
+    "divide",
+    "divide_counts",
+    "effective_grain",
+]
+
+
+GRAINS = 32
+"""The minimum number of grains per rank, so that rounding to a grain changes at most 3 % of its work."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """The receiver computes the sender's units ``[start, stop)``."""
+
+    sender: int
+    receiver: int
+    start: int
+    stop: int
+
+    @property
+    def units(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Division:
+    """Which rank computes which units of one layer or block."""
+
+    units: int
+    """The number of units that each rank holds."""
+    pruned: tuple[int, ...]
+    """The number of units that each rank prunes, of those that it does not give away."""
+    moves: tuple[Move, ...]
+    """What is given away, by sender and then ascending: the last units of each sender, without gaps."""
+
+    @cached_property
+    def _given(self) -> tuple[int, ...]:
+        return tuple(sum(move.units for move in self.moves if move.sender == rank) for rank in range(len(self.pruned)))
+
+    @cached_property
+    def _taken(self) -> tuple[int, ...]:
+        return tuple(
+            sum(move.units for move in self.moves if move.receiver == rank) for rank in range(len(self.pruned))
+        )
+
+    def given(self, rank: int) -> int:
+        """The number of units that the rank gives away: its last ones."""
+        return self._given[rank]
+
+    def taken(self, rank: int) -> int:
+        """The number of other ranks' units that the rank computes."""
+        return self._taken[rank]
+
+    def kept(self, rank: int) -> int:
+        """The number of its own units that the rank computes, at least one."""
+        return self.units - self._given[rank] - self.pruned[rank]
+
+    @property
+    def loads(self) -> tuple[float, ...]:
+        """How much each rank computes; 1.0 means exactly its own units."""
+        return tuple((self.kept(rank) + self.taken(rank)) / self.units for rank in range(len(self.pruned)))
+
+
+def effective_grain(units: int, grain: int) -> int:
+    """The largest power of two that is at most ``grain`` and with at least 32 grains in ``units``; else 1."""
+    return 1 << (max(min(grain, units // GRAINS), 1).bit_length() - 1)
+
+
+def divide(units: int, plan: BalancePlan, grain: int = 64) -> Division:
+    """The plan's shares in whole units, for a layer or block with ``units`` units per rank.
+
+    A rank keeps a multiple of the :func:`effective_grain`, at least one grain, unless it keeps everything. Pruning is
+    rounded to the nearest grain. Giving away is rounded to the number of grains for which sender and receivers finish
+    closest to each other; that is mostly up, because a unit takes the slow sender longer than a receiver. Receivers
+    take units in proportion to the plan, in whole grains by largest remainder; if ``units`` is not a multiple of the
+    grain, one receiver takes the remainder too. Receivers are numbered as in SEMI, Sec. IV-B: ``r' = (r + e − s) mod
+    e`` for receiver ``r`` and first sender ``s``. Ranges are assigned in that order, so two ranks exchange at most one
+    range.
+
+    Raises:
+        ValueError: ``units`` or ``grain`` is below one.
+    """
+    if units < 1 or grain < 1:
+        raise ValueError(f"units={units} and grain={grain} must be at least 1")
+    ranks = len(plan.resize)
+    grain = effective_grain(units, grain)
+    pruned = [_pruned_units(units, share, grain) for share in plan.resize]
+    receivers = [rank for rank in range(ranks) if plan.receive[rank] > 0]
+    given = [0] * ranks
+    for rank in range(ranks):
+        if plan.migrate[rank] > 0 and receivers:
+            receivers_load = math.fsum(plan.load(receiver) for receiver in receivers) / len(receivers)
+            given[rank] = _given_units(
+                units - pruned[rank], plan.migrate[rank] * units, grain, plan.load(rank), receivers_load
+            )
+    renumbered = _renumbered(given)
+    receivers = [rank for rank in renumbered if plan.receive[rank] > 0]
+    taken = _apportion(sum(given), [plan.receive[rank] for rank in receivers], grain)
+    return Division(units, tuple(pruned), _moves(units, given, dict(zip(receivers, taken, strict=True)), renumbered))
+
+
+def divide_counts(units: int, counts: Sequence[int]) -> Division:
+    """The division in which each rank computes that many units and nothing is pruned; ``units`` is a full share."""
+    assert sum(counts) == units * len(counts) and min(counts) > 0, f"{counts} of {units} units per rank"
+    given = [max(0, units - count) for count in counts]
+    renumbered = _renumbered(given)
+    taken = {rank: counts[rank] - units for rank in renumbered if counts[rank] > units}
+    return Division(units, (0,) * len(counts), _moves(units, given, taken, renumbered))
+
+
+def _renumbered(given: Sequence[int]) -> list[int]:
+    """All ranks, from the first that gives anything on."""
+    first = next((rank for rank, count in enumerate(given) if count), 0)
+    return [(first + offset) % len(given) for offset in range(len(given))]
+
+
+def _moves(units: int, given: Sequence[int], taken: dict[int, int], order: Sequence[int]) -> tuple[Move, ...]:
+    """The ranges of the given units by sender and receiver, both in that ``order``."""
+    moves = []
+    left = dict(taken)
+    for sender in order:
+        start = units - given[sender]
+        for receiver in taken:
+            count = min(left[receiver], units - start)
+            if count:
+                moves.append(Move(sender, receiver, start, start + count))
+                left[receiver] -= count
+                start += count
+    return tuple(moves)
+
+
+def _pruned_units(units: int, share: float, grain: int) -> int:
+    if share == 0.0:
+        return 0
+    return units - min(max(grain * round((units - share * units) / grain), grain), units)
+
+
+def _given_units(available: int, wanted: float, grain: int, load: float, receivers_load: float) -> int:
+    """How many of ``available`` units to give away if ``wanted`` would be exact; a multiple of the grain remains, or
+    all.
+
+    ``load`` and ``receivers_load`` are the plan's: under it all ranks finish together, so the time per unit of sender
+    and receivers is in the inverse ratio of their loads.
+    """
+    keep = max(available - wanted, 0.0) / grain
+    grains = math.floor(keep + 1e-9)
+    if (keep - grains) * load > (1.0 - (keep - grains)) * receivers_load:
+        grains += 1
+    return available - min(max(grains, 1) * grain, available)
+
+
+def _apportion(total: int, weights: Sequence[float], grain: int) -> list[int]:
+    """``total`` units in proportion to the weights: whole grains by largest remainder, ties to the first."""
+    if not total:
+        return [0] * len(weights)
+    whole = math.fsum(weights)
+    grains, odd = divmod(total, grain)
+    exact = [grains * weight / whole for weight in weights]
+    assigned = [math.floor(share + 1e-9) for share in exact]
+    by_remainder = sorted(range(len(weights)), key=lambda i: (-round(exact[i] - assigned[i], 9), i))
+    for i in by_remainder[: grains - sum(assigned)]:
+        assigned[i] += 1
+    taken = [grain * count for count in assigned]
+    if odd:
+        taken[max(range(len(weights)), key=lambda i: (round(total * weights[i] / whole - taken[i], 9), -i))] += odd
+    return taken
+
+
+# Traffic -------------------------------------------------------------------------------------------------------------
+#
+# How much a migration sends, by formula: tests compare it with counts, the pre-test computes times from it.
+#
+# Columns are sent in collectives and in messages that one sender starts and waits for, so the time is that of all
+# messages one after the other. Units of blocks travel between many pairs of ranks at the same time, and partly while
+# ranks compute, so what counts is the rank that waits for most.
+#
+# Notation: ``M`` rows (of all micro-batches of an iteration), ``N`` outputs of a rank's weight, ``c`` columns that a
+# sender migrates to ``q`` receivers, in a group of ``e`` ranks. Elements, for every sender and layer:
+#
+# ==================  =============================================  ==================================================
+# method              column-parallel layer                          row-parallel layer
+# ==================  =============================================  ==================================================
+# broadcast-reduce    broadcast (e−1)(Nc + MN), reduce (e−1)MN,      broadcast (e−1)(Nc + Mc),
+#                     point to point Nc                              point to point Mc + Nc
+# scatter-gather      point to point 2Nc + 2qMN + Mc                 point to point 2Nc + 2Mc + qMN
+# ==================  =============================================  ==================================================
+#
+# Weights are sent for every micro-batch: ``M`` counts all rows, and ``Nc`` must be multiplied by the number of
+# micro-batches. A ``block`` sends twice the elements of its migrated units, weights to the receiver and gradients back:
+# in each pass of a loop, and once for all passes of a pipeline's schedule.
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """A layer on one rank: ``N`` outputs, ``L`` contraction columns."""
+
+    outputs: int
+    columns: int
+    column_parallel: bool
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """A block on one rank."""
+
+    units: int
+    elements_per_unit: int
+    """The number of weights and biases of one unit in all layers."""
+    layers: int
+
+
+def column_traffic(
+    layer: LayerShape, moves: Sequence[Move], rows: int, passes: int, ranks: int, method: str, bytes_per_element: int
+) -> Traffic:
+    """One layer's traffic in an iteration of ``passes`` micro-batches of ``rows`` rows each, over the whole group."""
+    broadcast, reduce, direct = _Count(), _Count(), _Count()
+    n, others = layer.outputs, ranks - 1
+    for sender in sorted({move.sender for move in moves}):
+        parts = [move.stop - move.start for move in moves if move.sender == sender]
+        c, q = sum(parts), len(parts)
+        if method == "broadcast-reduce":
+            broadcast.add(others, n * c)
+            if layer.column_parallel:
+                reduce.add(others, rows * n)
+                broadcast.add(others, rows * n)
+            else:
+                broadcast.add(others, rows * c)
+                direct.add_parts(q, rows * c)
+            direct.add_parts(q, n * c)
+        else:
+            direct.add_parts(2 * q, 2 * n * c)
+            direct.add_parts(q, rows * c)
+            if layer.column_parallel:
+                direct.add(2 * q, rows * n)
+            else:
+                direct.add_parts(q, rows * c)
+                direct.add(q, rows * n)
+    scale = passes * bytes_per_element
+    return Traffic(
+        point_to_point=direct.volume(passes, scale),
+        broadcast=broadcast.volume(passes, scale),
+        reduce=reduce.volume(passes, scale),
+    )
+
+
+@dataclass(frozen=True)
+class Port:
+    """The messages of blocks of one rank in an optimizer step."""
+
+    sent: Volume
+    """All that it sends."""
+    waited: Volume
+    """What it sends or receives while it can compute nothing: its first bucket of weights, and gradients, which return
+    layer by layer. Other weights arrive while the bucket before computes. Messages that start together count once."""
+
+
+def block_ports(
+    blocks: Sequence[BlockShape],
+    moves: Sequence[Sequence[Move]],
+    buckets: Sequence[int],
+    ranks: int,
+    bytes_per_element: int,
+) -> list[Port]:
+    """All blocks' messages in a forward and a backward pass, by rank; ``buckets`` has each block's bucket.
+
+    Weights are sent in one message per bucket and pair of ranks, gradients in one per layer, sender and receiver.
+    """
+    ports = []
+    for rank in range(ranks):
+        weight_messages: set[tuple[int, int]] = set()
+        first: int | None = None
+        sent = waited = Volume()
+        for block, moved, bucket in zip(blocks, moves, buckets, strict=True):
+            bytes_per_unit = block.elements_per_unit * bytes_per_element
+            given = [move for move in moved if move.sender == rank]
+            taken = [move for move in moved if move.receiver == rank]
+            if not given and not taken:
+                continue
+            weight_messages.update((bucket, move.receiver) for move in given)
+            first = bucket if first is None else first
+            given_bytes, taken_bytes = (
+                bytes_per_unit * sum(move.stop - move.start for move in each) for each in (given, taken)
+            )
+            sent += Volume(block.layers * len(taken), given_bytes + taken_bytes)
+            waited += Volume(block.layers, given_bytes + taken_bytes)
+            if bucket == first:
+                waited += Volume(0, given_bytes + taken_bytes)
+        ports.append(
+            Port(
+                sent=sent + Volume(len(weight_messages), 0),
+                waited=waited if first is None else waited + Volume(1, 0),
+            )
+        )
+    return ports
+
+
+def busiest_port(ports: Sequence[Port]) -> Volume:
+    """The messages and the bytes that the ranks wait for; all ranks wait for the one that has the most."""
+    return Volume(max(port.waited.messages for port in ports), max(port.waited.bytes for port in ports))
+
+
+class _Count:
+    """A running count of messages and elements."""
+
+    def __init__(self) -> None:
+        self._messages = self._elements = 0
+
+    def add(self, messages: int, elements_each: int) -> None:
+        self.add_parts(messages, messages * elements_each)
+
+    def add_parts(self, messages: int, elements: int) -> None:
+        self._messages += messages
+        self._elements += elements
+
+    def volume(self, passes: int, scale: int) -> Volume:
+        return Volume(messages=self._messages * passes, bytes=self._elements * scale)

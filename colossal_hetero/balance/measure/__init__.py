@@ -1,1 +1,0 @@
-"""Clocks, speeds, and the measured costs of resizing and migrating."""

@@ -1,0 +1,351 @@
+"""How much each rank computes: from measured times and costs to a plan, by the rule of the mode."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import fsum
+from typing import Protocol
+
+import numpy as np
+
+from .config import BalanceConfig
+from .optimum import optimal_plan, semi_plan
+from .plan import BalancePlan, Costs, Counts, RankTimes, predicted_seconds
+from .ratios import Line, UnitKind, divisible_seconds, fastest_counts, moved_units, resize_ratios, slowest_seconds
+
+__all__ = [
+    "MIN_GAIN",
+    "KindProblem",
+    "LayerKind",
+    "Speeds",
+    "decide",
+    "decide_counts",
+    "decide_units",
+    "iteration_seconds",
+    "relieved_for",
+    "relieved_ranks",
+    "stays_resharded",
+    "wants_resharding",
+]
+
+
+# Division ------------------------------------------------------------------------------------------------------------
+
+
+MIN_GAIN = 0.005
+"""The minimum gain for which a division is changed, as a share of the time of the blocks."""
+
+
+@dataclass(frozen=True)
+class KindProblem:
+    """The blocks of one kind: how fast each rank is, and what sending costs."""
+
+    kind: UnitKind
+    lines: Sequence[Line]
+    """By rank, in seconds of an iteration."""
+    seconds_per_unit: float = 0.0
+    """What each moved unit adds to an iteration (Φ1)."""
+
+    def seconds(self, counts: Sequence[int]) -> float:
+        """Seconds of the kind's blocks in an iteration, if each rank computes so many units."""
+        sending = self.seconds_per_unit * moved_units(self.kind, counts)
+        return slowest_seconds(self.lines, counts) + sending
+
+
+def iteration_seconds(problems: Sequence[KindProblem], counts: Counts, fixed_seconds: float = 0.0) -> float:
+    """Seconds of all blocks in an iteration; ``fixed_seconds`` is what moving anything at all adds.
+
+    Ranks wait for each other at the end of each block, so it is a sum over blocks of the time of the slowest rank.
+    """
+    moves = any(moved_units(problem.kind, of_kind) for problem, of_kind in zip(problems, counts, strict=True))
+    blocks = fsum(problem.seconds(of_kind) for problem, of_kind in zip(problems, counts, strict=True))
+    return blocks + (fixed_seconds if moves else 0.0)
+
+
+def decide_counts(
+    problems: Sequence[KindProblem], current: Counts, uncertainty: float, fixed_seconds: float = 0.0
+) -> tuple[Counts, str]:
+    """The counts from now on, and why.
+
+    They stay ``current`` unless others save more than ``uncertainty``, a share of the time of the blocks below which a
+    difference may be chance. Moving nothing is preferred to a division that saves less than half of that over it.
+    """
+    nothing = tuple((problem.kind.units,) * len(problem.lines) for problem in problems)
+    wanted = tuple(fastest_counts(problem.kind, problem.lines, problem.seconds_per_unit) for problem in problems)
+    now, best, without = (iteration_seconds(problems, counts, fixed_seconds) for counts in (current, wanted, nothing))
+    required = max(uncertainty, MIN_GAIN)
+    if without - best <= required / 2 * without:
+        wanted, best = nothing, without
+    compared = f"{best:.3g} s in blocks with, {without:.3g} s without"
+    if now - best <= required * now:
+        if current == nothing:
+            return nothing, f"balancing would gain too little: {compared}"
+        return current, f"migration pays: {compared}"
+    if wanted == nothing:
+        return nothing, f"migration cannot pay: {compared}"
+    return wanted, f"migration pays: {compared}"
+
+
+COARSE = 0.02
+"""If whole units take longer by this share of the blocks' time than finer ones would, the plan's note says so."""
+
+STEPS = 2**20
+"""In modes that migrate, shares are multiples of 1/STEPS. So processors that round differently get the same shares, and
+what is given equals what is taken to the last bit."""
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Layers or blocks of a rank that are divided in the same way."""
+
+    units: int | None
+    """The units of each block; None for layers that are divided by their columns, whose full share counts as 1."""
+    grain: int
+    """How many units move together."""
+    weight: float
+    """The kind's share of the cost of all products that can be divided."""
+    moves: bool = True
+    """Whether units can migrate now."""
+    sends: bool = True
+    """Whether units that are moved are sent in each iteration; not if they are given away for good."""
+
+    @property
+    def full(self) -> float:
+        """A rank's full share in units."""
+        return 1.0 if self.units is None else float(self.units)
+
+
+class Speeds(Protocol):
+    """How fast the ranks are, by kind of work."""
+
+    def lines(self, kind: int) -> list[Line]:
+        """The work for a kind, by rank."""
+
+    @property
+    def scale(self) -> float:
+        """The seconds of a second of :meth:`lines`."""
+
+
+def decide_units(
+    speeds: Speeds,
+    kinds: Sequence[LayerKind],
+    costs: Costs,
+    config: BalanceConfig,
+    current: BalancePlan,
+    uncertainty: float,
+    max_received: float = math.inf,
+) -> BalancePlan:
+    """The plan that divides the whole units of each kind of blocks in the fastest way, and prunes nothing.
+
+    Every block ends at a collective, so the kinds are divided independently. Layers that are divided by their columns
+    get the resulting shares of all work.
+    """
+    ranks = len(current.resize)
+    # Mode "migrate" migrates whatever sending costs.
+    sends = 0.0 if config.mode == "migrate" else costs.communication_scale / speeds.scale
+    blocks = [(number, kind) for number, kind in enumerate(kinds) if kind.units is not None]
+    problems = []
+    for number, kind in blocks:
+        assert kind.units is not None
+        most = min(max_received, ranks - 1.0) if kind.moves else 0.0
+        problems.append(
+            KindProblem(
+                UnitKind(kind.units, kind.grain, int(most * kind.units)),
+                speeds.lines(number),
+                kind.sends * sends * costs.migrate_seconds_per_share * kind.weight / kind.units,
+            )
+        )
+    now = current.units or tuple((problem.kind.units,) * ranks for problem in problems)
+    now = tuple(
+        of_kind if max(of_kind) <= problem.kind.units + problem.kind.max_taken else (problem.kind.units,) * ranks
+        for of_kind, problem in zip(now, problems, strict=True)
+    )
+    fixed = sends * costs.migrate_fixed_seconds if any(kind.sends for _, kind in blocks) else 0.0
+    counts, note = decide_counts(problems, now, uncertainty, fixed)
+    if math.isfinite(max_received):
+        note = f"receivers have memory for no more than {max_received:.0%} of their own work; {note}"
+    note += _coarseness(problems)
+    if counts == now:
+        return replace(current, note=note) if current.units else BalancePlan.idle(ranks, note)
+    weight = math.fsum(kind.weight for _, kind in blocks)
+    more = [
+        math.fsum(
+            kind.weight / weight * (of_kind[rank] / problem.kind.units - 1.0)
+            for (_, kind), problem, of_kind in zip(blocks, problems, counts, strict=True)
+        )
+        for rank in range(ranks)
+    ]
+    nothing = (0.0,) * ranks
+    if not any(
+        problem.kind.units != count for problem, of_kind in zip(problems, counts, strict=True) for count in of_kind
+    ):
+        return BalancePlan.idle(ranks, note)
+    shares = BalancePlan(
+        nothing, tuple(max(0.0, -share) for share in more), tuple(max(0.0, share) for share in more), note
+    )
+    return replace(_in_steps(shares, 0.0), units=counts)
+
+
+def _coarseness(problems: Sequence[KindProblem]) -> str:
+    """A sentence about the blocks whose units are too large to divide their work evenly; empty if there are none."""
+    total, most, reason = 0.0, 0.0, ""
+    for problem in problems:
+        kind, ranks = problem.kind, len(problem.lines)
+        whole = slowest_seconds(
+            problem.lines, fastest_counts(replace(kind, max_taken=(ranks - 1) * kind.units), problem.lines)
+        )
+        total += whole
+        lost = whole - divisible_seconds(problem.lines)
+        if lost > most:
+            most = lost
+            step = "one" if kind.grain == 1 else str(kind.grain)
+            reason = f"blocks with {kind.units} units per rank, of which {step} can move at a time"
+    if most <= COARSE * total:
+        return ""
+    return f"; {most / total:.0%} of that is lost because {reason}, cannot be divided evenly"
+
+
+def decide(
+    times: Sequence[RankTimes],
+    costs: Costs,
+    config: BalanceConfig,
+    current: BalancePlan,
+    uncertainty: float | None = None,
+) -> BalancePlan:
+    """The plan for the group's equal-work ``times``; it is ``current`` if a change would gain too little.
+
+    A rank's work is reduced only if it is slower than the fastest rank (in mode ``resize``: than T_ref) by more than
+    the margin. A plan that reduces the work of a rank that is no longer slow is dropped. Otherwise the plan is replaced
+    only by one that gains enough.
+
+    Args:
+        times: by rank.
+        costs: of pruning and migrating.
+        config: the mode and its settings.
+        current: the plan so far.
+        uncertainty: of the times, as a share of them. A rank's work is reduced for the first time only if the
+            difference is not explained by it, and a pruning ratio is corrected if the remaining difference is not.
+            Without it, the margin is used.
+    """
+    if config.mode == "off":
+        return BalancePlan.idle(len(times))
+    # The difference of two times is less certain than each of them.
+    difference = config.margin if uncertainty is None else math.sqrt(2.0) * uncertainty
+    margin = max(config.margin, difference)
+    if config.mode == "resize":
+        return _decide_resize(times, config, current, margin, max(difference, MIN_GAIN))
+    if config.mode == "migrate":
+        # This mode migrates whatever sending costs.
+        costs = replace(costs, migrate_fixed_seconds=0.0, migrate_seconds_per_share=0.0)
+        wanted = optimal_plan(times, costs, 0.0, margin)
+    elif config.mode == "semi":
+        wanted = semi_plan(times, costs, config.max_resize, margin)
+    else:
+        wanted = optimal_plan(times, costs, config.max_resize, margin)
+    return _worth_changing(times, costs, config, current, _in_steps(wanted, config.max_resize))
+
+
+def _decide_resize(
+    times: Sequence[RankTimes], config: BalanceConfig, current: BalancePlan, margin: float, precision: float
+) -> BalancePlan:
+    """Slow ranks prune down to T_ref (SEMI, Sec. III).
+
+    A rank starts to prune if it is slower than T_ref by more than ``margin``. It keeps its ratio while another one
+    would change its time by at most ``precision``·T_ref.
+    """
+    work = np.array([rank.work_seconds for rank in times])
+    matmul = np.array([rank.matmul_seconds for rank in times])
+    now = np.array(current.resize)
+    reference = float(work.min() if config.reference == "minimum" else work.mean())
+    slow = work > (1 + np.where(now > 0, config.margin, margin)) * reference
+    if config.resize_ratio == "auto":
+        # Pruning γ saves γ·M and costs the overhead, which is added to the excess time of Eq. 1. The times of a rank
+        # that prunes already include it.
+        overhead = np.where(now > 0, 0.0, config.resize_overhead)
+        wanted = resize_ratios(work + overhead * matmul, matmul, reference, config.max_resize)
+    else:
+        wanted = np.full(len(times), float(config.resize_ratio))
+    wanted = np.where(slow, wanted, 0.0)
+    close_enough = (now > 0) & (wanted > 0) & (np.abs(wanted - now) * matmul <= precision * reference)
+    return BalancePlan.resizing(tuple(float(ratio) for ratio in np.where(close_enough, now, wanted)))
+
+
+def _worth_changing(
+    times: Sequence[RankTimes], costs: Costs, config: BalanceConfig, current: BalancePlan, wanted: BalancePlan
+) -> BalancePlan:
+    """``wanted`` if it gains enough over ``current``; ``current`` is dropped if it relieves a rank that is not slow."""
+    slow_from = (1 + config.margin) * min(time.work_seconds for time in times)
+    idle = BalancePlan.idle(len(times))
+    relief = zip(times, current.resize, current.migrate, strict=True)
+    if any(resize + migrate > 0 and time.work_seconds <= slow_from for time, resize, migrate in relief):
+        current = idle
+    if wanted == current:
+        return wanted
+    before, after = (predicted_seconds(times, costs, plan) for plan in (current, wanted))
+    # To start balancing, half of the gain that is needed to replace a balancing plan is enough.
+    if before - after > (config.margin / 2 if current == idle else config.margin) * before:
+        return wanted
+    if current != idle:
+        return current
+    return BalancePlan.idle(len(times), f"balancing would gain too little: {after:.3g} s with, {before:.3g} s without")
+
+
+def _in_steps(plan: BalancePlan, max_resize: float) -> BalancePlan:
+    """``plan`` with its shares rounded to multiples of 1/STEPS; as much is taken as is given.
+
+    What is pruned is at most ``max_resize`` also after rounding.
+    """
+    given = np.floor(np.array(plan.migrate) * STEPS + 0.5)
+    taken = np.cumsum(plan.receive)
+    if taken[-1] > 0:
+        taken = np.floor(taken * (given.sum() / taken[-1]) + 0.5)
+    resized = np.minimum(np.floor(np.array(plan.resize) * STEPS + 0.5), np.floor(max_resize * STEPS))
+    resize, migrate, receive = (
+        tuple((steps / STEPS).tolist()) for steps in (resized, given, np.diff(taken, prepend=0.0))
+    )
+    return BalancePlan(resize, migrate, receive, plan.note)
+
+
+# Resharding ----------------------------------------------------------------------------------------------------------
+#
+# When units are given away for good, and when they are taken back. Pure.
+#
+# Migrating sends the weights of units in each iteration, and their gradients back. If a rank stays slow, it is cheaper
+# to move the units once, with what the optimizer keeps of them. All ranks decide alike, from the same plans.
+
+
+def relieved_ranks(plan: BalancePlan) -> frozenset[int]:
+    """The ranks that give units of some kind of blocks away."""
+    ranks = range(len(plan.migrate))
+    return frozenset(
+        rank
+        for rank in ranks
+        if plan.migrate[rank] > 0 or any(counts[rank] * len(counts) < sum(counts) for counts in plan.units)
+    )
+
+
+def relieved_for(before: Sequence[int], plan: BalancePlan) -> tuple[int, ...]:
+    """For how many successive iterations each rank has been relieved, including one with ``plan``."""
+    relieved = relieved_ranks(plan)
+    return tuple(count + 1 if rank in relieved else 0 for rank, count in enumerate(before))
+
+
+def wants_resharding(plan: BalancePlan, relieved: Sequence[int], after: int | None) -> bool:
+    """Whether the units that ``plan`` migrates are to be given away for good.
+
+    They are once one of the ranks that it relieves has been relieved for ``after`` iterations, also by earlier plans.
+    Units of other ranks move with them: if those recover soon, taking them back takes as long as few iterations in
+    which they migrate.
+    """
+    return after is not None and any(relieved[rank] >= after for rank in relieved_ranks(plan))
+
+
+def stays_resharded(current: BalancePlan, wanted: BalancePlan) -> bool:
+    """Whether units stay given away for good when ``wanted`` replaces ``current``, which was carried out in this way.
+
+    They do if the new plan relieves some of the same ranks; then only the difference moves. Otherwise all units are
+    taken back, and what the new plan moves migrates in each iteration at first.
+    """
+    return bool(relieved_ranks(wanted) & relieved_ranks(current))

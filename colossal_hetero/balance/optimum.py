@@ -1,0 +1,389 @@
+"""The exact minimum of the iteration time over all plans that prune and migrate, including their costs (mode ``auto``).
+
+SEMI divides stragglers into ranks that migrate and ranks that resize; here a rank may do both. See [Note: the optimum]
+below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .plan import BalancePlan, Costs, RankTimes
+from .ratios import resize_ratios
+
+__all__ = [
+    "RESERVE",
+    "divide_stragglers",
+    "fastest_division",
+    "migrating_stragglers",
+    "optimal_plan",
+    "resize_and_migrate",
+    "semi_plan",
+]
+
+
+RESERVE = 1e-3
+"""The minimum share of its work that a rank keeps, so that its speed can still be measured."""
+
+CANDIDATES = 32
+"""The number of deadlines that are evaluated directly: those that are best by running sums."""
+
+# [Note: the optimum]
+# Every rank's work must be done by a deadline t. A slow rank i with T_i > t prunes a share γ and gives away a share μ,
+#     T_i − μ M_i + [γ > 0] Ω1 M_i − (1 − Ω2) γ M_i ≤ t,   γ ≤ γ_max,   γ + μ ≤ 1 − RESERVE,
+# and pruning alone does not bring it below T_min. A rank that is early has room for (t − its work) / (Φ2 M_i) of
+# others' work; a slow rank may be early because it prunes. For each rank and deadline there are two options: not to
+# prune, or to prune as much as is allowed. So the minimum share d_i(t) that rank i gives away, and the maximum share
+# c_i(t) that it can take, are each the better one of two piecewise linear functions. Of all deadlines with D(t) = Σ d_i
+# ≤ C(t) = Σ c_i we look for the one that minimizes
+#     F(t) = t + Φ1(D(t)),   Φ1(0) = 0.
+# D decreases and C increases with t, so the feasible deadlines are all those from some point on. F is linear between
+# the points where some d_i changes its slope. Its minimum is therefore at one of these points, at the first feasible
+# deadline, or at the earliest deadline that can be met without migration.
+#
+# Without pruning, d_i as t decreases is 0 until T_i, and then has slope −1/M_i until E_i, where all but the reserve is
+# given away. With pruning γ̂_i it is 0 until P_i = T_i + Ω1 M_i − (1 − Ω2) γ̂_i M_i, and then has slope −1/M_i until R_i,
+# where all but the reserve is pruned or given away. For smaller t the rank prunes less to be able to give away more,
+# with slope −1/(Ω2 M_i), until S_i, where it is better not to prune at all.
+
+
+def optimal_plan(
+    times: Sequence[RankTimes],
+    costs: Costs,
+    max_resize: float,
+    straggler_margin: float = 0.0,
+) -> BalancePlan:
+    """The plan with the shortest predicted iteration time, and of these the one that prunes least.
+
+    A rank gives or receives, never both. Pruning does not bring a rank below T_min. A slow rank may both prune and
+    receive: that is optimal if another rank has reached its pruning limit.
+    """
+    problem = _Problem(times, costs, max_resize, straggler_margin)
+    without = problem.latest
+    slope = costs.communication_scale * costs.migrate_seconds_per_share
+    deadline, share = problem.best_migrating(slope)
+    if share == 0.0:
+        note = "no rank has time to spare for others" if problem.slow.any() else "no rank is slow"
+        return problem.plan(without, 0.0, f"nothing migrated: {note}")
+    seconds = deadline + costs.phi1(share)
+    base = min(time.communication_seconds for time in times)
+    compared = f"{base + seconds:.3g} s with, {base + without:.3g} s without"
+    if seconds >= without:
+        return problem.plan(without, 0.0, f"migration cannot pay: {compared}")
+    return problem.plan(deadline, share, f"migration pays: {compared}")
+
+
+class _Problem:
+    """The functions d_i and c_i of [Note: the optimum] for all ranks at once."""
+
+    def __init__(self, times: Sequence[RankTimes], costs: Costs, max_resize: float, straggler_margin: float) -> None:
+        self.work = np.array([time.work_seconds for time in times])
+        self.matmul = np.array([time.matmul_seconds for time in times])
+        self.costs = costs
+        shortest = self.work.min()
+        # Ranks with almost no products neither give nor take anything.
+        movable = self.matmul > 1e-6 * self.work
+        self.slow = (self.work > (1 + straggler_margin) * shortest) & movable
+        self.safe = np.where(movable, self.matmul, 1.0)
+        self.gain = 1.0 - costs.resize_per_share
+        fixed = costs.resize_fixed
+        self.max_ratio = np.zeros(len(times))
+        if self.gain > 0 and max_resize > 0:
+            to_shortest = ((self.work - shortest) / self.safe + fixed) / self.gain
+            ratio = np.minimum(to_shortest, min(max_resize, 1.0 - RESERVE))
+            self.max_ratio = np.where(self.slow & (self.gain * ratio > fixed), ratio, 0.0)
+        self.prunes = self.max_ratio > 0
+        self.pruned_work = self.work + np.where(self.prunes, (fixed - self.gain * self.max_ratio) * self.matmul, 0.0)
+        self.full = self.work - (1.0 - RESERVE) * self.matmul
+        self.earliest = float(np.where(self.slow, self.full, self.work).max())
+        self.latest = float(self.pruned_work.max())
+        self.room = np.where(movable, 1.0 / (costs.receive_factor * self.safe), 0.0)
+
+    def largest_ratio(self, deadline: np.ndarray | float) -> np.ndarray:
+        """The largest ratio that each rank can prune if it gives away the rest of its excess; negative if none."""
+        late = (self.work - deadline) / self.safe + self.costs.resize_fixed
+        slack = 1.0 - RESERVE - late
+        if self.costs.resize_per_share > 0:
+            # The tolerance keeps rounding from forbidding a rank to prune that has just enough room.
+            return np.minimum(self.max_ratio, slack / self.costs.resize_per_share + 1e-12)
+        return np.where(slack >= -1e-12, self.max_ratio, -1.0)
+
+    def demands(self, deadline: np.ndarray | float) -> tuple[np.ndarray, np.ndarray]:
+        """``d_i`` without pruning, and with pruning (infinite if that is not possible or not better)."""
+        plain = np.where(self.slow, np.maximum(self.work - deadline, 0.0) / self.safe, 0.0)
+        ratio = self.largest_ratio(deadline)
+        late = (self.work - deadline) / self.safe + self.costs.resize_fixed - self.gain * ratio
+        pruned = np.where(self.prunes & (ratio > 0), np.maximum(late, 0.0), np.inf)
+        return plain, np.where(pruned < plain, pruned, np.inf)
+
+    def demand(self, deadline: np.ndarray | float) -> np.ndarray:
+        """D at one deadline, or at each row of deadlines ``[count, 1]``."""
+        plain, pruned = self.demands(deadline)
+        total: np.ndarray = np.minimum(plain, pruned).sum(axis=-1)
+        return total
+
+    def capacity(self, deadline: float) -> float:
+        """C at a deadline."""
+        return float((np.maximum(deadline - self.pruned_work, 0.0) * self.room).sum())
+
+    def best_migrating(self, slope: float) -> tuple[float, float]:
+        """The deadline with ``D > 0`` that minimizes ``t + slope·D``, and D there; D is 0 if there is none."""
+        if self.earliest >= self.latest:
+            return self.latest, 0.0
+        first = self._first_feasible()
+        corners, weights, jumps = self._demand_corners()
+        inside = (corners > first) & (corners < self.latest)
+        candidates = np.append(corners[inside], first)
+        if slope > 0 and len(candidates) > CANDIDATES:
+            totals = candidates + slope * self._demand_by_sums(candidates, corners, weights, jumps)
+            candidates = candidates[np.argpartition(totals, CANDIDATES)[:CANDIDATES]]
+        elif slope == 0:
+            candidates = candidates[-1:]
+        shares = self.demand(candidates[:, None])
+        # A smaller share is only rounding.
+        moves = shares > 1e-9
+        best = int(np.where(moves, candidates + slope * shares, np.inf).argmin())
+        return (float(candidates[best]), float(shares[best])) if moves[best] else (self.latest, 0.0)
+
+    def _first_feasible(self) -> float:
+        """The earliest deadline with ``D ≤ C``."""
+        corners, _, _ = self._demand_corners()
+        points = np.unique(np.concatenate([corners, self.pruned_work, [self.earliest, self.latest]]))
+        points = points[(points >= self.earliest) & (points <= self.latest)]
+        low, high = -1, len(points) - 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.demand(points[middle]) <= self.capacity(points[middle]):
+                high = middle
+            else:
+                low = middle
+        if low < 0:
+            return float(points[0])
+        # D and C are linear from one point until just before the next one.
+        start, half = points[low], 0.5 * (points[high] - points[low])
+        lack = self.demand(start) - self.capacity(start)
+        lack_half = self.demand(start + half) - self.capacity(start + half)
+        if lack_half >= lack:
+            return float(points[high])
+        return float(min(start + half * lack / (lack - lack_half), points[high]))
+
+    def _demand_corners(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Where D changes its slope or jumps: positions, increases of the slope leftwards, heights of the jumps."""
+        slow, matmul = self.slow, self.safe
+        plain = slow & ~self.prunes
+        positions = [self.work[plain]]
+        weights = [1.0 / matmul[plain]]
+        jumps = [np.zeros(plain.sum())]
+        if self.prunes.any():
+            per_share, fixed = self.costs.resize_per_share, self.costs.resize_fixed
+            m, max_ratio = matmul[self.prunes], self.max_ratio[self.prunes]
+            work, late = self.work[self.prunes], self.pruned_work[self.prunes]
+            prune_less = self.full[self.prunes] + (fixed + per_share * max_ratio) * m  # R_i
+            # S_i: the rank does not prune at all from Ω2·γ left of R_i on, or earlier by what Ω1 amounts to.
+            prune_nothing = prune_less - per_share * m * (max_ratio - fixed / self.gain)
+            steep = (1.0 / per_share - 1.0) / m if per_share > 0 else np.zeros_like(m)
+            drop = np.zeros_like(m) if per_share > 0 else (work - late) / m
+            zero = np.zeros_like(m)
+            positions += [late, prune_less, prune_nothing]
+            weights += [1.0 / m, steep, -steep]
+            jumps += [zero, drop, zero]
+        return np.concatenate(positions), np.concatenate(weights), np.concatenate(jumps)
+
+    @staticmethod
+    def _demand_by_sums(
+        deadlines: np.ndarray, corners: np.ndarray, weights: np.ndarray, jumps: np.ndarray
+    ) -> np.ndarray:
+        """D at many deadlines: ``Σ weight·max(0, corner − t)`` and the jumps right of t. Rounding errors add up."""
+        order = np.argsort(-corners)
+        corners, weights, jumps = corners[order], weights[order], jumps[order]
+        count = np.searchsorted(-corners, -deadlines, side="left")
+        sums = [np.concatenate([[0.0], np.cumsum(each)]) for each in (weights, weights * corners, jumps)]
+        total: np.ndarray = sums[1][count] - deadlines * sums[0][count] + sums[2][count]
+        return total
+
+    def plan(self, deadline: float, share: float, note: str) -> BalancePlan:
+        """The plan that meets ``deadline`` with ``share`` given away in total, and prunes as little as possible."""
+        resize, migrate = np.zeros(len(self.work)), np.zeros(len(self.work))
+        late = self.slow & (self.work > deadline)
+        if share > 0:
+            plain, pruned = self.demands(deadline)
+            chosen = late & (pruned < plain)
+            migrate = np.where(chosen, pruned, plain)
+            limit = self.largest_ratio(deadline)
+        else:
+            chosen, limit = late & self.prunes, self.max_ratio
+        fixed = self.costs.resize_fixed
+        if chosen.any():
+            needed = ((self.work - deadline) / self.safe + fixed) / self.gain
+            resize = np.where(chosen, np.where(migrate > 0, limit, np.minimum(needed, limit)), 0.0)
+        receive = np.zeros(len(self.work))
+        if share > 0:
+            early = np.where(late, 0.0, np.maximum(deadline - self.work, 0.0) * self.room)
+            # At the first feasible deadline both are equal up to rounding.
+            if early.sum() < share * (1.0 - 1e-12):
+                early, resize = self._make_room(deadline, share, early, resize, migrate)
+            receive = early * (migrate.sum() / early.sum())
+        return BalancePlan(tuple(resize.tolist()), tuple(migrate.tolist()), tuple(receive.tolist()), note)
+
+    def _make_room(
+        self, deadline: float, share: float, early: np.ndarray, resize: np.ndarray, migrate: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Let slow ranks, one after the other, prune more than they need until there is room for ``share``."""
+        early, resize = early.copy(), resize.copy()
+        capacity = np.maximum(deadline - self.pruned_work, 0.0) * self.room
+        able = np.flatnonzero(self.prunes & (migrate == 0) & (capacity > early))
+        # First the ranks that prune in any case and have paid the fixed cost, then those that gain the most room.
+        for rank in sorted(able, key=lambda rank: (resize[rank] == 0, early[rank] - capacity[rank], rank)):
+            lacking = share - early.sum()
+            if lacking <= 0:
+                break
+            room = min(early[rank] + lacking, capacity[rank])
+            seconds = self.work[rank] - deadline + room / self.room[rank]
+            resize[rank] = min(
+                (seconds / self.matmul[rank] + self.costs.resize_fixed) / self.gain, float(self.max_ratio[rank])
+            )
+            early[rank] = room
+        return early, resize
+
+
+# Semi ----------------------------------------------------------------------------------------------------------------
+
+
+def semi_plan(
+    times: Sequence[RankTimes], costs: Costs, max_resize: float, straggler_margin: float = 0.0
+) -> BalancePlan:
+    """The plan of Algorithm 2.
+
+    A single straggler splits its excess by Eq. 2. If there are several, the slowest migrate and the others resize. Eq.
+    3 gives the maximum number that migrate; of all numbers up to it, the one with the shortest predicted time is taken.
+    The reason is that Eq. 3 compares migrating with doing nothing, not with resizing, so in the paper's own Fig. 11 at
+    least one straggler too many migrates. Line 8 of the printed algorithm has a misprint: the branch is that of the
+    straggler, ``T_i > T_min``.
+    """
+    slowest = _stragglers(times, straggler_margin)
+    if not slowest:
+        return BalancePlan.idle(len(times), "no rank is slow")
+    if len(slowest) > 1:
+        max_migrating = migrating_stragglers(times, costs, slowest)
+        count = fastest_division(times, costs, slowest, max_migrating, max_resize)
+        return divide_stragglers(times, slowest[:count], slowest, max_resize)
+    (slow,) = slowest
+    resized, migrated = resize_and_migrate(times, costs, slow, max_resize)
+    taken = migrated / (len(times) - 1)
+    return BalancePlan(
+        resize=tuple(resized if rank == slow else 0.0 for rank in range(len(times))),
+        migrate=tuple(migrated if rank == slow else 0.0 for rank in range(len(times))),
+        receive=tuple(0.0 if rank == slow else taken for rank in range(len(times))),
+        note=f"Eq. 2: the straggler migrates {migrated:.0%} of its work and prunes {resized:.0%}",
+    )
+
+
+def resize_and_migrate(times: Sequence[RankTimes], costs: Costs, slow: int, max_resize: float) -> tuple[float, float]:
+    """``(γ(1−β), γβ)`` for the only straggler: the shares that it prunes and migrates (Eq. 2).
+
+    β makes the cost of resizing for the straggler equal to the cost of migrating for a receiver,
+    ``Ω1 + Ω2(γ(1−β)) = Φ1(γβ) + Φ2(γβ/(e−1))``. All terms are affine in β, so there is one solution, which is clipped
+    so that both shares are possible. Φ2 is that of the slowest receiver.
+    """
+    matmul = times[slow].matmul_seconds
+    excess = float(_excess(times)[slow])
+    receiver = max(time.matmul_seconds for rank, time in enumerate(times) if rank != slow)
+    resizing_all = (costs.resize_fixed + costs.resize_per_share * excess) * matmul
+    fixed = costs.communication_scale * costs.migrate_fixed_seconds
+    per_share = (
+        costs.resize_per_share * matmul
+        + costs.communication_scale * costs.migrate_seconds_per_share
+        + costs.phi2(1.0, receiver) / (len(times) - 1)
+    )
+    lead = resizing_all - fixed
+    migrated = excess if lead >= per_share * excess else max(lead, 0.0) / per_share
+    migrated = max(migrated, excess - max_resize)
+    return excess - migrated, migrated
+
+
+def migrating_stragglers(times: Sequence[RankTimes], costs: Costs, slowest: Sequence[int]) -> int:
+    """How many of the stragglers, ``slowest`` first, migrate (Eq. 3): the largest x up to which all f are positive.
+
+    ``f(x) = (T_(x) − T_min) − Φ1(Γ(x)) − Φ2(Γ(x)/(e − z))``, with ``Γ(x) = Σ_{k≤x} (T_(k) − T_min)/M_(k)`` and the
+    slowest receiver's Φ2. There are two differences from the printed equation. M is in the denominators, because only
+    that part of T can be moved. And the receivers are the ``e − z`` ranks that are not stragglers, without the ``z −
+    x`` that resize: these would take several times as long for a share, and would be late again after pruning.
+    """
+    work = np.array([time.work_seconds for time in times])
+    excess = _excess(times)
+    receivers = sorted(set(range(len(times))).difference(slowest))
+    receiver = max(times[rank].matmul_seconds for rank in receivers)
+    moved = 0.0
+    for x, rank in enumerate(slowest):
+        moved += float(excess[rank])
+        saved = float(work[rank] - work.min())
+        if saved - costs.phi1(moved) - costs.phi2(moved / len(receivers), receiver) <= 0.0:
+            return x
+    return len(slowest)
+
+
+def fastest_division(
+    times: Sequence[RankTimes], costs: Costs, slowest: Sequence[int], max_migrating: int, max_resize: float
+) -> int:
+    """How many of the stragglers, ``slowest`` first and at most ``max_migrating``, should migrate for the shortest
+    time.
+
+    Of several numbers with the same predicted time it is the largest, with which the least is pruned.
+    """
+    work = np.array([time.work_seconds for time in times])
+    matmul = np.array([time.matmul_seconds for time in times])
+    excess = _excess(times)[list(slowest)]
+    receivers = sorted(set(range(len(times))).difference(slowest))
+    slow_work, slow_matmul = work[list(slowest)], matmul[list(slowest)]
+    pruned = np.minimum(excess, max_resize)
+    omega = np.where(pruned > 0, costs.resize_fixed + costs.resize_per_share * pruned, 0.0)
+    resizing = slow_work + (omega - pruned) * slow_matmul
+    migrating = slow_work - excess * slow_matmul
+    moved = np.concatenate([[0.0], np.cumsum(excess)])[: max_migrating + 1]
+    taken = costs.phi2(1.0, 1.0) * moved / len(receivers)
+    # For each number x of migrating ranks: the times of the latest receiving, resizing and migrating ranks.
+    receiving = (work[receivers] + taken[:, None] * matmul[receivers]).max(axis=1)
+    latest_resizing = np.append(np.maximum.accumulate(resizing[::-1])[::-1], 0.0)[: max_migrating + 1]
+    latest_migrating = np.maximum.accumulate(np.append(0.0, migrating))[: max_migrating + 1]
+    latest = np.maximum(np.maximum(receiving, latest_resizing), latest_migrating)
+    seconds = latest + np.array([costs.phi1(float(share)) for share in moved])
+    return int(max_migrating - seconds[::-1].argmin())
+
+
+def divide_stragglers(
+    times: Sequence[RankTimes], migrating: Sequence[int], stragglers: Sequence[int], max_resize: float
+) -> BalancePlan:
+    """The plan in which the ranks ``migrating`` give away their excess and the other ``stragglers`` prune theirs.
+
+    Pruning is limited to ``max_resize``. Ranks that are not stragglers receive equal shares (Algorithm 2, lines 20 to
+    24).
+    """
+    excess = _excess(times)
+    resize, migrate, receive = (np.zeros(len(times)) for _ in range(3))
+    resizing = sorted(set(stragglers).difference(migrating))
+    receivers = sorted(set(range(len(times))).difference(stragglers))
+    resize[resizing] = np.minimum(excess[resizing], max_resize)
+    migrate[list(migrating)] = excess[list(migrating)]
+    receive[receivers] = migrate.sum() / len(receivers)
+    return BalancePlan(
+        resize=tuple(resize.tolist()),
+        migrate=tuple(migrate.tolist()),
+        receive=tuple(receive.tolist()),
+        note=f"Eq. 3: of {len(stragglers)} stragglers {len(migrating)} migrate and {len(resizing)} resize",
+    )
+
+
+def _stragglers(times: Sequence[RankTimes], margin: float) -> list[int]:
+    """Ranks slower than ``(1 + margin)·T_min`` that have work to move, the slowest first."""
+    work = [time.work_seconds for time in times]
+    slow_from = (1 + margin) * min(work)
+    slow = [rank for rank, time in enumerate(times) if work[rank] > slow_from and time.matmul_seconds > 0]
+    return sorted(slow, key=lambda rank: (-work[rank], rank))
+
+
+def _excess(times: Sequence[RankTimes]) -> np.ndarray:
+    """γ of Eq. 1 with T_min: the share of its work that makes each rank late, at most 1 − RESERVE; ``[ranks]``."""
+    work = np.array([time.work_seconds for time in times])
+    return resize_ratios(work, [time.matmul_seconds for time in times], float(work.min()), 1.0 - RESERVE)

@@ -1,0 +1,504 @@
+"""The costs of balancing on this device and network, measured before training (SEMI, Algorithm 2, line 1).
+
+Dense, resized and smaller products are timed for Ω and Φ2, messages of several sizes for Φ1. That takes one or two
+seconds. The costs are kept on disk, and all ranks of the group get the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import platform
+import socket
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from rich.status import Status
+from torch import Tensor
+
+from ..common.files import default_folder, replacing
+from ..layers.out_of_memory import is_out_of_memory
+from ..layers.workload import impute
+from .config import BalanceConfig
+from .plan import Costs, Traffic, Volume, fit_affine
+
+__all__ = [
+    "CostCache",
+    "FittedLink",
+    "ProductShape",
+    "default_folder",
+    "fit_link",
+    "fit_receive_factor",
+    "fit_resize",
+    "measure_costs",
+    "prepare_costs",
+]
+
+
+# Cost cache ----------------------------------------------------------------------------------------------------------
+
+
+SCHEMA = 1
+"""The version of the file format; costs in files of another version are measured again."""
+
+
+class CostCache:
+    """A folder with one file per context; ``None`` means the default folder, ``""`` no files."""
+
+    def __init__(self, folder: str | None) -> None:
+        self._folder = default_folder() if folder is None else Path(folder) if folder else None
+
+    def path(self, context: Mapping[str, Any]) -> Path | None:
+        """The file for costs measured in ``context``, which must consist of JSON values; None if nothing is kept."""
+        if self._folder is None:
+            return None
+        key = hashlib.sha256(json.dumps(context, sort_keys=True).encode()).hexdigest()[:16]
+        return self._folder / f"costs-{key}.json"
+
+    def read(self, context: Mapping[str, Any]) -> Costs | None:
+        """The costs measured in ``context``, or None if there is no file, or it is damaged or of another version."""
+        path = self.path(context)
+        if path is None:
+            return None
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            content = json.loads(path.read_text(encoding="utf-8"))
+            # Compare as JSON values, in which tuples are lists.
+            if content["schema"] == SCHEMA and content["context"] == json.loads(json.dumps(context)):
+                return Costs(**content["costs"])
+        return None
+
+    def write(self, context: Mapping[str, Any], costs: Costs) -> None:
+        """Store the costs. If the folder cannot be written to, warn and store nothing."""
+        path = self.path(context)
+        if path is None:
+            return
+        content = {"schema": SCHEMA, "context": context, "costs": asdict(costs)}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as draft:
+                draft.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            warnings.warn(
+                f"the measured costs of balancing cannot be kept in {path.parent} ({error}); they are measured again "
+                "in every run. Set BalanceConfig.cost_cache to a folder that can be written to, or to '' for none",
+                stacklevel=2,
+            )
+
+
+log = logging.getLogger(__name__)
+
+RESIZED_SHARES = (0.25, 0.5, 0.75, 0.9)
+"""Pruned shares for which products are timed."""
+RECEIVED_SHARES = (0.125, 0.25, 0.5)
+"""Shares of a product that are timed as a receiver computes them, in a separate smaller product."""
+MIGRATED_SHARES = (0.125, 0.25, 0.5, 0.75)
+"""Migrated shares for which Φ1 is computed and fitted."""
+MESSAGES = {4 * 2**10: 21, 64 * 2**10: 21, 2**20: 7, 4 * 2**20: 7, 16 * 2**20: 3}
+"""Sizes in bytes of the timed messages, and how often each is timed; on a slow network only the smaller ones are."""
+
+SHAPES = 3
+"""How many of the largest layer shapes are timed to represent all, if there is time."""
+PRODUCT_SECONDS = 1.2
+"""About how many seconds timing products takes."""
+DENSE_SECONDS = 0.04
+"""The maximum time of a dense product; instead of a slower one a smaller product is timed."""
+MIN_SIZE = 512
+"""The minimum to which a dimension is reduced: in larger products the cost of resizing is relatively smaller."""
+MAX_ROUNDS = 11
+"""The maximum number of rounds in which the products of a shape are timed."""
+MESSAGE_SECONDS = 0.1
+"""After a message that takes longer, no larger ones are timed."""
+SILENT_SECONDS = 1.0
+"""Seconds before progress is shown."""
+
+Form = Literal["column", "block"]
+Show = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ProductShape:
+    """A rank's product: ``Y [M, N] = X [M, L] · W [N, L]ᵀ``."""
+
+    outputs: int
+    """N"""
+    columns: int
+    """L"""
+
+
+@dataclass(frozen=True)
+class FittedLink:
+    """The time of messages of one kind: ``latency + bytes · seconds_per_byte`` each."""
+
+    latency_seconds: float
+    seconds_per_byte: float
+
+    def seconds(self, volume: Volume) -> float:
+        """The seconds that the messages take one after the other."""
+        return volume.messages * self.latency_seconds + volume.bytes * self.seconds_per_byte
+
+
+def prepare_costs(
+    config: BalanceConfig,
+    group: dist.ProcessGroup,
+    shapes: Sequence[ProductShape],
+    rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    traffic: Callable[[float], Traffic],
+    form: Form,
+) -> Costs:
+    """The costs according to the configuration: zero, those of an earlier run, or measured now.
+
+    Collective over ``group``, whose ranks all get the same costs. See :func:`measure_costs` for the other arguments.
+    """
+    if group.size() == 1 or not config.measure_costs:
+        return Costs()
+    cache = CostCache(config.cost_cache)
+    # All ranks compute the context together, but only one reads the cache, so that all get the same costs.
+    context = _measurement_context(group, shapes, rows, dtype, device, traffic, form)
+    first = group.rank() == 0
+    kept = _broadcast_costs(cache.read(context) if first else None, group, device)
+    if kept is not None:
+        return kept
+    if not _fit_everywhere(shapes, rows, dtype, group, device):
+        if first:
+            log.warning(
+                "a rank has too little memory left to measure the costs of balancing, so they are taken as zero; give "
+                "BalanceConfig(cost_cache=...) a file of a run that measured them, or use smaller batches"
+            )
+        return Costs()
+    with _Display(enabled=dist.get_rank() == 0) as display:
+        costs = measure_costs(group, shapes, rows, dtype, device, traffic, form, display.show)
+    if first:
+        cache.write(context, costs)
+    return costs
+
+
+def measure_costs(
+    group: dist.ProcessGroup,
+    shapes: Sequence[ProductShape],
+    rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    traffic: Callable[[float], Traffic],
+    form: Form,
+    show: Show | None = None,
+) -> Costs:
+    """Measure Ω1, Ω2, Φ1 and Φ2 on this device and network; all ranks get the same. Collective over ``group``."""
+    if group.size() == 1:
+        return Costs()
+    report = show or (lambda _: None)
+    resized, received = _time_products(shapes, rows, dtype, device, form, report)
+    everyone = np.median(_gather([*resized, *received], group, device), axis=0)
+    resize_fixed, resize_per_share = fit_resize(RESIZED_SHARES, everyone[: len(resized)])
+    receive_factor = fit_receive_factor(RECEIVED_SHARES, everyone[len(resized) :])
+    links = {}
+    for kind, send in _message_kinds(group).items():
+        report(f"timing messages: {kind}")
+        links[kind] = fit_link(*_time_messages(send, group, device))
+    communication = []
+    for share in MIGRATED_SHARES:
+        sent = traffic(share)
+        communication.append(sum(link.seconds(getattr(sent, kind)) for kind, link in links.items()))
+    fixed_seconds, seconds_per_share = fit_affine(MIGRATED_SHARES, communication)
+    costs = Costs(resize_fixed, resize_per_share, fixed_seconds, seconds_per_share, receive_factor)
+    # Processors that round differently may get fits that differ in the last bit.
+    agreed = _broadcast_costs(costs, group, device)
+    assert agreed is not None
+    return agreed
+
+
+def fit_resize(shares: Sequence[float], ratios: Sequence[float] | np.ndarray) -> tuple[float, float]:
+    """``(Ω1, Ω2)``, in units of the time of the dense product."""
+    return fit_affine(shares, np.asarray(ratios) - (1.0 - np.asarray(shares)))
+
+
+def fit_receive_factor(shares: Sequence[float], ratios: Sequence[float] | np.ndarray) -> float:
+    """The factor of Φ2: the slope of a line through the origin, fitted to the times of products."""
+    x, y = np.asarray(shares), np.asarray(ratios)
+    return float(x @ y) / float(x @ x)
+
+
+def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> FittedLink:
+    """Fit a link: the latency from the smallest message, the time per byte from the larger ones."""
+    extra_bytes, extra = np.asarray(sizes[1:]) - sizes[0], np.asarray(seconds[1:]) - seconds[0]
+    slope = float(extra_bytes @ extra) / float(extra_bytes @ extra_bytes) if len(extra) else seconds[0] / sizes[0]
+    slope = max(slope, 0.0)
+    return FittedLink(max(seconds[0] - slope * sizes[0], 0.0), slope)
+
+
+def _fit_everywhere(
+    shapes: Sequence[ProductShape], rows: int, dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device
+) -> bool:
+    """Whether every rank has memory for the measurement: a rank that failed in it would let the others wait."""
+    largest = max((shape.outputs * shape.columns for shape in shapes), default=0)
+    widest = max((shape.outputs + shape.columns for shape in shapes), default=0)
+    fits = 1.0
+    try:
+        # Operands, results, and a part of each; and the largest message.
+        torch.empty(3 * (largest + rows * widest), dtype=dtype, device=device)
+        torch.empty(max(MESSAGES), dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        fits = 0.0
+    return bool(_gather([fits], group, device).min())
+
+
+# Products ---------------------------------------------------------------------------------------------------------
+
+
+def _time_products(
+    shapes: Sequence[ProductShape], rows: int, dtype: torch.dtype, device: torch.device, form: Form, report: Show
+) -> tuple[list[float], list[float]]:
+    """Times of resized and received products relative to dense ones; means over shapes, weighted by their work."""
+    largest = sorted(set(shapes), key=lambda shape: (-shape.outputs * shape.columns, shape.outputs))[:SHAPES]
+    if not largest:
+        return [1.0 - share for share in RESIZED_SHARES], list(RECEIVED_SHARES)
+    ratios: list[list[float]] = []
+    weights = []
+    start = time.perf_counter()
+    for shape in largest:
+        if time.perf_counter() - start > PRODUCT_SECONDS / 2:
+            break
+        report(f"timing products of {rows} × {shape.columns} × {shape.outputs}")
+        ratios.append(_time_shape(shape, rows, dtype, device, form, PRODUCT_SECONDS / len(largest)))
+        weights.append(shape.outputs * shape.columns)
+    mean = np.average(ratios, axis=0, weights=weights).tolist()
+    return mean[: len(RESIZED_SHARES)], mean[len(RESIZED_SHARES) :]
+
+
+def _time_shape(
+    shape: ProductShape, rows: int, dtype: torch.dtype, device: torch.device, form: Form, budget_seconds: float
+) -> list[float]:
+    """The same for one shape, from the fastest of several rounds, because other work on the machine only adds time."""
+    # A separate generator, so that measuring does not change the random numbers of training.
+    generator = torch.Generator(device).manual_seed(0)
+    rows, shape = _affordable(shape, rows, dtype, device, generator)
+    products = _Products(shape, rows, dtype, device, generator)
+    along = 1 if form == "column" else 0
+    size = shape.columns if along else shape.outputs
+    runs = [products.dense]
+    runs += [products.part(along, size - round(share * size), whole_gradients=True) for share in RESIZED_SHARES]
+    runs += [products.part(along, round(share * size), whole_gradients=False) for share in RECEIVED_SHARES]
+    rounds: list[list[float]] = []
+    start = time.perf_counter()
+    while len(rounds) < 2 or (len(rounds) < MAX_ROUNDS and time.perf_counter() - start < budget_seconds):
+        rounds.append([_seconds(run, device) for run in runs])
+    dense, *parts = np.min(rounds, axis=0).tolist()
+    return [part / dense for part in parts]
+
+
+def _affordable(
+    shape: ProductShape, rows: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> tuple[int, ProductShape]:
+    """Rows and shape, reduced until a dense product takes at most :data:`DENSE_SECONDS`, if possible."""
+    sizes = [rows, shape.outputs, shape.columns]
+    probe = [min(size, MIN_SIZE // 2) for size in sizes]
+    products = _Products(ProductShape(*probe[1:]), probe[0], dtype, device, generator)
+    _seconds(products.dense, device)
+    seconds = _seconds(products.dense, device) * math.prod(sizes) / math.prod(probe)
+    while seconds > DENSE_SECONDS and max(sizes) > MIN_SIZE:
+        largest = sizes.index(max(sizes))
+        smaller = max(sizes[largest] // 2, MIN_SIZE)
+        seconds *= smaller / sizes[largest]
+        sizes[largest] = smaller
+    return sizes[0], ProductShape(*sizes[1:])
+
+
+class _Products:
+    """A linear layer's three products (output, input gradient, weight gradient), whole or in part."""
+
+    def __init__(
+        self, shape: ProductShape, rows: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+    ) -> None:
+        def filled(*size: int) -> Tensor:
+            return torch.randn(*size, dtype=dtype, device=device, generator=generator)
+
+        self.x, self.dy = filled(rows, shape.columns), filled(rows, shape.outputs)
+        self.weight = filled(shape.outputs, shape.columns)
+
+    def dense(self) -> None:
+        self._multiply(self.x, self.weight, self.dy)
+
+    @staticmethod
+    def _multiply(x: Tensor, weight: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+        F.linear(x, weight)
+        return dy @ weight, dy.t() @ x
+
+    def part(self, along: int, count: int, whole_gradients: bool) -> Callable[[], None]:
+        """The products of ``count`` of the weight's rows (``along`` 0) or columns (1).
+
+        With ``whole_gradients`` the part is selected from the weight, and gradients are expanded to the whole shape, as
+        in resizing. Otherwise the part is a separate weight, as on a receiver.
+        """
+        size = self.weight.shape[along]
+        count = min(max(count, 1), size)
+        kept = torch.arange(count, device=self.weight.device) * size // count
+        own_weight = self.weight.index_select(along, kept)
+        dy = self.dy if along else self.dy[:, :count].contiguous()
+
+        def run() -> None:
+            weight = self.weight.index_select(along, kept) if whole_gradients else own_weight
+            x = self.x.index_select(1, kept) if along else self.x
+            dx, dw = self._multiply(x, weight, dy)
+            if whole_gradients:
+                impute(dw, kept, along, size, "zero")
+                if along:
+                    impute(dx, kept, 1, size, "zero")
+
+        return run
+
+
+def _seconds(run: Callable[[], Any], device: torch.device) -> float:
+    _synchronize(device)
+    start = time.perf_counter()
+    run()
+    _synchronize(device)
+    return time.perf_counter() - start
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# Messages ---------------------------------------------------------------------------------------------------------
+
+
+def _message_kinds(group: dist.ProcessGroup) -> dict[str, Callable[[Tensor], None]]:
+    """Functions that send a tensor, by the field names of :class:`Traffic`; even ranks send to odd ones."""
+    root = dist.get_global_rank(group, 0)
+    peer = group.rank() ^ 1
+
+    def point_to_point(tensor: Tensor) -> None:
+        if peer >= group.size():
+            return
+        operation = dist.irecv if group.rank() % 2 else dist.isend
+        message = dist.P2POp(operation, tensor, dist.get_global_rank(group, peer), group=group)
+        for request in dist.batch_isend_irecv([message]):
+            request.wait()
+
+    return {
+        "point_to_point": point_to_point,
+        "broadcast": lambda tensor: dist.broadcast(tensor, src=root, group=group),
+        "reduce": lambda tensor: dist.reduce(tensor, dst=root, group=group),
+    }
+
+
+def _time_messages(
+    send: Callable[[Tensor], None], group: dist.ProcessGroup, device: torch.device
+) -> tuple[list[int], list[float]]:
+    """Message sizes in bytes and, for each, the minimum time on the slowest rank; equal on all ranks."""
+    sizes: list[int] = []
+    seconds: list[float] = []
+    start = torch.zeros(1, device=device)
+    for size, repeats in MESSAGES.items():
+        tensor = torch.zeros(size // 4, device=device)
+        times = []
+        for _ in range(repeats):
+            dist.all_reduce(start, group=group)
+            times.append(_seconds(partial(send, tensor), device))
+        sizes.append(size)
+        seconds.append(float(_gather([min(times)], group, device).max()))
+        if seconds[-1] > MESSAGE_SECONDS:
+            break
+    return sizes, seconds
+
+
+# The same on all ranks ---------------------------------------------------------------------------------------------
+
+
+def _gather(values: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> np.ndarray:
+    """The values of all ranks; float64 ``[ranks, values]``."""
+    mine = torch.tensor(values, dtype=torch.float64, device=device)
+    everyone = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(everyone, mine, group=group)
+    return torch.stack(everyone).cpu().numpy()
+
+
+def _broadcast_costs(costs: Costs | None, group: dist.ProcessGroup, device: torch.device) -> Costs | None:
+    """The costs of the group's first rank, on all ranks."""
+    names = list(asdict(Costs()))
+    values = [float("nan")] * len(names) if costs is None else [asdict(costs)[name] for name in names]
+    message = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.broadcast(message, src=dist.get_global_rank(group, 0), group=group)
+    values = message.tolist()
+    return None if np.isnan(values).any() else Costs(**dict(zip(names, values, strict=True)))
+
+
+def _measurement_context(
+    group: dist.ProcessGroup,
+    shapes: Sequence[ProductShape],
+    rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    traffic: Callable[[float], Traffic],
+    form: Form,
+) -> dict[str, Any]:
+    """All that the costs depend on, as JSON values. Collective; equal on all ranks."""
+    devices: list[Any] = [None] * group.size()
+    dist.all_gather_object(devices, (socket.gethostname(), _device_name(device)), group=group)
+    hosts = list(dict.fromkeys(host for host, _ in devices))
+    return {
+        "devices": [name for _, name in devices],
+        # In a cloud, host names change from run to run, but not which ranks share a host.
+        "hosts": [hosts.index(host) for host, _ in devices],
+        "device_count": torch.cuda.device_count() if device.type == "cuda" else os.cpu_count(),
+        "torch": torch.__version__,
+        "backend": dist.get_backend(group),
+        "threads": torch.get_num_threads(),
+        "shapes": sorted({(shape.outputs, shape.columns) for shape in shapes}),
+        "rows": rows,
+        "dtype": str(dtype),
+        "form": form,
+        "traffic": [asdict(traffic(share)) for share in MIGRATED_SHARES],
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+class _Display:
+    """Shows what is being measured, if it takes longer than :data:`SILENT_SECONDS`."""
+
+    def __init__(self, enabled: bool) -> None:
+        self._enabled = enabled
+        self._since = time.perf_counter()
+        self._status: Status | None = None
+
+    def __enter__(self) -> _Display:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def show(self, text: str) -> None:
+        if not self._enabled or time.perf_counter() - self._since < SILENT_SECONDS:
+            return
+        if self._status is None:
+            self._status = Console(stderr=True).status("")
+            self._status.start()
+        self._status.update(f"Measuring the costs of balancing: {text}")

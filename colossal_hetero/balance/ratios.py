@@ -1,0 +1,202 @@
+"""Pruning ratios: per rank from measured times, and per layer from the rank's ratio (SEMI, Sec. III)."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from .config import BalanceConfig
+
+__all__ = [
+    "Line",
+    "UnitKind",
+    "divisible_seconds",
+    "fastest_counts",
+    "layer_ratios",
+    "moved_units",
+    "resize_ratios",
+    "slowest_seconds",
+]
+
+
+def resize_ratios(
+    work_seconds: ArrayLike, matmul_seconds: ArrayLike, reference_seconds: float, max_resize: float
+) -> np.ndarray:
+    """``γ_i = (T_i − T_ref) / M_i``, clipped to [0, γ_max] (SEMI, Eq. 1); float64 ``[ranks]``.
+
+    A rank without products to prune (``M_i = 0``) gets 0.
+    """
+    work, matmul = np.asarray(work_seconds, dtype=float), np.asarray(matmul_seconds, dtype=float)
+    excess = np.maximum(work - reference_seconds, 0.0)
+    # Products are compared, because dividing by a tiny M could overflow.
+    beyond = excess >= max_resize * matmul
+    ratios = np.divide(excess, matmul, out=np.full_like(excess, max_resize), where=~beyond)
+    return np.where(matmul > 0, ratios, 0.0)
+
+
+def layer_ratios(
+    ratio: float, candidate_shares: Sequence[float], costs: Sequence[float], config: BalanceConfig
+) -> np.ndarray:
+    """``γ_k`` per layer for the rank's ``ratio`` γ (SEMI, Sec. III-B, Algorithm 1 line 11); float64 ``[layers]``.
+
+    ``candidate_shares`` are the shares of columns whose weights vary little, ``costs`` (c_k) the layers' matmul
+    times in any unit. ``printed``: ``max(share, α·γ)``. ``budgeted`` scales these so that ``Σ c_k γ_k = γ Σ c_k``
+    with each within [0, γ_max]; γ itself must not exceed γ_max.
+    """
+    shares, cost = np.asarray(candidate_shares, dtype=float), np.asarray(costs, dtype=float)
+    if ratio == 0.0 or len(shares) == 0:
+        return np.zeros(len(shares))
+    printed = np.maximum(shares, config.decay * ratio)
+    if config.ratio_form == "printed":
+        limited: np.ndarray = np.minimum(printed, config.max_resize)
+        return limited
+    assert ratio <= config.max_resize
+    full = np.zeros(len(shares), dtype=bool)
+    while not full.all():
+        # Layers at the maximum stay there; the others share the rest of the budget in proportion to their printed
+        # ratio. If all of these are zero, they share it evenly.
+        weight = np.where(full, 0.0, printed)
+        free = weight / weight.max() if weight.any() else np.where(full, 0.0, 1.0)
+        rest = ratio * cost.sum() - config.max_resize * cost[full].sum()
+        ratios = np.where(full, config.max_resize, free * rest / (cost * free).sum())
+        over = ~full & (ratios > config.max_resize)
+        if not over.any():
+            return np.maximum(ratios, 0.0)
+        full |= over
+    return np.full(len(shares), config.max_resize)
+
+
+# Whole units ---------------------------------------------------------------------------------------------------------
+#
+# The fastest division of whole units over the ranks of a group: an exact integer min-max problem.
+#
+# All ranks meet at the end of a block, so the block takes as long as its slowest rank. Each rank's time is a line in
+# the number of units that it computes. Units move in grains of several units.
+
+
+@dataclass(frozen=True)
+class Line:
+    """The time of a rank with ``units`` units and a little more or fewer: ``seconds + slope·(n − units)``."""
+
+    units: float
+    seconds: float
+    slope: float
+    """Seconds per unit, above zero."""
+    slope_above: float
+    """The slope from the rank's own full share on, where it computes other ranks' units, too."""
+    full: float
+    """The rank's full share in units."""
+
+    def __call__(self, units: float) -> float:
+        """Seconds with ``units`` units."""
+        return self._to_full(units) - self._to_full(self.units) + self.seconds
+
+    def units_within(self, seconds: float) -> float:
+        """How many units the rank computes in this time; negative if it cannot even do the rest of its work."""
+        beyond = seconds - self(self.full)
+        return self.full + beyond / (self.slope_above if beyond > 0 else self.slope)
+
+    def _to_full(self, units: float) -> float:
+        beyond = units - self.full
+        return beyond * (self.slope_above if beyond > 0 else self.slope)
+
+
+@dataclass(frozen=True)
+class UnitKind:
+    """Blocks that are divided in the same way."""
+
+    units: int
+    """The units that each rank holds."""
+    grain: int
+    """The number of units that move together, at most ``units``."""
+    max_taken: int
+    """The number of units that a rank has memory for in addition to its own."""
+
+
+def slowest_seconds(lines: Sequence[Line], counts: Sequence[int]) -> float:
+    """Seconds of the slowest rank, if the ranks compute ``counts`` units; both arguments are by rank."""
+    return max(line(count) for line, count in zip(lines, counts, strict=True))
+
+
+def divisible_seconds(lines: Sequence[Line]) -> float:
+    """The time of the slowest rank if units could be divided as finely as one likes and sent without a cost."""
+    low, high = min(line(0.0) for line in lines), max(line(line.full) for line in lines)
+    for _ in range(50):
+        middle = (low + high) / 2
+        if sum(max(0.0, line.units_within(middle)) for line in lines) < sum(line.full for line in lines):
+            low = middle
+        else:
+            high = middle
+    return max(high, max(line(0.0) for line in lines))
+
+
+def moved_units(kind: UnitKind, counts: Sequence[int]) -> int:
+    """How many units change their rank."""
+    return sum(max(0, kind.units - count) for count in counts)
+
+
+def fastest_counts(kind: UnitKind, lines: Sequence[Line], seconds_per_unit: float = 0.0) -> tuple[int, ...]:
+    """How many units each rank should compute for the shortest time.
+
+    The result minimizes ``max_i line_i(n_i) + seconds_per_unit·moved`` over all ``n_i ≥ 1`` with the right sum that
+    differ from the full share by whole grains; of equally fast divisions it is one that moves the least. Moving
+    nothing is one of the candidates.
+
+    For a deadline t, a rank computes at most as many units as it can by t. So t determines how much must move, and only
+    times at which some rank finishes a whole number of grains need to be tried.
+
+    Returns:
+        Units by rank; their sum is ``kind.units`` times the number of ranks.
+    """
+    ranks, full = range(len(lines)), kind.units
+    least = -((full - 1) // kind.grain)
+    most = kind.max_taken // kind.grain
+    nothing = (full,) * len(lines)
+    best, best_seconds = nothing, slowest_seconds(lines, nothing)
+    # No division is faster than the slowest rank with a single grain less than it could give away.
+    times = [[line(full + grains * kind.grain) for grains in range(least, most + 1)] for line in lines]
+    earliest = max(of_rank[0] for of_rank in times)
+    deadlines = sorted({t for of_rank in times for t in of_rank if earliest <= t < best_seconds})
+    for deadline in deadlines:
+        if deadline >= best_seconds:
+            break
+        capacity = [_last_within(of_rank, deadline) + least for of_rank in times]
+        if sum(capacity) < 0:
+            continue
+        given = -sum(min(0, grains) for grains in capacity)
+        seconds = deadline + seconds_per_unit * given * kind.grain
+        if seconds < best_seconds:
+            best_seconds = seconds
+            grains = [min(0, count) for count in capacity]
+            _hand_out(given, grains, capacity, lines, kind)
+            best = tuple(full + grains[rank] * kind.grain for rank in ranks)
+        if seconds_per_unit == 0.0:
+            break
+    return best
+
+
+def _last_within(times: Sequence[float], deadline: float) -> int:
+    """The index of the last of the ascending ``times`` that is not after the deadline."""
+    low, high = 0, len(times) - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if times[middle] <= deadline:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _hand_out(given: int, grains: list[int], capacity: Sequence[int], lines: Sequence[Line], kind: UnitKind) -> None:
+    """Give each of ``given`` grains to the rank that finishes first with it; changes ``grains``."""
+    queue = [(lines[rank](kind.units + kind.grain), rank) for rank, most in enumerate(capacity) if most > 0]
+    heapq.heapify(queue)
+    for _ in range(given):
+        _, rank = heapq.heappop(queue)
+        grains[rank] += 1
+        if grains[rank] < capacity[rank]:
+            heapq.heappush(queue, (lines[rank](kind.units + (grains[rank] + 1) * kind.grain), rank))

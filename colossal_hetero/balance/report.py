@@ -1,0 +1,317 @@
+"""The effect of balancing: the times of an iteration as it was, and as it would have been without balancing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+__all__ = [
+    "BalanceReport",
+    "IterationRecord",
+    "LocalRecord",
+    "RankRecord",
+    "RankSummary",
+    "WhatIf",
+    "comparison_text",
+    "ideal_ratio",
+    "lossless_seconds",
+    "merge_records",
+    "moved_shares",
+    "rank_table",
+    "report",
+    "what_if",
+]
+
+
+# Records -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LocalRecord:
+    """One iteration as measured by one rank. Times are in seconds, shares in [0, 1]."""
+
+    iteration: int
+    work_seconds: float
+    matmul_seconds: float
+    communication_seconds: float
+    equal_work_seconds: float
+    """What ``work_seconds`` would be at the rank's full share (the T of Eq. 1)."""
+    equal_matmul_seconds: float
+    """What ``matmul_seconds`` would be at the rank's full share (the M of Eq. 1)."""
+    resized: float
+    """Share of its columns that the rank pruned."""
+    exchanged: bool
+    """Whether the group decided on a plan at the end of this iteration."""
+    plan_changed: bool
+    """Whether another plan applies from the iteration after this one on."""
+    migrated: float = 0.0
+    """Share of its work that other ranks did, for which it sent them weights."""
+    resharded: float = 0.0
+    """Share of its work that the rank has given away for good."""
+    received: float = 0.0
+    """Work of others that the rank took on, as a share of its own."""
+    block_seconds: float = 0.0
+    """The part of ``work_seconds`` between the products of a block."""
+    own_score: float = 1.0
+    """The rank's shortest ``equal_work_seconds`` so far, divided by those of this iteration."""
+    note: str = ""
+    """The note of the plan that applies in this iteration, for example why nothing is migrated."""
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """A rank's part of an iteration. Times are in seconds, shares and scores in [0, 1]."""
+
+    rank: int
+    work_seconds: float
+    matmul_seconds: float
+    wait_seconds: float
+    """Time spent waiting in collectives: the rank's time there minus the shortest time there of any rank of its
+    tensor-parallel group."""
+    communication_seconds: float
+    equal_work_seconds: float
+    equal_matmul_seconds: float
+    resized: float
+    migrated: float = 0.0
+    resharded: float = 0.0
+    received: float = 0.0
+    block_seconds: float = 0.0
+    relative_score: float = 1.0
+    """The shortest ``equal_work_seconds`` in its tensor-parallel group, divided by this rank's."""
+    own_score: float = 1.0
+    """This rank's shortest ``equal_work_seconds`` so far, divided by its present ones."""
+
+
+@dataclass(frozen=True)
+class IterationRecord:
+    """One iteration on all ranks."""
+
+    iteration: int
+    ranks: tuple[RankRecord, ...]
+    exchanged: bool
+    plan_changed: bool
+    note: str = ""
+    """The note of the plan, for example why nothing is migrated; empty if there is none."""
+
+
+def merge_records(per_rank: Sequence[Sequence[LocalRecord]], groups: Sequence[Sequence[int]]) -> list[IterationRecord]:
+    """Merge all ranks' records of the same iteration into one, in the order of iterations.
+
+    ``per_rank`` is by global rank, ``groups`` the tensor-parallel groups as lists of global ranks. Iterations that some
+    rank has not read yet are left out.
+    """
+    by_iteration = [{record.iteration: record for record in records} for records in per_rank]
+    known = set(by_iteration[0]).intersection(*by_iteration[1:])
+    group_of = {rank: group for group in groups for rank in group}
+    merged = []
+    for iteration in sorted(known):
+        views = [records[iteration] for records in by_iteration]
+        merged.append(
+            IterationRecord(
+                iteration=iteration,
+                ranks=tuple(
+                    _rank_record(rank, view, [views[other] for other in group_of[rank]])
+                    for rank, view in enumerate(views)
+                ),
+                exchanged=any(view.exchanged for view in views),
+                plan_changed=any(view.plan_changed for view in views),
+                note=next((view.note for view in views if view.note), ""),
+            )
+        )
+    return merged
+
+
+def _rank_record(rank: int, view: LocalRecord, group: Sequence[LocalRecord]) -> RankRecord:
+    return RankRecord(
+        rank=rank,
+        work_seconds=view.work_seconds,
+        matmul_seconds=view.matmul_seconds,
+        wait_seconds=view.communication_seconds - min(other.communication_seconds for other in group),
+        communication_seconds=view.communication_seconds,
+        equal_work_seconds=view.equal_work_seconds,
+        equal_matmul_seconds=view.equal_matmul_seconds,
+        resized=view.resized,
+        migrated=view.migrated,
+        resharded=view.resharded,
+        received=view.received,
+        block_seconds=view.block_seconds,
+        relative_score=min(other.equal_work_seconds for other in group) / view.equal_work_seconds,
+        own_score=view.own_score,
+    )
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """The time of an iteration of a tensor-parallel group, as it was and as it would have been. In seconds."""
+
+    waiting_seconds: float
+    """The time that a rank waited for slower ranks, mean over the ranks."""
+    balanced_seconds: float
+    """The iteration as it was: the slowest rank's work plus the communication without waiting."""
+    unbalanced_seconds: float
+    """The iteration without balancing: the same if every rank computed its full share."""
+    homogeneous_seconds: float
+    """The iteration if all ranks were as fast as the fastest."""
+    bound_seconds: float
+    """The iteration with nothing pruned and the products divided over the ranks optimally, without any cost."""
+
+    @property
+    def saved_seconds(self) -> float:
+        """The time that balancing saved; negative if it cost more than it saved."""
+        return self.unbalanced_seconds - self.balanced_seconds
+
+
+@dataclass(frozen=True)
+class RankSummary:
+    """A rank's medians over the measured iterations. Times are in seconds, shares and scores in [0, 1]."""
+
+    rank: int
+    work_seconds: float
+    matmul_seconds: float
+    wait_seconds: float
+    resized: float
+    migrated: float
+    resharded: float
+    received: float
+    relative_score: float
+    """The time of the fastest rank of the tensor-parallel group for the same work, divided by this rank's time."""
+    own_score: float
+    """This rank's shortest time so far for the same work, divided by its present time."""
+
+
+@dataclass(frozen=True)
+class BalanceReport(WhatIf):
+    """Medians over the measured iterations of one tensor-parallel group."""
+
+    iterations: int
+    ranks: tuple[RankSummary, ...]
+    changes: int
+    """The number of changes of the plan."""
+    notes: tuple[str, ...]
+    """The notes of the plans, each once, the latest last."""
+
+
+def lossless_seconds(other_seconds: Sequence[float], matmul_seconds: Sequence[float]) -> float:
+    """The shortest time in which the ranks together can do all products, with nothing pruned (docs/algorithms.md, 1.7).
+
+    ``other_seconds`` is each rank's time for work that cannot be moved, ``matmul_seconds`` its time for an equal share
+    of the products. The result is the smallest ``t`` with ``Σ_i max(0, t − other_i) / matmul_i = e``. If other times
+    are equal and one rank is χ times slower, it is ``other + e / (e − 1 + 1/χ)`` times the homogeneous matmul time.
+    """
+    order = np.argsort(other_seconds)
+    other = np.asarray(other_seconds, dtype=float)[order]
+    matmul = np.asarray(matmul_seconds, dtype=float)[order]
+    if (matmul <= 0).any():
+        return float(other.max())
+    best = np.inf
+    for count in range(1, len(other) + 1):
+        speed = 1.0 / matmul[:count]
+        best = min(best, (len(other) + float((other[:count] * speed).sum())) / float(speed.sum()))
+    return max(best, float(other.max()))
+
+
+def ideal_ratio(slowdowns: Mapping[int, float], ranks: int) -> float:
+    """``T_ideal / T_homogeneous`` of the matmul part for known ``slowdowns`` (χ by rank): ``e / Σ_i 1/χ_i``."""
+    return ranks / sum(1.0 / slowdowns.get(rank, 1.0) for rank in range(ranks))
+
+
+def what_if(record: IterationRecord, group: Sequence[int]) -> WhatIf:
+    """Seconds of an iteration of the tensor-parallel ``group`` (global ranks), as it was and as it would have been."""
+    views = [record.ranks[rank] for rank in group]
+    communication = min(view.communication_seconds for view in views)
+    other = [view.equal_work_seconds - view.equal_matmul_seconds for view in views]
+    return WhatIf(
+        waiting_seconds=fmean(view.wait_seconds for view in views),
+        balanced_seconds=communication + max(view.work_seconds for view in views),
+        unbalanced_seconds=communication + max(view.equal_work_seconds for view in views),
+        homogeneous_seconds=communication + min(view.equal_work_seconds for view in views),
+        bound_seconds=communication + lossless_seconds(other, [view.equal_matmul_seconds for view in views]),
+    )
+
+
+def report(records: Sequence[IterationRecord], group: Sequence[int]) -> BalanceReport | None:
+    """Summarize ``records`` by rank, and iteration times of the tensor-parallel ``group``; None without records."""
+    if not records:
+        return None
+    ranks = tuple(
+        RankSummary(rank, **_medians([record.ranks[rank] for record in records], RankSummary, exclude=("rank",)))
+        for rank in range(len(records[0].ranks))
+    )
+    notes = [record.note for record in records if record.note]
+    return BalanceReport(
+        **_medians([what_if(record, group) for record in records], WhatIf),
+        iterations=len(records),
+        ranks=ranks,
+        changes=sum(record.plan_changed for record in records),
+        notes=tuple(reversed(dict.fromkeys(reversed(notes)))),
+    )
+
+
+def _medians(values: Sequence[Any], kind: type, exclude: Sequence[str] = ()) -> dict[str, float]:
+    """The medians over ``values`` of the fields of ``kind``."""
+    names = [field.name for field in fields(kind) if field.name not in exclude]
+    return {name: median(getattr(value, name) for value in values) for name in names}
+
+
+# Table ---------------------------------------------------------------------------------------------------------------
+
+
+MOVED = ("resized", "migrated", "resharded", "received")
+"""Fields of a rank that say which share of its work balancing moved."""
+
+
+def moved_shares(resized: float, migrated: float, received: float, resharded: float = 0.0) -> str:
+    """What balancing does to a rank, in words, for example "resized 40%, migrated 37%"; empty if nothing.
+
+    The arguments are shares of the rank's own work, in [0, 1].
+    """
+    shares = zip(MOVED, (resized, migrated, resharded, received), strict=True)
+    return ", ".join(f"{name} {share:.0%}" for name, share in shares if share > 0)
+
+
+def rank_table(report: BalanceReport, slowdowns: Mapping[int, float] | None = None) -> Table:
+    """A row per rank: medians of times in ms, shares moved, and speed.
+
+    ``vs fastest`` is the fastest rank's time for the same work / this rank's, ``vs own best`` this rank's best time
+    for the same work so far / its present one. Columns in which every share is 0 are left out.
+    """
+    # Up to ten columns have to fit in 80 characters.
+    table = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False, title_justify="left")
+    table.title = "An iteration, by rank (medians, times in ms)"
+    moved = [name for name in MOVED if any(getattr(rank, name) for rank in report.ranks)]
+    slowed = ["slowed"] if slowdowns is not None else []
+    table.add_column("rank")
+    for heading in (*slowed, "work", "matmul", "wait", *moved, "vs fastest", "vs own best"):
+        table.add_column(heading, justify="right")
+    for rank in report.ranks:
+        slowdown = 1.0 if slowdowns is None else slowdowns.get(rank.rank, 1.0)
+        table.add_row(
+            str(rank.rank),
+            *([f"× {slowdown:g}" if slowdown > 1 else ""] if slowed else []),
+            *(f"{seconds * 1e3:.0f}" for seconds in (rank.work_seconds, rank.matmul_seconds, rank.wait_seconds)),
+            *(f"{getattr(rank, name):.0%}" for name in moved),
+            *(f"{score:.2f}" for score in (rank.relative_score, rank.own_score)),
+        )
+    return table
+
+
+def comparison_text(report: BalanceReport, balanced: bool) -> str:
+    """What an iteration would have taken without balancing, with equal ranks, and with ideally spread work."""
+    text = ""
+    if balanced:
+        saved = report.saved_seconds * 1e3
+        text = (
+            f"Unbalanced it would have taken {report.unbalanced_seconds * 1e3:.0f} ms "
+            f"({report.unbalanced_seconds / report.balanced_seconds:.1f} times as long: balancing "
+            f"{'saved' if saved >= 0 else 'cost'} {abs(saved):.0f} ms). "
+        )
+    return text + (
+        f"With all ranks as fast as the fastest it would have taken {report.homogeneous_seconds * 1e3:.0f} ms; "
+        f"with nothing pruned and the work spread ideally, {report.bound_seconds * 1e3:.0f} ms."
+    )

@@ -1,1 +1,0 @@
-"""Records, summaries, timelines and pictures of balanced iterations."""

@@ -1,1 +1,0 @@
-"""What a layer checkpoint consists of."""

@@ -1,0 +1,358 @@
+"""The pieces of a model and its optimizer that this rank holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from colossalai.interface import ModelWrapper
+from colossalai.shardformer.layer import FusedLinear1D_Row, GPT2FusedLinearConv1D_Col
+from colossalai.tensor.d_tensor.api import get_shard_dim_1d, is_customized_distributed_tensor, is_distributed_tensor
+from colossalai.tensor.padded_tensor import is_padded_tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .model_outline import ModelOutline, persistent_buffers, plain_name
+from .optimizer_memory import NUMBER, PARAMETER, Master, as_scalar, check_stage, masters_of, states_of
+from .pieces import Box, TensorPiece
+
+__all__ = [
+    "HeldTensor",
+    "LocalPart",
+    "TensorDivision",
+    "agreed_buffers",
+    "bare_model",
+    "buffer_pieces",
+    "divided",
+    "division_of",
+    "flat_boxes",
+    "held_parameters",
+    "pieces_of",
+    "pieces_of_memory",
+    "scalar_piece",
+    "sliced",
+    "whole",
+]
+
+
+# Division ------------------------------------------------------------------------------------------------------------
+#
+# Where the parts of a divided tensor belong in the whole tensor, as boxes. Pure.
+#
+# A rank's tensor is called *local*. A :class:`LocalPart` says that a box of the local tensor is a box of the whole one.
+# What no part covers is padding: it is not saved, and it is zero when the tensor is loaded.
+
+
+class LocalPart(NamedTuple):
+    """Elements of a local tensor. Both boxes have the same sizes."""
+
+    local: Box
+    """Where they are in the local tensor."""
+    whole: Box
+    """Where they belong in the whole tensor."""
+
+
+def whole(shape: Sequence[int]) -> tuple[LocalPart, ...]:
+    """The parts of a tensor of this shape that is not divided."""
+    box = Box((0,) * len(shape), tuple(shape))
+    return (LocalPart(box, box),) if box.numel else ()
+
+
+def divided(
+    shape: Sequence[int], dim: int, sections: Sequence[int], rank: int, ranks: int, padded: int = 0
+) -> tuple[LocalPart, ...]:
+    """The parts that a rank has of a tensor that is divided along one dimension.
+
+    The dimension consists of sections, such as those of queries, keys and values in a fused weight. Each is divided
+    evenly, and a rank's parts of all sections follow each other in its local tensor.
+    """
+    dim %= len(shape)
+    size = max(shape[dim], padded)
+    if sum(sections) != size:
+        raise ValueError(f"sections {list(sections)} have the sum {sum(sections)}, but dimension {dim} has {size}")
+    uneven = [section for section in sections if section % ranks]
+    if uneven:
+        raise ValueError(f"a section of {uneven[0]} elements cannot be divided evenly over {ranks} ranks")
+    parts: list[LocalPart] = []
+    start = local = 0
+    for section in sections:
+        share = section // ranks
+        first = start + rank * share
+        length = min(share, shape[dim] - first)
+        if length > 0:
+            sizes = (*shape[:dim], length, *shape[dim + 1 :])
+            part = LocalPart(Box(_at(dim, local, len(shape)), sizes), Box(_at(dim, first, len(shape)), sizes))
+            if part.local.numel:
+                parts.append(part)
+        start += section
+        local += share
+    return tuple(parts)
+
+
+def _at(dim: int, offset: int, dims: int) -> tuple[int, ...]:
+    return tuple(offset if each == dim else 0 for each in range(dims))
+
+
+def flat_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
+    """Boxes with the elements ``start`` to ``stop`` (exclusive) of the flattened tensor, in this order.
+
+    Each box is contiguous in memory. A tensor of n dimensions gives at most 2 n - 1 of them.
+    """
+    start, stop = max(start, 0), min(stop, math.prod(shape))
+    if start >= stop:
+        return ()
+    if len(shape) <= 1:
+        return (Box((start,), (stop - start,)),) if shape else (Box((), ()),)
+    row = math.prod(shape[1:])
+    boxes: list[Box] = []
+    while start < stop:
+        index = start // row
+        if start % row == 0 and stop - start >= row:
+            count = (stop - start) // row
+            boxes.append(Box((index, *(0 for _ in shape[1:])), (count, *shape[1:])))
+            start += count * row
+        else:
+            end = min(stop, (index + 1) * row)
+            inner = flat_boxes(shape[1:], start - index * row, end - index * row)
+            boxes += [Box((index, *box.offsets), (1, *box.sizes)) for box in inner]
+            start = end
+    return tuple(boxes)
+
+
+def sliced(parts: Iterable[LocalPart], shape: Sequence[int], start: int, stop: int) -> tuple[LocalPart, ...]:
+    """Those of ``parts`` that are in the slice ``start`` to ``stop`` of the flattened local tensor, cut there."""
+    found: list[LocalPart] = []
+    parts = tuple(parts)
+    for box in flat_boxes(shape, start, stop):
+        for part in parts:
+            common = part.local.intersection(box)
+            if common is not None:
+                found.append(LocalPart(common, moved(common, part)))
+    return tuple(found)
+
+
+def moved(box: Box, part: LocalPart) -> Box:
+    """Where a box of the local tensor, which lies in ``part``, belongs in the whole tensor."""
+    offsets = zip(box.offsets, part.local.offsets, part.whole.offsets, strict=True)
+    return Box(tuple(offset - local + there for offset, local, there in offsets), box.sizes)
+
+
+# Tensor parallel -----------------------------------------------------------------------------------------------------
+
+
+class TensorDivision(NamedTuple):
+    """Which part of a tensor this rank has."""
+
+    parts: tuple[LocalPart, ...]
+    """Without padding."""
+    shard: str
+    """``tp0of2`` on rank 0 of a tensor-parallel group of two; ``whole`` if the tensor is not divided."""
+    is_padded: bool
+    """Whether some tensor-parallel rank has elements that are in no part."""
+
+
+def division_of(tensor: Tensor, module: nn.Module, shape: Sequence[int], name: str) -> TensorDivision:
+    """The part of a tensor that this rank has."""
+    shape = tuple(shape)
+    given: Any = tensor
+    padded = 0
+    if is_padded_tensor(given):
+        padded = given._current_length
+    if is_distributed_tensor(given) and tuple(given.shape) != tuple(given.dist_layout.global_shape):
+        dim = get_shard_dim_1d(given)
+        group = given.dist_layout.device_mesh.get_process_group(axis=0)
+        sections = [given.dist_layout.global_shape[dim]]
+    elif is_customized_distributed_tensor(given) and hasattr(module, "split_sizes"):
+        # Conv1D has the transposed weight of Linear, and a row-parallel layer divides the inputs.
+        dim = -1 if isinstance(module, GPT2FusedLinearConv1D_Col | FusedLinear1D_Row) else 0
+        group, sections = module.process_group, list(module.split_sizes)  # type: ignore[assignment]
+    elif padded:
+        dim = given._padding_dim
+        division = TensorDivision(divided(shape, dim, [padded], 0, 1, padded), "whole", True)
+        return _checked(division, tensor, shape, name)
+    else:
+        return _checked(TensorDivision(whole(shape), "whole", False), tensor, shape, name)
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    parts = divided(shape, dim, sections, rank, ranks, padded)
+    return _checked(TensorDivision(parts, f"tp{rank}of{ranks}", padded > 0), tensor, shape, name)
+
+
+def _checked(division: TensorDivision, tensor: Tensor, shape: tuple[int, ...], name: str) -> TensorDivision:
+    """Check that the parts fill the local tensor, except for padding."""
+    stops = [part.local.offsets[dim] + part.local.sizes[dim] for part in division.parts for dim in range(tensor.dim())]
+    fits = len(shape) == tensor.dim() and all(
+        stop <= tensor.shape[number % tensor.dim()] for number, stop in enumerate(stops)
+    )
+    found = sum(part.local.numel for part in division.parts)
+    if not fits or (found != tensor.numel() and not division.is_padded):
+        raise ValueError(
+            f"{name} has shape {list(shape)} in the model and {list(tensor.shape)} on this rank, which is not a "
+            "division that layer checkpoints know; save this model with booster.save_model"
+        )
+    return division
+
+
+WHOLE = "whole"
+"""Shard of what all ranks of a tensor-parallel group and of a ZeRO group hold."""
+
+
+class HeldTensor(NamedTuple):
+    """A parameter of the model of which this rank has a part."""
+
+    name: str
+    """In the model of one process."""
+    layer: str
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    tensor: Tensor
+    """The parameter on this rank."""
+    division: TensorDivision
+    is_tied: bool
+    """Whether the model has the parameter in several places: several stages of a pipeline may hold it."""
+    master: Master | None
+    """What the optimizer updates; None if it does not."""
+
+    def shard(self, division: str) -> str:
+        """Name of the shard of the layer that has the parameter's elements of a division.
+
+        A tied parameter has a shard of its own, because a stage may hold it without the rest of the layer.
+        """
+        return f"{division}.tied" if self.is_tied else division
+
+    @property
+    def parts(self) -> tuple[LocalPart, ...]:
+        """The parts that the master has, or the parameter if there is none. Local boxes are those of the parameter."""
+        if self.master is None or self.master.slices == 1:
+            return self.division.parts
+        start = self.master.start
+        return sliced(self.division.parts, self.tensor.shape, start, start + self.master.tensor.numel())
+
+
+def bare_model(model: nn.Module) -> nn.Module:
+    """The model inside the wrappers of Colossal-AI and torch."""
+    while isinstance(model, ModelWrapper | DistributedDataParallel):
+        model = model.module
+    return model
+
+
+def pieces_of(model: nn.Module, optimizer: Any, outline: ModelOutline) -> list[TensorPiece]:
+    """The pieces of parameters, persistent buffers and the optimizer's state that this rank holds.
+
+    The values of parameters are those that the optimizer updates: masters in higher precision, where there are any.
+    Ranks that hold the same box of a tensor have the same piece, apart from buffers whose statistics differ.
+
+    Returns:
+        the pieces, in the order of the model; views of the memory of model and optimizer. Numbers of Python are copied.
+    """
+    check_stage(model)
+    pieces: list[TensorPiece] = []
+    states = {id(master): state for master, state in states_of(optimizer)}
+    for held in held_parameters(model, optimizer, outline):
+        memory = held.tensor.detach() if held.master is None else held.master.tensor.detach()
+        pieces += pieces_of_memory(held, "param", memory)
+        for entry, (kind, value) in ({} if held.master is None else states.get(id(held.master.tensor), {})).items():
+            if kind == PARAMETER:
+                pieces += pieces_of_memory(held, entry, value.detach())
+            else:
+                scalar = as_scalar(value) if kind.startswith(NUMBER) else value.detach()
+                pieces.append(scalar_piece(held, entry, scalar))
+    return pieces + buffer_pieces(model, outline)
+
+
+def held_parameters(model: nn.Module, optimizer: Any, outline: ModelOutline) -> Iterator[HeldTensor]:
+    """The parameters that this rank has a part of, in the order of the model; tied ones once."""
+    masters = masters_of(optimizer)
+    seen: set[int] = set()
+    for module_name, module in bare_model(model).named_modules(remove_duplicate=False):
+        for own_name, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            name = _name(module_name, own_name, outline)
+            shape = outline.shapes[name]
+            yield HeldTensor(
+                name=name,
+                layer=outline.layers[name],
+                shape=shape,
+                tensor=parameter,
+                division=division_of(parameter, module, shape, name),
+                is_tied=name in outline.tied,
+                master=masters.get(id(parameter)),
+            )
+
+
+def pieces_of_memory(held: HeldTensor, entry: str, memory: Tensor) -> list[TensorPiece]:
+    """The pieces of a tensor with the shape of the master, or of the parameter if there is none."""
+    master = held.master
+    pieces = []
+    for part in held.parts:
+        if master is not None and master.is_flat:
+            data = _in_slice(memory, held.tensor, part.local, master.start)
+        else:
+            everything = Box((0,) * held.tensor.dim(), tuple(held.tensor.shape))
+            data = memory[everything.slices_of(part.local)] if held.tensor.dim() else memory
+        shard = held.shard(held.division.shard + ("" if master is None else master.shard))
+        pieces.append(TensorPiece(held.layer, f"{entry}.{held.name}", held.shape, part.whole, data, shard))
+    return pieces
+
+
+def _in_slice(memory: Tensor, parameter: Tensor, box: Box, start: int) -> Tensor:
+    """The view of a slice of the flattened parameter, which begins at element ``start``, that has the elements of a box
+    of the parameter."""
+    strides = [1] * parameter.dim()
+    for dim in reversed(range(parameter.dim() - 1)):
+        strides[dim] = strides[dim + 1] * parameter.shape[dim + 1]
+    first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
+    return memory.as_strided(box.sizes, strides, memory.storage_offset() + first - start)
+
+
+def scalar_piece(held: HeldTensor, entry: str, scalar: Tensor) -> TensorPiece:
+    """The piece of an entry of a parameter's state without dimensions. All ranks with the parameter hold the same."""
+    ((_, box),) = whole(())
+    return TensorPiece(held.layer, f"{entry}.{held.name}", (), box, scalar, held.shard(WHOLE))
+
+
+def buffer_pieces(model: nn.Module, outline: ModelOutline) -> list[TensorPiece]:
+    """The pieces of the model's persistent buffers."""
+    pieces: list[TensorPiece] = []
+    seen: set[int] = set()
+    for module_name, module in bare_model(model).named_modules(remove_duplicate=False):
+        for own_name, buffer in persistent_buffers(module):
+            if id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            name = _name(module_name, own_name, outline)
+            shape = outline.shapes[name]
+            division_of(buffer, module, shape, name)  # buffers are never divided: checks the shape
+            if buffer.numel():
+                box = whole(shape)[0].whole
+                pieces.append(TensorPiece(outline.layers[name], f"buffer.{name}", shape, box, buffer.detach(), WHOLE))
+    return pieces
+
+
+def _name(module: str, own: str, outline: ModelOutline) -> str:
+    name = plain_name(f"{module}.{own}" if module else own)
+    if name not in outline.names:
+        raise ValueError(
+            f"the model has a tensor {name} that it did not have before booster.boost, so that other plans would not "
+            "find it in a layer checkpoint; save this model with booster.save_model"
+        )
+    return outline.names[name]
+
+
+def agreed_buffers(pieces: list[TensorPiece], outline: ModelOutline) -> list[TensorPiece]:
+    """The same pieces, with the buffers of the first rank that has each. Every rank calls it.
+
+    Replicas see other samples, so that their statistics differ. Those of the first one count, as in Colossal-AI's
+    checkpoints; torch's data parallelism copies them to the other replicas before the next forward pass.
+    """
+    parameters = {name for names in outline.groups for name in names}
+    if all(name in parameters for name in outline.shapes):
+        return pieces
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, {each.key: each.data.cpu() for each in pieces if each.key.startswith("buffer.")})
+    values = {key: value for found in reversed(everyone) for key, value in found.items()}
+    return [replace(each, data=values[each.key]) if each.key in values else each for each in pieces]

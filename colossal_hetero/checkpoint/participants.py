@@ -1,0 +1,196 @@
+"""What all ranks know of each other before they save."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from .pieces import Box, TensorPiece, layer_file
+
+__all__ = [
+    "FileDivision",
+    "Holding",
+    "Participants",
+    "ShardFile",
+    "divide_files",
+    "gather_participants",
+    "holdings_of",
+    "spread",
+]
+
+
+# File division -------------------------------------------------------------------------------------------------------
+
+
+class ShardFile(NamedTuple):
+    """A file: one shard of one layer."""
+
+    layer: str
+    shard: str
+
+
+@dataclass(frozen=True, order=True)
+class Holding:
+    """A box of a tensor that a rank holds."""
+
+    rank: int
+    node: str
+    layer: str
+    shard: str
+    key: str
+    box: Box
+    bytes: int
+
+    @property
+    def file(self) -> ShardFile:
+        """The file that it is saved in."""
+        return ShardFile(self.layer, self.shard)
+
+
+@dataclass(frozen=True)
+class FileDivision:
+    """Who writes what. Ranks that write nothing are left out."""
+
+    local: Mapping[int, tuple[ShardFile, ...]]
+    """By rank: files for the local folder of its node. On each node every file that a rank holds is written once."""
+    shared: Mapping[int, tuple[ShardFile, ...]]
+    """By rank: files for the shared folder. Every file is written once. With a local folder, a rank uploads what it has
+    written there."""
+
+
+File = TypeVar("File", bound=Hashable)
+Holder = TypeVar("Holder", bound=Hashable)
+
+
+def spread(sizes: Mapping[File, int], holders: Mapping[File, Sequence[Holder]]) -> dict[File, Holder]:
+    """Give each file to one of its holders, so that the holder with most bytes has few.
+
+    Files with the fewest holders come first, then the largest; each goes to the holder with the fewest bytes so far.
+    Then files move away from the holder with most bytes as long as that helps.
+    """
+    order = {file: index for index, file in enumerate(sizes)}
+    loads: dict[Holder, int] = {holder: 0 for file in sizes for holder in holders[file]}
+    chosen: dict[File, Holder] = {}
+    for file in sorted(sizes, key=lambda file: (len(holders[file]), -sizes[file], order[file])):
+        chosen[file] = min(holders[file], key=lambda holder: loads[holder])
+        loads[chosen[file]] += sizes[file]
+    while loads:
+        most = max(loads.values())
+        moves = [
+            (max(loads[other] + sizes[file], most - sizes[file]), order[file], file, other)
+            for file, holder in chosen.items()
+            if loads[holder] == most
+            for other in holders[file]
+            if loads[other] + sizes[file] < most
+        ]
+        if not moves:
+            break
+        _, _, file, other = min(moves, key=lambda move: move[:2])
+        loads[chosen[file]] -= sizes[file]
+        loads[other] += sizes[file]
+        chosen[file] = other
+    return chosen
+
+
+def divide_files(holdings: Iterable[Holding], *, with_local: bool = True) -> FileDivision:
+    """Divide the writing of all files among the ranks that hold them."""
+    boxes: dict[ShardFile, dict[int, set[tuple[str, Box]]]] = defaultdict(lambda: defaultdict(set))
+    nodes: dict[int, str] = {}
+    sizes: dict[ShardFile, int] = {}
+    held: dict[tuple[int, ShardFile], int] = defaultdict(int)
+    for holding in sorted(holdings):
+        boxes[holding.file][holding.rank].add((holding.key, holding.box))
+        nodes[holding.rank] = holding.node
+        held[holding.rank, holding.file] += holding.bytes
+    for file in sorted(boxes):
+        (first, reference), *others = boxes[file].items()
+        for rank, own in others:
+            if own != reference:
+                key, box = min(own ^ reference)
+                raise ValueError(
+                    f"ranks {first} and {rank} hold shard {file.shard} of {file.layer}, but only one of them holds "
+                    f"elements {box.offsets} to +{box.sizes} of {key}; ranks with different boxes of a layer must give "
+                    "its shard different names"
+                )
+        sizes[file] = held[first, file]
+    names = {layer_file(*file): file for file in sizes}
+    for file in sizes:
+        other = names[layer_file(*file)]
+        if other != file:
+            raise ValueError(
+                f"shard {file.shard} of {file.layer} and shard {other.shard} of {other.layer} would have one file; use "
+                "names without dots"
+            )
+    by_node = {
+        node: {file: [rank for rank in boxes[file] if nodes[rank] == node] for file in sizes}
+        for node in sorted(set(nodes.values()))
+    }
+    uploading = spread(sizes, {file: sorted({nodes[rank] for rank in boxes[file]}) for file in sizes})
+    local: dict[int, list[ShardFile]] = defaultdict(list)
+    shared: dict[int, list[ShardFile]] = defaultdict(list)
+    for node, ranks in by_node.items():
+        on_node = {file: size for file, size in sizes.items() if ranks[file]}
+        uploads = {file: size for file, size in on_node.items() if uploading[file] == node}
+        writers = spread(on_node, ranks) if with_local else {}
+        for file, rank in writers.items():
+            local[rank].append(file)
+        for file, rank in (spread(uploads, ranks) if not with_local else {f: writers[f] for f in uploads}).items():
+            shared[rank].append(file)
+    return FileDivision(
+        {rank: tuple(sorted(files)) for rank, files in sorted(local.items())},
+        {rank: tuple(sorted(files)) for rank, files in sorted(shared.items())},
+    )
+
+
+@dataclass(frozen=True)
+class Participants:
+    """Equal on all ranks, except for :attr:`rank`."""
+
+    rank: int
+    nodes: tuple[str, ...]
+    """Of each rank."""
+    holdings: tuple[Holding, ...]
+    """Of all ranks."""
+    run: str
+    """Differs between all runs that save into the same folders."""
+
+    @property
+    def node(self) -> str:
+        """Of this rank."""
+        return self.nodes[self.rank]
+
+    @property
+    def leaders(self) -> dict[str, int]:
+        """By node: its first rank, which finishes the node's local folder."""
+        return {node: self.nodes.index(node) for node in sorted(set(self.nodes))}
+
+
+def holdings_of(rank: int, node: str, pieces: Iterable[TensorPiece]) -> tuple[Holding, ...]:
+    """What a rank holds."""
+    return tuple(
+        Holding(rank, node, each.layer, each.shard, each.key, each.box, each.data.numel() * each.data.element_size())
+        for each in pieces
+    )
+
+
+def gather_participants(pieces: Sequence[TensorPiece], node: str | None = None, group: Any = None) -> Participants:
+    """Exchange what each rank holds. All ranks call it, before the first save and when that has changed."""
+    node = node or socket.gethostname()
+    run = secrets.token_hex(4)
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return Participants(0, (node,), holdings_of(0, node, pieces), run)
+    rank = dist.get_rank(group)
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, (node, holdings_of(rank, node, pieces), run), group=group)
+    return Participants(
+        rank,
+        tuple(node for node, _, _ in everyone),
+        tuple(holding for _, holdings, _ in everyone for holding in holdings),
+        everyone[0][2],
+    )

@@ -1,1 +1,0 @@
-"""Finding layer checkpoints, and reading what a rank needs of them."""

@@ -1,1 +1,0 @@
-"""Saving layer checkpoints in the background."""

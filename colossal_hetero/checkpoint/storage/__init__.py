@@ -1,1 +1,0 @@
-"""Folders with layer checkpoints: operations on files, what a folder holds, what goes wrong."""

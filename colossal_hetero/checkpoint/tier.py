@@ -1,0 +1,362 @@
+"""One save into one folder, as one rank takes part in it: the order of the steps that make it whole or not there."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from .meeting import Interruption, Meeting, Stopped, wait_for
+from .participants import Participants
+from .pieces import (
+    MANIFEST,
+    METADATA,
+    REPLACED,
+    STATES,
+    RunState,
+    meeting_folder,
+    part_file,
+    step_folder,
+    unfinished_folder,
+)
+from .records import SCHEMA, CheckpointPart, FileCheck, FileRecord, Manifest, NodePart, checksum, dcp_metadata
+from .storage import (
+    CheckpointError,
+    FileOperations,
+    complete_folders,
+    is_complete,
+    read_manifest,
+    remove_all,
+    remove_leftovers,
+    remove_old,
+    write_file,
+)
+
+__all__ = ["Index", "RankPart", "Save", "Tier", "make_index", "rank_part"]
+
+
+# Index ---------------------------------------------------------------------------------------------------------------
+
+
+class RankPart(CheckpointPart):
+    """What one rank has written in a save, and its states; or why it could not."""
+
+    error: str | None = None
+    files: tuple[FileRecord, ...] = ()
+    state: Any = None
+    """States of the rank, as JSON."""
+    binary: dict[str, str] = Field(default_factory=dict)
+    """Binary states of the rank, in base 64."""
+
+
+def rank_part(files: Sequence[FileRecord], state: RunState) -> RankPart:
+    """The part of a rank that has written its files."""
+    binary = {name: base64.b64encode(content).decode() for name, content in state.binary.items()}
+    return RankPart(files=tuple(files), state=dict(state.rank), binary=binary)
+
+
+class IndexMessage(CheckpointPart):
+    """An index as it is sent to the nodes."""
+
+    manifest: Manifest
+    contents: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Index:
+    """What is written to a folder beside the files of layers."""
+
+    manifest: Manifest
+    contents: Mapping[str, bytes]
+    """By name of a file, without the manifest."""
+
+    def message(self) -> bytes:
+        """As bytes."""
+        contents = {name: base64.b64encode(content).decode() for name, content in self.contents.items()}
+        return IndexMessage(manifest=self.manifest, contents=contents).model_dump_json(by_alias=True).encode()
+
+    @classmethod
+    def from_message(cls, message: bytes) -> Index:
+        """The reverse of :meth:`message`."""
+        read = IndexMessage.model_validate_json(message)
+        return cls(read.manifest, {name: base64.b64decode(content) for name, content in read.contents.items()})
+
+
+def make_index(
+    step: int, identity: str, saved_at: str, nodes: Sequence[str], parts: Sequence[RankPart], state: RunState
+) -> Index:
+    """Merge the parts of all ranks."""
+    files: dict[str, list[FileRecord]] = defaultdict(list)
+    for node, part in zip(nodes, parts, strict=True):
+        files[node] += part.files
+    contents = {
+        part_file(node): NodePart(schema=SCHEMA, node=node, files=tuple(written))
+        .model_dump_json(by_alias=True)
+        .encode()
+        for node, written in files.items()
+    }
+    contents[METADATA] = dcp_metadata(record for written in files.values() for record in written)
+    places, states = [], b""
+    for part in parts:
+        own = {}
+        for name, text in part.binary.items():
+            content = base64.b64decode(text)
+            own[name] = (len(states), len(content))
+            states += content
+        places.append(own)
+    contents[STATES] = states
+    manifest = Manifest(
+        schema=SCHEMA,
+        id=identity,
+        step=step,
+        epoch=state.epoch,
+        saved_at=saved_at,
+        held_by=None,
+        plan=state.plan,
+        world_size=len(parts),
+        layers=tuple(sorted({record.layer for written in files.values() for record in written})),
+        param_groups=state.param_groups,
+        common=dict(state.common),
+        ranks=tuple(part.state for part in parts),
+        binary=tuple(places),
+        files={name: FileCheck(bytes=len(data), crc32=checksum(data)) for name, data in sorted(contents.items())},
+        crc32=0,
+    )
+    return Index(manifest, contents)
+
+
+@dataclass(frozen=True)
+class Save:
+    """One save."""
+
+    step: int
+    number: int
+    """Of the save in this run, from 0; equal on all ranks."""
+    state: RunState
+    uploading: int | None = None
+    """The step that is being uploaded, and so must stay on local disks."""
+
+
+@dataclass(frozen=True)
+class Tier:
+    """The local folder of this node, or the shared folder."""
+
+    name: str
+    """``local`` or ``shared``."""
+    folder: Path
+    participants: Participants
+    meeting: Meeting
+    files: FileOperations
+    keep: int
+    """Checkpoints that are kept, at least 1."""
+    time_limit_seconds: float
+    """How long ranks wait for each other."""
+    stop: Interruption
+    numbers: list[int] = field(default_factory=list)
+    """Of the saves about which this rank has left messages."""
+
+    @property
+    def leader(self) -> int:
+        """The rank that finishes the folder that this rank writes to."""
+        return self.participants.leaders[self.participants.node] if self.name == "local" else 0
+
+    @property
+    def leaders(self) -> Sequence[int]:
+        """The ranks that finish all folders of this tier."""
+        return sorted(self.participants.leaders.values()) if self.name == "local" else [0]
+
+    def save(self, save: Save, write: Callable[[Path], Sequence[FileRecord]]) -> tuple[bool, str | None]:
+        """Take part in a save. When this returns no error, the checkpoint is in this rank's folder.
+
+        Returns:
+            Whether all ranks have written their files, the same on all ranks; and why the save is given up, or None.
+            Never raises because of files.
+        """
+        try:
+            return self._save(save, write)
+        finally:
+            if self.participants.rank != 0:
+                self._leave(save.number, f"heard-{self.participants.rank}", b"")
+
+    def wait_until_heard(self, deadline: float) -> None:
+        """Rank 0: wait until all ranks know how the last save went, since the messages may be gone soon."""
+        if self.numbers and self.participants.rank == 0:
+            heard = [self._name(self.numbers[-1], f"heard-{rank}") for rank in range(1, len(self.participants.nodes))]
+            with suppress(Stopped):
+                wait_for(self.meeting, heard, deadline, self.stop)
+
+    def _save(self, save: Save, write: Callable[[Path], Sequence[FileRecord]]) -> tuple[bool, str | None]:
+        rank, leader = self.participants.rank, self.leader
+        unfinished = self.folder / unfinished_folder(save.step, self.participants.run, save.number, leader)
+        try:
+            if rank == leader:
+                self._remove_leftovers(save)
+            self.files.make_folder(unfinished)
+            part = rank_part(write(unfinished), save.state)
+            self._report(save.number, part)
+        except Exception as problem:  # of the disk, or of a state that is not JSON
+            part = RankPart(error=self._in_words(problem))
+            self._report(save.number, part)
+        error = self._decide(save, part) if rank == 0 else self._hear(save)
+        if rank == leader:
+            fault = error or self._finish(save, unfinished)
+            self._leave(save.number, f"done-{rank}", json.dumps(fault).encode())
+            if fault is not None:
+                self._discard(unfinished)
+        return error is None, error or self._errors_of_leaders(save)
+
+    def _report(self, number: int, part: RankPart) -> None:
+        """Leave this rank's part of a save for rank 0: its files, or why there are none."""
+        message = part.model_dump_json(by_alias=True).encode()
+        if number not in self.numbers:
+            self.numbers.append(number)
+        while len(self.numbers) > 2:  # no save begins before all ranks have finished the one before
+            self._forget(self.numbers.pop(0))
+        self._leave(number, f"part-{self.participants.rank}", message)
+
+    def _leave(self, number: int, what: str, message: bytes) -> None:
+        self.meeting.put(self._name(number, what), message)
+
+    def _name(self, number: int, what: str) -> str:
+        return f"{self.participants.run}/{self.name}/{number}/{what}"
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self.time_limit_seconds
+
+    def _decide(self, save: Save, own: RankPart) -> str | None:
+        """Rank 0: collect the parts, and tell all ranks whether the save is whole, or why it is given up."""
+        parts, error = self._collect(save, own)
+        if error is None:
+            try:
+                identity = f"{self.participants.run}-{save.number}"
+                index = make_index(save.step, identity, self._time(), self.participants.nodes, parts, save.state)
+                self._leave(save.number, "index", index.message())
+            except Exception as fault:  # of the disk, or of a state that is not JSON
+                error = self._in_words(fault)
+        self._leave(save.number, "verdict", json.dumps(error).encode())
+        return error
+
+    def _collect(self, save: Save, own: RankPart) -> tuple[list[RankPart], str | None]:
+        # Also after an error all parts are waited for: then nobody writes any more, and the leaders can clean up.
+        deadline, parts, errors = self._deadline(), [own], [own.error]
+        for rank in range(1, len(self.participants.nodes)):
+            name = self._name(save.number, f"part-{rank}")
+            message = wait_for(self.meeting, [name], deadline, self.stop).get(name)
+            if message is None:
+                where = f"rank {rank} on node {self.participants.nodes[rank]}"
+                errors.append(f"{where} has not written its files in {self.time_limit_seconds:g} s")
+            else:
+                parts.append(RankPart.model_validate_json(message))
+                errors.append(parts[-1].error)
+        return parts, next((error for error in errors if error is not None), None)
+
+    def _hear(self, save: Save) -> str | None:
+        name = self._name(save.number, "verdict")
+        # Rank 0 may itself wait as long for the last part.
+        message = wait_for(self.meeting, [name], self._deadline() + self.time_limit_seconds, self.stop).get(name)
+        if message is None:
+            return f"rank 0 has not answered in {2 * self.time_limit_seconds:g} s"
+        error: str | None = json.loads(message)
+        return error
+
+    def _finish(self, save: Save, unfinished: Path) -> str | None:
+        """The leader: write the index, give the folder its name, remove old checkpoints. Returns what went wrong."""
+        target = self.folder / step_folder(save.step)
+        old = target.with_name(target.name + REPLACED)
+        name = self._name(save.number, "index")
+        message = self.meeting.get(name)  # rank 0 has put it there before its verdict
+        try:
+            if message is None:
+                raise CheckpointError("the index of the checkpoint was removed before it was read")
+            self._write_index(Index.from_message(message), unfinished)
+            self.files.sync_folder(unfinished)
+            if target.exists():
+                self._check_replaceable(target, save)
+                remove_all(self.files, old)
+                self.files.rename(target, old)
+            try:
+                self.files.rename(unfinished, target)
+            except OSError:
+                if target.exists():  # another node was faster
+                    self._check_replaceable(target, save)
+                raise
+            self.files.sync_folder(self.folder)
+        except Exception as error:
+            return self._in_words(error)
+        with suppress(OSError):  # the new checkpoint is whole; the next save tries again
+            remove_all(self.files, old)
+            used = {step for step in (save.uploading, save.step) if step is not None}
+            remove_old(self.files, self.folder, self.keep, used)
+        return None
+
+    def _write_index(self, index: Index, folder: Path) -> None:
+        for name, content in index.contents.items():
+            write_file(self.files, folder / name, content)
+        held_by = self.participants.node if self.name == "local" else None
+        manifest = index.manifest.model_copy(update={"held_by": held_by})
+        write_file(self.files, folder / MANIFEST, manifest.text().encode())
+
+    def _check_replaceable(self, target: Path, save: Save) -> None:
+        if not is_complete(target):
+            raise CheckpointError(f"{target} exists, but is not a complete checkpoint; remove it or rename it")
+        try:
+            manifest = read_manifest(target)
+        except ValueError:
+            return
+        if manifest.id == f"{self.participants.run}-{save.number}":
+            raise CheckpointError(
+                f"{self.folder} is the local folder of node {manifest.held_by} and of node {self.participants.node}; "
+                "each node needs a local folder of its own"
+            )
+
+    def _errors_of_leaders(self, save: Save) -> str | None:
+        """Wait until this rank's folder is finished; on rank 0, until all are."""
+        leaders = self.leaders if self.participants.rank == 0 else [self.leader]
+        names = {self._name(save.number, f"done-{leader}"): leader for leader in leaders}
+        answers = wait_for(self.meeting, names, self._deadline(), self.stop)
+        for name, leader in names.items():
+            if name not in answers:
+                return f"rank {leader} has not finished the folder of its node in {self.time_limit_seconds:g} s"
+            error: str | None = json.loads(answers[name])
+            if error is not None:
+                return error
+        return None
+
+    def _time(self) -> str:
+        """The time, but later than that of all checkpoints in this folder, whatever the clock says."""
+        now = datetime.now(timezone.utc)
+        saved = complete_folders(self.folder)
+        if saved:
+            now = max(now, datetime.fromisoformat(saved[-1][1].saved_at) + timedelta(microseconds=1))
+        return now.isoformat(timespec="microseconds")
+
+    def _remove_leftovers(self, save: Save) -> None:
+        run = self.participants.run
+        in_use = unfinished_folder(save.step, run, save.number, ""), meeting_folder(run)
+        with suppress(OSError):  # leftovers take space but do no harm
+            remove_leftovers(self.files, self.folder, in_use)
+
+    def _discard(self, unfinished: Path) -> None:
+        with suppress(OSError):  # another rank still writes there; the next save removes it
+            remove_all(self.files, unfinished)
+
+    def _forget(self, number: int) -> None:
+        """Remove the messages of this rank about an old save."""
+        own = [f"{what}-{self.participants.rank}" for what in ("part", "done", "heard")]
+        for what in [*own, *(["verdict", "index"] if self.participants.rank == 0 else [])]:
+            self.meeting.discard(self._name(number, what))
+
+    def _in_words(self, error: Exception) -> str:
+        text = str(error) or type(error).__name__
+        if isinstance(error, OSError) and error.strerror:
+            text = f"{error.filename or self.folder}: {error.strerror}"
+        return f"{text} (rank {self.participants.rank}, node {self.participants.node})"

@@ -1,0 +1,77 @@
+"""``colossal-hetero batches``: divide a global batch over the devices of a profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from .common import check_outputs, errors_on_one_line, make_console
+
+__all__ = ["batches"]
+
+
+@click.command()
+@click.argument("profile", type=click.Path(path_type=Path))
+@click.option(
+    "--global-batch", type=click.IntRange(min=1), required=True, help="Samples per optimizer step, over all devices."
+)
+@click.option("--stage", type=click.IntRange(0, 3), help="Stage of ZeRO; default: the stage of the profile.")
+@click.option(
+    "--accumulation",
+    type=click.Choice(["shared", "per_rank"]),
+    default="shared",
+    show_default=True,
+    help="Number of micro-steps per global batch: the same on all devices, or its own on each (stages 0 and 1).",
+)
+@click.option(
+    "--method",
+    type=click.Choice(["exact", "uniform", "flops", "adapt"]),
+    default="exact",
+    show_default=True,
+    help="Rule that divides the global batch.",
+)
+@click.option(
+    "--cluster",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Cluster file of the same ranks, as colossal-hetero probe writes it; method adapt uses its links.",
+)
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the division to this JSON file.")
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Draw throughput curves and timelines to this file: .png, .pdf or .svg.",
+)
+def batches(
+    profile: Path,
+    global_batch: int,
+    stage: int | None,
+    accumulation: str,
+    method: str,
+    cluster: Path | None,
+    out: Path | None,
+    plot: Path | None,
+) -> None:
+    """Divide a global batch over the devices of PROFILE, a JSON file that profiling wrote.
+
+    Prints each device's samples, compute time and waiting time, and compares the methods.
+    """
+    from ..planner.batches.batch_profile import load_profile
+    from ..planner.batches.comparison import compare
+    from ..planner.batches.ring_order import with_cluster_links
+    from ..planner.cluster.cluster_file import load_cluster
+    from ..planner.report.batch_table import render, save_report
+
+    with errors_on_one_line():
+        check_outputs(out, picture=plot)
+        loaded = load_profile(profile)
+        if cluster is not None:
+            loaded = with_cluster_links(loaded, load_cluster(cluster))
+        report = compare(loaded, global_batch, stage=stage, accumulation=accumulation, method=method)
+        if out is not None:
+            save_report(report, out)
+        if plot is not None:
+            from ..planner.report.batch_picture import plot_report
+
+            plot_report(report, plot)
+    make_console().print(render(report))

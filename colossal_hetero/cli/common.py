@@ -1,0 +1,348 @@
+"""Shared by the subcommands: errors on one line, a console, a status line, checks of output files, and old options."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from ..checkpoint.storage import CheckpointError
+from ..common.files import check_writable
+from ..common.text import MarkedError
+
+__all__ = [
+    "MAX_AMOUNT",
+    "MAX_LAYERS",
+    "Batches",
+    "Choices",
+    "Finite",
+    "GroupedCommand",
+    "Numbers",
+    "Quotas",
+    "Whole",
+    "batch_options",
+    "check_outputs",
+    "errors_on_one_line",
+    "evaluate_given",
+    "make_console",
+    "memory_reserve_option",
+    "micro_batch_option",
+    "profile_out_option",
+    "show_profile",
+    "status_line",
+]
+
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..planner.profile.layer_profile import ModelProfile
+
+
+STATUS_AFTER_SECONDS = 1.0
+"""If the work takes longer than this, a line says what is being done."""
+
+MAX_NUMBER, MAX_LAYERS = 1_000_000_000, 100_000
+"""The largest number of samples, micro-batches or sizes of layers, and the most layers, that options take."""
+MAX_AMOUNT = 10**15
+"""The largest number of samples of a training, of seconds, dollars or gigabytes."""
+
+
+class Finite(click.FloatRange):
+    """A number in a range, neither infinite nor ``nan``."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number."""
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number", param, ctx)
+        if number > MAX_AMOUNT:
+            self.fail(f"{value} is above {MAX_AMOUNT:,}", param, ctx)
+        return number
+
+
+class Whole(click.IntRange):
+    """A whole number of at least 1, and not absurdly large."""
+
+    def __init__(self, most: int = MAX_NUMBER) -> None:
+        super().__init__(min=1)
+        self.most = most
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The number."""
+        number = int(super().convert(value, param, ctx))
+        if number > self.most:
+            self.fail(f"{value} is above {self.most:,}", param, ctx)
+        return number
+
+
+class Numbers(click.ParamType):
+    """Whole numbers of at least 1, separated by commas."""
+
+    name = "n,n,…"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """The numbers, ascending, each once."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            numbers = tuple(sorted({int(part) for part in str(value).split(",")}))
+        except ValueError:
+            self.fail(f"{value!r} is not a list of whole numbers; write it like 1,2,4", param, ctx)
+        if numbers[0] < 1:
+            self.fail(f"{value!r}: {numbers[0]} is below 1", param, ctx)
+        if numbers[-1] > MAX_NUMBER:
+            self.fail(f"{value!r}: {numbers[-1]} is above {MAX_NUMBER:,}", param, ctx)
+        return numbers
+
+
+class Quotas(click.ParamType):
+    """Whole numbers of at least 0 by name, separated by commas."""
+
+    name = "name=n,…"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, int]:
+        """The number of each name."""
+        if isinstance(value, dict):
+            return value
+        quotas: dict[str, int] = {}
+        for part in str(value).split(","):
+            name, _, number = part.rpartition("=")
+            if not name or not number.isdecimal():
+                self.fail(f"{part!r} is not a name and a whole number; write it like A100-40=16,v100=2", param, ctx)
+            if name in quotas:
+                self.fail(f"{name} is given twice", param, ctx)
+            quotas[name] = int(number)
+        return quotas
+
+
+class Choices(click.ParamType):
+    """Names from a fixed list, separated by commas, or ``all`` of them."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self.name = f"{'|'.join(self.names)}|all,…"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        """The names in the order of the list, each once."""
+        if isinstance(value, tuple):
+            return value
+        chosen = set(str(value).lower().split(","))  # help shows the names in capital letters
+        for name in sorted(chosen - {*self.names, "all"}):
+            self.fail(f"{name!r} is not one of {', '.join(self.names)}, all", param, ctx)
+        return tuple(name for name in self.names if name in chosen or "all" in chosen)
+
+
+memory_reserve_option = click.option(
+    "--memory-reserve",
+    type=Finite(min=0),
+    metavar="GB",
+    help="Memory of each device that is not planned with, in 10⁹ bytes; default: as in the cluster file.",
+)
+"""``--memory-reserve`` of the commands that read a cluster file."""
+
+micro_batch_option = click.option(
+    "--micro-batch",
+    "micro_batches",
+    type=Numbers(),
+    default="1,2,4,8",
+    show_default=True,
+    help="Sizes of micro-batches, in samples. Plans may use all sizes from the first to the last.",
+)
+"""``--micro-batch`` of the commands that write a profile of layers."""
+
+profile_out_option = click.option(
+    "--out",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("profile.json"),
+    show_default=True,
+    help="The file to write.",
+)
+"""``--out`` of the commands that write a profile of layers."""
+
+
+class CommandError(click.ClickException):
+    """An error that the user can correct: one line, no traceback, exit code 2."""
+
+    exit_code = 2
+
+
+@contextmanager
+def errors_on_one_line() -> Iterator[None]:
+    """Turn errors that the user can correct into one line without a traceback.
+
+    An error at a place of a text that the user wrote is followed by this text and a mark at the place.
+    """
+    try:
+        yield
+    except MarkedError as error:
+        raise CommandError(f"{' '.join(str(error).split())}\n{error.pointer}") from None
+    except (ValueError, ImportError, OSError, CheckpointError) as error:
+        raise CommandError(" ".join(_in_words(error).split())) from None
+
+
+def _in_words(error: Exception) -> str:
+    """The message of an error; that of pydantic as for a file."""
+    # Here, so that commands without an error need not import pydantic.
+    from pydantic import ValidationError
+
+    from ..common.files import errors_in_words
+
+    return errors_in_words(error, ()) if isinstance(error, ValidationError) else str(error)
+
+
+def make_console() -> Console:
+    """The console for tables; 140 characters wide if the output is not a terminal."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 140
+    return console
+
+
+def show_profile(result: ModelProfile, out: Path) -> None:
+    """Print a profile of layers that was written to ``out``."""
+    from ..planner.report.profile_table import render_profile
+
+    console = make_console()
+    console.print(render_profile(result))
+    console.print(f"{out}: layers of {result.name}, {result.source}")
+
+
+@contextmanager
+def status_line(what: str) -> Iterator[None]:
+    """Say what is being done if it takes more than a second and the output is a terminal."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    status = console.status(what)
+    timer = threading.Timer(STATUS_AFTER_SECONDS, status.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        status.stop()
+
+
+def check_outputs(*paths: Path | None, picture: Path | None = None) -> None:
+    """Check output files before the work starts."""
+    for path in (*paths, picture):
+        if path is not None:
+            check_writable(path)
+    if picture is not None:
+        from ..common.pictures import check_matplotlib, check_name
+
+        check_name(picture)
+        check_matplotlib()
+
+
+# Option groups -------------------------------------------------------------------------------------------------------
+
+
+class GroupedCommand(click.Command):
+    """``groups``: the names of options by the title of their group; other options come last."""
+
+    def __init__(self, *args: Any, groups: Mapping[str, Sequence[str]], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._groups = groups
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """See ``click.Command.format_options``."""
+        # Some versions of click have a record of arguments, too, which say nothing here.
+        options = [each for each in self.get_params(ctx) if isinstance(each, click.Option)]
+        left = {option.name: option.get_help_record(ctx) for option in options}
+        for title, names in self._groups.items():
+            records = [record for name in names if (record := left.pop(name)) is not None]
+            with formatter.section(title):
+                formatter.write_dl(records)
+        others = [record for record in left.values() if record is not None]
+        if others:
+            with formatter.section("Other options"):
+                formatter.write_dl(others)
+
+
+# Given plans ---------------------------------------------------------------------------------------------------------
+
+
+if TYPE_CHECKING:
+    from ..planner.cluster.topology import Topology
+    from ..planner.cost.evaluate import EvaluatedPlan
+    from ..planner.profile.layer_profile import ModelProfile
+
+
+Command = TypeVar("Command", bound=Any)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """What the user says about batches, for layouts that do not say it."""
+
+    micro_batch: int | None
+    micro_batches: int | None
+    global_batch: int | None
+
+
+BATCH_OPTIONS = (
+    click.option("--micro-batch", type=Whole(), help="Samples per micro-batch, if a layout has no size."),
+    click.option(
+        "--micro-batches",
+        type=Whole(),
+        help="Micro-batches of each pipeline and iteration, if a layout has no number.",
+    ),
+    click.option(
+        "--global-batch",
+        type=Whole(),
+        help="Samples per optimizer step; divided over the pipelines of a layout that has no number of micro-batches.",
+    ),
+    click.option(
+        "--overlap",
+        is_flag=True,
+        help="Communication between replicas overlaps with passes, as in `colossal-hetero plan`.",
+    ),
+)
+
+
+def batch_options(command: Command) -> Command:
+    """Adds :data:`BATCH_OPTIONS` to a command."""
+    for option in reversed(BATCH_OPTIONS):
+        command = option(command)
+    return command
+
+
+def evaluate_given(
+    given: str, topology: Topology, profile: ModelProfile, batches: Batches, *, overlap: bool
+) -> tuple[EvaluatedPlan, list[str]]:
+    """What a plan takes on these machines, and notes about it."""
+    from ..planner.cost.evaluate import evaluate_layout, evaluate_plan, why_other_devices
+    from ..planner.cost.layout_line import layout_of, read_layout
+    from ..planner.cost.plan import load_plan
+    from ..planner.profile.fitted_profiles import as_profiled
+
+    if not os.path.exists(given) and "[" not in given:
+        raise ValueError(
+            f"{given or 'an empty name'}: no such file; a layout on one line names its pipelines in brackets, such as "
+            "dp 2 x pp [A100-40 0-23], micro-batch 2 x 32"
+        )
+    if not os.path.exists(given):
+        layout = read_layout(given).with_batches(batches.micro_batch, batches.micro_batches)
+        return evaluate_layout(topology, profile, layout, global_batch=batches.global_batch, overlap=overlap), []
+    plan = load_plan(given)
+    problem = why_other_devices(as_profiled(topology, profile), plan)
+    if problem is None:
+        return evaluate_plan(topology, profile, plan, overlap=overlap), []
+    note = f"the devices were chosen again, because the file was made for other machines: {problem}"
+    return evaluate_layout(topology, profile, layout_of(plan), overlap=overlap), [note]

@@ -1,0 +1,35 @@
+"""The command ``colossal-hetero``: what can be planned without training. Starts without torch."""
+
+from __future__ import annotations
+
+import click
+
+from .. import __version__
+from .batches import batches
+from .compare import compare, evaluate
+from .estimate import estimate
+from .jobs import checkpoint, launch, store
+from .plan import plan
+from .probe import probe
+from .profile import profile
+from .simulate import simulate
+
+__all__ = ["main"]
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(__version__, prog_name="colossal-hetero")
+def main() -> None:
+    """Plan and launch training on devices that are not equally fast, and look after checkpoints."""
+
+
+for command in (
+    *(probe, profile, estimate),
+    *(plan, evaluate, compare, simulate, batches),
+    *(checkpoint, launch, store),
+):
+    main.add_command(command)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""``colossal-hetero profile``: measure how long a model's layers take on the devices of this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .common import (
+    Finite,
+    Numbers,
+    check_outputs,
+    errors_on_one_line,
+    make_console,
+    micro_batch_option,
+    profile_out_option,
+    show_profile,
+)
+
+__all__ = ["profile"]
+
+
+def _settings(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, Any]:
+    settings = {}
+    for value in values:
+        key, equals, text = value.partition("=")
+        if not key or not equals:
+            raise click.BadParameter(f"{value!r} is not KEY=VALUE, such as depth=6", context, parameter)
+        try:
+            settings[key] = json.loads(text)
+        except json.JSONDecodeError:
+            settings[key] = text
+    return settings
+
+
+@click.command()
+@click.option(
+    "--model",
+    help="timm:NAME (e.g. timm:vit_tiny_patch16_224), hf:gpt2, hf:FOLDER (with config.json), vit-1b, or vit-3b.",
+)
+@click.option(
+    "--set",
+    "options",
+    multiple=True,
+    metavar="KEY=VALUE",
+    callback=_settings,
+    help="An option of the model, e.g. depth=6; repeatable.",
+)
+@click.option("--image-size", type=click.IntRange(min=1), help="Pixels; default: the model's own.")
+@click.option(
+    "--sequence",
+    type=click.IntRange(min=1),
+    default=512,
+    show_default=True,
+    help="Tokens per sample of a language model.",
+)
+@micro_batch_option
+@click.option(
+    "--optimizer",
+    type=click.Choice(["adam", "adamw", "sgd"]),
+    default="adam",
+    show_default=True,
+    help="Optimizer whose step is measured.",
+)
+@click.option(
+    "--precision",
+    type=click.Choice(["fp32", "fp16", "bf16"]),
+    default="fp32",
+    show_default=True,
+    help="Precision in which the layers are measured.",
+)
+@click.option(
+    "--seconds",
+    type=Finite(min=0),
+    default=3.0,
+    show_default=True,
+    help="Measure each micro-batch for at least this long.",
+)
+@click.option(
+    "--tp",
+    "tensor_parallel",
+    type=Numbers(),
+    default="1",
+    show_default=True,
+    help="Tensor-parallel degrees to measure, e.g. 1,2.",
+)
+@click.option(
+    "--nproc",
+    type=click.IntRange(min=1),
+    help="Ranks to start on this machine; default: one per GPU, or on the CPU as many as the largest --tp.",
+)
+@profile_out_option
+def profile(
+    model: str | None,
+    out: Path,
+    nproc: int | None,
+    tensor_parallel: tuple[int, ...],
+    **given: Any,
+) -> None:
+    """Measure how long a model's layers take on the devices of this machine.
+
+    `colossal-hetero estimate` computes such a profile from the sizes of a GPT instead. For several machines, run this
+    command on each of them under a launcher:
+
+    torchrun --nnodes ... --nproc-per-node ... -m colossal_hetero.cli.main profile --model ...
+    """
+    with errors_on_one_line():
+        check_outputs(out)
+        if model is None:
+            raise ValueError(
+                "name a model to measure with --model; for an estimate from the sizes of a GPT use "
+                "colossal-hetero estimate"
+            )
+        _measure(model, out, nproc, {**given, "tensor_parallel": tensor_parallel})
+
+
+def _measure(model: str, out: Path, nproc: int | None, given: dict[str, Any]) -> None:
+    from ..common.launch import is_rank, local_devices, start_ranks
+    from ..profiling.named_profile import ProfileRequest, check_request, profile_named_model
+
+    given["min_seconds"] = given.pop("seconds")
+    request = ProfileRequest(model=model, out=out, **given)
+    if is_rank():
+        if nproc is not None:
+            raise ValueError("--nproc starts ranks, but a launcher has started them already; leave it out")
+        measured = profile_named_model(request, make_console())
+        import os
+
+        if os.environ["RANK"] == "0":
+            show_profile(measured.profile, out)
+        return
+    ranks = nproc or local_devices(ranks_on_cpu=max(request.tensor_parallel))
+    check_request(request, ranks)
+    arguments = ["--model", model, "--out", str(out), "--seconds", str(request.min_seconds)]
+    arguments += ["--sequence", str(request.sequence), "--micro-batch", ",".join(map(str, request.micro_batches))]
+    arguments += ["--tp", ",".join(map(str, request.tensor_parallel))]
+    arguments += ["--optimizer", request.optimizer, "--precision", request.precision]
+    if request.image_size is not None:
+        arguments += ["--image-size", str(request.image_size)]
+    for key, value in request.options.items():
+        arguments += ["--set", f"{key}={json.dumps(value)}"]
+    start_ranks(ranks, "colossal_hetero.cli.profile", arguments)
+
+
+if __name__ == "__main__":  # a rank
+    profile()

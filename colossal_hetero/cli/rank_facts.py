@@ -1,0 +1,263 @@
+"""Facts about the ranks' machines, and the topology that follows from them: pure functions without torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+
+from ..planner.cluster.gpu_catalog import GPUS, INSIDE, kind_name, usual_memory_reserve
+from ..planner.cluster.group_networks import ETHERNET
+from ..planner.cluster.topology import Channel, Device, DeviceKind, MeasuredLink, Node, Topology
+
+__all__ = ["Nic", "RankFacts", "check_patterns", "make_topology", "pairs_to_measure"]
+
+TOLERANCE = 0.1
+"""Devices of a kind whose speeds differ by a smaller share count as equally fast."""
+MEMORY_TOLERANCE = 0.25
+"""Devices of one name whose memory differs by a larger share count as different kinds."""
+
+RESERVE_STEP = 10_000_000
+"""Bytes to whose multiples the reserve of a CPU is rounded up."""
+
+
+@dataclass(frozen=True)
+class Nic:
+    """A network card of a machine."""
+
+    kind: str
+    """"InfiniBand", "RoCE" or "Ethernet"."""
+    bytes_per_second: float | None
+    """Nominal bandwidth; None if the system does not report it."""
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """Facts that a rank has collected about its machine and device."""
+
+    host: str
+    """Host name."""
+    machine: str
+    """Identifier that differs between machines with the same host name."""
+    device: str
+    """The GPU's name, or "cpu"."""
+    memory_bytes: int
+    """Memory of the device that the process may use."""
+    flops: float
+    """Measured FLOP/s of a matrix product, in half precision on a GPU and in single precision on a CPU."""
+    nics: tuple[Nic, ...] = ()
+    """Network cards of the machine."""
+    used_bytes: int = 0
+    """Memory of the device that the process used when it was asked."""
+
+
+def nodes_of(facts: Sequence[RankFacts]) -> list[list[int]]:
+    """Ranks of each machine; machines are ordered by their first rank."""
+    nodes: dict[tuple[str, str], list[int]] = {}
+    for rank, fact in enumerate(facts):
+        nodes.setdefault((fact.host, fact.machine), []).append(rank)
+    return list(nodes.values())
+
+
+def pairs_to_measure(facts: Sequence[RankFacts]) -> list[list[tuple[int, int]]]:
+    """Pairs of ranks to measure, in rounds; pairs of a round have no rank in common and are measured at the same time.
+
+    These are all pairs inside each machine and one pair between each two machines. The latter gives the bandwidth
+    between two devices, which is that of one NIC even if a machine has several.
+    """
+    nodes = nodes_of(facts)
+    rounds: list[list[tuple[int, int]]] = []
+    inside = [[(a, b) for i, a in enumerate(ranks) for b in ranks[i + 1 :]] for ranks in nodes]
+    for number in range(max(map(len, inside), default=0)):
+        rounds.append([pairs[number] for pairs in inside if number < len(pairs)])
+    rounds += [[(one[0], other[0])] for i, one in enumerate(nodes) for other in nodes[i + 1 :]]
+    return rounds
+
+
+def check_patterns(facts: Sequence[RankFacts], cluster_of: Sequence[tuple[str, str]]) -> None:
+    """Raise ``ValueError`` if no host matches a pattern. To be called before links are measured, which takes longer."""
+    hosts = sorted({fact.host for fact in facts})
+    for pattern, _ in cluster_of:
+        if not any(fnmatch(host, pattern) for host in hosts):
+            raise ValueError(f"no host matches {pattern}; the hosts are {', '.join(hosts)}")
+
+
+def make_topology(
+    facts: Sequence[RankFacts], links: Sequence[MeasuredLink], cluster_of: Sequence[tuple[str, str]] = ()
+) -> tuple[Topology, tuple[int, ...]]:
+    """The topology of the machines.
+
+    Machines whose fastest NIC is of the same kind form a cluster. A bandwidth between two machines is assigned to the
+    fastest kind of NIC that its protocol uses: for Gloo this is Ethernet, for NCCL the fastest kind that both machines
+    have. The bandwidth between two machines is that of the slower one, so the bandwidth of a machine is the largest
+    that was measured with it.
+
+    Returns:
+        The topology, and for each of its ranks the rank that was measured. They differ if the machines of a cluster
+        were not started one after the other.
+    """
+    nodes = nodes_of(facts)
+    names = _unique([facts[ranks[0]].host for ranks in nodes])
+    check_patterns(facts, cluster_of)
+    cluster_names = [_cluster_name(facts[ranks[0]], cluster_of) for ranks in nodes]
+    clusters = list(dict.fromkeys(cluster_names))
+    order = sorted(range(len(nodes)), key=lambda number: clusters.index(cluster_names[number]))
+    kinds = _kinds(facts)
+    fastest: dict[str, float] = {}
+    for fact, kind in zip(facts, kinds, strict=True):
+        fastest[kind.name] = max(fastest.get(kind.name, 0.0), fact.flops)
+
+    measured = _by_nodes(nodes, links)
+    devices: list[Device] = []
+    made: list[Node] = []
+    for place, number in enumerate(order):
+        ranks, cluster = nodes[number], clusters.index(cluster_names[number])
+        first = len(devices)
+        for rank in ranks:
+            share = facts[rank].flops / fastest[kinds[rank].name]
+            devices.append(Device(kinds[rank], place, cluster, 1.0 if share > 1 - TOLERANCE else float(f"{share:.3g}")))
+        neighbors = {
+            other: measured[min(number, other), max(number, other)]
+            for other in range(len(nodes))
+            if other != number and cluster_names[other] == cluster_names[number]
+        }
+        nics = _nics(number, nodes, facts, neighbors)
+        inside = _inside(kinds[ranks[0]].name, measured.get((number, number), []))
+        made.append(Node(names[number], cluster, tuple(range(first, len(devices))), inside, nics))
+    between = []
+    for i in range(len(clusters)):
+        for j in range(i + 1, len(clusters)):
+            best = [
+                _best(found)
+                for (one, other), found in measured.items()
+                if {cluster_names[one], cluster_names[other]} == {clusters[i], clusters[j]} and found
+            ]
+            if best:
+                between.append((i, j, _middle(best, ETHERNET)))
+    topology = Topology(tuple(devices), tuple(made), tuple(clusters), tuple(between))
+    return topology, tuple(rank for number in order for rank in nodes[number])
+
+
+def _kinds(facts: Sequence[RankFacts]) -> list[DeviceKind]:
+    """The kind of each rank's device. Devices with one name and similar memory are one kind, which has the smallest
+    memory and the highest speed among them. Of a CPU's memory, what the processes use already is reserved."""
+    groups: dict[str, list[list[int]]] = {}
+    for rank in sorted(range(len(facts)), key=lambda rank: -facts[rank].memory_bytes):
+        name = kind_name(facts[rank].device, facts[rank].memory_bytes)
+        alike = groups.setdefault(name, [])
+        if alike and facts[rank].memory_bytes >= (1 - MEMORY_TOLERANCE) * facts[alike[-1][0]].memory_bytes:
+            alike[-1].append(rank)
+        else:
+            alike.append([rank])
+    kinds: dict[int, DeviceKind] = {}
+    for name, several in groups.items():
+        for number, ranks in enumerate(several):
+            own_name = name if number == 0 else f"{name}-{number + 1}"
+            memory = min(facts[rank].memory_bytes for rank in ranks)
+            flops = float(f"{max(facts[rank].flops for rank in ranks):.3g}")
+            if (preset := GPUS.get(own_name)) is not None:
+                memory, flops = min(memory, preset.memory_bytes), preset.flops
+            reserve = usual_memory_reserve(memory)
+            if facts[ranks[0]].device == "cpu":
+                used = max(facts[rank].used_bytes for rank in ranks)
+                reserve = min(math.ceil(used / RESERVE_STEP) * RESERVE_STEP, memory - 1)
+            own = DeviceKind(own_name, memory, flops, reserve)
+            kinds.update(dict.fromkeys(ranks, own))
+    return [kinds[rank] for rank in range(len(facts))]
+
+
+def _cluster_name(fact: RankFacts, cluster_of: Sequence[tuple[str, str]]) -> str:
+    for pattern, name in cluster_of:
+        if fnmatch(fact.host, pattern):
+            return name
+    return _fastest_kinds(fact)[0].lower()
+
+
+def _fastest_kinds(fact: RankFacts) -> list[str]:
+    """Kinds of NIC, the fastest first. Ethernet is always included, because measuring uses it."""
+    rates: dict[str, float] = {}
+    for nic in fact.nics:
+        rates[nic.kind] = max(rates.get(nic.kind, 0.0), nic.bytes_per_second or 0.0)
+    remote_memory = sorted((kind for kind in rates if kind != ETHERNET), key=lambda kind: -rates[kind])
+    return [*remote_memory, ETHERNET]
+
+
+def _by_nodes(
+    nodes: Sequence[Sequence[int]], links: Iterable[MeasuredLink]
+) -> dict[tuple[int, int], list[MeasuredLink]]:
+    """Links by the two machines, the lower number first."""
+    node = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
+    found: dict[tuple[int, int], list[MeasuredLink]] = {
+        (one, other): [] for one in range(len(nodes)) for other in range(one, len(nodes))
+    }
+    for link in links:
+        one, other = sorted(node[rank] for rank in link.ranks)
+        found[one, other].append(link)
+    return found
+
+
+def _best(links: Iterable[MeasuredLink]) -> MeasuredLink:
+    return max(links, key=lambda link: link.bytes_per_second)
+
+
+def _nics(
+    number: int,
+    nodes: Sequence[Sequence[int]],
+    facts: Sequence[RankFacts],
+    neighbors: Mapping[int, Sequence[MeasuredLink]],
+) -> tuple[Channel, ...]:
+    """NICs of a machine by descending bandwidth, as measured with other machines of the cluster, otherwise nominal."""
+    fact = facts[nodes[number][0]]
+    own = _fastest_kinds(fact)
+    by_kind: dict[str, list[MeasuredLink]] = {}
+    for other, links in neighbors.items():
+        common = [kind for kind in own if kind in _fastest_kinds(facts[nodes[other][0]])]
+        for link in links:
+            by_kind.setdefault(common[0] if link.protocol == "nccl" else ETHERNET, []).append(link)
+    nics = []
+    for kind in own:
+        nominal = [nic.bytes_per_second for nic in fact.nics if nic.kind == kind and nic.bytes_per_second]
+        if kind in by_kind:
+            nics.append(_channel(kind, _best(by_kind[kind]), by_kind[kind]))
+        elif nominal:
+            nics.append(Channel(kind, max(nominal)))
+    return tuple(sorted(nics, key=lambda nic: -nic.bytes_per_second))
+
+
+def _inside(kind: str, links: Sequence[MeasuredLink]) -> Channel:
+    """The channel between the devices of a machine, with the median of the measured bandwidths."""
+    usual = INSIDE.get(kind)
+    name = usual.kind if usual else "local" if kind.startswith("cpu") else "PCIe"
+    by_pair: dict[tuple[int, int], list[MeasuredLink]] = {}
+    for link in links:
+        by_pair.setdefault(link.ranks, []).append(link)
+    if not by_pair:
+        return usual or Channel("PCIe", 15.75e9)  # there is one device, so the channel is not used
+    return _middle([_best(found) for found in by_pair.values()], name)
+
+
+def _middle(links: Sequence[MeasuredLink], kind: str) -> Channel:
+    ordered = sorted(links, key=lambda link: link.bytes_per_second)
+    return _channel(kind, ordered[(len(ordered) - 1) // 2], links)
+
+
+def _channel(kind: str, link: MeasuredLink, alike: Sequence[MeasuredLink]) -> Channel:
+    """The bandwidth of ``link`` and the median latency of ``alike``, rounded to three digits, as more are noise."""
+    latencies = sorted(each.latency_seconds for each in alike)
+    latency = latencies[(len(latencies) - 1) // 2]
+    return Channel(kind, float(f"{link.bytes_per_second:.3g}"), float(f"{latency:.3g}"))
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """The names, with a number added to duplicates: a second "host" becomes "host-2"."""
+    taken: set[str] = set()
+    unique = []
+    for name in names:
+        number, candidate = 1, name
+        while candidate in taken:
+            number += 1
+            candidate = f"{name}-{number}"
+        taken.add(candidate)
+        unique.append(candidate)
+    return unique

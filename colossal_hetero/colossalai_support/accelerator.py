@@ -1,0 +1,268 @@
+"""Colossal-AI on a CPU: a quiet import, and the missing parts of its CPU accelerator.
+
+Importing this module imports Colossal-AI without its import-time warnings, applies the corrections of
+:mod:`.corrections`, and lets process groups end as :mod:`.processes.group_destruction` says. If there is
+no GPU or NPU, it also registers :class:`HeteroCpuAccelerator` through ``colossalai.accelerator.set_accelerator`` and
+applies the patches of :mod:`.cpu`. Every module of this package that uses Colossal-AI must import this
+one first; no other module treats a CPU specially.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+__all__ = ["SET_CONNECTIONS_LATE", "HeteroCpuAccelerator", "HostEvent", "HostStream", "quiet_import"]
+
+
+def _is_not_kernel_notice(record: logging.LogRecord) -> bool:
+    """Whether a log record of bitsandbytes is not its notice about a missing CPU kernel."""
+    return not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
+
+
+@contextmanager
+def quiet_import() -> Iterator[None]:
+    """Hide the warnings that Colossal-AI and its dependencies print at import, and no others.
+
+    They are three ``UserWarning`` about optional packages (apex twice, tensornvme), four ``FutureWarning`` about the
+    spelling ``torch.cuda.amp.custom_fwd`` in Colossal-AI's MoE module, and a log record of bitsandbytes about its
+    missing 4-bit CPU kernel. ``DeprecationWarning``, which Python hides outside tests, is ignored so that a test run
+    that turns warnings into errors can import Colossal-AI.
+    """
+    bitsandbytes = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    bitsandbytes.addFilter(_is_not_kernel_notice)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Please install apex from source", UserWarning)
+            warnings.filterwarnings("ignore", "Please install the latest tensornvme", UserWarning)
+            warnings.filterwarnings("ignore", r"`torch\.cuda\.amp\.custom_(fwd|bwd)", FutureWarning)
+            warnings.filterwarnings("ignore", category=DeprecationWarning)
+            yield
+    finally:
+        bitsandbytes.removeFilter(_is_not_kernel_notice)
+
+
+# Colossal-AI's fp8 module compiles functions when it is imported. For that, torch would start one process per core in
+# every rank, which take seconds and half a gigabyte each even if nothing is compiled. Start them on demand instead.
+os.environ.setdefault("TORCH_WARM_POOL", "0")
+
+# Migrated work has a communicator of its own. NCCL may deadlock if ranks run operations of two communicators in
+# different orders. They are launched in one order on all ranks; from version 2.26 on, NCCL also keeps that order on the
+# device. Before, CUDA_DEVICE_MAX_CONNECTIONS=1, which Colossal-AI sets, has that effect.
+os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+
+SET_CONNECTIONS_LATE = torch.cuda.is_initialized() and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
+"""Whether CUDA was initialized before Colossal-AI has set that variable, which then has no effect."""
+
+with quiet_import():
+    import colossalai
+    import colossalai.booster.plugin
+    import colossalai.moe._operation
+    import colossalai.shardformer.policies.auto_policy  # noqa: F401  (policies are imported later; their warnings are hidden here)
+    from colossalai.accelerator import CpuAccelerator, get_accelerator, set_accelerator
+
+    from ..common.ranks import destroy_without_lock
+    from .corrections import correct_colossalai
+
+_PROCESS_STATUS = Path("/proc/self/status")
+_PROCESS_CLEAR_REFS = Path("/proc/self/clear_refs")
+
+
+class HostStream(torch.cpu.Stream):
+    """The CPU's only stream, in program order: all earlier work is done."""
+
+    def synchronize(self) -> None:
+        """Return at once: nothing is pending."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Return at once: nothing is pending."""
+
+    def wait_event(self, event: Any) -> None:
+        """Return at once: nothing is pending."""
+
+    def record_event(self, event: HostEvent | None = None) -> HostEvent:
+        """Record ``event``, or a new event if it is None, and return it."""
+        event = HostEvent() if event is None else event
+        event.record()
+        return event
+
+    def query(self) -> bool:
+        return True
+
+
+class HostEvent:
+    """A moment in the CPU's program order, with the methods of ``torch.cuda.Event``."""
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.enable_timing = enable_timing
+        self._seconds: float | None = None
+
+    def record(self, stream: Any = None) -> None:
+        self._seconds = time.perf_counter()
+
+    def wait(self, stream: Any = None) -> None:
+        """Return at once: work in program order is done when it is recorded."""
+
+    def synchronize(self) -> None:
+        """Return at once: work in program order is done when it is recorded."""
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end_event: HostEvent) -> float:
+        """Milliseconds from the recording of this event to that of ``end_event``."""
+        if not (self.enable_timing and end_event.enable_timing):
+            raise RuntimeError("both events must be made with enable_timing=True to measure the time between them")
+        if self._seconds is None or end_event._seconds is None:
+            raise RuntimeError("both events must be recorded before the time between them can be read")
+        return (end_event._seconds - self._seconds) * 1e3
+
+
+_HOST_STREAM = HostStream()
+
+
+class HeteroCpuAccelerator(CpuAccelerator):
+    """Colossal-AI's CPU accelerator, completed: one device, work in program order, resident memory as device memory."""
+
+    def current_device(self) -> int:
+        return 0
+
+    def set_device(self, device: torch.device | int | None = None) -> None:
+        """Do nothing: there is only one CPU device."""
+
+    def device_count(self) -> int:
+        return 1
+
+    def get_device_name(self, device: torch.device | int | None = None) -> str:
+        return "cpu"
+
+    def synchronize(self, device: torch.device | int | None = None) -> None:
+        """Return at once: CPU work is in program order."""
+
+    # Random state ---------------------------------------------------------------------------------------
+
+    def get_rng_state(self, device: torch.device | int | str | None = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def get_rng_state_all(self) -> list[torch.Tensor]:
+        return [torch.get_rng_state()]
+
+    def set_rng_state_all(self, new_states: list[torch.Tensor]) -> None:
+        torch.set_rng_state(new_states[0])
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def seed(self) -> None:
+        torch.seed()
+
+    def seed_all(self) -> None:
+        torch.seed()
+
+    def initial_seed(self) -> int:
+        return torch.initial_seed()
+
+    # Memory: bytes of this process's resident set ---------------------------------------------------------
+
+    def empty_cache(self) -> None:
+        """Do nothing: the CPU allocator has no cache."""
+
+    def memory_allocated(self, device: Any = None) -> int:
+        return psutil.Process().memory_info().rss
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        """The peak of the resident set in bytes: on Linux since the last :meth:`reset_peak_memory_stats`.
+
+        On other systems it is the peak since the process started.
+        """
+        with suppress(OSError):
+            for line in _PROCESS_STATUS.read_text().splitlines():
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+    def memory_reserved(self, device: Any = None) -> int:
+        return self.memory_allocated(device)
+
+    def max_memory_reserved(self, device: Any = None) -> int:
+        return self.max_memory_allocated(device)
+
+    def memory_stats(self, device: Any = None) -> dict[str, int]:
+        """Current and peak resident bytes under the names that ``torch.cuda.memory_stats`` gives them."""
+        return {
+            "allocated_bytes.all.current": self.memory_allocated(device),
+            "allocated_bytes.all.peak": self.max_memory_allocated(device),
+        }
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        """Set the peak to the current resident set, if the kernel supports and permits it."""
+        with suppress(OSError):
+            _PROCESS_CLEAR_REFS.write_text("5")  # proc(5): 5 resets the peak resident set size, VmHWM
+
+    def reset_max_memory_allocated(self, device: Any = None) -> None:
+        self.reset_peak_memory_stats(device)
+
+    def reset_max_memory_cached(self, device: Any = None) -> None:
+        self.reset_peak_memory_stats(device)
+
+    # Streams and events: objects without effect, because CPU work is in program order ---------------------------------
+
+    def Stream(self, device: Any = None, priority: int = 0, **kwargs: Any) -> HostStream:
+        return HostStream()
+
+    def Event(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> HostEvent:
+        return HostEvent(enable_timing)
+
+    def current_stream(self, device: Any = None) -> HostStream:
+        return _HOST_STREAM
+
+    def default_stream(self, device: Any = None) -> HostStream:
+        return _HOST_STREAM
+
+    def set_stream(self, stream_: Any) -> None:
+        """Do nothing: there is only one stream."""
+
+    def stream(self, stream_: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    # Mixed precision ------------------------------------------------------------------------------------------
+
+    def autocast(
+        self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True
+    ) -> AbstractContextManager[Any]:
+        return torch.autocast("cpu", dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+
+
+def _set_up_cpu() -> None:
+    """Register the CPU accelerator and patch Colossal-AI, if there is no GPU or NPU.
+
+    If there is one, ``get_accelerator`` chooses it and nothing is changed. A plain ``CpuAccelerator`` that was chosen
+    before is replaced; that is safe, because its users call ``get_accelerator`` each time.
+    """
+    if get_accelerator().name != "cpu":
+        return
+    if not isinstance(get_accelerator(), HeteroCpuAccelerator):
+        set_accelerator(HeteroCpuAccelerator())
+    from .cpu import patch_colossalai
+
+    patch_colossalai()
+
+
+correct_colossalai()
+destroy_without_lock()
+_set_up_cpu()

@@ -1,1 +1,0 @@
-"""The subcommands of ``colossal-hetero``, one a file. Their heavy imports happen when they run."""

@@ -1,1 +1,0 @@
-"""Commands around a training job: its processes, their store, its checkpoints."""

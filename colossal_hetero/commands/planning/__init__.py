@@ -1,1 +1,0 @@
-"""Commands that plan, price and compare plans."""

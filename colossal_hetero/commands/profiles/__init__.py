@@ -1,1 +1,0 @@
-"""Commands that find out what there is: machines, and the times and sizes of layers."""

@@ -1,0 +1,282 @@
+"""JSON files that people read and edit: laid out for reading, written atomically, with mistakes named in words."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+__all__ = [
+    "FilePart",
+    "check_file",
+    "check_units",
+    "check_writable",
+    "default_folder",
+    "errors_in_words",
+    "field_names",
+    "load_json_file",
+    "read_json",
+    "read_text",
+    "replacing",
+    "write_json",
+]
+
+
+# Atomic --------------------------------------------------------------------------------------------------------------
+
+
+OPEN_FILES = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/self/fd/")
+"""Files that the process has open already: if they are regular files, others may be writing to them too."""
+
+
+@contextmanager
+def replacing(path: Path | str) -> Iterator[Path]:
+    """The path of a temporary file. When the block ends, its content is that of ``path``.
+
+    The temporary file is beside ``path`` and replaces it. If ``path`` is a symbolic link, the file that it leads to is
+    replaced, and the link stays. A device or a pipe, such as ``/dev/stdout``, is not replaced but written to.
+
+    If the block raises an error, ``path`` stays as it was and the temporary file is removed.
+    """
+    path = Path(path)
+    if _is_stream(path):
+        with tempfile.TemporaryDirectory() as folder:
+            temporary = Path(folder) / path.name
+            yield temporary
+            with temporary.open("rb") as content, path.open("ab") as stream:
+                shutil.copyfileobj(content, stream)
+        return
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        yield temporary
+        if target.exists():
+            shutil.copymode(target, temporary)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def check_writable(path: Path | str) -> None:
+    """Check, before the work starts, that its result can be written to ``path``."""
+    path = Path(path)
+    is_stream = _is_stream(path)
+    target = path if is_stream else Path(os.path.realpath(path))
+    if target.is_dir():
+        raise ValueError(f"cannot write {path}: it is a folder; give the name of a file")
+    if target.exists() and not os.access(target, os.W_OK):
+        raise ValueError(f"cannot write {path}: no permission to change this file")
+    if is_stream:
+        return
+    if not target.parent.is_dir():
+        folder = target.parent if path.is_symlink() else path.parent
+        raise ValueError(f"cannot write {path}: there is no folder {folder}")
+    # Root passes the check of permissions also where a file system is read-only or has no files, such as /proc.
+    try:
+        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name[:40]}."):
+            pass
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: no file can be made in {target.parent}: {error.strerror}") from None
+
+
+def _is_stream(path: Path) -> bool:
+    """Whether ``path`` is something that bytes are written to, but not a file that can be replaced."""
+    if str(path).startswith(OPEN_FILES):
+        return True
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def read_json(path: Path | str) -> tuple[str, Any]:
+    """A file's text and its content."""
+    text = read_text(path, "JSON")
+    try:
+        return text, json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path} cannot be read: its lists or objects are nested too deeply") from None
+
+
+def read_text(path: Path | str, file_format: str) -> str:
+    """The text of a file in UTF-8, without a byte order mark."""
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not {file_format}: {error}") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def write_json(content: Any, path: Path | str, *, fill: bool = False) -> None:
+    """Write a file atomically: readers see the old file or the complete new one. See :func:`.atomic.replacing`."""
+    with replacing(path) as temporary:
+        temporary.write_text(_lay_out(content, fill, 0) + "\n", encoding="utf-8")
+
+
+LINE_LENGTH = 110
+"""Characters per line at most, without indentation."""
+
+
+def _lay_out(value: Any, fill: bool, depth: int) -> str:
+    """Indented JSON. Lists and objects that hold only simple values are on one line, if the line is not too long."""
+    if not isinstance(value, dict | list | tuple) or not value:
+        return json.dumps(value, ensure_ascii=False)
+    is_object = isinstance(value, dict)
+    members = list(value.values()) if isinstance(value, dict) else list(value)
+    texts = [_lay_out(member, fill, depth + 1) for member in members]
+    if isinstance(value, dict):
+        texts = [f"{json.dumps(str(key), ensure_ascii=False)}: {text}" for key, text in zip(value, texts, strict=True)]
+    joined = ", ".join(texts)
+    joined = f"{{ {joined} }}" if is_object else f"[{joined}]"
+    if len(joined) <= LINE_LENGTH and not any(isinstance(member, dict | list | tuple) for member in members):
+        return joined
+    lines = [f"{text}," for text in texts[:-1]] + texts[-1:]
+    if fill and is_object and not any("\n" in text or "{" in text for text in texts):
+        lines = _fill(lines)
+    start, end = "{}" if is_object else "[]"
+    return f"\n{'  ' * (depth + 1)}".join([start, *lines]) + f"\n{'  ' * depth}{end}"
+
+
+def _fill(texts: Sequence[str]) -> list[str]:
+    lines = [texts[0]]
+    for text in texts[1:]:
+        if len(lines[-1]) + 1 + len(text) <= LINE_LENGTH:
+            lines[-1] += f" {text}"
+        else:
+            lines.append(text)
+    return lines
+
+
+def check_units(units: Mapping[str, str], read: Mapping[str, str]) -> None:
+    """Raise ``ValueError`` unless the ``units`` in a file are those in which its numbers are ``read``."""
+    if units != read:
+        changed = next(name for name in [*read, *units] if units.get(name) != read.get(name))
+        raise ValueError(
+            f"{changed} is in {units.get(changed)!r}, but is read in {read.get(changed)!r}; "
+            "the units cannot be chosen: convert the numbers, or leave the field out"
+        )
+
+
+def errors_in_words(error: ValidationError, names: Iterable[str]) -> str:
+    """Every wrong field and what is wrong with it, on one line."""
+    names = list(names)
+    errors = error.errors()
+    # If all elements of a list are wrong, pydantic also reports the list as too short.
+    deeper = {each["loc"][:end] for each in errors for end in range(len(each["loc"]))}
+    return "; ".join(
+        _in_words(each, names) for each in errors if not (each["type"] == "too_short" and each["loc"] in deeper)
+    )
+
+
+def _in_words(error: Any, names: Sequence[str]) -> str:
+    place = ""
+    for part in error["loc"]:
+        place += f"[{part}]" if isinstance(part, int) else f".{part}" if place else str(part)
+    kind, limits = error["type"], error.get("ctx", {})
+    if kind == "missing":
+        return f"{place} is missing"
+    if kind == "extra_forbidden":
+        close = get_close_matches(str(error["loc"][-1]), names, n=1)
+        return f"{place} is not a field" + (f"; did you mean {close[0]}?" if close else "")
+    words = {
+        "greater_than": f"must be above {limits.get('gt')}",
+        "greater_than_equal": f"must be at least {limits.get('ge')}",
+        "less_than_equal": f"must be at most {limits.get('le')}",
+        "finite_number": "must be a finite number",
+        "too_short": "must not be empty",
+        "string_too_short": "must not be empty",
+        "too_long": f"must have at most {limits.get('max_length')} values",
+        "int_type": "must be a whole number",
+        "int_from_float": "must be a whole number",
+        "int_parsing": "must be a whole number",
+        "float_type": "must be a number",
+        "float_parsing": "must be a number",
+        "string_type": "must be text",
+        "bool_type": "must be true or false",
+        "tuple_type": "must be a list",
+        "model_type": "must be an object",
+        "dict_type": "must be an object",
+    }
+    if kind == "value_error":
+        return f"{place}: {limits['error']}" if place else str(limits["error"])
+    value = repr(error["input"])
+    shown = value if len(value) <= 60 else f"{value[:57]}..."
+    return f"{place} is {shown}: {words.get(kind, error['msg'])}"
+
+
+# Cache folder --------------------------------------------------------------------------------------------------------
+
+
+def default_folder() -> Path:
+    """``$XDG_CACHE_HOME/colossal_hetero``, or ``~/.cache/colossal_hetero``."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "colossal_hetero"
+
+
+# Schema --------------------------------------------------------------------------------------------------------------
+
+
+class FilePart(BaseModel):
+    """A part of a file: immutable, unknown fields are errors, and numbers are finite."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
+
+
+File = TypeVar("File", bound=FilePart)
+
+
+def load_json_file(
+    path: Path | str,
+    model: type[File],
+    *,
+    kind: str,
+    schema: int,
+    remedy: str = "",
+    other_kind: Callable[[Mapping[str, Any]], str | None] = lambda content: None,
+) -> File:
+    """Read a JSON file; arguments as in :func:`check_file`."""
+    text, content = read_json(path)
+    return check_file(str(path), content, text, model, kind=kind, schema=schema, remedy=remedy, other_kind=other_kind)
+
+
+def check_file(
+    name: str,
+    content: Any,
+    json_text: str,
+    model: type[File],
+    *,
+    kind: str,
+    schema: int,
+    remedy: str = "",
+    other_kind: Callable[[Mapping[str, Any]], str | None] = lambda content: None,
+) -> File:
+    """Check what was read from a file: its schema version and all its fields."""
+    if not isinstance(content, Mapping) or "schema" not in content:
+        raise ValueError(f'{name} is not a {kind}: it has no "schema"')
+    if content["schema"] != schema or isinstance(content["schema"], bool):
+        advice = f"; {remedy}" if remedy else ""
+        raise ValueError(f"{name} has schema {content['schema']!r}, this version reads schema {schema}{advice}")
+    reason = other_kind(content)
+    if reason is not None:
+        raise ValueError(f"{name} is not a {kind}: {reason}")
+    try:
+        return model.model_validate_json(json_text, strict=True)
+    except ValidationError as error:
+        raise ValueError(f"{name}: {errors_in_words(error, field_names(model))}") from None
+
+
+def field_names(model: type[BaseModel]) -> list[str]:
+    """Names of all fields of ``model`` and of the models in it, as they are in the file; sorted."""
+    schema = model.model_json_schema()
+    parts = [schema, *schema.get("$defs", {}).values()]
+    return sorted({name for part in parts for name in part.get("properties", ())})

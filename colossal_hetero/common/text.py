@@ -1,0 +1,140 @@
+"""Numbers for people: plurals, and one unit and equally many decimals per column."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from pydantic import Field
+
+__all__ = [
+    "Amount",
+    "ByteCount",
+    "BytesPerSecond",
+    "Factor",
+    "Flops",
+    "MarkedError",
+    "NonNegative",
+    "PositiveCount",
+    "PositiveSeconds",
+    "Seconds",
+    "aligned",
+    "byte_unit",
+    "count",
+    "duration",
+    "parse_rank_factors",
+    "spans",
+    "times",
+]
+
+
+def count(number: int, noun: str) -> str:
+    """A number with its noun, e.g. "1 rank", "1,024 ranks", "2 batches"."""
+    ending = "" if number == 1 else "es" if noun.endswith(("s", "x", "ch")) else "s"
+    return f"{number:,} {noun}{ending}"
+
+
+def aligned(values: Sequence[float]) -> list[str]:
+    """Numbers with equally many decimals: so many that the largest has four digits, but at most three decimals."""
+    largest = max(values, default=0.0)
+    decimals = 3 if largest <= 0 else min(max(3 - math.floor(math.log10(largest)), 0), 3)
+    return [f"{value:,.{decimals}f}" for value in values]
+
+
+def times(*columns: Sequence[float]) -> tuple[Any, ...]:
+    """The unit that suits the longest of these seconds (s, ms or µs), and each column as text in that unit."""
+    longest = max((value for column in columns for value in column), default=0.0)
+    factor, unit = next(((f, u) for f, u in ((1.0, "s"), (1e3, "ms")) if longest * f >= 1.0), (1e6, "µs"))
+    largest = [value * factor for column in columns for value in column]
+    texts = iter(aligned(largest))
+    return (unit, *([next(texts) for _ in column] for column in columns))
+
+
+def duration(seconds: float) -> str:
+    """A time with its unit, e.g. "1.234 s" or "0.5 µs"."""
+    unit, (text,) = times([seconds])
+    return f"{text} {unit}"
+
+
+def byte_unit(size: float) -> tuple[float, str]:
+    """The unit that suits ``size`` (KiB, MiB or GiB), in bytes, and its name."""
+    return next(((u, name) for u, name in ((2.0**30, "GiB"), (2.0**20, "MiB")) if size >= u), (2.0**10, "KiB"))
+
+
+def spans(ranks: Sequence[int], max_parts: int = 6) -> str:
+    """Ascending ranks in short: "0-3, 5". With more than ``max_parts`` ranges, the first ranges and the last rank."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], rank]
+        else:
+            parts.append([rank])
+    texts = ["-".join(map(str, part)) for part in parts]
+    if len(texts) <= max_parts:
+        return ", ".join(texts)
+    return f"{', '.join(texts[: max_parts - 2])}, …, {ranks[-1]} ({len(ranks)} ranks)"
+
+
+# Quantities ----------------------------------------------------------------------------------------------------------
+
+
+MAX_SECONDS = 1e15
+"""About 30 million years."""
+MAX_BYTES = 10**18
+MAX_COUNT = 10**9
+
+Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS)]
+PositiveSeconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
+ByteCount = Annotated[int, Field(ge=0, le=MAX_BYTES)]
+Amount = Annotated[float, Field(ge=0, le=MAX_BYTES)]
+"""A predicted number of bytes."""
+BytesPerSecond = Annotated[float, Field(ge=1e-6, le=1e30)]
+Flops = Annotated[float, Field(ge=1, le=1e30)]
+"""FLOP/s."""
+Factor = Annotated[float, Field(ge=1e-9, le=1e12)]
+NonNegative = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+PositiveCount = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+
+
+# Marked error --------------------------------------------------------------------------------------------------------
+
+
+WIDTH = 110
+"""Characters of the line that are shown at most."""
+
+
+class MarkedError(ValueError):
+    """An error at one place of a line of text; as a string, the message names the column."""
+
+    def __init__(self, message: str, line: str, place: int) -> None:
+        super().__init__(f"column {place + 1}: {message}")
+        self.line = line
+        self.place = place
+
+    @property
+    def pointer(self) -> str:
+        """The line, and below it a mark at the place of the error; of a long line the part around it."""
+        first = max(0, min(self.place - WIDTH // 2, len(self.line) - WIDTH))
+        shown = self.line[first : first + WIDTH].replace("\n", " ").replace("\t", " ")
+        return f"  {shown}\n  {' ' * (self.place - first)}^"
+
+
+# Rank factors --------------------------------------------------------------------------------------------------------
+
+
+def parse_rank_factors(text: str) -> dict[int, float]:
+    """Factors by rank: ``"1:4,3:2.5"`` gives ``{1: 4.0, 3: 2.5}``. Which ranks and factors are valid is not checked."""
+    factors: dict[int, float] = {}
+    for part in text.split(","):
+        rank_text, _, factor_text = part.partition(":")
+        try:
+            rank, factor = int(rank_text), float(factor_text)
+        except ValueError:
+            raise ValueError(
+                f"{part!r} is not RANK:FACTOR; for example, 3:2 means that rank 3 takes twice as long"
+            ) from None
+        if rank in factors:
+            raise ValueError(f"rank {rank} is given twice in {text!r}")
+        factors[rank] = factor
+    return factors

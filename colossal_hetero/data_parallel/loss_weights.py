@@ -1,0 +1,289 @@
+"""What a batch counts in the mean over its global batch, by the name of what its loss is a mean over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import default_collate
+
+from ..colossalai_support.accelerator import get_accelerator
+from ..common.ranks import on_every_rank
+from ..profiling.aborted_step import find_zero_optimizer
+from ..profiling.loss_mean import COMPARED, IGNORED, found_mean, ignored_labels, labels_of
+from ..profiling.training_step import TrialRun, with_dicts
+from .progress import MicroBatch
+
+__all__ = [
+    "WORDS",
+    "CountedTotal",
+    "SampleTotal",
+    "TotalWeight",
+    "found_weight",
+    "refuse_ignored",
+    "samples_in",
+    "weight_function",
+]
+
+
+def tokens(batch: Any) -> int:
+    """The number of labels (see :func:`.labels_of`) that are not ``IGNORED``."""
+    return _counted(_labels(batch))
+
+
+def next_tokens(batch: Any) -> int:
+    """As :func:`tokens`, without the first label of each sequence, for which there is no prediction."""
+    labels = _labels(batch)
+    if labels.dim() != 2:
+        raise TypeError(f'weight_by="next_tokens" needs labels [samples, tokens], not {list(labels.shape)}')
+    return _counted(labels[:, 1:])
+
+
+WEIGHT_OF: dict[str, Callable[[Any], int]] = {"tokens": tokens, "next_tokens": next_tokens}
+"""The count of a batch, by name."""
+
+
+WORDS = {
+    "samples": "by samples",
+    "tokens": "by tokens whose label is not -100",
+    "next_tokens": "by tokens whose label is not -100, without the first of each sequence",
+}
+
+
+def weight_function(weight_by: str | Callable[[Any], Any]) -> Callable[[Any], Any] | None:
+    """The function that counts a batch; None if samples are counted."""
+    return weight_by if callable(weight_by) else WEIGHT_OF.get(weight_by)
+
+
+def found_weight(trial: TrialRun, precision: str) -> str:
+    """What the user's loss is a mean over, found by comparing losses. Every rank calls it; see :func:`.found_mean`."""
+    found = found_mean(trial, precision)
+    if found.kind in WORDS:
+        return found.kind
+    why = f" ({found.reason})" if found.reason else ""
+    if found.kind == "undecided":
+        raise ValueError(
+            f"what the loss is a mean over cannot be found out by comparing losses{why}, but micro-batches of "
+            'different sizes need the right weights: give weight_by="samples" if the loss is the mean over the samples '
+            'of a batch, "tokens" or "next_tokens" if it is one over labels that are not -100, or a function of a '
+            "batch that returns what its loss was divided by"
+        )
+    raise ValueError(
+        f"the loss of two samples together is not the mean of their losses{why}, so micro-batches of different sizes "
+        "need weights that the plugin cannot find out: give weight_by, a function of a batch that returns what its "
+        'loss was divided by, such as lambda batch: batch["mask"].sum(). If the loss compares the samples of a '
+        'batch with each other, it depends on how they are divided; weight_by="samples" trains all the same'
+    )
+
+
+def refuse_ignored(criterion: Any) -> Callable[[Any], None]:
+    """What refuses batches with labels that the loss may leave out, if no sample that was compared had any.
+
+    Segmentation maps ``[samples, height, width]`` often have 255 for pixels without a class.
+    """
+    ignored = ignored_labels(criterion)
+
+    def check(batch: Any) -> None:
+        labels = labels_of(batch)
+        if labels is None:
+            return
+        for value in (*ignored, 255) if labels.dim() > 2 else ignored:
+            if bool((labels == value).any()):
+                raise RuntimeError(
+                    f"a batch has labels of {value}, which the samples that were compared before training did not "
+                    "have, so losses are weighted by samples; if the loss is a mean over the other labels, give "
+                    'weight_by="tokens" or "next_tokens" (causal language models) for -100, or a function such as '
+                    f'lambda batch: (batch["labels"] != {value}).sum(), otherwise weight_by="samples"'
+                )
+
+    return check
+
+
+def samples_in(trial: TrialRun) -> Callable[[Any], float] | None:
+    """A function that counts the samples of a batch, which may be fewer than planned; None if they cannot be.
+
+    Only a ``collate_fn`` of the user's leaves samples out. Samples are counted by the first tensor whose first size
+    grows with the number of samples and is the same for all samples, as some batches show; so tokens of sequences that
+    are packed into one tensor are not taken for samples. Every rank calls it, and takes what the first rank finds.
+    """
+    if trial.loader.collate_fn is default_collate:
+        return None
+    found = on_every_rank(lambda: _counted_tensor(trial), "counting the samples of a batch")[0]
+    if found is None:
+        return None
+    place, per_sample = found
+
+    def count(batch: Any) -> float:
+        sizes = _sizes(batch)
+        return (sizes[place] if len(sizes) > place else 0) / per_sample
+
+    return count
+
+
+def _counted_tensor(trial: TrialRun) -> tuple[int, float] | None:
+    """The number of the tensor by which samples are counted, and its first size for one sample."""
+    once, twice = (_sizes(trial.batch([trial.first] * trial.at_once * times)) for times in (1, 2))
+    others = []
+    loader: Any = trial.loader
+    for index in loader.some_samples(COMPARED, 0):
+        with suppress(Exception):  # collate_fn may leave it out
+            others.append(_sizes(trial.batch([index] * trial.at_once)))
+    if any(len(sizes) != len(once) for sizes in (twice, *others)):
+        return None
+    for place, (one, two) in enumerate(zip(once, twice, strict=True)):
+        if 0 < 2 * one == two and all(sizes[place] in (0, one) for sizes in others):
+            return place, one / trial.at_once
+    return None
+
+
+def _sizes(batch: Any) -> list[int]:
+    """The first sizes of the tensors of a batch."""
+    leaves = tree_leaves(with_dicts(batch))
+    return [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
+
+
+def _labels(batch: Any) -> Tensor:
+    labels = labels_of(batch)
+    if labels is None:
+        raise TypeError(
+            'weight_by="tokens" and "next_tokens" need integer labels: in a mapping under the key labels, or as the '
+            "second part of a pair; for other batches give a function of the batch"
+        )
+    return labels
+
+
+def _counted(labels: Tensor) -> int:
+    return int((labels != IGNORED).sum())
+
+
+# Total weight --------------------------------------------------------------------------------------------------------
+
+
+class TotalWeight(Protocol):
+    """Weighs losses by their part of the global batch."""
+
+    is_estimated: bool
+    """Whether the gradients so far are to be corrected."""
+
+    def weighted(self, loss: Tensor, micro_batch: MicroBatch) -> Tensor:
+        """``loss``, the mean over a micro-batch, times its weight."""
+
+    def correct(self, optimizer: Any) -> None:
+        """Correct the gradients before the step of a global batch, if the weights were estimated."""
+
+    def forget(self) -> None:
+        """The gradients so far were dropped."""
+
+
+class SampleTotal:
+    """Weights by samples, whose number in a global batch is known in advance."""
+
+    is_estimated = False
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+
+    def weighted(self, loss: Tensor, micro_batch: MicroBatch) -> Tensor:
+        return loss * (micro_batch.samples * self._ranks / micro_batch.global_samples)
+
+    def correct(self, optimizer: Any) -> None:
+        pass
+
+    def forget(self) -> None:
+        pass
+
+
+class CountedTotal:
+    """Weights by what a function counts in each batch, such as tokens.
+
+    If every rank has one micro-batch in a global batch, the counts are summed over the ranks before the backward pass.
+    Otherwise losses are divided by an estimate, the same on all ranks, and gradients are corrected before the step.
+    """
+
+    def __init__(self, ranks: int, model: nn.Module, *, equal_steps: bool) -> None:
+        self._ranks = ranks
+        self._model = model
+        self._equal_steps = equal_steps
+        self._per_sample: float | None = None
+        """Estimated count of a sample; None before the first global batch."""
+        self._divisor = 1.0
+        self._uncorrected = 0.0
+        """Sum of this rank's counts in an incomplete global batch."""
+        self.is_estimated = False
+        self._samples = 1
+        self._latest: MicroBatch | None = None
+        self._corrected: MicroBatch | None = None
+
+    def weighted(self, loss: Tensor, micro_batch: MicroBatch) -> Tensor:
+        assert micro_batch.weight is not None
+        if micro_batch is self._corrected:
+            raise RuntimeError(
+                "there is a backward pass of a global batch whose gradients were clipped already; clip them after the "
+                "last backward pass"
+            )
+        if micro_batch is not self._latest:
+            self._count(micro_batch, micro_batch.weight)
+        if micro_batch.weight == 0:
+            # The mean over nothing is not a number, and neither is its product with zero.
+            return loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
+        return loss * (micro_batch.weight * self._ranks / self._divisor)
+
+    def correct(self, optimizer: Any) -> None:
+        if not self.is_estimated:
+            return
+        (total,) = self._sum_over_replicas(self._uncorrected)
+        if total > 0:
+            if total != self._divisor:
+                for gradient in _gradients(self._model, optimizer):
+                    gradient.mul_(self._divisor / total)
+            self._per_sample = total / self._samples
+        latest = self._latest
+        self.forget()
+        self._corrected = latest
+
+    def forget(self) -> None:
+        self._uncorrected, self.is_estimated, self._latest, self._corrected = 0.0, False, None, None
+
+    def _count(self, micro_batch: MicroBatch, weight: float) -> None:
+        """Count a micro-batch, and set what the losses of its global batch are divided by."""
+        self._latest = micro_batch
+        if self._equal_steps and micro_batch.step == 0 and micro_batch.is_last:
+            (total,) = self._sum_over_replicas(weight)
+            self._divisor = total or 1.0
+            return
+        if micro_batch.step == 0:
+            if self.is_estimated:
+                raise RuntimeError(
+                    "the gradients of several global batches are accumulated, but the sum of weights (weight_by) of "
+                    "each is known only after its last micro-batch; step after every global batch, or make "
+                    "global_batch_size small enough for one micro-batch per rank"
+                )
+            if self._per_sample is None:
+                total, samples = self._sum_over_replicas(weight, micro_batch.samples)
+                self._per_sample = total / samples if total > 0 else 1.0
+            self._divisor = self._per_sample * micro_batch.global_samples
+            self.is_estimated, self._samples = True, micro_batch.global_samples
+        self._uncorrected += weight
+
+    def _sum_over_replicas(self, *values: float) -> list[float]:
+        sums = torch.tensor(values, dtype=torch.float64, device=get_accelerator().get_current_device())
+        dist.all_reduce(sums)
+        # All ranks of a replica have the same values.
+        return (sums * self._ranks / dist.get_world_size()).tolist()
+
+
+def _gradients(model: nn.Module, optimizer: Any) -> Iterator[Tensor]:
+    """This rank's gradients, which the optimizer is about to use."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            yield parameter.grad
+    zero = find_zero_optimizer(optimizer)
+    for store in () if zero is None else zero.pg_to_grad_store.values():
+        for slices in store._grads_of_params.values():
+            for parts in slices.values():
+                yield from parts

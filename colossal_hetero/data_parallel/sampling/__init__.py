@@ -1,1 +1,0 @@
-"""Which samples each rank draws, and the seeds of their augmentation."""

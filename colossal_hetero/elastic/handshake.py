@@ -1,0 +1,90 @@
+"""How the workers of a world find each other in a store that still has what former worlds wrote.
+
+[Note: handshake] torch's own way (``env://``) uses keys that contain how often torchrun has restarted workers after
+errors. Nodes that join later count from zero, and when a node joins, the others do not count, so that workers would
+read keys of a former world, or wait for ever. So each worker writes a number that nobody has written before. Rank 0
+writes all numbers that it finds. A rank that sees its own number among them confirms it, and rank 0 starts the world
+when all have confirmed; until then, it looks whether a number has changed.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from typing import NamedTuple, Protocol
+
+__all__ = ["Greeting", "KeyStore", "find_each_other"]
+
+PAUSE_SECONDS = 0.02
+
+
+class KeyStore(Protocol):
+    """The part of torch's ``Store`` that is used."""
+
+    def set(self, key: str, value: str) -> None:
+        """Write a key."""
+
+    def get(self, key: str) -> bytes:
+        """Read a key that is there."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are there."""
+
+
+class Greeting(NamedTuple):
+    """What all workers of a world know of each other."""
+
+    token: str
+    """No other world has the same."""
+    nodes: tuple[str, ...]
+    """Of each rank, as torchrun counts ranks."""
+
+
+def find_each_other(store: KeyStore, rank: int, size: int, node: str, limit_seconds: float) -> Greeting:
+    """Find the other workers; all of them call it at once. See [Note: handshake]."""
+    deadline = time.monotonic() + limit_seconds
+    own = f"{secrets.token_hex(8)} {node}"
+    store.set(_key(size, f"here/{rank}"), own)
+    greeting = _invite(store, size, deadline) if rank == 0 else _answer(store, rank, size, own, deadline)
+    if greeting is None:
+        raise RuntimeError(f"not all of {size} workers came within {limit_seconds:g} s (this is rank {rank})")
+    return greeting
+
+
+def _invite(store: KeyStore, size: int, deadline: float) -> Greeting | None:
+    keys, there, token = [_key(size, f"here/{rank}") for rank in range(size)], list[str](), ""
+    while time.monotonic() < deadline:
+        if store.check(keys):
+            now = [store.get(key).decode() for key in keys]
+            if now != there:
+                there, token = now, secrets.token_hex(8)
+                store.set(_key(size, "world"), json.dumps([token, there]))
+            elif all(store.check([_key(size, f"{token}/{rank}")]) for rank in range(1, size)):
+                store.set(_key(size, f"{token}/start"), "1")
+                return _greeting(token, there)
+        time.sleep(PAUSE_SECONDS)
+    return None
+
+
+def _answer(store: KeyStore, rank: int, size: int, own: str, deadline: float) -> Greeting | None:
+    confirmed = ""
+    while time.monotonic() < deadline:
+        if store.check([_key(size, "world")]):
+            token, there = json.loads(store.get(_key(size, "world")))
+            if there[rank] == own:
+                if token != confirmed:
+                    store.set(_key(size, f"{token}/{rank}"), "1")
+                    confirmed = token
+                if store.check([_key(size, f"{token}/start")]):
+                    return _greeting(token, there)
+        time.sleep(PAUSE_SECONDS)
+    return None
+
+
+def _greeting(token: str, there: list[str]) -> Greeting:
+    return Greeting(token, tuple(each.partition(" ")[2] for each in there))
+
+
+def _key(size: int, name: str) -> str:
+    return f"colossal_hetero/{size}/{name}"

@@ -1,0 +1,207 @@
+"""Which part of the model's state each device holds, and what it lacks for another plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+from ..checkpoint.pieces import RunState, TensorPiece
+from ..planner.cluster.topology import Device, Node, Topology
+from ..planner.cost.plan import Plan
+
+__all__ = [
+    "Agreed",
+    "CatchUp",
+    "Held",
+    "HeldLayers",
+    "Recovery",
+    "Standing",
+    "agree",
+    "layers_by_rank",
+    "missing_bytes",
+    "surviving_topology",
+]
+
+
+class HeldLayers(NamedTuple):
+    """The layers on one device: parameters and optimizer state of blocks, or one tensor-parallel part of each."""
+
+    ranges: tuple[tuple[int, int], ...]
+    """``[a, b)`` of blocks."""
+    part: int = 0
+    """Which part, from 0."""
+    parts: int = 1
+    """The tensor-parallel degree."""
+
+
+def layers_by_rank(plan: Plan) -> dict[int, HeldLayers]:
+    """What each rank of a plan holds."""
+    return {
+        rank: HeldLayers(stage.block_ranges, part, len(stage.ranks))
+        for replica in plan.replicas
+        for stage in replica.stages
+        for part, rank in enumerate(stage.ranks)
+    }
+
+
+def missing_bytes(held: HeldLayers | None, needed: HeldLayers | None, block_bytes: Sequence[float]) -> float:
+    """Bytes that a device must get for what is ``needed`` on it, if it holds ``held``."""
+    if needed is None:
+        return 0.0
+    total = sum(sum(block_bytes[start:stop]) for start, stop in needed.ranges) / needed.parts
+    if held is None:
+        return total
+    start = max(needed.part / needed.parts, held.part / held.parts)
+    stop = min((needed.part + 1) / needed.parts, (held.part + 1) / held.parts)
+    kept = sum(block_bytes[block] for block in _blocks(needed) & _blocks(held)) * max(stop - start, 0.0)
+    return max(total - kept, 0.0)
+
+
+def _blocks(layers: HeldLayers) -> set[int]:
+    return {block for start, stop in layers.ranges for block in range(start, stop)}
+
+
+# Held state ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Held:
+    """Parameters, the optimizer's state, and the state of the run."""
+
+    pieces: list[TensorPiece]
+    kinds: dict[str, str]
+    """See :func:`.optimizer_memory.state_entries`."""
+    state: RunState | None
+
+
+# Versions ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How far a rank is."""
+
+    version: int | None
+    """Optimizer steps whose result it holds; None if it holds nothing, as one that has just started."""
+    is_complete: bool
+    """Whether it has all sums of gradients of the next step, so that it can make this step alone."""
+    commit: Any
+    """What the ranks agreed on for its last step; None before the first one."""
+    evaluations: int = 0
+    """Evaluations that all ranks have finished, as far as it knows."""
+    has_results: bool | None = None
+    """Whether it has the results of the evaluation that it is in; None if it is in none."""
+
+
+class CatchUp(Enum):
+    """What a rank does before it goes on."""
+
+    KEEP = "it has the newest state"
+    STEP = "it makes the step that others have made"
+    FORGET = "what it holds is too old, or nothing"
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """The same on all ranks."""
+
+    version: int
+    """Optimizer steps that are done, after each rank has followed its catch_up."""
+    commit: Any
+    """Of the newest step."""
+    catch_ups: tuple[CatchUp, ...]
+    """By rank."""
+
+
+def agree(standings: Sequence[Standing]) -> Agreed | None:
+    """Which state counts, and what each rank does.
+
+    A step is made only by ranks that have the commit, and a commit exists only if every rank had complete sums. So a
+    rank that is one step behind either is complete, or it was not a member when the others made the step.
+
+    Returns:
+        None if no rank holds anything.
+    """
+    newest = max((each for each in standings if each.version is not None), key=_version, default=None)
+    if newest is None:
+        return None
+    version = _version(newest)
+
+    def catch_up(each: Standing) -> CatchUp:
+        if each.version == version:
+            return CatchUp.KEEP
+        behind = each.version is not None and each.version == version - 1
+        return CatchUp.STEP if behind and each.is_complete else CatchUp.FORGET
+
+    return Agreed(version, newest.commit, tuple(map(catch_up, standings)))
+
+
+def _version(standing: Standing) -> int:
+    assert standing.version is not None
+    return standing.version
+
+
+# Survivors -----------------------------------------------------------------------------------------------------------
+
+
+def surviving_topology(cluster: Topology, nodes: Sequence[str]) -> Topology:
+    """The part of a cluster that consists of one device for each member.
+
+    Returns:
+        the devices, numbered like the ranks, on the nodes that have any.
+    """
+    members = Counter(nodes)
+    unknown = sorted(members.keys() - {node.name for node in cluster.nodes})
+    if unknown:
+        raise ValueError(
+            f"node {', '.join(unknown)} is not in the cluster file, which has "
+            f"{', '.join(node.name for node in cluster.nodes)}; add it there, or start it with one of these names"
+        )
+    devices: list[Device] = []
+    kept: list[Node] = []
+    for number, node in enumerate(cluster.nodes):
+        count = members[node.name]
+        if count > len(node.devices):
+            raise ValueError(
+                f"node {node.name} has {len(node.devices)} devices in the cluster file, but {count} members; start at "
+                "most one for each device"
+            )
+        if not count:
+            continue
+        first = len(devices)
+        devices += [dataclasses.replace(cluster.devices[device], node=len(kept)) for device in node.devices[:count]]
+        kept.append(dataclasses.replace(node, devices=tuple(range(first, len(devices)))))
+        assert nodes[first] == node.name == cluster.nodes[number].name, "members are in the order of the cluster"
+    return dataclasses.replace(cluster, devices=tuple(devices), nodes=tuple(kept))
+
+
+# Recovery ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """A change of the world."""
+
+    version: int
+    """Optimizer steps that were done."""
+    before: int
+    """Members."""
+    after: int
+    seconds: float
+    received_bytes: int
+    """By this rank."""
+    iterations_repeated: int
+    """1 if the passes since the last step are run once more, else 0."""
+    reason: str
+
+    def in_words(self) -> str:
+        """For the terminal, of rank 0, and for the log, of every rank."""
+        lost = f"iteration {self.version + 1} is done again" if self.iterations_repeated else "nothing is lost"
+        return (
+            f"{self.before} members became {self.after} after step {self.version}: {self.reason}; {lost}; "
+            f"{self.seconds:.1f} s, {self.received_bytes / 1e6:.1f} MB received by this rank"
+        )

@@ -1,0 +1,388 @@
+"""A process as a member of a job, in one world after the other."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from .job_store import JobStore, WorldConnections
+from .process_groups import LaunchedState, ProcessGroups
+from .rendezvous import Rendezvous, Roster, exits_key
+from .world import NEW, Failure, Formation, JoinTimeoutError, Member, MembershipTiming, StoreLostError, World
+
+__all__ = ["Membership", "Monitor", "WorldEnds"]
+
+
+# World ends ----------------------------------------------------------------------------------------------------------
+
+
+class WorldEnds:
+    """The ends of worlds of a job."""
+
+    def __init__(self, store: JobStore) -> None:
+        self._store = store
+
+    def report(self, round_: int, node: str, reason: str) -> Failure:
+        """Report that a world is broken; the first report of that world, which may be another member's."""
+        value = json.dumps([node, reason, time.time()])
+        return Failure(*json.loads(self._store.compare_set(f"fail/{round_}", "", value)))
+
+    def failure(self, round_: int) -> Failure | None:
+        """The first report of a world, or None."""
+        key = f"fail/{round_}"
+        return Failure(*json.loads(self._store.get(key))) if self._store.check([key]) else None
+
+    def leave(self, round_: int, member: Member, for_good: bool) -> None:
+        """Say that a member leaves a world on purpose, before it does so."""
+        self._store.set(f"left/{round_}/{member.number}", "for good" if for_good else "joins again")
+        if not for_good:
+            self._store.add(exits_key(round_), 1)
+
+    def has_left(self, round_: int, member: Member) -> bool:
+        """Whether a member has left a world on purpose."""
+        return self._store.check([f"left/{round_}/{member.number}"])
+
+    def has_departed(self, round_: int, member: Member) -> bool:
+        """Whether a member has left a world for good."""
+        return self.has_left(round_, member) and self._store.get(f"left/{round_}/{member.number}") == b"for good"
+
+
+# Monitor -------------------------------------------------------------------------------------------------------------
+
+
+BEATS = 4
+"""The thread looks so many times per keep-alive interval whether the next message is due, and who is dead."""
+
+
+class Monitor:
+    """Watches the world of a round, from the end of its rendezvous on."""
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        ends: WorldEnds,
+        roster: Roster,
+        me: Member,
+        connections: WorldConnections,
+        timing: MembershipTiming,
+    ) -> None:
+        self._rendezvous, self._ends, self._me, self._timing = rendezvous, ends, me, timing
+        self._connections = connections
+        self._round, self._members = roster.round, roster.members
+        self.roster = roster
+        """Who was there when the thread last looked; also those who wait."""
+        self.failure: Failure | None = None
+        """Why the world is broken, once this member has noticed it."""
+        self.notice_seconds = 0.0
+        """From the report of the failure until this member noticed it."""
+        self.lost: StoreLostError | None = None
+        """The store's last error; the thread has ended then."""
+        self._watching = True
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="colossal_hetero membership", daemon=True)
+        self._thread.start()
+
+    def fail(self, reason: str) -> None:
+        """Report that the world is broken, and cut its connections."""
+        try:
+            self._notice(self._ends.report(self._round, self._me.node, reason))
+        finally:
+            self._connections.cut()
+
+    def stop_watching(self) -> None:
+        """This member leaves the world, so its end concerns this member no more. It still says that it lives."""
+        self._watching = False
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._watching = False
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        next_beat = 0.0
+        while not self._stopped.wait(self._timing.poll_seconds):
+            try:
+                if time.monotonic() >= next_beat:
+                    self.roster = self._rendezvous.beat()
+                    next_beat = time.monotonic() + self._timing.keep_alive_seconds / BEATS
+                    self._look_for_dead()
+                if self._watching and self.failure is None:
+                    self._notice(self._ends.failure(self._round))
+            except StoreLostError as error:
+                self.lost = error
+                self._connections.cut()
+                return
+            if self._watching and self.failure is not None:
+                self._connections.cut()  # also those that were opened since the last time
+
+    def _look_for_dead(self) -> None:
+        """Report members that have been removed because they were silent, this one included."""
+        if not self._watching or self.failure is not None:
+            return
+        there = {member.number for member in self.roster.members}
+        gone = [member for member in self._members if member.number not in there]
+        dead = [member.node for member in gone if not self._ends.has_left(self._round, member)]
+        if dead and self._watching:
+            silent = f"no sign of life for {self._timing.dead_wait_seconds:g} s from {', '.join(dead)}"
+            self._notice(self._ends.report(self._round, self._me.node, silent))
+
+    def _notice(self, failure: Failure | None) -> None:
+        if failure is not None and self.failure is None:
+            self.notice_seconds = max(0.0, time.time() - failure.seconds)
+            self.failure = failure
+
+
+MAX_ATTEMPTS = 20
+"""So many worlds in a row may break before they are initialized."""
+BREAK_SECONDS = 0.2
+"""From cutting connections to destroying groups: Gloo's threads first hand the errors to those who wait."""
+
+
+class Membership:
+    """This process as a member of a job. The store lives on a machine that stays (``colossal-hetero store``).
+
+    The order of calls::
+
+        membership = Membership(host, port, "job", "node-1", max_members=4)
+        while there is work:
+            membership.form()
+            ...  # make groups
+            membership.seal()
+            try:
+                ...  # train; leave the loop when membership.is_somebody_waiting() on some rank
+            except RuntimeError as error:
+                membership.fail(str(error))
+            membership.leave()
+        membership.depart()
+
+    All methods but ``fail`` must be called on the thread that trains.
+    """
+
+    def __init__(
+        self,
+        store_host: str,
+        store_port: int,
+        job: str,
+        node: str,
+        *,
+        min_members: int = 1,
+        max_members: int,
+        timing: MembershipTiming | None = None,
+        seed: int = 1024,
+        node_order: Sequence[str] = (),
+    ) -> None:
+        if not 1 <= min_members <= max_members:
+            raise ValueError(
+                f"min_members is {min_members} and max_members {max_members}, but they must be 1 <= min_members <= "
+                "max_members"
+            )
+        for name, value in (("job", job), ("node", node)):
+            if not value:
+                raise ValueError(f"the name of the {name} is empty; give it one")
+        self._timing = timing or MembershipTiming()
+        self._places = {name: place for place, name in enumerate(node_order)}
+        self._job, self._max_members = job, max_members
+        self._store = JobStore(store_host, store_port, job, self._timing.store_limit_seconds)
+        self._ends = WorldEnds(self._store)
+        self._rendezvous = Rendezvous(self._store, job, min_members, max_members, self._timing)
+        number = self._store.add("members", 1)
+        self._me = Member(age=NEW, place=number, number=number, node=node, pid=os.getpid())
+        self._groups = ProcessGroups(self._timing.collective_limit_seconds)
+        self._launched = LaunchedState(store_host, store_port, seed)
+        self._monitor: Monitor | None = None
+        self._connections: WorldConnections | None = None
+        self._roster: Roster | None = None
+        self._is_inside = False
+        self._left_seconds = 0.0
+        self._has_departed = False
+        self.world: World | None = None
+        """The world that this process is in."""
+        self.formations: list[Formation] = []
+        """How each world of this process formed, the latest last."""
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why the present world, or the latest one if this process has left it, is broken; None if it is not."""
+        return self._monitor.failure if self._monitor is not None else None
+
+    def form(self) -> World:
+        """Join the next world, wait until it is complete, and initialize torch's default group.
+
+        Survivors of the world before come first and keep their order, new members come last. If a member dies before
+        all are connected, another world forms, also within this call. Afterwards a script is where
+        ``colossalai.launch`` would have left it.
+        """
+        if self._has_departed:
+            raise RuntimeError("this process has departed from the job; make another Membership to join it again")
+        if self._connections is None and dist.is_initialized():
+            raise RuntimeError(
+                "torch.distributed is initialized already; call Membership.form in place of colossalai.launch and "
+                "torch.distributed.init_process_group"
+            )
+        self.leave()
+        before, failure = self._roster, self.failure
+        notice_seconds = self._monitor.notice_seconds if self._monitor is not None else 0.0
+        rendezvous_seconds, attempts = 0.0, 0
+        while True:
+            attempts += 1
+            start = time.monotonic()
+            self._exit(for_good=False)
+            roster = self._rendezvous.join(self._me, before.members if before else ())
+            joined = time.monotonic()
+            rendezvous_seconds += joined - start
+            try:
+                self.world = self._initialize(roster)
+                break
+            except RuntimeError as error:
+                self.fail(f"a member has gone while the world formed: {error}")
+                self.leave()
+                if attempts == MAX_ATTEMPTS:
+                    raise JoinTimeoutError(
+                        f"job {self._job}: {MAX_ATTEMPTS} worlds in a row broke before they were initialized"
+                    ) from error
+        gone, departed, new = self._changes(before, roster)
+        self.formations.append(
+            Formation(
+                world=self.world,
+                failure=failure,
+                gone=gone,
+                departed=departed,
+                joined=new,
+                attempts=attempts,
+                notice_seconds=notice_seconds,
+                destruction_seconds=self._left_seconds,
+                rendezvous_seconds=rendezvous_seconds,
+                initialization_seconds=time.monotonic() - joined,
+            )
+        )
+        return self.world
+
+    def seal(self) -> None:
+        """All groups of this world exist: connections that are opened from now on do not belong to it.
+
+        When the world breaks, all TCP connections that this process has opened since :meth:`form` began are cut, so
+        that nobody waits for a dead or frozen member. Before this call, these include connections of other libraries.
+        """
+        self._present_connections().seal()
+
+    def fail(self, reason: str) -> None:
+        """Tell the other members that this world is broken. Collectives then raise on all of them, and here.
+
+        The first reason that any member reports is kept. May be called on any thread. Without a world it does nothing.
+        """
+        if self._connections is not None and self._monitor is not None:
+            if self._monitor.lost is not None:
+                raise self._monitor.lost
+            self._monitor.fail(reason)
+
+    def leave(self) -> None:
+        """Drop the world: all groups, their connections, and what else belongs to it. Others notice.
+
+        The other members do not wait for this one in the next rendezvous until it calls :meth:`form` or
+        :meth:`depart`; until then it is not taken for dead either. Without a world it does nothing.
+        """
+        if self._connections is None or self._monitor is None:
+            return
+        start = time.monotonic()
+        self._monitor.stop_watching()
+        if self._monitor.failure is not None or self._monitor.lost is not None:
+            self._connections.cut()
+            time.sleep(BREAK_SECONDS)
+        self._launched.leave()
+        self._groups.destroy()
+        self._connections.cut()  # of groups that somebody still refers to
+        self._connections = self.world = None
+        self._left_seconds = time.monotonic() - start
+
+    def depart(self) -> None:
+        """Leave the world and the job for good. The others do not wait for this member. Call it when all leave."""
+        self.leave()
+        self._exit(for_good=True)
+        self._store.close()
+        self._has_departed = True
+
+    def end_job(self) -> None:
+        """The job has ended: spares, and members that come later, get ``JobEndedError``. Some member calls it."""
+        self._stop_monitor()
+        self._rendezvous.close()
+
+    def identity(self) -> str:
+        """A name of the job that no job has in another store, or had before."""
+        return f"{self._job}-{self._store.compare_set('identity', '', secrets.token_hex(8)).decode()}"
+
+    def is_somebody_waiting(self) -> bool:
+        """Whether a member waits that the next world would have a place for; as of a fraction of a second ago.
+
+        Members may get different answers, so that one of them has to decide for all.
+        """
+        if self._monitor is None or self.world is None:
+            return False
+        roster = self._monitor.roster
+        return roster.waiting > 0 and self.world.size < self._max_members
+
+    def publish(self, name: str, text: str) -> None:
+        """Show a text to all members, also to those that come later."""
+        self._store.set(f"published/{name}", text)
+
+    def published(self, name: str) -> str | None:
+        """The text that some member has published with this name; None if there is none."""
+        key = f"published/{name}"
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def count(self, name: str, number: int) -> int:
+        """Add to a number that all members share, which is 0 at first; the sum."""
+        return self._store.add(f"counted/{name}", number)
+
+    def _initialize(self, roster: Roster) -> World:
+        members = sorted(roster.members, key=lambda each: self._places.get(each.node, len(self._places)))
+        roster = roster._replace(members=tuple(members))
+        numbers = [member.number for member in roster.members]
+        rank = numbers.index(self._me.number)
+        self._roster, self._me = roster, self._me._replace(age=-roster.round, place=rank)
+        self._is_inside = True
+        self._connections = WorldConnections(len(numbers))
+        self._monitor = Monitor(self._rendezvous, self._ends, roster, self._me, self._connections, self._timing)
+        world = World(rank, len(numbers), roster.round, tuple(member.node for member in roster.members))
+        # A connection of its own: if the world breaks, waits for keys of the world end too.
+        store = dist.PrefixStore(f"elastic/{self._job}/world/{roster.round}", self._store.connect())
+        self._groups.initialize(store, world)
+        self._launched.enter(world)
+        return world
+
+    def _exit(self, for_good: bool) -> None:
+        """Leave the round that this process is in, if any."""
+        self._stop_monitor()
+        if self._is_inside and self._roster is not None:
+            self._ends.leave(self._roster.round, self._me, for_good)
+            self._is_inside = False
+        self._rendezvous.exit()
+
+    def _stop_monitor(self) -> None:
+        if self._monitor is not None:
+            self._monitor.stop()
+            if self._monitor.lost is not None:
+                raise StoreLostError(str(self._monitor.lost))
+
+    def _present_connections(self) -> WorldConnections:
+        if self._connections is None:
+            raise RuntimeError("there is no world; call form() first")
+        return self._connections
+
+    def _changes(self, before: Roster | None, now: Roster) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+        """Nodes of members that have gone without a word, that have departed, and that have joined."""
+        if before is None:
+            return (), (), ()
+        there = {member.number for member in now.members}
+        missing = [member for member in before.members if member.number not in there]
+        departed = [member for member in missing if self._ends.has_departed(before.round, member)]
+        gone = tuple(member.node for member in missing if member not in departed)
+        known = {member.number for member in before.members}
+        new = tuple(member.node for member in now.members if member.number not in known)
+        return gone, tuple(member.node for member in departed), new

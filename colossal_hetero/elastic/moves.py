@@ -1,0 +1,150 @@
+"""Move the state of a model between ranks' memories, to where a new plan needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..checkpoint.exchange import AHEAD, BoxMemory, exchange
+from ..checkpoint.pieces import Bitmap, Box, Location, StorageTier, TensorPiece, cover
+from ..checkpoint.reader import LayerRead, ReadAhead
+from ..checkpoint.transfers import Need, Read, choose_sources, layer_order, reads_and_transfers
+
+__all__ = ["HeldBox", "HoldingsLost", "all_holdings", "empty_piece", "inheritance", "move_pieces"]
+
+STEP = 0
+"""All holdings are of the same step."""
+
+
+COPIES = 2
+"""So many ranks take what a member holds that leaves."""
+
+
+class HoldingsLost(Exception):
+    """No rank has some elements any more."""
+
+
+class HeldBox(NamedTuple):
+    """A box of a tensor that a rank has in its memory."""
+
+    layer: str
+    key: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    dtype: str
+    box: Box
+
+
+def all_holdings(held: Iterable[TensorPiece]) -> list[list[HeldBox]]:
+    """What each rank holds. Every rank calls it, with its own pieces."""
+    own = [
+        HeldBox(each.layer, each.key, tuple(each.shape), str(each.data.dtype).removeprefix("torch."), each.box)
+        for each in held
+    ]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    return everyone
+
+
+def inheritance(holdings: Sequence[Sequence[HeldBox]], leaving: Sequence[bool]) -> list[list[HeldBox]]:
+    """What each rank takes from those that leave: afterwards :data:`COPIES` ranks hold all that they held, so that
+    nothing is lost if another member dies meanwhile.
+
+    Returns:
+        by rank. Ranks that lack the fewest elements of a box take what they lack; of several, the one that has taken
+        the fewest elements so far.
+    """
+    kept: dict[tuple[int, str], list[Box]] = {}
+    stayers = [rank for rank, leaves in enumerate(leaving) if not leaves]
+    for rank in stayers:
+        for each in holdings[rank]:
+            kept.setdefault((rank, each.key), []).append(each.box)
+    taken: list[list[HeldBox]] = [[] for _ in holdings]
+    elements = dict.fromkeys(stayers, 0)
+    for each in (each for rank, leaves in enumerate(leaving) if leaves for each in holdings[rank]):
+        lacking = {rank: cover(each.box, kept.get((rank, each.key), []))[1] for rank in stayers}
+        sizes = {rank: sum(box.numel for box in boxes) for rank, boxes in lacking.items()}
+        for heir in sorted(stayers, key=lambda rank: (sizes[rank], elements[rank], rank))[:COPIES]:
+            taken[heir] += [each._replace(box=box) for box in lacking[heir]]
+            elements[heir] += sizes[heir]
+            kept.setdefault((heir, each.key), []).extend(lacking[heir])
+    return taken
+
+
+def empty_piece(holding: HeldBox) -> TensorPiece:
+    """Memory for a box."""
+    data = torch.empty(holding.box.sizes, dtype=getattr(torch, holding.dtype))
+    return TensorPiece(holding.layer, holding.key, holding.shape, holding.box, data, "")
+
+
+def move_pieces(
+    needed: Sequence[TensorPiece], held: Sequence[TensorPiece], holdings: Sequence[Sequence[HeldBox]]
+) -> int:
+    """Fill the needed pieces of this rank from what all ranks hold. Every rank calls it.
+
+    What a rank holds itself is copied, other elements are sent by a rank that has them; of several, by the one that
+    gives the fewest bytes. One layer after the other is on its way, so that memory for few layers is needed.
+
+    Returns:
+        the number of bytes that this rank received.
+    """
+    rank, node_of = dist.get_rank(), {number: str(number) for number in range(len(holdings))}
+    bitmap, shapes, dtypes = _bitmap(holdings)
+    own = [Need(each.layer, each.key, each.box, each.data.element_size()) for each in needed]
+    needs: list[Any] = [None] * len(holdings)
+    dist.all_gather_object(needs, own)
+    try:
+        fetches = choose_sources(STEP, dict(enumerate(needs)), node_of, bitmap)
+    except LookupError as error:
+        raise HoldingsLost(str(error)) from None
+    reads, transfers = reads_and_transfers(fetches, node_of)
+    order = layer_order(reads)
+    memory = BoxMemory(needed, shapes, dtypes)
+    by_layer: dict[str, list[Read]] = {}
+    for read in reads[rank]:
+        by_layer.setdefault(read.layer, []).append(read)
+    sources: dict[str, list[TensorPiece]] = {}
+    for piece in held:
+        sources.setdefault(piece.key, []).append(piece)
+    layers = [
+        LayerRead(
+            layer,
+            is_sent=not all(memory.holds(read.key, read.box) for read in by_layer[layer]),
+            read=partial(_copy, by_layer[layer], memory, sources),
+        )
+        for layer in order
+        if layer in by_layer
+    ]
+    with ReadAhead(layers, AHEAD + 1) as reader:
+        received = exchange(order, transfers, memory, [reader])
+        reader.wait_for_all()
+    assert not received.missing
+    return received.bytes
+
+
+def _bitmap(holdings: Sequence[Sequence[HeldBox]]) -> tuple[Bitmap, dict[str, tuple[int, ...]], dict[str, str]]:
+    bitmap, shapes, dtypes = Bitmap(), {}, {}
+    for rank, of_rank in enumerate(holdings):
+        for each in of_rank:
+            bitmap.add(STEP, each.layer, each.key, each.box, Location(str(rank), StorageTier.MEMORY))
+            shapes[each.key], dtypes[each.key] = each.shape, each.dtype
+    return bitmap, shapes, dtypes
+
+
+@torch.no_grad()
+def _copy(reads: Sequence[Read], memory: BoxMemory, held: Mapping[str, Sequence[TensorPiece]]) -> None:
+    for read in reads:
+        target = memory.to_read(read).data
+        parts, left = cover(read.box, [piece.box for piece in held[read.key]])
+        assert not left, read
+        for index, part in parts:
+            _part(target, read.box, part).copy_(_part(held[read.key][index].data, held[read.key][index].box, part))
+
+
+def _part(data: Tensor, box: Box, part: Box) -> Tensor:
+    return data[box.slices_of(part)] if part.sizes else data

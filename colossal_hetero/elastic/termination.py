@@ -1,0 +1,102 @@
+"""Do something before SIGTERM or ``abort`` ends the process, even if the main thread waits in a collective for ever.
+
+Python runs a signal's handler in the main thread, between two of its instructions. The number of the signal, though, is
+written to a pipe at once, and a thread reads it there. This would be too late for SIGABRT, which ends the process as
+soon as its handler has returned. So that handler is a function of C for the system.
+
+[Note: aborts] NCCL's watchdog, a thread of torch, looks every 100 ms for collectives that have failed, because a
+network connection to an ended rank is lost, or that take longer than their time limit, because an ended rank on the
+same machine does not answer. Then it throws an error, which aborts the process, unless
+``TORCH_NCCL_ASYNC_ERROR_HANDLING`` is 0 or 2. It first aborts no collective (3, torch's default), so nothing that waits
+for one goes on with values that are not complete. Main threads that wait for a GPU in functions of torch do not hold
+Python's lock, which the handler needs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+__all__ = ["AbortWatch", "TerminationWatch"]
+
+EXIT_CODE = 128 + signal.SIGTERM
+ABORT_SECONDS = 300.0
+"""So long further threads that abort the process wait for the first one."""
+
+_Handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
+
+
+class TerminationWatch:
+    """Calls a function in a thread when SIGTERM arrives; then the process ends.
+
+    Processes that are forked from this one, such as those of a data loader, react to the signal as before.
+    """
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self._act, self._process = act, os.getpid()
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._before = signal.signal(signal.SIGTERM, self._handle)
+        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+        threading.Thread(target=self._watch, name="termination", daemon=True).start()
+
+    def close(self) -> None:
+        """From now on the signal has the effect that it had before."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
+        signal.set_wakeup_fd(-1)
+
+    def _watch(self) -> None:
+        while number := os.read(self._reader, 1):
+            if number[0] == signal.SIGTERM:
+                try:
+                    self._act()
+                finally:
+                    os._exit(EXIT_CODE)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            self.close()
+            os.kill(os.getpid(), number)
+
+
+class AbortWatch:
+    """Calls a function when a thread aborts the process, before it ends; see [Note: aborts]."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self._act, self._process = act, os.getpid()
+        self._is_done = self._is_restored = False
+        self._lock = threading.Lock()
+        self._handler = _Handler(self._handle)
+        self._signal = ctypes.CDLL(None).signal
+        self._signal.argtypes, self._signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+        self._before = self._signal(signal.SIGABRT, ctypes.cast(self._handler, ctypes.c_void_p))
+        atexit.register(self.close)  # a handler cannot run when Python has ended
+
+    def close(self) -> None:
+        """From now on aborting has the effect that it had before."""
+        self._signal(signal.SIGABRT, self._before)
+        atexit.unregister(self.close)
+
+    def _handle(self, number: int) -> None:
+        try:
+            # Each process group has a watchdog. The second one must not end the process while the first one acts.
+            if os.getpid() == self._process and self._lock.acquire(timeout=ABORT_SECONDS):
+                try:
+                    if not self._is_done:
+                        self._is_done = True
+                        self._act()
+                finally:
+                    self._lock.release()
+        finally:
+            # What the signal does otherwise: call the handler of faulthandler, and end the process. It is put back
+            # once, because that handler removes itself.
+            if not self._is_restored:
+                self._is_restored = True
+                self._signal(number, self._before)
+            signal.pthread_kill(threading.get_ident(), number)

@@ -1,0 +1,299 @@
+"""Dropout inside a block, with masks that depend on the unit and not on the rank that computes it.
+
+Ordinary dropout draws from a rank's own random state, so a migrated unit would get another mask than on its own rank.
+Here a mask is drawn from a seed that all ranks of the group can compute::
+
+    seed = hash(key of the forward pass, block, number of the dropout in the block, owner of the units, their number)
+
+The key comes from torch's random state on the host, which is the same on all ranks of a tensor-parallel group. Passes
+have different keys. Activation checkpointing restores that state before it repeats a pass, so the repeated pass has the
+same key and the same masks.
+
+The masks of elementwise dropout are drawn for groups of units, so that thousands of hidden neurons need few calls.
+Fused attention draws its masks inside a kernel; it is called once for each unit, with the seed in the device's random
+state. Masks also depend on the kind of device: on a GPU of another model the same seed gives another mask. If a rank
+prunes units, its kept units count as the first ones.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from colossalai.shardformer.layer import DropoutForParallelInput, DropoutForReplicatedInput
+from colossalai.shardformer.layer.utils import Randomizer
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from .workload import uncompiled
+
+__all__ = ["UnitDropout", "UnitRange", "draw_residual_dropout_equally", "randomizers_of", "repeated_dropout"]
+
+
+MAX_GROUPS = 16
+"""A rank's masks are drawn in at most this many calls. A rank that computes a part of a group draws the whole group."""
+
+
+class UnitRange(NamedTuple):
+    """The units ``[start, stop)`` of the rank ``owner``."""
+
+    owner: int
+    start: int
+    stop: int
+
+
+class UnitDropout(TorchFunctionMode):
+    """Replaces dropout between the products of a block, in training.
+
+    Args:
+        name: the block's name.
+        units: how many units each rank owns.
+        dim: the dimension of activations that counts units: -1 for hidden neurons ``[..., H]``, -3 for heads
+            ``[..., H, queries, keys or head size]``. Its size is a multiple of the number of units.
+        computed: returns which units the current forward pass computes, in the order of the activations.
+    """
+
+    def __init__(self, name: str, units: int, dim: int, computed: Callable[[], Sequence[UnitRange]]) -> None:
+        super().__init__()
+        self._name, self._units, self._dim, self._computed = name, units, dim, computed
+        self._block = zlib.crc32(name.encode())
+        self._group = -(-units // MAX_GROUPS)
+        self._key = 0
+        self._calls = 0
+        self._inside = False
+
+    def attach(self, module: nn.Module, first: nn.Module, last: nn.Module, is_used: Callable[[], bool]) -> None:
+        """Be active in forward passes of ``module`` from the output of ``first`` to the input of ``last``.
+
+        ``is_used`` tells at the beginning of a forward pass whether there is any dropout.
+        """
+        entered: list[tuple[RemovableHandle, ...]] = []
+
+        @uncompiled
+        def begin(*_: Any) -> None:
+            handles: tuple[RemovableHandle, ...] = ()
+            if is_used():
+                # Only now: a hook takes each pass of a layer some microseconds.
+                handles = first.register_forward_hook(enter), last.register_forward_pre_hook(leave)
+                self._key = int(torch.randint(2**62, (), device="cpu"))
+                self._calls = 0
+                self.__enter__()
+            entered.append(handles)
+
+        @uncompiled
+        def end(*_: Any) -> None:
+            self._inside = False
+            if entered and (handles := entered.pop()):
+                for handle in handles:
+                    handle.remove()
+                self.__exit__(None, None, None)
+
+        @uncompiled
+        def enter(*_: Any) -> None:
+            self._inside = True
+
+        @uncompiled
+        def leave(*_: Any) -> None:
+            self._inside = False
+
+        module.register_forward_pre_hook(begin)
+        module.register_forward_hook(end, always_call=True)
+
+    @staticmethod
+    def exclude_from_compilation(module: nn.Module) -> None:
+        """Let ``torch.compile`` leave the forward pass of ``module`` as it is.
+
+        It cannot compile what this mode replaces.
+        """
+        forward = module.forward
+        if isinstance(forward, MethodType):
+            setattr(module, "forward", MethodType(torch.compiler.disable(forward.__func__), module))  # noqa: B010
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._inside and func is F.dropout:
+            return self._dropout(*args, **kwargs)
+        if self._inside and func is F.scaled_dot_product_attention:
+            return self._attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        """``F.dropout`` with a mask for each unit."""
+        if not training or p == 0.0:
+            return input
+        size = self._size_of_unit(input)
+        self._calls += 1
+        generator = torch.Generator(input.device)
+        parts = [part for units in self._computed() for part in self._masks(units, input, size, 1 - p, generator)]
+        mask = torch.cat(parts, self._dim)
+        scale = 0.0 if p == 1.0 else 1 / (1 - p)
+        return input.mul_(mask).mul_(scale) if inplace else (input * mask).mul_(scale)
+
+    def _masks(
+        self, units: UnitRange, like: Tensor, size: int, keep: float, generator: torch.Generator
+    ) -> Iterator[Tensor]:
+        """The masks of ``units`` as parts along the units' dimension, bool; each element is True with ``keep``."""
+        shape = list(like.shape)
+        for first in range(units.start - units.start % self._group, units.stop, self._group):
+            last = min(first + self._group, self._units)
+            shape[self._dim] = (last - first) * size
+            generator.manual_seed(self._seed(units.owner, first))
+            mask = torch.empty(shape, dtype=torch.bool, device=like.device).bernoulli_(keep, generator=generator)
+            start, stop = max(units.start, first), min(units.stop, last)
+            yield mask.narrow(self._dim, (start - first) * size, (stop - start) * size)
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """``F.scaled_dot_product_attention``, called once for each unit if it has dropout."""
+        if dropout_p == 0.0:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, *args, **kwargs)
+        numbers = [(owner, unit) for owner, start, stop in self._computed() for unit in range(start, stop)]
+        self._size_of_unit(query)
+        self._calls += 1
+        heads, outputs = query.shape[self._dim], []
+
+        def split(tensor: Tensor) -> Sequence[Tensor]:
+            return tensor.chunk(len(numbers), self._dim)
+
+        masks: Sequence[Tensor | None] = [attn_mask] * len(numbers)
+        if attn_mask is not None and attn_mask.dim() >= -self._dim and attn_mask.shape[self._dim] == heads > 1:
+            masks = split(attn_mask)
+        with _random_state_kept(query.device) as generator:
+            for number, q, k, v, mask in zip(numbers, split(query), split(key), split(value), masks, strict=True):
+                generator.manual_seed(self._seed(*number))
+                outputs.append(F.scaled_dot_product_attention(q, k, v, mask, dropout_p, *args, **kwargs))
+        return torch.cat(outputs, self._dim)
+
+    def _size_of_unit(self, activations: Tensor) -> int:
+        count = sum(stop - start for _, start, stop in self._computed())
+        size, rest = divmod(activations.shape[self._dim], count)
+        if rest:
+            raise RuntimeError(
+                f"dropout inside {self._name} has an input of shape {list(activations.shape)}; dimension {self._dim} "
+                f"must be a multiple of the {count} units that this rank computes"
+            )
+        return size
+
+    def _seed(self, owner: int, number: int) -> int:
+        # Python's hash of integers is the same in all processes.
+        return hash((self._key, self._block, self._calls, owner, number)) % 2**63
+
+
+@contextmanager
+def _random_state_kept(device: torch.device) -> Iterator[torch.Generator]:
+    """The random state that kernels on ``device`` draw from; it is restored afterwards."""
+    if device.type == "cpu":
+        generator = torch.default_generator
+    else:
+        backend = getattr(torch, device.type)
+        generator = backend.default_generators[backend.current_device() if device.index is None else device.index]
+    state = generator.get_state()
+    try:
+        yield generator
+    finally:
+        generator.set_state(state)
+
+
+# Residual dropout ----------------------------------------------------------------------------------------------------
+#
+# Dropout on activations that every rank of a tensor-parallel group holds in full.
+#
+# Colossal-AI's policies for BERT, BLIP-2, GPT-2, GPT-J and T5 draw it separately on each rank
+# (``DropoutForParallelInput``). Then the ranks' activations differ, so a unit gives another result on another rank, and
+# parameters that all ranks hold get different gradients.
+
+
+_RESIDUAL: dict[str, tuple[str, ...]] = {
+    "BertForMultipleChoice": ("dropout",),
+    "BertForSequenceClassification": ("dropout",),
+    "BertForTokenClassification": ("dropout",),
+    "BertOutput": ("dropout",),
+    "BertSelfOutput": ("dropout",),
+    "Blip2QFormerModel": ("dropout",),
+    "Blip2QFormerOutput": ("dropout",),
+    "Blip2QFormerSelfOutput": ("dropout",),
+    "GPT2Attention": ("resid_dropout",),
+    "GPT2ForTokenClassification": ("dropout",),
+    "GPT2MLP": ("dropout",),
+    "GPT2Model": ("drop",),
+    "GPTJAttention": ("resid_dropout",),
+    "GPTJMLP": ("dropout",),
+    "GPTJModel": ("drop",),
+    "T5ForTokenClassification": ("dropout",),
+    "T5LayerCrossAttention": ("dropout",),
+    "T5LayerFF": ("dropout",),
+    "T5LayerSelfAttention": ("dropout",),
+    "T5Stack": ("dropout",),
+}
+"""The attributes that hold such dropout, by the class of ``transformers``."""
+
+
+def draw_residual_dropout_equally(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Let all ranks of the tensor-parallel ``group`` draw the masks of such dropout that its first rank draws.
+
+    Changes the dropout modules of ``model``. Nothing is sent.
+    """
+    for module in model.modules():
+        names = {name for kind in type(module).__mro__ for name in _RESIDUAL.get(kind.__name__, ())}
+        for dropout in (getattr(module, name, None) for name in sorted(names)):
+            if isinstance(dropout, DropoutForParallelInput):
+                # Colossal-AI adds the rank to the seed.
+                dropout.randomizer = Randomizer(dropout.randomizer.seed - dist.get_rank(group))
+                dropout.__class__ = DropoutForReplicatedInput
+
+
+# Repeated dropout ----------------------------------------------------------------------------------------------------
+#
+# The same dropout in a forward pass that activation checkpointing repeats.
+#
+# Before it repeats a pass, ``torch.utils.checkpoint`` restores torch's random state. The dropout layers of
+# Colossal-AI's tensor parallelism do not draw from that: each has a random state of its own (``Randomizer``), which has
+# gone on. Without :func:`repeated_dropout` the repeated pass would have other masks, and gradients that belong to no
+# pass at all.
+
+
+def randomizers_of(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, Randomizer]]:
+    """Each dropout layer of Colossal-AI in ``modules``, with its own random state."""
+    return [(module, value) for module in modules for value in vars(module).values() if isinstance(value, Randomizer)]
+
+
+def repeated_dropout(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Contexts of a forward pass of ``module`` that begins now, and of its repetition: ``context_fn`` of
+    ``torch.utils.checkpoint.checkpoint``."""
+    # A randomizer replaces the tensors of its state, and does not change them.
+    before = [(each, _state(each)) for _, each in randomizers_of(module.modules())]
+    return nullcontext(), _as_before(before)
+
+
+@contextmanager
+def _as_before(before: list[tuple[Randomizer, tuple[Tensor, Tensor]]]) -> Iterator[None]:
+    now = [(randomizer, _state(randomizer)) for randomizer, _ in before]
+    _restore(before)
+    try:
+        yield
+    finally:
+        _restore(now)
+
+
+def _state(randomizer: Randomizer) -> tuple[Tensor, Tensor]:
+    return randomizer.device_rng_state, randomizer.cpu_rng_state
+
+
+def _restore(states: list[tuple[Randomizer, tuple[Tensor, Tensor]]]) -> None:
+    for randomizer, (device_state, cpu_state) in states:
+        randomizer.device_rng_state, randomizer.cpu_rng_state = device_state, cpu_state

@@ -1,1 +1,0 @@
-"""Dropout whose masks do not depend on which rank computes what."""

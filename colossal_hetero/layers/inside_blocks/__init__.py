@@ -1,1 +1,0 @@
-"""What lies between the column-parallel and the row-parallel layer of a block."""

@@ -1,0 +1,123 @@
+"""Random numbers of training passes that depend on the step, the micro-batch and the block, and on nothing else.
+
+Ordinary dropout draws from one stream of random numbers per process, so its masks depend on which blocks and
+micro-batches this process has computed before. Here torch's generators are seeded at the beginning of every block::
+
+    seed of a block = hash(seed of the micro-batch, name of the block)
+
+So the masks are the same wherever a plan lets a block be computed. That holds for all random numbers that the model
+draws from torch, such as stochastic depth.
+
+Activation checkpointing repeats a block in the backward pass, when other micro-batches have begun. It first restores
+the random state that it found before the block. That state contains the seed of the micro-batch, which is read from
+there: ``torch.initial_seed()``.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from colossalai.shardformer.layer import DropoutForParallelInput
+from colossalai.shardformer.layer.utils import Randomizer
+from torch import Tensor, nn
+
+from .dropout import randomizers_of
+
+__all__ = ["SeededPasses"]
+
+AFTER_BLOCKS = 1
+"""Added to the seed of the micro-batch, which is even, when a block has ended. Else dropout before the first block and
+dropout after the last one would draw the same numbers."""
+
+
+class SeededPasses:
+    """Seeds torch's generators in forward passes of ``model``, while :meth:`run` is active."""
+
+    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], group_rank: int) -> None:
+        self._group_rank = group_rank
+        self._seed_of: Callable[[int], int] | None = None
+        self._passes = 0
+        self._inside = 0
+        self._seeded: list[Tensor] = []
+        self.draws = False
+        """Whether a block of the model has drawn random numbers."""
+        in_blocks = {id(module) for block in blocks.values() for module in block.modules()}
+        outside = [module for module in model.modules() if id(module) not in in_blocks]
+        model.register_forward_pre_hook(partial(self._begin_pass, _randomizers(outside)))
+        for name, block in blocks.items():
+            number = zlib.crc32(name.encode())
+            block.register_forward_pre_hook(partial(self._begin_block, number, _randomizers(block.modules())))
+            block.register_forward_hook(self._end_block)
+
+    @contextmanager
+    def run(self, seed_of: Callable[[int], int]) -> Iterator[None]:
+        """In the block, forward passes of the model are those of micro-batches 0, 1, 2 and so on of this rank."""
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices=devices):
+            self._seed_of, self._passes = seed_of, 0
+            try:
+                yield
+            finally:
+                self._seed_of = None
+
+    @torch.compiler.disable
+    def _begin_pass(self, randomizers: Sequence[tuple[Randomizer, bool]], *_: Any) -> None:
+        if self._seed_of is not None:
+            seed = self._seed_of(self._passes) % 2**61 * 2
+            self._passes += 1
+            self._reseed(seed, randomizers)
+
+    @torch.compiler.disable
+    def _begin_block(self, number: int, randomizers: Sequence[tuple[Randomizer, bool]], *_: Any) -> None:
+        if self._seed_of is not None:
+            self._inside = torch.initial_seed() & ~AFTER_BLOCKS
+            self._reseed(_mixed(self._inside, number), randomizers)
+            if not self.draws:
+                self._seeded = _states()
+
+    @torch.compiler.disable
+    def _end_block(self, *_: Any) -> None:
+        if self._seed_of is not None:
+            if not self.draws:
+                self.draws = not all(map(torch.equal, self._seeded, _states()))
+            _seed(self._inside | AFTER_BLOCKS)
+
+    def _reseed(self, seed: int, randomizers: Sequence[tuple[Randomizer, bool]]) -> None:
+        for number, (randomizer, differs) in enumerate(randomizers):
+            rank = self._group_rank if differs else 0
+            vars(randomizer).update(vars(Randomizer(_mixed(seed, number, rank))), seed=randomizer.seed)
+        _seed(seed)
+
+
+def _seed(seed: int) -> None:
+    """Seed the generators of the host and of this process's GPU.
+
+    ``torch.manual_seed`` also notes a stack trace for every kind of device that is not in use, which takes longer than
+    a small block.
+    """
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
+
+
+def _states() -> list[Tensor]:
+    """The states of the generators that :func:`_seed` seeds."""
+    states = [torch.default_generator.get_state()]
+    if torch.cuda.is_initialized():
+        states.append(torch.cuda.default_generators[torch.cuda.current_device()].get_state())
+    return states
+
+
+def _randomizers(modules: Iterable[nn.Module]) -> list[tuple[Randomizer, bool]]:
+    """Those of Colossal-AI's dropout in ``modules``, each with whether it differs between ranks."""
+    return [(each, isinstance(module, DropoutForParallelInput)) for module, each in randomizers_of(modules)]
+
+
+def _mixed(*numbers: int) -> int:
+    # Python's hash of integers is the same in all processes.
+    return hash(numbers) % 2**62

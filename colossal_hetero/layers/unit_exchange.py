@@ -1,0 +1,373 @@
+"""Messages of migrated units: weights before a forward pass, gradients back in the backward pass
+(docs/algorithms.md, 1.5).
+
+Frozen weights are sent again only when they have changed.
+
+The weights of many blocks (a *bucket*) are sent in one message per pair of ranks; a rank waits for the message when the
+first of these blocks is about to compute. At that moment all ranks also start the messages of the next bucket, so that
+they arrive while this one computes, and no earlier: on a GPU, messages that wait in a queue can hold back products. The
+place in the forward pass where a bucket's messages are started is the same on all ranks, also on those that have no
+part in the bucket before: NCCL demands that all ranks launch operations of two communicators, here the messages and the
+layers' all-reduces, in one order.
+
+Gradients of a layer return to the rank that owns the units inside its backward pass. So whatever uses gradients finds
+them complete: hooks of parameters, data parallelism, ZeRO, and all that a loop does between a backward pass and the
+optimizer step. In a schedule, whose passes nobody can come between except a hook of a parameter, the sums of all passes
+return in the last one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .block import Block, BlockWorkload, Fetch, ReturnGradients
+from .column_migration import MovedRange
+from .dropout import UnitRange
+from .out_of_memory import check_room
+from .transport import Started, Transport
+from .unit_layout import split_message
+from .unit_transfers import (
+    BlockTransfer,
+    Bucket,
+    PeerUnits,
+    bucket_numbers,
+    check_backward_memory,
+    peak_growth,
+    unpack,
+    weights_for,
+)
+from .workload import Clock, Part, Selector
+
+__all__ = ["Purpose", "UnitExchange"]
+
+Purpose = Literal["training", "evaluation"]
+
+
+class UnitExchange:
+    """Exchanges units of blocks between one rank and the others of its group.
+
+    It waits only for what this rank receives. It waits for the ranks that receive from this one only before it uses the
+    same memory again, in the next iteration.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        clock: Clock | None = None,
+    ) -> None:
+        self._transport = transport
+        self._clock = clock
+        self._blocks: Sequence[Block] = ()
+        self._numbers: list[int] = []
+        """The number of each block's bucket."""
+        self._transfers: list[BlockTransfer] = []
+        self._buckets: list[Bucket] = []
+        self._started_buckets = 0
+        """How many buckets' messages have been started since the weights changed."""
+        self._returning: dict[tuple[BlockTransfer, int], tuple[Started, list[tuple[int, Tensor]]]] = {}
+        """Each layer's gradients that are being sent to their owners, with the tensors that they are sent from."""
+        self._in_evaluation = False
+        self._evaluates = False
+        """Whether the current pass is one for evaluation in which units migrate."""
+        self._sent_for: Purpose | None = None
+        """What the weights that were sent last are used for; None if they have changed since."""
+        self._passes = 1
+        """The backward passes of a layer in a run of the schedule; 1 without a schedule."""
+        self.are_hooked = False
+        """Whether on any rank a parameter of a block has a hook of the user, which must see each backward pass."""
+        self._versions: list[int] = []
+        """How often each parameter of a block had been changed when units were sent."""
+        self._sent_frozen: dict[int, list[int]] | None = None
+        """:meth:`_frozen_versions` when weights were sent; None if frozen weights have changed since."""
+        self._unchanged: set[int] = set()
+        """The numbers of buckets whose weights receivers still have."""
+        self._growth = self.largest_growth = (0, 0.0)
+        """:func:`peak_growth` of the present plan, and the largest one of an iteration that has run: what its memory
+        was is in the peak so far."""
+        self._has_trained = False
+        """Whether there was a pass for training since the last step."""
+
+    def assign(
+        self,
+        blocks: Sequence[Block],
+        moves: Sequence[Sequence[MovedRange]],
+        kept: Sequence[int],
+        select: Sequence[Selector | None],
+        in_evaluation: bool = False,
+    ) -> None:
+        """From the next iteration on migrate each block's ``moves`` and compute ``kept`` of this rank's own units.
+
+        ``moves``, ``kept`` and ``select`` have an entry for each block; ``select`` chooses the kept units if some are
+        pruned. With ``in_evaluation``, which must be equal on all ranks and requires that no rank prunes, units also
+        migrate in passes that are begun for evaluation.
+        """
+        self.release(blocks)
+        self._blocks = blocks
+        self._in_evaluation = in_evaluation
+        rank = self._transport.rank
+        buckets: dict[int, Bucket] = defaultdict(Bucket)
+        self._numbers = bucket_numbers(blocks, moves)
+        self._sent_frozen = None
+        for block, moved, count, rule, number in zip(blocks, moves, kept, select, self._numbers, strict=True):
+            given = [PeerUnits(move.receiver, move.start, move.stop) for move in moved if move.sender == rank]
+            taken = [PeerUnits(move.sender, move.start, move.stop) for move in moved if move.receiver == rank]
+            if count == block.units and not moved:
+                continue
+            transfer = BlockTransfer(block, given, taken)
+            transfer.clear_gradients()
+            workload = BlockWorkload(
+                given=sum(units.count for units in given),
+                taken=tuple(UnitRange(units.other, units.start, units.stop) for units in taken),
+                kept=count,
+                select=rule,
+            )
+            block.assign(workload, self._receiver(transfer), self._returner(transfer))
+            self._transfers.append(transfer)
+            if given or taken:
+                transfer.bucket = buckets[number]
+                transfer.bucket.transfers.append(transfer)
+        self._check_room()
+        self._buckets = [buckets[number] for number in sorted(buckets)]
+        first_blocks: dict[int, Block] = {}
+        for block, number in zip(blocks, self._numbers, strict=True):
+            first_blocks.setdefault(number, block)
+        for number, bucket in sorted(buckets.items()):
+            bucket.number = number
+            bucket.reserve()
+            if number > 0:
+                first_blocks[number - 1].before_forward = self._starter(number)
+        check_backward_memory(self._transfers)
+
+    def _check_room(self) -> None:
+        """Raise ``RuntimeError`` if a GPU would not have the memory for the next iteration."""
+        self._growth = more_bytes, more_work = peak_growth(self._transfers)
+        bytes_before, work_before = self.largest_growth
+        if more_bytes > bytes_before or more_work > work_before:
+            device = self._transfers[0].block.parameters[0][0].device
+            check_room(device, max(0, more_bytes - bytes_before), max(0.0, more_work - work_before))
+
+    @property
+    def is_in_schedule(self) -> bool:
+        """Whether messages are exchanged once for several passes."""
+        return self._passes > 1
+
+    def release(self, blocks: Sequence[Block]) -> None:
+        """Stop migrating: every rank computes exactly its own units."""
+        self.end_iteration()
+        self._wait_for_receivers()
+        for bucket in self._buckets:
+            # It and its transfers refer to each other, so their memory would stay until the garbage collector runs.
+            bucket.transfers.clear()
+        self._transfers, self._buckets = [], []
+        for block in blocks:
+            block.assign(None)
+            block.before_forward = None
+
+    def begin_pass(self, purpose: Purpose = "training", number: int = 1, passes: int = 1) -> None:
+        """Start sending the units' weights. Collective over the group; call it before each forward pass, and
+        :meth:`end_pass` after one for evaluation. Later buckets follow while the blocks run.
+
+        For training they are sent before each forward pass, because a loop may change them without a trace
+        (``weight.data``), but only once in a schedule. If a block runs before this is called, its forward pass starts
+        the sending.
+
+        Weights that were sent for evaluation are not used for training, and vice versa: an average of the weights may
+        take their place while a model is evaluated, and not all code that does so can be noticed.
+        """
+        if purpose == "evaluation" and not self._in_evaluation:
+            return
+        if purpose == "training":
+            may_differ, self._passes = number == 1, passes
+            if may_differ:
+                self._begin_accumulation()
+        else:
+            may_differ = self._versions != self._present_versions()
+        if may_differ or self._sent_for != purpose:
+            self._refresh()
+        self._send(purpose)
+        self._set_evaluates(purpose == "evaluation")
+
+    def _begin_accumulation(self) -> None:
+        for transfer in self._transfers:
+            # Those of a run that failed.
+            transfer.clear_gradients()
+        if self._passes == 1 or self.are_hooked or not self._buckets:
+            return
+        if hooked := [block.name or "the model" for block in self._blocks if block.is_hooked]:
+            raise RuntimeError(
+                f"a hook was registered on a parameter of {hooked[0]} while units migrate in a pipeline: it would see "
+                "the gradients of all micro-batches at once; register hooks before training"
+            )
+
+    def end_schedule(self) -> None:
+        """All passes of a schedule have ended."""
+        for transfer in self._transfers:
+            if any(transfer.passes):
+                raise RuntimeError(
+                    f"{transfer.block.name or 'a block'} ran in {max(transfer.passes)} of {self._passes} "
+                    "micro-batches, but gradients of units that migrate in a pipeline return after all of them: blocks "
+                    "that are left out at random (layerdrop) need balance mode 'off'"
+                )
+
+    def end_pass(self) -> None:
+        """A forward pass has ended: in what follows without gradients, each rank computes its own units."""
+        self._set_evaluates(False)
+
+    def _set_evaluates(self, evaluates: bool) -> None:
+        self._evaluates = evaluates
+        for transfer in self._transfers:
+            transfer.block.evaluates = evaluates
+
+    def begin_evaluation(self) -> None:
+        """Passes without gradients follow, possibly with other weights than those before."""
+        if self._sent_for == "evaluation":
+            self._refresh()
+
+    def _present_versions(self) -> list[int]:
+        """Of all blocks, also those that this rank exchanges nothing of: all ranks must notice the same changes."""
+        if not self._buckets:
+            return []
+        return [version for block in self._blocks for version in _versions(block)]
+
+    def _frozen_versions(self) -> dict[int, list[int]]:
+        """By the number of a bucket, if all of its blocks are frozen, how often their parameters had been changed."""
+        frozen: dict[int, list[int]] = {}
+        trained = set()
+        for block, number in zip(self._blocks, self._numbers, strict=True):
+            frozen.setdefault(number, []).extend(_versions(block))
+            if not block.is_frozen:
+                trained.add(number)
+        return {number: versions for number, versions in frozen.items() if number not in trained}
+
+    def _send(self, purpose: Purpose) -> None:
+        if self._sent_for is not None or not self._buckets:
+            return
+        self._sent_for = purpose
+        self._versions = self._present_versions()
+        before, self._sent_frozen = self._sent_frozen or {}, self._frozen_versions()
+        # Weights that are trained may change without a new version.
+        self._unchanged = {number for number, versions in self._sent_frozen.items() if before.get(number) == versions}
+        self._mark("other", None)
+        self._wait_for_receivers()
+        self._mark("migration", None)
+        self._start_buckets(0)
+
+    def _starter(self, number: int) -> Callable[[bool], None]:
+        """What a block calls before its forward pass, so that the messages of bucket ``number`` are started."""
+
+        def start(is_training: bool) -> None:
+            if self._sent_for is not None and (is_training or self._evaluates):
+                self._start_buckets(number)
+
+        return start
+
+    def _start_buckets(self, last_number: int) -> None:
+        """Start the messages of this rank's buckets up to ``last_number``, if they have not been started."""
+        while self._started_buckets < len(self._buckets):
+            bucket = self._buckets[self._started_buckets]
+            if bucket.number > last_number:
+                break
+            self._started_buckets += 1
+            if bucket.number in self._unchanged:
+                continue
+            for other, message in bucket.send_buffers.items():
+                torch.cat([part.reshape(-1) for part in weights_for(bucket, other)], out=message)
+            if self._has_trained:
+                bucket.keep_received()
+            bucket.started = self._transport.exchange(
+                list(bucket.send_buffers.items()), list(bucket.receive_buffers.items())
+            )
+
+    def weights_changed(self) -> None:
+        """The weights have changed, frozen ones too: those sent before are not used any more."""
+        self.end_iteration()
+        self._sent_frozen = None
+
+    def before_step(self) -> None:
+        """Call this before an optimizer step: weights change, and kept units are chosen again."""
+        self.end_iteration()
+        self._has_trained = False
+        (more_bytes, more_work), (bytes_before, work_before) = self._growth, self.largest_growth
+        self.largest_growth = max(more_bytes, bytes_before), max(more_work, work_before)
+
+    def end_iteration(self) -> None:
+        """Units are sent again before the next pass, and kept units are chosen again."""
+        self._refresh()
+        for transfer in self._transfers:
+            transfer.block.begin_iteration()
+
+    def _refresh(self) -> None:
+        """Send weights again before the next pass, except frozen ones that have not changed."""
+        if self._sent_for is not None:
+            # Also those of blocks that did not run: another rank may have started its part of their messages.
+            self._start_buckets(self._buckets[-1].number)
+        for bucket in self._buckets:
+            bucket.started.received.wait()
+        for transfer in self._transfers:
+            transfer.block.refresh()
+        self._has_trained |= self._sent_for == "training"
+        self._sent_for, self._started_buckets = None, 0
+
+    def _mark(self, part: Part, kind: int | None) -> None:
+        if self._clock is not None:
+            self._clock.mark(part, kind)
+
+    def _wait_for_receivers(self) -> None:
+        """Return when all that this rank has sent has arrived, so that its memory can be used again."""
+        for bucket in self._buckets:
+            bucket.started.sent.wait()
+        for started, _ in self._returning.values():
+            started.sent.wait()
+        self._returning.clear()
+
+    def _receiver(self, transfer: BlockTransfer) -> Fetch:
+        def receive() -> list[list[list[Tensor]]]:
+            if transfer.bucket is None:
+                return []
+            self._send("training")
+            self._start_buckets(transfer.bucket.number)
+            self._mark("other", transfer.block.kind)
+            transfer.bucket.started.received.wait()
+            self._mark("migration", transfer.block.kind)
+            return [unpack(transfer, units) for units in transfer.taken]
+
+        return receive
+
+    def _returner(self, transfer: BlockTransfer) -> ReturnGradients:
+        def return_gradients(layer: int, gradients: list[Tensor]) -> list[list[Tensor]] | None:
+            if transfer.bucket is None:
+                return []
+            transfer.add(layer, gradients)
+            if transfer.passes[layer] < self._passes and not self.are_hooked:
+                return None
+            gradients = transfer.take_sum(layer)
+            places, parameters = transfer.block.places[layer], transfer.block.parameters[layer]
+            elements = sum(place.numel(tensor) for place, tensor in zip(places, parameters, strict=True))
+            sends = [(units.other, message) for units, message in zip(transfer.taken, gradients, strict=True)]
+            receives = [(units.other, parameters[0].new_empty(units.count * elements)) for units in transfer.given]
+            if earlier := self._returning.get((transfer, layer)):
+                earlier[0].sent.wait()
+            # Do not wait for the owner: it may be late, and this rank continues in the meantime.
+            started = self._transport.exchange(sends, receives)
+            self._returning[transfer, layer] = started, sends
+            if not receives:
+                return []
+            self._mark("block", transfer.block.kind)
+            started.received.wait()
+            self._mark("migration", transfer.block.kind)
+            return [
+                split_message(message, places, parameters, units.count)[0]
+                for units, (_, message) in zip(transfer.given, receives, strict=True)
+            ]
+
+        return return_gradients
+
+
+def _versions(block: Block) -> list[int]:
+    """How often each parameter that holds units of ``block`` has been changed."""
+    return [tensor._version for tensors in block.unit_parameters for tensor in tensors]

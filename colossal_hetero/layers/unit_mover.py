@@ -1,0 +1,267 @@
+"""Move units of a block to other ranks for good: weights, gradients, and what the optimizer keeps of them.
+
+The parameters stay the same objects, so that optimizers, hooks and users may go on holding them. They get other
+tensors, with as many rows or columns as the rank has units from then on.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .block import Block
+from .column_migration import MovedRange
+from .dropout import UnitRange
+from .out_of_memory import is_out_of_memory
+from .transport import Transport
+from .unit_layout import UnitPlace
+from .workload import values_of
+
+__all__ = [
+    "Holding",
+    "Piece",
+    "SlotsOf",
+    "StateSlot",
+    "UnitMover",
+    "holdings",
+    "ordinary_holdings",
+    "pieces_of",
+    "put_data",
+    "unit_count",
+]
+
+
+# Holdings ------------------------------------------------------------------------------------------------------------
+#
+# Which rank holds which units of a block, and what moves if others are to hold them. Pure.
+#
+# Ordinarily every rank of a tensor-parallel group holds equally many units, its own. A *holding* lists the units that a
+# rank holds in the order in which they lie in its tensors.
+
+
+Holding = tuple[UnitRange, ...]
+
+
+class Piece(NamedTuple):
+    """Units that are adjacent both where they are and where they go."""
+
+    source: int
+    """The rank that holds them so far."""
+    first: int
+    """Their place among the units that this rank holds so far."""
+    length: int
+
+
+def unit_count(holding: Holding) -> int:
+    """The number of units in a holding."""
+    return sum(stop - start for _, start, stop in holding)
+
+
+def holdings(units: int, ranks: int, moves: Sequence[MovedRange]) -> tuple[Holding, ...]:
+    """What each rank holds after ``moves``, if each of them held its own ``units`` before."""
+    given = [sum(move.stop - move.start for move in moves if move.sender == rank) for rank in range(ranks)]
+    return tuple(
+        (
+            UnitRange(rank, 0, units - given[rank]),
+            *(UnitRange(move.sender, move.start, move.stop) for move in moves if move.receiver == rank),
+        )
+        for rank in range(ranks)
+    )
+
+
+def ordinary_holdings(units: int, ranks: int) -> tuple[Holding, ...]:
+    """What each rank holds if nothing was given away."""
+    return holdings(units, ranks, ())
+
+
+def pieces_of(after: Holding, before: Sequence[Holding]) -> list[Piece]:
+    """Where the units of the holding ``after`` are so far, in its order; ``before`` is by rank."""
+    pieces: list[Piece] = []
+    for owner, start, stop in after:
+        while start < stop:
+            piece = _find(owner, start, stop, before)
+            pieces.append(piece)
+            start += piece.length
+    return pieces
+
+
+def _find(owner: int, start: int, stop: int, before: Sequence[Holding]) -> Piece:
+    """The longest piece that begins with the owner's unit number ``start``."""
+    for rank, holding in enumerate(before):
+        place = 0
+        for units in holding:
+            if units.owner == owner and units.start <= start < units.stop:
+                return Piece(rank, place + start - units.start, min(stop, units.stop) - start)
+            place += units.stop - units.start
+    raise AssertionError(f"no rank holds unit {start} of rank {owner}")
+
+
+class StateSlot(NamedTuple):
+    """A tensor with the shape of a parameter, which has an element for each of the parameter's elements."""
+
+    name: str
+    """What it is, for example ``exp_avg``; the same on all ranks."""
+    tensor: Tensor
+    put: Callable[[Tensor], None]
+    """Puts another tensor in its place."""
+
+
+SlotsOf = Callable[[Tensor], Sequence[StateSlot]]
+"""What an optimizer keeps of a parameter, in an order that is the same on all ranks."""
+
+
+class _UnitTensor(NamedTuple):
+    """A tensor that holds units of a block."""
+
+    place: UnitPlace
+    slot: StateSlot
+
+    def units(self, tensor: Tensor, first: int, count: int) -> Tensor:
+        """The view of some units in ``tensor``, which has the layout of the slot."""
+        return self.place.view(tensor).narrow(self.place.unit_dim, first, count)
+
+
+Messages = dict[int, dict[torch.dtype, Tensor]]
+"""By the other rank and by dtype."""
+
+
+class UnitMover:
+    """Moves units between the ranks of a tensor-parallel group."""
+
+    def __init__(self, transport: Transport, slots_of: SlotsOf, all_agree: Callable[[bool], bool]) -> None:
+        self._transport = transport
+        self._slots_of = slots_of
+        self._all_agree = all_agree
+
+    def contents(self, block: Block) -> list[str]:
+        """What moves with each unit of the block. Ranks can exchange units only if this is the same on all of them."""
+        return [f"{block.name} {unit.slot.name} {unit.slot.tensor.dtype}" for unit in self._tensors(block)]
+
+    @torch.no_grad()
+    def move(self, block: Block, before: Sequence[Holding], after: Sequence[Holding]) -> bool:
+        """Let each rank hold the units ``after`` instead of those ``before``. Collective over the group.
+
+        Returns:
+            False if some rank has too little memory; then nothing has changed.
+        """
+        rank = self._transport.rank
+        wanted = [pieces_of(holding, before) for holding in after]
+        tensors = self._tensors(block)
+        created: list[Tensor] = []
+        sends: Messages = {}
+        receives: Messages = {}
+        fits = True
+        try:
+            counts = unit_count(before[rank]), unit_count(after[rank])
+            created = [_resized(unit, *counts) for unit in tensors]
+            sends = {
+                other: _packed(tensors, [piece for piece in pieces if piece.source == rank])
+                for other, pieces in enumerate(wanted)
+                if other != rank and any(piece.source == rank for piece in pieces)
+            }
+            receives = _empty_messages(tensors, wanted[rank], rank, counts[0])
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            fits = False
+        if not self._all_agree(fits):
+            return False
+        self._transport.exchange(_listed(sends), _listed(receives)).wait()
+        _fill(tensors, created, wanted[rank], rank, receives)
+        for unit, tensor in zip(tensors, created, strict=True):
+            unit.slot.put(tensor)
+        return True
+
+    def _tensors(self, block: Block) -> list[_UnitTensor]:
+        """All tensors of this rank that hold units of the block."""
+        return [
+            _UnitTensor(place, slot)
+            for parameters, places in zip(block.unit_parameters, block.places, strict=True)
+            for parameter, place in zip(parameters, places, strict=True)
+            for slot in (*_own_slots(parameter), *self._slots_of(parameter))
+        ]
+
+
+def _own_slots(parameter: Tensor) -> list[StateSlot]:
+    """The values of a parameter and, if there is one, its gradient."""
+
+    def put_values(values: Tensor) -> None:
+        put_data(parameter, values)
+
+    def put_gradient(gradient: Tensor) -> None:
+        parameter.grad = gradient
+
+    slots = [StateSlot("values", values_of(parameter), put_values)]
+    if parameter.grad is not None:
+        slots.append(StateSlot("gradient", parameter.grad, put_gradient))
+    return slots
+
+
+def put_data(tensor: Tensor, values: Tensor) -> None:
+    """Let ``tensor``, a leaf, hold ``values``, which may have another shape. It has no gradient then."""
+    tensor.grad = None  # torch refuses a gradient of another shape
+    # A graph that is still alive, such as that of the last loss, keeps the node that adds up gradients, with the old
+    # shape. torch makes a new one when the type changes.
+    tensor.data = values.new_empty(0, dtype=torch.float16 if values.dtype != torch.float16 else torch.float32)
+    tensor.data = values
+
+
+def _resized(unit: _UnitTensor, before: int, after: int) -> Tensor:
+    """A new tensor for ``after`` units, like the one that holds ``before``."""
+    shape = list(unit.slot.tensor.shape)
+    shape[unit.place.dim] = shape[unit.place.dim] // before * after
+    return torch.empty(shape, dtype=unit.slot.tensor.dtype, device=unit.slot.tensor.device)
+
+
+def _packed(tensors: Sequence[_UnitTensor], pieces: Sequence[Piece]) -> dict[torch.dtype, Tensor]:
+    """The units of ``pieces`` as a flat tensor of each dtype, in the order of tensors, then of pieces."""
+    parts: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for unit in tensors:
+        for piece in pieces:
+            parts[unit.slot.tensor.dtype].append(unit.units(unit.slot.tensor, piece.first, piece.length).reshape(-1))
+    return {dtype: torch.cat(found) for dtype, found in parts.items()}
+
+
+def _empty_messages(tensors: Sequence[_UnitTensor], pieces: Sequence[Piece], rank: int, held: int) -> Messages:
+    """Memory for the units that other ranks send, as :func:`_packed` orders them; ``held`` is the number of units that
+    this rank holds so far."""
+    counts: dict[int, int] = defaultdict(int)
+    for piece in pieces:
+        if piece.source != rank:
+            counts[piece.source] += piece.length
+    elements: dict[torch.dtype, int] = defaultdict(int)
+    for unit in tensors:
+        elements[unit.slot.tensor.dtype] += unit.slot.tensor.numel() // held
+    device = tensors[0].slot.tensor.device
+    return {
+        source: {dtype: torch.empty(count * size, dtype=dtype, device=device) for dtype, size in elements.items()}
+        for source, count in sorted(counts.items())
+    }
+
+
+def _listed(messages: Messages) -> list[tuple[int, Tensor]]:
+    """The messages as pairs of the other rank and the tensor; both ranks list them in the same order."""
+    return [(other, tensor) for other, of_rank in messages.items() for tensor in of_rank.values()]
+
+
+def _fill(
+    tensors: Sequence[_UnitTensor], created: Sequence[Tensor], pieces: Sequence[Piece], rank: int, received: Messages
+) -> None:
+    """Copy all units into the new tensors, from the present ones and from the messages of other ranks."""
+    used: dict[tuple[int, torch.dtype], int] = defaultdict(int)
+    for unit, tensor in zip(tensors, created, strict=True):
+        place = 0
+        for piece in pieces:
+            target = unit.units(tensor, place, piece.length)
+            place += piece.length
+            if piece.source == rank:
+                target.copy_(unit.units(unit.slot.tensor, piece.first, piece.length))
+                continue
+            start = used[piece.source, tensor.dtype]
+            used[piece.source, tensor.dtype] += target.numel()
+            message = received[piece.source][tensor.dtype]
+            target.copy_(message[start : start + target.numel()].view(target.shape))

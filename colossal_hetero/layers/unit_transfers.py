@@ -1,0 +1,186 @@
+"""The units of blocks that a rank gives and takes, their messages, and the bookkeeping of their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from .block import Block
+from .column_migration import MovedRange
+from .transport import Pending, Started
+from .unit_layout import split_message
+
+__all__ = [
+    *("MESSAGE_BYTES", "BlockTransfer", "Bucket", "PeerUnits", "bucket_numbers", "check_backward_memory"),
+    *("peak_growth", "unpack", "weights_for"),
+]
+
+MESSAGE_BYTES = 4 << 20
+"""Blocks are added to a bucket until their moved weights reach this size; larger messages would not be faster."""
+
+
+@dataclass
+class PeerUnits:
+    """The units ``[start, stop)`` of one block that this rank sends to, or receives from, the rank ``other``."""
+
+    other: int
+    start: int
+    stop: int
+
+    @property
+    def count(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(eq=False)
+class BlockTransfer:
+    """The units of one block that this rank gives and takes."""
+
+    block: Block
+    given: list[PeerUnits]
+    """This rank's units that other ranks compute, in ascending order."""
+    taken: list[PeerUnits]
+    """Other ranks' units that this rank computes."""
+    bucket: Bucket | None = None
+    passes: list[int] = field(default_factory=list)
+    """For each layer, the backward passes whose gradients have not returned."""
+    sums: list[list[Tensor]] = field(default_factory=list)
+    """For each layer, the sums of the taken units' gradients in these passes: a message for each range of units."""
+
+    def clear_gradients(self) -> None:
+        self.passes = [0] * len(self.block.layers)
+        self.sums = [[] for _ in self.block.layers]
+
+    def add(self, layer: int, gradients: list[Tensor]) -> None:
+        """Add the taken units' gradients in a backward pass, whose tensors may be kept."""
+        self.passes[layer] += 1
+        if not self.sums[layer]:
+            self.sums[layer] = gradients
+            return
+        for total, gradient in zip(self.sums[layer], gradients, strict=True):
+            total.add_(gradient)
+
+    def take_sum(self, layer: int) -> list[Tensor]:
+        """The sums of the gradients that have not returned; they count as returned from now on."""
+        total = self.sums[layer]
+        self.passes[layer], self.sums[layer] = 0, []
+        return total
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Blocks whose weights are sent together, with a buffer for each message, by the other rank."""
+
+    transfers: list[BlockTransfer] = field(default_factory=list)
+    send_buffers: dict[int, Tensor] = field(default_factory=dict)
+    receive_buffers: dict[int, Tensor] = field(default_factory=dict)
+    started: Started = field(default_factory=lambda: Started(Pending(()), Pending(())))
+    number: int = 0
+    """Its number, which is the same on all ranks."""
+
+    def keep_received(self) -> None:
+        """Receive into other memory from now on, because a backward pass may need what is there."""
+        lengths = {other: len(message) for other, message in self.receive_buffers.items()}
+        self.receive_buffers.clear()
+        like = self.transfers[0].block.parameters[0][0]
+        self.receive_buffers.update({other: like.new_empty(length) for other, length in lengths.items()})
+
+    def reserve(self) -> None:
+        """Allocate the buffers."""
+        like = self.transfers[0].block.parameters[0][0]
+        for buffers, direction in ((self.send_buffers, "given"), (self.receive_buffers, "taken")):
+            lengths: dict[int, int] = {}
+            for transfer in self.transfers:
+                for units in getattr(transfer, direction):
+                    elements = units.count * transfer.block.elements_per_unit
+                    lengths[units.other] = lengths.get(units.other, 0) + elements
+            buffers.update({other: like.new_empty(length) for other, length in sorted(lengths.items())})
+
+
+def bucket_numbers(blocks: Sequence[Block], moves: Sequence[Sequence[MovedRange]]) -> list[int]:
+    """By block, the number of its bucket, from 0 on; all ranks get the same numbers. ``moves`` are those of each block.
+
+    A bucket ends when it has :data:`MESSAGE_BYTES`, or when the next block has another dtype or is frozen and the last
+    one is not (or the other way round).
+    """
+    numbers: list[int] = []
+    size, last_dtype, last_frozen = 0, None, False
+    for block, moved in zip(blocks, moves, strict=True):
+        dtype, frozen = block.parameters[0][0].dtype, block.is_frozen
+        if not numbers:
+            numbers.append(0)
+        elif size >= MESSAGE_BYTES or last_dtype != dtype or last_frozen != frozen:
+            numbers.append(numbers[-1] + 1)
+            size = 0
+        else:
+            numbers.append(numbers[-1])
+        last_dtype, last_frozen = dtype, frozen
+        size += sum(move.stop - move.start for move in moved) * block.elements_per_unit * dtype.itemsize
+    return numbers
+
+
+def peak_growth(transfers: Sequence[BlockTransfer]) -> tuple[int, float]:
+    """How much more memory an iteration with ``transfers`` needs than one without: bytes of the buffers and of the
+    taken units' gradients, which are kept once and packed once; and activations, as a share of those of own units."""
+    given = taken = own = 0
+    for each in transfers:
+        unit_bytes = each.block.elements_per_unit * each.block.parameters[0][0].element_size()
+        given += unit_bytes * sum(units.count for units in each.given)
+        taken += unit_bytes * sum(units.count for units in each.taken)
+        own += unit_bytes * each.block.units
+    return given + 3 * taken, taken / own if taken else 0.0
+
+
+def check_backward_memory(transfers: Sequence[BlockTransfer]) -> None:
+    """Allocate, and release at once, the memory for gradients that the backward pass will need.
+
+    It is needed for the taken units' gradients until they have returned, for the rank's own gradients where they do not
+    exist yet, and for both of one layer before they are sent or added to those of earlier passes. Activations are not
+    included, because they depend on the batch; on a GPU see :func:`peak_growth`.
+    """
+    room, largest = [], 0
+    for transfer in transfers:
+        taken = sum(units.count for units in transfer.taken)
+        for layer, tensors, places in zip(
+            transfer.block.layers, transfer.block.parameters, transfer.block.places, strict=True
+        ):
+            if taken and layer.weight.requires_grad:  # type: ignore[attr-defined]
+                elements = sum(place.numel(tensor) for tensor, place in zip(tensors, places, strict=True))
+                whole = sum(tensor.numel() for tensor in tensors)
+                own = whole if layer.weight.grad is None else 0  # type: ignore[attr-defined]
+                room.append(tensors[0].new_empty(taken * elements + own))
+                largest = max(largest, taken * elements + whole)
+    if room:
+        room.append(room[0].new_empty(largest))
+
+
+def weights_for(bucket: Bucket, other: int) -> list[Tensor]:
+    """Views of the bucket's units that are sent to rank ``other``, in the order of blocks, layers, tensors."""
+    return [
+        place.view(tensor).narrow(place.unit_dim, units.start, units.count)
+        for transfer in bucket.transfers
+        for units in transfer.given
+        if units.other == other
+        for tensors, places in zip(transfer.block.parameters, transfer.block.places, strict=True)
+        for tensor, place in zip(tensors, places, strict=True)
+    ]
+
+
+def unpack(transfer: BlockTransfer, units: PeerUnits) -> list[list[Tensor]]:
+    """The weights of ``units`` by layer and tensor, as views of the message that contains them."""
+    assert transfer.bucket is not None
+    message = transfer.bucket.receive_buffers[units.other]
+    offset = 0
+    for earlier in transfer.bucket.transfers:
+        if earlier is transfer:
+            break
+        count = sum(other.count for other in earlier.taken if other.other == units.other)
+        offset += count * earlier.block.elements_per_unit
+    layers = []
+    for tensors, places in zip(transfer.block.parameters, transfer.block.places, strict=True):
+        views, used = split_message(message[offset:], places, tensors, units.count)
+        layers.append(views)
+        offset += used
+    return layers

@@ -1,0 +1,258 @@
+"""What replicas took for global batches: their speeds, how certain these are, and whether and when they changed.
+
+Only operations are used that all processors round equally, so that all ranks compute the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from statistics import fmean, stdev
+from typing import NamedTuple
+
+import numpy as np
+
+from .allocation import Allocation, Share, allocate, evaluate
+from .time_curve import Curve
+
+__all__ = [
+    "MIN_ITERATIONS",
+    "BatchDivider",
+    "GlobalBatchTime",
+    "Speed",
+    "SpeedEstimate",
+    "against_others",
+    "are_enough",
+    "change_point",
+    "changes_between",
+    "estimated_speeds",
+]
+
+
+# Replica speeds ------------------------------------------------------------------------------------------------------
+
+
+class Speed(NamedTuple):
+    """How the time of a replica's micro-batches differs from its time curve."""
+
+    factor: float = 1.0
+    """Measured / expected time of forward and backward passes."""
+    data_seconds: float = 0.0
+    """Seconds per sample in which training waits for data."""
+
+    def seconds(self, expected_seconds: float, samples: int) -> float:
+        """Time of ``samples``, for which the curve says ``expected_seconds``."""
+        return self.factor * expected_seconds + self.data_seconds * samples
+
+    def of_units(self, unit: int) -> Speed:
+        """The speed if ``unit`` samples count as one."""
+        return Speed(self.factor, self.data_seconds * unit)
+
+    def curve(self, curve: Curve) -> Curve:
+        """The time curve at this speed."""
+        samples = np.arange(1, curve.max_batch + 1)
+        return Curve.from_seconds(self.factor * curve.seconds[1:] + self.data_seconds * samples, curve.min_batch)
+
+    def towards(self, other: Speed, share: float) -> Speed:
+        """The speed between this one (``share`` 0) and ``other`` (1)."""
+        factor = (1.0 - share) * self.factor + share * other.factor
+        return Speed(factor, (1.0 - share) * self.data_seconds + share * other.data_seconds)
+
+
+@dataclass(frozen=True)
+class BatchDivider:
+    """What a division of global batches depends on, apart from the replicas' speeds; see :func:`.allocation.allocate`.
+
+    All numbers must be the same on all ranks, so that all of them compute the same division.
+    """
+
+    curves: Sequence[Curve]
+    """One per replica. Replicas of one kind of device share an object."""
+    stage: int
+    """Stage of ZeRO."""
+    method: str = "exact"
+    accumulation: str = "shared"
+    communication_seconds: float = 0.0
+    flops: Sequence[float] | None = None
+    step_seconds: Sequence[float] | None = None
+    """Time of the optimizer's step by replica, at the speed of the curves."""
+    multiple_of: int = 1
+    """All micro-batches are multiples of so many samples."""
+
+    def divide(self, speeds: Sequence[Speed], samples: int) -> Allocation:
+        """The division of ``samples``, a multiple of ``multiple_of``, among replicas with these ``speeds``."""
+        if self.multiple_of > 1:
+            return self._divide_in_units(speeds, samples)
+        return allocate(
+            self._curves(speeds),
+            samples,
+            self.stage,
+            method=self.method,
+            accumulation=self.accumulation,
+            communication_seconds=self.communication_seconds,
+            flops=self.flops,
+            step_seconds=self._step_seconds(speeds),
+        )
+
+    def _divide_in_units(self, speeds: Sequence[Speed], samples: int) -> Allocation:
+        """The division if ``multiple_of`` samples are one unit, in samples again."""
+        unit = self.multiple_of
+        if samples % unit:
+            raise ValueError(f"a global batch of {samples} samples is not a multiple of {unit} samples")
+        known: dict[int, Curve] = {}
+        for curve in self.curves:
+            known.setdefault(id(curve), curve.in_units(unit))
+        whole = replace(self, curves=[known[id(curve)] for curve in self.curves], multiple_of=1)
+        units = whole.divide([speed.of_units(unit) for speed in speeds], samples // unit)
+        shares = [Share(tuple((size * unit, count) for size, count in share.runs)) for share in units.shares]
+        return self.evaluate(speeds, shares)
+
+    def evaluate(self, speeds: Sequence[Speed], shares: Sequence[Share]) -> Allocation:
+        """The times of a given division at these ``speeds``."""
+        return evaluate(
+            self._curves(speeds),
+            shares,
+            self.stage,
+            method=self.method,
+            accumulation=self.accumulation,
+            communication_seconds=self.communication_seconds,
+            step_seconds=self._step_seconds(speeds),
+        )
+
+    def expected_seconds(self, replica: int, sizes: Sequence[int]) -> float:
+        """What the time curve says for a global batch with these micro-batches, until the replica waits for others.
+
+        In stage 0 the optimizer's step is a part of it. A division of the user's may have micro-batches that are larger
+        than those that the curve has; they take as long per sample as its largest one.
+        """
+        seconds, most = self.curves[replica].seconds, max(self.curves[replica].max_batch, 1)
+        compute = math.fsum(float(seconds[min(size, most)]) * max(size / most, 1.0) for size in sizes)
+        has_step = self.stage == 0 and self.step_seconds is not None and len(sizes) > 0
+        return compute + self.step_seconds[replica] if has_step and self.step_seconds is not None else compute
+
+    def _step_seconds(self, speeds: Sequence[Speed]) -> list[float] | None:
+        if self.step_seconds is None:
+            return None
+        return [speed.factor * seconds for speed, seconds in zip(speeds, self.step_seconds, strict=True)]
+
+    def _curves(self, speeds: Sequence[Speed]) -> list[Curve]:
+        known: dict[tuple[int, Speed], Curve] = {}
+        for curve, speed in zip(self.curves, speeds, strict=True):
+            if (id(curve), speed) not in known:
+                known[id(curve), speed] = curve if speed == Speed() else speed.curve(curve)
+        return [known[id(curve), speed] for curve, speed in zip(self.curves, speeds, strict=True)]
+
+
+MIN_ITERATIONS = 3
+"""Smallest number of global batches from which speeds are computed."""
+
+MIN_SECONDS = 0.5
+"""Smallest total time of these global batches. It holds several periods of a CPU quota, which are 0.1 s long."""
+
+MANY = 4
+"""Number of global batches from which the longest ones are left out: a single delay is not a change of speed."""
+LEFT_OUT = 0.1
+"""Share of the global batches that is left out, but at least one."""
+
+ASSUMED_NOISE = 0.03
+"""Least relative standard deviation of a replica's time while fewer than :data:`FEW` global batches are known."""
+FEW = 8
+UNCERTAINTY = 1.5
+"""By how much the standard deviation of n < :data:`FEW` values is raised, times n."""
+
+
+class GlobalBatchTime(NamedTuple):
+    """What a replica took for its part of one global batch, without waiting for other replicas."""
+
+    expected_seconds: float
+    """What the time curve says for its micro-batches."""
+    samples: int
+    """Samples that it loaded, including placeholders."""
+    work_seconds: float
+    """Forward and backward passes, and everything else outside of loading data."""
+    data_seconds: float
+    """Waiting for data."""
+
+    @property
+    def ratio(self) -> float:
+        """Measured / expected time."""
+        return (self.work_seconds + self.data_seconds) / self.expected_seconds
+
+
+class SpeedEstimate(NamedTuple):
+    """A replica's speed in the present division."""
+
+    speed: Speed
+    error: float
+    """Relative standard error."""
+
+
+def are_enough(times: Sequence[Sequence[GlobalBatchTime]]) -> bool:
+    """Whether speeds can be computed from ``times[replica][global_batch]``."""
+    longest = max(math.fsum(each.work_seconds + each.data_seconds for each in of_replica) for of_replica in times)
+    return len(times[0]) >= MIN_ITERATIONS and longest >= MIN_SECONDS
+
+
+def _kept(times: Sequence[GlobalBatchTime]) -> Sequence[GlobalBatchTime]:
+    """The times without the longest ones, if there are many."""
+    longest = sorted(range(len(times)), key=lambda index: times[index].ratio)[len(times) - _left_out(len(times)) :]
+    return [time for index, time in enumerate(times) if index not in longest]
+
+
+def _left_out(count: int) -> int:
+    return max(1, math.floor(LEFT_OUT * count)) if count >= MANY else 0
+
+
+def _whole(times: Sequence[GlobalBatchTime]) -> float:
+    """Measured / expected time. It is a ratio of sums, since a throttled device is slow in some iterations only."""
+    kept = _kept(times)
+    measured = math.fsum(each.work_seconds + each.data_seconds for each in kept)
+    return measured / math.fsum(each.expected_seconds for each in kept)
+
+
+def estimated_speeds(times: Sequence[Sequence[GlobalBatchTime]]) -> list[SpeedEstimate]:
+    """The speed of each replica. What an iteration takes longer on all replicas is no noise."""
+    means = [_whole(of_replica) for of_replica in times]
+    common = [
+        fmean(each.ratio / mean for each, mean in zip(iteration, means, strict=True))
+        for iteration in zip(*times, strict=True)
+    ]
+    found = []
+    for of_replica, mean in zip(times, means, strict=True):
+        kept = _kept(of_replica)
+        work = math.fsum(each.work_seconds for each in kept) / math.fsum(each.expected_seconds for each in kept)
+        data = math.fsum(each.data_seconds for each in kept) / sum(each.samples for each in kept)
+        ratios = sorted(each.ratio / (mean * factor) for each, factor in zip(of_replica, common, strict=True))
+        deviation = stdev(ratios[: len(ratios) - _left_out(len(ratios))])
+        if len(ratios) < FEW:
+            # A few values rarely show how much they scatter, in particular without the longest one.
+            deviation = max((1.0 + UNCERTAINTY / len(ratios)) * deviation, ASSUMED_NOISE)
+        found.append(SpeedEstimate(Speed(work, data), deviation / math.sqrt(len(kept))))
+    return found
+
+
+def changes_between(
+    before: Sequence[Sequence[GlobalBatchTime]], after: Sequence[Sequence[GlobalBatchTime]]
+) -> list[float]:
+    """By replica, the difference of its time after a change and before, relative to the mean of both."""
+    pairs = [(_whole(old), _whole(new)) for old, new in zip(before, after, strict=True)]
+    return [2.0 * (new - old) / (new + old) for old, new in pairs]
+
+
+def change_point(times: Sequence[Sequence[GlobalBatchTime]], replica: int) -> int:
+    """The first global batch after the change of a replica's speed: where the sum of differences from the mean is most
+    extreme."""
+    ratios = [against_others([each.ratio for each in iteration])[replica] for iteration in zip(*times, strict=True)]
+    mean = fmean(ratios)
+    sums = list(accumulate(ratio - mean for ratio in ratios))[:-1]
+    return 1 + max(range(len(sums)), key=lambda index: abs(sums[index]))
+
+
+def against_others(changes: Sequence[float]) -> list[float]:
+    """Each replica's change less the mean change of the others, which is common to all replicas."""
+    if len(changes) == 1:
+        return [0.0]
+    total = math.fsum(changes)
+    return [change - (total - change) / (len(changes) - 1) for change in changes]

@@ -1,1 +1,0 @@
-"""Candidates of the search: pipelines of given slots, cut into stages, with their predicted times."""

@@ -1,0 +1,342 @@
+"""What a plan or a layout takes on a cluster: time by the closed form and by simulation, memory, and price."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ...common.text import count, duration
+from ..cluster.topology import Topology
+from ..profile.fitted_profiles import as_profiled
+from ..profile.layer_costs import LayerCosts
+from ..profile.layer_profile import ModelProfile
+from .layout_line import PlanLayout, layout_of
+from .layout_pricer import LayoutPricer, SlotType, available_slots, exchanged_places, first_places, look, slot_type
+from .plan import Plan, StagePlan
+from .predict_chunked import Ranks
+from .runnable import why_not_runnable
+from .simulate import simulate_plan
+
+__all__ = [
+    "EvaluatedPlan",
+    "PlanCost",
+    "check_prices",
+    "devices_in_words",
+    "differences",
+    "evaluate_layout",
+    "evaluate_plan",
+    "plan_cost",
+    "time_parts",
+    "why_other_devices",
+]
+
+
+# Differences ---------------------------------------------------------------------------------------------------------
+
+
+def differences(one: Plan, other: Plan) -> list[str]:
+    """How ``other`` differs from ``one``, the causes of its time first; empty if only ranks differ.
+
+    Each is written "what: of one → of other".
+    """
+    values = zip(time_parts(one).items(), time_parts(other).values(), strict=True)
+    found = [f"{name}: {duration(a)} → {duration(b)}" for (name, a), b in values if abs(a - b) > 0.005 * max(a, b)]
+    before, after = _parts(one), _parts(other)
+    found += [f"{name}: {before[name]} → {after[name]}" for name in before if before[name] != after[name]]
+    return found
+
+
+def time_parts(plan: Plan) -> dict[str, float]:
+    """Parts of the time of an iteration, by the closed form, in seconds."""
+    slowest = max(plan.replicas, key=lambda replica: replica.pipeline_seconds)
+    longest = max(slowest.stages, key=lambda stage: stage.micro_batch_seconds)
+    return {
+        "longest stage, in all": slowest.micro_batches * longest.micro_batch_seconds,
+        "filling and emptying the pipeline": slowest.pipeline_seconds
+        - slowest.micro_batches * longest.micro_batch_seconds,
+        "sums of gradients": plan.synchronization_seconds,
+    }
+
+
+def _parts(plan: Plan) -> dict[str, str]:
+    """What the plan consists of, by name."""
+    layout = layout_of(plan)
+    stages = [stage for pipeline in layout.pipelines for stage in pipeline.stages]
+    counts = sorted({replica.micro_batches for replica in plan.replicas})
+    lengths = sorted({len(replica.stages) for replica in plan.replicas})
+    return {
+        "schedule": plan.schedule,
+        "tensor-parallel degree": _range(sorted({stage.tensor_parallel for stage in stages})),
+        "replicas": count(len(plan.replicas), "replica"),
+        "stages of a replica": _range(lengths),
+        "stages that recompute": str(sum(stage.recompute for stage in stages)),
+        "ZeRO stage": str(plan.zero_stage),
+        "samples of a micro-batch": str(plan.micro_batch),
+        "micro-batches of a replica": _range(counts),
+        "devices": devices_in_words(plan),
+        "share of the blocks": _shares(layout),
+    }
+
+
+def _range(numbers: list[int]) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+
+
+def devices_in_words(plan: Plan) -> str:
+    """The devices that the plan uses: ``4 × A100-40 + 8 × V100-16``."""
+    devices: Counter[str] = Counter()
+    for replica in plan.replicas:
+        for stage in replica.stages:
+            devices[stage.device] += len(stage.ranks)
+    return " + ".join(f"{number} × {device}" for device, number in sorted(devices.items()))
+
+
+def _shares(layout: PlanLayout) -> str:
+    """The share of all blocks of all replicas that each kind of device has."""
+    blocks: Counter[str] = Counter()
+    for pipeline in layout.pipelines:
+        for stage in pipeline.stages:
+            blocks[stage.device] += sum(stage.blocks_per_chunk)
+    return ", ".join(f"{number / blocks.total():.0%} on {device}" for device, number in sorted(blocks.items()))
+
+
+# Plan cost -----------------------------------------------------------------------------------------------------------
+
+
+GIGABYTE = 1e9
+HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class PlanCost:
+    """Prices in dollars."""
+
+    dollars_per_hour: float
+    """Of all nodes of which the plan uses a device. A node is paid for as a whole."""
+    egress_dollars: float
+    """Per iteration, of what is sent between clusters."""
+    iteration_seconds: float
+
+    @property
+    def dollars_per_iteration(self) -> float:
+        return self.dollars_per_hour * self.iteration_seconds / HOUR + self.egress_dollars
+
+
+def check_prices(topology: Topology) -> None:
+    """Check that the price of each node is known."""
+    unknown = [node.name for node in topology.nodes if node.dollars_per_hour is None]
+    if unknown:
+        names = ", ".join(unknown[:4]) + (f" and {len(unknown) - 4} others" if len(unknown) > 4 else "")
+        raise ValueError(
+            f"the price of {names} is not known; give these nodes dollars_per_hour in the cluster file, or their kinds "
+            "of devices: [kinds.NAME] with dollars_per_hour"
+        )
+
+
+def plan_cost(topology: Topology, profile: ModelProfile, plan: Plan) -> PlanCost:
+    """What an iteration of ``plan`` costs."""
+    used = sorted({topology.devices[rank].node for replica in plan.rank_order for stage in replica for rank in stage})
+    check_prices(topology)
+    rate = sum(topology.nodes[number].dollars_per_hour or 0.0 for number in used)
+    prices = {frozenset((one, other)): price for one, other, price in topology.egress}
+    dollars = 0.0
+    if prices:
+        for a, b, sent in _sent_bytes(topology, profile, plan):
+            dollars += prices.get(frozenset((a, b)), 0.0) * sent / GIGABYTE
+    return PlanCost(rate, dollars, plan.iteration_seconds)
+
+
+def _sent_bytes(topology: Topology, profile: ModelProfile, plan: Plan) -> list[tuple[int, int, float]]:
+    """Bytes per iteration between devices of different clusters: the numbers of both clusters, and the bytes."""
+    cluster = [device.cluster for device in topology.devices]
+    sent: list[tuple[int, int, float]] = []
+
+    def send(one: int, other: int, message: float) -> None:
+        if cluster[one] != cluster[other]:
+            sent.append((cluster[one], cluster[other], message))
+
+    for replica in plan.replicas:
+        for before, after in pairwise(replica.stages):
+            # Activations one way and their gradients the other; each member of a tensor-parallel group sends all. If
+            # groups have different sizes, as many members send as the smaller group has.
+            output_bytes = _sizes(profile, plan, before).output_bytes[before.blocks[1] - 1]
+            message = 2.0 * replica.micro_batches * float(output_bytes)
+            for one, other in zip(before.ranks, after.ranks, strict=False):
+                send(one, other, message)
+    for block in range(plan.blocks):
+        holders = _holders(plan, block)
+        # With different degrees, there are as many rings as the smallest group has members, see gradient_times.py.
+        smallest = min(holders, key=plan.degree)
+        gradients = float(_sizes(profile, plan, smallest).gradient_bytes[block])
+        for place in range(plan.degree(smallest)):
+            ring = [stage.ranks[place] for stage in holders]
+            message = 2.0 * (len(ring) - 1) / len(ring) * gradients
+            for one, other in zip(ring, [*ring[1:], ring[0]], strict=True):
+                send(one, other, message)
+    return sent
+
+
+def _holders(plan: Plan, block: int) -> list[StagePlan]:
+    """The stages that sum the gradients of a block, one of each replica."""
+    return [
+        next(stage for stage in replica.stages if any(start <= block < stop for start, stop in stage.block_ranges))
+        for replica in plan.replicas
+    ]
+
+
+def _sizes(profile: ModelProfile, plan: Plan, stage: StagePlan) -> LayerCosts:
+    """Sizes of the model's blocks in a stage; they do not depend on the kind of device."""
+    return profile.costs(stage.device, plan.degree(stage), plan.micro_batch)
+
+
+MAX_EXCHANGES = 2_000
+"""Exchanges of two slots that are tried at most."""
+LEAST_GAIN = 1e-9
+"""Share of the time by which an exchange must be faster, so that rounding is not taken for a gain."""
+
+
+@dataclass(frozen=True, eq=False)
+class EvaluatedPlan:
+    """A plan on a cluster."""
+
+    plan: Plan
+    """With the times and the memory that are predicted for this cluster and profile."""
+    simulated_seconds: float
+    """Of an iteration, by event simulation."""
+    cost: PlanCost | None
+    """None if the cluster has no prices, or not of all devices."""
+
+    @property
+    def fullest(self) -> StagePlan:
+        """The stage whose devices have the smallest share of their memory left."""
+        return max(_stages(self.plan), key=lambda stage: stage.memory_bytes / stage.memory_available_bytes)
+
+    @property
+    def too_large(self) -> list[tuple[int, int, StagePlan]]:
+        """Stages that need more memory than their devices have: the numbers of replica and stage, and the stage."""
+        return [
+            (number, index, stage)
+            for number, replica in enumerate(self.plan.replicas)
+            for index, stage in enumerate(replica.stages)
+            if stage.memory_bytes > stage.memory_available_bytes
+        ]
+
+    @property
+    def fits(self) -> bool:
+        """Whether all stages fit in memory."""
+        return not self.too_large
+
+    @property
+    def problem(self) -> str | None:
+        """Why the plugin cannot run the plan, apart from memory; None if it can."""
+        return why_not_runnable(self.plan)
+
+
+def evaluate_layout(
+    topology: Topology,
+    profile: ModelProfile,
+    layout: PlanLayout,
+    *,
+    global_batch: int | None = None,
+    overlap: bool = False,
+) -> EvaluatedPlan:
+    """The layout on devices of the cluster, which are chosen as the planner places slots.
+
+    Slots of one kind are then exchanged as long as that makes the iteration shorter, at most
+    :data:`MAX_EXCHANGES` times. A plan that fits in memory comes before one that does not.
+    """
+    topology = as_profiled(topology, profile)
+    slots = available_slots(topology, layout)
+    ranks_of = {each: of_type.slots for each, of_type in slots.items()}
+    pricer = LayoutPricer(topology, profile, layout, ranks_of, global_batch=global_batch, overlap=overlap)
+    seen: set[object] = set()
+
+    def priced(tried: Iterator[Ranks]) -> Iterator[Plan | ValueError]:
+        for ranks in tried:
+            key = look(topology, ranks)
+            if key not in seen:
+                seen.add(key)
+                try:
+                    yield pricer.plan(ranks)
+                except ValueError as error:
+                    yield error
+
+    first = list(priced(first_places(topology, slots, layout)))
+    plans = [each for each in first if isinstance(each, Plan)]
+    if not plans:
+        raise next(each for each in first if isinstance(each, ValueError))
+
+    def better(plan: Plan) -> Plan | None:
+        """A better one after an exchange of two slots."""
+        slowest = max(range(len(plan.replicas)), key=lambda number: plan.replicas[number].pipeline_seconds)
+        limit = _order(plan, 1 - LEAST_GAIN)
+        for each in priced(exchanged_places(plan.rank_order, slots, slowest)):
+            if isinstance(each, Plan) and _order(each) < limit:
+                return each
+            if len(seen) >= MAX_EXCHANGES:
+                break
+        return None
+
+    def improved(plan: Plan) -> Plan:
+        while (found := better(plan)) is not None:
+            plan = found
+        return plan
+
+    best = min(map(improved, sorted(plans, key=_order)), key=_order)
+    return _evaluated(topology, profile, best)
+
+
+def evaluate_plan(topology: Topology, profile: ModelProfile, plan: Plan, *, overlap: bool = False) -> EvaluatedPlan:
+    """The plan with its own ranks on this cluster and profile."""
+    topology = as_profiled(topology, profile)
+    problem = why_other_devices(topology, plan)
+    if problem is not None:
+        raise ValueError(problem)
+    layout = layout_of(plan)
+    ranks = plan.rank_order
+    slots: dict[SlotType, list[tuple[int, ...]]] = {}
+    for row, pipeline in zip(ranks, layout.pipelines, strict=True):
+        for group, stage in zip(row, pipeline.stages, strict=True):
+            slots.setdefault(slot_type(stage), []).append(group)
+    pricer = LayoutPricer(topology, profile, layout, slots, order_seconds=plan.order_seconds, overlap=overlap)
+    again = pricer.plan(ranks).model_copy(update={"method": plan.method})
+    return _evaluated(topology, profile, again)
+
+
+def why_other_devices(topology: Topology, plan: Plan) -> str | None:
+    """Why the ranks of ``plan`` are not its devices in this cluster; None if they are."""
+    for number, replica in enumerate(plan.replicas):
+        for index, stage in enumerate(replica.stages):
+            place = f"stage {index} of replica {number}"
+            for rank in stage.ranks:
+                if rank >= len(topology.devices):
+                    return f"{place} has rank {rank}, but the cluster has only ranks 0 to {len(topology.devices) - 1}"
+                kind = topology.devices[rank].kind.name
+                if kind != stage.device:
+                    return f"{place} is on {stage.device}, but rank {rank} of the cluster is {kind}"
+            if len({topology.devices[rank].node for rank in stage.ranks}) > 1:
+                return f"the tensor-parallel group of {place} is in several nodes of the cluster"
+    return None
+
+
+def _order(plan: Plan, factor: float = 1.0) -> tuple[int, float, float]:
+    """By which plans are compared: what fits in memory, then the fastest, then the one with the least work.
+
+    Exchanges go on with plans that are as fast as before, but in which other pipelines are faster.
+    """
+    too_large = sum(stage.memory_bytes > stage.memory_available_bytes for stage in _stages(plan))
+    work = sum(replica.pipeline_seconds for replica in plan.replicas)
+    # Ten digits, so that rounding does not count.
+    return too_large, float(f"{plan.iteration_seconds:.9e}"), work * factor
+
+
+def _stages(plan: Plan) -> list[StagePlan]:
+    return [stage for replica in plan.replicas for stage in replica.stages]
+
+
+def _evaluated(topology: Topology, profile: ModelProfile, plan: Plan) -> EvaluatedPlan:
+    known = all(node.dollars_per_hour is not None for node in topology.nodes)
+    cost = plan_cost(topology, profile, plan) if known else None
+    return EvaluatedPlan(plan, simulate_plan(plan).seconds, cost)

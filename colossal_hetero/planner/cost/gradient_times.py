@@ -1,0 +1,261 @@
+"""How long the pipelines of a candidate take to sum their gradients."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cluster.all_reduce import ConcurrentRings, concurrent_seconds, synchronization_seconds
+from ..cluster.topology import Topology
+from .tp_groups import cut_points
+
+__all__ = ["GradientTimes", "Summing", "SummingStage", "UnlikeSumming", "divide_micro_batches"]
+
+
+Groups = Sequence[Sequence[tuple[int, ...]]]
+"""Ranks of the tensor-parallel group of each stage of each pipeline."""
+
+Ring = tuple[int, ...]
+"""The nodes of the members of a ring, ascending."""
+
+
+class GradientTimes:
+    """Times on one cluster. What was computed once is looked up.
+
+    Nodes of one kind have equal links. So two sets of rings take equally long if they differ only by nodes of one kind,
+    as long as the order of the nodes is the same, which is the order in which a ring visits them.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        self.node_of = [device.node for device in topology.devices]
+        self._alike: dict[object, _EqualCuts] = {}
+        self._rings: dict[object, float] = {}
+
+    def seconds(
+        self,
+        node_kind: NDArray[np.int64],
+        groups: Groups,
+        bounds: Sequence[tuple[int, ...]],
+        gradient_bytes: NDArray[np.float64],
+    ) -> float:
+        """Seconds until every stage has summed the gradients of its blocks, all stages at once.
+
+        A block's gradients are summed over the stages that hold it; blocks that the same stages hold are summed
+        together.
+        """
+        return Summing(self, node_kind, groups, gradient_bytes).seconds(bounds)
+
+    def equal_cuts(self, node_kind: NDArray[np.int64], rings: Sequence[Ring], width: int) -> _EqualCuts:
+        """The rings of pipelines that are cut alike: ``width`` equal ones for each stage."""
+        nodes = sorted(set(itertools.chain.from_iterable(rings)))
+        number = {node: place for place, node in enumerate(nodes)}
+        key = (
+            width,
+            tuple(node_kind[nodes].tolist()),
+            tuple(tuple(map(number.__getitem__, ring)) for ring in rings),
+        )
+        if key not in self._alike:
+            self._alike[key] = _EqualCuts(self.topology, rings, width)
+        return self._alike[key]
+
+    def ring_seconds(self, node_kind: NDArray[np.int64], ranks: Sequence[int], size: float, sharing: int) -> float:
+        """Seconds of a ring of these ranks that sums ``size`` bytes; see ``synchronization_seconds``."""
+        nodes = Counter(self.node_of[rank] for rank in ranks)
+        alike = Counter((int(node_kind[node]), count) for node, count in nodes.items())
+        key = (len(nodes) == 1, frozenset(alike.items()), size, sharing)
+        if key not in self._rings:
+            self._rings[key] = synchronization_seconds(self.topology, ranks, size, sharing)
+        return self._rings[key]
+
+
+class _EqualCuts:
+    """The rings of pipelines that are cut alike; all sum something."""
+
+    def __init__(self, topology: Topology, rings: Sequence[Ring], width: int) -> None:
+        self._rings = rings
+        self._concurrent = ConcurrentRings(topology, [ring for ring in rings for _ in range(width)])
+        self._seconds: dict[tuple[int, float], float] = {}
+
+    def seconds(self, stage: int, size: float) -> float:
+        """Of the rings of a stage whose gradients have so many bytes."""
+        key = stage, size
+        if key not in self._seconds:
+            self._seconds[key] = self._concurrent.seconds(self._rings[stage], size)
+        return self._seconds[key]
+
+
+class Summing:
+    """The sums of given pipelines, for any cuts; arguments as for :meth:`GradientTimes.seconds`."""
+
+    def __init__(
+        self, times: GradientTimes, node_kind: NDArray[np.int64], groups: Groups, gradient_bytes: NDArray[np.float64]
+    ) -> None:
+        self._times, self._node_kind, self._groups = times, node_kind, groups
+        self._nodes = [[times.node_of[ranks[0]] for ranks in pipeline] for pipeline in groups]
+        self._width = len(groups[0][0])
+        self._gradient_bytes = gradient_bytes
+        self._bytes_of: dict[tuple[int, int], float] = {}
+
+    def seconds(self, bounds: Sequence[tuple[int, ...]]) -> float:
+        """Seconds with these cuts; see :meth:`GradientTimes.seconds`."""
+        if len(self._groups) == 1:
+            return 0.0
+        return self._of_equal_cuts(bounds[0]) if len(set(bounds)) == 1 else self._of_any_cuts(bounds)
+
+    def _of_equal_cuts(self, bounds: tuple[int, ...]) -> float:
+        sizes = [self._bytes(start, stop) for start, stop in itertools.pairwise(bounds)]
+        if min(sizes) <= 0:
+            # Rings that sum nothing leave their share of the networks to the others.
+            used = [(ring, size) for ring, size in zip(self._rings, sizes, strict=True) if size > 0]
+            concurrent = ConcurrentRings(self._times.topology, [ring for ring, _ in used for _ in range(self._width)])
+            return max((concurrent.seconds(ring, size) for ring, size in used), default=0.0)
+        return max(self._equal_cuts.seconds(stage, size) for stage, size in enumerate(sizes))
+
+    @cached_property
+    def _rings(self) -> list[Ring]:
+        """By stage, if all pipelines have equally many."""
+        return [tuple(sorted(members)) for members in zip(*self._nodes, strict=True)]
+
+    @cached_property
+    def _equal_cuts(self) -> _EqualCuts:
+        return self._times.equal_cuts(self._node_kind, self._rings, self._width)
+
+    def _of_any_cuts(self, bounds: Sequence[tuple[int, ...]]) -> float:
+        slots_on = Counter(itertools.chain.from_iterable(self._nodes))
+        cuts = cut_points(bounds)
+        total = np.concatenate([[0.0], np.cumsum(self._gradient_bytes)])
+        stage_of = np.array([np.searchsorted(cut, cuts[:-1], side="right") - 1 for cut in bounds])
+        spent: Counter[tuple[int, int]] = Counter()
+        for (start, stop), stages in zip(itertools.pairwise(cuts), stage_of.T.tolist(), strict=True):
+            ring = [pipeline[stage][0] for pipeline, stage in zip(self._groups, stages, strict=True)]
+            count_on = Counter(nodes[stage] for nodes, stage in zip(self._nodes, stages, strict=True))
+            # A ring leaves a node once, no matter how many of its members are in the node.
+            sharing = self._width * max(math.ceil(slots_on[node] / count) for node, count in count_on.items())
+            seconds = self._times.ring_seconds(self._node_kind, ring, float(total[stop] - total[start]), sharing)
+            for member in enumerate(stages):
+                spent[member] += seconds  # type: ignore[assignment]
+        return float(max(spent.values()))
+
+    def _bytes(self, start: int, stop: int) -> float:
+        key = start, stop
+        if key not in self._bytes_of:
+            self._bytes_of[key] = float(self._gradient_bytes[start:stop].sum())
+        return self._bytes_of[key]
+
+
+# Unlike sums ---------------------------------------------------------------------------------------------------------
+#
+# How long stages of different tensor-parallel degrees take to sum their gradients.
+#
+# [Note: sums of unlike stages] The members of a sum are the tensor-parallel groups that hold a block, one of every
+# pipeline. Groups of one degree have a ring for each place in the group. If degrees differ, there are as many rings as
+# the smallest group has members, each with an equal share of the gradients. A larger group divides its part over more
+# devices, so that as many bytes leave its node; rings are as fast as the smallest group can send. For equal degrees
+# this is what ``gradient_times.py`` says.
+
+
+class SummingStage(NamedTuple):
+    """What a stage sums."""
+
+    ranks: tuple[int, ...]
+    """Of its tensor-parallel group."""
+    gradient_bytes: NDArray[np.float64]
+    """By block, per device."""
+
+
+class UnlikeSumming:
+    """The sums of given pipelines, for any cuts. See [Note: sums of unlike stages]."""
+
+    def __init__(self, topology: Topology, stages: Sequence[Sequence[SummingStage]]) -> None:
+        self._topology = topology
+        self._stages = stages
+        node_of = [device.node for device in topology.devices]
+        self._nodes = [[node_of[stage.ranks[0]] for stage in row] for row in stages]
+        self._groups_on = Counter(itertools.chain.from_iterable(self._nodes))
+
+    def seconds(self, bounds: Sequence[tuple[int, ...]]) -> float:
+        """Seconds until every stage has summed the gradients of its blocks, all stages at once."""
+        return self._of_equal_cuts(bounds[0]) if len(set(bounds)) == 1 else self._of_any_cuts(bounds)
+
+    def _of_equal_cuts(self, bounds: tuple[int, ...]) -> float:
+        rings: list[list[int]] = []
+        sizes: list[float] = []
+        for stage, (start, stop) in enumerate(itertools.pairwise(bounds)):
+            holders = [row[stage] for row in self._stages]
+            lanes, gradients = _lanes(holders)
+            for lane in range(lanes):
+                rings.append([holder.ranks[lane] for holder in holders])
+                sizes.append(float(gradients[start:stop].sum()))
+        return max(concurrent_seconds(self._topology, rings, sizes))
+
+    def _of_any_cuts(self, bounds: Sequence[tuple[int, ...]]) -> float:
+        cuts = cut_points(bounds)
+        stage_of = np.array([np.searchsorted(cut, cuts[:-1], side="right") - 1 for cut in bounds])
+        spent: Counter[tuple[int, int]] = Counter()
+        for (start, stop), held in zip(itertools.pairwise(cuts), stage_of.T.tolist(), strict=True):
+            holders = [row[stage] for row, stage in zip(self._stages, held, strict=True)]
+            lanes, gradients = _lanes(holders)
+            nodes = Counter(row[stage] for row, stage in zip(self._nodes, held, strict=True))
+            # A ring leaves a node once, no matter how many of its members are in the node.
+            sharing = lanes * max(math.ceil(self._groups_on[node] / here) for node, here in nodes.items())
+            ring = [holder.ranks[0] for holder in holders]
+            seconds = synchronization_seconds(self._topology, ring, float(gradients[start:stop].sum()), sharing)
+            for member in enumerate(held):
+                spent[member] += seconds  # type: ignore[assignment]
+        return float(max(spent.values()))
+
+
+def _lanes(holders: Sequence[SummingStage]) -> tuple[int, NDArray[np.float64]]:
+    """The number of rings over these stages, and the bytes that each sums, by block."""
+    smallest = min(holders, key=lambda holder: len(holder.ranks))
+    return len(smallest.ranks), smallest.gradient_bytes
+
+
+# Micro batch division ------------------------------------------------------------------------------------------------
+
+
+def divide_micro_batches(
+    fill: Sequence[float], longest: Sequence[float], micro_batches: int, minimum: Sequence[int]
+) -> list[int]:
+    """How many micro-batches each pipeline runs so that the last pipeline ends as early as possible."""
+    # What a pipeline runs in any case counts as its first micro-batch.
+    extra = np.asarray(minimum) - 1
+    step = np.maximum(np.asarray(longest), 1e-15)
+    first = np.asarray(fill) + extra * step
+    micro_batches -= int(extra.sum())
+
+    def done(seconds: float) -> NDArray[np.int64]:
+        """Micro-batches that each pipeline finishes in this time; at least one."""
+        counts: NDArray[np.float64] = np.minimum(np.maximum((seconds - first) // step + 1, 1), micro_batches)
+        return counts.astype(np.int64)
+
+    low, high = float(first.max()), float((first + (micro_batches - 1) * step).max()) * (1 + 1e-12)
+    if done(low).sum() < micro_batches:
+        # If micro-batches could be divided further, all pipelines would end at this time. Whole ones take at most one
+        # step longer.
+        even = (micro_batches - len(first) + float((first / step).sum())) / float((1.0 / step).sum())
+        low, high = max(low, even * (1 - 1e-9)), min(high, (even + float(step.max())) * (1 + 1e-9))
+        while high - low > 1e-13 * high:
+            middle = (low + high) / 2
+            count = done(middle).sum()
+            low, high = (low, middle) if count >= micro_batches else (middle, high)
+            if count == micro_batches:
+                break
+        counts, max_counts = done(low), done(high)
+    else:
+        # The pipeline that takes longest for a single micro-batch decides the time; the others share the rest.
+        counts, max_counts = np.ones(len(first), dtype=np.int64), done(low)
+    rest = micro_batches - int(counts.sum())
+    for pipeline in np.lexsort((np.arange(len(first)), first + counts * step)):
+        more = min(rest, int(max_counts[pipeline] - counts[pipeline]))
+        counts[pipeline] += more
+        rest -= more
+    return [int(count) for count in counts + extra]

@@ -1,0 +1,461 @@
+"""What the layout of a plan says: pipelines, their stages, kinds of devices and blocks, but not which devices."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NoReturn
+
+from ...common.text import MarkedError, count
+from .pass_order import SCHEDULES, Schedule
+from .plan import Plan, StagePlan
+
+__all__ = [
+    "PipelineLayout",
+    "PlanLayout",
+    "StageLayout",
+    "form_in_words",
+    "joined_ranges",
+    "layout_of",
+    "read_layout",
+    "write_layout",
+]
+
+
+@dataclass(frozen=True)
+class StageLayout:
+    """A stage of a pipeline."""
+
+    device: str
+    """Kind of its devices."""
+    block_ranges: tuple[tuple[int, int], ...]
+    """``[a, b)`` of each chunk, in the order of the model; of a stage without chunks its only one."""
+    tensor_parallel: int = 1
+    """Its devices, which are one tensor-parallel group."""
+    recompute: bool = False
+    """Whether the backward pass runs the forward pass again."""
+    place: int = field(default=0, compare=False)
+    """Where it starts in the line that was read."""
+
+    @property
+    def blocks_per_chunk(self) -> tuple[int, ...]:
+        """How many blocks each chunk has."""
+        return tuple(stop - start for start, stop in self.block_ranges)
+
+
+@dataclass(frozen=True)
+class PipelineLayout:
+    """A pipeline that holds the whole model."""
+
+    stages: tuple[StageLayout, ...]
+    micro_batches: int | None = None
+    """Per iteration; None if the layout does not say it."""
+
+
+@dataclass(frozen=True)
+class PlanLayout:
+    """The pipelines of a plan and its micro-batches."""
+
+    pipelines: tuple[PipelineLayout, ...]
+    """One per replica."""
+    micro_batch: int | None = None
+    """Samples per micro-batch; None if the layout does not say it."""
+    schedule: Schedule = "1f1b"
+    zero_stage: Literal[0, 1] = 0
+    tensor_parallel: int = field(default=1, compare=False)
+    """Degree that the line names first, for stages that name none."""
+    line: str = field(default="", compare=False)
+    """The text that was read."""
+
+    @property
+    def blocks(self) -> int:
+        """Of the model."""
+        return max(stop for stage in self.pipelines[0].stages for _, stop in stage.block_ranges)
+
+    @property
+    def alike(self) -> bool:
+        """Whether all pipelines have the same blocks in their stages and equally many micro-batches."""
+        shapes = {(each.micro_batches, tuple(stage.block_ranges for stage in each.stages)) for each in self.pipelines}
+        return len(shapes) == 1
+
+    def with_batches(self, micro_batch: int | None = None, micro_batches: int | None = None) -> PlanLayout:
+        """The layout with a size of micro-batches, and with so many of them in each pipeline, where they are given."""
+        sizes = {size for size in (self.micro_batch, micro_batch) if size is not None}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"the layout has micro-batches of {self.micro_batch} samples, not of {micro_batch}; leave one of both "
+                "out"
+            )
+        counts = {each.micro_batches for each in self.pipelines} - {None}
+        if micro_batches is not None and counts - {micro_batches}:
+            said = ", ".join(map(str, sorted(count for count in counts if count is not None)))
+            raise ValueError(
+                f"the layout has {said} micro-batches per pipeline, not {micro_batches}; leave one of both out"
+            )
+        pipelines = self.pipelines
+        if micro_batches is not None:
+            pipelines = tuple(replace(each, micro_batches=micro_batches) for each in pipelines)
+        return replace(self, pipelines=pipelines, micro_batch=next(iter(sizes), None))
+
+    def wrong(self, message: str, stage: StageLayout | None = None) -> NoReturn:
+        """Say what is wrong with the layout, and where in the line that was read."""
+        if self.line and stage is not None:
+            raise MarkedError(message, self.line, stage.place)
+        raise ValueError(message)
+
+
+def layout_of(plan: Plan) -> PlanLayout:
+    """The layout of ``plan``."""
+    pipelines = tuple(
+        PipelineLayout(tuple(_stage_of(plan, stage) for stage in replica.stages), replica.micro_batches)
+        for replica in plan.replicas
+    )
+    return PlanLayout(pipelines, plan.micro_batch, plan.schedule, plan.zero_stage, plan.tensor_parallel)
+
+
+def _stage_of(plan: Plan, stage: StagePlan) -> StageLayout:
+    return StageLayout(stage.device, stage.block_ranges, plan.degree(stage), stage.recompute)
+
+
+# Read layout ---------------------------------------------------------------------------------------------------------
+#
+# Reads a layout from one line of text, such as ``tp 2 · dp 4 × pp [2 × V100-16 0-9 | A100-40 10-23]``.
+#
+# The grammar is in ``docs/evaluating.md``.
+
+
+TIMES = r"[×xX*]"
+RANGE = r"\d+(?:\s*[-–]\s*\d+)?"
+FORM = r"tp\s+(?P<tp>\d+)|(?P<recompute>recompute)"
+ONE_FORM = re.sub(r"\?P<\w+>", "?:", FORM)
+STAGE = re.compile(
+    rf"(?:(?P<number>\d+)\s*{TIMES}\s*)?(?P<device>\S.*?)"
+    rf"(?P<form>\s+\(\s*(?:{ONE_FORM})(?:\s*,\s*(?:{ONE_FORM}))*\s*\)|(?:\s+(?:{ONE_FORM}))*)"
+    rf"\s+(?P<ranges>{RANGE}(?:\s*\+\s*{RANGE})*)",
+    re.IGNORECASE,
+)
+"""A part of a pipeline: number of stages, device, its form in brackets or without, and ranges of blocks."""
+MAX_STAGES = 65_536
+"""Of all pipelines together: as many as a cluster file may have devices."""
+MAX_DIGITS = 15
+"""Of a number."""
+
+
+def read_layout(text: str) -> PlanLayout:
+    """The layout that a line says, as :func:`~.write_layout.write_layout` writes it or a person does.
+
+    ``x`` or ``*`` may stand for ``×``, ``,`` for ``·``, and ``;`` for ``+`` between pipelines. Predicted times at the
+    end, as ``colossal-hetero plan`` prints them, are ignored.
+    """
+    return _Reader(text).layout()
+
+
+class _Reader:
+    """A position in a line of text."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.place = 0
+
+    def layout(self) -> PlanLayout:
+        long = re.search(rf"(?<![\w.])\d{{{MAX_DIGITS + 1},}}", self.text)
+        if long:
+            raise self._wrong(f"numbers have at most {MAX_DIGITS} digits", long.start())
+        degree = micro_batch = steps = zero = None
+        schedule: Schedule | None = None
+        pipelines: list[PipelineLayout] = []
+        while self._after_separator() < len(self.text):
+            start = self.place
+            if found := self._match(r"tp\s*(\d+)"):
+                self._check_first(degree, "tp", start)
+                degree = self._positive(found)
+            elif found := self._match(rf"micro-?batch\s*(\d+)(?:\s*{TIMES}\s*(\d+))?"):
+                self._check_first(micro_batch, "micro-batch", start)
+                micro_batch = self._positive(found)
+                steps = self._positive(found, 2) if found[2] else None
+            elif found := self._match(rf"({'|'.join(SCHEDULES)})(?![\w-])"):
+                self._check_first(schedule, "the schedule", start)
+                schedule = next(each for each in SCHEDULES if each == found[1].lower())
+            elif found := self._match(r"zero\s*([01])(?!\d)"):
+                self._check_first(zero, "ZeRO", start)
+                zero = int(found[1])
+            elif found := self._match(rf"dp\s*(\d+)\s*(=|{TIMES})\s*"):
+                self._check_first(pipelines or None, "the pipelines", start)
+                pipelines = self._replicas(self._positive(found), found[2], start)
+            elif self._looks_at(rf"(\d+\s*{TIMES}\s*)?(pp\s*)?\["):
+                self._check_first(pipelines or None, "the pipelines", start)
+                pipelines = self._sum()
+            elif not self._match(r"[\d.,]+\s*(s|ms|µs)\s*\([^)]*samples/s\)"):
+                raise self._unknown(f"tp N, dp N × pp […], micro-batch N × K, ZeRO 1, or {', '.join(SCHEDULES)}")
+        if not pipelines:
+            raise self._wrong("there are no pipelines; write them like dp 4 × pp [V100-16 0-9 | A100-40 10-23]")
+        layout = PlanLayout(tuple(pipelines), micro_batch, schedule or "1f1b", 1 if zero else 0, degree or 1, self.text)
+        return self._checked(layout, steps)
+
+    def _replicas(self, number: int, sign: str, start: int) -> list[PipelineLayout]:
+        """What follows ``dp N ×`` or ``dp N =``."""
+        pipelines = self._sum() if sign == "=" else self._repeated(number)
+        if sign != "=" and self._looks_at(r"\s*[+;]\s*(\d+\s*[×xX*]|pp|\[)"):
+            raise self._wrong(
+                f"several different pipelines are written dp N = 2 × pp […] + pp […]; dp {number} × is one"
+            )
+        if len(pipelines) != number:
+            raise self._wrong(f"dp {number}, but there are {count(len(pipelines), 'pipeline')}", start)
+        return pipelines
+
+    def _sum(self) -> list[PipelineLayout]:
+        """Different pipelines, joined by ``+`` or ``;``."""
+        pipelines: list[PipelineLayout] = []
+        while not pipelines or self._match(rf"\s*[+;]\s*(?=(\d+\s*{TIMES}\s*)?(pp\s*\[|\[|…))"):
+            found = self._match(rf"(\d+)\s*{TIMES}\s*")
+            pipelines += self._repeated(self._positive(found) if found else 1)
+        return pipelines
+
+    def _repeated(self, number: int) -> list[PipelineLayout]:
+        """``pp [ … ] × K``, so many times."""
+        if not self._match(r"(?:pp\s*)?\["):
+            raise self._unknown("a pipeline like pp [V100-16 0-9 | A100-40 10-23]")
+        start, end = self.place, self.text.find("]", self.place)
+        if end < 0:
+            raise self._wrong("the bracket [ is not closed by ]", start - 1)
+        stages: list[StageLayout] = []
+        for part in re.finditer(r"[^|]*(?:\||$)", self.text[start:end]):
+            if part[0] or not stages:
+                stages += self._stages(part[0].rstrip("|"), start + part.start())
+        if number * len(stages) > MAX_STAGES:
+            raise self._wrong(
+                f"{count(number, 'pipeline')} of {count(len(stages), 'stage')} are too many; at most {MAX_STAGES:,} "
+                "stages are possible in all",
+                start - 1,
+            )
+        self.place = end + 1
+        found = self._match(rf"\s*{TIMES}\s*(\d+)(?!\s*{TIMES})")
+        return [PipelineLayout(tuple(stages), self._positive(found) if found else None)] * number
+
+    def _stages(self, part: str, start: int) -> list[StageLayout]:
+        """The stages of one part, e.g. of "4 × T4 tp 2 0-7"."""
+        start += len(part) - len(part.lstrip())
+        found = STAGE.fullmatch(part.strip())
+        if found is None:
+            self.place = start
+            raise self._unknown("a kind of device and its blocks, like A100-40 0-9 or 2 × V100-16 tp 4 10-23")
+        place = start + found.start("device")
+        ranges = []
+        for each in re.finditer(r"(\d+)(?:\s*[-–]\s*(\d+))?", found["ranges"]):
+            first, last = int(each[1]), int(each[2] or each[1])
+            if last < first:
+                raise self._wrong(
+                    f"blocks {first} to {last} are none; write the first block before the last one",
+                    start + found.start("ranges") + each.start(),
+                )
+            ranges.append((first, last + 1))
+        form = {"tp": 0, "recompute": 0}
+        named: set[str] = set()
+        for each in re.finditer(FORM, found["form"], re.IGNORECASE):
+            name = each.lastgroup or ""
+            if name in named:
+                raise self._wrong(f"{name}: given twice", start + found.start("form") + each.start())
+            named.add(name)
+            form[name] = 1 if name == "recompute" else int(each[name])
+            if not form[name]:
+                raise self._wrong(f"{name} 0: it is at least 1", start + found.start("form") + each.start())
+        number = int(found["number"] or 1)
+        stage = StageLayout(found["device"], tuple(ranges), form["tp"], bool(form["recompute"]), place)
+        if number == 1:
+            return [stage]
+        blocks = sum(stage.blocks_per_chunk)
+        if len(ranges) > 1:
+            raise self._wrong("stages with several chunks are written one by one", start)
+        if number < 1 or blocks % number or number > MAX_STAGES:
+            raise self._wrong(
+                f"{count(blocks, 'block')} cannot be divided equally over {count(number, 'stage')}; write the stages "
+                "one by one, or other numbers",
+                start,
+            )
+        first, each_has = ranges[0][0], blocks // number
+        return [
+            replace(stage, block_ranges=((first + n * each_has, first + (n + 1) * each_has),)) for n in range(number)
+        ]
+
+    def _checked(self, layout: PlanLayout, steps: int | None) -> PlanLayout:
+        """The layout, in which all stages have a degree and all pipelines hold all blocks."""
+        finished: dict[PipelineLayout, PipelineLayout] = {}
+        for each in dict.fromkeys(layout.pipelines):
+            if steps is not None and each.micro_batches not in (None, steps):
+                raise self._wrong(
+                    f"a pipeline has {each.micro_batches} micro-batches, but micro-batch {layout.micro_batch} × "
+                    f"{steps} says {steps} for all; leave one of both out",
+                    each.stages[0].place,
+                )
+            degree = layout.tensor_parallel
+            stages = tuple(replace(stage, tensor_parallel=stage.tensor_parallel or degree) for stage in each.stages)
+            finished[each] = PipelineLayout(stages, each.micro_batches or steps)
+        ends = [self._end(each.stages) for each in finished.values()]
+        for each, end in zip(finished, ends, strict=True):
+            if end != max(ends):
+                raise self._wrong(
+                    f"{_blocks(end, max(ends))} the other pipelines but not in this one; each holds the whole model",
+                    each.stages[-1].place,
+                )
+        self._check_chunks(tuple(finished.values()), layout.schedule)
+        return replace(layout, pipelines=tuple(finished[each] for each in layout.pipelines))
+
+    def _end(self, stages: Sequence[StageLayout]) -> int:
+        """The number of blocks that consecutive stages hold."""
+        ranges = sorted((start, stop, stage.place) for stage in stages for start, stop in stage.block_ranges)
+        end = 0
+        # Stages are in the order of the blocks; only the chunks of stages are not.
+        if all(len(stage.block_ranges) == 1 for stage in stages):
+            ranges = [(*stage.block_ranges[0], stage.place) for stage in stages]
+        for start, stop, place in ranges:
+            if start > end:
+                raise self._wrong(f"{_blocks(end, start)} no stage; this one must start at {end}", place)
+            if start < end:
+                raise self._wrong(f"{_blocks(start, end)} two stages; this one must start at {end}", place)
+            end = stop
+        return end
+
+    def _check_chunks(self, pipelines: Sequence[PipelineLayout], schedule: Schedule) -> None:
+        for pipeline in pipelines:
+            for stage in pipeline.stages:
+                chunks = len(stage.block_ranges)
+                if schedule == "1f1b" and chunks > 1:
+                    raise self._wrong(
+                        "a stage with several chunks needs a schedule: write · interleaved or · zbv", stage.place
+                    )
+                if schedule != "1f1b" and chunks != len(pipelines[0].stages[0].block_ranges):
+                    raise self._wrong("all stages have equally many chunks", stage.place)
+
+    def _unknown(self, expected: str) -> MarkedError:
+        """An error that says what was expected at this place."""
+        if self._looks_at(r"\s*…"):
+            return self._wrong(
+                "… stands for parts that were left out of this line; write all parts, or give the plan's file"
+            )
+        return self._wrong(f"expected {expected}")
+
+    def _wrong(self, message: str, place: int | None = None) -> MarkedError:
+        return MarkedError(message, self.text, min(self.place if place is None else place, len(self.text)))
+
+    def _check_first(self, before: object, name: str, start: int) -> None:
+        if before is not None:
+            raise self._wrong(f"{name}: given twice", start)
+
+    def _positive(self, found: re.Match[str], group: int = 1) -> int:
+        number = int(found[group])
+        if number < 1:
+            raise self._wrong("0 is not possible here; numbers start at 1", found.start(group))
+        return number
+
+    def _match(self, pattern: str) -> re.Match[str] | None:
+        found = re.compile(pattern, re.IGNORECASE).match(self.text, self.place)
+        if found:
+            self.place = found.end()
+        return found
+
+    def _after_separator(self) -> int:
+        self._match(r"\s*[·,;]?\s*")
+        return self.place
+
+    def _looks_at(self, pattern: str) -> bool:
+        return re.compile(pattern, re.IGNORECASE).match(self.text, self.place) is not None
+
+
+def _blocks(start: int, stop: int) -> str:
+    return f"block {start} is in" if stop - start == 1 else f"blocks {start} to {stop - 1} are in"
+
+
+# Write layout --------------------------------------------------------------------------------------------------------
+
+
+MAX_PARTS = 8
+"""Parts of a pipeline, or different pipelines, that a shortened line shows at most."""
+
+
+def write_layout(layout: PlanLayout, *, shortened: bool = False) -> str:
+    """The layout on one line, e.g. ``tp 4 · dp 2 × pp [A100-40 0-15 | V100-16 16-23] · micro-batch 4 × 16``.
+
+    Each part of a pipeline has the numbers of its first and its last block.
+    """
+    degree = layout.tensor_parallel
+    shapes = Counter((_pipeline(each, degree, shortened), each.micro_batches) for each in layout.pipelines)
+    counts = {micro_batches for _, micro_batches in shapes}
+    alike = len(counts) == 1
+    parts = []
+    shown = list(shapes.items())[: MAX_PARTS if shortened else None]
+    for (pipeline, micro_batches), number in shown:
+        repeated = "" if number == 1 and len(shapes) > 1 else f"{number} × "
+        parts.append(f"{repeated}{pipeline}{'' if alike or micro_batches is None else f' × {micro_batches}'}")
+    if len(shown) < len(shapes):
+        parts.append("…")
+    words = [f"tp {degree}"]
+    words.append(f"dp {parts[0]}" if len(shapes) == 1 else f"dp {len(layout.pipelines)} = {' + '.join(parts)}")
+    if layout.micro_batch is not None:
+        steps = counts.pop() if alike else None
+        words.append(f"micro-batch {layout.micro_batch}{'' if steps is None else f' × {steps}'}")
+    if layout.schedule != "1f1b":
+        words.append(layout.schedule)
+    if layout.zero_stage:
+        words.append(f"ZeRO {layout.zero_stage}")
+    return " · ".join(words)
+
+
+def _pipeline(pipeline: PipelineLayout, usual_degree: int, shortened: bool) -> str:
+    """``pp [A100-40 0-15 | V100-16 16-23]``; "4 × T4 0-7" are four stages of one kind that hold two blocks each.
+
+    The chunks of a stage are joined by "+": ``[A100-40 0-7 + 16-19 | V100-16 8-15 + 20-23]``.
+    """
+    parts = []
+    for words, stages in _runs(pipeline.stages, usual_degree):
+        blocks = " + ".join(
+            str(start) if stop - start == 1 else f"{start}-{stop - 1}"
+            for start, stop in joined_ranges([stage.block_ranges for stage in stages])
+        )
+        parts.append(f"{f'{len(stages)} × ' if len(stages) > 1 else ''}{words} {blocks}")
+    if shortened and len(parts) > MAX_PARTS:
+        parts = [*parts[: MAX_PARTS - 2], "…", parts[-1]]
+    return f"pp [{' | '.join(parts)}]"
+
+
+def _runs(stages: Sequence[StageLayout], usual_degree: int) -> list[tuple[str, list[StageLayout]]]:
+    """Neighboring stages that share a part, with the words before their blocks.
+
+    Stages with several chunks share none, because their blocks could not be told apart.
+    """
+    runs = itertools.groupby(
+        enumerate(stages),
+        key=lambda each: (
+            _words(each[1], usual_degree),
+            each[1].blocks_per_chunk,
+            each[0] if len(each[1].block_ranges) > 1 else 0,
+        ),
+    )
+    return [(words, [stage for _, stage in run]) for (words, _, _), run in runs]
+
+
+def _words(stage: StageLayout, usual_degree: int) -> str:
+    """The device, and what is special about the stage: ``V100-16 (tp 4, recompute)``."""
+    degree = None if stage.tensor_parallel == usual_degree else stage.tensor_parallel
+    return f"{stage.device}{form_in_words(degree, stage.recompute)}"
+
+
+def form_in_words(degree: int | None, recompute: bool) -> str:
+    """What is special about a stage, e.g. " (tp 4, recompute)"; empty for most stages."""
+    parts = [f"tp {degree}"] if degree is not None else []
+    parts += ["recompute"] if recompute else []
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+def joined_ranges(stages: Sequence[Sequence[tuple[int, int]]]) -> tuple[tuple[int, int], ...]:
+    """``[a, b)`` of each chunk of a stage, or of all blocks of several stages, each run of consecutive blocks once."""
+    if len(stages) == 1:
+        return tuple(stages[0])
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted(itertools.chain.from_iterable(stages)):
+        if joined and joined[-1][1] == start:
+            start = joined.pop()[0]
+        joined.append((start, stop))
+    return tuple(joined)

@@ -1,0 +1,140 @@
+"""Splits and costs of single pipelines whose slots are given. What was computed once is looked up.
+
+Among the thousands of candidates of a search, few pipelines differ in the kinds of their slots and in the channels
+between neighboring stages; only these matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cluster.topology import Channel
+from ..profile.layer_costs import LayerCosts
+from ..stages.exact import MAX_STATES
+from ..stages.fixed_order import split_in_order
+from ..stages.pipeline import Pipeline, PipelineCost, Slot, Split, evaluate_stages
+from ..stages.split_methods import split
+from .placement import SlotPool
+
+__all__ = ["NO_LINK", "Hops", "Kinds", "PipelinePrices"]
+
+NO_LINK = Channel("none", 1e-6)
+"""Between nodes that cannot reach each other. A draft in which stages send over it is rejected."""
+
+Kinds = tuple[tuple[int, ...], ...]
+"""By slot of a pipeline: its kind. If several pipelines are cut alike: the kinds that it has in any of them."""
+FIRST_STATES, QUICK_STATES = 500, 5000
+"""At a first look at a candidate, and in a quick search, all orders of its stages are searched if there are at most so
+many states; see :data:`.exact.MAX_STATES`. Most candidates are looked at once, and rejected."""
+Hops = tuple[int, ...]
+"""Numbers of the channels between neighboring slots of a pipeline; −1 where there is no link."""
+
+
+class PipelinePrices:
+    """Splits and costs of pipelines."""
+
+    def __init__(self, method: str, *, quick: bool = False) -> None:
+        self.method = method
+        self.max_states = QUICK_STATES if quick else MAX_STATES
+        self.chooses_order = method in ("exact", "simulated", "adapt")
+        """Whether the method also chooses the order of the stages."""
+        self._in_order: dict[object, Split | None] = {}
+        self._splits: dict[object, Split | str] = {}
+        self._costs: dict[object, PipelineCost] = {}
+        self._slots: dict[object, Slot] = {}
+
+    def split_in_order(self, pool: SlotPool, kinds: Kinds, hops: Hops, micro_batches: int) -> Split | str | None:
+        """The blocks of each slot if each runs the stage of its place.
+
+        Returns:
+            A split, or in words why the method makes none. None if a method that chooses the order finds none in this
+            order.
+        """
+        if self.chooses_order:
+            key = (pool, kinds, hops, micro_batches)
+            if key not in self._in_order:
+                slots, channels = self._described(pool, kinds, hops)
+                self._in_order[key] = split_in_order(slots, channels, micro_batches)
+            return self._in_order[key]
+        # Other methods do not look at channels.
+        order = range(len(kinds))
+        return self._split(pool, kinds, np.full((len(kinds), len(kinds)), -1), micro_batches, order, FIRST_STATES)
+
+    def split(
+        self, pool: SlotPool, kinds: Kinds, matrix: NDArray[np.int64], micro_batches: int, *, thorough: bool
+    ) -> Split | str:
+        """The blocks of each slot, and the order of the slots if the method chooses it.
+
+        Returns:
+            A split, or in words why there is none.
+        """
+        order = None if self.chooses_order else range(len(kinds))
+        return self._split(pool, kinds, matrix, micro_batches, order, self.max_states if thorough else FIRST_STATES)
+
+    def _split(
+        self,
+        pool: SlotPool,
+        kinds: Kinds,
+        matrix: NDArray[np.int64],
+        micro_batches: int,
+        order: range | None,
+        max_states: int,
+    ) -> Split | str:
+        key = (pool, kinds, matrix.tobytes(), micro_batches, max_states)
+        if key not in self._splits:
+            channels = [*pool.links.channels, NO_LINK]
+            slots = tuple(self.slot(pool, each, len(kinds)) for each in kinds)
+            rows = tuple(tuple(channels[number] for number in row) for row in matrix)
+            pipeline = Pipeline(slots, rows, micro_batches)
+            known = None
+            if self.method == "exact":
+                in_order = self.split_in_order(pool, kinds, tuple(np.diagonal(matrix, 1).tolist()), micro_batches)
+                known = in_order if isinstance(in_order, Split) else None
+            try:
+                self._splits[key] = split(pipeline, self.method, order=order, known=known, max_states=max_states)
+            except ValueError as error:
+                self._splits[key] = str(error)
+        return self._splits[key]
+
+    def cost(
+        self, pool: SlotPool, kinds: Kinds, hops: Hops, micro_batches: int, bounds: tuple[int, ...]
+    ) -> PipelineCost:
+        """Times and memory of a pipeline whose slots are in the order of its stages."""
+        key = (pool, kinds, hops, micro_batches, bounds)
+        if key not in self._costs:
+            slots, channels = self._described(pool, kinds, hops)
+            self._costs[key] = evaluate_stages(slots, channels, micro_batches, bounds)
+        return self._costs[key]
+
+    def slot(self, pool: SlotPool, kinds: tuple[int, ...], stages: int) -> Slot:
+        """A slot that takes as long and needs as much memory, per block, as the worst of these kinds."""
+        key = (pool, kinds, stages == 1)
+        if key not in self._slots:
+            several = [pool.kinds[kind] for kind in kinds]
+            name = " or ".join(dict.fromkeys(kind.device for kind in several))
+            again = [form for kind in several if (form := kind.recomputed_in_pipeline(stages)) is not None]
+            self._slots[key] = Slot(
+                name,
+                _worst([kind.costs for kind in several]),
+                min(kind.memory_in_pipeline(stages) for kind in several),
+                (_worst([costs for costs, _ in again]), min(memory for _, memory in again)) if again else None,
+            )
+        return self._slots[key]
+
+    def _described(self, pool: SlotPool, kinds: Kinds, hops: Sequence[int]) -> tuple[list[Slot], list[Channel]]:
+        """The slots and the channels with these numbers."""
+        channels = pool.links.channels
+        slots = [self.slot(pool, each, len(kinds)) for each in kinds]
+        return slots, [channels[number] if number >= 0 else NO_LINK for number in hops]
+
+
+def _worst(costs: Sequence[LayerCosts]) -> LayerCosts:
+    """Of each block the longest time and the largest size; a single one as it is."""
+    if len(costs) == 1:
+        return costs[0]
+    names = [field.name for field in fields(LayerCosts)]
+    return LayerCosts(**{name: np.max([getattr(each, name) for each in costs], axis=0) for name in names})

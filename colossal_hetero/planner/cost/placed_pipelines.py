@@ -1,0 +1,226 @@
+"""The best cuts for pipelines whose slots and stage order are given, with the time of their gradients.
+
+Unlike a split of one pipeline, the cuts take into account that all pipelines have the same ones, that every pipeline
+has slots and links of its own, and how long the gradients of each stage take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cluster.topology import Channel
+from ..stages.fixed_order import AllCuts, CutTimes, all_bounds
+from ..stages.pipeline import Slot
+from .draft import Draft, DraftBuilder
+from .placement import Place, SlotPool
+
+__all__ = ["PlacedPipelines", "Rows"]
+
+Rows = tuple[tuple[Place, ...], ...]
+"""The slots of each pipeline in the order of the stages."""
+
+MAX_COMBINATIONS = 20_000
+"""Combinations of cuts of unequal pipelines that are compared."""
+MAX_SUMMED = 300
+"""Cuts of one arrangement for which the time of the gradients is computed, the shortest pipelines first."""
+
+
+class PlacedPipelines:
+    """Prices pipelines of one pool."""
+
+    def __init__(self, builder: DraftBuilder, pool: SlotPool) -> None:
+        self.builder = builder
+        self.pool = pool
+        self.blocks = len(pool.kinds[0].costs.forward_seconds)
+        self._cuts: dict[int, AllCuts] = {}
+        self._cut_times: dict[object, CutTimes] = {}
+        on_node: dict[int, list[int]] = {}
+        node_of = {
+            (kind, slot): builder.node(pool, (kind, slot))
+            for kind, each in enumerate(pool.kinds)
+            for slot in range(len(each.slots))
+        }
+        for (kind, _), node in node_of.items():
+            on_node.setdefault(node, []).append(kind)
+        types = {node: (int(pool.links.node_kind[node]), tuple(kinds)) for node, kinds in on_node.items()}
+        numbers = {each: number for number, each in enumerate(dict.fromkeys(types.values()))}
+        most = len(on_node)
+        self._look_of = {
+            place: (node, (place[0] * len(numbers) + numbers[types[node]]) * most) for place, node in node_of.items()
+        }
+        """By slot: its node, and a number of its kind and of the nodes that are like this one. To the number that of a
+        node can be added."""
+
+    def look(self, rows: Rows) -> object:
+        """A key that is equal only for pipelines that differ by slots of a kind in a node, or by nodes that are alike.
+
+        Nodes are numbered as they come up, so pipelines that are alike can have different keys.
+        """
+        numbers: dict[int, int] = {}
+        number, look_of = numbers.setdefault, self._look_of
+        named = [
+            tuple([look + number(node, len(numbers)) for node, look in map(look_of.__getitem__, row)]) for row in rows
+        ]
+        return tuple(sorted(named))
+
+    def best(self, rows: Rows, below: float) -> Draft | None:
+        """The best cuts if all pipelines are cut alike; None if there is no plan faster than ``below``."""
+        pool, stages = self.pool, len(rows[0])
+        count = pool.total_micro_batches // len(rows)
+        bounds = all_bounds(self.blocks, stages)
+        if bounds is None or not self.builder.chooses_cuts:
+            draft = self.builder.build_placed(pool, rows, symmetric=True, in_order=True)
+            return draft if isinstance(draft, Draft) and draft.seconds < below else None
+        times = self._times(rows)
+        if times is None:
+            return None
+        seconds = np.max([each.seconds(count) for each in dict.fromkeys(times)], axis=0)
+        if len(rows) == 1:
+            cut = int(seconds.argmin())
+            return self._draft(rows, [bounds[cut]], [count]) if seconds[cut] < below else None
+        order = np.argsort(seconds, kind="stable")
+        order = order[seconds[order] < below][:MAX_SUMMED]
+        best, chosen, summing = below, -1, self._summing(rows)
+        for cut in order.tolist():
+            if seconds[cut] >= best:
+                break
+            total = seconds[cut] + summing([bounds[cut]] * len(rows))
+            if total < best:
+                best, chosen = total, cut
+        return None if chosen < 0 else self._draft(rows, [bounds[chosen]] * len(rows), [count] * len(rows))
+
+    def best_unequal(self, rows: Rows, below: float) -> Draft | None:
+        """The best cuts and numbers of micro-batches of each pipeline; None if no plan is faster than ``below``.
+
+        There are enough micro-batches for :meth:`.DraftBuilder.min_micro_batches` of all pipelines.
+        """
+        times, total = self._times(rows), self.pool.total_micro_batches
+        if times is None:
+            return None
+        minimum = self.builder.min_micro_batches(map(len, rows))
+        # What a pipeline runs in any case counts as its first micro-batch.
+        extra = np.array(minimum) - 1
+        total -= int(extra.sum())
+        times = [each.after(count) for each, count in zip(times, extra.tolist(), strict=True)]
+        all_of = [all_bounds(self.blocks, len(row)) for row in rows]
+        kept = [np.flatnonzero((each.max_micro_batches > 0) & (each.fill_seconds < below)) for each in times]
+        while np.prod([float(len(each)) for each in kept]) > MAX_COMBINATIONS:
+            # Keep the shorter half of the pipeline with the most cuts.
+            longest = max(range(len(kept)), key=lambda number: len(kept[number]))
+            share = total / len(rows)
+            seconds = times[longest].fill_seconds + (share - 1) * times[longest].step_seconds
+            by_time = kept[longest][np.argsort(seconds[kept[longest]], kind="stable")]
+            kept[longest] = by_time[: len(by_time) // 2]
+        if not all(len(each) for each in kept):
+            return None
+        grid = np.stack([each.ravel() for each in np.meshgrid(*kept, indexing="ij")])
+        fill = np.stack([each.fill_seconds[cuts] for each, cuts in zip(times, grid, strict=True)])
+        step = np.stack([each.step_seconds[cuts] for each, cuts in zip(times, grid, strict=True)])
+        most = np.stack([each.max_micro_batches[cuts] for each, cuts in zip(times, grid, strict=True)])
+        # If micro-batches could be divided, all pipelines would end at the same moment.
+        steps = np.maximum(step, 1e-15)
+        together = (total - len(rows) + (fill / steps).sum(axis=0)) / (1 / steps).sum(axis=0)
+        worth = np.maximum(together * (1 - 1e-9), fill.max(axis=0)) < below
+        grid, fill, step, most = grid[:, worth], fill[:, worth], step[:, worth], most[:, worth]
+        seconds = _last_end(fill, step, most, total, below)
+        best, found, summing = below, None, self._summing(rows)
+        for number in np.argsort(seconds, kind="stable")[:MAX_SUMMED].tolist():
+            if not seconds[number] < best:
+                break
+            bounds = [each[cut] for each, cut in zip(all_of, grid[:, number].tolist(), strict=True) if each is not None]
+            if seconds[number] + summing(bounds) < best:
+                counts = _counts(fill[:, number], step[:, number], most[:, number], total, float(seconds[number]))
+                draft = self._draft(rows, bounds, [int(count) for count in counts + extra])
+                if draft is not None and draft.seconds < best:
+                    best, found = draft.seconds, draft
+        return found
+
+    def _times(self, rows: Rows) -> list[CutTimes] | None:
+        """By pipeline; None if neighboring stages have no link or there are too many cuts."""
+        times = []
+        for row, hops in zip(rows, self._hops(rows), strict=True):
+            bounds = all_bounds(self.blocks, len(row))
+            if hops is None or bounds is None:
+                return None
+            key = tuple(kind for kind, _ in row), tuple(hops)
+            if key not in self._cut_times:
+                slots: list[Slot] = [self.builder.slot(self.pool, (kind,), len(row)) for kind, _ in row]
+                cuts = self._cuts.setdefault(len(row), AllCuts(bounds))
+                self._cut_times[key] = cuts.times(slots, hops)
+            times.append(self._cut_times[key])
+        return times
+
+    def _hops(self, rows: Rows) -> Iterator[list[Channel] | None]:
+        """By pipeline, the channels between neighbors; None where there is no link."""
+        where = [[self.builder.where(self.pool, place) for place in row] for row in rows]
+        hops = self.builder.hops(self.pool, where)
+        channels = self.pool.links.channels
+        for numbers in hops:
+            yield None if -1 in numbers else [channels[number] for number in numbers]
+
+    def _summing(self, rows: Rows) -> Callable[[Sequence[NDArray[np.int64]]], float]:
+        """A function that gives the seconds of sums for cuts; infinite if slots cannot reach each other."""
+        summing = self.builder.summing(self.pool, rows)
+
+        def seconds(bounds: Sequence[NDArray[np.int64]]) -> float:
+            cuts = [tuple(each.tolist()) for each in bounds]
+            if self.builder.overlap:
+                # What is hidden depends on the passes of each stage, but not on the number of micro-batches.
+                draft = self.builder.build_cut(self.pool, rows, cuts, [1] * len(rows))
+                return draft.synchronization_seconds if isinstance(draft, Draft) else np.inf
+            try:
+                return summing.seconds(cuts)
+            except ValueError:
+                return np.inf
+
+        return seconds
+
+    def _draft(self, rows: Rows, bounds: Sequence[NDArray[np.int64]], counts: Sequence[int]) -> Draft | None:
+        found = self.builder.build_cut(self.pool, rows, [tuple(each.tolist()) for each in bounds], counts)
+        return found if isinstance(found, Draft) else None
+
+
+def _last_end(
+    fill: NDArray[np.float64], step: NDArray[np.float64], most: NDArray[np.int64], total: int, below: float
+) -> NDArray[np.float64]:
+    """When the last pipeline ends if the micro-batches are divided best, ``[combinations]``; infinite if not below.
+
+    Args:
+        fill: Seconds of the first micro-batch, ``[pipelines, combinations]``.
+        step: Seconds that each further one adds.
+        most: How many fit in memory.
+        total: How many there are.
+        below: Only ends below this matter.
+    """
+    steps = np.maximum(step, 1e-15)
+    low = fill.max(axis=0)
+    high = np.minimum((fill + (total - 1) * steps).max(axis=0), below) * (1 + 1e-12)
+    high = np.maximum(high, low)
+
+    def done(seconds: NDArray[np.float64]) -> NDArray[np.int64]:
+        counts = np.floor((seconds - fill) / steps * (1 + 1e-13) + 1e-9)
+        return np.asarray(np.minimum(np.clip(counts, 0, total).astype(np.int64) + 1, most).sum(axis=0))
+
+    reached = done(high) >= total
+    at_once = done(low) >= total
+    for _ in range(60):
+        middle = (low + high) / 2
+        enough = done(middle) >= total
+        low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+    return np.where(reached, np.where(at_once, fill.max(axis=0), high), np.inf)
+
+
+def _counts(
+    fill: NDArray[np.float64], step: NDArray[np.float64], most: NDArray[np.int64], total: int, end: float
+) -> NDArray[np.int64]:
+    """Micro-batches of each pipeline so that all end at ``end``, the pipelines with the latest end having fewer."""
+    steps = np.maximum(step, 1e-15)
+    most_by_time = np.floor((end * (1 + 1e-12) - fill) / steps + 1e-9)
+    counts = np.minimum(np.clip(most_by_time, 0, total).astype(np.int64) + 1, most)
+    for _ in range(int(counts.sum()) - total):
+        last = int(np.where(counts > 1, fill + (counts - 1) * steps, -np.inf).argmax())
+        counts[last] -= 1
+    return counts

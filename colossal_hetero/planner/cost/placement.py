@@ -1,0 +1,335 @@
+"""The slots there are, and which a plan uses: from which node each is taken, and for which stage of which pipeline.
+
+AutoHet, section III-C: the fastest links are for tensor parallelism, inside a node, the next for data parallelism, and
+the slowest for pipelines (:func:`place`). If gradients are small and activations large, pipelines need fast links more
+than data parallelism does (:func:`place_together`). Kinds with less computing power get the earlier stages.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations_with_replacement, islice, pairwise
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cluster.topology import Channel, Topology
+from .tp_groups import SlotKind
+
+__all__ = ["DeviceSlots", "NodeLinks", "Place", "SlotPool", "place", "place_together"]
+
+Place = tuple[int, int]
+"""A slot: its kind, and which of that kind's slots."""
+
+
+class NodeLinks:
+    """The channel between each two nodes. Nodes with equal links are looked up once.
+
+    A cluster has few different kinds of nodes, and looking up each pair of a thousand devices would take long.
+    """
+
+    def __init__(self, topology: Topology, message_bytes: float) -> None:
+        """Channels are compared by their time for a message of ``message_bytes``."""
+        kinds: dict[object, int] = {}
+        self.node_kind = np.array(
+            [
+                kinds.setdefault((node.cluster, node.inside, node.nics, node.inside_bytes_per_second), len(kinds))
+                for node in topology.nodes
+            ]
+        )
+        self._kinds: list[int] = self.node_kind.tolist()
+        self.node_of = np.array([device.node for device in topology.devices])
+        self.message_bytes = message_bytes
+        size = len(kinds)
+        examples = [np.flatnonzero(self.node_kind == kind) for kind in range(size)]
+        # Channel number by (kind of node, kind of node, whether it is the same node); −1 without a link.
+        self._number = np.full((size, size, 2), -1)
+        self.channels: list[Channel] = []
+        self._numbers: dict[Channel, int] = {}
+        self._seconds: list[float] = []
+        for a, b in combinations_with_replacement(range(size), 2):
+            if a == b:
+                self._number[a, a, 1] = self.number(topology.nodes[examples[a][0]].inside)
+                if len(examples[a]) < 2:
+                    continue
+            try:
+                channel = topology.node_channel(int(examples[a][0]), int(examples[b][-1]))
+            except ValueError:
+                continue
+            self._number[a, b, 0] = self._number[b, a, 0] = self.number(channel)
+        kinds_of_channel = sorted({channel.kind for channel in self.channels})
+        self._kind_of = np.array([kinds_of_channel.index(channel.kind) for channel in self.channels])
+        self._rate = np.array([channel.bytes_per_second for channel in self.channels])
+        # Bandwidth of a node's NICs by kind, and in the last row of all transfers inside, [kinds + 1, nodes]; 0 without
+        # such a NIC.
+        self._node_rate = np.array(
+            [
+                *(
+                    [sum(nic.bytes_per_second for nic in node.nics if nic.kind == kind) for node in topology.nodes]
+                    for kind in kinds_of_channel
+                ),
+                [node.inside_bytes_per_second for node in topology.nodes],
+            ]
+        )
+        self._inside = len(kinds_of_channel)
+        self._limited: dict[tuple[int, float], int] = {}
+        self._hops: dict[object, int] = {}
+
+    def number(self, channel: Channel) -> int:
+        """The number of a channel, which gets one if it has none."""
+        if channel not in self._numbers:
+            self._numbers[channel] = len(self.channels)
+            self.channels.append(channel)
+            self._seconds.append(channel.seconds(self.message_bytes))
+        return self._numbers[channel]
+
+    @property
+    def between(self) -> list[Channel]:
+        """The different channels between nodes."""
+        return [channel for kind in range(len(self._number)) for channel in self.from_kind(kind)]
+
+    def from_kind(self, kind: int) -> list[Channel]:
+        """The different channels from a node of this kind, a number in :attr:`node_kind`, to other nodes."""
+        numbers = np.unique(self._number[kind, :, 0])
+        return [self.channels[number] for number in numbers.tolist() if number >= 0]
+
+    def numbers(self, nodes_a: NDArray[np.int64], nodes_b: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Channel numbers between nodes, element by element; -1 where there is no link."""
+        same_node = np.asarray(nodes_a == nodes_b).astype(int)
+        return np.asarray(self._number[self.node_kind[nodes_a], self.node_kind[nodes_b], same_node])
+
+    def load(self, pipelines: Sequence[NDArray[np.int64]], width: int) -> NDArray[np.int64]:
+        """How many messages share a node's NICs of each kind and its inside, ``[kinds + 1, nodes]``.
+
+        See Note: shared hops.
+        """
+        load = np.zeros(self._node_rate.shape, dtype=np.int64)
+        for nodes in pipelines:
+            crosses = nodes[:-1] != nodes[1:]
+            kind = np.where(crosses, self._kind_of[self.numbers(nodes[:-1], nodes[1:])], self._inside)
+            before, behind = np.append(-1, kind), np.append(kind, -1)
+            for used, counts in ((before, before >= 0), (behind, (behind >= 0) & (behind != before))):
+                np.add.at(load, (used[counts], nodes[counts]), width)
+        return load
+
+    def shared(
+        self, nodes_a: NDArray[np.int64], nodes_b: NDArray[np.int64], load: NDArray[np.int64], width: int
+    ) -> NDArray[np.int64]:
+        """:meth:`numbers` of the channels with the bandwidth that is left if NICs are shared by ``load`` messages."""
+        numbers = self.numbers(nodes_a, nodes_b)
+        same = nodes_a == nodes_b
+        kind, rate = np.where(same, self._inside, self._kind_of[numbers]), self._rate[numbers]
+        # In a hop inside a node both ends send.
+        least = np.where(same, 2 * width, width)
+        share = np.ones(numbers.shape)
+        for nodes in (nodes_a, nodes_b):
+            nodes = np.broadcast_to(nodes, numbers.shape)
+            shared = np.where(self._node_rate[kind, nodes] > 0, self._node_rate[kind, nodes], rate)
+            share = np.minimum(share, shared / (np.maximum(load[kind, nodes], least) * rate))
+        share[numbers < 0] = 1.0
+        limited = share < 1.0
+        if not limited.any():
+            return numbers
+        distinct, place = np.unique(np.stack([numbers[limited], share[limited]]), axis=1, return_inverse=True)
+        new = [self._limited_number(int(number), each) for number, each in distinct.T.tolist()]
+        numbers[limited] = np.array(new, dtype=np.int64)[place.reshape(-1)]
+        return numbers
+
+    def hops(self, pipelines: Sequence[Sequence[int]], width: int) -> list[list[int]]:
+        """The numbers of the channels between neighboring stages, as from :meth:`load` and :meth:`shared`.
+
+        It is made for many calls with few stages: what was computed once is looked up.
+
+        Returns:
+            ``[pipelines][stages − 1]``; −1 where there is no link.
+        """
+        load: Counter[tuple[int, int]] = Counter()
+        hops = []
+        for nodes in pipelines:
+            kind_before = -1
+            for a, b in pairwise(nodes):
+                kind = self._inside if a == b else self._network(a, b)
+                if kind != kind_before:
+                    load[kind, a] += width
+                load[kind, b] += width
+                hops.append((a, b, kind))
+                kind_before = kind
+        numbers = iter([self._shared_number(a, b, kind, load, width) for a, b, kind in hops])
+        return [list(islice(numbers, len(nodes) - 1)) for nodes in pipelines]
+
+    def _network(self, node_a: int, node_b: int) -> int:
+        """The kind of channel between two different nodes."""
+        key = self._kinds[node_a], self._kinds[node_b]
+        if key not in self._hops:
+            self._hops[key] = int(self._kind_of[self.numbers(np.array(node_a), np.array(node_b))])
+        return self._hops[key]
+
+    def _shared_number(self, a: int, b: int, kind: int, load: Mapping[tuple[int, int], int], width: int) -> int:
+        """The number of a channel whose ends are shared by so many messages."""
+        key = self._kinds[a], self._kinds[b], a == b, load[kind, a], load[kind, b], width
+        if key not in self._hops:
+            loads = np.zeros(self._node_rate.shape, dtype=np.int64)
+            loads[kind, [a, b]] = load[kind, a], load[kind, b]
+            self._hops[key] = int(self.shared(np.array([a]), np.array([b]), loads, width)[0])
+        return self._hops[key]
+
+    def _limited_number(self, number: int, share: float) -> int:
+        key = number, share
+        if key not in self._limited:
+            channel = self.channels[number]
+            self._limited[key] = len(self.channels)
+            self.channels.append(channel.limited(share * channel.bytes_per_second))
+            self._seconds.append(self.channels[-1].seconds(self.message_bytes))
+        return self._limited[key]
+
+    def slowest(self, numbers: NDArray[np.int64], axis: int) -> NDArray[np.int64]:
+        """The number of the slowest channel along an axis."""
+        # The number of "no link" is −1.
+        seconds = np.array([*self._seconds, np.inf])
+        chosen = np.expand_dims(seconds[numbers].argmax(axis=axis), axis)
+        return np.take_along_axis(numbers, chosen, axis).squeeze(axis)
+
+
+@dataclass(frozen=True, eq=False)
+class SlotPool:
+    """Slots that the devices form, timed for one size of micro-batch."""
+
+    tensor_parallel: int
+    """Devices per slot; in a wider search, slots may have other degrees."""
+    micro_batch: int
+    """Samples per micro-batch."""
+    kinds: tuple[SlotKind, ...]
+    """In ascending order of computing power."""
+    total_micro_batches: int
+    """Per iteration, over all pipelines."""
+    links: NodeLinks
+    pipelines: int | None = None
+    """How many pipelines plans have, over which ZeRO stage 1 divides the optimizer's state. None: any number, and ZeRO
+    stage 0."""
+
+    @property
+    def slots(self) -> int:
+        """How many slots there are, of all kinds."""
+        return sum(len(kind.slots) for kind in self.kinds)
+
+    @property
+    def devices(self) -> int:
+        """Devices of all slots."""
+        return sum(len(kind.slots) * kind.tensor_parallel for kind in self.kinds)
+
+    @cached_property
+    def has_one_form(self) -> bool:
+        """Whether every slot has the pool's degree."""
+        return all(kind.tensor_parallel == self.tensor_parallel for kind in self.kinds)
+
+    def allows(self, pipelines: int) -> bool:
+        """Whether plans may have so many pipelines."""
+        return self.pipelines in (None, pipelines)
+
+
+class DeviceSlots(Protocol):
+    """Slots of one kind, such as a :class:`~.tp_groups.SlotKind`."""
+
+    @property
+    def device(self) -> str:
+        """Kind of the devices."""
+
+    @property
+    def slots(self) -> Sequence[tuple[int, ...]]:
+        """Ranks of each slot."""
+
+
+def place(
+    groups: Sequence[Sequence[int]],
+    kinds: Sequence[DeviceSlots],
+    node_of: Sequence[int],
+    cluster_of: Sequence[int],
+) -> list[list[Place]]:
+    """The slots of each pipeline in the order of its stages, ``[pipelines][stages]``.
+
+    Kinds are placed one after the other. As long as every pipeline still needs a slot of the kind, one stage of all
+    pipelines is taken from one node if a node has enough slots, else from one cluster, else from nodes in sequence.
+    Slots that only some of the pipelines need are taken afterwards, from as few nodes as possible.
+    """
+    pipelines: list[list[Place]] = [[] for _ in groups]
+    for kind, available in enumerate(kinds):
+        needed = [int(group[kind]) for group in groups]
+        if sum(needed) > len(available.slots):
+            raise ValueError(
+                f"{sum(needed)} slots of {available.device} are needed, but there are {len(available.slots)}"
+            )
+        free: dict[int, list[int]] = {}
+        for slot, ranks in enumerate(available.slots):
+            free.setdefault(node_of[ranks[0]], []).append(slot)
+        while needed and min(needed) > 0:
+            for pipeline, slot in zip(pipelines, _take(free, len(groups), cluster_of), strict=True):
+                pipeline.append((kind, slot))
+            needed = [count - 1 for count in needed]
+        for pipeline, count in zip(pipelines, needed, strict=True):
+            pipeline.extend((kind, slot) for slot in _take(free, count, cluster_of))
+    return pipelines
+
+
+def place_together(
+    groups: Sequence[Sequence[int]],
+    kinds: Sequence[DeviceSlots],
+    node_of: Sequence[int],
+    cluster_of: Sequence[int],
+) -> list[list[Place]]:
+    """:func:`place`, but with the slots of each pipeline in as few nodes as possible, the longest pipeline first.
+
+    Of each kind, a pipeline first takes slots from nodes that it is in already.
+    """
+    free: list[dict[int, list[int]]] = []
+    for slot_kind in kinds:
+        by_node: dict[int, list[int]] = {}
+        for slot, ranks in enumerate(slot_kind.slots):
+            by_node.setdefault(node_of[ranks[0]], []).append(slot)
+        free.append(by_node)
+    pipelines: list[list[Place]] = [[] for _ in groups]
+    for pipeline in sorted(range(len(groups)), key=lambda pipeline: (-sum(groups[pipeline]), pipeline)):
+        own: set[int] = set()
+        for kind, count in enumerate(groups[pipeline]):
+            here = {node: slots for node, slots in free[kind].items() if node in own}
+            taken = _take(here, min(count, sum(len(slots) for slots in here.values())), cluster_of)
+            free[kind] = {node: here.get(node, []) if node in own else slots for node, slots in free[kind].items()}
+            free[kind] = {node: slots for node, slots in free[kind].items() if slots}
+            taken += _take(free[kind], count - len(taken), cluster_of)
+            pipelines[pipeline] += [(kind, slot) for slot in taken]
+            own |= {node_of[kinds[kind].slots[slot][0]] for slot in taken}
+    return pipelines
+
+
+def _take(free: dict[int, list[int]], count: int, cluster_of: Sequence[int]) -> list[int]:
+    """Takes ``count`` slots out of ``free``, which maps nodes to slots.
+
+    They come from the node with the fewest free slots that has enough, else from the cluster with the fewest free slots
+    that has enough, else from nodes in sequence.
+    """
+    if not count:
+        return []
+    enough = [node for node, slots in free.items() if len(slots) >= count]
+    if enough:
+        nodes = [min(enough, key=lambda node: (len(free[node]), node))]
+    else:
+        by_cluster: dict[int, int] = {}
+        for node, slots in free.items():
+            by_cluster[cluster_of[node]] = by_cluster.get(cluster_of[node], 0) + len(slots)
+        fitting = [cluster for cluster, number in by_cluster.items() if number >= count]
+        chosen = min(fitting, key=lambda cluster: (by_cluster[cluster], cluster)) if fitting else None
+        nodes = sorted(free, key=lambda node: (cluster_of[node] != chosen, cluster_of[node], node))
+    taken: list[int] = []
+    for node in nodes:
+        part = free[node][: count - len(taken)]
+        taken += part
+        if len(part) == len(free[node]):
+            del free[node]
+        else:
+            free[node] = free[node][len(part) :]
+        if len(taken) == count:
+            break
+    return taken

@@ -1,0 +1,438 @@
+"""The plan file: which device runs which layers, in which groups, and the predicted times.
+
+JSON that people can read and, with care, edit. Blocks, groups and samples are checked when it is read. The predictions
+in it are not checked.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
+
+from ...common.files import FilePart, check_units, load_json_file, write_json
+from ...common.text import Amount, NonNegative, PositiveCount, PositiveSeconds, Seconds, count
+from .pass_order import GraphSeconds, Schedule, stages_of_chunks
+
+__all__ = ["SCHEMA", "ChunkPlan", "Plan", "Replica", "StagePlan", "exposed_seconds", "load_plan", "save_plan"]
+
+
+SCHEMA = 1
+"""Version of the file's fields."""
+
+UNITS = {"seconds": "s", "bytes": "B", "micro_batch": "samples"}
+
+Name = Annotated[str, Field(min_length=1)]
+
+
+BlockRange = tuple[NonNegative, NonNegative]
+"""``[a, b)``: block numbers; embedding and head go with the first and the last block."""
+
+
+def _at_least_one(blocks: tuple[int, int], part: str) -> tuple[int, int]:
+    if blocks[0] >= blocks[1]:
+        raise ValueError(f"[{blocks[0]}, {blocks[1]}) has no block; a {part} [a, b) needs at least one, so a < b")
+    return blocks
+
+
+def without_defaults(part: FilePart, content: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """``content`` without those of these fields that have their default value."""
+    left_out = {name for name in names if getattr(part, name) == type(part).model_fields[name].default}
+    return {name: value for name, value in content.items() if name not in left_out}
+
+
+class ChunkPlan(FilePart):
+    """Consecutive blocks of a stage that holds several such chunks."""
+
+    blocks: BlockRange
+    forward_seconds: Seconds
+    """Per micro-batch."""
+    backward_seconds: Seconds
+    """Per micro-batch: the whole backward pass."""
+    schedule_seconds: Seconds = 0.0
+    """Per micro-batch: what the schedule itself takes, beyond its passes and transfers."""
+    hop_seconds: Seconds = 0.0
+    """Of a micro-batch over the cut behind the chunk, one way; 0 behind the last one and inside a stage."""
+
+    @field_validator("blocks")
+    @classmethod
+    def _some_blocks(cls, blocks: tuple[int, int]) -> tuple[int, int]:
+        return _at_least_one(blocks, "chunk")
+
+
+class StagePlan(FilePart):
+    """A stage of a pipeline: blocks on one tensor-parallel group, consecutive ones or several chunks of them."""
+
+    blocks: BlockRange = Field(default=cast(Any, None))
+    """``[a, b)``. Of a stage with chunks: from its first to its last block, with blocks of other stages between them;
+    files leave this out."""
+    chunks: tuple[ChunkPlan, ...] = ()
+    """In the order of the model; empty in a 1F1B plan, whose stages hold one chunk."""
+    device: Name
+    """Kind of device."""
+    ranks: Annotated[tuple[NonNegative, ...], Field(min_length=1)]
+    """Its tensor-parallel group. Devices are numbered in the order of the cluster file; if one rank is launched per
+    device, these are the numbers of the ranks."""
+    tensor_parallel: PositiveCount | None = None
+    """How many they are. None: as many as the plan says; files leave this out."""
+    recompute: bool = False
+    """Whether only the inputs of blocks are kept until the backward pass, which runs the forward pass again. Files
+    leave out False."""
+    node: str
+    """Name of the node that the group is in."""
+    forward_seconds: Seconds
+    """Per micro-batch."""
+    backward_seconds: Seconds
+    """Per micro-batch."""
+    transfer_seconds: Seconds
+    """Per micro-batch in steady state: one way over the cut before the stage and one way over the cut behind it; of a
+    stage with chunks, over all cuts of its chunks."""
+    schedule_seconds: Seconds = 0.0
+    """Per micro-batch: what the schedule itself takes, beyond its passes and transfers."""
+    update_seconds: Seconds
+    """Optimizer step, once per iteration."""
+    memory_bytes: Amount
+    """Predicted, per device."""
+    memory_overhead_bytes: Amount = 0.0
+    """Part of it that does not depend on which blocks the stage has: the device's reserve and what passes need for a
+    moment."""
+    memory_available_bytes: Amount
+    """Memory of each device."""
+
+    @field_validator("blocks")
+    @classmethod
+    def _some_blocks(cls, blocks: tuple[int, int]) -> tuple[int, int]:
+        return _at_least_one(blocks, "stage")
+
+    @model_validator(mode="after")
+    def _range_of_the_chunks(self) -> StagePlan:
+        if "blocks" not in self.model_fields_set:
+            if not self.chunks:
+                raise ValueError("blocks is missing; a stage has blocks [a, b), or chunks of them")
+            ranges = [chunk.blocks for chunk in self.chunks]
+            # The model is frozen, and this completes it.
+            object.__setattr__(self, "blocks", (min(a for a, _ in ranges), max(b for _, b in ranges)))
+        return self
+
+    @model_serializer(mode="wrap")
+    def _one_of_both(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        content: dict[str, Any] = write(self)
+        content.pop("blocks" if self.chunks else "chunks", None)
+        return without_defaults(self, content, ("tensor_parallel", "recompute"))
+
+    @property
+    def block_ranges(self) -> tuple[tuple[int, int], ...]:
+        """``[a, b)`` of each chunk, in the order of the model; of a stage without chunks its only one."""
+        return tuple(chunk.blocks for chunk in self.chunks) or (self.blocks,)
+
+    @property
+    def micro_batch_seconds(self) -> float:
+        """Time that the stage is occupied per micro-batch in steady state.
+
+        Stages with chunks send while they compute.
+        """
+        transfer = 0.0 if self.chunks else self.transfer_seconds
+        return self.forward_seconds + self.backward_seconds + transfer + self.schedule_seconds
+
+
+class Replica(FilePart):
+    """One pipeline that holds the whole model; replicas are data-parallel."""
+
+    stages: Annotated[tuple[StagePlan, ...], Field(min_length=1)]
+    """In the order of the blocks; if they have chunks, of their first chunks."""
+    micro_batches: PositiveCount
+    """K, per iteration."""
+    pipeline_seconds: Seconds
+    """Predicted time of an iteration without synchronization."""
+
+    @model_validator(mode="after")
+    def _one_after_the_other(self) -> Replica:
+        if any(stage.chunks for stage in self.stages):
+            return self._chunks_one_after_the_other()
+        start = 0
+        for index, stage in enumerate(self.stages):
+            if stage.blocks[0] != start:
+                before = f"stage {index - 1} ends at {start}" if index else "the first stage starts at 0"
+                raise ValueError(
+                    f"stage {index} has blocks [{stage.blocks[0]}, {stage.blocks[1]}), but {before}; "
+                    f"every block belongs to one stage, so it must start at {start}"
+                )
+            start = stage.blocks[1]
+        return self
+
+    def _chunks_one_after_the_other(self) -> Replica:
+        numbers = [len(stage.chunks) for stage in self.stages]
+        if len(set(numbers)) > 1:
+            raise ValueError(
+                f"the stages have {', '.join(map(str, numbers))} chunks; all stages of a replica have equally many"
+            )
+        start, before = 0, "the first chunk starts at 0"
+        for stage, chunk in self.chunks:
+            if chunk.blocks[0] != start:
+                raise ValueError(
+                    f"stage {stage} has a chunk of blocks [{chunk.blocks[0]}, {chunk.blocks[1]}), but {before}; every "
+                    f"block belongs to one chunk, so one must start at {start}"
+                )
+            start, before = chunk.blocks[1], f"the chunk before it, in stage {stage}, ends at {chunk.blocks[1]}"
+        return self
+
+    @property
+    def chunks(self) -> tuple[tuple[int, ChunkPlan], ...]:
+        """Every chunk with the number of its stage, in the order of the model; empty in a 1F1B plan."""
+        placed = [(number, chunk) for number, stage in enumerate(self.stages) for chunk in stage.chunks]
+        return tuple(sorted(placed, key=lambda each: each[1].blocks))
+
+    @property
+    def layers_per_stage(self) -> tuple[int, ...]:
+        """Blocks per stage."""
+        return tuple(sum(b - a for a, b in stage.block_ranges) for stage in self.stages)
+
+    @property
+    def layers_per_chunk(self) -> tuple[int, ...]:
+        """Blocks per chunk, in the order of the model; without chunks, per stage."""
+        ranges = sorted(each for stage in self.stages for each in stage.block_ranges)
+        return tuple(b - a for a, b in ranges)
+
+    @property
+    def hop_seconds(self) -> tuple[float, ...]:
+        """Seconds of a micro-batch over each cut, one way.
+
+        Of stages without chunks they are computed from ``transfer_seconds``, which has both cuts.
+        """
+        if self.chunks:
+            return tuple(chunk.hop_seconds for _, chunk in self.chunks[:-1])
+        hops: list[float] = []
+        for stage in self.stages[:-1]:
+            hops.append(max(stage.transfer_seconds - (hops[-1] if hops else 0.0), 0.0))
+        return tuple(hops)
+
+    @property
+    def bubble_shares(self) -> tuple[float, ...]:
+        """By stage, the share of ``pipeline_seconds`` in which it waits, according to the closed form."""
+        total = self.pipeline_seconds
+        busy = (self.micro_batches * stage.micro_batch_seconds + stage.update_seconds for stage in self.stages)
+        return tuple(min(max(1.0 - each / total, 0.0), 1.0) if total > 0 else 0.0 for each in busy)
+
+
+class Plan(FilePart):
+    """All that is needed to train, and the predicted times."""
+
+    schema_version: Literal[1] = Field(default=1, alias="schema")
+    units: dict[str, str] = Field(default_factory=lambda: dict(UNITS))
+    """Units of the numbers, for readers of the file."""
+    model: str
+    """Name of the model."""
+    cluster: str = ""
+    """Name of the cluster file that the plan was made for."""
+    profile: str = ""
+    """Name of the profile file that the plan was made from."""
+    precision: str = "fp32"
+    """Precision in which the layers were timed."""
+    blocks: PositiveCount
+    """How many blocks the model has."""
+    method: str
+    """Method by which the layers were split into stages."""
+    schedule: Schedule = "1f1b"
+    """Colossal-AI's ``pp_style``."""
+    order_seconds: GraphSeconds | None = None
+    """With the schedule ``zbv``: the times from which Colossal-AI orders the passes of all stages."""
+    tensor_parallel: PositiveCount
+    """Ranks of the tensor-parallel group of each stage, where a stage says nothing else."""
+    zero_stage: Literal[0, 1] = 0
+    """ZeRO stage. In stage 1 each replica keeps an equal part of the optimizer's state of every block. Files leave out
+    0."""
+    micro_batch: PositiveCount
+    """Samples per micro-batch."""
+    global_batch: PositiveCount
+    """Samples per optimizer step, over all replicas."""
+    iteration_seconds: PositiveSeconds
+    """Predicted time of an iteration."""
+    relative_error: Annotated[float, Field(ge=0)] | None = None
+    """Standard error of ``iteration_seconds`` as a share of it, from the errors of the profile's times; None, and left
+    out of files, if the profile has none."""
+    synchronization_seconds: Seconds
+    """Predicted time to sum gradients over replicas, per iteration; included in ``iteration_seconds``."""
+    uniform_seconds: PositiveSeconds | None = None
+    """Predicted time of an iteration of the best plan with equally many layers per stage. None if there is no such
+    plan, or it was not computed."""
+    bound_seconds: PositiveSeconds | None = None
+    """No plan of those that were searched for takes less than this, by the predictions. None if it was not computed."""
+    notes: tuple[str, ...] = ()
+    """Decisions and their reasons, for readers."""
+    replicas: Annotated[tuple[Replica, ...], Field(min_length=1)]
+
+    @field_validator("units")
+    @classmethod
+    def _units_as_read(cls, units: dict[str, str]) -> dict[str, str]:
+        check_units(units, UNITS)
+        return units
+
+    @model_serializer(mode="wrap")
+    def _without_what_it_does_not_use(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        names = ("order_seconds", "zero_stage", "relative_error", "bound_seconds")
+        return without_defaults(self, write(self), names)
+
+    @model_validator(mode="after")
+    def _whole(self) -> Plan:
+        self._check_schedule()
+        seen: dict[int, str] = {}
+        for number, replica in enumerate(self.replicas):
+            end = max(stage.blocks[1] for stage in replica.stages)
+            if end != self.blocks:
+                raise ValueError(
+                    f"the stages of replicas[{number}] hold blocks 0 to {end - 1}, but the model has {self.blocks} "
+                    f"blocks; the last stage must end at {self.blocks}"
+                )
+            for index, stage in enumerate(replica.stages):
+                place = f"replicas[{number}].stages[{index}]"
+                self._check_group(stage, place)
+                for rank in stage.ranks:
+                    if rank in seen:
+                        raise ValueError(
+                            f"rank {rank} is in {seen[rank]} and in {place}; a rank runs one stage of one replica"
+                            if seen[rank] != place
+                            else f"rank {rank} is given twice in {place}; the ranks of a group are different"
+                        )
+                    seen[rank] = place
+        self._check_samples()
+        return self
+
+    def _check_group(self, stage: StagePlan, place: str) -> None:
+        degree = self.degree(stage)
+        if len(stage.ranks) != degree:
+            raise ValueError(
+                f"{place} has {count(len(stage.ranks), 'rank')} ({', '.join(map(str, stage.ranks))}), but "
+                f"tensor_parallel={degree}; every stage needs a group of that size"
+            )
+
+    def _check_schedule(self) -> None:
+        for number, replica in enumerate(self.replicas):
+            place, chunks = f"replicas[{number}]", len(replica.stages[0].chunks)
+            if self.schedule == "1f1b" and chunks:
+                raise ValueError(
+                    f"schedule='1f1b', but the stages of {place} have chunks; with them the schedule is 'interleaved' "
+                    "or 'zbv'"
+                )
+            if self.schedule == "1f1b":
+                continue
+            if chunks < 2 or (self.schedule == "zbv" and chunks != 2):
+                needed = "2 chunks" if self.schedule == "zbv" else "at least 2 chunks"
+                raise ValueError(
+                    f"schedule={self.schedule!r}, but the stages of {place} have {count(chunks, 'chunk')}; each needs "
+                    f"{needed}"
+                )
+            found = tuple(stage for stage, _ in replica.chunks)
+            needed_order = stages_of_chunks(self.schedule, len(replica.stages), chunks)
+            if found != needed_order:
+                raise ValueError(
+                    f"in the order of the model, the chunks of {place} are in the stages {', '.join(map(str, found))}; "
+                    f"the schedule {self.schedule!r} needs {', '.join(map(str, needed_order))}"
+                )
+        if (self.order_seconds is None) == (self.schedule == "zbv"):
+            raise ValueError(
+                "schedule='zbv' needs order_seconds, from which Colossal-AI orders the passes; plan again"
+                if self.schedule == "zbv"
+                else f"order_seconds belong to schedule='zbv' only, not to {self.schedule!r}; leave them out"
+            )
+
+    def _check_samples(self) -> None:
+        counts = [replica.micro_batches for replica in self.replicas]
+        samples = sum(counts) * self.micro_batch
+        if samples != self.global_batch:
+            summed = " + ".join(map(str, counts[:8])) + (" + …" if len(counts) > 8 else "")
+            raise ValueError(
+                f"global_batch={self.global_batch}, but {summed} micro-batches of {self.micro_batch} are {samples} "
+                "samples; change global_batch, micro_batch or the replicas' micro_batches"
+            )
+
+    def degree(self, stage: StagePlan) -> int:
+        """Ranks of the tensor-parallel group of a stage."""
+        return stage.tensor_parallel or self.tensor_parallel
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks in use."""
+        return sum(len(stage.ranks) for replica in self.replicas for stage in replica.stages)
+
+    @property
+    def samples_per_second(self) -> float:
+        """Predicted samples per second."""
+        return self.global_batch / self.iteration_seconds
+
+    @property
+    def gap(self) -> float | None:
+        """No plan is faster by more than this share (0.03: 3 %); None if it was not computed."""
+        return None if self.bound_seconds is None else max(self.iteration_seconds / self.bound_seconds - 1.0, 0.0)
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether all replicas cut the model alike and run equally many micro-batches."""
+        shapes = {
+            (replica.micro_batches, tuple(stage.block_ranges for stage in replica.stages)) for replica in self.replicas
+        }
+        return len(shapes) == 1
+
+    @property
+    def rank_order(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """Ranks by replica, stage and place in the tensor-parallel group, ``[replicas][stages][tensor parallel]``;
+        numbered in the order of the cluster file."""
+        return tuple(tuple(stage.ranks for stage in replica.stages) for replica in self.replicas)
+
+    @property
+    def launched_order(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """:attr:`rank_order` if only the plan's devices are launched, with ranks 0 … ``world_size`` − 1.
+
+        If the plan uses every device of its cluster file, this is equal to :attr:`rank_order`.
+        """
+        used = itertools.chain.from_iterable(itertools.chain.from_iterable(self.rank_order))
+        place = {rank: index for index, rank in enumerate(sorted(used))}
+        return tuple(tuple(tuple(place[r] for r in group) for group in replica) for replica in self.rank_order)
+
+    @property
+    def layers_per_stage(self) -> tuple[int, ...]:
+        """Blocks per stage of the first replica."""
+        return self.replicas[0].layers_per_stage
+
+    @property
+    def chunks_per_stage(self) -> int:
+        """Colossal-AI's ``num_model_chunks``; 1 in a 1F1B plan."""
+        return len(self.replicas[0].stages[0].block_ranges)
+
+    @property
+    def layers_per_chunk(self) -> tuple[int, ...]:
+        """Blocks per chunk of the first replica, in the order of the model: ``num_layers_per_stage`` of the plugin."""
+        return self.replicas[0].layers_per_chunk
+
+
+def load_plan(path: Path | str) -> Plan:
+    """Read a plan."""
+    return load_json_file(path, Plan, kind="plan", schema=SCHEMA, remedy="plan again", other_kind=_other_kind)
+
+
+def _other_kind(content: Mapping[str, object]) -> str | None:
+    return None if "replicas" in content else 'it has no "replicas"; `colossal-hetero plan --out` writes one'
+
+
+def save_plan(plan: Plan, path: Path | str) -> None:
+    """Write a plan, atomically."""
+    write_json(plan.model_dump(mode="json", by_alias=True), path, fill=True)
+
+
+# Overlap -------------------------------------------------------------------------------------------------------------
+
+
+def exposed_seconds(
+    synchronization_seconds: float, passes: Iterable[tuple[float, float]], *, equal: bool = True
+) -> float:
+    """What the overlapped optimizer adds to an iteration, of the time in which gradients are summed over replicas.
+
+    One half of that time is a reduce-scatter of gradients, which the backward pass of the last micro-batch hides. The
+    other half is an all-gather of parameters, which the forward pass of the first micro-batch of the next iteration
+    hides. What is longer than its pass is added. The first and the last bucket, which nothing hides, are not counted,
+    nor is that communication slows down computation.
+    """
+    half = synchronization_seconds / 2
+    return max(max(half - forward if equal else half, 0.0) + max(half - backward, 0.0) for forward, backward in passes)

@@ -1,0 +1,192 @@
+"""A plan in a list of plans, best first, with a reason for its place."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..profile.layer_profile import ModelProfile
+from .plan import Plan, Replica, StagePlan
+from .runnable import why_unlike_stages
+
+__all__ = [
+    "CERTAIN",
+    "MIN_UNEQUAL_GAIN",
+    "MIN_WIDER_GAIN",
+    "ROUNDING",
+    "RankedPlan",
+    "compared",
+    "difference_error",
+    "prediction_error",
+    "ranking_seconds",
+    "ties_resolved",
+]
+
+
+MIN_UNEQUAL_GAIN = 1.01
+"""A plan whose replicas are not alike comes before one with equal replicas if it is faster by this factor at least.
+
+Predicted times are wrong by more than 1 % (``benchmarks/pipeline``, ``benchmarks/planner``), so a smaller gain means
+nothing, and equal replicas leave more choices: Colossal-AI's own plugin, other schedules, ZeRO stage 2, LoRA."""
+
+MIN_WIDER_GAIN = 1.01
+"""If simple plans are preferred, one with ZeRO stage 1, recomputation or stages of several forms comes first only if it
+is faster by this factor at least, for the same reasons."""
+
+ROUNDING = 1e-9
+"""Times that differ by a smaller share count as equal."""
+
+
+@dataclass(frozen=True)
+class RankedPlan:
+    """A plan and why it is where it is in the list."""
+
+    plan: Plan
+    reason: str
+    """Why it is the best, or how much slower than the best it is and what most of that comes from."""
+
+
+def ranking_seconds(seconds: float, *, equal: bool) -> float:
+    """The time by which plans are compared: ``seconds`` of an iteration, or more if replicas are not alike.
+
+    See :data:`MIN_UNEQUAL_GAIN`.
+    """
+    return seconds if equal else seconds * MIN_UNEQUAL_GAIN
+
+
+def compared(
+    seconds: float, best_seconds: float, *, what: str = "replicas that are not alike", gain: float = MIN_UNEQUAL_GAIN
+) -> str:
+    """How much slower a plan is than the best one, e.g. "3.1 % slower".
+
+    It can be faster if it is not as simple: ``what`` it has must be faster by the factor ``gain``, see
+    :data:`MIN_UNEQUAL_GAIN` and :data:`MIN_WIDER_GAIN`.
+    """
+    percent = 100 * (seconds / best_seconds - 1)
+    if percent >= -100 * ROUNDING:
+        return f"{max(percent, 0.0):.1f} % slower"
+    return f"{-percent:.1f} % faster, but {what} must be faster by {100 * (gain - 1):.0f} %"
+
+
+# Prediction error ----------------------------------------------------------------------------------------------------
+#
+# How sure the predicted time of a plan is, and which plans a profile cannot tell apart.
+#
+# [Note: how sure a prediction is] The times of a kind of device, at a degree and a size of micro-batch, were measured
+# together, with a relative standard error that the profile has. So they are all wrong by one unknown factor, near to 1.
+# How much an iteration's time is wrong is found by trying: random factors are drawn for everything that was measured,
+# and the closed form (``stages/pipeline.py``) is computed with each of them. The draws of a kind, degree and size are
+# the same for every plan. So two plans that use the same times are wrong in the same direction, and the ratio of their
+# times can be surer than each of them. Errors of bandwidths, and of the model itself (``benchmarks/planner``), are not
+# in these numbers.
+
+
+CERTAIN = 2.0
+"""Plans that differ by less than so many standard errors count as equally fast. Of normal errors, 95 % are smaller."""
+
+DRAWS = 512
+"""Half of them are the inverse of the others, so that the mean error is 0."""
+
+Measured = tuple[str, int, int]
+"""Kind of device, tensor-parallel degree and samples that were measured together."""
+
+
+def prediction_error(plan: Plan, profile: ModelProfile) -> float:
+    """Relative standard error of the predicted time of an iteration; see [Note: how sure a prediction is]."""
+    return _spread(_logarithms(plan, profile))
+
+
+def difference_error(plan: Plan, other: Plan, profile: ModelProfile) -> float:
+    """Standard error of the logarithm of the ratio of two predicted times."""
+    return _spread(_logarithms(plan, profile) - _logarithms(other, profile))
+
+
+def ties_resolved(ranked: Sequence[RankedPlan], profile: ModelProfile) -> list[RankedPlan]:
+    """The plans with the simplest one first of those that the profile cannot tell from the fastest.
+
+    Simpler is, in this order: stages that can be run, no ZeRO, replicas that are alike, the schedule 1F1B, fewer
+    stages, a smaller tensor-parallel degree, equal stages, fewer devices.
+    """
+    fastest, *others = ranked
+    margins = [CERTAIN * difference_error(fastest.plan, each.plan, profile) for each in others]
+    tied = [
+        each
+        for each, margin in zip(others, margins, strict=True)
+        if margin > 0 and -ROUNDING <= _behind(each.plan, fastest.plan) <= margin
+    ]
+    if not tied:
+        return list(ranked)
+    words = {
+        id(each): f"{each.reason}; a tie, because the times of the profile leave ±{margin:.1%} open"
+        for each, margin in zip(others, margins, strict=True)
+        if each in tied
+    }
+    simplest = min([fastest, *tied], key=lambda each: _complexity(each.plan))
+    if simplest is fastest:
+        return [replace(each, reason=words.get(id(each), each.reason)) for each in ranked]
+    plan = simplest.plan.model_copy(update={"notes": fastest.plan.notes})
+    first = RankedPlan(
+        plan,
+        f"the simplest of {len(tied) + 1} plans that the times of the profile cannot tell apart; the fastest is "
+        f"predicted to be {_behind(plan, fastest.plan):.1%} faster",
+    )
+    without_notes = fastest.plan.model_copy(update={"notes": ()})
+    second = RankedPlan(without_notes, "the fastest by its prediction, but not simpler, and the difference is a tie")
+    rest = [replace(each, reason=words.get(id(each), each.reason)) for each in others if each is not simplest]
+    return [first, second, *rest]
+
+
+def _behind(plan: Plan, fastest: Plan) -> float:
+    return math.log(plan.iteration_seconds / fastest.iteration_seconds)
+
+
+def _spread(values: NDArray[np.float64]) -> float:
+    """Standard deviation; exactly 0 for equal values."""
+    return float(values.std()) if values.max() > values.min() else 0.0
+
+
+def _logarithms(plan: Plan, profile: ModelProfile) -> NDArray[np.float64]:
+    """Logarithms of the time of an iteration for the factors that are drawn, ``[draws]``, up to a constant."""
+    shapes = {(replica.stages, replica.micro_batches): replica for replica in plan.replicas}
+    pipelines = []
+    for replica in shapes.values():
+        passes = np.array([stage.forward_seconds + stage.backward_seconds for stage in replica.stages])
+        whole = np.array([stage.micro_batch_seconds for stage in replica.stages])
+        factors = np.stack([_factors(_measured(plan, stage), profile) for stage in replica.stages])
+        seconds = whole[:, None] + passes[:, None] * (factors - 1.0)
+        update = np.array([stage.update_seconds for stage in replica.stages])[:, None] * factors
+        pipelines.append(seconds.sum(axis=0) + (replica.micro_batches - 1) * seconds.max(axis=0) + update.max(axis=0))
+    return np.asarray(np.log(np.max(pipelines, axis=0) + plan.synchronization_seconds))
+
+
+def _factors(measured: Measured, profile: ModelProfile) -> NDArray[np.float64]:
+    """By what the times that were measured together may be wrong, ``[draws]``."""
+    half = np.random.default_rng(zlib.crc32(repr(measured).encode())).normal(size=DRAWS // 2)
+    return np.exp(profile.relative_error(*measured) * np.concatenate([half, -half]))
+
+
+def _measured(plan: Plan, stage: StagePlan) -> Measured:
+    return stage.device, stage.tensor_parallel or plan.tensor_parallel, plan.micro_batch
+
+
+def _complexity(plan: Plan) -> tuple[bool, int, bool, bool, int, int, bool, int]:
+    return (
+        why_unlike_stages(plan) is not None,
+        plan.zero_stage,
+        not plan.symmetric,
+        plan.schedule != "1f1b",
+        max(len(replica.stages) for replica in plan.replicas),
+        plan.tensor_parallel,
+        not all(map(_has_equal_stages, plan.replicas)),
+        plan.world_size,
+    )
+
+
+def _has_equal_stages(replica: Replica) -> bool:
+    layers = replica.layers_per_stage
+    return max(layers) - min(layers) <= 1

@@ -1,0 +1,119 @@
+"""Which plans can be run: the one rule that the search, the command, the reports and the plugin go by.
+
+Colossal-AI's 1F1B schedule needs at least one micro-batch per stage, and its other schedules a multiple of the number
+of stages. With 1F1B, replicas may have different stages and batches, and stages may recompute; in the other schedules
+all replicas are alike, and no stage recomputes. Every stage has the plan's degree. ZeRO stages 0 and 1 can be run: by
+Colossal-AI's optimizer if replicas are alike, else by the plugin's.
+"""
+
+from __future__ import annotations
+
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...common.text import count, spans
+from .pass_order import why_not_schedulable
+from .plan import Plan
+
+__all__ = ["NoPlanError", "enough_micro_batches", "why_not_runnable", "why_other_degrees", "why_unlike_stages"]
+
+MAX_REPLICAS_SHOWN = 4
+MAX_STAGES_SHOWN = 12
+
+
+class NoPlanError(ValueError):
+    """There is no plan for these machines; for others there may be one."""
+
+
+@overload
+def enough_micro_batches(stages: int, micro_batches: int) -> bool: ...
+@overload
+def enough_micro_batches(stages: NDArray[np.int64], micro_batches: NDArray[np.int64]) -> NDArray[np.bool_]: ...
+def enough_micro_batches(
+    stages: int | NDArray[np.int64], micro_batches: int | NDArray[np.int64]
+) -> bool | NDArray[np.bool_]:
+    """Whether a replica with this many micro-batches per iteration can have this many stages; element by element."""
+    return (stages <= micro_batches) | (stages == 1)
+
+
+def why_not_runnable(plan: Plan, ranks: int | None = None) -> str | None:
+    """Why :class:`.HeteroHybridParallelPlugin` cannot run ``plan``; None if it can."""
+    if ranks is not None and plan.world_size < ranks:
+        used = {rank for replica in plan.rank_order for group in replica for rank in group}
+        idle = [rank for rank in range(ranks) if rank not in used]
+        return (
+            f"the plan uses {count(plan.world_size, 'device')} and leaves others idle (rank {spans(idle)}), but "
+            f"{ranks} ranks were started, and each needs a place; start {plan.world_size} on the devices that it uses, "
+            "or plan for a cluster file in which all devices are worth using"
+        )
+    if ranks is not None and plan.world_size > ranks:
+        return (
+            f"the plan is for {plan.world_size} ranks, but {ranks} were started; start {plan.world_size}, or plan for "
+            f"{count(ranks, 'device')}"
+        )
+    unlike = why_other_degrees(plan)
+    if unlike is not None:
+        return f"{unlike}, which cannot be run yet; plan without --mixed-degrees"
+    recomputes = _why_recomputes(plan)
+    if recomputes is not None and plan.schedule != "1f1b":
+        return f"{recomputes}, which is possible with the schedule 1f1b only, not with {plan.schedule}"
+    if not plan.symmetric and plan.schedule != "1f1b":
+        return (
+            f"the plan's {len(plan.replicas)} replicas are not alike ({_shapes(plan)}), which is possible with the "
+            f"schedule 1f1b only, not with {plan.schedule}; plan again with --schedule 1f1b"
+        )
+    for number, replica in enumerate(plan.replicas):
+        stages, micro_batches = len(replica.stages), replica.micro_batches
+        problem = why_not_schedulable(plan.schedule, stages, micro_batches)
+        if problem is not None:
+            who = "the plan" if plan.symmetric else f"replica {number}"
+            return (
+                f"{who} has {count(micro_batches, 'micro-batch')} for {count(stages, 'stage')}, but {problem}; plan "
+                "with smaller micro-batches or a larger global batch"
+            )
+    return None
+
+
+def why_unlike_stages(plan: Plan) -> str | None:
+    """In which way a stage that has not the plan's degree, or that recomputes, is special; None if there is no such
+    stage."""
+    return why_other_degrees(plan) or _why_recomputes(plan)
+
+
+def why_other_degrees(plan: Plan) -> str | None:
+    """Which is the first stage whose tensor-parallel degree is not that of the plan; None if there is no such stage."""
+    for number, replica in enumerate(plan.replicas):
+        for index, stage in enumerate(replica.stages):
+            if plan.degree(stage) != plan.tensor_parallel:
+                return (
+                    f"stage {index} of replica {number} has tensor parallelism {plan.degree(stage)}, and the plan "
+                    f"{plan.tensor_parallel}"
+                )
+    return None
+
+
+def _why_recomputes(plan: Plan) -> str | None:
+    for number, replica in enumerate(plan.replicas):
+        for index, stage in enumerate(replica.stages):
+            if stage.recompute:
+                return f"stage {index} of replica {number} runs its forward passes again in the backward passes"
+    return None
+
+
+def _shapes(plan: Plan) -> str:
+    """The different kinds of replicas, e.g. "replica 0 has 4 + 2 layers and 2 micro-batches; replica 1 …"."""
+    shapes: dict[tuple[tuple[int, ...], int], int] = {}
+    for number, replica in enumerate(plan.replicas):
+        layers = tuple(sum(stop - start for start, stop in stage.block_ranges) for stage in replica.stages)
+        shapes.setdefault((layers, replica.micro_batches), number)
+    shown = []
+    for (layers, micro_batches), number in list(shapes.items())[:MAX_REPLICAS_SHOWN]:
+        sizes = [str(size) for size in layers]
+        if len(sizes) > MAX_STAGES_SHOWN:
+            sizes = [*sizes[: MAX_STAGES_SHOWN - 2], "…", sizes[-1]]
+        shown.append(f"replica {number} has {' + '.join(sizes)} layers and {count(micro_batches, 'micro-batch')}")
+    if len(shapes) > len(shown):
+        shown.append("…")
+    return "; ".join(shown)

@@ -1,0 +1,308 @@
+"""Tensor-parallel groups by kind of device, and how many of each kind a pipeline can have.
+
+A *slot* is a tensor-parallel group of devices of one kind in one node; it can run one stage of a pipeline. A
+*composition* says how many slots of each kind a pipeline has, ``[kinds]``. Slots of a kind are interchangeable here;
+:mod:`.placement` decides later which of them, in which node, are used.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cluster.topology import Topology
+from ..profile.layer_costs import LayerCosts
+from ..profile.layer_profile import ModelProfile
+from ..profile.stage_costs import stage_costs
+
+__all__ = [
+    "DEFAULT",
+    "SIMPLE",
+    "WHOLE",
+    "SearchSpace",
+    "SlotKind",
+    "by_power",
+    "compositions",
+    "cut_points",
+    "divisors",
+    "number_of_compositions",
+    "slot_kind",
+    "slot_kinds",
+    "tensor_parallel_degrees",
+]
+
+
+MAX_COMPOSITIONS = 200_000
+"""If there are more, some are left out: see :func:`compositions`."""
+MIN_CHOICES = 5
+"""The smallest number of counts that is left of a kind or of similar kinds."""
+
+
+@dataclass(frozen=True, eq=False)
+class SlotKind:
+    """Slots that differ only in the node they are in."""
+
+    device: str
+    """Kind of the devices."""
+    speed: float
+    """Speed of the slowest device in a slot, as a share of the speed at which its kind was profiled."""
+    usable_bytes: float
+    """Memory of one device without its reserve."""
+    costs: LayerCosts
+    slots: tuple[tuple[int, ...], ...]
+    """Ranks of each slot, as launched."""
+    tensor_parallel: int
+    """Devices of each slot."""
+    recomputed: LayerCosts | None = None
+    """Costs of a stage that recomputes; None: none may."""
+
+    @property
+    def memory_bytes(self) -> float:
+        """Memory that one device has for the state and the activations of its blocks, in a pipeline of several stages.
+
+        In a pipeline of one stage it has less, see :meth:`memory_in_pipeline`.
+        """
+        return self.memory_in_pipeline(2)
+
+    def memory_in_pipeline(self, stages: int) -> float:
+        """Memory that one device has for the state and the activations of its blocks."""
+        return self.costs.memory_for_blocks(self.usable_bytes, stages)
+
+    def recomputed_in_pipeline(self, stages: int) -> tuple[LayerCosts, float] | None:
+        """Costs and memory of a stage that recomputes, as :meth:`memory_in_pipeline`; None if none may."""
+        if self.recomputed is None:
+            return None
+        return self.recomputed, self.recomputed.memory_for_blocks(self.usable_bytes, stages)
+
+    @property
+    def models_in_memory(self) -> float:
+        """How many models the memory of a slot holds, by the bytes of state and of one micro-batch's activations."""
+        forms = [(self.costs, self.memory_bytes), self.recomputed_in_pipeline(2)]
+        return max(
+            memory / max(float(costs.state_bytes.sum() + costs.activation_bytes.sum()), 1e-300)
+            for costs, memory in (form for form in forms if form is not None)
+        )
+
+    @property
+    def block_seconds(self) -> NDArray[np.float64]:
+        """Seconds of forward and backward per block, ``[blocks]``."""
+        return self.costs.forward_seconds + self.costs.backward_seconds
+
+    @property
+    def model_seconds(self) -> float:
+        """Seconds of forward and backward of all blocks; the inverse is the slot's computing power."""
+        return float(self.block_seconds.sum())
+
+
+def tensor_parallel_degrees(topology: Topology, profile: ModelProfile) -> list[int]:
+    """Tensor-parallel degrees in the profile for which some node has enough devices of the profiled kind, ascending."""
+    largest: dict[str, int] = {}
+    for node in topology.nodes:
+        for name in {topology.devices[rank].kind.name for rank in node.devices}:
+            count = sum(topology.devices[rank].kind.name == name for rank in node.devices)
+            largest[name] = max(largest.get(name, 0), count)
+    return sorted({t.tensor_parallel for t in profile.times if t.tensor_parallel <= largest.get(t.device, 0)})
+
+
+def tensor_parallel_groups(topology: Topology, degree: int) -> dict[tuple[str, float], list[tuple[int, ...]]]:
+    """Groups of ``degree`` devices of one kind in one node, by kind and speed of the slowest member.
+
+    Each node's devices are sorted by speed and grouped from the fastest on, so that devices of similar speed are
+    together. Devices that do not fill a whole group are left out.
+    """
+    groups: dict[tuple[str, float], list[tuple[int, ...]]] = {}
+    for node in topology.nodes:
+        by_kind: dict[str, list[int]] = {}
+        for rank in node.devices:
+            by_kind.setdefault(topology.devices[rank].kind.name, []).append(rank)
+        for name, ranks in sorted(by_kind.items()):
+            ranks = sorted(ranks, key=lambda rank: (-topology.devices[rank].speed, rank))
+            for start in range(0, len(ranks) - degree + 1, degree):
+                group = tuple(ranks[start : start + degree])
+                speed = min(topology.devices[rank].speed for rank in group)
+                groups.setdefault((name, speed), []).append(tuple(sorted(group)))
+    return groups
+
+
+def slot_kinds(
+    topology: Topology,
+    profile: ModelProfile,
+    degree: int,
+    micro_batch: int,
+    *,
+    recompute: bool = False,
+    pipelines: int | None = None,
+) -> list[SlotKind]:
+    """Slots by kind, the kind with the least computing power first; further arguments as for :func:`slot_kind`.
+
+    A kind is left out if its profiled micro-batches with this ``degree`` do not enclose ``micro_batch``.
+    """
+    kinds = [
+        slot_kind(topology, profile, key, slots, degree, micro_batch, recompute=recompute, pipelines=pipelines)
+        for key, slots in tensor_parallel_groups(topology, degree).items()
+    ]
+    return by_power(kind for kind in kinds if kind is not None)
+
+
+def by_power(kinds: Iterable[SlotKind]) -> list[SlotKind]:
+    """Kinds in ascending order of computing power."""
+    return sorted(kinds, key=lambda kind: (-kind.model_seconds, kind.device, kind.speed))
+
+
+def slot_kind(
+    topology: Topology,
+    profile: ModelProfile,
+    key: tuple[str, float],
+    slots: Sequence[tuple[int, ...]],
+    degree: int,
+    micro_batch: int,
+    *,
+    recompute: bool = False,
+    pipelines: int | None = None,
+) -> SlotKind | None:
+    """The kind of these slots; None if so many samples were not measured with this degree."""
+    name, speed = key
+    if degree not in profile.tensor_parallel_degrees(name):
+        return None
+    measured = profile.micro_batches(name, degree)
+    if not measured[0] <= micro_batch <= measured[-1]:
+        return None
+    costs = partial(
+        stage_costs,
+        profile,
+        name,
+        tensor_parallel=degree,
+        micro_batch=micro_batch,
+        speed=speed,
+        zero_shards=pipelines or 1,
+    )
+    usable = next(device.kind.usable_bytes for device in topology.devices if device.kind.name == name)
+    return SlotKind(name, speed, usable, costs(), tuple(slots), degree, costs(recompute=True) if recompute else None)
+
+
+def compositions(seconds: Sequence[float], available: Sequence[int], max_stages: int) -> NDArray[np.int64]:
+    """Compositions of 1 to ``max_stages`` slots, ``[compositions, kinds]``: all of them if they are few enough.
+
+    If there are more than :data:`MAX_COMPOSITIONS`, every second of the larger counts is left out, first for the kind
+    with the most counts, down to about :data:`MIN_CHOICES`. If that is not enough (devices that are throttled to many
+    different speeds), the kinds with the most similar speeds count as one, of which a pipeline has the fastest slots.
+    """
+    merges = _merges(seconds)
+
+    def merged(count: int) -> list[range]:
+        starts = sorted(set(range(len(seconds))) - set(merges[:count]))
+        return [range(start, end) for start, end in pairwise([*starts, len(seconds)])]
+
+    # With fewer groups there are fewer compositions, so the smallest number of merges can be bisected.
+    needed = bisect_left(
+        range(len(seconds)), True, key=lambda n: _choices(merged(n), available, max_stages) is not None
+    )
+    groups = merged(needed)
+    choices = _choices(groups, available, max_stages)
+    assert choices is not None, "one group has few compositions"
+    rows = np.zeros((1, 0), dtype=np.int64)
+    for choice in choices:
+        rows = np.concatenate([np.repeat(rows, len(choice), axis=0), np.tile(choice, len(rows))[:, None]], axis=1)
+        rows = rows[rows.sum(axis=1) <= max_stages]
+    rows = rows[rows.sum(axis=1) >= 1]
+    if len(groups) == len(available):
+        return np.asarray(rows)
+    counts = np.zeros((len(available), len(rows)), dtype=np.int64)
+    for left, group in zip(rows.T.copy(), groups, strict=True):
+        for kind in reversed(group):
+            counts[kind] = np.minimum(left, available[kind])
+            left -= counts[kind]
+    return np.asarray(counts.T)
+
+
+def _merges(seconds: Sequence[float]) -> list[int]:
+    """The order in which neighboring kinds are merged, the most similar first: the first kind of the second group."""
+    logarithms = np.log(np.maximum(seconds, 1e-300))
+    starts, merges = list(range(len(seconds))), []
+    while len(starts) > 1:
+        last = np.array([*starts[2:], len(seconds)]) - 1
+        merges.append(starts.pop(int(np.argmin(logarithms[starts[:-1]] - logarithms[last])) + 1))
+    return merges
+
+
+def _choices(groups: Sequence[range], available: Sequence[int], max_stages: int) -> list[NDArray[np.int64]] | None:
+    """The counts of each group that compositions may have, or None if there would still be too many compositions."""
+    # Every group keeps at least the counts 0 and 1.
+    if number_of_compositions([np.arange(2)] * len(groups), max_stages) > MAX_COMPOSITIONS:
+        return None
+    caps = [min(sum(available[kind] for kind in group), max_stages) for group in groups]
+    choices = [np.arange(cap + 1) for cap in caps]
+    while number_of_compositions(choices, max_stages) > MAX_COMPOSITIONS:
+        longest = max(range(len(choices)), key=lambda group: len(choices[group]))
+        kept = choices[longest]
+        if len(kept) <= MIN_CHOICES:
+            return None
+        half = len(kept) // 2
+        choices[longest] = np.unique(np.concatenate([kept[:half], kept[half::2], kept[-1:]]))
+    return choices
+
+
+def number_of_compositions(choices: Sequence[NDArray[np.int64]], max_stages: int) -> float:
+    """How many ways there are to choose a count of each group, so that they are at most ``max_stages`` together."""
+    ways = np.zeros(max_stages + 1)
+    ways[0] = 1.0
+    for choice in choices:
+        more = np.zeros(max_stages + 1)
+        for count in choice.tolist():
+            more[count:] += ways[: max_stages + 1 - count]
+        ways = more
+        if ways.sum() > MAX_COMPOSITIONS:
+            break
+    return float(ways.sum())
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of ``number``, ascending."""
+    small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
+    return sorted({*small, *(number // each for each in small)})
+
+
+def cut_points(bounds: Sequence[Sequence[int]]) -> list[int]:
+    """Block numbers at which at least one of several pipelines is cut, with both ends of the model; ascending."""
+    return sorted(set(itertools.chain.from_iterable(bounds)))
+
+
+# Search space --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSpace:
+    """What a search may choose for each stage, beside its devices and its blocks.
+
+    Plans that use ``mixed_degrees`` cannot be run yet; see
+    :func:`.why_not_runnable`.
+    """
+
+    mixed_degrees: bool = False
+    """Stages may have different tensor-parallel degrees: in large clusters, one for each kind of device."""
+    recompute: bool = False
+    """Stages that do not fit into memory otherwise recompute."""
+    zero_stages: tuple[int, ...] = (0,)
+    """ZeRO stages to try, 0 and 1."""
+
+    def __post_init__(self) -> None:
+        for stage in self.zero_stages:
+            if stage not in (0, 1):
+                raise ValueError(f"zero_stage={stage} cannot be planned; use 0, 1 or both")
+        if not self.zero_stages:
+            raise ValueError("there is no ZeRO stage to try; give at least one, such as 0")
+
+
+SIMPLE = SearchSpace()
+"""Stages of one form, in ZeRO stage 0, without recomputation."""
+DEFAULT = SearchSpace(recompute=True, zero_stages=(0, 1))
+"""Stages of one form: the plugin runs all of these plans, and good lower bounds are known."""
+WHOLE = SearchSpace(mixed_degrees=True, recompute=True, zero_stages=(0, 1))
+"""Everything that plans can say."""

@@ -1,1 +1,0 @@
-"""One-line layouts of plans: what they say, written and read."""

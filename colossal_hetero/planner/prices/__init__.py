@@ -1,1 +1,0 @@
-"""What plans cost, and plans that are good for their price."""

@@ -1,0 +1,134 @@
+"""The machines with the kinds of devices that a profile has for them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..cluster.all_reduce import synchronization_seconds
+from ..cluster.topology import DeviceKind, Topology
+from .layer_profile import LayerSizes, LayerTimes, ModelProfile
+
+__all__ = ["as_profiled", "on_links", "with_kind"]
+
+
+def as_profiled(topology: Topology, profile: ModelProfile) -> Topology:
+    """``topology`` in which each device has the kind under which the profile measured its rank, and full speed.
+
+    A cluster file gives one number for the speed of a device. A profile that was measured by the same ranks has the
+    times of every layer on each of them, and slow devices are kinds of their own ("cpu-2"). If the profile was measured
+    by other ranks or on devices with other names, kinds and speeds are unchanged.
+
+    The reserve of each device is at least what was in use beside the allocator's memory when its kind was measured.
+    """
+    devices = topology.devices
+    measured = profile.rank_devices
+    if len(measured) == len(devices) and all(
+        name == device.kind.name or name.removeprefix(device.kind.name + "-").isdigit()
+        for name, device in zip(measured, devices, strict=True)
+    ):
+        devices = tuple(
+            dataclasses.replace(device, kind=dataclasses.replace(device.kind, name=name), speed=1.0)
+            for name, device in zip(measured, devices, strict=True)
+        )
+    kinds = {kind: _with_context(kind, profile) for kind in {device.kind for device in devices}}
+    devices = tuple(dataclasses.replace(device, kind=kinds[device.kind]) for device in devices)
+    return dataclasses.replace(topology, devices=devices)
+
+
+def _with_context(kind: DeviceKind, profile: ModelProfile) -> DeviceKind:
+    context = profile.context_bytes.get(kind.name, 0)
+    if context >= kind.memory_bytes:
+        raise ValueError(
+            f"the profile says that {context / 1e9:.3g} GB of {kind.name} are in use for its context and libraries, "
+            f"but the cluster file gives it {kind.memory_bytes / 1e9:.3g} GB of memory; correct one of them"
+        )
+    return dataclasses.replace(kind, memory_reserve_bytes=max(kind.memory_reserve_bytes, context))
+
+
+# On links ------------------------------------------------------------------------------------------------------------
+#
+# Adds what a cluster's links take for tensor parallelism to times that do not contain it.
+#
+# Measured times contain the communication on the links that they were measured on. Estimated times contain none: the
+# profile then says how often each layer sums its outputs over the tensor-parallel group, as ``LayerSizes.forward_sums``
+# and ``backward_sums``.
+#
+# A layer takes ``sums · (2 (n−1)/n · bytes/bandwidth + 2 (n−1) · latency)`` longer, for a ring of n devices inside a
+# node (Patarasuk and Yuan 2009), while all groups of the node do the same. If nodes with the same kind of device have
+# other links, the slowest of them counts.
+
+
+def on_links(profile: ModelProfile, topology: Topology) -> ModelProfile:
+    """``profile`` with times that contain all communication of tensor parallelism on these machines; the profile itself
+    if they do already."""
+    sizes = {each.tensor_parallel: each for each in profile.sizes if each.forward_sums or each.backward_sums}
+    if not sizes:
+        return profile
+    times = [
+        _with_sums(each, sizes[each.tensor_parallel], topology) if each.tensor_parallel in sizes else each
+        for each in profile.times
+    ]
+    known = [each.model_copy(update={"forward_sums": (), "backward_sums": ()}) for each in profile.sizes]
+    return profile.changed(times=tuple(times), sizes=tuple(known))
+
+
+def _with_sums(times: LayerTimes, sizes: LayerSizes, topology: Topology) -> LayerTimes:
+    seconds = _sum_seconds(times, max(sizes.output_bytes) * times.micro_batch, topology)
+    forward = zip(times.forward_seconds, sizes.forward_sums, strict=True)
+    backward = zip(times.backward_seconds, sizes.backward_sums, strict=True)
+    return times.model_copy(
+        update={
+            "forward_seconds": tuple(own + count * seconds for own, count in forward),
+            "backward_seconds": tuple(own + count * seconds for own, count in backward),
+        }
+    )
+
+
+def _sum_seconds(times: LayerTimes, sum_bytes: float, topology: Topology) -> float:
+    """The time of a sum over the group, on the slowest node that has such groups; 0 if there is none."""
+    degree, slowest = times.tensor_parallel, 0.0
+    for node in topology.nodes:
+        kinds = {topology.devices[device].kind.name for device in node.devices}
+        if degree > 1 and len(node.devices) >= degree and times.device in kinds:
+            groups = len(node.devices) // degree
+            seconds = synchronization_seconds(topology, node.devices[:degree], sum_bytes, sharing=groups)
+            slowest = max(slowest, seconds)
+    return slowest
+
+
+# More kinds ----------------------------------------------------------------------------------------------------------
+
+
+def with_kind(profile: ModelProfile, kind: str, measured: ModelProfile) -> ModelProfile:
+    """``profile`` with the times of ``measured`` as those of another kind of device. Sizes of layers stay."""
+    if kind in profile.devices:
+        raise ValueError(f"the profile of {profile.name} has times of {kind} already")
+    for what, here, there in (
+        ("layers", profile.layers, measured.layers),
+        ("blocks", profile.blocks, measured.blocks),
+        ("precision", profile.precision, measured.precision),
+    ):
+        if here != there:
+            raise ValueError(
+                f"what was measured on {kind} is another model than that of the profile: {what} {there} instead of "
+                f"{here}; measure the model that is trained, in the precision of the profile"
+            )
+    if len(measured.devices) != 1:
+        raise ValueError(f"times of {', '.join(measured.devices)} were measured for {kind}; measure one device only")
+    degrees = {sizes.tensor_parallel for sizes in profile.sizes}
+    times = [each.model_copy(update={"device": kind}) for each in measured.times if each.tensor_parallel in degrees]
+    sizes = sorted({each.micro_batch for each in profile.times})
+    if not any(sizes[0] <= each.micro_batch <= sizes[-1] for each in times):
+        raise ValueError(
+            f"micro-batches of {', '.join(str(each.micro_batch) for each in measured.times)} were measured on {kind}, "
+            f"but the profile has {', '.join(map(str, sizes))}; measure the same ones"
+        )
+    context = dict.fromkeys([kind], max(measured.context_bytes.values())) if measured.context_bytes else {}
+    return profile.model_copy(
+        # Ranks are those that measured the profile; with another device among them they mean nothing.
+        update={
+            "times": (*profile.times, *times),
+            "context_bytes": profile.context_bytes | context,
+            "rank_devices": (),
+        }
+    )

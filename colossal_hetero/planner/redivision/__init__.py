@@ -1,1 +1,0 @@
-"""Dividing global batches again while training: from measured times of replicas to another division. All is pure."""

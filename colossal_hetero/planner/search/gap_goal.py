@@ -1,0 +1,126 @@
+"""How near to the best possible plan a search is, and whether that is near enough."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from scipy.optimize import linprog
+from scipy.sparse import block_array, csr_array, eye_array, kron
+
+from ..cluster.topology import Topology
+from ..profile.layer_profile import ModelProfile
+from .iteration_bound import IterationBound
+
+__all__ = ["PLAIN", "Effort", "GapGoal", "WorkBound"]
+
+
+# Work bound ----------------------------------------------------------------------------------------------------------
+#
+# A lower bound on the time of an iteration of all plans, of any schedule and in any search space: work over speed.
+#
+# Every block runs forward and backward for every sample, on some device. In a tensor-parallel group of t devices whose
+# passes of s samples take T, each sample takes at least t · T / s of device time. A kind of device takes at least the
+# smallest of these, over all degrees and measured micro-batches (between two of them, times are interpolated, so none
+# is smaller), and a device that reaches the share v of its kind's speed gives v seconds per second. Linear programming
+# divides the samples of each block over the kinds so that the last device ends as early as possible. No plan ends
+# earlier: it has whole stages, fills its pipelines, and communicates.
+
+
+ROUNDING = 1e-9
+
+
+class WorkBound:
+    """Work over speed; has the methods of :class:`.IterationBound`."""
+
+    def __init__(self, topology: Topology, profile: ModelProfile, degrees: Sequence[int], global_batch: int) -> None:
+        speeds: dict[str, float] = {}
+        for device in topology.devices:
+            speeds[device.kind.name] = speeds.get(device.kind.name, 0.0) + device.speed
+        rows, speed = [], []
+        for name, each in speeds.items():
+            forms = [
+                (degree, size)
+                for degree in set(degrees) & set(profile.tensor_parallel_degrees(name))
+                for size in profile.micro_batches(name, degree)
+            ]
+            if forms:
+                found = [(profile.costs(name, degree, size), degree / size) for degree, size in forms]
+                rows.append(np.min([(cost.forward_seconds + cost.backward_seconds) * by for cost, by in found], axis=0))
+                speed.append(each)
+        kinds, blocks = np.shape(rows)
+        # Variables: the share of each block's samples that each kind runs, and the seconds of an iteration per sample.
+        on_kinds = kron(eye_array(kinds), np.ones((1, blocks))).multiply(np.concatenate(rows))
+        of_blocks = kron(np.ones((1, kinds)), eye_array(blocks))
+        solved = linprog(
+            np.append(np.zeros(kinds * blocks), 1.0),
+            A_ub=block_array([[csr_array(on_kinds), csr_array(-np.array(speed)[:, None])]]),
+            b_ub=np.zeros(kinds),
+            A_eq=block_array([[csr_array(of_blocks), csr_array((blocks, 1))]]),
+            b_eq=np.ones(blocks),
+        )
+        assert solved.status == 0, solved.message
+        self._seconds = float(solved.fun) * global_batch * (1 - ROUNDING)
+
+    def seconds(self, below: float, *, enough: float = np.inf, time_limit_seconds: float = np.inf) -> float:
+        """The bound; not larger than ``below``. It is known at once, so there is nothing to stop early."""
+        return min(self._seconds, below * (1 - ROUNDING))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How much is done to find a plan, and to prove how good it is."""
+
+    bound_seconds: float = 0.0
+    """Time to find a lower bound, in seconds; 0: none is looked for."""
+    gap: float | None = None
+    """The search ends when no plan can be faster by more than this share (0.03: 3 %); None: it does not end early."""
+    search_seconds: float = np.inf
+    """No part of the search begins after this, once there is a plan."""
+    quick: bool = False
+    """Whether less is tried: exchanges of slots are not repeated from random others, fewer plans have slots moved and
+    other orders of stages tried, and fewer orders are."""
+
+    def __post_init__(self) -> None:
+        for name in ("bound_seconds", "gap", "search_seconds"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise ValueError(f"{name}={value}: must be at least 0")
+        if self.gap is not None and self.bound_seconds == 0:
+            raise ValueError(f"gap={self.gap} without time to find a bound; give bound_seconds, such as 5")
+
+
+PLAIN = Effort()
+"""The whole search, and no bound."""
+
+
+@dataclass(eq=False)
+class GapGoal:
+    """The lower bound of one search, which is looked for only as far as needed."""
+
+    bound: IterationBound | WorkBound
+    effort: Effort
+    _begin: float = field(default_factory=time.monotonic)
+    _spent: float = 0.0
+
+    def is_enough(self, seconds: float) -> bool:
+        """Whether the search may end with a plan of this time."""
+        if time.monotonic() - self._begin > self.effort.search_seconds:
+            return True
+        if self.effort.gap is None:
+            return False
+        enough = seconds / (1.0 + self.effort.gap)
+        return self._lower_bound(seconds, enough) >= enough
+
+    def lower_bound(self, seconds: float) -> float:
+        """A time that no plan is below, at most ``seconds``, the time of the fastest plan that was found."""
+        return self._lower_bound(seconds, np.inf)
+
+    def _lower_bound(self, seconds: float, enough: float) -> float:
+        begin = time.monotonic()
+        left = max(self.effort.bound_seconds - self._spent, 0.0)
+        found = self.bound.seconds(seconds, enough=enough, time_limit_seconds=left)
+        self._spent += time.monotonic() - begin
+        return found

@@ -1,0 +1,157 @@
+"""How long pipelines sum their gradients at least, whichever devices they have.
+
+[Note: a lower bound on sums of gradients] Let D pipelines sum G bytes of gradients per device, with w devices per slot.
+The gradients of a block are summed by w rings, each with one device of each of the D slots that hold the block. Let b
+be the bytes of a block on one device. A ring over several nodes *crosses*. Where it leaves node v it has at most the
+bandwidth ch of the fastest channel from v, and at most its share of the bandwidth R of all of the node's NICs. Each of
+its 2 (D − 1) steps sends b / D. The rings of a slot run one after the other, or (pipelines that are cut alike) as one.
+
+- A slot's ring shares the NICs with the w − 1 like rings of the same slot. So a slot with β bytes of blocks whose rings
+  cross takes at least 2 (D − 1)·(β / D / min(ch, R / w) + latency).
+- Let c of the s slots in a node hold a block whose rings cross. In the planner's model each of the rings gets R / (w·⌈s
+  / c⌉) if pipelines differ, and R / (w·rings) if they are cut alike. Summed over the slots of node v, both ways the
+  time is at least 2 (D − 1)/D · w·s·x / R, where x are the bytes of the different blocks in the node; so one of the s
+  slots takes 2 (D − 1)/D · w·x / R. A node that has y bytes, counted once for each slot, has x ≥ y / min(s, D − 1),
+  because the D slots that hold a block are not all in this node. And its slots need 2 (D − 1)/D · y / ch together.
+  Over all nodes Σ y = D·G, so the time is at least 2 (D − 1)·G / Σ min(min(s, D − 1)·R / w, s·ch), and a latency.
+- Rings that stay inside a node take at least 0 seconds.
+
+[Note: pipelines that leave a node] Let all D pipelines have a slot in a node and another one in another node. Then each
+has a slot in the node that sends to another node. In the planner's model (``cluster/shared_hops.py``) w messages of
+each of these slots share the NICs of the network that they use. So if there is one network, w·D messages share its
+bandwidth.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cluster.topology import Topology
+from ..cost.placement import SlotPool
+
+__all__ = ["GradientBounds"]
+
+
+class GradientBounds:
+    """Lower bounds for the slots of one pool, see [Note: a lower bound on sums of gradients]."""
+
+    def __init__(self, topology: Topology, pool: SlotPool) -> None:
+        self._topology, self._pool = topology, pool
+        self._width = pool.tensor_parallel
+        sizes = np.sort(pool.kinds[0].costs.gradient_bytes)
+        self._bytes = np.concatenate([[0.0], np.cumsum(sizes)])
+        by_kind = np.zeros((len(topology.nodes), len(pool.kinds)), dtype=np.int64)
+        for kind, each in enumerate(pool.kinds):
+            for ranks in each.slots:
+                by_kind[topology.devices[ranks[0]].node, kind] += 1
+        self._by_kind = by_kind
+        self._slots = by_kind.sum(axis=1)
+        """By node."""
+        self._channel, self._cards = self._rates()
+        self._crowded: dict[tuple[float, int], NDArray[np.float64]] = {}
+
+    @property
+    def slots_in_a_node(self) -> int:
+        """How many slots a node has at most."""
+        return int(self._slots.max())
+
+    @cached_property
+    def most_in_a_node(self) -> NDArray[np.int64]:
+        """By kind: how many slots a node has at most."""
+        return np.asarray(self._by_kind.max(axis=0))
+
+    def nodes_with(self, slots: int) -> NDArray[np.int64]:
+        """By kind: how many nodes have at least so many slots of it."""
+        return np.asarray((self._by_kind >= slots).sum(axis=0))
+
+    @property
+    def one_kind_per_node(self) -> bool:
+        """Whether no node has slots of several kinds."""
+        return bool(((self._by_kind > 0).sum(axis=1) <= 1).all())
+
+    def of_pipelines(self, pipelines: int) -> float:
+        """Seconds if the rings of all blocks cross; infinite if nodes cannot reach each other."""
+        if pipelines < 2 or self._bytes[-1] <= 0:
+            return 0.0
+        holders = np.minimum(self._slots, pipelines - 1)
+        rate = float(np.minimum(holders * self._cards / self._width, self._slots * self._channel).sum())
+        if rate <= 0:
+            return np.inf
+        return 2 * (pipelines - 1) * (float(self._bytes[-1]) / rate + self._latency) * (1 - 1e-9)
+
+    def of_blocks(self, pipelines: int, blocks: int) -> float:
+        """Seconds if the rings of so many different blocks in one node cross; infinite if no node reaches another."""
+        if pipelines < 2 or self._bytes[blocks] <= 0:
+            return 0.0
+        rate = float(self._cards[self._slots > 0].max()) / self._width
+        if rate <= 0:
+            return np.inf
+        return 2 * (pipelines - 1) * (float(self._bytes[blocks]) / pipelines / rate + self._latency) * (1 - 1e-9)
+
+    def crossing_blocks(self, pipelines: int, blocks: int) -> int:
+        """How many blocks cross at most, if at most so many different ones do in each node."""
+        holders = int(np.minimum(self._slots, pipelines - 1).sum())
+        return blocks * holders // pipelines
+
+    def message_seconds(self, message_bytes: float) -> float:
+        """Seconds of a message of every device of a slot to another node; infinite if there is no link."""
+        return self._latency + message_bytes / self._slot_rate if self._slot_rate > 0 else np.inf
+
+    def crowded_message_seconds(self, message_bytes: float, pipelines: int) -> NDArray[np.float64]:
+        """By kind, seconds of a message to another node from a node with so many slots of it, which so many pipelines
+        leave; 0 where that is not known. See [Note: pipelines that leave a node].
+        """
+        key = message_bytes, pipelines
+        if key not in self._crowded:
+            self._crowded[key] = self._crowded_seconds(message_bytes, pipelines)
+        return self._crowded[key]
+
+    def _crowded_seconds(self, message_bytes: float, pipelines: int) -> NDArray[np.float64]:
+        links, nodes = self._pool.links, self._topology.nodes
+        seconds = np.full(len(self._pool.kinds), np.inf)
+        for number, of_kind in enumerate(self._by_kind):
+            channels = links.from_kind(int(links.node_kind[number]))
+            networks = {channel.kind for channel in channels}
+            cards = sum(nic.bytes_per_second for nic in nodes[number].nics if nic.kind in networks)
+            for kind in np.flatnonzero(of_kind >= pipelines).tolist():
+                shortest = 0.0
+                if len(networks) == 1:
+                    shortest = min(
+                        channel.limited((cards or channel.bytes_per_second) / (pipelines * self._width)).seconds(
+                            message_bytes
+                        )
+                        for channel in channels
+                    )
+                seconds[kind] = min(seconds[kind], shortest)
+        return np.where(np.isfinite(seconds), seconds, 0.0)
+
+    @cached_property
+    def _slot_rate(self) -> float:
+        """Bytes per second that each device of a slot sends to another node at most."""
+        return float(np.minimum(self._channel, self._cards / self._width)[self._slots > 0].max())
+
+    @cached_property
+    def _latency(self) -> float:
+        """The smallest between nodes, in seconds."""
+        cards = [nic for node in self._topology.nodes for nic in node.nics]
+        return min((channel.latency_seconds for channel in (*cards, *self._pool.links.between)), default=0.0)
+
+    def _rates(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Bytes per second of the fastest channel to another node, and of all NICs of a node together; 0 without."""
+        nodes, links = self._topology.nodes, self._pool.links
+        fastest, cards = np.zeros(len(nodes)), np.zeros(len(nodes))
+        for kind in range(int(links.node_kind.max()) + 1):
+            alike = links.node_kind == kind
+            channels = links.from_kind(kind)
+            if channels:
+                node = nodes[int(np.flatnonzero(alike)[0])]
+                listed = {nic.kind for nic in node.nics}
+                # A channel for which the node lists no card is a link to another cluster.
+                links_out = {channel.kind: channel for channel in channels if channel.kind not in listed}
+                rates = [each.bytes_per_second for each in (*node.nics, *links_out.values())]
+                fastest[alike] = max(channel.bytes_per_second for channel in channels)
+                cards[alike] = sum(rates)
+        return fastest, cards

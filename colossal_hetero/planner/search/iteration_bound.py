@@ -1,0 +1,474 @@
+"""A lower bound on the time of an iteration of all plans.
+
+[Note: how the bound is found] A plan belongs to one pool (tensor-parallel degree and micro-batch), has D pipelines, and
+either no block whose gradients are summed inside a node, or one. Let j be the largest number of blocks in a slot whose
+rings cross (see [Note: a lower bound on sums of gradients]). Its time is at least that of its sums, S, and that in
+which pipelines can run all micro-batches, P (see [Note: a bound on the micro-batches of all pipelines]):
+
+- If all rings cross, no stage has more than j blocks, and S is at least that of D pipelines and that of j blocks.
+- Else let Q be the kinds with a slot that sums a block inside its node. There all D pipelines have a slot, so if each
+  node has slots of one kind only, every pipeline has a slot of each kind in Q. Stages of other kinds have at most j
+  blocks. S is at least that of j blocks.
+- With one pipeline S is 0.
+
+In the second case, let a pipeline lie in one node. At least B − j of its B blocks are summed inside this node. So all D
+pipelines have these blocks there, each in at most L = s − D + 1 slots, where s is the number of slots of the node. One
+of its stages has at least (B − j) / L of them, and one of the pipelines runs at least K / D micro-batches, which gives
+a bound on P. Where this is enough, only plans are left in which every pipeline leaves each node that sums a block. So
+messages from there share its NICs with those of all pipelines (see [Note: pipelines that leave a node]). If L = 1, all
+stages in these nodes send such messages; if L = 2, all but the first and the last one of a pipeline. And a pipeline
+enters all of these nodes but the first one over such a link.
+
+P falls and S grows with D and with j. So of ranges of D and j, S at the beginning and P at the end give a bound. Ranges
+are halved, those with the lowest bound first, until no bound is below what was asked for. First Q may be any part of
+the kinds; where that is not enough, each set is looked at. And bounds grow in steps of 1 %: by so much, the prices that
+are known from the range before often raise a bound without a further step of linear programming.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cluster.topology import Topology
+from ..cost.placement import SlotPool
+from ..cost.tp_groups import SlotKind, compositions, number_of_compositions
+from .gradient_bounds import GradientBounds
+from .pipeline_bounds import BlockLimits, PipelineBounds, RelaxedPool, least_costs, smallest_message
+
+__all__ = ["Basis", "IterationBound", "Packed", "PipelineTypes", "few_kinds", "pack"]
+
+
+# Packing -------------------------------------------------------------------------------------------------------------
+#
+# How many micro-batches the slots suffice for: a linear program with few rows and thousands of columns.
+#
+#     max Σ v·x   with   Σ n[k]·x ≤ N[k] for each kind k,   Σ x ≤ D,   x ≥ 0
+#
+# The revised simplex method solves it: a basis has one column per row, and a step needs the products of all columns
+# with the prices of the rows. The planner solves hundreds of such programs that differ in v and D alone, so the last
+# basis of one is nearly the best one of the next. A general solver takes many times as long, because it reads thousands
+# of columns for each program. A bound does not depend on whether the solution is the best one: any prices prove one
+# (``pipeline_types.py``).
+
+
+Floats = NDArray[np.float64]
+
+MAX_STEPS = 200
+"""Steps per program. Columns that are alike can make the method go around in a circle."""
+TOLERANCE = 1e-9
+"""Relative to the largest v or limit."""
+
+Basis = tuple[int, ...]
+"""The number of a column for each row; −1 − r is the slack of row r."""
+
+
+class Packed(NamedTuple):
+    """What is known about a program."""
+
+    is_too_little: bool
+    """Whether the prices prove that no solution reaches what is needed."""
+    prices: Floats
+    """Of the kinds, not negative, ``[kinds]``."""
+    basis: Basis
+    """To begin with in another program."""
+
+
+def pack(counts: Floats, values: Floats, limits: Floats, needed: float, first: Basis) -> Packed:
+    """Prices that prove that less than ``needed`` can be reached; other ones if that much is reached, or not proved.
+
+    Args:
+        counts: n, ``[columns, kinds]``.
+        values: v, not negative, ``[columns]``.
+        limits: N and D, ``[kinds + 1]``.
+        needed: The sum that is asked about.
+        first: Basis to begin with; that of slacks if it does not fit into the limits.
+    """
+    rows = len(limits)
+    slacks = [-1 - row for row in range(rows)]
+    basis = list(first)
+    matrix = np.column_stack([_column(counts, rows, each) for each in basis]) if basis else np.eye(rows)
+    inside = np.linalg.solve(matrix, limits)
+    if not basis or inside.min() < -TOLERANCE * limits.max():
+        basis, matrix, inside = slacks, np.eye(rows), limits
+    least = TOLERANCE * max(float(values.max(initial=0.0)), 1.0)
+    for _ in range(MAX_STEPS):
+        gained = np.array([values[each] if each >= 0 else 0.0 for each in basis])
+        found = np.linalg.solve(matrix.T, gained)
+        prices = np.maximum(found[:-1], 0.0)
+        cheapest = int(found.argmin())
+        if found[cheapest] < -least:
+            enters = -1 - cheapest
+        else:
+            worth = values - counts @ prices
+            enters = int(worth.argmax())
+            if prices @ limits[:-1] + limits[-1] * max(float(worth[enters]), 0.0) < needed:
+                return Packed(True, prices, tuple(basis))
+            if gained @ inside >= needed or worth[enters] - found[-1] <= least:
+                break
+        change = np.linalg.solve(matrix, _column(counts, rows, enters))
+        steps = np.full(rows, np.inf)
+        np.divide(np.maximum(inside, 0.0), change, out=steps, where=change > TOLERANCE)
+        leaves = int(steps.argmin())
+        matrix[:, leaves], basis[leaves] = _column(counts, rows, enters), enters
+        inside = np.linalg.solve(matrix, limits)
+    return Packed(False, prices, tuple(basis))
+
+
+def _column(counts: Floats, rows: int, number: int) -> Floats:
+    """A column of the program, ``[rows]``."""
+    return np.append(counts[number], 1.0) if number >= 0 else np.eye(rows)[-1 - number]
+
+
+# Pipeline types ------------------------------------------------------------------------------------------------------
+#
+# The types of pipelines that slots can form, and how many micro-batches each runs at most in a given time.
+#
+# [Note: a bound on the micro-batches of all pipelines] A type is a composition: n[k] slots of each kind k. Let v be the
+# number of micro-batches that a pipeline of the type runs at most in P seconds, a whole number by [Note: a lower bound
+# on a pipeline's time]. At most D pipelines, x of each type, run at most
+#
+#     max Σ v·x   with   Σ n[k]·x ≤ N[k] for each kind k,   Σ x ≤ D,   x ≥ 0
+#
+# micro-batches: the plan's own pipelines are one solution. By duality, this is at most Σ λ[k]·N[k] + D·max(0, max (v −
+# Σ λ[k]·n[k])) for any prices λ ≥ 0, however they were found (``packing.py``). So prices of one time also prove a bound
+# for others.
+
+
+ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineTypes:
+    """Types of pipelines, and what they need."""
+
+    counts: Floats
+    """Slots by kind, ``[types, kinds]``."""
+    first_seconds: Floats
+    """Of the first micro-batch, ``[options, types]``; see :meth:`.PipelineBounds.options`."""
+    further_seconds: Floats
+    """Of each further one, ``[options, types]``."""
+    min_micro_batches: NDArray[np.int64]
+    """That a pipeline runs at least, ``[types]``."""
+    max_micro_batches: int
+    """Of all pipelines together."""
+
+    def micro_batches(self, seconds: float) -> Floats:
+        """How many micro-batches a pipeline of each type runs at most in this time, ``[types]``; 0 if too few."""
+        further = ((seconds - self.first_seconds) / self.further_seconds).max(axis=0, initial=-1.0)
+        most = np.minimum(np.floor(further * (1 + ROUNDING) + ROUNDING) + 1.0, self.max_micro_batches)
+        return np.where(most >= self.min_micro_batches, most, 0.0)
+
+    def least_seconds(
+        self, available: NDArray[np.int64], pipelines: int, low: float, high: float, first: Basis, precision: float
+    ) -> tuple[float, Basis]:
+        """A lower bound on the time in which all micro-batches can be run, at most ``high``; and the last basis."""
+        limits, needed = np.append(available, pipelines).astype(float), self.max_micro_batches * (1 - ROUNDING)
+
+        def packed(seconds: float) -> Packed:
+            return pack(self.counts, self.micro_batches(seconds), limits, needed, basis)
+
+        def are_too_few(prices: Floats, seconds: float) -> bool:
+            """Whether these prices prove that not all micro-batches can be run in this time."""
+            worth = self.micro_batches(seconds) - self.counts @ prices
+            return bool(prices @ limits[:-1] + limits[-1] * worth.max(initial=0.0) < needed)
+
+        basis, tried, step = first, high, precision
+        while low < high and high > low * (1 + precision):
+            is_too_little, prices, basis = packed(tried)
+            if is_too_little:
+                low = tried
+            else:
+                high = tried
+                # The prices of a time prove nearly as much as possible also for times a little below it.
+                below, above = low, high
+                while above > below * (1 + precision / 4):
+                    middle = (below + above) / 2
+                    below, above = (middle, above) if are_too_few(prices, middle) else (below, middle)
+                low = below
+            tried = min((low + high) / 2, low * (1 + step))
+            step *= 2
+        return low, basis
+
+
+# Few kinds -----------------------------------------------------------------------------------------------------------
+
+
+MAX_TYPES = 12_000
+"""Compositions of a pipeline."""
+
+
+def few_kinds(kinds: Sequence[SlotKind]) -> tuple[SlotKind, ...]:
+    """The kinds, merged until pipelines have at most :data:`MAX_TYPES` compositions, the most similar ones first.
+
+    A merged kind has all slots of both, the times of the faster one for each block, and the larger memory. So a plan of
+    the slots of ``kinds`` is not slower with the merged ones.
+    """
+    merged = list(kinds)
+    blocks = len(merged[0].costs.forward_seconds)
+    while len(merged) > 1:
+        counts = [np.arange(min(len(kind.slots), blocks) + 1) for kind in merged]
+        if number_of_compositions(counts, blocks) <= MAX_TYPES:
+            break
+        times = np.log(np.maximum([kind.model_seconds for kind in merged], 1e-300))
+        first = int(np.argmin(np.abs(np.diff(times))))
+        merged[first : first + 2] = [_merged(merged[first], merged[first + 1])]
+    return tuple(merged)
+
+
+def _merged(one: SlotKind, other: SlotKind) -> SlotKind:
+    return replace(
+        one,
+        device=f"{one.device} or {other.device}",
+        usable_bytes=max(one.usable_bytes, other.usable_bytes),
+        costs=least_costs(one.costs, other.costs),
+        recomputed=one.recomputed and other.recomputed and least_costs(one.recomputed, other.recomputed),
+        slots=(*one.slots, *other.slots),
+    )
+
+
+PRECISION = 1e-3
+"""Relative: ranges are not halved if the bound can grow by less."""
+FEW_SUMS = 0.02
+"""Relative to P: if S grows by less, sets Q are told apart before ranges of j are halved, which most need not be."""
+STEP = 0.01
+"""Relative: so far above the lowest bound others are looked for."""
+ROUGHLY = STEP / 2
+"""The precision for ranges that can be halved. It must be less than a step, in which else nothing would be found."""
+NO_LINK = 1e15
+"""Seconds of a transfer between nodes that cannot reach each other."""
+MAX_KINDS_INSIDE = 3
+"""With more kinds, the sets Q are not told apart."""
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Some of the plans of a pool."""
+
+    pipelines: tuple[int, int]
+    """The smallest and the largest number."""
+    blocks: tuple[int, int]
+    """j, the smallest and the largest."""
+    inside: frozenset[int] | None
+    """Kinds of which Q is a part; empty if all rings cross, None if the range has all plans."""
+    exactly: bool
+    """Whether Q has all kinds of ``inside``; else it has at least one."""
+    passes: float
+    """P is at least this, in seconds."""
+    precision: float = np.inf
+    """Relative, with which ``passes`` is the best that linear programming finds; infinite: not known."""
+
+
+class _Held(NamedTuple):
+    """What the memory of slots allows."""
+
+    bounds: PipelineBounds
+    fits: NDArray[np.bool_]
+    """Which types of pipelines may hold the model, ``[types]``."""
+
+
+class _Pool:
+    """The plans of one pool."""
+
+    def __init__(self, topology: Topology, relaxed: RelaxedPool, *, runnable: bool) -> None:
+        pool = _with_few_kinds(relaxed.of(relaxed.most_pipelines))
+        self._relaxed, self._by_pool = relaxed, dict[SlotPool, _Held]()
+        self.total = pool.total_micro_batches
+        self.available = np.array([len(kind.slots) for kind in pool.kinds])
+        self.bounds = PipelineBounds.of_pool(pool)
+        self.gradients = GradientBounds(topology, pool)
+        self._message = smallest_message(pool)
+        self.runnable = runnable
+        self._types: dict[object, PipelineTypes] = {}
+        power = 1.0 / self.bounds.work_seconds
+        self._power = float(self.available @ power)
+        counts = np.minimum(self.available, self.bounds.blocks)
+        self._compositions = compositions([1.0] * len(counts), counts, self.bounds.blocks)
+        self._counts = self._compositions.astype(float)
+        self._basis: Basis = ()
+
+    @property
+    def whole(self) -> _Range:
+        """All plans."""
+        pipelines = int(min(self.available.sum(), self.total))
+        return _Range((1, pipelines), (0, self.bounds.blocks), None, False, self.total / self._power)
+
+    def seconds(self, part: _Range) -> float:
+        """The bound on the plans of a range."""
+        return part.passes + self.sums(part)
+
+    def improved(self, part: _Range, below: float, precision: float) -> _Range:
+        """The range with a better bound by linear programming, which need not be the best if it is not below."""
+        high = below - self.sums(part)
+        low, self._basis = self._types_of(part, below).least_seconds(
+            self.available, part.pipelines[1], part.passes, high, self._basis, precision
+        )
+        return replace(part, passes=max(low, part.passes), precision=precision if low < high else np.inf)
+
+    def sums(self, part: _Range) -> float:
+        """Seconds that the sums of gradients take at least."""
+        if part.inside is None:
+            return 0.0
+        sums = self.gradients.of_blocks(part.pipelines[0], part.blocks[0])
+        return sums if part.inside else max(sums, self.gradients.of_pipelines(part.pipelines[0]))
+
+    def parts(self, part: _Range) -> Iterator[_Range]:
+        """The range in parts; none if it is not worth dividing."""
+        part = replace(part, precision=np.inf)
+        (least, most), (low, high) = part.pipelines, part.blocks
+        if part.inside is None:
+            yield replace(part, pipelines=(1, 1), inside=frozenset(), exactly=True)
+            if most > 1:
+                yield replace(part, pipelines=(2, most), blocks=(1, high), inside=frozenset(), exactly=True)
+            for pipelines in range(2, min(most, self.gradients.slots_in_a_node) + 1):
+                yield replace(part, pipelines=(pipelines, pipelines), inside=self._kinds_inside(pipelines))
+            return
+        begin = self.sums(part)
+        by_pipelines = self.sums(replace(part, pipelines=(most, most))) - begin
+        by_blocks = self.sums(replace(part, blocks=(high, high))) - begin
+        if least < most and (by_pipelines >= by_blocks or low == high):
+            middle = math.isqrt(least * most)
+            yield replace(part, pipelines=(least, middle))
+            yield replace(part, pipelines=(middle + 1, most))
+        elif part.inside and not part.exactly and self._tells_kinds and by_blocks < FEW_SUMS * part.passes:
+            for number in range(1, len(part.inside) + 1):
+                for kinds in itertools.combinations(sorted(part.inside), number):
+                    yield replace(part, inside=frozenset(kinds), exactly=True)
+        elif low < high and by_blocks > PRECISION * part.passes:
+            middle = (low + high) // 2
+            yield replace(part, blocks=(low, middle))
+            yield replace(part, blocks=(middle + 1, high))
+
+    def _kinds_inside(self, pipelines: int) -> frozenset[int]:
+        """The kinds that may have a node in which all pipelines have a slot."""
+        enough = self.gradients.most_in_a_node >= pipelines
+        return frozenset(np.flatnonzero(enough | (not self._tells_kinds)).tolist())
+
+    @property
+    def _tells_kinds(self) -> bool:
+        """Whether the sets Q are told apart."""
+        return self.gradients.one_kind_per_node and len(self.available) <= MAX_KINDS_INSIDE
+
+    def _types_of(self, part: _Range, below: float) -> PipelineTypes:
+        """The types of pipelines that plans of the range can have, if they take less than so many seconds."""
+        kinds = len(self.available)
+        free, needed = np.full(kinds, self.bounds.blocks), np.zeros(kinds, dtype=np.int64)
+        (pipelines, _), (_, crossing) = part.pipelines, part.blocks
+        together, message = self.bounds.blocks, 0.0
+        delays, undelayed = np.zeros(kinds), 0
+        if part.inside is not None and part.pipelines[1] > 1:
+            outside = [kind for kind in range(kinds) if kind not in part.inside]
+            free[outside] = 0
+            if part.inside:
+                together = self.gradients.crossing_blocks(pipelines, crossing)
+            if part.inside and self._tells_kinds:
+                inside = sorted(part.inside)
+                if part.exactly:
+                    needed[inside] = 1
+                # In a node where all have a slot, this many are left for one of them.
+                left = self.gradients.most_in_a_node - pipelines + 1
+                free[inside] = (self.gradients.nodes_with(pipelines) * left)[inside]
+                if self._in_one_node(part) + self.sums(part) >= below:
+                    crowded = self.gradients.crowded_message_seconds(self._message, pipelines)
+                    message = float(crowded[inside].min())
+                    longer = [kind for kind in inside if left[kind] <= 2]
+                    delays[longer] = np.maximum(crowded[longer] - self.bounds.transfer_seconds, 0.0)
+                    undelayed = 2 if (left[longer] == 2).any() else 0
+        held = self._held_by(part.pipelines[1])
+        key = id(held), free.tobytes(), delays.tobytes(), crossing, together, needed.tobytes(), message
+        if key not in self._types:
+            counts = self._compositions
+            able = held.fits & (counts >= needed).all(axis=1) & (counts.sum(axis=1) > (message > 0))
+            counts = counts[able]
+            limits = BlockLimits(
+                free, tuple(delays.tolist()), undelayed, crossing, self.gradients.nodes_with(1), together
+            )
+            first, further = held.bounds.options(counts, limits)
+            stages, nodes = counts.sum(axis=1), np.maximum(self._nodes(counts), 1 + (message > 0))
+            usual = min(max(self.gradients.message_seconds(self._message) - self.bounds.transfer_seconds, 0.0), NO_LINK)
+            entered = max(int(needed.sum()) - 1, 1) if message > 0 else 0
+            more = usual * np.maximum(nodes - 1 - entered, 0)
+            more += entered * max(message - self.bounds.transfer_seconds, usual)
+            first = first + 2 * more
+            if not delays.any():
+                # In a pipeline with one stage in each node, also the longest stage sends to another node.
+                further = np.where((nodes == stages) & (stages > 1), further + usual, further)
+            first_of_all = np.full((len(first), len(able)), np.inf)
+            further_of_all = np.ones_like(first_of_all)
+            first_of_all[:, able], further_of_all[:, able] = first, further
+            least = self._compositions.sum(axis=1) if self.runnable else np.ones(len(able), dtype=np.int64)
+            self._types[key] = PipelineTypes(self._counts, first_of_all, further_of_all, least, self.total)
+        return self._types[key]
+
+    def _in_one_node(self, part: _Range) -> float:
+        """Seconds of the passes at least if one of the pipelines lies in one node and a node sums a block."""
+        pipelines, blocks = part.pipelines[0], self.bounds.blocks - part.blocks[1]
+        if blocks < 1:
+            return 0.0
+        left = self.gradients.most_in_a_node - pipelines + 1
+        longest = min(self.bounds.min_seconds(kind, -(-blocks // int(left[kind]))) for kind in part.inside or ())
+        return -(-self.total // pipelines) * longest * (1 - ROUNDING)
+
+    def _held_by(self, pipelines: int) -> _Held:
+        """What slots of plans with at most so many pipelines hold."""
+        pool = self._relaxed.of(pipelines)
+        if pool not in self._by_pool:
+            bounds = PipelineBounds.of_pool(_with_few_kinds(pool))
+            counts = self._compositions
+            in_flight = counts.sum(axis=1) if self.runnable else np.ones(len(counts), dtype=np.int64)
+            self._by_pool[pool] = _Held(bounds, bounds.fits(counts, in_flight))
+        return self._by_pool[pool]
+
+    def _nodes(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """In how many nodes pipelines of these compositions are at least, ``[types]``."""
+        if self.gradients.one_kind_per_node:
+            return np.asarray((-(-counts // np.maximum(self.gradients.most_in_a_node, 1))).sum(axis=1))
+        return np.asarray(-(-counts.sum(axis=1) // self.gradients.slots_in_a_node))
+
+
+def _with_few_kinds(pool: SlotPool) -> SlotPool:
+    return replace(pool, kinds=few_kinds(pool.kinds))
+
+
+class IterationBound:
+    """No 1F1B plan, with communication that does not overlap, takes less than a time that is found step by step."""
+
+    def __init__(self, topology: Topology, pools: Sequence[RelaxedPool], *, runnable: bool = True) -> None:
+        self._whole = [_Pool(topology, pool, runnable=runnable) for pool in pools]
+        self._open: list[tuple[float, int, _Pool, _Range]] = []
+        self._number = itertools.count()
+
+    def seconds(self, below: float, *, enough: float = np.inf, time_limit_seconds: float = np.inf) -> float:
+        """The bound; not larger than ``below``."""
+        end = time.monotonic() + time_limit_seconds
+        while self._whole:
+            pool = self._whole.pop()
+            self._add(pool, pool.whole, below)
+        while self._open and self._open[0][0] < below:
+            seconds, _, pool, part = self._open[0]
+            if seconds >= enough or time.monotonic() > end:
+                return seconds
+            parts = list(pool.parts(part)) if part.precision < np.inf else []
+            if not parts and part.precision <= PRECISION:
+                return seconds
+            if not parts:
+                goal = min(below, seconds * (1 + STEP))
+                parts = [pool.improved(part, goal, PRECISION if part.precision < np.inf else ROUGHLY)]
+            heapq.heappop(self._open)
+            for each in parts:
+                self._add(pool, each, below)
+        return below * (1 - 2 * ROUNDING)
+
+    def _add(self, pool: _Pool, part: _Range, below: float) -> None:
+        seconds = pool.seconds(part) * (1 - ROUNDING)
+        # A bound that is found is never above "below", so one that reaches it may be lower by rounding.
+        if seconds < below * (1 - 2 * ROUNDING):
+            heapq.heappush(self._open, (seconds, next(self._number), pool, part))

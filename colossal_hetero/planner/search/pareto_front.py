@@ -1,0 +1,509 @@
+"""The plans that are worth their price: none is both faster and cheaper than another.
+
+Each choice of numbers of nodes has a lower bound on the time of an iteration, and so on its cost. The search makes
+plans for the choice that promises most beside what was found, until no choice promises anything more, or time is over.
+What no plan was made for still counts in the bounds, so each plan says how far from the best possible it can be.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations_with_replacement, pairwise
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cluster.topology import Device, Node, Topology
+from ..cost.evaluate import HOUR, PlanCost, check_prices, plan_cost
+from ..cost.placement import SlotPool
+from ..cost.plan import Plan
+from ..cost.runnable import NoPlanError
+from ..cost.tp_groups import SIMPLE, SearchSpace
+from ..profile.layer_profile import ModelProfile
+from .iteration_bound import IterationBound
+from .make_plans import make_plans
+from .pipeline_bounds import PipelineBounds, relaxed_pools
+from .settings import slots_to_try
+
+__all__ = [
+    "FrontPoint",
+    "NodeType",
+    "Objective",
+    "choices",
+    "choose",
+    "limits_in_words",
+    "node_types",
+    "pareto_front",
+    "taken",
+    "time_bounds",
+    "within",
+]
+
+
+# Node choice ---------------------------------------------------------------------------------------------------------
+
+
+MAX_CHOICES = 20_000
+"""If there are more ways to choose numbers of nodes, some numbers are left out, first of the types with most nodes."""
+
+
+@dataclass(frozen=True)
+class NodeType:
+    """Nodes that are alike, in one cluster, and have one price."""
+
+    name: str
+    """What their names have in common."""
+    nodes: tuple[int, ...]
+    """Their numbers."""
+    dollars_per_hour: float
+    """Of each of them."""
+
+
+def node_types(topology: Topology) -> list[NodeType]:
+    """The types of nodes, in the order of their first nodes."""
+    numbers: dict[object, list[int]] = {}
+    for number, node in enumerate(topology.nodes):
+        devices = tuple((topology.devices[rank].kind, topology.devices[rank].speed) for rank in node.devices)
+        same = (node.inside, node.nics, node.inside_bytes_per_second, node.dollars_per_hour)
+        key = (node.cluster, devices, *same)
+        numbers.setdefault(key, []).append(number)
+    return [
+        NodeType(
+            _common_name([topology.nodes[number].name for number in alike]),
+            tuple(alike),
+            topology.nodes[alike[0]].dollars_per_hour or 0.0,
+        )
+        for alike in numbers.values()
+    ]
+
+
+def choices(types: Sequence[NodeType]) -> NDArray[np.int64]:
+    """How many nodes of each type to take: all ways but none at all, ``[choices, types]``; see :data:`MAX_CHOICES`."""
+    counts = [np.arange(len(each.nodes) + 1) for each in types]
+    while np.prod([float(len(each)) for each in counts]) > MAX_CHOICES:
+        longest = max(range(len(counts)), key=lambda number: len(counts[number]))
+        if len(counts[longest]) <= 2:
+            break
+        counts[longest] = np.unique(np.concatenate([counts[longest][::2], counts[longest][-1:]]))
+    rows = np.array(list(itertools.islice(itertools.product(*counts), 1, MAX_CHOICES + 1)), dtype=np.int64)
+    return rows.reshape(-1, len(types))
+
+
+def within(
+    topology: Topology, types: Sequence[NodeType], counts: NDArray[np.int64], at_most: Mapping[str, int]
+) -> NDArray[np.bool_]:
+    """Which choices keep to quotas, ``[choices]``.
+
+    Args:
+        topology: all nodes.
+        types: of nodes.
+        counts: nodes of each type, ``[choices, types]``.
+        at_most: by the name of a type of nodes, how many of these nodes; by a kind of devices, how many such devices.
+    """
+    allowed = np.ones(len(counts), dtype=bool)
+    devices = [
+        Counter(topology.devices[rank].kind.name for rank in topology.nodes[each.nodes[0]].devices) for each in types
+    ]
+    known = {each.name: [float(each is other) for other in types] for each in types}
+    known |= {kind: [each[kind] for each in devices] for kind in sorted(set().union(*devices))}
+    for name, most in at_most.items():
+        if name not in known:
+            raise ValueError(
+                f"at most {most} of {name}: there are no such nodes or devices; the cluster has {', '.join(known)}"
+            )
+        allowed &= counts @ np.array(known[name]) <= most
+    if not allowed.any():
+        words = ", ".join(f"{most} of {name}" for name, most in at_most.items())
+        raise NoPlanError(f"at most {words}: no node is left; allow more")
+    return allowed
+
+
+def taken(topology: Topology, types: Sequence[NodeType], counts: Sequence[int]) -> tuple[Topology, tuple[int, ...]]:
+    """The cluster with only so many nodes of each type, and the number of each of its devices in ``topology``."""
+    chosen = sorted(number for each, count in zip(types, counts, strict=True) for number in each.nodes[:count])
+    devices: list[Device] = []
+    nodes: list[Node] = []
+    numbers: list[int] = []
+    for number in chosen:
+        node = topology.nodes[number]
+        first = len(devices)
+        devices += [replace(topology.devices[rank], node=len(nodes)) for rank in node.devices]
+        numbers += node.devices
+        nodes.append(replace(node, devices=tuple(range(first, len(devices)))))
+    return replace(topology, devices=tuple(devices), nodes=tuple(nodes)), tuple(numbers)
+
+
+def _common_name(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    return names[0].rpartition("-")[0] or names[0]
+
+
+# Time bounds ---------------------------------------------------------------------------------------------------------
+#
+# Lower bounds on the time of any plan that uses given numbers of nodes.
+#
+# [Note: a bound for all plans] Let ρ[t] be the time that a slot of kind t needs at least for a whole micro-batch (see
+# [Note: a lower bound on a pipeline's time] in ``bounds/pipeline_bounds.py``): for a share σ of the model's work it
+# needs at least σ·ρ[t]. Let P = Σ 1/ρ over all slots, and K the number of micro-batches of an iteration of T seconds.
+#
+# - Work over speed. A slot of a pipeline with K_p micro-batches takes at least K_p·σ·ρ ≤ T. Summed over its slots,
+#   whose shares are 1 together, K_p ≤ T·P_p; summed over pipelines, T ≥ K / P.
+# - Filling pipelines. The first micro-batch takes at least ρ_min, and each further one at least 1 / P_p. So K_p − 1 ≤
+#   (T − ρ_min)·P_p, and with D pipelines T ≥ ρ_min + (K − D) / P. A pipeline has at least as many stages as are needed
+#   to hold the model, so D is at most the number of slots over that.
+# - Summing gradients. With D pipelines on n slots, some pipeline has at most n / D stages, and one of these holds at
+#   least the share D / n of the gradients' bytes G. Its ring of D ranks takes at least 2·(D − 1)/D · G·D/n over the
+#   bandwidth: of the fastest link inside a node if D slots are in one node, else of the fastest link between nodes.
+#   This comes after the passes, so it is added to the other two.
+# - Memory. All slots together must hold all blocks.
+#
+# The bound is the smallest over all D. Of a range of D, the first bound is taken at its end and the third at its start.
+
+
+def time_bounds(
+    topology: Topology, pools: Sequence[SlotPool], types: Sequence[NodeType], counts: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Lower bounds on the seconds of an iteration, ``[choices]``; infinite where the model does not fit.
+
+    Args:
+        topology: all nodes.
+        pools: the slots of all nodes, for each degree and micro-batch that plans may have.
+        types: of nodes.
+        counts: nodes of each type, ``[choices, types]``.
+    """
+    bounds = np.full(len(counts), np.inf)
+    for pool in pools:
+        bounds = np.minimum(bounds, _of_pool(topology, pool, types, counts))
+    return bounds
+
+
+def _of_pool(
+    topology: Topology, pool: SlotPool, types: Sequence[NodeType], counts: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    per_node = _slots_per_node(topology, pool, types)
+    slots = counts @ per_node
+    bounds = PipelineBounds.of_pool(pool)
+    work, present, held = bounds.work_seconds, slots > 0, bounds.blocks_per_stage
+    fits = ((slots * held).sum(axis=1) >= bounds.blocks) & (
+        (slots.sum(axis=1) > 1) | (present & bounds.hold_the_model).any(axis=1)
+    )
+    counts, slots, present = counts[fits], slots[fits], present[fits]
+    total, number = pool.total_micro_batches, slots.sum(axis=1)
+    power = (slots / work).sum(axis=1)
+    first = np.where(present, work, np.inf).min(axis=1)
+    whole = (present & bounds.hold_the_model).any(axis=1)  # a pipeline of one stage needs more memory
+    stages = np.maximum(np.ceil(bounds.blocks / np.where(present, held, 0).max(axis=1)), np.where(whole, 1, 2))
+    most = np.minimum(np.floor(number / stages), total)
+    inside, between = _bandwidths(topology, types, counts)
+    in_a_node = np.where(counts > 0, per_node.sum(axis=1), 0).max(axis=1)
+    gradients = float(pool.kinds[0].costs.gradient_bytes.sum())
+    best = np.full(len(counts), np.inf)
+    for start, stop in pairwise(_ranges(int(most.max(initial=0)))):
+        passes = np.maximum(total / power, first + (total - np.minimum(stop - 1, most)) / power)
+        rate = np.where(start <= in_a_node, np.maximum(inside, between), between)
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+            sums = 2 * (start - 1) * gradients / number / rate if start > 1 else 0.0
+        seconds = passes + sums
+        best = np.minimum(best, np.where(start <= most, seconds, np.inf))
+    found = np.full(len(fits), np.inf)
+    found[fits] = best * (1 - 1e-9)
+    return found
+
+
+def _ranges(most: int) -> list[int]:
+    """Where ranges of numbers of pipelines begin, and one more than the last number."""
+    starts = {round(1.15**power) for power in range(math.ceil(math.log(most + 1, 1.15)) + 1)} if most else set()
+    return sorted({each for each in starts if each <= most} | {most + 1})
+
+
+def _bandwidths(
+    topology: Topology, types: Sequence[NodeType], counts: NDArray[np.int64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Bytes per second of the fastest link inside a node, and between nodes, ``[choices]``; 0 if there is none."""
+    rates = np.array([topology.nodes[each.nodes[0]].inside.bytes_per_second for each in types])
+    inside = np.where(counts > 0, rates, 0.0).max(axis=1, initial=0.0)
+    between = np.zeros(len(counts))
+    for one, other in combinations_with_replacement(range(len(types)), 2):
+        if one == other and len(types[one].nodes) < 2:
+            continue
+        try:
+            channel = topology.node_channel(types[one].nodes[0], types[other].nodes[-1])
+        except ValueError:
+            continue
+        both = (counts[:, one] > 1) if one == other else (counts[:, one] > 0) & (counts[:, other] > 0)
+        between = np.where(both, np.maximum(between, channel.bytes_per_second), between)
+    return inside, between
+
+
+def _slots_per_node(topology: Topology, pool: SlotPool, types: Sequence[NodeType]) -> NDArray[np.int64]:
+    """Slots in a node, ``[types, kinds]``."""
+    type_of = {number: place for place, each in enumerate(types) for number in each.nodes[:1]}
+    slots = np.zeros((len(types), len(pool.kinds)), dtype=np.int64)
+    for kind, each in enumerate(pool.kinds):
+        for ranks in each.slots:
+            place = type_of.get(topology.devices[ranks[0]].node)
+            if place is not None:
+                slots[place, kind] += 1
+    return slots
+
+
+Objective = Literal["time", "cost"]
+
+PER_CHOICE = 3
+"""Plans that are kept for each choice of nodes. They may leave nodes out."""
+
+SEARCHED = 0.6
+"""Part of the time in which plans are looked for."""
+PROOF_SECONDS = 0.5
+"""For a better lower bound on the time of one choice of nodes."""
+
+ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, eq=False)
+class FrontPoint:
+    """A plan than which no other that was found is both faster and cheaper."""
+
+    plan: Plan
+    """With ranks numbered as in the whole cluster."""
+    cost: PlanCost
+    nodes: tuple[int, ...]
+    """How many nodes of each type it uses."""
+    gap: float
+    """No plan can be both faster and cheaper by more than this share (0.03: 3 %), by the lower bounds."""
+
+    @property
+    def seconds(self) -> float:
+        """Of an iteration."""
+        return self.plan.iteration_seconds
+
+    @property
+    def dollars(self) -> float:
+        """Of an iteration."""
+        return self.cost.dollars_per_iteration
+
+
+def pareto_front(
+    topology: Topology,
+    profile: ModelProfile,
+    *,
+    global_batch: int,
+    micro_batches: Sequence[int] | None = None,
+    tensor_parallel: Sequence[int] | None = None,
+    at_most: Mapping[str, int] | None = None,
+    time_limit_seconds: float = 5.0,
+    tolerance: float = 0.01,
+    **options: Any,
+) -> list[FrontPoint]:
+    """Plans from the fastest to the cheapest."""
+    check_prices(topology)
+    _check_bounds_are_known(**options)
+    begin = time.monotonic()
+    known, pools, *_ = slots_to_try(topology, profile, global_batch, micro_batches, tensor_parallel)
+    types = node_types(known)
+    counts = choices(types)
+    counts = counts[within(known, types, counts, at_most or {})]
+    seconds = time_bounds(known, pools, types, counts)
+    possible = np.isfinite(seconds)
+    counts, seconds = counts[possible], seconds[possible]
+    options = dict(global_batch=global_batch, micro_batches=micro_batches, tensor_parallel=tensor_parallel, **options)
+    rates = counts @ np.array([each.dollars_per_hour for each in types])
+    search = _Search(counts, seconds, seconds * rates / HOUR)
+    problem = "no choice of nodes holds the model"
+    while (row := search.most_promising(tolerance)) is not None:
+        part, numbers = taken(topology, types, counts[row].tolist())
+        try:
+            plans = [each.plan for each in make_plans(part, profile, keep=PER_CHOICE, **options)]
+        except ValueError as error:
+            plans, problem = [], str(error)
+        points = [_point(topology, profile, types, _renumbered(plan, numbers)) for plan in plans]
+        search.add(row, points)
+        if time.monotonic() - begin > SEARCHED * time_limit_seconds and search.knows_both_ends:
+            break
+    if not search.points:
+        raise NoPlanError(problem)
+    while (left := begin + time_limit_seconds - time.monotonic()) > 0 and (loosest := search.loosest()) is not None:
+        row, below = loosest
+        part, _ = taken(topology, types, counts[row].tolist())
+        known, pools, *_ = slots_to_try(part, profile, global_batch, micro_batches, tensor_parallel)
+        bound = IterationBound(
+            known, relaxed_pools(known, profile, pools, SIMPLE), runnable=options.get("runnable", True)
+        )
+        search.raise_bounds(row, bound.seconds(below, time_limit_seconds=min(left, PROOF_SECONDS)))
+    return search.front()
+
+
+def limits_in_words(seconds: float | None, dollars: float | None) -> str:
+    """Seconds and dollars of an iteration, where they are given: ``1.38 s for $0.00287``."""
+    price = "" if dollars is None else f"${dollars:.4g}"
+    return " for ".join(each for each in ("" if seconds is None else f"{seconds:.4g} s", price) if each)
+
+
+def choose(
+    front: Sequence[FrontPoint],
+    objective: Objective,
+    *,
+    max_seconds: float = float("inf"),
+    max_dollars: float = float("inf"),
+    in_words: Callable[[float | None, float | None], str] = limits_in_words,
+) -> FrontPoint:
+    """The best point of a front."""
+    allowed = [
+        point
+        for point in front
+        if point.seconds <= max_seconds * (1 + ROUNDING) and point.dollars <= max_dollars * (1 + ROUNDING)
+    ]
+    by: dict[Objective, Callable[[FrontPoint], float]] = {
+        "time": lambda point: point.seconds,
+        "cost": lambda point: point.dollars,
+    }
+    if not allowed:
+        ends = " and ".join(
+            in_words(point.seconds, point.dollars)
+            for point in dict.fromkeys(min(front, key=each) for each in by.values())
+        )
+        limits = in_words(
+            None if math.isinf(max_seconds) else max_seconds, None if math.isinf(max_dollars) else max_dollars
+        )
+        raise ValueError(f"no plan takes at most {limits}; the fastest and the cheapest take {ends}")
+    return min(allowed, key=by[objective])
+
+
+def _check_bounds_are_known(
+    *, schedules: Sequence[str] = ("1f1b",), overlap: bool = False, space: SearchSpace = SIMPLE, **_: Any
+) -> None:
+    """Refuse options with which a choice of nodes may be faster than its lower bound."""
+    for is_known, given in (
+        (set(schedules) == {"1f1b"}, f"{schedules=}"),
+        (not overlap, f"{overlap=}"),
+        (space == SIMPLE, f"{space=}"),
+    ):
+        if not is_known:
+            raise ValueError(
+                "plans are compared by price for the schedule 1f1b in the simple search space, without overlap, "
+                f"not with {given}; leave it out"
+            )
+
+
+def _worth_their_price(points: Iterable[FrontPoint]) -> list[FrontPoint]:
+    """The points that no other one is better than, from the fastest to the cheapest."""
+    kept: list[FrontPoint] = []
+    for point in sorted(points, key=lambda each: (each.seconds, each.dollars)):
+        if not kept or point.dollars < kept[-1].dollars * (1 - ROUNDING):
+            kept.append(point)
+    return kept
+
+
+class _Search:
+    """What was found, and which choice of nodes to try next.
+
+    Args:
+        counts: nodes of each type, ``[choices, types]``.
+        seconds: lower bounds on the time, ``[choices]``.
+        dollars: lower bounds on the cost of an iteration, ``[choices]``.
+    """
+
+    def __init__(self, counts: NDArray[np.int64], seconds: NDArray[np.float64], dollars: NDArray[np.float64]) -> None:
+        self._counts, self._seconds, self._dollars = counts, seconds, dollars
+        self._left = np.ones(len(counts), dtype=bool)
+        self._proved = np.zeros(len(counts), dtype=bool)
+        self._ratios: list[float] = []
+        self.points: list[FrontPoint] = []
+
+    @property
+    def knows_both_ends(self) -> bool:
+        """Whether the fastest plan and the cheapest one were looked for."""
+        return len(self._ratios) > 1 or not self._left.any()
+
+    def most_promising(self, tolerance: float) -> int | None:
+        """The choice that should be ahead of all that was found by the largest share; None if there is none."""
+        if not self._left.any():
+            return None
+        # Plans do not reach the bounds; by how much is learned from those that were made.
+        ratio = float(np.median(self._ratios)) if self._ratios else 1.0
+        ahead = np.full(len(self._seconds), np.inf)
+        for point in self.points:
+            faster = point.seconds / (self._seconds * ratio)
+            cheaper = point.dollars / (self._dollars * ratio + 1e-300)
+            ahead = np.minimum(ahead, np.maximum(faster, cheaper))
+        ahead[~self._left] = 0.0
+        if not self.points:
+            return int(np.argmin(np.where(self._left, self._seconds, np.inf)))
+        if len(self._ratios) == 1:
+            # After the fastest the cheapest, so that both ends are known first.
+            return int(np.argmin(np.where(self._left, self._dollars, np.inf)))
+        # Many nodes take long to plan for.
+        promise = np.where(ahead > 1 + tolerance, (ahead - 1) / self._counts.sum(axis=1), 0.0)
+        row = int(np.argmax(promise))
+        return row if promise[row] > 0 else None
+
+    def add(self, row: int, points: Sequence[FrontPoint]) -> None:
+        """The plans of a choice, the fastest first."""
+        self._left[row] = False
+        if points:
+            self._ratios.append(points[0].seconds / float(self._seconds[row]))
+            # The fastest plan leaves some nodes out. So without these nodes it is the fastest, too.
+            fewer = (self._counts <= self._counts[row]) & (self._counts >= np.array(points[0].nodes))
+            self._left[fewer.all(axis=1)] = False
+        self.points += points
+
+    def loosest(self) -> tuple[int, float] | None:
+        """The choice whose bound makes the largest gap, and the seconds from which on it makes none; None if none does.
+
+        Each choice is returned once.
+        """
+        front = _worth_their_price(self.points)
+        seconds = np.array([[point.seconds] for point in front])
+        dollars = np.array([[point.dollars] for point in front])
+        gaps = np.minimum(seconds / self._seconds, dollars / np.maximum(self._dollars, 1e-300))
+        gaps[:, self._proved] = 0.0
+        row = int(gaps.max(axis=0).argmax())
+        if gaps[:, row].max() <= 1 + ROUNDING:
+            return None
+        self._proved[row] = True
+        return row, float(gaps[:, row].max() * self._seconds[row])
+
+    def raise_bounds(self, row: int, seconds: float) -> None:
+        """No plan of this choice, and so none of its nodes, takes less than these seconds."""
+        fewer = (self._counts <= self._counts[row]).all(axis=1) & (self._seconds < seconds)
+        self._dollars[fewer] *= seconds / self._seconds[fewer]
+        self._seconds[fewer] = seconds
+
+    def front(self) -> list[FrontPoint]:
+        """The points that no other is better than, from the fastest to the cheapest, with their gaps."""
+        return [self._with_gap(point) for point in _worth_their_price(self.points)]
+
+    def _with_gap(self, point: FrontPoint) -> FrontPoint:
+        faster = point.seconds / self._seconds
+        cheaper = point.dollars / np.maximum(self._dollars, 1e-300)
+        gap = max(float(np.minimum(faster, cheaper).max()) - 1.0, 0.0)
+        return replace(point, gap=gap)
+
+
+def _point(topology: Topology, profile: ModelProfile, types: Sequence[NodeType], plan: Plan) -> FrontPoint:
+    used = {topology.devices[rank].node for replica in plan.rank_order for stage in replica for rank in stage}
+    nodes = tuple(len(used & set(each.nodes)) for each in types)
+    return FrontPoint(plan, plan_cost(topology, profile, plan), nodes, 0.0)
+
+
+def _renumbered(plan: Plan, numbers: Sequence[int]) -> Plan:
+    """The plan with ranks numbered as in the whole cluster."""
+    replicas = tuple(
+        replica.model_copy(
+            update={
+                "stages": tuple(
+                    stage.model_copy(update={"ranks": tuple(numbers[rank] for rank in stage.ranks)})
+                    for stage in replica.stages
+                )
+            }
+        )
+        for replica in plan.replicas
+    )
+    return plan.model_copy(update={"replicas": replicas})

@@ -1,0 +1,438 @@
+"""Lower bounds on the time of pipelines, from which the search knows what it need not try."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cluster.topology import Topology
+from ..cost.placement import SlotPool
+from ..cost.tp_groups import SearchSpace, SlotKind, slot_kinds
+from ..profile.layer_costs import LayerCosts
+from ..profile.layer_profile import ModelProfile
+
+__all__ = ["BlockLimits", "PipelineBounds", "RelaxedPool", "least_costs", "relaxed_pools", "smallest_message"]
+
+
+# [Note: a lower bound on a pipeline's time]
+# Let w[t, b] be the time of block b on kind t, f any weights of the blocks with Σ f = 1, and ρ[t] = min_b w[t, b] /
+# f[b]. A stage of kind t that takes at most m does at most a share m / ρ[t] of the work, and holds at most cap[t, m]
+# whole blocks. So for the longest stage m, Σ n[t]·m / ρ[t] ≥ 1 and Σ n[t]·cap[t, m] ≥ blocks. For each m, the sum of
+# the stages' times is smallest if the fast kinds are filled first. This sum is piecewise linear in m, so the minimum of
+# sum + (K − 1)·m is at the smallest possible m, or at an m for which the fastest kinds alone do all the work. The
+# embedding and the head are in cap: the stage that holds the first or the last block holds fewer blocks if that block
+# takes longer. It is at most what fits in memory beside the activations of one micro-batch, and what is allowed. If
+# stages may recompute, cap is the larger one of two: of the blocks that fit, and of those that fit if they take longer.
+# A stage has at least the smallest f. And cap is the same for all m between two sums of blocks, so for the first of
+# these sums the largest f of cap blocks limits the share of a stage.
+# A stage of several also sends over a cut, and the schedule takes time on each side of it. So its blocks take at most m
+# less the shortest such time. If stages that are *free* (see BlockLimits) send longer by δ, each holds at most cap[t, m
+# − δ] blocks, or as many as a limited one. The first and the last stage may not send so long; they hold cap[t, m].
+
+
+WHOLE_LEVELS = 3
+"""So many times of a longest stage, from the shortest one on, are looked at with whole blocks only."""
+
+
+@dataclass(frozen=True, eq=False)
+class BlockLimits:
+    """How many blocks the stages of a pipeline may hold: some are *free*, the others limited."""
+
+    free: NDArray[np.int64]
+    """By kind, how many stages are free at most."""
+    delays: tuple[float, ...]
+    """By kind, so many seconds longer than the shortest transfer a free stage sends, one way."""
+    undelayed: int
+    """So many free stages may send no longer than others."""
+    in_a_node: int
+    """Of the limited stages in one node together."""
+    nodes: NDArray[np.int64]
+    """By kind, how many there are."""
+    together: int
+    """Of all limited stages."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Levels:
+    """The times of a longest stage, less its transfer, at which stages can hold more blocks."""
+
+    seconds: NDArray[np.float64]
+    """Ascending, ``[levels]``."""
+    shares: NDArray[np.float64]
+    """Of the work, that a stage does at most if the longest one is shorter than the next level, ``[kinds, levels]``."""
+    tables: list[NDArray[np.int64]]
+    """Blocks of any stage, of one with the first block, and of one with the last block, ``[kinds, levels]`` each."""
+    delayed: list[NDArray[np.int64]]
+    """The same for stages that send longer."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Form:
+    """Stages that recompute, or that do not."""
+
+    sums: tuple[NDArray[np.float64], ...]
+    """Seconds of 1, 2, … blocks at least: of any neighboring blocks, of the first ones, and of the last ones; each
+    ``[kinds, blocks]``."""
+    in_memory: NDArray[np.int64]
+    """By kind, how many blocks fit at most."""
+
+    @classmethod
+    def of(cls, seconds: NDArray[np.float64], in_memory: Sequence[int]) -> _Form:
+        """The form in which blocks take so long, ``[kinds, blocks]``."""
+        ends = np.concatenate([np.zeros((len(seconds), 1)), np.cumsum(seconds, axis=1)], axis=1)
+        windows = np.stack([_min_sums(row) for row in ends])
+        return cls((windows, ends[:, 1:], np.cumsum(seconds[:, ::-1], axis=1)), np.array(in_memory))
+
+    def capacities(self, place: int, grid: NDArray[np.float64], less: Sequence[float]) -> NDArray[np.int64]:
+        """Blocks of stages of these times at most, ``[kinds, levels]``.
+
+        Args:
+            place: in :attr:`sums`.
+            grid: in seconds, ``[levels]``.
+            less: by kind, so many seconds are not for blocks.
+        """
+        rows = [np.searchsorted(row, grid - by, side="right") for row, by in zip(self.sums[place], less, strict=True)]
+        return np.minimum(np.stack(rows), self.in_memory[:, None])
+
+
+@dataclass(eq=False)
+class PipelineBounds:
+    """Lower bounds on the seconds of pipelines of these kinds, see [Note: a lower bound on a pipeline's time]."""
+
+    kinds: Sequence[SlotKind]
+    transfer_seconds: float = 0.0
+    """The shortest possible transfer between stages, one way."""
+    schedule_seconds: float = 0.0
+    """What the schedule takes at least on one side of a cut."""
+    _work: NDArray[np.float64] = field(init=False)
+
+    @classmethod
+    def of_pool(cls, pool: SlotPool) -> PipelineBounds:
+        """Bounds for the slots of a pool, whose stages send over its fastest channel."""
+        sent = smallest_message(pool)
+        transfer = min(channel.seconds(sent) for channel in pool.links.channels)
+        return cls(pool.kinds, transfer, min(kind.costs.schedule_seconds for kind in pool.kinds))
+
+    def __post_init__(self) -> None:
+        seconds = np.maximum(np.array([kind.block_seconds for kind in self.kinds]), 1e-15)
+        self.blocks = seconds.shape[1]
+        shares = (seconds / seconds.sum(axis=1, keepdims=True)).mean(axis=0)
+        self._work = (seconds / shares).min(axis=1)
+        self._fastest_first = np.argsort(self._work, kind="stable")
+        self._update = min(float(kind.costs.update_seconds.sum()) for kind in self.kinds)
+        held = [self._held(kind.costs, kind.memory_bytes) for kind in self.kinds]
+        self._forms = [_Form.of(seconds, [each[0] for each in held])]
+        recomputed = [each for kind in self.kinds if (each := kind.recomputed_in_pipeline(2)) is not None]
+        if len(recomputed) == len(self.kinds):
+            longer = np.array([costs.forward_seconds + costs.backward_seconds for costs, _ in recomputed])
+            held_again = [self._held(*each) for each in recomputed]
+            self._forms.append(_Form.of(longer, [each[0] for each in held_again]))
+            held = [np.maximum(*each) for each in zip(held, held_again, strict=True)]
+        self._ends = np.unique(np.concatenate([np.ravel(rows) for form in self._forms for rows in form.sums]))
+        self._min_share = float(shares.min())
+        # The largest shares of 0, 1, 2, … neighboring blocks.
+        self._largest = np.concatenate([[0.0], -_min_sums(np.concatenate([[0.0], -np.cumsum(shares)]))])
+        self._of_delays: dict[tuple[float, ...], _Levels] = {}
+        self._memory = np.array([[0, *np.cumsum(each)] for each in held])
+        """By kind, how many blocks fit at most into the last n stages together, ``[kinds, 1 + blocks]`` for n = 0, 1, …
+
+        The last stage keeps the activations of one micro-batch, the stage before it of two, and so on."""
+        self._whole = np.array([self._holds_the_model(kind) for kind in self.kinds])
+
+    def _levels(self, delays: tuple[float, ...]) -> _Levels:
+        """The times at which stages can hold more blocks; ``delays`` as in :class:`BlockLimits`."""
+        if delays not in self._of_delays:
+            ends = np.unique(np.concatenate([self._ends + delay for delay in {0.0, *delays}]))
+            grid = ends * (1 + 1e-12)
+            tables, delayed = (
+                [
+                    np.max([form.capacities(place, grid, by) for form in self._forms], axis=0)
+                    for place in range(len(self._forms[0].sums))
+                ]
+                for by in ((0.0,) * len(self.kinds), delays)
+            )
+            # A longest stage that has these capacities is shorter than the next level.
+            longest = np.append(grid[1:], np.inf)
+            shares = np.minimum(self._largest[tables[0]], longest / self._work[:, None])
+            self._of_delays[delays] = _Levels(ends, shares, tables, delayed)
+        return self._of_delays[delays]
+
+    def _held(self, costs: LayerCosts, memory_bytes: float) -> NDArray[np.int64]:
+        """How many blocks a stage holds at most with 1, 2, … micro-batches in flight, ``[blocks]``."""
+        state = np.concatenate([[0.0], np.cumsum(costs.state_bytes)])
+        activation = np.concatenate([[0.0], np.cumsum(costs.activation_bytes)])
+        needed = _min_sums(state) + np.arange(1, self.blocks + 1)[:, None] * _min_sums(activation)
+        return np.asarray((needed <= memory_bytes).sum(axis=1))
+
+    @staticmethod
+    def _holds_the_model(kind: SlotKind) -> bool:
+        """Whether a pipeline of one stage fits."""
+        forms = [(kind.costs, kind.memory_in_pipeline(1)), kind.recomputed_in_pipeline(1)]
+        return any(
+            bool(costs.cumulative.state_bytes[-1] + costs.cumulative.activation_bytes[-1] <= memory)
+            for costs, memory in (form for form in forms if form is not None)
+        )
+
+    @property
+    def work_seconds(self) -> NDArray[np.float64]:
+        """By kind: a slot needs at least ``s`` times this for a share ``s`` of the model's work."""
+        return self._work
+
+    @property
+    def blocks_per_stage(self) -> NDArray[np.int64]:
+        """By kind: how many blocks a stage holds at most."""
+        return self._memory[:, 1]
+
+    @property
+    def hold_the_model(self) -> NDArray[np.bool_]:
+        """By kind: whether a pipeline of one stage fits."""
+        return self._whole
+
+    def min_seconds(self, kind: int, blocks: int) -> float:
+        """Of a stage of so many blocks, at least one, in a slot of this kind; without transfers."""
+        return float(self._forms[0].sums[0][kind][blocks - 1])
+
+    def fits(self, counts: NDArray[np.int64], micro_batches: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which compositions may hold the model, ``[rows]``: ``counts [rows, kinds]``, ``micro_batches [rows]``.
+
+        The n-th stage from the end keeps n micro-batches in flight. So among the stages of one kind, one keeps at least
+        one micro-batch, another at least two, and so on.
+        """
+        short = np.minimum(counts, micro_batches[:, None])
+        kind = np.arange(len(self.kinds))
+        blocks = self._memory[kind, short]
+        last = self._memory[kind, short] - self._memory[kind, np.maximum(short - 1, 0)]
+        fits = (blocks + (counts - short) * last).sum(axis=1) >= self.blocks
+        return np.asarray(fits & ((counts.sum(axis=1) > 1) | (counts[:, self._whole] > 0).any(axis=1)))
+
+    def seconds(self, counts: NDArray[np.int64], micro_batches: NDArray[np.int64]) -> NDArray[np.float64]:
+        """The lower bound by row, ``[rows]``; infinite where the model does not fit.
+
+        Args:
+            counts: Slots by kind, ``[rows, kinds]``, at least one and at most as many as blocks in each row.
+            micro_batches: Per pipeline and iteration (K), ``[rows]``.
+        """
+        bound = np.full(len(counts), np.inf)
+        held = np.flatnonzero(self.fits(counts, micro_batches))
+        if len(held):
+            bound[held] = self._seconds(counts[held], micro_batches[held])
+        return bound
+
+    def _seconds(self, counts: NDArray[np.int64], micro_batches: NDArray[np.int64]) -> NDArray[np.float64]:
+        first, further = self.options(counts)
+        return np.asarray((first + (micro_batches - 1) * further).min(axis=0))
+
+    def options(
+        self, counts: NDArray[np.int64], limits: BlockLimits | None = None
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Seconds of the first micro-batch and of each further one, ``[options, rows]`` both.
+
+        K micro-batches take at least ``min(first + (K − 1) · further)`` over the options, without regard to memory in
+        flight. If a composition cannot hold the model, its first micro-batch takes infinitely long.
+
+        Args:
+            counts: Slots by kind, ``[rows, kinds]``, at least one and at most as many as blocks in each row.
+            limits: How many blocks stages may hold, beside memory.
+        """
+        limits = limits or self._no_limits
+        levels = self._levels(limits.delays)
+        # Kinds come first in what follows: sums over them are then several times as fast.
+        slots = np.ascontiguousarray(counts.T)
+        level = self._min_level(slots, limits, levels)
+        last = len(levels.seconds) - 1
+        balanced = 1.0 / ((1.0 / self._work) @ slots)
+        steps, sums = [], []
+        for further in range(WHOLE_LEVELS):
+            here = np.minimum(level + further, last)
+            steps.append(np.maximum(levels.seconds[here], balanced))
+            sums.append(self._min_sum(slots, levels.shares.take(here, axis=1)))
+        longest = np.maximum(levels.seconds[np.minimum(level + WHOLE_LEVELS, last)], balanced)
+        for step in self._turns(slots, longest):
+            steps.append(step)
+            sums.append(self._min_sum(slots, step / self._work[:, None]))
+        stages, hop = slots.sum(axis=0), self.transfer_seconds + self.schedule_seconds
+        first = np.stack(sums) * (1 - 1e-9) + 2 * (stages - 1) * hop + self._update / stages
+        return np.where(level <= last, first, np.inf), np.stack(steps) * (1 - 1e-9) + (stages > 1) * hop
+
+    def _turns(self, slots: NDArray[np.int64], longest: NDArray[np.float64]) -> Iterator[NDArray[np.float64]]:
+        """Longest stages, ``[rows]`` each: ``longest``, and those from which the fastest kinds alone do all the work.
+
+        Stages of the other kinds have the smallest block.
+
+        Args:
+            slots: By kind, ``[kinds, rows]``.
+            longest: By row, in seconds.
+        """
+        yield longest
+        order = self._fastest_first
+        ordered, power = slots[order], (slots / self._work[:, None])[order]
+        rest = 1.0 - self._min_share * (ordered.sum(axis=0) - np.cumsum(ordered, axis=0))
+        summed = np.cumsum(power, axis=0)
+        for kind in range(len(order) - 1):
+            turn = np.divide(rest[kind], summed[kind], out=longest.copy(), where=summed[kind] > 0)
+            yield np.maximum(longest, turn)
+
+    def _min_sum(self, slots: NDArray[np.int64], shares: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The smallest sum of the stages' times, ``[rows]``, if each has at most a share of the work.
+
+        Args:
+            slots: By kind, ``[kinds, rows]``.
+            shares: By kind, ``[kinds, rows]``.
+        """
+        least = slots * self._min_share
+        total, left = self._work @ least, 1.0 - least.sum(axis=0)
+        for kind in self._fastest_first:
+            part = np.minimum(np.maximum(slots[kind] * (shares[kind] - self._min_share), 0.0), left)
+            total += part * self._work[kind]
+            left -= part
+        return np.asarray(total)
+
+    @property
+    def _no_limits(self) -> BlockLimits:
+        every = np.full(len(self.kinds), self.blocks)
+        return BlockLimits(every, (0.0,) * len(self.kinds), 0, 0, every, self.blocks)
+
+    def _min_level(self, slots: NDArray[np.int64], limits: BlockLimits, levels: _Levels) -> NDArray[np.int64]:
+        """By row, the index in ``levels`` of the shortest longest stage with which the stages hold all blocks.
+
+        Each stage holds at least one. If they cannot, it is the number of levels.
+
+        Args:
+            slots: By kind, ``[kinds, rows]``.
+            limits: How many blocks stages may hold.
+            levels: Those of the delays of free stages.
+        """
+        kinds = len(self.kinds)
+        free = np.minimum(slots, limits.free[:, None])
+        slots = np.concatenate([free, slots - free])
+        each = np.minimum(np.tile(self.blocks_per_stage, 2), [*[self.blocks] * kinds, *[limits.in_a_node] * kinds])
+        of_kind = (limits.in_a_node * limits.nodes)[:, None]
+        tables = [np.minimum(np.tile(table, (2, 1)), each[:, None]) for table in levels.tables]
+        more = np.zeros(len(levels.seconds), dtype=np.int64)
+        capacities, heads, tails = tables
+        some = capacities
+        headless, tailless = capacities - heads, capacities - tails
+        if any(limits.delays):
+            late = [
+                np.maximum(np.minimum(table, each[:kinds, None]), any_stage[kinds:])
+                for table, any_stage in zip(levels.delayed, tables, strict=True)
+            ]
+            if limits.undelayed:
+                more = limits.undelayed * (capacities[:kinds] - late[0]).max(axis=0)
+            else:
+                some = np.concatenate([late[0], capacities[kinds:]])
+                headless = np.concatenate([late[0] - late[1], headless[kinds:]])
+                tailless = np.concatenate([late[0] - late[2], tailless[kinds:]])
+            capacities = np.concatenate([late[0], capacities[kinds:]])
+        absent = np.where(slots > 0, 0, self.blocks)
+
+        # Each stage holds a block from some level on.
+        first = (some < 1).sum(axis=1)[:, None]
+        low = np.where(slots > 0, first, 0).max(axis=0) - 1
+        high = np.full(slots.shape[1], len(levels.seconds))
+        while (open_ := high - low > 1).any():
+            middle = (low + high) // 2
+            by_kind = slots * capacities.take(middle, axis=1)
+            held_free, limited = by_kind[:kinds].sum(axis=0), by_kind[kinds:]
+            ends = np.maximum(
+                (tailless.take(middle, axis=1) + absent).min(axis=0),
+                (headless.take(middle, axis=1) + absent).min(axis=0),
+            )
+            held_limited = np.minimum(np.minimum(limited, of_kind).sum(axis=0), limits.together)
+            total = held_free + np.minimum(limited.sum(axis=0) - ends, held_limited)
+            enough = total + more[middle] >= self.blocks
+            high = np.where(open_ & enough, middle, high)
+            low = np.where(open_ & ~enough, middle, low)
+        return high
+
+
+def smallest_message(pool: SlotPool) -> float:
+    """Bytes that a micro-batch sends over a cut at least; 0 if the model cannot be cut."""
+    if len(pool.kinds[0].costs.output_bytes) < 2:
+        return 0.0
+    return min(float(kind.costs.output_bytes[:-1].min(initial=np.inf)) for kind in pool.kinds)
+
+
+def _min_sums(cumulative: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The smallest sum of 1, 2, … neighboring values, ``[blocks]``, from cumulative sums ``[blocks + 1]``."""
+    blocks = len(cumulative) - 1
+    start, size = np.arange(blocks)[:, None], np.arange(1, blocks + 1)
+    stop = start + size
+    sums = np.where(stop <= blocks, cumulative[np.minimum(stop, blocks)] - cumulative[start], np.inf)
+    return np.asarray(sums.min(axis=0))
+
+
+# Least costs ---------------------------------------------------------------------------------------------------------
+
+
+def least_costs(one: LayerCosts, other: LayerCosts) -> LayerCosts:
+    """The smaller one of each cost, block by block."""
+    names = [field.name for field in fields(LayerCosts)]
+    return LayerCosts(**{name: np.min([getattr(one, name), getattr(other, name)], axis=0) for name in names})
+
+
+# Relaxed pools -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class RelaxedPool:
+    """The slots of one degree and micro-batch, by the number of pipelines of a plan.
+
+    Stages that may recompute hold as many blocks as if they did, and take as long as if they did not. With ZeRO stage 1
+    a device has the state that it has with a number of pipelines that is not smaller.
+    """
+
+    topology: Topology
+    profile: ModelProfile
+    pool: SlotPool
+    """That of the simple space."""
+    space: SearchSpace
+    """Without :attr:`~.SearchSpace.mixed_degrees`."""
+    _by_shards: dict[int, SlotPool] = field(default_factory=dict)
+
+    @property
+    def most_pipelines(self) -> int:
+        """How many pipelines plans have at most."""
+        return min(self.pool.slots, self.pool.total_micro_batches)
+
+    def of(self, pipelines: int) -> SlotPool:
+        """The slots of plans with at most so many pipelines. The same numbers, and some larger ones, return the same
+        object."""
+        if not self.space.recompute and 1 not in self.space.zero_stages:
+            return self.pool
+        shards = min(1 << (pipelines - 1).bit_length(), self.most_pipelines) if 1 in self.space.zero_stages else 1
+        if shards not in self._by_shards:
+            self._by_shards[shards] = self._relaxed(shards)
+        return self._by_shards[shards]
+
+    def _relaxed(self, shards: int) -> SlotPool:
+        kinds, divided = (
+            slot_kinds(
+                self.topology,
+                self.profile,
+                self.pool.tensor_parallel,
+                self.pool.micro_batch,
+                recompute=self.space.recompute,
+                pipelines=each,
+            )
+            for each in (None, shards)
+        )
+        least = [
+            replace(
+                one,
+                costs=least_costs(one.costs, other.costs),
+                recomputed=one.recomputed and other.recomputed and least_costs(one.recomputed, other.recomputed),
+            )
+            for one, other in zip(kinds, divided, strict=True)
+        ]
+        return replace(self.pool, kinds=tuple(least))
+
+
+def relaxed_pools(
+    topology: Topology, profile: ModelProfile, pools: Sequence[SlotPool], space: SearchSpace
+) -> list[RelaxedPool]:
+    """One for each of the pools, those of the simple space."""
+    return [RelaxedPool(topology, profile, pool, space) for pool in pools]

@@ -1,0 +1,168 @@
+"""The part of a plugin that saves layer checkpoints and resumes from them, and its methods for users."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from ..checkpoint.config import CheckpointConfig
+from ..checkpoint.layer_checkpoint import LayerCheckpoint, Start, Training
+from ..checkpoint.model_outline import ModelOutline, outline_of
+from ..common.ranks import naming_ended_ranks
+from .part import PluginPart, TrainingObjects
+
+__all__ = ["CheckpointMethods", "Checkpoints", "check_config"]
+
+
+def check_config(config: Any) -> None:
+    """Check a plugin's argument ``checkpoints``."""
+    if not isinstance(config, CheckpointConfig | None):
+        raise TypeError(f"checkpoints={config!r} is not a CheckpointConfig; write CheckpointConfig(shared=...)")
+
+
+class Checkpoints(PluginPart):
+    """Notes what a model is before it is divided, and saves and loads it afterwards."""
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        weights_changed: Callable[[], None] = lambda: None,
+        is_broken: Callable[[], bool] | None = None,
+        ordinary_shards: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._save_every = config.save_every
+        self._files = LayerCheckpoint(config, is_broken)
+        self._weights_changed = weights_changed
+        self._ordinary_shards = ordinary_shards
+        self._outlines: WeakKeyDictionary[nn.Module, ModelOutline] = WeakKeyDictionary()
+
+    def before_configure(self, plugin: Any, objects: TrainingObjects) -> TrainingObjects:
+        """Note names, shapes and layers; see ``PluginPart.before_configure``."""
+        if objects.optimizer is not None:
+            self._outline = outline_of(objects.model, objects.optimizer)
+        return objects
+
+    def attach(self, plugin: Any, objects: TrainingObjects) -> None:
+        """See ``PluginPart.attach``."""
+        self._outlines[objects.model] = self._outline
+
+    def adopt(self, model: nn.Module) -> None:
+        """Take a model for the one that was configured last."""
+        self._outlines[model] = self._outline
+
+    def save(
+        self,
+        model: Any,
+        optimizer: Any,
+        lr_scheduler: Any,
+        dataloader: Any,
+        step: int,
+        epoch: int,
+        plan: str,
+        always: bool = False,
+    ) -> bool:
+        """See :meth:`CheckpointMethods.save`; with ``always``, whatever ``save_every`` is."""
+        training = self._training(model, optimizer, lr_scheduler, dataloader)
+        if step % self._save_every and not always:
+            return False
+        with naming_ended_ranks(), self._ordinary_shards():
+            return self._files.save(training, step=step, epoch=epoch, plan=plan, always=always)
+
+    def resume(self, model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any, step: int | None) -> Start:
+        """See :meth:`CheckpointMethods.resume`."""
+        training = self._training(model, optimizer, lr_scheduler, dataloader)
+        with naming_ended_ranks(), self._ordinary_shards():
+            start = self._files.resume(training, step)
+        self._weights_changed()
+        return start
+
+    def newest_step(self, step: int | None = None) -> int | None:
+        """The step that :meth:`resume` would load; None if there is none. Every rank calls it."""
+        return self._files.newest_step(step)
+
+    def give_up(self) -> None:
+        """The ranks of the run have changed: what is not written yet is given up."""
+        self._files.give_up()
+
+    def wait(self) -> None:
+        """See :meth:`CheckpointMethods.wait_for_saves`."""
+        self._files.wait()
+
+    def _training(self, model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any) -> Training:
+        if model not in self._outlines:
+            raise ValueError(
+                "the model is not one that booster.boost returned together with an optimizer; boost it first, with "
+                "this plugin"
+            )
+        return Training(model, optimizer, lr_scheduler, dataloader, self._outlines[model])
+
+
+class CheckpointMethods:
+    """What users call to save and to resume, in both plugins."""
+
+    _checkpoints: Checkpoints | None
+
+    def _plan_in_words(self) -> str:
+        """The plan of the run, for tables of checkpoints."""
+        raise NotImplementedError
+
+    def save(
+        self,
+        model: Any,
+        optimizer: Any,
+        lr_scheduler: Any = None,
+        dataloader: Any = None,
+        *,
+        step: int,
+        epoch: int = 0,
+    ) -> bool:
+        """Save a layer checkpoint, if ``step`` is a multiple of ``save_every``. Every rank calls it after every step.
+
+        Training goes on as soon as the tensors are copied to the host's memory; they are written meanwhile.
+
+        Returns:
+            whether this step is saved.
+        """
+        return self._needed().save(model, optimizer, lr_scheduler, dataloader, step, epoch, self._plan_in_words())
+
+    def resume(
+        self,
+        model: Any,
+        optimizer: Any,
+        lr_scheduler: Any = None,
+        dataloader: Any = None,
+        *,
+        step: int | None = None,
+    ) -> Start:
+        """Load the newest whole checkpoint; every rank calls it once, after ``booster.boost``.
+
+        The run that saved it may have had another plan, other degrees of parallelism, another ZeRO stage or another
+        number of ranks. Each rank reads what it needs, from the nearest place: its node's disk, other nodes, the shared
+        folder.
+
+        Returns:
+            where training continues; step 0 and epoch 0 if there is no checkpoint yet.
+        """
+        return self._needed().resume(model, optimizer, lr_scheduler, dataloader, step)
+
+    def wait_for_saves(self) -> None:
+        """Wait until the last checkpoint is written, and raise its error if there was one. Call it before the script
+        ends. In elastic training, a save that loses a rank is given up without an error."""
+        self._needed().wait()
+
+    def give_up_saves(self) -> None:
+        """Other ranks have ended, so that nothing can be saved any more: the end of this process waits for nothing."""
+        if self._checkpoints is not None:
+            self._checkpoints.give_up()
+
+    def _needed(self) -> Checkpoints:
+        if self._checkpoints is None:
+            raise ValueError(
+                "there is no folder for layer checkpoints; make the plugin with "
+                "checkpoints=CheckpointConfig(local=..., shared=...)"
+            )
+        return self._checkpoints

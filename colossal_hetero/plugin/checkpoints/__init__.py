@@ -1,1 +1,0 @@
-"""Layer checkpoints as a part of both plugins."""

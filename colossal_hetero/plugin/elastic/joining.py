@@ -1,0 +1,221 @@
+"""Kinds of devices that the profile does not have: a process measures its own before it joins.
+
+The others train meanwhile. What was measured goes into the store, where the members find it before they make the plan
+that has the newcomer, and where the next process with such a device finds it too.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Collection
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from ...elastic.config import Members
+from ...planner.cluster.topology import Topology
+from ...planner.profile.fitted_profiles import with_kind
+from ...planner.profile.layer_profile import ModelProfile
+
+__all__ = [
+    "Board",
+    "KnownKinds",
+    "TooFewNodes",
+    "WaitForNodes",
+    "a_world_has_formed",
+    "own_kind",
+    "wait_for_the_first_world",
+]
+
+
+SECONDS_PER_LOOK = 0.1
+"""Between two looks whether another process has measured."""
+
+
+class Board(Protocol):
+    """What all members of a job can read; see ``Membership``."""
+
+    def published(self, name: str) -> str | None:
+        """The text with this name; None if there is none."""
+
+    def publish(self, name: str, text: str) -> None:
+        """Show a text to all members."""
+
+    def count(self, name: str, number: int) -> int:
+        """Add to a number that all share, which is 0 at first; the sum."""
+
+
+def own_kind(cluster: Topology, node: str, local_rank: int) -> str:
+    """The kind of this process's device in the cluster."""
+    names = [each.name for each in cluster.nodes]
+    if node not in names:
+        raise ValueError(
+            f"this process is on node {node}, which is not in the cluster file; it has {', '.join(names)}. Add the "
+            "node to the cluster file of all nodes and start the job again, or start this process with one of these "
+            "names (colossal-hetero launch --node)"
+        )
+    devices = cluster.nodes[names.index(node)].devices
+    if local_rank >= len(devices):
+        raise ValueError(
+            f"this process is number {local_rank + 1} on node {node}, which has {len(devices)} "
+            f"device{'s' if len(devices) > 1 else ''} in the cluster file; start at most one process for each device"
+        )
+    return cluster.devices[devices[local_rank]].kind.name
+
+
+class KnownKinds:
+    """The script's profile, and the kinds of devices that members have measured."""
+
+    def __init__(
+        self,
+        profile: ModelProfile,
+        board: Board | None,
+        measure: Callable[[], ModelProfile] | None,
+        limit_seconds: float,
+    ) -> None:
+        self._profile, self._board, self._measure, self._limit = profile, board, measure, limit_seconds
+
+    def with_kinds(self, kinds: Collection[str]) -> ModelProfile:
+        """The profile with those of ``kinds`` that members have measured."""
+        profile = self._profile
+        for kind in sorted(set(kinds) - set(profile.devices)):
+            text = None if self._board is None else self._board.published(_name(kind))
+            if text is not None:
+                profile = with_kind(profile, kind, ModelProfile.model_validate_json(text))
+        return profile
+
+    def learn(self, kind: str) -> None:
+        """Measure the device of this process, if neither the profile nor another process knows its kind."""
+        if kind in self.with_kinds([kind]).devices:
+            return
+        if self._measure is None or self._board is None:
+            way = " under torchrun, where processes cannot measure it" if self._board is None else ""
+            remedy = "" if way else ", or give ElasticConfig(measure=...), which measures before the process joins"
+            raise ValueError(
+                f"the profile of {self._profile.name} has no times of {kind}, the device of this process{way}; it has "
+                f"those of {', '.join(self._profile.devices)}. Measure this kind too and start the job again{remedy}"
+            )
+        deadline = time.monotonic() + self._limit
+        while self._board.count(_name(kind) + "/measuring", 1) > 1 and time.monotonic() < deadline:
+            self._board.count(_name(kind) + "/measuring", -1)
+            time.sleep(SECONDS_PER_LOOK)
+            if self._board.published(_name(kind)) is not None:
+                return
+        # After the limit, the other process is taken for dead.
+        try:
+            # It may have published, and counted itself out, since the last look.
+            if self._board.published(_name(kind)) is None:
+                self._measure_and_publish(kind, self._measure, self._board)
+        finally:
+            self._board.count(_name(kind) + "/measuring", -1)
+
+    def _measure_and_publish(self, kind: str, measure: Callable[[], ModelProfile], board: Board) -> None:
+        _say(f"{kind} is not in the profile of {self._profile.name}: measuring its layers before this process joins")
+        begin = time.monotonic()
+        try:
+            measured = measure()
+            merged = with_kind(self._profile, kind, measured)
+        except Exception as error:
+            raise ValueError(
+                f"this process cannot join, because its device, {kind}, is not in the profile of {self._profile.name}, "
+                f"and measuring it has failed: {type(error).__name__}: {error}"
+            ) from error
+        board.publish(_name(kind), measured.model_dump_json(by_alias=True))
+        size = merged.micro_batches(kind, min(merged.tensor_parallel_degrees(kind)))[0]
+        costs = merged.costs(kind, min(merged.tensor_parallel_degrees(kind)), size)
+        seconds = float((costs.forward_seconds + costs.backward_seconds).sum())
+        _say(
+            f"{kind} was measured in {time.monotonic() - begin:.1f} s: a micro-batch of {size} takes "
+            f"{1e3 * seconds:.3g} ms; all members have it"
+        )
+
+
+def _name(kind: str) -> str:
+    return f"layers of {kind}"
+
+
+def _say(text: str) -> None:
+    print(f"colossal_hetero: {text}", file=sys.stderr, flush=True)
+
+
+# First world ---------------------------------------------------------------------------------------------------------
+
+
+STARTED, FORMED = "started", "in a world"
+"""Numbers of processes that have come before the first world, and that have been in one."""
+
+
+def a_world_has_formed(board: Board) -> None:
+    """Processes that come from now on do not wait for others."""
+    board.count(FORMED, 1)
+
+
+def wait_for_the_first_world(board: Board, expected: int, limit_seconds: float) -> None:
+    """Wait until ``expected`` processes are there, a world has formed, or the limit is over.
+
+    The first process says how many are there.
+    """
+    if limit_seconds <= 0 or board.count(FORMED, 0):
+        return
+    number, deadline, shown = board.count(STARTED, 1), time.monotonic() + limit_seconds, 0
+    while True:
+        there = board.count(STARTED, 0)
+        if number == 1 and there != shown:
+            shown = there
+            left = max(deadline - time.monotonic(), 0.0)
+            waits = f"; waiting up to {left:.0f} s for the others" if there < expected else ""
+            words = f"colossal_hetero: {there} of {expected} members are there{waits}"
+            print(words, file=sys.stderr, flush=True)
+        if there >= expected or time.monotonic() > deadline or board.count(FORMED, 0):
+            return
+        time.sleep(SECONDS_PER_LOOK)
+
+
+# Waiting -------------------------------------------------------------------------------------------------------------
+#
+# Waiting for nodes when no plan fits the members that are there.
+#
+# The members stay in their world, and keep what they hold. When a process waits to join, or a member leaves, all of
+# them form the next world and plan again.
+
+
+class TooFewNodes(Exception):
+    """No plan fits the members that are there, and nobody came within the limit."""
+
+
+class WaitForNodes:
+    """How long this member has been waiting for nodes."""
+
+    def __init__(self, members: Members, limit_seconds: float) -> None:
+        self._members, self._limit = members, limit_seconds
+        self._since: float | None = None
+
+    def end(self) -> None:
+        """There is a plan."""
+        self._since = None
+
+    def wait(self, problem: str) -> None:
+        """Wait until a process waits to join, or a member leaves. All ranks call it."""
+        if self._since is None:
+            self._since = time.monotonic()
+        waited = time.monotonic() - self._since
+        size = dist.get_world_size()
+        there = f"{size} member{'s' if size > 1 else ''}"
+        if dist.get_rank() == 0:
+            left = max(self._limit - waited, 0.0)
+            words = f"there is no plan for {there}; waiting up to {left:.0f} s for more nodes: {problem}"
+            print(f"colossal_hetero: {words}", file=sys.stderr, flush=True)
+        while True:
+            words_of_all: list[Any] = [None] * size
+            comes = dist.get_rank() == 0 and self._members.is_somebody_waiting()
+            waited = time.monotonic() - self._since
+            dist.all_gather_object(words_of_all, (comes, self._members.is_leaving(), waited))
+            if any(comes or leaves for comes, leaves, _ in words_of_all):
+                return
+            if max(waited for *_, waited in words_of_all) > self._limit:
+                raise TooFewNodes(
+                    f"{there}, and no more came within {self._limit:g} s: {problem}. Start more nodes, and then the "
+                    "job again from its latest checkpoint"
+                )
+            time.sleep(SECONDS_PER_LOOK)

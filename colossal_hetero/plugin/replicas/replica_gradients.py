@@ -1,0 +1,280 @@
+"""The gradients of one boosted model: who sums which, what this rank counts of their norm, and the commit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from colossalai.booster.plugin import hybrid_parallel_plugin
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from ...colossalai_support.accelerator import get_accelerator
+from .layer_sums import Finish, LayerSums, SharedBucket
+
+__all__ = [
+    "NOTHING",
+    "NOT_SUMMED",
+    "Commit",
+    "GroupFinder",
+    "HeldParameter",
+    "HolderBucket",
+    "ReplicaGradients",
+    "canonical_names",
+    "divide_into_buckets",
+    "exchange",
+    "find_shared_buckets",
+]
+
+
+# Commit --------------------------------------------------------------------------------------------------------------
+#
+# The message that all ranks exchange before the optimizer steps: a step happens on all of them or on none.
+#
+# [Note: commit] It carries what all must know: the norm of all gradients, whether a gradient is not finite, and which
+# parameters got a gradient anywhere. No rank steps before it has the sum over the world. So if any rank has stepped,
+# every rank had its complete gradients. If a rank does not read the sum, a GPU steps after it, and the host goes on.
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What all ranks know before a step."""
+
+    gradient_norm: float
+    """Over all parameters of the model, of gradients as they are: with fp16 multiplied by the loss scale."""
+    overflow: bool
+    """Whether a gradient of any rank is infinite or not a number."""
+    unused: frozenset[int]
+    """Numbers of parameters that got no gradient on any rank."""
+    words: tuple[float, ...] = ()
+    """Sums of the further numbers that ranks send along."""
+
+
+NOTHING = Commit(0.0, False, frozenset())
+
+
+def exchange(
+    squared_norm: Tensor, has_gradient: Sequence[bool], is_read: bool = True, words: Sequence[float] = ()
+) -> Commit:
+    """Sum up what the ranks tell. Called by all ranks at once."""
+    overflow = ~squared_norm.isfinite()
+    # Each rank has a place of its own, because the sum must be the same whichever rank computes what.
+    squares = squared_norm.new_zeros(dist.get_world_size())
+    squares[dist.get_rank()] = squared_norm.where(~overflow, 0.0)
+    # From pinned memory, so that the host does not wait for a GPU.
+    flags = torch.tensor([*words, *has_gradient], dtype=torch.float64, pin_memory=squares.is_cuda)
+    flags = flags.to(squares.device, non_blocking=True)
+    message = torch.cat([overflow.double()[None], flags, squares])
+    dist.all_reduce(message)
+    if not is_read:
+        return NOTHING
+    overflows, *rest = message.tolist()
+    sums, counts = tuple(rest[: len(words)]), rest[len(words) : len(flags)]
+    norm = math.inf if overflows else math.sqrt(math.fsum(rest[len(flags) :]))
+    return Commit(norm, overflows > 0, frozenset(number for number, count in enumerate(counts) if count == 0), sums)
+
+
+# Holders -------------------------------------------------------------------------------------------------------------
+#
+# Which ranks hold which parameter, and the buckets in which gradients are summed over them.
+#
+# In replicas that are not alike, a layer may be in another stage, beside other layers, in each replica. So its
+# gradients are summed layer by layer, over all ranks that hold it (AutoHet, section III-C: layer-wise gradient
+# synchronization).
+#
+# [Note: one order of sums] All ranks start sums in the same order: that of the model's parameters, reversed, because
+# backward passes compute gradients in about this order. A rank starts only the sums that it takes part in. So no rank
+# waits for a sum that another rank starts later than one that waits for the first.
+
+
+@dataclass(frozen=True)
+class HeldParameter:
+    """A parameter, or a tensor-parallel part of it, as one rank holds it."""
+
+    name: str
+    """In the model of one process; of tied parameters, the first of their names."""
+    numel: int
+    """Elements that the rank holds."""
+    dtype: str
+    """Type of its gradient."""
+
+
+@dataclass(frozen=True)
+class HolderBucket:
+    """Parameters whose gradients are summed in one message, by the same ranks."""
+
+    ranks: tuple[int, ...]
+    """Those that hold the parameters."""
+    names: tuple[str, ...]
+    """In the order in which backward passes compute their gradients."""
+
+
+def divide_into_buckets(
+    order: Sequence[str], held: Mapping[int, Iterable[HeldParameter]], max_elements: int
+) -> tuple[HolderBucket, ...]:
+    """The buckets of all ranks, in the order in which sums start; see [Note: one order of sums].
+
+    A bucket ends where the next parameter has other holders or another type, or where it would become too large.
+    """
+    holders: dict[str, list[int]] = {}
+    kinds: dict[str, HeldParameter] = {}
+    for rank in sorted(held):
+        for parameter in held[rank]:
+            holders.setdefault(parameter.name, []).append(rank)
+            first = kinds.setdefault(parameter.name, parameter)
+            if parameter != first:
+                raise ValueError(
+                    f"rank {rank} holds {parameter.numel} elements of type {parameter.dtype} of {parameter.name}, but "
+                    f"rank {holders[parameter.name][0]} {first.numel} of type {first.dtype}; boost the same model on "
+                    "all ranks"
+                )
+    unknown = sorted(holders.keys() - set(order))
+    if unknown:
+        raise ValueError(f"parameters {', '.join(unknown)} are not in the model that was boosted")
+    buckets: list[HolderBucket] = []
+    elements, dtype = 0, ""
+    for name in reversed(order):
+        if name not in kinds:
+            continue
+        ranks, kind = tuple(holders[name]), kinds[name]
+        fits = elements + kind.numel <= max_elements and dtype == kind.dtype
+        if buckets and buckets[-1].ranks == ranks and fits:
+            buckets[-1] = HolderBucket(ranks, (*buckets[-1].names, name))
+            elements += kind.numel
+        else:
+            buckets.append(HolderBucket(ranks, (name,)))
+            elements, dtype = kind.numel, kind.dtype
+    return tuple(buckets)
+
+
+GroupFinder = Callable[[Iterable[tuple[int, ...]]], Mapping[tuple[int, ...], Any]]
+"""Makes process groups of these ranks that do not exist yet, on all ranks in the same order; returns all groups."""
+
+
+def canonical_names(model: nn.Module) -> dict[str, str]:
+    """By name of a parameter in the whole ``model``, in its order: the first name of the same parameter."""
+    first: dict[int, str] = {}
+    return {
+        name: first.setdefault(id(parameter), name)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+
+
+@dataclass(frozen=True)
+class SharedParameters:
+    """The parameters that this rank trains."""
+
+    numbers: Mapping[int, int]
+    """By ``id`` of a parameter: its number in the whole model."""
+    total: int
+    """Number of parameters of the whole model."""
+    buckets: tuple[SharedBucket, ...]
+    """Every parameter is in one."""
+
+
+def find_shared_buckets(
+    names: Mapping[str, str],
+    module: nn.Module,
+    trained: Iterable[Parameter],
+    tp_group: dist.ProcessGroup,
+    max_elements: int,
+    find_groups: GroupFinder,
+) -> SharedParameters:
+    """Which parameters this rank shares with whom. Called by all ranks at once."""
+    wanted = {id(parameter) for parameter in trained if parameter.requires_grad}
+    held: dict[str, Parameter] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) in wanted:
+            held.setdefault(names.get(name, name), parameter)
+    own = [HeldParameter(name, each.numel(), str(each.dtype)) for name, each in held.items()]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (dist.get_rank(tp_group), own))
+    order = list(dict.fromkeys(names.values()))
+    places = sorted({place for place, _ in everyone})
+    divided = {
+        place: divide_into_buckets(
+            order, {rank: each for rank, (at, each) in enumerate(everyone) if at == place}, max_elements
+        )
+        for place in places
+    }
+    groups = find_groups(sorted({bucket.ranks for buckets in divided.values() for bucket in buckets}))
+    rank = dist.get_rank()
+    numbers = {name: number for number, name in enumerate(order)}
+    return SharedParameters(
+        {id(parameter): numbers[name] for name, parameter in held.items()},
+        len(order),
+        tuple(
+            SharedBucket(groups[bucket.ranks], tuple(held[name] for name in bucket.names))
+            for bucket in divided[dist.get_rank(tp_group)]
+            if rank in bucket.ranks
+        ),
+    )
+
+
+def _norms(tensors: list[Tensor]) -> Sequence[Tensor]:
+    """Norm of each tensor, float64; from torch 2.4 on with one kernel for many."""
+    if torch.__version__ < (2, 4):  # type: ignore[operator]
+        return [torch.linalg.vector_norm(each, dtype=torch.float64) for each in tensors]
+    return torch._foreach_norm(tensors, 2, torch.float64)
+
+
+NOT_SUMMED = (
+    "the plan's replicas are not alike, and these gradients are not summed over the ranks that hold a layer, because "
+    "the backward pass ran outside booster.execute_pipeline; replace the forward and backward pass by "
+    "booster.execute_pipeline, which also runs replicas without a pipeline"
+)
+
+
+class ReplicaGradients:
+    """Sums the gradients of the parameters that this rank holds, and agrees with all ranks on a step."""
+
+    def __init__(
+        self,
+        parameters: SharedParameters,
+        tp_group: dist.ProcessGroup,
+        start: Callable[[SharedBucket], Finish],
+        sharded: bool,
+        early: bool,
+    ) -> None:
+        self.sums = LayerSums(parameters.buckets, start, early)
+        self.exchange: Callable[[Tensor, Sequence[bool], bool], Commit] = exchange
+        """How the ranks agree on a step: :func:`.commit.exchange`."""
+        self._parameters = parameters
+        first_place = dist.get_rank(tp_group) == 0
+        self._counted = {
+            id(parameter)
+            for bucket in parameters.buckets
+            if sharded or dist.get_rank(bucket.group) == 0
+            for parameter in bucket.parameters
+            if first_place or hybrid_parallel_plugin.is_distributed_tensor(parameter)
+        }
+
+    def commit(self, gradient_of: Callable[[Parameter], Tensor | None], needs_norm: bool) -> Commit:
+        """Agree with all ranks on a step; see [Note: commit] in ``commit.py``. Called by all ranks at once."""
+        parameters = [each for bucket in self._parameters.buckets for each in bucket.parameters]
+        if any(each.grad is not None and id(each) not in self.sums.used for each in parameters):
+            raise RuntimeError(NOT_SUMMED)
+        counted = [gradient_of(each) for each in parameters if needs_norm and id(each) in self._counted]
+        gradients = [each.detach() for each in counted if each is not None]
+        if gradients:
+            squared = torch.stack(list(_norms(gradients))).square().sum()
+        else:
+            squared = torch.zeros((), dtype=torch.float64, device=get_accelerator().get_current_device())
+        used = [False] * self._parameters.total
+        for parameter in parameters:
+            used[self._parameters.numbers[id(parameter)]] = id(parameter) in self.sums.used
+        # Without the message, a rank knows that its own parameters are used if it has used them all.
+        return self.exchange(squared, used, needs_norm or any(id(each) not in self.sums.used for each in parameters))
+
+    def unused(self, commit: Commit) -> list[Parameter]:
+        """Parameters of this rank that got no gradient on any rank."""
+        return [
+            parameter
+            for bucket in self._parameters.buckets
+            for parameter in bucket.parameters
+            if self._parameters.numbers[id(parameter)] in commit.unused
+        ]

@@ -1,0 +1,249 @@
+"""The hybrid plugin's model and optimizers, for replicas that are not alike.
+
+They are Colossal-AI's, with three differences: gradients are summed over the holders of each layer, the norm by which
+they are clipped is that of the whole model, and all ranks agree before a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from colossalai.booster.plugin import hybrid_parallel_plugin
+from colossalai.booster.plugin.hybrid_parallel_plugin import (
+    HybridParallelAMPOptimizer,
+    HybridParallelModule,
+    HybridParallelNaiveOptimizer,
+)
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from ..zero.overlapped_optimizer import OverlappedHybridZeroOptimizer
+from .layer_sums import all_reduce_gradients, scatter_gradients
+from .replica_gradients import (
+    NOT_SUMMED,
+    Commit,
+    GroupFinder,
+    ReplicaGradients,
+    SharedParameters,
+    canonical_names,
+    find_shared_buckets,
+)
+
+__all__ = ["ReplicaModule", "ReplicaOptimizer", "replica_optimizers"]
+
+
+class ReplicaModule(HybridParallelModule):
+    """``HybridParallelModule`` whose gradients are summed over the holders of each layer.
+
+    ``DistributedDataParallel``, which would sum over equal replicas, is not used.
+    """
+
+    def __init__(self, module: nn.Module, *args: Any, use_ddp: bool, **kwargs: Any) -> None:
+        self.names = canonical_names(module)
+        """Of the whole model."""
+        self.gradients: ReplicaGradients | None = None
+        """None before the optimizer is configured."""
+        super().__init__(module, *args, use_ddp=False, **kwargs)
+
+    def sync_shared_params(self) -> None:
+        """Weights that stages share are parameters with more holders; their gradients are summed with the others."""
+
+    def sync_dp_grads(self) -> None:
+        """Wait for the sums over all holders."""
+        if self.gradients is not None:
+            self.gradients.sums.finish()
+
+
+class ReplicaOptimizer:
+    """What the optimizers for replicas that are not alike have in common."""
+
+    gradients: ReplicaGradients
+    """Sums of the gradients, and the agreement on a step."""
+    _commit: Commit
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """See ``OptimizerWrapper.backward``; called by schedules."""
+        self._begin_pass()
+        super().backward(*args, **kwargs)  # type: ignore[misc]
+
+    def backward_by_grad(self, *args: Any, **kwargs: Any) -> None:
+        """See ``OptimizerWrapper.backward_by_grad`` and :meth:`backward`."""
+        self._begin_pass()
+        super().backward_by_grad(*args, **kwargs)  # type: ignore[misc]
+
+    def _begin_pass(self) -> None:
+        if not self.gradients.sums.accumulating:
+            raise RuntimeError(NOT_SUMMED)
+        self.gradients.sums.begin_pass()
+
+    def clip_grad_by_norm(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: a rank has only a part of the gradients."""
+        raise NotImplementedError(
+            "clip_grad_by_norm knows only the gradients of this rank's layers; give the plugin max_norm instead, which "
+            "clips by the norm of the whole model"
+        )
+
+
+class _WholeGradients(ReplicaOptimizer):
+    """Every holder has the whole sum of a gradient."""
+
+    model: ReplicaModule
+
+    def _share(self, optimizer: Any, find_groups: GroupFinder, max_elements: int, early: bool) -> None:
+        group = self.model.tp_group
+        parameters = _shared_parameters(self.model, optimizer, find_groups, max_elements)
+        self.gradients = ReplicaGradients(parameters, group, all_reduce_gradients, sharded=False, early=early)
+        self.model.gradients = self.gradients
+
+    def _agree(self, needs_norm: bool) -> None:
+        self._commit = self.gradients.commit(lambda parameter: parameter.grad, needs_norm)
+        for parameter in self.gradients.unused(self._commit):
+            parameter.grad = None
+
+    def _compute_grad_norm(self, param_gradient_pairs: Any, norm_type: int = 2) -> float:
+        return self._commit.gradient_norm
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """See ``OptimizerWrapper.zero_grad``."""
+        self.gradients.sums.drop()
+        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+
+
+class ReplicaNaiveOptimizer(_WholeGradients, HybridParallelNaiveOptimizer):
+    """``HybridParallelNaiveOptimizer`` (fp32) for replicas that are not alike."""
+
+    def __init__(self, optim: Optimizer, model: ReplicaModule, *args: Any, sharing: Any, **kwargs: Any) -> None:
+        super().__init__(optim, model, *args, **kwargs)
+        self._share(optim, **sharing)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """See ``Optimizer.step``. Called by all ranks at once."""
+        self._agree(self.max_norm > 0)
+        super().step(*args, **kwargs)
+
+    def _clip_grad_norm(self, total_norm: float) -> None:
+        # The parent class rounds the factor to fp32.
+        factor = self.max_norm / (total_norm + 1e-6)
+        if factor >= 1:
+            return
+        for group in self.optim.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.detach().mul_(factor)
+
+
+class ReplicaAMPOptimizer(_WholeGradients, HybridParallelAMPOptimizer):
+    """``HybridParallelAMPOptimizer`` (fp16, bf16) for replicas that are not alike."""
+
+    def __init__(self, optim: Optimizer, model: ReplicaModule, *args: Any, sharing: Any, **kwargs: Any) -> None:
+        parameters = [parameter for group in optim.param_groups for parameter in group["params"]]
+        super().__init__(optim, model, *args, **kwargs)
+        # From here on, the optimizer's parameters are the master weights.
+        self._share(_Parameters(parameters), **sharing)
+        self._is_scaled = _use_committed_overflow(self.mixed_precision, lambda: self._commit.overflow)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """See ``Optimizer.step``. Called by all ranks at once."""
+        self._agree(self.max_norm > 0 or self._is_scaled)
+        super().step(*args, **kwargs)
+
+
+class ReplicaZeroOptimizer(ReplicaOptimizer, OverlappedHybridZeroOptimizer):
+    """ZeRO stage 1 for replicas that are not alike: the holders of a layer share its optimizer state."""
+
+    _buckets: Any
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: ReplicaModule,
+        *args: Any,
+        sharing: Any,
+        dp_process_group: Any = None,
+        overlap_communication: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        self._early = sharing["early"]
+        self._shared = _shared_parameters(model, optimizer, sharing["find_groups"], sharing["max_elements"])
+        by_group: dict[dist.ProcessGroup, list[Parameter]] = {}
+        for bucket in self._shared.buckets:
+            by_group.setdefault(bucket.group, []).extend(bucket.parameters)
+        # With overlap, each rank gets only the shards of gradients that its optimizer uses.
+        super().__init__(
+            optimizer,
+            model,
+            *args,
+            pg_to_param_list=by_group,
+            dp_process_group=None,
+            overlap_communication=True,
+            **kwargs,
+        )
+        model.gradients = self.gradients
+        self._is_scaled = _use_committed_overflow(self.mixed_precision_mixin, lambda: self._commit.overflow)
+
+    def _attach_reduction_hook(self) -> None:
+        deliver, dtype = self._deliver_to_stores(), self._communication_dtype
+        start = partial(scatter_gradients, deliver=deliver, dtype=dtype)
+        self.gradients = ReplicaGradients(self._shared, self.tp_pg, start, sharded=True, early=self._early)
+        self._buckets = self.gradients.sums
+
+    def _before_step(self) -> None:
+        self._commit = self.gradients.commit(self._shard_of, self._clip_grad_norm > 0 or self._is_scaled)
+        self._forget(self.gradients.unused(self._commit))
+
+    def _shard_of(self, parameter: Parameter) -> Tensor | None:
+        return self.pid_to_grad_store[id(parameter)].get_working_grad_by_param_id(id(parameter))
+
+    def _compute_grad_norm(self, dp_pg: Any, gradients: list[Tensor], norm_type: int = 2) -> float:
+        return 0.0  # of one group of holders; the norm of the whole model is in the commit
+
+    def _unscale_and_clip_grads(self, grad_groups_flat: list[Tensor], total_norm: float) -> None:
+        self._current_grad_norm = self._commit.gradient_norm
+        super()._unscale_and_clip_grads(grad_groups_flat, self._commit.gradient_norm)
+
+
+class _Parameters:
+    """The parameters of an optimizer, in one group."""
+
+    def __init__(self, parameters: list[Parameter]) -> None:
+        self.param_groups = [{"params": parameters}]
+
+
+def _shared_parameters(
+    model: ReplicaModule, optimizer: Any, find_groups: GroupFinder, max_elements: int
+) -> SharedParameters:
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return find_shared_buckets(model.names, model.module, trained, model.tp_group, max_elements, find_groups)
+
+
+def _use_committed_overflow(mixed_precision: Any, overflow: Callable[[], bool]) -> bool:
+    """Let the loss scale follow the overflow that all ranks agree on. Returns whether there is a loss scale."""
+    if not hasattr(mixed_precision, "check_overflow"):
+        return False
+    mixed_precision.check_overflow = overflow
+    return True
+
+
+@contextmanager
+def replica_optimizers(find_groups: GroupFinder, max_elements: int, early: bool) -> Iterator[None]:
+    """In the block, Colossal-AI's hybrid plugin makes models and optimizers for replicas that are not alike."""
+    sharing = dict(find_groups=find_groups, max_elements=max_elements, early=early)
+    replaced = {
+        "HybridParallelModule": ReplicaModule,
+        "HybridParallelNaiveOptimizer": partial(ReplicaNaiveOptimizer, sharing=sharing),
+        "HybridParallelAMPOptimizer": partial(ReplicaAMPOptimizer, sharing=sharing),
+        "HybridParallelZeroOptimizer": partial(ReplicaZeroOptimizer, sharing=sharing),
+    }
+    originals = {name: getattr(hybrid_parallel_plugin, name) for name in replaced}
+    for name, kind in replaced.items():
+        setattr(hybrid_parallel_plugin, name, kind)
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(hybrid_parallel_plugin, name, original)

@@ -1,0 +1,258 @@
+"""The part of the hybrid plugin that runs replicas that are not alike: groups, sums of gradients, batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from colossalai.checkpoint_io import HybridParallelCheckpointIO
+from torch import Tensor
+from torch.distributed.distributed_c10d import GroupMember
+from torch.utils.data import DataLoader, Dataset
+
+from ...data_parallel.loader import HeteroDataLoader
+from ...planner.cost.plan import Plan, Replica
+from ..part import PluginPart, TrainingObjects
+from .replica_batches import ReplicaBatches
+from .replica_mesh import groups_for_messages, make_replica_groups, replica_mesh
+from .replica_optimizers import replica_optimizers
+
+__all__ = ["ReplicaCheckpointIO", "UnequalReplicas", "check_arguments", "why_layer_sums", "why_not_unequal"]
+
+
+BUCKET_MIB = 8
+"""Gradients of a sum, if the plugin is not told ``ddp_bucket_cap_mb``. On a CPU, memory for larger ones would come from
+the system at each iteration, which takes as long as the copy into it."""
+
+MakeGroup = Callable[[tuple[int, ...]], Any]
+
+
+def why_layer_sums(plan: Plan) -> tuple[str, str]:
+    """What in ``plan`` is summed layer by layer, and another choice, both in words."""
+    if not plan.symmetric:
+        return "the plan's replicas are not alike", "choose a plan of equal replicas"
+    return "gradients are summed layer by layer", "leave layer_sums out of PlanConfig"
+
+
+def check_arguments(plan: Plan, arguments: Mapping[str, Any], with_batches: bool) -> None:
+    """Check that a plan that is summed layer by layer can be run with these arguments of the hybrid plugin."""
+    reason = why_not_unequal(arguments, with_batches)
+    if reason is not None:
+        form, remedy = why_layer_sums(plan)
+        raise ValueError(f"{form}, and then {reason}, or {remedy}")
+
+
+def why_not_unequal(arguments: Mapping[str, Any], with_batches: bool) -> str | None:
+    """Why plans that are summed layer by layer cannot be run with these arguments of the hybrid plugin; None if they
+    can."""
+    zero_stage = arguments.get("zero_stage", 0)
+    reasons = (
+        (with_batches, "the plan gives each replica its batches; leave batches out"),
+        (zero_stage not in (0, 1), f"zero_stage={zero_stage} is not possible; use 0 or 1"),
+        (
+            bool(arguments.get("enable_sequence_parallelism")) or (arguments.get("sp_size") or 1) > 1,
+            "sequence parallelism is not possible; leave enable_sequence_parallelism and sp_size out",
+        ),
+        (
+            bool(arguments.get("fp8_communication") or arguments.get("use_fp8")),
+            "fp8 is not possible; leave fp8_communication and use_fp8 out",
+        ),
+        (
+            bool(arguments.get("overlap_allgather")),
+            "overlap_allgather is not possible; leave it out (sums of gradients still overlap with backward passes)",
+        ),
+    )
+    return next((reason for applies, reason in reasons if applies), None)
+
+
+class UnequalReplicas(PluginPart):
+    """Lets this rank run its own replica of a plan, and sums gradients layer by layer over all ranks that hold a layer.
+
+    Made by all ranks at once.
+    """
+
+    def __init__(self, plan: Plan, make_group: MakeGroup) -> None:
+        self.plan = plan
+        rank = dist.get_rank()
+        self.index = next(
+            number for number, replica in enumerate(plan.rank_order) if any(rank in stage for stage in replica)
+        )
+        """Number of this rank's replica."""
+        self._make_group = make_group
+        in_plan = [rank for replica in plan.rank_order for stage in replica for rank in stage]
+        self._places = {rank: place for place, rank in enumerate(in_plan)}
+        self._groups = make_replica_groups(plan.rank_order, make_group)
+        # See [Note: no sums beside messages].
+        for_messages = {
+            ranks for replica in plan.rank_order for ranks in groups_for_messages(replica) if len(ranks) > 1
+        }
+        self._sums = {ranks: group for ranks, group in self._groups.items() if ranks not in for_messages}
+        self._batches = ReplicaBatches(plan, self.index)
+
+    @property
+    def replica(self) -> Replica:
+        """This rank's replica."""
+        return self.plan.replicas[self.index]
+
+    def mesh(self, dp_outside: bool) -> AbstractContextManager[None]:
+        """A context in which Colossal-AI's plugin is constructed."""
+        return replica_mesh(self.plan.rank_order[self.index], dp_outside, self._groups, self._sums)
+
+    def optimizers(self, arguments: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """A context in which Colossal-AI's plugin with these ``arguments`` configures models and optimizers."""
+        if arguments.get("zero_stage"):
+            max_elements = arguments.get("zero_bucket_size_in_m", 12) * 1024 * 1024
+        else:
+            max_elements = arguments.get("ddp_bucket_cap_mb", BUCKET_MIB) * 1024 * 1024 // 4
+        return replica_optimizers(self._find_groups, max_elements, early=arguments.get("overlap_communication", True))
+
+    def _find_groups(self, wanted: Iterable[tuple[int, ...]]) -> Mapping[tuple[int, ...], Any]:
+        for ranks in wanted:
+            if ranks not in self._sums:
+                # Sums are in the order of the plan, so that they are the same whichever rank computes what.
+                self._sums[ranks] = self._make_group(tuple(sorted(ranks, key=self._places.__getitem__)))
+        return self._sums
+
+    # A training step ----------------------------------------------------------------------------------------------
+
+    def before_configure(self, plugin: Any, objects: TrainingObjects) -> TrainingObjects:
+        """Check the data loader; see ``PluginPart.before_configure``."""
+        if objects.optimizer is not None:
+            self._batches.check_loader(objects.dataloader)
+        return objects
+
+    def attach(self, plugin: Any, objects: TrainingObjects) -> None:
+        """Count global batches; see ``PluginPart.attach``."""
+        self._batches.attach(objects.optimizer)
+
+    def prepare_dataloader(
+        self,
+        prepare: Callable[..., DataLoader],
+        dataset: Dataset,
+        batch_size: int | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> DataLoader:
+        """See :meth:`.ReplicaBatches.prepare_dataloader`."""
+        return self._batches.prepare_dataloader(prepare, dataset, batch_size, *args, **kwargs)
+
+    def first_sample(self, micro_batch: int) -> int:
+        """See :meth:`.ReplicaBatches.first_sample`."""
+        return self._batches.first_sample(micro_batch)
+
+    def continue_loader(self, loader: HeteroDataLoader) -> None:
+        """Let a loader that another plan has used draw this replica's batches from now on."""
+        loader.continue_as(self.index, len(self.plan.replicas), self._batches.division)
+
+    def run(
+        self,
+        schedule: Any,
+        execute: Callable[[Iterator[Any], Callable], dict],
+        data_iter: Iterator[Any],
+        model: Any,
+        criterion: Callable,
+        sums: bool,
+    ) -> dict:
+        """Run the forward and backward passes of this replica's share of a global batch.
+
+        Returns:
+            What ``execute`` returns; ``loss`` is the mean over the samples of this replica.
+        """
+        if hasattr(schedule, "last_batch_size"):
+            # The schedule takes both from the batch, whose size it expects to stay.
+            schedule.num_microbatches = schedule.last_batch_size = None
+        weighted, mean = self._batches.weighted(criterion)
+        with model.gradients.sums.passes((lambda: schedule.num_microbatches) if sums else None):
+            result = execute(self._batches.checked(data_iter), weighted)
+        result["loss"] = mean(result["loss"])
+        return result
+
+
+# Replica checkpoints -------------------------------------------------------------------------------------------------
+
+
+class ReplicaCheckpointIO(HybridParallelCheckpointIO):
+    """``HybridParallelCheckpointIO`` for replicas that are not alike.
+
+    With ZeRO, each parameter's optimizer state is divided among the ranks that hold this parameter.
+    """
+
+    use_zero: bool
+    global_dp_size: int
+
+    def __init__(self, writes: bool, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._writes = writes
+        self.dp_rank = 0 if writes else 1  # what the parent class tells them by
+
+    def save_sharded_optimizer(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """See ``HybridParallelCheckpointIO.save_sharded_optimizer``."""
+        with self._whole_states(optimizer):
+            if self._writes:
+                super().save_sharded_optimizer(optimizer, *args, **kwargs)
+
+    def save_unsharded_optimizer(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """See ``HybridParallelCheckpointIO.save_unsharded_optimizer``."""
+        with self._whole_states(optimizer):
+            if self._writes:
+                super().save_unsharded_optimizer(optimizer, *args, **kwargs)
+
+    def load_states_into_optimizer(self, optimizer: Any, state_dict: Mapping[Any, Any], id_map: dict) -> None:
+        """See ``HybridParallelCheckpointIO.load_states_into_optimizer``."""
+        if not self.use_zero:
+            super().load_states_into_optimizer(optimizer, state_dict, id_map)
+            return
+        for key, state in state_dict.items():
+            if int(key) in id_map:
+                with self._among(_holders(optimizer, id_map[int(key)])):
+                    super().load_states_into_optimizer(optimizer, {key: state}, id_map)
+
+    @contextmanager
+    def _among(self, group: dist.ProcessGroup) -> Iterator[None]:
+        """States that are loaded in the block are divided among these ranks."""
+        before = self.global_dp_size, self.dp_rank
+        self.global_dp_size, self.dp_rank = dist.get_world_size(group), dist.get_rank(group)
+        try:
+            yield
+        finally:
+            self.global_dp_size, self.dp_rank = before
+
+    @contextmanager
+    def _whole_states(self, optimizer: Any) -> Iterator[None]:
+        """In the block, the optimizer has the whole state of each parameter, as without ZeRO. Called by all ranks."""
+        if not self.use_zero:
+            yield
+            return
+        sharded = optimizer.optim.state
+        # All ranks gather in the order of the model's parameters.
+        masters = [master for group in optimizer.optim.param_groups for master in group["params"]]
+        optimizer.optim.state = {
+            master: _gathered(sharded[master], optimizer, master) for master in masters if master in sharded
+        }
+        self.use_zero = False
+        try:
+            yield
+        finally:
+            self.use_zero = True
+            optimizer.optim.state = sharded
+
+
+def _holders(optimizer: Any, master: Tensor) -> Any:
+    group = optimizer.param_to_pg[optimizer.get_master_to_working_map()[id(master)]]
+    assert group is not GroupMember.NON_GROUP_MEMBER
+    return group
+
+
+def _gathered(state: Mapping[str, Any], optimizer: Any, master: Tensor) -> dict[str, Any]:
+    parameter = optimizer.get_master_to_working_map()[id(master)]
+    group = _holders(optimizer, master)
+    whole = dict(state)
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.shape == master.shape:
+            parts = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(parts, value.contiguous(), group=group)
+            whole[name] = torch.cat([part.flatten() for part in parts])[: parameter.numel()].view_as(parameter)
+    return whole

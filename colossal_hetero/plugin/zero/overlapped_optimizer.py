@@ -1,0 +1,344 @@
+"""ZeRO's optimizer, stages 1 and 2, whose communication overlaps with the passes of the model.
+
+- ``overlap_communication``: the backward pass starts to sum gradients. Without it, stage 1 does so at its end. In both
+  cases they are summed in buckets (:mod:`.gradient_buckets`), and each rank gets the shard of the sums that its
+  optimizer uses, in stage 1 too, where Colossal-AI sums whole gradients on all ranks. That halves the communication.
+- ``overlap_allgather``: the next forward pass gathers the updated parameters (:mod:`.late_parameters`).
+
+Collectives are started with ``async_op=True``, and waited for where their results are needed. NCCL's ``wait`` makes
+the stream wait and not the host. Colossal-AI's optimizer starts collectives on a second stream instead. A CPU has no
+second stream, and on it Gloo makes the host wait; at the end of a backward pass the host waits for the whole device;
+and with a pipeline, nothing waits for the second stream before the step.
+
+Source: Holmes (Yang et al. 2023), overlapped distributed optimizer.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from weakref import proxy
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from ...colossalai_support.accelerator import get_accelerator
+
+# isort: split
+from colossalai.booster.plugin import hybrid_parallel_plugin, low_level_zero_plugin
+from colossalai.booster.plugin.hybrid_parallel_plugin import HybridParallelZeroOptimizer
+from colossalai.pipeline.schedule import ZeroBubbleVPipeScheduler
+from colossalai.zero.low_level import LowLevelZeroOptimizer
+
+from .gradient_buckets import GradientBuckets
+from .late_parameters import LateParameters, UpdatedParameter
+
+__all__ = [
+    "OverlappedHybridZeroOptimizer",
+    "OverlappedZeroOptimizer",
+    "overlapped_optimizers",
+    "split_off_overlap",
+    "summing_in_passes",
+]
+
+
+class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
+    """``LowLevelZeroOptimizer`` whose communication overlaps with computation. The ranks form one group."""
+
+    _partition_grads: bool
+    _buckets: GradientBuckets
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *args: Any,
+        overlap_communication: bool = False,
+        overlap_allgather: bool = False,
+        partition_grad: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self.late_parameters: LateParameters | None = LateParameters() if overlap_allgather else None
+        """Gathers the parameters; None if the step waits for them."""
+        self._reduces_early = overlap_communication or partition_grad
+        self._clip_factor, self._clip_value = 1.0, math.inf
+        self._may_accumulate = not partition_grad
+        self._passes: Callable[[], int] | None = None
+        self._runs_backward = False
+        self._has_order = False
+        first = optimizer.param_groups[0]["params"]
+        if not first:
+            # The parent asks the first parameter for its type, and leaves out those that are frozen.
+            trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            first.append(Parameter(torch.empty(0, dtype=trained[0].dtype if trained else None), requires_grad=False))
+        # With shards of gradients the parent calls `_attach_reduction_hook` and uses what the buckets deliver.
+        super().__init__(
+            optimizer,
+            *args,
+            overlap_communication=False,
+            overlap_allgather=False,
+            partition_grad=True,
+            **kwargs,
+        )
+
+    # Gradients ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def reducing_in_last_pass(self, passes: Callable[[], int]) -> Iterator[None]:
+        """In the block, a parameter's gradient is summed when ``passes()`` backward passes have added to it.
+
+        Afterwards, ``_sync_grad`` sums what is left. Within ``no_sync`` too: so a schedule of a pipeline, which runs
+        several micro-batches without synchronization, sums gradients during the last of them.
+        """
+        self._passes = passes
+        try:
+            yield
+        finally:
+            self._passes = None
+
+    def _withheld(self) -> set[int]:
+        """``id`` of parameters whose gradients are changed between the last backward pass and ``_sync_grad``."""
+        return set()
+
+    def _attach_reduction_hook(self) -> None:
+        this = proxy(self)
+        deliver = self._deliver_to_stores()
+
+        def on_gradient(parameter: Parameter) -> None:
+            if this._runs_backward and (this.require_grad_sync or this._passes is not None):
+                this._buckets.gradient_ready(parameter, 1 if this._passes is None else this._passes())
+
+        parameters = [parameter for group in self._working_param_groups.values() for parameter in group]
+        self._buckets = GradientBuckets(
+            parameters, self._group(), self._reduce_bucket_size, self._communication_dtype, deliver, self._withheld()
+        )
+        for parameter in parameters if self._reduces_early else ():
+            self.grad_handles.append(parameter.register_post_accumulate_grad_hook(on_gradient))
+
+    def _deliver_to_stores(self) -> Callable[[Parameter, Tensor], None]:
+        """A function that is called with a parameter and this rank's shard of its summed gradient."""
+        working = self._working_param_groups
+        group_of = {id(parameter): number for number, group in working.items() for parameter in group}
+        this = proxy(self)
+        return lambda parameter, shard: this._add_grad(shard, 1, group_of[id(parameter)], id(parameter))
+
+    def _group(self) -> dist.ProcessGroup:
+        (group,) = self.pg_to_param_list
+        return group
+
+    def _reduce_grad(self, partition_grad: bool) -> None:
+        self._buckets.finish()
+
+    def _sync_grad(self) -> None:
+        self._buckets.finish()
+
+    def zero_grad_stores(self) -> None:
+        # First, because sums that have been started may still deliver.
+        self._buckets.drop()
+        super().zero_grad_stores()
+        self._clip_factor, self._clip_value = 1.0, math.inf
+
+    def clip_grad_by_value(self, clip_value: float, *args: Any, **kwargs: Any) -> None:
+        """Limit the elements of the gradients in the next step, which removes the loss scale first."""
+        if self._clip_grad_norm > 0:
+            raise ValueError(f"gradients cannot be clipped by value and by max_norm={self._clip_grad_norm}; use one")
+        self._clip_value = min(self._clip_value, clip_value)
+
+    def clip_grad_by_norm(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Limit the norm of all gradients in the next step, and return it. Called by all ranks at once."""
+        if norm_type != 2.0:
+            raise ValueError(f"norm_type={norm_type} is not available in ZeRO stages 1 and 2, which clip by the 2-norm")
+        if self._clip_value < math.inf:
+            raise ValueError("ZeRO stages 1 and 2 clip gradients by their norm first, and then by value")
+        self._complete_sums()
+        norms = [
+            sum(
+                self._compute_grad_norm(store.torch_pg, store.get_working_grads_by_group_id(group))
+                for store in self.pg_to_grad_store.values()
+            )
+            for group in range(self.num_param_groups)
+        ]
+        norm = math.hypot(*norms) / getattr(self.mixed_precision_mixin, "loss_scale", 1.0) * self._clip_factor
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise RuntimeError(f"the gradients' norm is {norm}: they cannot be clipped")
+        factor = max_norm / (norm + 1e-6)
+        self._clip_factor *= 1.0 if factor >= 1 else factor
+        return torch.tensor(norm, device=get_accelerator().get_current_device())
+
+    def _unscale_and_clip_grads(self, grad_groups_flat: list[Tensor], total_norm: float) -> None:
+        super()._unscale_and_clip_grads(grad_groups_flat, total_norm * self._clip_factor)
+        for gradient in grad_groups_flat:
+            if self._clip_factor != 1:
+                gradient.mul_(self._clip_factor)
+            if self._clip_value < math.inf:
+                gradient.clamp_(-self._clip_value, self._clip_value)
+
+    @contextmanager
+    def _own_pass(self) -> Iterator[None]:
+        """A block in which a backward pass runs that is this optimizer's, and not that of another one of the model.
+
+        Stage 1 may run it without synchronization: whole gradients accumulate. The parent refuses that if gradients are
+        sharded.
+        """
+        sharded = self._partition_grads
+        self._partition_grads = sharded and (self.require_grad_sync or not self._may_accumulate)
+        self._runs_backward = True
+        try:
+            yield
+        finally:
+            self._partition_grads, self._runs_backward = sharded, False
+
+    def backward(self, loss: Tensor, inputs: Any = None, retain_graph: bool = False) -> None:
+        with self._own_pass():
+            super().backward(loss, inputs=inputs, retain_graph=retain_graph)
+
+    def backward_by_grad(self, tensor: Tensor, grad: Tensor, inputs: Any = None, retain_graph: bool = False) -> None:
+        with self._own_pass():
+            super().backward_by_grad(tensor, grad, inputs=inputs, retain_graph=retain_graph)
+
+    def _before_step(self) -> None:
+        """Complete the sums. At the first step, let gradients enter buckets in the order in which they get ready."""
+        self._complete_sums()
+        if not self._has_order:
+            self._buckets.agree_on_order()
+            self._has_order = True
+
+    def _complete_sums(self) -> None:
+        self._forget(self._buckets.complete())
+        if any(parameter.grad is not None for parameter in self._buckets.order):
+            raise RuntimeError(
+                "with ZeRO, gradients are summed over ranks in the backward pass of their own optimizer, but a "
+                "parameter of this one got its gradient in another pass: call booster.backward(loss, optimizer) with "
+                "the optimizer that steps, or use zero_stage=0, where one backward pass serves several optimizers"
+            )
+
+    def _forget(self, unused: Iterable[Parameter]) -> None:
+        """Drop the gradients of these parameters, so that the step leaves them as they are."""
+        for parameter in unused:
+            for gradients in self.pid_to_grad_store[id(parameter)]._grads_of_params.values():
+                gradients.pop(id(parameter), None)
+
+    # Parameters ---------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Any = None) -> None:
+        if not self.require_grad_sync:
+            return
+        self._before_step()
+        if self.late_parameters is None:
+            super().step(closure)
+            return
+        self.late_parameters.wait()
+        updated: list[Tensor] = []
+
+        def take(optimizer: Any, args: Any, kwargs: Any) -> None:
+            """Take the shards from the optimizer: the parent gathers those that it finds, and then restores all."""
+            for group in optimizer.param_groups:
+                updated.extend(group["params"])
+                group["params"] = []
+
+        hook = self.optim.register_step_post_hook(take)
+        try:
+            super().step(closure)
+        finally:
+            hook.remove()
+        self.late_parameters.start(self._in_forward_order(updated), self._group())
+
+    def _in_forward_order(self, shards: list[Tensor]) -> list[UpdatedParameter]:
+        device = get_accelerator().get_current_device()
+        found: dict[int, UpdatedParameter] = {}
+        for shard in shards:
+            parameter = self.master_to_working_param[id(shard)]
+            padded = self._working_param_to_padded_working_param[parameter]
+            found[id(parameter)] = UpdatedParameter(parameter, shard.to(device).to(self._dtype), padded)
+        # Backward passes use parameters in the reverse order of forward passes.
+        return [found[id(each)] for each in reversed(self._buckets.order) if id(each) in found]
+
+    def _force_wait_all_gather(self) -> None:
+        if self.late_parameters is not None:
+            self.late_parameters.wait()
+
+
+class OverlappedHybridZeroOptimizer(HybridParallelZeroOptimizer, OverlappedZeroOptimizer):
+    """``HybridParallelZeroOptimizer`` whose communication overlaps with computation."""
+
+    _sums_sequence = False
+    """Whether gradients must be summed over the parts of sequences before the step."""
+
+    def _withheld(self) -> set[int]:
+        """Parameters that pipeline stages share: their gradients are summed over the stages first."""
+        if self.stage_manager is None:
+            return set()
+        stage = self.stage_manager.stage
+        return {id(shared[stage]) for shared in self.shared_params if stage in shared}
+
+    def _sync_sp_grads(self) -> None:
+        # Before the step, once: the parent sums over the tensor-parallel group what earlier passes have summed there.
+        self._sums_sequence = True
+
+    def _complete_sums(self) -> None:
+        super()._complete_sums()
+        if self._sums_sequence:
+            self._sums_sequence = False
+            super()._sync_sp_grads()
+
+    def zero_grad_stores(self) -> None:
+        super().zero_grad_stores()
+        self._sums_sequence = False
+
+
+def summing_in_passes(schedule: Any, optimizer: Any) -> AbstractContextManager[None]:
+    """A context in which a pipeline's schedule runs the passes of a batch; they sum gradients where that is possible.
+
+    It is possible with an :class:`OverlappedHybridZeroOptimizer`, except in the zero-bubble schedules, which compute
+    the gradients of weights outside of backward passes; with sequence parallelism, which sums gradients over other
+    ranks before; and if gradients are accumulated over several batches and this is not the last.
+    """
+    if (
+        not isinstance(optimizer, OverlappedHybridZeroOptimizer)
+        or isinstance(schedule, ZeroBubbleVPipeScheduler)
+        or optimizer.model.shard_config.enable_sequence_parallelism
+        or not (optimizer.require_grad_sync and optimizer.model.require_grad_sync)
+    ):
+        return nullcontext()
+    # The attribute has another name in each kind of schedule. It may be set when the passes begin.
+    return optimizer.reducing_in_last_pass(
+        lambda: getattr(schedule, "num_microbatches", None) or schedule.num_microbatch
+    )
+
+
+def split_off_overlap(
+    arguments: Mapping[str, Any],
+) -> tuple[dict[str, Any], Callable[[], AbstractContextManager[None]]]:
+    """What Colossal-AI's hybrid plugin is given of its ``arguments``, and a context in which to configure objects.
+
+    8-bit messages are left to Colossal-AI's own optimizer.
+    """
+    if not arguments.get("zero_stage") or arguments.get("fp8_communication"):
+        return dict(arguments), nullcontext
+    late = bool(arguments.get("overlap_allgather"))
+    return {**arguments, "overlap_allgather": False}, functools.partial(overlapped_optimizers, late)
+
+
+@contextmanager
+def overlapped_optimizers(overlap_allgather: bool) -> Iterator[None]:
+    """In the block, Colossal-AI's plugins make overlapped optimizers."""
+    names = (low_level_zero_plugin, "LowLevelZeroOptimizer"), (hybrid_parallel_plugin, "HybridParallelZeroOptimizer")
+    originals = [getattr(module, name) for module, name in names]
+
+    def make(kind: type[OverlappedZeroOptimizer]) -> Callable[..., OverlappedZeroOptimizer]:
+        return lambda *args, **kwargs: kind(*args, **{**kwargs, "overlap_allgather": overlap_allgather})
+
+    low_level_zero_plugin.LowLevelZeroOptimizer = make(OverlappedZeroOptimizer)
+    hybrid_parallel_plugin.HybridParallelZeroOptimizer = make(OverlappedHybridZeroOptimizer)
+    try:
+        yield
+    finally:
+        for (module, name), original in zip(names, originals, strict=True):
+            setattr(module, name, original)

@@ -1,1 +1,0 @@
-"""Measure the machines of the ranks (devices, memory, speed, networks) and write the cluster file."""

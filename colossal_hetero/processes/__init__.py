@@ -1,1 +1,0 @@
-"""Start ranks as processes on this machine, and run a function on every rank."""

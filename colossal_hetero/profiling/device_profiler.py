@@ -1,0 +1,445 @@
+"""Measure a device: the largest micro-batch that it holds, and the time of micro-batches (Poplar, Algorithm 1).
+
+Every rank measures its own device at its own pace, without communication:
+
+.. code-block:: python
+
+    with preserved_state(model, optimizer), local_collectives(model):
+        profile = profile_device(
+            run, cap, state_bytes_to_come=optimizer_state_bytes(optimizer), device=device,
+            abort=lambda: abort_step(model, optimizer),
+        )
+
+Algorithm 1 predicts the largest batch from the memory of one sample. Here memory is measured with every trial, and the
+prediction only sets which sizes are tried first. The algorithm's loop between two sizes is corrected so that it ends.
+
+[Note: reserve] Training may need more memory than the trials: for longer samples than the first ones, the optimizer's
+step, what else the user's loop keeps, and since memory is fragmented. So the share ``RESERVE`` of the memory that
+micro-batches could use is held while sizes are tried. Only the smallest micro-batch is accepted without a reserve.
+
+[Note: straight curves] Only the largest and the smallest size are always timed. A size in the middle is timed next. If
+the straight line between its neighbors predicts its time, the sizes between them are not timed; otherwise each half is
+treated in the same way.
+
+On a CPU with an address-space limit, oneDNN (convolutions, matrix products in bfloat16) keeps some megabytes for every
+size that it has run. If it runs out of memory while it compiles, it does not compile anything new in that thread
+afterwards. Then only sizes that have run before still run, and the result may be below the true largest batch.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
+from typing import NamedTuple
+
+import torch
+
+from ..colossalai_support.accelerator import get_accelerator
+from ..planner.batches.batch_profile import DeviceProfile, TimedBatch
+from .memory import is_out_of_memory, memory_limit, peak_bytes, recover, reserved_memory, reset_peak, used_bytes
+from .progress import Action, BatchProgress, seconds_left
+
+__all__ = ["RESERVE", "LargestBatch", "Timing", "device_name", "largest_batch", "peak_flops", "profile_device"]
+
+
+# Largest batch -------------------------------------------------------------------------------------------------------
+
+
+Estimate = Callable[[], int | None]
+
+GUIDED = 2
+"""Number of trials at the estimate; if it is exact, trying it and one neighbor proves that."""
+
+# [Note: trials]
+# Let L be the largest batch that fits and k = ⌊log2 L⌋. Doubling takes k + 1 trials that fit and one that does not, and
+# leaves at most 2^k − 1 candidates. Bisection needs at most k trials for these, also after trials at an estimate. In
+# total there are at most 2k + 2 + GUIDED ≤ 2·log2 L + 4 trials, and k + 4 with a good estimate.
+
+
+@dataclass(frozen=True)
+class LargestBatch:
+    """The result of a search and its trials."""
+
+    largest: int
+    """Samples of the largest batch that ran; 0 if not even the smallest fits."""
+    tried: tuple[tuple[int, bool], ...]
+    """All trials in order: the batch, and whether it fits."""
+
+
+def largest_batch(
+    fits: Callable[[int], bool],
+    cap: int,
+    estimate: Estimate | None = None,
+    *,
+    smallest: int = 1,
+    may_exceed_estimate: bool = True,
+) -> LargestBatch:
+    """Find the largest batch in ``smallest``..``cap`` that fits, in at most ``2·log2(largest) + 4`` trials."""
+    if not 1 <= smallest <= cap:
+        raise ValueError(f"smallest={smallest} and cap={cap} must be at least 1 sample, and cap not below smallest")
+    tried: list[tuple[int, bool]] = []
+    largest, failed = 0, cap + 1
+
+    def expected() -> int | None:
+        return None if estimate is None else estimate()
+
+    def permitted(batch: int) -> int:
+        """``batch``, limited to the estimate if it must not be exceeded; at most ``largest`` if no trial is allowed."""
+        room = None if may_exceed_estimate or largest == 0 else expected()
+        return batch if room is None else min(batch, room)
+
+    def attempt(batch: int) -> None:
+        nonlocal largest, failed
+        fitted = fits(batch)
+        tried.append((batch, fitted))
+        if fitted:
+            largest = batch
+        else:
+            failed = batch
+
+    held_back = 0
+    while failed > cap and largest < cap:
+        double = min(max(2 * largest, smallest), cap)
+        batch = permitted(double)
+        # If the estimate grows a little with every trial, the search would take many trials; end it after two trials
+        # below double.
+        held_back += batch < double
+        if batch <= largest or held_back > 2:
+            return LargestBatch(largest, tuple(tried))
+        attempt(batch)
+
+    guided = 0
+    while failed - largest > 1 and largest > 0:
+        guess = expected() if guided < GUIDED else None
+        if guess is None:
+            batch = (largest + failed) // 2
+        else:
+            guided += 1
+            batch = min(max(guess, largest + 1), failed - 1)
+        batch = permitted(batch)
+        if batch <= largest:
+            break
+        attempt(batch)
+    return LargestBatch(largest, tuple(tried))
+
+
+MIN_SECONDS = 0.5
+"""A size is run until this much time has been measured. A device that is throttled for part of each tenth of a second
+is fast in some short passes and slow in others, so that a single short pass does not show its speed."""
+MAX_REPEATS = 30
+"""Largest number of runs of a size."""
+STEADY_SECONDS = 0.2
+"""If a size's runs take about equally long, this much time is enough: a throttled device would have been stopped twice,
+for most of a tenth of a second each time."""
+STEADY_SPREAD = 1.25
+"""Largest ratio of the longest to the shortest run, without the first one, of runs that take about equally long."""
+
+RESERVE = 0.03
+"""Share of the memory left for micro-batches that is kept free; see [Note: reserve]."""
+
+STRAIGHT = 0.03
+"""Largest relative error of a time predicted by a straight line; see [Note: straight curves]."""
+
+MANY_RUNS = 4
+"""Number of runs from which a mean replaces the median."""
+
+PEAK_SECONDS = 0.2
+"""How long matrix products are repeated to find the device's peak rate."""
+
+REPEATS_OF_A_DIP = 2
+"""How often a size is measured again if it is slower than a larger one."""
+
+TOLERATED_DIP = 0.1
+"""Largest share by which a size may be slower than a larger one; above it, it gets the time of the larger one."""
+
+
+class Timing(NamedTuple):
+    """Time of a forward and backward pass."""
+
+    seconds: float
+    forward_seconds: float
+    """The part of ``seconds`` until the loss was computed."""
+
+
+Run = Callable[[int], tuple[float, float]]
+
+
+def profile_device(
+    run: Run,
+    cap: int,
+    *,
+    state_bytes_to_come: int,
+    device: torch.device,
+    smallest: int = 1,
+    repeats: int = 3,
+    on_progress: Callable[[BatchProgress], None] | None = None,
+    abort: Callable[[], None] = lambda: None,
+    flops: float | None = None,
+) -> DeviceProfile:
+    """Find the largest micro-batch of at most ``cap`` samples that runs, and time as many sizes as the curve needs.
+
+    Returns:
+        The device's profile. If not even the smallest micro-batch fits, ``max_batch`` is 0 and there are no points. If
+        exceeding the memory limit would end the process (see :func:`.memory_limit`),
+        no size is tried that is expected to exceed it, and ``max_batch`` is the largest size below.
+
+    The function calls no collective. The module's docstring shows the blocks to call it in.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats={repeats} must be at least 1")
+    limit = memory_limit(device)
+    state, sample, largest = used_bytes(device), 0, 0
+    reserve = 0
+    trials = _Trials(run, device, cap, on_progress, abort)
+    points: tuple[TimedBatch, ...] = ()
+    try:
+        with reserved_memory(state_bytes_to_come, device):
+            # The first pass also allocates the gradients and everything that libraries allocate at their first use.
+            if trials.attempt(smallest, keep=False):
+                recover()
+                state = trials.base = used_bytes(device)
+                reserve = int(RESERVE * max(limit.bytes - state, 0))
+                trials.limit = limit.bytes - reserve
+                # A limit that is not hard is kept by the estimate, so that nothing needs to be held.
+                with trials.held(reserve if limit.is_hard else 0):
+                    largest = trials.find(cap, smallest, repeats, may_exceed_estimate=limit.is_hard)
+                if largest == 0:
+                    largest = trials.find(smallest, smallest, repeats, may_exceed_estimate=limit.is_hard)
+                sample = trials.sample_bytes(largest) if largest else 0
+                points = trials.points()
+    except Exception as error:
+        # Only the reserved memory can be missing here; errors of passes are caught in `attempt`.
+        if not is_out_of_memory(error):
+            raise
+        recover(error)
+        state += state_bytes_to_come
+    return DeviceProfile(
+        device=device_name(device),
+        host=socket.gethostname(),
+        memory_bytes=limit.bytes - reserve,
+        state_bytes=state,
+        sample_bytes=sample,
+        max_batch=largest,
+        memory_bound=largest < cap,
+        searched_batch=cap,
+        min_batch=smallest,
+        points=points,
+        flops=flops,
+        protocols=("nccl", "gloo") if device.type == "cuda" else ("gloo",),
+    )
+
+
+class _Trials:
+    """Runs passes, and stores their times and peak memory."""
+
+    def __init__(
+        self,
+        run: Run,
+        device: torch.device,
+        cap: int,
+        on_progress: Callable[[BatchProgress], None] | None,
+        abort: Callable[[], None],
+    ) -> None:
+        self._run = run
+        self._device = device
+        self._cap = cap
+        self._on_progress = on_progress
+        self._abort = abort
+        self._runs = 0
+        self._failed: int | None = None
+        self._held = 0
+        self._action: Action = "searching"
+        self._timings: dict[int, list[Timing]] = {}
+        self._timed: set[int] = set()
+        self._peaks: dict[int, int] = {}
+        self.base = 0
+        """Bytes in use between passes."""
+        self.limit = 0
+        """Bytes that may be in use during a pass."""
+
+    @contextmanager
+    def held(self, size_bytes: int) -> Iterator[None]:
+        """In the block, passes have ``size_bytes`` less memory. Peaks are stored without them."""
+        with reserved_memory(size_bytes, self._device):
+            self._held = size_bytes
+            try:
+                yield
+            finally:
+                self._held = 0
+
+    def find(self, cap: int, smallest: int, repeats: int, *, may_exceed_estimate: bool) -> int:
+        """Find the largest batch that runs, and time sizes; that batch, or 0 if not even ``smallest`` fits."""
+        self._action = "searching"
+        largest_batch(self.attempt, cap, self.expected, smallest=smallest, may_exceed_estimate=may_exceed_estimate)
+        self._action = "timing"
+        return self._time_sizes(repeats)
+
+    def attempt(self, batch: int, keep: bool = True) -> bool:
+        """Run a batch; whether it fits. ``keep`` says whether its time and memory are stored."""
+        if self._on_progress is not None:
+            known = {size: min(timings).seconds for size, timings in self._timings.items() if timings}
+            left = seconds_left(self._action, batch, known, self._cap, self._failed, STEADY_SECONDS)
+            self._on_progress(BatchProgress(self._action, batch, max(known, default=0), self._runs, left))
+        self._runs += 1
+        reset_peak(self._device)
+        timing = None
+        try:
+            timing = Timing(*self._run(batch))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            recover(error)
+        if timing is None:
+            self._failed = min(batch, self._failed or batch)
+            self._abort()
+            recover()
+            return False
+        if keep:
+            self._timings.setdefault(batch, []).append(timing)
+            # On a CPU the peak may not be resettable, and is useless after it has reached the limit once.
+            if self._device.type != "cpu" or self._failed is None:
+                self._peaks[batch] = max(peak_bytes(self._device) - self._held, self._peaks.get(batch, 0))
+        return True
+
+    def expected(self) -> int | None:
+        """The largest batch expected to fit, from the peak memory of the two largest batches; None if unknown."""
+        last, slope = self._line()
+        return max(last + int((self.limit - self._peaks[last]) // slope), 0) if slope > 0 else None
+
+    def sample_bytes(self, batch: int) -> int:
+        """Bytes per sample of a micro-batch of ``batch`` samples above :attr:`base`, including constant parts."""
+        last, slope = self._line()
+        if last == 0:
+            return 0
+        return max(math.ceil((self._peaks[last] + slope * (batch - last) - self.base) / batch), 0)
+
+    def _line(self) -> tuple[int, float]:
+        """The largest batch with known memory, and the bytes per sample between the second largest and it."""
+        if not self._peaks:
+            return 0, 0.0
+        last = max(self._peaks)
+        before = max((batch for batch in self._peaks if batch < last), default=0)
+        return last, (self._peaks[last] - self._peaks.get(before, self.base)) / (last - before)
+
+    def _time_sizes(self, repeats: int) -> int:
+        """Time the sizes that ran, as far as the curve needs them; the largest size that runs reliably."""
+        largest = max(self._timings, default=0)
+        while largest > 0 and not self._time(largest, repeats):
+            largest = self._step_down(largest, repeats)
+        sizes = sorted(self._timings)
+        if sizes and self._time(sizes[0], repeats):
+            self._time_between(sizes, repeats)
+        for _ in range(REPEATS_OF_A_DIP):
+            for batch in self._dips():
+                before, self._timings[batch] = self._timings[batch], []
+                if not self._time(batch, repeats):
+                    self._timings[batch] = before
+        return largest
+
+    def _time(self, batch: int, repeats: int) -> bool:
+        """Run a size until its time is known well; whether it fits."""
+        while self._lacks_runs(batch, repeats):
+            # The memory may be fragmented; try again after the failed attempt has released its memory.
+            if not (self.attempt(batch) or self.attempt(batch)):
+                return False
+        self._timed.add(batch)
+        return True
+
+    def _time_between(self, sizes: Sequence[int], repeats: int) -> None:
+        """Time sizes between the first and the last one, which are timed; see [Note: straight curves]."""
+        if len(sizes) < 3:
+            return
+        middle = len(sizes) // 2
+        first, last = self._typical(sizes[0]).seconds, self._typical(sizes[-1]).seconds
+        slope = (last - first) / (sizes[-1] - sizes[0])
+        if not self._time(sizes[middle], repeats):
+            return
+        predicted = first + slope * (sizes[middle] - sizes[0])
+        if abs(self._typical(sizes[middle]).seconds - predicted) > STRAIGHT * predicted:
+            self._time_between(sizes[: middle + 1], repeats)
+            self._time_between(sizes[middle:], repeats)
+
+    def _lacks_runs(self, batch: int, repeats: int) -> bool:
+        timings = [timing.seconds for timing in self._timings[batch]]
+        if len(timings) < repeats:
+            return True
+        if len(timings) >= MAX_REPEATS or sum(timings) >= MIN_SECONDS:
+            return False
+        later = timings[1:] or timings
+        return sum(timings) < STEADY_SECONDS or max(later) > STEADY_SPREAD * min(later)
+
+    def _step_down(self, batch: int, repeats: int) -> int:
+        """Find a smaller size that runs reliably after ``batch`` did not; drop the times of ``batch`` and larger ones.
+
+        Libraries keep memory for every size that they have run (oneDNN keeps compiled primitives), so less memory is
+        left after a search. The steps down grow, so that few new sizes are run.
+        """
+        for other in [other for other in self._timings if other >= batch]:
+            del self._timings[other]
+            self._timed.discard(other)
+        reliable = max(self._timings, default=0)
+        step = 1
+        while batch - step > reliable:
+            batch -= step
+            step *= 2
+            if all(self.attempt(batch) for _ in range(repeats)):
+                self._timed.add(batch)
+                return batch
+            self._timings.pop(batch, None)
+        return reliable
+
+    def _dips(self) -> list[int]:
+        """Timed sizes that are slower than the next larger one or faster than the next smaller one."""
+        seconds = {batch: self._typical(batch).seconds for batch in sorted(self._timed)}
+        pairs = [(a, b) for a, b in pairwise(seconds) if seconds[a] > seconds[b]]
+        return sorted({batch for pair in pairs for batch in pair})
+
+    def _typical(self, batch: int) -> Timing:
+        """The typical timing of a size, without its first run, which prepares libraries for it.
+
+        With many runs it is the mean without the longest one, which may be delayed by chance; with few, the median.
+        """
+        timings = sorted(self._timings[batch][1:] or self._timings[batch])
+        if len(timings) < MANY_RUNS:
+            return timings[(len(timings) - 1) // 2]
+        kept = timings[:-1]
+        return Timing(fmean(each.seconds for each in kept), fmean(each.forward_seconds for each in kept))
+
+    def points(self) -> tuple[TimedBatch, ...]:
+        """Times of all timed sizes. If a size remains clearly slower than a larger one, it gets the time of that."""
+        shortest = Timing(float("inf"), float("inf"))
+        points: list[TimedBatch] = []
+        for batch in sorted(self._timed, reverse=True):
+            timing = self._typical(batch)
+            if timing.seconds > shortest.seconds * (1 + TOLERATED_DIP):
+                timing = shortest
+            shortest = min(shortest, timing)
+            # A training step that never calls the model itself has no forward time.
+            forward = timing.forward_seconds if timing.forward_seconds > 0 else None
+            points.append(TimedBatch(batch=batch, seconds=timing.seconds, forward_seconds=forward))
+        return tuple(reversed(points))
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> float:
+    """FLOP/s of a matrix product with ``dtype`` on ``device``: the highest rate of products repeated for 0.2 s."""
+    size = 512 if device.type == "cpu" else 4096
+    factor = torch.ones(size, size, device=device, dtype=dtype)
+    best, end = float("inf"), time.perf_counter() + PEAK_SECONDS
+    while time.perf_counter() < end:
+        get_accelerator().synchronize()
+        start = time.perf_counter()
+        torch.mm(factor, factor)
+        get_accelerator().synchronize()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+def device_name(device: torch.device) -> str:
+    """The name of ``device`` in profiles."""
+    return "cpu" if device.type == "cpu" else str(get_accelerator().get_device_name(device))

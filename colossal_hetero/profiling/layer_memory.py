@@ -1,0 +1,173 @@
+"""The memory of each layer for one micro-batch: what it keeps for backward, its output, and what it needs for a moment.
+
+What is kept is counted in autograd's saved tensors. What is needed for a moment, temporaries, is what the allocator of
+a device counts beside: the peak of a layer's forward and backward pass, without what was held before the pass and
+without what the layer keeps. It contains the gradient of the layer's output, and gradients of its parameters before
+they are added to earlier ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .layer_passes import LayerPasses
+from .memory import Allocator
+
+__all__ = ["LayerMemory", "SavedBytes", "measure_memory", "saved_bytes", "split_temporaries"]
+
+
+# Activations ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class SavedBytes:
+    """Storages that autograd has saved; a storage that several tensors share counts once."""
+
+    excluded: set[int]
+    """Addresses of storages that do not count."""
+    storages: dict[int, int] = field(default_factory=dict)
+    """Bytes of each storage, by address. All live until backward, so an address is not used again."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of all storages."""
+        return sum(self.storages.values())
+
+    def total_without(self, tensor: Tensor) -> int:
+        """Bytes of all storages except that of ``tensor``."""
+        return self.total - self.storages.get(tensor.untyped_storage().data_ptr(), 0)
+
+    def add(self, tensor: Tensor) -> None:
+        """Count the storage of a tensor."""
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.excluded:
+            self.storages[storage.data_ptr()] = storage.nbytes()
+
+
+@contextmanager
+def saved_bytes(excluded: Iterable[Tensor]) -> Iterator[SavedBytes]:
+    """Count the tensors that forward passes in the block save for backward.
+
+    Tensors that a model keeps itself, outside of autograd's saved tensors, are not counted.
+    """
+    saved = SavedBytes({tensor.untyped_storage().data_ptr() for tensor in excluded})
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.add(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """Bytes of one micro-batch, ``[layers]``: the part before the blocks, each block, the part after them."""
+
+    kept: list[int]
+    outputs: list[int]
+    temporaries: list[int]
+    """Empty if the device has no allocator that counts."""
+
+
+def measure_memory(
+    passes: LayerPasses,
+    model: nn.Module,
+    kinds: Sequence[int],
+    singles: Mapping[int, int],
+    allocator: Allocator | None,
+) -> LayerMemory:
+    """Run each kind of block once, and the parts before and after the blocks.
+
+    The parameters must have gradients already, as in all micro-batches of an iteration except the first one.
+
+    Args:
+        passes: passes of the micro-batch.
+        model: the model.
+        kinds: kind of each block, ``[blocks]``.
+        singles: a block of each kind.
+        allocator: counts the memory of the model's device; None: temporaries are not measured.
+    """
+    shared = [*model.parameters(), *model.buffers(), *passes.shared_tensors()]
+    kept_of: dict[int, int] = {}
+    temporaries_of: dict[int, int] = {}
+    for kind, block in singles.items():
+        with saved_bytes(shared) as saved:
+            hidden = passes.hidden.detach().clone().requires_grad_()
+            output = passes.forward(hidden, block, 1)
+            own = saved.total_without(hidden)
+            # The pipeline schedule keeps the input of a stage until its backward, even if no block needs it.
+            saved.add(hidden)
+            kept_of[kind] = saved.total
+        del output, hidden
+        if allocator is not None:
+            temporaries_of[kind] = _of_block(passes, block, own, allocator)
+    with saved_bytes(shared) as saved:
+        halves: list[int] = []
+        ends = passes.forward_ends(on_after=lambda: halves.append(saved.total))
+        before, after = halves[0], saved.total - halves[0]
+        own_after = saved.total_without(ends.last) - before
+    del ends
+    temporaries = []
+    if allocator is not None:
+        first, last = _of_ends(passes, before, own_after, allocator)
+        temporaries = [first, *(temporaries_of[kind] for kind in kinds), last]
+    handed_on = passes.hidden.numel() * passes.hidden.element_size()
+    return LayerMemory(
+        [before, *(kept_of[kind] for kind in kinds), after], [handed_on] * (len(kinds) + 1) + [0], temporaries
+    )
+
+
+def _of_block(passes: LayerPasses, block: int, kept_bytes: int, allocator: Allocator) -> int:
+    hidden = passes.hidden.detach().requires_grad_()
+    held = allocator.used_bytes()
+    allocator.reset_peak()
+    output = passes.forward(hidden, block, 1)
+    output.backward(torch.ones_like(output))
+    return max(allocator.peak_bytes() - held - kept_bytes, 0)
+
+
+def _of_ends(passes: LayerPasses, kept_before: int, kept_after: int, allocator: Allocator) -> tuple[int, int]:
+    """Temporaries of the parts before and after the blocks; what they keep does not contain their inputs."""
+    held = [allocator.used_bytes()]
+    peaks: list[int] = []
+
+    def next_part() -> None:
+        peaks.append(allocator.peak_bytes())
+        held.append(allocator.used_bytes())
+        allocator.reset_peak()
+
+    allocator.reset_peak()
+    ends = passes.forward_ends(on_before=next_part, on_after=next_part)
+    next_part()
+    ends.loss.backward()
+    next_part()
+    if ends.hidden.requires_grad:
+        ends.hidden.backward(torch.ones_like(ends.hidden))
+    next_part()
+    # Forward before the blocks, between them, and after them; backward after them, and before them. What a forward pass
+    # has kept is held when its backward pass starts.
+    needed = [peak - start for peak, start in zip(peaks, held, strict=False)]
+    return max(needed[0] - kept_before, needed[4], 0), max(needed[2] - kept_after, needed[3], 0)
+
+
+def split_temporaries(by_size: Mapping[int, Sequence[int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Bytes per sample and bytes whatever the micro-batch, each ``[layers]``, from bytes by micro-batch.
+
+    Their sum is at least what was measured, for every size. The growth from the smallest to the largest size is per
+    sample, at least 0. With one size, all is per sample.
+    """
+    sizes = np.array(sorted(by_size))
+    measured = np.array([by_size[size] for size in sizes.tolist()], dtype=float)
+    if len(sizes) == 1:
+        per_sample, fixed = np.ceil(measured[0] / sizes[0]), np.zeros_like(measured[0])
+    else:
+        per_sample = np.ceil(np.maximum(measured[-1] - measured[0], 0.0) / (sizes[-1] - sizes[0]))
+        fixed = np.maximum((measured - per_sample * sizes[:, None]).max(axis=0), 0.0)
+    return tuple(per_sample.astype(int).tolist()), tuple(fixed.astype(int).tolist())

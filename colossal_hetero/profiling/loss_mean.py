@@ -1,0 +1,415 @@
+"""Find out, before training, what the loss of a batch is a mean over: its samples, its labels, or something else.
+
+Micro-batches have different sizes, so their losses need different weights (see "weights of micro-batches" in
+:mod:`.accumulation`). Whether a loss is a mean at all is checked in loss_check.py.
+
+[Note: evidence] Let a and b be the losses of two samples alone, and L that of the batch of both. If the loss is a mean
+in which they count w_a and w_b, then ``L = s·a + (1 − s)·b`` with ``s = w_a / (w_a + w_b)``. So each pair of samples
+with different losses shows a ratio of weights, which is compared with that of every kind of mean. The samples are drawn
+over the whole dataset, and those are compared whose labels differ most. Parameters are changed at random meanwhile: a
+model that was just made may give all samples the same loss, or parts of the loss may be equal for all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from copy import copy
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..common.ranks import on_every_rank
+from .aborted_step import abort_step
+from .local_collectives import local_collectives
+from .loss_check import Mode, set_mode, uncompiled
+from .memory import is_out_of_memory, recover
+from .preserved_state import preserved_state
+from .training_step import TrialRun, with_dicts
+
+__all__ = ["IGNORED", "Evidence", "FoundMean", "Pair", "decide", "found_mean", "ignored_labels", "labels_of"]
+
+LossMean = Literal["samples", "tokens", "next_tokens", "other", "undecided"]
+"""``next_tokens``: over all tokens but the first of each sequence, which a causal language model does not predict."""
+
+IGNORED = -100
+"""Label that torch's losses leave out if nothing else is said."""
+
+DRAWN = 32
+"""Samples that a rank draws."""
+
+COMPARED = 8
+"""Samples that a rank compares."""
+
+SCALES = (1.0, 0.1, 0.0)
+"""Size of the random change of the parameters, relative to them. The next one is used if the losses show nothing."""
+
+CHANGED = 2**20
+"""Largest number of elements of a parameter that are changed."""
+
+NOISE = 1e-3
+"""If the loss of a batch varies by more than this share, it is random."""
+
+ROUNDING = {"fp32": 1e-5, "fp16": 4e-3, "bf16": 4e-3}
+"""Relative error of a loss, by precision of the training."""
+
+MAX_ERROR = 0.05
+"""Pairs whose share is less certain than this show nothing."""
+
+TOLERANCE = 0.02
+"""Difference of shares that counts as equal, in addition to their error: weights differ by less than 9 %."""
+
+MODES: tuple[Mode, ...] = ("evaluation", "training")
+"""Some models compute their loss in training only."""
+
+BY_CLASS = "the weights of classes: weight_by=lambda batch: criterion.weight[labels].sum()"
+
+SAME = 0.02
+"""Largest relative difference between losses that count as equal where labels are ignored."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two samples; see [Note: evidence]."""
+
+    share: float
+    """Measured: what the first one counts in the mean of both; nan if no weights explain the loss of both."""
+    error: float
+    """How much ``share`` may differ from its true value."""
+    shares: Mapping[str, float]
+    """The share that each kind of mean gives the first one. Kinds in words are no :data:`LossMean`."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a rank has found."""
+
+    pairs: tuple[Pair, ...] = ()
+    by_labels: LossMean | None = None
+    """What an experiment with ignored labels shows (:func:`mean_of_labels`); None if it was not made."""
+    rivals: frozenset[str] = frozenset()
+    """Kinds of mean that only ``pairs`` can exclude, because some samples have labels that the loss may leave out, or
+    its classes have weights."""
+    is_random: bool = False
+
+
+@dataclass(frozen=True)
+class FoundMean:
+    """What a loss is a mean over, and in words why that is not known."""
+
+    kind: LossMean
+    reason: str = ""
+
+
+def decide(found: Sequence[Evidence]) -> FoundMean:
+    """What the loss is a mean over, from the evidence of all ranks."""
+    if any(each.is_random for each in found):
+        return FoundMean("undecided", "the loss of the same batch differs from pass to pass")
+    pairs = [pair for each in found for pair in each.pairs if not pair.error > MAX_ERROR]
+    if not pairs:
+        return FoundMean("undecided", "no samples could be compared, or all of them have the same loss")
+    fits = [kind for kind in pairs[0].shares if all(_fits(pair, kind) for pair in pairs)]
+    by_labels = {each.by_labels for each in found} - {None}
+    if by_labels:
+        kind = next(iter(by_labels)) if len(by_labels) == 1 else "other"
+        return FoundMean(kind if kind in fits else "other")  # type: ignore[arg-type]
+    if "samples" in fits:
+        rivals = frozenset().union(*(each.rivals for each in found)) & set(fits)
+        # They say the same of all pairs, and would say something else of other ones.
+        reason = (
+            f"the samples that were compared agree with a mean over samples, and also with {min(rivals, default='')}"
+        )
+        return FoundMean("undecided", reason) if rivals else FoundMean("samples")
+    known = [kind for kind in fits if kind in ("tokens", "next_tokens")]
+    if known:
+        return FoundMean(known[0]) if len(known) == 1 else FoundMean("undecided", " and ".join(known))  # type: ignore[arg-type]
+    return FoundMean("other", f"the losses agree with {fits[0]}" if fits else "")
+
+
+def _fits(pair: Pair, kind: str) -> bool:
+    return kind in pair.shares and abs(pair.share - pair.shares[kind]) <= pair.error + TOLERANCE
+
+
+def mean_of_labels(full: float, half_ignored: float, only_first: float) -> LossMean:
+    """What a loss is a mean over, if its labels can be ignored."""
+    if not math.isclose(half_ignored, full, rel_tol=SAME):
+        return "other"
+    # A mean over nothing is not a number; some losses divide by at least 1 and are 0 then.
+    return "tokens" if math.isfinite(only_first) and only_first != 0 else "next_tokens"
+
+
+def labels_of(batch: Any) -> Tensor | None:
+    """The integer labels ``[samples, …]`` of a batch: those of a mapping under the key ``labels``, ``label``,
+    ``targets`` or ``target``, or the second part of a pair; None if there are none."""
+    labels = None
+    if isinstance(batch, Mapping):
+        labels = next((batch[key] for key in ("labels", "label", "targets", "target") if key in batch), None)
+    elif isinstance(batch, tuple | list) and len(batch) == 2:
+        labels = batch[1]
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() == 0:
+        return None
+    return labels
+
+
+def ignored_labels(criterion: Any) -> tuple[int, ...]:
+    """The labels that a loss may leave out: -100, and what modules of ``criterion`` have as ``ignore_index``."""
+    modules = criterion.modules() if isinstance(criterion, nn.Module) else ()
+    own = [getattr(module, "ignore_index", None) for module in modules]
+    return tuple(dict.fromkeys((IGNORED, *(each for each in own if isinstance(each, int)))))
+
+
+def class_weights(criterion: Any) -> Tensor | None:
+    """The weights of classes, if ``criterion`` divides by their sum and they are not all equal."""
+    for module in criterion.modules() if isinstance(criterion, nn.Module) else ():
+        if isinstance(module, nn.CrossEntropyLoss | nn.NLLLoss) and module.weight is not None:
+            return None if bool((module.weight == module.weight[0]).all()) else module.weight
+    return None
+
+
+def found_mean(trial: TrialRun, precision: str) -> FoundMean:
+    """What the loss that ``trial`` computes is a mean over. Every rank calls it, and gets the same answer.
+
+    Nothing is trained, and no communication happens in the model. Parameters, model, optimizer and random state are
+    restored.
+    """
+    if len(trial.loader.dataset) < 2:  # type: ignore[arg-type]
+        return FoundMean("samples")
+    found = on_every_rank(
+        lambda: _Comparison(trial, ROUNDING[precision]).evidence(),
+        "finding out what the loss is a mean over",
+    )
+    return decide(found)
+
+
+class _Comparison:
+    """Compares losses of samples on one rank."""
+
+    def __init__(self, trial: TrialRun, rounding: float) -> None:
+        self._trial, self._rounding, self._multiple = trial, rounding, trial.at_once
+        self._batches: dict[int, Any] = {}
+        self._is_random_batch = False
+
+    def evidence(self) -> Evidence:
+        trial = self._trial
+        usable = {index: batch for index in trial.drawn(DRAWN) if (batch := self._alone(index)) is not None}
+        if len(usable) < 2:
+            return Evidence()
+        chosen = [list(usable)[number] for number in _spread(_features(list(usable.values())), COMPARED)]
+        self._batches = {index: usable[index] for index in chosen}
+        again = trial.batch([chosen[0]] * self._multiple)
+        self._is_random_batch = not _equal(again, self._batches[chosen[0]])
+        with preserved_state(trial.model, trial.optimizer), uncompiled(trial.model), local_collectives(trial.model):
+            for mode in MODES:
+                try:
+                    return self._compared(mode)
+                except Exception as error:
+                    abort_step(trial.model, trial.optimizer)
+                    if is_out_of_memory(error):
+                        recover(error)
+                        return Evidence()
+                    if mode == MODES[-1]:
+                        raise
+            raise AssertionError("each mode returns or raises")
+
+    def _alone(self, index: int) -> Any:
+        """The batch of a sample; None if there is none, because ``collate_fn`` leaves it out."""
+        with suppress(Exception):
+            return self._trial.batch([index] * self._multiple)
+        return None
+
+    def _compared(self, mode: Mode) -> Evidence:
+        set_mode(self._trial.model, mode)
+        by_labels, pairs = None, []
+        for scale in SCALES:
+            with changed_parameters(self._trial.model, scale):
+                first = next(iter(self._batches))
+                one, again = self._loss(first), self._loss(first)
+                if not math.isclose(one, again, rel_tol=NOISE) and math.isfinite(one):
+                    return Evidence(is_random=True)
+                pairs = self._pairs()
+                if sum(pair.error <= MAX_ERROR for pair in pairs) >= max(len(pairs) // 2, 1):
+                    by_labels = self._of_labels()
+                    break
+        return Evidence(tuple(pairs), by_labels, self._rivals())
+
+    def _loss(self, *indices: int) -> float:
+        return float(self._trial.loss_of(copy(self._batch(*indices))))
+
+    def _batch(self, *indices: int) -> Any:
+        """The batch of one or two samples, each of them as often as a batch must have it."""
+        if len(indices) == 1:
+            return self._batches[indices[0]]
+        if self._is_random_batch:
+            return _joined([self._batches[index] for index in indices])
+        # Augmentations that mix a batch with its reverse (Mixup) mix each sample with itself in this order.
+        half = self._multiple // 2
+        ends = [indices[0]] * half, [indices[0]] * (self._multiple - half)
+        return self._trial.batch([*ends[0], *[indices[1]] * self._multiple, *ends[1]])
+
+    def _pairs(self) -> list[Pair]:
+        chosen = list(self._batches)
+        alone = [self._loss(index) for index in chosen]
+        twice = [(one, self._loss(index, index)) for index, one in zip(chosen[:2], alone, strict=False)]
+        if any(abs(two - one) > SAME * abs(one) for one, two in twice):
+            # No mean gives the same sample twice another loss.
+            return [Pair(math.nan, 0.0, {"samples": 0.5})]
+        noise = max((abs(two - one) for one, two in twice if math.isfinite(two - one)), default=0.0)
+        counts = [self._counts(self._batches[index]) for index in chosen]
+        pairs = []
+        for i, j in pairwise(range(len(chosen))):
+            batch = self._batch(chosen[i], chosen[j])
+            together = self._counts(batch)
+            share, error = _share(alone[i], alone[j], float(self._trial.loss_of(batch)), noise, self._rounding)
+            shares = {"samples": 0.5}
+            for kind in counts[i].keys() & counts[j].keys() & together.keys():
+                # A kind that counts padding, too, counts more in a batch of both.
+                if kind != "samples" and together[kind] == counts[i][kind] + counts[j][kind]:
+                    shares[kind] = _part(counts[i][kind], counts[j][kind])
+            pairs.append(Pair(share, error, shares))
+        return pairs
+
+    def _counts(self, batch: Any) -> dict[str, float]:
+        """What a sample counts, by the kind of mean."""
+        counts = {"samples": 1.0}
+        labels = labels_of(batch)
+        if labels is not None:
+            for value in dict.fromkeys((*ignored_labels(self._trial.criterion), -1, 0, 255)):
+                counts[_without(value)] = float((labels != value).sum())
+            if labels.dim() == 2:
+                counts["next_tokens"] = float((labels[:, 1:] != IGNORED).sum())
+            weight = class_weights(self._trial.criterion)
+            if weight is not None and bool(((labels >= 0) & (labels < len(weight))).all()):
+                counts[BY_CLASS] = float(weight.to(labels.device)[labels.long()].sum())
+        return counts
+
+    def _rivals(self) -> frozenset[str]:
+        found = {BY_CLASS} if class_weights(self._trial.criterion) is not None else set()
+        for labels in map(labels_of, self._batches.values()):
+            for value in ignored_labels(self._trial.criterion):
+                if labels is not None and bool((labels == value).any()):
+                    found |= {_without(value)} | ({"next_tokens"} if value == IGNORED else set())
+        return frozenset(found)
+
+    def _of_labels(self) -> LossMean | None:
+        """The experiment of :func:`mean_of_labels`, if sequences have ignored labels."""
+        found: dict[int, Tensor] = {}
+        for number, batch in self._batches.items():
+            labels = labels_of(batch) if isinstance(batch, Mapping) and "labels" in batch else None
+            if labels is not None and labels.dim() == 2 and labels.shape[1] > 1:
+                found[number] = labels
+        if self._multiple > 1 or not any(bool((labels == IGNORED).any()) for labels in found.values()):
+            return None
+        index = max(found, key=lambda index: int((found[index] != IGNORED).sum()))
+        own = found[index][0]
+        nothing = torch.full_like(own, IGNORED)
+        only_first = nothing.clone()
+        only_first[0] = own[own != IGNORED][0]
+
+        def loss(labels: Sequence[Tensor]) -> float:
+            """The loss of a batch that holds the sample once for each of these labels."""
+            batch = dict(_joined([self._batches[index]] * len(labels)))
+            batch["labels"] = torch.stack(list(labels))
+            return float(self._trial.loss_of(batch))
+
+        return mean_of_labels(loss([own]), loss([own, nothing]), loss([only_first]))
+
+
+def _without(value: int) -> str:
+    return "tokens" if value == IGNORED else f"weight_by=lambda batch: (labels != {value}).sum()"
+
+
+def _joined(batches: Sequence[Any]) -> Any:
+    """A batch of several, whose tensors have equal shapes but for the number of samples."""
+    return tree_map(
+        lambda *parts: torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0], *map(with_dicts, batches)
+    )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    pairs = zip(tree_leaves(with_dicts(one)), tree_leaves(with_dicts(other)), strict=True)
+    return all(not isinstance(a, Tensor) or (a.shape == b.shape and torch.equal(a, b)) for a, b in pairs)
+
+
+def _share(one: float, other: float, both: float, noise: float, rounding: float) -> tuple[float, float]:
+    """The share of the first sample in the loss of both, and its error; see [Note: evidence]."""
+    finite = math.isfinite(one), math.isfinite(other)
+    if finite == (True, True):
+        error = noise + rounding * max(abs(one), abs(other), abs(both))
+        if not abs(one - other) * MAX_ERROR > error:
+            return math.nan, math.inf
+        return (both - other) / (one - other), error / abs(one - other)
+    if finite == (False, False):
+        return math.nan, math.inf
+    # The mean over nothing is not a number: the sample counts nothing, if the loss of both is that of the other one.
+    known = one if finite[0] else other
+    return (float(finite[0]) if math.isclose(both, known, rel_tol=SAME) else math.nan), 0.0
+
+
+def _part(one: float, other: float) -> float:
+    return one / (one + other) if one + other else math.nan
+
+
+def _features(batches: Sequence[Any]) -> np.ndarray:
+    """Numbers by which the labels of samples differ ``[samples, numbers]``: of each tensor of integers or truth values
+    its size, how many elements are no usual padding, and their mean; of other tensors their size."""
+    rows = []
+    for batch in batches:
+        row: list[float] = []
+        for leaf in tree_leaves(with_dicts(batch)):
+            if isinstance(leaf, Tensor) and leaf.numel():
+                is_mask = leaf.is_floating_point() and bool(((leaf == 0) | (leaf == 1)).all())
+                if leaf.is_floating_point() and not is_mask:
+                    row += [float(leaf.numel()), 0.0, 0.0]
+                else:
+                    counted = (leaf != IGNORED) & (leaf != 255) & (leaf != 0)
+                    row += [float(leaf.numel()), float(counted.sum()), float(leaf.double().mean())]
+        rows.append(row)
+    width = max(map(len, rows))
+    return np.array([row + [0.0] * (width - len(row)) for row in rows])
+
+
+def _spread(features: np.ndarray, count: int) -> list[int]:
+    """Numbers of ``count`` rows that are far from each other: each next one is farthest from those before it."""
+    rows = features / np.maximum(features.std(0), 1e-12) if features.size else np.zeros((len(features), 1))
+    chosen = [0]
+    while len(chosen) < min(count, len(rows)):
+        distances = np.min([np.abs(rows - rows[each]).sum(1) for each in chosen], axis=0)
+        distances[chosen] = -1.0
+        chosen.append(int(np.argmax(distances)))
+    return chosen
+
+
+@contextmanager
+def changed_parameters(model: nn.Module, scale: float) -> Iterator[None]:
+    """In the block, parameters are changed at random: by ``scale`` times their standard deviation, and at least that of
+    a usual initialization. They are restored bit for bit."""
+    restores: list[Callable[[], Any]] = []
+    try:
+        with torch.no_grad():
+            for number, parameter in enumerate(model.parameters() if scale else ()):
+                if parameter.is_floating_point() and parameter.numel():
+                    part = parameter.detach()
+                    if part.dim():
+                        part = part[: max(CHANGED * len(part) // part.numel(), 1)]
+                    restores.append(_restore(part))
+                    generator = torch.Generator().manual_seed(number)
+                    size = max(
+                        float(part.float().std(correction=0)), parameter.shape[-1] ** -0.5 if part.dim() else 1.0
+                    )
+                    part.add_(torch.randn(part.shape, generator=generator).to(part) * (scale * size))
+        yield
+    finally:
+        with torch.no_grad():
+            for restore in restores:
+                restore()
+
+
+def _restore(part: Tensor) -> Callable[[], Any]:
+    before = part.to("cpu", copy=True)
+    return lambda: part.copy_(before)

@@ -1,0 +1,236 @@
+"""Merge the measurements of all ranks into one profile: ranks with similar times become one kind of device."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ..planner.profile.layer_profile import BlockRun, LayerSizes, LayerTimes, ModelProfile
+from .layer_memory import split_temporaries
+
+__all__ = ["MeasuredLayers", "RankLayers", "merge_degrees", "merge_ranks"]
+
+
+ALIKE = 0.1
+"""Ranks with the same device name whose times differ by at most this share are one kind."""
+
+
+@dataclass(frozen=True)
+class MeasuredLayers:
+    """A profile, and the devices that it was measured on."""
+
+    profile: ModelProfile
+    devices: tuple[str, ...]
+    """Name of the kind of each rank's device in the profile, by rank."""
+    memory_bytes: tuple[int, ...]
+    """Memory of its device that each rank may use, by rank."""
+
+
+@dataclass
+class RankLayers:
+    """The measurements of one rank; lists are ``[layers]``, as in the profile."""
+
+    device: str
+    """Name of the device."""
+    memory_bytes: int
+    """Memory of the device that the rank may use."""
+    forward: dict[int, list[float]] = field(default_factory=dict)
+    """Seconds of forward, by micro-batch."""
+    backward: dict[int, list[float]] = field(default_factory=dict)
+    """Seconds of backward, by micro-batch."""
+    schedule: dict[int, float] = field(default_factory=dict)
+    """Seconds of the schedule itself per micro-batch and cut, by micro-batch."""
+    errors: dict[int, float] = field(default_factory=dict)
+    """Standard error of the times as a share of them, by micro-batch."""
+    runs: dict[int, dict[int, tuple[float, float]]] = field(default_factory=dict)
+    """Seconds of forward and backward of a run of blocks, by micro-batch and number of blocks."""
+    update: list[float] = field(default_factory=list)
+    """Seconds of the optimizer's step."""
+    activations: list[int] = field(default_factory=list)
+    """Bytes per sample kept for backward."""
+    outputs: list[int] = field(default_factory=list)
+    """Bytes per sample of the output."""
+    temporaries: dict[int, list[int]] = field(default_factory=dict)
+    """Bytes that each layer needs for a moment, by micro-batch; empty if they were not measured."""
+    context_bytes: int | None = None
+    """Bytes of the device that are in use beside those of the allocator; None if they were not measured."""
+    state_factor: float = 0.0
+    """Bytes of parameters, gradients and optimizer state per byte of parameters."""
+
+    @property
+    def seconds(self) -> float:
+        """Sum of forward and backward over all layers and micro-batches."""
+        return sum(map(sum, [*self.forward.values(), *self.backward.values()]))
+
+
+def merge_ranks(
+    measured: Sequence[RankLayers],
+    groups: Sequence[Sequence[int]],
+    parameter_bytes: tuple[int, ...],
+    tensor_parallel: int,
+    precision: str,
+    name: str,
+) -> MeasuredLayers:
+    """The profile of all ranks' measurements.
+
+    Args:
+        measured: measurements of each rank, by rank.
+        groups: groups of ranks that share layers; without tensor parallelism, one per rank. A group has the times of
+            its slowest rank, and groups with similar times are one kind.
+        parameter_bytes: bytes of parameters per device, ``[layers]``.
+        tensor_parallel: number of ranks in a group.
+        precision: precision of the passes.
+        name: name of the model.
+    """
+    slowest = [max((measured[rank] for rank in group), key=lambda each: each.seconds) for group in groups]
+    common = sorted(set.intersection(*(set(each.forward) for each in slowest)))
+    kinds: list[list[int]] = []
+    for index, each in enumerate(slowest):
+        for kind in kinds:
+            first = slowest[kind[0]]
+            if first.device == each.device and _differ(first, each, common) <= ALIKE:
+                kind.append(index)
+                break
+        else:
+            kinds.append([index])
+    names = _names([slowest[kind[0]].device for kind in kinds])
+    times = [
+        _times([slowest[index] for index in kind], device, tensor_parallel, size)
+        for kind, device in zip(kinds, names, strict=True)
+        for size in sorted(slowest[kind[0]].forward)
+        if all(size in slowest[index].forward for index in kind)
+    ]
+    devices = [""] * len(measured)
+    for kind, device in zip(kinds, names, strict=True):
+        for index in kind:
+            for rank in groups[index]:
+                devices[rank] = device
+    first = measured[0]
+    profile = ModelProfile(
+        name=name,
+        precision=precision,
+        state_factor=first.state_factor,
+        source="measured",
+        rank_devices=tuple(devices),
+        times=tuple(times),
+        sizes=(
+            LayerSizes(
+                tensor_parallel=tensor_parallel,
+                parameter_bytes=parameter_bytes,
+                activation_bytes=tuple(max(values) for values in zip(*(e.activations for e in measured), strict=True)),
+                output_bytes=tuple(first.outputs),
+                **_temporaries(measured),
+            ),
+        ),
+        context_bytes=_context_bytes(measured, devices),
+    )
+    return MeasuredLayers(profile, tuple(devices), tuple(each.memory_bytes for each in measured))
+
+
+def _temporaries(measured: Sequence[RankLayers]) -> dict[str, tuple[int, ...]]:
+    """Fields of the sizes: what the rank with the most needs for a moment. Nothing if a rank did not measure it."""
+    common = set.intersection(*(set(each.temporaries) for each in measured))
+    if not common:
+        return {}
+    largest = {
+        size: [max(row) for row in zip(*(e.temporaries[size] for e in measured), strict=True)] for size in common
+    }
+    per_sample, fixed = split_temporaries(largest)
+    return {"temporary_bytes": per_sample, "fixed_temporary_bytes": fixed}
+
+
+def _context_bytes(measured: Sequence[RankLayers], devices: Sequence[str]) -> dict[str, int]:
+    """By kind of device, the largest of its ranks."""
+    found: dict[str, int] = {}
+    for each, device in zip(measured, devices, strict=True):
+        if each.context_bytes is not None:
+            found[device] = max(found.get(device, 0), each.context_bytes)
+    return found
+
+
+def _differ(one: RankLayers, other: RankLayers, sizes: Sequence[int]) -> float:
+    """Relative difference of the total times over the micro-batches ``sizes``."""
+    seconds = [sum(sum(each.forward[size]) + sum(each.backward[size]) for size in sizes) for each in (one, other)]
+    return max(seconds) / min(seconds) - 1
+
+
+def _times(measured: Sequence[RankLayers], device: str, tensor_parallel: int, size: int) -> LayerTimes:
+    """The mean times of the ranks of a kind."""
+
+    def mean(values: Iterable[Sequence[float]]) -> tuple[float, ...]:
+        return tuple(statistics.fmean(each) for each in zip(*values, strict=True))
+
+    runs = {count: mean(each.runs[size][count] for each in measured) for count in measured[0].runs[size]}
+    return LayerTimes(
+        device=device,
+        tensor_parallel=tensor_parallel,
+        micro_batch=size,
+        forward_seconds=mean(each.forward[size] for each in measured),
+        backward_seconds=mean(each.backward[size] for each in measured),
+        update_seconds=mean(each.update for each in measured),
+        schedule_seconds=statistics.fmean(each.schedule[size] for each in measured),
+        relative_error=max(each.errors.get(size, 0.0) for each in measured),
+        block_runs=tuple(
+            BlockRun(blocks=count, forward_seconds=forward, backward_seconds=backward)
+            for count, (forward, backward) in runs.items()
+        ),
+    )
+
+
+def _names(devices: Sequence[str]) -> list[str]:
+    """A name for each kind: "cpu", "cpu-2" …"""
+    return [
+        device if index == 0 else f"{device}-{index + 1}"
+        for place, device in enumerate(devices)
+        for index in [list(devices[:place]).count(device)]
+    ]
+
+
+# Merge degrees -------------------------------------------------------------------------------------------------------
+
+
+def merge_degrees(measured: Sequence[tuple[int, MeasuredLayers]]) -> tuple[MeasuredLayers, tuple[str, ...]]:
+    """One profile of all degrees.
+
+    The kinds of devices are those of the first degree. A group of neighboring ranks has the kind of its members. A
+    group with several kinds is left out, because plans have groups of one kind only.
+
+    Returns:
+        The measurement, and remarks about what was left out.
+    """
+    _, first = measured[0]
+    times = list(first.profile.times)
+    sizes = list(first.profile.sizes)
+    remarks = []
+    for degree, each in measured[1:]:
+        kinds: dict[str, str] = {}
+        seconds = {name: _seconds(each, name) for name in each.profile.devices}
+        mixed = []
+        for start in range(0, len(first.devices), degree):
+            members = sorted(set(first.devices[start : start + degree]))
+            if len(members) > 1:
+                mixed.append(f"ranks {start} to {start + degree - 1} are {' and '.join(members)}")
+                continue
+            # Of several groups of one kind the slowest counts.
+            (kind,), name = members, each.devices[start]
+            kinds[kind] = max(kinds.get(kind, name), name, key=seconds.__getitem__)
+        if mixed:
+            remarks.append(f"tensor parallel {degree}: groups of unequal devices are left out: {'; '.join(mixed)}")
+        found = [
+            time.model_copy(update={"device": kind})
+            for kind, name in kinds.items()
+            for time in each.profile.times
+            if time.device == name
+        ]
+        if found:
+            times += found
+            sizes += each.profile.sizes
+    profile = first.profile.model_copy(update={"times": tuple(times), "sizes": tuple(sizes)})
+    return MeasuredLayers(profile, first.devices, first.memory_bytes), tuple(remarks)
+
+
+def _seconds(measured: MeasuredLayers, device: str) -> float:
+    """Forward and backward of all layers on a kind of device, with the smallest micro-batch."""
+    times = next(each for each in measured.profile.times if each.device == device)
+    return sum(times.forward_seconds) + sum(times.backward_seconds)

@@ -1,0 +1,338 @@
+"""Profile a named model as one of several ranks, or without a launcher; used by ``colossal-hetero profile``."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from colossalai.shardformer import ShardConfig, ShardFormer
+from rich.console import Console
+from torch import nn
+
+from ..colossalai_support import accelerator  # noqa: F401  (a quiet import of what transformers needs)
+from ..colossalai_support.accelerator import get_accelerator
+from ..common.launch import is_rank, local_gpu
+from ..layers.policy import hetero_policy
+from ..planner.profile.estimate import IMAGE_SIZE, VITS
+from ..planner.profile.layer_profile import save_model_profile
+from .layer_profiler import MIN_SECONDS, MeasuredLayers, profile_layers
+from .merge_ranks import merge_degrees
+from .model_layers import describe_layers
+from .progress import ProgressDisplay
+
+__all__ = [
+    "NamedModel",
+    "ProfileRequest",
+    "build_model",
+    "check_degrees",
+    "check_request",
+    "own_group",
+    "profile_named_model",
+    "shard",
+]
+
+
+# Named models --------------------------------------------------------------------------------------------------------
+
+
+CLASSES = 10
+"""Number of classes, if the model does not say."""
+
+
+@dataclass(frozen=True, eq=False)
+class NamedModel:
+    """A model with a batch and a loss."""
+
+    model: nn.Module
+    batch: Any
+    """A batch of one sample, on the model's device."""
+    criterion: Callable | None
+    """The loss function; None if the model computes its loss itself."""
+
+
+def build_model(
+    name: str,
+    *,
+    image_size: int | None = None,
+    sequence: int = 512,
+    options: Mapping[str, Any] | None = None,
+    device: torch.device | str = "cpu",
+) -> NamedModel:
+    """Build ``timm:vit_tiny_patch16_224``, ``hf:gpt2``, ``hf:/folder/with/config.json`` or ``vit-1b``."""
+    if name in VITS:
+        options = _timm_options(name) | dict(options or {})
+        return _from_timm("vit_base_patch16_224", image_size or IMAGE_SIZE, sequence, options, torch.device(device))
+    library, _, model = name.partition(":")
+    builders = {"timm": _from_timm, "hf": _from_transformers}
+    if library not in builders or not model:
+        raise ValueError(
+            f"{name!r} is not a model name; write for example timm:vit_tiny_patch16_224 or hf:gpt2, or one of "
+            f"{', '.join(VITS)}"
+        )
+    return builders[library](model, image_size, sequence, dict(options or {}), torch.device(device))
+
+
+def _timm_options(name: str) -> dict[str, Any]:
+    """What makes timm's ViT-Base the model ``name`` of :data:`VITS`."""
+    sizes = VITS[name]
+    widths = {"embed_dim": sizes.hidden, "depth": sizes.depth, "num_heads": sizes.heads, "patch_size": sizes.patch}
+    return widths | {"num_classes": CLASSES, "class_token": False, "global_pool": "avg"}
+
+
+def _from_timm(
+    name: str, image_size: int | None, sequence: int, options: dict[str, Any], device: torch.device
+) -> NamedModel:
+    import timm
+
+    if not timm.is_model(name.split(".")[0]):
+        close = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.3)
+        raise ValueError(f"timm has no model {name!r}; it has for example {', '.join(close) or 'vit_tiny_patch16_224'}")
+    if image_size is not None:
+        options["img_size"] = image_size
+    try:
+        with device:
+            model = timm.create_model(name, pretrained=False, **options)
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"timm:{name} cannot be built with {_in_words(options)}: {_first_line(error)}") from None
+    size = image_size or model.default_cfg["input_size"][-1]
+    channels = model.default_cfg["input_size"][0]
+    images = torch.randn(1, channels, size, size, device=device)
+    classes = max(getattr(model, "num_classes", CLASSES), 1)
+    labels = torch.zeros(1, dtype=torch.long, device=device).clamp(max=classes - 1)
+    return NamedModel(model, (images, labels), nn.functional.cross_entropy)
+
+
+def _from_transformers(
+    name: str, image_size: int | None, sequence: int, options: dict[str, Any], device: torch.device
+) -> NamedModel:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    config = _config(name, options)
+    if image_size is not None:
+        if not hasattr(config, "image_size"):
+            raise ValueError(f"hf:{name} does not take images; leave the image size out")
+        config.image_size = image_size
+    if hasattr(config, "image_size") and hasattr(config, "num_channels"):
+        heads: list[Any] = [transformers.AutoModelForImageClassification]
+        batch = {
+            "pixel_values": torch.randn(1, config.num_channels, config.image_size, config.image_size, device=device),
+            "labels": torch.zeros(1, dtype=torch.long, device=device),
+        }
+    else:
+        heads = [transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM]
+        longest = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or sequence
+        if sequence > longest:
+            raise ValueError(f"hf:{name} takes at most {longest} tokens, not {sequence}")
+        # Token 2, because several models use 0 or 1 for padding.
+        tokens = torch.full((1, sequence), 2, dtype=torch.long, device=device)
+        batch = {"input_ids": tokens, "labels": tokens.clone()}
+        # transformers could also build these encoders as decoders, but those are other models.
+        if config.model_type in ("bert", "roberta", "electra", "albert"):
+            heads = heads[1:]
+    head = next((each for each in heads if type(config) in each._model_mapping), None)
+    if head is None:
+        raise ValueError(f"hf:{name} ({type(config).__name__}) has no trainable head for text or images")
+    try:
+        with device:
+            model = head.from_config(config)
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        raise ValueError(f"hf:{name} cannot be built with {_in_words(options)}: {_first_line(error)}") from None
+    return NamedModel(model, batch, None)
+
+
+def _config(name: str, options: dict[str, Any]) -> Any:
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if name in CONFIG_MAPPING:
+        config = CONFIG_MAPPING[name]()
+    elif Path(name, "config.json").is_file():
+        config = AutoConfig.from_pretrained(name, local_files_only=True)
+    else:
+        close = difflib.get_close_matches(name, list(CONFIG_MAPPING), n=3, cutoff=0.3)
+        raise ValueError(
+            f"transformers has no model type {name!r} (and there is no {Path(name, 'config.json')}); it has for "
+            f"example {', '.join(close) or 'gpt2, llama, bert'}"
+        )
+    for key, value in options.items():
+        if not hasattr(config, key):
+            close = difflib.get_close_matches(key, list(config.to_dict()), n=1)
+            raise ValueError(f"hf:{name} has no option {key!r}" + (f"; did you mean {close[0]}?" if close else ""))
+        setattr(config, key, value)
+    return config
+
+
+def _in_words(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in options.items()) or "its defaults"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+# Sharded model -------------------------------------------------------------------------------------------------------
+
+
+def check_degrees(model: nn.Module, degrees: Sequence[int], ranks_per_node: int) -> None:
+    """Check tensor-parallel degrees before anything is measured."""
+    heads = _attention_heads(model)
+    for degree in degrees:
+        if ranks_per_node < degree:
+            raise ValueError(
+                f"tensor parallel {degree} needs {degree} devices on this machine, but there "
+                f"{'is' if ranks_per_node == 1 else 'are'} {ranks_per_node}; measure degrees of at most "
+                f"{ranks_per_node}"
+            )
+        if ranks_per_node % degree:
+            raise ValueError(
+                f"{ranks_per_node} ranks cannot be divided into tensor-parallel groups of {degree}; start a multiple "
+                f"of {degree}"
+            )
+        if heads is not None and heads % degree:
+            raise ValueError(
+                f"tensor parallel {degree} does not divide the {heads} attention heads of {type(model).__name__}; use "
+                f"a divisor of {heads}"
+            )
+
+
+def own_group(degree: int, device: torch.device) -> dist.ProcessGroup:
+    """A new group of ``degree`` neighboring ranks that this rank is in, over NCCL on a GPU, else over Gloo.
+
+    Collective over all ranks. Their number must be a multiple of ``degree`` (see :func:`check_degrees`).
+    """
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    own, _ = dist.new_subgroups(degree, backend=backend)
+    return own
+
+
+def shard(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    """This rank's shard of ``model``, which is changed."""
+    config = ShardConfig(tensor_parallel_process_group=group, enable_tensor_parallelism=True)
+    try:
+        return ShardFormer(config).optimize(model, policy=hetero_policy(model))[0]
+    except AssertionError as error:
+        raise ValueError(f"{type(model).__name__} cannot be divided over {group.size()} ranks: {error}") from error
+
+
+def _attention_heads(model: nn.Module) -> int | None:
+    """The number of attention heads; None if the model does not say."""
+    config = getattr(model, "config", None)
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        heads = next((each.num_heads for each in model.modules() if hasattr(each, "num_heads")), None)
+    return heads if isinstance(heads, int) else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileRequest:
+    """The model to profile, the settings, and the output file; see :func:`.layer_profiler.profile_layers`."""
+
+    model: str
+    """See :func:`.named_models.build_model`."""
+    out: Path
+    """Profile file to write."""
+    image_size: int | None = None
+    sequence: int = 512
+    options: Mapping[str, Any] = field(default_factory=dict)
+    micro_batches: Sequence[int] = (1, 2, 4, 8)
+    optimizer: str = "adam"
+    precision: str = "fp32"
+    min_seconds: float = MIN_SECONDS
+    tensor_parallel: Sequence[int] = (1,)
+    """Degrees to measure, ascending. A group has neighboring ranks of one machine."""
+
+
+def check_request(request: ProfileRequest, ranks_per_node: int) -> int:
+    """Check the request before any rank is started, without building weights; the number of blocks of the model."""
+    named = build_model(
+        request.model,
+        image_size=request.image_size,
+        sequence=request.sequence,
+        options=request.options,
+        device="meta",
+    )
+    check_degrees(named.model, request.tensor_parallel, ranks_per_node)
+    return len(describe_layers(named.model).row.blocks)
+
+
+def profile_named_model(request: ProfileRequest, console: Console) -> MeasuredLayers:
+    """Measure with all ranks of the launcher, or alone without one; rank 0 shows the progress and writes the file."""
+    rank, device = 0, torch.device("cpu")
+    if is_rank():
+        rank = int(os.environ["RANK"])
+        device = _device(rank)
+        torch.set_num_threads(max(int(os.environ.get("OMP_NUM_THREADS", "1")), 1))
+        dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    else:
+        device = _device(0)
+    try:
+        with console.status(f"building {request.model}") as status:
+            parts = []
+            for degree in request.tensor_parallel:
+                place = "" if len(request.tensor_parallel) == 1 else f" at tensor parallel {degree}"
+                show = ProgressDisplay(console, status, place)
+                parts.append((degree, _measure(request, degree, device, show if rank == 0 else None)))
+        measured, remarks = merge_degrees(parts)
+        if rank == 0:
+            for remark in remarks:
+                console.print(remark, markup=False, soft_wrap=True)
+            save_model_profile(measured.profile, request.out)
+        if dist.is_initialized():
+            # No rank may leave while another still asks rank 0 for the addresses of the others.
+            dist.barrier()
+        return measured
+    except RuntimeError as error:
+        raise ValueError(str(error).splitlines()[0]) from error
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _measure(
+    request: ProfileRequest, degree: int, device: torch.device, on_progress: ProgressDisplay | None
+) -> MeasuredLayers:
+    """Measure the model, or its shard of this rank."""
+    torch.manual_seed(0)
+    named = build_model(
+        request.model,
+        image_size=request.image_size,
+        sequence=request.sequence,
+        options=request.options,
+        device=device,
+    )
+    model, batch, group = named.model, named.batch, None
+    if degree > 1:
+        check_degrees(model, [degree], int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        group = own_group(degree, device)
+        model = shard(model, group)
+        if isinstance(batch, dict) and "input_ids" in batch:
+            # Colossal-AI's sharded models need a mask, even if nothing is masked.
+            batch = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+    return profile_layers(
+        model,
+        batch,
+        named.criterion,
+        micro_batches=request.micro_batches,
+        optimizer=request.optimizer,
+        precision=request.precision,
+        min_seconds=request.min_seconds,
+        tensor_parallel=degree,
+        group=group,
+        name=request.model,
+        on_progress=on_progress,
+    )
+
+
+def _device(rank: int) -> torch.device:
+    """This rank's GPU; without GPUs another accelerator or the CPU."""
+    gpu = local_gpu(rank, "measure")
+    if gpu is not None:
+        return gpu
+    is_other = get_accelerator().name not in ("cpu", "cuda")
+    return torch.device(get_accelerator().get_current_device()) if is_other else torch.device("cpu")

@@ -1,0 +1,402 @@
+"""Profile all ranks of a boosted model at once, with model, optimizer and random state restored afterwards."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from colossalai.interface import ModelWrapper, OptimizerWrapper
+from rich.console import Console
+from torch import nn
+
+from ..colossalai_support.accelerator import get_accelerator
+from ..common.ranks import on_every_rank
+from ..planner.batches.batch_profile import BatchProfile, DeviceProfile, ModelIdentity
+from .aborted_step import abort_step
+from .device_profiler import STEADY_SECONDS, peak_flops, profile_device
+from .forward_timer import ForwardTimer
+from .local_collectives import local_collectives
+from .memory import is_out_of_memory, memory_limit, recover
+from .optimizer_state import optimizer_state_bytes, optimizer_step_seconds, step_temporary_bytes
+from .preserved_state import preserved_state
+from .progress import BatchProgress, ProgressDisplay
+from .training_step import TrialRun
+
+__all__ = [
+    "MAX_CHANGE",
+    "MAX_DIFFERENCE",
+    "ModelDescription",
+    "SpeedNow",
+    "changes",
+    "describe",
+    "is_too_few_samples",
+    "profile_ranks",
+    "size_to_check",
+    "smallest_batch",
+    "speed_now",
+]
+
+
+# Smallest batch ------------------------------------------------------------------------------------------------------
+#
+# Find the smallest micro-batch that a model runs in training.
+#
+# Batch normalization of inputs ``[N, C]`` needs two values per channel, so a model with such a layer cannot train with
+# a single sample. Other training steps need pairs or triplets.
+
+
+SMALL = 4
+"""Every number of samples up to this is tried."""
+
+_MESSAGE = "Expected more than 1 value per channel"
+"""Begin of the message of the ``ValueError`` that torch raises in ``batch_norm``."""
+
+
+def is_too_few_samples(error: BaseException | None) -> bool:
+    """Whether ``error``, or an error that caused it, says that a batch normalization had a single value per channel."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, ValueError) and _MESSAGE in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def smallest_batch(run: Callable[[int], object], cap: int, abort: Callable[[], None]) -> int:
+    """The first of 1, 2, 3, 4, 8, 16, … samples with which ``run`` does not fail.
+
+    More than four are tried only if a batch normalization asks for them.
+    """
+    samples, first = 1, None
+    while True:
+        try:
+            run(samples)
+            return samples
+        except Exception as error:
+            first = first or error
+            following = samples + 1 if samples < SMALL else 2 * samples
+            is_normalization = is_too_few_samples(error)
+            if is_out_of_memory(error) or not (is_normalization or samples < SMALL) or following > cap:
+                if not (is_normalization and following > cap):
+                    raise first from None
+                raise ValueError(
+                    f"the model cannot train with micro-batches of {cap}: a batch normalization needs more than one "
+                    f"value per channel. Allow micro-batches of at least {following} samples (max_micro_batch, "
+                    "global_batch_size), or use a normalization that needs no batch, such as GroupNorm or LayerNorm"
+                ) from error
+        abort()
+        samples = following
+
+
+FIRST_STEPS = 2
+"""Number of steps after which DDP's buckets have their final order."""
+
+SYNCHRONIZATIONS = 3
+"""Least number of synchronizations that are timed."""
+MAX_SYNCHRONIZATIONS = 30
+SYNCHRONIZED_SECONDS = 0.5
+"""Synchronizations are repeated for about so long. A device under a CPU quota is not stopped in a short one, but it is
+in training, where it also computes."""
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """Identity of a model before it is wrapped, cast or sharded."""
+
+    name: str
+    """Name of its class."""
+    parameters: int
+    """Number of parameters."""
+    trained: int
+    """Number of trainable parameters."""
+    digest: str
+    """Hash of the parameters' names, shapes and dtypes."""
+
+
+def describe(model: nn.Module) -> ModelDescription:
+    """The description of ``model``, which must not be wrapped, cast or sharded yet."""
+    lines = [
+        f"{name} {tuple(value.shape)} {value.dtype} {value.requires_grad}" for name, value in model.named_parameters()
+    ]
+    return ModelDescription(
+        name=type(model).__name__,
+        parameters=sum(value.numel() for value in model.parameters()),
+        trained=sum(value.numel() for value in model.parameters() if value.requires_grad),
+        digest=hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16],
+    )
+
+
+def profile_ranks(
+    model: ModelWrapper,
+    optimizer: OptimizerWrapper,
+    trial: TrialRun,
+    description: ModelDescription,
+    *,
+    stage: int,
+    precision: str,
+    cap: int,
+    synchronize: Callable[[bool], None],
+    replica_of: Sequence[int],
+    multiple_of: int = 1,
+) -> BatchProfile:
+    """Measure every rank's largest micro-batch and times, all ranks at once, and the time of a synchronization.
+
+    Model, optimizer, buffers, gradients and random state are restored bit for bit (Poplar, Algorithm 1).
+    """
+    size, cap = 1, cap // multiple_of
+
+    def run(units: int) -> tuple[float, float]:
+        nonlocal size
+        size = units * multiple_of
+        watch.take()
+        seconds = trial(size)
+        return seconds, sum(forward for _, forward in watch.take())
+
+    def find_smallest() -> int:
+        """The fewest samples that this rank can train with. Errors of the training step show here, without others."""
+        synchronize(stage != 0)
+        with local_collectives(model):
+            return smallest_batch(run, cap, lambda: abort_step(model, optimizer))
+
+    def communicate_first() -> None:
+        """Let libraries allocate the memory that they keep for communication: connections, threads, final buckets."""
+        synchronize(True)
+        for _ in range(FIRST_STEPS):
+            run(smallest)
+
+    def measure() -> tuple[DeviceProfile, int]:
+        to_come = optimizer_state_bytes(optimizer)
+        trial.step_bytes = step_temporary_bytes(optimizer)
+        # Fill buckets and shards as in training. In stage 0 this is not possible, because DDP fills its buckets in C++
+        # and communicates at once.
+        synchronize(stage != 0)
+        here = get_accelerator().get_current_device()
+        with local_collectives(model):
+            device = profile_device(
+                run,
+                cap,
+                state_bytes_to_come=to_come,
+                device=here,
+                smallest=smallest,
+                on_progress=tell,
+                abort=lambda: abort_step(model, optimizer),
+                flops=peak_flops(here),
+            )
+        of_units = device.model_copy(update={"step_seconds": optimizer_step_seconds(optimizer)})
+        return _in_samples(of_units, multiple_of), to_come
+
+    def synchronization_seconds() -> float:
+        """How much longer a step of few samples takes with communication. It includes waiting for other ranks."""
+
+        def both() -> tuple[float, float]:
+            synchronize(stage != 0)
+            with local_collectives(model):
+                local = run(smallest)[0]
+            synchronize(True)
+            dist.barrier()
+            return local, run(smallest)[0]
+
+        both()
+        timed = [both() for _ in range(SYNCHRONIZATIONS)]
+        # All ranks must agree on the number of synchronizations.
+        everyone: list[float] = [0.0] * dist.get_world_size()
+        dist.all_gather_object(everyone, statistics.median(sum(pair) for pair in timed))
+        wanted = math.ceil(SYNCHRONIZED_SECONDS / max(everyone))
+        timed += [both() for _ in range(min(wanted, MAX_SYNCHRONIZATIONS) - SYNCHRONIZATIONS)]
+        # Means without the longest one: a device that is stopped now and then is not stopped in each synchronization.
+        local, synchronized = (sorted(times)[:-1] for times in zip(*timed, strict=True))
+        return statistics.fmean(synchronized) - statistics.fmean(local)
+
+    watch = ForwardTimer(model, lambda: size)
+    try:
+        with preserved_state(model, optimizer), _progress() as tell:
+            smallest = max(on_every_rank(find_smallest, "a first training step"))
+            communicate_first()
+            measured = on_every_rank(measure, "measuring batches")
+            devices = [device for device, _ in measured]
+            fits = all(device.max_batch > 0 for device in devices)
+            # Every rank waits for the slowest one, so the smallest value contains the least waiting.
+            seconds = min(on_every_rank(synchronization_seconds, "measuring communication")) if fits else 0.0
+            optimizer.zero_grad()
+    finally:
+        watch.remove()
+        synchronize(True)
+    replicas = [
+        _slowest([device for device, replica in zip(devices, replica_of, strict=True) if replica == own])
+        for own in range(max(replica_of) + 1)
+    ]
+    states = [to_come for _, to_come in measured]
+    return BatchProfile(
+        stage=stage,
+        precision=precision,
+        model=_identity(description, stage, precision, sum(states) if stage else states[0]),
+        communication_seconds=max(0.0, seconds),
+        kinds=tuple(replicas),
+        ranks=tuple(range(len(replicas))),
+    )
+
+
+def _in_samples(device: DeviceProfile, unit: int) -> DeviceProfile:
+    """A profile of batches in samples, from one in units of so many samples."""
+    return device.model_copy(
+        update={
+            "sample_bytes": -(-device.sample_bytes // unit),
+            "max_batch": device.max_batch * unit,
+            "searched_batch": device.searched_batch and device.searched_batch * unit,
+            "min_batch": device.min_batch * unit,
+            "points": tuple(point.model_copy(update={"batch": point.batch * unit}) for point in device.points),
+        }
+    )
+
+
+def _slowest(devices: Sequence[DeviceProfile]) -> DeviceProfile:
+    """The profile of several devices that wait for each other: the longest times and the smallest limits."""
+    first = devices[0]
+    if len(devices) == 1:
+        return first
+    times = [{point.batch: point for point in device.points} for device in devices]
+    steps = [device.step_seconds for device in devices if device.step_seconds is not None]
+    common = sorted(set.intersection(*(set(points) for points in times)))
+    return first.model_copy(
+        update={
+            "device": " + ".join(device.device for device in devices),
+            "memory_bytes": min(device.memory_bytes for device in devices),
+            "state_bytes": max(device.state_bytes for device in devices),
+            "sample_bytes": max(device.sample_bytes for device in devices),
+            "max_batch": min(device.max_batch for device in devices),
+            "memory_bound": any(device.memory_bound for device in devices),
+            "min_batch": max(device.min_batch for device in devices),
+            "step_seconds": max(steps) if len(steps) == len(devices) else None,
+            "points": tuple(
+                max((points[batch] for points in times), key=lambda point: point.seconds) for batch in common
+            ),
+        }
+    )
+
+
+def _identity(description: ModelDescription, stage: int, precision: str, state_bytes: int) -> ModelIdentity:
+    # ZeRO stages 1 and 2 hold the parameters in the chosen precision and additional fp32 copies; DDP and FSDP hold fp32
+    # parameters and cast them when they are used.
+    zero = stage in (1, 2)
+    width = 2 if zero and precision != "fp32" else 4
+    return ModelIdentity(
+        name=description.name,
+        parameters=description.parameters,
+        parameter_bytes=width * description.parameters,
+        gradient_bytes=width * description.trained,
+        optimizer_bytes=state_bytes + (4 * description.trained if zero else 0),
+        digest=description.digest,
+    )
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[BatchProgress], None]]:
+    """Show on rank 0 what it measures, and how long it still takes; yields the function to call with the progress."""
+    if dist.get_rank() != 0:
+        yield lambda progress: None
+        return
+    console = Console(stderr=True)
+    with console.status("measuring memory and speed of each device") as status:
+        yield ProgressDisplay(console, status)
+
+
+# Speed check ---------------------------------------------------------------------------------------------------------
+
+
+MAX_CHANGE = 1.25
+"""Largest factor between a time now and in the profile, in both directions, with which the profile is still used."""
+
+MAX_DIFFERENCE = 1.2
+"""Largest ratio of the ranks' factors: a change of all ranks alike does not change the best division, but this does.
+On a shared machine, short measurements of equal devices differ by up to 12 %; what remains is found in training."""
+
+MAX_RUNS = 30
+"""Largest number of passes of the check."""
+
+
+def size_to_check(device: DeviceProfile) -> int:
+    """The largest timed size of which some passes take no longer than the check; else the smallest timed size."""
+    short = [point.batch for point in device.points if point.seconds <= STEADY_SECONDS / 2]
+    return max(short, default=device.points[0].batch)
+
+
+@dataclass(frozen=True)
+class SpeedNow:
+    """A rank's time now and in the profile."""
+
+    batch: int
+    """Samples of the micro-batch that ran."""
+    seconds: float
+    expected_seconds: float
+    """The time in the profile."""
+
+
+def changes(ranks: Sequence[SpeedNow | str], replica_of: Sequence[int]) -> str | None:
+    """What differs from the profile, in words, from :func:`speed_now` of all ranks; None if it is still right.
+
+    ``replica_of`` is the index of the replica that each rank belongs to. The profile of a replica has the times of its
+    slowest rank, so the others may be faster.
+    """
+    found = [f"rank {rank}: {words}" for rank, words in enumerate(ranks) if isinstance(words, str)]
+    if found:
+        return "; ".join(found)
+    speeds = [each for each in ranks if isinstance(each, SpeedNow)]
+    by_replica: dict[int, float] = {}
+    for each, replica in zip(speeds, replica_of, strict=True):
+        by_replica[replica] = max(each.seconds / each.expected_seconds, by_replica.get(replica, 0.0))
+    factors = by_replica.values()
+    if max(factors) <= MAX_CHANGE and min(factors) >= 1 / MAX_CHANGE and max(factors) <= MAX_DIFFERENCE * min(factors):
+        return None
+    return "; ".join(
+        f"rank {rank}: a micro-batch of {each.batch} takes {each.seconds:.3g} s, but took {each.expected_seconds:.3g} s"
+        for rank, each in enumerate(speeds)
+    )
+
+
+def speed_now(
+    device: DeviceProfile, trial: TrialRun, synchronize: Callable[[bool], None], stage: int
+) -> SpeedNow | str:
+    """The speed of this rank, whose profile is ``device``; or why its memory is too small now, in words.
+
+    The passes run without communication, and leave no trace. ``synchronize`` is that of
+    :func:`.rank_profiler.profile_ranks`.
+    """
+    limit = memory_limit(get_accelerator().get_current_device())
+    needed = device.state_bytes + device.max_batch * device.sample_bytes
+    if limit.bytes < needed:
+        return f"{limit.bytes / 2**30:.2f} GiB of memory can be used, but {needed / 2**30:.2f} GiB are needed"
+    batch = size_to_check(device)
+    expected = next(point.seconds for point in device.points if point.batch == batch)
+    try:
+        with preserved_state(trial.model, trial.optimizer):
+            synchronize(stage != 0)
+            with local_collectives(trial.model):
+                seconds = _seconds(trial, batch)
+            trial.optimizer.zero_grad()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        recover(error)
+        abort_step(trial.model, trial.optimizer)
+        return f"a micro-batch of {batch} samples runs out of memory"
+    finally:
+        trial.release()
+        synchronize(True)
+    return SpeedNow(batch, seconds, expected)
+
+
+def _seconds(trial: TrialRun, batch: int) -> float:
+    """Mean time of passes, repeated as long as it takes to see a throttled device stop."""
+    trial(batch)  # prepares libraries
+    times: list[float] = []
+    begin = time.perf_counter()
+    while not times or (time.perf_counter() - begin < STEADY_SECONDS and len(times) < MAX_RUNS):
+        times.append(trial(batch))
+    return sum(times) / len(times)
