@@ -95,7 +95,7 @@ def read_gpu_tables(folder: Path, model: str) -> GpuTables:
         if degree not in sizes:
             left_out[gpu] = f"{gpu} at tensor_parallel {degree}: there are no sizes"
             continue
-        seconds = {name: tuple(float(row[name]) for row in rows) for name in TIMES}
+        seconds: dict[str, Any] = {name: tuple(float(row[name]) for row in rows) for name in TIMES}
         if not any(seconds["update_seconds"]):
             left_out.setdefault(gpu, f"{gpu}: the optimizer's step was not timed; it is taken as 0")
         seconds["update_seconds"] = _divide_step(
