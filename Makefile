@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install vit zero pipeline elastic language gpu test test-thorough check lint
+.PHONY: help install vit zero pipeline elastic language gpu test test-thorough check lint lines
 help:
 	@echo "make vit       train the ViT example on two ranks, one of them slowed, balancing on"
 	@echo "make zero      train with ZeRO on two ranks, one of them slowed, with equal and with fitted batches"
@@ -14,6 +14,7 @@ help:
 	@echo "make test      run all tests (about 20 minutes on 2 cores)"
 	@echo "make check     lint and run the unit tests, before a commit (a few minutes)"
 	@echo "make lint      ruff and mypy"
+	@echo "make lines     lines of Python beside their budgets"
 	@echo "make test-thorough  run all tests, with many more random examples and all combinations of cases"
 
 $(VENV)/.installed: pyproject.toml
@@ -57,3 +58,6 @@ check: lint
 
 lint: install
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy colossal_hetero
+
+lines: install
+	@$(BIN)/python -m docs.count_lines

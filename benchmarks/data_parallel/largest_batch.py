@@ -30,12 +30,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.common import print_table
 from colossal_hetero.profiling.aborted_step import abort_step
-from colossal_hetero.profiling.batches.device_profiler import Timing, profile_device
-from colossal_hetero.profiling.batches.optimizer_state import optimizer_state_bytes, step_temporary_bytes
-from colossal_hetero.profiling.batches.progress import BatchProgress
-from colossal_hetero.profiling.batches.smallest_batch import smallest_batch
+from colossal_hetero.profiling.device_profiler import Timing, profile_device
 from colossal_hetero.profiling.memory import is_out_of_memory, recover
+from colossal_hetero.profiling.optimizer_state import optimizer_state_bytes, step_temporary_bytes
 from colossal_hetero.profiling.preserved_state import preserved_state
+from colossal_hetero.profiling.progress import BatchProgress
+from colossal_hetero.profiling.rank_profiler import smallest_batch
 from colossal_hetero.profiling.training_step import TrialRun, default_training_step
 
 # isort: split

@@ -28,7 +28,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-import colossal_hetero.accelerator  # noqa: F401  (lets Colossal-AI work on a CPU, without its warnings)
+import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (lets Colossal-AI work on a CPU, without its warnings)
 from benchmarks.common import describe_machine, print_table
 from benchmarks.pipeline.namespace_ranks import run_in_namespaces
 from benchmarks.pipeline.namespaces import missing, nodes

@@ -26,7 +26,7 @@ from torch.utils.data import Dataset
 from benchmarks.common import print_table, start_ranks
 from benchmarks.tensor_parallel.uneven import Turns, digits, make_model
 from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin, HeteroZeroPlugin
-from colossal_hetero.testing.cpu_quota import cpu_quota
+from colossal_hetero.testing.stragglers import cpu_quota
 
 SHARES = (0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2)
 """Divisions that are tried for the control: samples of rank 1 relative to those that the quota suggests."""

@@ -27,7 +27,7 @@ from torch.nn.functional import cross_entropy
 from benchmarks.common import print_table, start_ranks
 from benchmarks.tensor_parallel.uneven import Turns, digits, make_model, make_optimizer
 from colossal_hetero import HeteroZeroPlugin
-from colossal_hetero.testing.cpu_quota import cpu_quota
+from colossal_hetero.testing.stragglers import cpu_quota
 
 METHODS = ("exact", "uniform")
 

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.status import Status
 from torch import Tensor
 
-from ..common.files import default_folder, replacing
+from ..common.atomic_files import default_folder, replacing
 from ..layers.out_of_memory import is_out_of_memory
 from ..layers.workload import impute
 from .config import BalanceConfig

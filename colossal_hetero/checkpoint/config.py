@@ -1,11 +1,11 @@
-"""The user's options for layer checkpoints."""
+"""What a user chooses about layer checkpoints, and the error that names what is wrong with one."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["CheckpointConfig"]
+__all__ = ["CheckpointConfig", "CheckpointError"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,3 +37,7 @@ class CheckpointConfig:
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
         if self.node is not None and (not self.node or set(self.node) & set("/\\ ")):
             raise ValueError(f"node={self.node!r} is used in names of files; it must be a word without slashes")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or read. The message says which, why, and what can be done."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from ..common.ranks import on_every_rank, own_address
-from .config import CheckpointConfig
+from .config import CheckpointConfig, CheckpointError
 from .copies import NodeCopy, SavedIndex, WholeCheckpoint, copies_of, index_of, newest_whole
 from .found import Copy, FolderPlace, Place, content_of, find_checkpoints
 from .held_pieces import agreed_buffers, pieces_of
@@ -30,7 +30,7 @@ from .records import FileCheck
 from .restoring import Restoring, wait_for_parameters
 from .run_states import check_loader, check_optimizer, restore_run, run_state_of
 from .saver import LayerCheckpointSaver
-from .storage import CheckpointError, DamagedCopy
+from .storage import DamagedCopy
 
 __all__ = ["LayerCheckpoint", "Start", "Training", "repair"]
 

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from .config import CheckpointError
 from .copies import SavedIndex, WholeCheckpoint
 from .exchange import AHEAD, BoxMemory, exchange
 from .pieces import Bitmap, Location, StorageTier, TensorPiece
 from .reader import CheckpointReader, LayerRead, ReadAhead
-from .storage import CheckpointError
 from .transfers import Fetch, Need, Read, Transfer, choose_sources, layer_order, reads_and_transfers
 
 __all__ = ["load_pieces"]

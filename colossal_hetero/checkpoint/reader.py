@@ -11,10 +11,11 @@ import numpy as np
 import torch
 
 from .cells import CHECK_BYTES, aligned, check_sums, grid_box, grid_shape, runs, words
+from .config import CheckpointError
 from .found import Copy, FoundCheckpoint, Place, RepairablePlace, Search, content_of, find_checkpoints
 from .pieces import STATES, Box, TensorPiece, cover
 from .records import FileCheck, FileRecord, ItemRecord, Manifest
-from .storage import CheckpointError, DamagedCopy
+from .storage import DamagedCopy
 
 __all__ = ["CheckpointReader", "LayerRead", "ReadAhead"]
 

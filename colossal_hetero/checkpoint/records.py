@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 import json
-import pickle
 import zlib
-from collections.abc import Iterable
 from typing import Any
 
-import torch
 from pydantic import ConfigDict, Field
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from ..common.files import FilePart, check_file
 from .pieces import Box
@@ -31,7 +20,6 @@ __all__ = [
     "Manifest",
     "NodePart",
     "checksum",
-    "dcp_metadata",
     "parse_manifest",
     "parse_part",
 ]
@@ -164,22 +152,3 @@ def _content(name: str, text: bytes) -> Any:
 def _content_checksum(content: dict[str, Any]) -> int:
     rest = {name: value for name, value in content.items() if name != "crc32"}
     return checksum(json.dumps(rest, sort_keys=True).encode())
-
-
-# Dcp metadata --------------------------------------------------------------------------------------------------------
-
-
-def dcp_metadata(files: Iterable[FileRecord]) -> bytes:
-    """The content of ``.metadata`` for these files. A box that several files hold is read from the first."""
-    tensors: dict[str, TensorStorageMetadata] = {}
-    places: dict[MetadataIndex, _StorageInfo] = {}
-    for file in files:
-        for item in file.items:
-            if item.key not in tensors:
-                properties = TensorProperties(dtype=getattr(torch, item.dtype))
-                tensors[item.key] = TensorStorageMetadata(properties, torch.Size(item.shape), [])
-            index = MetadataIndex(item.key, item.offsets)
-            if index not in places:
-                places[index] = _StorageInfo(file.name, item.archive_offset, item.archive_bytes)
-                tensors[item.key].chunks.append(ChunkStorageMetadata(torch.Size(item.offsets), torch.Size(item.sizes)))
-    return pickle.dumps(Metadata({**tensors}, planner_data={key: (key,) for key in tensors}, storage_data=places))

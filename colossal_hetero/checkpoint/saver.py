@@ -16,13 +16,14 @@ from numpy import uint8
 from numpy.typing import NDArray
 from torch.distributed import Store
 
+from .config import CheckpointError
 from .layer_files import copy_file, write_layer_file
 from .meeting import FolderMeeting, Interruption, Meeting, MemoryMeeting, Stopped, StoreMeeting, wait_for
 from .participants import Participants, ShardFile, divide_files, holdings_of
 from .pieces import RunState, TensorPiece, layer_file, meeting_folder, step_folder
 from .records import FileRecord
 from .staging import StagingBuffer, Worker
-from .storage import CheckpointError, FileOperations
+from .storage import FileOperations
 from .tier import Save, Tier
 
 __all__ = ["LayerCheckpointSaver"]

@@ -11,7 +11,6 @@ from .pieces import MANIFEST, METADATA, TEMPORARY, is_replaced, removed_folder, 
 from .records import Manifest, parse_manifest
 
 __all__ = [
-    "CheckpointError",
     "DamagedCopy",
     "FileOperations",
     "complete_folders",
@@ -174,10 +173,6 @@ def _remove(files: FileOperations, root: Path, name: str) -> None:
 
 
 # Errors --------------------------------------------------------------------------------------------------------------
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read. The message says which, why, and what can be done."""
 
 
 class DamagedCopy(Exception):

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import base64
 import json
+import pickle
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import Field
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
+from .config import CheckpointError
 from .meeting import Interruption, Meeting, Stopped, wait_for
 from .participants import Participants
 from .pieces import (
@@ -28,9 +39,8 @@ from .pieces import (
     step_folder,
     unfinished_folder,
 )
-from .records import SCHEMA, CheckpointPart, FileCheck, FileRecord, Manifest, NodePart, checksum, dcp_metadata
+from .records import SCHEMA, CheckpointPart, FileCheck, FileRecord, Manifest, NodePart, checksum
 from .storage import (
-    CheckpointError,
     FileOperations,
     complete_folders,
     is_complete,
@@ -45,6 +55,22 @@ __all__ = ["Index", "RankPart", "Save", "Tier", "make_index", "rank_part"]
 
 
 # Index ---------------------------------------------------------------------------------------------------------------
+
+
+def dcp_metadata(files: Iterable[FileRecord]) -> bytes:
+    """The content of ``.metadata`` for these files. A box that several files hold is read from the first."""
+    tensors: dict[str, TensorStorageMetadata] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for file in files:
+        for item in file.items:
+            if item.key not in tensors:
+                properties = TensorProperties(dtype=getattr(torch, item.dtype))
+                tensors[item.key] = TensorStorageMetadata(properties, torch.Size(item.shape), [])
+            index = MetadataIndex(item.key, item.offsets)
+            if index not in places:
+                places[index] = _StorageInfo(file.name, item.archive_offset, item.archive_bytes)
+                tensors[item.key].chunks.append(ChunkStorageMetadata(torch.Size(item.offsets), torch.Size(item.sizes)))
+    return pickle.dumps(Metadata({**tensors}, planner_data={key: (key,) for key in tensors}, storage_data=places))
 
 
 class RankPart(CheckpointPart):

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from ..common.files import replacing
+from .config import CheckpointError
 from .found import Copy, FolderPlace, content_of, find_checkpoints
-from .pieces import TEMPORARY, TensorPiece, whole
-from .reader import CheckpointReader
-from .storage import CheckpointError, DamagedCopy
+from .pieces import TEMPORARY
+from .storage import DamagedCopy
 
-__all__ = ["Entry", "damaged_files", "default_ending", "entries", "export"]
+__all__ = ["Entry", "damaged_files", "entries"]
 
 
 @dataclass(frozen=True)
@@ -75,44 +71,3 @@ def damaged_files(entry: Entry) -> Iterator[str]:
 
 def _bytes(folder: Path) -> int:
     return sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
-
-
-# Export --------------------------------------------------------------------------------------------------------------
-
-
-MODEL = ("param.", "buffer.")
-"""How the keys of tensors start that belong to the model, not to the optimizer."""
-
-
-def default_ending() -> str:
-    """``.safetensors`` if that package is there, else ``.pt``."""
-    return ".pt" if importlib.util.find_spec("safetensors") is None else ".safetensors"
-
-
-def export(folder: Path, out: Path, step: int | None = None) -> tuple[int, int]:
-    """Write the parameters and buffers of a checkpoint, by their names in the model of one process.
-
-    Returns:
-        The step, and the number of tensors.
-    """
-    if out.suffix not in (".safetensors", ".pt"):
-        raise ValueError(f"cannot tell the format of {out}: end its name in .safetensors or .pt")
-    reader = CheckpointReader([FolderPlace(folder)])
-    step = reader.latest() if step is None else step
-    state: dict[str, torch.Tensor] = {}
-    for key, (shape, dtype, layer) in reader.tensors(step).items():
-        start = next((start for start in MODEL if key.startswith(start)), None)
-        if start is not None:
-            data = torch.empty(shape, dtype=dtype)
-            reader.load([TensorPiece(layer, key, shape, whole(shape), data, "whole")], step)
-            state[key.removeprefix(start)] = data
-    if not state:
-        raise CheckpointError(f"the checkpoint of step {step} in {folder} has no parameters")
-    with replacing(out) as temporary:
-        if out.suffix == ".pt":
-            torch.save(state, temporary)
-        else:
-            from safetensors.torch import save_file
-
-            save_file(state, temporary, metadata={"format": "pt"})
-    return step, len(state)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from ..checkpoint.storage import CheckpointError
-from ..common.files import check_writable
+from ..checkpoint.config import CheckpointError
+from ..common.atomic_files import check_writable
 from ..common.text import MarkedError
 
 __all__ = [

@@ -79,8 +79,8 @@ def verify(folder: Path, step: int | None) -> None:
 def export(folder: Path, step: int | None, out: Path | None) -> None:
     """Write the parameters of a checkpoint in FOLDER to one file, as a plain state dict of Hugging Face or timm."""
     with errors_on_one_line():
-        from ..checkpoint.verify import default_ending
-        from ..checkpoint.verify import export as export_checkpoint
+        from ..checkpoint.export import default_ending
+        from ..checkpoint.export import export as export_checkpoint
 
         target = out or Path(f"model{default_ending()}")
         check_outputs(target)

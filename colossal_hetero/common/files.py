@@ -3,95 +3,35 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from .atomic_files import replacing
 
 __all__ = [
+    "Amount",
+    "ByteCount",
+    "BytesPerSecond",
+    "Factor",
     "FilePart",
+    "Flops",
+    "NonNegative",
+    "PositiveCount",
+    "PositiveSeconds",
+    "Seconds",
     "check_file",
     "check_units",
-    "check_writable",
-    "default_folder",
     "errors_in_words",
     "field_names",
     "load_json_file",
     "read_json",
     "read_text",
-    "replacing",
     "write_json",
 ]
-
-
-# Atomic --------------------------------------------------------------------------------------------------------------
-
-
-OPEN_FILES = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/self/fd/")
-"""Files that the process has open already: if they are regular files, others may be writing to them too."""
-
-
-@contextmanager
-def replacing(path: Path | str) -> Iterator[Path]:
-    """The path of a temporary file. When the block ends, its content is that of ``path``.
-
-    The temporary file is beside ``path`` and replaces it. If ``path`` is a symbolic link, the file that it leads to is
-    replaced, and the link stays. A device or a pipe, such as ``/dev/stdout``, is not replaced but written to.
-
-    If the block raises an error, ``path`` stays as it was and the temporary file is removed.
-    """
-    path = Path(path)
-    if _is_stream(path):
-        with tempfile.TemporaryDirectory() as folder:
-            temporary = Path(folder) / path.name
-            yield temporary
-            with temporary.open("rb") as content, path.open("ab") as stream:
-                shutil.copyfileobj(content, stream)
-        return
-    target = Path(os.path.realpath(path))
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        yield temporary
-        if target.exists():
-            shutil.copymode(target, temporary)
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def check_writable(path: Path | str) -> None:
-    """Check, before the work starts, that its result can be written to ``path``."""
-    path = Path(path)
-    is_stream = _is_stream(path)
-    target = path if is_stream else Path(os.path.realpath(path))
-    if target.is_dir():
-        raise ValueError(f"cannot write {path}: it is a folder; give the name of a file")
-    if target.exists() and not os.access(target, os.W_OK):
-        raise ValueError(f"cannot write {path}: no permission to change this file")
-    if is_stream:
-        return
-    if not target.parent.is_dir():
-        folder = target.parent if path.is_symlink() else path.parent
-        raise ValueError(f"cannot write {path}: there is no folder {folder}")
-    # Root passes the check of permissions also where a file system is read-only or has no files, such as /proc.
-    try:
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name[:40]}."):
-            pass
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: no file can be made in {target.parent}: {error.strerror}") from None
-
-
-def _is_stream(path: Path) -> bool:
-    """Whether ``path`` is something that bytes are written to, but not a file that can be replaced."""
-    if str(path).startswith(OPEN_FILES):
-        return True
-    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def read_json(path: Path | str) -> tuple[str, Any]:
@@ -214,13 +154,25 @@ def _in_words(error: Any, names: Sequence[str]) -> str:
     return f"{place} is {shown}: {words.get(kind, error['msg'])}"
 
 
-# Cache folder --------------------------------------------------------------------------------------------------------
+# Quantities ----------------------------------------------------------------------------------------------------------
 
 
-def default_folder() -> Path:
-    """``$XDG_CACHE_HOME/colossal_hetero``, or ``~/.cache/colossal_hetero``."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "colossal_hetero"
+MAX_SECONDS = 1e15
+"""About 30 million years."""
+MAX_BYTES = 10**18
+MAX_COUNT = 10**9
+
+Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS)]
+PositiveSeconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
+ByteCount = Annotated[int, Field(ge=0, le=MAX_BYTES)]
+Amount = Annotated[float, Field(ge=0, le=MAX_BYTES)]
+"""A predicted number of bytes."""
+BytesPerSecond = Annotated[float, Field(ge=1e-6, le=1e30)]
+Flops = Annotated[float, Field(ge=1, le=1e30)]
+"""FLOP/s."""
+Factor = Annotated[float, Field(ge=1e-9, le=1e12)]
+NonNegative = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+PositiveCount = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
 
 # Schema --------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from .files import replacing
+from .atomic_files import replacing
 
 __all__ = ["BLUE", "FORMATS", "GRAY", "LIGHT_BLUE", "ORANGE", "RED", "check_matplotlib", "check_name", "save_figure"]
 

@@ -4,21 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any
 
 __all__ = [
-    "Amount",
-    "ByteCount",
-    "BytesPerSecond",
-    "Factor",
-    "Flops",
     "MarkedError",
-    "NonNegative",
-    "PositiveCount",
-    "PositiveSeconds",
-    "Seconds",
     "aligned",
     "byte_unit",
     "count",
@@ -74,27 +63,6 @@ def spans(ranks: Sequence[int], max_parts: int = 6) -> str:
     if len(texts) <= max_parts:
         return ", ".join(texts)
     return f"{', '.join(texts[: max_parts - 2])}, …, {ranks[-1]} ({len(ranks)} ranks)"
-
-
-# Quantities ----------------------------------------------------------------------------------------------------------
-
-
-MAX_SECONDS = 1e15
-"""About 30 million years."""
-MAX_BYTES = 10**18
-MAX_COUNT = 10**9
-
-Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS)]
-PositiveSeconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
-ByteCount = Annotated[int, Field(ge=0, le=MAX_BYTES)]
-Amount = Annotated[float, Field(ge=0, le=MAX_BYTES)]
-"""A predicted number of bytes."""
-BytesPerSecond = Annotated[float, Field(ge=1e-6, le=1e30)]
-Flops = Annotated[float, Field(ge=1, le=1e30)]
-"""FLOP/s."""
-Factor = Annotated[float, Field(ge=1e-9, le=1e12)]
-NonNegative = Annotated[int, Field(ge=0, le=MAX_COUNT)]
-PositiveCount = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
 
 # Marked error --------------------------------------------------------------------------------------------------------

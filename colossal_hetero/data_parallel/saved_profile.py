@@ -20,7 +20,7 @@ from rich.console import Console
 from torch import nn
 
 from ..colossalai_support.accelerator import get_accelerator
-from ..common.files import check_writable, default_folder
+from ..common.atomic_files import check_writable, default_folder
 from ..planner.batches.batch_profile import BatchProfile, load_profile, save_profile
 from ..profiling.device_profiler import device_name
 from ..profiling.rank_profiler import ModelDescription

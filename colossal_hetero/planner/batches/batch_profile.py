@@ -13,8 +13,19 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
-from ...common.files import FilePart, check_units, load_json_file, write_json
-from ...common.text import ByteCount, Flops, NonNegative, PositiveCount, PositiveSeconds, Seconds, spans
+from ...common.files import (
+    ByteCount,
+    FilePart,
+    Flops,
+    NonNegative,
+    PositiveCount,
+    PositiveSeconds,
+    Seconds,
+    check_units,
+    load_json_file,
+    write_json,
+)
+from ...common.text import spans
 from ..cluster.topology import MeasuredLink
 from .time_curve import Curve
 

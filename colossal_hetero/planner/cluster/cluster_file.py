@@ -55,7 +55,8 @@ from typing import Any
 import tomlkit
 import tomlkit.exceptions
 
-from ...common.files import check_file, read_text, replacing
+from ...common.atomic_files import replacing
+from ...common.files import check_file, read_text
 from .cluster_schema import (
     LATENCIES,
     NETWORKS,

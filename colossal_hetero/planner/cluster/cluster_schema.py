@@ -10,8 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from ...common.files import FilePart
-from ...common.text import BytesPerSecond, Factor, Flops, Seconds
+from ...common.files import BytesPerSecond, Factor, FilePart, Flops, Seconds
 from .topology import Channel
 
 __all__ = [

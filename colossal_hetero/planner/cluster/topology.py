@@ -10,8 +10,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from ...common.files import FilePart
-from ...common.text import BytesPerSecond, NonNegative, Seconds
+from ...common.files import BytesPerSecond, FilePart, NonNegative, Seconds
 
 __all__ = ["Channel", "Device", "DeviceKind", "MeasuredLink", "Node", "Topology"]
 

@@ -23,8 +23,8 @@ from typing import Any, Literal, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ...common.files import FilePart
-from ...common.text import Seconds, count
+from ...common.files import FilePart, Seconds
+from ...common.text import count
 from ..stages.event_simulation import Event, StageShare, Transfers
 
 __all__ = [

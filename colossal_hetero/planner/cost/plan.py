@@ -13,8 +13,18 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
-from ...common.files import FilePart, check_units, load_json_file, write_json
-from ...common.text import Amount, NonNegative, PositiveCount, PositiveSeconds, Seconds, count
+from ...common.files import (
+    Amount,
+    FilePart,
+    NonNegative,
+    PositiveCount,
+    PositiveSeconds,
+    Seconds,
+    check_units,
+    load_json_file,
+    write_json,
+)
+from ...common.text import count
 from .pass_order import GraphSeconds, Schedule, stages_of_chunks
 
 __all__ = ["SCHEMA", "ChunkPlan", "Plan", "Replica", "StagePlan", "exposed_seconds", "load_plan", "save_plan"]

@@ -19,8 +19,17 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, field_validator, model_validator
 
-from ...common.files import FilePart, check_units, load_json_file, write_json
-from ...common.text import ByteCount, Factor, NonNegative, PositiveCount, Seconds
+from ...common.files import (
+    ByteCount,
+    Factor,
+    FilePart,
+    NonNegative,
+    PositiveCount,
+    Seconds,
+    check_units,
+    load_json_file,
+    write_json,
+)
 from .layer_costs import LayerCosts
 
 __all__ = ["SCHEMA", "BlockRun", "LayerSizes", "LayerTimes", "ModelProfile", "load_model_profile", "save_model_profile"]

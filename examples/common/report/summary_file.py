@@ -13,7 +13,7 @@ import numpy as np
 import torch.distributed as dist
 
 from colossal_hetero.colossalai_support.accelerator import get_accelerator
-from colossal_hetero.common.files import replacing
+from colossal_hetero.common.atomic_files import replacing
 
 __all__ = ["finite", "peak_memory_by_rank", "quantiles", "warmup_iterations", "write_json"]
 

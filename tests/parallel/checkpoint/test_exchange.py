@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from colossal_hetero.checkpoint.config import CheckpointError
 from colossal_hetero.checkpoint.exchange import AHEAD, BoxMemory, Received, exchange
 from colossal_hetero.checkpoint.pieces import Bitmap, Box, Location, StorageTier, TensorPiece
 from colossal_hetero.checkpoint.reader import LayerRead, ReadAhead
-from colossal_hetero.checkpoint.storage import CheckpointError
 from colossal_hetero.checkpoint.transfers import Need, Read, choose_sources, layer_order, reads_and_transfers
 from tests.support.harness import run_ranks
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,17 +13,6 @@ CLUSTER = REPOSITORY / "examples/plans/clusters/a100-v100.toml"
 PROFILE = REPOSITORY / "examples/plans/opt-350-a100-v100.json"
 FILES = ("--cluster", CLUSTER, "--profile", PROFILE)
 LAYOUT = "dp 4 x pp [A100-40 0-23], micro-batch 1 x 32"
-LAYER = {"params_bytes": 1000, "act_mem_bytes": 100, "act_output_bytes": 10}
-SIZES = {"M": {"1": {str(layer): LAYER for layer in range(5)}}}
-TIMES = {"1": {"1": {str(layer): [0.1, 0.2, 0.01] for layer in range(5)}}}
-
-
-def repository(folder: Path, sizes: Any, times: Any) -> Path:
-    """A folder with the files of Sailor's repository."""
-    (folder / "profiles/M/A100-40").mkdir(parents=True)
-    (folder / "llm_info.json").write_text(json.dumps(sizes))
-    (folder / "profiles/M/A100-40/profile.json").write_text(json.dumps(times))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -111,32 +98,6 @@ def test_limits_that_no_plan_keeps_are_those_of_the_user(prices: Path) -> None:
     assert "no plan takes at most 2 h for $1; " in failure(*arguments, "--budget", 1, "--deadline", 2)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "times", "reason"),
-    [
-        ({}, TIMES, "llm_info.json has no model 'M', only none"),
-        ({"M": {"²": SIZES["M"]["1"]}}, TIMES, "should have entries by number"),
-        (SIZES, {"9" * 5000: TIMES["1"]}, "should have entries by number"),
-        ({"M": {"1": {"0": LAYER}}}, TIMES, "has 1 layers of M; needed are at least 2"),
-        ({"M": {"1": {"0": LAYER | {"params_bytes": -1}}}}, TIMES, "parameter_bytes is '-1'; it must be at least 0"),
-        (SIZES, {"1": {"1": {str(layer): [-1, 1, 1] for layer in range(5)}}}, "forward_seconds is '-1'; it must be"),
-        (SIZES, {"0": TIMES["1"]}, "micro_batch is 0: must be at least 1"),
-    ],
-)
-def test_repositories(tmp_path: Path, sizes: Any, times: Any, reason: str) -> None:
-    folder, out = repository(tmp_path / "sailor", sizes, times), tmp_path / "profile.json"
-    assert reason in failure("import", "sailor", folder, "--model", "M", "--out", out)
-    assert "has no profiles/*/GPU" in failure("import", "sailor", folder, "--model", "*", "--out", out)
-    assert not out.exists()
-
-
-def test_tables_that_are_not_csv(tmp_path: Path) -> None:
-    for name in ("layer_times.csv", "layer_memory.csv"):
-        (tmp_path / name).write_bytes(b"\xff\xfe\x00")
-    out = tmp_path / "profile.json"
-    assert "layer_memory.csv is not CSV" in failure("import", "sailor", tmp_path, "--model", "M", "--out", out)
-
-
 def test_the_output_is_checked_before_the_input_is_read(tmp_path: Path) -> None:
-    out = tmp_path / "none" / "profile.json"
-    assert "cannot write" in failure("import", "sailor", tmp_path / "none", "--model", "M", "--out", out)
+    out = tmp_path / "none" / "plan.json"
+    assert "cannot write" in failure("evaluate", LAYOUT, tmp_path / "none", PROFILE, "--out", out)

@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 
 from colossal_hetero.data_parallel.loader import HeteroDataLoader, make_loader
-from colossal_hetero.data_parallel.sampling.sampler import GlobalBatchSampler
+from colossal_hetero.data_parallel.sampler import GlobalBatchSampler
 from tests.support.random_examples import IS_THOROUGH
 
 # `make test` gives each pytest process a share of the cores. If this is one core, torch warns about two workers.

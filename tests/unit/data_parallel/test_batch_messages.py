@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from colossal_hetero.data_parallel.batch_messages import changes_in_words, division_in_words, slow_data_in_words
+from colossal_hetero.data_parallel.batch_balancer import changes_in_words, division_in_words, slow_data_in_words
 from colossal_hetero.planner import Curve, allocate
 
 CURVE = Curve.from_seconds([1.0, 2.0, 3.0, 4.0])

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from colossal_hetero.data_parallel.busy_timer import TimedGlobalBatch
-from colossal_hetero.data_parallel.forward_only_timer import ForwardOnlyTimer, forward_curve
+from colossal_hetero.data_parallel.busy_timer import ForwardOnlyTimer, TimedGlobalBatch, forward_curve
 from colossal_hetero.planner.batches.batch_profile import DeviceProfile, TimedBatch
 
 

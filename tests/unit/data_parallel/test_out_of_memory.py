@@ -11,16 +11,14 @@ import torch
 from torch import nn
 
 from colossal_hetero.data_parallel import out_of_memory
-from colossal_hetero.data_parallel.out_of_memory import OutOfMemoryGuard, with_smaller_batch
-from colossal_hetero.data_parallel.training_loop import activation_store
-from colossal_hetero.data_parallel.training_loop.activation_store import stored_outside
+from colossal_hetero.data_parallel.out_of_memory import OutOfMemoryGuard, stored_outside, with_smaller_batch
 from tests.unit.planner.batches.test_batch_profile import profile
 
 
 @pytest.fixture(autouse=True)
 def outside_of_any_group() -> Any:
     with (
-        patch.object(activation_store, "MIN_BYTES", 1),
+        patch.object(out_of_memory, "MIN_BYTES", 1),
         patch.object(out_of_memory.dist, "get_rank", lambda: 1),
     ):
         yield

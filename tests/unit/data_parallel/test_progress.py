@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from colossal_hetero.data_parallel.training_loop.micro_batch import MicroBatch
-from colossal_hetero.data_parallel.training_loop.progress import LoopProgress
+from colossal_hetero.data_parallel.progress import LoopProgress, MicroBatch
 
 
 def global_batch(index: int, parts: int) -> list[MicroBatch]:

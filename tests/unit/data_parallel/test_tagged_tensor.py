@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from colossal_hetero.data_parallel.training_loop.micro_batch import MicroBatch
-from colossal_hetero.data_parallel.training_loop.tagged_tensor import TaggedTensor, micro_batches_of, tagged, untagged
+from colossal_hetero.data_parallel.progress import MicroBatch
+from colossal_hetero.data_parallel.tagged_tensor import TaggedTensor, micro_batches_of, tagged, untagged
 
 ONE, OTHER = MicroBatch(4, 8, 0, 0, False), MicroBatch(4, 8, 0, 1, True)
 

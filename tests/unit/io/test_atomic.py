@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from colossal_hetero.common.files import check_writable, replacing
+from colossal_hetero.common.atomic_files import check_writable, replacing
 
 
 def write(path: Path, text: str = "new") -> None:

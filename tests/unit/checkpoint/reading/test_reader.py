@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from colossal_hetero.checkpoint.config import CheckpointError
 from colossal_hetero.checkpoint.found import FolderPlace, content_of
 from colossal_hetero.checkpoint.pieces import Box, TensorPiece
 from colossal_hetero.checkpoint.reader import CheckpointReader
-from colossal_hetero.checkpoint.storage import CheckpointError
 from tests.support.layer_checkpoints import assert_loads, reader_of, save_steps, tensors
 
 STEP, BLOCK = "step-00000020", "block-0001.tp0of1.distcp"

@@ -21,9 +21,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from colossal_hetero.checkpoint import layer_files
 from colossal_hetero.checkpoint import saver as saver_module
+from colossal_hetero.checkpoint.config import CheckpointError
 from colossal_hetero.checkpoint.pieces import RunState
 from colossal_hetero.checkpoint.saver import LayerCheckpointSaver
-from colossal_hetero.checkpoint.storage import CheckpointError, FileOperations
+from colossal_hetero.checkpoint.storage import FileOperations
 from tests.support.harness import run_alone
 from tests.support.layer_checkpoints import (
     assert_loads,

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
-from colossal_hetero.data_parallel.sampling.sampler import Division, GlobalBatchSampler
+from colossal_hetero.data_parallel.sampler import Division, GlobalBatchSampler
 
 Drawn = list[tuple[Any, list[int]]]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from colossal_hetero.data_parallel.loader import make_loader
-from colossal_hetero.data_parallel.sampling.seeded_samples import SeededSamples
+from colossal_hetero.data_parallel.sampler import SeededSamples
 
 pytestmark = pytest.mark.unit
 

@@ -288,10 +288,10 @@ def test_progress_is_reported(clock: SimulatedClock) -> None:
     assert {(each.micro_batch, each.index, each.sizes) for each in seen} == {(2, 0, 2), (3, 1, 2)}
     # Two rounds warm up.
     assert [each.rounds for each in seen if each.micro_batch == 2][:5] == [0, 0, 0, 1, 2]
-    assert seen[0].layer_seconds_left is None
+    assert seen[0].seconds_left is None
     # The clock advances in the passes of the layers only, and each size is measured for 3 seconds.
-    assert seen[1].layer_seconds_left == pytest.approx(6, rel=0.25)
-    assert 0 < seen[-1].layer_seconds_left < 0.5 < seen[len(seen) // 2].layer_seconds_left
+    assert seen[1].seconds_left == pytest.approx(6, rel=0.25)
+    assert 0 < seen[-1].seconds_left < 0.5 < seen[len(seen) // 2].seconds_left
 
 
 def test_batches_are_resized() -> None:

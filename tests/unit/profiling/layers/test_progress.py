@@ -36,7 +36,7 @@ def display(terminal: bool) -> tuple[ProgressDisplay, io.StringIO, list[float]]:
 
 
 def progress(left: float | None) -> LayerProgress:
-    return LayerProgress(micro_batch=2, index=1, sizes=4, rounds=3, layer_seconds_left=left)
+    return LayerProgress(micro_batch=2, index=1, sizes=4, rounds=3, seconds_left=left)
 
 
 def test_without_a_terminal_a_line_now_and_then() -> None:
