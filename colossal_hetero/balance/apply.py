@@ -48,12 +48,12 @@ class Shares:
 
     @property
     def load(self) -> float:
-        """How much the rank computes; 1 is its full share."""
+        """Amount that the rank computes; 1 is its full share."""
         return 1.0 - self.resized - self.migrated - self.resharded + self.received
 
 
 def columns_stay(config: BalanceConfig, blocks: Sequence[Block]) -> bool:
-    """Whether layers that are in no block are left as they are.
+    """True if layers that are in no block are left as they are.
 
     With migration of blocks, mode "auto" does so, because sending the activations of other layers costs more.
     """
@@ -166,7 +166,7 @@ class Applier:
 
     @property
     def is_hooked(self) -> bool:
-        """Whether a parameter of a block has a hook of the user on this rank."""
+        """True if a parameter of a block has a hook of the user on this rank."""
         return any(block.is_hooked for block in self._blocks)
 
     def show_each_pass(self, hooks: bool) -> None:
@@ -181,16 +181,16 @@ class Applier:
         return self._seen
 
     def sees_more(self, asks_for_heads: bool) -> bool:
-        """Whether somebody on this rank sees inside of a block whose units need not stay so far."""
+        """True if somebody on this rank sees inside of a block whose units need not stay so far."""
         return any(not block.stays and block.is_seen(asks_for_heads) for block in self._blocks)
 
     def sees_other(self, asks_for_heads: bool) -> bool:
-        """Whether this rank sees inside of other blocks than :meth:`seen` has returned last."""
+        """True if this rank sees inside of other blocks than :meth:`seen` has returned last."""
         return self._seen != [block.is_seen(asks_for_heads) for block in self._blocks]
 
     @property
     def is_for_good(self) -> bool:
-        """Whether the plan is applied for good, to all blocks for which that is possible."""
+        """True if the plan is applied for good, to all blocks for which that is possible."""
         return self._for_good
 
     def keep(self, stays: Sequence[bool]) -> bool:

@@ -93,7 +93,7 @@ class Balancer:
             self._transport.connect(next(iter(layers.values())).matrix.device)
         self._relieved_for = (0,) * self._exchange.size
         self._follows = False
-        """Whether :meth:`follow` has given the plan."""
+        """True if :meth:`follow` has given the plan."""
         self._equal_work = EqualWork(config.patience)
         self._speed = GroupSpeed([kind.full for kind in self._applier.kinds], self._exchange.size, config)
         self._records: deque[LocalRecord] = deque(maxlen=MAX_RECORDS)
@@ -111,14 +111,14 @@ class Balancer:
         """The plan that was last found not to be applicable for good."""
         self._has_told_obstacle = False
         self._is_starved = False
-        """Whether the last iteration that became known, after the first ones, was not judged, because some GPU waited
+        """True if the last iteration that became known, after the first ones, was not judged, because some GPU waited
         for its host."""
         self._starved_ranks: set[int] = set()
         """The ranks of the group of which that was logged."""
         self._is_measured = False
-        """Whether the current iteration is measured."""
+        """True if the current iteration is measured."""
         self._asks_for_heads = False
-        """Whether a caller has asked for something of each head since the iteration began."""
+        """True if a caller has asked for something of each head since the iteration began."""
 
     @property
     def plan(self) -> BalancePlan:
@@ -142,7 +142,7 @@ class Balancer:
 
     @property
     def active(self) -> bool:
-        """Whether the balancer may change anything."""
+        """True if the balancer may change anything."""
         return self.config.mode != "off" and self._exchange.size > 1 and bool(self._layers)
 
     def follow(self, plan: BalancePlan) -> None:
@@ -178,7 +178,7 @@ class Balancer:
 
     @property
     def _is_idle(self) -> bool:
-        """Whether every rank computes exactly its own work."""
+        """True if every rank computes exactly its own work."""
         return not any((*self._plan.resize, *self._plan.migrate))
 
     def _keep_seen(self, asks_for_heads: bool) -> None:
@@ -406,7 +406,7 @@ class Balancer:
 
     @property
     def has_resharded(self) -> bool:
-        """Whether units have been given away for good."""
+        """True if units have been given away for good."""
         return self._resharding is not None and self._resharding.is_active
 
     def _change_plan(self, plan: BalancePlan, for_good: bool) -> None:
@@ -418,7 +418,7 @@ class Balancer:
             self._records[-1] = replace(self._records[-1], exchanged=True, plan_changed=True)
 
     def _stays_resharded(self, plan: BalancePlan) -> bool:
-        """Whether ``plan`` is applied for good, because the present one is."""
+        """True if ``plan`` is applied for good, because the present one is."""
         return self.has_resharded and stays_resharded(self._plan, plan)
 
     def _reshard_if_due(self) -> None:

@@ -77,7 +77,7 @@ class IterationClock(Protocol):
     """A clock that is started and stopped once per iteration and that layers mark."""
 
     keep_segments: bool
-    """Whether iterations that start from now on keep their segments."""
+    """True if iterations that start from now on keep their segments."""
 
     sample_every: int
     """While nothing changes, it is enough to measure one of so many iterations: measuring costs time."""

@@ -39,7 +39,7 @@ class BalanceConfig:
     ``broadcast-reduce`` and ``scatter-gather`` migrate columns of each product, as in SEMI."""
 
     head: bool = True
-    """Whether rows of the vocabulary-parallel head of a language model migrate like units of a block, where nothing is
+    """True if rows of the vocabulary-parallel head of a language model migrate like units of a block, where nothing is
     pruned. Then a slow rank computes ``logits`` of training passes with ``labels`` when they are first used."""
 
     resizing: Resizing = "block"
@@ -162,22 +162,22 @@ class BalanceConfig:
 
     @property
     def is_exact(self) -> bool:
-        """Whether nothing is ever pruned."""
+        """True if nothing is ever pruned."""
         return self.mode == "migrate" or (self.mode == "auto" and self.max_resize == 0.0)
 
     @property
     def reshards(self) -> bool:
-        """Whether units may be given away for good."""
+        """True if units may be given away for good."""
         return self.reshard_after is not None and self.is_exact and self.moves_blocks
 
     @property
     def moves_heads(self) -> bool:
-        """Whether rows of the heads of language models are migrated."""
+        """True if rows of the heads of language models are migrated."""
         return self.head and self.is_exact and self.moves_blocks
 
     @property
     def moves_blocks(self) -> bool:
-        """Whether whole units of blocks are pruned and migrated, rather than columns of single products."""
+        """True if whole units of blocks are pruned and migrated, rather than columns of single products."""
         if self.mode == "resize":
             return self.resizing == "block"
         return self.mode != "off" and self.migration == "block"

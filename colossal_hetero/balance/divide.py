@@ -82,7 +82,7 @@ class Division:
 
     @property
     def loads(self) -> tuple[float, ...]:
-        """How much each rank computes; 1.0 means exactly its own units."""
+        """Amount that each rank computes; 1.0 means exactly its own units."""
         return tuple((self.kept(rank) + self.taken(rank)) / self.units for rank in range(len(self.pruned)))
 
 

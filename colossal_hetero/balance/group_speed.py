@@ -179,7 +179,7 @@ class GroupSpeed:
         return factor
 
     def _has_changed(self, iteration: _ComparedWorks, ratios: Sequence[float]) -> bool:
-        """Whether a rank's speed has changed for long enough, in the same direction."""
+        """True if a rank's speed has changed for long enough, in the same direction."""
         deviations = [(deviation, self._limit(rank)) for rank, deviation in enumerate(_deviations(ratios))]
         are_slow = [deviation > limit for deviation, limit in deviations]
         # If some ranks are slower, others only seem faster than the group.
@@ -249,7 +249,7 @@ class GroupSpeed:
                     line.forget_others()
 
     def _refine(self) -> bool:
-        """Whether enough iterations were added for clearly better speeds."""
+        """True if enough iterations were added for clearly better speeds."""
         count = self._measured
         if count % RECENT == 0 and len(self._window) >= 2 * RECENT and self._has_drifted():
             self._start_again(list(self._window)[-RECENT:])
@@ -262,7 +262,7 @@ class GroupSpeed:
         return True
 
     def _has_drifted(self) -> bool:
-        """Whether a rank's work in the latest iterations differs from that before by more than noise explains."""
+        """True if a rank's work in the latest iterations differs from that before by more than noise explains."""
         latest, before = list(self._window)[-RECENT:], list(self._window)[:-RECENT]
         for rank in range(len(self._lines)):
             now = median(iteration.total(rank) for iteration in latest)
@@ -291,7 +291,7 @@ class GroupSpeed:
 
     @property
     def is_attentive(self) -> bool:
-        """Whether every iteration matters now: speeds are not known yet, or a rank's speed may have changed."""
+        """True if every iteration matters now: speeds are not known yet, or a rank's speed may have changed."""
         return self._expected is None or self._skip > 0 or self._settling or any(self._runs)
 
     @property
@@ -336,7 +336,7 @@ def _middle(ratios: Sequence[float]) -> float:
 
 
 def _deviations(ratios: Sequence[float]) -> list[float]:
-    """How much each rank is slower than the others, from its work relative to what was expected."""
+    """Slowdown of each rank relative to the others, from its work relative to what was expected."""
     if len(ratios) == 2:
         return [ratios[0] / ratios[1] - 1.0, ratios[1] / ratios[0] - 1.0]
     middle = _middle(ratios)

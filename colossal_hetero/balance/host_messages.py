@@ -37,7 +37,7 @@ class Exchange:
         self._pending: Any = None
         self._rows: dict[int, dict[int, list[float]]] = {}
         self.is_flagged = False
-        """Whether some rank has flagged what :meth:`take` has returned last."""
+        """True if some rank has flagged what :meth:`take` has returned last."""
 
     @property
     def size(self) -> int:
@@ -81,7 +81,7 @@ class Exchange:
             raise RuntimeError(_DIFFERENT_PLANS)
 
     def all_equal(self, number: int) -> bool:
-        """Whether ``number``, below 2⁶³, is the same on every rank."""
+        """True if ``number``, below 2⁶³, is the same on every rank."""
         largest = torch.tensor([number, -number], dtype=torch.int64)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
         return bool(largest[0] == -largest[1])
@@ -101,7 +101,7 @@ class Exchange:
         return votes.bool().tolist()
 
     def all_agree(self, yes: bool) -> bool:
-        """Whether ``yes`` is true on every rank."""
+        """True if ``yes`` is true on every rank."""
         vote = torch.tensor([yes], dtype=torch.int64)
         dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=self._group)
         return bool(vote.item())

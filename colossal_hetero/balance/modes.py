@@ -1,4 +1,4 @@
-"""How much each rank computes: from measured times and costs to a plan, by the rule of the mode."""
+"""Amount that each rank computes: from measured times and costs to a plan, by the rule of the mode."""
 
 from __future__ import annotations
 
@@ -103,13 +103,13 @@ class LayerKind:
     units: int | None
     """The units of each block; None for layers that are divided by their columns, whose full share counts as 1."""
     grain: int
-    """How many units move together."""
+    """Number of units that move together."""
     weight: float
     """The kind's share of the cost of all products that can be divided."""
     moves: bool = True
-    """Whether units can migrate now."""
+    """True if units can migrate now."""
     sends: bool = True
-    """Whether units that are moved are sent in each iteration; not if they are given away for good."""
+    """True if units that are moved are sent in each iteration; not if they are given away for good."""
 
     @property
     def full(self) -> float:
@@ -333,7 +333,7 @@ def relieved_for(before: Sequence[int], plan: BalancePlan) -> tuple[int, ...]:
 
 
 def wants_resharding(plan: BalancePlan, relieved: Sequence[int], after: int | None) -> bool:
-    """Whether the units that ``plan`` migrates are to be given away for good.
+    """True if the units that ``plan`` migrates are to be given away for good.
 
     They are once one of the ranks that it relieves has been relieved for ``after`` iterations, also by earlier plans.
     Units of other ranks move with them: if those recover soon, taking them back takes as long as few iterations in
@@ -343,7 +343,7 @@ def wants_resharding(plan: BalancePlan, relieved: Sequence[int], after: int | No
 
 
 def stays_resharded(current: BalancePlan, wanted: BalancePlan) -> bool:
-    """Whether units stay given away for good when ``wanted`` replaces ``current``, which was carried out in this way.
+    """True if units stay given away for good when ``wanted`` replaces ``current``, which was carried out in this way.
 
     They do if the new plan relieves some of the same ranks; then only the difference moves. Otherwise all units are
     taken back, and what the new plan moves migrates in each iteration at first.

@@ -42,7 +42,7 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class BalancePlan:
-    """How much every rank of a tensor-parallel group computes in the next iterations.
+    """Amount that every rank of a tensor-parallel group computes in the next iterations.
 
     All values are shares of one rank's full work.
     """
@@ -115,7 +115,7 @@ class BalancePlan:
         )
 
     def load(self, rank: int) -> float:
-        """How much the rank computes; 1.0 is its full share."""
+        """Amount that the rank computes; 1.0 is its full share."""
         return 1.0 - self.resize[rank] - self.migrate[rank] + self.receive[rank]
 
     @property

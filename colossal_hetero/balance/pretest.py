@@ -244,7 +244,7 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> FittedLink:
 def _fit_everywhere(
     shapes: Sequence[ProductShape], rows: int, dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device
 ) -> bool:
-    """Whether every rank has memory for the measurement: a rank that failed in it would let the others wait."""
+    """True if every rank has memory for the measurement: a rank that failed in it would let the others wait."""
     largest = max((shape.outputs * shape.columns for shape in shapes), default=0)
     widest = max((shape.outputs + shape.columns for shape in shapes), default=0)
     fits = 1.0

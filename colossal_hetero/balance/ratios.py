@@ -96,7 +96,7 @@ class Line:
         return self._to_full(units) - self._to_full(self.units) + self.seconds
 
     def units_within(self, seconds: float) -> float:
-        """How many units the rank computes in this time; negative if it cannot even do the rest of its work."""
+        """Number of units that the rank computes in this time; negative if it cannot even do the rest of its work."""
         beyond = seconds - self(self.full)
         return self.full + beyond / (self.slope_above if beyond > 0 else self.slope)
 
@@ -135,12 +135,12 @@ def divisible_seconds(lines: Sequence[Line]) -> float:
 
 
 def moved_units(kind: UnitKind, counts: Sequence[int]) -> int:
-    """How many units change their rank."""
+    """Number of units that change their rank."""
     return sum(max(0, kind.units - count) for count in counts)
 
 
 def fastest_counts(kind: UnitKind, lines: Sequence[Line], seconds_per_unit: float = 0.0) -> tuple[int, ...]:
-    """How many units each rank should compute for the shortest time.
+    """Number of units that each rank should compute for the shortest time.
 
     The result minimizes ``max_i line_i(n_i) + seconds_per_unit·moved`` over all ``n_i ≥ 1`` with the right sum that
     differ from the full share by whole grains; of equally fast divisions it is one that moves the least. Moving

@@ -47,9 +47,9 @@ class LocalRecord:
     resized: float
     """Share of its columns that the rank pruned."""
     exchanged: bool
-    """Whether the group decided on a plan at the end of this iteration."""
+    """True if the group decided on a plan at the end of this iteration."""
     plan_changed: bool
-    """Whether another plan applies from the iteration after this one on."""
+    """True if another plan applies from the iteration after this one on."""
     migrated: float = 0.0
     """Share of its work that other ranks did, for which it sent them weights."""
     resharded: float = 0.0

@@ -72,7 +72,7 @@ class Resharding:
         self._held: Arrangement = {}
         self._failure: str | None = None
         self.keeps_shapes = False
-        """Whether units stay with their ranks, because something relies on the shapes of parameters."""
+        """True if units stay with their ranks, because something relies on the shapes of parameters."""
 
     @property
     def obstacle(self) -> str | None:
@@ -89,7 +89,7 @@ class Resharding:
 
     @property
     def is_active(self) -> bool:
-        """Whether any units have been given away for good."""
+        """True if any units have been given away for good."""
         return bool(self._held)
 
     def arrange(self, moves: Sequence[Sequence[MovedRange]], work_before: float = 0.0) -> frozenset[int]:
@@ -124,7 +124,7 @@ class Resharding:
                 self._take_back()
 
     def _has_room(self, wanted: Arrangement, work_before: float) -> bool:
-        """Whether a GPU would have the memory for an iteration with these units."""
+        """True if a GPU would have the memory for an iteration with these units."""
         more = taken = own = 0
         for number, after in wanted.items():
             block = self._blocks[number]

@@ -84,7 +84,7 @@ class TimelineSampler:
         self._first_change: int | None = None
 
     def wants(self, iteration: int) -> bool:
-        """Whether the clock should keep the segments of this iteration."""
+        """True if the clock should keep the segments of this iteration."""
         # Short runs have a timeline after balancing, too.
         every = SAMPLE_EVERY if iteration < self._every else self._every
         return iteration == self._unbalanced or iteration % every == 0

@@ -20,7 +20,7 @@ class CheckpointConfig:
     """A folder that all nodes reach, which keeps all layers."""
 
     keep: int = 3
-    """How many checkpoints each folder keeps; the oldest are removed."""
+    """Number of checkpoints that each folder keeps; the oldest are removed."""
 
     save_every: int = 1
     """``plugin.save`` saves only if the number of the step is a multiple of it."""

@@ -37,7 +37,7 @@ class BoxMemory:
         self._to_send: dict[tuple[str, Box], Tensor] = {}
 
     def holds(self, key: str, box: Box) -> bool:
-        """Whether a box is part of a piece."""
+        """True if a box is part of a piece."""
         return self._piece(key, box) is not None
 
     def to_read(self, read: Read) -> TensorPiece:

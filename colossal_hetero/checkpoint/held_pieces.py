@@ -151,7 +151,7 @@ class TensorDivision(NamedTuple):
     shard: str
     """``tp0of2`` on rank 0 of a tensor-parallel group of two; ``whole`` if the tensor is not divided."""
     is_padded: bool
-    """Whether some tensor-parallel rank has elements that are in no part."""
+    """True if some tensor-parallel rank has elements that are in no part."""
 
 
 def division_of(tensor: Tensor, module: nn.Module, shape: Sequence[int], name: str) -> TensorDivision:
@@ -211,7 +211,7 @@ class HeldTensor(NamedTuple):
     """The parameter on this rank."""
     division: TensorDivision
     is_tied: bool
-    """Whether the model has the parameter in several places: several stages of a pipeline may hold it."""
+    """True if the model has the parameter in several places: several stages of a pipeline may hold it."""
     master: Master | None
     """What the optimizer updates; None if it does not."""
 

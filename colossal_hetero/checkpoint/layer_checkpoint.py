@@ -106,10 +106,10 @@ def _receive(sender: int) -> Iterator[memoryview]:
 
 
 STORE_SECONDS = 60.0
-"""How long ranks wait for the store of rank 0."""
+"""Time that ranks wait for the store of rank 0."""
 
 LOST_SECONDS = 10.0
-"""How long it may take until a rank is known to be lost."""
+"""Time that it may take until a rank is known to be lost."""
 
 
 class Training(NamedTuple):
@@ -133,7 +133,7 @@ class Start:
     epoch: int = 0
     """The epoch to continue with. The loader begins it after the batches that were trained on."""
     same_plan: bool = False
-    """Whether every rank has the same part of the model as in the run that saved. Then the run continues bit for bit as
+    """True if every rank has the same part of the model as in the run that saved. Then the run continues bit for bit as
     without the interruption; otherwise sums are in another order, and dropout draws other masks."""
     read_bytes: int = 0
     """Of tensors, that this rank has read from folders."""
@@ -311,7 +311,7 @@ class LayerCheckpoint:
                     raise
 
     def _is_soon_broken(self) -> bool:
-        """Whether ranks are lost. A write may fail before that is known, for example if messages were in a lost rank's
+        """True if ranks are lost. A write may fail before that is known, for example if messages were in a lost rank's
         memory."""
         deadline = time.monotonic() + LOST_SECONDS
         while self._is_broken is not None and time.monotonic() < deadline:

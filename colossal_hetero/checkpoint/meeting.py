@@ -48,7 +48,7 @@ class Interruption:
         self._closed.set()
 
     def wait(self, seconds: float) -> bool:
-        """Whether waits end, after ``seconds`` at most."""
+        """True if waits end, after ``seconds`` at most."""
         return self.is_broken() or self._closed.wait(seconds)
 
 

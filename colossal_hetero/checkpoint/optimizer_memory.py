@@ -40,7 +40,7 @@ class Master(NamedTuple):
     slices: int
     """Number of slices. With more than one, the last ones may end with padding."""
     is_flat: bool
-    """Whether it is a slice of the flattened parameter, also if it is the only one."""
+    """True if it is a slice of the flattened parameter, also if it is the only one."""
 
     @property
     def start(self) -> int:

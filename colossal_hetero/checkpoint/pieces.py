@@ -110,7 +110,7 @@ def step_of(folder: str) -> int | None:
 
 
 def is_replaced(folder: str) -> bool:
-    """Whether this is the old one of two checkpoints of the same step."""
+    """True if this is the old one of two checkpoints of the same step."""
     return folder.endswith(REPLACED)
 
 
@@ -162,7 +162,7 @@ class Box:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no elements."""
+        """True if it has no elements."""
         return 0 in self.sizes
 
     def moved(self, origin: tuple[int, ...]) -> Box:

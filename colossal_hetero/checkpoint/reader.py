@@ -276,7 +276,7 @@ class LayerRead(NamedTuple):
 
     layer: str
     is_sent: bool
-    """Whether this takes memory until it is sent."""
+    """True if this takes memory until it is sent."""
     read: Callable[[], None]
     """Raises a ``CheckpointError`` if it cannot be read."""
 

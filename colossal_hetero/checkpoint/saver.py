@@ -29,10 +29,10 @@ from .tier import Save, Tier
 __all__ = ["LayerCheckpointSaver"]
 
 GRACE_SECONDS = 10.0
-"""How long a rank may take to hear that a save has ended."""
+"""Time that a rank may take to hear that a save has ended."""
 
 EXIT_SECONDS = 60.0
-"""How long a process that ends with an error waits for the last checkpoint."""
+"""Time that a process that ends with an error waits for the last checkpoint."""
 
 Staged = dict[ShardFile, list[tuple[TensorPiece, NDArray[uint8]]]]
 
@@ -103,7 +103,7 @@ class LayerCheckpointSaver:
         atexit.register(self._at_exit)
 
     def is_ready(self) -> tuple[bool, bool]:
-        """Whether this rank has finished its saves, and its uploads. Waits for the save before, as long as that takes
+        """True if this rank has finished its saves, and its uploads. Waits for the save before, as long as that takes
         at most ``patience_seconds`` in all."""
         self._report_hang()
         written = self._writer.wait(self._since + self._patience_seconds)
@@ -143,7 +143,7 @@ class LayerCheckpointSaver:
 
     @property
     def is_idle(self) -> bool:
-        """Whether everything is written and uploaded, or given up."""
+        """True if everything is written and uploaded, or given up."""
         return self._writer.is_idle and (self._uploader is None or self._uploader.is_idle)
 
     def wait(self, timeout_seconds: float | None = None) -> None:
@@ -329,7 +329,7 @@ class LayerCheckpointSaver:
             del self._busy[tier.name]
 
     def _take_part(self, tier: Tier, save: Save, write: Callable[[Path], list[FileRecord]]) -> bool:
-        """Whether all ranks have written their files; what goes wrong is noted."""
+        """True if all ranks have written their files; what goes wrong is noted."""
         written = False
         try:
             written, error = tier.save(save, write)
@@ -349,7 +349,7 @@ class LayerCheckpointSaver:
         self._print(text)
 
     def _hangs(self, tier: Tier) -> bool:
-        """Whether a write of this rank is known to hang."""
+        """True if a write of this rank is known to hang."""
         busy = self._busy.get(tier.name)
         return busy is not None and (tier.name, busy[0]) in self._reported
 

@@ -119,7 +119,7 @@ class Worker:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all jobs are done."""
+        """True if all jobs are done."""
         return self._idle.is_set()
 
     def submit(self, job: Callable[[], None]) -> None:
@@ -130,7 +130,7 @@ class Worker:
         self._jobs.put(job)
 
     def wait(self, deadline: float) -> bool:
-        """Whether all jobs are done before ``deadline``, a time of :func:`time.monotonic`."""
+        """True if all jobs are done before ``deadline``, a time of :func:`time.monotonic`."""
         return self._idle.wait(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:

@@ -122,7 +122,7 @@ def folder_names(root: Path) -> list[str]:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a save was finished here: both indices are there."""
+    """True if a save was finished here: both indices are there."""
     return (folder / METADATA).is_file() and (folder / MANIFEST).is_file()
 
 

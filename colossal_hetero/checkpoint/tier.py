@@ -185,7 +185,7 @@ class Tier:
     keep: int
     """Checkpoints that are kept, at least 1."""
     time_limit_seconds: float
-    """How long ranks wait for each other."""
+    """Time that ranks wait for each other."""
     stop: Interruption
     numbers: list[int] = field(default_factory=list)
     """Of the saves about which this rank has left messages."""

@@ -27,7 +27,7 @@ __all__ = ["SET_CONNECTIONS_LATE", "HeteroCpuAccelerator", "HostEvent", "HostStr
 
 
 def _is_not_kernel_notice(record: logging.LogRecord) -> bool:
-    """Whether a log record of bitsandbytes is not its notice about a missing CPU kernel."""
+    """True if a log record of bitsandbytes is not its notice about a missing CPU kernel."""
     return not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
 
 
@@ -63,7 +63,7 @@ os.environ.setdefault("TORCH_WARM_POOL", "0")
 os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
 SET_CONNECTIONS_LATE = torch.cuda.is_initialized() and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
-"""Whether CUDA was initialized before Colossal-AI has set that variable, which then has no effect."""
+"""True if CUDA was initialized before Colossal-AI has set that variable, which then has no effect."""
 
 with quiet_import():
     import colossalai

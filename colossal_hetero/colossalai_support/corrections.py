@@ -72,7 +72,7 @@ def correct_second_derivatives() -> None:
 
 
 def _is_sharded(parameter: torch.Tensor) -> bool:
-    """Whether each tensor-parallel rank holds its own part of ``parameter``.
+    """True if each tensor-parallel rank holds its own part of ``parameter``.
 
     The plugin's optimizers divide the squared norm of all other gradients by the number of ranks, because the sum over
     ranks counts them once per rank. The weights and biases of fused layers (``FusedLinear1D_Col``, GPT-2's layers) are

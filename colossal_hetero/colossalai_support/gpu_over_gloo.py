@@ -29,7 +29,7 @@ __all__ = ["batch_through_host", "is_gpu_over_gloo", "support_gpus_over_gloo", "
 
 Group = dist.ProcessGroup | None
 NeedsHost = Callable[[Tensor, Group], bool]
-"""Whether a tensor has to be copied to the host to communicate over a group."""
+"""True if a tensor has to be copied to the host to communicate over a group."""
 
 OUTPUTS: dict[str, str | None] = {
     "reduce": "tensor",
@@ -52,7 +52,7 @@ OUTPUTS: dict[str, str | None] = {
 
 
 def is_gpu_over_gloo(group: Group = None) -> bool:
-    """Whether this process has a GPU, and ``group`` (default: all ranks) sends its tensors over Gloo."""
+    """True if this process has a GPU, and ``group`` (default: all ranks) sends its tensors over Gloo."""
     if get_accelerator().name != "cuda" or not dist.is_initialized() or dist.get_rank(group) < 0:
         return False
     return "cuda:gloo" in dist.get_backend_config(group)

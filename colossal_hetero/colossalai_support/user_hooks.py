@@ -13,7 +13,7 @@ OWN_PACKAGES = ("colossal_hetero", "colossalai")
 
 
 def is_from(function: Any, packages: tuple[str, ...]) -> bool:
-    """Whether one of ``packages`` defines ``function``; a ``functools.partial`` counts as what it calls."""
+    """True if one of ``packages`` defines ``function``; a ``functools.partial`` counts as what it calls."""
     while hasattr(function, "func"):
         function = function.func
     module = getattr(function, "__module__", None) or type(function).__module__

@@ -66,7 +66,7 @@ def check_writable(path: Path | str) -> None:
 
 
 def _is_stream(path: Path) -> bool:
-    """Whether ``path`` is something that bytes are written to, but not a file that can be replaced."""
+    """True if ``path`` is something that bytes are written to, but not a file that can be replaced."""
     if str(path).startswith(OPEN_FILES):
         return True
     return path.exists() and not path.is_file() and not path.is_dir()

@@ -73,7 +73,7 @@ class Address(NamedTuple):
 
 
 def is_lost_connection(words: str) -> bool:
-    """Whether an error message of a collective may mean that another rank has ended."""
+    """True if an error message of a collective may mean that another rank has ended."""
     return _LOST.search(words) is not None
 
 
@@ -342,7 +342,7 @@ def _keep_backends(group: dist.ProcessGroup) -> None:
 
 
 def world_timeout() -> timedelta | None:
-    """How long ranks wait for each other in the default group, for other groups; None for torch's own choice."""
+    """Time that ranks wait for each other in the default group, for other groups; None for torch's own choice."""
     group = dist.group.WORLD
     assert group is not None
     options: list[Any] = [getattr(group._get_backend(device), "options", None) for device in group._device_types]

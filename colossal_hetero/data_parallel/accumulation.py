@@ -158,7 +158,7 @@ class GradientAccumulation:
         self._latest_norm: Any = torch.zeros(())
         self._replica: DistributedDataParallel | None = None
         self._waits: bool | None = None
-        """Whether DDP sums gradients after the running forward pass, in which it must not wait for any."""
+        """True if DDP sums gradients after the running forward pass, in which it must not wait for any."""
         self._forwards = 0
         """Forward passes since the latest backward pass."""
         self._runs_backward = False
@@ -166,7 +166,7 @@ class GradientAccumulation:
 
     @property
     def within_global_batch(self) -> bool:
-        """Whether there are gradients of an incomplete global batch."""
+        """True if there are gradients of an incomplete global batch."""
         return self.progress.is_within_global_batch
 
     def attach(self, model: ModelWrapper, optimizer: OptimizerWrapper, lr_scheduler: LRScheduler | None) -> None:

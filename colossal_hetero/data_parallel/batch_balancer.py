@@ -109,7 +109,7 @@ class BatchBalancer:
         self._since_check = 0
         self._named: set[int] = set()
         self.reallocations = 0
-        """How often global batches were divided again since the start."""
+        """Number of times that global batches were divided again since the start."""
         self._divide()
         _print_on_rank_0(
             f"{division_in_words(self.allocation, profile.devices)}; {self.allocation.wall_seconds:.3g} s predicted, "

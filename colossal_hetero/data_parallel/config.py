@@ -52,7 +52,7 @@ class BatchConfig:
     training, up to 4, if ``training_step`` or ``collate_fn`` fails with other sizes."""
 
     sync_batchnorm: bool = False
-    """Whether batch normalization uses the samples of all ranks in the same micro-step, each with the same weight. It
+    """True if batch normalization uses the samples of all ranks in the same micro-step, each with the same weight. It
     needs ``accumulation="shared"`` and replicas of one rank."""
 
     reallocate_above: float = 0.02

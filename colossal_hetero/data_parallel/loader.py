@@ -82,7 +82,7 @@ class HeteroDataLoader(DataLoader[Any]):
 
     @property
     def is_last(self) -> bool:
-        """Whether :attr:`current` is this rank's last micro-batch of its global batch, after which the optimizer steps.
+        """True if :attr:`current` is this rank's last micro-batch of its global batch, after which the optimizer steps.
 
         It is False before the first micro-batch.
         """

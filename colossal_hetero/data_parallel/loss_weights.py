@@ -168,7 +168,7 @@ class TotalWeight(Protocol):
     """Weighs losses by their part of the global batch."""
 
     is_estimated: bool
-    """Whether the gradients so far are to be corrected."""
+    """True if the gradients so far are to be corrected."""
 
     def weighted(self, loss: Tensor, micro_batch: MicroBatch) -> Tensor:
         """``loss``, the mean over a micro-batch, times its weight."""

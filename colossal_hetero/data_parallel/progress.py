@@ -44,7 +44,7 @@ class MicroBatch:
     """Index of this micro-batch among those of this rank in its global batch."""
 
     is_last: bool
-    """Whether it is this rank's last micro-batch of its global batch."""
+    """True if it is this rank's last micro-batch of its global batch."""
 
     first: int = 0
     """Number of samples of its global batch before it, in the order of the global batch."""
@@ -73,7 +73,7 @@ class LoopProgress:
         """The micro-batch that the loop works on: that of the latest forward pass, or one that was drawn after it. It
         is not a batch that a prefetcher has drawn ahead."""
         self.must_drop = False
-        """Whether the loop has left a global batch in the middle, so that its gradients must be dropped before the next
+        """True if the loop has left a global batch in the middle, so that its gradients must be dropped before the next
         forward pass."""
         self._open: list[MicroBatch] = []  # drawn, no forward pass yet
         self._passed: list[MicroBatch] = []  # forward pass, no backward pass yet
@@ -98,7 +98,7 @@ class LoopProgress:
         self._open.append(micro_batch)
 
     def is_last(self) -> bool:
-        """Whether :attr:`current` is the last of its global batch. A loop that asks knows of global batches."""
+        """True if :attr:`current` is the last of its global batch. A loop that asks knows of global batches."""
         self._knows_last = True
         return self.current is not None and self.current.is_last
 
@@ -169,7 +169,7 @@ class LoopProgress:
         return micro_batch
 
     def step(self) -> bool:
-        """Whether a call of ``optimizer.step`` is due: the global batch is complete."""
+        """True if a call of ``optimizer.step`` is due: the global batch is complete."""
         if self._passed or not self._done:
             missing = f"{_name(self._passed[0])} had no" if self._passed else "there was no"
             raise RuntimeError(
@@ -204,7 +204,7 @@ class LoopProgress:
 
     @property
     def is_within_global_batch(self) -> bool:
-        """Whether a global batch is incomplete: some of its micro-batches had a backward pass, and others are left."""
+        """True if a global batch is incomplete: some of its micro-batches had a backward pass, and others are left."""
         return bool(self._done) and not self._done[-1].is_last
 
     def _source_of_forward(self, sources: Sequence[MicroBatch]) -> MicroBatch | None:
@@ -251,7 +251,7 @@ def _index(among: Sequence[MicroBatch], micro_batch: MicroBatch) -> int:
 
 
 def _has_part(micro_batches: Sequence[MicroBatch]) -> bool:
-    """Whether these consecutive micro-batches contain a global batch only in part."""
+    """True if these consecutive micro-batches contain a global batch only in part."""
     return bool(micro_batches) and (micro_batches[0].step > 0 or not micro_batches[-1].is_last)
 
 

@@ -53,7 +53,7 @@ class ResumableDataLoader(DataLoader[Any]):
 
     @property
     def is_last(self) -> bool:
-        """Whether the optimizer steps after the latest batch: after each one. It is False before the first one."""
+        """True if the optimizer steps after the latest batch: after each one. It is False before the first one."""
         return self._batches_done > self._first_batch
 
     def set_epoch(self, epoch: int) -> None:

@@ -216,17 +216,17 @@ class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
 
     @property
     def is_divided(self) -> bool:
-        """Whether there is a division."""
+        """True if there is a division."""
         return bool(self._parts)
 
     @property
     def is_resumed(self) -> bool:
-        """Whether the latest iteration began in the middle of its epoch."""
+        """True if the latest iteration began in the middle of its epoch."""
         return self._start > 0
 
     @property
     def is_over(self) -> bool:
-        """Whether all global batches of the latest iteration are done."""
+        """True if all global batches of the latest iteration are done."""
         return self._over
 
     def join(self, rank: int, world_size: int) -> None:
@@ -464,7 +464,7 @@ class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
         return None if order is None else _digest(order)
 
     def _counts(self) -> bool:
-        """Whether at least one global batch of the latest iteration is done."""
+        """True if at least one global batch of the latest iteration is done."""
         return self._over or self._done > self._start
 
     def _is_running(self) -> bool:

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def caps_below(profile: BatchProfile, cap: int) -> tuple[int, bool] | None:
-    """Whether ``profile`` limits micro-batches to less than ``cap`` though memory does not; None if it does not.
+    """True if ``profile`` limits micro-batches to less than ``cap`` though memory does not; None if it does not.
 
     Otherwise the smallest such limit, and whether it comes from the search (then measuring again removes it). If it
     does not, someone has lowered it, or there was no search.

@@ -62,7 +62,7 @@ class GuardedGradient(Tensor):
 
     reason: str
     is_zero: bool
-    """Whether the loop has called ``zero_``."""
+    """True if the loop has called ``zero_``."""
 
     @classmethod
     def __torch_function__(
@@ -341,7 +341,7 @@ def prepare_sums(replica: DistributedDataParallel, loss: Tensor) -> None:
 
 
 def _has_gradients(optimizer: Any) -> bool:
-    """Whether gradients of ``optimizer`` are there and not zero, which ``model.zero_grad()`` may have made them."""
+    """True if gradients of ``optimizer`` are there and not zero, which ``model.zero_grad()`` may have made them."""
     own = optimizer.param_info["param2id"]
     gradients = [each.grad for each in optimizer.model.parameters() if id(each) in own and each.grad is not None]
     return bool(gradients) and bool(torch.stack([each.any() for each in gradients]).any())
@@ -365,7 +365,7 @@ def _check_sums(replica: DistributedDataParallel, *_: Any) -> None:
 
 
 def _is_unfinished(replica: DistributedDataParallel) -> bool:
-    """Whether DDP still waits for gradients of the last backward pass."""
+    """True if DDP still waits for gradients of the last backward pass."""
     try:
         replica._check_reducer_finalized()
     except RuntimeError:

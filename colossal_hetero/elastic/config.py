@@ -111,13 +111,13 @@ class Members(Protocol):
         """Tell the others that this world is broken."""
 
     def is_broken(self) -> bool:
-        """Whether a member of this world is known to be lost."""
+        """True if a member of this world is known to be lost."""
 
     def leave(self) -> None:
         """Drop all groups of this world."""
 
     def is_somebody_waiting(self) -> bool:
-        """Whether a process waits to join."""
+        """True if a process waits to join."""
 
     def depart(self) -> None:
         """Leave the job for good."""
@@ -126,4 +126,4 @@ class Members(Protocol):
         """The job has ended: processes that come later end at once."""
 
     def is_leaving(self) -> bool:
-        """Whether this member was told that it will be taken away."""
+        """True if this member was told that it will be taken away."""

@@ -148,7 +148,7 @@ class TorchrunPlace:
     """Of the store through which the workers find each other."""
     port: int
     hosts_store: bool
-    """Whether this worker has to start that store, because no agent of torchrun has."""
+    """True if this worker has to start that store, because no agent of torchrun has."""
     node: str
     """Name of the node: that of the variable ``COLOSSAL_HETERO_NODE``, else that of the host."""
     job: str
@@ -185,7 +185,7 @@ def launcher_name(process: int) -> str:
 
 
 def runs_launcher(job: str) -> bool:
-    """Whether the launcher after which a job was named may still run; true for jobs that have a name of their own."""
+    """True if the launcher after which a job was named may still run; true for jobs that have a name of their own."""
     match = _LAUNCHER.fullmatch(job)
     return match is None or _started(int(match[1])) == int(match[2])
 

@@ -29,7 +29,7 @@ class KeyStore(Protocol):
         """Read a key that is there."""
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there."""
+        """True if all keys are there."""
 
 
 class Greeting(NamedTuple):

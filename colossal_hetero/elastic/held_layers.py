@@ -14,11 +14,11 @@ from ..planner.cluster.topology import Device, Node, Topology
 from ..planner.cost.plan import Plan
 
 __all__ = [
-    "Agreed",
     "CatchUp",
     "Held",
     "HeldLayers",
     "Recovery",
+    "RecoveryDecision",
     "Standing",
     "agree",
     "layers_by_rank",
@@ -88,13 +88,13 @@ class Standing:
     version: int | None
     """Optimizer steps whose result it holds; None if it holds nothing, as one that has just started."""
     is_complete: bool
-    """Whether it has all sums of gradients of the next step, so that it can make this step alone."""
+    """True if it has all sums of gradients of the next step, so that it can make this step alone."""
     commit: Any
     """What the ranks agreed on for its last step; None before the first one."""
     evaluations: int = 0
     """Evaluations that all ranks have finished, as far as it knows."""
     has_results: bool | None = None
-    """Whether it has the results of the evaluation that it is in; None if it is in none."""
+    """True if it has the results of the evaluation that it is in; None if it is in none."""
 
 
 class CatchUp(Enum):
@@ -106,7 +106,7 @@ class CatchUp(Enum):
 
 
 @dataclass(frozen=True)
-class Agreed:
+class RecoveryDecision:
     """The same on all ranks."""
 
     version: int
@@ -117,7 +117,7 @@ class Agreed:
     """By rank."""
 
 
-def agree(standings: Sequence[Standing]) -> Agreed | None:
+def agree(standings: Sequence[Standing]) -> RecoveryDecision | None:
     """Which state counts, and what each rank does.
 
     A step is made only by ranks that have the commit, and a commit exists only if every rank had complete sums. So a
@@ -137,7 +137,7 @@ def agree(standings: Sequence[Standing]) -> Agreed | None:
         behind = each.version is not None and each.version == version - 1
         return CatchUp.STEP if behind and each.is_complete else CatchUp.FORGET
 
-    return Agreed(version, newest.commit, tuple(map(catch_up, standings)))
+    return RecoveryDecision(version, newest.commit, tuple(map(catch_up, standings)))
 
 
 def _version(standing: Standing) -> int:

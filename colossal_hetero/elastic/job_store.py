@@ -169,7 +169,7 @@ class JobStore:
         self._closed.set()
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all ``keys`` are there."""
+        """True if all ``keys`` are there."""
         return bool(self._call(self._store.check, list(keys)))  # type: ignore[attr-defined]
 
     def get(self, key: str) -> bytes:

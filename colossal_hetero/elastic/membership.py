@@ -45,11 +45,11 @@ class WorldEnds:
             self._store.add(exits_key(round_), 1)
 
     def has_left(self, round_: int, member: Member) -> bool:
-        """Whether a member has left a world on purpose."""
+        """True if a member has left a world on purpose."""
         return self._store.check([f"left/{round_}/{member.number}"])
 
     def has_departed(self, round_: int, member: Member) -> bool:
-        """Whether a member has left a world for good."""
+        """True if a member has left a world for good."""
         return self.has_left(round_, member) and self._store.get(f"left/{round_}/{member.number}") == b"for good"
 
 
@@ -318,7 +318,7 @@ class Membership:
         return f"{self._job}-{self._store.compare_set('identity', '', secrets.token_hex(8)).decode()}"
 
     def is_somebody_waiting(self) -> bool:
-        """Whether a member waits that the next world would have a place for; as of a fraction of a second ago.
+        """True if a member waits that the next world would have a place for; as of a fraction of a second ago.
 
         Members may get different answers, so that one of them has to decide for all.
         """

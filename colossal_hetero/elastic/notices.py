@@ -23,7 +23,7 @@ class Notice(Protocol):
     """Says whether this machine will be taken away."""
 
     def is_given(self) -> bool:
-        """Whether the notice has been given. Once true, always true. Quick, and does not communicate with ranks."""
+        """True if the notice has been given. Once true, always true. Quick, and does not communicate with ranks."""
 
 
 class SignalNotice:
@@ -49,7 +49,7 @@ class SignalNotice:
         self._before = signal.signal(number, self._receive)
 
     def is_given(self) -> bool:
-        """Whether this process has received the signal."""
+        """True if this process has received the signal."""
         return self._first_at is not None
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ class FileNotice:
         self._is_given = False
 
     def is_given(self) -> bool:
-        """Whether the file exists, or existed when somebody asked before."""
+        """True if the file exists, or existed when somebody asked before."""
         self._is_given = self._is_given or self._path.exists()
         return self._is_given
 
@@ -92,5 +92,5 @@ class AnyNotice:
         self._notices = notices
 
     def is_given(self) -> bool:
-        """Whether at least one of the notices is given."""
+        """True if at least one of the notices is given."""
         return any(notice.is_given() for notice in self._notices)

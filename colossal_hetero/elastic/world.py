@@ -39,7 +39,7 @@ class Member(NamedTuple):
     """Its process id on that node."""
 
     def survives(self, round_: int) -> bool:
-        """Whether this member comes from the world right before ``round_``."""
+        """True if this member comes from the world right before ``round_``."""
         return self.age == 1 - round_
 
 

@@ -50,7 +50,7 @@ _MODELS = (*OWN_PACKAGES, "timm", "transformers")
 
 
 def is_seen(modules: Iterable[nn.Module]) -> bool:
-    """Whether somebody sees what passes through any of ``modules``, which are inside of a block."""
+    """True if somebody sees what passes through any of ``modules``, which are inside of a block."""
     if any(_has_others(getattr(torch_module, f"_global{hooks}").values(), OWN_PACKAGES) for hooks in _HOOKS):
         return True
     for module in modules:
@@ -66,7 +66,7 @@ def is_seen(modules: Iterable[nn.Module]) -> bool:
 
 
 def asks_for_heads(model: nn.Module, arguments: Mapping[str, Any]) -> bool:
-    """Whether the caller of ``model`` takes or gives something for each head of this rank: attention maps, masks of
+    """True if the caller of ``model`` takes or gives something for each head of this rank: attention maps, masks of
     heads, and in training keys and values of earlier passes."""
     asked = arguments.get("output_attentions")
     if asked is None:
@@ -81,19 +81,19 @@ def asks_for_heads(model: nn.Module, arguments: Mapping[str, Any]) -> bool:
 
 @cache
 def _is_users(kind: type[nn.Module]) -> bool:
-    """Whether the forward pass of modules of this class is the user's own."""
+    """True if the forward pass of modules of this class is the user's own."""
     return _has_others([kind.forward], (*_MODELS, "torch"))
 
 
 def _is_computed(value: Any) -> bool:
-    """Whether ``value`` is, or has as its newest element, a tensor of the last pass, with a gradient to be computed."""
+    """True if ``value`` is, or has as its newest element, a tensor of the last pass, with a gradient to be computed."""
     if isinstance(value, list) and value:
         value = value[-1]
     return isinstance(value, Tensor) and value.grad_fn is not None
 
 
 def _has_others(functions: Iterable[Any], packages: tuple[str, ...]) -> bool:
-    """Whether a function is of none of ``packages``."""
+    """True if a function is of none of ``packages``."""
     return not all(is_from(function, packages) for function in functions)
 
 
@@ -147,14 +147,14 @@ class Block:
         self.held: tuple[UnitRange, ...] | None = None
         """The units that this rank's parameters hold, in their order; None: its own :attr:`units`, as ordinarily."""
         self.evaluates = False
-        """Whether the workload applies to the current pass although it has no gradients."""
+        """True if the workload applies to the current pass although it has no gradients."""
         self.before_forward: Callable[[bool], None] | None = None
         """Called before the forward pass of the first layer, also without a workload; takes whether the pass is one of
         training."""
         self.inside: tuple[nn.Module, ...] = self.layers  # type: ignore[assignment]
         """The modules through which only the units pass that this rank computes."""
         self.stays = False
-        """Whether each rank computes its own units, whatever the plan, because somebody sees what it computes."""
+        """True if each rank computes its own units, whatever the plan, because somebody sees what it computes."""
         self._heads = heads
         self._widths = {width: getattr(heads, width) for width in widths if hasattr(heads, width)}
         self._has_set_widths = False
@@ -169,26 +169,26 @@ class Block:
 
     @property
     def moves(self) -> bool:
-        """Whether units can migrate now; the same on all ranks."""
+        """True if units can migrate now; the same on all ranks."""
         return True
 
     @property
     def is_fixed(self) -> bool:
-        """Whether units do not migrate, whatever the plan; the same on all ranks."""
+        """True if units do not migrate, whatever the plan; the same on all ranks."""
         return self.stays
 
     @property
     def is_hooked(self) -> bool:
-        """Whether a parameter that holds units has a hook of the user on this rank."""
+        """True if a parameter that holds units has a hook of the user on this rank."""
         return any(True for tensors in self.unit_parameters for tensor in tensors for _ in user_hooks(tensor))
 
     @property
     def reshards(self) -> bool:
-        """Whether units can change their rank for good."""
+        """True if units can change their rank for good."""
         return True
 
     def is_seen(self, asks_for_heads: bool) -> bool:
-        """Whether somebody on this rank sees what it computes of this block."""
+        """True if somebody on this rank sees what it computes of this block."""
         return (asks_for_heads and self._heads is not None) or is_seen(self.inside)
 
     @property
@@ -206,7 +206,7 @@ class Block:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether no parameter that holds units is trained."""
+        """True if no parameter that holds units is trained."""
         return not any(tensor.requires_grad for tensors in self.unit_parameters for tensor in tensors)
 
     @property
@@ -370,7 +370,7 @@ def _inside(block: Block, holder: nn.Module, others: set[nn.Module]) -> Iterator
 
 
 def _has_balanced_layers(module: nn.Module, rule: BlockRule) -> bool:
-    """Whether the layers of the block exist and can be balanced together."""
+    """True if the layers of the block exist and can be balanced together."""
     inputs, outputs = list(_present(module, rule.inputs)), list(_present(module, (rule.output,)))
     if not inputs or not outputs or any(_is_set(found) for found in _present(module, rule.obstacles)):
         return False
@@ -423,12 +423,12 @@ def _present(module: nn.Module, paths: Sequence[str]) -> Iterator[Any]:
 
 
 def _has_dropout(module: nn.Module, rule: BlockRule) -> bool:
-    """Whether there is dropout inside the block."""
+    """True if there is dropout inside the block."""
     return any(_is_set(found) for found in _present(module, rule.dropouts))
 
 
 def _has_unknown_kernel(module: nn.Module, rule: BlockRule) -> bool:
-    """Whether attention may use a kernel that is not torch's own."""
+    """True if attention may use a kernel that is not torch's own."""
     heads = _heads(module, rule)
     if heads is None:
         return False

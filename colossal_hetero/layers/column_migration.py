@@ -63,7 +63,7 @@ class ColumnExchange(ABC):
     """Sends columns of a product to receivers, and the results back."""
 
     merges: bool
-    """Whether a receiver adds its results to its own product, for the all-reduce that follows."""
+    """True if a receiver adds its results to its own product, for the all-reduce that follows."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
@@ -226,7 +226,7 @@ class ColumnMigration:
 
     @property
     def given(self) -> int:
-        """How many columns this rank gives away."""
+        """Number of columns that this rank gives away."""
         return sum(move.stop - move.start for move in self.moves if move.sender == self.rank)
 
 

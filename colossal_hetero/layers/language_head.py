@@ -61,7 +61,7 @@ class OwnRows:
 
     @property
     def need_parameters(self) -> bool:
-        """Whether the logits have not been computed, and the parameters are still the right ones."""
+        """True if the logits have not been computed, and the parameters are still the right ones."""
         return self._values is None and self._versions == _versions(self._parameters)
 
     def use(self, copies: Sequence[Tensor]) -> None:
@@ -84,7 +84,7 @@ class OwnRows:
 
 
 def _versions(parameters: Sequence[Tensor]) -> list[int]:
-    """How often each of them has been changed."""
+    """Number of times that each of them has been changed."""
     return [parameter._version for parameter in parameters]
 
 
@@ -294,7 +294,7 @@ class HeadBlock(Block):
         self._rows: VocabularyRows | None = None
         self._computes_loss = False
         self._fits: bool | None = None
-        """Whether the model has shown that rows of its head can migrate; None: not yet."""
+        """True if the model has shown that rows of its head can migrate; None: not yet."""
         self._outputs: Tensor | None = None
         """What the head returned in the current pass, in a pass that may decide whether units can migrate."""
         self._logits: OwnLogits | None = None
@@ -310,7 +310,7 @@ class HeadBlock(Block):
 
     @property
     def moves(self) -> bool:
-        """Whether units can migrate: the model has computed a loss in training by Colossal-AI's function, and what the
+        """True if units can migrate: the model has computed a loss in training by Colossal-AI's function, and what the
         head returned were its logits."""
         return bool(self._fits) and super().moves
 
@@ -398,7 +398,7 @@ class HeadBlock(Block):
 
 
 def _is_copy(tensor: Tensor, of: Tensor) -> bool:
-    """Whether one tensor, with gradients, has the values of another one, perhaps in another type."""
+    """True if one tensor, with gradients, has the values of another one, perhaps in another type."""
     node = tensor.grad_fn
     while node is not of.grad_fn and type(node).__name__ in _COPIES:
         node = node.next_functions[0][0]  # type: ignore[union-attr]

@@ -184,7 +184,7 @@ class HeteroLinear:
 
     @property
     def is_column_parallel(self) -> bool:
-        """Whether the outputs are divided over the ranks; otherwise the inputs are."""
+        """True if the outputs are divided over the ranks; otherwise the inputs are."""
         return self._column_parallel
 
     @property
@@ -203,7 +203,7 @@ class HeteroLinear:
         return self._layout.as_matrix(values_of(self.weight))  # type: ignore[attr-defined]
 
     def _passes_through(self) -> bool:
-        """Whether the parent's forward runs."""
+        """True if the parent's forward runs."""
         assigned = self._workload is not None or self._migration is not None
         in_block = self.block is not None and (self.block.workload or self.block.held) is not None
         if not (assigned or in_block or self.clock or self.slow_down):
@@ -226,7 +226,7 @@ class HeteroLinear:
             )
 
     def _is_left_alone(self) -> bool:
-        """Whether the parent's forward runs, and no block has to be told that a pass begins."""
+        """True if the parent's forward runs, and no block has to be told that a pass begins."""
         return (self.block is None or self.block.before_forward is None) and self._passes_through()
 
     def _multiply(self, x: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
@@ -277,7 +277,7 @@ class HeteroLinear:
             block.before_forward(self._is_balanced())
 
     def _is_balanced(self) -> bool:
-        """Whether the workload applies to the current forward pass: only if gradients will be computed for it."""
+        """True if the workload applies to the current forward pass: only if gradients will be computed for it."""
         return self.training and is_recorded()  # type: ignore[attr-defined]
 
     def _columns_for(self, x: Tensor) -> Lineage | None:

@@ -8,7 +8,7 @@ __all__ = ["check_room", "is_out_of_memory"]
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether memory could not be allocated: a tensor on a GPU or the host, or by NCCL, which has memory of its own."""
+    """True if memory could not be allocated: a tensor on a GPU or the host, or by NCCL, which has memory of its own."""
     return isinstance(error, torch.cuda.OutOfMemoryError) or any(
         words in str(error) for words in ("can't allocate memory", "out of memory")
     )

@@ -202,9 +202,9 @@ class ProductContext(NamedTuple):
     sequence: SequenceParts | None = None
     """How X and dX are divided over ``group`` (column-parallel, with sequence parallelism), or None."""
     in_block: bool = False
-    """Whether other layers of a block follow in the forward pass (column-parallel) or backward pass (row-parallel)."""
+    """True if other layers of a block follow in the forward pass (column-parallel) or backward pass (row-parallel)."""
     inner_backward: bool = False
-    """Whether the backward products follow those of another column-parallel layer of the same block."""
+    """True if the backward products follow those of another column-parallel layer of the same block."""
 
     def mark(self, part: Part, inner: bool = False) -> None:
         if self.clock is not None:

@@ -73,15 +73,15 @@ class UnitExchange:
         """Each layer's gradients that are being sent to their owners, with the tensors that they are sent from."""
         self._in_evaluation = False
         self._evaluates = False
-        """Whether the current pass is one for evaluation in which units migrate."""
+        """True if the current pass is one for evaluation in which units migrate."""
         self._sent_for: Purpose | None = None
         """What the weights that were sent last are used for; None if they have changed since."""
         self._passes = 1
         """The backward passes of a layer in a run of the schedule; 1 without a schedule."""
         self.are_hooked = False
-        """Whether on any rank a parameter of a block has a hook of the user, which must see each backward pass."""
+        """True if on any rank a parameter of a block has a hook of the user, which must see each backward pass."""
         self._versions: list[int] = []
-        """How often each parameter of a block had been changed when units were sent."""
+        """Number of times that each parameter of a block had been changed when units were sent."""
         self._sent_frozen: dict[int, list[int]] | None = None
         """:meth:`_frozen_versions` when weights were sent; None if frozen weights have changed since."""
         self._unchanged: set[int] = set()
@@ -90,7 +90,7 @@ class UnitExchange:
         """:func:`peak_growth` of the present plan, and the largest one of an iteration that has run: what its memory
         was is in the peak so far."""
         self._has_trained = False
-        """Whether there was a pass for training since the last step."""
+        """True if there was a pass for training since the last step."""
 
     def assign(
         self,
@@ -153,7 +153,7 @@ class UnitExchange:
 
     @property
     def is_in_schedule(self) -> bool:
-        """Whether messages are exchanged once for several passes."""
+        """True if messages are exchanged once for several passes."""
         return self._passes > 1
 
     def release(self, blocks: Sequence[Block]) -> None:
@@ -369,5 +369,5 @@ class UnitExchange:
 
 
 def _versions(block: Block) -> list[int]:
-    """How often each parameter that holds units of ``block`` has been changed."""
+    """Number of times that each parameter that holds units of ``block`` has been changed."""
     return [tensor._version for tensors in block.unit_parameters for tensor in tensors]

@@ -207,7 +207,7 @@ class UnitShare:
         return whole[0], whole[1] if len(whole) > 1 else None
 
     def _counts(self) -> list[int]:
-        """How many units the rank computes of its own, and of each range of taken units."""
+        """Number of units that the rank computes of its own, and of each range of taken units."""
         place = self._places[0]
         taken = [units[0].shape[place.dim] // (place.parts * place.size) for units in self._ranges]
         return [self._remaining if self._kept is None else len(self._kept), *taken]

@@ -180,7 +180,7 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_recorded() -> bool:
-    """Whether gradients will be computed for the current forward pass.
+    """True if gradients will be computed for the current forward pass.
 
     That is so if gradients are enabled, and also inside reentrant activation checkpointing, which runs a segment
     without gradients first and with gradients in the backward pass; both runs must use the same columns.

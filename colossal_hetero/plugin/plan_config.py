@@ -52,12 +52,12 @@ class PlanConfig:
     """Numbers of chunks per stage to try with the schedule ``interleaved``."""
 
     unequal: bool = True
-    """Whether the replicas of ``plan="auto"`` may have different stages and batches. They are equal in any case if
+    """True if the replicas of ``plan="auto"`` may have different stages and batches. They are equal in any case if
     ``pp_size``, ``batches`` or another argument of the plugin needs that. A loop that calls the model itself instead of
     ``execute_pipeline`` needs equal replicas."""
 
     layer_sums: bool = False
-    """Whether gradients are summed layer by layer, over the ranks that hold a layer, also where all replicas are alike.
+    """True if gradients are summed layer by layer, over the ranks that hold a layer, also where all replicas are alike.
     Where they are not, this is always so."""
 
     min_replicas: int = 1
@@ -69,7 +69,7 @@ class PlanConfig:
     where they gain 1 %). ``zero_stage`` then follows from the plan. Elastic training has simple plans only."""
 
     quick: bool = False
-    """Whether ``plan="auto"`` is made by a shorter search. This saves up to two thirds of the time. The iterations of a
+    """True if ``plan="auto"`` is made by a shorter search. This saves up to two thirds of the time. The iterations of a
     few plans take longer: up to 2 % in 160 random clusters of 12 to 64 devices. Elastic training always plans so,
     because the devices wait for the plan."""
 

@@ -150,10 +150,10 @@ MANY_RUNS = 4
 """Number of runs from which a mean replaces the median."""
 
 PEAK_SECONDS = 0.2
-"""How long matrix products are repeated to find the device's peak rate."""
+"""Time that matrix products are repeated to find the device's peak rate."""
 
 REPEATS_OF_A_DIP = 2
-"""How often a size is measured again if it is slower than a larger one."""
+"""Number of times that a size is measured again if it is slower than a larger one."""
 
 TOLERATED_DIP = 0.1
 """Largest share by which a size may be slower than a larger one; above it, it gets the time of the larger one."""

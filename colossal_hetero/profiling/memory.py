@@ -163,7 +163,7 @@ def allocator_of(device: torch.device) -> Allocator | None:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether ``error``, or an error that caused it, is an out-of-memory error.
+    """True if ``error``, or an error that caused it, is an out-of-memory error.
 
     Such errors come from torch's CPU and GPU allocators, Python, C++, the operating system and the libraries that torch
     calls, each with its own type or message.

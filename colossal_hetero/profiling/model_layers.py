@@ -128,7 +128,7 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 
 def _is_row(module: nn.Module) -> bool:
-    """Whether ``module`` is a list of modules of one class that have children and parameters."""
+    """True if ``module`` is a list of modules of one class that have children and parameters."""
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return False
     parts = list(module.children())

@@ -221,5 +221,5 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def _is_same(tensor: Tensor, value: Tensor) -> bool:
-    """Whether the values are equal; NaN is not equal to itself and counts as changed."""
+    """True if the values are equal; NaN is not equal to itself and counts as changed."""
     return torch.equal(tensor.detach().cpu(), value)

@@ -99,7 +99,7 @@ def relative_error(values: Sequence[float], *, of_median: bool) -> float:
 
 
 Action = Literal["searching", "timing"]
-"""Whether the largest micro-batch is searched for, or known sizes are timed."""
+"""True if the largest micro-batch is searched for, or known sizes are timed."""
 
 RUNS = 3
 """Number of runs of a timed size that is assumed for the estimate."""

@@ -59,7 +59,7 @@ _MESSAGE = "Expected more than 1 value per channel"
 
 
 def is_too_few_samples(error: BaseException | None) -> bool:
-    """Whether ``error``, or an error that caused it, says that a batch normalization had a single value per channel."""
+    """True if ``error``, or an error that caused it, says that a batch normalization had a single value per channel."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

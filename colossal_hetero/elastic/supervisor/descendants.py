@@ -27,7 +27,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 CLEAN_UP_SECONDS = 1.0
 """Time between SIGTERM and SIGKILL for processes whose owner has ended."""
 LIMIT_SECONDS = 10.0
-"""How long to wait for killed processes. One that waits for a broken disk cannot end."""
+"""Time to wait for killed processes. One that waits for a broken disk cannot end."""
 POLL_SECONDS = 0.005
 
 

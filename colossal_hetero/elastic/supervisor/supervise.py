@@ -59,13 +59,13 @@ class NodeProgress:
     """How far the workers of one node are; statuses are those of ``subprocess``: ``-n`` for signal ``n``."""
 
     max_restarts: int
-    """How often each worker is started again."""
+    """Number of times that each worker is started again."""
     restarts: tuple[int, ...]
     """By local rank: how often it was started again."""
     statuses: tuple[int | None, ...]
     """By local rank: the status with which it ended for good, or None while it runs."""
     is_ending: bool = False
-    """Whether all workers were asked to end, so that none is started again."""
+    """True if all workers were asked to end, so that none is started again."""
     first_failure: int | None = None
     """The status of the first worker that ended for good with an error."""
 
@@ -76,7 +76,7 @@ class NodeProgress:
 
     @property
     def is_over(self) -> bool:
-        """Whether no worker runs."""
+        """True if no worker runs."""
         return None not in self.statuses
 
 
@@ -291,7 +291,7 @@ class Launch:
     node: ElasticEnvironment
     """The place of the node's first worker."""
     max_restarts: int
-    """How often each worker is started again."""
+    """Number of times that each worker is started again."""
     grace_seconds: float
     """Time from the first signal until workers that have not ended are killed."""
 

@@ -142,7 +142,7 @@ RULES: dict[str, Callable[[Sequence[Curve], int, str, Sequence[float] | None], l
 STAGES = (0, 1, 2, 3)
 """Stages of ZeRO."""
 ACCUMULATIONS = ("shared", "per_rank")
-"""Whether the number of micro-steps per global batch is the same on all ranks or chosen for each rank."""
+"""True if the number of micro-steps per global batch is the same on all ranks or chosen for each rank."""
 METHODS = ("exact", "uniform", "flops", "adapt")
 
 

@@ -40,7 +40,7 @@ class AdaptStep:
     cost_seconds: float
     """Predicted time per global batch; infinite if the remaining ranks cannot hold a sample each."""
     kept: bool
-    """Whether the configuration was better than those before it."""
+    """True if the configuration was better than those before it."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def adapt(
 
 
 def _all_hold(curves: Sequence[Curve], ranks: Sequence[int]) -> bool:
-    """Whether each of ``ranks`` holds a sample."""
+    """True if each of ``ranks`` holds a sample."""
     return all(curves[rank].max_batch > 0 for rank in ranks)
 
 

@@ -190,7 +190,7 @@ class SpeedEstimate(NamedTuple):
 
 
 def are_enough(times: Sequence[Sequence[GlobalBatchTime]]) -> bool:
-    """Whether speeds can be computed from ``times[replica][global_batch]``."""
+    """True if speeds can be computed from ``times[replica][global_batch]``."""
     longest = max(math.fsum(each.work_seconds + each.data_seconds for each in of_replica) for of_replica in times)
     return len(times[0]) >= MIN_ITERATIONS and longest >= MIN_SECONDS
 

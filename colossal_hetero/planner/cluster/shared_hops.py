@@ -75,7 +75,7 @@ def unlike_hop_channels(topology: Topology, pipelines: Sequence[Sequence[StageNo
 
 
 def stage_loads(topology: Topology, pipelines: Sequence[Sequence[StageNode]]) -> Loads:
-    """How many messages share a node's NICs of each kind, and its inside; as for :func:`unlike_hop_channels`."""
+    """Number of messages that share a node's NICs of each kind, and its inside; as for :func:`unlike_hop_channels`."""
     loads: Loads = Counter()
     for stages in pipelines:
         hops = [_hop_loads(topology, a, b) for a, b in pairwise(stages)]

@@ -263,7 +263,7 @@ def _kinds(node: Node) -> str:
 
 
 class MeasuredLink(FilePart):
-    """How long a message between two ranks takes in one protocol: ``latency_seconds + bytes / bytes_per_second``.
+    """Time that a message between two ranks takes in one protocol: ``latency_seconds + bytes / bytes_per_second``.
 
     It holds for both directions, unless the opposite direction has a link of its own.
     """

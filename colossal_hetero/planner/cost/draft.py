@@ -54,7 +54,7 @@ class Draft:
 
     @property
     def is_equal(self) -> bool:
-        """Whether all pipelines are cut alike and run equally many micro-batches."""
+        """True if all pipelines are cut alike and run equally many micro-batches."""
         return len({cut.bounds for cut in self.splits}) == 1 and len(set(self.micro_batches)) == 1
 
     @property
@@ -96,11 +96,11 @@ class DraftBuilder:
 
     @property
     def chooses_cuts(self) -> bool:
-        """Whether the method looks for the fastest cuts by the closed form, so that all cuts may be compared."""
+        """True if the method looks for the fastest cuts by the closed form, so that all cuts may be compared."""
         return self.method == "exact"
 
     def min_micro_batches(self, stages: Iterable[int]) -> list[int]:
-        """How many micro-batches pipelines of these numbers of stages run at least."""
+        """Number of micro-batches that pipelines of these numbers of stages run at least."""
         return [number if self.runnable else 1 for number in stages]
 
     def build(

@@ -225,7 +225,7 @@ class EvaluatedPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether all stages fit in memory."""
+        """True if all stages fit in memory."""
         return not self.too_large
 
     @property

@@ -1,4 +1,4 @@
-"""How long the pipelines of a candidate take to sum their gradients."""
+"""Time that the pipelines of a candidate take to sum their gradients."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def _lanes(holders: Sequence[SummingStage]) -> tuple[int, NDArray[np.float64]]:
 def divide_micro_batches(
     fill: Sequence[float], longest: Sequence[float], micro_batches: int, minimum: Sequence[int]
 ) -> list[int]:
-    """How many micro-batches each pipeline runs so that the last pipeline ends as early as possible."""
+    """Number of micro-batches that each pipeline runs so that the last pipeline ends as early as possible."""
     # What a pipeline runs in any case counts as its first micro-batch.
     extra = np.asarray(minimum) - 1
     step = np.maximum(np.asarray(longest), 1e-15)

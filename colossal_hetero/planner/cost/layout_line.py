@@ -36,13 +36,13 @@ class StageLayout:
     tensor_parallel: int = 1
     """Its devices, which are one tensor-parallel group."""
     recompute: bool = False
-    """Whether the backward pass runs the forward pass again."""
+    """True if the backward pass runs the forward pass again."""
     place: int = field(default=0, compare=False)
     """Where it starts in the line that was read."""
 
     @property
     def blocks_per_chunk(self) -> tuple[int, ...]:
-        """How many blocks each chunk has."""
+        """Number of blocks that each chunk has."""
         return tuple(stop - start for start, stop in self.block_ranges)
 
 
@@ -77,7 +77,7 @@ class PlanLayout:
 
     @property
     def alike(self) -> bool:
-        """Whether all pipelines have the same blocks in their stages and equally many micro-batches."""
+        """True if all pipelines have the same blocks in their stages and equally many micro-batches."""
         shapes = {(each.micro_batches, tuple(stage.block_ranges for stage in each.stages)) for each in self.pipelines}
         return len(shapes) == 1
 

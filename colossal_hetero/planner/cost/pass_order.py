@@ -76,21 +76,21 @@ class PassOrder:
     passes: tuple[tuple[Pass, ...], ...]
     """By stage: its passes, one after the other."""
     receives_late: bool = False
-    """Whether a stage asks for the input of a pass only when it has run the pass of that kind before."""
+    """True if a stage asks for the input of a pass only when it has run the pass of that kind before."""
 
     @property
     def stages(self) -> int:
-        """How many there are."""
+        """Their number."""
         return len(self.passes)
 
     @property
     def chunks(self) -> int:
-        """How many there are, in all stages together."""
+        """Their number, in all stages together."""
         return len(self.stage_of_chunk)
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether the gradients of the weights have passes of their own."""
+        """True if the gradients of the weights have passes of their own."""
         return any(each.kind == "weight" for each in self.passes[0])
 
     @cached_property

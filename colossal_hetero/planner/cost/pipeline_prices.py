@@ -41,7 +41,7 @@ class PipelinePrices:
         self.method = method
         self.max_states = QUICK_STATES if quick else MAX_STATES
         self.chooses_order = method in ("exact", "simulated", "adapt")
-        """Whether the method also chooses the order of the stages."""
+        """True if the method also chooses the order of the stages."""
         self._in_order: dict[object, Split | None] = {}
         self._splits: dict[object, Split | str] = {}
         self._costs: dict[object, PipelineCost] = {}

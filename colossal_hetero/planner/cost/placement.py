@@ -103,7 +103,7 @@ class NodeLinks:
         return np.asarray(self._number[self.node_kind[nodes_a], self.node_kind[nodes_b], same_node])
 
     def load(self, pipelines: Sequence[NDArray[np.int64]], width: int) -> NDArray[np.int64]:
-        """How many messages share a node's NICs of each kind and its inside, ``[kinds + 1, nodes]``.
+        """Number of messages that share a node's NICs of each kind and its inside, ``[kinds + 1, nodes]``.
 
         See Note: shared hops.
         """
@@ -213,7 +213,7 @@ class SlotPool:
 
     @property
     def slots(self) -> int:
-        """How many slots there are, of all kinds."""
+        """Number of slots that there are, of all kinds."""
         return sum(len(kind.slots) for kind in self.kinds)
 
     @property
@@ -223,11 +223,11 @@ class SlotPool:
 
     @cached_property
     def has_one_form(self) -> bool:
-        """Whether every slot has the pool's degree."""
+        """True if every slot has the pool's degree."""
         return all(kind.tensor_parallel == self.tensor_parallel for kind in self.kinds)
 
     def allows(self, pipelines: int) -> bool:
-        """Whether plans may have so many pipelines."""
+        """True if plans may have so many pipelines."""
         return self.pipelines in (None, pipelines)
 
 

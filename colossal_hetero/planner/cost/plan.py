@@ -87,9 +87,9 @@ class StagePlan(FilePart):
     """Its tensor-parallel group. Devices are numbered in the order of the cluster file; if one rank is launched per
     device, these are the numbers of the ranks."""
     tensor_parallel: PositiveCount | None = None
-    """How many they are. None: as many as the plan says; files leave this out."""
+    """Their number. None: as many as the plan says; files leave this out."""
     recompute: bool = False
-    """Whether only the inputs of blocks are kept until the backward pass, which runs the forward pass again. Files
+    """True if only the inputs of blocks are kept until the backward pass, which runs the forward pass again. Files
     leave out False."""
     node: str
     """Name of the node that the group is in."""
@@ -242,7 +242,7 @@ class Plan(FilePart):
     precision: str = "fp32"
     """Precision in which the layers were timed."""
     blocks: PositiveCount
-    """How many blocks the model has."""
+    """Number of blocks that the model has."""
     method: str
     """Method by which the layers were split into stages."""
     schedule: Schedule = "1f1b"
@@ -379,7 +379,7 @@ class Plan(FilePart):
 
     @property
     def symmetric(self) -> bool:
-        """Whether all replicas cut the model alike and run equally many micro-batches."""
+        """True if all replicas cut the model alike and run equally many micro-batches."""
         shapes = {
             (replica.micro_batches, tuple(stage.block_ranges for stage in replica.stages)) for replica in self.replicas
         }

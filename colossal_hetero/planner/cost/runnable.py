@@ -34,7 +34,7 @@ def enough_micro_batches(stages: NDArray[np.int64], micro_batches: NDArray[np.in
 def enough_micro_batches(
     stages: int | NDArray[np.int64], micro_batches: int | NDArray[np.int64]
 ) -> bool | NDArray[np.bool_]:
-    """Whether a replica with this many micro-batches per iteration can have this many stages; element by element."""
+    """True if a replica with this many micro-batches per iteration can have this many stages; element by element."""
     return (stages <= micro_batches) | (stages == 1)
 
 

@@ -51,7 +51,7 @@ class BlockRun(FilePart):
     """Time of several consecutive blocks that were measured together, per micro-batch (AutoHet, section III-D)."""
 
     blocks: PositiveCount
-    """How many blocks."""
+    """Number of blocks."""
     forward_seconds: Seconds
     backward_seconds: Seconds
 
@@ -176,7 +176,7 @@ class ModelProfile(FilePart):
     state_factor: Factor = 4.0
     """Bytes of parameters, gradients and optimizer state together, per byte of parameters: 4 for Adam in fp32."""
     master_copies: bool = False
-    """Whether ``state_factor`` counts copies of the parameters, which the optimizer updates, in fp32 too. In half
+    """True if ``state_factor`` counts copies of the parameters, which the optimizer updates, in fp32 too. In half
     precision it always does."""
     gradient_factor: Factor = 1.0
     """Bytes of gradients that replicas sum, per byte of parameters."""

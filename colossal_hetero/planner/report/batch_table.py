@@ -48,7 +48,7 @@ class DeviceLine:
 
     @property
     def dropped(self) -> bool:
-        """Whether these ranks do not take part."""
+        """True if these ranks do not take part."""
         return not self.share.runs
 
 

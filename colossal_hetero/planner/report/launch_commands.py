@@ -48,7 +48,7 @@ def training_call(plan: Plan, path: str = "plan.json", *, overlap: bool = False)
 
 
 def _ranks_by_node(plan: Plan) -> dict[str, int]:
-    """How many ranks each node has, in the order of ranks."""
+    """Number of ranks that each node has, in the order of ranks."""
     stages = [stage for replica in plan.replicas for stage in replica.stages]
     node_of = {rank: stage.node for stage in stages for rank in stage.ranks}
     return dict(Counter(node_of[rank] for rank in sorted(node_of)))

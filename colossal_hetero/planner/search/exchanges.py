@@ -256,7 +256,7 @@ class UnequalMoves:
         return self.pool.total_micro_batches / sum([power[kind] for row in rows for kind, _ in row])
 
     def _may_take_less(self, rows: Rows, ranking: float) -> bool:
-        """Whether pipelines of these slots may be ranked before plans with so many :attr:`.Draft.ranking_seconds`."""
+        """True if pipelines of these slots may be ranked before plans with so many :attr:`.Draft.ranking_seconds`."""
         may_be_equal = len(set(map(len, rows))) == 1
         seconds = ranking / ranking_seconds(1.0, equal=may_be_equal) - self._sums(len(rows))
         run = 0

@@ -48,7 +48,7 @@ class FewSlots:
 
     @property
     def are_few(self) -> bool:
-        """Whether the slots are so few that all plans can be tried."""
+        """True if the slots are so few that all plans can be tried."""
         return self.pool.slots <= (MAX_EQUAL if self.equal else MAX_UNEQUAL)
 
     def better_than(self, seconds: float) -> list[Draft]:

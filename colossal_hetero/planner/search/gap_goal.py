@@ -80,7 +80,7 @@ class Effort:
     search_seconds: float = np.inf
     """No part of the search begins after this, once there is a plan."""
     quick: bool = False
-    """Whether less is tried: exchanges of slots are not repeated from random others, fewer plans have slots moved and
+    """True if less is tried: exchanges of slots are not repeated from random others, fewer plans have slots moved and
     other orders of stages tried, and fewer orders are."""
 
     def __post_init__(self) -> None:
@@ -106,7 +106,7 @@ class GapGoal:
     _spent: float = 0.0
 
     def is_enough(self, seconds: float) -> bool:
-        """Whether the search may end with a plan of this time."""
+        """True if the search may end with a plan of this time."""
         if time.monotonic() - self._begin > self.effort.search_seconds:
             return True
         if self.effort.gap is None:

@@ -1,4 +1,4 @@
-"""How long pipelines sum their gradients at least, whichever devices they have.
+"""Time that pipelines sum their gradients at least, whichever devices they have.
 
 [Note: a lower bound on sums of gradients] Let D pipelines sum G bytes of gradients per device, with w devices per slot.
 The gradients of a block are summed by w rings, each with one device of each of the D slots that hold the block. Let b
@@ -55,7 +55,7 @@ class GradientBounds:
 
     @property
     def slots_in_a_node(self) -> int:
-        """How many slots a node has at most."""
+        """Number of slots that a node has at most."""
         return int(self._slots.max())
 
     @cached_property
@@ -69,7 +69,7 @@ class GradientBounds:
 
     @property
     def one_kind_per_node(self) -> bool:
-        """Whether no node has slots of several kinds."""
+        """True if no node has slots of several kinds."""
         return bool(((self._by_kind > 0).sum(axis=1) <= 1).all())
 
     def of_pipelines(self, pipelines: int) -> float:
@@ -92,7 +92,7 @@ class GradientBounds:
         return 2 * (pipelines - 1) * (float(self._bytes[blocks]) / pipelines / rate + self._latency) * (1 - 1e-9)
 
     def crossing_blocks(self, pipelines: int, blocks: int) -> int:
-        """How many blocks cross at most, if at most so many different ones do in each node."""
+        """Number of blocks that cross at most, if at most so many different ones do in each node."""
         holders = int(np.minimum(self._slots, pipelines - 1).sum())
         return blocks * holders // pipelines
 

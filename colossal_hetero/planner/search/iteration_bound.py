@@ -75,7 +75,7 @@ class Packed(NamedTuple):
     """What is known about a program."""
 
     is_too_little: bool
-    """Whether the prices prove that no solution reaches what is needed."""
+    """True if the prices prove that no solution reaches what is needed."""
     prices: Floats
     """Of the kinds, not negative, ``[kinds]``."""
     basis: Basis
@@ -162,7 +162,7 @@ class PipelineTypes:
     """Of all pipelines together."""
 
     def micro_batches(self, seconds: float) -> Floats:
-        """How many micro-batches a pipeline of each type runs at most in this time, ``[types]``; 0 if too few."""
+        """Number of micro-batches that a pipeline of each type runs at most in this time, ``[types]``; 0 if too few."""
         further = ((seconds - self.first_seconds) / self.further_seconds).max(axis=0, initial=-1.0)
         most = np.minimum(np.floor(further * (1 + ROUNDING) + ROUNDING) + 1.0, self.max_micro_batches)
         return np.where(most >= self.min_micro_batches, most, 0.0)
@@ -177,7 +177,7 @@ class PipelineTypes:
             return pack(self.counts, self.micro_batches(seconds), limits, needed, basis)
 
         def are_too_few(prices: Floats, seconds: float) -> bool:
-            """Whether these prices prove that not all micro-batches can be run in this time."""
+            """True if these prices prove that not all micro-batches can be run in this time."""
             worth = self.micro_batches(seconds) - self.counts @ prices
             return bool(prices @ limits[:-1] + limits[-1] * worth.max(initial=0.0) < needed)
 
@@ -260,7 +260,7 @@ class _Range:
     inside: frozenset[int] | None
     """Kinds of which Q is a part; empty if all rings cross, None if the range has all plans."""
     exactly: bool
-    """Whether Q has all kinds of ``inside``; else it has at least one."""
+    """True if Q has all kinds of ``inside``; else it has at least one."""
     passes: float
     """P is at least this, in seconds."""
     precision: float = np.inf
@@ -354,7 +354,7 @@ class _Pool:
 
     @property
     def _tells_kinds(self) -> bool:
-        """Whether the sets Q are told apart."""
+        """True if the sets Q are told apart."""
         return self.gradients.one_kind_per_node and len(self.available) <= MAX_KINDS_INSIDE
 
     def _types_of(self, part: _Range, below: float) -> PipelineTypes:

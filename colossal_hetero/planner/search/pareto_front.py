@@ -419,7 +419,7 @@ class _Search:
 
     @property
     def knows_both_ends(self) -> bool:
-        """Whether the fastest plan and the cheapest one were looked for."""
+        """True if the fastest plan and the cheapest one were looked for."""
         return len(self._ratios) > 1 or not self._left.any()
 
     def most_promising(self, tolerance: float) -> int | None:

@@ -39,7 +39,7 @@ WHOLE_LEVELS = 3
 
 @dataclass(frozen=True, eq=False)
 class BlockLimits:
-    """How many blocks the stages of a pipeline may hold: some are *free*, the others limited."""
+    """Number of blocks that the stages of a pipeline may hold: some are *free*, the others limited."""
 
     free: NDArray[np.int64]
     """By kind, how many stages are free at most."""
@@ -161,7 +161,7 @@ class PipelineBounds:
         return self._of_delays[delays]
 
     def _held(self, costs: LayerCosts, memory_bytes: float) -> NDArray[np.int64]:
-        """How many blocks a stage holds at most with 1, 2, … micro-batches in flight, ``[blocks]``."""
+        """Number of blocks that a stage holds at most with 1, 2, … micro-batches in flight, ``[blocks]``."""
         state = np.concatenate([[0.0], np.cumsum(costs.state_bytes)])
         activation = np.concatenate([[0.0], np.cumsum(costs.activation_bytes)])
         needed = _min_sums(state) + np.arange(1, self.blocks + 1)[:, None] * _min_sums(activation)
@@ -169,7 +169,7 @@ class PipelineBounds:
 
     @staticmethod
     def _holds_the_model(kind: SlotKind) -> bool:
-        """Whether a pipeline of one stage fits."""
+        """True if a pipeline of one stage fits."""
         forms = [(kind.costs, kind.memory_in_pipeline(1)), kind.recomputed_in_pipeline(1)]
         return any(
             bool(costs.cumulative.state_bytes[-1] + costs.cumulative.activation_bytes[-1] <= memory)

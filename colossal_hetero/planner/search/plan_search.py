@@ -183,7 +183,7 @@ class PlanSearch:
         self.all_formations = all_formations
         self.quick = quick
         self.is_further = below < np.inf
-        """Whether a plan is known from another search."""
+        """True if a plan is known from another search."""
         self.bounds = [PipelineBounds.of_pool(pool) for pool in pools]
         self.rows = EqualRows(pools, self.bounds, stages, runnable=self.runnable, below=below)
         self._sums = [self._min_sums(pool) for pool in pools]

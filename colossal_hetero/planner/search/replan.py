@@ -35,7 +35,7 @@ class Replanned:
 
     @property
     def changed(self) -> bool:
-        """Whether another plan is faster than the present one."""
+        """True if another plan is faster than the present one."""
         return self.best is not self.present
 
 

@@ -64,7 +64,7 @@ class MemberKind:
     memory_bytes: float
     """Memory of one member."""
     count: int
-    """How many there are."""
+    """Their number."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ class _Covering:
         return self._grouping(counts)
 
     def _may_cover(self, patterns: NDArray[np.int64]) -> bool:
-        """Whether there are enough members, power and memory if each group takes the smallest amount of any pattern."""
+        """True if there are enough members, power and memory if each group takes the smallest amount of any pattern."""
         scales = np.stack([np.ones_like(self.powers), self.powers, self.memory, *np.eye(len(self.powers))])
         needed = (patterns @ scales.T).min(axis=0) * self.groups
         return bool((needed <= scales @ self.available * (1 + TOLERANCE)).all())
@@ -363,7 +363,7 @@ class UnequalGroups:
 
     @staticmethod
     def stages(groups: Groups) -> list[int]:
-        """How many stages each pipeline has."""
+        """Number of stages that each pipeline has."""
         return [sum(group) for group in groups]
 
     def min_seconds(self, groups: Groups) -> float:

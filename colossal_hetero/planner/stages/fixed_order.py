@@ -112,7 +112,7 @@ def _seconds_of_stage(
 
 
 def _fit(costs: LayerCosts, memory_bytes: float, in_flight: int) -> NDArray[np.bool_]:
-    """Whether the blocks ``[a, b)`` fit in memory, ``[a, b]``."""
+    """True if the blocks ``[a, b)`` fit in memory, ``[a, b]``."""
     held = np.concatenate([[0.0], np.cumsum(costs.state_bytes + in_flight * costs.activation_bytes)])
     return np.asarray(held[None, :] - held[:, None] <= memory_bytes)
 

@@ -139,11 +139,11 @@ class PipelineCost:
     memory_bytes: tuple[float, ...]
     """Memory that is used on each device of the stage."""
     fits: bool
-    """Whether every stage fits in the memory of its slot."""
+    """True if every stage fits in the memory of its slot."""
     seconds: float
     """Time of an iteration: ``Σ t + (K − 1)·max t`` (see ``stage_seconds``) plus the longest update."""
     recompute: tuple[bool, ...] = ()
-    """Whether each stage recomputes. Empty if no slot may."""
+    """True if each stage recomputes. Empty if no slot may."""
 
     @property
     def stage_seconds(self) -> tuple[float, ...]:

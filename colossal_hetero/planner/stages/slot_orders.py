@@ -305,7 +305,7 @@ def _twins(
 
 
 def _interchangeable(one: tuple[int, ...], other: tuple[int, ...], between: NDArray[np.int_]) -> bool:
-    """Whether two items of the same kind and size have the same hops inside, to each other and to all other slots."""
+    """True if two items of the same kind and size have the same hops inside, to each other and to all other slots."""
     a, b = one[0], other[0]
     if between[a, b] != between[b, a]:
         return False

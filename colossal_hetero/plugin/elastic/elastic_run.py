@@ -33,7 +33,7 @@ from ...checkpoint.model_outline import outline_of
 from ...common.ranks import is_lost_connection
 from ...data_parallel.loader import HeteroDataLoader
 from ...elastic.config import ElasticConfig, Members
-from ...elastic.held_layers import Agreed, CatchUp, Held, HeldLayers, Recovery, Standing, agree
+from ...elastic.held_layers import CatchUp, Held, HeldLayers, Recovery, RecoveryDecision, Standing, agree
 from ...layers.seeded_passes import SeededPasses
 from ...planner.cost.runnable import NoPlanError
 from ...profiling.model_layers import find_block_row
@@ -47,9 +47,9 @@ from .evaluations import (
     Template,
     has_to_repeat,
     is_joined_inside,
-    let_go,
+    receive_state,
+    release_state,
     restore,
-    take_over,
 )
 from .joining import WaitForNodes
 
@@ -70,7 +70,7 @@ class ElasticRun(PluginPart):
     """Lets a hybrid plugin go on in another world."""
 
     rejoins = True
-    """Whether this process can join another world, if a member is lost while it joins one."""
+    """True if this process can join another world, if a member is lost while it joins one."""
 
     def __init__(self, members: Members, build: Build, config: ElasticConfig) -> None:
         self._members, self._build, self._seed = members, build, config.seed
@@ -79,7 +79,7 @@ class ElasticRun(PluginPart):
         """Optimizer steps that are done."""
         self.recoveries: list[Recovery] = []
         """What has happened so far."""
-        self._agreed: Agreed | None = None
+        self._agreed: RecoveryDecision | None = None
         self._objects: TrainingObjects | None = None
         self._scheduler: Any = None
         self._loader: Any = None
@@ -177,7 +177,7 @@ class ElasticRun(PluginPart):
         """What this rank holds, out of the old model and optimizer, which then have no groups of the old world."""
         assert self._objects is not None
         self._inner_step = None
-        return let_go(self._objects, self._outline, self._scheduler, self._loader)
+        return release_state(self._objects, self._outline, self._scheduler, self._loader)
 
     # The plugin's moments -----------------------------------------------------------------------------------------
 
@@ -306,7 +306,7 @@ class ElasticRun(PluginPart):
             return passes()
 
     def is_broken(self) -> bool:
-        """Whether a member of this world is known to be lost."""
+        """True if a member of this world is known to be lost."""
         return self._members.is_broken()
 
     def evaluate(
@@ -432,7 +432,7 @@ class ElasticRun(PluginPart):
         own = leaving[dist.get_rank()]
         if not all(leaving):
             held = self._held or (self._let_go() if self._holds else NOTHING)
-            self._held, received = take_over(held, leaving)
+            self._held, received = receive_state(held, leaving)
             dist.barrier()
         elif plugin is not None:
             self._save_last(plugin)

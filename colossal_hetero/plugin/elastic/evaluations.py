@@ -26,7 +26,7 @@ from ...checkpoint.model_outline import ModelOutline
 from ...checkpoint.optimizer_memory import state_entries
 from ...checkpoint.restoring import Restoring
 from ...checkpoint.run_states import restore_run, run_state_of
-from ...elastic.held_layers import Agreed, CatchUp, Held, Standing
+from ...elastic.held_layers import CatchUp, Held, RecoveryDecision, Standing
 from ...elastic.moves import HoldingsLost, all_holdings, empty_piece, inheritance, move_pieces
 from ..part import TrainingObjects
 
@@ -38,9 +38,9 @@ __all__ = [
     "Template",
     "has_to_repeat",
     "is_joined_inside",
-    "let_go",
+    "receive_state",
+    "release_state",
     "restore",
-    "take_over",
 ]
 
 
@@ -51,7 +51,7 @@ class Evaluations:
         self.done = 0
         """Evaluations that all ranks have finished, as far as this rank knows."""
         self.has_results: bool | None = None
-        """Whether this rank has finished the passes of the evaluation that it is in; None if it is in none."""
+        """True if this rank has finished the passes of the evaluation that it is in; None if it is in none."""
 
     def run(
         self,
@@ -85,7 +85,7 @@ class Evaluations:
 
 
 def has_to_repeat(own: Standing, standings: Sequence[Standing]) -> bool:
-    """Whether a rank has to evaluate again what it is evaluating."""
+    """True if a rank has to evaluate again what it is evaluating."""
     furthest = max(each.evaluations for each in standings)
     if own.has_results is None or own.evaluations < furthest:
         return False
@@ -93,7 +93,7 @@ def has_to_repeat(own: Standing, standings: Sequence[Standing]) -> bool:
 
 
 def is_joined_inside(standings: Sequence[Standing]) -> bool:
-    """Whether ranks of the new world are in an evaluation, and others have just joined, which are not."""
+    """True if ranks of the new world are in an evaluation, and others have just joined, which are not."""
     has_new = any(each.version is None for each in standings)
     return has_new and any(each.version is not None and each.has_results is not None for each in standings)
 
@@ -154,7 +154,7 @@ class StateLost(Exception):
     """The last holder of a part of the state is gone."""
 
 
-def let_go(objects: TrainingObjects, outline: ModelOutline, lr_scheduler: Any, loader: Any) -> Held:
+def release_state(objects: TrainingObjects, outline: ModelOutline, lr_scheduler: Any, loader: Any) -> Held:
     """What this rank holds. The model and the optimizer are empty then, without groups of the old world."""
     model, optimizer = objects.model, objects.optimizer
     pieces = pieces_of(model, optimizer, outline)
@@ -165,7 +165,7 @@ def let_go(objects: TrainingObjects, outline: ModelOutline, lr_scheduler: Any, l
     return held
 
 
-def take_over(held: Held, leaving: Sequence[bool]) -> tuple[Held, int]:
+def receive_state(held: Held, leaving: Sequence[bool]) -> tuple[Held, int]:
     """What this rank holds after it has got its share of what only ranks hold that leave, and the bytes received.
 
     All ranks call it.
@@ -177,7 +177,12 @@ def take_over(held: Held, leaving: Sequence[bool]) -> tuple[Held, int]:
 
 
 def restore(
-    objects: TrainingObjects, outline: ModelOutline, held: Held | None, agreed: Agreed, lr_scheduler: Any, loader: Any
+    objects: TrainingObjects,
+    outline: ModelOutline,
+    held: Held | None,
+    agreed: RecoveryDecision,
+    lr_scheduler: Any,
+    loader: Any,
 ) -> int:
     """Fill model and optimizer from what all ranks hold; returns the bytes received. All ranks call it."""
     model, optimizer, held = objects.model, objects.optimizer, held or NOTHING

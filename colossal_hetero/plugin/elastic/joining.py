@@ -185,7 +185,7 @@ class TooFewNodes(Exception):
 
 
 class WaitForNodes:
-    """How long this member has been waiting for nodes."""
+    """Time that this member has been waiting for nodes."""
 
     def __init__(self, members: Members, limit_seconds: float) -> None:
         self._members, self._limit = members, limit_seconds

@@ -93,7 +93,7 @@ class JobMember:
         self.membership.fail(reason)
 
     def is_broken(self) -> bool:
-        """Whether a member of this world is known to be lost."""
+        """True if a member of this world is known to be lost."""
         return self.membership.failure is not None
 
     def leave(self) -> None:
@@ -109,11 +109,11 @@ class JobMember:
         self.membership.end_job()
 
     def is_somebody_waiting(self) -> bool:
-        """Whether a process waits to join."""
+        """True if a process waits to join."""
         return self.membership.is_somebody_waiting()
 
     def is_leaving(self) -> bool:
-        """Whether this member was told that it will be taken away."""
+        """True if this member was told that it will be taken away."""
         return self._notice.is_given()
 
 

@@ -31,7 +31,7 @@ from ...checkpoint.pieces import TensorPiece
 from ...checkpoint.run_states import run_state_of
 from ...elastic.config import ElasticConfig, Members
 from ...elastic.environment import STORE
-from ...elastic.held_layers import Agreed, CatchUp, Held
+from ...elastic.held_layers import CatchUp, Held, RecoveryDecision
 from ...elastic.memory_file import (
     KeptState,
     MemoryFile,
@@ -109,7 +109,7 @@ class RestartRun(ElasticRun):
         if newest is not None:
             self._held = _held(chosen)
             catch_ups = tuple(CatchUp.FORGET if each is None else CatchUp.KEEP for each in layers)
-            self._agreed = Agreed(newest.version, None, catch_ups)
+            self._agreed = RecoveryDecision(newest.version, None, catch_ups)
         rank = dist.get_rank()
         self._slot = nodes[:rank].count(nodes[rank])
         self._keeper = StateKeeper(self._folder, self._slot, self._config.memory_every, tidies=self._slot == 0)

@@ -96,7 +96,7 @@ class DriftReport:
         return tuple(stage for stage in self.stages if abs(stage.ratio - 1.0) > self.threshold)
 
     def differs_from(self, earlier: DriftReport | None) -> bool:
-        """Whether this report has news compared to ``earlier``: other stages have drifted, the time of one has changed
+        """True if this report has news compared to ``earlier``: other stages have drifted, the time of one has changed
         by more than the threshold since, or another split is best."""
         if earlier is None or [each.ranks for each in self.drifted] != [each.ranks for each in earlier.drifted]:
             return bool(self.drifted)

@@ -217,7 +217,7 @@ def batches_to_evaluate(batches: Iterator[Any], plan: Plan) -> Iterator[Any]:
 
 
 def _samples(batch: Any) -> int | None:
-    """How many samples a batch has; None without tensors."""
+    """Number of samples that a batch has; None without tensors."""
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     return len(tensors[0]) if tensors else None
 

@@ -29,7 +29,7 @@ class SharedBucket:
 
     @property
     def is_shared(self) -> bool:
-        """Whether there is another rank that holds them."""
+        """True if there is another rank that holds them."""
         return dist.get_world_size(self.group) > 1
 
 
@@ -50,7 +50,7 @@ class LayerSums:
         self.used: set[int] = set()
         """``id`` of parameters with a gradient of this rank in a sum, since :meth:`drop`."""
         self.accumulating = False
-        """Whether a block of :meth:`passes` runs."""
+        """True if a block of :meth:`passes` runs."""
         self._start = start
         self._early = early
         self._bucket_of = {id(each): number for number, bucket in enumerate(buckets) for each in bucket.parameters}
@@ -58,7 +58,7 @@ class LayerSums:
         self._passes: Callable[[], int] | None = None
         self._pass = 0
         self._counts: dict[int, int] = {}
-        """How often the running backward pass has added to a gradient, by ``id`` of the parameter."""
+        """Number of times that the running backward pass has added to a gradient, by ``id`` of the parameter."""
         self._expected: dict[int, int] = {}
         """The same for the passes before it: the most."""
         self._totals: dict[int, Tensor] = {}

@@ -47,7 +47,7 @@ class Commit:
     gradient_norm: float
     """Over all parameters of the model, of gradients as they are: with fp16 multiplied by the loss scale."""
     overflow: bool
-    """Whether a gradient of any rank is infinite or not a number."""
+    """True if a gradient of any rank is infinite or not a number."""
     unused: frozenset[int]
     """Numbers of parameters that got no gradient on any rank."""
     words: tuple[float, ...] = ()

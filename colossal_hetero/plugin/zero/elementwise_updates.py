@@ -1,4 +1,4 @@
-"""Whether an optimizer can be sharded: ZeRO gives each rank a flat part of every parameter, gradient and state.
+"""True if an optimizer can be sharded: ZeRO gives each rank a flat part of every parameter, gradient and state.
 
 That is exact only for optimizers that update each element on its own. Others look at norms of whole tensors (LAMB,
 LARS), at rows and columns (Adafactor, CAME), at whole matrices (Muon, GaLore, Shampoo) or at all gradients (Prodigy),

@@ -128,7 +128,7 @@ class UpdatedParameter(NamedTuple):
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the parameter still uses the memory of ``padded``."""
+        """True if the parameter still uses the memory of ``padded``."""
         return self.padded.dtype == self.shard.dtype and self.padded.data_ptr() == self.parameter.data_ptr()
 
 

@@ -54,7 +54,7 @@ class ParameterFacts(NamedTuple):
     name: str
     shape: tuple[int, ...]
     trained: bool
-    """Whether it requires a gradient."""
+    """True if it requires a gradient."""
 
 
 def parameter_facts(model: nn.Module, optimizer: Any) -> dict[int, ParameterFacts]:

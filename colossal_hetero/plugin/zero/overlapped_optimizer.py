@@ -269,7 +269,7 @@ class OverlappedHybridZeroOptimizer(HybridParallelZeroOptimizer, OverlappedZeroO
     """``HybridParallelZeroOptimizer`` whose communication overlaps with computation."""
 
     _sums_sequence = False
-    """Whether gradients must be summed over the parts of sequences before the step."""
+    """True if gradients must be summed over the parts of sequences before the step."""
 
     def _withheld(self) -> set[int]:
         """Parameters that pipeline stages share: their gradients are summed over the stages first."""

@@ -60,7 +60,7 @@ class RankDevice:
     kind: str
     """Name of the accelerator, such as ``cuda`` or ``cpu``."""
     over_gloo: bool
-    """Whether its tensors are sent over Gloo."""
+    """True if its tensors are sent over Gloo."""
 
 
 def device_of_this_rank() -> RankDevice:

@@ -191,7 +191,7 @@ def _clip_unscaled(optimizer: OptimizerWrapper, *args: Any, **kwargs: Any) -> to
 
 
 def _needs_flat_parameters(model: nn.Module, optimizer: Optimizer) -> bool:
-    """Whether FSDP must replace the model's parameters by flat ones, because some are on the meta device.
+    """True if FSDP must replace the model's parameters by flat ones, because some are on the meta device.
 
     It can, if the optimizer has one group with all of them, none frozen. Otherwise it keeps them as they are, each with
     the part of it that this rank holds.
