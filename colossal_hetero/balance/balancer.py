@@ -26,8 +26,7 @@ import torch.distributed as dist
 
 from ..layers.block import Block
 from ..layers.linear import HeteroLinear
-from ..layers.out_of_memory import is_out_of_memory
-from ..layers.transport import Transport
+from ..layers.transport import Transport, is_out_of_memory
 from .apply import Applier, Shares
 from .clock import IterationClock, IterationTimes, KindTimes
 from .config import BalanceConfig

@@ -31,7 +31,7 @@ from rich.status import Status
 from torch import Tensor
 
 from ..common.atomic_files import default_folder, replacing
-from ..layers.out_of_memory import is_out_of_memory
+from ..layers.transport import is_out_of_memory
 from ..layers.workload import impute
 from .config import BalanceConfig
 from .plan import Costs, Traffic, Volume, fit_affine

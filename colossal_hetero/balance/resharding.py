@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from ..layers.block import Block
 from ..layers.column_migration import MovedRange
-from ..layers.out_of_memory import check_room
-from ..layers.transport import Transport
+from ..layers.transport import Transport, check_room
 from ..layers.unit_mover import Holding, StateSlot, UnitMover, holdings, ordinary_holdings, unit_count
 from .host_messages import Exchange
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from ..common.pictures import BLUE, FORMATS, GRAY, LIGHT_BLUE, ORANGE, RED, check_matplotlib, check_name, save_figure
+from ..common.text import BLUE, FORMATS, GRAY, LIGHT_BLUE, ORANGE, RED, check_matplotlib, check_name, save_figure
 
 __all__ = [
     "FORMATS",

@@ -244,7 +244,7 @@ def check_outputs(*paths: Path | None, picture: Path | None = None) -> None:
         if path is not None:
             check_writable(path)
     if picture is not None:
-        from ..common.pictures import check_matplotlib, check_name
+        from ..common.text import check_matplotlib, check_name
 
         check_name(picture)
         check_matplotlib()

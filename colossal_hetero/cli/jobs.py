@@ -121,7 +121,7 @@ def store(host: str | None, port: int) -> None:
     with errors_on_one_line():
         signal.pthread_sigmask(signal.SIG_BLOCK, ending)  # also in the threads of the server
         try:
-            from ..elastic.store_server import start_store
+            from ..elastic.job_store import start_store
 
             server, address = start_store(host, port)
             click.echo(address)

@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
+from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -237,3 +238,20 @@ def correct_colossalai() -> None:
     correct_layout_cache()
     correct_second_derivatives()
     correct_empty_groups()
+
+
+# Module proxy --------------------------------------------------------------------------------------------------------
+
+
+class ModuleProxy:
+    """Behaves like ``module``, except for the names in ``replaced``.
+
+    If it is assigned to a name in one module of Colossal-AI, only that module sees the replacements.
+    """
+
+    def __init__(self, module: ModuleType, **replaced: Any) -> None:
+        self._module = module
+        self.__dict__.update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)

@@ -24,7 +24,7 @@ from colossalai.shardformer.layer.utils import Randomizer
 from colossalai.shardformer.modeling import gpt2, gptj, opt, t5
 from colossalai.zero.low_level import LowLevelZeroOptimizer
 
-from .module_proxy import ModuleProxy
+from .corrections import ModuleProxy
 
 __all__ = [
     "Messages",

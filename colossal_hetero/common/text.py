@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from .atomic_files import replacing
+
 __all__ = [
+    "BLUE",
+    "FORMATS",
+    "GRAY",
+    "LIGHT_BLUE",
+    "ORANGE",
+    "RED",
     "MarkedError",
     "aligned",
     "byte_unit",
+    "check_matplotlib",
+    "check_name",
     "count",
     "duration",
     "parse_rank_factors",
+    "save_figure",
     "spans",
     "times",
 ]
@@ -106,3 +119,41 @@ def parse_rank_factors(text: str) -> dict[int, float]:
             raise ValueError(f"rank {rank} is given twice in {text!r}")
         factors[rank] = factor
     return factors
+
+
+# Pictures ------------------------------------------------------------------------------------------------------------
+#
+# Shared by all pictures: colors, file formats, and matplotlib, which is imported when something is drawn.
+#
+# matplotlib is an optional dependency: ``pip install 'colossal-hetero[plot]'``.
+
+
+FORMATS = ("png", "pdf", "svg")
+"""Formats of pictures, by the ending of the file's name."""
+
+BLUE, LIGHT_BLUE, GRAY, ORANGE, RED = "#0072B2", "#8CCBF0", "#D9D9D9", "#E69F00", "#D55E00"
+"""Colors after Okabe and Ito, which can be told apart with every kind of color vision."""
+
+
+def check_matplotlib() -> None:
+    """Check, before the work starts, that its result can be drawn."""
+    try:
+        importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        raise ImportError(
+            f"pictures need matplotlib, which cannot be imported ({error}); pip install 'colossal-hetero[plot]'"
+        ) from None
+
+
+def check_name(path: Path | str) -> Path:
+    """``path`` as a path."""
+    path = Path(path)
+    if path.suffix[1:].lower() not in FORMATS:
+        raise ValueError(f"cannot tell the kind of picture from {path}; end the name in .{', .'.join(FORMATS)}")
+    return path
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a matplotlib figure atomically, in the format that the name of the file says."""
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format=path.suffix[1:].lower(), dpi=150)

@@ -28,8 +28,7 @@ from torch import Tensor
 from .block import Block, BlockWorkload, Fetch, ReturnGradients
 from .column_migration import MovedRange
 from .dropout import UnitRange
-from .out_of_memory import check_room
-from .transport import Started, Transport
+from .transport import Started, Transport, check_room
 from .unit_layout import split_message
 from .unit_transfers import (
     BlockTransfer,

@@ -16,8 +16,7 @@ from torch import Tensor
 from .block import Block
 from .column_migration import MovedRange
 from .dropout import UnitRange
-from .out_of_memory import is_out_of_memory
-from .transport import Transport
+from .transport import Transport, is_out_of_memory
 from .unit_layout import UnitPlace
 from .workload import values_of
 

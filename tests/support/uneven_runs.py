@@ -13,7 +13,7 @@ from colossalai.booster.plugin import hybrid_parallel_plugin
 from torch import Tensor, nn
 
 from colossal_hetero import BalanceConfig
-from colossal_hetero.colossalai_support.module_proxy import ModuleProxy
+from colossal_hetero.colossalai_support.corrections import ModuleProxy
 from tests.support.training import SlowdownScript, Trained, batch, boost, ours, scripted, tiny_vit
 
 AFTER = 2

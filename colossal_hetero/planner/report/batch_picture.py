@@ -8,8 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from ...common.pictures import BLUE, ORANGE, RED, check_matplotlib, check_name, save_figure
-from ...common.text import spans
+from ...common.text import BLUE, ORANGE, RED, check_matplotlib, check_name, save_figure, spans
 from ..batches.allocation import Allocation
 from ..batches.comparison import BatchComparison
 from ..batches.time_curve import Curve

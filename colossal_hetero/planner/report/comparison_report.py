@@ -12,8 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...common.pictures import BLUE, GRAY, LIGHT_BLUE, ORANGE, save_figure
-from ...common.text import byte_unit, count, duration, times
+from ...common.text import BLUE, GRAY, LIGHT_BLUE, ORANGE, byte_unit, count, duration, save_figure, times
 from ..cost.evaluate import HOUR, EvaluatedPlan, devices_in_words, differences, time_parts
 from ..cost.ranked_plan import RankedPlan
 from ..search.pareto_front import FrontPoint, NodeType

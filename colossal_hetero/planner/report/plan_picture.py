@@ -9,8 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from ...common.pictures import BLUE, GRAY, LIGHT_BLUE, ORANGE, check_matplotlib, check_name, save_figure
-from ...common.text import count, spans, times
+from ...common.text import (
+    BLUE,
+    GRAY,
+    LIGHT_BLUE,
+    ORANGE,
+    check_matplotlib,
+    check_name,
+    count,
+    save_figure,
+    spans,
+    times,
+)
 from ..cost.plan import Plan
 from ..cost.simulate import PlanSimulation, simulate_plan
 from .plan_table import layout, replica_groups, short_ranks, special_form

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from colossalai.booster.plugin import hybrid_parallel_plugin
 from colossalai.cluster import ProcessGroupMesh, process_group_mesh
 
-from ...colossalai_support.module_proxy import ModuleProxy
+from ...colossalai_support.corrections import ModuleProxy
 
 __all__ = ["ReplicaMesh", "groups_for_messages", "make_replica_groups", "replica_mesh"]
 

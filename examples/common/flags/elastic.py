@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from colossal_hetero.common.pictures import check_matplotlib, check_name
+from colossal_hetero.common.text import check_matplotlib, check_name
 
 from .parser import (
     OneLineParser,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from colossal_hetero.common.pictures import check_matplotlib, check_name
+from colossal_hetero.common.text import check_matplotlib, check_name
 from colossal_hetero.planner.profile.layer_profile import load_model_profile
 
 from .comparison import (

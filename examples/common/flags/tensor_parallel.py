@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from colossal_hetero.balance.config import BalanceConfig, Imputation, Migration, Mode, Priority, Reference, Resizing
-from colossal_hetero.common.pictures import FORMATS, check_matplotlib
-from colossal_hetero.common.text import parse_rank_factors
+from colossal_hetero.common.text import FORMATS, check_matplotlib, parse_rank_factors
 
 from .parser import Options, UsageError, attempt, check_at_least_one, check_file, check_training, flag
 

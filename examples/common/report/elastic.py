@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from colossal_hetero.common.pictures import BLUE, ORANGE, save_figure
+from colossal_hetero.common.text import BLUE, ORANGE, save_figure
 
 from ..flags.elastic import Action, ElasticOptions
 from ..trace import Finished, Loss, Step, World

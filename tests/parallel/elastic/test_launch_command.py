@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from colossal_hetero.cli.main import main
-from colossal_hetero.elastic.store_server import start_store
+from colossal_hetero.elastic.job_store import start_store
 from tests.support.command_line import failure
 from tests.support.harness import forked_context, free_port
 from tests.support.launched_nodes import LaunchedNode, is_running, wait_until

@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from colossal_hetero.elastic.store_server import start_store
+from colossal_hetero.elastic.job_store import start_store
 from colossal_hetero.elastic.supervisor import guard
 from colossal_hetero.elastic.supervisor.guard import NameTaken, NodeName, StoreClient
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed import DistBackendError
 
-from colossal_hetero.layers.out_of_memory import check_room, is_out_of_memory
+from colossal_hetero.layers.transport import check_room, is_out_of_memory
 
 GPU = torch.device("cuda", 0)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin, PlanConfig
-from colossal_hetero.colossalai_support.module_proxy import ModuleProxy
+from colossal_hetero.colossalai_support.corrections import ModuleProxy
 from colossal_hetero.planner.cluster.group_networks import Adapter
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.plugin.hybrid import drift, planned_mesh
