@@ -356,7 +356,7 @@ def _check_parameters(optimizer: LowLevelZeroOptimizer) -> None:
 
     The constructor calls it after it has stored its arguments and before it uses them. Colossal-AI overlaps
     communication by running reductions on a second stream; a CPU has only one, and ``Tensor.record_stream`` has no CPU
-    kernel. This package's plugins overlap in another way, which works on every device (``plugin/overlap``).
+    kernel. This package's plugins overlap in another way, which works on every device (``plugin/zero``).
     """
     optimizer._overlap_communication = False
     for group in optimizer.optim.param_groups:

@@ -95,7 +95,7 @@ class ElasticConfig:
 
 
 class Members(Protocol):
-    """The members of a job; ``elastic/membership`` has those that survive each other."""
+    """The members of a job; ``membership.py`` has those that survive each other."""
 
     @property
     def board(self) -> Any:
