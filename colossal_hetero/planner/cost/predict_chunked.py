@@ -104,9 +104,9 @@ class _Lines:
 
     schedule: Schedule
     chunks: int
-    """Per stage."""
+    """Chunks per stage."""
     rows: tuple[ChunkedPipeline, ...]
-    """By replica; their orders say which stage has which chunk, and have no passes."""
+    """Pipeline of each replica; its order says which stage has which chunk, and has no passes."""
 
     @classmethod
     def of(
@@ -143,7 +143,7 @@ class _Lines:
         return [replace(row, order=order) for row in self.rows]
 
     def distinct(self, order: PassOrder) -> list[ChunkedPipeline]:
-        """Without those that are as fast as another one."""
+        """Pipelines without those that are as fast as another one."""
         found = {(tuple(slot.kind for slot in row.slots), row.hops): row for row in self.rows}
         return [replace(row, order=order) for row in found.values()]
 
