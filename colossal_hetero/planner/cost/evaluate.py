@@ -185,7 +185,6 @@ def _sizes(profile: ModelProfile, plan: Plan, stage: StagePlan) -> LayerCosts:
 
 
 MAX_EXCHANGES = 2_000
-"""Exchanges of two slots that are tried at most."""
 LEAST_GAIN = 1e-9
 """Share of the time by which an exchange must be faster, so that rounding is not taken for a gain."""
 

@@ -45,8 +45,6 @@ class StageLayout:
 
 @dataclass(frozen=True)
 class PipelineLayout:
-    """A pipeline that holds the whole model."""
-
     stages: tuple[StageLayout, ...]
     micro_batches: int | None = None
     """Per iteration; None if the layout does not say it."""
@@ -141,8 +139,6 @@ def read_layout(text: str) -> PlanLayout:
 
 
 class _Reader:
-    """A position in a line of text."""
-
     def __init__(self, text: str) -> None:
         self.text = text
         self.place = 0

@@ -127,8 +127,6 @@ METHOD = "given"
 
 
 class LayoutPricer:
-    """Prices one layout with different ranks."""
-
     def __init__(
         self,
         topology: Topology,
@@ -178,7 +176,6 @@ class LayoutPricer:
         return plan.model_copy(update={"replicas": tuple(replicas)})
 
     def _total(self, global_batch: int | None) -> int:
-        """Micro-batches per iteration of all pipelines."""
         counts = [each.micro_batches for each in self.layout.pipelines]
         said = [count for count in counts if count is not None]
         samples = sum(said) * self.micro_batch

@@ -55,8 +55,6 @@ PassKind = Literal["forward", "backward", "weight"]
 
 
 class Pass(NamedTuple):
-    """One pass of a chunk for one micro-batch."""
-
     kind: PassKind
     """``weight``: only the gradients of the weights; ``backward`` is without them then."""
     chunk: int
@@ -321,7 +319,6 @@ class PassTimeline:
 
     @cached_property
     def events(self) -> tuple[tuple[Event, ...], ...]:
-        """Events of each stage in order of time."""
         by_stage: list[list[Event]] = [[] for _ in range(self.order.stages)]
 
         def record(each: Pass, start: NDArray[np.float64], stop: NDArray[np.float64]) -> None:

@@ -26,8 +26,6 @@ MAX_SUMMED = 300
 
 
 class PlacedPipelines:
-    """Prices pipelines of one pool."""
-
     def __init__(self, builder: DraftBuilder, pool: SlotPool) -> None:
         self.builder = builder
         self.pool = pool

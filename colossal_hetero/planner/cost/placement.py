@@ -85,7 +85,6 @@ class NodeLinks:
 
     @property
     def between(self) -> list[Channel]:
-        """The different channels between nodes."""
         return [channel for kind in range(len(self._number)) for channel in self.from_kind(kind)]
 
     def from_kind(self, kind: int) -> list[Channel]:
@@ -150,7 +149,6 @@ class NodeLinks:
         return [list(islice(numbers, len(nodes) - 1)) for nodes in pipelines]
 
     def _network(self, node_a: int, node_b: int) -> int:
-        """The kind of channel between two different nodes."""
         key = self._kinds[node_a], self._kinds[node_b]
         if key not in self._hops:
             self._hops[key] = int(self._kind_of[self.numbers(np.array(node_a), np.array(node_b))])

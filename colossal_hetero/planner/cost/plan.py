@@ -82,7 +82,6 @@ class StagePlan(FilePart):
     recompute: bool = False
     """True if only inputs of blocks are kept, and the backward pass runs the forward again. Files leave out False."""
     node: str
-    """Name of the node that the group is in."""
     forward_seconds: Seconds
     backward_seconds: Seconds
     transfer_seconds: Seconds
@@ -218,7 +217,6 @@ class Plan(FilePart):
     """Precision in which the layers were timed."""
     blocks: PositiveCount
     method: str
-    """Method by which the layers were split into stages."""
     schedule: Schedule = "1f1b"
     """Colossal-AI's ``pp_style``."""
     order_seconds: GraphSeconds | None = None

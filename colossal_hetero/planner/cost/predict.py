@@ -88,7 +88,6 @@ def predict_plan(
 
 
 def equal_micro_batches(global_batch: int, micro_batch: int, replicas: int) -> int:
-    """Number of micro-batches that each replica runs."""
     micro_batches, left = divmod(global_batch, micro_batch * replicas)
     if left or not micro_batches:
         raise ValueError(

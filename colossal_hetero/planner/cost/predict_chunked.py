@@ -32,7 +32,7 @@ __all__ = ["MAX_GROUPS", "Ranks", "all_arrangements", "predict_chunked_plan"]
 
 
 MAX_PASSES_TO_DIVIDE = 10_000
-"""With more passes, the blocks are divided for fewer micro-batches."""
+"""Passes above which the blocks are divided for fewer micro-batches."""
 FORWARD_FACTORS = (1.0, 0.5, 2.0)
 """Colossal-AI orders the passes of zbv for stages that are alike. For unequal stages, the order that it makes for other
 forward times than the mean is sometimes better."""
@@ -261,7 +261,7 @@ Ranks = tuple[tuple[tuple[int, ...], ...], ...]
 """``[replicas][stages][tensor parallel]``."""
 
 MAX_GROUPS = 5
-"""With more groups there are too many ways: 5 groups form pipelines of at least 2 stages in 380 ways."""
+"""Groups up to which all ways are tried: 5 groups form pipelines of at least 2 stages in 380 ways."""
 
 
 def all_arrangements(groups: Sequence[tuple[int, ...]]) -> Iterator[Ranks]:

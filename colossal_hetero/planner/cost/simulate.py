@@ -27,7 +27,7 @@ class PlanSimulation:
     """A simulated iteration of a plan."""
 
     plan: Plan
-    """With the stage times that were simulated, so that its prediction can be compared with the simulation."""
+    """The plan with the simulated stage times, to compare its prediction with the simulation."""
     timelines: tuple[PipelineTimeline | PassTimeline, ...]
     """Timeline of each replica; replicas with the same times share one object."""
     slow: Mapping[int, float] = field(default_factory=dict)

@@ -140,7 +140,6 @@ def slot_kinds(
 
 
 def by_power(kinds: Iterable[SlotKind]) -> list[SlotKind]:
-    """Kinds in ascending order of computing power."""
     return sorted(kinds, key=lambda kind: (-kind.model_seconds, kind.device, kind.speed))
 
 
@@ -273,7 +272,6 @@ class SearchSpace:
     recompute: bool = False
     """Stages that do not fit into memory otherwise recompute."""
     zero_stages: tuple[int, ...] = (0,)
-    """ZeRO stages to try, 0 and 1."""
 
     def __post_init__(self) -> None:
         for stage in self.zero_stages:
