@@ -29,13 +29,9 @@ __all__ = [
 
 @lru_cache(maxsize=64)
 def most_in_flight(order: PassOrder) -> tuple[NDArray[np.int64], ...]:
-    """By stage: the numbers of micro-batches that it holds of each chunk at its fullest moments, ``[moments, chunks]``.
-
-    A stage holds the activations of a chunk from the forward pass to the end of the backward pass; if the gradients of
-    the weights have passes of their own, to the end of these. Which moment needs the most memory depends on the sizes
-    of the chunks, so all moments are returned that hold more of some chunk than every other moment with as many of the
-    rest.
-    """
+    """Micro-batches that each stage holds of each chunk at its fullest moments, ``[moments, chunks]``: until the
+    backward pass ends, or the pass for the gradients of the weights if there is one. The moment that needs most memory
+    depends on the sizes of the chunks, so all are returned that no other moment covers."""
     released = "weight" if order.splits_backward else "backward"
     peaks = []
     for passes in order.passes:
@@ -56,21 +52,16 @@ def most_in_flight(order: PassOrder) -> tuple[NDArray[np.int64], ...]:
 
 @dataclass(frozen=True, eq=False)
 class ChunkedPipeline:
-    """Stages in given slots, and the passes that they run.
-
-    The blocks are divided into chunks by bounds, ``[divisions, chunks + 1]``: chunk c has the blocks
-    ``[bounds[c], bounds[c + 1])``, at least one.
-    """
+    """Stages in given slots, and their passes. ``bounds`` is ``[divisions, chunks + 1]``: chunk c has the blocks
+    ``[bounds[c], bounds[c + 1])``, at least one."""
 
     slots: tuple[Slot, ...]
-    """By stage."""
     hops: tuple[Channel | None, ...]
     """The channel over the cut behind each chunk except the last; None inside a stage."""
     order: PassOrder
 
     @property
     def blocks(self) -> int:
-        """Number of blocks of the model."""
         return len(self.slots[0].costs.forward_seconds)
 
     def times(self, bounds: NDArray[np.int64]) -> ChunkTimes:
@@ -109,36 +100,31 @@ class ChunkedPipeline:
         return np.asarray((simulate_passes(self.order, times) + times.update_seconds).max(axis=0))
 
     def excess_bytes(self, bounds: NDArray[np.int64]) -> NDArray[np.float64]:
-        """By how much the fullest device exceeds its memory, ``[divisions]``; 0 if everything fits."""
+        """Bytes by which the fullest device exceeds its memory, ``[divisions]``; 0 if everything fits."""
         available = np.array([slot.memory_bytes for slot in self.slots])
         return np.asarray(np.maximum(self.memory_bytes(bounds) - available[:, None], 0.0).max(axis=0))
 
 
 # Chunk division ------------------------------------------------------------------------------------------------------
-#
-# Divides the blocks of a model over the chunks of pipelines that are alike, for the shortest simulated iteration.
-#
-# All divisions are compared if there are few. Otherwise the search starts from several proportional divisions and moves
-# blocks from one chunk to another, which shifts the chunks between them, as long as that makes the iteration shorter.
+# Divisions of the blocks over pipelines that are alike. If there are few, all are compared. Otherwise blocks are moved
+# from chunk to chunk, from several proportional divisions on, as long as that makes the simulated iteration shorter.
 
 
 MAX_COMPARED = 1_500
-"""If there are more divisions, they are not all compared."""
+"""Largest number of divisions that are all compared."""
 MAX_ROUNDS = 200
-"""Moves of blocks, from each start."""
+"""Moves of blocks from each start."""
 MAX_PAIRS_OF_MOVES = 4_000
-"""If no move helps, pairs of moves are tried, unless there are more of them."""
+"""Largest number of pairs of moves that are tried where no single move helps."""
 ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
 class ChunkDivision:
-    """The blocks of each chunk, and what that takes."""
+    """Blocks of each chunk, as bounds ``[chunks + 1]``, and seconds of the slowest pipeline."""
 
     bounds: tuple[int, ...]
-    """``[chunks + 1]``."""
     seconds: float
-    """Of the slowest pipeline."""
 
 
 def divide_blocks(pipelines: Sequence[ChunkedPipeline], max_compared: int = MAX_COMPARED) -> ChunkDivision | None:

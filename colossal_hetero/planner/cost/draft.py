@@ -31,21 +31,18 @@ Where = int | StageNode
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """A complete candidate of the search, in terms of slots; :func:`write_plan` makes it a plan."""
+    """A complete candidate of the search; lists have one entry per pipeline. :func:`write_plan` makes it a plan."""
 
     pool: SlotPool
     groups: list[tuple[int, ...]]
-    """How many slots of each kind each pipeline has, ``[pipelines][kinds]``."""
+    """Number of slots of each kind, ``[pipelines][kinds]``."""
     places: list[list[Place]]
-    """The slots of each pipeline, ``[pipelines][slots]``; ``splits[p].order`` says which of them runs which stage."""
+    """``[pipelines][slots]``; ``splits[p].order`` says which of them runs which stage."""
     splits: list[Split]
-    """By pipeline."""
     micro_batches: list[int]
-    """By pipeline, per iteration."""
     costs: list[PipelineCost]
-    """By pipeline."""
     synchronization_seconds: float
-    """Of gradients over the pipelines, per iteration; with overlap only what no pass hides."""
+    """Sums of gradients over the pipelines, per iteration; with overlap only what no pass hides."""
 
     @property
     def rows(self) -> list[list[Place]]:
@@ -59,7 +56,6 @@ class Draft:
 
     @property
     def devices(self) -> int:
-        """Devices in use."""
         return sum(self.pool.kinds[kind].tensor_parallel for slots in self.places for kind, _ in slots)
 
     @property
@@ -69,12 +65,11 @@ class Draft:
 
     @property
     def seconds(self) -> float:
-        """Time of an iteration."""
         return self.pipeline_seconds + self.synchronization_seconds
 
     @property
     def ranking_seconds(self) -> float:
-        """By which drafts are compared, see :func:`.ranking_seconds`."""
+        """Seconds by which drafts are compared, see :func:`.ranking_seconds`."""
         return ranking_seconds(self.seconds, equal=self.is_equal)
 
 
@@ -100,7 +95,7 @@ class DraftBuilder:
         return self.method == "exact"
 
     def min_micro_batches(self, stages: Iterable[int]) -> list[int]:
-        """Number of micro-batches that pipelines of these numbers of stages run at least."""
+        """Least number of micro-batches for pipelines of these numbers of stages."""
         return [number if self.runnable else 1 for number in stages]
 
     def build(
@@ -190,11 +185,8 @@ class DraftBuilder:
         thorough: bool,
         in_order: bool,
     ) -> list[Split] | str:
-        """A split for each pipeline, or in words why there is none; arguments as in :meth:`build_placed`.
-
-        If the pipelines are cut alike, it is one split, made for the slowest link between two stages and the slowest
-        slot of each.
-        """
+        """A split for each pipeline, or in words why there is none. If the pipelines are cut alike, it is one split,
+        made for the slowest link between two stages and the slowest slot of each."""
         hops: Sequence[Hops] = [()] * len(nodes)
         if self._prices.chooses_order and not thorough:
             hops = self.hops(pool, nodes)
@@ -230,10 +222,8 @@ class DraftBuilder:
         sequences: Sequence[Kinds],
         splits: Sequence[Split],
     ) -> Callable[..., list[PipelineCost]]:
-        """A function that gives the costs of the pipelines for numbers of micro-batches.
-
-        As a second argument it takes seconds: the first pipeline that does not take less is the last one in the list.
-        """
+        """A function from numbers of micro-batches, and a limit in seconds, to the costs of the pipelines. The list
+        ends with the first pipeline that does not take less than the limit."""
         ordered = [[row[slot] for slot in cut.order] for row, cut in zip(nodes, splits, strict=True)]
         kinds = [tuple(each[slot] for slot in cut.order) for each, cut in zip(sequences, splits, strict=True)]
         rows = list(zip(kinds, self.hops(pool, ordered), [cut.bounds for cut in splits], strict=True))
@@ -332,17 +322,14 @@ class DraftBuilder:
         ]
 
     def where(self, pool: SlotPool, place: Place) -> Where:
-        """Where a slot is."""
         node = self.node(pool, place)
         return node if pool.has_one_form else StageNode(node, pool.kinds[place[0]].tensor_parallel)
 
     def node(self, pool: SlotPool, place: Place) -> int:
-        """The node of a slot."""
         kind, slot = place
         return self._node_of[pool.kinds[kind].slots[slot][0]]
 
     def slot(self, pool: SlotPool, kinds: tuple[int, ...], stages: int) -> Slot:
-        """See :meth:`.PipelinePrices.slot`."""
         return self._prices.slot(pool, kinds, stages)
 
 

@@ -1,4 +1,4 @@
-"""What a plan or a layout takes on a cluster: time by the closed form and by simulation, memory, and price."""
+"""Time of a plan or a layout on a cluster, by the closed form and by simulation, with its memory and its price."""
 
 from __future__ import annotations
 
@@ -37,10 +37,7 @@ __all__ = [
 
 
 def differences(one: Plan, other: Plan) -> list[str]:
-    """How ``other`` differs from ``one``, the causes of its time first; empty if only ranks differ.
-
-    Each is written "what: of one → of other".
-    """
+    """Differences as "what: of one → of other", the causes of the time first; empty if only ranks differ."""
     values = zip(time_parts(one).items(), time_parts(other).values(), strict=True)
     found = [f"{name}: {duration(a)} → {duration(b)}" for (name, a), b in values if abs(a - b) > 0.005 * max(a, b)]
     before, after = _parts(one), _parts(other)
@@ -61,7 +58,6 @@ def time_parts(plan: Plan) -> dict[str, float]:
 
 
 def _parts(plan: Plan) -> dict[str, str]:
-    """What the plan consists of, by name."""
     layout = layout_of(plan)
     stages = [stage for pipeline in layout.pipelines for stage in pipeline.stages]
     counts = sorted({replica.micro_batches for replica in plan.replicas})
@@ -111,10 +107,8 @@ HOUR = 3600.0
 
 @dataclass(frozen=True)
 class PlanCost:
-    """Prices in dollars."""
-
     dollars_per_hour: float
-    """Of all nodes of which the plan uses a device. A node is paid for as a whole."""
+    """Price of all nodes of which the plan uses a device: a node is paid for as a whole."""
     egress_dollars: float
     """Per iteration, of what is sent between clusters."""
     iteration_seconds: float
@@ -125,7 +119,6 @@ class PlanCost:
 
 
 def check_prices(topology: Topology) -> None:
-    """Check that the price of each node is known."""
     unknown = [node.name for node in topology.nodes if node.dollars_per_hour is None]
     if unknown:
         names = ", ".join(unknown[:4]) + (f" and {len(unknown) - 4} others" if len(unknown) > 4 else "")
@@ -136,7 +129,7 @@ def check_prices(topology: Topology) -> None:
 
 
 def plan_cost(topology: Topology, profile: ModelProfile, plan: Plan) -> PlanCost:
-    """What an iteration of ``plan`` costs."""
+    """Price of an iteration of ``plan``."""
     used = sorted({topology.devices[rank].node for replica in plan.rank_order for stage in replica for rank in stage})
     check_prices(topology)
     rate = sum(topology.nodes[number].dollars_per_hour or 0.0 for number in used)
@@ -192,19 +185,17 @@ def _sizes(profile: ModelProfile, plan: Plan, stage: StagePlan) -> LayerCosts:
 
 
 MAX_EXCHANGES = 2_000
-"""Exchanges of two slots that are tried at most."""
 LEAST_GAIN = 1e-9
 """Share of the time by which an exchange must be faster, so that rounding is not taken for a gain."""
 
 
 @dataclass(frozen=True, eq=False)
 class EvaluatedPlan:
-    """A plan on a cluster."""
+    """A plan on a cluster, with its times and memory as predicted for this cluster and profile."""
 
     plan: Plan
-    """With the times and the memory that are predicted for this cluster and profile."""
     simulated_seconds: float
-    """Of an iteration, by event simulation."""
+    """Time of an iteration by event simulation."""
     cost: PlanCost | None
     """None if the cluster has no prices, or not of all devices."""
 
@@ -225,12 +216,11 @@ class EvaluatedPlan:
 
     @property
     def fits(self) -> bool:
-        """True if all stages fit in memory."""
         return not self.too_large
 
     @property
     def problem(self) -> str | None:
-        """Why the plugin cannot run the plan, apart from memory; None if it can."""
+        """Reason why the plugin cannot run the plan, apart from memory; None if it can."""
         return why_not_runnable(self.plan)
 
 
@@ -242,11 +232,8 @@ def evaluate_layout(
     global_batch: int | None = None,
     overlap: bool = False,
 ) -> EvaluatedPlan:
-    """The layout on devices of the cluster, which are chosen as the planner places slots.
-
-    Slots of one kind are then exchanged as long as that makes the iteration shorter, at most
-    :data:`MAX_EXCHANGES` times. A plan that fits in memory comes before one that does not.
-    """
+    """The layout on devices that are chosen as the planner places slots. Slots of one kind are then exchanged as long
+    as that makes the iteration shorter. A plan that fits in memory comes before one that does not."""
     topology = as_profiled(topology, profile)
     slots = available_slots(topology, layout)
     ranks_of = {each: of_type.slots for each, of_type in slots.items()}
@@ -269,7 +256,6 @@ def evaluate_layout(
         raise next(each for each in first if isinstance(each, ValueError))
 
     def better(plan: Plan) -> Plan | None:
-        """A better one after an exchange of two slots."""
         slowest = max(range(len(plan.replicas)), key=lambda number: plan.replicas[number].pipeline_seconds)
         limit = _order(plan, 1 - LEAST_GAIN)
         for each in priced(exchanged_places(plan.rank_order, slots, slowest)):
@@ -306,7 +292,7 @@ def evaluate_plan(topology: Topology, profile: ModelProfile, plan: Plan, *, over
 
 
 def why_other_devices(topology: Topology, plan: Plan) -> str | None:
-    """Why the ranks of ``plan`` are not its devices in this cluster; None if they are."""
+    """Reason why the ranks of ``plan`` are not its devices in this cluster; None if they are."""
     for number, replica in enumerate(plan.replicas):
         for index, stage in enumerate(replica.stages):
             place = f"stage {index} of replica {number}"
@@ -322,10 +308,8 @@ def why_other_devices(topology: Topology, plan: Plan) -> str | None:
 
 
 def _order(plan: Plan, factor: float = 1.0) -> tuple[int, float, float]:
-    """By which plans are compared: what fits in memory, then the fastest, then the one with the least work.
-
-    Exchanges go on with plans that are as fast as before, but in which other pipelines are faster.
-    """
+    """Key by which plans are compared: what fits in memory, then the fastest, then the least work. The last lets
+    exchanges go on with plans that are as fast as before, but in which other pipelines are faster."""
     too_large = sum(stage.memory_bytes > stage.memory_available_bytes for stage in _stages(plan))
     work = sum(replica.pipeline_seconds for replica in plan.replicas)
     # Ten digits, so that rounding does not count.

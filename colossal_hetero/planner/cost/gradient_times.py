@@ -27,11 +27,8 @@ Ring = tuple[int, ...]
 
 
 class GradientTimes:
-    """Times on one cluster. What was computed once is looked up.
-
-    Nodes of one kind have equal links. So two sets of rings take equally long if they differ only by nodes of one kind,
-    as long as the order of the nodes is the same, which is the order in which a ring visits them.
-    """
+    """Times on one cluster, each computed once. Nodes of one kind have equal links, so sets of rings that differ only
+    by nodes of one kind take equally long if the order of the nodes, in which a ring visits them, is the same."""
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
@@ -46,11 +43,8 @@ class GradientTimes:
         bounds: Sequence[tuple[int, ...]],
         gradient_bytes: NDArray[np.float64],
     ) -> float:
-        """Seconds until every stage has summed the gradients of its blocks, all stages at once.
-
-        A block's gradients are summed over the stages that hold it; blocks that the same stages hold are summed
-        together.
-        """
+        """Seconds until every stage has summed the gradients of its blocks, all stages at once. Blocks that the same
+        stages hold are summed together."""
         return Summing(self, node_kind, groups, gradient_bytes).seconds(bounds)
 
     def equal_cuts(self, node_kind: NDArray[np.int64], rings: Sequence[Ring], width: int) -> _EqualCuts:
@@ -85,7 +79,6 @@ class _EqualCuts:
         self._seconds: dict[tuple[int, float], float] = {}
 
     def seconds(self, stage: int, size: float) -> float:
-        """Of the rings of a stage whose gradients have so many bytes."""
         key = stage, size
         if key not in self._seconds:
             self._seconds[key] = self._concurrent.seconds(self._rings[stage], size)
@@ -105,7 +98,6 @@ class Summing:
         self._bytes_of: dict[tuple[int, int], float] = {}
 
     def seconds(self, bounds: Sequence[tuple[int, ...]]) -> float:
-        """Seconds with these cuts; see :meth:`GradientTimes.seconds`."""
         if len(self._groups) == 1:
             return 0.0
         return self._of_equal_cuts(bounds[0]) if len(set(bounds)) == 1 else self._of_any_cuts(bounds)
@@ -121,7 +113,7 @@ class Summing:
 
     @cached_property
     def _rings(self) -> list[Ring]:
-        """By stage, if all pipelines have equally many."""
+        """Ring of each stage, if all pipelines have equally many."""
         return [tuple(sorted(members)) for members in zip(*self._nodes, strict=True)]
 
     @cached_property
@@ -152,23 +144,17 @@ class Summing:
 
 
 # Unlike sums ---------------------------------------------------------------------------------------------------------
-#
-# How long stages of different tensor-parallel degrees take to sum their gradients.
-#
 # [Note: sums of unlike stages] The members of a sum are the tensor-parallel groups that hold a block, one of every
 # pipeline. Groups of one degree have a ring for each place in the group. If degrees differ, there are as many rings as
 # the smallest group has members, each with an equal share of the gradients. A larger group divides its part over more
-# devices, so that as many bytes leave its node; rings are as fast as the smallest group can send. For equal degrees
-# this is what ``gradient_times.py`` says.
+# devices, so that as many bytes leave its node; rings are as fast as the smallest group can send.
 
 
 class SummingStage(NamedTuple):
-    """What a stage sums."""
+    """Ranks of a stage's tensor-parallel group, and its gradients by block, in bytes per device."""
 
     ranks: tuple[int, ...]
-    """Of its tensor-parallel group."""
     gradient_bytes: NDArray[np.float64]
-    """By block, per device."""
 
 
 class UnlikeSumming:
@@ -182,7 +168,6 @@ class UnlikeSumming:
         self._groups_on = Counter(itertools.chain.from_iterable(self._nodes))
 
     def seconds(self, bounds: Sequence[tuple[int, ...]]) -> float:
-        """Seconds until every stage has summed the gradients of its blocks, all stages at once."""
         return self._of_equal_cuts(bounds[0]) if len(set(bounds)) == 1 else self._of_any_cuts(bounds)
 
     def _of_equal_cuts(self, bounds: tuple[int, ...]) -> float:
@@ -204,7 +189,6 @@ class UnlikeSumming:
             holders = [row[stage] for row, stage in zip(self._stages, held, strict=True)]
             lanes, gradients = _lanes(holders)
             nodes = Counter(row[stage] for row, stage in zip(self._nodes, held, strict=True))
-            # A ring leaves a node once, no matter how many of its members are in the node.
             sharing = lanes * max(math.ceil(self._groups_on[node] / here) for node, here in nodes.items())
             ring = [holder.ranks[0] for holder in holders]
             seconds = synchronization_seconds(self._topology, ring, float(gradients[start:stop].sum()), sharing)
@@ -225,7 +209,7 @@ def _lanes(holders: Sequence[SummingStage]) -> tuple[int, NDArray[np.float64]]:
 def divide_micro_batches(
     fill: Sequence[float], longest: Sequence[float], micro_batches: int, minimum: Sequence[int]
 ) -> list[int]:
-    """Number of micro-batches that each pipeline runs so that the last pipeline ends as early as possible."""
+    """Numbers of micro-batches with which the last pipeline ends as early as possible, ``[pipelines]``."""
     # What a pipeline runs in any case counts as its first micro-batch.
     extra = np.asarray(minimum) - 1
     step = np.maximum(np.asarray(longest), 1e-15)
@@ -233,14 +217,12 @@ def divide_micro_batches(
     micro_batches -= int(extra.sum())
 
     def done(seconds: float) -> NDArray[np.int64]:
-        """Micro-batches that each pipeline finishes in this time; at least one."""
         counts: NDArray[np.float64] = np.minimum(np.maximum((seconds - first) // step + 1, 1), micro_batches)
         return counts.astype(np.int64)
 
     low, high = float(first.max()), float((first + (micro_batches - 1) * step).max()) * (1 + 1e-12)
     if done(low).sum() < micro_batches:
-        # If micro-batches could be divided further, all pipelines would end at this time. Whole ones take at most one
-        # step longer.
+        # If micro-batches could be divided, all would end at this time. Whole ones take at most one step longer.
         even = (micro_batches - len(first) + float((first / step).sum())) / float((1.0 / step).sum())
         low, high = max(low, even * (1 - 1e-9)), min(high, (even + float(step.max())) * (1 + 1e-9))
         while high - low > 1e-13 * high:

@@ -14,12 +14,10 @@ __all__ = ["compare_with_launch_order"]
 def compare_with_launch_order(
     topology: Topology, profile: ModelProfile, plan: Plan, *, overlap: bool = False
 ) -> str | None:
-    """What an iteration would take in Colossal-AI's own order of ranks, with equal stages and with the plan's stages.
+    """Note on the time in Colossal-AI's own order of ranks, with equal stages and with the plan's stages.
 
-    Returns:
-        One line of text for the plan's notes. None if there is nothing to compare: the plan is in that order and has
-        equal stages, leaves devices idle, its replicas or the forms of its stages are not alike, it uses ZeRO, or its
-        schedule is not 1F1B.
+    None if there is nothing to compare: the plan is in that order and has equal stages, leaves devices idle, its
+    replicas or the forms of its stages are not alike, it uses ZeRO, or its schedule is not 1F1B.
     """
     if plan.schedule != "1f1b" or plan.zero_stage or why_unlike_stages(plan) is not None:
         return None

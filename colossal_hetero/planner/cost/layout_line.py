@@ -1,4 +1,4 @@
-"""What the layout of a plan says: pipelines, their stages, kinds of devices and blocks, but not which devices."""
+"""A plan's layout on one line of text: pipelines, their stages, kinds of devices and blocks, but not which devices."""
 
 from __future__ import annotations
 
@@ -27,29 +27,24 @@ __all__ = [
 
 @dataclass(frozen=True)
 class StageLayout:
-    """A stage of a pipeline."""
+    """Blocks on the devices, all of one kind, of a tensor-parallel group."""
 
     device: str
-    """Kind of its devices."""
     block_ranges: tuple[tuple[int, int], ...]
-    """``[a, b)`` of each chunk, in the order of the model; of a stage without chunks its only one."""
+    """``[a, b)`` of each chunk, in the order of the model; at least one."""
     tensor_parallel: int = 1
-    """Its devices, which are one tensor-parallel group."""
     recompute: bool = False
     """True if the backward pass runs the forward pass again."""
     place: int = field(default=0, compare=False)
-    """Where it starts in the line that was read."""
+    """Its start in the line that was read."""
 
     @property
     def blocks_per_chunk(self) -> tuple[int, ...]:
-        """Number of blocks that each chunk has."""
         return tuple(stop - start for start, stop in self.block_ranges)
 
 
 @dataclass(frozen=True)
 class PipelineLayout:
-    """A pipeline that holds the whole model."""
-
     stages: tuple[StageLayout, ...]
     micro_batches: int | None = None
     """Per iteration; None if the layout does not say it."""
@@ -57,10 +52,9 @@ class PipelineLayout:
 
 @dataclass(frozen=True)
 class PlanLayout:
-    """The pipelines of a plan and its micro-batches."""
+    """The pipelines of a plan, one per replica, and its micro-batches."""
 
     pipelines: tuple[PipelineLayout, ...]
-    """One per replica."""
     micro_batch: int | None = None
     """Samples per micro-batch; None if the layout does not say it."""
     schedule: Schedule = "1f1b"
@@ -68,11 +62,9 @@ class PlanLayout:
     tensor_parallel: int = field(default=1, compare=False)
     """Degree that the line names first, for stages that name none."""
     line: str = field(default="", compare=False)
-    """The text that was read."""
 
     @property
     def blocks(self) -> int:
-        """Of the model."""
         return max(stop for stage in self.pipelines[0].stages for _, stop in stage.block_ranges)
 
     @property
@@ -101,14 +93,13 @@ class PlanLayout:
         return replace(self, pipelines=pipelines, micro_batch=next(iter(sizes), None))
 
     def wrong(self, message: str, stage: StageLayout | None = None) -> NoReturn:
-        """Say what is wrong with the layout, and where in the line that was read."""
+        """Raise an error that says what is wrong with the layout, and where in the line that was read."""
         if self.line and stage is not None:
             raise MarkedError(message, self.line, stage.place)
         raise ValueError(message)
 
 
 def layout_of(plan: Plan) -> PlanLayout:
-    """The layout of ``plan``."""
     pipelines = tuple(
         PipelineLayout(tuple(_stage_of(plan, stage) for stage in replica.stages), replica.micro_batches)
         for replica in plan.replicas
@@ -121,10 +112,7 @@ def _stage_of(plan: Plan, stage: StagePlan) -> StageLayout:
 
 
 # Read layout ---------------------------------------------------------------------------------------------------------
-#
-# Reads a layout from one line of text, such as ``tp 2 · dp 4 × pp [2 × V100-16 0-9 | A100-40 10-23]``.
-#
-# The grammar is in ``docs/evaluating.md``.
+# The grammar is in ``docs/evaluating.md``; an example is ``tp 2 · dp 4 × pp [2 × V100-16 0-9 | A100-40 10-23]``.
 
 
 TIMES = r"[×xX*]"
@@ -139,23 +127,18 @@ STAGE = re.compile(
 )
 """A part of a pipeline: number of stages, device, its form in brackets or without, and ranges of blocks."""
 MAX_STAGES = 65_536
-"""Of all pipelines together: as many as a cluster file may have devices."""
+"""Stages of all pipelines together: as many as a cluster file may have devices."""
 MAX_DIGITS = 15
-"""Of a number."""
 
 
 def read_layout(text: str) -> PlanLayout:
-    """The layout that a line says, as :func:`~.write_layout.write_layout` writes it or a person does.
-
-    ``x`` or ``*`` may stand for ``×``, ``,`` for ``·``, and ``;`` for ``+`` between pipelines. Predicted times at the
-    end, as ``colossal-hetero plan`` prints them, are ignored.
-    """
+    """The layout that a line says, as :func:`write_layout` writes it or a person does: ``x`` or ``*`` may stand for
+    ``×``, ``,`` for ``·``, and ``;`` for ``+`` between pipelines. Predicted times at the end, as
+    ``colossal-hetero plan`` prints them, are ignored."""
     return _Reader(text).layout()
 
 
 class _Reader:
-    """A position in a line of text."""
-
     def __init__(self, text: str) -> None:
         self.text = text
         self.place = 0
@@ -196,7 +179,7 @@ class _Reader:
         return self._checked(layout, steps)
 
     def _replicas(self, number: int, sign: str, start: int) -> list[PipelineLayout]:
-        """What follows ``dp N ×`` or ``dp N =``."""
+        """The pipelines behind ``dp N ×`` or ``dp N =``."""
         pipelines = self._sum() if sign == "=" else self._repeated(number)
         if sign != "=" and self._looks_at(r"\s*[+;]\s*(\d+\s*[×xX*]|pp|\[)"):
             raise self._wrong(
@@ -330,7 +313,6 @@ class _Reader:
                     raise self._wrong("all stages have equally many chunks", stage.place)
 
     def _unknown(self, expected: str) -> MarkedError:
-        """An error that says what was expected at this place."""
         if self._looks_at(r"\s*…"):
             return self._wrong(
                 "… stands for parts that were left out of this line; write all parts, or give the plan's file"
@@ -376,10 +358,7 @@ MAX_PARTS = 8
 
 
 def write_layout(layout: PlanLayout, *, shortened: bool = False) -> str:
-    """The layout on one line, e.g. ``tp 4 · dp 2 × pp [A100-40 0-15 | V100-16 16-23] · micro-batch 4 × 16``.
-
-    Each part of a pipeline has the numbers of its first and its last block.
-    """
+    """The layout on one line, e.g. ``tp 4 · dp 2 × pp [A100-40 0-15 | V100-16 16-23] · micro-batch 4 × 16``."""
     degree = layout.tensor_parallel
     shapes = Counter((_pipeline(each, degree, shortened), each.micro_batches) for each in layout.pipelines)
     counts = {micro_batches for _, micro_batches in shapes}
@@ -404,10 +383,7 @@ def write_layout(layout: PlanLayout, *, shortened: bool = False) -> str:
 
 
 def _pipeline(pipeline: PipelineLayout, usual_degree: int, shortened: bool) -> str:
-    """``pp [A100-40 0-15 | V100-16 16-23]``; "4 × T4 0-7" are four stages of one kind that hold two blocks each.
-
-    The chunks of a stage are joined by "+": ``[A100-40 0-7 + 16-19 | V100-16 8-15 + 20-23]``.
-    """
+    """``pp [A100-40 0-15 | V100-16 16-23]``; "4 × T4 0-7" are four stages of two blocks; "+" joins chunks."""
     parts = []
     for words, stages in _runs(pipeline.stages, usual_degree):
         blocks = " + ".join(
@@ -421,10 +397,7 @@ def _pipeline(pipeline: PipelineLayout, usual_degree: int, shortened: bool) -> s
 
 
 def _runs(stages: Sequence[StageLayout], usual_degree: int) -> list[tuple[str, list[StageLayout]]]:
-    """Neighboring stages that share a part, with the words before their blocks.
-
-    Stages with several chunks share none, because their blocks could not be told apart.
-    """
+    """Neighboring stages that share a part, and its words; those with several chunks share none, to tell them apart."""
     runs = itertools.groupby(
         enumerate(stages),
         key=lambda each: (
@@ -443,7 +416,7 @@ def _words(stage: StageLayout, usual_degree: int) -> str:
 
 
 def form_in_words(degree: int | None, recompute: bool) -> str:
-    """What is special about a stage, e.g. " (tp 4, recompute)"; empty for most stages."""
+    """The form of a stage, e.g. " (tp 4, recompute)"; empty for most stages."""
     parts = [f"tp {degree}"] if degree is not None else []
     parts += ["recompute"] if recompute else []
     return f" ({', '.join(parts)})" if parts else ""

@@ -39,34 +39,26 @@ __all__ = [
 
 
 class SlotType(NamedTuple):
-    """What slots have in common that can run the same stages."""
+    """Kind of device and devices per slot of slots that can run the same stages."""
 
     device: str
-    """Kind."""
     tensor_parallel: int
-    """Devices of each slot, which are a tensor-parallel group."""
 
 
 class TypeSlots(NamedTuple):
-    """The slots of one type."""
+    """Kind of device of the slots of one type, and the ranks of each."""
 
     device: str
-    """Kind."""
     slots: tuple[tuple[int, ...], ...]
-    """Ranks of each."""
 
 
 def slot_type(stage: StageLayout) -> SlotType:
-    """The type of the slot that a stage needs."""
     return SlotType(stage.device, stage.tensor_parallel)
 
 
 def available_slots(topology: Topology, layout: PlanLayout) -> dict[SlotType, TypeSlots]:
-    """The slots of each type that the layout has.
-
-    The devices of a slot are in one node, and of similar speed. If a kind of device has several degrees, the largest
-    gets as many slots as it needs, from nodes that are left with the fewest devices over, and the smallest all others.
-    """
+    """The slots of each type of the layout: devices of similar speed in one node. Of several degrees of a kind, the
+    largest gets as many slots as it needs, from nodes with the fewest devices left over, and the smallest the rest."""
     stages = [stage for each in layout.pipelines for stage in each.stages]
     first = {slot_type(stage): stage for stage in reversed(stages)}
     needed = Counter(map(slot_type, stages))
@@ -135,8 +127,6 @@ METHOD = "given"
 
 
 class LayoutPricer:
-    """Prices one layout with different ranks."""
-
     def __init__(
         self,
         topology: Topology,
@@ -186,7 +176,6 @@ class LayoutPricer:
         return plan.model_copy(update={"replicas": tuple(replicas)})
 
     def _total(self, global_batch: int | None) -> int:
-        """Micro-batches per iteration of all pipelines."""
         counts = [each.micro_batches for each in self.layout.pipelines]
         said = [count for count in counts if count is not None]
         samples = sum(said) * self.micro_batch
@@ -301,15 +290,11 @@ class LayoutPricer:
 
 
 Slots = Mapping[SlotType, TypeSlots]
-"""Slots by type."""
 
 
 def first_places(topology: Topology, slots: Slots, layout: PlanLayout) -> Iterator[Ranks]:
-    """Ranks of each stage of each pipeline, ``[pipelines][stages]``: as the planner places slots of these types.
-
-    Slots are taken from all of them, or only from the best ones: those with the fastest networks, or the fastest
-    devices. The best ones are also given out in this order, to one pipeline after the other.
-    """
+    """Ranks as the planner places slots of these types, ``[pipelines][stages]``: slots of all, or only those with the
+    fastest networks or devices. They are also given out in this order, to one pipeline after the other."""
     node_of = [device.node for device in topology.devices]
     cluster_of = [node.cluster for node in topology.nodes]
     types = list(slots)
@@ -360,10 +345,8 @@ def exchanged_places(ranks: Ranks, slots: Slots, slowest: int) -> Iterator[Ranks
 
 
 def look(topology: Topology, ranks: Ranks) -> object:
-    """A key that is equal only for ranks that take equally long: of devices and nodes that are alike.
-
-    Nodes are numbered as they come up, so ranks that take equally long can have different keys.
-    """
+    """Key that is equal only for ranks that take equally long, on devices and nodes that are alike. Nodes are numbered
+    as they come up, so ranks that take equally long can have different keys."""
     numbers: dict[int, int] = {}
     pipelines = []
     for row in ranks:

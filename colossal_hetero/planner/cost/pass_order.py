@@ -1,12 +1,9 @@
-"""The order in which each stage runs its passes, in Colossal-AI's 1F1B and interleaved schedules.
+"""The order in which each stage runs its passes, in Colossal-AI's schedules, and the simulation of that order.
 
-The model is cut into chunks, which are numbered in the order of the model. A stage holds one chunk or several:
-
-- ``1f1b``: stage s holds chunk s.
-- ``interleaved``: with p stages, stage s holds the chunks s, s + p, s + 2p, …
-- ``zbv``: stage s holds the chunks s and 2p − 1 − s, so that the chunks go through the stages in the shape of a V. A
-  backward pass is two passes: one for the gradients of the inputs, which the chunk before waits for, and one for the
-  gradients of the weights, for which nothing waits. ``zero_bubble.py`` has the order.
+The model is cut into chunks, which are numbered in the order of the model. With p stages, stage s holds chunk s
+(``1f1b``), the chunks s, s + p, s + 2p, … (``interleaved``), or s and 2p − 1 − s, in the shape of a V (``zbv``). In
+``zbv``, a backward pass is two passes: one for the gradients of the inputs, which the chunk before waits for, and one
+for those of the weights, for which nothing waits.
 """
 
 from __future__ import annotations
@@ -52,16 +49,14 @@ Schedule = Literal["1f1b", "interleaved", "zbv"]
 
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "interleaved", "zbv")
 CHUNKED: tuple[Schedule, ...] = ("interleaved", "zbv")
-"""Those in which a stage holds several chunks."""
+"""Schedules in which a stage holds several chunks."""
 
 PassKind = Literal["forward", "backward", "weight"]
 
 
 class Pass(NamedTuple):
-    """One pass of a chunk for one micro-batch."""
-
     kind: PassKind
-    """``weight``: only the gradients of the weights, of which ``backward`` is without then."""
+    """``weight``: only the gradients of the weights; ``backward`` is without them then."""
     chunk: int
     """Number in the order of the model."""
     micro_batch: int
@@ -69,23 +64,19 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PassOrder:
-    """What every stage runs in an iteration."""
+    """The passes that each stage runs in an iteration, one after the other, and the stage of each chunk."""
 
     stage_of_chunk: tuple[int, ...]
-    """By chunk, in the order of the model."""
     passes: tuple[tuple[Pass, ...], ...]
-    """By stage: its passes, one after the other."""
     receives_late: bool = False
     """True if a stage asks for the input of a pass only when it has run the pass of that kind before."""
 
     @property
     def stages(self) -> int:
-        """Their number."""
         return len(self.passes)
 
     @property
     def chunks(self) -> int:
-        """Their number, in all stages together."""
         return len(self.stage_of_chunk)
 
     @cached_property
@@ -95,11 +86,8 @@ class PassOrder:
 
     @cached_property
     def sequence(self) -> tuple[Pass, ...]:
-        """All passes, each behind those that it waits for.
-
-        A forward waits for the forward of the chunk before it, and a backward for the backward of the chunk behind it.
-        Every pass waits for the one that its stage runs before it.
-        """
+        """All passes, each behind those that it waits for: the one that its stage runs before it, and the forward of
+        the chunk before it or the backward of the chunk behind it."""
         places = [0] * self.stages
         done: set[Pass] = set()
         ordered: list[Pass] = []
@@ -137,10 +125,7 @@ def stages_of_chunks(schedule: Schedule, stages: int, chunks_per_stage: int) -> 
 
 
 def why_not_schedulable(schedule: Schedule, stages: int, micro_batches: int) -> str | None:
-    """Why Colossal-AI's ``schedule`` cannot run so many micro-batches in so many stages; None if it can.
-
-    A pipeline of one stage has no schedule, and can run any number.
-    """
+    """Reason why Colossal-AI's ``schedule`` cannot run so many micro-batches in so many stages; None if it can."""
     if schedule == "1f1b":
         if stages > 1 and stages > micro_batches:
             return "Colossal-AI's 1F1B schedule needs at least one micro-batch per stage"
@@ -156,7 +141,7 @@ def why_not_schedulable(schedule: Schedule, stages: int, micro_batches: int) -> 
 
 @lru_cache(maxsize=64)
 def one_forward_one_backward(stages: int, micro_batches: int) -> PassOrder:
-    """As ``OneForwardOneBackwardSchedule.run_forward_backward`` runs them."""
+    """Passes of ``OneForwardOneBackwardSchedule.run_forward_backward``."""
     return PassOrder(
         stages_of_chunks("1f1b", stages, 1),
         tuple(
@@ -168,7 +153,7 @@ def one_forward_one_backward(stages: int, micro_batches: int) -> PassOrder:
 
 @lru_cache(maxsize=64)
 def interleaved(stages: int, chunks_per_stage: int, micro_batches: int) -> PassOrder:
-    """As ``InterleavedSchedule.run_forward_backward`` runs them: p micro-batches of a chunk, then of the next chunk."""
+    """Passes of ``InterleavedSchedule.run_forward_backward``: p micro-batches of a chunk, then of the next chunk."""
     problem = why_not_schedulable("interleaved", stages, micro_batches)
     if problem is not None:
         raise ValueError(f"{count(micro_batches, 'micro-batch')} for {count(stages, 'stage')}: {problem}")
@@ -185,10 +170,7 @@ def interleaved(stages: int, chunks_per_stage: int, micro_batches: int) -> PassO
 
 
 def _alternating(forward: list[int], backward: list[int], warm_up: int) -> tuple[Pass, ...]:
-    """Passes of these chunks: ``warm_up`` forwards, then a forward and a backward in turn, then backwards.
-
-    The micro-batches of each chunk come in the order of their numbers.
-    """
+    """Passes of these chunks: ``warm_up`` forwards, then a forward and a backward in turn, then backwards."""
     numbers: dict[tuple[PassKind, int], int] = {}
 
     def following(kind: PassKind, chunk: int) -> Pass:
@@ -205,16 +187,11 @@ def _alternating(forward: list[int], backward: list[int], warm_up: int) -> tuple
 
 
 # Zero bubble ---------------------------------------------------------------------------------------------------------
+# ``PipelineGraph.get_v_schedule()`` orders the passes of stages that are alike, from the times of one chunk. The plugin
+# runs the same nodes (``scheduler_nodes``), so a plan has these times. Unequal stages run this order as well.
 #
-# The order of passes in Colossal-AI's zero-bubble schedule, from the graph that Colossal-AI itself makes.
-#
-# ``PipelineGraph.get_v_schedule()`` orders the passes for stages that are all alike, from the times of one chunk's
-# passes. The plugin runs the same nodes (``scheduler_nodes``), so a plan has these times. Unequal stages run this order
-# as well: a pass starts when the passes that it needs are done.
-#
-# `[Note: one file of Colossal-AI]` The graph's file needs nothing but the standard library, but importing it as part of
-# its package also imports torch, which takes seconds, and planning needs no torch. So that one file is loaded on its
-# own.
+# `[Note: one file of Colossal-AI]` Importing the graph's file as part of its package imports torch, which takes seconds
+# and which planning does not need. So that one file, which needs only the standard library, is loaded on its own.
 
 
 KINDS: dict[str, PassKind] = {"F": "forward", "B": "backward", "W": "weight"}
@@ -232,7 +209,6 @@ class GraphSeconds(FilePart):
 
 @lru_cache(maxsize=64)
 def zero_bubble_v(stages: int, micro_batches: int, seconds: GraphSeconds) -> PassOrder:
-    """The passes of :func:`zero_bubble_nodes`."""
     numbers = [(stage, 2 * stages - 1 - stage) for stage in range(stages)]
     passes = tuple(
         tuple(Pass(KINDS[node.type], numbers[stage][node.chunk], node.minibatch) for node in row if node.type in KINDS)
@@ -242,11 +218,8 @@ def zero_bubble_v(stages: int, micro_batches: int, seconds: GraphSeconds) -> Pas
 
 
 def zero_bubble_nodes(stages: int, micro_batches: int, seconds: GraphSeconds) -> list[list[Any]]:
-    """By stage: the passes and messages in the order in which Colossal-AI runs them, its ``scheduler_nodes``.
-
-    Activations count as kept until the pass for the gradients of the weights; the graph keeps those of at most 2p
-    passes of a chunk in a stage.
-    """
+    """Passes and messages of each stage in Colossal-AI's order, its ``scheduler_nodes``. Activations are kept until the
+    pass for the gradients of the weights; the graph keeps those of at most 2p passes of a chunk in a stage."""
     problem = why_not_schedulable("zbv", stages, micro_batches)
     if problem is not None:
         raise ValueError(f"{count(micro_batches, 'micro-batch')} for {count(stages, 'stage')}: {problem}")
@@ -291,22 +264,11 @@ def _module() -> ModuleType:
 
 
 # Pass simulation -----------------------------------------------------------------------------------------------------
-#
-# Event simulation of an iteration in which every stage runs a given list of passes.
-#
-# A stage runs its passes one after the other. A pass starts when the stage is free and what it needs has arrived.
-# Messages are sent while stages compute, as in Colossal-AI's interleaved and zero-bubble schedules: the sender goes on
-# at once, and the receiver waits until the message is there. Messages from one stage to another go one after the other;
-# the other direction is a channel of its own. There are two models of when a message leaves:
-#
-# ``blocking``
-#     When the receiver has asked for it, as with NCCL. The interleaved schedule asks for the input of a forward when
-#     the forward before it has ended, and so for backwards; the zero-bubble schedule asks early.
-# ``overlapped``
-#     At once, as with Gloo and this package's corrections, because sends are buffered.
-#
-# All times can be given for several divisions of the model at once, ``[chunks, divisions]``: the order of the passes is
-# the same, so they are simulated together.
+# A pass starts when its stage is free and its input has arrived. Messages are sent while stages compute, as in
+# Colossal-AI's interleaved and zero-bubble schedules; those from one stage to another go one after the other. There are
+# two models of when a message leaves. ``blocking``: when the receiver has asked for it, as with NCCL. The interleaved
+# schedule asks for the input of a forward when the forward before it has ended, and so for backwards; the zero-bubble
+# schedule asks early. ``overlapped``: at once, as with Gloo and this package's corrections, because sends are buffered.
 
 
 WEIGHT_SHARE = 0.5
@@ -316,34 +278,31 @@ product has two gradients of equal cost (Qi et al., Zero Bubble Pipeline Paralle
 
 @dataclass(frozen=True, eq=False)
 class ChunkTimes:
-    """Times per micro-batch of each chunk, in the order of the model, ``[chunks]`` or ``[chunks, divisions]``."""
+    """Times of the chunks per micro-batch, ``[chunks]``, or ``[chunks, divisions]`` to simulate divisions together."""
 
     forward_seconds: NDArray[np.float64]
     backward_seconds: NDArray[np.float64]
     """Whole backward pass, with the gradients of the weights."""
     schedule_seconds: NDArray[np.float64]
-    """What the schedule itself takes, half with the forward and half with the backward."""
+    """Time of the schedule itself, half with the forward and half with the backward."""
     hop_seconds: NDArray[np.float64]
-    """Of a message over the cut behind the chunk, one way; 0 behind the last one, and inside a stage."""
+    """Message over the cut behind the chunk, one way; 0 behind the last one, and inside a stage."""
     update_seconds: NDArray[np.float64]
     """Optimizer step of each stage, ``[stages]`` or ``[stages, divisions]``."""
 
 
 @dataclass(frozen=True, eq=False)
 class PassTimeline:
-    """A simulated iteration of one pipeline."""
+    """A simulated iteration of one pipeline; times are ``[chunks]``."""
 
     order: PassOrder
     times: ChunkTimes
-    """``[chunks]``."""
     transfers: Transfers
-    """Model of when messages leave."""
     stage_seconds: NDArray[np.float64]
-    """Time from the start of the iteration until each stage has finished its last pass, ``[stages]``."""
+    """Time until each stage has finished its last pass, ``[stages]``."""
 
     @classmethod
     def of(cls, order: PassOrder, times: ChunkTimes, transfers: Transfers = "blocking") -> PassTimeline:
-        """The simulated iteration."""
         return cls(order, times, transfers, simulate_passes(order, times, transfers))
 
     @property
@@ -353,14 +312,13 @@ class PassTimeline:
 
     @cached_property
     def shares(self) -> tuple[StageShare, ...]:
-        """How each stage spends the iteration, ``[stages]``. Messages do not occupy it."""
+        """Shares of the iteration by stage, ``[stages]``. Messages do not occupy a stage."""
         whole = self.seconds or 1.0
         compute = [sum(event.stop - event.start for event in events) / whole for events in self.events]
         return tuple(StageShare(share, 0.0, max(1.0 - share, 0.0)) for share in compute)
 
     @cached_property
     def events(self) -> tuple[tuple[Event, ...], ...]:
-        """Events of each stage in order of time."""
         by_stage: list[list[Event]] = [[] for _ in range(self.order.stages)]
 
         def record(each: Pass, start: NDArray[np.float64], stop: NDArray[np.float64]) -> None:
@@ -376,7 +334,7 @@ class PassTimeline:
 
 
 def simulate_passes(order: PassOrder, times: ChunkTimes, transfers: Transfers = "blocking") -> NDArray[np.float64]:
-    """When each stage has finished its last pass, in seconds: ``[stages]``, or ``[stages, divisions]``."""
+    """Seconds until each stage has finished its last pass, ``[stages]`` or ``[stages, divisions]``."""
     ends = _run(order, times, transfers)
     return ends if times.forward_seconds.ndim == 2 else ends[:, 0]
 
@@ -387,7 +345,7 @@ def _run(
     transfers: Transfers,
     record: Callable[[Pass, NDArray[np.float64], NDArray[np.float64]], None] | None = None,
 ) -> NDArray[np.float64]:
-    """``[stages, divisions]``; ``record`` is called with the start and the stop of every pass, each ``[divisions]``."""
+    """:func:`simulate_passes`; ``record`` is called with the start and the stop of every pass, each ``[divisions]``."""
 
     def columns(values: NDArray[np.float64]) -> NDArray[np.float64]:
         return np.asarray(values.reshape(len(values), -1))
@@ -405,7 +363,7 @@ def _run(
     asked: dict[tuple[int, str], NDArray[np.float64]] = {}
     channel_free: dict[tuple[int, int], NDArray[np.float64]] = {}
     inputs: dict[Pass, NDArray[np.float64]] = {}
-    """By pass: when its input has arrived, or when it was ready if it is still to be sent."""
+    """Time when the input of each pass has arrived, or was ready if it is still to be sent."""
     waits = transfers == "blocking" and order.receives_late
 
     def arrival(ready: NDArray[np.float64], chunk: int, to_chunk: int) -> NDArray[np.float64]:

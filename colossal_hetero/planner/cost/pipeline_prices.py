@@ -1,8 +1,5 @@
-"""Splits and costs of single pipelines whose slots are given. What was computed once is looked up.
-
-Among the thousands of candidates of a search, few pipelines differ in the kinds of their slots and in the channels
-between neighboring stages; only these matter.
-"""
+"""Splits and costs of single pipelines whose slots are given, each computed once: among the thousands of candidates of
+a search, few pipelines differ in what matters, the kinds of their slots and the channels between neighboring stages."""
 
 from __future__ import annotations
 
@@ -26,34 +23,26 @@ NO_LINK = Channel("none", 1e-6)
 """Between nodes that cannot reach each other. A draft in which stages send over it is rejected."""
 
 Kinds = tuple[tuple[int, ...], ...]
-"""By slot of a pipeline: its kind. If several pipelines are cut alike: the kinds that it has in any of them."""
+"""Kind of each slot of a pipeline. If several pipelines are cut alike: the kinds that it has in any of them."""
 FIRST_STATES, QUICK_STATES = 500, 5000
-"""At a first look at a candidate, and in a quick search, all orders of its stages are searched if there are at most so
-many states; see :data:`.exact.MAX_STATES`. Most candidates are looked at once, and rejected."""
+""":data:`.exact.MAX_STATES` at a first look at a candidate, which most do not survive, and in a quick search."""
 Hops = tuple[int, ...]
 """Numbers of the channels between neighboring slots of a pipeline; −1 where there is no link."""
 
 
 class PipelinePrices:
-    """Splits and costs of pipelines."""
-
     def __init__(self, method: str, *, quick: bool = False) -> None:
         self.method = method
         self.max_states = QUICK_STATES if quick else MAX_STATES
         self.chooses_order = method in ("exact", "simulated", "adapt")
-        """True if the method also chooses the order of the stages."""
         self._in_order: dict[object, Split | None] = {}
         self._splits: dict[object, Split | str] = {}
         self._costs: dict[object, PipelineCost] = {}
         self._slots: dict[object, Slot] = {}
 
     def split_in_order(self, pool: SlotPool, kinds: Kinds, hops: Hops, micro_batches: int) -> Split | str | None:
-        """The blocks of each slot if each runs the stage of its place.
-
-        Returns:
-            A split, or in words why the method makes none. None if a method that chooses the order finds none in this
-            order.
-        """
+        """The blocks of each slot if each runs the stage of its place, or in words why the method makes no split. None
+        if a method that chooses the order finds none in this order."""
         if self.chooses_order:
             key = (pool, kinds, hops, micro_batches)
             if key not in self._in_order:
@@ -67,11 +56,7 @@ class PipelinePrices:
     def split(
         self, pool: SlotPool, kinds: Kinds, matrix: NDArray[np.int64], micro_batches: int, *, thorough: bool
     ) -> Split | str:
-        """The blocks of each slot, and the order of the slots if the method chooses it.
-
-        Returns:
-            A split, or in words why there is none.
-        """
+        """The blocks of each slot, and their order if the method chooses it; or in words why there is no split."""
         order = None if self.chooses_order else range(len(kinds))
         return self._split(pool, kinds, matrix, micro_batches, order, self.max_states if thorough else FIRST_STATES)
 
@@ -126,14 +111,13 @@ class PipelinePrices:
         return self._slots[key]
 
     def _described(self, pool: SlotPool, kinds: Kinds, hops: Sequence[int]) -> tuple[list[Slot], list[Channel]]:
-        """The slots and the channels with these numbers."""
         channels = pool.links.channels
         slots = [self.slot(pool, each, len(kinds)) for each in kinds]
         return slots, [channels[number] if number >= 0 else NO_LINK for number in hops]
 
 
 def _worst(costs: Sequence[LayerCosts]) -> LayerCosts:
-    """Of each block the longest time and the largest size; a single one as it is."""
+    """Longest time and largest size of each block."""
     if len(costs) == 1:
         return costs[0]
     names = [field.name for field in fields(LayerCosts)]

@@ -1,8 +1,5 @@
-"""The best cuts for pipelines whose slots and stage order are given, with the time of their gradients.
-
-Unlike a split of one pipeline, the cuts take into account that all pipelines have the same ones, that every pipeline
-has slots and links of its own, and how long the gradients of each stage take.
-"""
+"""The best cuts for pipelines whose slots and stage order are given. Unlike a split of one pipeline, they take into
+account the slots and links of all pipelines, which may have to be cut alike, and the time of the gradients."""
 
 from __future__ import annotations
 
@@ -29,8 +26,6 @@ MAX_SUMMED = 300
 
 
 class PlacedPipelines:
-    """Prices pipelines of one pool."""
-
     def __init__(self, builder: DraftBuilder, pool: SlotPool) -> None:
         self.builder = builder
         self.pool = pool
@@ -51,14 +46,11 @@ class PlacedPipelines:
         self._look_of = {
             place: (node, (place[0] * len(numbers) + numbers[types[node]]) * most) for place, node in node_of.items()
         }
-        """By slot: its node, and a number of its kind and of the nodes that are like this one. To the number that of a
-        node can be added."""
+        """By slot: its node, and a number of its kind and of like nodes, to which a node's number can be added."""
 
     def look(self, rows: Rows) -> object:
-        """A key that is equal only for pipelines that differ by slots of a kind in a node, or by nodes that are alike.
-
-        Nodes are numbered as they come up, so pipelines that are alike can have different keys.
-        """
+        """Key that is equal only for pipelines that differ by slots of a kind in a node, or by nodes that are alike.
+        Nodes are numbered as they come up, so pipelines that are alike can have different keys."""
         numbers: dict[int, int] = {}
         number, look_of = numbers.setdefault, self._look_of
         named = [
@@ -93,10 +85,8 @@ class PlacedPipelines:
         return None if chosen < 0 else self._draft(rows, [bounds[chosen]] * len(rows), [count] * len(rows))
 
     def best_unequal(self, rows: Rows, below: float) -> Draft | None:
-        """The best cuts and numbers of micro-batches of each pipeline; None if no plan is faster than ``below``.
-
-        There are enough micro-batches for :meth:`.DraftBuilder.min_micro_batches` of all pipelines.
-        """
+        """The best cuts and numbers of micro-batches of each pipeline; None if no plan is faster than ``below``. There
+        are enough micro-batches for :meth:`.DraftBuilder.min_micro_batches` of all pipelines."""
         times, total = self._times(rows), self.pool.total_micro_batches
         if times is None:
             return None
@@ -139,7 +129,7 @@ class PlacedPipelines:
         return found
 
     def _times(self, rows: Rows) -> list[CutTimes] | None:
-        """By pipeline; None if neighboring stages have no link or there are too many cuts."""
+        """Times of each pipeline; None if neighboring stages have no link or there are too many cuts."""
         times = []
         for row, hops in zip(rows, self._hops(rows), strict=True):
             bounds = all_bounds(self.blocks, len(row))
@@ -154,7 +144,7 @@ class PlacedPipelines:
         return times
 
     def _hops(self, rows: Rows) -> Iterator[list[Channel] | None]:
-        """By pipeline, the channels between neighbors; None where there is no link."""
+        """Channels between the neighbors in each pipeline; None where there is no link."""
         where = [[self.builder.where(self.pool, place) for place in row] for row in rows]
         hops = self.builder.hops(self.pool, where)
         channels = self.pool.links.channels
@@ -186,15 +176,9 @@ class PlacedPipelines:
 def _last_end(
     fill: NDArray[np.float64], step: NDArray[np.float64], most: NDArray[np.int64], total: int, below: float
 ) -> NDArray[np.float64]:
-    """When the last pipeline ends if the micro-batches are divided best, ``[combinations]``; infinite if not below.
-
-    Args:
-        fill: Seconds of the first micro-batch, ``[pipelines, combinations]``.
-        step: Seconds that each further one adds.
-        most: How many fit in memory.
-        total: How many there are.
-        below: Only ends below this matter.
-    """
+    """End of the last pipeline if ``total`` micro-batches are divided best, ``[combinations]``; infinite if not
+    ``below``. ``fill`` is the time of the first micro-batch and ``step`` that of each further one,
+    ``[pipelines, combinations]``, and ``most`` micro-batches fit in memory."""
     steps = np.maximum(step, 1e-15)
     low = fill.max(axis=0)
     high = np.minimum((fill + (total - 1) * steps).max(axis=0), below) * (1 + 1e-12)

@@ -1,8 +1,8 @@
-"""The slots there are, and which a plan uses: from which node each is taken, and for which stage of which pipeline.
+"""Placement of slots: from which node each is taken, and for which stage of which pipeline.
 
-AutoHet, section III-C: the fastest links are for tensor parallelism, inside a node, the next for data parallelism, and
-the slowest for pipelines (:func:`place`). If gradients are small and activations large, pipelines need fast links more
-than data parallelism does (:func:`place_together`). Kinds with less computing power get the earlier stages.
+AutoHet, section III-C: tensor parallelism gets the fastest links, inside a node, data parallelism the next, and
+pipelines the slowest (:func:`place`). If gradients are small and activations large, pipelines need fast links more than
+data parallelism does (:func:`place_together`). Kinds with less computing power get the earlier stages.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ Place = tuple[int, int]
 
 
 class NodeLinks:
-    """The channel between each two nodes. Nodes with equal links are looked up once.
-
-    A cluster has few different kinds of nodes, and looking up each pair of a thousand devices would take long.
-    """
+    """The channel between each two nodes; equal links are looked up once, as each pair of 1,000 devices takes long."""
 
     def __init__(self, topology: Topology, message_bytes: float) -> None:
         """Channels are compared by their time for a message of ``message_bytes``."""
@@ -64,8 +61,7 @@ class NodeLinks:
         kinds_of_channel = sorted({channel.kind for channel in self.channels})
         self._kind_of = np.array([kinds_of_channel.index(channel.kind) for channel in self.channels])
         self._rate = np.array([channel.bytes_per_second for channel in self.channels])
-        # Bandwidth of a node's NICs by kind, and in the last row of all transfers inside, [kinds + 1, nodes]; 0 without
-        # such a NIC.
+        # Bandwidth of a node's NICs by kind, in the last row of its inside, [kinds + 1, nodes]; 0 without such a NIC.
         self._node_rate = np.array(
             [
                 *(
@@ -89,7 +85,6 @@ class NodeLinks:
 
     @property
     def between(self) -> list[Channel]:
-        """The different channels between nodes."""
         return [channel for kind in range(len(self._number)) for channel in self.from_kind(kind)]
 
     def from_kind(self, kind: int) -> list[Channel]:
@@ -103,10 +98,7 @@ class NodeLinks:
         return np.asarray(self._number[self.node_kind[nodes_a], self.node_kind[nodes_b], same_node])
 
     def load(self, pipelines: Sequence[NDArray[np.int64]], width: int) -> NDArray[np.int64]:
-        """Number of messages that share a node's NICs of each kind and its inside, ``[kinds + 1, nodes]``.
-
-        See Note: shared hops.
-        """
+        """Messages that share a node's NICs of a kind or its inside, ``[kinds + 1, nodes]``; see Note: shared hops."""
         load = np.zeros(self._node_rate.shape, dtype=np.int64)
         for nodes in pipelines:
             crosses = nodes[:-1] != nodes[1:]
@@ -140,13 +132,8 @@ class NodeLinks:
         return numbers
 
     def hops(self, pipelines: Sequence[Sequence[int]], width: int) -> list[list[int]]:
-        """The numbers of the channels between neighboring stages, as from :meth:`load` and :meth:`shared`.
-
-        It is made for many calls with few stages: what was computed once is looked up.
-
-        Returns:
-            ``[pipelines][stages − 1]``; −1 where there is no link.
-        """
+        """The numbers of the channels between neighboring stages, ``[pipelines][stages − 1]``, as from :meth:`load` and
+        :meth:`shared`; −1 where there is no link. For many calls with few stages: each channel is computed once."""
         load: Counter[tuple[int, int]] = Counter()
         hops = []
         for nodes in pipelines:
@@ -162,7 +149,6 @@ class NodeLinks:
         return [list(islice(numbers, len(nodes) - 1)) for nodes in pipelines]
 
     def _network(self, node_a: int, node_b: int) -> int:
-        """The kind of channel between two different nodes."""
         key = self._kinds[node_a], self._kinds[node_b]
         if key not in self._hops:
             self._hops[key] = int(self._kind_of[self.numbers(np.array(node_a), np.array(node_b))])
@@ -201,24 +187,20 @@ class SlotPool:
     tensor_parallel: int
     """Devices per slot; in a wider search, slots may have other degrees."""
     micro_batch: int
-    """Samples per micro-batch."""
     kinds: tuple[SlotKind, ...]
-    """In ascending order of computing power."""
+    """Kinds of slots in ascending order of computing power."""
     total_micro_batches: int
     """Per iteration, over all pipelines."""
     links: NodeLinks
     pipelines: int | None = None
-    """How many pipelines plans have, over which ZeRO stage 1 divides the optimizer's state. None: any number, and ZeRO
-    stage 0."""
+    """Number of pipelines over which ZeRO stage 1 divides the optimizer's state. None: any number, and ZeRO stage 0."""
 
     @property
     def slots(self) -> int:
-        """Number of slots that there are, of all kinds."""
         return sum(len(kind.slots) for kind in self.kinds)
 
     @property
     def devices(self) -> int:
-        """Devices of all slots."""
         return sum(len(kind.slots) * kind.tensor_parallel for kind in self.kinds)
 
     @cached_property
@@ -227,7 +209,6 @@ class SlotPool:
         return all(kind.tensor_parallel == self.tensor_parallel for kind in self.kinds)
 
     def allows(self, pipelines: int) -> bool:
-        """True if plans may have so many pipelines."""
         return self.pipelines in (None, pipelines)
 
 
@@ -249,12 +230,9 @@ def place(
     node_of: Sequence[int],
     cluster_of: Sequence[int],
 ) -> list[list[Place]]:
-    """The slots of each pipeline in the order of its stages, ``[pipelines][stages]``.
-
-    Kinds are placed one after the other. As long as every pipeline still needs a slot of the kind, one stage of all
-    pipelines is taken from one node if a node has enough slots, else from one cluster, else from nodes in sequence.
-    Slots that only some of the pipelines need are taken afterwards, from as few nodes as possible.
-    """
+    """The slots of each pipeline in the order of its stages, ``[pipelines][stages]``, one kind after the other. As long
+    as every pipeline needs a slot of the kind, one stage of all is taken from one node if a node has enough slots, else
+    from one cluster, else from nodes in sequence. Slots that only some need follow, from as few nodes as possible."""
     pipelines: list[list[Place]] = [[] for _ in groups]
     for kind, available in enumerate(kinds):
         needed = [int(group[kind]) for group in groups]
@@ -280,10 +258,8 @@ def place_together(
     node_of: Sequence[int],
     cluster_of: Sequence[int],
 ) -> list[list[Place]]:
-    """:func:`place`, but with the slots of each pipeline in as few nodes as possible, the longest pipeline first.
-
-    Of each kind, a pipeline first takes slots from nodes that it is in already.
-    """
+    """:func:`place`, but with the slots of each pipeline in as few nodes as possible, the longest pipeline first. Of
+    each kind, a pipeline first takes slots from nodes that it is in already."""
     free: list[dict[int, list[int]]] = []
     for slot_kind in kinds:
         by_node: dict[int, list[int]] = {}
@@ -305,11 +281,8 @@ def place_together(
 
 
 def _take(free: dict[int, list[int]], count: int, cluster_of: Sequence[int]) -> list[int]:
-    """Takes ``count`` slots out of ``free``, which maps nodes to slots.
-
-    They come from the node with the fewest free slots that has enough, else from the cluster with the fewest free slots
-    that has enough, else from nodes in sequence.
-    """
+    """Takes ``count`` slots out of ``free``, slots by node: from the node with the fewest that has enough, else from
+    the cluster with the fewest that has enough, else from nodes in sequence."""
     if not count:
         return []
     enough = [node for node, slots in free.items() if len(slots) >= count]

@@ -1,8 +1,4 @@
-"""The plan file: which device runs which layers, in which groups, and the predicted times.
-
-JSON that people can read and, with care, edit. Blocks, groups and samples are checked when it is read. The predictions
-in it are not checked.
-"""
+"""The plan file: which device runs which layers, in which groups, and predicted times, which reading does not check."""
 
 from __future__ import annotations
 
@@ -31,7 +27,6 @@ __all__ = ["SCHEMA", "ChunkPlan", "Plan", "Replica", "StagePlan", "exposed_secon
 
 
 SCHEMA = 1
-"""Version of the file's fields."""
 
 UNITS = {"seconds": "s", "bytes": "B", "micro_batch": "samples"}
 
@@ -55,17 +50,16 @@ def without_defaults(part: FilePart, content: dict[str, Any], names: Sequence[st
 
 
 class ChunkPlan(FilePart):
-    """Consecutive blocks of a stage that holds several such chunks."""
+    """Consecutive blocks of a stage that holds several such chunks. Times are per micro-batch."""
 
     blocks: BlockRange
     forward_seconds: Seconds
-    """Per micro-batch."""
     backward_seconds: Seconds
-    """Per micro-batch: the whole backward pass."""
+    """The whole backward pass."""
     schedule_seconds: Seconds = 0.0
-    """Per micro-batch: what the schedule itself takes, beyond its passes and transfers."""
+    """Time of the schedule itself, beyond its passes and transfers."""
     hop_seconds: Seconds = 0.0
-    """Of a micro-batch over the cut behind the chunk, one way; 0 behind the last one and inside a stage."""
+    """One way over the cut behind the chunk; 0 behind the last one and inside a stage."""
 
     @field_validator("blocks")
     @classmethod
@@ -74,43 +68,32 @@ class ChunkPlan(FilePart):
 
 
 class StagePlan(FilePart):
-    """A stage of a pipeline: blocks on one tensor-parallel group, consecutive ones or several chunks of them."""
+    """Blocks on one tensor-parallel group, consecutive or in chunks. Times are per micro-batch, bytes per device."""
 
     blocks: BlockRange = Field(default=cast(Any, None))
-    """``[a, b)``. Of a stage with chunks: from its first to its last block, with blocks of other stages between them;
-    files leave this out."""
+    """``[a, b)``. With chunks: from the first to the last block, with other stages' between; files leave this out."""
     chunks: tuple[ChunkPlan, ...] = ()
-    """In the order of the model; empty in a 1F1B plan, whose stages hold one chunk."""
+    """Chunks in the order of the model; empty in a 1F1B plan, whose stages hold one."""
     device: Name
-    """Kind of device."""
     ranks: Annotated[tuple[NonNegative, ...], Field(min_length=1)]
-    """Its tensor-parallel group. Devices are numbered in the order of the cluster file; if one rank is launched per
-    device, these are the numbers of the ranks."""
+    """Its tensor-parallel group, numbered as in the cluster file, and as ranks if one is launched per device."""
     tensor_parallel: PositiveCount | None = None
-    """Their number. None: as many as the plan says; files leave this out."""
+    """Number of its ranks. None: as many as the plan says; files leave this out."""
     recompute: bool = False
-    """True if only the inputs of blocks are kept until the backward pass, which runs the forward pass again. Files
-    leave out False."""
+    """True if only inputs of blocks are kept, and the backward pass runs the forward again. Files leave out False."""
     node: str
-    """Name of the node that the group is in."""
     forward_seconds: Seconds
-    """Per micro-batch."""
     backward_seconds: Seconds
-    """Per micro-batch."""
     transfer_seconds: Seconds
-    """Per micro-batch in steady state: one way over the cut before the stage and one way over the cut behind it; of a
-    stage with chunks, over all cuts of its chunks."""
+    """Time in steady state: one way over the cuts before and behind the stage; with chunks, over all their cuts."""
     schedule_seconds: Seconds = 0.0
-    """Per micro-batch: what the schedule itself takes, beyond its passes and transfers."""
+    """Time of the schedule itself, beyond its passes and transfers."""
     update_seconds: Seconds
     """Optimizer step, once per iteration."""
     memory_bytes: Amount
-    """Predicted, per device."""
     memory_overhead_bytes: Amount = 0.0
-    """Part of it that does not depend on which blocks the stage has: the device's reserve and what passes need for a
-    moment."""
+    """Part that does not depend on the stage's blocks: the device's reserve, and what passes need for a moment."""
     memory_available_bytes: Amount
-    """Memory of each device."""
 
     @field_validator("blocks")
     @classmethod
@@ -140,10 +123,7 @@ class StagePlan(FilePart):
 
     @property
     def micro_batch_seconds(self) -> float:
-        """Time that the stage is occupied per micro-batch in steady state.
-
-        Stages with chunks send while they compute.
-        """
+        """Time that the stage is occupied in steady state; stages with chunks send while they compute."""
         transfer = 0.0 if self.chunks else self.transfer_seconds
         return self.forward_seconds + self.backward_seconds + transfer + self.schedule_seconds
 
@@ -152,9 +132,9 @@ class Replica(FilePart):
     """One pipeline that holds the whole model; replicas are data-parallel."""
 
     stages: Annotated[tuple[StagePlan, ...], Field(min_length=1)]
-    """In the order of the blocks; if they have chunks, of their first chunks."""
+    """Stages in the order of their blocks, or of their first chunks."""
     micro_batches: PositiveCount
-    """K, per iteration."""
+    """Micro-batches per iteration, K."""
     pipeline_seconds: Seconds
     """Predicted time of an iteration without synchronization."""
 
@@ -197,7 +177,6 @@ class Replica(FilePart):
 
     @property
     def layers_per_stage(self) -> tuple[int, ...]:
-        """Blocks per stage."""
         return tuple(sum(b - a for a, b in stage.block_ranges) for stage in self.stages)
 
     @property
@@ -208,10 +187,7 @@ class Replica(FilePart):
 
     @property
     def hop_seconds(self) -> tuple[float, ...]:
-        """Seconds of a micro-batch over each cut, one way.
-
-        Of stages without chunks they are computed from ``transfer_seconds``, which has both cuts.
-        """
+        """Seconds of a micro-batch over each cut, one way; without chunks, from ``transfer_seconds`` of both cuts."""
         if self.chunks:
             return tuple(chunk.hop_seconds for _, chunk in self.chunks[:-1])
         hops: list[float] = []
@@ -221,7 +197,7 @@ class Replica(FilePart):
 
     @property
     def bubble_shares(self) -> tuple[float, ...]:
-        """By stage, the share of ``pipeline_seconds`` in which it waits, according to the closed form."""
+        """Share of ``pipeline_seconds`` in which each stage waits, by the closed form."""
         total = self.pipeline_seconds
         busy = (self.micro_batches * stage.micro_batch_seconds + stage.update_seconds for stage in self.stages)
         return tuple(min(max(1.0 - each / total, 0.0), 1.0) if total > 0 else 0.0 for each in busy)
@@ -232,9 +208,7 @@ class Plan(FilePart):
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
     units: dict[str, str] = Field(default_factory=lambda: dict(UNITS))
-    """Units of the numbers, for readers of the file."""
     model: str
-    """Name of the model."""
     cluster: str = ""
     """Name of the cluster file that the plan was made for."""
     profile: str = ""
@@ -242,34 +216,27 @@ class Plan(FilePart):
     precision: str = "fp32"
     """Precision in which the layers were timed."""
     blocks: PositiveCount
-    """Number of blocks that the model has."""
     method: str
-    """Method by which the layers were split into stages."""
     schedule: Schedule = "1f1b"
     """Colossal-AI's ``pp_style``."""
     order_seconds: GraphSeconds | None = None
     """With the schedule ``zbv``: the times from which Colossal-AI orders the passes of all stages."""
     tensor_parallel: PositiveCount
-    """Ranks of the tensor-parallel group of each stage, where a stage says nothing else."""
+    """Degree of each stage that says nothing else."""
     zero_stage: Literal[0, 1] = 0
-    """ZeRO stage. In stage 1 each replica keeps an equal part of the optimizer's state of every block. Files leave out
-    0."""
+    """1: each replica keeps an equal part of the optimizer's state of every block. Files leave out 0."""
     micro_batch: PositiveCount
-    """Samples per micro-batch."""
     global_batch: PositiveCount
     """Samples per optimizer step, over all replicas."""
     iteration_seconds: PositiveSeconds
-    """Predicted time of an iteration."""
     relative_error: Annotated[float, Field(ge=0)] | None = None
-    """Standard error of ``iteration_seconds`` as a share of it, from the errors of the profile's times; None, and left
-    out of files, if the profile has none."""
+    """Standard error of ``iteration_seconds`` as a share of it; None, and left out of files, if not in the profile."""
     synchronization_seconds: Seconds
     """Predicted time to sum gradients over replicas, per iteration; included in ``iteration_seconds``."""
     uniform_seconds: PositiveSeconds | None = None
-    """Predicted time of an iteration of the best plan with equally many layers per stage. None if there is no such
-    plan, or it was not computed."""
+    """Predicted time of the best plan with equally many layers per stage; None if there is none or not computed."""
     bound_seconds: PositiveSeconds | None = None
-    """No plan of those that were searched for takes less than this, by the predictions. None if it was not computed."""
+    """Lower bound of the predicted time of all plans that were searched; None if it was not computed."""
     notes: tuple[str, ...] = ()
     """Decisions and their reasons, for readers."""
     replicas: Annotated[tuple[Replica, ...], Field(min_length=1)]
@@ -359,7 +326,6 @@ class Plan(FilePart):
             )
 
     def degree(self, stage: StagePlan) -> int:
-        """Ranks of the tensor-parallel group of a stage."""
         return stage.tensor_parallel or self.tensor_parallel
 
     @property
@@ -369,12 +335,11 @@ class Plan(FilePart):
 
     @property
     def samples_per_second(self) -> float:
-        """Predicted samples per second."""
         return self.global_batch / self.iteration_seconds
 
     @property
     def gap(self) -> float | None:
-        """No plan is faster by more than this share (0.03: 3 %); None if it was not computed."""
+        """Share by which another plan is faster at most (0.03: 3 %); None if it was not computed."""
         return None if self.bound_seconds is None else max(self.iteration_seconds / self.bound_seconds - 1.0, 0.0)
 
     @property
@@ -387,16 +352,12 @@ class Plan(FilePart):
 
     @property
     def rank_order(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """Ranks by replica, stage and place in the tensor-parallel group, ``[replicas][stages][tensor parallel]``;
-        numbered in the order of the cluster file."""
+        """Ranks as numbered in the cluster file, ``[replicas][stages][tensor parallel]``."""
         return tuple(tuple(stage.ranks for stage in replica.stages) for replica in self.replicas)
 
     @property
     def launched_order(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """:attr:`rank_order` if only the plan's devices are launched, with ranks 0 … ``world_size`` − 1.
-
-        If the plan uses every device of its cluster file, this is equal to :attr:`rank_order`.
-        """
+        """:attr:`rank_order` if only the plan's devices are launched, with ranks 0 … ``world_size`` − 1."""
         used = itertools.chain.from_iterable(itertools.chain.from_iterable(self.rank_order))
         place = {rank: index for index, rank in enumerate(sorted(used))}
         return tuple(tuple(tuple(place[r] for r in group) for group in replica) for replica in self.rank_order)
@@ -418,7 +379,6 @@ class Plan(FilePart):
 
 
 def load_plan(path: Path | str) -> Plan:
-    """Read a plan."""
     return load_json_file(path, Plan, kind="plan", schema=SCHEMA, remedy="plan again", other_kind=_other_kind)
 
 
@@ -437,12 +397,11 @@ def save_plan(plan: Plan, path: Path | str) -> None:
 def exposed_seconds(
     synchronization_seconds: float, passes: Iterable[tuple[float, float]], *, equal: bool = True
 ) -> float:
-    """What the overlapped optimizer adds to an iteration, of the time in which gradients are summed over replicas.
+    """Time of sums of gradients over replicas that the overlapped optimizer does not hide, per iteration.
 
-    One half of that time is a reduce-scatter of gradients, which the backward pass of the last micro-batch hides. The
-    other half is an all-gather of parameters, which the forward pass of the first micro-batch of the next iteration
-    hides. What is longer than its pass is added. The first and the last bucket, which nothing hides, are not counted,
-    nor is that communication slows down computation.
+    One half is a reduce-scatter of gradients, hidden by the backward pass of the last micro-batch. The other half is an
+    all-gather of parameters, hidden by the forward pass of the first micro-batch of the next iteration. The first and
+    the last bucket, which nothing hides, are not counted, nor is that communication slows down computation.
     """
     half = synchronization_seconds / 2
     return max(max(half - forward if equal else half, 0.0) + max(half - backward, 0.0) for forward, backward in passes)

@@ -22,15 +22,14 @@ __all__ = [
 
 
 class StageGroup(NamedTuple):
-    """The devices that run a stage."""
+    """Devices that run a stage, all of one kind."""
 
     ranks: tuple[int, ...]
     device: str
-    """Kind."""
     block_bytes: float
-    """Memory that each device has for the state and the activations of its blocks."""
+    """Memory of each device for the state and the activations of its blocks."""
     tensor_parallel: int | None = None
-    """If it is not the plan's."""
+    """Overrides the plan's degree."""
     recompute: bool = False
 
 
@@ -89,7 +88,6 @@ def predict_plan(
 
 
 def equal_micro_batches(global_batch: int, micro_batch: int, replicas: int) -> int:
-    """Number of micro-batches that each replica runs."""
     micro_batches, left = divmod(global_batch, micro_batch * replicas)
     if left or not micro_batches:
         raise ValueError(
@@ -107,7 +105,6 @@ def hop_lanes(ranks: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
 def finished_replica(
     topology: Topology, groups: Sequence[StageGroup], bounds: Sequence[int], cost: PipelineCost, micro_batches: int
 ) -> Replica:
-    """One pipeline of a plan."""
     kinds = [topology.devices[group.ranks[0]].kind for group in groups]
     stages = tuple(
         StagePlan(

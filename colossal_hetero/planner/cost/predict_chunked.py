@@ -32,7 +32,7 @@ __all__ = ["MAX_GROUPS", "Ranks", "all_arrangements", "predict_chunked_plan"]
 
 
 MAX_PASSES_TO_DIVIDE = 10_000
-"""With more passes, the blocks are divided for fewer micro-batches."""
+"""Passes above which the blocks are divided for fewer micro-batches."""
 FORWARD_FACTORS = (1.0, 0.5, 2.0)
 """Colossal-AI orders the passes of zbv for stages that are alike. For unequal stages, the order that it makes for other
 forward times than the mean is sometimes better."""
@@ -104,9 +104,9 @@ class _Lines:
 
     schedule: Schedule
     chunks: int
-    """Per stage."""
+    """Chunks per stage."""
     rows: tuple[ChunkedPipeline, ...]
-    """By replica; their orders say which stage has which chunk, and have no passes."""
+    """Pipeline of each replica; its order says which stage has which chunk, and has no passes."""
 
     @classmethod
     def of(
@@ -143,7 +143,7 @@ class _Lines:
         return [replace(row, order=order) for row in self.rows]
 
     def distinct(self, order: PassOrder) -> list[ChunkedPipeline]:
-        """Without those that are as fast as another one."""
+        """Pipelines without those that are as fast as another one."""
         found = {(tuple(slot.kind for slot in row.slots), row.hops): row for row in self.rows}
         return [replace(row, order=order) for row in found.values()]
 
@@ -261,7 +261,7 @@ Ranks = tuple[tuple[tuple[int, ...], ...], ...]
 """``[replicas][stages][tensor parallel]``."""
 
 MAX_GROUPS = 5
-"""With more groups there are too many ways: 5 groups form pipelines of at least 2 stages in 380 ways."""
+"""Groups up to which all ways are tried: 5 groups form pipelines of at least 2 stages in 380 ways."""
 
 
 def all_arrangements(groups: Sequence[tuple[int, ...]]) -> Iterator[Ranks]:

@@ -29,14 +29,12 @@ __all__ = [
 
 
 MIN_UNEQUAL_GAIN = 1.01
-"""A plan whose replicas are not alike comes before one with equal replicas if it is faster by this factor at least.
-
-Predicted times are wrong by more than 1 % (``benchmarks/pipeline``, ``benchmarks/planner``), so a smaller gain means
-nothing, and equal replicas leave more choices: Colossal-AI's own plugin, other schedules, ZeRO stage 2, LoRA."""
+"""Factor by which a plan whose replicas are not alike must be faster than one with equal replicas to come before it:
+predicted times are wrong by more than 1 % (``benchmarks/pipeline``, ``benchmarks/planner``), and equal replicas leave
+more choices, such as Colossal-AI's own plugin, other schedules, ZeRO stage 2 and LoRA."""
 
 MIN_WIDER_GAIN = 1.01
-"""If simple plans are preferred, one with ZeRO stage 1, recomputation or stages of several forms comes first only if it
-is faster by this factor at least, for the same reasons."""
+"""The same for a plan with ZeRO stage 1, recomputation or stages of several forms, if simple plans are preferred."""
 
 ROUNDING = 1e-9
 """Times that differ by a smaller share count as equal."""
@@ -44,29 +42,23 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class RankedPlan:
-    """A plan and why it is where it is in the list."""
+    """A plan and the reason for its place in the list."""
 
     plan: Plan
     reason: str
-    """Why it is the best, or how much slower than the best it is and what most of that comes from."""
+    """Reason why it is the best, or how much slower it is than the best, and what most of that comes from."""
 
 
 def ranking_seconds(seconds: float, *, equal: bool) -> float:
-    """The time by which plans are compared: ``seconds`` of an iteration, or more if replicas are not alike.
-
-    See :data:`MIN_UNEQUAL_GAIN`.
-    """
+    """Seconds by which plans are compared, with :data:`MIN_UNEQUAL_GAIN` if replicas are not alike."""
     return seconds if equal else seconds * MIN_UNEQUAL_GAIN
 
 
 def compared(
     seconds: float, best_seconds: float, *, what: str = "replicas that are not alike", gain: float = MIN_UNEQUAL_GAIN
 ) -> str:
-    """How much slower a plan is than the best one, e.g. "3.1 % slower".
-
-    It can be faster if it is not as simple: ``what`` it has must be faster by the factor ``gain``, see
-    :data:`MIN_UNEQUAL_GAIN` and :data:`MIN_WIDER_GAIN`.
-    """
+    """Difference of a plan from the best one, e.g. "3.1 % slower". It can be faster if ``what`` it has must be faster
+    by the factor ``gain``, see :data:`MIN_UNEQUAL_GAIN` and :data:`MIN_WIDER_GAIN`."""
     percent = 100 * (seconds / best_seconds - 1)
     if percent >= -100 * ROUNDING:
         return f"{max(percent, 0.0):.1f} % slower"
@@ -74,16 +66,12 @@ def compared(
 
 
 # Prediction error ----------------------------------------------------------------------------------------------------
-#
-# How sure the predicted time of a plan is, and which plans a profile cannot tell apart.
-#
 # [Note: how sure a prediction is] The times of a kind of device, at a degree and a size of micro-batch, were measured
-# together, with a relative standard error that the profile has. So they are all wrong by one unknown factor, near to 1.
-# How much an iteration's time is wrong is found by trying: random factors are drawn for everything that was measured,
-# and the closed form (``stages/pipeline.py``) is computed with each of them. The draws of a kind, degree and size are
-# the same for every plan. So two plans that use the same times are wrong in the same direction, and the ratio of their
-# times can be surer than each of them. Errors of bandwidths, and of the model itself (``benchmarks/planner``), are not
-# in these numbers.
+# together, with a relative standard error that the profile has, so they are all wrong by one unknown factor near to 1.
+# Such factors are drawn at random, and the closed form (``stages/pipeline.py``) is computed with each of them. The
+# draws of a kind, degree and size are the same for every plan, so two plans that use the same times are wrong in the
+# same direction, and the ratio of their times can be surer than each of them. Errors of bandwidths, and of the model
+# itself (``benchmarks/planner``), are not in these numbers.
 
 
 CERTAIN = 2.0
@@ -107,11 +95,7 @@ def difference_error(plan: Plan, other: Plan, profile: ModelProfile) -> float:
 
 
 def ties_resolved(ranked: Sequence[RankedPlan], profile: ModelProfile) -> list[RankedPlan]:
-    """The plans with the simplest one first of those that the profile cannot tell from the fastest.
-
-    Simpler is, in this order: stages that can be run, no ZeRO, replicas that are alike, the schedule 1F1B, fewer
-    stages, a smaller tensor-parallel degree, equal stages, fewer devices.
-    """
+    """The plans, first the simplest (:func:`_complexity`) of those that the profile cannot tell from the fastest."""
     fastest, *others = ranked
     margins = [CERTAIN * difference_error(fastest.plan, each.plan, profile) for each in others]
     tied = [
@@ -165,7 +149,7 @@ def _logarithms(plan: Plan, profile: ModelProfile) -> NDArray[np.float64]:
 
 
 def _factors(measured: Measured, profile: ModelProfile) -> NDArray[np.float64]:
-    """By what the times that were measured together may be wrong, ``[draws]``."""
+    """Random factors by which times that were measured together may be wrong, ``[draws]``."""
     half = np.random.default_rng(zlib.crc32(repr(measured).encode())).normal(size=DRAWS // 2)
     return np.exp(profile.relative_error(*measured) * np.concatenate([half, -half]))
 

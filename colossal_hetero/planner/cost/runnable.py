@@ -1,9 +1,7 @@
-"""Which plans can be run: the one rule that the search, the command, the reports and the plugin go by.
+"""The one rule for which plans can be run, of the search, the command, the reports and the plugin.
 
-Colossal-AI's 1F1B schedule needs at least one micro-batch per stage, and its other schedules a multiple of the number
-of stages. With 1F1B, replicas may have different stages and batches, and stages may recompute; in the other schedules
-all replicas are alike, and no stage recomputes. Every stage has the plan's degree. ZeRO stages 0 and 1 can be run: by
-Colossal-AI's optimizer if replicas are alike, else by the plugin's.
+With 1F1B, replicas may have different stages and batches, and stages may recompute; with other schedules not. Every
+stage has the plan's degree. ZeRO stage 1 runs by Colossal-AI's optimizer if replicas are alike, else by the plugin's.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ def enough_micro_batches(
 
 
 def why_not_runnable(plan: Plan, ranks: int | None = None) -> str | None:
-    """Why :class:`.HeteroHybridParallelPlugin` cannot run ``plan``; None if it can."""
+    """Reason why :class:`.HeteroHybridParallelPlugin` cannot run ``plan``; None if it can."""
     if ranks is not None and plan.world_size < ranks:
         used = {rank for replica in plan.rank_order for group in replica for rank in group}
         idle = [rank for rank in range(ranks) if rank not in used]
@@ -77,13 +75,12 @@ def why_not_runnable(plan: Plan, ranks: int | None = None) -> str | None:
 
 
 def why_unlike_stages(plan: Plan) -> str | None:
-    """In which way a stage that has not the plan's degree, or that recomputes, is special; None if there is no such
-    stage."""
+    """The first stage that has not the plan's degree, or that recomputes, in words; None if there is no such stage."""
     return why_other_degrees(plan) or _why_recomputes(plan)
 
 
 def why_other_degrees(plan: Plan) -> str | None:
-    """Which is the first stage whose tensor-parallel degree is not that of the plan; None if there is no such stage."""
+    """The first stage whose tensor-parallel degree is not that of the plan, in words; None if there is none."""
     for number, replica in enumerate(plan.replicas):
         for index, stage in enumerate(replica.stages):
             if plan.degree(stage) != plan.tensor_parallel:

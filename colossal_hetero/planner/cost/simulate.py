@@ -27,7 +27,7 @@ class PlanSimulation:
     """A simulated iteration of a plan."""
 
     plan: Plan
-    """The plan with the stage times that were simulated, so that its prediction can be compared with the simulation."""
+    """The plan with the simulated stage times, to compare its prediction with the simulation."""
     timelines: tuple[PipelineTimeline | PassTimeline, ...]
     """Timeline of each replica; replicas with the same times share one object."""
     slow: Mapping[int, float] = field(default_factory=dict)
@@ -108,10 +108,7 @@ def chunked_order(plan: Plan, micro_batches: int) -> PassOrder:
 
 
 def slowed(plan: Plan, slow: Mapping[int, float]) -> Plan:
-    """The plan with the predicted times if the work of some ranks takes longer by these factors.
-
-    Stages keep the order of their passes.
-    """
+    """The plan with its predicted times if the work of some ranks takes longer; the order of passes stays."""
     used = {rank for replica in plan.replicas for stage in replica.stages for rank in stage.ranks}
     for rank, factor in slow.items():
         if rank not in used:

@@ -1,8 +1,7 @@
 """Tensor-parallel groups by kind of device, and how many of each kind a pipeline can have.
 
 A *slot* is a tensor-parallel group of devices of one kind in one node; it can run one stage of a pipeline. A
-*composition* says how many slots of each kind a pipeline has, ``[kinds]``. Slots of a kind are interchangeable here;
-:mod:`.placement` decides later which of them, in which node, are used.
+*composition* says how many slots of each kind a pipeline has, ``[kinds]``; :mod:`.placement` decides later which.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ __all__ = [
 
 
 MAX_COMPOSITIONS = 200_000
-"""If there are more, some are left out: see :func:`compositions`."""
+"""Compositions up to which none is left out, see :func:`compositions`."""
 MIN_CHOICES = 5
 """The smallest number of counts that is left of a kind or of similar kinds."""
 
@@ -50,7 +49,6 @@ class SlotKind:
     """Slots that differ only in the node they are in."""
 
     device: str
-    """Kind of the devices."""
     speed: float
     """Speed of the slowest device in a slot, as a share of the speed at which its kind was profiled."""
     usable_bytes: float
@@ -59,16 +57,12 @@ class SlotKind:
     slots: tuple[tuple[int, ...], ...]
     """Ranks of each slot, as launched."""
     tensor_parallel: int
-    """Devices of each slot."""
     recomputed: LayerCosts | None = None
     """Costs of a stage that recomputes; None: none may."""
 
     @property
     def memory_bytes(self) -> float:
-        """Memory that one device has for the state and the activations of its blocks, in a pipeline of several stages.
-
-        In a pipeline of one stage it has less, see :meth:`memory_in_pipeline`.
-        """
+        """:meth:`memory_in_pipeline` of several stages."""
         return self.memory_in_pipeline(2)
 
     def memory_in_pipeline(self, stages: int) -> float:
@@ -83,7 +77,7 @@ class SlotKind:
 
     @property
     def models_in_memory(self) -> float:
-        """How many models the memory of a slot holds, by the bytes of state and of one micro-batch's activations."""
+        """Number of models that a slot's memory holds, with their state and one micro-batch's activations."""
         forms = [(self.costs, self.memory_bytes), self.recomputed_in_pipeline(2)]
         return max(
             memory / max(float(costs.state_bytes.sum() + costs.activation_bytes.sum()), 1e-300)
@@ -112,11 +106,8 @@ def tensor_parallel_degrees(topology: Topology, profile: ModelProfile) -> list[i
 
 
 def tensor_parallel_groups(topology: Topology, degree: int) -> dict[tuple[str, float], list[tuple[int, ...]]]:
-    """Groups of ``degree`` devices of one kind in one node, by kind and speed of the slowest member.
-
-    Each node's devices are sorted by speed and grouped from the fastest on, so that devices of similar speed are
-    together. Devices that do not fill a whole group are left out.
-    """
+    """Groups of ``degree`` devices of one kind in one node, by kind and speed of the slowest member. Devices of similar
+    speed are together; those that do not fill a whole group are left out."""
     groups: dict[tuple[str, float], list[tuple[int, ...]]] = {}
     for node in topology.nodes:
         by_kind: dict[str, list[int]] = {}
@@ -140,10 +131,7 @@ def slot_kinds(
     recompute: bool = False,
     pipelines: int | None = None,
 ) -> list[SlotKind]:
-    """Slots by kind, the kind with the least computing power first; further arguments as for :func:`slot_kind`.
-
-    A kind is left out if its profiled micro-batches with this ``degree`` do not enclose ``micro_batch``.
-    """
+    """Slots by kind, the least computing power first, without the kinds for which :func:`slot_kind` gives None."""
     kinds = [
         slot_kind(topology, profile, key, slots, degree, micro_batch, recompute=recompute, pipelines=pipelines)
         for key, slots in tensor_parallel_groups(topology, degree).items()
@@ -152,7 +140,6 @@ def slot_kinds(
 
 
 def by_power(kinds: Iterable[SlotKind]) -> list[SlotKind]:
-    """Kinds in ascending order of computing power."""
     return sorted(kinds, key=lambda kind: (-kind.model_seconds, kind.device, kind.speed))
 
 
@@ -250,7 +237,7 @@ def _choices(groups: Sequence[range], available: Sequence[int], max_stages: int)
 
 
 def number_of_compositions(choices: Sequence[NDArray[np.int64]], max_stages: int) -> float:
-    """How many ways there are to choose a count of each group, so that they are at most ``max_stages`` together."""
+    """Number of ways to choose a count of each group so that they are at most ``max_stages`` together."""
     ways = np.zeros(max_stages + 1)
     ways[0] = 1.0
     for choice in choices:
@@ -264,7 +251,6 @@ def number_of_compositions(choices: Sequence[NDArray[np.int64]], max_stages: int
 
 
 def divisors(number: int) -> list[int]:
-    """The divisors of ``number``, ascending."""
     small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
     return sorted({*small, *(number // each for each in small)})
 
@@ -279,18 +265,13 @@ def cut_points(bounds: Sequence[Sequence[int]]) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace:
-    """What a search may choose for each stage, beside its devices and its blocks.
-
-    Plans that use ``mixed_degrees`` cannot be run yet; see
-    :func:`.why_not_runnable`.
-    """
+    """Choices of a search for each stage, beside its devices and blocks. ``mixed_degrees`` cannot be run yet."""
 
     mixed_degrees: bool = False
     """Stages may have different tensor-parallel degrees: in large clusters, one for each kind of device."""
     recompute: bool = False
     """Stages that do not fit into memory otherwise recompute."""
     zero_stages: tuple[int, ...] = (0,)
-    """ZeRO stages to try, 0 and 1."""
 
     def __post_init__(self) -> None:
         for stage in self.zero_stages:

@@ -1,17 +1,14 @@
 """Event simulation of a pipeline's iteration under 1F1B, as Colossal-AI's ``OneForwardOneBackwardSchedule`` runs it.
 
-Stage p of P first does ``w = min(P − p − 1, K)`` warm-up forwards, then one forward and one backward in turn, and at
-the end ``w`` backwards. Over the cut behind stage p go, in this order: w forward messages, K − w exchanges (an
-activation in one direction and a gradient in the other, in one ``batch_isend_irecv``), and w backward messages. There
-are two models of how long a message keeps the stages waiting:
+Stage p of P first does ``w = min(P − p − 1, K)`` warm-up forwards, then one forward and one backward in turn, then w
+backwards. Over the cut behind it go w forward messages, K − w exchanges (an activation one way and a gradient the other
+way, in one ``batch_isend_irecv``), and w backward messages. Two models of how long a message keeps the stages waiting:
 
-``blocking``
-    Both stages wait from when the later of them is ready until the message has arrived; the two messages of an exchange
-    run at the same time. NCCL behaves like this: the schedule has ``overlap_p2p=False``, each ``wait`` makes the
-    compute stream wait for the transfer, and a send ends when the receiver takes it.
-``overlapped``
-    The sender continues at once, and the receiver waits until the message has arrived. Gloo behaves like this with this
-    package's corrections (``colossalai_support/cpu.py``), because sends are buffered.
+- ``blocking``: both stages wait from when the later of them is ready until the message has arrived; the two messages of
+  an exchange run at the same time. NCCL behaves like this: the schedule has ``overlap_p2p=False``, each ``wait`` makes
+  the compute stream wait for the transfer, and a send ends when the receiver takes it.
+- ``overlapped``: the sender continues at once, and the receiver waits until the message has arrived. Gloo behaves like
+  this with this package's corrections (``colossalai_support/cpu.py``), because sends are buffered.
 
 `[Note: wavefront]`  The exchanges over cut p are numbered by the micro-batch n whose forward message they carry.
 Micro-batch m goes back over cut p in exchange ``m + P − 1 − p``; numbers above K − 1 have no forward message. Exchange
@@ -53,46 +50,37 @@ class Event(NamedTuple):
     kind: Kind
     """``weight``: a pass for the gradients of weights only, in schedules that have such passes."""
     micro_batch: int
-    """Number of the micro-batch. For an exchange: of the forward message. For the update: 0."""
+    """Number of the micro-batch: of an exchange, that of the forward message; of the update, 0."""
     start: float
     """Seconds since the start of the iteration."""
     stop: float
-    """Seconds since the start of the iteration."""
     chunk: int = 0
-    """Which of the stage's chunks, if it has several."""
+    """Place of the chunk in its stage."""
 
 
 class StageShare(NamedTuple):
-    """Shares of the iteration that a stage spends on each activity; they sum to 1."""
+    """Shares of the iteration that a stage spends on each activity; they sum to 1. Compute includes the update."""
 
     compute: float
-    """Share of forward, backward and update."""
     transfer: float
-    """Share of transfers; 0 with ``overlapped`` transfers."""
+    """0 with ``overlapped`` transfers."""
     bubble: float
-    """Share of waiting, for another stage or for a message that has not arrived."""
+    """Waiting, for another stage or for a message that has not arrived."""
 
 
 @dataclass(frozen=True, eq=False)
 class PipelineTimeline:
-    """A simulated iteration of one pipeline."""
+    """A simulated iteration of one pipeline. Times are ``[stages]``, and of passes per micro-batch."""
 
     forward_seconds: NDArray[np.float64]
-    """Forward time of each stage per micro-batch, ``[stages]``."""
     backward_seconds: NDArray[np.float64]
-    """Backward time of each stage per micro-batch, ``[stages]``."""
     update_seconds: NDArray[np.float64]
-    """Time of each stage's optimizer step, ``[stages]``."""
     hop_seconds: NDArray[np.float64]
-    """Time of one transfer in one direction over the cut behind each stage except the last, ``[stages − 1]``."""
+    """One transfer in one direction over the cut behind each stage except the last, ``[stages − 1]``."""
     micro_batches: int
-    """Micro-batches per iteration."""
     transfers: Transfers
-    """Model of the transfers."""
     stage_seconds: NDArray[np.float64]
-    """Time from the start of the iteration until each stage has finished its last backward and sent the gradient,
-    ``[stages]``.
-    """
+    """Time until each stage has finished its last backward and sent the gradient."""
 
     @property
     def seconds(self) -> float:
@@ -101,7 +89,7 @@ class PipelineTimeline:
 
     @cached_property
     def shares(self) -> tuple[StageShare, ...]:
-        """How each stage spends the iteration, ``[stages]``."""
+        """Shares of each stage, ``[stages]``."""
         stages, count = len(self.forward_seconds), self.micro_batches
         compute = count * (self.forward_seconds + self.backward_seconds) + self.update_seconds
         transfer = np.zeros(stages)
@@ -115,10 +103,7 @@ class PipelineTimeline:
 
     @cached_property
     def events(self) -> tuple[tuple[Event, ...], ...]:
-        """Events of each stage in order of time.
-
-        Computed at the first use only, because a stage has 2K events of work, and up to 2K events per cut.
-        """
+        """Events of each stage in order of time: 2K events of work, and up to 2K per cut, so only computed if used."""
         by_stage: list[list[Event]] = [[] for _ in self.forward_seconds]
         _run(
             self.forward_seconds,
@@ -148,16 +133,8 @@ def simulate_times(
     update_seconds: Iterable[float] | None = None,
     transfers: Transfers = "blocking",
 ) -> PipelineTimeline:
-    """Simulate an iteration from the times of each stage.
-
-    Args:
-        forward_seconds: Forward time of each stage per micro-batch, ``[stages]``.
-        backward_seconds: Backward time of each stage per micro-batch, ``[stages]``.
-        hop_seconds: Time of one transfer in one direction over each cut, ``[stages − 1]``.
-        micro_batches: Micro-batches per iteration.
-        update_seconds: Time of each stage's optimizer step, ``[stages]``; 0 by default.
-        transfers: Model of the transfers, see the top of this module.
-    """
+    """Simulate an iteration from the times of each stage, ``[stages]``, those of passes per micro-batch, and of one
+    transfer in one direction over each cut, ``[stages − 1]``."""
     forward, backward, hops = (np.array(list(v), dtype=float) for v in (forward_seconds, backward_seconds, hop_seconds))
     update = np.zeros(len(forward)) if update_seconds is None else np.array(list(update_seconds), dtype=float)
     if micro_batches < 1:
@@ -174,10 +151,8 @@ def simulate_times(
 
 
 def with_schedule(pass_seconds: Iterable[float], schedule_seconds: Iterable[float]) -> tuple[float, ...]:
-    """Times of the forward or of the backward of each stage with half of the schedule's own time, ``[stages]``.
-
-    Per micro-batch a stage sends and receives as many messages with its forward as with its backward.
-    """
+    """Times of the forward or of the backward of each stage with half of the schedule's own time, ``[stages]``, because
+    a stage has as many messages with its forward as with its backward."""
     return tuple(seconds + schedule / 2 for seconds, schedule in zip(pass_seconds, schedule_seconds, strict=True))
 
 
@@ -201,13 +176,11 @@ def _run(
     transfers: Transfers,
     events: list[list[Event]] | None,
 ) -> NDArray[np.float64]:
-    """Time when each stage has finished, ``[stages]``; see Note: wavefront.
+    """Time when each stage has finished, ``[stages]``; see Note: wavefront. ``events`` gets the events of each stage.
 
-    If ``events`` is given, the events of each stage are appended to its list.
-
-    The arrays are shifted by one: place c belongs to the cut behind stage c − 1, so the stage to the left of this cut
-    has place c and the stage to its right has place c + 1. The cuts at places 0 and P are outside the pipeline and take
-    no time: only the backwards of stage 0 use place 0, and only the forwards of the last stage use place P.
+    The arrays are shifted by one: the cut behind stage c − 1 has place c, the stage to its left too, and the stage to
+    its right place c + 1. The cuts at places 0 and P are outside the pipeline and take no time: only the backwards of
+    stage 0 use place 0, and only the forwards of the last stage use place P.
     """
     stages = len(forward)
     blocking = transfers == "blocking"

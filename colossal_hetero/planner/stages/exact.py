@@ -1,11 +1,10 @@
 """The fastest contiguous split over all orders of the slots, by ``pipeline.evaluate`` and within the memory limits.
 
 The search minimizes ``Σ t + (K − 1)·max t + max u``, where t is a stage's time per micro-batch and u its update time.
-If the longest stage and the longest update have limits, ``t ≤ τ`` and ``u ≤ υ``, only the sum has to be minimized. A
-dynamic program does this over stages, nodes of the graph of orders (``slot_orders.py``) and numbers of placed blocks.
-Branch and bound finds the best τ and υ: it divides the pairs (τ, υ) into regions and takes the most promising region
-first. The minimum sum at the largest τ and υ of a region, plus the terms of its smallest τ and υ, is a lower bound for
-all splits in the region.
+For limits ``t ≤ τ`` and ``u ≤ υ``, a dynamic program over stages, nodes of the graph of orders (``slot_orders.py``) and
+numbers of placed blocks minimizes the sum. Branch and bound finds the best τ and υ: it divides the pairs (τ, υ) into
+regions and takes the most promising first. The minimum sum at the largest τ and υ of a region, plus the terms of its
+smallest τ and υ, is a lower bound for all splits in the region.
 
 `[Note: window minima]`  A stage with blocks ``[a, b)`` takes ``t(a, b) = E[b] − A[a]``. ``E[b]`` is the cumulative time
 of the first b blocks plus the hop and the schedule's time at the cut at b, and ``A[a]`` is the cumulative time of the
@@ -15,10 +14,10 @@ decreases (for each block, the hop behind it is longer than the hop before it by
 starts are a window ``[low(b), b − 1]``, and the minimum over it comes from a table of minima over runs of 1, 2, 4, …
 starts. Otherwise all pairs (a, b) are tried.
 
-`[Note: slack]`  Under tight limits, a slot of each kind can hold a certain number of blocks at most, wherever it is in
-the order. If all slots together can hold ``slack`` blocks more than the model has, the table of a node needs only
-``slack + 1`` entries: the number of placed blocks is at least the number that the remaining slots cannot hold, and at
-most the number that the slots before can hold. With loose limits all ``blocks − stages + 1`` numbers are possible.
+`[Note: slack]`  Under tight limits, a slot of each kind can hold a certain number of blocks at most. If all slots can
+hold ``slack`` blocks more than the model has, the table of a node needs only ``slack + 1`` entries: at least as many
+blocks are placed as the remaining slots cannot hold, and at most as many as the slots before can hold. With loose
+limits all ``blocks − stages + 1`` numbers are possible.
 """
 
 from __future__ import annotations
@@ -49,10 +48,8 @@ from .slot_orders import (
 __all__ = ["best_split", "exact"]
 
 MAX_STATES = 20_000
-"""All orders are searched if there are at most this many states. A state is a possible set of used slots, where
-interchangeable slots count as equal. Examples: 64 slots of 3 kinds have 12,000 states, and 16 slots in 4 different
-nodes have 600.
-"""
+"""States up to which all orders are searched. A state is a possible set of used slots, where interchangeable slots
+count as equal: 64 slots of 3 kinds have 12,000 states, and 16 slots in 4 different nodes 600."""
 
 ROUNDING = 1e-12
 """Relative rounding error that is allowed when a time is compared with a limit."""
@@ -71,13 +68,11 @@ class _TableRange(NamedTuple):
     """The numbers of placed blocks in the table of a node: ``base(left) + [0, width)``."""
 
     blocks: int
-    """Number of blocks of the model."""
     step: _Ints
     """Increase of the base after a slot of each kind, ``[kinds]``."""
     shift: int
     """Amount by which all bases are lowered: 0 under tight limits, ``blocks − stages`` under loose limits."""
     width: int
-    """Number of entries of a table."""
 
     def base(self, left: _Ints) -> _Ints:
         """Smallest number of placed blocks, if ``left`` slots of each kind remain, ``[..., kinds]``."""
@@ -113,8 +108,7 @@ class _DynamicProgram:
         self.windows = bool((np.diff(self.begins[:, :-1], axis=1) >= 0).all())
         self.earliest_by_memory = [self._earliest_by_memory(stage) for stage in range(self.stages)]
         self.again: list[_Floats] | None = None
-        """By stage, what recomputation adds to a stage of each kind with blocks ``[a, b)``, ``[kinds, b, a]``. None if
-        no slot may recompute. See [Note: recomputation] in ``pipeline.py``."""
+        """By stage: time that recomputation adds to blocks ``[a, b)``, ``[kinds, b, a]``; None if none may."""
         self.forward = np.array([total.forward_seconds for total in totals])
         if any(form.recomputed is not None for form in orders.kinds):
             self.windows = False
@@ -136,9 +130,7 @@ class _DynamicProgram:
         return np.array(added)
 
     def times(self, min_seconds: float, max_seconds: float) -> _Floats:
-        """Possible times of a stage between two values, ascending; of times that are equal within ``TOLERANCE``, only
-        the longest.
-        """
+        """Possible times of a stage between two values, as from :func:`_distinct`."""
         some = np.triu_indices(self.blocks + 1, 1)
         rows = [(ends - begins[:, None])[some] for begins, ends in zip(self.begins, self.ends, strict=True)]
         if self.again is not None:
@@ -152,10 +144,7 @@ class _DynamicProgram:
         return _distinct(np.concatenate(rows), min_seconds, max_seconds)
 
     def solve(self, longest: float, longest_update: float) -> tuple[float, Split] | None:
-        """Minimum sum of stage times under both limits, and its split; None if there is no split.
-
-        See Note: slack.
-        """
+        """Minimum sum of stage times under both limits, and its split; None if there is no split. See Note: slack."""
         earliest = self._earliest(longest, longest_update)
         table_range = self._table_range(earliest)
         if table_range is None:
@@ -202,10 +191,7 @@ class _DynamicProgram:
     def _extended(
         self, stage: int, depth: Depth, min_sums: _Floats, earliest: _Ints, longest: float, table_range: _TableRange
     ) -> _Floats:
-        """Minimum sum over all starts of ``stage`` for each exit and each end, ``[exits, width]``.
-
-        The ends are the numbers of placed blocks of the table range after this stage.
-        """
+        """Minimum sum over all starts of ``stage`` by exit and end in the table range behind it, ``[exits, width]``."""
         triples = self.exit_triples[stage]
         node_triples = np.empty(len(depth.kinds), dtype=int)
         node_triples[depth.exits] = triples
@@ -254,10 +240,7 @@ class _DynamicProgram:
         longest: float,
         again: _Floats | None,
     ) -> _Floats:
-        """As :meth:`_extended`, without the assumption that the allowed starts are a window: tries every start.
-
-        ``again`` is what recomputation adds for each exit, start and end, ``[exits, width, width]``.
-        """
+        """:meth:`_extended` if allowed starts may be no window; ``again`` is ``[exits, starts, ends]``."""
         place = np.arange(values.shape[1])[:, None]
         extended = np.empty_like(values)
         for row in range(len(values)):
@@ -304,13 +287,9 @@ def _distinct(values: _Floats, min_seconds: float, max_seconds: float) -> _Float
 def exact(
     pipeline: Pipeline, order: Sequence[int] | None, known: Split | None = None, max_states: int = MAX_STATES
 ) -> Split | None:
-    """The split with the smallest ``evaluate(pipeline, split).seconds``; None if none fits in memory.
-
-    A split that is ``known`` already, and fits, saves the time to find a first one to compare with.
-
-    If there are too many different slots (``max_states``), only several good orders are searched. Then the result may
-    not be the best one, and it may be None although a split in another order fits in memory.
-    """
+    """The split with the smallest ``evaluate(pipeline, split).seconds``; None if none fits in memory. A ``known`` split
+    that fits saves the time to find a first one. If there are too many different slots (``max_states``), only several
+    good orders are searched: the result may not be the best, or be None although another order fits."""
     if order is not None:
         return best_split(pipeline, one_order(pipeline, order))
     try:
@@ -339,52 +318,37 @@ def _best_of_several_orders(pipeline: Pipeline) -> Split | None:
 
 
 def best_split(pipeline: Pipeline, orders: Orders, known: Split | None = None) -> Split | None:
-    """The split with the smallest ``evaluate(pipeline, split).seconds`` over ``orders``; None if none fits.
-
-    A ``known`` split is one of them.
-    """
+    """Split with the least ``evaluate(...).seconds`` over ``orders``, with ``known`` a first one; None if none fits."""
     search = _BranchAndBound(pipeline, _DynamicProgram(pipeline, orders), known)
     search.run()
     return search.best
 
 
 class _Region(NamedTuple):
-    """Splits whose longest stage and longest update are in a range of the possible times."""
+    """Splits whose longest stage and update are in a range of the possible times: first and last index, included."""
 
     first: int
-    """Index of the shortest possible longest stage."""
     last: int
-    """Index of the longest possible longest stage, included."""
     first_update: int
-    """Index of the shortest possible longest update."""
     last_update: int
-    """Index of the longest possible longest update, included."""
     min_sum: float
     """Lower bound of the sum of stage times."""
 
 
 class _Solution(NamedTuple):
-    """Result of the dynamic program under two limits."""
+    """Split with the smallest sum of stage times under two limits; None if there is no split."""
 
     longest: float
-    """Limit of the longest stage, in seconds."""
     longest_update: float
-    """Limit of the longest update, in seconds."""
     split: Split | None = None
-    """The split with the minimum sum; None if there is no split."""
     min_sum: float = np.inf
-    """The minimum sum of stage times."""
     time: float = np.inf
-    """Longest stage of the split, reduced by ``TOLERANCE``."""
+    """Longest stage of the split, reduced by ``TOLERANCE``, as is its longest update."""
     update: float = np.inf
-    """Longest update of the split, reduced by ``TOLERANCE``."""
 
 
 class _BranchAndBound:
-    """Best-first branch and bound over regions of (τ, υ).
-
-    The first split is found by raising τ from its lower bound.
-    """
+    """Best-first branch and bound over regions of (τ, υ); the first split comes from raising τ from its bound."""
 
     def __init__(self, pipeline: Pipeline, program: _DynamicProgram, known: Split | None) -> None:
         self.pipeline = pipeline
@@ -492,16 +456,12 @@ class _BranchAndBound:
             heapq.heappush(self.regions, (bound, next(self.number), region))
 
     def _lower_bound(self, region: _Region) -> float:
-        """Lower bound of the iteration time of all splits in a region."""
         return float(region.min_sum + self.weight * self.times[region.first] + self.updates[region.first_update])
 
 
 class _Relaxation:
-    """Lower bounds for all splits and orders, from a relaxed problem in which work can be divided into any parts.
-
-    The work of a block is its time in seconds on the fastest slot for this block. A slot of kind i takes at least
-    ``rate[i]`` times as long.
-    """
+    """Lower bounds for all splits and orders, from a problem in which work can be divided into any parts. The work of a
+    block is its time on the fastest slot for it; a slot of kind i takes at least ``rate[i]`` times as long."""
 
     def __init__(self, orders: Orders) -> None:
         left = orders.depths[0].left[0]
@@ -515,10 +475,7 @@ class _Relaxation:
         self.hops = 2 * (len(orders.depths) - 1) * self.hop
 
     def min_sum(self, longest: float) -> float:
-        """Lower bound of the sum of stage times if no stage is longer than ``longest``.
-
-        It fills the fastest slots first.
-        """
+        """Lower bound of the sum of stage times up to ``longest``: the fastest slots are filled first."""
         seconds, left = 0.0, self.work - float(self.count.sum()) * self.smallest
         for kind in np.argsort(self.rate):
             capacity = max((longest - self.hop) / self.rate[kind] - self.smallest, 0.0) * self.count[kind]
@@ -529,11 +486,8 @@ class _Relaxation:
 
 
 def _relaxed_bounds(seconds: _Floats, count: _Ints) -> tuple[float, _Floats, float, float]:
-    """Bounds from the times of each block on each kind of slot, ``[kinds, blocks]``, and the slots of each kind.
-
-    Returns:
-        Work of all blocks, rate of each kind, work of the smallest block, and lower bound of the longest stage.
-    """
+    """Work of all blocks, rate of each kind, work of the smallest block, and lower bound of the longest stage, from the
+    times ``[kinds, blocks]`` and the number of slots of each kind."""
     best = seconds.min(axis=0)
     rate = np.ones(len(seconds))
     positive = best > 0

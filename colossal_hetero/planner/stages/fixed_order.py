@@ -1,10 +1,9 @@
 """The best split for a given order of the slots, in milliseconds, so that thousands of pipelines can be compared.
 
 The search minimizes ``Σ t + (K − 1)·max t``, with t a stage's time per micro-batch; optimizer updates are left out. For
-a limit τ on ``max t``, a dynamic program over stages and blocks finds the smallest Σ t. It is run for several limits at
-once. A higher limit never gives a larger sum. So for all limits between two values, a lower bound is the sum at the
-upper value with the maximum at the lower value. Ranges of τ that cannot contain a better split are dropped; the others
-are divided further.
+several limits τ on ``max t`` at once, a dynamic program over stages and blocks finds the smallest Σ t. A higher limit
+never gives a larger sum, so for all limits between two values, the sum at the upper value with the maximum at the lower
+value is a lower bound. Ranges of τ that cannot contain a better split are dropped; the others are divided further.
 """
 
 from __future__ import annotations
@@ -33,13 +32,8 @@ _Floats = NDArray[np.float64]
 
 
 def split_in_order(slots: Sequence[Slot], hops: Sequence[Channel], micro_batches: int) -> Split | None:
-    """The fastest split that keeps the slots in this order and fits in memory; None if none fits.
-
-    Args:
-        slots: By stage.
-        hops: The channels between neighboring stages, ``[stages − 1]``.
-        micro_batches: Per iteration, K.
-    """
+    """The fastest split that keeps the slots, by stage, in this order and fits in memory; None if none fits. ``hops``
+    are the channels between neighboring stages, ``[stages − 1]``."""
     stages, blocks = len(slots), len(slots[0].costs.forward_seconds)
     if stages > blocks:
         return None
@@ -143,15 +137,12 @@ def _min_sums(seconds: _Floats, limits: _Floats) -> tuple[_Floats, list[list[int
 
 
 # All cuts ------------------------------------------------------------------------------------------------------------
-#
-# The times of all ways to cut a model over stages in a given order, as arrays.
-#
-# The costs are those of :func:`.evaluate`: with t the stages' times per
+# Costs of :func:`.evaluate` for all ways to cut a model over stages in a given order: with t the stages' times per
 # micro-batch and u their updates, K micro-batches take ``Σ t + (K − 1)·max t + max u``.
 
 
 MAX_CUTS = 5_000
-"""If there are more ways to cut the model, they are not all tried."""
+"""Ways to cut a model that are all tried, at most."""
 
 _NO_LIMIT = 1 << 40
 
@@ -161,15 +152,14 @@ class CutTimes:
     """Times of a pipeline for each way to cut the model, ``[cuts]``."""
 
     fill_seconds: NDArray[np.float64]
-    """Of one micro-batch through the empty pipeline, and of the longest update."""
+    """Time of one micro-batch through the empty pipeline, and of the longest update."""
     step_seconds: NDArray[np.float64]
-    """That each further micro-batch adds."""
+    """Time that each further micro-batch adds."""
     max_micro_batches: NDArray[np.int64]
-    """How many micro-batches fit in memory: 0 if not even one does. A stage that may recompute does so if more fit
-    then: if there are fewer micro-batches than stages, it might not need to."""
+    """Micro-batches that fit in memory. A stage that may recompute does so if more fit then, even if not needed."""
 
     def seconds(self, micro_batches: int) -> NDArray[np.float64]:
-        """Of an iteration; infinite where it does not fit in memory."""
+        """Seconds of an iteration; infinite where it does not fit in memory."""
         seconds = self.fill_seconds + (micro_batches - 1) * self.step_seconds
         return np.where(self.max_micro_batches >= micro_batches, seconds, np.inf)
 
@@ -180,7 +170,7 @@ class CutTimes:
 
 
 class _StageTimes(NamedTuple):
-    """Of one stage for each way to cut the model, ``[cuts]``."""
+    """Times of one stage for each way to cut the model, ``[cuts]``."""
 
     seconds: NDArray[np.float64]
     """Per micro-batch, without transfers."""
@@ -209,12 +199,7 @@ class AllCuts:
         self._hops: dict[object, NDArray[np.float64]] = {}
 
     def times(self, slots: Sequence[Slot], hops: Sequence[Channel]) -> CutTimes:
-        """Times of the pipeline of these slots, in the order of the stages.
-
-        Args:
-            slots: By stage.
-            hops: The channels between neighbors, ``[stages − 1]``.
-        """
+        """Times of a pipeline with these slots by stage, and channels between neighbors, ``[stages − 1]``."""
         stages = [self._stage(stage, slot) for stage, slot in enumerate(slots)]
         sent = [self._hop(stage, slot, hop) for stage, (slot, hop) in enumerate(zip(slots[:-1], hops, strict=True))]
         total = longest = np.zeros(len(self.bounds))

@@ -1,8 +1,7 @@
 """Local search for a split that is faster in the event simulation, which the closed form only approximates.
 
-With few micro-batches, the place of the longest stage in the pipeline matters: part of the work of the stages behind it
-happens during warm-up and cool-down, at the same time as its own work (``pipeline.py``, Note: closed form). In the
-closed form the place makes no difference.
+With few micro-batches, the place of the longest stage matters, which the closed form does not see: part of the work of
+the stages behind it happens during warm-up and cool-down, with its own (``pipeline.py``, Note: closed form).
 """
 
 from __future__ import annotations
@@ -31,22 +30,16 @@ ADAPT_NODES = 200_000
 
 
 def adapt(pipeline: Pipeline, order: Sequence[int] | None, nodes: int = ADAPT_NODES) -> Split | None:
-    """The split with the smallest cost of ADAPT: ``Σ Comp + (K − 1)·max Comp`` (Eq. 6.4), with Comp the forward and
-    backward time of a stage, plus the transfer over each cut once (Eq. 6.2).
+    """The split with the smallest cost of ADAPT, ``Σ Comp + (K − 1)·max Comp`` (Eq. 6.4), with Comp the forward and
+    backward time of a stage, plus the transfer over each cut once (Eq. 6.2); None if none fits in memory.
 
-    The search is depth-first: each layer goes to the device of the layer before it or to a device that is not used yet.
-    The paper does not say which branch comes first; here it is the branch with the shortest longest stage if the
-    remaining layers are divided perfectly over the remaining devices. A branch is pruned if (1) it returns to a device
-    used before, because the layers of a device are contiguous; (2) it exceeds a device's memory, with the activations
-    in flight at its stage of the pipeline; (3) its cost is not below the best cost so far. Here every slot must be
-    used, so a branch is also pruned if fewer layers than slots remain. As in the paper, interchangeable devices are
-    treated as different.
-
-    The search takes exponential time. It stops after ``nodes`` nodes and returns the best split so far, which may not
-    be the best of all.
-
-    Returns:
-        The split; None if no split fits in memory.
+    The search is depth-first: each layer goes to the device of the layer before it or to one that is not used yet. The
+    paper does not say which branch comes first; here it is the one with the shortest longest stage if the remaining
+    layers are divided perfectly over the remaining devices. A branch is pruned if (1) it returns to a device used
+    before, because the layers of a device are contiguous; (2) it exceeds a device's memory, with the activations in
+    flight at its stage; (3) its cost is not below the best so far; (4) fewer layers than slots remain, because every
+    slot must be used here. As in the paper, interchangeable devices are treated as different. The search takes
+    exponential time: after ``nodes`` nodes it returns the best split so far, which may not be the best of all.
     """
     search = _DepthFirstSearch(pipeline, order, nodes)
     search.run()
@@ -58,26 +51,22 @@ def adapt(pipeline: Pipeline, order: Sequence[int] | None, nodes: int = ADAPT_NO
 
 
 class _Node(NamedTuple):
-    """A partial split, in which the first ``placed`` layers have devices."""
+    """A partial split: the first ``placed`` layers have devices; ``order`` and ``bounds`` are of its stages."""
 
     cost: float
-    """ADAPT's cost of the partial split, in seconds."""
+    """ADAPT's cost of the partial split."""
     placed: int
-    """Number of layers that have a device."""
     order: tuple[int, ...]
-    """Device of each stage so far."""
     bounds: tuple[int, ...]
-    """First layer of each stage so far."""
     finished: float
-    """Sum of the times of all stages except the last, and of the transfers over the cuts, in seconds."""
+    """Seconds of all stages except the last, and of the transfers over the cuts."""
     longest: float
-    """Longest time of all stages except the last, in seconds."""
+    """Longest time of all stages except the last."""
     time: float
-    """Time of the last stage so far, in seconds."""
+    """Time of the last stage so far; bytes are of this stage too."""
     state_bytes: float
-    """State of the last stage so far."""
     activation_bytes: float
-    """Activations of the last stage so far, for one micro-batch."""
+    """For one micro-batch."""
 
 
 class _DepthFirstSearch:
@@ -104,7 +93,6 @@ class _DepthFirstSearch:
         ]
 
     def run(self) -> None:
-        """Search until all nodes or the maximum number of nodes are visited."""
         firsts = range(self.stages) if self.order is None else self.order[:1]
         root = _Node(0.0, 0, (), (), 0.0, 0.0, 0.0, 0.0, 0.0)
         waiting = self._sorted(self._child(root, device, new=True) for device in firsts)
@@ -123,9 +111,7 @@ class _DepthFirstSearch:
         return sorted((child for child in children if child is not None), key=self._promise, reverse=True)
 
     def _promise(self, node: _Node) -> tuple[float, float]:
-        """Sort key: the longest stage if the remaining layers are divided perfectly over the remaining devices, and the
-        cost.
-        """
+        """Sort key: the longest stage if the remaining devices divide the remaining layers perfectly, then the cost."""
         speed = self.all_speed - sum(self.speed[device] for device in node.order)
         rest = (self.blocks - node.placed) / speed if len(node.order) < self.stages else 0.0
         return max(node.longest, node.time, rest), node.cost
@@ -173,10 +159,9 @@ def refine(
 ) -> Split:
     """A split that is not slower than ``split`` in the event simulation, and that fits in memory if ``split`` does.
 
-    This is a local search that takes the first improvement. In one step, one or two blocks move from one stage to
-    another, or (with ``reorder``) two stages exchange their slots, with or without their numbers of blocks. The search
-    ends if no step improves the split, or after ``simulations`` simulations. The result is not always the best split.
-    The search helps most with few micro-batches; ``benchmarks/planner/splits.py`` shows how much.
+    A local search takes the first improvement: one or two blocks move from one stage to another, or (with ``reorder``)
+    two stages exchange their slots, with or without their numbers of blocks. It ends if no step improves the split, or
+    after ``simulations`` simulations, and helps most with few micro-batches (``benchmarks/planner/splits.py``).
     """
     search = _LocalSearch(pipeline, split, transfers, reorder, simulations, must_fit=evaluate(pipeline, split).fits)
     search.climb(split)
@@ -186,11 +171,8 @@ def refine(
 
 
 def simulated(pipeline: Pipeline, order: Sequence[int] | None) -> Split | None:
-    """The best split by the closed form, improved by :func:`refine`; None if none fits in memory.
-
-    It is not slower in the event simulation than the splits of the other methods that fit in memory (``adapt`` after
-    ``ADAPT_NODES`` nodes).
-    """
+    """The best split by the closed form, improved by :func:`refine`; None if none fits. In the event simulation it is
+    not slower than fitting splits of other methods (of ``adapt`` after ``START_NODES`` nodes)."""
     found = exact(pipeline, order)
     if found is None:
         return None
@@ -236,9 +218,8 @@ class _LocalSearch:
                     break
 
     def _seconds(self, split: Split, limit: float) -> float:
-        """Simulated time of an iteration. Infinite if the split was tried before, does not fit in memory or certainly
-        takes ``limit`` or longer, or if no simulations are left.
-        """
+        """Simulated time of an iteration; infinite if the split was tried before, does not fit, certainly takes
+        ``limit`` or longer, or if no simulations are left."""
         key = _key(self.pipeline, split)
         if key in self.tried or self.simulations_left == 0:
             return np.inf
@@ -260,9 +241,7 @@ def _key(pipeline: Pipeline, split: Split) -> tuple[object, ...]:
 
 
 def _neighbors(split: Split, reorder: bool) -> Iterator[Split]:
-    """Splits that are one step away from ``split``: first moves between adjacent stages, then exchanges, then other
-    moves.
-    """
+    """Splits one step away from ``split``: first moves between adjacent stages, then exchanges, then other moves."""
     order, parts = split.order, split.blocks_per_stage
     stages = range(len(order))
     for a, b in itertools.permutations(stages, 2):
@@ -291,5 +270,4 @@ def _moved(order: tuple[int, ...], parts: tuple[int, ...], a: int, b: int) -> It
 
 
 def _split_of(order: tuple[int, ...], parts: tuple[int, ...]) -> Split:
-    """The split with these slots and these numbers of blocks per stage."""
     return Split(order, (0, *itertools.accumulate(parts)))

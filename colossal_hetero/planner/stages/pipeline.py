@@ -1,32 +1,26 @@
 """A pipeline of unequal stages: its description, and the time and memory that a split of the model costs.
 
-A model is a row of *blocks* and can be cut between any two of them. The layers before the first block (embedding) are
-part of the first block, and those after the last block (norm, head) are part of the last block. A stage holds at least
-one block.
-
-A stage runs in a *slot*: a tensor-parallel group of devices of one kind in one node. Slots are interchangeable if they
-share one ``LayerCosts`` object, have the same memory and have the same channels.
+A model is a row of *blocks* and can be cut between any two of them; the embedding is part of the first block, norm and
+head of the last. A stage holds at least one block and runs in a *slot*: a tensor-parallel group of devices of one kind
+in one node. Slots are interchangeable if they share one ``LayerCosts`` object and have the same memory and channels.
 
 `[Note: closed form]`  The time of an iteration is estimated by AutoHet's Eq. 1, ``C = Σ t + (K − 1)·max t``: the first
-micro-batch passes through the empty pipeline, and each further micro-batch takes one period of the longest stage. This
-note compares C with the event simulation (``event_simulation.py``). F and B are the forward and backward time of a
-stage, each with half of the time of the schedule itself, h the time of a hop, t = F + B + the hops over the cuts before
-and behind the stage, K the number of micro-batches, P the number of stages.
+micro-batch passes through the empty pipeline, and each further one takes one period of the longest stage. Compared with
+the event simulation (``event_simulation.py``), where F and B are a stage's forward and backward time, each with half of
+the time of the schedule itself, t = F + B + the hops over its two cuts, for K micro-batches and P stages:
 
 - The period is exact: every cycle in the graph of dependencies has as many forwards as backwards of each stage.
 - Lower bound of the simulation: with ``blocking`` transfers it takes at least ``Σ_{q<c} t_q + K·t_c`` for every stage
-  c, and at least ``Σ t``. So C exceeds the simulation at most by the time of the stages behind the longest stage. If
-  the last stage is the longest, C does not exceed the simulation. If K = 1, both are equal.
-- Usually C is slightly higher than the simulation, by at most ``Σ_{q>c} t_q``. The reason: C counts the time of the
-  stages behind the longest stage in full, while part of their work happens during warm-up and cool-down, at the same
-  time as the work of the longest stage.
+  c, and at least ``Σ t``. So C exceeds it at most by ``Σ_{q>c} t_q``, the time of the stages behind the longest stage
+  c, and usually by less: C counts these stages in full, while part of their work happens during warm-up and cool-down,
+  at the same time as that of the longest stage. If K = 1, both are equal.
 - C can also be lower. The simulation takes at most ``C + max_e Σ (g − t_q)``, where e = 0 … P − 1, the sum is over the
   last e stages, and ``g = max (t − B) + max (t − F) − max t`` (``overlapped``: ``g = max F + max B − max t``). Reason:
   a path through the schedule that does not reach the last e stages alternates between F and B of one stage, except for
   at most e forwards at its start and e backwards at its end. So C is an upper bound if every stage except the first
-  takes at least g. Without transfers this is always true if the ratio of forward to backward time is the same in all
-  stages. C can be lower if the longest forward and the longest backward are in different stages, or if very short
-  stages follow expensive hops.
+  takes at least g. Without transfers this is true if the ratio of forward to backward time is the same in all stages. C
+  can be lower if the longest forward and the longest backward are in different stages, or if very short stages follow
+  expensive hops.
 """
 
 from __future__ import annotations
@@ -47,23 +41,18 @@ __all__ = ["Pipeline", "PipelineCost", "Slot", "SlotForm", "Split", "earliest_st
 
 
 class SlotForm(NamedTuple):
-    """What decides the time and the memory of a stage in a slot.
-
-    It can be a dictionary key, because ``LayerCosts`` objects are compared by identity.
-    """
+    """Costs of the blocks and memory per device, which decide a stage's time. It can be a dictionary key, because
+    ``LayerCosts`` objects are compared by identity."""
 
     costs: LayerCosts
-    """Time and memory of each block."""
     memory_bytes: float
-    """Memory that may be used on each device, in bytes."""
     recomputed: tuple[LayerCosts, float] | None = None
     """Both if the stage recomputes; see [Note: recomputation]. None: it may not."""
 
 
-# [Note: recomputation]
-# A stage that runs its forward passes again in the backward passes needs less memory and never less time. So it does
-# not recompute if it fits without, and recomputes if it fits only so. This holds for each stage alone, because neither
-# what it sends nor its optimizer's step depend on it.
+# [Note: recomputation] A stage that runs its forward passes again in the backward passes needs less memory and never
+# less time, so it recomputes if it fits only so. This holds for each stage alone, because neither what it sends nor its
+# optimizer's step depend on it.
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,11 +60,10 @@ class Slot:
     """A tensor-parallel group that can run one stage."""
 
     name: str
-    """Name of the slot in error messages."""
+    """Name in error messages."""
     costs: LayerCosts
-    """Time and memory of each block in this slot."""
     memory_bytes: float
-    """Memory that may be used on each device, in bytes."""
+    """Memory that may be used on each device."""
     recomputed: tuple[LayerCosts, float] | None = None
     """Costs and memory if the stage recomputes; see [Note: recomputation]. None: it may not."""
 
@@ -90,7 +78,6 @@ class Pipeline:
     """A model and the slots to divide it over: there are as many stages as slots, each with at least one block."""
 
     slots: tuple[Slot, ...]
-    """The slots, which all have costs of the same blocks."""
     channels: tuple[tuple[Channel, ...], ...]
     """``channels[a][b]`` is the channel from slot a to slot b, ``[slots][slots]``. The diagonal is not used."""
     micro_batches: int
@@ -98,50 +85,41 @@ class Pipeline:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks of the model."""
         return len(self.slots[0].costs.forward_seconds)
 
 
 @dataclass(frozen=True)
 class Split:
-    """Which slot runs which blocks: stage s runs blocks ``[bounds[s], bounds[s + 1])`` in slot ``order[s]``."""
+    """Slots and blocks of the stages: stage s runs blocks ``[bounds[s], bounds[s + 1])`` in slot ``order[s]``."""
 
     order: tuple[int, ...]
-    """Index of each stage's slot, ``[stages]``."""
     bounds: tuple[int, ...]
-    """First block of each stage, and the number of blocks at the end, ``[stages + 1]``."""
 
     @property
     def blocks_per_stage(self) -> tuple[int, ...]:
-        """Number of blocks of each stage, ``[stages]``."""
         return tuple(stop - start for start, stop in itertools.pairwise(self.bounds))
 
 
 @dataclass(frozen=True)
 class PipelineCost:
-    """Time and memory of a split by the closed form (AutoHet, Eq. 1, without gradient synchronization).
-
-    Tuples have one value per stage.
-    """
+    """Time and memory of a split, by stage, by the closed form (AutoHet, Eq. 1, without gradient synchronization).
+    Times of passes, transfers and the schedule are per micro-batch."""
 
     forward_seconds: tuple[float, ...]
-    """Forward time per micro-batch."""
     backward_seconds: tuple[float, ...]
-    """Backward time per micro-batch."""
     transfer_seconds: tuple[float, ...]
-    """Transfer time per micro-batch in steady state: one hop over each of the stage's two cuts."""
+    """Time in steady state: one hop over each of the stage's two cuts."""
     hop_seconds: tuple[float, ...]
-    """Time of one transfer in one direction over the cut behind each stage except the last, ``[stages − 1]``."""
+    """One transfer in one direction over the cut behind each stage except the last, ``[stages − 1]``."""
     schedule_seconds: tuple[float, ...]
-    """Time of the schedule itself per micro-batch: for each cut of the stage, ``LayerCosts.schedule_seconds``."""
+    """For each cut of the stage, ``LayerCosts.schedule_seconds``."""
     update_seconds: tuple[float, ...]
-    """Time of the optimizer step, once per iteration."""
+    """Optimizer step, once per iteration."""
     memory_bytes: tuple[float, ...]
-    """Memory that is used on each device of the stage."""
+    """Memory used on each device of the stage."""
     fits: bool
-    """True if every stage fits in the memory of its slot."""
     seconds: float
-    """Time of an iteration: ``Σ t + (K − 1)·max t`` (see ``stage_seconds``) plus the longest update."""
+    """``Σ t + (K − 1)·max t`` (see ``stage_seconds``) plus the longest update."""
     recompute: tuple[bool, ...] = ()
     """True if each stage recomputes. Empty if no slot may."""
 
@@ -162,22 +140,13 @@ def evaluate(pipeline: Pipeline, split: Split) -> PipelineCost:
 def evaluate_stages(
     slots: Sequence[Slot], hops: Sequence[Channel], micro_batches: int, bounds: Sequence[int]
 ) -> PipelineCost:
-    """Time and memory of stages by the closed form; see Note: closed form.
+    """Time and memory of stages by the closed form; see Note: closed form. ``hops`` are the channels between neighbors.
 
     A transfer keeps both of its stages busy, because the sender waits until the receiver has taken the message, as in
-    Colossal-AI's schedule with NCCL. Activations in one direction and gradients in the other are sent at the same
-    time. So in steady state a stage spends one hop on each of its cuts per micro-batch, and ``Σ t`` contains every hop
-    twice: once for the activations and once for the gradients of one micro-batch.
-
-    The schedule itself takes time on both sides of a cut, in the slot of each side; a single stage has no schedule.
-
-    Under 1F1B, stage s holds the activations of ``min(K, P − s)`` micro-batches.
-
-    Args:
-        slots: By stage.
-        hops: The channels between neighboring stages, ``[stages − 1]``.
-        micro_batches: Per iteration, K.
-        bounds: First block of each stage, and the number of blocks at the end, ``[stages + 1]``.
+    Colossal-AI's schedule with NCCL. Activations and gradients are sent at the same time in steady state, so a stage
+    spends one hop on each of its cuts per micro-batch, and ``Σ t`` contains every hop twice. The schedule itself takes
+    time on both sides of a cut; a single stage has no schedule. Under 1F1B, stage s holds the activations of
+    ``min(K, P − s)`` micro-batches.
     """
     forward, backward, schedule, update, memory = [], [], [], [], []
     stages = len(slots)
@@ -222,7 +191,6 @@ def evaluate_stages(
 
 @functools.lru_cache(maxsize=4096)
 def _seconds_sent(channel: Channel, message_bytes: float) -> float:
-    """Seconds of one message."""
     return channel.seconds(message_bytes)
 
 

@@ -26,9 +26,7 @@ def speeds(pipeline: Pipeline) -> NDArray[np.float64]:
 
 
 def uniform_bounds(blocks: int, stages: int) -> tuple[int, ...]:
-    """Bounds of Colossal-AI's division (``PipelineStageManager.distribute_layers``): equal parts, and if the blocks
-    cannot be divided equally, one more block for the stages in the middle.
-    """
+    """Bounds of Colossal-AI's ``PipelineStageManager.distribute_layers``: equal parts, larger ones in the middle."""
     parts = np.full(stages, blocks // stages)
     extra = blocks % stages
     start = stages // 2 - extra // 2
@@ -42,11 +40,9 @@ def uniform(pipeline: Pipeline, order: Sequence[int] | None) -> Split:
 
 
 def holmes(pipeline: Pipeline, order: Sequence[int] | None, alpha: float = HOLMES_ALPHA) -> Split:
-    """Holmes' self-adapting partition (section 3.3, Eq. 2): a stage of speed S gets ``⌊α·N·S/ΣS⌋`` of the N blocks, in
-    order of speed; the slowest stages share the remaining blocks.
-
-    Difference to the paper: each stage gets at least one block. If all stages are equally fast, the parts are equal.
-    """
+    """Holmes' self-adapting partition (section 3.3, Eq. 2): in order of speed, a stage of speed S gets ``⌊α·N·S/ΣS⌋``
+    of the N blocks; the slowest stages share the rest. Differences: each stage gets at least one block, and if all are
+    equally fast, the parts are equal."""
     order = _order_or_default(pipeline, order)
     by_stage = speeds(pipeline)[list(order)]
     slowest = by_stage <= by_stage.min() * (1 + ROUNDING)
@@ -64,15 +60,9 @@ def holmes(pipeline: Pipeline, order: Sequence[int] | None, alpha: float = HOLME
 
 
 def autohet(pipeline: Pipeline, order: Sequence[int] | None) -> Split | None:
-    """AutoHet's balance (section III-C, Eq. 4): the split that fits in memory with the smallest ``max l/g``, where l is
-    the number of blocks of a stage and g its speed. Of several such splits, it is one with the smallest ``Σ l/g``.
-
-    If no order is given, slower slots come first. The printed equation has ``max g/l``, which is smallest if one stage
-    does all the work; the text of the paper asks for balance.
-
-    Returns:
-        The split; None if no split fits in memory.
-    """
+    """AutoHet's balance (section III-C, Eq. 4): of the splits that fit in memory with the smallest ``max l/g``, with l
+    a stage's blocks and g its speed, one with the smallest ``Σ l/g``; None if none fits. Without an order, slower slots
+    come first. The printed ``max g/l`` is smallest if one stage does all the work; the text asks for balance."""
     speed = speeds(pipeline)
     if order is None:
         order = tuple(int(slot) for slot in np.argsort(speed, kind="stable"))
@@ -127,10 +117,8 @@ def _earliest_by_memory(pipeline: Pipeline, order: Sequence[int]) -> NDArray[np.
 
 
 def _order_or_default(pipeline: Pipeline, order: Sequence[int] | None) -> tuple[int, ...]:
-    """The order; if there is none, the order of the pipeline's slots."""
     return tuple(range(len(pipeline.slots))) if order is None else tuple(order)
 
 
 def _bounds(parts: NDArray[np.int_]) -> tuple[int, ...]:
-    """Bounds for these numbers of blocks per stage."""
     return (0, *(int(bound) for bound in np.cumsum(parts)))

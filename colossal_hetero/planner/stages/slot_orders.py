@@ -1,13 +1,10 @@
 """All orders of a pipeline's slots, as a graph in which orders that cost the same share one path.
 
 Two slots are *twins* if they share one ``LayerCosts`` object and have the same memory and the same channels, so that
-exchanging them changes nothing. Twins form a *class*, usually the slots of one node. Two classes are twins if
-exchanging all their slots changes nothing, for example two nodes with the same devices; such classes form a *group*. A
-state is the number of used slots in each class; for the classes of one group it does not matter which class has which
-number.
-
-Each path from the first depth to the last is an order. A node at depth s says which kind of slot stage s has, over
-which hop its input comes, and which slots are left. It says nothing else about the stages before.
+exchanging them changes nothing. Twins form a *class*, usually the slots of one node. Classes that can be exchanged as a
+whole, such as those of like nodes, form a *group*. A state is the number of used slots in each class; it does not
+matter which class of a group has which number. Each path from the first depth to the last is an order. A node at depth
+s says only which kind of slot stage s has, over which hop its input comes, and which slots are left.
 """
 
 from __future__ import annotations
@@ -53,10 +50,7 @@ class TooManyOrders(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Depth:
-    """The nodes of one stage, their exits, and the edges to the next depth.
-
-    A node has one exit for each different outgoing hop. An edge leads from an exit to a node of the next depth.
-    """
+    """Nodes of a stage, their exits (one for each different outgoing hop), and edges to nodes of the next depth."""
 
     kinds: NDArray[np.int_]
     """Kind of slot of each node, ``[nodes]``."""
@@ -73,10 +67,7 @@ class Depth:
     starts: NDArray[np.int_]
     """First edge to each node of the next depth, ``[nodes of the next depth]``."""
     members: tuple[tuple[int, int], ...]
-    """Group and number of used slots of the class, for each node, to find its slot.
-
-    In the graph of one given order: the slot itself, and 0.
-    """
+    """Group, and used slots of the class, of each node, to find its slot. In the graph of one order: slot and 0."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,9 +75,7 @@ class Orders:
     """A graph of orders, with the kinds, hops and slots that its numbers stand for."""
 
     depths: tuple[Depth, ...]
-    """One depth per stage."""
     kinds: tuple[SlotForm, ...]
-    """Costs and memory of each kind of slot."""
     hop_seconds: NDArray[np.float64]
     """Time of each hop for each place of the cut, ``[hops, blocks + 1]``. Hop 0 takes no time."""
     groups: tuple[tuple[tuple[int, ...], ...], ...] | None
@@ -113,7 +102,6 @@ class Orders:
 
 
 def one_order(pipeline: Pipeline, order: Sequence[int]) -> Orders:
-    """The graph of one given order."""
     kinds, kind_of = _kinds(pipeline)
     neighbors = set(itertools.pairwise(order))
     hop_seconds, hop_between = _hops(pipeline, neighbors)
@@ -136,7 +124,6 @@ def one_order(pipeline: Pipeline, order: Sequence[int]) -> Orders:
 
 
 def all_orders(pipeline: Pipeline, max_states: int) -> Orders:
-    """The graph of all orders."""
     slots = range(len(pipeline.slots))
     kinds, kind_of = _kinds(pipeline)
     hop_seconds, hop_between = _hops(pipeline, ((a, b) for a in slots for b in slots if a != b))
@@ -164,7 +151,6 @@ def _depths(
     inside: tuple[int, ...],
     across: tuple[tuple[int, ...], ...],
 ) -> tuple[Depth, ...]:
-    """The depths of the graph of all orders."""
     stages = sum(classes * size for _, classes, size in shapes)
     all_slots = np.zeros(1 + max(kind for kind, _, _ in shapes), dtype=int)
     for kind, classes, size in shapes:
@@ -235,10 +221,7 @@ def _next(
     inside: tuple[int, ...],
     across: tuple[tuple[int, ...], ...],
 ) -> Iterator[tuple[int, int, int]]:
-    """The slots that can come next: group, number of used slots of the class, and hop to the slot.
-
-    The slot before is of a class of ``group`` that has ``used`` used slots in ``state``.
-    """
+    """Group, used slots of the class, and hop of each slot that can follow one of ``group`` with ``used`` slots."""
     for other, (_, _, size) in enumerate(shapes):
         for count in sorted(set(state[other])):
             if count == size:
@@ -253,7 +236,6 @@ def _next(
 
 
 def _flat(nested: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    """All slots of several tuples, ascending."""
     return tuple(sorted(slot for slots in nested for slot in slots))
 
 
@@ -265,12 +247,8 @@ def _kinds(pipeline: Pipeline) -> tuple[tuple[SlotForm, ...], list[int]]:
 
 
 def _hops(pipeline: Pipeline, pairs: Iterable[tuple[int, int]]) -> tuple[NDArray[np.float64], NDArray[np.int_]]:
-    """The different hops and the hop of each pair of slots.
-
-    Returns:
-        Time of each hop for each place of the cut, ``[hops, blocks + 1]``, where hop 0 takes no time, and the number of
-        the hop from slot to slot, ``[slots, slots]``, −1 where no pair is given.
-    """
+    """Time of each different hop at each cut, ``[hops, blocks + 1]``, where hop 0 takes none, and the hop from slot to
+    slot, ``[slots, slots]``, −1 where no pair is given."""
     vectors = [np.zeros(pipeline.blocks + 1)]
     numbers: dict[bytes, int] = {}  # A hop that takes no time is another number than no hop.
     known: dict[tuple[LayerCosts, Channel], int] = {}
@@ -324,10 +302,7 @@ PASSES = 4
 
 
 def like_kinds(pipeline: Pipeline) -> Pipeline:
-    """The pipeline with the same channel between all slots of two kinds, which is the fastest channel between them.
-
-    So slots of one kind are interchangeable, and there are few different orders.
-    """
+    """The pipeline with the fastest channel of two kinds between all their slots, so that these are interchangeable."""
     kinds = [slot.kind for slot in pipeline.slots]
     fastest: dict[object, Channel] = {}
     pairs = [(a, b) for a in range(len(kinds)) for b in range(len(kinds)) if a != b]
@@ -343,11 +318,8 @@ def like_kinds(pipeline: Pipeline) -> Pipeline:
 
 
 def near_each_other(pipeline: Pipeline, order: Sequence[int]) -> tuple[int, ...]:
-    """An order with the same kind of slot at each stage as ``order`` and with short hops.
-
-    Each stage gets the remaining slot of its kind that the stage before reaches fastest; of several such slots, and for
-    the first stage, the one with the lowest number.
-    """
+    """An order of the kinds of ``order`` with short hops. Each stage gets the remaining slot of its kind that the stage
+    before reaches fastest; of several such slots, and for the first stage, the one with the lowest number."""
     seconds = _typical_seconds(pipeline)
     kinds = [slot.kind for slot in pipeline.slots]
     left = list(range(len(kinds)))
@@ -370,10 +342,7 @@ def by_speed(pipeline: Pipeline) -> Iterator[tuple[int, ...]]:
 
 
 def exchanged(pipeline: Pipeline, split: Split) -> Split:
-    """The split with slots of the same kind exchanged wherever this makes it faster; the bounds remain the same.
-
-    It ends if a pass over all pairs of stages improves nothing, or after ``PASSES`` passes.
-    """
+    """The split with slots of one kind exchanged where that is faster, in at most ``PASSES`` passes over all pairs."""
     kinds = [slot.kind for slot in pipeline.slots]
     seconds = evaluate(pipeline, split).seconds
     for _ in range(PASSES):

@@ -14,7 +14,6 @@ from .rules import autohet, holmes, uniform, uniform_bounds
 __all__ = ["METHODS", "split", "uniform_bounds"]
 
 METHODS = ("exact", "simulated", "uniform", "holmes", "adapt", "autohet")
-"""Names of the methods."""
 
 _SPLITS: dict[str, Callable[[Pipeline, Sequence[int] | None], Split | None]] = {
     "simulated": simulated,
@@ -35,10 +34,10 @@ def split(
 ) -> Split:
     """Divide the model over the slots.
 
-    ``exact`` has the smallest ``evaluate(...).seconds`` of all splits and orders that fit in memory. With very many
-    different slots (more than ``max_states``) it tries only some good orders. ``adapt`` and ``autohet`` also
-    respect memory. ``uniform`` and ``holmes`` do not, so check ``evaluate(...).fits``. ``simulated`` improves the
-    result of ``exact`` under the event simulation, which helps if there are fewer than four micro-batches per stage.
+    ``exact`` has the smallest ``evaluate(...).seconds`` of all splits and orders that fit in memory, or of some good
+    orders if there are more than ``max_states`` states. ``adapt`` and ``autohet`` also respect memory; for ``uniform``
+    and ``holmes``, check ``evaluate(...).fits``. ``simulated`` improves the result of ``exact`` under the event
+    simulation, which helps with fewer than four micro-batches per stage.
     """
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}: valid are {', '.join(METHODS)}")
@@ -93,10 +92,7 @@ def _memory_message(pipeline: Pipeline, order: Sequence[int] | None) -> str:
 
 
 def _overflow_message(pipeline: Pipeline, order: Sequence[int] | None) -> str:
-    """Error message: fills the stages in turn with as many blocks as fit, and names the blocks that do not fit.
-
-    If no order is given, the slots with the least memory come first.
-    """
+    """Error message on the blocks that do not fit if stages are filled in turn, or by memory without an order."""
     stages = len(pipeline.slots)
     if order is None:
         order = sorted(range(stages), key=lambda index: pipeline.slots[index].memory_bytes)
@@ -124,5 +120,4 @@ def _overflow_message(pipeline: Pipeline, order: Sequence[int] | None) -> str:
 
 
 def _gigabytes(size: float) -> str:
-    """A number of bytes as text in GB."""
     return f"{size / 1e9:.3g} GB"
