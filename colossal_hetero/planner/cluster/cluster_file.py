@@ -235,7 +235,6 @@ def _alike(topology: Topology, nodes: Sequence[Node]) -> list[list[Node]]:
 
 
 def _groups(topology: Topology, node: Node) -> list[tuple[str, float, int]]:
-    """Kind, speed and number of a node's devices."""
     devices = [topology.devices[rank] for rank in node.devices]
     return [
         (kind, speed, len(list(alike)))

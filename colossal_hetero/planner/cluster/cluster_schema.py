@@ -55,7 +55,6 @@ class KindFields(FilePart):
     memory_gb: Annotated[float, Field(ge=1e-9, le=1e9)] | None = None
     memory_bytes: Annotated[int, Field(gt=0, le=10**18)] | None = None
     memory_reserve_gb: Annotated[float, Field(ge=0, le=1e9)] | None = None
-    """Memory that is not planned with."""
     memory_reserve_bytes: Annotated[int, Field(ge=0, le=10**18)] | None = None
     tflops: Annotated[float, Field(ge=1e-12, le=1e12)] | None = None
     flops: Flops | None = None
@@ -96,7 +95,6 @@ class _Channel(FilePart):
         return self
 
     def channel(self) -> Channel:
-        """The channel that these fields describe."""
         return Channel(self.kind, self._first(RATES), self._first(LATENCIES), self.curve)
 
     def _first(self, units: Mapping[str, float]) -> float:
@@ -144,8 +142,6 @@ class _Devices(FilePart):
 
 
 class NodeFields(FilePart):
-    """Nodes that are alike."""
-
     name: Name | None = None
     count: Count | None = None
     devices: Annotated[tuple[_Devices, ...], Field(min_length=1)]
@@ -153,7 +149,6 @@ class NodeFields(FilePart):
     nics: tuple[_Network, ...] = ()
     """Network cards. Several may be of one kind: a message uses one of them, and messages share all of them."""
     dollars_per_hour: Dollars | None = None
-    """Price of a whole node."""
 
     def names(self, cluster: str) -> list[str]:
         name = cluster if self.name is None else self.name
@@ -218,7 +213,6 @@ def suggest(name: str, names: Iterable[str]) -> str:
 
 
 def read_number(number: float, unit: float) -> float:
-    """A number that is given in ``unit``, in the base unit."""
     # 1e-6 is not exact, but a million is, so 80 µs are exactly 8e-05 s.
     return number * unit if unit >= 1 else number / round(1 / unit)
 

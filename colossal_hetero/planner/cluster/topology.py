@@ -133,7 +133,6 @@ class Node:
     cluster: int
     devices: tuple[int, ...]
     inside: Channel
-    """Between its devices."""
     nics: tuple[Channel, ...]
     """Network cards, by descending bandwidth."""
     inside_bytes_per_second: float = math.inf
@@ -165,7 +164,6 @@ class Topology:
         return self._hash
 
     def channel(self, a: int, b: int) -> Channel:
-        """Fastest channel between two devices."""
         return self.node_channel(self.devices[a].node, self.devices[b].node)
 
     def node_channel(self, a: int, b: int) -> Channel:
@@ -245,7 +243,6 @@ class MeasuredLink(FilePart):
     """Time of a message between two ranks in one protocol; both ways, unless the opposite way has a link."""
 
     ranks: tuple[NonNegative, NonNegative]
-    """Sender and receiver."""
     protocol: Annotated[str, Field(min_length=1)]
     """"gloo" or "nccl"."""
     latency_seconds: Seconds

@@ -118,7 +118,6 @@ class LayerSizes(FilePart):
     forward_sums: tuple[ByteCount, ...] = ()
     """By layer: sums in a forward pass that ``times`` do not contain, each of the largest of ``output_bytes``."""
     backward_sums: tuple[ByteCount, ...] = ()
-    """As ``forward_sums``, in a backward pass."""
 
     def temporaries(self, micro_batch: int) -> NDArray[np.float64]:
         """Bytes that each layer needs for a moment, measured or estimated, ``[layers]``."""
@@ -144,7 +143,6 @@ class ModelProfile(FilePart):
     units: dict[str, str] = Field(default_factory=lambda: dict(UNITS))
     name: str
     precision: str = "fp32"
-    """Of the measured passes."""
     before: NonNegative = 1
     """Layers before the first block, such as the embedding."""
     after: NonNegative = 1
@@ -218,7 +216,6 @@ class ModelProfile(FilePart):
 
     @property
     def layers(self) -> int:
-        """Number of layers, embedding and head included."""
         return len(self.sizes[0].parameter_bytes)
 
     @property
@@ -311,7 +308,6 @@ class ModelProfile(FilePart):
         )
 
     def _interpolated(self, device: str, tensor_parallel: int, micro_batch: int) -> NDArray[np.float64]:
-        """Forward, backward and update, ``[3, layers]``."""
         table = self._table(device, tensor_parallel)
         for (below, low), (above, high) in zip(table, [*table[1:], table[-1]], strict=True):
             if micro_batch == below:
