@@ -34,9 +34,9 @@ Candidate = tuple[Ranks, int]
 
 class _Estimate(NamedTuple):
     work_seconds: float
-    """If no stage ever waits, and every stage is as fast as its slowest replica."""
+    """Work without any waiting, if every stage is as fast as its slowest replica."""
     seconds: float
-    """With half of the waiting of 1F1B, and with the time to sum gradients."""
+    """Work, half of the waiting of 1F1B, and sums of gradients."""
 
 
 class ChunkedPlans:
@@ -57,7 +57,7 @@ class ChunkedPlans:
         self.global_batch = global_batch
         self.method = method
         self.kinds: list[tuple[Schedule, int]] = []
-        """With the number of chunks per stage."""
+        """Schedules with numbers of chunks per stage."""
         for schedule in schedules:
             self.kinds += [(schedule, chunks) for chunks in (model_chunks if schedule == "interleaved" else (2,))]
         self.problems: dict[Schedule, str] = {}

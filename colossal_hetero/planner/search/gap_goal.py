@@ -22,7 +22,8 @@ __all__ = ["PLAIN", "Effort", "GapGoal", "WorkBound"]
 # Work over speed, for any schedule and search space. Every block runs forward and backward for every sample. If a
 # tensor-parallel group of t devices takes T for s samples, each sample takes at least t · T / s of device time: of a
 # kind of device, the smallest one over all degrees and measured micro-batches. A device at the share v of its kind's
-# speed gives v seconds per second. Linear programming divides each block's samples so that the last device ends early.
+# speed gives v seconds per second. Linear programming divides each block's samples so that the last device ends as
+# early as possible; no plan ends earlier.
 
 
 ROUNDING = 1e-9

@@ -238,7 +238,7 @@ PER_CHOICE = 3
 SEARCHED = 0.6
 """Share of the time in which plans are looked for."""
 PROOF_SECONDS = 0.5
-"""For a better lower bound on the time of one choice of nodes."""
+"""Limit for a better lower bound on the time of one choice of nodes."""
 
 ROUNDING = 1e-9
 

@@ -24,8 +24,7 @@ __all__ = ["BlockLimits", "PipelineBounds", "RelaxedPool", "least_costs", "relax
 # and that one takes longer. So for the longest stage m, Σ n[t]·m / ρ[t] ≥ 1 and Σ n[t]·cap[t, m] ≥ blocks. For each m,
 # the sum of the stages' times is smallest if the fast kinds are filled first. It is piecewise linear in m, so the
 # minimum of sum + (K − 1)·m is at the smallest possible m, or where the fastest kinds alone do all the work. A stage
-# has at least the smallest f. Between two sums of blocks cap is constant, so the largest f of cap blocks limits a
-# stage's share.
+# has at least the smallest f. Between two sums of blocks cap is constant, so the largest f of cap blocks limits shares.
 # Sending and the schedule take time at a cut, so a stage's blocks take at most m less the shortest such time. If *free*
 # stages (see BlockLimits) send longer by δ, each holds at most cap[t, m − δ] blocks, or as many as a limited one. The
 # first and the last stage may not send so long; they hold cap[t, m].
@@ -123,7 +122,7 @@ class PipelineBounds:
         self._largest = np.concatenate([[0.0], -_min_sums(np.concatenate([[0.0], -np.cumsum(shares)]))])
         self._of_delays: dict[tuple[float, ...], _Levels] = {}
         self._memory = np.array([[0, *np.cumsum(each)] for each in held])
-        """Most blocks in the last n stages together, ``[kinds, 1 + blocks]``; the n-th last keeps n activations."""
+        """Most blocks in the last n stages, ``[kinds, 1 + blocks]``; the n-th last keeps n micro-batches."""
         self._whole = np.array([self._holds_the_model(kind) for kind in self.kinds])
 
     def _levels(self, delays: tuple[float, ...]) -> _Levels:

@@ -163,7 +163,7 @@ MAX_SAMPLES = 10**9
 
 class SlotsToTry(NamedTuple):
     topology: Topology
-    """With the times that were measured."""
+    """Machines with their measured times."""
     pools: list[SlotPool]
     micro_batches: list[int]
     degrees: list[int]

@@ -33,7 +33,7 @@ MAX_VALUES = 20_000
 """Limit of compositions whose powers are all listed. With more, any power is tried."""
 
 MAX_PATTERNS = 20_000
-"""With more different members of a group (many speeds), only members given out in turn are tried."""
+"""Limit of different members of a group; with more (many speeds), members are only given out in turn."""
 
 MAX_ROUND_ROBIN = 64
 """Numbers of groups for which a first solution is found by giving out the members in turn."""
