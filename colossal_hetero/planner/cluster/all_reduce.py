@@ -1,17 +1,15 @@
-"""The time in which replicas sum their gradients, over networks that they share.
+"""Time in which replicas sum their gradients, over networks that they share.
 
-A ring all-reduce of n devices sends ``bytes/n`` from each to the next, 2 (n − 1) times, all at once; the slowest hop
-sets the pace: ``2 (n−1)/n · bytes/bandwidth + 2 (n−1) · latency`` (Patarasuk and Yuan 2009). A ring visits its devices
-node by node, in ascending order, so it leaves and enters each of its nodes once. It has one communicator, hence one
-network between nodes: that of its slowest hop.
+A ring all-reduce of n devices takes ``2 (n−1)/n · bytes/bandwidth + 2 (n−1) · latency`` on its slowest hop (Patarasuk
+and Yuan 2009). A ring visits its devices node by node, in ascending order. It has one communicator, hence one network
+between nodes: that of its slowest hop.
 
-[Note: shared NICs] Rings that run at the same time share the NICs that they cross. A hop between nodes gets at most
-the channel's own bandwidth, and at most its share of what all of the node's NICs of that kind carry together: their sum
-divided by the number of rings that leave (or enter: NICs are full duplex) the node through them. The share of a
-ring that ends early is not given to the others, so the result is an upper bound if rings have different sizes. Inside
-a node, devices share what the node says that all transfers share (``Node.inside_bytes_per_second``); without a limit
-each pair has the whole bandwidth, as behind a switch. The bandwidth of a link between clusters is that of one pair
-of nodes: it is shared by the rings that cross it from the same node, but not by the rings of other nodes.
+[Note: shared NICs] Rings that run at the same time share NICs. A hop between nodes gets at most the channel's
+bandwidth, and at most the sum over the node's NICs of that kind divided by the rings that leave (or enter: full duplex)
+the node through them. If a ring ends early, its share is not given to the others, so for rings of different sizes this
+is an upper bound. Devices in a node share ``Node.inside_bytes_per_second``; without it each pair has the whole
+bandwidth, as behind a switch. A link between clusters is shared by rings that cross it from the same node, but not by
+those of other nodes.
 """
 
 from __future__ import annotations
@@ -34,10 +32,10 @@ __all__ = [
 ]
 
 INSIDE = "inside"
-"""Stands for the transfers inside a node where kinds of NIC are counted."""
+"""Network name of transfers inside a node."""
 
 Hop = tuple[int, int]
-"""A transfer between nodes: (from node, to node)."""
+"""(from node, to node)."""
 
 
 def synchronization_seconds(topology: Topology, group: Sequence[int], gradient_bytes: float, sharing: int = 1) -> float:
@@ -86,7 +84,7 @@ class ConcurrentRings:
         self._limits: dict[tuple[int, ...], _Limits] = {}
 
     def seconds(self, ring: tuple[int, ...], gradient_bytes: float) -> float:
-        """Seconds of one of the rings if it sums so many bytes per device; 0 for no bytes."""
+        """Seconds of one of the rings; ``gradient_bytes`` per device."""
         if not gradient_bytes >= 0:
             raise ValueError(f"gradient_bytes={gradient_bytes} must be at least 0")
         if len(ring) < 2 or gradient_bytes == 0:
@@ -97,29 +95,27 @@ class ConcurrentRings:
 
 
 def ring_hops(topology: Topology, group: Sequence[int]) -> tuple[Hop, ...]:
-    """The transfers between nodes in a ring over ``group``; none if all devices are in one node."""
+    """Hops between nodes in a ring over ``group``; none if all devices are in one node."""
     return _hops(_nodes(topology, group))
 
 
 def ring_network(topology: Topology, hops: Sequence[Hop]) -> str:
-    """The kind of channel that a ring over several nodes uses: that of its slowest hop."""
+    """Kind of channel that a ring over several nodes uses: that of its slowest hop."""
     return min((topology.node_channel(*hop) for hop in hops), key=lambda channel: channel.bytes_per_second).kind
 
 
 class _Ring(NamedTuple):
-    """A ring, as far as its time is concerned."""
-
     members: int
     hops: tuple[Hop, ...]
     """Between nodes."""
     network: str
-    """The kind of channel between nodes; empty without any."""
+    """Kind of channel between nodes; empty without any."""
     inside: Mapping[int, int]
-    """By node, how many messages of a step stay inside it."""
+    """Messages per step that stay inside, by node."""
 
 
 def _nodes(topology: Topology, group: Sequence[int]) -> tuple[int, ...]:
-    """The node of each device of a group, ascending."""
+    """Node of each device of a group, ascending."""
     for device in group:
         if not 0 <= device < len(topology.devices):
             raise ValueError(
@@ -143,10 +139,7 @@ def _ring(topology: Topology, nodes: Sequence[int]) -> _Ring:
 
 
 def hop_channel(topology: Topology, hop: Hop, kind: str) -> Channel:
-    """The channel of a hop over NICs of ``kind``, with the bandwidth of the slower one.
-
-    If a node has no such NIC, it is the fastest channel between the two nodes.
-    """
+    """Channel of a hop over NICs of ``kind``; the fastest one between the nodes if one of them has no such NIC."""
     channel = topology.node_channel(*hop)
     if channel.kind == kind:
         return channel
@@ -156,26 +149,23 @@ def hop_channel(topology: Topology, hop: Hop, kind: str) -> Channel:
 
 
 def nic_bandwidth(topology: Topology, node: int, channel: Channel, message_bytes: float | None = None) -> float:
-    """Bytes per second of all NICs in a node that have the channel's kind, together.
-
-    If the topology lists no NIC of that kind, the bandwidth of the channel itself.
-    """
+    """Bytes per second of all NICs in a node that have the channel's kind; of the channel itself if there are none."""
     nics = _nics(topology, node, channel)
     return sum(nic.bytes_per_second if message_bytes is None else nic.bandwidth(message_bytes) for nic in nics)
 
 
 def _nics(topology: Topology, node: int, channel: Channel) -> tuple[Channel, ...]:
-    """The NICs of a node that have the channel's kind; if the topology lists none, the channel itself."""
+    """NICs of a node that have the channel's kind; the channel itself if there are none."""
     return tuple(nic for nic in topology.nodes[node].nics if nic.kind == channel.kind) or (channel,)
 
 
 class _Limits(NamedTuple):
-    """What limits a ring, each different limit once: a ring over many nodes has few."""
+    """Limits of a ring, each different one once: a ring over many nodes has few."""
 
     inside: frozenset[Channel]
-    """Inside nodes, with the bandwidth that is left for a message."""
+    """Inside nodes, with a message's bandwidth."""
     hops: frozenset[tuple[Channel, tuple[tuple[tuple[Channel, ...], int], ...]]]
-    """Between nodes: the channel; and of both ends, the NICs and how many messages share them."""
+    """Between nodes: the channel; of both ends, the NICs and the number of messages that share them."""
 
 
 def _limits(topology: Topology, ring: _Ring, load: Callable[[int, int, str], int]) -> _Limits:
@@ -192,7 +182,6 @@ def _limits(topology: Topology, ring: _Ring, load: Callable[[int, int, str], int
 
 
 def _ring_seconds(members: int, ends: _Limits, gradient_bytes: float) -> float:
-    """Seconds of a ring of at least two members that sum something."""
     chunk = gradient_bytes / members
     step = max((channel.seconds(chunk) for channel in ends.inside), default=0.0)
     for channel, both in ends.hops:

@@ -1,44 +1,6 @@
 """The cluster file: the machines to train on, in TOML, written by hand or by ``colossal-hetero probe``.
 
-.. code-block:: toml
-
-    schema = 1
-
-    [kinds.A100-PCIe]            # a kind of device that is not in gpu_catalog.py, or differs
-    memory_gb = 40
-    memory_reserve_gb = 3        # not planned with: context, communication buffers, workspaces
-    tflops = 312
-    dollars_per_hour = 1.80      # of one device
-
-    [[clusters]]
-    name = "east"
-
-    [[clusters.nodes]]
-    name = "e"                   # with a count: e-0, e-1
-    count = 2
-    devices = [{ kind = "A100-80", count = 8 }]
-    inside = { kind = "NVLink", gigabytes_per_second = 300, latency_microseconds = 5 }
-    nics = [
-        { kind = "InfiniBand", gigabits_per_second = 200 },
-        { kind = "Ethernet", gigabits_per_second = 25, latency_microseconds = 30 },
-    ]
-
-    [[links]]                    # between clusters without common Ethernet, or with another link
-    clusters = ["east", "west"]
-    kind = "Ethernet"
-    gigabits_per_second = 10
-    dollars_per_gigabyte = 0.02  # in either direction
-
-Prices are needed only if plans are to be compared by what they cost. A node can have ``dollars_per_hour`` of its own,
-which is the price of the whole node; without it, the price is that of its devices.
-
-``total_gigabytes_per_second`` of ``inside`` is what all transfers inside the node share: a bus, a switch with few
-lanes, host memory.
-
-Defaults: ``count`` and ``speed`` (the share of its kind's speed that a device reaches) are 1, a latency is 0, a node
-has the name of its cluster, ``inside`` is the usual connection of its devices, and ``memory_reserve_gb`` is 2 and 2.5 %
-of the memory, at most 15 % of it (``gpu_catalog.py``). Fields have their unit in the name; a rate can be given in
-``gigabits_per_second``, ``gigabytes_per_second`` or ``bytes_per_second``.
+``docs/file-formats.md`` has an example, and all fields with their defaults.
 """
 
 from __future__ import annotations
@@ -81,10 +43,9 @@ def load_cluster(path: Path | str) -> Topology:
 
 
 def parse_cluster(text: str, name: str = "the cluster file") -> Topology:
-    """:func:`load_cluster` for the text of a file; ``name`` is used in messages."""
+    """Read the text of a cluster file; ``name`` is used in messages."""
     try:
         content = tomlkit.parse(text).unwrap()
-        # TOML's dates become text.
         json_text = json.dumps(content, default=str)
     except tomlkit.exceptions.TOMLKitError as error:
         raise ValueError(f"{name} is not TOML: {error}") from None
@@ -135,7 +96,7 @@ def _build(file: ClusterFields) -> Topology:
 
 
 def _node_price(part: NodeFields, kinds: Mapping[str, KindFields]) -> float | None:
-    """Dollars per hour of a node; None if the price of one of its devices is not known."""
+    """Dollars per hour; None if the price of one of its devices is not known."""
     if part.dollars_per_hour is not None:
         return part.dollars_per_hour
     total = 0.0
@@ -168,7 +129,7 @@ def _described_kind(name: str, kind: KindFields) -> DeviceKind:
 
 
 def _usual_inside(node: str, part: NodeFields) -> Channel:
-    """The usual channel between the devices of a node, the slowest if there are several of one kind of link."""
+    """Slowest of the usual channels between the devices of a node, which must be of one kind."""
     own = [alike.kind for alike in part.devices if alike.kind not in INSIDE]
     usual = [INSIDE[alike.kind] for alike in part.devices if alike.kind in INSIDE]
     if own and sum(alike.count for alike in part.devices) == 1:
@@ -187,11 +148,11 @@ def _usual_inside(node: str, part: NodeFields) -> Channel:
 
 
 SINGLE_DEVICE = Channel("PCIe", 15.75e9)
-"""Inside a node with a single device: nothing is sent over it."""
+"""Of a node with a single device: nothing is sent over it."""
 
 
 def _check_reachable(topology: Topology) -> None:
-    """Raise ``ValueError`` unless each node reaches every other. Two nodes of a class are enough to check all of it."""
+    """Raise ``ValueError`` unless each node reaches every other. Two nodes of a class stand for all of it."""
     seen: Counter[tuple[int, tuple[Channel, ...]]] = Counter()
     kept = []
     for number, node in enumerate(topology.nodes):
@@ -210,7 +171,6 @@ def save_cluster(topology: Topology, path: Path | str, comment: str = "") -> Non
 
 
 def write_cluster(topology: Topology, comment: str = "") -> str:
-    """The text that :func:`save_cluster` writes."""
     document = tomlkit.document()
     for line in comment.splitlines():
         document.add(tomlkit.comment(line) if line.strip() else tomlkit.nl())
@@ -260,7 +220,7 @@ def write_cluster(topology: Topology, comment: str = "") -> str:
 
 
 def _alike(topology: Topology, nodes: Sequence[Node]) -> list[list[Node]]:
-    """Groups of consecutive nodes that can be written with a count: alike, and named ``x-0``, ``x-1``, …"""
+    """Consecutive nodes that can be written with a count: alike, and named ``x-0``, ``x-1``, …"""
     groups: list[list[Node]] = []
     for node in nodes:
         stem, dash, _ = node.name.rpartition("-")
@@ -275,7 +235,6 @@ def _alike(topology: Topology, nodes: Sequence[Node]) -> list[list[Node]]:
 
 
 def _groups(topology: Topology, node: Node) -> list[tuple[str, float, int]]:
-    """A node's devices as kind, speed and count."""
     devices = [topology.devices[rank] for rank in node.devices]
     return [
         (kind, speed, len(list(alike)))
@@ -330,7 +289,7 @@ def _channel_fields(channel: Channel) -> dict[str, Any]:
 
 
 def _best_unit(value: float, units: Mapping[str, float], whole: bool = False) -> dict[str, float]:
-    """The value as a field: the first unit in which it is short and from which it is read back exactly."""
+    """Field with the first unit in which the value is short and is read back exactly."""
     for field, unit in units.items():
         for digits in range(13):
             number = round(value / unit, digits)

@@ -1,4 +1,4 @@
-"""The fields of the cluster file and their valid values; :mod:`cluster_file` shows what the file looks like."""
+"""Fields of the cluster file and their valid values; ``docs/file-formats.md`` explains them."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ TOTAL_RATES = {
     "total_gigabytes_per_second": 1e9,
     "total_bytes_per_second": 1.0,
 }
-"""Fields for what all transfers inside a node share, with the factor to bytes per second."""
+"""Factors to bytes per second, by field: bandwidth that all transfers inside a node share."""
 RATES = {"gigabits_per_second": 1e9 / 8, "gigabytes_per_second": 1e9, "bytes_per_second": 1.0}
 LATENCIES = {"latency_microseconds": 1e-6, "latency_seconds": 1.0}
-"""Fields for bandwidth and for latency, with the factor to bytes per second and to seconds."""
+"""Factors to bytes per second and to seconds, by field."""
 
 Dollars = Annotated[float, Field(ge=0, le=1e9)]
 CurveTerm = Annotated[float, Field(ge=-1e9, le=1e9)]
 Name = Annotated[str, Field(min_length=1)]
 MAX_DEVICES = 65536
-"""In a cluster file. The limit stops a typing mistake from filling the memory of the machine that plans."""
+"""Limit for a cluster file, so that a typing mistake does not fill the memory of the machine that plans."""
 Count = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
 
 
@@ -53,13 +53,10 @@ class KindFields(FilePart):
     """A kind of device. Fields that are left out have the values of the preset of that name."""
 
     memory_gb: Annotated[float, Field(ge=1e-9, le=1e9)] | None = None
-    """In 10⁹ bytes."""
     memory_bytes: Annotated[int, Field(gt=0, le=10**18)] | None = None
     memory_reserve_gb: Annotated[float, Field(ge=0, le=1e9)] | None = None
-    """In 10⁹ bytes: part of the memory that is not planned with."""
     memory_reserve_bytes: Annotated[int, Field(ge=0, le=10**18)] | None = None
     tflops: Annotated[float, Field(ge=1e-12, le=1e12)] | None = None
-    """In 10¹² FLOP/s."""
     flops: Flops | None = None
     dollars_per_hour: Dollars | None = None
     """Price of one device, for nodes that have no price of their own."""
@@ -84,7 +81,6 @@ class _Channel(FilePart):
     latency_microseconds: Annotated[float, Field(ge=0, le=1e15)] | None = None
     latency_seconds: Seconds | None = None
     curve: tuple[CurveTerm, CurveTerm, CurveTerm] | None = None
-    """GB/s by message size: ``a·x² + b·x + c`` with ``x = log2(megabytes)``, at most the rate."""
 
     @model_validator(mode="after")
     def _once(self) -> _Channel:
@@ -99,7 +95,6 @@ class _Channel(FilePart):
         return self
 
     def channel(self) -> Channel:
-        """The channel that these fields describe."""
         return Channel(self.kind, self._first(RATES), self._first(LATENCIES), self.curve)
 
     def _first(self, units: Mapping[str, float]) -> float:
@@ -109,7 +104,7 @@ class _Channel(FilePart):
 
 
 class _Inside(_Channel):
-    """The channel between two devices of a node, and what all such transfers share."""
+    """Channel between two devices of a node, and the bandwidth that all such transfers share."""
 
     total_gigabits_per_second: Annotated[float, Field(ge=1e-15, le=1e30)] | None = None
     total_gigabytes_per_second: Annotated[float, Field(ge=1e-15, le=1e30)] | None = None
@@ -124,7 +119,7 @@ class _Inside(_Channel):
 
     @property
     def shared_bytes_per_second(self) -> float:
-        """What all transfers inside the node share; infinite if nothing is given."""
+        """Bandwidth of all transfers inside the node together; infinite if nothing is given."""
         return self._first(TOTAL_RATES) or math.inf
 
 
@@ -141,16 +136,12 @@ class _Network(_Channel):
 
 
 class _Devices(FilePart):
-    """Several devices that are alike."""
-
     kind: Name
     count: Count = 1
     speed: Factor = 1.0
 
 
 class NodeFields(FilePart):
-    """Several nodes that are alike."""
-
     name: Name | None = None
     count: Count | None = None
     devices: Annotated[tuple[_Devices, ...], Field(min_length=1)]
@@ -158,10 +149,8 @@ class NodeFields(FilePart):
     nics: tuple[_Network, ...] = ()
     """Network cards. Several may be of one kind: a message uses one of them, and messages share all of them."""
     dollars_per_hour: Dollars | None = None
-    """Price of a whole node."""
 
     def names(self, cluster: str) -> list[str]:
-        """Names of the nodes; without a name of their own they have the name of their cluster."""
         name = cluster if self.name is None else self.name
         return [name] if self.count is None else [f"{name}-{number}" for number in range(self.count)]
 
@@ -185,8 +174,6 @@ class _ClusterLink(_Network):
 
 
 class ClusterFields(FilePart):
-    """The whole file."""
-
     schema_version: Literal[1] = Field(alias="schema")
     kinds: dict[Name, KindFields] = Field(default_factory=dict)
     clusters: Annotated[tuple[_Cluster, ...], Field(min_length=1)]
@@ -214,7 +201,7 @@ class ClusterFields(FilePart):
 
 
 def suggest(name: str, names: Iterable[str]) -> str:
-    """The end of a message about an unknown name: similar ones of ``names``, if there are any."""
+    """End of a message about an unknown name: similar ones of ``names``, if there are any."""
     by_lower = {each.lower(): each for each in names}
     longer = [each for each in by_lower if each.startswith(name.lower())]
     close = [
@@ -226,7 +213,6 @@ def suggest(name: str, names: Iterable[str]) -> str:
 
 
 def read_number(number: float, unit: float) -> float:
-    """A number that is given in ``unit``, in the base unit."""
     # 1e-6 is not exact, but a million is, so 80 µs are exactly 8e-05 s.
     return number * unit if unit >= 1 else number / round(1 / unit)
 

@@ -1,8 +1,6 @@
 """Kinds of GPU that a cluster file can name without describing them, and their channels inside a node.
 
-Memory is the number in the name, in 10⁹ bytes. Of it, :func:`usual_memory_reserve` is not planned with. FLOP/s are
-those of a dense matrix product in half precision with single-precision sums, as in training: tensor cores without
-sparsity, from the datasheet.
+FLOP/s are those of a dense matrix product in half precision with single-precision sums, from the datasheet.
 """
 
 from __future__ import annotations
@@ -16,8 +14,7 @@ __all__ = ["GPUS", "INSIDE", "kind_name", "usual_memory_reserve"]
 NVLINK, PCIE, FABRIC = "NVLink", "PCIe", "Infinity-Fabric"
 
 _KINDS = (
-    # name, GB, TFLOP/s, inside a node by, one way in GB/s. The datasheets give NVLink's bandwidth in both directions
-    # together. PCIe has 15.75 GB/s one way for 16 lanes of version 3, 31.5 of version 4, and 63 of version 5.
+    # name, GB (10⁹ bytes), TFLOP/s, link in a node, GB/s one way (datasheets of NVLink add both ways; PCIe: 16 lanes)
     # NVIDIA A100 datasheet (2021): 312 TFLOPS, third-generation NVLink 600 GB/s, SXM.
     ("A100-40", 40, 312, NVLINK, 300),
     ("A100-80", 80, 312, NVLINK, 300),
@@ -34,18 +31,15 @@ _KINDS = (
     ("T4", 15, 65, PCIE, 15.75),
     # NVIDIA Ampere GA102 whitepaper, appendix A: 71 TFLOPS dense with FP32 accumulation (142 with FP16), PCIe 4.
     ("RTX-3090", 24, 71, PCIE, 31.5),
-    # NVIDIA GeForce GTX 1080 whitepaper (2016): 8,873 GFLOPS in single precision. There are no tensor cores, and half
-    # precision has 1/64 of that rate, so training there runs in single precision; PCIe 3.
+    # NVIDIA GeForce GTX 1080 whitepaper (2016): 8,873 GFLOPS in fp32, 1/64 in fp16, so training is in fp32; PCIe 3.
     ("GTX-1080", 8, 8.873, PCIE, 15.75),
     # NVIDIA Ampere GA102 whitepaper, appendix C: RTX A6000, 154.8 TFLOPS dense, PCIe 4.
     ("A6000", 48, 154.8, PCIE, 31.5),
     # NVIDIA Quadro RTX 5000 datasheet (2019): 89.2 TFLOPS, 16 GB, PCIe 3.
     ("RTX-5000", 16, 89.2, PCIE, 15.75),
-    # NVIDIA GH200 datasheet (2023): an H100 with 96 GB HBM3, 990 TFLOPS dense. In a node of four each pair is joined by
-    # six of the eighteen NVLinks, at 25 GB/s one way each.
+    # NVIDIA GH200 datasheet (2023): 96 GB HBM3, 990 TFLOPS dense. Of four, each pair is joined by 6 of the 18 NVLinks.
     ("GH-96", 96, 990, NVLINK, 150),
-    # NVIDIA Turing whitepaper (2018), appendix A, RTX 2080 Ti Founders Edition: 56.9 TFLOPS with FP32 accumulation,
-    # 11 GB, PCIe 3.
+    # NVIDIA Turing whitepaper (2018), appendix A: RTX 2080 Ti, 56.9 TFLOPS dense with FP32 accumulation, 11 GB, PCIe 3.
     ("RTX-2080", 11, 56.9, PCIE, 15.75),
     # NVIDIA Titan RTX (2018): 130 TFLOPS; the Turing whitepaper gives 130.5 for its full TU102 with FP32 accumulation.
     ("Titan-RTX", 24, 130.5, PCIE, 15.75),
@@ -70,19 +64,18 @@ _KINDS = (
     ("RTX-4090", 24, 165.2, PCIE, 31.5),
     # NVIDIA Blackwell whitepaper (2025), appendix A: RTX 5090, 209.5 TFLOPS dense with FP32 accumulation, PCIe 5.
     ("RTX-5090", 32, 209.5, PCIE, 63),
-    # AMD Instinct MI250X datasheet (2021): 383 TFLOPS and 128 GB in two dies, each of which is a device; MI300X
-    # datasheet (2023): 1,307.4 TFLOPS dense, 192 GB. Each pair of devices has a link of 50 and of 64 GB/s one way.
+    # AMD Instinct MI250X datasheet (2021): 383 TFLOPS and 128 GB in two dies, which are devices; MI300X datasheet
+    # (2023): 1,307.4 TFLOPS dense, 192 GB. Links of 50 and of 64 GB/s one way join each pair.
     ("MI250X-die", 64, 191.5, FABRIC, 50),
     ("MI300X", 192, 1307.4, FABRIC, 64),
 )
 
 
 def usual_memory_reserve(memory_bytes: int) -> int:
-    """Bytes of a device's memory that training needs beside the model, if nothing else is known.
+    """Bytes of memory that training needs beside the model, for context, buffers, workspaces and the allocator.
 
-    They hold the device's context, the buffers of the communication libraries, workspaces of matrix products, and what
-    the allocator cannot use, which grows with the memory. Iterations of 12 plans on GH200 needed 3.5 to 4.7 GB of it
-    (``benchmarks/planner/measured_plans.py``); Sailor counts 2 to 3 GB. A small device has less.
+    Iterations of 12 plans on GH200 needed 3.5 to 4.7 GB (``benchmarks/planner/measured_plans.py``); Sailor counts 2 to
+    3 GB. A small device has less.
     """
     return round(min(2e9 + 0.025 * memory_bytes, 0.15 * memory_bytes))
 
@@ -93,7 +86,6 @@ GPUS: dict[str, DeviceKind] = {
         (name, round(gigabytes * 1e9), teraflops) for name, gigabytes, teraflops, *_ in _KINDS
     )
 }
-"""Kinds of GPU by the name that a cluster file uses."""
 
 INSIDE: dict[str, Channel] = {name: Channel(link, rate * 1e9) for name, _, _, link, rate in _KINDS}
 """The channel between devices of a kind in a usual node: SXM if the kind has it, else PCIe."""

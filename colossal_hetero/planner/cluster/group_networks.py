@@ -1,12 +1,10 @@
-"""Which backend and network a group of ranks communicates over, and the environment variables that select them.
+"""Backend and network of a group of ranks, and the environment variables that select them.
 
-[Note: what is read when]  NCCL reads the *name of the network*, ``NCCL_NET`` ("IB" for InfiniBand and RoCE, "Socket"
-for Ethernet) or ``ncclConfig_t.netName``, for every communicator that it makes (init.cc, ``envConfigOverride``; the
-variable takes precedence over the configuration). All other variables that choose NICs are read once per process, when
-their network is used for the first time: ``NCCL_IB_HCA``, ``NCCL_IB_GID_INDEX``, ``NCCL_IB_DISABLE`` and
-``NCCL_SOCKET_IFNAME`` (net_ib.cc, net_socket.cc, param.cc; NVIDIA/nccl, issue 443). This is sufficient: a rank is on
-one node and has one set of adapters, so its groups differ only in the choice between RDMA and Ethernet. Gloo reads
-``GLOO_SOCKET_IFNAME`` for each group.
+[Note: what is read when] NCCL reads the *name of the network*, ``NCCL_NET`` ("IB" for InfiniBand and RoCE, "Socket" for
+Ethernet) or ``ncclConfig_t.netName``, for every communicator (init.cc, ``envConfigOverride``; the variable takes
+precedence). It reads ``NCCL_IB_HCA``, ``NCCL_IB_GID_INDEX``, ``NCCL_IB_DISABLE`` and ``NCCL_SOCKET_IFNAME`` once per
+process, at the first use of their network (net_ib.cc, net_socket.cc, param.cc; NVIDIA/nccl, issue 443). A rank
+has one set of adapters, so its groups differ only in RDMA or Ethernet. Gloo reads ``GLOO_SOCKET_IFNAME`` per group.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ ETHERNET = "Ethernet"
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """The names of a node's NICs of one kind."""
+    """Names of a node's NICs of one kind."""
 
     interface: str | None = None
     """Name in the operating system, e.g. "eth0"; Gloo and NCCL's sockets need it."""
@@ -38,20 +36,16 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Network:
-    """The network that a group of ranks communicates over."""
-
     backend: Literal["nccl", "gloo"]
     kind: str
-    """Kind of the slowest channel in the group's ring: "NVLink", "InfiniBand", "RoCE", "Ethernet", …; "" for one
-    device."""
+    """Of the slowest channel in the group's ring: "NVLink", "InfiniBand", "RoCE", "Ethernet", …; "" for one device."""
     nccl_net: Literal["IB", "Socket"] | None = None
     """Value of ``NCCL_NET`` for a group that spans nodes; None: NCCL chooses, as it does inside a node."""
 
     def environment(self, adapters: Mapping[str, Adapter] | None = None) -> dict[str, str]:
         """Environment variables to set while this group's communicator is made.
 
-        Gloo uses IP, also over InfiniBand if the adapter names an interface. Without an interface it uses the one that
-        the host name resolves to.
+        Gloo uses IP, also over InfiniBand. Without an interface it uses the one that the host name resolves to.
         """
         if self.backend == "nccl":
             return {} if self.nccl_net is None else {"NCCL_NET": self.nccl_net}
@@ -60,11 +54,10 @@ class Network:
 
 
 def group_network(topology: Topology, group: Sequence[int]) -> Network:
-    """The backend of a group, and the network that all hops of its ring can use.
+    """Backend of a group, and the network that all hops of its ring can use.
 
-    GPUs use NCCL; if a CPU is in the group, all use Gloo (ADAPT, section 6). A device is a CPU if the name of its kind
-    begins with "cpu". If the hops have different networks, the whole group uses the slowest one, because an NCCL
-    communicator has one network.
+    If a CPU is in the group (a kind whose name begins with "cpu"), all use Gloo, else NCCL (ADAPT, section 6). An NCCL
+    communicator has one network, so the slowest one of the hops.
     """
     if not group:
         raise ValueError("the group is empty; it needs a device")
@@ -90,7 +83,7 @@ def process_environment(adapters: Mapping[str, Adapter]) -> dict[str, str]:
             environment["NCCL_IB_HCA"] = adapter.hca
         if kind == "RoCE" and adapter.gid_index is not None:
             environment["NCCL_IB_GID_INDEX"] = str(adapter.gid_index)
-    # Communicators that span clusters also connect for the first time over this interface, so all nodes must reach it.
+    # Communicators that span clusters first connect over this interface too, so all nodes must reach it.
     ethernet = adapters.get(ETHERNET)
     if ethernet is not None and ethernet.interface is not None:
         environment["NCCL_SOCKET_IFNAME"] = f"={ethernet.interface}"

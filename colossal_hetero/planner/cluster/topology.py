@@ -1,4 +1,4 @@
-"""The machines that a plan is made for: devices in nodes in clusters, and the channels between them."""
+"""Machines that a plan is made for: devices in nodes in clusters, and the channels between them."""
 
 from __future__ import annotations
 
@@ -17,23 +17,21 @@ __all__ = ["Channel", "Device", "DeviceKind", "MeasuredLink", "Node", "Topology"
 
 MEGABYTE = 1e6
 SMALLEST_EXPONENT, LARGEST_EXPONENT = -20, 30
-"""Exponents of two, in megabytes, that message sizes are searched in."""
+"""Range of message sizes that are searched, as exponents of two, in megabytes."""
 STEPS_PER_OCTAVE = 16
-"""Message sizes that are tried between one power of two and the next."""
 
 
 @dataclass(frozen=True)
 class Channel:
-    """How one device sends to another, in ``latency + bytes / bandwidth`` seconds (ADAPT, section 6).
+    """Channel from one device to another, in ``latency + bytes / bandwidth`` seconds (ADAPT, section 6).
 
-    The bandwidth may depend on the size of the message: with ``curve = (a, b, c)`` it is ``a·x² + b·x + c`` GB/s with
-    ``x = log2(megabytes)``, at most ``bytes_per_second``. A smaller message never takes longer than a larger one.
+    With ``curve = (a, b, c)``, the bandwidth is ``a·x² + b·x + c`` GB/s with ``x = log2(megabytes)``, at most
+    ``bytes_per_second``. A smaller message never takes longer than a larger one.
     """
 
     kind: str
     """E.g. "NVLink", "PCIe", "InfiniBand", "RoCE", "Ethernet"."""
     bytes_per_second: float
-    """With a curve: its upper limit."""
     latency_seconds: float = 0.0
     curve: tuple[float, float, float] | None = None
 
@@ -52,7 +50,7 @@ class Channel:
         return self.latency_seconds + message_bytes / self.bandwidth(message_bytes)
 
     def limited(self, bytes_per_second: float) -> Channel:
-        """The channel if others leave only this bandwidth; with a curve, it falls in the same proportion."""
+        """Channel if others leave only this bandwidth; a curve falls in the same proportion."""
         share = bytes_per_second / self.bytes_per_second
         if share >= 1.0:
             return self
@@ -62,7 +60,6 @@ class Channel:
         return replace(self, bytes_per_second=bytes_per_second, curve=curve)
 
     def bandwidth(self, message_bytes: float) -> float:
-        """Bytes per second for messages of this size."""
         if self.curve is None:
             return self.bytes_per_second
         fastest_bytes, shortest_seconds = _fastest_message(self.curve, self.bytes_per_second)
@@ -83,10 +80,9 @@ def _fitted_bandwidth(curve: tuple[float, float, float], max_bytes_per_second: f
 
 @functools.lru_cache(maxsize=1024)
 def _fastest_message(curve: tuple[float, float, float], max_bytes_per_second: float) -> tuple[float, float]:
-    """The size in bytes of the message that takes the shortest time, and that time in seconds.
+    """Bytes and seconds of the message that takes the shortest time; smaller messages count as taking the same time.
 
-    Below the measured sizes a fitted curve falls to 0, as if smaller messages took longer. All messages smaller than
-    the one returned count as taking the same time.
+    Below the measured sizes a fitted curve falls to 0, as if smaller messages took longer.
     """
     fastest_bytes, shortest_seconds = math.inf, math.inf
     for step in range(LARGEST_EXPONENT * STEPS_PER_OCTAVE, SMALLEST_EXPONENT * STEPS_PER_OCTAVE - 1, -1):
@@ -100,15 +96,12 @@ def _fastest_message(curve: tuple[float, float, float], max_bytes_per_second: fl
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """A kind of device."""
-
     name: str
     memory_bytes: int
     flops: float
     """Dense half-precision FLOP/s, nominal or measured."""
     memory_reserve_bytes: int = 0
-    """Part of the memory that is not planned with: for the device's context, communication buffers, workspaces of
-    libraries, and what the allocator cannot use."""
+    """Memory that is not planned with: context, communication buffers, workspaces, lost to the allocator."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.memory_reserve_bytes < self.memory_bytes:
@@ -120,7 +113,6 @@ class DeviceKind:
 
     @property
     def usable_bytes(self) -> int:
-        """The memory without the reserve."""
         return self.memory_bytes - self.memory_reserve_bytes
 
 
@@ -130,30 +122,23 @@ class Device:
 
     kind: DeviceKind
     node: int
-    """Number of its node."""
     cluster: int
-    """Number of its cluster."""
     speed: float = 1.0
     """Share of its kind's speed that it reaches: ¼ if it is throttled to a quarter."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """A machine."""
-
     name: str
     cluster: int
-    """Number of its cluster."""
     devices: tuple[int, ...]
-    """Numbers of its devices."""
     inside: Channel
-    """The channel between its devices."""
     nics: tuple[Channel, ...]
     """Network cards, by descending bandwidth."""
     inside_bytes_per_second: float = math.inf
-    """What all transfers between its devices share, if it is limited: a bus, a switch with few lanes, host memory."""
+    """Limit of all transfers between its devices together: a bus, a switch with few lanes, host memory."""
     dollars_per_hour: float | None = None
-    """Price of the whole node; None if it is not known."""
+    """Of the whole node; None: unknown."""
 
     def __post_init__(self) -> None:
         if not self.inside_bytes_per_second > 0:
@@ -165,33 +150,27 @@ class Node:
 
 @dataclass(frozen=True)
 class Topology:
-    """All machines.
-
-    Nodes of one cluster with equal NICs are a *node class*. Channels are looked up once per pair of classes.
-    """
+    """All machines. Nodes of one cluster with equal NICs are a *node class*; one look-up per pair of classes."""
 
     devices: tuple[Device, ...]
     nodes: tuple[Node, ...]
     clusters: tuple[str, ...]
-    """Names."""
     between: tuple[tuple[int, int, Channel], ...] = ()
     """Links between clusters: the numbers of both clusters, and the channel."""
     egress: tuple[tuple[int, int, float], ...] = ()
-    """Prices of what is sent between clusters, if it costs anything: the numbers of both clusters, and dollars per
-    gigabyte (10⁹ bytes)."""
+    """Dollars per gigabyte (10⁹ bytes) that is sent between two clusters, where it costs anything."""
 
     def __hash__(self) -> int:
         return self._hash
 
     def channel(self, a: int, b: int) -> Channel:
-        """The fastest channel between two devices."""
         return self.node_channel(self.devices[a].node, self.devices[b].node)
 
     def node_channel(self, a: int, b: int) -> Channel:
-        """The channel between two nodes.
+        """Channel between two nodes, in either direction.
 
-        Within a cluster it is the fastest kind of NIC that both nodes have, with the bandwidth of the slower one.
-        Between clusters it is the link in :attr:`between`, or else Ethernet if both nodes have it.
+        Within a cluster: the fastest kind of NIC that both nodes have, with the bandwidth of the slower one. Between
+        clusters: the link in :attr:`between`, or else Ethernet if both nodes have it.
         """
         if a == b:
             return self.nodes[a].inside
@@ -199,13 +178,12 @@ class Topology:
         pair = (classes[a], classes[b])
         found = self._channels.get(pair)
         if found is None:
-            # The order of the two nodes does not matter: sending takes equally long in both directions.
             found = _find_channel(self, min(a, b), max(a, b))
             self._channels[pair] = self._channels[pair[::-1]] = found
         return found
 
     def with_memory_reserve(self, reserve_bytes: int) -> Topology:
-        """The machines if on each device this part of the memory is not planned with."""
+        """Topology with another memory reserve on each device."""
         kinds = {
             kind: replace(kind, memory_reserve_bytes=reserve_bytes) for kind in {device.kind for device in self.devices}
         }
@@ -217,7 +195,6 @@ class Topology:
 
     @cached_property
     def _node_classes(self) -> tuple[int, ...]:
-        """By node: the number of its class."""
         numbers: dict[tuple[int, tuple[Channel, ...]], int] = {}
         return tuple(numbers.setdefault((node.cluster, node.nics), len(numbers)) for node in self.nodes)
 
@@ -263,13 +240,9 @@ def _kinds(node: Node) -> str:
 
 
 class MeasuredLink(FilePart):
-    """Time that a message between two ranks takes in one protocol: ``latency_seconds + bytes / bytes_per_second``.
-
-    It holds for both directions, unless the opposite direction has a link of its own.
-    """
+    """Time of a message between two ranks in one protocol; both ways, unless the opposite way has a link."""
 
     ranks: tuple[NonNegative, NonNegative]
-    """The sending and the receiving rank."""
     protocol: Annotated[str, Field(min_length=1)]
     """"gloo" or "nccl"."""
     latency_seconds: Seconds

@@ -1,1 +1,1 @@
-"""What a model's layers cost on each kind of device: measured, or estimated from sizes."""
+"""Costs of a model's layers on each kind of device: measured, or estimated from sizes."""

@@ -1,4 +1,4 @@
-"""Estimates the profile of a GPT from its sizes and the nominal speeds of GPUs, to plan before there are machines."""
+"""Profile of a GPT, estimated from its sizes and the nominal speeds of GPUs, to plan before there are machines."""
 
 from __future__ import annotations
 
@@ -15,17 +15,13 @@ __all__ = ["EFFICIENCY", "IMAGE_SIZE", "VITS", "Recompute", "Transformer", "VitS
 
 # Gpt -----------------------------------------------------------------------------------------------------------------
 #
-# Parameters, floating-point operations and activation memory of a GPT, computed from its sizes.
-#
-# Parameters and operations after Holmes, Eq. 5 and 6, which are those of Narayanan et al., "Efficient large-scale
-# language model training on GPU clusters using Megatron-LM" (2021), Eq. 2 and 3; activation memory after Korthikanti et
-# al., "Reducing activation recomputation in large transformer models" (2022), sections 4.1 to 5. Only matrix products
-# are counted as operations, so FLOP are a tight lower bound.
+# Parameters and operations: Holmes, Eq. 5 and 6 (Narayanan et al., "Efficient large-scale language model training on
+# GPU clusters using Megatron-LM", 2021, Eq. 2 and 3); activation memory: Korthikanti et al., "Reducing activation
+# recomputation in large transformer models", 2022, sections 4.1 to 5. FLOP are those of matrix products, a tight bound.
 
 
 Recompute = Literal["none", "selective", "full"]
-"""What of a block's forward pass is run again during backward instead of being kept: nothing, the inside of attention
-(few operations, which are not counted), or all of it."""
+"""Parts of a block's forward pass that run again in backward: nothing, the inside of attention, or all."""
 
 RECOMPUTE = ("none", "selective", "full")
 
@@ -51,7 +47,6 @@ class Transformer:
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the word and position embeddings."""
         return (self.vocabulary + self.sequence) * self.hidden
 
     @property
@@ -61,13 +56,12 @@ class Transformer:
 
     @property
     def head_parameters(self) -> int:
-        """Parameters of the logits. They are those of the word embedding and counted once in :attr:`parameters`. If the
-        last stage is not the first, it holds a copy."""
+        """Parameters of the logits, shared with the word embedding; copied if the last stage is not the first."""
         return self.vocabulary * self.hidden
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model: ``P = 12 l h² (1 + 13/(12 h) + (V + s)/(12 l h))`` (Holmes, Eq. 5)."""
+        """``P = 12 l h² (1 + 13/(12 h) + (V + s)/(12 l h))`` (Holmes, Eq. 5)."""
         return self.layers * self.block_parameters + self.embedding_parameters
 
     @property
@@ -99,10 +93,8 @@ class Transformer:
     ) -> float:
         """Bytes that one sample keeps for backward in one block, per device, in half precision.
 
-        ``s h (10 + 24/t + 5 a s/(h t))``. Without the last term if the inside of attention is recomputed (or never
-        kept, as with flash attention). ``2 s h`` if the whole block is recomputed. Sequence
-        parallelism divides all of it by ``t``.
-        (Korthikanti et al. 2022, Table 2.)
+        ``s h (10 + 24/t + 5 a s/(h t))``; without the last term if the inside of attention is recomputed or never kept
+        (flash attention); ``2 s h`` with full recomputation. Sequence parallelism divides all by ``t`` (Table 2).
         """
         if recompute not in RECOMPUTE:
             raise ValueError(f"recompute={recompute!r}: choose one of {', '.join(RECOMPUTE)}")
@@ -121,10 +113,7 @@ class Transformer:
         return self.sequence * self.hidden
 
     def head_activation_bytes(self, tensor_parallel: int = 1) -> float:
-        """Bytes of one sample in the head: ``4 s h (1 + V/(h t))``.
-
-        These are the final norm, the input of the logits, and the logits in single precision.
-        """
+        """Bytes of one sample in the head, ``4 s h (1 + V/(h t))``: final norm, input of the logits, logits in fp32."""
         return 4.0 * self.sequence * (self.hidden + self.vocabulary / tensor_parallel)
 
     @property
@@ -134,12 +123,11 @@ class Transformer:
 
 
 EFFICIENCY = 0.4
-"""Share of its nominal FLOP/s that a device achieves. Large models on A100 GPUs reach 0.44 to 0.52 (Narayanan et al.
-2021, Table 1); smaller models and slower networks reach less."""
+"""Share of nominal FLOP/s. Large models on A100 reach 0.44 to 0.52 (Narayanan et al. 2021, Table 1), others less."""
 
 PARAMETER_BYTES, STATE_FACTOR = 2, 9.0
-"""In half precision with Adam, 16 bytes of state per parameter (Rajbhandari et al., ZeRO, 2020, section 3.1), and 2
-more in the optimizer's step, for which Colossal-AI converts gradients to single precision."""
+"""In half precision, Adam has 16 bytes of state per parameter (Rajbhandari et al., ZeRO, 2020, section 3.1), and 2 more
+in its step, for which Colossal-AI converts gradients to single precision."""
 
 
 def estimated_profile(
@@ -152,13 +140,12 @@ def estimated_profile(
     recompute: Recompute = "none",
     name: str | None = None,
 ) -> ModelProfile:
-    """A profile in which times are FLOP divided by achieved FLOP/s, and memory is that of half precision with Adam.
+    """Profile in which times are FLOP divided by achieved FLOP/s, and memory is that of half precision with Adam.
 
-    In this profile the optimizer's update takes no time, and a micro-batch of one sample is as efficient as a large
-    one. It shows how kinds of devices compare; it does not predict seconds. The communication of tensor parallelism is
-    counted when the links are known (:mod:`.on_links`): two sums of a layer's outputs per block in a forward pass, and
-    as many in a backward pass (Shoeybi et al., Megatron-LM, 2019, figure 4), one of the embedding's and one of the
-    head's input.
+    It compares kinds of devices and does not predict seconds: the update takes no time, and a micro-batch of one sample
+    is as efficient as a large one. Communication of tensor parallelism is added when the links are known
+    (:func:`.on_links`): per block, two sums of its outputs in each pass (Shoeybi et al., Megatron-LM, 2019, figure 4),
+    and one each for the embedding's output and the head's input.
     """
     shares = efficiency if isinstance(efficiency, Mapping) else {device.name: efficiency for device in devices}
     for share in shares.values():
@@ -200,7 +187,6 @@ def _times(
     model: Transformer, device: DeviceKind, degree: int, size: int, efficiency: float, recompute: Recompute
 ) -> LayerTimes:
     share = size / (device.flops * efficiency * degree)
-    # Looking up embeddings takes no floating-point operations.
     forward = [0, *[model.block_forward_flop] * model.layers, model.head_forward_flop]
     block_backward = model.block_backward_flop(recompute == "full")
     backward = [0, *[block_backward] * model.layers, 2 * model.head_forward_flop]
@@ -235,7 +221,7 @@ def _sizes(model: Transformer, degree: int, recompute: Recompute) -> LayerSizes:
 
 
 IMAGE_SIZE = 32
-"""Width and height of CIFAR-10's images, in pixels."""
+"""Pixels of CIFAR-10's images, each way."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,19 +229,15 @@ class VitSizes:
     """A vision transformer whose MLP is four times as wide as its embedding."""
 
     hidden: int
-    """Width of the embedding."""
     depth: int
-    """Number of blocks."""
     heads: int
-    """Attention heads in a block."""
     patch: int
-    """Width and height of a patch, in pixels."""
+    """Pixels, each way."""
 
 
 VITS: Mapping[str, VitSizes] = {
     "vit-1b": VitSizes(hidden=2048, depth=24, heads=32, patch=4),
     "vit-3b": VitSizes(hidden=3072, depth=24, heads=48, patch=4),
 }
-"""By name. ViT-1B has 1.2 billion parameters (hidden 2048, depth 24 and 64 patches, Sec. II-B). Of ViT-3B the paper
-says only that it has 2.7 billion; a model of depth 24 has as many with hidden 3072. It does not say the number of
-heads; here they are 64 wide, as in ViT-Base."""
+"""ViT-1B: 1.2 billion parameters, 64 patches (Sec. II-B). Of ViT-3B the paper gives only 2.7 billion parameters, as
+with depth 24 and hidden 3072. It does not give the heads; here they are 64 wide, as in ViT-Base."""

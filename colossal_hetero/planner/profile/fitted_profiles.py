@@ -1,4 +1,4 @@
-"""The machines with the kinds of devices that a profile has for them."""
+"""Machines with the kinds of devices that a profile has for them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ __all__ = ["as_profiled", "on_links", "with_kind"]
 def as_profiled(topology: Topology, profile: ModelProfile) -> Topology:
     """``topology`` in which each device has the kind under which the profile measured its rank, and full speed.
 
-    A cluster file gives one number for the speed of a device. A profile that was measured by the same ranks has the
-    times of every layer on each of them, and slow devices are kinds of their own ("cpu-2"). If the profile was measured
-    by other ranks or on devices with other names, kinds and speeds are unchanged.
-
-    The reserve of each device is at least what was in use beside the allocator's memory when its kind was measured.
+    Slow devices of a profile are kinds of their own ("cpu-2") with a time for every layer, a cluster file has one
+    speed. If the profile has other ranks or device names, kinds and speeds stay. The reserve of each device is at least
+    what was in use beside the allocator's memory when its kind was measured.
     """
     devices = topology.devices
     measured = profile.rank_devices
@@ -47,20 +45,13 @@ def _with_context(kind: DeviceKind, profile: ModelProfile) -> DeviceKind:
 
 # On links ------------------------------------------------------------------------------------------------------------
 #
-# Adds what a cluster's links take for tensor parallelism to times that do not contain it.
-#
-# Measured times contain the communication on the links that they were measured on. Estimated times contain none: the
-# profile then says how often each layer sums its outputs over the tensor-parallel group, as ``LayerSizes.forward_sums``
-# and ``backward_sums``.
-#
-# A layer takes ``sums · (2 (n−1)/n · bytes/bandwidth + 2 (n−1) · latency)`` longer, for a ring of n devices inside a
-# node (Patarasuk and Yuan 2009), while all groups of the node do the same. If nodes with the same kind of device have
-# other links, the slowest of them counts.
+# Estimated times contain no communication of tensor parallelism, measured ones do. A layer takes ``sums · (2 (n−1)/n ·
+# bytes/bandwidth + 2 (n−1) · latency)`` longer, for a ring in a node (Patarasuk and Yuan 2009), while all groups of the
+# node do the same. The slowest node with the same kind of device counts.
 
 
 def on_links(profile: ModelProfile, topology: Topology) -> ModelProfile:
-    """``profile`` with times that contain all communication of tensor parallelism on these machines; the profile itself
-    if they do already."""
+    """``profile`` whose times contain the communication of tensor parallelism on these machines, or itself."""
     sizes = {each.tensor_parallel: each for each in profile.sizes if each.forward_sums or each.backward_sums}
     if not sizes:
         return profile
@@ -85,7 +76,7 @@ def _with_sums(times: LayerTimes, sizes: LayerSizes, topology: Topology) -> Laye
 
 
 def _sum_seconds(times: LayerTimes, sum_bytes: float, topology: Topology) -> float:
-    """The time of a sum over the group, on the slowest node that has such groups; 0 if there is none."""
+    """Seconds of a sum over the group, on the slowest node that has such groups; 0 if there is none."""
     degree, slowest = times.tensor_parallel, 0.0
     for node in topology.nodes:
         kinds = {topology.devices[device].kind.name for device in node.devices}

@@ -29,9 +29,8 @@ class LayerCosts:
     """Costs of each block in one kind of slot (a tensor-parallel group of devices); arrays ``[blocks]``."""
 
     forward_seconds: NDArray[np.float64]
-    """Per micro-batch."""
     backward_seconds: NDArray[np.float64]
-    """Per micro-batch."""
+    """Per micro-batch, as ``forward_seconds``."""
     update_seconds: NDArray[np.float64]
     """Optimizer step, once per iteration."""
     state_bytes: NDArray[np.float64]
@@ -41,26 +40,25 @@ class LayerCosts:
     activation_bytes: NDArray[np.float64]
     """Kept for backward by one micro-batch in flight, per device."""
     output_bytes: NDArray[np.float64]
-    """Size of what one micro-batch sends over a cut behind the block. The gradient that comes back is as large."""
+    """Sent by one micro-batch over a cut behind the block. The gradient that comes back is as large."""
     temporary_bytes: float = 0.0
-    """Needed for a moment beside what is kept, whichever blocks a device has: in backward, a block's gradients."""
+    """Needed for a moment beside what is kept, for any blocks: in backward, a block's gradients."""
     bucket_bytes: float = 0.0
-    """Copy of the gradients in the buckets of DistributedDataParallel, which a device has if it runs all blocks."""
+    """Copy of the gradients in buckets of DistributedDataParallel, if a device runs all blocks."""
     schedule_seconds: float = 0.0
-    """What the schedule itself takes per micro-batch for each cut next to a stage; see ``LayerTimes``."""
+    """Time of the schedule itself per micro-batch and cut next to a stage; see ``LayerTimes``."""
 
     def memory_for_blocks(self, usable_bytes: float, stages: int) -> float:
         """Bytes of a device's usable memory that are left for state and kept activations.
 
-        Colossal-AI's plugin wraps a model in DistributedDataParallel if its pipeline has one stage, with or without
-        replicas. With more stages, it sums each gradient in its place.
+        Colossal-AI wraps a model in DistributedDataParallel if its pipeline has one stage, even without replicas.
         """
         buckets = self.bucket_bytes if stages == 1 else 0.0
         return max(usable_bytes - self.temporary_bytes - buckets, 0.0)
 
     @cached_property
     def cumulative(self) -> CumulativeCosts:
-        """Cumulative sums, so that the cost of consecutive blocks is one subtraction."""
+        """Sums over the first blocks, so that the cost of consecutive blocks is one subtraction."""
         return CumulativeCosts(
             *(
                 np.concatenate([[0.0], np.cumsum(values)])
@@ -84,11 +82,11 @@ class LayerCosts:
 
     @cached_property
     def running_totals(self) -> tuple[list[float], ...]:
-        """:attr:`cumulative` as lists: one number of a list is read several times as fast as one of an array."""
+        """:attr:`cumulative` as lists, of which one number is read several times as fast."""
         return tuple(values.tolist() for values in self.cumulative)
 
     @cached_property
     def _outputs(self) -> tuple[list[float], NDArray[np.int64]]:
-        """The different sizes of what is sent, and which of them each block but the last one has."""
+        """Different message sizes, and the index of each block's size, without the last block."""
         sizes, which = np.unique(self.output_bytes[:-1], return_inverse=True)
         return sizes.tolist(), which

@@ -1,10 +1,7 @@
-"""The profile file of a model's layers: how long each takes on each kind of device, and how much memory.
+"""The profile file (JSON) of a model's layers: their time on each kind of device, and their memory.
 
-JSON that people can read, reuse and edit. Times and bytes have their unit in the name.
-
-Between two measured micro-batches, times are interpolated linearly. Timings are noisy. If a smaller micro-batch took
-longer than a larger one, its time is replaced by the shortest time of all larger ones (a running minimum from above),
-so that the planner does not choose by noise. If measured times rise with the micro-batch, they are used unchanged.
+Between two measured micro-batches, times are interpolated linearly. If a smaller micro-batch took longer than a larger
+one, its time is replaced by the shortest one of all larger ones, so that the planner does not choose by noise.
 """
 
 from __future__ import annotations
@@ -35,12 +32,10 @@ from .layer_costs import LayerCosts
 __all__ = ["SCHEMA", "BlockRun", "LayerSizes", "LayerTimes", "ModelProfile", "load_model_profile", "save_model_profile"]
 
 SCHEMA = 1
-"""Version of the file's fields."""
 
 TEMPORARY_SHARE = 2.0
-"""Bytes that the backward pass of a layer needs for a moment, per byte that it keeps: the gradients of its activations
-exist beside them, and the allocator keeps memory whose size does not fit what comes next. Twice is what iterations on
-GH200 needed (``benchmarks/planner/measured_plans.py``)."""
+"""Bytes that a layer's backward pass needs for a moment, per byte that it keeps: gradients of activations, and memory
+that the allocator cannot reuse. Iterations on GH200 needed this (``benchmarks/planner/measured_plans.py``)."""
 
 UNITS = {"seconds": "s", "bytes": "B", "micro_batch": "samples"}
 
@@ -51,13 +46,11 @@ class BlockRun(FilePart):
     """Time of several consecutive blocks that were measured together, per micro-batch (AutoHet, section III-D)."""
 
     blocks: PositiveCount
-    """Number of blocks."""
     forward_seconds: Seconds
     backward_seconds: Seconds
 
     @property
     def seconds(self) -> float:
-        """Seconds of forward and backward."""
         return self.forward_seconds + self.backward_seconds
 
 
@@ -65,25 +58,20 @@ class LayerTimes(FilePart):
     """Seconds per layer on one kind of device, for one tensor-parallel degree and micro-batch."""
 
     device: Annotated[str, Field(min_length=1)]
-    """Kind of device, as in the cluster file."""
     tensor_parallel: PositiveCount = 1
     micro_batch: PositiveCount
-    """Samples."""
     forward_seconds: tuple[Seconds, ...]
-    """By layer, per micro-batch."""
     backward_seconds: tuple[Seconds, ...]
-    """By layer, per micro-batch."""
+    """By layer, per micro-batch, like ``forward_seconds``."""
     update_seconds: tuple[Seconds, ...]
     """By layer: the optimizer's step, once per iteration."""
     schedule_seconds: Seconds = 0.0
-    """Per micro-batch and cut next to a stage: what a pipeline takes beyond its layers, on this side of the cut, to
-    send and receive a message each way and to run the schedule. A stage in the middle of a pipeline, which has two
-    cuts, takes twice this. 0 if it was not measured."""
+    """Per micro-batch and cut next to a stage (a stage in the middle has two): time beyond layers on this side of the
+    cut, to send and receive a message each way and to run the schedule. 0: not measured."""
     relative_error: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Standard error of the times of all layers together, as a share of them (0.02: 2 %), from how much repeated passes
-    differ. 0 if it is not known."""
+    """Standard error of the times of all layers together, as a share of them, from repeated passes. 0: unknown."""
     block_runs: tuple[BlockRun, ...] = ()
-    """Times of several blocks together, if they were measured; the times of single blocks come from these."""
+    """Measured times of several blocks together, from which those of single blocks come."""
 
     @field_validator("block_runs")
     @classmethod
@@ -99,15 +87,10 @@ class LayerTimes(FilePart):
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """Device, tensor-parallel degree and micro-batch."""
         return self.device, self.tensor_parallel, self.micro_batch
 
     def composed_seconds(self, blocks: int) -> float:
-        """Seconds of forward and backward of ``blocks`` blocks, from measured runs: ``T(n) = Σ α_i T(2^i)``.
-
-        AutoHet, Eq. 5: the number of blocks is divided into measured runs, the longest first, and their times are
-        added.
-        """
+        """Seconds of forward and backward of ``blocks`` blocks: ``T(n) = Σ α_i T(2^i)`` (AutoHet, Eq. 5)."""
         left, seconds = blocks, 0.0
         for run in reversed(self.block_runs):
             count, left = divmod(left, run.blocks)
@@ -123,24 +106,18 @@ class LayerSizes(FilePart):
 
     tensor_parallel: PositiveCount = 1
     parameter_bytes: tuple[ByteCount, ...]
-    """By layer."""
     activation_bytes: tuple[ByteCount, ...]
-    """By layer: kept for backward, per sample."""
+    """Kept for backward, per sample."""
     output_bytes: tuple[ByteCount, ...]
     """By layer: passed on to the next layer, per sample."""
     temporary_bytes: tuple[ByteCount, ...] = ()
-    """By layer: needed for a moment in its passes beside what is kept, per sample. Empty: :data:`TEMPORARY_SHARE` of
-    ``activation_bytes``."""
+    """By layer: needed for a moment beside what is kept, per sample. Empty: :data:`TEMPORARY_SHARE` of activations."""
     fixed_temporary_bytes: tuple[ByteCount, ...] = ()
-    """By layer: needed for a moment in addition, whatever the micro-batch, such as gradients of its parameters before
-    they are added to earlier ones. Empty: 0."""
+    """By layer: needed for a moment in addition, for any micro-batch, such as gradients before they are added."""
 
     forward_sums: tuple[ByteCount, ...] = ()
-    """By layer: sums over the tensor-parallel group in a forward pass whose time ``times`` do not contain, because they
-    were not measured. Each has the size of the largest of ``output_bytes``. Empty: the times contain all communication.
-    """
+    """By layer: sums in a forward pass that ``times`` do not contain, each of the largest of ``output_bytes``."""
     backward_sums: tuple[ByteCount, ...] = ()
-    """By layer: as ``forward_sums``, in a backward pass."""
 
     def temporaries(self, micro_batch: int) -> NDArray[np.float64]:
         """Bytes that each layer needs for a moment, measured or estimated, ``[layers]``."""
@@ -164,11 +141,8 @@ class ModelProfile(FilePart):
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
     units: dict[str, str] = Field(default_factory=lambda: dict(UNITS))
-    """Units of the numbers, for readers of the file."""
     name: str
-    """Name of the model."""
     precision: str = "fp32"
-    """Precision in which the layers were timed."""
     before: NonNegative = 1
     """Layers before the first block, such as the embedding."""
     after: NonNegative = 1
@@ -176,17 +150,15 @@ class ModelProfile(FilePart):
     state_factor: Factor = 4.0
     """Bytes of parameters, gradients and optimizer state together, per byte of parameters: 4 for Adam in fp32."""
     master_copies: bool = False
-    """True if ``state_factor`` counts copies of the parameters, which the optimizer updates, in fp32 too. In half
-    precision it always does."""
+    """True if ``state_factor`` counts fp32 copies of parameters in fp32 too; in half precision it always does."""
     gradient_factor: Factor = 1.0
     """Bytes of gradients that replicas sum, per byte of parameters."""
     source: str = ""
-    """Where the numbers come from: how they were measured, or from what they were estimated. For readers."""
+    """Origin of the numbers, for readers."""
     rank_devices: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Kind of device by rank, if the profile was measured by ranks; else empty."""
     context_bytes: dict[str, ByteCount] = Field(default_factory=dict)
-    """By kind of device: memory in use beside that of the allocator, such as the device's context and libraries, if it
-    was measured. Plans reserve at least this."""
+    """By kind of device: memory in use beside the allocator's (context, libraries). Plans reserve at least this."""
     times: Annotated[tuple[LayerTimes, ...], Field(min_length=1)]
     sizes: Annotated[tuple[LayerSizes, ...], Field(min_length=1)]
 
@@ -236,7 +208,7 @@ class ModelProfile(FilePart):
         return self
 
     def __copy__(self) -> ModelProfile:
-        # The copy may have other numbers (model_copy with update=...), so it starts with empty caches.
+        # The copy may have other numbers, so it starts with empty caches.
         copied = super().__copy__()
         for name in ("_costs", "_tables", "devices"):
             copied.__dict__.pop(name, None)
@@ -244,32 +216,26 @@ class ModelProfile(FilePart):
 
     @property
     def layers(self) -> int:
-        """Number of layers, embedding and head included."""
         return len(self.sizes[0].parameter_bytes)
 
     @property
     def blocks(self) -> int:
-        """Number of blocks: the layers between which the model can be cut."""
         return self.layers - self.before - self.after
-
-    # What was measured ------------------------------------------------------------------------------------
 
     @functools.cached_property
     def devices(self) -> tuple[str, ...]:
-        """Kinds of device that have times, in the order of the file."""
         return tuple(dict.fromkeys(times.device for times in self.times))
 
     def tensor_parallel_degrees(self, device: str) -> tuple[int, ...]:
-        """Tensor-parallel degrees that were measured on a kind of device, ascending."""
+        """Measured on a kind of device, ascending."""
         self._check_device(device)
         return tuple(sorted({times.tensor_parallel for times in self.times if times.device == device}))
 
     def micro_batches(self, device: str, tensor_parallel: int) -> tuple[int, ...]:
-        """Measured micro-batches, ascending; :meth:`costs` accepts all sizes from the first to the last."""
+        """Ascending; :meth:`costs` accepts all sizes from the first to the last."""
         return tuple(micro_batch for micro_batch, _ in self._table(device, tensor_parallel))
 
     def times_of(self, device: str, tensor_parallel: int, micro_batch: int) -> LayerTimes:
-        """The measured times, without interpolation."""
         for times in self.times:
             if times.key == (device, tensor_parallel, micro_batch):
                 return times
@@ -278,26 +244,22 @@ class ModelProfile(FilePart):
         raise ValueError(f"{place} was not measured; {_listed(measured)} were")
 
     def relative_error(self, device: str, tensor_parallel: int, micro_batch: int) -> float:
-        """Standard error of the times as a share of them; between two measured micro-batches the larger of theirs."""
+        """Standard error as a share of the times; between two measured micro-batches the larger one."""
         sizes = self.micro_batches(device, tensor_parallel)
         near = [max((size for size in sizes if size <= micro_batch), default=sizes[0])]
         near.append(min((size for size in sizes if size >= micro_batch), default=sizes[-1]))
         return max(self.times_of(device, tensor_parallel, size).relative_error for size in near)
 
-    # What a planner asks for ------------------------------------------------------------------------------
-
     def costs(self, device: str, tensor_parallel: int, micro_batch: int, speed: float = 1.0) -> LayerCosts:
         """Costs per block on a device that reaches the share ``speed`` of its kind's speed.
 
-        Times of a micro-batch between two measured ones are interpolated, see the module's docstring. The same
-        arguments return the same object, and the planner takes slots with the same object for interchangeable. Its
-        arrays are read-only.
+        Equal arguments return the same object, and the planner takes slots with the same object for interchangeable.
         """
         key = (device, tensor_parallel, micro_batch, speed)
         return self.remembered(key, lambda: self._make_costs(*key))
 
     def remembered(self, key: object, make: Callable[[], LayerCosts]) -> LayerCosts:
-        """What ``make`` returned when it was first called for this key. Its arrays are read-only from then on."""
+        """First result of ``make`` for this key, with read-only arrays."""
         if key not in self._costs:
             self._costs[key] = made = make()
             for value in vars(made).values():
@@ -306,7 +268,7 @@ class ModelProfile(FilePart):
         return self._costs[key]
 
     def changed(self, **fields: Any) -> ModelProfile:
-        """The profile with other values of these fields. Costs that are remembered are not those of the copy."""
+        """Copy with other values of these fields and with empty caches."""
         copy = self.model_copy(update=fields)
         for name in ("_costs", "_tables"):
             copy.__dict__.pop(name, None)
@@ -346,7 +308,6 @@ class ModelProfile(FilePart):
         )
 
     def _interpolated(self, device: str, tensor_parallel: int, micro_batch: int) -> NDArray[np.float64]:
-        """Seconds of forward, backward and update, ``[3, layers]``."""
         table = self._table(device, tensor_parallel)
         for (below, low), (above, high) in zip(table, [*table[1:], table[-1]], strict=True):
             if micro_batch == below:
@@ -380,7 +341,6 @@ class ModelProfile(FilePart):
                 key=lambda times: times.micro_batch,
             )
             arrays = np.array([(each.forward_seconds, each.backward_seconds, each.update_seconds) for each in found])
-            # The update does not depend on the micro-batch, so its times are not changed.
             arrays[:, :2] = np.minimum.accumulate(arrays[::-1, :2], axis=0)[::-1]
             self._tables[key] = [(times.micro_batch, array) for times, array in zip(found, arrays, strict=True)]
         return self._tables[key]
@@ -406,7 +366,6 @@ class ModelProfile(FilePart):
 
 
 def load_model_profile(path: Path | str) -> ModelProfile:
-    """Read a profile."""
     return load_json_file(
         path,
         ModelProfile,
@@ -424,7 +383,6 @@ def _other_kind(content: Mapping[str, object]) -> str | None:
 
 
 def save_model_profile(profile: ModelProfile, path: Path | str) -> None:
-    """Write a profile, atomically."""
     write_json(profile.model_dump(mode="json", by_alias=True), path)
 
 
@@ -437,7 +395,6 @@ def _check_equally_long(part: Part, names: Sequence[str]) -> Part:
 
 
 def _duplicate(values: Sequence[Any]) -> Any:
-    """The first value that occurs more than once; None if there is none."""
     seen = set()
     for value in values:
         if value in seen:

@@ -1,16 +1,14 @@
-"""Costs of a model's blocks in a stage of any form: with recomputation, or a divided optimizer state.
+"""Costs of a model's blocks in a stage with recomputation, or with a divided optimizer state.
 
 [Note: costs of a stage]
 
-- Recomputation. A block keeps only its input: what the block before sends, and of the first block what it sends itself.
-  The backward pass runs the forward pass again, so it takes one forward pass longer. Then all activations of one block
-  exist for a moment. The last block, which has the head, may need more for this moment than the others; only the last
-  stage has it, which holds one micro-batch, so this part counts like its activations, as in ``layer_profile.py``.
-- ZeRO stage 1. Of ``state_factor`` bytes per byte of parameters, one is the parameters and one their gradients. The
-  rest is the optimizer's state (master copies and moments), of which a device keeps, and updates, one of
-  ``zero_shards`` equal parts. In fp32 the optimizer of stage 0 needs no copies, but that of ZeRO copies its part of the
-  parameters too. Gradients are summed by a reduce-scatter and parameters returned by an all-gather, which
-  together send what a ring all-reduce sends (Rajbhandari et al., ZeRO, 2020, section 7.2.1).
+- Recomputation. A block keeps only its input (the first one: as much as it sends). The backward pass runs the forward
+  pass again, and then all activations of one block exist for a moment. If the last block, which has the head, needs
+  more for this moment than the others, the rest counts like its activations, as in ``layer_profile.py``.
+- ZeRO stage 1. Of ``state_factor`` bytes per byte of parameters, one is the parameters and one their gradients. A
+  device keeps, and updates, one of ``zero_shards`` equal parts of the rest, the optimizer's state. In fp32, ZeRO also
+  copies its part of the parameters. Reduce-scatter and all-gather together send what a ring all-reduce sends
+  (Rajbhandari et al., ZeRO, 2020, section 7.2.1).
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from .layer_profile import ModelProfile
 __all__ = ["stage_costs"]
 
 WHOLE_FACTOR = 2.0
-"""Bytes of parameters and of gradients, per byte of parameters, which ZeRO stage 1 does not divide."""
+"""Bytes of parameters and gradients per byte of parameters, which ZeRO stage 1 does not divide."""
 
 
 def stage_costs(
@@ -40,8 +38,7 @@ def stage_costs(
 ) -> LayerCosts:
     """Costs per block, ``[blocks]``, and device of a stage of this form; see [Note: costs of a stage].
 
-    The same arguments return the same object, and without recomputation and shards it is that of
-    :meth:`.ModelProfile.costs`.
+    Equal arguments return the same object; without recomputation and shards, that of :meth:`.ModelProfile.costs`.
     """
     if zero_shards < 1:
         raise ValueError(f"zero_shards={zero_shards}: must be at least 1")

@@ -1,9 +1,5 @@
-"""The best plans of the interleaved and the zero-bubble schedule for given pipelines.
-
-The blocks are divided over the chunks of each of these pipelines, the most promising first. For the best plans, stages
-are exchanged as long as that makes the iteration shorter, because where the first and the last blocks are depends on
-the schedule.
-"""
+"""Best plans of the interleaved and the zero-bubble schedule for given pipelines, the most promising first, with stages
+exchanged, because the places of the first and the last blocks depend on the schedule."""
 
 from __future__ import annotations
 
@@ -24,32 +20,27 @@ __all__ = ["DIVISION_METHODS", "Candidate", "ChunkedPlans", "merged_by_time", "r
 
 
 DIVISION_METHODS = ("exact", "simulated", "uniform")
-"""Methods that plans with chunks can have. The first two mean the same: divisions are compared by simulation."""
+"""Methods of plans with chunks. The first two mean the same: divisions are compared by simulation."""
 MAX_TRIED = 64
 """Pipelines whose blocks are divided, for each schedule and number of chunks."""
 MAX_EXCHANGED = 2
-"""Best plans of each schedule whose stages are exchanged."""
 MAX_EXCHANGES = 24
-"""Exchanges that are tried for each of them."""
 CERTAIN = 0.95
-"""A pipeline is not tried if so much of its estimated work is already longer than the best time. The estimate is a
-lower bound if all blocks are faster on one device than on another by the same factor."""
+"""Share of a pipeline's estimated work that must be below the best time; the estimate is nearly a bound."""
 
 Candidate = tuple[Ranks, int]
 """Pipelines whose stages run the same blocks, and the samples of a micro-batch."""
 
 
 class _Estimate(NamedTuple):
-    """Of an iteration."""
-
     work_seconds: float
-    """If no stage ever waits, and every stage is as fast as its slowest replica."""
+    """Work without any waiting, if every stage is as fast as its slowest replica."""
     seconds: float
-    """With half of the waiting of 1F1B, and with the time to sum gradients."""
+    """Work, half of the waiting of 1F1B, and sums of gradients."""
 
 
 class ChunkedPlans:
-    """Makes plans of a list of schedules. What cannot be planned is remembered with the reason."""
+    """Maker of plans of some schedules, and of reasons for those that cannot be made."""
 
     def __init__(
         self,
@@ -61,20 +52,17 @@ class ChunkedPlans:
         global_batch: int,
         method: str,
     ) -> None:
-        """What is planned."""
         self.topology = topology
         self.profile = profile
         self.global_batch = global_batch
         self.method = method
         self.kinds: list[tuple[Schedule, int]] = []
-        """Schedules with the number of chunks per stage."""
+        """Schedules with numbers of chunks per stage."""
         for schedule in schedules:
             self.kinds += [(schedule, chunks) for chunks in (model_chunks if schedule == "interleaved" else (2,))]
         self.problems: dict[Schedule, str] = {}
-        """By schedule: why a plan could not be made."""
 
     def plans(self, candidates: Sequence[Candidate]) -> list[Plan]:
-        """The best plans of these pipelines, best first."""
         distinct = {(self._look(ranks), size): (ranks, size) for ranks, size in reversed(candidates)}
         estimates = [(self._estimate(each), each) for each in reversed(distinct.values())]
         estimated = sorted(estimates, key=lambda each: each[0].seconds)
@@ -158,7 +146,7 @@ class ChunkedPlans:
                     break
 
     def _look(self, ranks: Ranks) -> object:
-        """A key that is equal only for pipelines that take equally long: of devices and nodes that are alike."""
+        """Key that is equal only for pipelines that take equally long: of devices and nodes that are alike."""
         devices, numbers = self.topology.devices, dict[int, int]()
         look = []
         for replica in ranks:
@@ -186,7 +174,7 @@ def _exchanged(ranks: Ranks) -> Iterator[Ranks]:
 
 
 def ranked_by_time(plans: Sequence[Plan], keep: int) -> list[RankedPlan]:
-    """The best ``keep`` of these plans, which are in the order of their times, each with a reason."""
+    """Best ``keep`` of these plans, which are in the order of their times, each with a reason."""
     return [
         RankedPlan(plan, _reason(plan, plans[0], f"the shortest simulated iteration of {len(plans)} plans"))
         for plan in plans[:keep]
@@ -194,7 +182,7 @@ def ranked_by_time(plans: Sequence[Plan], keep: int) -> list[RankedPlan]:
 
 
 def merged_by_time(one: Sequence[RankedPlan], other: Sequence[RankedPlan], keep: int) -> list[RankedPlan]:
-    """The best ``keep`` of both lists. Where the best of a list is not the best of all, reasons are made anew."""
+    """Best ``keep`` of both lists. Where the best of a list is not the best of all, reasons are made anew."""
     both = sorted(
         [*one, *other], key=lambda each: ranking_seconds(each.plan.iteration_seconds, equal=each.plan.symmetric)
     )[:keep]

@@ -1,8 +1,4 @@
-"""Pipelines that are cut alike: all ways to form them, each with a lower bound on its time.
-
-Every combination of tensor-parallel degree, micro-batch, number of pipelines and composition of a pipeline is a row.
-All rows get a lower bound at once.
-"""
+"""Pipelines that are cut alike, as rows (degree, micro-batch, number, composition) with lower bounds on their times."""
 
 from __future__ import annotations
 
@@ -21,18 +17,16 @@ __all__ = ["EqualRows", "Shape", "mixed_shapes", "shapes"]
 
 
 class Shape(NamedTuple):
-    """A number of pipelines of so many stages each, ordered by the lower bound."""
+    """Equal pipelines, ordered by the lower bound."""
 
     seconds: float
-    """Lower bound on the time of an iteration."""
     pool: int
-    """Number of the pool that the slots are from."""
     pipelines: int
     stages: int
 
 
 class EqualRows:
-    """The rows of some pools. A row is a number; see :meth:`row`."""
+    """Rows of some pools. A row is a number; see :meth:`row`."""
 
     def __init__(
         self,
@@ -43,7 +37,6 @@ class EqualRows:
         runnable: bool,
         below: float = np.inf,
     ) -> None:
-        """Makes the rows and their lower bounds."""
         self.pools = pools
         fastest = max(channel.bytes_per_second for pool in pools for channel in pool.links.channels)
         numbers, groups, seconds = [], [], []
@@ -53,13 +46,12 @@ class EqualRows:
         total = 0
         for number, (pool, bound) in enumerate(zip(pools, bounds, strict=True)):
             available = tuple(len(kind.slots) for kind in pool.kinds)
-            # The time of the model decides which kinds are similar. It is nearly in proportion to the micro-batch.
+            # The time of the model, nearly in proportion to the micro-batch, decides which kinds are similar.
             alike = (available, tuple(kind.device for kind in pool.kinds), tuple(kind.speed for kind in pool.kinds))
             if alike not in known:
                 rows = compositions([kind.model_seconds for kind in pool.kinds], available, bound.blocks)
                 known[alike] = rows if stages is None else rows[np.isin(rows.sum(axis=1), stages)]
             rows = known[alike]
-            # How many pipelines of this composition the slots suffice for.
             copies_by_kind = np.array(available) // np.maximum(rows, 1)
             max_copies = np.where(rows > 0, copies_by_kind, 1 << 40).min(axis=1)
             parts = [(1, rows[:0])]
@@ -92,7 +84,7 @@ class EqualRows:
         self._by_bound = np.argsort(self.seconds, kind="stable")
 
     def row(self, row: int) -> tuple[SlotPool, tuple[int, ...], int]:
-        """The pool, the slots of a pipeline by kind, and the number of pipelines."""
+        """Pool, slots of a pipeline by kind, and number of pipelines."""
         number = int(self._pool_of[row])
         counts = self._counts[number][row - self._start[number]]
         return self.pools[number], tuple(counts.tolist()), int(self._pipelines[row])
@@ -106,7 +98,6 @@ class EqualRows:
         return self._by_bound[usable[self._by_bound]]
 
     def of_size(self, devices: int) -> NDArray[np.int64]:
-        """Rows that use so many devices, in the order of their bounds."""
         whole = np.zeros(len(self.seconds), dtype=bool)
         for number, pool in enumerate(self.pools):
             part = self._part(number)
@@ -125,8 +116,7 @@ def _at_least(
     summed: NDArray[np.float64],
     below: float,
 ) -> NDArray[np.float64]:
-    """Lower bounds by row: work over speed where that is not below the given seconds, which takes a fraction of the
-    time; else that of :meth:`.PipelineBounds.seconds`."""
+    """Lower bounds by row: work over speed, which is quick, and the better ones where that is below ``below``."""
     seconds = micro_batches / np.maximum(counts @ (1.0 / bound.work_seconds), 1e-300) + summed
     open_ = seconds < below
     seconds[open_] = bound.seconds(counts[open_], micro_batches[open_]) + summed[open_]
@@ -134,7 +124,7 @@ def _at_least(
 
 
 def pipeline_counts(pool: SlotPool) -> list[int]:
-    """How many pipelines with equally many micro-batches there may be, ascending."""
+    """Possible numbers of pipelines with equally many micro-batches, ascending."""
     return [number for number in divisors(pool.total_micro_batches) if pool.allows(number)]
 
 
@@ -145,7 +135,7 @@ def shapes(
     found = []
     for number, (pool, bound) in enumerate(zip(pools, bounds, strict=True)):
         power = np.repeat(1.0 / bound.work_seconds, [len(kind.slots) for kind in pool.kinds])
-        # By number of slots: the power of the fastest of them.
+        # Power of the fastest slots, by their number.
         power = np.cumsum(np.sort(power)[::-1])
         total = pool.total_micro_batches
         for pipelines in pipeline_counts(pool):
@@ -165,11 +155,7 @@ def mixed_shapes(
     runnable: bool,
     below: float = np.inf,
 ) -> list[Shape]:
-    """Shapes that have slots of several kinds in a stage if the slots are sorted by power and given out stage by stage.
-
-    Arguments as for :class:`EqualRows`. Shapes that do not fit in memory are left out, and those whose work takes
-    ``below`` seconds or longer; the others come in the order of their bounds.
-    """
+    """Shapes with several kinds in a stage, slots given out stage by stage by power; which fit, below ``below``."""
     found: list[Shape] = []
     for number, (pool, bound) in enumerate(zip(pools, bounds, strict=True)):
         kinds = np.repeat(np.arange(len(pool.kinds)), [len(kind.slots) for kind in pool.kinds])

@@ -1,9 +1,5 @@
-"""Better slots for pipelines that are cut alike, found by exchanging two slots at a time.
-
-In a cluster whose nodes differ, many small decisions matter together: which of two equal devices has the faster
-network, which slow device a pipeline can bear, which stages share a network card. Rules that look at kinds, memory and
-nodes one after the other miss good plans there, by up to a half in random clusters of 16 devices.
-"""
+"""Better slots for pipelines, found by exchanges of two slots: rules that look at kinds, memory and nodes one after the
+other miss good plans, by up to a half in random clusters of 16 devices."""
 
 from __future__ import annotations
 
@@ -31,9 +27,8 @@ __all__ = ["Exchanges", "UnequalMoves", "starting_rows"]
 def starting_rows(topology: Topology, pool: SlotPool, pipelines: int, stages: int) -> Iterator[Rows]:
     """Slots of each pipeline in the order of the stages, ``[pipelines][stages]``.
 
-    They are taken from the slots of all nodes, and from those of nodes with faster networks only. The slots are sorted
-    by speed, by memory, or by nearness. Either one pipeline after the other gets its slots, or one stage of all
-    pipelines after the other; within each pipeline, the slots come in this order or in the opposite one.
+    Slots of all nodes, and of nodes with faster networks only, are sorted by speed, memory or nearness, and given out
+    pipeline by pipeline or stage by stage, in this order and the opposite one within a pipeline.
     """
     number = pipelines * stages
     nodes = topology.nodes
@@ -45,7 +40,6 @@ def starting_rows(topology: Topology, pool: SlotPool, pipelines: int, stages: in
         return pool.kinds[place[0]].model_seconds
 
     def in_groups(places: Sequence[Place], size: int) -> Iterator[list[Place]]:
-        """The places in groups that are each in one node, or in nodes with equal network cards."""
         yield from _in_groups(places, size, work, lambda place: node_of[place])
         yield from _in_groups(places, size, work, lambda place: nodes[node_of[place]].nics)
 
@@ -71,10 +65,9 @@ def _both_ways(rows: Sequence[Sequence[Place]]) -> Iterator[Rows]:
 def _in_groups(
     places: Sequence[Place], size: int, work: Callable[[Place], float], near: Callable[[Place], object]
 ) -> Iterator[list[Place]]:
-    """The places in groups of ``size`` for which ``near`` is equal. Places that are left over come last.
+    """Places in groups of ``size`` with equal ``near``, a node in a wide sense, and then those left over.
 
-    First come the fastest groups, or the fastest group of each node, or all groups of the largest node; a node is here
-    what ``near`` says.
+    First come the fastest groups, or the fastest group of each node, or all groups of the largest node.
     """
     together: dict[object, list[Place]] = {}
     for place in places:
@@ -95,13 +88,13 @@ def _in_groups(
 
 
 LEAST_GAIN = 1e-9
-"""Share of the time by which an exchange must be faster, so that rounding is not taken for a gain."""
+"""Least relative gain of an exchange, above rounding."""
 RANDOM_EXCHANGES = 3
-"""Random exchanges before a restart."""
+"""Before a restart."""
 
 
 class Exchanges:
-    """The slots of one pool, and what is better for its pipelines."""
+    """Improvement of pipelines that are cut alike, of the slots of one pool."""
 
     def __init__(self, builder: DraftBuilder, pool: SlotPool) -> None:
         self.builder = builder
@@ -111,7 +104,7 @@ class Exchanges:
         self._where = {place: builder.where(pool, place) for place in places}
 
     def start(self, pipelines: int, stages: int) -> Draft | None:
-        """The fastest of some ways to give out the slots; None if none fits in memory."""
+        """Fastest of some ways to give out the slots; None if none fits in memory."""
         best, seen = None, set()
         for rows in starting_rows(self.builder.topology, self.pool, pipelines, stages):
             look = self.placed.look(rows)
@@ -147,10 +140,7 @@ class Exchanges:
         return best
 
     def restarted(self, draft: Draft, times: int, most: int) -> Draft:
-        """``draft``, or the best of what :meth:`improved` finds after a few random exchanges, so many ``times``.
-
-        No single exchange makes a result of :meth:`improved` faster, but several together can.
-        """
+        """``draft``, or the best after random exchanges: several together can gain where one cannot."""
         best, slots, random = draft, sorted(self._where), Random(0)
         seen: set[object] = set()
         for _ in range(times):
@@ -174,7 +164,7 @@ class Exchanges:
         return found if isinstance(found, Draft) and found.seconds < below else None
 
     def _neighbors(self, draft: Draft) -> Iterator[Rows]:
-        """The slots after each exchange of two slots, those of the slowest pipeline first."""
+        """Rows after each exchange of two slots, those of the slowest pipeline first."""
         slowest = max(range(len(draft.costs)), key=lambda number: draft.costs[number].seconds)
         rows = draft.rows
         used = [place for row in (rows[slowest], *rows[:slowest], *rows[slowest + 1 :]) for place in row]
@@ -199,12 +189,11 @@ ROUNDING = 1e-9
 
 
 class UnequalMoves:
-    """The slots of one pool, and what is better for its pipelines."""
+    """Improvement of pipelines that may differ, of the slots of one pool."""
 
     def __init__(
         self, builder: DraftBuilder, pool: SlotPool, bounds: PipelineBounds, sums: Callable[[int], float]
     ) -> None:
-        """What is moved."""
         self.builder = builder
         self.pool = pool
         self._placed = PlacedPipelines(builder, pool)
@@ -214,11 +203,9 @@ class UnequalMoves:
         places = [(kind, slot) for kind, each in enumerate(pool.kinds) for slot in range(len(each.slots))]
         self._where = {place: builder.where(pool, place) for place in places}
         self._type = {place: (place[0], where) for place, where in self._where.items()}
-        """Kind and node: slots of one type are interchangeable."""
         self._options: dict[tuple[int, ...], list[tuple[float, float]]] = {}
 
     def improved(self, draft: Draft, most: int, stages: frozenset[int] | None, all_slots: bool) -> Draft:
-        """``draft``, or a faster one with other slots."""
         best, left = draft, most
         seen: set[object] = set()
         found = True
@@ -251,7 +238,7 @@ class UnequalMoves:
         return sum(self.builder.min_micro_batches(lengths)) <= self.pool.total_micro_batches
 
     def _min_seconds(self, rows: Rows) -> float:
-        """A lower bound, reached if all pipelines end at the same moment."""
+        """Lower bound, reached if all pipelines end at the same moment."""
         power = self._power
         return self.pool.total_micro_batches / sum([power[kind] for row in rows for kind, _ in row])
 
@@ -271,10 +258,7 @@ class UnequalMoves:
         return run >= self.pool.total_micro_batches
 
     def _options_of(self, kinds: tuple[int, ...]) -> Sequence[tuple[float, float]]:
-        """:meth:`.PipelineBounds.options` of a pipeline of slots of these kinds.
-
-        Those of pipelines that differ by one slot are looked up next, and many take hardly longer than one.
-        """
+        """:meth:`.PipelineBounds.options` of these kinds; also computes those that differ by a slot, needed next."""
         if kinds not in self._options:
             number = len(self.pool.kinds)
             counts, unit = np.bincount(kinds, minlength=number), np.eye(number + 1, number, dtype=np.int64)
@@ -287,10 +271,7 @@ class UnequalMoves:
         return self._options[kinds]
 
     def _neighbors(self, draft: Draft) -> Iterator[Rows]:
-        """The slots after each change: a slot is moved, exchanged, left out or taken in; a pipeline is cut or joined.
-
-        What concerns the slowest pipeline comes first. Of changes that differ only by slots of one type, there is one.
-        """
+        """Rows after each change, the slowest pipeline first; one of those that differ only by slots of one type."""
         order = sorted(range(len(draft.costs)), key=lambda number: -draft.costs[number].seconds)
         rows = tuple(tuple(draft.rows[number]) for number in order)
         used = {place for row in rows for place in row}
@@ -340,7 +321,6 @@ class UnequalMoves:
 
 
 def _first_of_each(values: Sequence[object]) -> list[int]:
-    """Where each value comes up first."""
     first: dict[object, int] = {}
     for number, value in enumerate(values):
         first.setdefault(value, number)

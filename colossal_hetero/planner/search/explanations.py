@@ -1,4 +1,4 @@
-"""In words: why a plan is the best, why another one is slower, and why there is none."""
+"""Reasons in words for the best plan, for slower ones, and for no plan at all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["against_equal_replicas", "impossible_degrees", "reason", "why_no_chu
 
 
 def impossible_degrees(searches: Sequence[PlanSearch]) -> list[str]:
-    """The tensor-parallel degrees that are not possible in any of the searches, and why in the first one."""
+    """Tensor-parallel degrees that are not possible in any of the searches, with the reason in the first one."""
     # A degree with neither a draft nor a problem was skipped because of a lower bound on its time.
     problems = searches[0].problems | dict.fromkeys(searches[0].rows.too_large, "the model does not fit")
     drafts = [draft for search in searches for draft in search.drafts.values()]
@@ -35,7 +35,7 @@ def impossible_degrees(searches: Sequence[PlanSearch]) -> list[str]:
 
 
 def against_equal_replicas(plan: Plan, found: Sequence[Draft]) -> str:
-    """How much faster ``plan``, whose replicas are not alike, is than the best of these plans with equal replicas."""
+    """Gain of ``plan``, whose replicas are not alike, over the best of these plans with equal replicas."""
     seconds = min((draft.seconds for draft in found if draft.is_equal), default=None)
     if seconds is None:
         return "no plan with equal replicas is possible"
@@ -44,7 +44,7 @@ def against_equal_replicas(plan: Plan, found: Sequence[Draft]) -> str:
 
 
 def reason(draft: Draft, best: Draft, worked_out: int, seconds_of: Callable[[Draft], float]) -> str:
-    """Why the best plan is the best; of another plan, how much slower it is and what most of that comes from."""
+    """Reason for the best plan; of another plan, how much slower it is and the largest cause."""
     if draft is best and seconds_of is simulated_seconds:
         return "the shortest simulated iteration of the plans with the shortest predicted ones"
     if draft is best:
@@ -81,7 +81,6 @@ def reason(draft: Draft, best: Draft, worked_out: int, seconds_of: Callable[[Dra
 
 
 def _beyond_simple(draft: Draft) -> str:
-    """What a plan has that plans of the simple search space have not."""
     if draft.pool.pipelines is not None:
         return "a plan with ZeRO stage 1"
     return "a plan with recomputation" if draft.pool.has_one_form else "stages of several forms"
@@ -100,7 +99,6 @@ def _slowest(draft: Draft) -> int:
 
 
 def why_no_chunks(schedules: Sequence[Schedule], makes: ChunkedPlans) -> str:
-    """Why there is no plan of these schedules, and what to change."""
     reasons = "; ".join(f"{schedule}: {problem}" for schedule, problem in makes.problems.items())
     return f"no plan of the schedule {' or '.join(schedules)} is possible: " + (
         reasons
@@ -110,7 +108,6 @@ def why_no_chunks(schedules: Sequence[Schedule], makes: ChunkedPlans) -> str:
 
 
 def why_nothing(topology: Topology, profile: ModelProfile, search: PlanSearch) -> str:
-    """Why there is no plan, and what to change."""
     pools, problems = search.pools, search.problems
     max_slots = max(sum(len(kind.slots) for kind in pool.kinds) for pool in pools)
     if search.stages and min(search.stages) > max_slots:

@@ -1,8 +1,4 @@
-"""All plans of a few slots: every choice of slots, every way to form pipelines, every order of stages and every cut.
-
-The number of plans grows faster than the factorial of the number of slots. So it is only done for a few slots, where a
-search that tries promising plans would often miss the best one: with so few, it matters which slot is in which node.
-"""
+"""All plans of a few slots, of which a search that tries promising plans often misses the best one."""
 
 from __future__ import annotations
 
@@ -21,12 +17,10 @@ from .pipeline_bounds import PipelineBounds
 __all__ = ["FewSlots"]
 
 MAX_EQUAL, MAX_UNEQUAL = 5, 4
-"""With more slots not all plans are tried: 5 slots form equal pipelines in up to 411 ways, and others in 1,031."""
+"""Most slots for which all plans are tried: 5 slots form equal pipelines in up to 411 ways, and others in 1,031."""
 
 
 class FewSlots:
-    """All plans of one pool."""
-
     def __init__(
         self,
         builder: DraftBuilder,
@@ -37,7 +31,6 @@ class FewSlots:
         equal: bool,
         devices: int = 0,
     ) -> None:
-        """What is tried."""
         self.placed = PlacedPipelines(builder, pool)
         self.pool = pool
         self.bounds = bounds
@@ -48,7 +41,6 @@ class FewSlots:
 
     @property
     def are_few(self) -> bool:
-        """True if the slots are so few that all plans can be tried."""
         return self.pool.slots <= (MAX_EQUAL if self.equal else MAX_UNEQUAL)
 
     def better_than(self, seconds: float) -> list[Draft]:
@@ -68,7 +60,7 @@ class FewSlots:
         return found
 
     def _distinct(self) -> Iterator[Rows]:
-        """Arrangements, one of each that differ only by slots of a kind in a node, or by nodes that are alike."""
+        """Arrangements, without those that differ only by slots of a kind in a node, or by nodes that are alike."""
         slots = [(kind, slot) for kind, each in enumerate(self.pool.kinds) for slot in range(len(each.slots))]
         seen: set[object] = set()
         for rows in _arrangements(slots):
@@ -107,7 +99,6 @@ class FewSlots:
         )
         if shortest == np.inf:
             return np.inf
-        # All pipelines together have at most this power.
         power = float((counts / self.bounds.work_seconds).sum())
         return max(shortest, self.pool.total_micro_batches / power * (1 - 1e-9))
 

@@ -1,4 +1,4 @@
-"""How near to the best possible plan a search is, and whether that is near enough."""
+"""Distance of a search from the best possible plan, and the decision to end it."""
 
 from __future__ import annotations
 
@@ -19,21 +19,18 @@ __all__ = ["PLAIN", "Effort", "GapGoal", "WorkBound"]
 
 # Work bound ----------------------------------------------------------------------------------------------------------
 #
-# A lower bound on the time of an iteration of all plans, of any schedule and in any search space: work over speed.
-#
-# Every block runs forward and backward for every sample, on some device. In a tensor-parallel group of t devices whose
-# passes of s samples take T, each sample takes at least t · T / s of device time. A kind of device takes at least the
-# smallest of these, over all degrees and measured micro-batches (between two of them, times are interpolated, so none
-# is smaller), and a device that reaches the share v of its kind's speed gives v seconds per second. Linear programming
-# divides the samples of each block over the kinds so that the last device ends as early as possible. No plan ends
-# earlier: it has whole stages, fills its pipelines, and communicates.
+# Work over speed, for any schedule and search space. Every block runs forward and backward for every sample. If a
+# tensor-parallel group of t devices takes T for s samples, each sample takes at least t · T / s of device time: of a
+# kind of device, the smallest one over all degrees and measured micro-batches. A device at the share v of its kind's
+# speed gives v seconds per second. Linear programming divides each block's samples so that the last device ends as
+# early as possible; no plan ends earlier.
 
 
 ROUNDING = 1e-9
 
 
 class WorkBound:
-    """Work over speed; has the methods of :class:`.IterationBound`."""
+    """Lower bound that is work over speed; has the methods of :class:`.IterationBound`."""
 
     def __init__(self, topology: Topology, profile: ModelProfile, degrees: Sequence[int], global_batch: int) -> None:
         speeds: dict[str, float] = {}
@@ -51,7 +48,7 @@ class WorkBound:
                 rows.append(np.min([(cost.forward_seconds + cost.backward_seconds) * by for cost, by in found], axis=0))
                 speed.append(each)
         kinds, blocks = np.shape(rows)
-        # Variables: the share of each block's samples that each kind runs, and the seconds of an iteration per sample.
+        # Variables: each kind's share of each block's samples, and the seconds of an iteration per sample.
         on_kinds = kron(eye_array(kinds), np.ones((1, blocks))).multiply(np.concatenate(rows))
         of_blocks = kron(np.ones((1, kinds)), eye_array(blocks))
         solved = linprog(
@@ -65,23 +62,22 @@ class WorkBound:
         self._seconds = float(solved.fun) * global_batch * (1 - ROUNDING)
 
     def seconds(self, below: float, *, enough: float = np.inf, time_limit_seconds: float = np.inf) -> float:
-        """The bound; not larger than ``below``. It is known at once, so there is nothing to stop early."""
+        """Lower bound, at most ``below``; known at once, so the other arguments change nothing."""
         return min(self._seconds, below * (1 - ROUNDING))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How much is done to find a plan, and to prove how good it is."""
+    """Effort to find a plan, and to prove how good it is."""
 
     bound_seconds: float = 0.0
-    """Time to find a lower bound, in seconds; 0: none is looked for."""
+    """Time limit for a lower bound; 0: none is looked for."""
     gap: float | None = None
     """The search ends when no plan can be faster by more than this share (0.03: 3 %); None: it does not end early."""
     search_seconds: float = np.inf
     """No part of the search begins after this, once there is a plan."""
     quick: bool = False
-    """True if less is tried: exchanges of slots are not repeated from random others, fewer plans have slots moved and
-    other orders of stages tried, and fewer orders are."""
+    """True for no restarts of exchanges, and fewer moves of slots and orders of stages."""
 
     def __post_init__(self) -> None:
         for name in ("bound_seconds", "gap", "search_seconds"):
@@ -98,7 +94,7 @@ PLAIN = Effort()
 
 @dataclass(eq=False)
 class GapGoal:
-    """The lower bound of one search, which is looked for only as far as needed."""
+    """Lower bound of one search, which is looked for only as far as needed."""
 
     bound: IterationBound | WorkBound
     effort: Effort
@@ -106,7 +102,6 @@ class GapGoal:
     _spent: float = 0.0
 
     def is_enough(self, seconds: float) -> bool:
-        """True if the search may end with a plan of this time."""
         if time.monotonic() - self._begin > self.effort.search_seconds:
             return True
         if self.effort.gap is None:
@@ -115,7 +110,7 @@ class GapGoal:
         return self._lower_bound(seconds, enough) >= enough
 
     def lower_bound(self, seconds: float) -> float:
-        """A time that no plan is below, at most ``seconds``, the time of the fastest plan that was found."""
+        """Seconds that no plan is below, at most ``seconds``, the time of the fastest plan that was found."""
         return self._lower_bound(seconds, np.inf)
 
     def _lower_bound(self, seconds: float, enough: float) -> float:

@@ -1,25 +1,23 @@
-"""Time that pipelines sum their gradients at least, whichever devices they have.
+"""Least time in which pipelines sum their gradients, for any devices.
 
 [Note: a lower bound on sums of gradients] Let D pipelines sum G bytes of gradients per device, with w devices per slot.
-The gradients of a block are summed by w rings, each with one device of each of the D slots that hold the block. Let b
-be the bytes of a block on one device. A ring over several nodes *crosses*. Where it leaves node v it has at most the
-bandwidth ch of the fastest channel from v, and at most its share of the bandwidth R of all of the node's NICs. Each of
-its 2 (D − 1) steps sends b / D. The rings of a slot run one after the other, or (pipelines that are cut alike) as one.
+The gradients of a block, b bytes on one device, are summed by w rings, each with one device of each of the D slots that
+hold the block. A ring over several nodes *crosses*. Where it leaves node v it has at most the bandwidth ch of the
+fastest channel from v, and at most its share of the bandwidth R of all of the node's NICs. Each of its 2 (D − 1) steps
+sends b / D. The rings of a slot run one after the other, or (pipelines that are cut alike) as one.
 
 - A slot's ring shares the NICs with the w − 1 like rings of the same slot. So a slot with β bytes of blocks whose rings
   cross takes at least 2 (D − 1)·(β / D / min(ch, R / w) + latency).
-- Let c of the s slots in a node hold a block whose rings cross. In the planner's model each of the rings gets R / (w·⌈s
-  / c⌉) if pipelines differ, and R / (w·rings) if they are cut alike. Summed over the slots of node v, both ways the
-  time is at least 2 (D − 1)/D · w·s·x / R, where x are the bytes of the different blocks in the node; so one of the s
-  slots takes 2 (D − 1)/D · w·x / R. A node that has y bytes, counted once for each slot, has x ≥ y / min(s, D − 1),
-  because the D slots that hold a block are not all in this node. And its slots need 2 (D − 1)/D · y / ch together.
-  Over all nodes Σ y = D·G, so the time is at least 2 (D − 1)·G / Σ min(min(s, D − 1)·R / w, s·ch), and a latency.
-- Rings that stay inside a node take at least 0 seconds.
+- Let c of the s slots in a node hold a block whose rings cross. Each ring gets R / (w·⌈s / c⌉) if pipelines differ, and
+  R / (w·rings) if they are cut alike. Summed over the node's slots, both take at least 2 (D − 1)/D · w·s·x / R, where x
+  are the bytes of the different blocks in the node; so one slot takes 2 (D − 1)/D · w·x / R. If the node has y bytes,
+  counted once for each slot, x ≥ y / min(s, D − 1), because the D slots that hold a block are not all in this node. And
+  its slots need 2 (D − 1)/D · y / ch together. Over all nodes Σ y = D·G, so the time is at least 2 (D − 1)·G / Σ
+  min(min(s, D − 1)·R / w, s·ch), and a latency.
 
-[Note: pipelines that leave a node] Let all D pipelines have a slot in a node and another one in another node. Then each
-has a slot in the node that sends to another node. In the planner's model (``cluster/shared_hops.py``) w messages of
-each of these slots share the NICs of the network that they use. So if there is one network, w·D messages share its
-bandwidth.
+[Note: pipelines that leave a node] If all D pipelines have a slot in a node and another one in another node, each has a
+slot there that sends to another node. In the planner's model (``cluster/shared_hops.py``) w messages of each of these
+slots share the NICs of their network. So if there is one network, w·D messages share its bandwidth.
 """
 
 from __future__ import annotations
@@ -49,27 +47,22 @@ class GradientBounds:
                 by_kind[topology.devices[ranks[0]].node, kind] += 1
         self._by_kind = by_kind
         self._slots = by_kind.sum(axis=1)
-        """By node."""
         self._channel, self._cards = self._rates()
         self._crowded: dict[tuple[float, int], NDArray[np.float64]] = {}
 
     @property
     def slots_in_a_node(self) -> int:
-        """Number of slots that a node has at most."""
         return int(self._slots.max())
 
     @cached_property
     def most_in_a_node(self) -> NDArray[np.int64]:
-        """By kind: how many slots a node has at most."""
         return np.asarray(self._by_kind.max(axis=0))
 
     def nodes_with(self, slots: int) -> NDArray[np.int64]:
-        """By kind: how many nodes have at least so many slots of it."""
         return np.asarray((self._by_kind >= slots).sum(axis=0))
 
     @property
     def one_kind_per_node(self) -> bool:
-        """True if no node has slots of several kinds."""
         return bool(((self._by_kind > 0).sum(axis=1) <= 1).all())
 
     def of_pipelines(self, pipelines: int) -> float:
@@ -92,7 +85,7 @@ class GradientBounds:
         return 2 * (pipelines - 1) * (float(self._bytes[blocks]) / pipelines / rate + self._latency) * (1 - 1e-9)
 
     def crossing_blocks(self, pipelines: int, blocks: int) -> int:
-        """Number of blocks that cross at most, if at most so many different ones do in each node."""
+        """Most blocks that cross, if at most so many different ones do in each node."""
         holders = int(np.minimum(self._slots, pipelines - 1).sum())
         return blocks * holders // pipelines
 
@@ -101,9 +94,7 @@ class GradientBounds:
         return self._latency + message_bytes / self._slot_rate if self._slot_rate > 0 else np.inf
 
     def crowded_message_seconds(self, message_bytes: float, pipelines: int) -> NDArray[np.float64]:
-        """By kind, seconds of a message to another node from a node with so many slots of it, which so many pipelines
-        leave; 0 where that is not known. See [Note: pipelines that leave a node].
-        """
+        """By kind, :meth:`message_seconds` in [Note: pipelines that leave a node]; 0: not known."""
         key = message_bytes, pipelines
         if key not in self._crowded:
             self._crowded[key] = self._crowded_seconds(message_bytes, pipelines)
@@ -130,12 +121,12 @@ class GradientBounds:
 
     @cached_property
     def _slot_rate(self) -> float:
-        """Bytes per second that each device of a slot sends to another node at most."""
+        """Most bytes per second that each device of a slot sends to another node."""
         return float(np.minimum(self._channel, self._cards / self._width)[self._slots > 0].max())
 
     @cached_property
     def _latency(self) -> float:
-        """The smallest between nodes, in seconds."""
+        """Smallest between nodes, in seconds."""
         cards = [nic for node in self._topology.nodes for nic in node.nics]
         return min((channel.latency_seconds for channel in (*cards, *self._pool.links.between)), default=0.0)
 

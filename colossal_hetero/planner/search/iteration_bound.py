@@ -1,9 +1,9 @@
-"""A lower bound on the time of an iteration of all plans.
+"""Lower bound on the time of an iteration of all plans.
 
-[Note: how the bound is found] A plan belongs to one pool (tensor-parallel degree and micro-batch), has D pipelines, and
-either no block whose gradients are summed inside a node, or one. Let j be the largest number of blocks in a slot whose
-rings cross (see [Note: a lower bound on sums of gradients]). Its time is at least that of its sums, S, and that in
-which pipelines can run all micro-batches, P (see [Note: a bound on the micro-batches of all pipelines]):
+[Note: how the bound is found] A plan belongs to one pool (tensor-parallel degree and micro-batch) and has D pipelines.
+Let j be the largest number of blocks in a slot whose rings cross (see [Note: a lower bound on sums of gradients]). Its
+time is at least that of its sums, S, and that in which pipelines can run all micro-batches, P (see [Note: a bound on
+the micro-batches of all pipelines]):
 
 - If all rings cross, no stage has more than j blocks, and S is at least that of D pipelines and that of j blocks.
 - Else let Q be the kinds with a slot that sums a block inside its node. There all D pipelines have a slot, so if each
@@ -11,18 +11,17 @@ which pipelines can run all micro-batches, P (see [Note: a bound on the micro-ba
   blocks. S is at least that of j blocks.
 - With one pipeline S is 0.
 
-In the second case, let a pipeline lie in one node. At least B − j of its B blocks are summed inside this node. So all D
-pipelines have these blocks there, each in at most L = s − D + 1 slots, where s is the number of slots of the node. One
-of its stages has at least (B − j) / L of them, and one of the pipelines runs at least K / D micro-batches, which gives
-a bound on P. Where this is enough, only plans are left in which every pipeline leaves each node that sums a block. So
-messages from there share its NICs with those of all pipelines (see [Note: pipelines that leave a node]). If L = 1, all
-stages in these nodes send such messages; if L = 2, all but the first and the last one of a pipeline. And a pipeline
-enters all of these nodes but the first one over such a link.
+In the second case, let a pipeline lie in one node, where at least B − j of its B blocks are summed. All D pipelines
+have these blocks there, each in at most L = s − D + 1 of the node's s slots. One of its stages has at least (B − j) / L
+of them, and one of the pipelines runs at least K / D micro-batches, which bounds P. Where this is enough, every
+pipeline leaves each node that sums a block, so messages from there share its NICs with those of all pipelines (see
+[Note: pipelines that leave a node]): of all stages in these nodes if L = 1, of all but a pipeline's first and last if L
+= 2. A pipeline enters all of these nodes but the first over such a link.
 
 P falls and S grows with D and with j. So of ranges of D and j, S at the beginning and P at the end give a bound. Ranges
 are halved, those with the lowest bound first, until no bound is below what was asked for. First Q may be any part of
-the kinds; where that is not enough, each set is looked at. And bounds grow in steps of 1 %: by so much, the prices that
-are known from the range before often raise a bound without a further step of linear programming.
+the kinds; where that is not enough, each set is looked at. Bounds grow in steps of 1 %: the prices of the range before
+often raise a bound by so much without linear programming.
 """
 
 from __future__ import annotations
@@ -49,48 +48,35 @@ __all__ = ["Basis", "IterationBound", "Packed", "PipelineTypes", "few_kinds", "p
 
 # Packing -------------------------------------------------------------------------------------------------------------
 #
-# How many micro-batches the slots suffice for: a linear program with few rows and thousands of columns.
-#
-#     max Σ v·x   with   Σ n[k]·x ≤ N[k] for each kind k,   Σ x ≤ D,   x ≥ 0
-#
-# The revised simplex method solves it: a basis has one column per row, and a step needs the products of all columns
-# with the prices of the rows. The planner solves hundreds of such programs that differ in v and D alone, so the last
-# basis of one is nearly the best one of the next. A general solver takes many times as long, because it reads thousands
-# of columns for each program. A bound does not depend on whether the solution is the best one: any prices prove one
-# (``pipeline_types.py``).
+# Solves max Σ v·x with Σ n[k]·x ≤ N[k] for each kind k, Σ x ≤ D, x ≥ 0: linear programs with few rows and thousands of
+# columns, by the revised simplex method. Hundreds of them differ in v and D alone, so the last basis of one is nearly
+# the best of the next; a general solver takes many times as long. Any prices prove a bound, not only the best.
 
 
 Floats = NDArray[np.float64]
 
 MAX_STEPS = 200
-"""Steps per program. Columns that are alike can make the method go around in a circle."""
+"""Limit of steps: columns that are alike can make the method go around in a circle."""
 TOLERANCE = 1e-9
 """Relative to the largest v or limit."""
 
 Basis = tuple[int, ...]
-"""The number of a column for each row; −1 − r is the slack of row r."""
+"""Column of each row; −1 − r is the slack of row r."""
 
 
 class Packed(NamedTuple):
-    """What is known about a program."""
-
     is_too_little: bool
     """True if the prices prove that no solution reaches what is needed."""
     prices: Floats
     """Of the kinds, not negative, ``[kinds]``."""
     basis: Basis
-    """To begin with in another program."""
 
 
 def pack(counts: Floats, values: Floats, limits: Floats, needed: float, first: Basis) -> Packed:
     """Prices that prove that less than ``needed`` can be reached; other ones if that much is reached, or not proved.
 
-    Args:
-        counts: n, ``[columns, kinds]``.
-        values: v, not negative, ``[columns]``.
-        limits: N and D, ``[kinds + 1]``.
-        needed: The sum that is asked about.
-        first: Basis to begin with; that of slacks if it does not fit into the limits.
+    ``counts`` is n, ``[columns, kinds]``; ``values`` is v ≥ 0, ``[columns]``; ``limits`` are N and D, ``[kinds + 1]``.
+    If the basis ``first`` does not fit into the limits, that of slacks is the first one.
     """
     rows = len(limits)
     slacks = [-1 - row for row in range(rows)]
@@ -124,23 +110,16 @@ def pack(counts: Floats, values: Floats, limits: Floats, needed: float, first: B
 
 
 def _column(counts: Floats, rows: int, number: int) -> Floats:
-    """A column of the program, ``[rows]``."""
     return np.append(counts[number], 1.0) if number >= 0 else np.eye(rows)[-1 - number]
 
 
 # Pipeline types ------------------------------------------------------------------------------------------------------
 #
-# The types of pipelines that slots can form, and how many micro-batches each runs at most in a given time.
-#
 # [Note: a bound on the micro-batches of all pipelines] A type is a composition: n[k] slots of each kind k. Let v be the
-# number of micro-batches that a pipeline of the type runs at most in P seconds, a whole number by [Note: a lower bound
-# on a pipeline's time]. At most D pipelines, x of each type, run at most
-#
-#     max Σ v·x   with   Σ n[k]·x ≤ N[k] for each kind k,   Σ x ≤ D,   x ≥ 0
-#
-# micro-batches: the plan's own pipelines are one solution. By duality, this is at most Σ λ[k]·N[k] + D·max(0, max (v −
-# Σ λ[k]·n[k])) for any prices λ ≥ 0, however they were found (``packing.py``). So prices of one time also prove a bound
-# for others.
+# most micro-batches that a pipeline of the type runs in P seconds (see [Note: a lower bound on a pipeline's time]). At
+# most D pipelines, x of each type, run at most max Σ v·x with Σ n[k]·x ≤ N[k] for each kind k, Σ x ≤ D, x ≥ 0: the
+# plan's own pipelines are one solution. By duality, this is at most Σ λ[k]·N[k] + D·max(0, max (v − Σ λ[k]·n[k])) for
+# any prices λ ≥ 0. So prices of one time also prove a bound for others.
 
 
 ROUNDING = 1e-9
@@ -148,8 +127,6 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, eq=False)
 class PipelineTypes:
-    """Types of pipelines, and what they need."""
-
     counts: Floats
     """Slots by kind, ``[types, kinds]``."""
     first_seconds: Floats
@@ -157,12 +134,12 @@ class PipelineTypes:
     further_seconds: Floats
     """Of each further one, ``[options, types]``."""
     min_micro_batches: NDArray[np.int64]
-    """That a pipeline runs at least, ``[types]``."""
+    """Least number of a pipeline, ``[types]``."""
     max_micro_batches: int
     """Of all pipelines together."""
 
     def micro_batches(self, seconds: float) -> Floats:
-        """Number of micro-batches that a pipeline of each type runs at most in this time, ``[types]``; 0 if too few."""
+        """Most micro-batches of a pipeline of each type in this time, ``[types]``; 0 if too few."""
         further = ((seconds - self.first_seconds) / self.further_seconds).max(axis=0, initial=-1.0)
         most = np.minimum(np.floor(further * (1 + ROUNDING) + ROUNDING) + 1.0, self.max_micro_batches)
         return np.where(most >= self.min_micro_batches, most, 0.0)
@@ -170,14 +147,13 @@ class PipelineTypes:
     def least_seconds(
         self, available: NDArray[np.int64], pipelines: int, low: float, high: float, first: Basis, precision: float
     ) -> tuple[float, Basis]:
-        """A lower bound on the time in which all micro-batches can be run, at most ``high``; and the last basis."""
+        """Lower bound on the time in which all micro-batches can be run, at most ``high``; and the last basis."""
         limits, needed = np.append(available, pipelines).astype(float), self.max_micro_batches * (1 - ROUNDING)
 
         def packed(seconds: float) -> Packed:
             return pack(self.counts, self.micro_batches(seconds), limits, needed, basis)
 
         def are_too_few(prices: Floats, seconds: float) -> bool:
-            """True if these prices prove that not all micro-batches can be run in this time."""
             worth = self.micro_batches(seconds) - self.counts @ prices
             return bool(prices @ limits[:-1] + limits[-1] * worth.max(initial=0.0) < needed)
 
@@ -188,7 +164,7 @@ class PipelineTypes:
                 low = tried
             else:
                 high = tried
-                # The prices of a time prove nearly as much as possible also for times a little below it.
+                # The prices of a time prove nearly as much for times a little below it.
                 below, above = low, high
                 while above > below * (1 + precision / 4):
                     middle = (below + above) / 2
@@ -203,14 +179,12 @@ class PipelineTypes:
 
 
 MAX_TYPES = 12_000
-"""Compositions of a pipeline."""
 
 
 def few_kinds(kinds: Sequence[SlotKind]) -> tuple[SlotKind, ...]:
-    """The kinds, merged until pipelines have at most :data:`MAX_TYPES` compositions, the most similar ones first.
+    """Kinds, merged until pipelines have at most :data:`MAX_TYPES` compositions, the most similar ones first.
 
-    A merged kind has all slots of both, the times of the faster one for each block, and the larger memory. So a plan of
-    the slots of ``kinds`` is not slower with the merged ones.
+    A merged kind has all slots of both, and the faster time and larger memory. So no plan gets slower by it.
     """
     merged = list(kinds)
     blocks = len(merged[0].costs.forward_seconds)
@@ -238,15 +212,15 @@ def _merged(one: SlotKind, other: SlotKind) -> SlotKind:
 PRECISION = 1e-3
 """Relative: ranges are not halved if the bound can grow by less."""
 FEW_SUMS = 0.02
-"""Relative to P: if S grows by less, sets Q are told apart before ranges of j are halved, which most need not be."""
+"""Relative to P: if S grows by less, sets Q are told apart first, and most ranges of j need not be halved."""
 STEP = 0.01
-"""Relative: so far above the lowest bound others are looked for."""
+"""Relative: others are looked for so far above the lowest bound."""
 ROUGHLY = STEP / 2
-"""The precision for ranges that can be halved. It must be less than a step, in which else nothing would be found."""
+"""Precision for ranges that can be halved; less than a step, or nothing would be found in a step."""
 NO_LINK = 1e15
 """Seconds of a transfer between nodes that cannot reach each other."""
 MAX_KINDS_INSIDE = 3
-"""With more kinds, the sets Q are not told apart."""
+"""Limit for telling the sets Q apart."""
 
 
 @dataclass(frozen=True)
@@ -254,30 +228,24 @@ class _Range:
     """Some of the plans of a pool."""
 
     pipelines: tuple[int, int]
-    """The smallest and the largest number."""
     blocks: tuple[int, int]
-    """j, the smallest and the largest."""
+    """Smallest and largest j."""
     inside: frozenset[int] | None
     """Kinds of which Q is a part; empty if all rings cross, None if the range has all plans."""
     exactly: bool
     """True if Q has all kinds of ``inside``; else it has at least one."""
     passes: float
-    """P is at least this, in seconds."""
     precision: float = np.inf
-    """Relative, with which ``passes`` is the best that linear programming finds; infinite: not known."""
+    """Relative precision of ``passes`` as a result of linear programming; infinite: not known."""
 
 
 class _Held(NamedTuple):
-    """What the memory of slots allows."""
-
     bounds: PipelineBounds
     fits: NDArray[np.bool_]
-    """Which types of pipelines may hold the model, ``[types]``."""
+    """True for types of pipelines that may hold the model, ``[types]``."""
 
 
 class _Pool:
-    """The plans of one pool."""
-
     def __init__(self, topology: Topology, relaxed: RelaxedPool, *, runnable: bool) -> None:
         pool = _with_few_kinds(relaxed.of(relaxed.most_pipelines))
         self._relaxed, self._by_pool = relaxed, dict[SlotPool, _Held]()
@@ -297,16 +265,14 @@ class _Pool:
 
     @property
     def whole(self) -> _Range:
-        """All plans."""
         pipelines = int(min(self.available.sum(), self.total))
         return _Range((1, pipelines), (0, self.bounds.blocks), None, False, self.total / self._power)
 
     def seconds(self, part: _Range) -> float:
-        """The bound on the plans of a range."""
         return part.passes + self.sums(part)
 
     def improved(self, part: _Range, below: float, precision: float) -> _Range:
-        """The range with a better bound by linear programming, which need not be the best if it is not below."""
+        """Range with a better bound by linear programming, which need not be the best if it is not below."""
         high = below - self.sums(part)
         low, self._basis = self._types_of(part, below).least_seconds(
             self.available, part.pipelines[1], part.passes, high, self._basis, precision
@@ -314,14 +280,12 @@ class _Pool:
         return replace(part, passes=max(low, part.passes), precision=precision if low < high else np.inf)
 
     def sums(self, part: _Range) -> float:
-        """Seconds that the sums of gradients take at least."""
         if part.inside is None:
             return 0.0
         sums = self.gradients.of_blocks(part.pipelines[0], part.blocks[0])
         return sums if part.inside else max(sums, self.gradients.of_pipelines(part.pipelines[0]))
 
     def parts(self, part: _Range) -> Iterator[_Range]:
-        """The range in parts; none if it is not worth dividing."""
         part = replace(part, precision=np.inf)
         (least, most), (low, high) = part.pipelines, part.blocks
         if part.inside is None:
@@ -348,17 +312,16 @@ class _Pool:
             yield replace(part, blocks=(middle + 1, high))
 
     def _kinds_inside(self, pipelines: int) -> frozenset[int]:
-        """The kinds that may have a node in which all pipelines have a slot."""
+        """Kinds that may have a node in which all pipelines have a slot."""
         enough = self.gradients.most_in_a_node >= pipelines
         return frozenset(np.flatnonzero(enough | (not self._tells_kinds)).tolist())
 
     @property
     def _tells_kinds(self) -> bool:
-        """True if the sets Q are told apart."""
         return self.gradients.one_kind_per_node and len(self.available) <= MAX_KINDS_INSIDE
 
     def _types_of(self, part: _Range, below: float) -> PipelineTypes:
-        """The types of pipelines that plans of the range can have, if they take less than so many seconds."""
+        """Types of pipelines that plans of the range can have, if they take less than so many seconds."""
         kinds = len(self.available)
         free, needed = np.full(kinds, self.bounds.blocks), np.zeros(kinds, dtype=np.int64)
         (pipelines, _), (_, crossing) = part.pipelines, part.blocks
@@ -399,7 +362,7 @@ class _Pool:
             more += entered * max(message - self.bounds.transfer_seconds, usual)
             first = first + 2 * more
             if not delays.any():
-                # In a pipeline with one stage in each node, also the longest stage sends to another node.
+                # If a pipeline has one stage per node, its longest stage sends to another node too.
                 further = np.where((nodes == stages) & (stages > 1), further + usual, further)
             first_of_all = np.full((len(first), len(able)), np.inf)
             further_of_all = np.ones_like(first_of_all)
@@ -409,7 +372,7 @@ class _Pool:
         return self._types[key]
 
     def _in_one_node(self, part: _Range) -> float:
-        """Seconds of the passes at least if one of the pipelines lies in one node and a node sums a block."""
+        """Least seconds of the passes if one of the pipelines lies in one node and a node sums a block."""
         pipelines, blocks = part.pipelines[0], self.bounds.blocks - part.blocks[1]
         if blocks < 1:
             return 0.0
@@ -418,7 +381,6 @@ class _Pool:
         return -(-self.total // pipelines) * longest * (1 - ROUNDING)
 
     def _held_by(self, pipelines: int) -> _Held:
-        """What slots of plans with at most so many pipelines hold."""
         pool = self._relaxed.of(pipelines)
         if pool not in self._by_pool:
             bounds = PipelineBounds.of_pool(_with_few_kinds(pool))
@@ -428,7 +390,7 @@ class _Pool:
         return self._by_pool[pool]
 
     def _nodes(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """In how many nodes pipelines of these compositions are at least, ``[types]``."""
+        """Least number of nodes of pipelines of these compositions, ``[types]``."""
         if self.gradients.one_kind_per_node:
             return np.asarray((-(-counts // np.maximum(self.gradients.most_in_a_node, 1))).sum(axis=1))
         return np.asarray(-(-counts.sum(axis=1) // self.gradients.slots_in_a_node))
@@ -439,7 +401,7 @@ def _with_few_kinds(pool: SlotPool) -> SlotPool:
 
 
 class IterationBound:
-    """No 1F1B plan, with communication that does not overlap, takes less than a time that is found step by step."""
+    """A time that no 1F1B plan without overlapped communication is below, found step by step."""
 
     def __init__(self, topology: Topology, pools: Sequence[RelaxedPool], *, runnable: bool = True) -> None:
         self._whole = [_Pool(topology, pool, runnable=runnable) for pool in pools]
@@ -447,7 +409,6 @@ class IterationBound:
         self._number = itertools.count()
 
     def seconds(self, below: float, *, enough: float = np.inf, time_limit_seconds: float = np.inf) -> float:
-        """The bound; not larger than ``below``."""
         end = time.monotonic() + time_limit_seconds
         while self._whole:
             pool = self._whole.pop()
@@ -469,6 +430,6 @@ class IterationBound:
 
     def _add(self, pool: _Pool, part: _Range, below: float) -> None:
         seconds = pool.seconds(part) * (1 - ROUNDING)
-        # A bound that is found is never above "below", so one that reaches it may be lower by rounding.
+        # By rounding, a bound that reaches "below" may be a little lower.
         if seconds < below * (1 - 2 * ROUNDING):
             heapq.heappush(self._open, (seconds, next(self._number), pool, part))

@@ -1,7 +1,4 @@
-"""Makes 3D plans: how much of each kind of parallelism, which devices in which pipeline, which layers on which device.
-
-AutoHet, Algorithm 1, extended; what is tried is in :mod:`.plan_search`.
-"""
+"""3D plans: degrees of parallelism, devices of pipelines, layers of devices (AutoHet, Algorithm 1, extended)."""
 
 from __future__ import annotations
 
@@ -42,9 +39,9 @@ __all__ = ["make_plans", "pipelines_to_divide", "plans_of_profiles"]
 
 
 MAX_DEVICES = 16
-"""Up to so many, each degree and micro-batch has a search of its own for pipelines to divide over chunks."""
+"""Most devices for which each degree and micro-batch has a search of its own for pipelines to divide."""
 MAX_NUMBERS_OF_STAGES = 8
-"""Numbers of stages for which pipelines to divide over chunks are searched, the smallest ones."""
+"""Smallest numbers of stages for which pipelines to divide over chunks are searched."""
 
 
 def pipelines_to_divide(search: PlanSearch) -> list[Candidate]:
@@ -80,11 +77,9 @@ def pipelines_to_divide(search: PlanSearch) -> list[Candidate]:
 
 
 MAX_SEARCHED_POOLS, MAX_POOLS_OF_A_NUMBER = 8, 4
-"""Pools of a part of a wider search in which improvements are looked for, those with the fastest plans at first sight;
-so many of them have one number of pipelines."""
+"""Pools of a wider search that are improved, in all and with one number of pipelines: the fastest at first sight."""
 NEAR_AT_SIGHT, NEAR_OF_MIXTURES = 1.03, 1.1
-"""Plans at first sight of these pools take at most so many times as long as the fastest; the second one is for slots of
-several forms, of which improvements gain more."""
+"""Most times the fastest at first sight, for pools of one form and of several, which improve more."""
 SIMULATED = 8
 """Plans of the method ``simulated``, and of each of some others, that are simulated to find the best one."""
 
@@ -112,9 +107,7 @@ def make_plans(
     cluster_file: str = "",
     profile_file: str = "",
 ) -> list[RankedPlan]:
-    """The plans with the shortest predicted iteration, best first; of plans that the times of the profile cannot tell
-    from the fastest, the simplest comes first (see ``plans/prediction_error.py``).
-    """
+    """Plans with the shortest predicted iteration, best first; of those within the error, the simplest first."""
     profile = on_links(profile, topology)
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}: valid are {', '.join(METHODS)}")
@@ -197,7 +190,6 @@ def make_plans(
                 near = NEAR_AT_SIGHT if all(pool.has_one_form for _, pool in seen) else NEAR_OF_MIXTURES
                 promising = [pool for seconds, pool in seen if seconds <= near * seen[0][0]]
             if promising:
-                # Most further parts have no faster plan.
                 quick = effort.quick or (bool(drafts) and not few)
                 searches.append(search_by(method, pools=promising, quick=quick, below=below, all_formations=few))
                 found = searches[-1].run(max(keep, SIMULATED) if method == "simulated" else keep)
@@ -253,8 +245,7 @@ def make_plans(
 
 
 def _different(drafts: Sequence[Draft]) -> list[Draft]:
-    """The first of each that differ only by which devices of a kind they use, or by ZeRO stage 1 that gains nothing;
-    pools of several searches can have them all."""
+    """First of plans that differ only by devices of a kind, or by ZeRO stage 1 that gains nothing."""
     kept: dict[object, Draft] = {}
     for draft in drafts:
         look = f"{draft.seconds:.6g}", draft.pool.tensor_parallel, tuple(cut.bounds for cut in draft.splits)
@@ -275,7 +266,7 @@ def _has_uniform_stages(plan: Plan) -> bool:
 def plans_of_profiles(
     topology: Topology, profiles: Sequence[tuple[str, ModelProfile]], *, keep: int, **options: Any
 ) -> list[RankedPlan]:
-    """The plans with the shortest predicted iteration over all profiles, best first."""
+    """Plans with the shortest predicted iteration over all profiles, best first."""
     (first, model), *others = profiles
     seen = {model.precision: first}
     for name, other in others:
@@ -300,6 +291,6 @@ def plans_of_profiles(
         bounds.append(found[0].plan.bound_seconds)
     if not ranked:
         raise problems[0]
-    # What holds for the plans of every profile is the lowest bound.
+    # The lowest bound holds for the plans of every profile.
     lowest = min((bound for bound in bounds if bound is not None), default=None) if None not in bounds else None
     return [replace(each, plan=each.plan.model_copy(update={"bound_seconds": lowest})) for each in ranked]

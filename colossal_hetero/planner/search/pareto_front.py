@@ -1,8 +1,7 @@
-"""The plans that are worth their price: none is both faster and cheaper than another.
+"""Plans of which none is both faster and cheaper than another.
 
-Each choice of numbers of nodes has a lower bound on the time of an iteration, and so on its cost. The search makes
-plans for the choice that promises most beside what was found, until no choice promises anything more, or time is over.
-What no plan was made for still counts in the bounds, so each plan says how far from the best possible it can be.
+Each choice of numbers of nodes has a lower bound on the time and cost of an iteration. Plans are made for the choice
+that promises most beside what was found. Bounds of other choices count in each plan's gap to the best possible.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ __all__ = [
 
 
 MAX_CHOICES = 20_000
-"""If there are more ways to choose numbers of nodes, some numbers are left out, first of the types with most nodes."""
+"""Limit of choices; with more, some numbers of nodes are left out, first of the types with most nodes."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +57,12 @@ class NodeType:
     """Nodes that are alike, in one cluster, and have one price."""
 
     name: str
-    """What their names have in common."""
     nodes: tuple[int, ...]
-    """Their numbers."""
     dollars_per_hour: float
-    """Of each of them."""
 
 
 def node_types(topology: Topology) -> list[NodeType]:
-    """The types of nodes, in the order of their first nodes."""
+    """Types of nodes, in the order of their first nodes."""
     numbers: dict[object, list[int]] = {}
     for number, node in enumerate(topology.nodes):
         devices = tuple((topology.devices[rank].kind, topology.devices[rank].speed) for rank in node.devices)
@@ -84,7 +80,7 @@ def node_types(topology: Topology) -> list[NodeType]:
 
 
 def choices(types: Sequence[NodeType]) -> NDArray[np.int64]:
-    """How many nodes of each type to take: all ways but none at all, ``[choices, types]``; see :data:`MAX_CHOICES`."""
+    """Numbers of nodes of each type: all choices but none at all, ``[choices, types]``; see :data:`MAX_CHOICES`."""
     counts = [np.arange(len(each.nodes) + 1) for each in types]
     while np.prod([float(len(each)) for each in counts]) > MAX_CHOICES:
         longest = max(range(len(counts)), key=lambda number: len(counts[number]))
@@ -98,14 +94,7 @@ def choices(types: Sequence[NodeType]) -> NDArray[np.int64]:
 def within(
     topology: Topology, types: Sequence[NodeType], counts: NDArray[np.int64], at_most: Mapping[str, int]
 ) -> NDArray[np.bool_]:
-    """Which choices keep to quotas, ``[choices]``.
-
-    Args:
-        topology: all nodes.
-        types: of nodes.
-        counts: nodes of each type, ``[choices, types]``.
-        at_most: by the name of a type of nodes, how many of these nodes; by a kind of devices, how many such devices.
-    """
+    """True for choices that keep to quotas: ``at_most`` of a type of nodes or a kind of device."""
     allowed = np.ones(len(counts), dtype=bool)
     devices = [
         Counter(topology.devices[rank].kind.name for rank in topology.nodes[each.nodes[0]].devices) for each in types
@@ -125,7 +114,7 @@ def within(
 
 
 def taken(topology: Topology, types: Sequence[NodeType], counts: Sequence[int]) -> tuple[Topology, tuple[int, ...]]:
-    """The cluster with only so many nodes of each type, and the number of each of its devices in ``topology``."""
+    """Cluster with only so many nodes of each type, and the number of each of its devices in ``topology``."""
     chosen = sorted(number for each, count in zip(types, counts, strict=True) for number in each.nodes[:count])
     devices: list[Device] = []
     nodes: list[Node] = []
@@ -147,37 +136,24 @@ def _common_name(names: Sequence[str]) -> str:
 
 # Time bounds ---------------------------------------------------------------------------------------------------------
 #
-# Lower bounds on the time of any plan that uses given numbers of nodes.
-#
 # [Note: a bound for all plans] Let ρ[t] be the time that a slot of kind t needs at least for a whole micro-batch (see
-# [Note: a lower bound on a pipeline's time] in ``bounds/pipeline_bounds.py``): for a share σ of the model's work it
-# needs at least σ·ρ[t]. Let P = Σ 1/ρ over all slots, and K the number of micro-batches of an iteration of T seconds.
-#
+# [Note: a lower bound on a pipeline's time] in ``pipeline_bounds.py``): a share σ of the model's work takes at least
+# σ·ρ[t]. Let P = Σ 1/ρ over all slots, and K the number of micro-batches of an iteration of T seconds.
 # - Work over speed. A slot of a pipeline with K_p micro-batches takes at least K_p·σ·ρ ≤ T. Summed over its slots,
 #   whose shares are 1 together, K_p ≤ T·P_p; summed over pipelines, T ≥ K / P.
-# - Filling pipelines. The first micro-batch takes at least ρ_min, and each further one at least 1 / P_p. So K_p − 1 ≤
-#   (T − ρ_min)·P_p, and with D pipelines T ≥ ρ_min + (K − D) / P. A pipeline has at least as many stages as are needed
-#   to hold the model, so D is at most the number of slots over that.
-# - Summing gradients. With D pipelines on n slots, some pipeline has at most n / D stages, and one of these holds at
-#   least the share D / n of the gradients' bytes G. Its ring of D ranks takes at least 2·(D − 1)/D · G·D/n over the
-#   bandwidth: of the fastest link inside a node if D slots are in one node, else of the fastest link between nodes.
-#   This comes after the passes, so it is added to the other two.
+# - Filling pipelines. The first micro-batch takes at least ρ_min, and each further one at least 1 / P_p. So with D
+#   pipelines T ≥ ρ_min + (K − D) / P. A pipeline has as many stages as hold the model, so D is limited.
+# - Summing gradients. With D pipelines on n slots, some stage holds at least the share D / n of the gradients' bytes G.
+#   Its ring takes at least 2·(D − 1)/D · G·D/n over the bandwidth of the fastest link: inside a node if D slots are in
+#   one node, else between nodes. It is added to the other two.
 # - Memory. All slots together must hold all blocks.
-#
-# The bound is the smallest over all D. Of a range of D, the first bound is taken at its end and the third at its start.
+# The bound is the smallest over all D; for a range of D, the second one is that of its end, the third of its start.
 
 
 def time_bounds(
     topology: Topology, pools: Sequence[SlotPool], types: Sequence[NodeType], counts: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    """Lower bounds on the seconds of an iteration, ``[choices]``; infinite where the model does not fit.
-
-    Args:
-        topology: all nodes.
-        pools: the slots of all nodes, for each degree and micro-batch that plans may have.
-        types: of nodes.
-        counts: nodes of each type, ``[choices, types]``.
-    """
+    """Lower bounds on the seconds of an iteration, ``[choices]``; infinite where the model does not fit."""
     bounds = np.full(len(counts), np.inf)
     for pool in pools:
         bounds = np.minimum(bounds, _of_pool(topology, pool, types, counts))
@@ -218,7 +194,7 @@ def _of_pool(
 
 
 def _ranges(most: int) -> list[int]:
-    """Where ranges of numbers of pipelines begin, and one more than the last number."""
+    """Starts of ranges of numbers of pipelines, and one more than the last number."""
     starts = {round(1.15**power) for power in range(math.ceil(math.log(most + 1, 1.15)) + 1)} if most else set()
     return sorted({each for each in starts if each <= most} | {most + 1})
 
@@ -257,12 +233,12 @@ def _slots_per_node(topology: Topology, pool: SlotPool, types: Sequence[NodeType
 Objective = Literal["time", "cost"]
 
 PER_CHOICE = 3
-"""Plans that are kept for each choice of nodes. They may leave nodes out."""
+"""Plans that are kept for each choice of nodes; they may leave nodes out."""
 
 SEARCHED = 0.6
-"""Part of the time in which plans are looked for."""
+"""Share of the time in which plans are looked for."""
 PROOF_SECONDS = 0.5
-"""For a better lower bound on the time of one choice of nodes."""
+"""Limit for a better lower bound on the time of one choice of nodes."""
 
 ROUNDING = 1e-9
 
@@ -272,21 +248,18 @@ class FrontPoint:
     """A plan than which no other that was found is both faster and cheaper."""
 
     plan: Plan
-    """With ranks numbered as in the whole cluster."""
+    """Ranks are those of the whole cluster."""
     cost: PlanCost
     nodes: tuple[int, ...]
-    """How many nodes of each type it uses."""
     gap: float
     """No plan can be both faster and cheaper by more than this share (0.03: 3 %), by the lower bounds."""
 
     @property
     def seconds(self) -> float:
-        """Of an iteration."""
         return self.plan.iteration_seconds
 
     @property
     def dollars(self) -> float:
-        """Of an iteration."""
         return self.cost.dollars_per_iteration
 
 
@@ -354,7 +327,6 @@ def choose(
     max_dollars: float = float("inf"),
     in_words: Callable[[float | None, float | None], str] = limits_in_words,
 ) -> FrontPoint:
-    """The best point of a front."""
     allowed = [
         point
         for point in front
@@ -393,7 +365,7 @@ def _check_bounds_are_known(
 
 
 def _worth_their_price(points: Iterable[FrontPoint]) -> list[FrontPoint]:
-    """The points that no other one is better than, from the fastest to the cheapest."""
+    """Points that no other one is better than, from the fastest to the cheapest."""
     kept: list[FrontPoint] = []
     for point in sorted(points, key=lambda each: (each.seconds, each.dollars)):
         if not kept or point.dollars < kept[-1].dollars * (1 - ROUNDING):
@@ -402,13 +374,7 @@ def _worth_their_price(points: Iterable[FrontPoint]) -> list[FrontPoint]:
 
 
 class _Search:
-    """What was found, and which choice of nodes to try next.
-
-    Args:
-        counts: nodes of each type, ``[choices, types]``.
-        seconds: lower bounds on the time, ``[choices]``.
-        dollars: lower bounds on the cost of an iteration, ``[choices]``.
-    """
+    """Plans that were found, and the choice of nodes to try next; arrays of lower bounds are ``[choices]``."""
 
     def __init__(self, counts: NDArray[np.int64], seconds: NDArray[np.float64], dollars: NDArray[np.float64]) -> None:
         self._counts, self._seconds, self._dollars = counts, seconds, dollars
@@ -419,14 +385,13 @@ class _Search:
 
     @property
     def knows_both_ends(self) -> bool:
-        """True if the fastest plan and the cheapest one were looked for."""
         return len(self._ratios) > 1 or not self._left.any()
 
     def most_promising(self, tolerance: float) -> int | None:
-        """The choice that should be ahead of all that was found by the largest share; None if there is none."""
+        """Choice that should be ahead of all that was found by the largest share; None if there is none."""
         if not self._left.any():
             return None
-        # Plans do not reach the bounds; by how much is learned from those that were made.
+        # Plans do not reach the bounds; those that were made show by how much.
         ratio = float(np.median(self._ratios)) if self._ratios else 1.0
         ahead = np.full(len(self._seconds), np.inf)
         for point in self.points:
@@ -437,7 +402,7 @@ class _Search:
         if not self.points:
             return int(np.argmin(np.where(self._left, self._seconds, np.inf)))
         if len(self._ratios) == 1:
-            # After the fastest the cheapest, so that both ends are known first.
+            # Both ends are looked for first.
             return int(np.argmin(np.where(self._left, self._dollars, np.inf)))
         # Many nodes take long to plan for.
         promise = np.where(ahead > 1 + tolerance, (ahead - 1) / self._counts.sum(axis=1), 0.0)
@@ -445,20 +410,17 @@ class _Search:
         return row if promise[row] > 0 else None
 
     def add(self, row: int, points: Sequence[FrontPoint]) -> None:
-        """The plans of a choice, the fastest first."""
+        """Add the plans of a choice, the fastest first."""
         self._left[row] = False
         if points:
             self._ratios.append(points[0].seconds / float(self._seconds[row]))
-            # The fastest plan leaves some nodes out. So without these nodes it is the fastest, too.
+            # Without nodes that the fastest plan leaves out it is the fastest, too.
             fewer = (self._counts <= self._counts[row]) & (self._counts >= np.array(points[0].nodes))
             self._left[fewer.all(axis=1)] = False
         self.points += points
 
     def loosest(self) -> tuple[int, float] | None:
-        """The choice whose bound makes the largest gap, and the seconds from which on it makes none; None if none does.
-
-        Each choice is returned once.
-        """
+        """Choice with the largest gap, each once, and the seconds from which on it makes none; None if none does."""
         front = _worth_their_price(self.points)
         seconds = np.array([[point.seconds] for point in front])
         dollars = np.array([[point.dollars] for point in front])
@@ -471,13 +433,12 @@ class _Search:
         return row, float(gaps[:, row].max() * self._seconds[row])
 
     def raise_bounds(self, row: int, seconds: float) -> None:
-        """No plan of this choice, and so none of its nodes, takes less than these seconds."""
+        """Note that no plan of this choice, and so none of its nodes, takes less than these seconds."""
         fewer = (self._counts <= self._counts[row]).all(axis=1) & (self._seconds < seconds)
         self._dollars[fewer] *= seconds / self._seconds[fewer]
         self._seconds[fewer] = seconds
 
     def front(self) -> list[FrontPoint]:
-        """The points that no other is better than, from the fastest to the cheapest, with their gaps."""
         return [self._with_gap(point) for point in _worth_their_price(self.points)]
 
     def _with_gap(self, point: FrontPoint) -> FrontPoint:
@@ -494,7 +455,6 @@ def _point(topology: Topology, profile: ModelProfile, types: Sequence[NodeType],
 
 
 def _renumbered(plan: Plan, numbers: Sequence[int]) -> Plan:
-    """The plan with ranks numbered as in the whole cluster."""
     replicas = tuple(
         replica.model_copy(
             update={

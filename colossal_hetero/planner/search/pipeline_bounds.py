@@ -1,4 +1,4 @@
-"""Lower bounds on the time of pipelines, from which the search knows what it need not try."""
+"""Lower bounds on the time of pipelines, with which the search leaves out plans that cannot be the best."""
 
 from __future__ import annotations
 
@@ -17,83 +17,69 @@ from ..profile.layer_profile import ModelProfile
 __all__ = ["BlockLimits", "PipelineBounds", "RelaxedPool", "least_costs", "relaxed_pools", "smallest_message"]
 
 
-# [Note: a lower bound on a pipeline's time]
-# Let w[t, b] be the time of block b on kind t, f any weights of the blocks with Σ f = 1, and ρ[t] = min_b w[t, b] /
-# f[b]. A stage of kind t that takes at most m does at most a share m / ρ[t] of the work, and holds at most cap[t, m]
-# whole blocks. So for the longest stage m, Σ n[t]·m / ρ[t] ≥ 1 and Σ n[t]·cap[t, m] ≥ blocks. For each m, the sum of
-# the stages' times is smallest if the fast kinds are filled first. This sum is piecewise linear in m, so the minimum of
-# sum + (K − 1)·m is at the smallest possible m, or at an m for which the fastest kinds alone do all the work. The
-# embedding and the head are in cap: the stage that holds the first or the last block holds fewer blocks if that block
-# takes longer. It is at most what fits in memory beside the activations of one micro-batch, and what is allowed. If
-# stages may recompute, cap is the larger one of two: of the blocks that fit, and of those that fit if they take longer.
-# A stage has at least the smallest f. And cap is the same for all m between two sums of blocks, so for the first of
-# these sums the largest f of cap blocks limits the share of a stage.
-# A stage of several also sends over a cut, and the schedule takes time on each side of it. So its blocks take at most m
-# less the shortest such time. If stages that are *free* (see BlockLimits) send longer by δ, each holds at most cap[t, m
-# − δ] blocks, or as many as a limited one. The first and the last stage may not send so long; they hold cap[t, m].
+# [Note: a lower bound on a pipeline's time] Let w[t, b] be the time of block b on kind t, f any weights of the blocks
+# with Σ f = 1, and ρ[t] = min_b w[t, b] / f[b]. A stage of kind t that takes at most m does at most a share m / ρ[t] of
+# the work, and holds at most cap[t, m] whole blocks: those that fit in memory beside the activations of one micro-batch
+# (with recomputation, the larger one of both forms) and are allowed; fewer if the stage has the first or the last block
+# and that one takes longer. So for the longest stage m, Σ n[t]·m / ρ[t] ≥ 1 and Σ n[t]·cap[t, m] ≥ blocks. For each m,
+# the sum of the stages' times is smallest if the fast kinds are filled first. It is piecewise linear in m, so the
+# minimum of sum + (K − 1)·m is at the smallest possible m, or where the fastest kinds alone do all the work. A stage
+# has at least the smallest f. Between two sums of blocks cap is constant, so the largest f of cap blocks limits shares.
+# Sending and the schedule take time at a cut, so a stage's blocks take at most m less the shortest such time. If *free*
+# stages (see BlockLimits) send longer by δ, each holds at most cap[t, m − δ] blocks, or as many as a limited one. The
+# first and the last stage may not send so long; they hold cap[t, m].
 
 
 WHOLE_LEVELS = 3
-"""So many times of a longest stage, from the shortest one on, are looked at with whole blocks only."""
+"""Times of a longest stage, from the shortest one on, that are looked at with whole blocks only."""
 
 
 @dataclass(frozen=True, eq=False)
 class BlockLimits:
-    """Number of blocks that the stages of a pipeline may hold: some are *free*, the others limited."""
+    """Most blocks that the stages of a pipeline may hold: some are *free*, the others limited."""
 
     free: NDArray[np.int64]
-    """By kind, how many stages are free at most."""
+    """Most free stages, by kind."""
     delays: tuple[float, ...]
-    """By kind, so many seconds longer than the shortest transfer a free stage sends, one way."""
+    """Seconds by which a free stage sends longer than the shortest transfer, one way, by kind."""
     undelayed: int
-    """So many free stages may send no longer than others."""
+    """Free stages that may send no longer than others."""
     in_a_node: int
-    """Of the limited stages in one node together."""
+    """Blocks of the limited stages in one node together."""
     nodes: NDArray[np.int64]
-    """By kind, how many there are."""
+    """Number by kind."""
     together: int
-    """Of all limited stages."""
+    """Blocks of all limited stages."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Levels:
-    """The times of a longest stage, less its transfer, at which stages can hold more blocks."""
+    """Times of a longest stage, less its transfer, at which stages can hold more blocks."""
 
     seconds: NDArray[np.float64]
     """Ascending, ``[levels]``."""
     shares: NDArray[np.float64]
-    """Of the work, that a stage does at most if the longest one is shorter than the next level, ``[kinds, levels]``."""
+    """Largest share of the work of a stage, if the longest one is shorter than the next level, ``[kinds, levels]``."""
     tables: list[NDArray[np.int64]]
     """Blocks of any stage, of one with the first block, and of one with the last block, ``[kinds, levels]`` each."""
     delayed: list[NDArray[np.int64]]
-    """The same for stages that send longer."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Form:
-    """Stages that recompute, or that do not."""
-
     sums: tuple[NDArray[np.float64], ...]
-    """Seconds of 1, 2, … blocks at least: of any neighboring blocks, of the first ones, and of the last ones; each
-    ``[kinds, blocks]``."""
+    """Least seconds of 1, 2, … blocks, ``[kinds, blocks]``: any neighbors, the first ones, and the last ones."""
     in_memory: NDArray[np.int64]
-    """By kind, how many blocks fit at most."""
+    """Most blocks by kind."""
 
     @classmethod
     def of(cls, seconds: NDArray[np.float64], in_memory: Sequence[int]) -> _Form:
-        """The form in which blocks take so long, ``[kinds, blocks]``."""
         ends = np.concatenate([np.zeros((len(seconds), 1)), np.cumsum(seconds, axis=1)], axis=1)
         windows = np.stack([_min_sums(row) for row in ends])
         return cls((windows, ends[:, 1:], np.cumsum(seconds[:, ::-1], axis=1)), np.array(in_memory))
 
     def capacities(self, place: int, grid: NDArray[np.float64], less: Sequence[float]) -> NDArray[np.int64]:
-        """Blocks of stages of these times at most, ``[kinds, levels]``.
-
-        Args:
-            place: in :attr:`sums`.
-            grid: in seconds, ``[levels]``.
-            less: by kind, so many seconds are not for blocks.
-        """
+        """Most blocks of stages, ``[kinds, levels]``, with by kind ``less`` seconds of ``grid`` not for blocks."""
         rows = [np.searchsorted(row, grid - by, side="right") for row, by in zip(self.sums[place], less, strict=True)]
         return np.minimum(np.stack(rows), self.in_memory[:, None])
 
@@ -104,9 +90,9 @@ class PipelineBounds:
 
     kinds: Sequence[SlotKind]
     transfer_seconds: float = 0.0
-    """The shortest possible transfer between stages, one way."""
+    """Shortest possible transfer between stages, one way."""
     schedule_seconds: float = 0.0
-    """What the schedule takes at least on one side of a cut."""
+    """Least time of the schedule on one side of a cut."""
     _work: NDArray[np.float64] = field(init=False)
 
     @classmethod
@@ -133,17 +119,13 @@ class PipelineBounds:
             held = [np.maximum(*each) for each in zip(held, held_again, strict=True)]
         self._ends = np.unique(np.concatenate([np.ravel(rows) for form in self._forms for rows in form.sums]))
         self._min_share = float(shares.min())
-        # The largest shares of 0, 1, 2, … neighboring blocks.
         self._largest = np.concatenate([[0.0], -_min_sums(np.concatenate([[0.0], -np.cumsum(shares)]))])
         self._of_delays: dict[tuple[float, ...], _Levels] = {}
         self._memory = np.array([[0, *np.cumsum(each)] for each in held])
-        """By kind, how many blocks fit at most into the last n stages together, ``[kinds, 1 + blocks]`` for n = 0, 1, …
-
-        The last stage keeps the activations of one micro-batch, the stage before it of two, and so on."""
+        """Most blocks in the last n stages, ``[kinds, 1 + blocks]``; the n-th last keeps n micro-batches."""
         self._whole = np.array([self._holds_the_model(kind) for kind in self.kinds])
 
     def _levels(self, delays: tuple[float, ...]) -> _Levels:
-        """The times at which stages can hold more blocks; ``delays`` as in :class:`BlockLimits`."""
         if delays not in self._of_delays:
             ends = np.unique(np.concatenate([self._ends + delay for delay in {0.0, *delays}]))
             grid = ends * (1 + 1e-12)
@@ -161,7 +143,7 @@ class PipelineBounds:
         return self._of_delays[delays]
 
     def _held(self, costs: LayerCosts, memory_bytes: float) -> NDArray[np.int64]:
-        """Number of blocks that a stage holds at most with 1, 2, … micro-batches in flight, ``[blocks]``."""
+        """Most blocks of a stage with 1, 2, … micro-batches in flight, ``[blocks]``."""
         state = np.concatenate([[0.0], np.cumsum(costs.state_bytes)])
         activation = np.concatenate([[0.0], np.cumsum(costs.activation_bytes)])
         needed = _min_sums(state) + np.arange(1, self.blocks + 1)[:, None] * _min_sums(activation)
@@ -169,7 +151,6 @@ class PipelineBounds:
 
     @staticmethod
     def _holds_the_model(kind: SlotKind) -> bool:
-        """True if a pipeline of one stage fits."""
         forms = [(kind.costs, kind.memory_in_pipeline(1)), kind.recomputed_in_pipeline(1)]
         return any(
             bool(costs.cumulative.state_bytes[-1] + costs.cumulative.activation_bytes[-1] <= memory)
@@ -183,23 +164,20 @@ class PipelineBounds:
 
     @property
     def blocks_per_stage(self) -> NDArray[np.int64]:
-        """By kind: how many blocks a stage holds at most."""
         return self._memory[:, 1]
 
     @property
     def hold_the_model(self) -> NDArray[np.bool_]:
-        """By kind: whether a pipeline of one stage fits."""
         return self._whole
 
     def min_seconds(self, kind: int, blocks: int) -> float:
-        """Of a stage of so many blocks, at least one, in a slot of this kind; without transfers."""
+        """Least seconds of a stage of so many blocks, at least one, in a slot of this kind; without transfers."""
         return float(self._forms[0].sums[0][kind][blocks - 1])
 
     def fits(self, counts: NDArray[np.int64], micro_batches: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which compositions may hold the model, ``[rows]``: ``counts [rows, kinds]``, ``micro_batches [rows]``.
+        """True for rows that may hold the model, ``[rows]``: ``counts [rows, kinds]``, ``micro_batches [rows]``.
 
-        The n-th stage from the end keeps n micro-batches in flight. So among the stages of one kind, one keeps at least
-        one micro-batch, another at least two, and so on.
+        The n-th stage from the end keeps n micro-batches in flight. So the stages of a kind keep at least 1, 2, …
         """
         short = np.minimum(counts, micro_batches[:, None])
         kind = np.arange(len(self.kinds))
@@ -209,12 +187,7 @@ class PipelineBounds:
         return np.asarray(fits & ((counts.sum(axis=1) > 1) | (counts[:, self._whole] > 0).any(axis=1)))
 
     def seconds(self, counts: NDArray[np.int64], micro_batches: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The lower bound by row, ``[rows]``; infinite where the model does not fit.
-
-        Args:
-            counts: Slots by kind, ``[rows, kinds]``, at least one and at most as many as blocks in each row.
-            micro_batches: Per pipeline and iteration (K), ``[rows]``.
-        """
+        """Lower bounds, ``[rows]``, for K ``micro_batches`` per pipeline, ``[rows]``; infinite where nothing fits."""
         bound = np.full(len(counts), np.inf)
         held = np.flatnonzero(self.fits(counts, micro_batches))
         if len(held):
@@ -228,18 +201,14 @@ class PipelineBounds:
     def options(
         self, counts: NDArray[np.int64], limits: BlockLimits | None = None
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Seconds of the first micro-batch and of each further one, ``[options, rows]`` both.
+        """Seconds of the first micro-batch and of each further one, ``[options, rows]`` both; infinite if nothing fits.
 
         K micro-batches take at least ``min(first + (K − 1) · further)`` over the options, without regard to memory in
-        flight. If a composition cannot hold the model, its first micro-batch takes infinitely long.
-
-        Args:
-            counts: Slots by kind, ``[rows, kinds]``, at least one and at most as many as blocks in each row.
-            limits: How many blocks stages may hold, beside memory.
+        flight. ``counts`` are slots by kind, ``[rows, kinds]``, from one to as many as blocks in each row.
         """
         limits = limits or self._no_limits
         levels = self._levels(limits.delays)
-        # Kinds come first in what follows: sums over them are then several times as fast.
+        # Kinds come first: sums over them are then several times as fast.
         slots = np.ascontiguousarray(counts.T)
         level = self._min_level(slots, limits, levels)
         last = len(levels.seconds) - 1
@@ -258,14 +227,7 @@ class PipelineBounds:
         return np.where(level <= last, first, np.inf), np.stack(steps) * (1 - 1e-9) + (stages > 1) * hop
 
     def _turns(self, slots: NDArray[np.int64], longest: NDArray[np.float64]) -> Iterator[NDArray[np.float64]]:
-        """Longest stages, ``[rows]`` each: ``longest``, and those from which the fastest kinds alone do all the work.
-
-        Stages of the other kinds have the smallest block.
-
-        Args:
-            slots: By kind, ``[kinds, rows]``.
-            longest: By row, in seconds.
-        """
+        """Longest stages, ``[rows]`` each: ``longest``, and those with which the fastest kinds alone do all work."""
         yield longest
         order = self._fastest_first
         ordered, power = slots[order], (slots / self._work[:, None])[order]
@@ -276,12 +238,7 @@ class PipelineBounds:
             yield np.maximum(longest, turn)
 
     def _min_sum(self, slots: NDArray[np.int64], shares: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The smallest sum of the stages' times, ``[rows]``, if each has at most a share of the work.
-
-        Args:
-            slots: By kind, ``[kinds, rows]``.
-            shares: By kind, ``[kinds, rows]``.
-        """
+        """Smallest sum of the stages' times, ``[rows]``, if each has at most a share of the work, ``[kinds, rows]``."""
         least = slots * self._min_share
         total, left = self._work @ least, 1.0 - least.sum(axis=0)
         for kind in self._fastest_first:
@@ -296,15 +253,7 @@ class PipelineBounds:
         return BlockLimits(every, (0.0,) * len(self.kinds), 0, 0, every, self.blocks)
 
     def _min_level(self, slots: NDArray[np.int64], limits: BlockLimits, levels: _Levels) -> NDArray[np.int64]:
-        """By row, the index in ``levels`` of the shortest longest stage with which the stages hold all blocks.
-
-        Each stage holds at least one. If they cannot, it is the number of levels.
-
-        Args:
-            slots: By kind, ``[kinds, rows]``.
-            limits: How many blocks stages may hold.
-            levels: Those of the delays of free stages.
-        """
+        """Index in ``levels``, by row, of the shortest longest stage that holds all blocks; else its length."""
         kinds = len(self.kinds)
         free = np.minimum(slots, limits.free[:, None])
         slots = np.concatenate([free, slots - free])
@@ -350,14 +299,14 @@ class PipelineBounds:
 
 
 def smallest_message(pool: SlotPool) -> float:
-    """Bytes that a micro-batch sends over a cut at least; 0 if the model cannot be cut."""
+    """Least bytes that a micro-batch sends over a cut; 0 if the model cannot be cut."""
     if len(pool.kinds[0].costs.output_bytes) < 2:
         return 0.0
     return min(float(kind.costs.output_bytes[:-1].min(initial=np.inf)) for kind in pool.kinds)
 
 
 def _min_sums(cumulative: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The smallest sum of 1, 2, … neighboring values, ``[blocks]``, from cumulative sums ``[blocks + 1]``."""
+    """Smallest sums of 1, 2, … neighboring values, ``[blocks]``, from cumulative sums ``[blocks + 1]``."""
     blocks = len(cumulative) - 1
     start, size = np.arange(blocks)[:, None], np.arange(1, blocks + 1)
     stop = start + size
@@ -369,7 +318,7 @@ def _min_sums(cumulative: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def least_costs(one: LayerCosts, other: LayerCosts) -> LayerCosts:
-    """The smaller one of each cost, block by block."""
+    """Element-wise minimum of both costs."""
     names = [field.name for field in fields(LayerCosts)]
     return LayerCosts(**{name: np.min([getattr(one, name), getattr(other, name)], axis=0) for name in names})
 
@@ -379,28 +328,25 @@ def least_costs(one: LayerCosts, other: LayerCosts) -> LayerCosts:
 
 @dataclass(eq=False)
 class RelaxedPool:
-    """The slots of one degree and micro-batch, by the number of pipelines of a plan.
+    """Slots of one degree and micro-batch, by the number of pipelines of a plan.
 
-    Stages that may recompute hold as many blocks as if they did, and take as long as if they did not. With ZeRO stage 1
-    a device has the state that it has with a number of pipelines that is not smaller.
+    Stages that may recompute hold as many blocks as if they did, and take as long as if they did not. With ZeRO stage
+    1, a device has the state that it has with at least as many pipelines.
     """
 
     topology: Topology
     profile: ModelProfile
     pool: SlotPool
-    """That of the simple space."""
     space: SearchSpace
     """Without :attr:`~.SearchSpace.mixed_degrees`."""
     _by_shards: dict[int, SlotPool] = field(default_factory=dict)
 
     @property
     def most_pipelines(self) -> int:
-        """How many pipelines plans have at most."""
         return min(self.pool.slots, self.pool.total_micro_batches)
 
     def of(self, pipelines: int) -> SlotPool:
-        """The slots of plans with at most so many pipelines. The same numbers, and some larger ones, return the same
-        object."""
+        """Slots of plans with at most so many pipelines. Several numbers can return one object."""
         if not self.space.recompute and 1 not in self.space.zero_stages:
             return self.pool
         shards = min(1 << (pipelines - 1).bit_length(), self.most_pipelines) if 1 in self.space.zero_stages else 1
@@ -434,5 +380,4 @@ class RelaxedPool:
 def relaxed_pools(
     topology: Topology, profile: ModelProfile, pools: Sequence[SlotPool], space: SearchSpace
 ) -> list[RelaxedPool]:
-    """One for each of the pools, those of the simple space."""
     return [RelaxedPool(topology, profile, pool, space) for pool in pools]

@@ -1,4 +1,4 @@
-"""The search for the best 3D plans: which candidates are tried, in which order, and when the search ends."""
+"""Search for the best 3D plans: order of the candidates, and end of the search."""
 
 from __future__ import annotations
 
@@ -30,26 +30,21 @@ __all__ = ["PlanSearch", "places_in", "restricted_pools"]
 
 # Restricted pools ----------------------------------------------------------------------------------------------------
 #
-# Pools with fewer slots or fewer kinds of slots, whose best plans are often missed among the plans of all slots.
-#
-# A plan for part of a cluster is also a plan for the whole cluster. So a search that also plans for each of these parts
-# returns no worse plan than it would for one of them.
+# Pools with fewer slots or kinds, whose plans are also plans of the whole cluster but often missed among all slots.
 
 
 MAX_LEFT_OUT = 8
 """Types of nodes, and kinds of devices, that are left out in turn: those with the fewest devices."""
 MAX_DEVICES = 16
 SIMILAR_SPEEDS = (1.05, 1.3, 4.0)
-"""Devices of one kind count as equally fast if the next faster one is faster by at most these factors."""
+"""Factors up to the next faster device of a kind that counts as equally fast."""
 
 
 def restricted_pools(topology: Topology, pools: Sequence[SlotPool], *, whole: bool) -> Iterator[list[SlotPool]]:
-    """The pools without each type of node, without each kind of device, and with similar speeds rounded down.
+    """Pools without each type of node, without each kind of device, and with similar speeds rounded down.
 
-    With ``whole``, only those with all devices.
-
-    Nodes are of one type if they have the same devices and links. In clusters of more than :data:`MAX_DEVICES` devices
-    only the links count, and no kind is left out.
+    ``whole`` leaves out none. Nodes of one type have the same devices and links; in clusters of more than
+    :data:`MAX_DEVICES` devices only the links count, and no kind is left out.
     """
     is_small = len(topology.devices) <= MAX_DEVICES
     ranks_by_type: dict[object, set[int]] = {}
@@ -77,7 +72,7 @@ def restricted_pools(topology: Topology, pools: Sequence[SlotPool], *, whole: bo
 
 
 def places_in(pool: SlotPool, other: SlotPool, rows: Sequence[Sequence[Place]]) -> list[list[Place]]:
-    """The places in ``pool`` of slots that are given by their places in ``other``, a restricted pool of it."""
+    """Places in ``pool`` of slots that are given by their places in ``other``, a restricted pool of it."""
     place_of = {ranks: (kind, slot) for kind, each in enumerate(pool.kinds) for slot, ranks in enumerate(each.slots)}
     return [[place_of[other.kinds[kind].slots[slot]] for kind, slot in row] for row in rows]
 
@@ -96,7 +91,7 @@ def _without(kinds: Sequence[SlotKind], ranks: frozenset[int]) -> list[SlotKind]
 
 
 def _rounded_down(kinds: Sequence[SlotKind], factor: float) -> list[SlotKind]:
-    """The kinds, with each run of similar speeds of one device as one kind of the lowest speed."""
+    """Kinds, with each run of similar speeds of one device as one kind of the lowest speed."""
     by_device: dict[object, list[SlotKind]] = {}
     for kind in kinds:
         by_device.setdefault((kind.device, kind.tensor_parallel), []).append(kind)
@@ -111,49 +106,37 @@ def _rounded_down(kinds: Sequence[SlotKind], factor: float) -> list[SlotKind]:
 
 
 MAX_TRIED = 16
-"""Candidates that are tried per set of device kinds, in the order of their lower bounds."""
+"""Candidates per set of device kinds, in the order of their lower bounds."""
 MAX_REORDERED = 5
-"""Candidates for which many orders of stages are tried: so many of the fastest, and of those with the lowest bounds."""
+"""Candidates for which many orders of stages are tried: the fastest, and those with the lowest bounds."""
 MAX_REORDERED_DEVICES = 96
-"""Devices of all these candidates together: in small clusters more candidates than MAX_REORDERED are taken."""
+"""Devices of all these candidates together: in small clusters more than MAX_REORDERED are taken."""
 MAX_MIXED = 16
-"""Candidates that are tried whose pipelines are cut alike on devices that are not alike."""
+"""Candidates whose pipelines are cut alike on devices that are not alike."""
 STARTED, EXCHANGED, RESTARTED = 1600, 192, 144
 """Shapes with other starts, with exchanges of slots, and with restarts of these, times devices."""
 EXCHANGES, RESTARTS = 6400, 192
-"""Exchanges and restarts per shape, times devices."""
+"""Per shape, times devices."""
 MAX_EXCHANGED, MAX_RESTARTED, MAX_EXCHANGES, MAX_RESTARTS = 12, 12, 400, 16
 MANY_TYPES, FEW_DEVICES = 6, 12
-"""All these numbers are for clusters with that many different types of slots, or with few devices. With more devices of
-fewer types less is tried, because most exchanges change nothing."""
+"""Clusters with so many types of slots, or so few devices, get all this; others less: most exchanges change nothing."""
 NEAR_REORDERED, NEAR_REORDERED_QUICKLY = 1.2, 1.1
-"""Other orders of stages are tried for candidates that take at most so many times as long as the best one."""
+"""Most times the best time, for candidates of which other orders of stages are tried."""
 NEAR_MOVED, NEAR_MOVED_OF_MANY, MANY_DEVICES = 2.0, 1.25, 17
-"""Slots are moved in candidates that take at most so many times as long as the best one: in clusters of fewer devices
-than these, and in larger ones, where it takes longer and changes less."""
+"""Most times the best time, for candidates whose slots are moved: with fewer devices, and with many (it gains less)."""
 NEAR_KNOWN = 1.03
-"""If a plan is known from another search, they are moved in candidates that take at most so many times as long."""
+"""Instead of these, if a plan is known from another search."""
 MAX_OF_PART = 3
 """Best plans of each part of the cluster that are taken over."""
 MAX_MOVED, MAX_MOVED_QUICKLY = 8, 4
-"""Plans whose slots are then moved between pipelines, the best of different numbers of pipelines."""
+"""Best plans, of different numbers of pipelines, whose slots are then moved between pipelines."""
 MOVES, MAX_MOVES = 3200, 200
-"""Moves that are tried per plan, times devices."""
+"""Per plan, times devices."""
 MAX_LOOSENED = 12
-"""Plans of equal replicas whose replicas are then cut for themselves, the best ones."""
+"""Best plans of equal replicas that are then cut for themselves."""
 
-# [Note: what is tried]
-# Plans whose pipelines are cut alike (equal_rows.py). Their rows are tried in the order of their lower bounds until the
-# next bound is not below the best time so far: first with all kinds of devices, then with each kind alone, so that a
-# mixed plan is never slower than leaving the other kinds idle. Then pipelines that are cut alike on devices of several
-# kinds, such as plain data parallelism over all devices: the slots are sorted by power and given out stage by stage, so
-# that the slots of a stage are as similar as possible. Last, slots of the best plan of each shape are exchanged for
-# others as long as this helps (exchanges.py).
-# Plans whose pipelines differ, if they are wanted (unequal_groups.py), for the whole cluster and for parts of it. Also
-# the slots of the best plans that are cut alike, with cuts and micro-batches of each pipeline for itself.
-# All plans of a few slots (few_slots.py).
-# Then slots of the best of all are moved between pipelines (unequal_moves.py). In all comparisons, the times of plans
-# whose pipelines differ count MIN_UNEQUAL_GAIN times.
+# Of pipelines that are cut alike, those of all kinds of devices come first, then those of each kind alone, so that a
+# mixed plan is never slower than leaving the other kinds idle. Last, slots of the best of all plans are moved.
 
 
 class PlanSearch:
@@ -172,7 +155,6 @@ class PlanSearch:
         all_formations: bool = False,
         quick: bool = False,
     ) -> None:
-        """What is searched."""
         self.topology = topology
         self.pools = pools
         self.builder = builder
@@ -187,22 +169,21 @@ class PlanSearch:
         self.bounds = [PipelineBounds.of_pool(pool) for pool in pools]
         self.rows = EqualRows(pools, self.bounds, stages, runnable=self.runnable, below=below)
         self._sums = [self._min_sums(pool) for pool in pools]
-        """By pool: seconds in which so many pipelines sum their gradients at least."""
         self._groups: dict[object, list[Groups]] = {}
         """Groups that are not alike; they do not depend on the method, and finding them takes long."""
         self.drafts: dict[object, Draft] = {}
-        """Candidates that were built. The keys are made of what they were built from."""
+        """Candidates that were built, by what they were built from."""
         self.lower_bounds: dict[object, float] = {}
-        """Lower bounds on the seconds of candidates, as far as they are known."""
+        """On the seconds of candidates, as far as they are known."""
         self.problems: dict[int, str] = {}
-        """By tensor-parallel degree: why a candidate could not be built."""
+        """Reasons why candidates could not be built, by tensor-parallel degree."""
         self.best_seconds = below
-        """Of the candidates that may be returned: the smallest :attr:`.Draft.ranking_seconds`."""
+        """Smallest :attr:`.Draft.ranking_seconds` of candidates that may be returned."""
 
     def run(
         self, keep: int, known: Sequence[Draft] = (), is_enough: Callable[[float], bool] | None = None
     ) -> list[Draft]:
-        """The best plans, best first; an empty list if there are none."""
+        """Best plans, best first; an empty list if there are none."""
         few = all(each.are_few for each in self._all_of_few())
         for step in self._steps(few):
             step()
@@ -221,13 +202,12 @@ class PlanSearch:
         return kept
 
     def _steps(self, few: bool) -> list[Callable[[], None]]:
-        """The parts of the search; ``few``: whether all plans can be tried."""
         if few and self.all_formations and self.builder.chooses_cuts:
             return [self._look_through, self._try_all_of_few]
         steps = [self._look_through]
         if not few:
             steps += [self._reorder, self._exchange]
-        # What comes before does not depend on it, so the best equal replicas are those of a search for equal ones only.
+        # Earlier steps do not depend on it, so the best equal replicas are those of a search for equal ones only.
         if self.unequal:
             steps.append(self._look_through_unequal)
         if self.unequal and not few:
@@ -235,7 +215,7 @@ class PlanSearch:
         return [*steps, self._try_all_of_few, self._try_uniform]
 
     def promising_pools(self, most: int) -> list[tuple[float, SlotPool]]:
-        """The pools of the fastest plans that are found at first sight, in their order, with the seconds of these."""
+        """Pools of the fastest plans that are found at first sight, in their order, with the seconds of these."""
         self._look_through()
         fastest: dict[SlotPool, float] = {}
         for draft in self.found():
@@ -250,7 +230,7 @@ class PlanSearch:
 
     @property
     def unequal_below(self) -> float:
-        """Pipelines that differ are only worth trying if they take less than these seconds."""
+        """Seconds below which pipelines that differ are worth trying."""
         return self.best_seconds / MIN_UNEQUAL_GAIN
 
     def _allowed(self, draft: Draft) -> bool:
@@ -264,7 +244,6 @@ class PlanSearch:
     # The most promising candidates of all kinds -------------------------------------------------------------
 
     def _look_through(self) -> None:
-        """Try pipelines that are cut alike."""
         world = len(self.topology.devices)
         mixed = mixed_shapes(self.pools, self.bounds, self.stages, runnable=self.runnable, below=self.best_seconds)
         if self.all_devices:
@@ -285,7 +264,6 @@ class PlanSearch:
             self._try_mixed([shape for shape in mixed if self._devices(shape) == world][:1])
 
     def _look_through_unequal(self) -> None:
-        """Try pipelines that differ."""
         kinds = self._device_kinds()
         alone = () if self.all_devices else (frozenset([kind]) for kind in sorted(kinds))
         for allowed in dict.fromkeys([kinds, *alone]):
@@ -320,7 +298,7 @@ class PlanSearch:
                 self.lower_bounds[key] = bound
 
     def _min_sums(self, pool: SlotPool) -> Callable[[int], float]:
-        """Seconds in which so many pipelines sum their gradients at least; 0 where that is not known."""
+        """Least seconds in which so many pipelines sum their gradients; 0 where that is not known."""
         if self.builder.overlap or not pool.has_one_form:
             return lambda pipelines: 0.0
         gradients = GradientBounds(self.topology, pool)
@@ -364,7 +342,6 @@ class PlanSearch:
 
     def _try_restricted(self) -> None:
         """Try the best plans that leave out nodes or kinds of devices, or ignore small differences in speed."""
-        # A restricted pool has the links of the whole one.
         pool_of = {pool.links: pool for pool in self.pools}
         for number, pools in enumerate(restricted_pools(self.topology, self.pools, whole=self.all_devices)):
             part = PlanSearch(
@@ -403,16 +380,14 @@ class PlanSearch:
                 self._add(key, new)
 
     def _promising(self) -> list[object]:
-        """Keys of the best candidates, and of those with the lowest bounds."""
         number = max(MAX_REORDERED, MAX_REORDERED_DEVICES // len(self.topology.devices))
         by_time = sorted(self.drafts, key=lambda key: self.drafts[key].ranking_seconds)
         equal = [key for key in by_time if self.drafts[key].is_equal]
         by_bound = sorted(self.lower_bounds, key=lambda key: self.lower_bounds[key])
-        # Those that are cut alike are also counted on their own, so that faster others do not exclude them.
+        # Those that are cut alike also count on their own, so that faster others do not exclude them.
         return list(dict.fromkeys([*by_time[:number], *equal[:number], *by_bound[:number]]))
 
     def _exchange(self) -> None:
-        """Try other slots for the best plan of each shape."""
         devices = len(self.topology.devices)
         types = self._types_of_slots()
         if types == 1:
@@ -461,7 +436,6 @@ class PlanSearch:
                 self._add(("loosened", number), loose)
 
     def _move(self) -> None:
-        """Move slots between the pipelines of the best plans with unequal pipelines."""
         devices = len(self.topology.devices)
         if self._types_of_slots() == 1:
             return
@@ -482,7 +456,7 @@ class PlanSearch:
             self._add(("moved", number), moves.improved(draft, most, allowed, self.all_devices))
 
     def _types_of_slots(self) -> int:
-        """How many different slots there are: of different kinds, or in nodes with different links or sizes."""
+        """Number of different slots: of different kinds, or in nodes with different links or sizes."""
         nodes, node_kind = self.topology.nodes, self.pools[0].links.node_kind
         types = set()
         for pool in self.pools:
@@ -493,7 +467,7 @@ class PlanSearch:
         return len(types)
 
     def _devices(self, shape: Shape) -> int:
-        """Devices in use; if slots have different forms, as many as there can be."""
+        """Devices in use; if slots have different forms, the most there can be."""
         pool = self.pools[shape.pool]
         if not pool.has_one_form:
             return len(self.topology.devices)
@@ -509,7 +483,6 @@ class PlanSearch:
         ]
 
     def _try_all_of_few(self) -> None:
-        """Try all plans of pools with few slots."""
         if self.builder.method not in ("exact", "uniform"):
             return
         for few in self._all_of_few():
@@ -533,7 +506,7 @@ class PlanSearch:
 
 
 def _diverse(ranked: Sequence[Draft], keep: int) -> list[Draft]:
-    """The best plan for each combination of degree, number of pipelines and devices in use, then the best others."""
+    """Best plan for each combination of degree, number of pipelines and devices in use, then the best others."""
     chosen: dict[object, Draft] = {}
     for draft in ranked:
         shape = (draft.pool.tensor_parallel, len(draft.groups), *_used(draft))
@@ -544,5 +517,4 @@ def _diverse(ranked: Sequence[Draft], keep: int) -> list[Draft]:
 
 
 def _used(draft: Draft) -> tuple[int, ...]:
-    """Number of slots in use, by kind."""
     return tuple(np.array(draft.groups).sum(axis=0).tolist())

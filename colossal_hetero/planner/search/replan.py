@@ -1,4 +1,4 @@
-"""What planning again would bring when some devices have become slower: the best plan, or the present one."""
+"""Planning again when some devices have become slower: the best plan, or the present one."""
 
 from __future__ import annotations
 
@@ -22,20 +22,19 @@ from .make_plans import make_plans
 __all__ = ["Replanned", "replan"]
 
 TRIED = 5
-"""So many of the best plans by the closed form are simulated."""
+"""Best plans by the closed form that are simulated."""
 
 
 @dataclass(frozen=True, eq=False)
 class Replanned:
-    """The present plan on the slower devices, and the best plan for them."""
+    """Present plan on the slower devices, and the best plan for them."""
 
     present: PlanSimulation
     best: PlanSimulation
-    """The same object as ``present`` if no plan was found that is faster."""
+    """Same object as ``present`` if no plan is faster."""
 
     @property
     def changed(self) -> bool:
-        """True if another plan is faster than the present one."""
         return self.best is not self.present
 
 
@@ -46,7 +45,7 @@ def replan(
     slow: Mapping[int, float],
     transfers: Transfers = "blocking",
 ) -> Replanned:
-    """The best plan for ``topology`` with some devices slower, by event simulation; the present one is a candidate."""
+    """Best plan for ``topology`` with some devices slower, by event simulation; the present one is a candidate."""
     before = slowed(plan, slow)
     unlike = "it uses ZeRO stage 1" if plan.zero_stage else why_unlike_stages(plan)
     if unlike is not None:
@@ -62,7 +61,7 @@ def replan(
             "that the plan was made from"
         )
     topology = as_profiled(topology, profile)
-    # Each device has its measured times now, so the ranks that measured them are no longer needed.
+    # Each device has its measured times, so the ranks that measured them are no longer needed.
     profile = profile.model_copy(update={"rank_devices": ()})
     slower = tuple(
         dataclasses.replace(device, speed=device.speed / slow.get(rank, 1.0))
@@ -95,7 +94,6 @@ def replan(
 
 
 def _predicted_again(topology: Topology, profile: ModelProfile, plan: Plan) -> Plan:
-    """The same ranks, blocks and order of passes on ``topology``."""
     bounds = (0, *itertools.accumulate(plan.layers_per_chunk))
     if plan.schedule == "1f1b":
         return predict_plan(

@@ -1,4 +1,4 @@
-"""What the search is to try: degrees, micro-batches and schedules, checked, and the slots that they form."""
+"""Degrees, micro-batches and schedules that the search tries, checked, and the slots that they form."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ Key = tuple[str, float, int]
 """Kind of device, speed of the slowest device, and degree of slots."""
 Ranks = tuple[int, ...]
 Formation = tuple[tuple[Key, tuple[Ranks, ...]], ...]
-"""The slots of each key."""
+"""Slots of each key."""
 MakeKinds = Callable[[Formation], list[SlotKind]]
 
 
 def kinds_of(
     topology: Topology, profile: ModelProfile, micro_batch: int, space: SearchSpace, pipelines: int | None
 ) -> MakeKinds:
-    """A function that makes the kinds of slots of a formation, without those that were not measured."""
+    """Function that makes the kinds of slots of a formation, without those that were not measured."""
 
     @cache
     def made(key: Key, slots: tuple[Ranks, ...]) -> SlotKind | None:
@@ -79,20 +79,17 @@ def kinds_of(
 
 
 def formations(topology: Topology, degrees: Sequence[int], space: SearchSpace) -> list[Formation]:
-    """Every way to divide the devices into slots, once each up to devices that are alike in a node. Those that are part
-    of another one are left out."""
+    """All divisions of the devices into slots, up to devices that are alike in a node, without parts of other ones."""
     found: dict[frozenset[tuple[object, int]], Formation] = {}
     together = [tuple(degrees)] if space.mixed_degrees else [(degree,) for degree in degrees]
     for parts, allowed in itertools.product(_partitions(list(range(len(topology.devices)))), together):
         slots: dict[Key, list[Ranks]] = {}
         looks: Counter[object] = Counter()
         for part in parts:
-            # Devices that can be no slot stay idle.
             key = _form(topology, part) if len(part) in allowed else None
             if key is not None:
                 slots.setdefault(key, []).append(part)
                 looks[key, topology.devices[part[0]].node] += 1
-        # The n-th slot of a look is another one than the first.
         numbered = frozenset((look, number) for look, count in looks.items() for number in range(count))
         found.setdefault(numbered, tuple((key, tuple(each)) for key, each in slots.items()))
     # Plans need not use every slot.
@@ -100,7 +97,6 @@ def formations(topology: Topology, degrees: Sequence[int], space: SearchSpace) -
 
 
 def _partitions(items: list[int]) -> Iterator[list[Ranks]]:
-    """Every way to divide the items into parts, each ascending."""
     if not items:
         yield []
         return
@@ -112,7 +108,7 @@ def _partitions(items: list[int]) -> Iterator[list[Ranks]]:
 
 
 def _form(topology: Topology, ranks: Ranks) -> Key | None:
-    """The form of a slot of these devices; None if they are of several kinds or in several nodes."""
+    """Form of a slot of these devices; None if they are of several kinds or in several nodes."""
     devices = [topology.devices[rank] for rank in ranks]
     if len({(device.kind.name, device.node) for device in devices}) > 1:
         return None
@@ -120,7 +116,6 @@ def _form(topology: Topology, ranks: Ranks) -> Key | None:
 
 
 def alike_slots(topology: Topology, degree: int) -> Formation:
-    """The slots if all have this degree."""
     groups = tensor_parallel_groups(topology, degree)
     return tuple(((name, speed, degree), tuple(slots)) for (name, speed), slots in groups.items())
 
@@ -128,10 +123,7 @@ def alike_slots(topology: Topology, degree: int) -> Formation:
 def mixtures(
     topology: Topology, profile: ModelProfile, micro_batch: int, degrees: Sequence[int], most: int
 ) -> list[Formation]:
-    """Formations in which all devices of a kind have one degree: the ``most`` with the largest power.
-
-    Those in which all have the same degree are left out.
-    """
+    """Formations of several degrees, one for all devices of a kind: the ``most`` with the largest power."""
     slots_of = {degree: alike_slots(topology, degree) for degree in degrees}
     names = sorted({device.kind.name for device in topology.devices})
     choices = []
@@ -161,27 +153,20 @@ def _seconds(profile: ModelProfile, key: Key, micro_batch: int) -> tuple[float, 
 
 
 MAX_FORMED_DEVICES = 4
-"""Up to so many devices, slots of all forms are tried; with more, one form for each kind of device."""
+"""Most devices for which slots of all forms are tried; with more, one form for each kind of device."""
 MAX_MIXTURES = 12
-"""Mixtures of forms that are tried per size of micro-batch."""
 MAX_POOLS = 12
-"""Pools that are tried in a wider search of more devices, for each number of pipelines: those with the shortest
-expected plans. Memory is not expected, so that nothing may fit with many pipelines, or with few."""
+"""Pools per number of pipelines in a wider search: the shortest expected plans, though memory may not suffice."""
 MAX_SAMPLES = 10**9
-"""In a global batch: its divisors are looked for one by one."""
+"""Limit of a global batch, whose divisors are looked for one by one."""
 
 
 class SlotsToTry(NamedTuple):
-    """What plans are made of."""
-
     topology: Topology
-    """The machines with the times that were measured on them."""
+    """Machines with their measured times."""
     pools: list[SlotPool]
-    """The slots for each tensor-parallel degree and micro-batch."""
     micro_batches: list[int]
-    """Sizes, in samples."""
     degrees: list[int]
-    """Tensor-parallel degrees."""
 
 
 def slots_to_try(
@@ -191,7 +176,7 @@ def slots_to_try(
     micro_batches: Sequence[int] | None,
     tensor_parallel: Sequence[int] | None,
 ) -> SlotsToTry:
-    """The slots that the devices form; arguments as for :func:`.make_plans.make_plans`."""
+    """Slots that the devices form; arguments as for :func:`.make_plans.make_plans`."""
     known = as_profiled(topology, profile)
     sizes = micro_batch_sizes(profile, global_batch, micro_batches)
     degrees = degrees_to_try(known, profile, tensor_parallel)
@@ -286,7 +271,7 @@ def _pool(
 
 
 _Part = dict[int | None, list[tuple[float, int, int | None, list[SlotKind]]]]
-"""By number of pipelines: expected seconds, micro-batch, number of pipelines and kinds of slots of each pool."""
+"""Expected seconds, micro-batch, number of pipelines and kinds of slots of each pool, by number of pipelines."""
 
 
 def wider_pools(
@@ -298,12 +283,10 @@ def wider_pools(
     space: SearchSpace,
     below: float,
 ) -> list[list[list[SlotPool]]]:
-    """The pools of a wider search, in parts that are searched one after the other, ``[parts][numbers of pipelines]``;
-    arguments as for :func:`slot_pools`.
+    """Pools of a wider search, ``[parts][numbers of pipelines]``; arguments as for :func:`slot_pools`.
 
-    For a few devices there is one part with all formations. Else parts have slots of one form, then one form for each
-    kind of device, first in ZeRO stage 0 and then in stage 1. In this order, so that a plan of simpler forms is never
-    missed for others that are expected to be faster.
+    For a few devices one part has all formations. Else slots have one form, then one for each kind of device, first in
+    ZeRO stage 0, so that simpler plans are not missed for others that are expected to be faster.
     """
     few = len(topology.devices) <= MAX_FORMED_DEVICES
     fastest = max(channel.bytes_per_second for node in topology.nodes for channel in (node.inside, *node.nics))
@@ -337,7 +320,7 @@ def wider_pools(
 
 
 def _shortest(part: _Part, below: float) -> _Part:
-    """For each number of pipelines, the pools whose plans are expected to be the shortest, and below these seconds."""
+    """Shortest expected pools for each number of pipelines, all at most ``below`` seconds."""
     ordered = {pipelines: sorted(made, key=lambda each: each[0])[:MAX_POOLS] for pipelines, made in part.items()}
     near = {pipelines: [each for each in made if each[0] <= below] for pipelines, made in ordered.items()}
     return {pipelines: made for pipelines, made in near.items() if made}

@@ -1,8 +1,4 @@
-"""Pipelines that differ: which slots each of them gets.
-
-For each tensor-parallel degree and micro-batch, AutoHet's groups (Eq. 3), with and without idle devices, and pipelines
-of one kind each, with as few stages as memory allows or more.
-"""
+"""Slots of pipelines that differ: AutoHet's groups (Eq. 3), also with idle devices, and pipelines of one kind each."""
 
 from __future__ import annotations
 
@@ -26,33 +22,28 @@ __all__ = ["Grouping", "Groups", "MemberKind", "UnequalGroups", "effective_power
 
 # Device groups -------------------------------------------------------------------------------------------------------
 #
-# Data-parallel groups of unequal devices: which devices hold a replica of the model together.
-#
 # AutoHet, Eq. 2 and 3: maximizes the number of groups times the smallest *effective computing power* of a group.
-# Members (devices, or tensor-parallel groups of them) of one kind are interchangeable, so a group is described by its
-# count of each kind. Solved exactly, with SciPy's integer programming solver (HiGHS).
+# Members (devices or tensor-parallel groups) of a kind are interchangeable, so a group is a count of each kind. SciPy's
+# integer programming solver (HiGHS) is exact.
 
 
 TOLERANCE = 1e-9
 """Powers that differ by less than this share count as equal."""
 MAX_VALUES = 20_000
-"""Up to so many compositions, all powers that a group can have are listed. With more, any power is tried."""
+"""Limit of compositions whose powers are all listed. With more, any power is tried."""
 
 MAX_PATTERNS = 20_000
-"""If a group could have more different members than this (devices throttled to many different speeds), only the groups
-are tried that are found by giving out the members in turn."""
+"""Limit of different members of a group; with more (many speeds), members are only given out in turn."""
 
 MAX_ROUND_ROBIN = 64
 """Numbers of groups for which a first solution is found by giving out the members in turn."""
 
-# [Note: the covering problem]
-# For a given number of groups D, let z be the power that each group has to reach. With K micro-batches and P members,
-# G = (Σ g n)·K / (K + P − 1) ≥ z is equivalent to Σ (g − z/K)·n ≥ z·(K − 1)/K, which is linear in the counts n. A
-# member with g ≥ z/K never lowers a group's G ("good"). A member with less does ("bad"): it lengthens the pipeline by
-# more than the power it adds. So a group needs no more good members than it takes to reach z and the memory, and all
-# that are left over can join any group. Only few patterns remain. D groups that reach z exist if and only if Σ x = D
-# and Σ pattern·x ≤ available (= available for bad members, which have to be in some group) has a solution in whole
-# numbers x. The largest such z is found by bisection, over the powers that a group can have if there are only few.
+# [Note: the covering problem] Let each of D groups have to reach the power z. With K micro-batches and P members, G =
+# (Σ g n)·K / (K + P − 1) ≥ z is Σ (g − z/K)·n ≥ z·(K − 1)/K, which is linear in the counts n. A member with g ≥ z/K
+# never lowers a group's G ("good"). A "bad" one does: it lengthens the pipeline by more than the power it adds. So a
+# group needs no more good members than it takes to reach z and the memory; others can join any group. Only few patterns
+# remain. D groups that reach z exist if and only if Σ x = D and Σ pattern·x ≤ available (= for bad members, which must
+# be in some group) has a solution in whole numbers x. The largest such z is found by bisection.
 
 
 @dataclass(frozen=True)
@@ -62,9 +53,7 @@ class MemberKind:
     power: float
     """g: computing power of one member, in any unit."""
     memory_bytes: float
-    """Memory of one member."""
     count: int
-    """Their number."""
 
 
 @dataclass(frozen=True)
@@ -78,23 +67,13 @@ class Grouping:
 
     @property
     def objective(self) -> float:
-        """The number of groups times :attr:`power`, AutoHet's Eq. 3a."""
         return len(self.groups) * self.power
 
 
 def effective_power(
     counts: NDArray[np.int64], powers: Sequence[float] | NDArray[np.float64], micro_batches: float
 ) -> NDArray[np.float64]:
-    """G of groups, AutoHet's Eq. 2: the sum of the members' powers, reduced by the share of pipeline bubbles.
-
-    Args:
-        counts: Members by kind, ``[…, kinds]``.
-        powers: g by kind.
-        micro_batches: K of each group.
-
-    Returns:
-        ``[…]``.
-    """
+    """G of groups, ``[…]`` (AutoHet, Eq. 2): power of ``counts``, ``[…, kinds]``, less the share of bubbles."""
     members = np.maximum(counts.sum(axis=-1), 1)
     return np.asarray((counts @ np.asarray(powers)) * micro_batches / (micro_batches + members - 1))
 
@@ -112,11 +91,7 @@ def find_grouping(
     precision: float = 4 * TOLERANCE,
     cost: Callable[[int], float] = lambda _: 0.0,
 ) -> Grouping | None:
-    """The groups with the largest objective (AutoHet, Eq. 3a); None if there are none.
-
-    What number of groups costs by itself is not in AutoHet's objective. With ``cost``, groups are compared by
-    ``1 / (1 / objective + cost(groups))``.
-    """
+    """Groups with the largest ``1 / (1 / objective + cost(groups))`` (AutoHet, Eq. 3a: no cost); None without any."""
     members = sum(kind.count for kind in kinds)
     max_members = max_members or members
     memory = sum(kind.memory_bytes * kind.count for kind in kinds)
@@ -137,7 +112,7 @@ def find_grouping(
             continue
         problem = _Covering(kinds, model_bytes, number, at(number), allow_idle, max_members)
         problems.append((-1.0 / (1.0 / (number * problem.bound) + lost), -number, problem))
-    # A first solution to compare with; it saves time and does not change the result.
+    # A first solution to compare with saves time and does not change the result.
     some = problems[:: math.ceil(len(problems) / MAX_ROUND_ROBIN)] if problems else []
     found = [grouping for *_, problem in some if (grouping := problem.round_robin()) and after_costs(grouping) > above]
     best = max(found, key=after_costs, default=None)
@@ -145,14 +120,13 @@ def find_grouping(
         reached = max(after_costs(best) if best else 0.0, above)
         if -bound <= reached * (1 + max(precision, TOLERANCE)):
             break
-        # The objective that this number of groups has to exceed.
         needed = 1.0 / (1.0 / reached - costs[-negative]) if reached > 0 else 0.0
         best = problem.solve(needed / -negative, precision) or best
     return best
 
 
 class _Covering:
-    """The problem for a given number of groups D, see [Note: the covering problem]."""
+    """Problem for a given number of groups D, see [Note: the covering problem]."""
 
     def __init__(
         self,
@@ -174,14 +148,14 @@ class _Covering:
         self.bound = self._bound()
 
     def _bound(self) -> float:
-        """An upper bound on the power of the weakest group: all groups would be equal, with fractions of members."""
+        """Upper bound on the power of the weakest group: equal groups, with fractions of members."""
         order = np.argsort(-self.powers)
         members, power = np.cumsum(self.available[order]), np.cumsum((self.available * self.powers)[order])
         best = power * self.micro_batches / (self.groups * (self.micro_batches - 1) + np.maximum(members, self.groups))
         return float(best.max() if self.allow_idle else best[-1])
 
     def solve(self, above: float, precision: float) -> Grouping | None:
-        """The best grouping whose weakest group has a power above ``above``; None if there is none."""
+        """Best grouping whose weakest group has a power above ``above``; None if there is none."""
         best = self._cover(max(above, self.bound * TOLERANCE) * (1 + 2 * TOLERANCE))
         if best is None:
             return None
@@ -199,7 +173,7 @@ class _Covering:
         return best
 
     def _values(self, low: float, high: float) -> NDArray[np.float64] | None:
-        """The powers that a group can have in this range, ascending; None if there are too many compositions."""
+        """Powers of groups in this range, ascending; None if there are too many compositions."""
         max_members = min(self.max_members, int(self.available.sum()) - self.groups + 1)
         caps = np.minimum(self.available, max_members)
         if np.prod(caps + 1.0) > MAX_VALUES:
@@ -229,7 +203,6 @@ class _Covering:
         return self._grouping(counts)
 
     def _cover(self, power: float) -> Grouping | None:
-        """Groups of at least this power; None if there are none."""
         patterns, good = self._patterns(power)
         if not len(patterns) or not self._may_cover(patterns):
             return None
@@ -237,7 +210,7 @@ class _Covering:
         lower = np.where(good | self.allow_idle, 0.0, upper)
         rows = np.concatenate([patterns.T, np.ones((1, len(patterns)))])
         limits = LinearConstraint(csr_array(rows), np.append(lower, self.groups), np.append(upper, self.groups))
-        # Any solution will do. Minimizing the members in use gives the solver a direction.
+        # Any solution will do; minimizing members gives a direction.
         found = milp(
             patterns.sum(axis=1), integrality=np.ones(len(patterns)), bounds=Bounds(0, np.inf), constraints=limits
         )
@@ -250,13 +223,13 @@ class _Covering:
         return self._grouping(counts)
 
     def _may_cover(self, patterns: NDArray[np.int64]) -> bool:
-        """True if there are enough members, power and memory if each group takes the smallest amount of any pattern."""
+        """True if members, power and memory suffice for D times the smallest amount of any pattern."""
         scales = np.stack([np.ones_like(self.powers), self.powers, self.memory, *np.eye(len(self.powers))])
         needed = (patterns @ scales.T).min(axis=0) * self.groups
         return bool((needed <= scales @ self.available * (1 + TOLERANCE)).all())
 
     def _add_left_over(self, counts: NDArray[np.int64]) -> None:
-        """Adds each member that is left over, in descending order of power, to the weakest group that has room."""
+        """Give each member that is left over, the strongest first, to the weakest group that has room."""
         left = self.available - counts.sum(axis=0)
         for kind in np.argsort(-self.powers):
             for _ in range(left[kind]):
@@ -264,7 +237,7 @@ class _Covering:
                 counts[np.where(counts.sum(axis=1) < self.max_members, power, np.inf).argmin(), kind] += 1
 
     def _patterns(self, power: float) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """The groups that reach ``power`` and the memory with the fewest good members, and which kinds are good."""
+        """Groups that reach ``power`` and the memory with the fewest good members; and True for good kinds."""
         worth = self.powers - power / self.micro_batches
         needed = power * (self.micro_batches - 1) / self.micro_batches
         good = worth >= -1e-12 * self.powers
@@ -320,17 +293,15 @@ def _grid(caps: Sequence[int], max_sum: int) -> NDArray[np.int64]:
 
 
 MIN_IDLE_GAIN = 1.01
-"""Groups that leave devices idle are tried if their objective (AutoHet, Eq. 3a) is larger by this factor."""
+"""Factor of the objective (AutoHet, Eq. 3a) from which on groups that leave devices idle are tried."""
 
 PRECISION = 1e-3
-"""By this share groups may be less balanced than the best ones: blocks cannot be divided so finely."""
+"""Share by which groups may be less balanced than the best ones: blocks cannot be divided so finely."""
 MIN_SHARE = 0.9
-"""Groups are looked for whose stages, if they are balanced, take at most the wanted time divided by this: stages that
-are not balanced can be faster."""
+"""Balanced stages may take the wanted time divided by this: stages that are not balanced can be faster."""
 
 MAX_WITHOUT_SUMS = 48
-"""Up to so many devices, the groups that would be best without sums of gradients are tried too. With more, that takes
-half as long again."""
+"""Most devices for which groups that are best without sums are tried too; with more, that takes 1.5 times as long."""
 
 Groups = list[tuple[int, ...]]
 """Slots by kind of each pipeline, ``[pipelines][kinds]``."""
@@ -342,7 +313,6 @@ class UnequalGroups:
     def __init__(
         self, pool: SlotPool, bounds: PipelineBounds, allowed: frozenset[str], sums: Callable[[int], float]
     ) -> None:
-        """What groups are formed of."""
         self.pool = pool
         self.bounds = bounds
         self.sums = sums
@@ -363,18 +333,16 @@ class UnequalGroups:
 
     @staticmethod
     def stages(groups: Groups) -> list[int]:
-        """Number of stages that each pipeline has."""
         return [sum(group) for group in groups]
 
     def min_seconds(self, groups: Groups) -> float:
-        """A lower bound on the seconds of these pipelines, reached if all end at the same moment."""
+        """Lower bound on the seconds of these pipelines, reached if all end at the same moment."""
         power = (np.array(groups) / self.bounds.work_seconds).sum()
         return float(self.pool.total_micro_batches / power) + self.sums(len(groups))
 
     def candidates(
         self, stages: Sequence[int] | None, below: float = np.inf, *, may_be_idle: bool = True
     ) -> list[Groups]:
-        """Different groups."""
         found = [*self._balanced(below, may_be_idle, self.sums), *self._of_one_kind()]
         if self.pool.devices <= MAX_WITHOUT_SUMS:
             # Sums can take longer than their bound, so a number of pipelines for which it is small can seem too good.
@@ -387,14 +355,14 @@ class UnequalGroups:
         ]
 
     def _balanced(self, below: float, may_be_idle: bool, sums: Callable[[int], float]) -> Iterator[Groups]:
-        """AutoHet's groups, if they can take less than ``below`` seconds; ``sums`` is what their number costs."""
+        """AutoHet's groups, if they can take less than ``below`` seconds; ``sums`` is the cost of their number."""
         pool, available = self.pool, self._available
         present = np.flatnonzero(available)
         kinds = [
             MemberKind(1.0 / pool.kinds[place].model_seconds, self._memory_bytes[place], int(available[place]))
             for place in present
         ]
-        # Stages that are balanced take as many seconds as there are micro-batches, divided by the objective.
+        # Balanced stages take as many seconds as there are micro-batches, divided by the objective.
         reached = MIN_SHARE * pool.total_micro_batches / below
         for idle in (False, True) if may_be_idle and len(kinds) > 1 else (False,):
             grouping = find_grouping(
@@ -439,13 +407,13 @@ class UnequalGroups:
 
     @property
     def _model_bytes(self) -> float:
-        """Bytes that the slots of a pipeline hold together at least (AutoHet's MIN_mem)."""
+        """Least bytes of the slots of a pipeline together (AutoHet's MIN_mem)."""
         costs = self.pool.kinds[0].costs
         return float(costs.state_bytes.sum() + costs.activation_bytes.sum())
 
     @cached_property
     def _memory_bytes(self) -> list[float]:
-        """By kind, the memory of a slot, as if its blocks needed as many bytes as those of the first kind's slots."""
+        """Memory of a slot by kind, as if its blocks needed as many bytes as those of the first kind's slots."""
         if self.pool.has_one_form and self.pool.kinds[0].recomputed is None:
             return [kind.memory_bytes for kind in self.pool.kinds]
         return [kind.models_in_memory * self._model_bytes for kind in self.pool.kinds]
