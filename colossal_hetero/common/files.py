@@ -35,7 +35,6 @@ __all__ = [
 
 
 def read_json(path: Path | str) -> tuple[str, Any]:
-    """A file's text and its content."""
     text = read_text(path, "JSON")
     try:
         return text, json.loads(text)
@@ -46,7 +45,6 @@ def read_json(path: Path | str) -> tuple[str, Any]:
 
 
 def read_text(path: Path | str, file_format: str) -> str:
-    """The text of a file in UTF-8, without a byte order mark."""
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -58,7 +56,7 @@ def read_text(path: Path | str, file_format: str) -> str:
 
 
 def write_json(content: Any, path: Path | str, *, fill: bool = False) -> None:
-    """Write a file atomically: readers see the old file or the complete new one. See :func:`.atomic.replacing`."""
+    """Write a file atomically: readers see the old file or the complete new one."""
     with replacing(path) as temporary:
         temporary.write_text(_lay_out(content, fill, 0) + "\n", encoding="utf-8")
 
@@ -166,10 +164,8 @@ Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS)]
 PositiveSeconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
 ByteCount = Annotated[int, Field(ge=0, le=MAX_BYTES)]
 Amount = Annotated[float, Field(ge=0, le=MAX_BYTES)]
-"""A predicted number of bytes."""
 BytesPerSecond = Annotated[float, Field(ge=1e-6, le=1e30)]
 Flops = Annotated[float, Field(ge=1, le=1e30)]
-"""FLOP/s."""
 Factor = Annotated[float, Field(ge=1e-9, le=1e12)]
 NonNegative = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 PositiveCount = Annotated[int, Field(ge=1, le=MAX_COUNT)]
@@ -228,7 +224,7 @@ def check_file(
 
 
 def field_names(model: type[BaseModel]) -> list[str]:
-    """Names of all fields of ``model`` and of the models in it, as they are in the file; sorted."""
+    """Sorted names in files of all fields of ``model`` and of the models in it."""
     schema = model.model_json_schema()
     parts = [schema, *schema.get("$defs", {}).values()]
     return sorted({name for part in parts for name in part.get("properties", ())})

@@ -28,14 +28,11 @@ from .plan_table import layout, replica_groups, short_ranks, special_form
 __all__ = ["Lane", "StageBar", "lanes", "plot_plan", "windows"]
 
 MAX_LANES = 48
-"""Largest number of stages that are drawn."""
 
 SHOWN_STEPS = 8
-"""If an iteration is too long to be drawn whole, about this many micro-batches in steady state are drawn at its
-beginning, and half as many at its end."""
+"""Micro-batches in steady state that are drawn at the beginning of a long iteration; half as many at its end."""
 
 MAX_NUMBERS = 1500
-"""Largest number of micro-batch numbers in the picture."""
 
 GREEN, PURPLE = "#009E73", "#CC79A7"
 """From the palette of Okabe and Ito, like the other colors."""
@@ -52,7 +49,7 @@ KINDS = {
     "update": ("optimizer step", GRAY, "#000000"),
     "synchronization": ("gradient synchronization", GREEN, "#FFFFFF"),
 }
-"""For each kind of bar: its name in the legend, its color, and the color of the number in it."""
+"""By kind of bar: its name in the legend, its color, and the color of the number in it."""
 
 BarKind = Literal["forward", "backward", "weight", "transfer", "update", "synchronization"]
 
@@ -69,7 +66,7 @@ class StageBar(NamedTuple):
     start: float
     stop: float
     chunk: int = 0
-    """Which of the stage's chunks, if it has several."""
+    """Index among the stage's chunks."""
 
 
 @dataclass(frozen=True)
@@ -77,16 +74,13 @@ class Lane:
     """A row of the picture: one stage, drawn once for all replicas that are alike."""
 
     replicas: tuple[int, ...]
-    """Numbers of the replicas."""
     stage: int
-    """Number of the stage in its replica."""
     name: str
     """Device, ranks and layers, in words."""
     bars: tuple[StageBar, ...]
 
 
 def lanes(simulation: PlanSimulation) -> list[Lane]:
-    """One row per stage; replicas that are alike share their rows."""
     plan, end = simulation.plan, simulation.seconds
     rows = []
     for group in replica_groups(plan):
@@ -134,8 +128,8 @@ def plot_plan(
     """Draw one iteration as a timeline for each stage.
 
     Bars are forward and backward passes with the number of their micro-batch, transfers, optimizer steps and gradient
-    synchronization; white is waiting. The second chunk of a stage, and further ones, are hatched. Replicas that are
-    alike are drawn once. If the iteration is long, only its beginning and its end are drawn.
+    synchronization; white is waiting. Further chunks of a stage are hatched. Replicas that are alike are drawn once. If
+    the iteration is long, only its beginning and its end are drawn.
     """
     path = check_name(path)
     check_matplotlib()
@@ -164,7 +158,6 @@ def plot_plan(
 
 
 def _places(shown: Sequence[Lane]) -> list[float]:
-    """The vertical position of each row, with a gap between replicas that differ."""
     places: list[float] = []
     for index, lane in enumerate(shown):
         gap = 0.6 if index and shown[index - 1].replicas != lane.replicas else 0.0
@@ -221,7 +214,6 @@ def _label(axis: Any, made: PlanSimulation, shown: Sequence[Lane], places: Seque
 
 
 def _break(axes: Sequence[Any]) -> None:
-    """Mark the gap between two time windows, so that they do not look like one."""
     for left, right in itertools.pairwise(axes):
         right.spines["left"].set_visible(False)
         right.tick_params(axis="y", length=0, labelleft=False)
