@@ -86,7 +86,7 @@ def compare(
 
 
 def _name(given: str, number: int, others: Sequence[str]) -> str:
-    """What is before the ending of a file's name; its number if it is a layout, or if two files have the same name."""
+    """A file's name without its ending; its number for a layout, or if two files have the same name."""
     stems = {Path(each).stem for each in others if each != given and os.path.exists(each)}
     stem = Path(given).stem
     return stem if os.path.exists(given) and stem not in stems else f"{number}"

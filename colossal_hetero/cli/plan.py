@@ -1,4 +1,4 @@
-"""``colossal-hetero plan``: which device gets which layers, in which groups."""
+"""``colossal-hetero plan``: a device for each layer, and its groups."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ __all__ = ["plan"]
 
 
 PROOF_SECONDS = 2.0
-"""For the lower bound on the time of all plans, if no gap is asked for."""
 
 GROUPS = {
     "What to train": ("global_batch", "memory_reserve"),
@@ -305,7 +304,7 @@ def plan(
 
 
 def _effort(gap: float | None, time_limit: float) -> Effort:
-    """How much is done for a lower bound; ``gap`` is in percent."""
+    """Effort for a lower bound; ``gap`` is in percent."""
     from ..planner.search.gap_goal import Effort
 
     if gap is not None:
@@ -314,8 +313,6 @@ def _effort(gap: float | None, time_limit: float) -> Effort:
 
 
 class _Wish(NamedTuple):
-    """What the user says about prices."""
-
     objective: Objective | None
     samples: int | None
     budget: float | None
