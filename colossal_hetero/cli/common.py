@@ -1,4 +1,4 @@
-"""Shared by the subcommands: errors on one line, a console, a status line, checks of output files, and old options."""
+"""Parts of all subcommands: errors on one line, a console, a status line, types of options, checks of files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ __all__ = [
     "status_line",
 ]
 
-
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -47,8 +46,6 @@ if TYPE_CHECKING:
 
 
 STATUS_AFTER_SECONDS = 1.0
-"""Seconds of work after which a line says what is being done."""
-
 MAX_NUMBER, MAX_LAYERS = 1_000_000_000, 100_000
 """Largest number of samples, micro-batches or sizes of layers, and most layers, that options take."""
 MAX_AMOUNT = 10**15
@@ -56,8 +53,6 @@ MAX_AMOUNT = 10**15
 
 
 class Finite(click.FloatRange):
-    """A number in a range, neither infinite nor ``nan``."""
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = float(super().convert(value, param, ctx))
         if not math.isfinite(number):
@@ -82,8 +77,6 @@ class Whole(click.IntRange):
 
 
 class Numbers(click.ParamType):
-    """Whole numbers of at least 1, separated by commas."""
-
     name = "n,n,…"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
@@ -120,8 +113,6 @@ class Quotas(click.ParamType):
 
 
 class Choices(click.ParamType):
-    """Names from a fixed list, separated by commas, or ``all`` of them."""
-
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
         self.name = f"{'|'.join(self.names)}|all,…"
@@ -168,8 +159,7 @@ class CommandError(click.ClickException):
 
 @contextmanager
 def errors_on_one_line() -> Iterator[None]:
-    """Turn errors that the user can correct into one line without a traceback, and a mark at the place in a text if
-    known."""
+    """Turn errors that the user can correct into one line; if in a text, with a mark at the place."""
     try:
         yield
     except MarkedError as error:
@@ -263,7 +253,6 @@ class GroupedCommand(click.Command):
 
 # Given plans ---------------------------------------------------------------------------------------------------------
 
-
 if TYPE_CHECKING:
     from ..planner.cluster.topology import Topology
     from ..planner.cost.evaluate import EvaluatedPlan
@@ -275,8 +264,6 @@ Command = TypeVar("Command", bound=Any)
 
 @dataclass(frozen=True)
 class Batches:
-    """The user's batches for layouts that do not say them."""
-
     micro_batch: int | None
     micro_batches: int | None
     global_batch: int | None

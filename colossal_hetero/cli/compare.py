@@ -23,7 +23,6 @@ from .common import (
 
 __all__ = ["compare", "evaluate"]
 
-
 GROUPS = {
     "Machines and model": ("cluster", "profile"),
     "Batches of layouts": ("micro_batch", "micro_batches", "global_batch", "overlap"),
@@ -93,7 +92,6 @@ def _name(given: str, number: int, others: Sequence[str]) -> str:
 
 
 # Evaluate ------------------------------------------------------------------------------------------------------------
-
 
 EVALUATE_GROUPS = {
     "Batches of a layout": ("micro_batch", "micro_batches", "global_batch", "overlap"),

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["estimate", "write_estimate"]
 
 SIZES = ("layers", "hidden", "heads", "vocabulary")
-"""Options for the size of the GPT. All are required."""
 
 
 @click.command()

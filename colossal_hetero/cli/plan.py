@@ -36,9 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["plan"]
 
-
 PROOF_SECONDS = 2.0
-
 GROUPS = {
     "What to train": ("global_batch", "memory_reserve"),
     "Plans to try": (
@@ -328,7 +326,6 @@ def _by_price(
     picture: Path | None,
     options: Mapping[str, Any],
 ) -> tuple[RenderableType, list[RankedPlan]]:
-    """The table of plans that are worth their price, and the plan that is chosen."""
     from ..planner.cost.ranked_plan import RankedPlan
     from ..planner.report.comparison_report import plot_front, render_front, training_in_words
     from ..planner.search.pareto_front import choose, limits_in_words, node_types, pareto_front

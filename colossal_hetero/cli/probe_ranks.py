@@ -24,7 +24,6 @@ __all__ = ["find_nics", "measure_links", "probe_ranks", "probe_this_rank", "sust
 
 # This machine --------------------------------------------------------------------------------------------------------
 
-
 WINDOW_SECONDS = 0.3
 """Longer than the period of a CPU quota: a throttled CPU is fast in some products and stopped in others."""
 WINDOWS = 5
@@ -104,7 +103,6 @@ def _read(path: Path) -> str:
 
 
 # Links ---------------------------------------------------------------------------------------------------------------
-
 
 SMALL_BYTES = 8
 FIRST_BYTES = 1 << 20

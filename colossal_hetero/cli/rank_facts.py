@@ -17,15 +17,12 @@ TOLERANCE = 0.1
 """Share by which speeds of devices of a kind may differ to count as equal."""
 MEMORY_TOLERANCE = 0.25
 """Share by which the memory of devices of one kind may differ."""
-
 RESERVE_STEP = 10_000_000
 """Bytes to whose multiples the reserve of a CPU is rounded up."""
 
 
 @dataclass(frozen=True)
 class Nic:
-    """A network card of a machine."""
-
     kind: str
     """"InfiniBand", "RoCE" or "Ethernet"."""
     bytes_per_second: float | None
@@ -54,10 +51,9 @@ def nodes_of(facts: Sequence[RankFacts]) -> list[list[int]]:
 
 
 def pairs_to_measure(facts: Sequence[RankFacts]) -> list[list[tuple[int, int]]]:
-    """Pairs of ranks in rounds; pairs of a round have no rank in common and are measured at the same time.
+    """Pairs of ranks in rounds of pairs that have no rank in common and are measured at the same time.
 
-    All pairs inside each machine, and one between each two machines: its bandwidth is that of one NIC even if a machine
-    has several.
+    All pairs inside each machine, and one between each two machines, whose bandwidth is that of one NIC of them.
     """
     nodes = nodes_of(facts)
     rounds: list[list[tuple[int, int]]] = []

@@ -179,8 +179,7 @@ class HeteroCpuAccelerator(CpuAccelerator):
         return psutil.Process().memory_info().rss
 
     def max_memory_allocated(self, device: Any = None) -> int:
-        """The peak of the resident set in bytes: on Linux since the last :meth:`reset_peak_memory_stats`, else since
-        the start."""
+        """The peak of the resident set in bytes, on Linux since the last :meth:`reset_peak_memory_stats`."""
         with suppress(OSError):
             for line in _PROCESS_STATUS.read_text().splitlines():
                 if line.startswith("VmHWM:"):
@@ -240,10 +239,8 @@ class HeteroCpuAccelerator(CpuAccelerator):
 
 
 def _set_up_cpu() -> None:
-    """Register the CPU accelerator and patch Colossal-AI, if there is no GPU or NPU.
-
-    A plain ``CpuAccelerator`` that was chosen before is replaced; its users call ``get_accelerator`` each time.
-    """
+    """Register the CPU accelerator and patch Colossal-AI, if there is no GPU or NPU. A plain ``CpuAccelerator`` that
+    was chosen before is replaced; its users call ``get_accelerator`` each time."""
     if get_accelerator().name != "cpu":
         return
     if not isinstance(get_accelerator(), HeteroCpuAccelerator):

@@ -70,9 +70,8 @@ def correct_second_derivatives() -> None:
 
 
 def _is_sharded(parameter: torch.Tensor) -> bool:
-    """True if each tensor-parallel rank holds its own part of ``parameter``, of which the sum over ranks counts each
-    once. Parameters of fused layers (``FusedLinear1D_Col``, GPT-2's layers) have no layout, by which Colossal-AI tells
-    them."""
+    """True if each tensor-parallel rank holds its own part of ``parameter``. Fused layers (``FusedLinear1D_Col``) have
+    no layout, so Colossal-AI would divide their squared norms by the number of ranks, as those of whole parameters."""
     return is_distributed_tensor(parameter) or is_customized_distributed_tensor(parameter)
 
 
@@ -104,10 +103,8 @@ def _gradients(optimizer: Any) -> tuple[list[tuple[Tensor, Tensor]], float]:
 def clip_grad_by_norm(
     optimizer: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Limit the norm of all gradients of the model, and return it. Called by all ranks at once.
-
-    Gradients whose norm is not finite stay as they are, so that a step in fp16 is left out.
-    """
+    """Limit the norm of all gradients of the model, and return it; collective. Gradients whose norm is not finite stay
+    as they are, so that a step in fp16 is left out."""
     if norm_type != 2.0:
         raise ValueError(f"norm_type={norm_type} is not available in the hybrid plugin, which clips by the 2-norm")
     pairs, scale = _gradients(optimizer)

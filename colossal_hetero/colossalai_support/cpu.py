@@ -39,7 +39,6 @@ __all__ = [
 
 # Collectives ---------------------------------------------------------------------------------------------------------
 
-
 TAG = 7083
 """Tag of the messages, so that they are not mistaken for others between the same ranks."""
 
@@ -51,8 +50,7 @@ def reduce_scatter(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """``torch.distributed.reduce_scatter`` in terms of ``reduce_scatter_tensor``, which Gloo has; ``output`` is
-    contiguous."""
+    """``torch.distributed.reduce_scatter`` in terms of ``reduce_scatter_tensor``, which Gloo has."""
     inputs = torch.cat([piece.reshape(-1) for piece in input_list])
     return dist.reduce_scatter_tensor(output.view(-1), inputs, op, group, async_op)
 
@@ -192,7 +190,6 @@ class Messages:
 
     @property
     def kept(self) -> int:
-        """Number of copies whose sending may not be finished."""
         return len(self._sends)
 
     def wait_for_sends(self) -> None:
@@ -282,11 +279,8 @@ def _forking_one_state(fork: Callable[..., AbstractContextManager[None]]) -> Cal
 
 
 def _accumulating(weight_gradient: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor | None]:
-    """A zero-bubble schedule's deferred weight gradient, added to the gradient that is passed to it.
-
-    Colossal-AI's store calls it with ``(x, dy)`` first, then ``(x, dy, dW)``. The fused kernels of apex, which need a
-    GPU, add to ``dW``; Colossal-AI's plain product ignores it.
-    """
+    """A zero-bubble schedule's deferred weight gradient, added to the gradient that is passed to it: the fused kernels
+    of apex, which need a GPU, add to ``dW``; Colossal-AI's plain product ignores it."""
 
     def add(x: torch.Tensor, dy: torch.Tensor, dw: torch.Tensor | None = None) -> torch.Tensor | None:
         increment = weight_gradient(x, dy)

@@ -26,7 +26,6 @@ __all__ = ["batch_through_host", "is_gpu_over_gloo", "support_gpus_over_gloo", "
 Group = dist.ProcessGroup | None
 NeedsHost = Callable[[Tensor, Group], bool]
 """True if a tensor has to be copied to the host to communicate over a group."""
-
 OUTPUTS: dict[str, str | None] = {
     "reduce": "tensor",
     "all_gather": "tensor_list",
@@ -55,10 +54,8 @@ def is_gpu_over_gloo(group: Group = None) -> bool:
 
 
 def support_gpus_over_gloo(group: Group = None) -> None:
-    """If this process has a GPU and ``group`` is Gloo's, let all collectives over Gloo take the GPU's tensors.
-
-    It replaces functions of ``torch.distributed``, and Colossal-AI's pipelines and ZeRO then communicate as on a CPU.
-    """
+    """If this process has a GPU and ``group`` is Gloo's, let all collectives over Gloo take the GPU's tensors, and
+    Colossal-AI's pipelines and ZeRO communicate as on a CPU."""
     if is_gpu_over_gloo(group):
         _replace_collectives()
 
@@ -88,9 +85,8 @@ def _is_on_gpu(tensor: Tensor, group: Group) -> bool:
 
 
 def through_host(collective: Callable[..., Any], needs_host: NeedsHost = _is_on_gpu) -> Callable[..., Any]:
-    """``collective``, which gets copies in host memory of the tensors that need it, after waiting for the device.
-    Results are copied back before it returns or, if it does not wait itself, in ``wait`` of the handle that it
-    returns."""
+    """``collective`` on copies in host memory of the tensors that need it, after waiting for the device. Results are
+    copied back before it returns or, if it does not wait itself, in ``wait`` of its handle."""
     signature, output = inspect.signature(collective), OUTPUTS[collective.__name__]
 
     @wraps(collective)

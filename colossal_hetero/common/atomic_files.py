@@ -19,8 +19,7 @@ OPEN_FILES = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/self/fd/")
 def replacing(path: Path | str) -> Iterator[Path]:
     """The path of a temporary file beside ``path``, which replaces it when the block ends; not if the block raises.
 
-    If ``path`` is a symbolic link, the file that it leads to is replaced. A device or a pipe, such as ``/dev/stdout``,
-    is written to instead.
+    Of a symbolic link, the target is replaced. A device or a pipe, such as ``/dev/stdout``, is written to instead.
     """
     path = Path(path)
     if _is_stream(path):
@@ -42,7 +41,6 @@ def replacing(path: Path | str) -> Iterator[Path]:
 
 
 def check_writable(path: Path | str) -> None:
-    """Check, before the work starts, that its result can be written to ``path``."""
     path = Path(path)
     is_stream = _is_stream(path)
     target = path if is_stream else Path(os.path.realpath(path))

@@ -62,7 +62,6 @@ def write_json(content: Any, path: Path | str, *, fill: bool = False) -> None:
 
 
 LINE_LENGTH = 110
-"""Characters per line at most, without indentation."""
 
 
 def _lay_out(value: Any, fill: bool, depth: int) -> str:
@@ -96,7 +95,6 @@ def _fill(texts: Sequence[str]) -> list[str]:
 
 
 def check_units(units: Mapping[str, str], read: Mapping[str, str]) -> None:
-    """Raise ``ValueError`` unless the ``units`` in a file are those in which its numbers are ``read``."""
     if units != read:
         changed = next(name for name in [*read, *units] if units.get(name) != read.get(name))
         raise ValueError(
@@ -106,7 +104,6 @@ def check_units(units: Mapping[str, str], read: Mapping[str, str]) -> None:
 
 
 def errors_in_words(error: ValidationError, names: Iterable[str]) -> str:
-    """Every wrong field and what is wrong with it, on one line."""
     names = list(names)
     errors = error.errors()
     # If all elements of a list are wrong, pydantic also reports the list as too short.
@@ -153,7 +150,6 @@ def _in_words(error: Any, names: Sequence[str]) -> str:
 
 
 # Quantities ----------------------------------------------------------------------------------------------------------
-
 
 MAX_SECONDS = 1e15
 """About 30 million years."""
@@ -208,7 +204,6 @@ def check_file(
     remedy: str = "",
     other_kind: Callable[[Mapping[str, Any]], str | None] = lambda content: None,
 ) -> File:
-    """Check what was read from a file: its schema version and all its fields."""
     if not isinstance(content, Mapping) or "schema" not in content:
         raise ValueError(f'{name} is not a {kind}: it has no "schema"')
     if content["schema"] != schema or isinstance(content["schema"], bool):

@@ -25,7 +25,6 @@ STARTED_HERE = "COLOSSAL_HETERO_STARTED_HERE"
 
 
 def is_rank() -> bool:
-    """True if a launcher started this process as one of several."""
     return "RANK" in os.environ
 
 

@@ -41,7 +41,6 @@ __all__ = [
     "world_timeout",
 ]
 
-
 PATIENCE_SECONDS = 1.0
 """Longest search for an ended rank: a connection may be closed a moment before the process has ended."""
 PAUSE_SECONDS = 0.02
@@ -50,7 +49,6 @@ ANSWER_SECONDS = 0.5
 """Time in which the operating system of a rank that lives answers."""
 AT_ONCE = 200
 """Number of connections that are opened at once; a process may usually have 1,024 open files."""
-
 METHODS = ("backward", "step", "clip_grad_by_norm", "clip_grad_by_value", "unscale_grad")
 
 _LOST = re.compile(
@@ -71,8 +69,6 @@ def is_lost_connection(words: str) -> bool:
 
 
 class RankWatch:
-    """Finds the ranks that have ended; see [Note: ended ranks]."""
-
     def __init__(self, rank: int, listener: socket.socket, addresses: Sequence[Address]) -> None:
         self._rank = rank
         self._listener = listener
@@ -95,8 +91,7 @@ class RankWatch:
         self._listener.close()
 
     def ended(self, patience_seconds: float = PATIENCE_SECONDS) -> list[int]:
-        """The ranks whose end is the cause that this rank lost a connection, ascending; they are told to the ranks that
-        live."""
+        """The ranks that have ended and caused a lost connection, ascending; told to the ranks that live."""
         deadline, pause = time.monotonic() + patience_seconds, PAUSE_SECONDS
         told: dict[int, set[int]] = {}
         while True:
@@ -174,7 +169,6 @@ def _attempt(addresses: Mapping[int, tuple[str, int]], seconds: float) -> _Answe
 
 
 _watch: RankWatch | None = None
-"""The watch of this process."""
 
 
 def watch_ranks() -> RankWatch:
@@ -193,8 +187,7 @@ def watch_ranks() -> RankWatch:
 
 
 def own_address() -> str:
-    """This machine's address from which that of ``MASTER_ADDR`` is reached; a loopback address if it is this machine or
-    cannot be reached."""
+    """Address of this machine toward ``MASTER_ADDR``; a loopback address if that is here or cannot be reached."""
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
@@ -217,9 +210,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 @contextmanager
 def naming_ended_ranks(watch: RankWatch | None = None) -> Iterator[None]:
     """If the block raises because another rank has ended, begin the message with that rank; type and traceback remain.
-
-    ``watch`` is that of :func:`watch_ranks` unless given; without a call of that function nothing changes.
-    """
+    Without a call of :func:`watch_ranks`, whose watch is the default, nothing changes."""
     try:
         yield
     except RuntimeError as error:
@@ -268,12 +259,11 @@ def _naming(method: Callable[..., Any]) -> Callable[..., Any]:
 
 # Every rank ----------------------------------------------------------------------------------------------------------
 
-
 T = TypeVar("T")
 
 
 def on_every_rank(function: Callable[[], T], purpose: str) -> list[T]:
-    """Call ``function`` on every rank; its results, by rank. ``function`` must not call collectives."""
+    """The results of ``function`` by rank; it is called on every rank, and must not call collectives."""
     failure: Exception | None = None
     outcome: tuple[Any, str | None]
     try:

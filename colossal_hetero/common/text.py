@@ -79,7 +79,6 @@ def spans(ranks: Sequence[int], max_parts: int = 6) -> str:
 
 # Marked error --------------------------------------------------------------------------------------------------------
 
-
 WIDTH = 110
 
 
@@ -122,15 +121,12 @@ def parse_rank_factors(text: str) -> dict[int, float]:
 # Pictures ------------------------------------------------------------------------------------------------------------
 # matplotlib is an optional dependency (``pip install 'colossal-hetero[plot]'``), imported when something is drawn.
 
-
 FORMATS = ("png", "pdf", "svg")
-
 BLUE, LIGHT_BLUE, GRAY, ORANGE, RED = "#0072B2", "#8CCBF0", "#D9D9D9", "#E69F00", "#D55E00"
 """Colors after Okabe and Ito, which can be told apart with every kind of color vision."""
 
 
 def check_matplotlib() -> None:
-    """Check, before the work starts, that its result can be drawn."""
     try:
         importlib.import_module("matplotlib.figure")
     except ImportError as error:

@@ -123,7 +123,6 @@ RULES: dict[str, Callable[[Sequence[Curve], int, str, Sequence[float] | None], l
     "adapt": _adapt,
 }
 
-
 STAGES = (0, 1, 2, 3)
 ACCUMULATIONS = ("shared", "per_rank")
 """Numbers of micro-steps per global batch: the same on all ranks, or each rank's own."""

@@ -41,15 +41,12 @@ __all__ = [
 ]
 
 SCHEMA = 1
-
 UNITS = {"seconds": "s", "bytes": "B", "batch": "samples", "flops": "FLOP/s", "bytes_per_second": "B/s"}
-
 PASSES = (2, 1, 1, 3)
 """Passes of the model's bytes over the network in one synchronization, by stage (ZeRO, section 7). An all-reduce takes
 two, the reduce-scatter of gradients one; stage 3 also gathers the parameters for forward and for backward (not for
 backward, if FSDP has the whole model in one unit, without an ``auto_wrap_policy``). Stages 1 and 2 gather the
 parameters after the step; that takes the same time for every division of the batch, and is left out."""
-
 MAX_PREDICTED = 65_536
 """Largest micro-batch, in samples, that is predicted for a stage that was not measured."""
 

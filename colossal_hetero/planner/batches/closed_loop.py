@@ -41,41 +41,30 @@ __all__ = ["Redivision"]
 
 WINDOW = 256
 """Largest number of global batches from which speeds are computed."""
-
 CERTAIN = 3.0
 """Standard errors that a gain must have."""
-
 CHANGED = 2.5
 """Standard errors by which a time must differ from earlier ones in the same division to be a change of speed."""
 MIN_CHANGE = 0.05
-
 MIN_GROWTH = 0.25
 """Least relative difference by which a replica became so much faster that its former speed is forgotten."""
-
 SIMILAR_LOAD = 0.75
 """Share of its former samples with which a replica waits little more than before."""
 MIN_LEAP = 0.35
 """The same as :data:`MIN_GROWTH`, for a replica with a similar load."""
-
 MIN_STEP = 0.005
 """Least relative gain of a step that is a part of the best one."""
-
 SLOWEST = 0.02
 """Largest share of its time that a replica may wait to be measured reliably."""
-
 REFUTED = 0.03
 """Share by which a replica must be slower than the slowest one, at its remembered speed, to refute that speed."""
-
 PROFILE_ERROR = 0.5
 """Share by which a replica's time may be longer in its profile than in training, without being optimistic there."""
-
 MAX_RISK = 0.01
 """Share by which an iteration may become longer if a remembered speed is right and the optimistic one is wrong."""
-
 PATIENCE = 4
 """Number of checks after which an optimistic speed is believed, and for which it is not after a wrong step."""
 MAX_DOUBLINGS = 6
-
 REFINEMENTS = 6
 
 

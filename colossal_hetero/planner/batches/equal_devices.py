@@ -24,7 +24,6 @@ __all__ = [
     "pipeline_seconds",
 ]
 
-
 MAX_SPREAD = 0.1
 """Share by which measured times of equal devices may differ. On a shared machine they differed by up to 12 %."""
 

@@ -193,8 +193,7 @@ def split_per_rank(samples: int, size: int) -> Runs:
 
 
 def exact_shared(curves: Sequence[Curve], samples: int, fixed_seconds: Sequence[float] | None = None) -> list[Runs]:
-    """Each rank's runs in stages 0 and 1, with equally many micro-steps; ``fixed_seconds`` per global batch, by
-    rank."""
+    """Each rank's runs in stages 0 and 1, with equally many micro-steps; ``fixed_seconds`` by rank."""
     kinds = CurveKinds(curves, samples, fixed_seconds=fixed_seconds)
 
     # Ticks by kind and micro-batch, infinite if it does not fit: ``[kinds, largest + 2]``.

@@ -133,15 +133,12 @@ class BatchDivider:
 
 MIN_ITERATIONS = 3
 """Smallest number of global batches from which speeds are computed."""
-
 MIN_SECONDS = 0.5
 """Smallest total time of these. It holds several periods of a CPU quota, which are 0.1 s long."""
-
 MANY = 4
 """Number of global batches from which the longest are left out: a single delay is not a change of speed."""
 LEFT_OUT = 0.1
 """Share of the global batches that is left out, but at least one."""
-
 ASSUMED_NOISE = 0.03
 """Least relative standard deviation of a replica's time while fewer than :data:`FEW` global batches are known."""
 FEW = 8

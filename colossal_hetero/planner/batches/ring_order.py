@@ -27,9 +27,7 @@ __all__ = [
     "with_cluster_links",
 ]
 
-
 EXACT_DEVICES = 12
-
 ROUNDING = 1e-12
 
 
@@ -171,7 +169,6 @@ def _improve(seconds: NDArray[np.float64], tour: list[int]) -> tuple[tuple[float
 
 
 # Cluster links -------------------------------------------------------------------------------------------------------
-
 
 ETHERNET = "Ethernet"
 

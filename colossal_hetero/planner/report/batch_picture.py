@@ -17,9 +17,7 @@ from .batch_table import DeviceLine, device_lines
 __all__ = ["Interval", "plot_report", "timelines"]
 
 MAX_STEPS = 200
-
 MAX_ROWS = 40
-
 KINDS = {"busy": "computing", "communication": "communication", "idle": "waiting"}
 COLORS = {"busy": BLUE, "communication": ORANGE, "idle": "#FFFFFF"}
 MARKERS = "os^Dv<>P"
@@ -40,7 +38,6 @@ def timelines(curves: Sequence[Curve], allocation: Allocation, max_steps: int = 
         for curve, share in zip(curves, allocation.shares, strict=True)
     ]
     active = [rank for rank, seconds in enumerate(steps) if seconds]
-    # With accumulation "per_rank" one rank may have more micro-steps than are drawn, while others are finished.
     cut = any(share.steps > max_steps for share in allocation.shares)
     if allocation.stage < 2:
         return _one_synchronization(steps, active, allocation, cut)
@@ -64,7 +61,7 @@ def _one_synchronization(
 ) -> list[list[Interval]]:
     found: list[list[Interval]] = [[] for _ in steps]
     computed = allocation.wall_seconds - allocation.communication_seconds
-    # If some rank has more micro-steps than are drawn, the picture ends with the earliest last step that is drawn.
+    # If ranks have more micro-steps than are drawn, the picture ends with the earliest of their last drawn ones.
     end = min(
         (sum(steps[rank]) for rank in active if allocation.shares[rank].steps > len(steps[rank])), default=computed
     )
@@ -85,7 +82,6 @@ def _intervals(*parts: tuple[Literal["busy", "communication", "idle"], float, fl
 
 
 def plot_report(report: BatchComparison, path: Path | str) -> None:
-    """Draw the throughput by micro-batch of each kind of device, with the measured points, above the timelines."""
     path = check_name(path)
     check_matplotlib()
     from matplotlib.figure import Figure

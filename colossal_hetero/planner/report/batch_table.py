@@ -22,9 +22,7 @@ from ..batches.comparison import AdaptPlan, BatchComparison
 __all__ = ["DeviceLine", "device_lines", "render", "save_report"]
 
 SCHEMA = 1
-
 MAX_RING_RANKS = 32
-"""Largest number of ranks of a ring that is printed; the JSON has all."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,6 @@ def device_lines(profile: BatchProfile, allocation: Allocation) -> list[DeviceLi
     lines = []
     for (kind, share), ranks in groups.items():
         device = profile.kinds[kind]
-        # A rank without samples runs one sample of weight zero.
         used = states[kind] + max(share.micro_batch, 1) * device.sample_bytes if share.runs else 0
         lines.append(
             DeviceLine(

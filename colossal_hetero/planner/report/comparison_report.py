@@ -31,12 +31,10 @@ __all__ = [
     "training_in_words",
 ]
 
-
 MAX_STAGES_SHOWN = 4
 
 
 def render_evaluation(evaluated: EvaluatedPlan, notes: Sequence[str] = ()) -> RenderableType:
-    """The stages of a plan, its time by the closed form and by simulation, its memory and its price."""
     plan = evaluated.plan
     off = plan.iteration_seconds / evaluated.simulated_seconds - 1
     simulated = duration(evaluated.simulated_seconds)
@@ -198,7 +196,6 @@ def render_front(
 
 
 def totals(point: FrontPoint, samples: int) -> tuple[float, float]:
-    """Hours and dollars of a training of so many samples."""
     iterations = samples / point.plan.global_batch
     return iterations * point.seconds / HOUR, iterations * point.dollars
 
@@ -258,9 +255,10 @@ def plot_front(front: Sequence[FrontPoint], types: Sequence[NodeType], chosen: F
 
 
 def proved_edge(front: Sequence[FrontPoint]) -> list[tuple[float, float]]:
-    """The corners of the edge below which no plan can be: dollars per 1,000 iterations, ascending, and seconds. By its
-    gap, each point excludes all plans that are better in both than a corner; the height is that of the corner on the
-    right."""
+    """The corners of the edge below which no plan can be: dollars per 1,000 iterations, ascending, and seconds.
+
+    By its gap, each point excludes all plans that are better in both than a corner.
+    """
     corners: list[tuple[float, float]] = []
     for point in front:
         dollars = 1000 * point.dollars / (1 + point.gap)

@@ -15,18 +15,12 @@ from ..cost.runnable import why_not_runnable, why_unlike_stages
 __all__ = ["colossal_order", "launch_lines", "training_call"]
 
 MAX_NODES = 4
-"""Largest number of nodes of which each one's command is written."""
-
 MAX_NUMBERS = 12
-"""Largest number of numbers that a list is written out with; longer ones become sums of repeated numbers."""
+"""Longest list that is written out; longer ones become sums of repeated numbers."""
 
 
 def training_call(plan: Plan, path: str = "plan.json", *, overlap: bool = False) -> str:
-    """The commands that launch the plan, and the Python that makes the plugin; if it cannot be run, the reason and
-    remedy.
-
-    If Colossal-AI's own plugin can run the plan too, the Python for that follows.
-    """
+    """The commands that launch the plan and the Python that makes the plugin, or why it cannot be run."""
     problem = why_not_runnable(plan)
     if problem is not None:
         return f"# It cannot be run: {problem}.\n# It can be simulated: colossal-hetero simulate {path}"
@@ -144,8 +138,7 @@ def _first_difference(plan: Plan) -> tuple[str, tuple[int, ...], tuple[int, ...]
 
 
 def launch_lines(plan: Plan) -> list[str]:
-    """One ``torchrun`` command per node, in the order of ranks. If there are more than :data:`MAX_NODES`, consecutive
-    nodes with equally many ranks share a line."""
+    """One ``torchrun`` command per node, in the order of ranks; above :data:`MAX_NODES`, alike nodes share one."""
     used = sorted(rank for replica in plan.replicas for stage in replica.stages for rank in stage.ranks)
     nodes = list(_ranks_by_node(plan).items())
     first = nodes[0][0]

@@ -28,19 +28,14 @@ from .plan_table import layout, replica_groups, short_ranks, special_form
 __all__ = ["Lane", "StageBar", "lanes", "plot_plan", "windows"]
 
 MAX_LANES = 48
-
 SHOWN_STEPS = 8
 """Micro-batches in steady state that are drawn at the beginning of a long iteration; half as many at its end."""
-
 MAX_NUMBERS = 1500
-
 GREEN, PURPLE = "#009E73", "#CC79A7"
 """From the palette of Okabe and Ito, like the other colors."""
-
 CHUNK_HATCHES = ("", "///", "\\\\\\", "xxx")
 """By the number of a chunk in its stage; further chunks begin again."""
 CHUNK_NAMES = ("first", "second", "third", "fourth")
-
 KINDS = {
     "forward": ("forward", BLUE, "#FFFFFF"),
     "backward": ("backward", LIGHT_BLUE, "#000000"),
@@ -52,7 +47,6 @@ KINDS = {
 """By kind of bar: its name in the legend, its color, and the color of the number in it."""
 
 BarKind = Literal["forward", "backward", "weight", "transfer", "update", "synchronization"]
-
 
 PASSES: tuple[BarKind, ...] = ("forward", "backward", "weight")
 
@@ -66,7 +60,6 @@ class StageBar(NamedTuple):
     start: float
     stop: float
     chunk: int = 0
-    """Index among the stage's chunks."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +69,6 @@ class Lane:
     replicas: tuple[int, ...]
     stage: int
     name: str
-    """Device, ranks and layers, in words."""
     bars: tuple[StageBar, ...]
 
 
@@ -105,7 +97,7 @@ def lanes(simulation: PlanSimulation) -> list[Lane]:
 
 
 def windows(simulation: PlanSimulation) -> list[tuple[float, float]]:
-    """The time windows that are drawn, in seconds: the whole iteration, or its beginning and its end."""
+    """The drawn seconds of an iteration: the whole one, or its beginning and its end."""
     plan, end = simulation.plan, simulation.seconds
     longest = max(range(len(plan.replicas)), key=lambda number: simulation.timelines[number].seconds)
     stages = plan.replicas[longest].stages
@@ -125,11 +117,10 @@ def plot_plan(
     slow: Mapping[int, float] | None = None,
     simulation: PlanSimulation | None = None,
 ) -> None:
-    """Draw one iteration as a timeline for each stage.
+    """Draw one iteration as a timeline for each stage, replicas that are alike once.
 
     Bars are forward and backward passes with the number of their micro-batch, transfers, optimizer steps and gradient
-    synchronization; white is waiting. Further chunks of a stage are hatched. Replicas that are alike are drawn once. If
-    the iteration is long, only its beginning and its end are drawn.
+    synchronization; white is waiting. Further chunks of a stage are hatched.
     """
     path = check_name(path)
     check_matplotlib()
@@ -260,7 +251,6 @@ def _number(
     parts: Sequence[tuple[float, float]],
     scale: float,
 ) -> None:
-    """Write the number of its micro-batch into each bar that has room for it."""
     figure.draw_without_rendering()
     numbers = 0
     for axis, (start, stop) in zip(axes, parts, strict=True):

@@ -34,7 +34,6 @@ __all__ = [
     "special_form",
 ]
 
-
 MAX_ROWS = 16
 """Number of stages above which consecutive ones of one kind with equally many layers share a row."""
 
@@ -75,8 +74,8 @@ def _shown(stage: StagePlan) -> tuple[object, ...]:
 
 
 def one_line(plan: Plan) -> str:
-    """The layout, the predicted iteration time and samples per second; a pipeline's parts have their first and last
-    layer.
+    """The layout with the first and last layer of each part of a pipeline, predicted iteration time and samples per
+    second.
 
     For example: ``tp 4 · dp 2 × pp [A100-40 0-15 | V100-16 16-23] · micro-batch 4 × 16 · 1.230 s (104.1 samples/s)``.
     """
@@ -107,7 +106,6 @@ class Row:
     """Per replica and iteration."""
     stages: tuple[int, ...]
     device: str
-    """Kind, and the form of these stages if it is special."""
     nodes: tuple[str, ...]
     ranks: tuple[int, ...]
     block_ranges: tuple[tuple[int, int], ...]
@@ -115,7 +113,6 @@ class Row:
     memory_bytes: tuple[float, float]
     """Per device: the smallest and the largest of these stages."""
     available_bytes: float
-    """Per device: the smallest of these stages."""
     compute_seconds: float
     """Forward, backward and schedule of a micro-batch: the longest of these stages."""
     transfer_seconds: float
@@ -164,7 +161,6 @@ def rows(plan: Plan) -> list[Row]:
 
 
 def render(plans: Sequence[RankedPlan]) -> RenderableType:
-    """The best plan's stages and totals, and a table of all plans with the reasons for their places."""
     plan = plans[0].plan
     parts: list[RenderableType] = [_title(plan), _stages(plan)]
     parts += [Text(line) for line in (*_totals(plan), *plan.notes)]
@@ -309,7 +305,6 @@ def _ranking(ranked: Sequence[RankedPlan]) -> Table:
     table.add_column("\nreason", overflow="fold", ratio=2)
     several = len({plan.precision for plan in plans}) > 1
     for index, each in enumerate(ranked):
-        # Two decimals, or four if the difference would not be visible.
         ratio = each.plan.iteration_seconds / best
         shown = f"{ratio:.2f}" if index == 0 or round(ratio, 2) > 1 or math.isclose(ratio, 1.0) else f"{ratio:.4f}"
         table.add_row(
@@ -325,13 +320,11 @@ def _ranking(ranked: Sequence[RankedPlan]) -> Table:
 
 # Simulation table ----------------------------------------------------------------------------------------------------
 
-
 MAX_SIMULATED_ROWS = 64
 
 
 def render_simulation(simulation: PlanSimulation, without: PlanSimulation | None = None) -> RenderableType:
-    """A row for each stage of different replicas, and the iteration time by simulation and, for 1F1B, by the closed
-    form."""
+    """A row for each stage of different replicas, and iteration times by simulation and closed form (1F1B)."""
     plan = simulation.plan
     parts: list[RenderableType] = [Text.assemble((plan.model, "bold"), f": {layout(plan)}")]
     if simulation.slow:
