@@ -1,4 +1,4 @@
-"""Shared by the subcommands: errors on one line, a console, a status line, checks of output files, and old options."""
+"""Parts of all subcommands: errors on one line, a console, a status line, types of options, checks of files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ __all__ = [
     "status_line",
 ]
 
-
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -47,19 +46,14 @@ if TYPE_CHECKING:
 
 
 STATUS_AFTER_SECONDS = 1.0
-"""If the work takes longer than this, a line says what is being done."""
-
 MAX_NUMBER, MAX_LAYERS = 1_000_000_000, 100_000
-"""The largest number of samples, micro-batches or sizes of layers, and the most layers, that options take."""
+"""Largest number of samples, micro-batches or sizes of layers, and most layers, that options take."""
 MAX_AMOUNT = 10**15
-"""The largest number of samples of a training, of seconds, dollars or gigabytes."""
+"""Largest number of samples of a training, of seconds, dollars or gigabytes."""
 
 
 class Finite(click.FloatRange):
-    """A number in a range, neither infinite nor ``nan``."""
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """The number."""
         number = float(super().convert(value, param, ctx))
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number", param, ctx)
@@ -76,7 +70,6 @@ class Whole(click.IntRange):
         self.most = most
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """The number."""
         number = int(super().convert(value, param, ctx))
         if number > self.most:
             self.fail(f"{value} is above {self.most:,}", param, ctx)
@@ -84,12 +77,9 @@ class Whole(click.IntRange):
 
 
 class Numbers(click.ParamType):
-    """Whole numbers of at least 1, separated by commas."""
-
     name = "n,n,…"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """The numbers, ascending, each once."""
         if isinstance(value, tuple):
             return value
         try:
@@ -109,7 +99,6 @@ class Quotas(click.ParamType):
     name = "name=n,…"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, int]:
-        """The number of each name."""
         if isinstance(value, dict):
             return value
         quotas: dict[str, int] = {}
@@ -124,14 +113,11 @@ class Quotas(click.ParamType):
 
 
 class Choices(click.ParamType):
-    """Names from a fixed list, separated by commas, or ``all`` of them."""
-
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
         self.name = f"{'|'.join(self.names)}|all,…"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        """The names in the order of the list, each once."""
         if isinstance(value, tuple):
             return value
         chosen = set(str(value).lower().split(","))  # help shows the names in capital letters
@@ -146,7 +132,6 @@ memory_reserve_option = click.option(
     metavar="GB",
     help="Memory of each device that is not planned with, in 10⁹ bytes; default: as in the cluster file.",
 )
-"""``--memory-reserve`` of the commands that read a cluster file."""
 
 micro_batch_option = click.option(
     "--micro-batch",
@@ -156,7 +141,6 @@ micro_batch_option = click.option(
     show_default=True,
     help="Sizes of micro-batches, in samples. Plans may use all sizes from the first to the last.",
 )
-"""``--micro-batch`` of the commands that write a profile of layers."""
 
 profile_out_option = click.option(
     "--out",
@@ -165,7 +149,6 @@ profile_out_option = click.option(
     show_default=True,
     help="The file to write.",
 )
-"""``--out`` of the commands that write a profile of layers."""
 
 
 class CommandError(click.ClickException):
@@ -176,10 +159,7 @@ class CommandError(click.ClickException):
 
 @contextmanager
 def errors_on_one_line() -> Iterator[None]:
-    """Turn errors that the user can correct into one line without a traceback.
-
-    An error at a place of a text that the user wrote is followed by this text and a mark at the place.
-    """
+    """Turn errors that the user can correct into one line; if in a text, with a mark at the place."""
     try:
         yield
     except MarkedError as error:
@@ -189,7 +169,6 @@ def errors_on_one_line() -> Iterator[None]:
 
 
 def _in_words(error: Exception) -> str:
-    """The message of an error; that of pydantic as for a file."""
     # Here, so that commands without an error need not import pydantic.
     from pydantic import ValidationError
 
@@ -199,7 +178,7 @@ def _in_words(error: Exception) -> str:
 
 
 def make_console() -> Console:
-    """The console for tables; 140 characters wide if the output is not a terminal."""
+    """A console of 140 characters width if the output is not a terminal."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -209,7 +188,6 @@ def make_console() -> Console:
 
 
 def show_profile(result: ModelProfile, out: Path) -> None:
-    """Print a profile of layers that was written to ``out``."""
     from ..planner.report.profile_table import render_profile
 
     console = make_console()
@@ -239,7 +217,6 @@ def status_line(what: str) -> Iterator[None]:
 
 
 def check_outputs(*paths: Path | None, picture: Path | None = None) -> None:
-    """Check output files before the work starts."""
     for path in (*paths, picture):
         if path is not None:
             check_writable(path)
@@ -261,7 +238,6 @@ class GroupedCommand(click.Command):
         self._groups = groups
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """See ``click.Command.format_options``."""
         # Some versions of click have a record of arguments, too, which say nothing here.
         options = [each for each in self.get_params(ctx) if isinstance(each, click.Option)]
         left = {option.name: option.get_help_record(ctx) for option in options}
@@ -277,7 +253,6 @@ class GroupedCommand(click.Command):
 
 # Given plans ---------------------------------------------------------------------------------------------------------
 
-
 if TYPE_CHECKING:
     from ..planner.cluster.topology import Topology
     from ..planner.cost.evaluate import EvaluatedPlan
@@ -289,8 +264,6 @@ Command = TypeVar("Command", bound=Any)
 
 @dataclass(frozen=True)
 class Batches:
-    """What the user says about batches, for layouts that do not say it."""
-
     micro_batch: int | None
     micro_batches: int | None
     global_batch: int | None
@@ -317,7 +290,6 @@ BATCH_OPTIONS = (
 
 
 def batch_options(command: Command) -> Command:
-    """Adds :data:`BATCH_OPTIONS` to a command."""
     for option in reversed(BATCH_OPTIONS):
         command = option(command)
     return command
@@ -326,7 +298,7 @@ def batch_options(command: Command) -> Command:
 def evaluate_given(
     given: str, topology: Topology, profile: ModelProfile, batches: Batches, *, overlap: bool
 ) -> tuple[EvaluatedPlan, list[str]]:
-    """What a plan takes on these machines, and notes about it."""
+    """The cost of a plan on these machines, and notes about it."""
     from ..planner.cost.evaluate import evaluate_layout, evaluate_plan, why_other_devices
     from ..planner.cost.layout_line import layout_of, read_layout
     from ..planner.cost.plan import load_plan

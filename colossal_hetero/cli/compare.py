@@ -23,7 +23,6 @@ from .common import (
 
 __all__ = ["compare", "evaluate"]
 
-
 GROUPS = {
     "Machines and model": ("cluster", "profile"),
     "Batches of layouts": ("micro_batch", "micro_batches", "global_batch", "overlap"),
@@ -86,14 +85,13 @@ def compare(
 
 
 def _name(given: str, number: int, others: Sequence[str]) -> str:
-    """What is before the ending of a file's name; its number if it is a layout, or if two files have the same name."""
+    """A file's name without its ending; its number for a layout, or if two files have the same name."""
     stems = {Path(each).stem for each in others if each != given and os.path.exists(each)}
     stem = Path(given).stem
     return stem if os.path.exists(given) and stem not in stems else f"{number}"
 
 
 # Evaluate ------------------------------------------------------------------------------------------------------------
-
 
 EVALUATE_GROUPS = {
     "Batches of a layout": ("micro_batch", "micro_batches", "global_batch", "overlap"),

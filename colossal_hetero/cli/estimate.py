@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["estimate", "write_estimate"]
 
 SIZES = ("layers", "hidden", "heads", "vocabulary")
-"""Options that say how large the GPT is. All are required."""
 
 
 @click.command()
@@ -92,7 +91,6 @@ def write_estimate(
     efficiencies: tuple[str, ...],
     out: Path,
 ) -> None:
-    """Write and print an estimated profile."""
     from ..planner.profile.estimate import Transformer, estimated_profile
     from ..planner.profile.layer_profile import save_model_profile
 

@@ -14,7 +14,6 @@ from .common import Finite, check_outputs, errors_on_one_line, make_console
 
 __all__ = ["checkpoint", "launch", "store"]
 
-
 if TYPE_CHECKING:
     from ..checkpoint.verify import Entry
 
@@ -101,7 +100,6 @@ def _cells(entry: Entry) -> list[str]:
 
 
 # Store ---------------------------------------------------------------------------------------------------------------
-
 
 DEFAULT_PORT = 29400
 

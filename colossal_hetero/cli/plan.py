@@ -1,4 +1,4 @@
-"""``colossal-hetero plan``: which device gets which layers, in which groups."""
+"""``colossal-hetero plan``: a device for each layer, and its groups."""
 
 from __future__ import annotations
 
@@ -36,10 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["plan"]
 
-
 PROOF_SECONDS = 2.0
-"""For the lower bound on the time of all plans, if no gap is asked for."""
-
 GROUPS = {
     "What to train": ("global_batch", "memory_reserve"),
     "Plans to try": (
@@ -305,7 +302,7 @@ def plan(
 
 
 def _effort(gap: float | None, time_limit: float) -> Effort:
-    """How much is done for a lower bound; ``gap`` is in percent."""
+    """Effort for a lower bound; ``gap`` is in percent."""
     from ..planner.search.gap_goal import Effort
 
     if gap is not None:
@@ -314,8 +311,6 @@ def _effort(gap: float | None, time_limit: float) -> Effort:
 
 
 class _Wish(NamedTuple):
-    """What the user says about prices."""
-
     objective: Objective | None
     samples: int | None
     budget: float | None
@@ -331,7 +326,6 @@ def _by_price(
     picture: Path | None,
     options: Mapping[str, Any],
 ) -> tuple[RenderableType, list[RankedPlan]]:
-    """The table of plans that are worth their price, and the plan that is chosen."""
     from ..planner.cost.ranked_plan import RankedPlan
     from ..planner.report.comparison_report import plot_front, render_front, training_in_words
     from ..planner.search.pareto_front import choose, limits_in_words, node_types, pareto_front

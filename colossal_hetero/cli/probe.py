@@ -21,7 +21,6 @@ __all__ = ["probe", "probe_as_rank"]
 
 # Probe command -------------------------------------------------------------------------------------------------------
 
-
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -29,9 +28,7 @@ if TYPE_CHECKING:
 
 
 LOST_PEER_SECONDS = 10.0
-"""If a rank started on this machine loses another rank, it waits this long to be ended, so that the user sees the error
-of the other rank."""
-
+"""Seconds that a rank waits to be ended if it loses another one, so that the user sees the error of the other."""
 MAX_LINES = 200
 """Largest number of measured links in the comment at the top of the file."""
 

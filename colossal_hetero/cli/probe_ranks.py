@@ -24,10 +24,8 @@ __all__ = ["find_nics", "measure_links", "probe_ranks", "probe_this_rank", "sust
 
 # This machine --------------------------------------------------------------------------------------------------------
 
-
 WINDOW_SECONDS = 0.3
-"""Length of a window. It is longer than the period of a CPU quota, because a throttled CPU is fast in some short
-products and stopped in others."""
+"""Longer than the period of a CPU quota: a throttled CPU is fast in some products and stopped in others."""
 WINDOWS = 5
 """Number of windows, of which the median counts."""
 
@@ -74,7 +72,6 @@ def sustained_flops(device: torch.device) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -100,7 +97,6 @@ def find_nics(root: Path = Path("/sys/class")) -> tuple[Nic, ...]:
 
 
 def _read(path: Path) -> str:
-    """The text of a file; empty if it does not exist or the driver refuses to read it."""
     with suppress(OSError):
         return path.read_text().strip()
     return ""
@@ -108,14 +104,12 @@ def _read(path: Path) -> str:
 
 # Links ---------------------------------------------------------------------------------------------------------------
 
-
 SMALL_BYTES = 8
 FIRST_BYTES = 1 << 20
 MAX_BYTES = 1 << 28
 AIM_SECONDS = 0.02
 """Aimed time of the large message in one direction; it is long enough to make the latency negligible."""
 SMALL_TRIPS, LARGE_TRIPS = 30, 7
-"""Number of round trips of each message."""
 
 
 def measure_links(
@@ -125,13 +119,10 @@ def measure_links(
     group: Any = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[MeasuredLink]:
-    """Measure the links of pairs of ranks. Collective over all ranks.
+    """The links of these pairs of ranks, on every rank. Collective over all ranks.
 
     The time ``latency + bytes / bandwidth`` is fitted to a message of 8 bytes and one of some milliseconds; each time
     is half of the median of several round trips.
-
-    Returns:
-        The links of all pairs, on every rank.
     """
     rank = dist.get_rank()
     measured: list[dict[str, Any]] = []
@@ -162,7 +153,6 @@ def _measure(rank: int, other: int, protocol: str, device: torch.device, group: 
 
 
 def _answer(other: int, device: torch.device, group: Any) -> None:
-    """The other side of :func:`_measure`."""
     _echo(other, SMALL_BYTES, SMALL_TRIPS, device, group)
     _echo(other, FIRST_BYTES, 2, device, group)
     size = torch.zeros(1, dtype=torch.long, device=device)
@@ -197,11 +187,7 @@ def probe_ranks(
     cluster_of: Sequence[tuple[str, str]] = (),
     say: Callable[[str], None] = lambda _: None,
 ) -> tuple[Topology, tuple[int, ...], list[MeasuredLink]]:
-    """Measure the machines of the ranks of ``torch.distributed``. Collective over all ranks.
-
-    Returns:
-        The topology, the measured rank of each of its ranks, and the measured links.
-    """
+    """The topology of all machines, the measured rank of each of its ranks, and the measured links. Collective."""
     say(f"measuring {dist.get_world_size()} devices")
     facts = on_every_rank(lambda: probe_this_rank(device), "probing")
     rounds = pairs_to_measure(facts)

@@ -14,18 +14,15 @@ from ..planner.cluster.topology import Channel, Device, DeviceKind, MeasuredLink
 __all__ = ["Nic", "RankFacts", "check_patterns", "make_topology", "pairs_to_measure"]
 
 TOLERANCE = 0.1
-"""Devices of a kind whose speeds differ by a smaller share count as equally fast."""
+"""Share by which speeds of devices of a kind may differ to count as equal."""
 MEMORY_TOLERANCE = 0.25
-"""Devices of one name whose memory differs by a larger share count as different kinds."""
-
+"""Share by which the memory of devices of one kind may differ."""
 RESERVE_STEP = 10_000_000
 """Bytes to whose multiples the reserve of a CPU is rounded up."""
 
 
 @dataclass(frozen=True)
 class Nic:
-    """A network card of a machine."""
-
     kind: str
     """"InfiniBand", "RoCE" or "Ethernet"."""
     bytes_per_second: float | None
@@ -34,22 +31,15 @@ class Nic:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """Facts that a rank has collected about its machine and device."""
-
     host: str
-    """Host name."""
     machine: str
     """Identifier that differs between machines with the same host name."""
     device: str
-    """The GPU's name, or "cpu"."""
     memory_bytes: int
-    """Memory of the device that the process may use."""
     flops: float
     """Measured FLOP/s of a matrix product, in half precision on a GPU and in single precision on a CPU."""
     nics: tuple[Nic, ...] = ()
-    """Network cards of the machine."""
     used_bytes: int = 0
-    """Memory of the device that the process used when it was asked."""
 
 
 def nodes_of(facts: Sequence[RankFacts]) -> list[list[int]]:
@@ -61,10 +51,9 @@ def nodes_of(facts: Sequence[RankFacts]) -> list[list[int]]:
 
 
 def pairs_to_measure(facts: Sequence[RankFacts]) -> list[list[tuple[int, int]]]:
-    """Pairs of ranks to measure, in rounds; pairs of a round have no rank in common and are measured at the same time.
+    """Pairs of ranks in rounds of pairs that have no rank in common and are measured at the same time.
 
-    These are all pairs inside each machine and one pair between each two machines. The latter gives the bandwidth
-    between two devices, which is that of one NIC even if a machine has several.
+    All pairs inside each machine, and one between each two machines, whose bandwidth is that of one NIC of them.
     """
     nodes = nodes_of(facts)
     rounds: list[list[tuple[int, int]]] = []
@@ -86,16 +75,12 @@ def check_patterns(facts: Sequence[RankFacts], cluster_of: Sequence[tuple[str, s
 def make_topology(
     facts: Sequence[RankFacts], links: Sequence[MeasuredLink], cluster_of: Sequence[tuple[str, str]] = ()
 ) -> tuple[Topology, tuple[int, ...]]:
-    """The topology of the machines.
+    """The topology of the machines, and for each of its ranks the rank that was measured. They differ if the machines
+    of a cluster were not started one after the other.
 
     Machines whose fastest NIC is of the same kind form a cluster. A bandwidth between two machines is assigned to the
-    fastest kind of NIC that its protocol uses: for Gloo this is Ethernet, for NCCL the fastest kind that both machines
-    have. The bandwidth between two machines is that of the slower one, so the bandwidth of a machine is the largest
-    that was measured with it.
-
-    Returns:
-        The topology, and for each of its ranks the rank that was measured. They differ if the machines of a cluster
-        were not started one after the other.
+    fastest kind of NIC that its protocol uses: for Gloo Ethernet, for NCCL the fastest kind that both have. It is that
+    of the slower machine, so a machine's bandwidth is the largest that was measured with it.
     """
     nodes = nodes_of(facts)
     names = _unique([facts[ranks[0]].host for ranks in nodes])
@@ -140,8 +125,8 @@ def make_topology(
 
 
 def _kinds(facts: Sequence[RankFacts]) -> list[DeviceKind]:
-    """The kind of each rank's device. Devices with one name and similar memory are one kind, which has the smallest
-    memory and the highest speed among them. Of a CPU's memory, what the processes use already is reserved."""
+    """The kind of each rank's device: one name and similar memory. It has the smallest memory, without what processes
+    on a CPU use already, and the highest speed of its devices."""
     groups: dict[str, list[list[int]]] = {}
     for rank in sorted(range(len(facts)), key=lambda rank: -facts[rank].memory_bytes):
         name = kind_name(facts[rank].device, facts[rank].memory_bytes)
@@ -175,7 +160,6 @@ def _cluster_name(fact: RankFacts, cluster_of: Sequence[tuple[str, str]]) -> str
 
 
 def _fastest_kinds(fact: RankFacts) -> list[str]:
-    """Kinds of NIC, the fastest first. Ethernet is always included, because measuring uses it."""
     rates: dict[str, float] = {}
     for nic in fact.nics:
         rates[nic.kind] = max(rates.get(nic.kind, 0.0), nic.bytes_per_second or 0.0)
@@ -186,7 +170,6 @@ def _fastest_kinds(fact: RankFacts) -> list[str]:
 def _by_nodes(
     nodes: Sequence[Sequence[int]], links: Iterable[MeasuredLink]
 ) -> dict[tuple[int, int], list[MeasuredLink]]:
-    """Links by the two machines, the lower number first."""
     node = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
     found: dict[tuple[int, int], list[MeasuredLink]] = {
         (one, other): [] for one in range(len(nodes)) for other in range(one, len(nodes))
@@ -226,7 +209,6 @@ def _nics(
 
 
 def _inside(kind: str, links: Sequence[MeasuredLink]) -> Channel:
-    """The channel between the devices of a machine, with the median of the measured bandwidths."""
     usual = INSIDE.get(kind)
     name = usual.kind if usual else "local" if kind.startswith("cpu") else "PCIe"
     by_pair: dict[tuple[int, int], list[MeasuredLink]] = {}
@@ -250,7 +232,6 @@ def _channel(kind: str, link: MeasuredLink, alike: Sequence[MeasuredLink]) -> Ch
 
 
 def _unique(names: Sequence[str]) -> list[str]:
-    """The names, with a number added to duplicates: a second "host" becomes "host-2"."""
     taken: set[str] = set()
     unique = []
     for name in names:

@@ -19,12 +19,11 @@ __all__ = ["simulate"]
 
 
 class Slow(click.ParamType):
-    """RANK:FACTOR[,RANK:FACTOR…]: which ranks are slow, and by how much."""
+    """RANK:FACTOR[,RANK:FACTOR…]: ranks that are slow, and by how much."""
 
     name = "rank:factor,…"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[int, float]:
-        """Factors by rank."""
         if isinstance(value, dict):
             return value
         try:

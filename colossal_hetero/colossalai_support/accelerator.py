@@ -1,10 +1,8 @@
 """Colossal-AI on a CPU: a quiet import, and the missing parts of its CPU accelerator.
 
-Importing this module imports Colossal-AI without its import-time warnings, applies the corrections of
-:mod:`.corrections`, and lets process groups end as :mod:`.processes.group_destruction` says. If there is
-no GPU or NPU, it also registers :class:`HeteroCpuAccelerator` through ``colossalai.accelerator.set_accelerator`` and
-applies the patches of :mod:`.cpu`. Every module of this package that uses Colossal-AI must import this
-one first; no other module treats a CPU specially.
+Importing this module imports Colossal-AI without warnings and applies :mod:`.corrections`; without a GPU or NPU, also
+:class:`HeteroCpuAccelerator` and :mod:`.cpu`. Every module of this package that uses Colossal-AI must import this one
+first; no other module treats a CPU specially.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ __all__ = ["SET_CONNECTIONS_LATE", "HeteroCpuAccelerator", "HostEvent", "HostStr
 
 
 def _is_not_kernel_notice(record: logging.LogRecord) -> bool:
-    """True if a log record of bitsandbytes is not its notice about a missing CPU kernel."""
     return not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
 
 
@@ -35,10 +32,9 @@ def _is_not_kernel_notice(record: logging.LogRecord) -> bool:
 def quiet_import() -> Iterator[None]:
     """Hide the warnings that Colossal-AI and its dependencies print at import, and no others.
 
-    They are three ``UserWarning`` about optional packages (apex twice, tensornvme), four ``FutureWarning`` about the
-    spelling ``torch.cuda.amp.custom_fwd`` in Colossal-AI's MoE module, and a log record of bitsandbytes about its
-    missing 4-bit CPU kernel. ``DeprecationWarning``, which Python hides outside tests, is ignored so that a test run
-    that turns warnings into errors can import Colossal-AI.
+    They are about optional packages (apex twice, tensornvme), the spelling ``torch.cuda.amp.custom_fwd``, and a missing
+    4-bit CPU kernel (bitsandbytes). ``DeprecationWarning``, which Python hides outside tests, is ignored so that a test
+    run that turns warnings into errors can import Colossal-AI.
     """
     bitsandbytes = logging.getLogger("bitsandbytes.backends.cpu.ops")
     bitsandbytes.addFilter(_is_not_kernel_notice)
@@ -53,13 +49,13 @@ def quiet_import() -> Iterator[None]:
         bitsandbytes.removeFilter(_is_not_kernel_notice)
 
 
-# Colossal-AI's fp8 module compiles functions when it is imported. For that, torch would start one process per core in
-# every rank, which take seconds and half a gigabyte each even if nothing is compiled. Start them on demand instead.
+# Colossal-AI's fp8 module compiles functions at import, for which torch would start one process per core in every rank.
+# They take seconds and half a gigabyte each even if nothing is compiled, so start them on demand.
 os.environ.setdefault("TORCH_WARM_POOL", "0")
 
 # Migrated work has a communicator of its own. NCCL may deadlock if ranks run operations of two communicators in
-# different orders. They are launched in one order on all ranks; from version 2.26 on, NCCL also keeps that order on the
-# device. Before, CUDA_DEVICE_MAX_CONNECTIONS=1, which Colossal-AI sets, has that effect.
+# different orders. All ranks launch them in one order, which NCCL keeps on the device from version 2.26 on; before,
+# CUDA_DEVICE_MAX_CONNECTIONS=1, which Colossal-AI sets, has that effect.
 os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
 SET_CONNECTIONS_LATE = torch.cuda.is_initialized() and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
@@ -92,7 +88,6 @@ class HostStream(torch.cpu.Stream):
         """Return at once: nothing is pending."""
 
     def record_event(self, event: HostEvent | None = None) -> HostEvent:
-        """Record ``event``, or a new event if it is None, and return it."""
         event = HostEvent() if event is None else event
         event.record()
         return event
@@ -121,7 +116,6 @@ class HostEvent:
         return True
 
     def elapsed_time(self, end_event: HostEvent) -> float:
-        """Milliseconds from the recording of this event to that of ``end_event``."""
         if not (self.enable_timing and end_event.enable_timing):
             raise RuntimeError("both events must be made with enable_timing=True to measure the time between them")
         if self._seconds is None or end_event._seconds is None:
@@ -185,10 +179,7 @@ class HeteroCpuAccelerator(CpuAccelerator):
         return psutil.Process().memory_info().rss
 
     def max_memory_allocated(self, device: Any = None) -> int:
-        """The peak of the resident set in bytes: on Linux since the last :meth:`reset_peak_memory_stats`.
-
-        On other systems it is the peak since the process started.
-        """
+        """The peak of the resident set in bytes, on Linux since the last :meth:`reset_peak_memory_stats`."""
         with suppress(OSError):
             for line in _PROCESS_STATUS.read_text().splitlines():
                 if line.startswith("VmHWM:"):
@@ -203,7 +194,6 @@ class HeteroCpuAccelerator(CpuAccelerator):
         return self.max_memory_allocated(device)
 
     def memory_stats(self, device: Any = None) -> dict[str, int]:
-        """Current and peak resident bytes under the names that ``torch.cuda.memory_stats`` gives them."""
         return {
             "allocated_bytes.all.current": self.memory_allocated(device),
             "allocated_bytes.all.peak": self.max_memory_allocated(device),
@@ -249,11 +239,8 @@ class HeteroCpuAccelerator(CpuAccelerator):
 
 
 def _set_up_cpu() -> None:
-    """Register the CPU accelerator and patch Colossal-AI, if there is no GPU or NPU.
-
-    If there is one, ``get_accelerator`` chooses it and nothing is changed. A plain ``CpuAccelerator`` that was chosen
-    before is replaced; that is safe, because its users call ``get_accelerator`` each time.
-    """
+    """Register the CPU accelerator and patch Colossal-AI, if there is no GPU or NPU. A plain ``CpuAccelerator`` that
+    was chosen before is replaced; its users call ``get_accelerator`` each time."""
     if get_accelerator().name != "cpu":
         return
     if not isinstance(get_accelerator(), HeteroCpuAccelerator):

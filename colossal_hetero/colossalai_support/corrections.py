@@ -1,8 +1,6 @@
-"""Corrections of errors in Colossal-AI 0.5.0 that occur on every device.
+"""Corrections of errors in Colossal-AI 0.5.0 on every device, described in ``docs/colossalai-corrections.md``.
 
-:mod:`.accelerator` applies them on import, so they also hold for Colossal-AI's own plugins in a process
-that uses this package. ``docs/colossalai-corrections.md`` describes each error and its correction for Colossal-AI's
-authors. What only a CPU needs is in :mod:`.cpu`.
+:mod:`.accelerator` applies them on import, so they also hold for Colossal-AI's own plugins.
 """
 
 from __future__ import annotations
@@ -62,7 +60,6 @@ def without_second_derivatives(function: Any) -> Any:
 
 
 def correct_second_derivatives() -> None:
-    """Refuse second derivatives in all functions of Colossal-AI's parallel layers."""
     for module in (_operation, attn, loss, qkv_fused_linear):
         for each in vars(module).values():
             if isinstance(each, type) and issubclass(each, Function) and each.__module__ == module.__name__:
@@ -73,12 +70,8 @@ def correct_second_derivatives() -> None:
 
 
 def _is_sharded(parameter: torch.Tensor) -> bool:
-    """True if each tensor-parallel rank holds its own part of ``parameter``.
-
-    The plugin's optimizers divide the squared norm of all other gradients by the number of ranks, because the sum over
-    ranks counts them once per rank. The weights and biases of fused layers (``FusedLinear1D_Col``, GPT-2's layers) are
-    sharded in a way of their own and have no layout, by which Colossal-AI tells sharded parameters.
-    """
+    """True if each tensor-parallel rank holds its own part of ``parameter``. Fused layers (``FusedLinear1D_Col``) have
+    no layout, so Colossal-AI would divide their squared norms by the number of ranks, as those of whole parameters."""
     return is_distributed_tensor(parameter) or is_customized_distributed_tensor(parameter)
 
 
@@ -87,7 +80,6 @@ def _with_other_stages(compute: Callable[..., float]) -> Callable[..., float]:
 
     @wraps(compute)
     def run(optimizer: Any, *arguments: Any, **named: Any) -> float:
-        # ZeRO's optimizer is given its data-parallel group first.
         *groups, gradients = *arguments, *named.values()
         if gradients:
             return compute(optimizer, *arguments, **named)
@@ -111,10 +103,8 @@ def _gradients(optimizer: Any) -> tuple[list[tuple[Tensor, Tensor]], float]:
 def clip_grad_by_norm(
     optimizer: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Limit the norm of all gradients of the model, and return it. Called by all ranks at once.
-
-    Gradients whose norm is not finite stay as they are, so that a step in fp16 is left out.
-    """
+    """Limit the norm of all gradients of the model, and return it; collective. Gradients whose norm is not finite stay
+    as they are, so that a step in fp16 is left out."""
     if norm_type != 2.0:
         raise ValueError(f"norm_type={norm_type} is not available in the hybrid plugin, which clips by the 2-norm")
     pairs, scale = _gradients(optimizer)
@@ -166,11 +156,8 @@ def correct_gradient_norm() -> None:
 
 
 def _restore_detach_and_clone(tensor: Any) -> torch.Tensor:
-    """``_hijack_back_detach_and_clone`` that accepts copies of a padded tensor.
-
-    A padded tensor has its own ``detach`` and ``clone``, which copy the sizes of the padding. Their results have these
-    sizes too, so that they count as padded, but the methods of a normal tensor.
-    """
+    """``_hijack_back_detach_and_clone`` that accepts copies of a padded tensor. These have the sizes of the padding, so
+    that they count as padded, but the methods of a normal tensor."""
     if hasattr(tensor, "_unpad_detach"):
         tensor.detach, tensor.clone = tensor._unpad_detach, tensor._unpad_clone
         del tensor._unpad_detach, tensor._unpad_clone
@@ -191,7 +178,6 @@ def tp_partition_dim(current_shape: Sequence[int], original_shape: Sequence[int]
 
 
 def correct_padded_vocabulary() -> None:
-    """Let checkpoints be written and read if the vocabulary is padded."""
     api._hijack_back_detach_and_clone = _restore_detach_and_clone
     hybrid_parallel_checkpoint_io.search_tp_partition_dim = tp_partition_dim
 
@@ -232,7 +218,6 @@ def correct_empty_groups() -> None:
 
 @cache
 def correct_colossalai() -> None:
-    """Apply every correction, once per process."""
     correct_padded_vocabulary()
     correct_gradient_norm()
     correct_layout_cache()
@@ -244,10 +229,7 @@ def correct_colossalai() -> None:
 
 
 class ModuleProxy:
-    """Behaves like ``module``, except for the names in ``replaced``.
-
-    If it is assigned to a name in one module of Colossal-AI, only that module sees the replacements.
-    """
+    """``module`` with some names ``replaced``, for one module of Colossal-AI."""
 
     def __init__(self, module: ModuleType, **replaced: Any) -> None:
         self._module = module

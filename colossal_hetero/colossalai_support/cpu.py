@@ -1,8 +1,5 @@
-"""Patches that let Colossal-AI's hybrid-parallel plugin run on a CPU over Gloo.
-
-:mod:`.accelerator` calls :func:`patch_colossalai` on import if there is no GPU or NPU,
-and never otherwise. Each patch replaces one name and says why; none changes what a GPU does.
-"""
+"""Patches that let Colossal-AI's hybrid-parallel plugin run on a CPU over Gloo, applied by :mod:`.accelerator` if there
+is no GPU or NPU. Each replaces one name and says why; none changes what a GPU does."""
 
 from __future__ import annotations
 
@@ -42,7 +39,6 @@ __all__ = [
 
 # Collectives ---------------------------------------------------------------------------------------------------------
 
-
 TAG = 7083
 """Tag of the messages, so that they are not mistaken for others between the same ranks."""
 
@@ -54,10 +50,7 @@ def reduce_scatter(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """``torch.distributed.reduce_scatter`` in terms of ``reduce_scatter_tensor``, which Gloo has.
-
-    ``output`` must be contiguous; ``input_list`` has one tensor of the same shape per rank.
-    """
+    """``torch.distributed.reduce_scatter`` in terms of ``reduce_scatter_tensor``, which Gloo has."""
     inputs = torch.cat([piece.reshape(-1) for piece in input_list])
     return dist.reduce_scatter_tensor(output.view(-1), inputs, op, group, async_op)
 
@@ -83,7 +76,6 @@ class _PartsInFlight:
         return not self._messages
 
     def wait(self, timeout: Any = None) -> bool:
-        """Wait for the parts of the other ranks, and add them in the order of the ranks."""
         if self._messages:
             for message in self._messages:
                 if message is not None:
@@ -99,9 +91,8 @@ class _PartsInFlight:
 def sent_directly(reduce_scatter_tensor: Callable[..., Any]) -> Callable[..., Any]:
     """``torch.distributed.reduce_scatter_tensor``, in which every rank sends the others their parts and adds its own.
 
-    Gloo's implementation sums all parts on all ranks. That sends twice as much and takes more than twice the CPU time,
-    which matters on a rank that has little of it: FSDP (stage 3) and ZeRO stages 1 and 2 sum gradients. The parts are
-    added in the order of the ranks. Other backends and other operations than a sum use the given function.
+    Gloo sums all parts on all ranks, which sends twice as much and takes more than twice the CPU time. Parts are added
+    in the order of the ranks. Other backends and other operations than a sum use the given function.
     """
 
     @functools.wraps(reduce_scatter_tensor)
@@ -134,26 +125,21 @@ def _is_gloo(group: dist.ProcessGroup) -> bool:
 
 
 def patch_collectives() -> None:
-    """Let sequence parallelism (``split_gather`` and ``ring``) and sharded gradients use these functions over Gloo."""
     dist.reduce_scatter_tensor = sent_directly(dist.reduce_scatter_tensor)
     _operation.dist = ModuleProxy(dist, reduce_scatter=reduce_scatter)
 
 
 # Point to point ------------------------------------------------------------------------------------------------------
+# Messages over Gloo with the semantics of NCCL, on which Colossal-AI's schedules rely: a wait makes the *stream* wait.
 #
-# Pipeline messages over Gloo, with the semantics that Colossal-AI's schedules expect of NCCL.
+# the schedules         under plain Gloo                            under this module
+# wait on a send         blocks until the peer receives: deadlock    returns at once
+# wait twice             blocks for ever the second time             the second wait returns at once
+# drop a send's request  may never be delivered                      kept until the schedule's step ends
+# reuse a sent tensor    changes the message                         a copy is sent
 #
-# Under NCCL, waiting for a request makes the *stream* wait and returns to Python at once. The schedules rely on that:
-#
-# ==================== ========================================== ============================================= the
-# schedules under plain Gloo under this module ==================== ==========================================
-# ============================================= wait on a send blocks until the peer receives: deadlock returns at once
-# wait twice blocks for ever the second time the second wait returns at once drop a send's request may never be
-# delivered kept until the schedule's step ends reuse a sent tensor changes the message a copy is sent
-# ==================== ========================================== =============================================
-#
-# The end of the step is the only safe place to wait for the sends: this rank has posted all its messages of the step
-# and received all that it needs, so no other rank is waiting for it.
+# Only at the end of the step it is safe to wait for the sends: this rank has then posted all its messages and received
+# all that it needs, so no other rank is waiting for it.
 
 
 class _Sent:
@@ -189,10 +175,7 @@ class Messages:
         self._sends: list[tuple[dist.Work | None, torch.Tensor]] = []
 
     def batch_isend_irecv(self, operations: Iterable[dist.P2POp]) -> list[_Sent | _Received]:
-        """Start all ``operations``, in their order, and return a request for each.
-
-        Gloo matches the messages between two ranks in the order in which each of them posts them.
-        """
+        """Start all ``operations`` in their order, in which Gloo matches them; a request for each."""
         requests: list[_Sent | _Received] = []
         for operation in operations:
             if operation.op is dist.isend:
@@ -207,11 +190,9 @@ class Messages:
 
     @property
     def kept(self) -> int:
-        """The number of copies that are kept because their sending may not be finished."""
         return len(self._sends)
 
     def wait_for_sends(self) -> None:
-        """Wait until every message posted so far is sent, and release the copies."""
         for work, _ in self._sends:
             if work is not None:
                 work.wait()
@@ -223,8 +204,6 @@ class Messages:
 
 
 def _then_wait_for_sends(step: Callable[..., Any], messages: Messages) -> Callable[..., Any]:
-    """``step``, followed by a wait for the messages that it sent."""
-
     @wraps(step)
     def forward_backward_step(*args: Any, **kwargs: Any) -> Any:
         outputs = step(*args, **kwargs)
@@ -235,7 +214,6 @@ def _then_wait_for_sends(step: Callable[..., Any], messages: Messages) -> Callab
 
 
 _messages = Messages()
-"""Those of the pipelines of this process."""
 
 
 def forget_messages() -> None:
@@ -257,10 +235,7 @@ def patch_point_to_point() -> None:
 
 @contextmanager
 def _cuda_stays_here(tensor: torch.Tensor) -> Iterator[None]:
-    """Let ``tensor.cuda()`` return the tensor itself, contiguous and detached.
-
-    Colossal-AI calls it because NCCL only sends from GPUs; Gloo sends from the memory where the tensor is.
-    """
+    """Let ``tensor.cuda()``, called because NCCL only sends from GPUs, return the tensor, contiguous and detached."""
     tensor.cuda = tensor.detach().contiguous  # type: ignore[assignment, method-assign]
     try:
         yield
@@ -293,11 +268,8 @@ def _resetting_here(reset: Callable[..., None]) -> Callable[..., None]:
 
 
 def _forking_one_state(fork: Callable[..., AbstractContextManager[None]]) -> Callable[..., Any]:
-    """``Randomizer.fork_rng`` for one generator.
-
-    With ``enable_cpu`` the original saves the device's state and then the CPU's, and restores them in the same order.
-    On a CPU both are one generator, so the randomizer's state would remain as the global one.
-    """
+    """``Randomizer.fork_rng`` for one generator. The original saves the states of the device and of the CPU, here the
+    same, and restores them in that order, so the randomizer's state would remain as the global one."""
 
     @wraps(fork)
     def fork_rng(randomizer: Randomizer, enable_cpu: bool = False) -> AbstractContextManager[None]:
@@ -307,11 +279,8 @@ def _forking_one_state(fork: Callable[..., AbstractContextManager[None]]) -> Cal
 
 
 def _accumulating(weight_gradient: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor | None]:
-    """A zero-bubble schedule's deferred weight gradient, added to the gradient that is passed to it.
-
-    Colossal-AI's store calls it with ``(x, dy)`` for the first micro-batch and ``(x, dy, dW)`` for later ones. The
-    fused kernels of apex, which need a GPU, add to ``dW``; Colossal-AI's plain product ignores it.
-    """
+    """A zero-bubble schedule's deferred weight gradient, added to the gradient that is passed to it: the fused kernels
+    of apex, which need a GPU, add to ``dW``; Colossal-AI's plain product ignores it."""
 
     def add(x: torch.Tensor, dy: torch.Tensor, dw: torch.Tensor | None = None) -> torch.Tensor | None:
         increment = weight_gradient(x, dy)
@@ -321,7 +290,6 @@ def _accumulating(weight_gradient: Callable[..., torch.Tensor]) -> Callable[...,
 
 
 def patch_layers() -> None:
-    """Let Colossal-AI's parallel layers be built, trained and saved without a GPU."""
     qkv_fused_linear.gather_fused_qkv_in_gpt2_style = _gathering_here(qkv_fused_linear.gather_fused_qkv_in_gpt2_style)
     for layer in (Linear1D_Row, FusedLinear1D_Row, GPT2FusedLinearConv1D_Row):
         layer.reset_parameters = _resetting_here(layer.reset_parameters)
@@ -343,7 +311,6 @@ def _set_device(device: Any) -> None:
 
 
 def patch_models() -> None:
-    """Let forward passes run that call ``torch.cuda.set_device(hidden_states.device)``."""
     for model in (gpt2, gptj, opt, t5):
         model.torch = ModuleProxy(torch, cuda=ModuleProxy(torch.cuda, set_device=_set_device))
 
@@ -354,9 +321,8 @@ def patch_models() -> None:
 def _check_parameters(optimizer: LowLevelZeroOptimizer) -> None:
     """``_sanity_checks`` that does not require a GPU or NPU, and turns overlapped communication off.
 
-    The constructor calls it after it has stored its arguments and before it uses them. Colossal-AI overlaps
-    communication by running reductions on a second stream; a CPU has only one, and ``Tensor.record_stream`` has no CPU
-    kernel. This package's plugins overlap in another way, which works on every device (``plugin/zero``).
+    The constructor calls it before it uses its arguments. Colossal-AI's overlap needs a second stream, but a CPU has
+    only one, and no ``Tensor.record_stream``. This package's plugins overlap in another way, on every device.
     """
     optimizer._overlap_communication = False
     for group in optimizer.optim.param_groups:
@@ -369,13 +335,11 @@ def _check_parameters(optimizer: LowLevelZeroOptimizer) -> None:
 
 
 def patch_zero() -> None:
-    """Let ZeRO's optimizer, also the hybrid plugin's, be constructed without a GPU."""
     LowLevelZeroOptimizer._sanity_checks = _check_parameters
 
 
 @cache
 def patch_colossalai() -> None:
-    """Apply every patch, once per process."""
     patch_point_to_point()
     patch_collectives()
     patch_layers()

@@ -1,12 +1,8 @@
 """Tensors of a GPU over Gloo: ranks that share a GPU, and jobs in which some ranks have a GPU and others a CPU.
 
-NCCL refuses two ranks on one GPU, and has no CPU tensors, so such jobs use Gloo. Gloo copies a GPU's tensors to the
-host and back in all-reduce and broadcast. There it also works if the tensors of other ranks are on a CPU. It promises
-nothing for other collectives, and messages between two ranks do not work at all, because Gloo would read the addresses
-of the GPU as addresses of the host. Here, these run on copies in pinned host memory. The copies are tensors of the
-host, so a rank with a GPU calls the same functions as a rank with a CPU, in which the ranks of a job must agree.
-
-The plugins call :func:`support_gpus_over_gloo`. It changes nothing in jobs whose GPUs communicate over NCCL.
+NCCL refuses two ranks on one GPU, and has no CPU tensors. Gloo copies a GPU's tensors to the host and back in
+all-reduce and broadcast only; messages between two ranks would read GPU addresses as addresses of the host. So these
+run on copies in pinned host memory: ranks with a GPU and with a CPU call the same functions, in which they must agree.
 """
 
 from __future__ import annotations
@@ -30,7 +26,6 @@ __all__ = ["batch_through_host", "is_gpu_over_gloo", "support_gpus_over_gloo", "
 Group = dist.ProcessGroup | None
 NeedsHost = Callable[[Tensor, Group], bool]
 """True if a tensor has to be copied to the host to communicate over a group."""
-
 OUTPUTS: dict[str, str | None] = {
     "reduce": "tensor",
     "all_gather": "tensor_list",
@@ -48,7 +43,7 @@ OUTPUTS: dict[str, str | None] = {
     "recv": "tensor",
     "irecv": "tensor",
 }
-"""The collectives that run on copies, each with the argument that it writes to."""
+"""Collectives that run on copies, each with the argument that it writes to."""
 
 
 def is_gpu_over_gloo(group: Group = None) -> bool:
@@ -59,18 +54,15 @@ def is_gpu_over_gloo(group: Group = None) -> bool:
 
 
 def support_gpus_over_gloo(group: Group = None) -> None:
-    """If this process has a GPU and ``group`` is Gloo's, let all collectives over Gloo take the GPU's tensors.
-
-    The functions of ``torch.distributed`` are replaced, and Colossal-AI's pipelines and its ZeRO communicate as on a
-    CPU. Later calls do nothing.
-    """
+    """If this process has a GPU and ``group`` is Gloo's, let all collectives over Gloo take the GPU's tensors, and
+    Colossal-AI's pipelines and ZeRO communicate as on a CPU."""
     if is_gpu_over_gloo(group):
         _replace_collectives()
 
 
 @cache
 def _replace_collectives() -> None:
-    # Ranks with a CPU have these patches too, and all ranks must send the same messages. For example, with its own
+    # All ranks must send the same messages as ranks with a CPU, which have these patches too. For example, with its own
     # overlap ZeRO sums gradients in the order in which the backward pass makes them, and without it in another one.
     cpu.patch_collectives()
     cpu.patch_point_to_point()
@@ -93,11 +85,8 @@ def _is_on_gpu(tensor: Tensor, group: Group) -> bool:
 
 
 def through_host(collective: Callable[..., Any], needs_host: NeedsHost = _is_on_gpu) -> Callable[..., Any]:
-    """``collective``, which gets copies in host memory of the tensors that need it.
-
-    It waits for the device before it communicates. The results are copied back before it returns, or, if the collective
-    does not wait itself, in ``wait`` of the handle that it returns.
-    """
+    """``collective`` on copies in host memory of the tensors that need it, after waiting for the device. Results are
+    copied back before it returns or, if it does not wait itself, in ``wait`` of its handle."""
     signature, output = inspect.signature(collective), OUTPUTS[collective.__name__]
 
     @wraps(collective)
@@ -120,10 +109,8 @@ def through_host(collective: Callable[..., Any], needs_host: NeedsHost = _is_on_
 
 
 def batch_through_host(batch: Callable[..., Any], needs_host: NeedsHost = _is_on_gpu) -> Callable[..., Any]:
-    """``torch.distributed.batch_isend_irecv``, which starts messages that need the host one by one, in their order.
-
-    Otherwise it would ask Gloo to start all messages of a GPU together, which only NCCL can do.
-    """
+    """``torch.distributed.batch_isend_irecv``, which starts messages that need the host one by one, in their order:
+    only NCCL can start all messages of a GPU together."""
 
     @wraps(batch)
     def run(p2p_op_list: Sequence[dist.P2POp]) -> list[Any]:

@@ -21,7 +21,7 @@ def is_from(function: Any, packages: tuple[str, ...]) -> bool:
 
 
 def user_hooks(parameter: Tensor) -> Iterator[tuple[Callable[..., Any], bool]]:
-    """The user's hooks on the gradient of ``parameter``, each with whether it runs after accumulation."""
+    """The user's hooks on the gradient of ``parameter``, each with True if it runs after accumulation."""
     for hooks, is_late in ((parameter._backward_hooks, False), (parameter._post_accumulate_grad_hooks, True)):
         for hook in (hooks or {}).values():
             if not is_from(hook, OWN_PACKAGES):

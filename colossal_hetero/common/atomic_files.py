@@ -1,4 +1,4 @@
-"""Files that are complete or as they were, and where caches are. Needs nothing but the standard library."""
+"""Files that are complete or as they were, and the folder of caches; needs nothing but the standard library."""
 
 from __future__ import annotations
 
@@ -17,12 +17,9 @@ OPEN_FILES = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/self/fd/")
 
 @contextmanager
 def replacing(path: Path | str) -> Iterator[Path]:
-    """The path of a temporary file. When the block ends, its content is that of ``path``.
+    """The path of a temporary file beside ``path``, which replaces it when the block ends; not if the block raises.
 
-    The temporary file is beside ``path`` and replaces it. If ``path`` is a symbolic link, the file that it leads to is
-    replaced, and the link stays. A device or a pipe, such as ``/dev/stdout``, is not replaced but written to.
-
-    If the block raises an error, ``path`` stays as it was and the temporary file is removed.
+    Of a symbolic link, the target is replaced. A device or a pipe, such as ``/dev/stdout``, is written to instead.
     """
     path = Path(path)
     if _is_stream(path):
@@ -44,7 +41,6 @@ def replacing(path: Path | str) -> Iterator[Path]:
 
 
 def check_writable(path: Path | str) -> None:
-    """Check, before the work starts, that its result can be written to ``path``."""
     path = Path(path)
     is_stream = _is_stream(path)
     target = path if is_stream else Path(os.path.realpath(path))
@@ -66,7 +62,7 @@ def check_writable(path: Path | str) -> None:
 
 
 def _is_stream(path: Path) -> bool:
-    """True if ``path`` is something that bytes are written to, but not a file that can be replaced."""
+    """True if bytes are written to ``path``, but it is not a file that can be replaced."""
     if str(path).startswith(OPEN_FILES):
         return True
     return path.exists() and not path.is_file() and not path.is_dir()

@@ -35,7 +35,6 @@ __all__ = [
 
 
 def read_json(path: Path | str) -> tuple[str, Any]:
-    """A file's text and its content."""
     text = read_text(path, "JSON")
     try:
         return text, json.loads(text)
@@ -46,7 +45,6 @@ def read_json(path: Path | str) -> tuple[str, Any]:
 
 
 def read_text(path: Path | str, file_format: str) -> str:
-    """The text of a file in UTF-8, without a byte order mark."""
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -58,13 +56,12 @@ def read_text(path: Path | str, file_format: str) -> str:
 
 
 def write_json(content: Any, path: Path | str, *, fill: bool = False) -> None:
-    """Write a file atomically: readers see the old file or the complete new one. See :func:`.atomic.replacing`."""
+    """Write a file atomically: readers see the old file or the complete new one."""
     with replacing(path) as temporary:
         temporary.write_text(_lay_out(content, fill, 0) + "\n", encoding="utf-8")
 
 
 LINE_LENGTH = 110
-"""Characters per line at most, without indentation."""
 
 
 def _lay_out(value: Any, fill: bool, depth: int) -> str:
@@ -98,7 +95,6 @@ def _fill(texts: Sequence[str]) -> list[str]:
 
 
 def check_units(units: Mapping[str, str], read: Mapping[str, str]) -> None:
-    """Raise ``ValueError`` unless the ``units`` in a file are those in which its numbers are ``read``."""
     if units != read:
         changed = next(name for name in [*read, *units] if units.get(name) != read.get(name))
         raise ValueError(
@@ -108,7 +104,6 @@ def check_units(units: Mapping[str, str], read: Mapping[str, str]) -> None:
 
 
 def errors_in_words(error: ValidationError, names: Iterable[str]) -> str:
-    """Every wrong field and what is wrong with it, on one line."""
     names = list(names)
     errors = error.errors()
     # If all elements of a list are wrong, pydantic also reports the list as too short.
@@ -156,7 +151,6 @@ def _in_words(error: Any, names: Sequence[str]) -> str:
 
 # Quantities ----------------------------------------------------------------------------------------------------------
 
-
 MAX_SECONDS = 1e15
 """About 30 million years."""
 MAX_BYTES = 10**18
@@ -166,10 +160,8 @@ Seconds = Annotated[float, Field(ge=0, le=MAX_SECONDS)]
 PositiveSeconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
 ByteCount = Annotated[int, Field(ge=0, le=MAX_BYTES)]
 Amount = Annotated[float, Field(ge=0, le=MAX_BYTES)]
-"""A predicted number of bytes."""
 BytesPerSecond = Annotated[float, Field(ge=1e-6, le=1e30)]
 Flops = Annotated[float, Field(ge=1, le=1e30)]
-"""FLOP/s."""
 Factor = Annotated[float, Field(ge=1e-9, le=1e12)]
 NonNegative = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 PositiveCount = Annotated[int, Field(ge=1, le=MAX_COUNT)]
@@ -212,7 +204,6 @@ def check_file(
     remedy: str = "",
     other_kind: Callable[[Mapping[str, Any]], str | None] = lambda content: None,
 ) -> File:
-    """Check what was read from a file: its schema version and all its fields."""
     if not isinstance(content, Mapping) or "schema" not in content:
         raise ValueError(f'{name} is not a {kind}: it has no "schema"')
     if content["schema"] != schema or isinstance(content["schema"], bool):
@@ -228,7 +219,7 @@ def check_file(
 
 
 def field_names(model: type[BaseModel]) -> list[str]:
-    """Names of all fields of ``model`` and of the models in it, as they are in the file; sorted."""
+    """Sorted names in files of all fields of ``model`` and of the models in it."""
     schema = model.model_json_schema()
     parts = [schema, *schema.get("$defs", {}).values()]
     return sorted({name for part in parts for name in part.get("properties", ())})

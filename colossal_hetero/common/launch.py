@@ -21,16 +21,14 @@ if TYPE_CHECKING:
 __all__ = ["STARTED_HERE", "is_rank", "local_devices", "local_gpu", "start_ranks"]
 
 STARTED_HERE = "COLOSSAL_HETERO_STARTED_HERE"
-"""Environment variable that is set in ranks that :func:`start_ranks` started."""
+"""Environment variable of ranks that :func:`start_ranks` started."""
 
 
 def is_rank() -> bool:
-    """True if a launcher started this process as one of several."""
     return "RANK" in os.environ
 
 
 def local_devices(ranks_on_cpu: int = 1) -> int:
-    """Number of GPUs of this machine; ``ranks_on_cpu`` if it has none."""
     import torch
 
     return torch.cuda.device_count() or ranks_on_cpu
@@ -53,7 +51,6 @@ def local_gpu(rank: int, action: str) -> torch.device | None:
 
 
 def start_ranks(count: int, module: str, arguments: Sequence[str]) -> None:
-    """Run ``python -m module`` with the given arguments as ``count`` ranks on this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     command = [sys.executable, "-m", module, *arguments]
     with _received_signals() as received, tempfile.TemporaryDirectory(prefix="ranks_") as folder:
@@ -88,10 +85,8 @@ def start_ranks(count: int, module: str, arguments: Sequence[str]) -> None:
 
 @contextmanager
 def _received_signals() -> Iterator[list[int]]:
-    """A list of the signals that have asked this process to end, which then does not end by itself.
-
-    An exception in the signal's handler could come while a rank is being started, which would then remain.
-    """
+    """The signals that have asked this process to end, which then does not end by itself: an exception in the handler
+    could come while a rank is being started, which would then remain."""
     received: list[int] = []
     before = {}
     if threading.current_thread() is threading.main_thread():  # only the main thread may set handlers
@@ -129,5 +124,4 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], folder: Path, received: Sequ
         raise ValueError(f"rank {rank} was ended by signal {-status}; the other ranks were stopped")
     lines = Path(folder, f"errors_{rank}").read_text(errors="replace").strip().splitlines()
     reason = lines[-1].removeprefix("Error: ") if lines else f"ended with status {status}"
-    # Rank 0 reports errors that concern all ranks, so its message needs no rank in front.
     raise ValueError(reason if rank == 0 or reason.startswith("rank ") else f"rank {rank}: {reason}")

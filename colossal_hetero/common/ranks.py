@@ -1,13 +1,10 @@
 """Name the ranks that have ended, where a collective fails because of them.
 
 [Note: ended ranks] When the process of a rank ends, the collectives of all others fail, with words of Gloo or NCCL that
-name a port or nothing. So every rank listens on a port, and tells all others its address. It never accepts a connection
-while it trains: the operating system does, for as long as the process lives, however busy it is. If a collective fails,
-a rank tries to connect to all others. An ended rank refuses the connection.
-
-The ranks that fail first end soon, too, and others may only fail because of them. So before a rank raises its error, it
-sends the names of the ended ranks to all ranks that live. They read the message when they fail themselves: a rank that
-has sent such a message is not the cause.
+name a port or nothing. So every rank listens on a port that all others know. It never accepts a connection while it
+trains: the operating system does, for as long as the process lives, however busy it is. If a collective fails, a rank
+tries to connect to all others; an ended one refuses. Before the rank raises its error and ends itself, it sends the
+names of the ended ranks to all that live: a rank that has sent such a message is not the cause.
 """
 
 from __future__ import annotations
@@ -44,18 +41,15 @@ __all__ = [
     "world_timeout",
 ]
 
-
 PATIENCE_SECONDS = 1.0
-"""Longest search for an ended rank. A connection may be closed a moment before the process has ended."""
+"""Longest search for an ended rank: a connection may be closed a moment before the process has ended."""
 PAUSE_SECONDS = 0.02
-"""Pause after the first attempt to find it; it doubles after each."""
+"""Pause after the first attempt; it doubles after each."""
 ANSWER_SECONDS = 0.5
-"""Time in which a rank that lives answers: its operating system does."""
+"""Time in which the operating system of a rank that lives answers."""
 AT_ONCE = 200
 """Number of connections that are opened at once; a process may usually have 1,024 open files."""
-
 METHODS = ("backward", "step", "clip_grad_by_norm", "clip_grad_by_value", "unscale_grad")
-"""Methods of an optimizer in which it may communicate."""
 
 _LOST = re.compile(
     r"gloo|nccl|connection|broken pipe|socket|by peer|remote process|tcpstore|communicator", re.IGNORECASE
@@ -64,10 +58,7 @@ _MESSAGE = re.compile(rb"(\d+) has lost (\d+(?:,\d+)*)\n")
 
 
 class Address(NamedTuple):
-    """Where a rank listens."""
-
     host: str
-    """Name of its machine."""
     ip: str
     port: int
 
@@ -78,8 +69,6 @@ def is_lost_connection(words: str) -> bool:
 
 
 class RankWatch:
-    """Finds the ranks that have ended; see [Note: ended ranks]."""
-
     def __init__(self, rank: int, listener: socket.socket, addresses: Sequence[Address]) -> None:
         self._rank = rank
         self._listener = listener
@@ -96,18 +85,13 @@ class RankWatch:
 
     @property
     def watched(self) -> frozenset[int]:
-        """The other ranks whose end can be noticed."""
         return frozenset(self._others)
 
     def close(self) -> None:
-        """Stop listening, as if this rank had ended."""
         self._listener.close()
 
     def ended(self, patience_seconds: float = PATIENCE_SECONDS) -> list[int]:
-        """The ranks that have ended and are the cause that this rank lost a connection, ascending; [] if none is found.
-
-        Also tells them to the ranks that live.
-        """
+        """The ranks that have ended and caused a lost connection, ascending; told to the ranks that live."""
         deadline, pause = time.monotonic() + patience_seconds, PAUSE_SECONDS
         told: dict[int, set[int]] = {}
         while True:
@@ -155,7 +139,7 @@ class _Answers(NamedTuple):
 
 
 def _attempt(addresses: Mapping[int, tuple[str, int]], seconds: float) -> _Answers:
-    """Which ranks accept a connection and which refuse it; the others do not answer within ``seconds``."""
+    """Ranks that accept a connection, and ranks that refuse it; the others do not answer within ``seconds``."""
     answers = _Answers(set(), set())
     ranks = list(addresses)
     for first in range(0, len(ranks), AT_ONCE):
@@ -185,7 +169,6 @@ def _attempt(addresses: Mapping[int, tuple[str, int]], seconds: float) -> _Answe
 
 
 _watch: RankWatch | None = None
-"""The watch of this process: like the process group of ``torch.distributed``, there is one."""
 
 
 def watch_ranks() -> RankWatch:
@@ -204,8 +187,7 @@ def watch_ranks() -> RankWatch:
 
 
 def own_address() -> str:
-    """The address of this machine from which that of ``MASTER_ADDR`` is reached; a loopback address if it is the same
-    machine or cannot be reached."""
+    """Address of this machine toward ``MASTER_ADDR``; a loopback address if that is here or cannot be reached."""
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
@@ -227,11 +209,8 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 @contextmanager
 def naming_ended_ranks(watch: RankWatch | None = None) -> Iterator[None]:
-    """If the block raises because another rank has ended, the message begins with that rank.
-
-    Type and traceback of the error remain. ``watch`` is that of :func:`watch_ranks` unless given; without a call of
-    that function nothing changes.
-    """
+    """If the block raises because another rank has ended, begin the message with that rank; type and traceback remain.
+    Without a call of :func:`watch_ranks`, whose watch is the default, nothing changes."""
     try:
         yield
     except RuntimeError as error:
@@ -240,7 +219,6 @@ def naming_ended_ranks(watch: RankWatch | None = None) -> Iterator[None]:
 
 
 def _name(error: BaseException, watch: RankWatch | None) -> None:
-    """Put the ended ranks in front of the message of ``error``, if they may be its cause."""
     words = str(error)
     if watch is None or not is_lost_connection(words) or "ended, and the other ranks" in words:
         return
@@ -255,9 +233,9 @@ def _name(error: BaseException, watch: RankWatch | None) -> None:
 
 
 def name_ended_ranks(model: nn.Module, optimizer: Any) -> None:
-    """Let errors in the forward pass of ``model`` and in methods of ``optimizer`` name the ranks that have ended.
+    """Name the ranks that have ended in errors in the forward pass of ``model`` and in methods of ``optimizer``.
 
-    Call it once, after everything else that replaces methods of the optimizer, a wrapper of Colossal-AI's.
+    Call it after everything else that replaces methods of the optimizer, a wrapper of Colossal-AI's.
     """
     model.register_forward_hook(_name_in_forward, always_call=True)
     for name in METHODS:
@@ -281,12 +259,11 @@ def _naming(method: Callable[..., Any]) -> Callable[..., Any]:
 
 # Every rank ----------------------------------------------------------------------------------------------------------
 
-
 T = TypeVar("T")
 
 
 def on_every_rank(function: Callable[[], T], purpose: str) -> list[T]:
-    """Call ``function`` on every rank; its results, by rank. ``function`` must not call collectives."""
+    """The results of ``function`` by rank; it is called on every rank, and must not call collectives."""
     failure: Exception | None = None
     outcome: tuple[Any, str | None]
     try:
@@ -303,21 +280,16 @@ def on_every_rank(function: Callable[[], T], purpose: str) -> list[T]:
 
 
 # Group destruction ---------------------------------------------------------------------------------------------------
-#
-# Destroy Gloo's process groups without Python's global interpreter lock, for which their threads may wait.
-#
-# When a collective has returned, a thread of Gloo still holds its tensors for a moment. If nobody else does, the thread
-# releases them, for which it needs the lock. The destructor of a group waits for these threads. ``ProcessGroup`` of
-# torch 2.5 runs it with the lock, and then both wait forever. The object of the backend, ``ProcessGroupGloo``, gives
-# the lock back before its destructor runs. So here it is kept until the group is gone, and is therefore what ends the
-# threads.
-#
-# torch makes every group in a private function, ``_new_process_group_helper``, which is wrapped here.
+# Destroy Gloo's process groups without Python's global interpreter lock. When a collective has returned, a thread of
+# Gloo still holds its tensors for a moment, and may have to release them, for which it needs the lock. The destructor
+# of a group waits for these threads. ``ProcessGroup`` of torch 2.5 runs it with the lock, and then both wait forever;
+# ``ProcessGroupGloo``, the backend, gives the lock back before. So the backend is kept until the group is gone. torch
+# makes every group in a private function, ``_new_process_group_helper``, which is wrapped here.
 
 
 @functools.cache
 def destroy_without_lock() -> None:
-    """From now on, all groups of this process are destroyed without the lock, also those that exist already."""
+    """Destroy all groups of this process, also those that exist already, without the lock from now on."""
     if not (dist.is_available() and dist.is_gloo_available()):
         return
     for group in distributed_c10d._world.pg_map:
@@ -335,7 +307,6 @@ def destroy_without_lock() -> None:
 
 
 def _keep_backends(group: dist.ProcessGroup) -> None:
-    """Keep the Gloo backends of ``group`` until it is destroyed."""
     backends = [group._get_backend(device) for device in group._device_types]
     kept = [each for each in backends if isinstance(each, dist.ProcessGroupGloo)]
     weakref.finalize(group, kept.clear)

@@ -38,7 +38,7 @@ def count(number: int, noun: str) -> str:
 
 
 def aligned(values: Sequence[float]) -> list[str]:
-    """Numbers with equally many decimals: so many that the largest has four digits, but at most three decimals."""
+    """Numbers with equally many decimals: the largest has four digits, but at most three decimals."""
     largest = max(values, default=0.0)
     decimals = 3 if largest <= 0 else min(max(3 - math.floor(math.log10(largest)), 0), 3)
     return [f"{value:,.{decimals}f}" for value in values]
@@ -54,7 +54,6 @@ def times(*columns: Sequence[float]) -> tuple[Any, ...]:
 
 
 def duration(seconds: float) -> str:
-    """A time with its unit, e.g. "1.234 s" or "0.5 µs"."""
     unit, (text,) = times([seconds])
     return f"{text} {unit}"
 
@@ -80,9 +79,7 @@ def spans(ranks: Sequence[int], max_parts: int = 6) -> str:
 
 # Marked error --------------------------------------------------------------------------------------------------------
 
-
 WIDTH = 110
-"""Characters of the line that are shown at most."""
 
 
 class MarkedError(ValueError):
@@ -105,7 +102,7 @@ class MarkedError(ValueError):
 
 
 def parse_rank_factors(text: str) -> dict[int, float]:
-    """Factors by rank: ``"1:4,3:2.5"`` gives ``{1: 4.0, 3: 2.5}``. Which ranks and factors are valid is not checked."""
+    """Factors by rank: ``"1:4,3:2.5"`` gives ``{1: 4.0, 3: 2.5}``; neither ranks nor factors are checked."""
     factors: dict[int, float] = {}
     for part in text.split(","):
         rank_text, _, factor_text = part.partition(":")
@@ -122,21 +119,14 @@ def parse_rank_factors(text: str) -> dict[int, float]:
 
 
 # Pictures ------------------------------------------------------------------------------------------------------------
-#
-# Shared by all pictures: colors, file formats, and matplotlib, which is imported when something is drawn.
-#
-# matplotlib is an optional dependency: ``pip install 'colossal-hetero[plot]'``.
-
+# matplotlib is an optional dependency (``pip install 'colossal-hetero[plot]'``), imported when something is drawn.
 
 FORMATS = ("png", "pdf", "svg")
-"""Formats of pictures, by the ending of the file's name."""
-
 BLUE, LIGHT_BLUE, GRAY, ORANGE, RED = "#0072B2", "#8CCBF0", "#D9D9D9", "#E69F00", "#D55E00"
 """Colors after Okabe and Ito, which can be told apart with every kind of color vision."""
 
 
 def check_matplotlib() -> None:
-    """Check, before the work starts, that its result can be drawn."""
     try:
         importlib.import_module("matplotlib.figure")
     except ImportError as error:
@@ -146,7 +136,6 @@ def check_matplotlib() -> None:
 
 
 def check_name(path: Path | str) -> Path:
-    """``path`` as a path."""
     path = Path(path)
     if path.suffix[1:].lower() not in FORMATS:
         raise ValueError(f"cannot tell the kind of picture from {path}; end the name in .{', .'.join(FORMATS)}")
@@ -154,6 +143,5 @@ def check_name(path: Path | str) -> Path:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write a matplotlib figure atomically, in the format that the name of the file says."""
     with replacing(path) as temporary:
         figure.savefig(temporary, format=path.suffix[1:].lower(), dpi=150)

@@ -1,21 +1,14 @@
-"""How a global batch is divided into micro-batches of the ranks (Poplar, Algorithm 2; docs/algorithms.md, 2.3).
+"""Division of a global batch into micro-batches of the ranks (Poplar, Algorithm 2; docs/algorithms.md, 2.3).
 
-All functions are pure: the same curves give the same allocation on every rank. The predicted time depends on the ZeRO
-stage:
+The same curves give the same allocation on every rank. The predicted time depends on the ZeRO stage:
 
-- Stages 0 and 1: the ranks synchronize once per global batch, ``wall = max_i busy_i + communication``. With
-  ``accumulation="shared"`` all ranks run the same number of micro-steps, so the training loop has the same number of
-  iterations on every rank. With ``"per_rank"`` each rank runs its own number of micro-steps.
-- Stages 2 and 3: the ranks synchronize at every micro-step, so all run the same number of them: ``full`` micro-steps of
-  m samples over all ranks and a last one with the remainder,
-  ``wall = full·(max_i seconds_i[b_i] + comm) + (max_i seconds_i[r_i] + comm)``.
+- Stages 0 and 1: the ranks synchronize once per global batch, ``wall = max_i busy_i + communication``.
+- Stages 2 and 3: the ranks synchronize at every micro-step: ``full`` ones of m samples over all ranks and a last one
+  with the remainder, ``wall = full·(max_i seconds_i[b_i] + comm) + (max_i seconds_i[r_i] + comm)``.
 
-A rank may also need a fixed time per global batch, the step of its optimizer. In stage 0 no collective follows the
-step, so it is a part of ``busy_i``. In stages 1 to 3 the ranks then synchronize the parameters, so the wall time grows
-by the longest step, whatever the division.
-
-If a rank has no samples in a micro-step, it runs one sample of weight zero (``min_batch`` samples, if the model cannot
-train with fewer), which takes the time of one sample.
+A rank's optimizer step takes a fixed time. In stage 0 no collective follows it, so it is a part of ``busy_i``. In
+stages 1 to 3 the ranks then synchronize the parameters, so the wall time grows by the longest step. A rank without
+samples in a micro-step runs ``min_batch`` samples of weight zero.
 """
 
 from __future__ import annotations
@@ -36,11 +29,8 @@ __all__ = ["ACCUMULATIONS", "METHODS", "RULES", "STAGES", "Allocation", "Share",
 
 
 # Proportional --------------------------------------------------------------------------------------------------------
-#
-# Divide a global batch in proportion to weights, for comparison with the exact search.
-#
-# ``uniform`` is the rule of DeepSpeed (equal weights), ``flops`` that of Whale (FLOP/s), ``adapt`` that of ADAPT
-# (measured throughput). The micro-batches are the largest that fit.
+# Divide in proportion to weights, in the largest micro-batches that fit: ``uniform`` is the rule of DeepSpeed (equal
+# weights), ``flops`` that of Whale (FLOP/s), ``adapt`` that of ADAPT (measured throughput).
 
 
 def largest_remainders(weights: Sequence[float] | NDArray[np.float64], samples: int) -> NDArray[np.int64]:
@@ -55,12 +45,10 @@ def largest_remainders(weights: Sequence[float] | NDArray[np.float64], samples: 
 
 
 def _in_proportion(curves: Sequence[Curve], samples: int, kind: str, weights: NDArray[np.float64]) -> list[Runs]:
-    """Each rank's micro-batches with samples in proportion to ``weights``.
+    """Each rank's micro-batches in proportion to ``weights``; ``kind`` is ``synchronized`` in stages 2 and 3.
 
-    ``kind`` is the accumulation or, in stages 2 and 3, ``synchronized``. ``synchronized`` divides every micro-step in
-    proportion, with the largest micro-steps that fit. ``shared`` divides all samples and splits each rank's part evenly
-    into the smallest number of micro-steps that fits on all ranks. ``per_rank`` does the same with full micro-batches
-    of one size and a last one with the remainder.
+    ``synchronized`` divides every micro-step, with the largest that fit. The others divide all samples, and each rank's
+    part into the fewest micro-steps that fit on all ranks: ``shared`` evenly, ``per_rank`` with a smaller last one.
     """
     largest = np.array([curve.max_batch for curve in curves])
     min_batch = max(curve.min_batch for curve in curves)
@@ -92,10 +80,7 @@ def _in_proportion(curves: Sequence[Curve], samples: int, kind: str, weights: ND
 
 
 def _without_small_parts(parts: NDArray[np.int64], floor: int) -> NDArray[np.int64]:
-    """``parts`` with the same sum and, as far as the sum permits, each either 0 or at least ``floor``.
-
-    Small parts grow at the cost of the largest ones. If there are too few samples for all, the smallest parts become 0.
-    """
+    """``parts`` with the same sum, each 0 or at least ``floor`` if the sum permits; the largest ones give."""
     if parts.min() >= floor or parts.sum() < floor:
         return parts
     parts = parts.copy()
@@ -138,26 +123,22 @@ RULES: dict[str, Callable[[Sequence[Curve], int, str, Sequence[float] | None], l
     "adapt": _adapt,
 }
 
-
 STAGES = (0, 1, 2, 3)
-"""Stages of ZeRO."""
 ACCUMULATIONS = ("shared", "per_rank")
-"""True if the number of micro-steps per global batch is the same on all ranks or chosen for each rank."""
+"""Numbers of micro-steps per global batch: the same on all ranks, or each rank's own."""
 METHODS = ("exact", "uniform", "flops", "adapt")
 
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's part of a global batch: its micro-batches in the order in which it runs them."""
+    """One rank's part of a global batch."""
 
     runs: Runs
-    """Pairs (samples of a micro-batch, number of such micro-batches), e.g. ``((8, 3), (5, 1))``. A size of 0 is a
-    micro-step in which this rank runs one sample of weight zero. ``()`` is a dropped rank, which runs nothing (method
-    ``adapt`` only)."""
+    """Pairs (samples of a micro-batch, number of such micro-batches) in running order, e.g. ``((8, 3), (5, 1))``. In a
+    micro-step of size 0 the rank runs samples of weight zero. ``()``: dropped by method ``adapt``."""
 
     @property
     def samples(self) -> int:
-        """Samples of the global batch that this rank runs."""
         return sum(size * count for size, count in self.runs)
 
     @property
@@ -167,17 +148,14 @@ class Share:
 
     @property
     def micro_batch(self) -> int:
-        """Samples of the largest micro-batch."""
         return max((size for size, _ in self.runs), default=0)
 
     @property
     def last_batch(self) -> int:
-        """Samples of the last micro-batch."""
         return self.runs[-1][0] if self.runs else 0
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Samples of each micro-batch, in order."""
         return tuple(size for size, count in self.runs for _ in range(count))
 
 
@@ -186,19 +164,13 @@ class Allocation:
     """A global batch divided over the ranks, with the predicted time."""
 
     method: str
-    """One of ``METHODS``."""
     stage: int
-    """Stage of ZeRO."""
     accumulation: str
-    """One of ``ACCUMULATIONS``."""
     global_batch_size: int
-    """Samples over all ranks."""
     shares: tuple[Share, ...]
-    """Each rank's part, by rank."""
     busy_seconds: tuple[float, ...]
     """Each rank's compute time per global batch, with its optimizer's step, by rank."""
     communication_seconds: float
-    """Communication time per global batch."""
     wall_seconds: float
     """Time per global batch: compute, waiting and communication."""
 
@@ -209,12 +181,10 @@ class Allocation:
 
     @property
     def samples_per_second(self) -> float:
-        """Predicted throughput over all ranks."""
         return self.global_batch_size / self.wall_seconds
 
     @property
     def steps(self) -> int:
-        """Largest number of micro-steps of any rank."""
         return max(share.steps for share in self.shares)
 
 
@@ -232,26 +202,23 @@ def allocate(
     """Divide a global batch over the ranks.
 
     Args:
-        curves: one per rank. Ranks that share a curve object are treated together, so 1,000 ranks of a few kinds of
-            device are fast.
+        curves: by rank. Ranks that share a curve object are treated together, so 1,000 ranks of a few kinds are fast.
         global_batch_size: samples per optimizer step, over all ranks.
         stage: stage of ZeRO, 0 to 3.
         method: ``exact`` has the smallest possible wall time and, among equal ones, the fewest micro-steps. ``uniform``
             (DeepSpeed) gives every rank the same number of samples, ``flops`` (Whale) divides in proportion to
-            ``flops``, ``adapt`` (ADAPT) in proportion to measured throughput. :func:`.device_dropping.adapt` also
-            drops devices and orders the ring.
+            ``flops``, ``adapt`` (ADAPT) in proportion to measured throughput; :func:`.comparison.adapt` also drops
+            devices.
         accumulation: with ``shared`` all ranks run the same number of micro-steps, and the micro-batches of a rank
             differ by at most one sample. With ``per_rank`` rank i runs ``n_i // b_i`` micro-batches of ``b_i`` samples
             and a last one of ``n_i % b_i``; only for stages 0 and 1.
-        communication_seconds: time of one synchronization, which happens once per global batch in stages 0 and 1 and
-            once per micro-step in stages 2 and 3.
+        communication_seconds: time of one synchronization: once per global batch in stages 0 and 1, once per micro-step
+            in stages 2 and 3.
         flops: FLOP/s by rank, for method ``flops``.
         step_seconds: time of the optimizer's step by rank; None: not counted.
 
     Raises:
-        ValueError: a rank holds no sample, a batch is below 1, a choice is unknown, ``per_rank`` is combined with stage
-            2 or 3, ``flops`` is missing or not one positive number per rank, or ``step_seconds`` is not one time per
-            rank.
+        ValueError: a rank holds no sample, or an argument is out of its range, missing, or not one value per rank.
     """
     _check(curves, global_batch_size, stage, method, accumulation, communication_seconds, flops, step_seconds)
     global_batch_size = int(global_batch_size)

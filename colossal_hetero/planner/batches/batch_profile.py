@@ -1,7 +1,7 @@
 """The batch profile, a file with each device's memory, its largest micro-batch and its time by micro-batch size.
 
-The file is JSON, to be read, reused and edited. Equal devices share one entry: ``kinds`` describes the kinds of device,
-``ranks`` gives the kind of each rank. Names of times and sizes end with their unit.
+Equal devices share one entry: ``kinds`` describes the kinds of device, ``ranks`` gives the kind of each rank. Names of
+times and sizes end with their unit.
 """
 
 from __future__ import annotations
@@ -41,20 +41,12 @@ __all__ = [
 ]
 
 SCHEMA = 1
-"""Version of the file format."""
-
 UNITS = {"seconds": "s", "bytes": "B", "batch": "samples", "flops": "FLOP/s", "bytes_per_second": "B/s"}
-
 PASSES = (2, 1, 1, 3)
-"""How often the model's bytes cross the network in one synchronization, by stage (ZeRO, section 7). An all-reduce takes
-two passes and the reduce-scatter of gradients one; stage 3 also gathers the parameters, once for forward and once for
-backward.
-
-This is what ``HeteroZeroPlugin`` sends at stages 0 to 2. Stage 3 takes two passes if FSDP has the whole model in one
-unit, without an ``auto_wrap_policy``, because it keeps the parameters between forward and backward. Stages 1 and 2 also
-gather the parameters once per global batch, after the step; that takes the same time for every division of the batch,
-and is left out."""
-
+"""Passes of the model's bytes over the network in one synchronization, by stage (ZeRO, section 7). An all-reduce takes
+two, the reduce-scatter of gradients one; stage 3 also gathers the parameters for forward and for backward (not for
+backward, if FSDP has the whole model in one unit, without an ``auto_wrap_policy``). Stages 1 and 2 gather the
+parameters after the step; that takes the same time for every division of the batch, and is left out."""
 MAX_PREDICTED = 65_536
 """Largest micro-batch, in samples, that is predicted for a stage that was not measured."""
 
@@ -65,9 +57,7 @@ class TimedBatch(FilePart):
     """Measured time of one micro-batch, forward and backward, without the time inside collectives."""
 
     batch: PositiveCount
-    """Samples of the micro-batch."""
     seconds: PositiveSeconds
-    """Time of forward and backward."""
     forward_seconds: PositiveSeconds | None = None
     """The part of ``seconds`` that forward took."""
 
@@ -86,13 +76,11 @@ class DeviceProfile(FilePart):
     device: Annotated[str, Field(min_length=1)]
     """Name, e.g. "NVIDIA A100-SXM4-40GB" or "cpu"."""
     host: str = ""
-    """Name of the host that was measured."""
     memory_bytes: Annotated[ByteCount, Field(ge=1)]
     """Memory that the process may use for training, without the reserve that is kept free."""
     state_bytes: ByteCount
     """Memory used before a micro-batch runs: parameters, gradients and optimizer state at the profile's stage."""
     sample_bytes: ByteCount
-    """Additional memory per sample of a micro-batch."""
     max_batch: NonNegative
     """Largest micro-batch that ran; 0 if not even ``min_batch`` samples fit. May be lowered by hand."""
     memory_bound: bool
@@ -100,16 +88,13 @@ class DeviceProfile(FilePart):
     searched_batch: PositiveCount | None = None
     """Largest micro-batch that the search was allowed to try; None if there was no search."""
     min_batch: PositiveCount = 1
-    """Samples of the smallest micro-batch that the model trains with: 2 if a batch normalization has one value per
-    sample and channel."""
+    """Samples of the smallest micro-batch; 2 if a batch normalization has one value per sample and channel."""
     points: tuple[TimedBatch, ...]
-    """Measured times, by ascending batch."""
     step_seconds: Seconds | None = None
     """Time of the optimizer's step at the profile's stage, without collectives; None if it was not measured."""
     flops: Flops | None = None
     """Nominal or measured FLOP/s, for method ``flops``."""
     protocols: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)] = ("gloo",)
-    """Communication libraries that it can use; ("nccl", "gloo") for a GPU."""
 
     @field_validator("points")
     @classmethod
@@ -132,7 +117,6 @@ class DeviceProfile(FilePart):
         return self.points[-1].batch if self.points else 0
 
     def curve(self, max_batch: int) -> Curve:
-        """The time curve up to ``max_batch`` samples."""
         if max_batch < self.min_batch:
             return Curve(np.ones(1), self.min_batch)  # the device never runs
         try:
@@ -146,9 +130,7 @@ class ModelIdentity(FilePart):
     """The measured model; all sizes are those of the unsharded model."""
 
     name: str
-    """Name of its class."""
     parameters: Annotated[ByteCount, Field(ge=1)]
-    """Number of parameters."""
     parameter_bytes: ByteCount
     gradient_bytes: ByteCount
     optimizer_bytes: ByteCount
@@ -162,17 +144,13 @@ class BatchProfile(FilePart):
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
     units: dict[str, str] = Field(default_factory=lambda: dict(UNITS))
-    """Units of the fields, for people who read the file."""
     stage: Stage
-    """Stage of ZeRO."""
     precision: str
     """``fp32``, ``fp16`` or ``bf16``."""
     model: ModelIdentity
     communication_seconds: Seconds
-    """Time of one synchronization at this stage, which happens once per global batch at stages 0 and 1 and once per
-    micro-step at stages 2 and 3."""
+    """Time of a synchronization: one per global batch at stages 0 and 1, one per micro-step at stages 2 and 3."""
     kinds: Annotated[tuple[DeviceProfile, ...], Field(min_length=1)]
-    """The kinds of device."""
     ranks: Annotated[tuple[int, ...], Field(min_length=1)]
     """Each rank's index into ``kinds``, by rank."""
     links: tuple[MeasuredLink, ...] = ()
@@ -199,7 +177,6 @@ class BatchProfile(FilePart):
 
     @property
     def devices(self) -> list[str]:
-        """Names of the devices, by rank."""
         return [self.kinds[kind].device for kind in self.ranks]
 
     @property
@@ -210,10 +187,7 @@ class BatchProfile(FilePart):
         return known if len(known) == len(values) else None
 
     def step_seconds(self, stage: int | None = None) -> list[float] | None:
-        """Time of the optimizer's step by rank at ``stage``; None if it is unknown for any rank.
-
-        In stage 0 every rank steps with all parameters, in the other stages with its part of them.
-        """
+        """Time of the optimizer's step by rank; from stage 1 on, a rank steps with its part of the parameters."""
         parts = [len(self.ranks) if each else 1 for each in (self._checked(stage), self.stage)]
         values = [self.kinds[kind].step_seconds for kind in self.ranks]
         known = [value * parts[1] / parts[0] for value in values if value is not None]
@@ -235,10 +209,7 @@ class BatchProfile(FilePart):
     def kind_max_batches(
         self, stage: int | None = None, largest: int | None = None, sharing_ranks: int | None = None
     ) -> list[int]:
-        """Largest micro-batch by kind: as measured, or predicted from memory at another stage or with fewer ranks.
-
-        If memory was the limit of the measurement, the prediction is corrected by its error at the profile's stage.
-        """
+        """Largest micro-batch by kind: as measured, or predicted from memory at another stage or with fewer ranks."""
         stage = self._checked(stage)
         batches = []
         for kind, state in zip(self.kinds, self.state_bytes(stage, sharing_ranks), strict=True):
@@ -246,7 +217,7 @@ class BatchProfile(FilePart):
             if state != kind.state_bytes and kind.sample_bytes > 0:
                 fits = (kind.memory_bytes - state) // kind.sample_bytes
                 if kind.memory_bound:
-                    # The error of this arithmetic at the measured stage is assumed at the other one too.
+                    # If memory was the limit, the measured error of this arithmetic is assumed here too.
                     fits += batch - max((kind.memory_bytes - kind.state_bytes) // kind.sample_bytes, 0)
                 elif state <= kind.state_bytes:
                     fits = max(fits, batch)
@@ -262,7 +233,7 @@ class BatchProfile(FilePart):
         sharing_ranks: int | None = None,
         allow_empty: bool = False,
     ) -> list[Curve]:
-        """The time curve of each rank, by rank; ranks of a kind share one object."""
+        """The time curve of each rank; ranks of a kind share one object."""
         stage = self._checked(stage)
         used = set(self.ranks)
         batches = self.kind_max_batches(stage, largest, sharing_ranks)
@@ -275,7 +246,6 @@ class BatchProfile(FilePart):
     def check_fits(
         self, devices: Sequence[str], model_digest: str, *, stage: int | None = None, precision: str | None = None
     ) -> None:
-        """Check that the profile was measured with this model on these devices."""
         if len(devices) != len(self.ranks):
             raise ValueError(f"the profile is of {len(self.ranks)} ranks, but there are {len(devices)}; {REPROFILE}")
         for rank, (here, there) in enumerate(zip(devices, self.devices, strict=True)):
@@ -331,10 +301,8 @@ def state_bytes(model: ModelIdentity, stage: int, ranks: int) -> int:
 
 
 def load_profile(path: Path | str) -> BatchProfile:
-    """Read a profile."""
     return load_json_file(path, BatchProfile, kind="profile", schema=SCHEMA, remedy="make a new profile")
 
 
 def save_profile(profile: BatchProfile, path: Path | str) -> None:
-    """Write a profile; an interrupted write leaves the old file."""
     write_json(profile.model_dump(mode="json", by_alias=True), path)

@@ -1,16 +1,12 @@
 """Decide when global batches are divided again: a closed loop on the times that replicas take for their present parts.
 
-[Note: the closed loop] Replicas wait for each other in the sum of gradients. A replica's time for a global batch is
-what it needs until it begins to wait. After each interval of training, the times of the present division are compared
-with what the time curves say. Their ratios are the replicas' speeds; the best division for these speeds replaces the
-present one if iterations are predicted to become shorter by more than the noise of the measurement explains. Errors of
-the curves, of the prediction and of the measurement are corrected by the next interval, which is measured in the new
-division.
+[Note: the closed loop] After each interval of training, replicas' times until they begin to wait for others, relative
+to their time curves, are their speeds. The best division for these speeds replaces the present one if the gain is more
+than noise (docs/algorithms.md, 2.5). The next interval, measured in the new division, corrects errors.
 
 [Note: times of replicas that wait] A device whose time is limited (a CPU quota, a limit of power or temperature) may
-save up time while it waits. Its time for the present part is then shorter than it would be for a larger part. So
-the time of a replica that waits is an optimistic estimate, and that of a replica for which the others wait is a
-reliable one. The last reliable speed is remembered, and replaced by a better, optimistic one only if
+save up time while it waits, so the time of a replica that waits is optimistic, and that of a replica for which the
+others wait is reliable. The last reliable speed is remembered, and replaced by a better, optimistic one only if
 
 - the replica has become faster in the same division, or with about as many samples as when it was the slowest, or much
   faster with about as many as before: only a real change explains that; or
@@ -20,8 +16,6 @@ reliable one. The last reliable speed is remembered, and replaced by a better, o
 Until then, a division is only chosen if the iteration is at most :data:`MAX_RISK` longer if the remembered speed is
 right. That is enough for a small step in the right direction, whose result decides. If the step was wrong, optimistic
 speeds of that replica are not used for some checks, twice as many each time.
-
-This file reads no clock. All ranks compute the same from the same numbers.
 """
 
 from __future__ import annotations
@@ -47,49 +41,35 @@ __all__ = ["Redivision"]
 
 WINDOW = 256
 """Largest number of global batches from which speeds are computed."""
-
 CERTAIN = 3.0
-"""How many standard errors a gain must have."""
-
+"""Standard errors that a gain must have."""
 CHANGED = 2.5
-"""How many standard errors a time must differ from earlier ones in the same division to be a change of speed."""
+"""Standard errors by which a time must differ from earlier ones in the same division to be a change of speed."""
 MIN_CHANGE = 0.05
-"""Least relative difference that is a change of speed."""
-
 MIN_GROWTH = 0.25
 """Least relative difference by which a replica became so much faster that its former speed is forgotten."""
-
 SIMILAR_LOAD = 0.75
-"""With at least this share of the samples that it had before, a replica waits little more than before."""
+"""Share of its former samples with which a replica waits little more than before."""
 MIN_LEAP = 0.35
-"""Least relative difference by which a replica with a similar load became so much faster that its former speed is
-forgotten."""
-
+"""The same as :data:`MIN_GROWTH`, for a replica with a similar load."""
 MIN_STEP = 0.005
-"""Least share by which an iteration must be predicted to become shorter by a step that is a part of the best one."""
-
+"""Least relative gain of a step that is a part of the best one."""
 SLOWEST = 0.02
-"""A replica that waits for at most this share of the time is measured reliably."""
-
+"""Largest share of its time that a replica may wait to be measured reliably."""
 REFUTED = 0.03
-"""A remembered speed is wrong if the replica would be slower with it than the slowest one by more than this share."""
-
+"""Share by which a replica must be slower than the slowest one, at its remembered speed, to refute that speed."""
 PROFILE_ERROR = 0.5
-"""How much longer than in training a replica's time may be in its profile, without being an optimistic time."""
-
+"""Share by which a replica's time may be longer in its profile than in training, without being optimistic there."""
 MAX_RISK = 0.01
-"""How much longer an iteration may become if a remembered speed is right and the optimistic one is wrong."""
-
+"""Share by which an iteration may become longer if a remembered speed is right and the optimistic one is wrong."""
 PATIENCE = 4
 """Number of checks after which an optimistic speed is believed, and for which it is not after a wrong step."""
 MAX_DOUBLINGS = 6
-
 REFINEMENTS = 6
-"""Number of bisections between an optimistic speed and a remembered one."""
 
 
 class Redivision:
-    """Takes in the times of global batches, and says when and by which speeds they are divided again."""
+    """Decides from the times of global batches when, and by which speeds, they are divided again."""
 
     def __init__(self, divider: BatchDivider, global_batch_size: int, min_gain: float) -> None:
         count = len(divider.curves)
@@ -97,16 +77,14 @@ class Redivision:
         self._samples = global_batch_size
         self._min_gain = min_gain
         self.speeds: tuple[Speed, ...] = (Speed(),) * count
-        """The speeds by which global batches are divided, by replica. At first they are those of the curves."""
+        """The speeds by which global batches are divided, by replica; at first those of the curves."""
         self.allocation: Allocation = divider.divide(self.speeds, global_batch_size)
-        """The present division of a full global batch."""
         self._window: list[list[GlobalBatchTime]] = [[] for _ in range(count)]
         self._pending: list[list[GlobalBatchTime]] = [[] for _ in range(count)]
         self._skip = 0
         # The last reliable speeds. Passes that were timed for the curves did not wait either.
         self._reliable: list[Speed | None] = [Speed()] * count
         self._is_from_profile = [True] * count
-        # The samples with which these speeds were measured.
         self._reliable_samples = [math.inf] * count
         # What was measured before the last step or change of a speed, and with how many samples.
         self._before: list[tuple[Speed, int] | None] = [None] * count
@@ -121,10 +99,7 @@ class Redivision:
         self._skip = global_batches
 
     def observe(self, times: Sequence[Sequence[GlobalBatchTime]]) -> bool:
-        """Take in ``times[replica][global_batch]``, equally many for all; whether :attr:`speeds` have changed.
-
-        If so, global batches must be divided by the new :attr:`speeds`, and :attr:`allocation` is the new division.
-        """
+        """Take in ``times[replica][global_batch]``; True if :attr:`speeds` and :attr:`allocation` are new ones."""
         for pending, new in zip(self._pending, times, strict=True):
             pending.extend(new[self._skip :])
         self._skip = max(0, self._skip - len(times[0]))
@@ -170,12 +145,11 @@ class Redivision:
             self._faster[replica] |= change < -max(limit, MIN_GROWTH)
 
     def _seconds(self, speed: Speed, replica: int, share: Share | None = None) -> float:
-        """What the replica takes for ``share``, or its present part of a full global batch, at ``speed``."""
         sizes = (share or self.allocation.shares[replica]).sizes
         return speed.seconds(self._divider.expected_seconds(replica, sizes), sum(max(size, 1) for size in sizes))
 
     def _expect(self, allocation: Allocation, estimates: Sequence[SpeedEstimate]) -> None:
-        """Note for each replica with an optimistic speed that gets more samples the time above which this is wrong."""
+        """Note the time above which the optimistic speed of a replica that gets more samples is wrong."""
         self._limits = {}
         for replica, (estimate, old, new) in enumerate(
             zip(estimates, self.allocation.shares, allocation.shares, strict=True)
@@ -234,10 +208,7 @@ class Redivision:
         return self._divider.divide(speeds, self._samples).shares
 
     def _cautious(self, estimates: Sequence[SpeedEstimate]) -> tuple[Speed, ...]:
-        """Each replica's measured speed, or the remembered one if that is slower and may still be right.
-
-        See [Note: times of replicas that wait].
-        """
+        """Each replica's measured speed, or the remembered one; see [Note: times of replicas that wait]."""
         seconds = [self._seconds(estimate.speed, replica) for replica, estimate in enumerate(estimates)]
         slowest = max(seconds)
         self._note_leaps(seconds)
@@ -266,12 +237,10 @@ class Redivision:
         return tuple(cautious)
 
     def _remember(self, estimates: Sequence[SpeedEstimate]) -> None:
-        """Keep what was measured, for :meth:`_note_leaps`."""
         shares = self.allocation.shares
         self._before = [(each.speed, share.samples) for each, share in zip(estimates, shares, strict=True)]
 
     def _note_leaps(self, seconds: Sequence[float]) -> None:
-        """Notice replicas that have become much faster than before, with about as many samples."""
         for replica, (present, share) in enumerate(zip(seconds, self.allocation.shares, strict=True)):
             before = self._before[replica]
             if before is not None and share.samples >= SIMILAR_LOAD * before[1]:

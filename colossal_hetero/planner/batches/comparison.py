@@ -17,26 +17,18 @@ __all__ = ["MAX_GLOBAL_BATCH", "AdaptPlan", "AdaptStep", "BatchComparison", "Met
 
 
 # Device dropping -----------------------------------------------------------------------------------------------------
-#
-# Choose which devices take part, in which ring, with which batches (ADAPT, chapter 5; docs/algorithms.md, 2.4).
-#
-# If a device is dropped, the others run its samples. Dropping a device is an advantage if it costs more communication
-# time than it saves compute time, for example if it is the only one without NCCL. The cost of a configuration in the
-# paper, ``max_d B_d·S_d + max_d Comm(d, next(d))`` (Eq. 5.3), corresponds here to the wall time of :mod:`.allocation`,
-# with the longest edge of the ring as the time of one synchronization. The paper has no gradient accumulation, so it
-# synchronizes once per global batch.
+# Devices that take part, their ring and their batches (ADAPT, chapter 5; docs/algorithms.md, 2.4). If a device is
+# dropped, the others run its samples; that is faster if it costs more communication than it saves compute, for example
+# if it is the only one without NCCL. The paper's cost, ``max_d B_d·S_d + max_d Comm(d, next(d))`` (Eq. 5.3), is here
+# the wall time of :mod:`.allocation`, with the longest edge of the ring as the time of one synchronization.
 
 
 @dataclass(frozen=True)
 class AdaptStep:
-    """One configuration that was tried."""
-
     without: tuple[int, ...]
     """The ranks that it drops, in addition to those dropped before."""
     reason: str
-    """Why these ranks were chosen."""
     protocol: str
-    """The protocol of the remaining ranks."""
     cost_seconds: float
     """Predicted time per global batch; infinite if the remaining ranks cannot hold a sample each."""
     kept: bool
@@ -45,18 +37,13 @@ class AdaptStep:
 
 @dataclass(frozen=True)
 class AdaptPlan:
-    """The devices that take part, their ring and their batches."""
-
     allocation: Allocation
     """The division over all ranks; a dropped rank has ``runs == ()`` and ``busy_seconds == 0``."""
     ring: tuple[int, ...]
     """Ranks in sending order; the last one sends to the first."""
     dropped: tuple[int, ...]
-    """Ranks that do not take part."""
     protocol: str
-    """The protocol of the ring."""
     cost_seconds: float
-    """Predicted wall time per global batch."""
     steps: tuple[AdaptStep, ...]
     """Configurations that were tried, in order; the first one keeps all devices that hold a sample."""
 
@@ -75,17 +62,11 @@ def adapt(
 ) -> AdaptPlan:
     """Drop devices as long as that reduces the predicted time per global batch.
 
-    The search repeats until no drop reduces the cost or one device remains. In each round it tries to drop, in this
-    order:
+    Each round tries to drop, in this order (the paper tries one of the first two):
 
-    1. the device that is busiest among those whose communication with both ring neighbors takes longer than their
-       compute;
-    2. the slowest device, which is the one with the fewest samples per second (compute times do not tell, because parts
-       in proportion to speed take equally long);
-    3. all devices without NCCL at once, if another device has it, because with two CPUs dropping one of them does not
-       make NCCL possible.
-
-    The paper tries one of the first two.
+    1. the busiest device of those whose communication with both ring neighbors takes longer than their compute;
+    2. the device with the fewest samples per second (parts in proportion to speed take equally long);
+    3. all devices without NCCL at once: with two CPUs, dropping one does not make NCCL possible.
     """
     if len(protocols) != len(curves):
         raise ValueError(f"protocols has {len(protocols)} entries for {len(curves)} ranks: give one tuple per rank")
@@ -96,7 +77,6 @@ def adapt(
     links = tuple(links)
 
     def curves_with(ranks: tuple[int, ...]) -> Sequence[Curve]:
-        """The curves of all ranks if only ``ranks`` take part."""
         return curves if curves_for_count is None else curves_for_count(len(ranks))
 
     def plan(ranks: tuple[int, ...]) -> AdaptPlan:
@@ -154,7 +134,6 @@ def adapt(
 
 
 def _all_hold(curves: Sequence[Curve], ranks: Sequence[int]) -> bool:
-    """True if each of ``ranks`` holds a sample."""
     return all(curves[rank].max_batch > 0 for rank in ranks)
 
 
@@ -192,7 +171,6 @@ def _drop_candidates(
 
 
 def _synchronizations(plan: AdaptPlan) -> int:
-    """Number of synchronizations per global batch."""
     return 1 if plan.allocation.stage < 2 else plan.allocation.steps
 
 
@@ -201,22 +179,18 @@ def _names(ranks: Sequence[int]) -> str:
 
 
 MAX_GLOBAL_BATCH = 2**20
-"""Largest global batch, in samples, that is divided here. The exact search needs memory in proportion to it: about 60
-bytes per sample."""
+"""Largest global batch, in samples: the exact search needs about 60 bytes for each."""
 MAX_SIZES = 2**22
 """Largest number of micro-batch sizes, over all kinds of device, whose times are computed."""
 
 
 @dataclass(frozen=True)
 class MethodResult:
-    """The division that one method finds."""
-
     name: str
-    """Name of the method."""
     allocation: Allocation | None
     """None if the method cannot divide this global batch."""
     note: str = ""
-    """Why there is no allocation, or a remark about it."""
+    """Reason why there is no allocation, or a remark about it."""
 
 
 @dataclass(frozen=True)
@@ -224,15 +198,13 @@ class BatchComparison:
     """The division by the chosen method, beside those by the other methods."""
 
     profile: BatchProfile
-    """The profile that it was made from."""
     curves: tuple[Curve, ...]
     """Time curve of each rank at the stage of ``chosen``, by rank."""
     chosen: Allocation
-    """The division by the chosen method."""
     results: tuple[MethodResult, ...]
     """Results of all methods, including ``chosen``."""
     adapt: AdaptPlan | None = None
-    """How ADAPT found ``chosen``; None for another method, or without links."""
+    """The search that found ``chosen``; None for another method, or without links."""
 
 
 def compare(
@@ -286,8 +258,6 @@ def _check_sizes(profile: BatchProfile, global_batch_size: int, stage: int | Non
 
 
 class _BatchProblem:
-    """The inputs that all methods share."""
-
     def __init__(self, profile: BatchProfile, global_batch_size: int, stage: int, method: str) -> None:
         self.profile, self.global_batch_size, self.stage = profile, global_batch_size, stage
         may_drop = method == "adapt" and bool(profile.links)
@@ -307,10 +277,7 @@ class _BatchProblem:
                 self.link_error = str(error)
 
     def _calibrate_links(self) -> None:
-        """Set the message size such that the ring in rank order takes the measured time of a synchronization.
-
-        The times of other rings, computed from links, are then comparable with the measured time of this one.
-        """
+        """Set the message size with which the ring in rank order takes the measured time, to compare other rings."""
         profile, ranks = self.profile, range(len(self.profile.ranks))
         protocol = common_protocol(self.protocols)
         if self.communication_seconds > 0:
@@ -329,7 +296,6 @@ class _BatchProblem:
         self.communication_seconds = longest_edge(seconds, list(ranks))
 
     def curves_for_count(self, sharing_ranks: int) -> list[Curve]:
-        """The curves of all ranks if the state is sharded over that many ranks; fewer ranks leave less memory."""
         if sharing_ranks not in self._curves_by_count:
             self._curves_by_count[sharing_ranks] = self.profile.curves(
                 self.stage, self.global_batch_size, sharing_ranks=sharing_ranks, allow_empty=True
@@ -337,7 +303,6 @@ class _BatchProblem:
         return self._curves_by_count[sharing_ranks]
 
     def allocate(self, method: str, accumulation: str) -> Allocation:
-        """The division by ``method`` over all ranks."""
         profile = self.profile
         lacking = [kind.device for index, kind in enumerate(profile.kinds) if index in profile.ranks and not kind.flops]
         if method == "flops" and lacking:
@@ -353,7 +318,6 @@ class _BatchProblem:
         )
 
     def adapt(self, accumulation: str) -> AdaptPlan:
-        """The plan of ADAPT, which may drop devices."""
         if self.link_error:
             raise ValueError(self.link_error)
         profile = self.profile
@@ -369,7 +333,7 @@ class _BatchProblem:
         )
 
     def attempt(self, method: str, accumulation: str) -> MethodResult:
-        """The result of ``method``; if it raises ``ValueError``, without an allocation and with the message."""
+        """The result of ``method``; if it raises ``ValueError``, the message as note."""
         try:
             if method == "adapt":
                 plan = self.adapt(accumulation)

@@ -1,8 +1,7 @@
 """Give devices of one kind one time curve if their measured times differ by no more than measuring explains.
 
-Two equal devices never have equal measured times. If the division followed the difference, one of them would get more
-samples, and the other would wait for it. A device that is slower than its equals by less than :data:`MAX_SPREAD` is
-found while the model trains, where many more passes are timed.
+Otherwise, one of two equal devices would get more samples, and the other would wait for it. A device that is really
+slower by less than :data:`MAX_SPREAD` is found while the model trains, where many more passes are timed.
 """
 
 from __future__ import annotations
@@ -25,16 +24,12 @@ __all__ = [
     "pipeline_seconds",
 ]
 
-
 MAX_SPREAD = 0.1
 """Share by which measured times of equal devices may differ. On a shared machine they differed by up to 12 %."""
 
 
 def equal_devices(devices: Sequence[str], curves: Sequence[Curve]) -> list[list[int]]:
-    """Groups of ranks whose devices have the same name and whose times differ by at most :data:`MAX_SPREAD`.
-
-    Times are sums over the sizes of micro-batches that all devices of that name hold. Every rank is in one group.
-    """
+    """Groups of ranks with one device name and times, summed over common sizes, within :data:`MAX_SPREAD`."""
     groups: list[list[int]] = []
     for name in dict.fromkeys(devices):
         ranks = [rank for rank, device in enumerate(devices) if device == name]
@@ -50,7 +45,6 @@ def equal_devices(devices: Sequence[str], curves: Sequence[Curve]) -> list[list[
 
 
 def joint_curves(curves: Sequence[Curve], groups: Sequence[Sequence[int]]) -> list[Curve]:
-    """The curves by rank, where each group has the mean of its curves. Each keeps its own largest micro-batch."""
     joint = list(curves)
     for group in groups:
         if len({id(curves[rank]) for rank in group}) == 1:
@@ -63,7 +57,6 @@ def joint_curves(curves: Sequence[Curve], groups: Sequence[Sequence[int]]) -> li
 
 
 def joint_seconds(seconds: Sequence[float], groups: Sequence[Sequence[int]]) -> list[float]:
-    """Times by rank, where each group has the mean of its times."""
     joint = list(seconds)
     for group in groups:
         mean = fmean(seconds[rank] for rank in group)
@@ -86,20 +79,15 @@ def _mean(curves: Sequence[Curve]) -> Curve:
 
 
 # Pipeline replicas ---------------------------------------------------------------------------------------------------
-#
-# Divide a global batch over replicas that are pipelines: how many micro-batches of one size each of them runs.
-#
-# A pipeline of P stages takes ``(k + P − 1) · c`` seconds for k micro-batches of c seconds each: docs/algorithms.md,
-# 2.3.
+# A pipeline of P stages takes ``(k + P − 1)·c`` seconds for k micro-batches of c seconds (docs/algorithms.md, 2.3).
 
 
 def pipeline_seconds(micro_batches: int, seconds: float, stages: int) -> float:
-    """Seconds of a pipeline with this number of ``stages`` for ``micro_batches`` of ``seconds`` each."""
     return (micro_batches + stages - 1) * seconds
 
 
 def micro_batch_seconds(elapsed_seconds: float, micro_batches: int, stages: int) -> float:
-    """The seconds of a micro-batch, if a pipeline took ``elapsed_seconds`` for all."""
+    """Inverse of :func:`pipeline_seconds`."""
     return elapsed_seconds / (micro_batches + stages - 1)
 
 
@@ -107,8 +95,7 @@ def divide_micro_batches(seconds: Sequence[float], micro_batches: int, stages: i
     """The number of micro-batches of each replica with the least time of the slowest replica.
 
     Every replica gets at least as many micro-batches as it has stages, because Colossal-AI's 1F1B schedule needs them.
-    Each further one goes to the replica that would finish it first. This is exact, because the time of a replica grows
-    with its micro-batches (see [Note: the order statistic] in ``exact_search.py``).
+    Each further one goes to the replica that would finish it first, which is exact: see [Note: the order statistic].
     """
     depths = [stages] * len(seconds) if isinstance(stages, int) else list(stages)
     fewest = sum(depths)

@@ -1,8 +1,4 @@
-"""Exact search for the division of a global batch with the least wall time: each rank's samples and micro-batches.
-
-All three problems are order statistics, see [Note: the order statistic]. :func:`.allocation.allocate` is the public
-function.
-"""
+"""Exact search for the division of a global batch with the least wall time; used by :func:`.allocation.allocate`."""
 
 from __future__ import annotations
 
@@ -28,40 +24,35 @@ __all__ = [
 ]
 
 Runs = tuple[tuple[int, int], ...]
-"""One rank's micro-batches in the order in which it runs them: pairs (samples, number of such micro-batches)."""
+"""One rank's micro-batches in running order: pairs (samples, number of such micro-batches)."""
 
 _PerKind = Sequence[int] | NDArray[np.int64]
 
 TOLERANCE = 1e-10
-"""Wall times whose relative difference is smaller are equal, because sums of floats depend that much on their order."""
+"""Relative difference below which wall times are equal: sums of floats depend that much on their order."""
 
-# [Note: the order statistic]
-# Let h_i(n) be the least time in which rank i runs n samples; it never decreases with n. The slowest rank decides, so
-# the time of N samples is the least t with Σ N_i(t) ≥ N, where N_i(t) is the largest n with h_i(n) ≤ t. That is the
+# [Note: the order statistic] Let h_i(n) be the least time in which rank i runs n samples; it never decreases with n.
+# The time of N samples is the least t with Σ N_i(t) ≥ N, where N_i(t) is the largest n with h_i(n) ≤ t. That is the
 # N-th smallest of all values h_i(1), h_i(2), …, but at least max_i h_i(0), because ranks without samples run too. Ranks
-# of one kind are computed once and counted by their number. The three problems differ in h, with s the time curve:
+# of one kind are computed once and counted by their number. The three problems differ in h, with s the time curve (h_i
+# also has the rank's fixed time per global batch in the first two, for n = 0 too):
+#
 # - accumulation "per_rank", stages 0 and 1: h(n) = min_b ⌊n/b⌋·s(b) + s(n mod b). For given b and t, ⌊t/s(b)⌋ full
 #   micro-batches fit, and then as many samples as fit into the remaining time. N(t) is the maximum over b.
-# - accumulation "shared", stages 0 and 1: all ranks run G micro-steps. h(n) = (G − r)·s(q) + r·s(q+1) with
-#   q, r = divmod(n, G). N(t) has a closed form for all G at once, so one pass shows which G can still beat the best
-#   time so far.
+# - accumulation "shared", stages 0 and 1: all ranks run G micro-steps. h(n) = (G − r)·s(q) + r·s(q+1) with q, r =
+#   divmod(n, G). N(t) has a closed form for all G at once: one pass shows which G can still beat the best time.
 # - stages 2 and 3: in one micro-step h(n) = s(n). Let F(m) be the time of a micro-step of m samples over all ranks. One
 #   sort gives F(m) for all m, and the best m minimizes ⌊N/m⌋·(F(m) + comm) + (F(N mod m) + comm).
 #
-# A rank's fixed time per global batch is added to h_i in the first two problems, for n = 0 too.
+# [Note: smallest micro-batch] With a smallest micro-batch of b₀ samples, the times up to b₀ are equal, also for a rank
+# without samples. A rank runs no samples or, in G micro-steps, at least G·b₀, split evenly. If N ≥ R·G·b₀ for R ranks,
+# every rank can have G·b₀ at no cost, and nothing else changes. Otherwise q = ⌊N / G·b₀⌋ < R ranks have samples, and N
+# samples can be run in time t if the sum of the q largest N_i(t) is at least N. The form "per_rank" is not possible:
+# its last micro-batch would be too small.
 #
-# [Note: smallest micro-batch]
-# With a smallest micro-batch of b₀ samples (time_curve), the times up to b₀ are equal, also for a rank without samples.
-# A rank runs no samples or, in G micro-steps, at least G·b₀, split evenly. If N ≥ R·G·b₀ for R ranks, every rank can
-# have G·b₀ at no cost, and nothing else changes. Otherwise q = ⌊N / G·b₀⌋ < R ranks have samples. For a time t the best
-# are those with the largest N_i(t): N samples can be run if the sum of the q largest N_i(t) is at least N. More samples
-# fit the longer the time, as above. The form "per_rank" is not possible: its last micro-batch would be too small.
-#
-# [Note: ticks]
-# Seconds are converted to whole numbers of ticks. A tick is a power of two of seconds, such that the wall time of
-# micro-steps of one sample on every rank, which is always possible, is below 2^51 ticks; a tick is at most 2^-50 of
-# that time. Sums, products and rounded-down quotients of such numbers are exact in float64, so no comparison depends
-# on rounding.
+# [Note: ticks] Seconds are rounded to whole ticks. A tick is a power of two of seconds, at most 2^-50 of the wall time
+# of micro-steps of one sample on every rank, which is always possible. Sums, products and rounded-down quotients of
+# such numbers are exact in float64, so no comparison depends on rounding.
 
 
 class CurveKinds:
@@ -87,10 +78,8 @@ class CurveKinds:
         self.counts = np.array([len(ranks) for ranks in self.ranks])
         times_by_kind = [np.frombuffer(key[1]) for key in keys]
         self.min_batch = max(curve.min_batch for curve in curves)
-        """Samples of the smallest micro-batch; see [Note: smallest micro-batch]."""
         self.max_steps = math.ceil(samples / len(curves)) if self.min_batch == 1 else samples // self.min_batch
-        """Largest number of micro-steps that is of use. Without a smallest micro-batch, micro-steps with one sample on
-        every rank are always possible, and the best division needs no more."""
+        """Largest useful number of micro-steps; if ``min_batch`` is 1, one sample on every rank is possible."""
         longest = max(float(times[1 if self.min_batch == 1 else -1]) for times in times_by_kind)
         bound = self.max_steps * (longest + communication_seconds) + max(fixed)
         tick = math.ldexp(1.0, math.frexp(bound)[1] - 51)
@@ -113,17 +102,10 @@ class CurveKinds:
 
     @property
     def largest(self) -> NDArray[np.int64]:
-        """Largest micro-batch, by kind."""
         return np.array([len(times) - 1 for times in self.times])
 
     def together(self, room: NDArray[Any], floor: NDArray[Any] | int, samples: int) -> NDArray[np.float64]:
-        """Largest number of samples up to which ``samples`` can be divided; see [Note: smallest micro-batch].
-
-        Args:
-            room: ``[kinds, n]``, most samples of one rank of each kind, at least ``floor``.
-            floor: ``[n]``, fewest samples of a rank that has any.
-            samples: total over all ranks, at least ``floor``.
-        """
+        """Most samples up to ``samples``, if a rank runs none, or ``floor [n]`` to ``room [kinds, n]`` of them."""
         if self.min_batch == 1:
             return np.asarray(self.counts @ room)
         used = np.minimum(samples // floor, self.world_size)
@@ -165,11 +147,7 @@ class CurveKinds:
     def distribute_within(
         self, ticks: float, min_ticks: float, capacity: Callable[[float], _PerKind], samples: int, floor: int = 1
     ) -> NDArray[np.int64]:
-        """Each rank's part of ``samples``, where ``ticks`` is the least time in which all can be run.
-
-        First every rank gets the samples that it runs in less than ``ticks``. The remaining samples go to ranks that
-        can run more in exactly ``ticks``.
-        """
+        """Each rank's part of ``samples``, where ``ticks`` is the least time in which all can be run."""
         if self.min_batch > 1 and floor * self.world_size > samples:
             return self._among_few(capacity(ticks), floor, samples)
         less = math.floor(ticks * (1.0 - TOLERANCE)) if ticks * TOLERANCE > 1.0 else ticks - 1.0
@@ -179,7 +157,6 @@ class CurveKinds:
         return self.distribute(minimum, capacity(ticks), samples)
 
     def _among_few(self, room: _PerKind, floor: int, samples: int) -> NDArray[np.int64]:
-        """Each rank's part if so few samples are divided that some ranks have none."""
         by_room = sorted((-int(room[kind]), rank) for kind, ranks in enumerate(self.ranks) for rank in ranks)
         parts = np.zeros(self.world_size, dtype=np.int64)
         growing = []
@@ -196,7 +173,6 @@ class CurveKinds:
         return parts
 
     def by_rank(self, per_kind: Sequence[dict[int, Runs]], parts: NDArray[np.int64]) -> list[Runs]:
-        """Each rank's runs, looked up by its kind and its number of samples."""
         runs: list[Runs] = [()] * self.world_size
         for kind, ranks in enumerate(self.ranks):
             for rank in ranks:
@@ -217,10 +193,7 @@ def split_per_rank(samples: int, size: int) -> Runs:
 
 
 def exact_shared(curves: Sequence[Curve], samples: int, fixed_seconds: Sequence[float] | None = None) -> list[Runs]:
-    """Each rank's runs in stages 0 and 1, where all ranks run the same number of micro-steps.
-
-    ``fixed_seconds``, by rank, is added to a rank's time per global batch.
-    """
+    """Each rank's runs in stages 0 and 1, with equally many micro-steps; ``fixed_seconds`` by rank."""
     kinds = CurveKinds(curves, samples, fixed_seconds=fixed_seconds)
 
     # Ticks by kind and micro-batch, infinite if it does not fit: ``[kinds, largest + 2]``.
@@ -246,7 +219,7 @@ def exact_shared(curves: Sequence[Curve], samples: int, fixed_seconds: Sequence[
         return kinds.together(capacity(ticks, steps), steps * kinds.min_batch, samples)
 
     def min_ticks(steps: float, enough: float) -> float:
-        """Least time in which all samples can be run in ``steps`` micro-steps; ``enough`` is long enough."""
+        """Least ticks in which all samples can be run in ``steps`` micro-steps; they can in ``enough``."""
         one = np.array([steps])
         low, high = float(kinds.least(one)[0]) - 1.0, enough
         while high - low > 1.0:
@@ -287,10 +260,7 @@ def exact_shared(curves: Sequence[Curve], samples: int, fixed_seconds: Sequence[
 
 
 def exact_per_rank(curves: Sequence[Curve], samples: int, fixed_seconds: Sequence[float] | None = None) -> list[Runs]:
-    """Each rank's runs in stages 0 and 1, where every rank has its own number of micro-steps.
-
-    ``fixed_seconds``, by rank, is added to a rank's time per global batch.
-    """
+    """Each rank's runs in stages 0 and 1, with its own number of micro-steps; else as :func:`exact_shared`."""
     kinds = CurveKinds(curves, samples, fixed_seconds=fixed_seconds)
 
     def capacities(kind: int, ticks: float, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -300,8 +270,8 @@ def exact_per_rank(curves: Sequence[Curve], samples: int, fixed_seconds: Sequenc
         rest = np.searchsorted(times[1:], free - full * times[sizes], side="right")
         return np.asarray(np.minimum(full * sizes + rest, samples))
 
-    # Bisection on the time, until the interval is as small as rounding. `high` is long enough for all samples, `low` is
-    # not. A size remains a candidate as long as it runs at least as many samples in `high` as the best size in `low`.
+    # Bisection on the time: `high` is long enough for all samples, `low` is not. A size remains a candidate as long as
+    # it runs at least as many samples in `high` as the best size in `low`.
     sizes = [np.arange(1, len(times)) for times in kinds.times]
     least, high = (float(kinds.least(np.array([steps]))[0]) for steps in (1, kinds.max_steps))
     low = least - 1.0
@@ -375,10 +345,7 @@ def exact_synchronized(curves: Sequence[Curve], samples: int, communication_seco
 
 
 def _ticks_of_few(kinds: CurveKinds, values: NDArray[np.float64], samples: int) -> float:
-    """Ticks of a micro-step of ``samples``, too few for all ranks; infinite if they cannot be divided.
-
-    ``values`` are the possible ticks of a micro-step, ascending. See [Note: smallest micro-batch].
-    """
+    """Ticks of a micro-step of ``samples``, too few for all ranks, among ascending ``values``; infinite for none."""
     if samples < kinds.min_batch:
         return math.inf
 

@@ -1,7 +1,5 @@
-"""What replicas took for global batches: their speeds, how certain these are, and whether and when they changed.
-
-Only operations are used that all processors round equally, so that all ranks compute the same.
-"""
+"""Speeds of replicas from their times for global batches, how certain they are, and when they changed. Only operations
+are used that all processors round equally, so that all ranks compute the same."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ __all__ = [
 
 
 class Speed(NamedTuple):
-    """How the time of a replica's micro-batches differs from its time curve."""
+    """The difference between the time of a replica's micro-batches and its time curve."""
 
     factor: float = 1.0
     """Measured / expected time of forward and backward passes."""
@@ -43,15 +41,12 @@ class Speed(NamedTuple):
     """Seconds per sample in which training waits for data."""
 
     def seconds(self, expected_seconds: float, samples: int) -> float:
-        """Time of ``samples``, for which the curve says ``expected_seconds``."""
         return self.factor * expected_seconds + self.data_seconds * samples
 
     def of_units(self, unit: int) -> Speed:
-        """The speed if ``unit`` samples count as one."""
         return Speed(self.factor, self.data_seconds * unit)
 
     def curve(self, curve: Curve) -> Curve:
-        """The time curve at this speed."""
         samples = np.arange(1, curve.max_batch + 1)
         return Curve.from_seconds(self.factor * curve.seconds[1:] + self.data_seconds * samples, curve.min_batch)
 
@@ -63,15 +58,11 @@ class Speed(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchDivider:
-    """What a division of global batches depends on, apart from the replicas' speeds; see :func:`.allocation.allocate`.
-
-    All numbers must be the same on all ranks, so that all of them compute the same division.
-    """
+    """Inputs of :func:`.allocation.allocate` except for the replicas' speeds; the same on all ranks."""
 
     curves: Sequence[Curve]
-    """One per replica. Replicas of one kind of device share an object."""
+    """By replica. Replicas of one kind of device share an object."""
     stage: int
-    """Stage of ZeRO."""
     method: str = "exact"
     accumulation: str = "shared"
     communication_seconds: float = 0.0
@@ -79,10 +70,9 @@ class BatchDivider:
     step_seconds: Sequence[float] | None = None
     """Time of the optimizer's step by replica, at the speed of the curves."""
     multiple_of: int = 1
-    """All micro-batches are multiples of so many samples."""
+    """Samples of which all micro-batches are multiples."""
 
     def divide(self, speeds: Sequence[Speed], samples: int) -> Allocation:
-        """The division of ``samples``, a multiple of ``multiple_of``, among replicas with these ``speeds``."""
         if self.multiple_of > 1:
             return self._divide_in_units(speeds, samples)
         return allocate(
@@ -97,7 +87,6 @@ class BatchDivider:
         )
 
     def _divide_in_units(self, speeds: Sequence[Speed], samples: int) -> Allocation:
-        """The division if ``multiple_of`` samples are one unit, in samples again."""
         unit = self.multiple_of
         if samples % unit:
             raise ValueError(f"a global batch of {samples} samples is not a multiple of {unit} samples")
@@ -110,7 +99,6 @@ class BatchDivider:
         return self.evaluate(speeds, shares)
 
     def evaluate(self, speeds: Sequence[Speed], shares: Sequence[Share]) -> Allocation:
-        """The times of a given division at these ``speeds``."""
         return evaluate(
             self._curves(speeds),
             shares,
@@ -122,11 +110,9 @@ class BatchDivider:
         )
 
     def expected_seconds(self, replica: int, sizes: Sequence[int]) -> float:
-        """What the time curve says for a global batch with these micro-batches, until the replica waits for others.
-
-        In stage 0 the optimizer's step is a part of it. A division of the user's may have micro-batches that are larger
-        than those that the curve has; they take as long per sample as its largest one.
-        """
+        """Seconds of a global batch by the time curve until the replica waits for others, in stage 0 with the
+        optimizer's step. Micro-batches of a user's own division that are larger than the curve take as long per sample
+        as its largest one."""
         seconds, most = self.curves[replica].seconds, max(self.curves[replica].max_batch, 1)
         compute = math.fsum(float(seconds[min(size, most)]) * max(size / most, 1.0) for size in sizes)
         has_step = self.stage == 0 and self.step_seconds is not None and len(sizes) > 0
@@ -147,37 +133,31 @@ class BatchDivider:
 
 MIN_ITERATIONS = 3
 """Smallest number of global batches from which speeds are computed."""
-
 MIN_SECONDS = 0.5
-"""Smallest total time of these global batches. It holds several periods of a CPU quota, which are 0.1 s long."""
-
+"""Smallest total time of these. It holds several periods of a CPU quota, which are 0.1 s long."""
 MANY = 4
-"""Number of global batches from which the longest ones are left out: a single delay is not a change of speed."""
+"""Number of global batches from which the longest are left out: a single delay is not a change of speed."""
 LEFT_OUT = 0.1
 """Share of the global batches that is left out, but at least one."""
-
 ASSUMED_NOISE = 0.03
 """Least relative standard deviation of a replica's time while fewer than :data:`FEW` global batches are known."""
 FEW = 8
 UNCERTAINTY = 1.5
-"""By how much the standard deviation of n < :data:`FEW` values is raised, times n."""
+"""Increase of the standard deviation of n < :data:`FEW` values, times n."""
 
 
 class GlobalBatchTime(NamedTuple):
-    """What a replica took for its part of one global batch, without waiting for other replicas."""
+    """A replica's time for its part of one global batch, without waiting for other replicas."""
 
     expected_seconds: float
-    """What the time curve says for its micro-batches."""
     samples: int
-    """Samples that it loaded, including placeholders."""
+    """Loaded samples, including placeholders."""
     work_seconds: float
     """Forward and backward passes, and everything else outside of loading data."""
     data_seconds: float
-    """Waiting for data."""
 
     @property
     def ratio(self) -> float:
-        """Measured / expected time."""
         return (self.work_seconds + self.data_seconds) / self.expected_seconds
 
 
@@ -190,13 +170,11 @@ class SpeedEstimate(NamedTuple):
 
 
 def are_enough(times: Sequence[Sequence[GlobalBatchTime]]) -> bool:
-    """True if speeds can be computed from ``times[replica][global_batch]``."""
     longest = max(math.fsum(each.work_seconds + each.data_seconds for each in of_replica) for of_replica in times)
     return len(times[0]) >= MIN_ITERATIONS and longest >= MIN_SECONDS
 
 
 def _kept(times: Sequence[GlobalBatchTime]) -> Sequence[GlobalBatchTime]:
-    """The times without the longest ones, if there are many."""
     longest = sorted(range(len(times)), key=lambda index: times[index].ratio)[len(times) - _left_out(len(times)) :]
     return [time for index, time in enumerate(times) if index not in longest]
 
@@ -206,14 +184,14 @@ def _left_out(count: int) -> int:
 
 
 def _whole(times: Sequence[GlobalBatchTime]) -> float:
-    """Measured / expected time. It is a ratio of sums, since a throttled device is slow in some iterations only."""
+    """Measured / expected time, a ratio of sums, because a throttled device is slow in some iterations only."""
     kept = _kept(times)
     measured = math.fsum(each.work_seconds + each.data_seconds for each in kept)
     return measured / math.fsum(each.expected_seconds for each in kept)
 
 
 def estimated_speeds(times: Sequence[Sequence[GlobalBatchTime]]) -> list[SpeedEstimate]:
-    """The speed of each replica. What an iteration takes longer on all replicas is no noise."""
+    """The speed of each replica. Delays that all replicas share are no noise."""
     means = [_whole(of_replica) for of_replica in times]
     common = [
         fmean(each.ratio / mean for each, mean in zip(iteration, means, strict=True))
@@ -236,14 +214,13 @@ def estimated_speeds(times: Sequence[Sequence[GlobalBatchTime]]) -> list[SpeedEs
 def changes_between(
     before: Sequence[Sequence[GlobalBatchTime]], after: Sequence[Sequence[GlobalBatchTime]]
 ) -> list[float]:
-    """By replica, the difference of its time after a change and before, relative to the mean of both."""
+    """Change of each replica's time, relative to the mean of before and after."""
     pairs = [(_whole(old), _whole(new)) for old, new in zip(before, after, strict=True)]
     return [2.0 * (new - old) / (new + old) for old, new in pairs]
 
 
 def change_point(times: Sequence[Sequence[GlobalBatchTime]], replica: int) -> int:
-    """The first global batch after the change of a replica's speed: where the sum of differences from the mean is most
-    extreme."""
+    """The first global batch after a replica's change of speed: the extreme sum of differences from the mean."""
     ratios = [against_others([each.ratio for each in iteration])[replica] for iteration in zip(*times, strict=True)]
     mean = fmean(ratios)
     sums = list(accumulate(ratio - mean for ratio in ratios))[:-1]

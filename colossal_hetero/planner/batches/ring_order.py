@@ -1,9 +1,8 @@
 """The order of devices in a ring all-reduce, and the protocol they share (ADAPT, chapter 5; docs/algorithms.md, 2.4).
 
-In a ring all devices send at the same time, each to the next one, so the slowest link decides how long a step takes.
-The best ring is therefore the tour whose *longest* edge is shortest (a bottleneck traveling-salesman tour), and among
-these the one with the least total time. ADAPT searches for the tour with the least total time, but states the longest
-edge as its cost.
+All devices of a ring send at the same time, so the slowest link decides. The best ring is the tour whose *longest* edge
+is shortest (a bottleneck traveling-salesman tour) and, among these, the one with the least total time. ADAPT searches
+for the least total time, but states the longest edge as its cost.
 """
 
 from __future__ import annotations
@@ -28,12 +27,8 @@ __all__ = [
     "with_cluster_links",
 ]
 
-
 EXACT_DEVICES = 12
-"""Up to this number of devices the best ring is found; above it, the best one that a local search finds."""
-
 ROUNDING = 1e-12
-"""Relative difference below which two total times are equal."""
 
 
 def common_protocol(protocols: Sequence[Sequence[str]], order: Sequence[str] = ("nccl", "gloo")) -> str:
@@ -74,7 +69,6 @@ def longest_edge(seconds: NDArray[np.float64], ring: Sequence[int]) -> float:
 
 
 def total_seconds(seconds: NDArray[np.float64], ring: Sequence[int]) -> float:
-    """Sum of the seconds of all edges of a ring, given as indices into ``seconds [n, n]``."""
     return math.fsum(_edges(seconds, ring))
 
 
@@ -87,10 +81,8 @@ def _edges(seconds: NDArray[np.float64], ring: Sequence[int]) -> list[float]:
 def ring_order(seconds: NDArray[np.float64]) -> tuple[int, ...]:
     """The ring with the shortest longest edge, and among equal ones the least total time; it begins with index 0.
 
-    ``seconds [n, n]`` is directed: ``seconds[i, j]`` is the edge from i to j. Up to ``EXACT_DEVICES`` devices the
-    result is exact, by dynamic programming over subsets (Held and Karp). Above, a local search begins with
-    nearest-neighbor tours and applies 2-opt moves and relocations that remove the longest edge; its result may not be
-    the best.
+    ``seconds[i, j]`` is the edge from i to j. Up to ``EXACT_DEVICES`` devices the search is exact (Held and Karp);
+    above, nearest-neighbor tours are improved by 2-opt moves and relocations that remove the longest edge.
     """
     count = len(seconds)
     if seconds.shape != (count, count):
@@ -98,9 +90,8 @@ def ring_order(seconds: NDArray[np.float64]) -> tuple[int, ...]:
     if count <= 3 and np.array_equal(seconds, seconds.T):
         return tuple(range(count))
     if count <= EXACT_DEVICES:
-        # First the smallest possible longest edge, then the shortest tour that uses no longer edge. One pass over
-        # (longest edge, total) pairs would not be exact: it drops a path with a small total whose longest edge is
-        # exceeded later anyway.
+        # One pass over (longest edge, total) pairs would not be exact: it drops a path with a small total whose longest
+        # edge is exceeded later anyway.
         bottleneck = longest_edge(seconds, _held_karp(seconds, np.maximum))
         allowed = np.where(seconds <= bottleneck, seconds, np.inf)
         return _held_karp(allowed, np.add)
@@ -166,7 +157,6 @@ def _improve(seconds: NDArray[np.float64], tour: list[int]) -> tuple[tuple[float
     found = cost(ring)
     while True:
         hops = seconds[ring, np.roll(ring, -1)]
-        # Rotate the ring so that its longest edge is the one from the last device to the first.
         ring = np.roll(ring, -(int(hops.argmax()) + 1))
         moves = [np.concatenate([ring[:cut][::-1], ring[cut:]]) for cut in range(2, len(ring) - 1)]
         for moved, rest in ((ring[0], ring[1:]), (ring[-1], ring[:-1])):
@@ -180,18 +170,15 @@ def _improve(seconds: NDArray[np.float64], tour: list[int]) -> tuple[tuple[float
 
 # Cluster links -------------------------------------------------------------------------------------------------------
 
-
 ETHERNET = "Ethernet"
-"""The kind of NIC that Gloo uses between machines."""
 
 
 def with_cluster_links(profile: BatchProfile, topology: Topology) -> BatchProfile:
-    """``profile`` with a link between all pairs of ranks in each protocol that both have.
+    """``profile`` with a link between all pairs of ranks in each protocol that both have; device i is rank i.
 
-    Device i of ``topology`` is rank i. Between machines, NCCL uses the fastest kind of NIC that both have, and Gloo
-    uses Ethernet, if both have it. Inside a machine, both protocols have the same speed, because a cluster file has
-    one: for GPUs that of NCCL, so that Gloo among them looks faster than it is. If a bandwidth depends on the size of
-    the message, it is that of a message in a ring all-reduce: the model's gradients divided by the number of ranks.
+    Between machines, NCCL uses the fastest kind of NIC that both have, and Gloo uses Ethernet, if both have it. Inside
+    a machine, both have the one speed of the cluster file, that of NCCL for GPUs, so Gloo looks faster than it is.
+    Bandwidths are those for the message of a ring all-reduce: the model's gradients divided by the number of ranks.
     """
     if profile.links:
         raise ValueError("the profile has measured links already; leave out the cluster file, or remove these links")

@@ -1,8 +1,5 @@
-"""The time of a micro-batch as a function of its size, on one device: a curve through the measured sizes.
-
-As in Poplar (docs/algorithms.md, 2.2), the curve is a natural cubic spline of time over samples. In addition, it never
-decreases, which :mod:`.exact_search` relies on.
-"""
+"""The time of a micro-batch by its size, on one device: a natural cubic spline through the measured sizes (Poplar;
+docs/algorithms.md, 2.2) that never decreases, which :mod:`.exact_search` relies on."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from numpy.typing import NDArray
 __all__ = ["MAX_DIP", "Curve"]
 
 MAX_DIP = 0.1
-"""If a larger batch is faster than a smaller one by at most this share of the time, the difference counts as noise."""
+"""Share of its time by which a larger batch may be faster than a smaller one by noise."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,11 +21,11 @@ class Curve:
     """Seconds that one device takes for one micro-batch, by its number of samples."""
 
     seconds: NDArray[np.float64]
-    """``[max_batch + 1]``, positive and non-decreasing. A rank without samples runs ``min_batch`` samples of weight
-    zero, so that it takes part in all collectives; therefore the times up to ``min_batch`` are equal. If the length is
-    1, the device cannot hold ``min_batch`` samples."""
+    """``[max_batch + 1]``, positive and non-decreasing; ``[1]`` if the device cannot hold ``min_batch`` samples. Times
+    up to ``min_batch`` are equal: a rank without samples runs ``min_batch`` of weight zero, to take part in all
+    collectives."""
     min_batch: int = 1
-    """Samples of the smallest micro-batch that the model trains with. No micro-batch has fewer samples, except 0."""
+    """Samples of the smallest micro-batch that the model trains with, except 0."""
 
     def __post_init__(self) -> None:
         seconds = np.array(self.seconds, dtype=np.float64)
@@ -57,10 +54,7 @@ class Curve:
 
     @classmethod
     def from_seconds(cls, seconds: Sequence[float] | NDArray[np.float64], min_batch: int = 1) -> Curve:
-        """The curve with the given times of batches 1, 2, 3, …, ``[max_batch]`` seconds.
-
-        Batches below ``min_batch`` get its time.
-        """
+        """The curve with the times ``[max_batch]`` of batches 1, 2, 3, …; batches below ``min_batch`` get its time."""
         times = np.asarray(seconds, dtype=np.float64)
         first = times[min_batch - 1 : min_batch]
         return cls(np.concatenate([np.repeat(first, min_batch), times[min_batch - 1 :]]), min_batch)
@@ -69,21 +63,20 @@ class Curve:
     def through(cls, points: Mapping[int, float], max_batch: int, min_batch: int = 1) -> Curve:
         """The curve through measured ``points``, seconds by batch, up to ``max_batch``.
 
-        Between two points it is a natural cubic spline, limited to the times of these two points, because a spline may
-        overshoot. Above the last point it is a straight line, with the slope of the spline there but at least the mean
-        slope. Below the first point it is a straight line too, but never faster per sample than that point. If a larger
-        batch is faster than a smaller one by at most ``MAX_DIP``, that is noise, and both get a time in between
-        (isotonic regression). Batches below ``min_batch`` get its time.
+        Between two points it is a natural cubic spline, limited to their times, because a spline may overshoot. Above
+        the last point it is a straight line, with the slope of the spline there but at least the mean slope. Below the
+        first point it is a straight line too, but never faster per sample than that point. If a larger batch is faster
+        than a smaller one by at most ``MAX_DIP``, both get a time in between (isotonic regression).
 
         Raises:
-            ValueError: there are fewer than two points (one is enough if it is at ``min_batch`` and ``max_batch``, for
-                example 1); a batch is below 1; a time is not finite and positive; a larger batch is faster by more than
-                ``MAX_DIP``; or ``max_batch`` is below ``min_batch``.
+            ValueError: there are fewer than two points (one is enough if it is at ``min_batch`` and ``max_batch``); a
+                batch is below 1; a time is not finite and positive; a larger batch is faster by more than ``MAX_DIP``;
+                or ``max_batch`` is below ``min_batch``.
         """
         if max_batch < min_batch:
             few = "one sample" if min_batch == 1 else f"{min_batch} samples"
             raise ValueError(f"max_batch={max_batch}: the device cannot hold {few}, so there is no curve")
-        # Imported here, because these imports take most of the time that importing this module would take.
+        # These imports take most of the time that importing this module would take.
         from scipy.interpolate import CubicSpline
         from scipy.optimize import isotonic_regression
 
@@ -119,7 +112,6 @@ class Curve:
         return len(self.seconds) - 1
 
     def scaled(self, factor: float) -> Curve:
-        """The curve of a device that takes ``factor`` times as long."""
         if not (factor > 0 and math.isfinite(factor)):
             raise ValueError(f"factor={factor} must be finite and positive; 2 means twice the time")
         return Curve(self.seconds * factor, self.min_batch)
@@ -133,14 +125,12 @@ class Curve:
         return Curve(self.seconds[: max_batch + 1 if max_batch >= self.min_batch else 1], self.min_batch)
 
     def in_units(self, samples: int) -> Curve:
-        """The curve over units of so many samples."""
         fewest = -(-self.min_batch // samples)
         if self.max_batch < fewest * samples:
             return Curve(self.seconds[:1], fewest)
         return Curve.from_seconds(self.seconds[samples::samples], fewest)
 
     def speed(self, batch: int) -> float:
-        """Samples per second in micro-batches of ``batch`` samples."""
         if not 0 <= batch <= self.max_batch:
             raise ValueError(f"batch={batch} must be in 0..{self.max_batch}, the sizes that the device holds")
         return float(batch / self.seconds[batch])

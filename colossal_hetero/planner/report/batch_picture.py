@@ -17,18 +17,14 @@ from .batch_table import DeviceLine, device_lines
 __all__ = ["Interval", "plot_report", "timelines"]
 
 MAX_STEPS = 200
-"""Largest number of micro-steps that is drawn; later ones are left out."""
-
 MAX_ROWS = 40
-"""Largest number of rows in the timeline."""
-
 KINDS = {"busy": "computing", "communication": "communication", "idle": "waiting"}
 COLORS = {"busy": BLUE, "communication": ORANGE, "idle": "#FFFFFF"}
 MARKERS = "os^Dv<>P"
 
 
 class Interval(NamedTuple):
-    """What one device does from ``start`` to ``end``, in seconds from the start of the global batch."""
+    """One activity of a device, in seconds from the start of the global batch."""
 
     kind: Literal["busy", "communication", "idle"]
     start: float
@@ -42,7 +38,6 @@ def timelines(curves: Sequence[Curve], allocation: Allocation, max_steps: int = 
         for curve, share in zip(curves, allocation.shares, strict=True)
     ]
     active = [rank for rank, seconds in enumerate(steps) if seconds]
-    # With accumulation "per_rank" one rank may have more micro-steps than are drawn, while others are finished.
     cut = any(share.steps > max_steps for share in allocation.shares)
     if allocation.stage < 2:
         return _one_synchronization(steps, active, allocation, cut)
@@ -64,10 +59,9 @@ def timelines(curves: Sequence[Curve], allocation: Allocation, max_steps: int = 
 def _one_synchronization(
     steps: list[list[float]], active: list[int], allocation: Allocation, cut: bool
 ) -> list[list[Interval]]:
-    """Stages 0 and 1: every rank computes, then waits for the slowest one, then all synchronize."""
     found: list[list[Interval]] = [[] for _ in steps]
     computed = allocation.wall_seconds - allocation.communication_seconds
-    # If some rank has more micro-steps than are drawn, the picture ends with the earliest last step that is drawn.
+    # If ranks have more micro-steps than are drawn, the picture ends with the earliest of their last drawn ones.
     end = min(
         (sum(steps[rank]) for rank in active if allocation.shares[rank].steps > len(steps[rank])), default=computed
     )
@@ -84,12 +78,10 @@ def _one_synchronization(
 
 
 def _intervals(*parts: tuple[Literal["busy", "communication", "idle"], float, float]) -> list[Interval]:
-    """The parts that are longer than 0."""
     return [Interval(*part) for part in parts if part[2] > part[1]]
 
 
 def plot_report(report: BatchComparison, path: Path | str) -> None:
-    """Draw the throughput by micro-batch of each kind of device, with the measured points, above the timelines."""
     path = check_name(path)
     check_matplotlib()
     from matplotlib.figure import Figure
@@ -197,7 +189,6 @@ def _plain_axes(axis: Any, grid: str) -> None:
 
 
 def _style(kind: str) -> dict[str, Any]:
-    # White lines between micro-steps, so that they can be counted.
     if kind == "idle":
         return {"facecolor": COLORS[kind], "edgecolor": RED, "hatch": "/////", "linewidth": 0.0}
     return {"facecolor": COLORS[kind], "edgecolor": "#FFFFFF", "linewidth": 0.3}

@@ -22,38 +22,28 @@ from ..batches.comparison import AdaptPlan, BatchComparison
 __all__ = ["DeviceLine", "device_lines", "render", "save_report"]
 
 SCHEMA = 1
-"""Version of the JSON format."""
-
 MAX_RING_RANKS = 32
-"""Largest number of ranks of a ring that is printed; the JSON has all."""
 
 
 @dataclass(frozen=True)
 class DeviceLine:
-    """Ranks of one kind with equal parts of the global batch: a row of the table."""
+    """Ranks of one kind with equal parts of the global batch: a row of the table. Values are those of each rank."""
 
     ranks: tuple[int, ...]
     kind: int
-    """Index into the profile's kinds."""
     share: Share
-    """The part of each of these ranks."""
     busy_seconds: float
-    """Compute time of each of these ranks per global batch."""
     idle_seconds: float
-    """Time per global batch that each of these ranks waits for others."""
     memory_bytes: int
-    """Predicted memory use of each: the state and the largest micro-batch."""
+    """Predicted memory use: the state and the largest micro-batch."""
     available_bytes: int
-    """Memory that each may use."""
 
     @property
     def dropped(self) -> bool:
-        """True if these ranks do not take part."""
         return not self.share.runs
 
 
 def device_lines(profile: BatchProfile, allocation: Allocation) -> list[DeviceLine]:
-    """The rows of the table of devices, ordered by the first rank of each."""
     groups: dict[tuple[int, Share], list[int]] = {}
     for rank, (kind, share) in enumerate(zip(profile.ranks, allocation.shares, strict=True)):
         groups.setdefault((kind, share), []).append(rank)
@@ -62,7 +52,6 @@ def device_lines(profile: BatchProfile, allocation: Allocation) -> list[DeviceLi
     lines = []
     for (kind, share), ranks in groups.items():
         device = profile.kinds[kind]
-        # A rank without samples runs one sample of weight zero.
         used = states[kind] + max(share.micro_batch, 1) * device.sample_bytes if share.runs else 0
         lines.append(
             DeviceLine(
@@ -79,7 +68,6 @@ def device_lines(profile: BatchProfile, allocation: Allocation) -> list[DeviceLi
 
 
 def render(report: BatchComparison) -> RenderableType:
-    """A table of the devices, a table of the methods, and notes."""
     profile, chosen = report.profile, report.chosen
     title = Text.assemble(
         (f"{profile.model.name}", "bold"),
@@ -201,7 +189,6 @@ def _drop_reasons(plan: AdaptPlan | None, ranks: Sequence[int]) -> str:
 
 
 def save_report(report: BatchComparison, path: Path | str) -> None:
-    """Write :func:`as_json` to a file."""
     write_json(as_json(report), path)
 
 

@@ -1,4 +1,4 @@
-"""What given plans take on a cluster, as text: one plan with its stages, or several beside each other."""
+"""Given plans on a cluster, as text and pictures: one plan with its stages, several beside each other, a front."""
 
 from __future__ import annotations
 
@@ -31,13 +31,10 @@ __all__ = [
     "training_in_words",
 ]
 
-
 MAX_STAGES_SHOWN = 4
-"""Stages without enough memory that are named."""
 
 
 def render_evaluation(evaluated: EvaluatedPlan, notes: Sequence[str] = ()) -> RenderableType:
-    """The stages of a plan, its time by the closed form and by simulation, its memory and its price."""
     plan = evaluated.plan
     off = plan.iteration_seconds / evaluated.simulated_seconds - 1
     simulated = duration(evaluated.simulated_seconds)
@@ -77,7 +74,7 @@ def _memory(evaluated: EvaluatedPlan) -> list[str]:
 
 
 def render_comparison(plans: Sequence[tuple[str, EvaluatedPlan]]) -> RenderableType:
-    """A table of several plans of one cluster, and how each differs from the fastest that fits in memory."""
+    """A table of several plans of one cluster, and the difference of each from the fastest that fits in memory."""
     best = fastest(plans)
     unit, seconds, simulated = times(
         [each.plan.iteration_seconds for _, each in plans], [each.simulated_seconds for _, each in plans]
@@ -104,7 +101,7 @@ def render_comparison(plans: Sequence[tuple[str, EvaluatedPlan]]) -> RenderableT
 
 
 def fastest(plans: Sequence[tuple[str, EvaluatedPlan]]) -> int:
-    """The number of the fastest plan, of those that fit in memory if there are any."""
+    """Index of the fastest plan, of those that fit in memory if there are any."""
     return min(
         range(len(plans)), key=lambda number: (not plans[number][1].fits, plans[number][1].plan.iteration_seconds)
     )
@@ -118,7 +115,6 @@ def _left(evaluated: EvaluatedPlan) -> str:
 
 
 def _in_words(plans: Sequence[tuple[str, EvaluatedPlan]], best: int) -> list[str]:
-    """How each plan differs from the best one."""
     name, first = plans[best]
     lines = []
     for number, (other, each) in enumerate(plans):
@@ -139,7 +135,7 @@ def _in_words(plans: Sequence[tuple[str, EvaluatedPlan]], best: int) -> list[str
 
 
 def plot_comparison(plans: Sequence[tuple[str, EvaluatedPlan]], path: Path) -> None:
-    """Write a picture with a bar for each plan: its parts by the closed form, and a mark for the simulated time."""
+    """A bar for each plan: its parts by the closed form, and a mark for the simulated time."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 1.2 + 0.9 * len(plans)), layout="constrained")
@@ -200,13 +196,11 @@ def render_front(
 
 
 def totals(point: FrontPoint, samples: int) -> tuple[float, float]:
-    """Hours and dollars of a training of so many samples."""
     iterations = samples / point.plan.global_batch
     return iterations * point.seconds / HOUR, iterations * point.dollars
 
 
 def training_in_words(seconds: float | None, dollars_each: float | None, *, iterations: float) -> str:
-    """What a training of so many iterations takes, from seconds and dollars of one, where they are given."""
     hours = "" if seconds is None else f"{iterations * seconds / HOUR:,.4g} h"
     price = "" if dollars_each is None else f"${iterations * dollars_each:,.4g}"
     return " for ".join(each for each in (hours, price) if each)
@@ -218,7 +212,6 @@ def nodes_in_words(point: FrontPoint, types: Sequence[NodeType]) -> str:
 
 
 def dollars(amount: float) -> str:
-    """With two decimals, or three digits if it is less than a dollar."""
     return f"{amount:,.2f}" if amount >= 1 else f"{amount:.3g}"
 
 
@@ -264,8 +257,7 @@ def plot_front(front: Sequence[FrontPoint], types: Sequence[NodeType], chosen: F
 def proved_edge(front: Sequence[FrontPoint]) -> list[tuple[float, float]]:
     """The corners of the edge below which no plan can be: dollars per 1,000 iterations, ascending, and seconds.
 
-    By its gap, each point excludes all plans that are better in both than a corner. Between two corners the edge has
-    the height of the one on the right.
+    By its gap, each point excludes all plans that are better in both than a corner.
     """
     corners: list[tuple[float, float]] = []
     for point in front:

@@ -1,4 +1,4 @@
-"""How to run a plan: the commands that launch its ranks, and the lines of the training script that make the plugin."""
+"""Commands that launch a plan's ranks, and the lines of the training script that make the plugin."""
 
 from __future__ import annotations
 
@@ -15,18 +15,12 @@ from ..cost.runnable import why_not_runnable, why_unlike_stages
 __all__ = ["colossal_order", "launch_lines", "training_call"]
 
 MAX_NODES = 4
-"""Up to so many nodes, each node's command is written."""
-
 MAX_NUMBERS = 12
-"""Up to so many numbers, a list is written out; longer lists are written as sums of repeated numbers."""
+"""Longest list that is written out; longer ones become sums of repeated numbers."""
 
 
 def training_call(plan: Plan, path: str = "plan.json", *, overlap: bool = False) -> str:
-    """The commands that launch the plan, and the Python that makes the plugin for it.
-
-    If Colossal-AI's own plugin can run the plan too, the Python for that follows. If the plan cannot be run, the text
-    says why and what to do.
-    """
+    """The commands that launch the plan and the Python that makes the plugin, or why it cannot be run."""
     problem = why_not_runnable(plan)
     if problem is not None:
         return f"# It cannot be run: {problem}.\n# It can be simulated: colossal-hetero simulate {path}"
@@ -48,14 +42,12 @@ def training_call(plan: Plan, path: str = "plan.json", *, overlap: bool = False)
 
 
 def _ranks_by_node(plan: Plan) -> dict[str, int]:
-    """Number of ranks that each node has, in the order of ranks."""
     stages = [stage for replica in plan.replicas for stage in replica.stages]
     node_of = {rank: stage.node for stage in stages for rank in stage.ranks}
     return dict(Counter(node_of[rank] for rank in sorted(node_of)))
 
 
 def _batch_lines(plan: Plan) -> list[str]:
-    """What the data loaders give."""
     counts = [replica.micro_batches for replica in plan.replicas]
     if plan.symmetric:
         return [
@@ -120,12 +112,8 @@ def _colossal_call(plan: Plan) -> list[str]:
 
 
 def colossal_order(plan: Plan) -> str | None:
-    """Which of the two orders of Colossal-AI's ``ProcessGroupMesh`` places the ranks as the plan does.
-
-    Returns:
-        "replicas outside" for (dp, pp, tp), its default; "stages outside" for (pp, dp, tp), ``dp_outside=False``;
-        None for neither.
-    """
+    """The order of Colossal-AI's ``ProcessGroupMesh`` that places the ranks as the plan does, None for neither:
+    "replicas outside" for (dp, pp, tp), its default; "stages outside" for (pp, dp, tp), ``dp_outside=False``."""
     order = plan.launched_order
     if len({len(replica) for replica in order}) > 1:
         return None
@@ -139,11 +127,7 @@ def colossal_order(plan: Plan) -> str | None:
 
 
 def _first_difference(plan: Plan) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """The first stage whose ranks differ from Colossal-AI's default order.
-
-    Returns:
-        The stage in words, its ranks in the plan, and its ranks in the default order.
-    """
+    """The first stage whose ranks differ from Colossal-AI's default order, in words, and its ranks in both orders."""
     order = plan.launched_order
     launched = np.arange(plan.world_size).reshape(np.array(order).shape)
     for replica, stage in itertools.product(range(len(order)), range(len(order[0]))):
@@ -154,10 +138,7 @@ def _first_difference(plan: Plan) -> tuple[str, tuple[int, ...], tuple[int, ...]
 
 
 def launch_lines(plan: Plan) -> list[str]:
-    """One ``torchrun`` command per node, in the order of ranks.
-
-    If there are more than :data:`MAX_NODES`, consecutive nodes with equally many ranks share a line.
-    """
+    """One ``torchrun`` command per node, in the order of ranks; above :data:`MAX_NODES`, alike nodes share one."""
     used = sorted(rank for replica in plan.replicas for stage in replica.stages for rank in stage.ranks)
     nodes = list(_ranks_by_node(plan).items())
     first = nodes[0][0]
@@ -188,7 +169,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _python_list(numbers: Sequence[int]) -> str:
-    """The numbers as a Python list: ``[9, 9, 6]``; if there are many, ``[2] * 31 + [1]``."""
+    """``[9, 9, 6]``; if there are many numbers, ``[2] * 31 + [1]``."""
     if len(numbers) <= MAX_NUMBERS:
         return f"[{', '.join(map(str, numbers))}]"
     parts = []

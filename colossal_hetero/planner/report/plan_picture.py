@@ -28,22 +28,14 @@ from .plan_table import layout, replica_groups, short_ranks, special_form
 __all__ = ["Lane", "StageBar", "lanes", "plot_plan", "windows"]
 
 MAX_LANES = 48
-"""Largest number of stages that are drawn."""
-
 SHOWN_STEPS = 8
-"""If an iteration is too long to be drawn whole, about this many micro-batches in steady state are drawn at its
-beginning, and half as many at its end."""
-
+"""Micro-batches in steady state that are drawn at the beginning of a long iteration; half as many at its end."""
 MAX_NUMBERS = 1500
-"""Largest number of micro-batch numbers in the picture."""
-
 GREEN, PURPLE = "#009E73", "#CC79A7"
 """From the palette of Okabe and Ito, like the other colors."""
-
 CHUNK_HATCHES = ("", "///", "\\\\\\", "xxx")
 """By the number of a chunk in its stage; further chunks begin again."""
 CHUNK_NAMES = ("first", "second", "third", "fourth")
-
 KINDS = {
     "forward": ("forward", BLUE, "#FFFFFF"),
     "backward": ("backward", LIGHT_BLUE, "#000000"),
@@ -52,10 +44,9 @@ KINDS = {
     "update": ("optimizer step", GRAY, "#000000"),
     "synchronization": ("gradient synchronization", GREEN, "#FFFFFF"),
 }
-"""For each kind of bar: its name in the legend, its color, and the color of the number in it."""
+"""By kind of bar: its name in the legend, its color, and the color of the number in it."""
 
 BarKind = Literal["forward", "backward", "weight", "transfer", "update", "synchronization"]
-
 
 PASSES: tuple[BarKind, ...] = ("forward", "backward", "weight")
 
@@ -69,7 +60,6 @@ class StageBar(NamedTuple):
     start: float
     stop: float
     chunk: int = 0
-    """Which of the stage's chunks, if it has several."""
 
 
 @dataclass(frozen=True)
@@ -77,16 +67,12 @@ class Lane:
     """A row of the picture: one stage, drawn once for all replicas that are alike."""
 
     replicas: tuple[int, ...]
-    """Numbers of the replicas."""
     stage: int
-    """Number of the stage in its replica."""
     name: str
-    """Device, ranks and layers, in words."""
     bars: tuple[StageBar, ...]
 
 
 def lanes(simulation: PlanSimulation) -> list[Lane]:
-    """One row per stage; replicas that are alike share their rows."""
     plan, end = simulation.plan, simulation.seconds
     rows = []
     for group in replica_groups(plan):
@@ -111,7 +97,7 @@ def lanes(simulation: PlanSimulation) -> list[Lane]:
 
 
 def windows(simulation: PlanSimulation) -> list[tuple[float, float]]:
-    """The time windows that are drawn, in seconds: the whole iteration, or its beginning and its end."""
+    """The drawn seconds of an iteration: the whole one, or its beginning and its end."""
     plan, end = simulation.plan, simulation.seconds
     longest = max(range(len(plan.replicas)), key=lambda number: simulation.timelines[number].seconds)
     stages = plan.replicas[longest].stages
@@ -131,11 +117,10 @@ def plot_plan(
     slow: Mapping[int, float] | None = None,
     simulation: PlanSimulation | None = None,
 ) -> None:
-    """Draw one iteration as a timeline for each stage.
+    """Draw one iteration as a timeline for each stage, replicas that are alike once.
 
     Bars are forward and backward passes with the number of their micro-batch, transfers, optimizer steps and gradient
-    synchronization; white is waiting. The second chunk of a stage, and further ones, are hatched. Replicas that are
-    alike are drawn once. If the iteration is long, only its beginning and its end are drawn.
+    synchronization; white is waiting. Further chunks of a stage are hatched.
     """
     path = check_name(path)
     check_matplotlib()
@@ -164,7 +149,6 @@ def plot_plan(
 
 
 def _places(shown: Sequence[Lane]) -> list[float]:
-    """The vertical position of each row, with a gap between replicas that differ."""
     places: list[float] = []
     for index, lane in enumerate(shown):
         gap = 0.6 if index and shown[index - 1].replicas != lane.replicas else 0.0
@@ -221,7 +205,6 @@ def _label(axis: Any, made: PlanSimulation, shown: Sequence[Lane], places: Seque
 
 
 def _break(axes: Sequence[Any]) -> None:
-    """Mark the gap between two time windows, so that they do not look like one."""
     for left, right in itertools.pairwise(axes):
         right.spines["left"].set_visible(False)
         right.tick_params(axis="y", length=0, labelleft=False)
@@ -268,7 +251,6 @@ def _number(
     parts: Sequence[tuple[float, float]],
     scale: float,
 ) -> None:
-    """Write the number of its micro-batch into each bar that has room for it."""
     figure.draw_without_rendering()
     numbers = 0
     for axis, (start, stop) in zip(axes, parts, strict=True):

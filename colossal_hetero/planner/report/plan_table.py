@@ -34,9 +34,8 @@ __all__ = [
     "special_form",
 ]
 
-
 MAX_ROWS = 16
-"""With more stages than this, consecutive stages of one kind with equally many layers share a row."""
+"""Number of stages above which consecutive ones of one kind with equally many layers share a row."""
 
 
 @dataclass(frozen=True)
@@ -44,20 +43,15 @@ class ReplicaGroup:
     """Replicas that differ only in their ranks and nodes."""
 
     numbers: tuple[int, ...]
-    """Their numbers in the plan."""
     replicas: tuple[Replica, ...]
 
     @property
     def first(self) -> Replica:
-        """The first of them; it stands for all."""
         return self.replicas[0]
 
 
 def replica_groups(plan: Plan) -> list[ReplicaGroup]:
-    """Groups of replicas that are alike, in the order of their first members.
-
-    Times and sizes that agree in three digits count as equal.
-    """
+    """Groups of replicas that are alike, by their first members. Numbers that agree in three digits count as equal."""
     groups: dict[object, list[int]] = {}
     for number, replica in enumerate(plan.replicas):
         key = (replica.micro_batches, tuple(_shown(stage) for stage in replica.stages))
@@ -80,10 +74,10 @@ def _shown(stage: StagePlan) -> tuple[object, ...]:
 
 
 def one_line(plan: Plan) -> str:
-    """The layout, the predicted iteration time and samples per second.
+    """The layout with the first and last layer of each part of a pipeline, predicted iteration time and samples per
+    second.
 
     For example: ``tp 4 · dp 2 × pp [A100-40 0-15 | V100-16 16-23] · micro-batch 4 × 16 · 1.230 s (104.1 samples/s)``.
-    Each part of a pipeline has the numbers of its first and its last layer.
     """
     unit, (seconds,) = times([plan.iteration_seconds])
     return f"{layout(plan)} · {seconds} {unit} ({aligned([plan.samples_per_second])[0]} samples/s)"
@@ -95,12 +89,10 @@ def layout(plan: Plan) -> str:
 
 
 def special_form(stage: StagePlan) -> str:
-    """What is special about a stage, see :func:`~..layout_line.write_layout.form_in_words`."""
     return form_in_words(stage.tensor_parallel, stage.recompute)
 
 
 def _form(stage: StagePlan) -> tuple[object, ...]:
-    """What stages have in common that are shown together: kind of device, form and numbers of layers."""
     layers = tuple(stop - start for start, stop in stage.block_ranges)
     return stage.device, stage.tensor_parallel, stage.recompute, layers
 
@@ -110,22 +102,17 @@ class Row:
     """A row of the table: a stage, or several similar stages, of replicas that are alike."""
 
     replicas: tuple[int, ...]
-    """Numbers of the replicas."""
     micro_batches: int
     """Per replica and iteration."""
     stages: tuple[int, ...]
-    """Numbers of the stages."""
     device: str
-    """Kind, and what is special about the form of these stages."""
     nodes: tuple[str, ...]
     ranks: tuple[int, ...]
-    """Of all these stages and replicas, ascending."""
     block_ranges: tuple[tuple[int, int], ...]
-    """``[a, b)``: all blocks of these stages, in one range, or in several if stages hold several chunks."""
+    """``[a, b)``: all blocks of these stages, in several ranges if stages hold several chunks."""
     memory_bytes: tuple[float, float]
     """Per device: the smallest and the largest of these stages."""
     available_bytes: float
-    """Per device: the smallest of these stages."""
     compute_seconds: float
     """Forward, backward and schedule of a micro-batch: the longest of these stages."""
     transfer_seconds: float
@@ -135,7 +122,6 @@ class Row:
 
 
 def rows(plan: Plan) -> list[Row]:
-    """The rows of the table, see :data:`MAX_ROWS`."""
     groups = replica_groups(plan)
     fold = sum(len(group.first.stages) for group in groups) > MAX_ROWS
     lines = []
@@ -175,7 +161,6 @@ def rows(plan: Plan) -> list[Row]:
 
 
 def render(plans: Sequence[RankedPlan]) -> RenderableType:
-    """The best plan's stages and totals, and a table of all plans with the reasons for their places."""
     plan = plans[0].plan
     parts: list[RenderableType] = [_title(plan), _stages(plan)]
     parts += [Text(line) for line in (*_totals(plan), *plan.notes)]
@@ -244,7 +229,6 @@ def _stages(plan: Plan) -> Table:
 
 
 def ranges_in_words(ranges: Sequence[tuple[int, int]]) -> str:
-    """``[0, 4), [8, 12)``."""
     return ", ".join(f"[{start}, {stop})" for start, stop in ranges)
 
 
@@ -306,7 +290,6 @@ def _totals(plan: Plan) -> list[str]:
 
 
 def _mark(plan: Plan) -> str:
-    """What is written behind a plan that cannot be run yet."""
     return "" if why_other_degrees(plan) is None else " (cannot be run yet)"
 
 
@@ -322,7 +305,6 @@ def _ranking(ranked: Sequence[RankedPlan]) -> Table:
     table.add_column("\nreason", overflow="fold", ratio=2)
     several = len({plan.precision for plan in plans}) > 1
     for index, each in enumerate(ranked):
-        # Two decimals, or four if the difference would not be visible.
         ratio = each.plan.iteration_seconds / best
         shown = f"{ratio:.2f}" if index == 0 or round(ratio, 2) > 1 or math.isclose(ratio, 1.0) else f"{ratio:.4f}"
         table.add_row(
@@ -338,16 +320,11 @@ def _ranking(ranked: Sequence[RankedPlan]) -> Table:
 
 # Simulation table ----------------------------------------------------------------------------------------------------
 
-
 MAX_SIMULATED_ROWS = 64
-"""Largest number of stages that are printed."""
 
 
 def render_simulation(simulation: PlanSimulation, without: PlanSimulation | None = None) -> RenderableType:
-    """A row for each stage, and the iteration time by simulation and, for 1F1B, by the closed form.
-
-    Replicas that are alike share their rows.
-    """
+    """A row for each stage of different replicas, and iteration times by simulation and closed form (1F1B)."""
     plan = simulation.plan
     parts: list[RenderableType] = [Text.assemble((plan.model, "bold"), f": {layout(plan)}")]
     if simulation.slow:
@@ -358,7 +335,6 @@ def render_simulation(simulation: PlanSimulation, without: PlanSimulation | None
 
 
 def render_replanning(present: PlanSimulation, best: PlanSimulation) -> str:
-    """What planning again for the slow ranks brings, in one line."""
     unit, (now, planned) = times([present.seconds, best.seconds])
     if best is present:
         return f"planned again for these ranks: no plan is faster than the present one ({now} {unit})"

@@ -12,8 +12,7 @@ __all__ = ["render_profile"]
 
 
 def render_profile(profile: ModelProfile) -> Group:
-    """Times of the blocks, of the layers before and after them, and of the schedule of a pipeline (see
-    ``LayerTimes.schedule_seconds``), by kind of device; below, memory per block."""
+    """Times by kind of device: blocks, layers before and after them, a pipeline's schedule; below, memory per block."""
     table = Table(title=f"{profile.name}, {profile.precision}: forward plus backward pass, and optimizer step")
     table.add_column("\ndevice")
     counts = ("\nranks", "\ntp", "micro-batch\n[samples]")
