@@ -102,7 +102,6 @@ class CheckpointMethods:
     _checkpoints: Checkpoints | None
 
     def _plan_in_words(self) -> str:
-        """The plan of the run, for tables of checkpoints."""
         raise NotImplementedError
 
     def save(

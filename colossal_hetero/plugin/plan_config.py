@@ -21,8 +21,7 @@ SPACES = {"simple": SIMPLE, "default": DEFAULT}
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """Options of planned runs: from what ``plan="auto"`` plans, the networks to use, and when slow stages are
-    reported."""
+    """Options of planned runs: input of ``plan="auto"``, the networks to use, and when slow stages are reported."""
 
     cluster: str | Path | Topology | None = None
     """Cluster file (``colossal-hetero probe`` writes one) or its content. Required for ``plan="auto"``. If it is given,
@@ -43,9 +42,8 @@ class PlanConfig:
     model_chunks: Sequence[int] = (2,)
     """Numbers of chunks per stage to try with the schedule ``interleaved``."""
     unequal: bool = True
-    """True if the replicas of ``plan="auto"`` may have different stages and batches. They are equal if another argument
-    needs it (``pp_size``, ``batches``). A loop that calls the model itself, not ``execute_pipeline``, needs equal
-    ones."""
+    """True if the replicas of ``plan="auto"`` may have different stages and batches. Some arguments need equal ones
+    (``pp_size``, ``batches``), and so does a loop that calls the model itself and not ``execute_pipeline``."""
     layer_sums: bool = False
     """True if gradients are summed layer by layer, over the ranks that hold a layer, also if all replicas are alike."""
     min_replicas: int = 1

@@ -112,7 +112,6 @@ class UnevenBatches(PluginPart):
         return self._accumulations[optimizer].no_sync()
 
     def _synchronized(self, plugin: ReplicaPlugin, model: nn.Module, loader: HeteroDataLoader) -> nn.Module:
-        """``model``, with synchronized batch normalization if the user wants it."""
         if not self._config.sync_batchnorm:
             return model
         if plugin.replica()[1] != dist.get_world_size():
@@ -123,7 +122,6 @@ class UnevenBatches(PluginPart):
         return synchronize_batch_norm(model, lambda: None if loader.current is None else loader.current.samples)
 
     def _loader_to_train_with(self, plugin: ReplicaPlugin, dataloader: DataLoader | None) -> HeteroDataLoader:
-        """``dataloader`` if it has uneven batches, otherwise a loader of the same data that has them."""
         if isinstance(dataloader, HeteroDataLoader):
             return dataloader
         if dataloader is None or id(dataloader) not in self._even_loaders:
@@ -245,8 +243,7 @@ class PipelineBatches(UnevenBatches):
             self._schedule.forward_backward_step = self._timed(self._schedule.forward_backward_step)
 
     def run(self, execute: Callable[[Callable[[Any, Any], Tensor]], dict], criterion: Callable) -> dict:
-        """Train on this replica's part of the next global batch. In the result, ``loss`` is the mean over its
-        samples."""
+        """Train on this replica's part of the next global batch; ``loss`` is the mean over its samples."""
         if self._due:
             raise RuntimeError(
                 "the optimizer has not stepped since the last execute_pipeline, which ran a whole global batch; call "
@@ -266,7 +263,6 @@ class PipelineBatches(UnevenBatches):
         return result
 
     def _weight(self) -> float:
-        """Factor of the loss of the batch that the schedule runs."""
         current = self._loader.current
         if current is not None and 0 < self._schedule.batch_size < current.samples:
             raise RuntimeError(

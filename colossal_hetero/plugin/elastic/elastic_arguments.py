@@ -66,7 +66,6 @@ def profile_of(arguments: Mapping[str, Any]) -> ModelProfile:
 def elastic_planning(
     arguments: Mapping[str, Any], cluster: Topology, known: KnownKinds, nodes: Sequence[str]
 ) -> PlanConfig:
-    """Options of planning in a world."""
     planning: PlanConfig = arguments["planning"]
     there = surviving_topology(cluster, nodes)
     profile = known.with_kinds({device.kind.name for device in there.devices})

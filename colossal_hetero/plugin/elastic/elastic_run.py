@@ -66,8 +66,6 @@ MAX_FAILURES = 3  # of a step with the same members; then training ends
 
 
 class ElasticRun(PluginPart):
-    """Lets a hybrid plugin go on in another world."""
-
     rejoins = True  # this process can join another world, if a member is lost while it joins one
 
     def __init__(self, members: Members, build: Build, config: ElasticConfig) -> None:
@@ -147,7 +145,6 @@ class ElasticRun(PluginPart):
         return nodes, [layers for _, layers, _ in everyone], micro_batch
 
     def _follow(self, own: Standing, standings: Sequence[Standing]) -> None:
-        """Handle an evaluation in which ranks may be; see [Note: evaluations]."""
         stayed = [each for each in standings if each.version is not None]
         if is_joined_inside(standings):
             raise StateLost(f"a process has joined while the others recover in an evaluation; {START_AGAIN}")
@@ -162,7 +159,6 @@ class ElasticRun(PluginPart):
         )
 
     def _make_step(self, commit: Commit) -> None:
-        """Make the step that others have made, with what they agreed on."""
         assert self._inner_step is not None
         self._gradients().exchange = lambda *_: commit
         self._inner_step()
@@ -219,7 +215,6 @@ class ElasticRun(PluginPart):
                 reason = _lost(error)
 
     def _lost_while_joining(self, error: RuntimeError) -> str:
-        """Reason why a collective has failed while this process joins others; raises any other error again."""
         if self._agreed is None or self._template is None or not self.rejoins:
             raise error  # without others, only the script has the model's first weights
         return _lost(error)
@@ -268,7 +263,6 @@ class ElasticRun(PluginPart):
                 reason = _lost(error)
 
     def _restore(self, lr_scheduler: Any, loader: Any) -> int:
-        """Fill model and optimizer from what all ranks hold; returns the bytes received."""
         assert self._objects is not None and self._agreed is not None
         return restore(self._objects, self._outline, self._held, self._agreed, lr_scheduler, loader)
 
@@ -304,7 +298,6 @@ class ElasticRun(PluginPart):
     def evaluate(
         self, plugin: Any, model: Any, batches: Iterator[Any], evaluate: Callable[[Iterator[Any]], dict]
     ) -> dict:
-        """Run the forward passes of an evaluation, in another world if this one breaks."""
         if not self._holds or self._calls:  # not in training yet, or gradients would be lost
             return evaluate(batches)
 
@@ -326,7 +319,6 @@ class ElasticRun(PluginPart):
         return otherwise
 
     def finish(self) -> None:
-        """End training. Every rank calls it."""
         with suppress(RuntimeError):  # a member that is lost now has nothing that the others lack
             dist.barrier()
         self._members.end_job()
@@ -380,7 +372,6 @@ class ElasticRun(PluginPart):
     # Another world ------------------------------------------------------------------------------------------------
 
     def _change(self, plugin: Any, reason: str) -> None:
-        """Go on in a new world, however often it takes."""
         begin, members = time.monotonic(), dist.get_world_size()
         self._check_progress(reason)
         failed = not (self._commit is not None and any(self._commit.words) and not self._calls)
@@ -403,7 +394,6 @@ class ElasticRun(PluginPart):
             _print(words)
 
     def _check_progress(self, reason: str) -> None:
-        """Raise ``RuntimeError`` if the same step fails again and again although all members are there."""
         latest = self.recoveries[-MAX_FAILURES:]
         if len(latest) == MAX_FAILURES and all(
             each.version == self.version and each.before == each.after for each in latest
@@ -444,7 +434,6 @@ class ElasticRun(PluginPart):
             _print(f"all members leave; the state after step {self.version} {what}")
 
     def _form_again(self, reason: str | None) -> None:
-        """Leave the world, which is broken if there is a ``reason``, and form another one."""
         if reason is not None:
             self._members.fail(reason)
         with suppress(RuntimeError):
@@ -473,7 +462,6 @@ class ElasticRun(PluginPart):
 
 
 def _row_name(model: nn.Module) -> str | None:
-    """The name of the model's row of blocks; None if there is none."""
     try:
         return find_block_row(model).name
     except ValueError:

@@ -45,8 +45,6 @@ __all__ = [
 
 
 class Evaluations:
-    """Counts the evaluations of a rank; see [Note: evaluations]."""
-
     def __init__(self) -> None:
         self.done = 0  # evaluations that all ranks have finished, as far as this rank knows
         self.has_results: bool | None = None  # of the passes of the present evaluation; None outside
@@ -79,7 +77,6 @@ class Evaluations:
 
 
 def has_to_repeat(own: Standing, standings: Sequence[Standing]) -> bool:
-    """True if a rank has to evaluate again what it is evaluating."""
     furthest = max(each.evaluations for each in standings)
     if own.has_results is None or own.evaluations < furthest:
         return False
@@ -156,8 +153,7 @@ def release_state(objects: TrainingObjects, outline: ModelOutline, lr_scheduler:
 
 
 def receive_state(held: Held, leaving: Sequence[bool]) -> tuple[Held, int]:
-    """Get this rank's share of what only leaving ranks hold; returns all that it holds then, and the bytes received.
-    All ranks call it."""
+    """Get the share of what only leaving ranks hold; returns all that is held then, and the bytes received."""
     holdings = all_holdings(held.pieces)
     taken = [empty_piece(each) for each in inheritance(holdings, leaving)[dist.get_rank()]]
     received = move_pieces(taken, held.pieces, holdings)
@@ -193,7 +189,6 @@ def restore(
 
 
 def _check_complete(outline: ModelOutline, held: Collection[str]) -> None:
-    """Raise ``StateLost`` if no rank holds some tensor of the model any more."""
     lost = [
         outline.layers[name] for name in outline.shapes if f"param.{name}" not in held and f"buffer.{name}" not in held
     ]

@@ -44,7 +44,6 @@ class Board(Protocol):
 
 
 def own_kind(cluster: Topology, node: str, local_rank: int) -> str:
-    """The kind of this process's device in the cluster."""
     names = [each.name for each in cluster.nodes]
     if node not in names:
         raise ValueError(
@@ -74,7 +73,6 @@ class KnownKinds:
         self._profile, self._board, self._measure, self._limit = profile, board, measure, limit_seconds
 
     def with_kinds(self, kinds: Collection[str]) -> ModelProfile:
-        """The profile with those of ``kinds`` that members have measured."""
         profile = self._profile
         for kind in sorted(set(kinds) - set(profile.devices)):
             text = None if self._board is None else self._board.published(_name(kind))
@@ -148,8 +146,7 @@ def a_world_has_formed(board: Board) -> None:
 
 
 def wait_for_the_first_world(board: Board, expected: int, limit_seconds: float) -> None:
-    """Wait until ``expected`` processes are there, a world has formed, or the limit is over. The first process says how
-    many are there."""
+    """Wait until ``expected`` processes are there (as the first one says), a world formed, or the limit is over."""
     if limit_seconds <= 0 or board.count(FORMED, 0):
         return
     number, deadline, shown = board.count(STARTED, 1), time.monotonic() + limit_seconds, 0
@@ -183,7 +180,6 @@ class WaitForNodes:
         self._since: float | None = None
 
     def end(self) -> None:
-        """End the waiting: there is a plan."""
         self._since = None
 
     def wait(self, problem: str) -> None:

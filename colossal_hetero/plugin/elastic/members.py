@@ -1,4 +1,4 @@
-"""This process as a member of an elastic job, as its environment and the user's options say."""
+"""Members of an elastic job: a process takes its place as its environment and the user's options say."""
 
 from __future__ import annotations
 
@@ -64,7 +64,6 @@ class JobMember:
 
     @property
     def job(self) -> str:
-        """A name that no other job on this node has."""
         return self.membership.identity()
 
     def form(self) -> Sequence[str]:
@@ -125,7 +124,6 @@ class RestartedMember:
 
     @property
     def job(self) -> str:
-        """A name that no other job on this node has."""
         return self.place.job
 
     @property
@@ -162,7 +160,7 @@ class RestartedMember:
         """The others notice that the connections to this process are closed."""
 
     def is_broken(self) -> bool:
-        """When a process ends, torchrun ends the others."""
+        """False: if a process ends, torchrun ends the others."""
         return False
 
     def leave(self) -> None:
@@ -179,5 +177,5 @@ class RestartedMember:
         """torchrun notices that its workers have ended."""
 
     def is_leaving(self) -> bool:
-        """The meaning of SIGTERM only torchrun knows: all of its workers get it whenever it starts them again."""
+        """False: only torchrun knows what SIGTERM means, which all workers get whenever it starts them again."""
         return False

@@ -114,7 +114,6 @@ class RestartRun(ElasticRun):
         self._new_layers, _ = self._build(nodes, layers, None)
 
     def _own_files(self, nodes: Sequence[str]) -> list[MemoryFile]:
-        """This rank's share of the files on its node."""
         rank = dist.get_rank()
         first, count = nodes[:rank].count(nodes[rank]), nodes.count(nodes[rank])
         read = (read_memory_file(self._folder.file(name)) for name in self._folder.files()[first::count])
@@ -210,8 +209,7 @@ class RestartRun(ElasticRun):
         return commit
 
     def _change(self, plugin: Any, reason: str) -> None:
-        """End all processes: a member is lost, leaves or joins. Those that stay first take what only leaving ones
-        hold."""
+        """End all processes: a member is lost, leaves or joins. First take what only leaving ones hold."""
         assert self._keeper is not None
         if self._commit is not None and any(self._commit.words) and not self._calls:
             try:
@@ -242,7 +240,6 @@ class RestartRun(ElasticRun):
 
 
 def _held(files: Sequence[MemoryFile]) -> Held | None:
-    """State that a rank holds in its files; boxes that several of them have occur once."""
     if not files:
         return None
     pieces = {(piece.key, piece.box): piece for file in files for piece in file.pieces()}
@@ -263,14 +260,13 @@ def _say(words: str) -> None:
 
 
 def members_of(config: ElasticConfig, cluster: Topology) -> JobMember | RestartedMember:
-    """This process as a member of its job, as its options and whoever has started it say."""
+    """Make this process a member of its job, as its options and whoever has started it say."""
     if config.recovery == "in-process" or STORE in os.environ:  # started by colossal-hetero launch
         return JobMember(config, cluster)
     return RestartedMember(config, cluster)
 
 
 def elastic_run_of(config: ElasticConfig, members: JobMember | RestartedMember, build: Build) -> ElasticRun:
-    """The elastic run of this process."""
     if config.recovery == "in-process":
         return ElasticRun(members, build, config)
     return RestartRun(config, members, build, watches=isinstance(members, RestartedMember))
@@ -280,8 +276,6 @@ def elastic_run_of(config: ElasticConfig, members: JobMember | RestartedMember, 
 
 
 class PresentCheckpointIO:
-    """Does what the ``CheckpointIO`` of the present world does."""
-
     def __init__(self, make: Callable[[], CheckpointIO]) -> None:
         self._make = make
 

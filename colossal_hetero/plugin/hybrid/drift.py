@@ -45,8 +45,6 @@ class PassSeconds:
 
 @dataclass(frozen=True)
 class StageDrift:
-    """A stage's planned and measured time for one micro-batch."""
-
     replica: int
     stage: int
     ranks: tuple[int, ...]
@@ -72,8 +70,6 @@ class Proposal:
 
 @dataclass(frozen=True)
 class DriftReport:
-    """The stage times of an epoch compared with the plan."""
-
     threshold: float  # relative difference beyond which a stage has drifted (0.2 = 20 %)
     layers_per_stage: tuple[int, ...]  # the present split
     stages: tuple[StageDrift, ...]  # all measured stages, ordered by replica and stage
@@ -84,8 +80,7 @@ class DriftReport:
         return tuple(stage for stage in self.stages if abs(stage.ratio - 1.0) > self.threshold)
 
     def differs_from(self, earlier: DriftReport | None) -> bool:
-        """True if other stages drift than in ``earlier``, one changed beyond the threshold, or another split is
-        best."""
+        """True if ``earlier`` has other drifted stages, a time changed by more than the threshold, or another split."""
         if earlier is None or [each.ranks for each in self.drifted] != [each.ranks for each in earlier.drifted]:
             return bool(self.drifted)
         splits = [each.proposal and each.proposal.layers_per_stage for each in (self, earlier)]
@@ -328,8 +323,7 @@ class DriftWatch:
         self._printed: DriftReport | None = None
 
     def tick(self) -> None:
-        """Note the end of an iteration. At the end of an epoch this is collective, and rank 0 prints what has
-        changed."""
+        """Note the end of an iteration; at that of an epoch this is collective, and rank 0 prints what has changed."""
         if self._clock is not None:
             self._clock.end_iteration(counts=self._iterations >= WARMUP_ITERATIONS)
         self._iterations += 1

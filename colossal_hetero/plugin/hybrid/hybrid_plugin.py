@@ -68,22 +68,20 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
     With a plan, ``tp_size``, ``pp_size`` and the schedule's arguments follow from it; one that is given as well must
     agree. Every rank takes the place that the plan gives it: neighboring stages need not have neighboring ranks.
     Without a plan, ``num_layers_per_stage`` may still give stages different numbers of layers, in any schedule; in the
-    interleaved and zero-bubble ones, whose stages hold several chunks of the model, it has one number per chunk, in the
-    model's order.
+    interleaved and zero-bubble ones, whose stages hold several chunks of the model, it has one number per chunk.
 
     Args:
         tp_size: ranks in a tensor-parallel group; may be left out with a plan. With ``plan="auto"`` only plans with
             this size are considered, and the same holds for ``pp_size``.
         pp_size: pipeline stages; may be left out with a plan. With ``plan="auto"`` it asks for equal replicas.
         balance: what to do about slow ranks within a tensor-parallel group; the default only measures.
-        batches: how to divide global batches over replicas that are not equally fast (data parallelism); evenly by
-            default, as Colossal-AI does. With a pipeline (1F1B, and ``microbatch_size``), each replica gets a number of
-            micro-batches that fits its speed.
+        batches: how to divide global batches over replicas that are not equally fast (data parallelism); by default
+            evenly. With a pipeline (1F1B, and ``microbatch_size``), each replica gets micro-batches that fit its speed.
         plan: which rank computes which layers: a plan, the path of a plan file (``colossal-hetero plan --out`` writes
             one), or "auto", which makes a plan from ``planning``. Only rank 0 needs the files. In 1F1B, replicas may
             differ in stages and batches, and stages whose times differ from the plan are reported at the end of each
-            epoch. A replica's batch is all its micro-batches. One training loop fits every plan
-            (:meth:`execute_pipeline`).
+            epoch. A replica's batch is all its micro-batches. One training loop (:meth:`execute_pipeline`) fits every
+            plan.
         planning: what to plan from, over which networks ranks communicate, and how much stage times may differ.
         checkpoints: where :meth:`save` saves layer checkpoints, from which :meth:`resume` continues with any plan.
         elastic: goes on when processes die or join; see ``docs/elastic.md``. The constructor then forms the group of
@@ -152,7 +150,6 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         checkpoints: CheckpointConfig | None,
         **kwargs: Any,
     ) -> None:
-        """The constructor, for the world that there is now."""
         if not isinstance(balance, BalanceConfig | None):
             raise TypeError(f"balance={balance!r} is not a BalanceConfig; write BalanceConfig(mode=...)")
         if not isinstance(batches, BatchConfig | None):
@@ -260,8 +257,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
 
     @property
     def replica_micro_batches(self) -> tuple[int, ...]:
-        """Micro-batches of a global batch, by replica; () without ``batches`` or pipeline, and before
-        ``booster.boost``."""
+        """Micro-batches of a global batch, by replica; () without ``batches`` or pipeline, and before ``boost``."""
         return self._uneven_batches.micro_batches if isinstance(self._uneven_batches, PipelineBatches) else ()
 
     def configure(
@@ -278,7 +274,6 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         return self._elastic.configure(self._configure, objects)
 
     def _configure(self, objects: TrainingObjects) -> TrainingObjects:
-        """Configure ``objects`` in the world that there is."""
         watch_ranks()
         for part in self._parts:
             objects = part.before_configure(self, objects)
@@ -306,8 +301,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         return objects
 
     def _refuse_unsummed_steps(self, model: ModelWrapper, optimizer: OptimizerWrapper) -> None:
-        """Refuse steps on gradients that are not summed, unless uneven batches or unequal pipelines check it
-        themselves."""
+        """Refuse steps on gradients that are not summed, where uneven batches or unequal pipelines do not do it."""
         in_pipeline = self.scheduler is not None
         checks_itself = self._unequal if in_pipeline else self._uneven_batches
         if checks_itself is not None:
@@ -327,9 +321,8 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
     def prepare_dataloader(
         self, dataset: Dataset, batch_size: int | None = None, *args: Any, **kwargs: Any
     ) -> DataLoader:
-        """Make a loader that can continue in an epoch. ``batch_size`` may be left out with ``batches`` (see
-        :meth:`.UnevenBatches.prepare_dataloader`) and with a plan. ``seed`` is also that of the order, as in all
-        loaders of the package; by default it is that of Colossal-AI's."""
+        """Make a loader that can continue in an epoch. ``batch_size`` may be left out with ``batches`` and with a plan.
+        ``seed`` is also that of the order, as in all loaders of the package; by default it is Colossal-AI's."""
         make_loader = super().prepare_dataloader
         if self._uneven_batches is not None:
             return self._uneven_batches.prepare_dataloader(self, make_loader, dataset, batch_size, *args, **kwargs)
@@ -402,7 +395,6 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
     def _evaluate(
         self, data_iter: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any
     ) -> dict:
-        """Run the forward passes of a pipeline on the next batch."""
         if isinstance(self.scheduler, ZeroBubbleVPipeScheduler):
             raise ValueError(
                 "Colossal-AI's zero-bubble schedule cannot evaluate; save the model, and evaluate it with another "
@@ -422,7 +414,6 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
     def _train_replica(
         self, data_iter: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any
     ) -> dict:
-        """Train on the next batch of this rank's replica, which is not like the others."""
         assert self._unequal is not None and self._planned is not None
         passes = super().execute_pipeline
         optimizer = args[0] if args else kwargs.get("optimizer")
@@ -469,7 +460,6 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         return () if self._elastic is None else tuple(self._elastic.recoveries)
 
     def save(self, model: Any, *args: Any, **kwargs: Any) -> bool:
-        """Save as in ``CheckpointMethods.save``. In elastic training a save that loses a member is given up."""
         save = functools.partial(super().save, model, *args, **kwargs)
         return save() if self._elastic is None else self._elastic.guarded(self, save, False)
 
@@ -486,22 +476,20 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         return self._elastic.resume(self, lr_scheduler, dataloader, load, saved_step)
 
     def finish(self) -> None:
-        """Say that training has ended, in elastic training: every process calls it at the end of the script. Processes
-        that come later, and spares, then end at once."""
+        """End elastic training; every process calls it at the end of the script. Later processes and spares then
+        end."""
         if self._elastic is not None:
             self._elastic.finish()
 
     def micro_batch_place(self, number: int) -> tuple[int, int]:
-        """First sample and number of samples, in the current global batch, of this rank's micro-batch of that
-        number."""
+        """First sample and number of samples of this rank's micro-batch ``number`` in the current global batch."""
         assert self._unequal is not None
         return self._unequal.first_sample(number), self._unequal.plan.micro_batch
 
     def save_last(
         self, model: ModelWrapper, optimizer: OptimizerWrapper, lr_scheduler: Any, dataloader: Any, step: int
     ) -> bool:
-        """Save a layer checkpoint before all processes end, whatever ``save_every`` is; returns True if it is saved.
-        Every rank calls it. Without ``checkpoints`` nothing is saved."""
+        """Save a layer checkpoint before all processes end, whatever ``save_every`` is; returns True if it is saved."""
         if self._checkpoints is None:
             return False
         epoch = int(dataloader.state_dict()["epoch"])
@@ -521,7 +509,6 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         return self._checkpoint_io() if self._elastic is None else PresentCheckpointIO(self._checkpoint_io)
 
     def _checkpoint_io(self) -> CheckpointIO:
-        """``get_checkpoint_io`` for the groups that there are now."""
         checkpoint_io = super().get_checkpoint_io()
         if self._unequal is not None:
             groups = self.mixed_dp_group, self.pp_group, self.tp_group, self.sp_group

@@ -37,8 +37,6 @@ __all__ = ["LayerBalancing"]
 
 @dataclass(frozen=True, eq=False)
 class _Attached:
-    """Objects of a balanced model, whichever optimizers it has."""
-
     balancing: LayerBalancing
     balancer: Balancer
     memory: HybridOptimizerMemory
@@ -46,7 +44,6 @@ class _Attached:
 
 
 _ATTACHED: WeakKeyDictionary[nn.Module, ReferenceType[_Attached]] = WeakKeyDictionary()
-"""By the innermost model, whose hooks hold it."""
 
 
 class LayerBalancing(PluginPart):
@@ -131,7 +128,6 @@ class LayerBalancing(PluginPart):
         return attached
 
     def _check_second(self, attached: _Attached, plugin: HybridParallelPlugin, objects: TrainingObjects) -> None:
-        """Raise ValueError if a model that has a balancer cannot have another optimizer."""
         if attached.balancing is not self:
             raise ValueError(
                 "another plugin has boosted this model, and balances its layers; boost all of its optimizers with the "
@@ -146,7 +142,6 @@ class LayerBalancing(PluginPart):
 
     @contextmanager
     def ordinary_shards(self) -> Iterator[None]:
-        """A context in which ranks hold the ordinary shards of all models."""
         with ExitStack() as stack:
             for reference in self._balancers:
                 balancer = reference()

@@ -37,8 +37,7 @@ def _note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 class HybridOptimizerMemory:
-    """Memory of all optimizers of a model: those that ``HybridParallelPlugin`` has configured, and any optimizer of
-    torch that updates parameters of the model, from its first step on."""
+    """Memory of all optimizers of a model: the plugin's, and any of torch that steps parameters of the model."""
 
     def __init__(self, plugin: Any, model: Any, optimizer: OptimizerWrapper, is_elastic: bool) -> None:
         self._model = model

@@ -25,8 +25,6 @@ SEARCHED = 100  # of so many plans, the fastest with ``min_replicas`` is taken
 
 @dataclass(frozen=True)
 class Agreement:
-    """The plan that all ranks use, and its input."""
-
     plan: Plan  # with ranks numbered like the devices of the cluster
     topology: Topology | None  # None if it was not given
     profile: ModelProfile | None  # None if it was not given
@@ -100,7 +98,6 @@ def _make(
     pp_size: int | None,
     unequal: bool,
 ) -> Plan:
-    """The best plan that can be run on the started ranks, with the given sizes if there are any."""
     from ...planner.report.plan_table import one_line
 
     global_batch = planning.global_batch_size
@@ -128,7 +125,6 @@ def best_plan(
     pp_size: int | None = None,
     unequal: bool = True,
 ) -> Plan:
-    """The fastest plan that uses every device of ``topology``."""
     from ...planner.search.gap_goal import Effort
     from ...planner.search.make_plans import make_plans
 

@@ -174,7 +174,7 @@ def check_batch_size(plan: Plan, batch_size: int | None) -> None:
 
 
 def checked_batches(batches: Iterator[Any], plan: Plan) -> Iterator[Any]:
-    """The same ``batches`` of a replica; raises ``ValueError`` when one does not have the size that the plan has."""
+    """Pass on a replica's ``batches``; raises ``ValueError`` if one does not have the size that the plan has."""
     for batch in batches:
         samples = _samples(batch)
         if samples is not None:
@@ -183,7 +183,7 @@ def checked_batches(batches: Iterator[Any], plan: Plan) -> Iterator[Any]:
 
 
 def batches_to_evaluate(batches: Iterator[Any], plan: Plan) -> Iterator[Any]:
-    """The same ``batches`` of a replica; raises ``ValueError`` when the interleaved schedule cannot evaluate one. It
+    """Pass on a replica's ``batches``; raises ``ValueError`` if the interleaved schedule cannot evaluate one. It
     takes micro-batches in groups, one for each stage, and mixes up those of a smaller group."""
     for batch in batches:
         samples, stages = _samples(batch), len(plan.layers_per_stage)

@@ -164,7 +164,6 @@ def make_group(
 
 
 def connect(group: dist.ProcessGroup, backend: str) -> None:
-    """Make the communicator now, by summing one number over the members."""
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
     total = torch.ones(1, device=device)
     dist.all_reduce(total, group=group)

@@ -130,7 +130,6 @@ class PlannedRun(PluginPart):
 
     @property
     def batch_size(self) -> int:
-        """Samples of a replica's batch."""
         return valid_batch_sizes(self.plan)[0]
 
     @property
@@ -198,7 +197,6 @@ class PlannedRun(PluginPart):
         return batches_to_evaluate(batches, self.plan)
 
     def after_passes(self) -> None:
-        """Note that the passes of an iteration have ended."""
         if self._watch is not None:
             self._watch.tick()
 

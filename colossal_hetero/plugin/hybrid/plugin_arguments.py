@@ -120,9 +120,8 @@ def zero_in_fp32(plugin: HybridParallelPlugin) -> Iterator[None]:
 
 
 # One stage -----------------------------------------------------------------------------------------------------------
-# ``execute_pipeline`` for a model that is not cut into stages, so that a training loop does not depend on whether a
-# plan has a pipeline. It returns and refuses what Colossal-AI's 1F1B schedule does, of which it is the case of one
-# stage.
+# ``execute_pipeline`` for a model that is not cut into stages, so that a training loop fits any plan. It returns and
+# refuses what Colossal-AI's 1F1B schedule does, of which it is the case of one stage.
 
 
 class OneStageSchedule:
@@ -149,9 +148,8 @@ class OneStageSchedule:
         return_loss: bool = True,
         return_outputs: bool = False,
     ) -> dict[str, Any]:
-        """Train on the next batch of ``data_iter``, or evaluate it if gradients are switched off. Returns ``loss``:
-        fp32, ``[]``, the mean over micro-batches, or None; ``outputs``: the model's outputs for the whole batch, or
-        None."""
+        """Train on the next batch, or evaluate it if gradients are switched off. Returns ``loss``: fp32, ``[]``, the
+        mean over micro-batches, or None; ``outputs``: those of the model for the whole batch, or None."""
         training = torch.is_grad_enabled()
         if training and optimizer is None:
             raise ValueError("give execute_pipeline the optimizer, or evaluate inside torch.no_grad()")

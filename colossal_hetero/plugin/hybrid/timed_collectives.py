@@ -106,8 +106,7 @@ def time_end_of_backward(optimizer: OptimizerWrapper, clock_now: Callable[[], It
 
 
 def time_late_parameters(optimizer: OptimizerWrapper, clock_now: Callable[[], IterationClock | None]) -> None:
-    """Count as communication what a forward pass waits for parameters that are gathered late; ``clock_now`` as in
-    :func:`time_end_of_backward`."""
+    """Count waiting for late parameters as communication; ``clock_now`` as in :func:`time_end_of_backward`."""
 
     @contextmanager
     def timed() -> Iterator[None]:

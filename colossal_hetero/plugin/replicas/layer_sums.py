@@ -21,8 +21,6 @@ Finish = Callable[[], object]  # waits until a sum is complete, and puts it wher
 
 @dataclass(frozen=True)
 class SharedBucket:
-    """The parameters of a bucket on this rank, and the ranks that hold them."""
-
     group: dist.ProcessGroup
     parameters: tuple[Parameter, ...]
 
@@ -98,7 +96,6 @@ class LayerSums:
             self._start_next()
 
     def finish(self) -> None:
-        """Start what is left, and wait until all sums are complete."""
         while len(self._started) < len(self.buckets):
             self._start_next()
         self._end()

@@ -40,8 +40,6 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Commit:
-    """The sums that all ranks have before a step."""
-
     gradient_norm: float  # of all the model's parameters, as the gradients are: with fp16 multiplied by the loss scale
     overflow: bool  # a gradient of any rank is infinite or not a number
     unused: frozenset[int]  # numbers of parameters that got no gradient on any rank
@@ -73,9 +71,8 @@ def exchange(
 
 
 # Holders -------------------------------------------------------------------------------------------------------------
-# In replicas that are not alike, a layer may be in another stage, beside other layers, in each replica. So its
-# gradients are summed layer by layer, over all ranks that hold it (AutoHet, section III-C: layer-wise gradient
-# synchronization).
+# In replicas that are not alike, a layer may be in another stage, beside other layers. So its gradients are summed
+# layer by layer, over all ranks that hold it (AutoHet, section III-C: layer-wise gradient synchronization).
 #
 # [Note: one order of sums] All ranks start sums in the same order: that of the model's parameters, reversed, because
 # backward passes compute gradients in about this order. A rank starts only the sums that it takes part in. So no rank
@@ -150,8 +147,6 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class SharedParameters:
-    """The parameters that this rank trains."""
-
     numbers: Mapping[int, int]  # by ``id`` of a parameter: its number in the whole model
     total: int  # parameters of the whole model
     buckets: tuple[SharedBucket, ...]  # every parameter is in one

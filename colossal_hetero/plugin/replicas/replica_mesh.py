@@ -1,7 +1,6 @@
-"""The process groups of replicas that are not alike. Colossal-AI's hybrid plugin has one mesh, in which all replicas
-have the same stages. Here each rank gets the mesh of its replica, ``(1, stages, tensor parallel, 1)``, as if there were
-no other ranks. All groups of all replicas are made at once, in the same order, because making a group is collective
-over the world."""
+"""Process groups of replicas that are not alike. Colossal-AI's hybrid plugin has one mesh, in which all replicas have
+the same stages. Here each rank gets the mesh of its replica, ``(1, stages, tensor parallel, 1)``. All ranks make all
+groups of all replicas at once, in the same order, because making a group is collective over the world."""
 
 from __future__ import annotations
 
@@ -45,7 +44,6 @@ def groups_for_messages(replica: Sequence[Ranks]) -> list[Ranks]:
 
 
 def make_replica_groups(rank_order: Sequence[Sequence[Ranks]], make_group: Any) -> dict[Ranks, Any]:
-    """All groups within replicas. Called by all ranks with the same arguments."""
     groups: dict[Ranks, Any] = {}
     for replica in rank_order:
         for ranks in groups_of(replica):

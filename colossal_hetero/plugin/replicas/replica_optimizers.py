@@ -35,8 +35,7 @@ __all__ = ["ReplicaModule", "ReplicaOptimizer", "replica_optimizers"]
 
 
 class ReplicaModule(HybridParallelModule):
-    """``HybridParallelModule`` whose gradients are summed over the holders of each layer, not over equal replicas by
-    ``DistributedDataParallel``."""
+    """``HybridParallelModule`` whose gradients are summed over holders, and not by ``DistributedDataParallel``."""
 
     def __init__(self, module: nn.Module, *args: Any, use_ddp: bool, **kwargs: Any) -> None:
         self.names = canonical_names(module)  # of the whole model
@@ -79,8 +78,6 @@ class ReplicaOptimizer:
 
 
 class _WholeGradients(ReplicaOptimizer):
-    """Every holder has the whole sum of a gradient."""
-
     model: ReplicaModule
 
     def _share(self, optimizer: Any, find_groups: GroupFinder, max_elements: int, early: bool) -> None:
@@ -194,8 +191,6 @@ class ReplicaZeroOptimizer(ReplicaOptimizer, OverlappedHybridZeroOptimizer):
 
 
 class _Parameters:
-    """The parameters of an optimizer, in one group."""
-
     def __init__(self, parameters: list[Parameter]) -> None:
         self.param_groups = [{"params": parameters}]
 
@@ -208,7 +203,7 @@ def _shared_parameters(
 
 
 def _use_committed_overflow(mixed_precision: Any, overflow: Callable[[], bool]) -> bool:
-    """Let the loss scale follow the overflow that all ranks agree on. Returns whether there is a loss scale."""
+    """Let the loss scale follow the overflow that all ranks agree on; returns True if there is a loss scale."""
     if not hasattr(mixed_precision, "check_overflow"):
         return False
     mixed_precision.check_overflow = overflow

@@ -76,7 +76,6 @@ class UnequalReplicas(PluginPart):
         self.index = next(
             number for number, replica in enumerate(plan.rank_order) if any(rank in stage for stage in replica)
         )
-        """Number of this rank's replica."""
         self._make_group = make_group
         in_plan = [rank for replica in plan.rank_order for stage in replica for rank in stage]
         self._places = {rank: place for place, rank in enumerate(in_plan)}
@@ -96,7 +95,6 @@ class UnequalReplicas(PluginPart):
         return replica_mesh(self.plan.rank_order[self.index], dp_outside, self._groups, self._sums)
 
     def optimizers(self, arguments: Mapping[str, Any]) -> AbstractContextManager[None]:
-        """A context in which Colossal-AI's plugin with these ``arguments`` configures models and optimizers."""
         if arguments.get("zero_stage"):
             max_elements = arguments.get("zero_bucket_size_in_m", 12) * 1024 * 1024
         else:
@@ -146,8 +144,7 @@ class UnequalReplicas(PluginPart):
         criterion: Callable,
         sums: bool,
     ) -> dict:
-        """Run the passes of this replica's share of a global batch. In the result, ``loss`` is the mean over its
-        samples."""
+        """Run the passes of this replica's share of a global batch; ``loss`` is the mean over its samples."""
         if hasattr(schedule, "last_batch_size"):
             # The schedule takes both from the batch, whose size it expects to stay.
             schedule.num_microbatches = schedule.last_batch_size = None
@@ -162,8 +159,7 @@ class UnequalReplicas(PluginPart):
 
 
 class ReplicaCheckpointIO(HybridParallelCheckpointIO):
-    """``HybridParallelCheckpointIO`` for replicas that are not alike. With ZeRO, each parameter's optimizer state is
-    divided among the ranks that hold this parameter."""
+    """``HybridParallelCheckpointIO`` if the ranks that hold a parameter share its optimizer state with ZeRO."""
 
     use_zero: bool
     global_dp_size: int
@@ -194,7 +190,6 @@ class ReplicaCheckpointIO(HybridParallelCheckpointIO):
 
     @contextmanager
     def _among(self, group: dist.ProcessGroup) -> Iterator[None]:
-        """States that are loaded in the block are divided among these ranks."""
         before = self.global_dp_size, self.dp_rank
         self.global_dp_size, self.dp_rank = dist.get_world_size(group), dist.get_rank(group)
         try:

@@ -25,7 +25,6 @@ KNOWN = {
     *(optim.Adadelta, optim.Adam, optim.AdamW, optim.Adamax, optim.ASGD, optim.NAdam, optim.RAdam),
     *(optim.RMSprop, optim.Rprop, optim.SGD, CPUAdam, FusedAdam, FusedSGD, HybridAdam),
 }
-"""Optimizers that update each element on its own."""
 
 LARGEST = (192, 192, 3)  # of a tensor on which an optimizer is tried; the last size is for all further dimensions
 
@@ -97,7 +96,6 @@ def _try(optimizer: Any, group: dict[str, Any], shape: tuple[int, ...]) -> str |
 
 
 def _updated(optimizer: Any, group: dict[str, Any], value: Tensor, gradients: Sequence[Tensor]) -> Tensor:
-    """``value`` after steps of a copy of ``optimizer`` that has only this value."""
     parameter = Parameter(value.clone())
     probe = object.__new__(type(optimizer))
     groups: list[dict[str, Any]] = []

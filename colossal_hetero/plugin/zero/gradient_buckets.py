@@ -1,17 +1,15 @@
-"""Gradients that are summed over replicas in buckets, while the backward pass computes those of earlier layers (Holmes,
-Yang et al. 2023, overlapped distributed optimizer).
+"""Sums gradients over replicas in buckets during backward passes (Holmes, Yang et al. 2023, overlapped optimizer).
 
 [Note: order of buckets] All ranks of a group must start the same collectives in the same order, although gradients may
 get ready in different orders, for example if a micro-batch does not use all parameters. So a gradient enters a bucket
 only after those before it in an order that all ranks share: at first that of the parameters, reversed, and from the
-optimizer's first step on that in which rank 0 had its gradients. What is not ready at the end of the backward pass
-follows then.
+optimizer's first step on that in which rank 0 had its gradients. What is not ready follows at the end of the pass.
 
 [Note: unused parameters] A rank does not know which parameters the others use. So every parameter takes part in every
 sum, with zeros where a rank has no gradient, and a bucket also sums how many ranks have one. A parameter that no rank
 has used keeps no gradient, as in one process. A gradient that comes after its parameter was sent (a repeated forward
-pass) stays until the next sum. The last bucket says if a rank has such gradients; before a step they are summed, and
-from then on these parameters are sent last.
+pass) stays until the next sum. The last bucket says if there are such gradients; they are summed before a step, and
+their parameters are sent last from then on.
 """
 
 from __future__ import annotations
@@ -29,8 +27,6 @@ __all__ = ["GradientBuckets"]
 
 
 class _Launched(NamedTuple):
-    """A bucket whose sum over replicas has been started."""
-
     parameters: list[Parameter]
     shard_sizes: list[int]
     received: Tensor
@@ -95,8 +91,8 @@ class GradientBuckets:
         self._sum(self.order[self._next :])
 
     def complete(self) -> list[Parameter]:
-        """Sum gradients that came late; returns the parameters that no rank has used since :meth:`drop`. All ranks call
-        it at the same time, before a step."""
+        """Sum late gradients; returns parameters unused on all ranks since :meth:`drop`. Called by all ranks at
+        once."""
         flags, self._flags = self._flags, []
         if not flags:
             return []

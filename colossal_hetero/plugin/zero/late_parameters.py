@@ -1,14 +1,12 @@
-"""Parameters that are gathered after the optimizer's step, while the next forward pass computes with earlier ones
-(Holmes, Yang et al. 2023, overlapped distributed optimizer).
+"""Parameters that are gathered while the next forward pass computes with earlier ones (Holmes, Yang et al. 2023).
 
 [Note: late parameters] While a parameter is gathered, its class is a subclass, :class:`LateParameter`. A function of
 torch that reads the values of such a parameter first waits for it; then the parameter has its own class again. (torch's
 uninitialized parameters change their class in the same way.) So it does not matter who reads it: its layer, another
 layer (``MultiheadAttention`` reads the weight of a module inside, language models that of the embedding), a checkpoint,
-an evaluation, a copy of the model, or a list of parameters that was made before. Only a tensor that was made of its
-memory before, such as ``parameter.data``, does not wait. On a GPU, only the stream of the reader waits. So a parameter
-keeps its subclass until the gather has ended, so that readers on other streams wait, too; functions of torch get it
-with its own class meanwhile.
+a copy of the model, or a list of parameters from before. Only a tensor that was made of its memory before, such as
+``parameter.data``, does not wait. On a GPU, only the stream of the reader waits. So until the gather has ended, a
+parameter keeps its subclass for readers on other streams; functions of torch get it with its own class.
 
 Kernels of other packages may read memory without a function of torch. So before its forward pass, a module also waits
 for its own parameters. ``torch.compile`` would compile a module again after each step, because the classes of its
@@ -55,7 +53,6 @@ class LateParameter:
     late_gather: _Gather
 
     def wait_for_values(self) -> None:
-        """Wait, or let the current stream of a GPU wait, until this rank has the whole parameter."""
         self.late_gather.wait()
 
     @classmethod
@@ -148,7 +145,6 @@ class _Gather:
             _set_late(each.parameter, self)
 
     def end(self) -> None:
-        """Let readers of the parameters not wait from now on."""
         self.has_ended = True
         self._owner.remove(self)
         for each in self._members:

@@ -36,8 +36,7 @@ def configure_lowest_stage(
     training_step: TrainingStep,
     objects: TrainingObjects,
 ) -> tuple[int, DPPluginBase, TrainingObjects]:
-    """Configure ``objects`` for the first of ``stages``, in ascending order, at which one sample fits on every rank;
-    returns the stage, its plugin, and the configured objects with the same data loader."""
+    """Configure ``objects`` for the first of ``stages``, in ascending order, at which one sample fits on every rank."""
     casts = precision != "fp32" and not {1, 2}.isdisjoint(stages[:-1])
     original = _Original(objects.model, objects.optimizer, casts)
     for stage in stages:
@@ -102,7 +101,7 @@ def _try_stage(
 
 
 def _ranks_out_of_memory(attempt: Callable[[], None], device: torch.device) -> list[str]:
-    """Ranks on which ``attempt`` ran out of memory, as text; the same on all ranks, which all call it."""
+    """Ranks on which ``attempt`` ran out of memory, as text. Called by all ranks, with the same result."""
 
     def run() -> str | None:
         try:

@@ -36,8 +36,7 @@ __all__ = [
 # [Note: names in checkpoints] A checkpoint of an optimizer refers to a parameter by its number: its place in the
 # optimizer's groups. The stages number them differently: 1 and 2 leave out frozen parameters, and 3 with an
 # ``auto_wrap_policy`` puts parameters outside of wrapped modules first. So every group holds the names of its
-# parameters in the order of the checkpoint, under ``param_names``, the entry that torch 2.6 uses for this. All stages
-# save the entries of groups.
+# parameters in this order, under ``param_names``, the entry that torch 2.6 uses for this; all stages save it.
 
 
 NAMES = "param_names"  # entry of a group: names of its parameters, in the order in which a checkpoint numbers them
@@ -52,8 +51,7 @@ class ParameterFacts(NamedTuple):
 
 
 def parameter_facts(model: nn.Module, optimizer: Any) -> dict[int, ParameterFacts]:
-    """Parameters of ``model`` and ``optimizer``, which are not configured yet, by ``id``. One that only the optimizer
-    has, such as one of the criterion, is named by its place there."""
+    """Parameters by ``id``, before they are configured; names of those only in the optimizer are their places there."""
     named = {value: plain_name(name) for name, value in model.named_parameters()}
     values = [value for group in inner_optimizer(optimizer).param_groups for value in group["params"]]
     other = {value: f"parameter {place}" for place, value in enumerate(values) if value not in named}
@@ -115,8 +113,6 @@ PARAMETER_SHAPED = ("momentum_buffer", "exp_avg", "exp_avg_sq")  # entries with 
 
 
 class Match(NamedTuple):
-    """Correspondence of the groups of a checkpoint with those of an optimizer."""
-
     names: dict[int, str]  # in the optimizer, of each numbered parameter of the checkpoint that it has
     options: list[dict[str, Any]]  # of each group of the optimizer, such as the learning rate, from the checkpoint
 
@@ -254,7 +250,6 @@ def _separate_scalars(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _numbered(groups: Sequence[Group]) -> list[tuple[list[int], list[str]]]:
-    """Numbers and names of the parameters in each group of an optimizer, as torch saves them."""
     numbers = iter(range(sum(len(group[NAMES]) for group in groups)))
     return [([next(numbers) for _ in group[NAMES]], list(group[NAMES])) for group in groups]
 
@@ -286,7 +281,6 @@ def _read_states(files: list[str] | dict[int, State]) -> Iterator[tuple[int, Sta
 def _load_by_number(
     optimizer: OptimizerWrapper, states: Mapping[str, State], options: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Load whole states at stages 0 to 2."""
     numbered = _numbered(inner_optimizer(optimizer).param_groups)
     groups = [
         {**chosen, NAMES: names, "params": numbers} for (numbers, names), chosen in zip(numbered, options, strict=True)

@@ -1,5 +1,4 @@
-"""ZeRO's optimizer, stages 1 and 2, whose communication overlaps with the passes of the model (Holmes, Yang et al.
-2023).
+"""ZeRO's optimizer, stages 1 and 2, whose communication overlaps with passes (Holmes, Yang et al. 2023).
 
 - ``overlap_communication``: the backward pass starts to sum gradients; without it, stage 1 does so at its end. Each
   rank gets the shard that its optimizer uses (:mod:`.gradient_buckets`), in stage 1 too, where Colossal-AI sums whole
@@ -116,7 +115,6 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
             self.grad_handles.append(parameter.register_post_accumulate_grad_hook(on_gradient))
 
     def _deliver_to_stores(self) -> Callable[[Parameter, Tensor], None]:
-        """A function that is called with a parameter and this rank's shard of its summed gradient."""
         working = self._working_param_groups
         group_of = {id(parameter): number for number, group in working.items() for parameter in group}
         this = proxy(self)
@@ -177,8 +175,8 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
 
     @contextmanager
     def _own_pass(self) -> Iterator[None]:
-        """A block for a backward pass of this optimizer, and not of another one of the model. Stage 1 may run it
-        without synchronization: whole gradients accumulate, which the parent refuses if gradients are sharded."""
+        """A block for a backward pass of this optimizer, not of another one of the model. Stage 1 may run it without
+        synchronization: whole gradients accumulate, which the parent refuses if gradients are sharded."""
         sharded = self._partition_grads
         self._partition_grads = sharded and (self.require_grad_sync or not self._may_accumulate)
         self._runs_backward = True
@@ -258,8 +256,6 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
 
 
 class OverlappedHybridZeroOptimizer(HybridParallelZeroOptimizer, OverlappedZeroOptimizer):
-    """``HybridParallelZeroOptimizer`` whose communication overlaps with computation."""
-
     _sums_sequence = False  # gradients must be summed over the parts of sequences before the step
 
     def _withheld(self) -> set[int]:
@@ -285,10 +281,9 @@ class OverlappedHybridZeroOptimizer(HybridParallelZeroOptimizer, OverlappedZeroO
 
 
 def summing_in_passes(schedule: Any, optimizer: Any) -> AbstractContextManager[None]:
-    """A context for the passes of a batch by a pipeline's schedule, which sum gradients if that is possible: with an
-    :class:`OverlappedHybridZeroOptimizer`, but not in zero-bubble schedules, which compute the gradients of weights
-    outside of backward passes, with sequence parallelism, which sums over other ranks before, or if a later batch
-    accumulates more gradients."""
+    """A context for the passes of a batch by a pipeline's schedule, which sum gradients if the optimizer is overlapped.
+    They do not in zero-bubble schedules, which compute the gradients of weights outside of backward passes, with
+    sequence parallelism, which sums over other ranks before, or if a later batch accumulates more gradients."""
     if (
         not isinstance(optimizer, OverlappedHybridZeroOptimizer)
         or isinstance(schedule, ZeroBubbleVPipeScheduler)
@@ -305,8 +300,7 @@ def summing_in_passes(schedule: Any, optimizer: Any) -> AbstractContextManager[N
 def split_off_overlap(
     arguments: Mapping[str, Any],
 ) -> tuple[dict[str, Any], Callable[[], AbstractContextManager[None]]]:
-    """Arguments for Colossal-AI's hybrid plugin, and a context in which to configure objects. 8-bit messages are left
-    to Colossal-AI's own optimizer."""
+    """Arguments for Colossal-AI's plugin (its own optimizer for 8-bit messages), and a context for ``configure``."""
     if not arguments.get("zero_stage") or arguments.get("fp8_communication"):
         return dict(arguments), nullcontext
     late = bool(arguments.get("overlap_allgather"))

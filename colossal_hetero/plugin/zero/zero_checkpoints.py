@@ -99,7 +99,6 @@ class ShardedCheckpointIO(TorchFSDPCheckpointIO):
     def save_lora_as_pretrained(
         self, model: ModelWrapper, checkpoint: str, use_safetensors: bool = False, state_dict: dict | None = None
     ) -> None:
-        """Save the adapters and their configuration in the folder ``checkpoint``. Every rank calls it."""
         shard = model.unwrap()
         if not isinstance(shard.module, PeftModel):
             raise ValueError("the model has no adapters to save; call booster.enable_lora before booster.boost")
@@ -162,9 +161,8 @@ def _without_offload() -> Iterator[None]:
 
 @contextmanager
 def _states_copied() -> Iterator[None]:
-    """In the block, FSDP copies every gathered state of parameters that it has kept as they are. It gathers all states
-    in the same buffer, and moves each one to the CPU. On a CPU nothing moves, and all would be the one that was
-    gathered last."""
+    """In the block, FSDP copies the gathered states of parameters that it has kept. It gathers all in one buffer, and
+    moves each to the CPU; on a CPU nothing moves, and all would be the one that was gathered last."""
     if get_accelerator().name != "cpu":
         yield
         return

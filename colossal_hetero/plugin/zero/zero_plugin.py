@@ -54,8 +54,6 @@ LAST_MIXED_STAGE = 2  # FSDP (stage 3) gathers parameters in an order that depen
 
 @dataclass(frozen=True)
 class RankDevice:
-    """The kind of a rank's device, and how its tensors are sent."""
-
     kind: str  # name of the accelerator, such as ``cuda`` or ``cpu``
     over_gloo: bool  # its tensors are sent over Gloo
 
@@ -283,8 +281,7 @@ def shardable_stages(stages: Sequence[int], optimizer: Optimizer) -> list[int]:
 
 
 def stages_to_try(stage: int | str, precision: str, accumulation: str) -> list[int]:
-    """ZeRO stages that the argument ``stage`` allows, in ascending order. Raises ``ValueError`` for a stage that does
-    not exist, or that cannot be combined with the other arguments."""
+    """ZeRO stages that ``stage`` allows, ascending; ``ValueError`` if it does not exist or fit the other arguments."""
     if isinstance(stage, bool) or stage not in (*STAGES, "auto"):
         raise ValueError(f'stage={stage!r} is not a ZeRO stage; use 0, 1, 2, 3 or "auto"')
     if precision not in PRECISIONS[0]:

@@ -45,7 +45,6 @@ _PLUGINS: dict[int, type] = {0: TorchDDPPlugin, 1: LowLevelZeroPlugin, 2: LowLev
 _OURS = {"stage", "precision", "max_norm"}  # HeteroZeroPlugin has its own arguments for them
 
 Configured = tuple[Any, Any, Callable | None, DataLoader | None, LRScheduler | None]
-"""Model, optimizer, criterion, data loader and learning-rate schedule."""
 
 
 class _AutocastModel(ModelWrapper):
@@ -183,9 +182,8 @@ def _clip_unscaled(optimizer: OptimizerWrapper, *args: Any, **kwargs: Any) -> to
 
 
 def _needs_flat_parameters(model: nn.Module, optimizer: Optimizer) -> bool:
-    """True if FSDP must replace the model's parameters by flat ones, because some are on the meta device. It can, if
-    the optimizer has one group with all of them, none frozen. Otherwise it keeps them, each with this rank's part of
-    it."""
+    """True if FSDP must replace parameters by flat ones, because some are on the meta device. It can, if the optimizer
+    has one group with all of them, none frozen. Otherwise it keeps them, each with this rank's part of it."""
     ours = set(model.parameters())
     groups = inner_optimizer(optimizer).param_groups
     alike = len(groups) == 1 and set(groups[0]["params"]) == ours and all(value.requires_grad for value in ours)
@@ -234,8 +232,7 @@ class _ShardedParameters(TorchFSDPPlugin):
 
 
 def options_by_stage(stages: Sequence[int], options: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """By stage, those of ``options`` that the stage's plugin has; ``TypeError`` for an option that no stage's plugin
-    has."""
+    """Options that the plugin of each stage has; ``TypeError`` for an option that no stage's plugin has."""
     known = {stage: set(inspect.signature(_PLUGINS[stage]).parameters) - _OURS for stage in stages}
     unknown = set(options).difference(*known.values())
     if unknown:
@@ -247,8 +244,8 @@ def options_by_stage(stages: Sequence[int], options: Mapping[str, Any]) -> dict[
 
 
 def plugin_of_stage(stage: int, precision: str, max_norm: float, options: dict[str, Any]) -> DPPluginBase:
-    """Colossal-AI's plugin that a stage is built on: DDP, ``LowLevelZeroPlugin`` (1 and 2) or FSDP. Raises
-    ``TypeError`` for an option that it does not have."""
+    """Colossal-AI's plugin for a stage: DDP, ``LowLevelZeroPlugin`` (1, 2) or FSDP; ``TypeError`` for an unknown
+    option."""
     if stage == 0:
         return _Replicas(precision, **options)
     if stage == 3:
@@ -262,7 +259,6 @@ def _handles(model: nn.Module) -> list[Any]:
 
 
 def flat_parameters(model: nn.Module) -> list[torch.Tensor]:
-    """Flat parameters of stage 3, which hold the others; none at other stages."""
     return [handle.flat_param for handle in _handles(model)]
 
 
