@@ -19,7 +19,6 @@ __all__ = ["CheckpointMethods", "Checkpoints", "check_config"]
 
 
 def check_config(config: Any) -> None:
-    """Check a plugin's argument ``checkpoints``."""
     if not isinstance(config, CheckpointConfig | None):
         raise TypeError(f"checkpoints={config!r} is not a CheckpointConfig; write CheckpointConfig(shared=...)")
 
@@ -41,13 +40,11 @@ class Checkpoints(PluginPart):
         self._outlines: WeakKeyDictionary[nn.Module, ModelOutline] = WeakKeyDictionary()
 
     def before_configure(self, plugin: Any, objects: TrainingObjects) -> TrainingObjects:
-        """Note names, shapes and layers; see ``PluginPart.before_configure``."""
         if objects.optimizer is not None:
             self._outline = outline_of(objects.model, objects.optimizer)
         return objects
 
     def attach(self, plugin: Any, objects: TrainingObjects) -> None:
-        """See ``PluginPart.attach``."""
         self._outlines[objects.model] = self._outline
 
     def adopt(self, model: nn.Module) -> None:
@@ -73,7 +70,6 @@ class Checkpoints(PluginPart):
             return self._files.save(training, step=step, epoch=epoch, plan=plan, always=always)
 
     def resume(self, model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any, step: int | None) -> Start:
-        """See :meth:`CheckpointMethods.resume`."""
         training = self._training(model, optimizer, lr_scheduler, dataloader)
         with naming_ended_ranks(), self._ordinary_shards():
             start = self._files.resume(training, step)
@@ -85,11 +81,10 @@ class Checkpoints(PluginPart):
         return self._files.newest_step(step)
 
     def give_up(self) -> None:
-        """The ranks of the run have changed: what is not written yet is given up."""
+        """Give up what is not written yet, because the ranks of the run have changed."""
         self._files.give_up()
 
     def wait(self) -> None:
-        """See :meth:`CheckpointMethods.wait_for_saves`."""
         self._files.wait()
 
     def _training(self, model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any) -> Training:
@@ -102,12 +97,11 @@ class Checkpoints(PluginPart):
 
 
 class CheckpointMethods:
-    """What users call to save and to resume, in both plugins."""
+    """Methods by which users save and resume, in both plugins."""
 
     _checkpoints: Checkpoints | None
 
     def _plan_in_words(self) -> str:
-        """The plan of the run, for tables of checkpoints."""
         raise NotImplementedError
 
     def save(
@@ -120,13 +114,9 @@ class CheckpointMethods:
         step: int,
         epoch: int = 0,
     ) -> bool:
-        """Save a layer checkpoint, if ``step`` is a multiple of ``save_every``. Every rank calls it after every step.
-
-        Training goes on as soon as the tensors are copied to the host's memory; they are written meanwhile.
-
-        Returns:
-            whether this step is saved.
-        """
+        """Save a layer checkpoint if ``step`` is a multiple of ``save_every``; returns True if it is saved. Every rank
+        calls it after every step. Training goes on as soon as the tensors are copied to the host's memory; they are
+        written meanwhile."""
         return self._needed().save(model, optimizer, lr_scheduler, dataloader, step, epoch, self._plan_in_words())
 
     def resume(
@@ -138,15 +128,10 @@ class CheckpointMethods:
         *,
         step: int | None = None,
     ) -> Start:
-        """Load the newest whole checkpoint; every rank calls it once, after ``booster.boost``.
-
-        The run that saved it may have had another plan, other degrees of parallelism, another ZeRO stage or another
-        number of ranks. Each rank reads what it needs, from the nearest place: its node's disk, other nodes, the shared
-        folder.
-
-        Returns:
-            where training continues; step 0 and epoch 0 if there is no checkpoint yet.
-        """
+        """Load the newest whole checkpoint; returns where training continues: step 0 and epoch 0 if there is none yet.
+        Every rank calls it once, after ``booster.boost``. The run that saved it may have had another plan, other
+        degrees of parallelism, another ZeRO stage or number of ranks. Each rank reads what it needs from the nearest
+        place: its node's disk, other nodes, the shared folder."""
         return self._needed().resume(model, optimizer, lr_scheduler, dataloader, step)
 
     def wait_for_saves(self) -> None:
@@ -155,7 +140,7 @@ class CheckpointMethods:
         self._needed().wait()
 
     def give_up_saves(self) -> None:
-        """Other ranks have ended, so that nothing can be saved any more: the end of this process waits for nothing."""
+        """Give up saves, because other ranks have ended; then the end of this process waits for nothing."""
         if self._checkpoints is not None:
             self._checkpoints.give_up()
 

@@ -13,16 +13,11 @@ DEFAULT_EPOCH_LENGTH = 100
 class TrainingObjects(NamedTuple):
     """The objects that ``Plugin.configure`` takes and returns, in its order."""
 
-    model: Any
-    """``nn.Module``; a ``ModelWrapper`` once it is configured."""
-    optimizer: Any
-    """``Optimizer``, an ``OptimizerWrapper`` once it is configured; None if the model is not trained."""
-    criterion: Any
-    """Loss function, or None."""
-    dataloader: Any
-    """``DataLoader`` to train with, or None."""
-    lr_scheduler: Any
-    """Learning-rate schedule, or None."""
+    model: Any  # ``nn.Module``; a ``ModelWrapper`` once it is configured
+    optimizer: Any  # ``Optimizer``; an ``OptimizerWrapper`` once it is configured; None if the model is not trained
+    criterion: Any  # loss function, or None
+    dataloader: Any  # ``DataLoader`` to train with, or None
+    lr_scheduler: Any  # learning-rate schedule, or None
 
     @property
     def iterations_per_epoch(self) -> int:
@@ -34,11 +29,9 @@ class TrainingObjects(NamedTuple):
 
 
 class PluginPart:
-    """One feature of a plugin. ``Plugin.configure`` calls its moments in the order in which they are defined here.
-
-    A plugin with several parts goes through all of them at each moment, in the order of its tuple of parts, before the
-    next moment begins. Moments that a part does not define do nothing.
-    """
+    """One feature of a plugin. ``Plugin.configure`` calls its moments in the order in which they are defined here, each
+    on all parts, in the order of the plugin's tuple of parts, before the next one. ``measure`` and ``attach`` are
+    called only if there is an optimizer."""
 
     def before_configure(self, plugin: Any, objects: TrainingObjects) -> TrainingObjects:
         """Check and replace what the user gave to ``booster.boost``, before Colossal-AI configures it."""
@@ -48,9 +41,7 @@ class PluginPart:
         """Change the configured model, before anything runs."""
 
     def measure(self, plugin: Any, objects: TrainingObjects) -> None:
-        """Run trial passes on the configured objects. No part has attached anything to them yet, so that trials are
-        not counted as iterations. Only called if there is an optimizer."""
+        """Run trial passes. No part has attached anything yet, so that trials are not counted as iterations."""
 
     def attach(self, plugin: Any, objects: TrainingObjects) -> None:
-        """Attach to the configured objects what runs in every iteration. A part wraps the functions that the parts
-        before it have wrapped. Only called if there is an optimizer."""
+        """Attach what runs in every iteration, around the functions that the parts before this one have wrapped."""

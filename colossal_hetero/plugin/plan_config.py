@@ -21,62 +21,43 @@ SPACES = {"simple": SIMPLE, "default": DEFAULT}
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """What to plan from with ``plan="auto"``, which networks to use, and when to report stages that are slower than
-    planned."""
+    """Options of planned runs: input of ``plan="auto"``, the networks to use, and when slow stages are reported."""
 
     cluster: str | Path | Topology | None = None
-    """The machines: the path of a cluster file (``colossal-hetero probe`` writes one) or its content. Required for
-    ``plan="auto"``. If it is given, each group of ranks communicates over the network that its members share."""
-
+    """Cluster file (``colossal-hetero probe`` writes one) or its content. Required for ``plan="auto"``. If it is given,
+    each group of ranks communicates over the network that its members share."""
     adapters: Mapping[str, Adapter] | None = None
-    """The names of this rank's network adapters, by their kind in the cluster file; may differ between nodes. None: use
-    the environment variables of the process."""
-
+    """Names of this rank's network adapters, by kind in the cluster file. None: as the environment variables say."""
     profile: str | Path | ModelProfile | None = None
-    """The model's layers: the path of a profile file (``colossal-hetero profile`` writes one) or its content. Required
-    for ``plan="auto"``. With any plan, new splits are computed from it if stage times differ from the plan."""
-
+    """Profile file of the model (``colossal-hetero profile`` writes one) or its content. Required for ``plan="auto"``.
+    With any plan, new splits are computed from it if stage times differ from the plan."""
     global_batch_size: int | None = None
     """Samples per optimizer step, over all replicas. Required for ``plan="auto"``."""
-
     micro_batch_sizes: Sequence[int] | None = None
     """Micro-batch sizes to try, in samples; None for all sizes in the profile."""
-
     method: str = "exact"
-    """How layers are divided into stages; a name in ``colossal_hetero.planner.stages.split_methods.METHODS``."""
-
+    """Method of dividing layers into stages; a name in ``colossal_hetero.planner.stages.split_methods.METHODS``."""
     schedules: Sequence[Schedule] = ("1f1b",)
     """Schedules of pipelines to try: ``1f1b``, ``interleaved``, ``zbv`` (Colossal-AI's ``pp_style``)."""
-
     model_chunks: Sequence[int] = (2,)
     """Numbers of chunks per stage to try with the schedule ``interleaved``."""
-
     unequal: bool = True
-    """True if the replicas of ``plan="auto"`` may have different stages and batches. They are equal in any case if
-    ``pp_size``, ``batches`` or another argument of the plugin needs that. A loop that calls the model itself instead of
-    ``execute_pipeline`` needs equal replicas."""
-
+    """True if the replicas of ``plan="auto"`` may have different stages and batches. Some arguments need equal ones
+    (``pp_size``, ``batches``), and so does a loop that calls the model itself and not ``execute_pipeline``."""
     layer_sums: bool = False
-    """True if gradients are summed layer by layer, over the ranks that hold a layer, also where all replicas are alike.
-    Where they are not, this is always so."""
-
+    """True if gradients are summed layer by layer, over the ranks that hold a layer, also if all replicas are alike."""
     min_replicas: int = 1
-    """Replicas that ``plan="auto"`` should have, if memory allows it; a slower plan is taken for them. With two, every
-    layer is held twice, so that elastic training goes on when a process is lost."""
-
+    """Replicas that ``plan="auto"`` should have if memory allows it, even in a slower plan. With two, every layer is
+    held twice, so that elastic training goes on when a process is lost."""
     search_space: str = "simple"
-    """Which plans ``plan="auto"`` may make: ``simple`` (ZeRO stage 0, no recomputation) or ``default`` (also these,
+    """Plans that ``plan="auto"`` may make: ``simple`` (ZeRO stage 0, no recomputation) or ``default`` (also these,
     where they gain 1 %). ``zero_stage`` then follows from the plan. Elastic training has simple plans only."""
-
     quick: bool = False
-    """True if ``plan="auto"`` is made by a shorter search. This saves up to two thirds of the time. The iterations of a
-    few plans take longer: up to 2 % in 160 random clusters of 12 to 64 devices. Elastic training always plans so,
-    because the devices wait for the plan."""
-
+    """True for a shorter search by ``plan="auto"``: up to two thirds less time, for iterations up to 2 % longer in 160
+    random clusters of 12 to 64 devices. Elastic training always plans so, because the devices wait for the plan."""
     drift_threshold: float = 0.2
-    """A stage is reported at the end of an epoch if its time per micro-batch differs from the plan by more than this
-    share (0.2 = 20 %). With ``inf`` stages are neither timed nor reported, and so it is in a schedule other than
-    1F1B."""
+    """Relative difference from the planned time per micro-batch beyond which a stage is reported at the end of an
+    epoch. With ``inf``, or in a schedule other than 1F1B, stages are neither timed nor reported."""
 
     def __post_init__(self) -> None:
         for name, kinds in (("cluster", (str, Path, Topology)), ("profile", (str, Path, ModelProfile))):

@@ -34,21 +34,20 @@ __all__ = ["PipelineBatches", "ReplicaPlugin", "UnevenBatches", "check_pipeline_
 
 
 class ReplicaPlugin(Protocol):
-    """What a plugin must provide for uneven batches."""
+    """Methods that a plugin must have for uneven batches."""
 
     def replica(self) -> tuple[int, int]:
         """Index of this rank's replica of the model, and the number of replicas."""
 
     def batch_setup(self, objects: TrainingObjects) -> BatchSetup:
-        """How the configured objects train. Called by all ranks."""
+        """The setup with which the configured objects train. Called by all ranks."""
 
 
 class UnevenBatches(PluginPart):
     """Makes data loaders in which every replica has its own batches, measures the replicas, and divides the batches."""
 
     def __init__(self, config: BatchConfig) -> None:
-        self.balancer: BatchBalancer | None = None
-        """Divides the batches of the objects that were configured last; None before that."""
+        self.balancer: BatchBalancer | None = None  # of the objects that were configured last
         self._accumulations: WeakKeyDictionary[Any, GradientAccumulation] = WeakKeyDictionary()
         self._config = config
         self._even_loaders: dict[int, tuple[DataLoader, dict[str, Any]]] = {}
@@ -69,11 +68,8 @@ class UnevenBatches(PluginPart):
         **kwargs: Any,
     ) -> DataLoader:
         """A loader of ``dataset``. Without a ``batch_size`` every rank has its own batches once the loader is boosted.
-
-        With a ``batch_size`` every rank has that many samples per batch, for example to evaluate. If that loader is
-        boosted, one with uneven batches takes its place, because the batch sizes in training follow from the global
-        batch size.
-        """
+        With one, every rank has that many samples per batch, for example to evaluate; if that loader is boosted, one
+        with uneven batches takes its place, because batch sizes in training follow from the global batch size."""
         arguments = dict(
             shuffle=shuffle, seed=seed, drop_last=drop_last, pin_memory=pin_memory, num_workers=num_workers, **kwargs
         )
@@ -91,7 +87,6 @@ class UnevenBatches(PluginPart):
         return loader
 
     def before_configure(self, plugin: ReplicaPlugin, objects: TrainingObjects) -> TrainingObjects:
-        """The same objects with a data loader of uneven batches; see ``PluginPart.before_configure``."""
         if objects.optimizer is None:
             return objects
         _check_step(objects.optimizer)
@@ -101,26 +96,22 @@ class UnevenBatches(PluginPart):
         return objects._replace(dataloader=loader, model=self._synchronized(plugin, objects.model, loader))
 
     def measure(self, plugin: ReplicaPlugin, objects: TrainingObjects) -> None:
-        """Measure the replicas, or read the profile that the user named; see ``PluginPart.measure``."""
         self._setup = plugin.batch_setup(objects)
         self._trial = trial_run(self._setup, objects.model, objects.optimizer, objects.criterion, objects.dataloader)
         self._profile, self._profile_path = profile_for(self._setup, self._description, self._trial)
 
     def attach(self, plugin: ReplicaPlugin, objects: TrainingObjects) -> None:
-        """Divide the batches and accumulate their gradients; see ``PluginPart.attach``."""
         self.balancer, self._accumulations[objects.optimizer] = attach_batches(
             self._setup, self._profile, self._trial, objects.lr_scheduler, self._profile_path
         )
         del self._trial
 
     def no_sync(self, optimizer: Any) -> AbstractContextManager[None]:
-        """In the block, gradients of this boosted optimizer are not summed over ranks."""
         if optimizer not in self._accumulations:
             raise RuntimeError("no_sync is for training: call booster.boost with an optimizer before it")
         return self._accumulations[optimizer].no_sync()
 
     def _synchronized(self, plugin: ReplicaPlugin, model: nn.Module, loader: HeteroDataLoader) -> nn.Module:
-        """``model``, with synchronized batch normalization if the user wants it."""
         if not self._config.sync_batchnorm:
             return model
         if plugin.replica()[1] != dist.get_world_size():
@@ -131,7 +122,6 @@ class UnevenBatches(PluginPart):
         return synchronize_batch_norm(model, lambda: None if loader.current is None else loader.current.samples)
 
     def _loader_to_train_with(self, plugin: ReplicaPlugin, dataloader: DataLoader | None) -> HeteroDataLoader:
-        """``dataloader`` if it has uneven batches, otherwise a loader of the same data that has."""
         if isinstance(dataloader, HeteroDataLoader):
             return dataloader
         if dataloader is None or id(dataloader) not in self._even_loaders:
@@ -152,7 +142,6 @@ class UnevenBatches(PluginPart):
 
 
 def _check_step(optimizer: Any) -> None:
-    """Raise ``ValueError`` if a step of the optimizer needs a closure."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
@@ -162,23 +151,16 @@ def _check_step(optimizer: Any) -> None:
 
 
 # Pipeline batches ----------------------------------------------------------------------------------------------------
-#
-# The part of a plugin that gives every pipeline as many micro-batches as fit its speed.
-#
 # Replicas are pipelines of equal depth. The loader gives each replica its part of a global batch at once, a multiple of
-# the micro-batch, and the schedule cuts it. The times of the passes are measured while the model trains, without
-# trials.
+# the micro-batch, and the schedule cuts it. Passes are timed while the model trains, without trials.
 
 
 FIRST_CHECK = 4
-"""Optimizer steps before the first check. The first step is not measured, because libraries prepare themselves in it.
-"""
-KEPT_TIMES = 16
-"""Number of iterations whose times are kept between two checks."""
+"""Optimizer steps before the first check; the first is not measured, because libraries prepare themselves in it."""
+KEPT_TIMES = 16  # iterations whose times are kept between two checks
 
 
 def check_pipeline_batches(batches: BatchConfig, arguments: Mapping[str, Any], planned: bool) -> None:
-    """Raise ValueError if a global batch cannot be divided over pipelines with these arguments of the plugin."""
     style = arguments.get("pp_style", "1f1b")
     size = arguments.get("microbatch_size")
     reasons = (
@@ -212,27 +194,22 @@ def check_pipeline_batches(batches: BatchConfig, arguments: Mapping[str, Any], p
 
 
 class PipelineBatches(UnevenBatches):
-    """Divides global batches over pipelines by their measured speed.
-
-    Gradients are exact: the loss of a micro-batch is weighted such that the mean over replicas is the mean over the
-    samples of the global batch ([Note: weights of micro-batches] in ``data_parallel/accumulation.py``).
-    """
+    """Divides global batches over pipelines by their measured speed. Gradients are exact: the loss of a micro-batch is
+    weighted such that the mean over replicas is the mean over the samples of the global batch ([Note: weights of
+    micro-batches] in ``data_parallel/accumulation.py``)."""
 
     def __init__(self, config: BatchConfig, micro_batch: int) -> None:
         super().__init__(config)
-        self.micro_batches: tuple[int, ...] = ()
-        """Micro-batches of a full global batch, by replica; () before ``booster.boost``."""
+        self.micro_batches: tuple[int, ...] = ()  # of a full global batch, by replica; () before ``booster.boost``
         self._micro_batch = micro_batch
         self._seconds: tuple[float, ...] = ()
         self._times: deque[float] = deque(maxlen=KEPT_TIMES)
-        self._unread: deque[tuple[Any, Any, int]] = deque(maxlen=KEPT_TIMES)
-        """Events before and after the passes of an iteration, and its micro-batches."""
+        self._unread: deque[tuple[Any, Any, int]] = deque(maxlen=KEPT_TIMES)  # start, end, and micro-batches
         self._steps = 0
         self._since_check = 0
         self._due = False
 
     def before_configure(self, plugin: Any, objects: TrainingObjects) -> TrainingObjects:
-        """Check the data loader; see :meth:`.UnevenBatches.before_configure`."""
         objects = super().before_configure(plugin, objects)
         if objects.optimizer is None:
             return objects
@@ -253,7 +230,6 @@ class PipelineBatches(UnevenBatches):
         """Measure nothing: times are those of training."""
 
     def attach(self, plugin: Any, objects: TrainingObjects) -> None:
-        """Time the passes, and divide again after optimizer steps; see ``PluginPart.attach``."""
         self._loader: HeteroDataLoader = objects.dataloader
         self._schedule = plugin.scheduler
         self._stages: int = plugin.pp_size
@@ -267,11 +243,7 @@ class PipelineBatches(UnevenBatches):
             self._schedule.forward_backward_step = self._timed(self._schedule.forward_backward_step)
 
     def run(self, execute: Callable[[Callable[[Any, Any], Tensor]], dict], criterion: Callable) -> dict:
-        """Train on this replica's part of the next global batch.
-
-        Returns:
-            What the schedule returns; ``loss`` is the mean over the samples of this replica.
-        """
+        """Train on this replica's part of the next global batch; ``loss`` is the mean over its samples."""
         if self._due:
             raise RuntimeError(
                 "the optimizer has not stepped since the last execute_pipeline, which ran a whole global batch; call "
@@ -291,7 +263,6 @@ class PipelineBatches(UnevenBatches):
         return result
 
     def _weight(self) -> float:
-        """The factor of the loss of the batch that the schedule runs."""
         current = self._loader.current
         if current is not None and 0 < self._schedule.batch_size < current.samples:
             raise RuntimeError(

@@ -23,7 +23,6 @@ __all__ = ["check_elastic", "cluster_of", "elastic_planning", "profile_of", "sea
 
 
 def check_elastic(elastic: Any, arguments: Mapping[str, Any]) -> None:
-    """Check that the plugin can be made again with other members."""
     if not isinstance(elastic, ElasticConfig):
         raise TypeError(f"elastic={elastic!r} is not an ElasticConfig; write ElasticConfig(min_members=...)")
     planning = arguments["planning"]
@@ -54,13 +53,11 @@ def check_elastic(elastic: Any, arguments: Mapping[str, Any]) -> None:
 
 
 def cluster_of(arguments: Mapping[str, Any]) -> Topology:
-    """The cluster with all nodes that may be members."""
     cluster = arguments["planning"].cluster
     return load_cluster(cluster) if isinstance(cluster, str | Path) else cluster
 
 
 def profile_of(arguments: Mapping[str, Any]) -> ModelProfile:
-    """The profile of the model."""
     profile = arguments["planning"].profile
     profile = load_model_profile(profile) if isinstance(profile, str | Path) else profile
     return on_links(profile, cluster_of(arguments))
@@ -69,7 +66,6 @@ def profile_of(arguments: Mapping[str, Any]) -> ModelProfile:
 def elastic_planning(
     arguments: Mapping[str, Any], cluster: Topology, known: KnownKinds, nodes: Sequence[str]
 ) -> PlanConfig:
-    """What to plan from in a world."""
     planning: PlanConfig = arguments["planning"]
     there = surviving_topology(cluster, nodes)
     profile = known.with_kinds({device.kind.name for device in there.devices})

@@ -1,8 +1,8 @@
 """Training that goes on when members die or come: what the ranks do between two worlds.
 
-[Note: between two worlds] An iteration ends with the commit of ``replica_gradients.py``. Until then, nothing has
+[Note: between two worlds] An iteration ends with the commit of ``replica_gradients.py``, before which nothing has
 changed a parameter. So if a collective fails, each rank holds the result of the last step, or has all that it needs to
-make it. Then, on all ranks in the same order:
+make it. Then all ranks, in this order:
 
 1. Tell the others, leave the old world, form a new one with those that are there.
 2. Agree on the newest step. Ranks that lack only this step make it.
@@ -62,23 +62,17 @@ log = logging.getLogger(__name__)
 
 Build = Callable[[Sequence[str], Sequence[HeldLayers | None], int | None], tuple[HeldLayers, int]]
 
-MAX_FAILURES = 3
-"""After so many failures of a step with the same members, training ends."""
+MAX_FAILURES = 3  # of a step with the same members; then training ends
 
 
 class ElasticRun(PluginPart):
-    """Lets a hybrid plugin go on in another world."""
-
-    rejoins = True
-    """True if this process can join another world, if a member is lost while it joins one."""
+    rejoins = True  # this process can join another world, if a member is lost while it joins one
 
     def __init__(self, members: Members, build: Build, config: ElasticConfig) -> None:
         self._members, self._build, self._seed = members, build, config.seed
         self._waiting = WaitForNodes(members, config.join_seconds)
-        self.version = 0
-        """Optimizer steps that are done."""
+        self.version = 0  # optimizer steps that are done
         self.recoveries: list[Recovery] = []
-        """What has happened so far."""
         self._agreed: RecoveryDecision | None = None
         self._objects: TrainingObjects | None = None
         self._scheduler: Any = None
@@ -127,8 +121,7 @@ class ElasticRun(PluginPart):
                 self._members.leave()
 
     def _form_world(self) -> tuple[Sequence[str], list[HeldLayers | None], int | None]:
-        """Form a world and agree on the newest step; the node of each member, what it holds, and the size of
-        micro-batches so far."""
+        """Form a world, agree on the newest step; returns nodes, held layers, and the size of micro-batches so far."""
         nodes = self._members.form()
         self._steps_in_world = 0
         done, has_results = self.evaluations.done, self.evaluations.has_results
@@ -152,7 +145,6 @@ class ElasticRun(PluginPart):
         return nodes, [layers for _, layers, _ in everyone], micro_batch
 
     def _follow(self, own: Standing, standings: Sequence[Standing]) -> None:
-        """What follows for an evaluation in which ranks may be; see [Note: evaluations]."""
         stayed = [each for each in standings if each.version is not None]
         if is_joined_inside(standings):
             raise StateLost(f"a process has joined while the others recover in an evaluation; {START_AGAIN}")
@@ -167,14 +159,13 @@ class ElasticRun(PluginPart):
         )
 
     def _make_step(self, commit: Commit) -> None:
-        """Make the step that others have made, with what they agreed on."""
         assert self._inner_step is not None
         self._gradients().exchange = lambda *_: commit
         self._inner_step()
         self._stepped(commit)
 
     def _let_go(self) -> Held:
-        """What this rank holds, out of the old model and optimizer, which then have no groups of the old world."""
+        """Take what this rank holds out of the old model and optimizer, which then have no groups of the old world."""
         assert self._objects is not None
         self._inner_step = None
         return release_state(self._objects, self._outline, self._scheduler, self._loader)
@@ -182,7 +173,6 @@ class ElasticRun(PluginPart):
     # The plugin's moments -----------------------------------------------------------------------------------------
 
     def before_configure(self, plugin: Any, objects: TrainingObjects) -> TrainingObjects:
-        """Note what the model is before it is divided; see ``PluginPart.before_configure``."""
         if self._template is None and objects.optimizer is not None:
             self._outline = outline_of(objects.model, objects.optimizer)
             self._criterion = objects.criterion
@@ -191,7 +181,6 @@ class ElasticRun(PluginPart):
         return objects
 
     def attach(self, plugin: Any, objects: TrainingObjects) -> None:
-        """Watch the optimizer's steps; see ``PluginPart.attach``."""
         if self._objects is None:
             self._objects = objects
         optimizer = objects.optimizer
@@ -226,7 +215,6 @@ class ElasticRun(PluginPart):
                 reason = _lost(error)
 
     def _lost_while_joining(self, error: RuntimeError) -> str:
-        """Why a collective has failed while this process joins others; raises any other error again."""
         if self._agreed is None or self._template is None or not self.rejoins:
             raise error  # without others, only the script has the model's first weights
         return _lost(error)
@@ -275,7 +263,6 @@ class ElasticRun(PluginPart):
                 reason = _lost(error)
 
     def _restore(self, lr_scheduler: Any, loader: Any) -> int:
-        """Fill model and optimizer from what all ranks hold; returns the bytes received."""
         assert self._objects is not None and self._agreed is not None
         return restore(self._objects, self._outline, self._held, self._agreed, lr_scheduler, loader)
 
@@ -306,13 +293,11 @@ class ElasticRun(PluginPart):
             return passes()
 
     def is_broken(self) -> bool:
-        """True if a member of this world is known to be lost."""
         return self._members.is_broken()
 
     def evaluate(
         self, plugin: Any, model: Any, batches: Iterator[Any], evaluate: Callable[[Iterator[Any]], dict]
     ) -> dict:
-        """Run the forward passes of an evaluation, in another world if this one breaks."""
         if not self._holds or self._calls:  # not in training yet, or gradients would be lost
             return evaluate(batches)
 
@@ -325,7 +310,7 @@ class ElasticRun(PluginPart):
         return self.evaluations.run(evaluate, batches, change)
 
     def guarded(self, plugin: Any, action: Callable[[], T], otherwise: T) -> T:
-        """What an action returns that all ranks do together; ``otherwise`` if a member is lost meanwhile."""
+        """Do an action of all ranks together; returns ``otherwise`` if a member is lost meanwhile."""
         try:
             return action()
         except RuntimeError as error:
@@ -334,14 +319,13 @@ class ElasticRun(PluginPart):
         return otherwise
 
     def finish(self) -> None:
-        """Training has ended. Every rank calls it."""
         with suppress(RuntimeError):  # a member that is lost now has nothing that the others lack
             dist.barrier()
         self._members.end_job()
         self._members.depart()
 
     def _repeat(self) -> dict:
-        """The passes since the last step once more; returns what the last of them does."""
+        """Repeat the passes since the last step; returns what the last of them does."""
         result: dict = {}
         for passes in self._calls:
             result = passes()
@@ -388,7 +372,6 @@ class ElasticRun(PluginPart):
     # Another world ------------------------------------------------------------------------------------------------
 
     def _change(self, plugin: Any, reason: str) -> None:
-        """Go on in a new world, however often it takes."""
         begin, members = time.monotonic(), dist.get_world_size()
         self._check_progress(reason)
         failed = not (self._commit is not None and any(self._commit.words) and not self._calls)
@@ -411,7 +394,6 @@ class ElasticRun(PluginPart):
             _print(words)
 
     def _check_progress(self, reason: str) -> None:
-        """Raise ``RuntimeError`` if the same step fails again and again although all members are there."""
         latest = self.recoveries[-MAX_FAILURES:]
         if len(latest) == MAX_FAILURES and all(
             each.version == self.version and each.before == each.after for each in latest
@@ -452,7 +434,6 @@ class ElasticRun(PluginPart):
             _print(f"all members leave; the state after step {self.version} {what}")
 
     def _form_again(self, reason: str | None) -> None:
-        """Leave the world, which is broken if there is a ``reason``, and form another one."""
         if reason is not None:
             self._members.fail(reason)
         with suppress(RuntimeError):
@@ -481,7 +462,6 @@ class ElasticRun(PluginPart):
 
 
 def _row_name(model: nn.Module) -> str | None:
-    """The name of the model's row of blocks; None if there is none."""
     try:
         return find_block_row(model).name
     except ValueError:
@@ -493,7 +473,7 @@ def _print(words: str) -> None:
 
 
 def _lost(error: RuntimeError) -> str:
-    """Why a collective has failed, if a lost connection is the cause; raises any other error again."""
+    """Reason why a collective has failed, if it is a lost connection; raises any other error again."""
     words = str(error)
     if not (isinstance(error, dist.DistError) or is_lost_connection(words)):
         raise error

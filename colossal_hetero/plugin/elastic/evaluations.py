@@ -1,10 +1,10 @@
 """Evaluations in elastic training: all ranks know that all have finished one before any of them goes on.
 
-[Note: evaluations] An evaluation has no commit, so replicas that are not slowed down by others would run ahead. A
-message at its end keeps them together, as the commit does for steps. If a member is lost, a rank is either in the
-evaluation that others are in, or one ahead of them, because it has got the message of this one; then all have its
-results. So ranks that are behind go on with their results. The others evaluate their batch again, unless all are in the
-same evaluation and have its results. A process that joins meanwhile is in no evaluation, and would train alone.
+[Note: evaluations] An evaluation has no commit, so a message at its end keeps replicas together, as the commit does for
+steps. If a member is lost, a rank is either in the evaluation that others are in, or one ahead of them, because it has
+got the message of this one; then all have its results, and ranks that are behind go on with them. The others evaluate
+their batch again, unless all are in the same evaluation and have its results. A process that joins meanwhile is in no
+evaluation, and would train alone.
 """
 
 from __future__ import annotations
@@ -45,13 +45,9 @@ __all__ = [
 
 
 class Evaluations:
-    """Counts the evaluations of a rank; see [Note: evaluations]."""
-
     def __init__(self) -> None:
-        self.done = 0
-        """Evaluations that all ranks have finished, as far as this rank knows."""
-        self.has_results: bool | None = None
-        """True if this rank has finished the passes of the evaluation that it is in; None if it is in none."""
+        self.done = 0  # evaluations that all ranks have finished, as far as this rank knows
+        self.has_results: bool | None = None  # of the passes of the present evaluation; None outside
 
     def run(
         self,
@@ -59,11 +55,7 @@ class Evaluations:
         batches: Iterator[Any],
         change: Callable[[RuntimeError], bool],
     ) -> dict:
-        """Evaluate the next batch.
-
-        Returns:
-            what ``evaluate`` returns.
-        """
+        """Evaluate the next batch; returns what ``evaluate`` returns."""
         drawn: list[Any] = []
         result: dict = {}
         self.has_results = False
@@ -85,7 +77,6 @@ class Evaluations:
 
 
 def has_to_repeat(own: Standing, standings: Sequence[Standing]) -> bool:
-    """True if a rank has to evaluate again what it is evaluating."""
     furthest = max(each.evaluations for each in standings)
     if own.has_results is None or own.evaluations < furthest:
         return False
@@ -99,7 +90,7 @@ def is_joined_inside(standings: Sequence[Standing]) -> bool:
 
 
 def _drawing(batches: Iterator[Any], drawn: list[Any]) -> Iterator[Any]:
-    """The batches that were drawn before, then the next ones, which are noted."""
+    """Repeat the batches that were drawn before, then draw the next ones, which are noted."""
 
     def new() -> Iterator[Any]:
         for batch in batches:
@@ -113,11 +104,8 @@ def _drawing(batches: Iterator[Any], drawn: list[Any]) -> Iterator[Any]:
 
 
 class Template:
-    """Keeps a model without memory for its parameters, and the optimizer that trains it.
-
-    The optimizer stays the same object, with the options of its parameter groups, so that a learning-rate schedule
-    keeps it. Only its parameters are replaced.
-    """
+    """Keeps a model without memory for its parameters, and the optimizer that trains it: the same object, with the
+    options of its parameter groups, so that a learning-rate schedule keeps it. Only its parameters are replaced."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, groups: Sequence[Sequence[str]]) -> None:
         memo = {
@@ -146,8 +134,7 @@ START_AGAIN = (
     "all processes must start again, and continue from the latest checkpoint (colossal-hetero launch does that)"
 )
 
-NOTHING = Held([], {}, None)
-"""What a process holds that joins."""
+NOTHING = Held([], {}, None)  # of a process that joins
 
 
 class StateLost(Exception):
@@ -155,7 +142,7 @@ class StateLost(Exception):
 
 
 def release_state(objects: TrainingObjects, outline: ModelOutline, lr_scheduler: Any, loader: Any) -> Held:
-    """What this rank holds. The model and the optimizer are empty then, without groups of the old world."""
+    """Take what this rank holds; the model and the optimizer are empty then, without groups of the old world."""
     model, optimizer = objects.model, objects.optimizer
     pieces = pieces_of(model, optimizer, outline)
     state = run_state_of(model, optimizer, lr_scheduler, loader, outline, pieces, epoch=0, plan="")
@@ -166,10 +153,7 @@ def release_state(objects: TrainingObjects, outline: ModelOutline, lr_scheduler:
 
 
 def receive_state(held: Held, leaving: Sequence[bool]) -> tuple[Held, int]:
-    """What this rank holds after it has got its share of what only ranks hold that leave, and the bytes received.
-
-    All ranks call it.
-    """
+    """Get the share of what only leaving ranks hold; returns all that is held then, and the bytes received."""
     holdings = all_holdings(held.pieces)
     taken = [empty_piece(each) for each in inheritance(holdings, leaving)[dist.get_rank()]]
     received = move_pieces(taken, held.pieces, holdings)
@@ -205,7 +189,6 @@ def restore(
 
 
 def _check_complete(outline: ModelOutline, held: Collection[str]) -> None:
-    """Raise ``StateLost`` if no rank holds some tensor of the model any more."""
     lost = [
         outline.layers[name] for name in outline.shapes if f"param.{name}" not in held and f"buffer.{name}" not in held
     ]

@@ -1,8 +1,6 @@
-"""Kinds of devices that the profile does not have: a process measures its own before it joins.
-
-The others train meanwhile. What was measured goes into the store, where the members find it before they make the plan
-that has the newcomer, and where the next process with such a device finds it too.
-"""
+"""Kinds of devices that the profile does not have: a process measures its own before it joins, while the others train.
+The result goes into the store, where the members find it before they make the plan that has the newcomer, and where the
+next process with such a device finds it too."""
 
 from __future__ import annotations
 
@@ -29,12 +27,11 @@ __all__ = [
 ]
 
 
-SECONDS_PER_LOOK = 0.1
-"""Between two looks whether another process has measured."""
+SECONDS_PER_LOOK = 0.1  # between two looks whether another process has measured
 
 
 class Board(Protocol):
-    """What all members of a job can read; see ``Membership``."""
+    """Texts and numbers that all members of a job can read; see ``Membership``."""
 
     def published(self, name: str) -> str | None:
         """The text with this name; None if there is none."""
@@ -47,7 +44,6 @@ class Board(Protocol):
 
 
 def own_kind(cluster: Topology, node: str, local_rank: int) -> str:
-    """The kind of this process's device in the cluster."""
     names = [each.name for each in cluster.nodes]
     if node not in names:
         raise ValueError(
@@ -77,7 +73,6 @@ class KnownKinds:
         self._profile, self._board, self._measure, self._limit = profile, board, measure, limit_seconds
 
     def with_kinds(self, kinds: Collection[str]) -> ModelProfile:
-        """The profile with those of ``kinds`` that members have measured."""
         profile = self._profile
         for kind in sorted(set(kinds) - set(profile.devices)):
             text = None if self._board is None else self._board.published(_name(kind))
@@ -142,20 +137,16 @@ def _say(text: str) -> None:
 # First world ---------------------------------------------------------------------------------------------------------
 
 
-STARTED, FORMED = "started", "in a world"
-"""Numbers of processes that have come before the first world, and that have been in one."""
+STARTED, FORMED = "started", "in a world"  # numbers of processes: come before the first world, been in one
 
 
 def a_world_has_formed(board: Board) -> None:
-    """Processes that come from now on do not wait for others."""
+    """Let processes that come from now on not wait for others."""
     board.count(FORMED, 1)
 
 
 def wait_for_the_first_world(board: Board, expected: int, limit_seconds: float) -> None:
-    """Wait until ``expected`` processes are there, a world has formed, or the limit is over.
-
-    The first process says how many are there.
-    """
+    """Wait until ``expected`` processes are there (as the first one says), a world formed, or the limit is over."""
     if limit_seconds <= 0 or board.count(FORMED, 0):
         return
     number, deadline, shown = board.count(STARTED, 1), time.monotonic() + limit_seconds, 0
@@ -173,11 +164,8 @@ def wait_for_the_first_world(board: Board, expected: int, limit_seconds: float) 
 
 
 # Waiting -------------------------------------------------------------------------------------------------------------
-#
-# Waiting for nodes when no plan fits the members that are there.
-#
-# The members stay in their world, and keep what they hold. When a process waits to join, or a member leaves, all of
-# them form the next world and plan again.
+# If no plan fits the members that are there, they stay in their world, and keep what they hold. When a process waits to
+# join, or a member leaves, all of them form the next world and plan again.
 
 
 class TooFewNodes(Exception):
@@ -192,7 +180,6 @@ class WaitForNodes:
         self._since: float | None = None
 
     def end(self) -> None:
-        """There is a plan."""
         self._since = None
 
     def wait(self, problem: str) -> None:

@@ -1,4 +1,4 @@
-"""This process as a member of an elastic job, as its environment and the user's options say."""
+"""Members of an elastic job: a process takes its place as its environment and the user's options say."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ class JobMember:
         place = ElasticEnvironment.from_environ()
         assert config.last_call_seconds is not None
         self.kind = own_kind(cluster, place.node, place.local_rank)
-        """The kind of this process's device in the cluster."""
         node_order = [node.name for node in cluster.nodes]
         timing = MembershipTiming(
             keep_alive_seconds=config.dead_seconds / KEEP_ALIVE_ATTEMPTS,
@@ -42,7 +41,6 @@ class JobMember:
             collective_limit_seconds=config.timeout_seconds,
         )
         self.node = place.node
-        """Name of this node."""
         self.membership = Membership(
             place.store_host,
             place.store_port,
@@ -62,16 +60,14 @@ class JobMember:
 
     @property
     def board(self) -> Membership:
-        """Where all members of the job can read."""
         return self.membership
 
     @property
     def job(self) -> str:
-        """A name that no other job on this node has."""
         return self.membership.identity()
 
     def form(self) -> Sequence[str]:
-        """Form a world; returns the node of each member, by rank. Ends the process if the job has ended."""
+        """Form a world. Ends the process if the job has ended."""
         if not self._has_formed:
             wait_for_the_first_world(self.membership, self._expected, self._start_seconds)
         try:
@@ -85,43 +81,34 @@ class JobMember:
         return nodes
 
     def seal(self) -> None:
-        """All groups of this world exist."""
         self.membership.seal()
 
     def fail(self, reason: str) -> None:
-        """Tell the others that this world is broken."""
         self.membership.fail(reason)
 
     def is_broken(self) -> bool:
-        """True if a member of this world is known to be lost."""
         return self.membership.failure is not None
 
     def leave(self) -> None:
-        """Drop all groups of this world."""
         self.membership.leave()
 
     def depart(self) -> None:
-        """Leave the job."""
         self.membership.depart()
 
     def end_job(self) -> None:
-        """The job has ended: processes that come later end at once."""
         self.membership.end_job()
 
     def is_somebody_waiting(self) -> bool:
-        """True if a process waits to join."""
         return self.membership.is_somebody_waiting()
 
     def is_leaving(self) -> bool:
-        """True if this member was told that it will be taken away."""
         return self._notice.is_given()
 
 
 # Restarted member ----------------------------------------------------------------------------------------------------
 
 
-SEED = 1024
-"""As in ``colossalai.launch``."""
+SEED = 1024  # as in ``colossalai.launch``
 
 
 class RestartedMember:
@@ -134,16 +121,13 @@ class RestartedMember:
         self._config, self._order = config, {node.name: number for number, node in enumerate(cluster.nodes)}
         self.place = TorchrunPlace.from_environ()
         self.kind = own_kind(cluster, self.place.node, self.place.local_rank)
-        """The kind of this process's device in the cluster."""
 
     @property
     def job(self) -> str:
-        """A name that no other job on this node has."""
         return self.place.job
 
     @property
     def node(self) -> str:
-        """Name of this node."""
         return self.place.node
 
     def form(self) -> Sequence[str]:
@@ -176,7 +160,7 @@ class RestartedMember:
         """The others notice that the connections to this process are closed."""
 
     def is_broken(self) -> bool:
-        """When a process ends, torchrun ends the others."""
+        """False: if a process ends, torchrun ends the others."""
         return False
 
     def leave(self) -> None:
@@ -193,5 +177,5 @@ class RestartedMember:
         """torchrun notices that its workers have ended."""
 
     def is_leaving(self) -> bool:
-        """What SIGTERM means only torchrun knows: all of its workers get it whenever it starts them again."""
+        """False: only torchrun knows what SIGTERM means, which all workers get whenever it starts them again."""
         return False

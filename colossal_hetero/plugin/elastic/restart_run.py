@@ -1,10 +1,9 @@
 """Training whose processes end when a member is lost or comes, and continue when they are started again.
 
 [Note: recovery by restart] Whoever has started the processes, torchrun or ``colossal-hetero launch``, starts them
-again. The new processes are where a script begins, in a world that may be another one. They do what a process does that
-joins (see [Note: between two worlds] in ``elastic_run.py``), but what each rank holds comes out of the memory files
-that its node's former processes have left. A step that only some ranks have made does not count if they do not have all
-of its state.
+again, in a world that may be another one. They do what a process does that joins (see [Note: between two worlds] in
+``elastic_run.py``), but what each rank holds comes out of the memory files that its node's former processes have left.
+A step that only some ranks have made does not count if they do not have all of its state.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ __all__ = ["PresentCheckpointIO", "RestartMembers", "RestartRun", "elastic_run_o
 
 T = TypeVar("T")
 
-START_AGAIN_CODE = 1
-"""Exit code of a process that is to be started again."""
+START_AGAIN_CODE = 1  # of a process that is to be started again
 SIGTERM_SECONDS = 20.0
 """After SIGTERM or ``abort``, so long a process may take to finish a step before its state is written. torchrun kills
 30 s after SIGTERM."""
@@ -116,7 +114,6 @@ class RestartRun(ElasticRun):
         self._new_layers, _ = self._build(nodes, layers, None)
 
     def _own_files(self, nodes: Sequence[str]) -> list[MemoryFile]:
-        """This rank's share of the files on its node."""
         rank = dist.get_rank()
         first, count = nodes[:rank].count(nodes[rank]), nodes.count(nodes[rank])
         read = (read_memory_file(self._folder.file(name)) for name in self._folder.files()[first::count])
@@ -125,7 +122,6 @@ class RestartRun(ElasticRun):
     # The plugin's moments -----------------------------------------------------------------------------------------
 
     def attach(self, plugin: Any, objects: TrainingObjects) -> None:
-        """See :meth:`.ElasticRun.attach`."""
         self._plugin = plugin
         super().attach(plugin, objects)
 
@@ -154,24 +150,21 @@ class RestartRun(ElasticRun):
     # Iterations ---------------------------------------------------------------------------------------------------
 
     def run(self, plugin: Any, passes: Callable[[], dict]) -> dict:
-        """Run forward and backward passes; see :meth:`.ElasticRun.run`."""
         self._note()
         return super().run(plugin, passes)
 
     def evaluate(
         self, plugin: Any, model: Any, batches: Iterator[Any], evaluate: Callable[[Iterator[Any]], dict]
     ) -> dict:
-        """Run the forward passes of an evaluation; see :meth:`.ElasticRun.evaluate`."""
         self._note()
         return super().evaluate(plugin, model, batches, evaluate)
 
     def guarded(self, plugin: Any, action: Callable[[], T], otherwise: T) -> T:
-        """Do what all ranks do together after an iteration; see :meth:`.ElasticRun.guarded`."""
         self._note()
         return super().guarded(plugin, action, otherwise)
 
     def finish(self) -> None:
-        """Training has ended, and the memory files are not needed any more. Every rank calls it."""
+        """End training: the memory files are not needed any more. Every rank calls it."""
         assert self._keeper is not None
         try:
             self._keeper.settle()
@@ -188,7 +181,7 @@ class RestartRun(ElasticRun):
         self._members.depart()
 
     def _note(self) -> None:
-        """If the last step is done, so is what the script does after it. From now on its state can be kept."""
+        """Note that the last step is done, and so what the script does after it: from now on its state can be kept."""
         if self._calls or not self._holds:
             return
         assert self._objects is not None and self._keeper is not None and self._layers is not None
@@ -216,8 +209,7 @@ class RestartRun(ElasticRun):
         return commit
 
     def _change(self, plugin: Any, reason: str) -> None:
-        """A member is lost, leaves or joins: all processes end. Those that stay first take what only those hold that
-        leave."""
+        """End all processes: a member is lost, leaves or joins. First take what only leaving ones hold."""
         assert self._keeper is not None
         if self._commit is not None and any(self._commit.words) and not self._calls:
             try:
@@ -248,7 +240,6 @@ class RestartRun(ElasticRun):
 
 
 def _held(files: Sequence[MemoryFile]) -> Held | None:
-    """What a rank holds in its files; boxes that several of them have occur once."""
     if not files:
         return None
     pieces = {(piece.key, piece.box): piece for file in files for piece in file.pieces()}
@@ -269,14 +260,13 @@ def _say(words: str) -> None:
 
 
 def members_of(config: ElasticConfig, cluster: Topology) -> JobMember | RestartedMember:
-    """This process as a member of its job, as its options and whoever has started it say."""
+    """Make this process a member of its job, as its options and whoever has started it say."""
     if config.recovery == "in-process" or STORE in os.environ:  # started by colossal-hetero launch
         return JobMember(config, cluster)
     return RestartedMember(config, cluster)
 
 
 def elastic_run_of(config: ElasticConfig, members: JobMember | RestartedMember, build: Build) -> ElasticRun:
-    """The elastic run of this process."""
     if config.recovery == "in-process":
         return ElasticRun(members, build, config)
     return RestartRun(config, members, build, watches=isinstance(members, RestartedMember))
@@ -286,8 +276,6 @@ def elastic_run_of(config: ElasticConfig, members: JobMember | RestartedMember, 
 
 
 class PresentCheckpointIO:
-    """Does what the ``CheckpointIO`` of the present world does."""
-
     def __init__(self, make: Callable[[], CheckpointIO]) -> None:
         self._make = make
 

@@ -1,8 +1,6 @@
-"""Compares the times of a pipeline's stages with the plan, and proposes a new split of the layers if they differ.
-
-The proposal follows ADAPT for devices whose speed changes (chapter 6): the costs of the layers in a stage are scaled by
-the stage's measured time / planned time, and the layers are divided again. Stages keep their ranks.
-"""
+"""Compares the times of a pipeline's stages with the plan, and proposes a new split of the layers if they differ. The
+proposal follows ADAPT for devices whose speed changes (chapter 6): the costs of the layers in a stage are scaled by the
+stage's measured time / planned time, and the layers are divided again. Stages keep their ranks."""
 
 from __future__ import annotations
 
@@ -42,14 +40,11 @@ class PassSeconds:
 
     @property
     def seconds(self) -> float:
-        """Of both passes together."""
         return self.forward_seconds + self.backward_seconds
 
 
 @dataclass(frozen=True)
 class StageDrift:
-    """A stage's planned and measured time for one micro-batch."""
-
     replica: int
     stage: int
     ranks: tuple[int, ...]
@@ -60,7 +55,6 @@ class StageDrift:
 
     @property
     def ratio(self) -> float:
-        """Measured / planned time."""
         return self.measured.seconds / self.planned.seconds
 
 
@@ -69,35 +63,24 @@ class Proposal:
     """The split of the layers with the shortest predicted time, given the measured speeds of the stages."""
 
     layers_per_stage: tuple[int, ...]
-    seconds: float
-    """Predicted time of one iteration, see :func:`.evaluate`."""
-    present_seconds: float
-    """Predicted time of one iteration with the present split."""
-    basis: str
-    """Where the costs of the layers come from: "profile" or "plan"."""
+    seconds: float  # predicted time of one iteration, see :func:`.evaluate`
+    present_seconds: float  # the same with the present split
+    basis: str  # source of the layers' costs: "profile" or "plan"
 
 
 @dataclass(frozen=True)
 class DriftReport:
-    """The stage times of an epoch compared with the plan."""
-
-    threshold: float
-    """Relative difference beyond which a stage has drifted (0.2 = 20 %)."""
-    layers_per_stage: tuple[int, ...]
-    """The present split."""
-    stages: tuple[StageDrift, ...]
-    """All measured stages, ordered by replica and stage."""
-    proposal: Proposal | None
-    """None if no stage has drifted, not all stages were measured, or no split fits in memory."""
+    threshold: float  # relative difference beyond which a stage has drifted (0.2 = 20 %)
+    layers_per_stage: tuple[int, ...]  # the present split
+    stages: tuple[StageDrift, ...]  # all measured stages, ordered by replica and stage
+    proposal: Proposal | None  # None if no stage has drifted, not all stages were measured, or no split fits in memory
 
     @property
     def drifted(self) -> tuple[StageDrift, ...]:
-        """The stages whose measured time differs from the planned time by more than ``threshold``."""
         return tuple(stage for stage in self.stages if abs(stage.ratio - 1.0) > self.threshold)
 
     def differs_from(self, earlier: DriftReport | None) -> bool:
-        """True if this report has news compared to ``earlier``: other stages have drifted, the time of one has changed
-        by more than the threshold since, or another split is best."""
+        """True if ``earlier`` has other drifted stages, a time changed by more than the threshold, or another split."""
         if earlier is None or [each.ranks for each in self.drifted] != [each.ranks for each in earlier.drifted]:
             return bool(self.drifted)
         splits = [each.proposal and each.proposal.layers_per_stage for each in (self, earlier)]
@@ -108,7 +91,6 @@ class DriftReport:
         return splits[0] != splits[1] or any(change > self.threshold for change in changes)
 
     def __str__(self) -> str:
-        """A text with one line per stage that has drifted, and one line for the split."""
         several = len({stage.replica for stage in self.stages}) > 1
         lines = []
         for stage in self.drifted:
@@ -141,7 +123,7 @@ def _as_text(layers: tuple[int, ...]) -> str:
 def compare(
     plan: Plan, measured: Mapping[int, PassSeconds], threshold: float, profile: ModelProfile | None = None
 ) -> DriftReport:
-    """The measured times of the stages compared with ``plan``, with a proposal if any stage has drifted."""
+    """Compare the measured times of the stages with ``plan``, with a proposal if any stage has drifted."""
     stages = []
     for number, replica in enumerate(plan.replicas):
         for index, stage in enumerate(replica.stages):
@@ -201,8 +183,7 @@ def _pipeline(plan: Plan, slowest: list[StageDrift], profile: ModelProfile | Non
             ]
             basis = "profile"
         except ValueError:
-            # The plan was made from another profile. Its means per stage are used instead.
-            pass
+            pass  # the plan was made from another profile; its means per stage are used instead
     slots = tuple(
         Slot(
             f"stage {each.stage}",
@@ -230,10 +211,8 @@ def _costs_of_mean(stage: StagePlan, blocks: int) -> LayerCosts:
 
 
 def _scaled(costs: LayerCosts, stage: StagePlan, measured: PassSeconds, schedule_seconds: float) -> LayerCosts:
-    """``costs``, scaled such that the present blocks of the stage take the measured time.
-
-    ``schedule_seconds``, the planned time of the schedule itself per cut, is scaled by the same ratio.
-    """
+    """``costs``, scaled such that the present blocks of the stage take the measured time; ``schedule_seconds``, the
+    planned time of the schedule itself per cut, is scaled by the same ratio."""
     part = slice(*stage.blocks)
 
     def to(seconds: NDArray[np.float64], total: float) -> NDArray[np.float64]:
@@ -254,12 +233,8 @@ def _scaled(costs: LayerCosts, stage: StagePlan, measured: PassSeconds, schedule
 
 
 def _channels(replica: Replica, output_bytes: Sequence[NDArray[np.float64]]) -> tuple[tuple[Channel, ...], ...]:
-    """Channels between stages. Neighbors have the planned speed, whatever the size of the planned message was.
-
-    Args:
-        replica: the present one.
-        output_bytes: by stage, what it sends behind each block, ``[blocks]``.
-    """
+    """Channels between stages of the present ``replica``. Neighbors have the planned speed, whatever the size of the
+    planned message was. ``output_bytes``: by stage, what it sends behind each block, ``[blocks]``."""
     count = len(replica.stages)
     hops = replica.hop_seconds
     rows = []
@@ -273,11 +248,9 @@ def _channels(replica: Replica, output_bytes: Sequence[NDArray[np.float64]]) -> 
 # Drift watch ---------------------------------------------------------------------------------------------------------
 
 
-WARMUP_ITERATIONS = 2
-"""Iterations at the start that are not measured, because they allocate memory and exchange shapes."""
+WARMUP_ITERATIONS = 2  # not measured, because they allocate memory and exchange shapes
 
-_Pass = tuple[Any, Any]
-"""The events at the start and at the end of a pass."""
+_Pass = tuple[Any, Any]  # events at the start and at the end of a pass
 
 
 class _Schedule(Protocol):
@@ -287,11 +260,8 @@ class _Schedule(Protocol):
 
 class StageClock:
     """Times the forward and backward passes of a 1F1B schedule, without its waiting for other stages between them.
-
-    Events are read when the device has reached them, so that the host never waits for the device. The times of an
-    iteration are means over its micro-batches: if a device is stopped now and then, the mean shows it, but the median
-    rarely does.
-    """
+    Events are read when the device has reached them, so that the host never waits. The times of an iteration are means
+    over its micro-batches: if a device is stopped now and then, the mean shows it, but the median rarely does."""
 
     def __init__(self, schedule: _Schedule) -> None:
         self._forward: list[_Pass] = []
@@ -318,7 +288,7 @@ class StageClock:
         return run
 
     def end_iteration(self, counts: bool = True) -> None:
-        """The passes since the last call were one iteration; they are dropped unless the iteration ``counts``."""
+        """End an iteration: the passes since the last call. They are dropped unless the iteration ``counts``."""
         if counts and self._forward and self._backward:
             self._running.append((self._forward, self._backward))
         self._forward, self._backward = [], []
@@ -346,15 +316,14 @@ class DriftWatch:
         self, schedule: _Schedule | None, plan: Plan, threshold: float, profile: ModelProfile | None, interval: int
     ) -> None:
         self.interval = interval
-        self.report: DriftReport | None = None
-        """For the last epoch that was measured; None before."""
+        self.report: DriftReport | None = None  # for the last epoch that was measured
         self._clock = None if schedule is None else StageClock(schedule)
         self._plan, self._threshold, self._profile = plan, threshold, profile
         self._iterations = 0
         self._printed: DriftReport | None = None
 
     def tick(self) -> None:
-        """An iteration has ended. At the end of an epoch this is collective, and rank 0 prints what has changed."""
+        """Note the end of an iteration; at that of an epoch this is collective, and rank 0 prints what has changed."""
         if self._clock is not None:
             self._clock.end_iteration(counts=self._iterations >= WARMUP_ITERATIONS)
         self._iterations += 1

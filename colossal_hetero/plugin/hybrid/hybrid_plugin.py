@@ -65,33 +65,30 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
     for timm's ``VisionTransformer``). In any policy, our layers replace the parallel linear layers. ``Booster`` saves
     and loads checkpoints of Colossal-AI's format.
 
-    With a plan, ``tp_size``, ``pp_size`` and the arguments of the pipeline schedule follow from the plan. If one of
-    them is given as well, it must agree with the plan. Every rank takes the place that the plan gives it: neighboring
-    stages of a pipeline need not have neighboring ranks. Without a plan, ``num_layers_per_stage`` may still give stages
-    different numbers of layers, in any schedule. In the interleaved and zero-bubble schedules a stage holds several
-    chunks of the model; there it takes one number per chunk, in the order of the model.
+    With a plan, ``tp_size``, ``pp_size`` and the schedule's arguments follow from it; one that is given as well must
+    agree. Every rank takes the place that the plan gives it: neighboring stages need not have neighboring ranks.
+    Without a plan, ``num_layers_per_stage`` may still give stages different numbers of layers, in any schedule; in the
+    interleaved and zero-bubble ones, whose stages hold several chunks of the model, it has one number per chunk.
 
     Args:
-        tp_size: ranks in a tensor-parallel group. With a plan it may be left out. With ``plan="auto"`` only plans with
+        tp_size: ranks in a tensor-parallel group; may be left out with a plan. With ``plan="auto"`` only plans with
             this size are considered, and the same holds for ``pp_size``.
         pp_size: pipeline stages; may be left out with a plan. With ``plan="auto"`` it asks for equal replicas.
         balance: what to do about slow ranks within a tensor-parallel group; the default only measures.
-        batches: how to divide global batches over replicas that are not equally fast (data parallelism). The default
-            divides them evenly, as Colossal-AI does. With a pipeline (1F1B, and ``microbatch_size``), each replica
-            gets a number of micro-batches that fits its speed.
+        batches: how to divide global batches over replicas that are not equally fast (data parallelism); by default
+            evenly. With a pipeline (1F1B, and ``microbatch_size``), each replica gets micro-batches that fit its speed.
         plan: which rank computes which layers: a plan, the path of a plan file (``colossal-hetero plan --out`` writes
-            one), or "auto", which makes a plan from ``planning``. In 1F1B, replicas may differ in stages and batches.
-            All ranks use rank 0's plan, so only rank 0 needs the files. A replica's batch is all its micro-batches in
-            the plan. At the end of each epoch, pipeline stages whose times differ from the plan are reported, if the
-            schedule is 1F1B. One training loop fits every plan (:meth:`execute_pipeline`).
+            one), or "auto", which makes a plan from ``planning``. Only rank 0 needs the files. In 1F1B, replicas may
+            differ in stages and batches, and stages whose times differ from the plan are reported at the end of each
+            epoch. A replica's batch is all its micro-batches. One training loop (:meth:`execute_pipeline`) fits every
+            plan.
         planning: what to plan from, over which networks ranks communicate, and how much stage times may differ.
         checkpoints: where :meth:`save` saves layer checkpoints, from which :meth:`resume` continues with any plan.
         elastic: goes on when processes die or join; see ``docs/elastic.md``. The constructor then forms the group of
             processes, in place of ``colossalai.launch_from_torch``.
 
     Raises:
-        TypeError: ``balance``, ``batches``, ``plan``, ``planning``, ``checkpoints`` or ``elastic`` has another type; or
-            there is no plan and a size is missing.
+        TypeError: one of the package's own arguments has another type, or without a plan a size is missing.
         ValueError: the world size does not fit ``tp_size * pp_size`` or the plan, an argument contradicts the plan or
             cannot be combined with replicas that are not alike, the plan is for another model, the model has no policy,
             or a layer has an option that cannot be combined with the balance mode.
@@ -153,7 +150,6 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         checkpoints: CheckpointConfig | None,
         **kwargs: Any,
     ) -> None:
-        """The constructor, for the world that there is now."""
         if not isinstance(balance, BalanceConfig | None):
             raise TypeError(f"balance={balance!r} is not a BalanceConfig; write BalanceConfig(mode=...)")
         if not isinstance(batches, BatchConfig | None):
@@ -227,7 +223,6 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         return PipelineBatches(batches, arguments["microbatch_size"])
 
     def _micro_batches(self, arguments: Mapping[str, Any]) -> tuple[int | None, int | None]:
-        """``num_microbatches`` and ``microbatch_size`` of a model that is not cut into stages."""
         if self.batches is not None:
             return None, None  # the data loader gives micro-batches
         if self._planned is not None:
@@ -246,12 +241,8 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
 
     @property
     def drift(self) -> DriftReport | None:
-        """The last epoch's stage times against the plan; None before the first epoch ends, without a pipeline, without
-        a plan, and in a schedule other than 1F1B.
-
-        An epoch has as many iterations as the dataloader given to ``booster.boost`` has batches, or 100 if that is
-        unknown.
-        """
+        """Stage times of the last epoch against the plan; None before an epoch ends, and without a planned 1F1B
+        pipeline. An epoch has as many iterations as the boosted dataloader has batches, or 100 if that is unknown."""
         return None if self._planned is None else self._planned.drift
 
     @property
@@ -266,8 +257,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
 
     @property
     def replica_micro_batches(self) -> tuple[int, ...]:
-        """Micro-batches of a global batch that each pipeline runs, by replica; () without ``batches``, without a
-        pipeline and before ``booster.boost``."""
+        """Micro-batches of a global batch, by replica; () without ``batches`` or pipeline, and before ``boost``."""
         return self._uneven_batches.micro_batches if isinstance(self._uneven_batches, PipelineBatches) else ()
 
     def configure(
@@ -278,14 +268,12 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         dataloader: DataLoader | None = None,
         lr_scheduler: LRScheduler | None = None,
     ) -> tuple[nn.Module, OptimizerWrapper, Callable, DataLoader, LRScheduler]:
-        """See ``Plugin.configure``; called by ``Booster.boost``."""
         objects = TrainingObjects(model, optimizer, criterion, dataloader, lr_scheduler)
         if self._elastic is None:
             return self._configure(objects)
         return self._elastic.configure(self._configure, objects)
 
     def _configure(self, objects: TrainingObjects) -> TrainingObjects:
-        """Configure ``objects`` in the world that there is."""
         watch_ranks()
         for part in self._parts:
             objects = part.before_configure(self, objects)
@@ -313,8 +301,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         return objects
 
     def _refuse_unsummed_steps(self, model: ModelWrapper, optimizer: OptimizerWrapper) -> None:
-        """Refuse steps whose gradients are not the sums over ranks. Uneven batches without a pipeline, and pipelines
-        that are not alike, check it themselves."""
+        """Refuse steps on gradients that are not summed, where uneven batches or unequal pipelines do not do it."""
         in_pipeline = self.scheduler is not None
         checks_itself = self._unequal if in_pipeline else self._uneven_batches
         if checks_itself is not None:
@@ -334,11 +321,8 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
     def prepare_dataloader(
         self, dataset: Dataset, batch_size: int | None = None, *args: Any, **kwargs: Any
     ) -> DataLoader:
-        """See ``HybridParallelPlugin.prepare_dataloader``. The loader can continue in an epoch.
-
-        ``batch_size`` may be left out with ``batches`` (see :meth:`.UnevenBatches.prepare_dataloader`) and with a plan.
-        ``seed`` is also that of the order, as in all loaders of the package; by default it is that of Colossal-AI's.
-        """
+        """Make a loader that can continue in an epoch. ``batch_size`` may be left out with ``batches`` and with a plan.
+        ``seed`` is also that of the order, as in all loaders of the package; by default it is Colossal-AI's."""
         make_loader = super().prepare_dataloader
         if self._uneven_batches is not None:
             return self._uneven_batches.prepare_dataloader(self, make_loader, dataset, batch_size, *args, **kwargs)
@@ -354,11 +338,10 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
     def execute_pipeline(
         self, data_iter: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any
     ) -> dict:
-        """See ``PipelinePluginBase.execute_pipeline``; called by ``Booster.execute_pipeline``.
-
-        It works without a pipeline too: then every rank accumulates the gradients of its batch, divided into
-        micro-batches as the plan, or ``num_microbatches`` or ``microbatch_size`` say (without any of them, not
-        divided), and every rank has the loss. Batches that are mappings reach the model and ``criterion`` as dicts.
+        """See ``PipelinePluginBase.execute_pipeline``; called by ``Booster.execute_pipeline``. Without a pipeline,
+        every rank accumulates the gradients of its batch, divided into micro-batches as the plan, ``num_microbatches``
+        or ``microbatch_size`` say (not divided without them), and has the loss. Batches that are mappings reach the
+        model and ``criterion`` as dicts.
 
         Raises:
             TypeError: ``data_iter`` is no iterator.
@@ -412,7 +395,6 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
     def _evaluate(
         self, data_iter: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any
     ) -> dict:
-        """Run the forward passes of a pipeline on the next batch."""
         if isinstance(self.scheduler, ZeroBubbleVPipeScheduler):
             raise ValueError(
                 "Colossal-AI's zero-bubble schedule cannot evaluate; save the model, and evaluate it with another "
@@ -432,7 +414,6 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
     def _train_replica(
         self, data_iter: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any
     ) -> dict:
-        """Train on the next batch of this rank's replica, which is not like the others."""
         assert self._unequal is not None and self._planned is not None
         passes = super().execute_pipeline
         optimizer = args[0] if args else kwargs.get("optimizer")
@@ -452,12 +433,8 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         return result
 
     def enable_lora(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """See ``HybridParallelPlugin.enable_lora``.
-
-        Raises:
-            ValueError: layers are tensor parallel; or rank 0, which writes adapters, is not in the first stage, where
-                they are gathered.
-        """
+        """See ``HybridParallelPlugin.enable_lora``. Raises ``ValueError`` if layers are tensor parallel, or rank 0,
+        which writes adapters, is not in the first stage, where they are gathered."""
         if self.tp_size > 1:
             raise ValueError(
                 f"LoRA with tp_size={self.tp_size} is not possible: Colossal-AI has no tensor-parallel layers with "
@@ -483,15 +460,13 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         return () if self._elastic is None else tuple(self._elastic.recoveries)
 
     def save(self, model: Any, *args: Any, **kwargs: Any) -> bool:
-        """See ``CheckpointMethods.save``. In elastic training a save that loses a member is given up."""
         save = functools.partial(super().save, model, *args, **kwargs)
         return save() if self._elastic is None else self._elastic.guarded(self, save, False)
 
     def resume(
         self, model: Any, optimizer: Any, lr_scheduler: Any = None, dataloader: Any = None, *, step: int | None = None
     ) -> Start:
-        """See ``CheckpointMethods.resume``. In elastic training every process calls it: one that joins gets the state
-        of the others."""
+        """See ``CheckpointMethods.resume``. In elastic training, a process that joins gets the state of the others."""
         load = functools.partial(super().resume, model, optimizer, lr_scheduler, dataloader, step=step)
         if self._elastic is None:
             return load()
@@ -501,25 +476,20 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         return self._elastic.resume(self, lr_scheduler, dataloader, load, saved_step)
 
     def finish(self) -> None:
-        """Say that training has ended, in elastic training: every process calls it at the end of the script.
-
-        Processes that come later, and spares, end at once. Without ``elastic`` it does nothing.
-        """
+        """End elastic training; every process calls it at the end of the script. Later processes and spares then
+        end."""
         if self._elastic is not None:
             self._elastic.finish()
 
     def micro_batch_place(self, number: int) -> tuple[int, int]:
-        """Which samples of the current global batch are this rank's micro-batch of that number: first, how many."""
+        """First sample and number of samples of this rank's micro-batch ``number`` in the current global batch."""
         assert self._unequal is not None
         return self._unequal.first_sample(number), self._unequal.plan.micro_batch
 
     def save_last(
         self, model: ModelWrapper, optimizer: OptimizerWrapper, lr_scheduler: Any, dataloader: Any, step: int
     ) -> bool:
-        """Save a layer checkpoint before all processes end, whatever ``save_every`` is; whether it is saved now.
-
-        Every rank calls it. Without ``checkpoints`` nothing is saved.
-        """
+        """Save a layer checkpoint before all processes end, whatever ``save_every`` is; returns True if it is saved."""
         if self._checkpoints is None:
             return False
         epoch = int(dataloader.state_dict()["epoch"])
@@ -536,11 +506,9 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             self._checkpoints.adopt(model)
 
     def get_checkpoint_io(self) -> CheckpointIO:
-        """See ``Plugin.get_checkpoint_io``; called by ``Booster``, once."""
         return self._checkpoint_io() if self._elastic is None else PresentCheckpointIO(self._checkpoint_io)
 
     def _checkpoint_io(self) -> CheckpointIO:
-        """``get_checkpoint_io`` for the groups that there are now."""
         checkpoint_io = super().get_checkpoint_io()
         if self._unequal is not None:
             groups = self.mixed_dp_group, self.pp_group, self.tp_group, self.sp_group
@@ -551,13 +519,11 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
     # For uneven batches ------------------------------------------------------------------------------------------
 
     def replica(self) -> tuple[int, int]:
-        """See :class:`~.uneven_batches.ReplicaPlugin`."""
         if self._unequal is not None:
             return self._unequal.index, len(self._unequal.plan.replicas)
         return dist.get_group_rank(self.dp_group, dist.get_rank()), self.dp_group.size()
 
     def batch_setup(self, objects: TrainingObjects) -> BatchSetup:
-        """See :class:`~.uneven_batches.ReplicaPlugin`."""
         assert self.batches is not None
         model, optimizer = objects.model, objects.optimizer
         replicas: list[Any] = [None] * dist.get_world_size()

@@ -37,8 +37,6 @@ __all__ = ["LayerBalancing"]
 
 @dataclass(frozen=True, eq=False)
 class _Attached:
-    """What belongs to a model that is balanced, whichever optimizers it has."""
-
     balancing: LayerBalancing
     balancer: Balancer
     memory: HybridOptimizerMemory
@@ -46,30 +44,22 @@ class _Attached:
 
 
 _ATTACHED: WeakKeyDictionary[nn.Module, ReferenceType[_Attached]] = WeakKeyDictionary()
-"""By the innermost model, whose hooks hold it."""
 
 
 class LayerBalancing(PluginPart):
     """Replaces parallel linear layers by layers that can be balanced, and measures and balances them in training."""
 
     def __init__(self, config: BalanceConfig, is_elastic: bool) -> None:
-        self.balancer: Balancer | None = None
-        """Of the model that was configured last; None before that."""
+        self.balancer: Balancer | None = None  # of the model that was configured last
         self._config = config
         self._is_elastic = is_elastic
-        self._balancers: list[ReferenceType[Balancer]] = []
-        """Those of all models."""
-        self._shapes: WeakKeyDictionary[nn.Module, Shapes] = WeakKeyDictionary()
-        """The whole shapes of the parameters of each model."""
+        self._balancers: list[ReferenceType[Balancer]] = []  # of all models
+        self._shapes: WeakKeyDictionary[nn.Module, Shapes] = WeakKeyDictionary()  # whole shapes of its parameters
 
     @contextmanager
     def hetero_layers(self, plugin: HybridParallelPlugin, model: nn.Module) -> Iterator[None]:
-        """Let ``plugin`` configure ``model`` with layers that can be balanced. The next model may need another policy,
-        so the plugin's policy is restored afterwards.
-
-        Raises:
-            ValueError: ``model`` was configured before.
-        """
+        """Let ``plugin`` configure ``model`` with layers that can be balanced. Afterwards its policy is restored,
+        because the next model may need another one. Raises ``ValueError`` if ``model`` was configured before."""
         given_policy = plugin.custom_policy
         if not isinstance(model, ModelWrapper):
             if hetero_layers(model):
@@ -85,7 +75,6 @@ class LayerBalancing(PluginPart):
             plugin.custom_policy = given_policy
 
     def attach(self, plugin: HybridParallelPlugin, objects: TrainingObjects) -> None:
-        """Measure every iteration and balance between iterations; see ``PluginPart.attach``."""
         model, optimizer = objects.model, objects.optimizer
         innermost = model.unwrap(unwrap_peft=False)
         attached = _ATTACHED.get(innermost, lambda: None)()
@@ -111,7 +100,6 @@ class LayerBalancing(PluginPart):
         _forget_on_new_scale(optimizer, balancer)
 
     def _attached(self, plugin: HybridParallelPlugin, objects: TrainingObjects) -> _Attached:
-        """A new balancer of the model."""
         model, optimizer = objects.model, objects.optimizer
         obstacle = None
         if self._config.mode not in ("off", "resize") and "nccl" in dist.get_backend(plugin.tp_group):
@@ -140,7 +128,6 @@ class LayerBalancing(PluginPart):
         return attached
 
     def _check_second(self, attached: _Attached, plugin: HybridParallelPlugin, objects: TrainingObjects) -> None:
-        """Raise ValueError if a model that has a balancer cannot have another optimizer."""
         if attached.balancing is not self:
             raise ValueError(
                 "another plugin has boosted this model, and balances its layers; boost all of its optimizers with the "
@@ -155,7 +142,6 @@ class LayerBalancing(PluginPart):
 
     @contextmanager
     def ordinary_shards(self) -> Iterator[None]:
-        """A context in which ranks hold the ordinary shards of all models; see :meth:`.Balancer.ordinary_shards`."""
         with ExitStack() as stack:
             for reference in self._balancers:
                 balancer = reference()
@@ -181,7 +167,6 @@ class LayerBalancing(PluginPart):
             setattr(checkpoint_io, name, with_ordinary_shards(getattr(checkpoint_io, name)))
 
     def weights_changed(self) -> None:
-        """Tell the balancers that weights were loaded."""
         for reference in self._balancers:
             balancer = reference()
             if balancer is not None:
@@ -189,8 +174,8 @@ class LayerBalancing(PluginPart):
 
 
 def _counting_passes(schedule: Any, end: Callable[[], None]) -> Callable[[], tuple[int, int]]:
-    """The number of the forward pass that begins in a run of ``schedule``, and the backward passes in that run. ``end``
-    is called after a run for training."""
+    """Find the number of the forward pass that begins in a run of ``schedule``, and the backward passes in that run.
+    ``end`` is called after a run for training."""
     if schedule is None:
         return lambda: (1, 1)
     number = 0
@@ -233,8 +218,8 @@ def _begin_on_forward(model: ModelWrapper, attached: _Attached, count: Callable[
         if not torch.is_grad_enabled():
             attached.balancer.end_evaluation_pass()
 
-    # On the innermost model, whose layers make the same check: the user may call it, or switch it to training, without
-    # the wrappers. It also runs inside the hooks by which ZeRO waits for weights that it gathers late.
+    # On the innermost model, whose layers make the same check: the user may call or switch it without the wrappers. It
+    # also runs inside the hooks by which ZeRO waits for weights that it gathers late.
     innermost = model.unwrap(unwrap_peft=False)
     innermost.register_forward_pre_hook(begin, with_kwargs=True)
     innermost.register_forward_hook(end, always_call=True)
@@ -251,11 +236,8 @@ def _begin_on_forward(model: ModelWrapper, attached: _Attached, count: Callable[
 
 
 def _count_waiting_between_passes(schedule: Any, clock: IterationClock) -> None:
-    """Count as communication what a pipeline stage does between its forward and backward passes.
-
-    There it mostly waits for other stages. The pipeline bubble, and the time that a slow stage adds to it, are not
-    this rank's work. The same holds for the sum of gradients over replicas after the last pass.
-    """
+    """Count as communication what a pipeline stage does between its forward and backward passes. There it mostly waits
+    for other stages; this and the sum of gradients over replicas after the last pass are not this rank's work."""
 
     schedule.forward_step = _counted_as_communication(schedule.forward_step, clock)
     schedule.backward_step = _counted_as_communication(schedule.backward_step, clock)

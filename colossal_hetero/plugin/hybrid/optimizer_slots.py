@@ -37,21 +37,18 @@ def _note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 class HybridOptimizerMemory:
-    """The memory of all optimizers of a model: those that ``HybridParallelPlugin`` has configured, and any optimizer of
-    torch that updates parameters of the model, from its first step on.
-    """
+    """Memory of all optimizers of a model: the plugin's, and any of torch that steps parameters of the model."""
 
     def __init__(self, plugin: Any, model: Any, optimizer: OptimizerWrapper, is_elastic: bool) -> None:
         self._model = model
         self._optimizers = [optimizer]
         self._masters: list[tuple[torch.optim.Optimizer, dict[int, Tensor]]] = []
-        """What each optimizer updates, by the ``id`` of the model's parameter, when units were moved last."""
+        """Tensors that each optimizer updates, by the ``id`` of the model's parameter, when units were moved last."""
         self._plugin_obstacle = _plugin_obstacle(plugin, is_elastic)
         if _note_step not in _global_optimizer_pre_hooks.values():
             register_optimizer_step_pre_hook(_note_step)
 
     def add(self, optimizer: OptimizerWrapper) -> None:
-        """Include another optimizer that the plugin has configured for the model."""
         self._optimizers.append(optimizer)
 
     def _all(self) -> list[torch.optim.Optimizer | OptimizerWrapper]:
@@ -67,16 +64,14 @@ class HybridOptimizerMemory:
 
     @property
     def obstacle(self) -> str | None:
-        """Why units cannot change their rank for good, as a clause; None if they can."""
+        """Reason why units cannot change their rank for good, as a clause; None if they can."""
         of_optimizers = (_optimizer_obstacle(inner_optimizer(optimizer)) for optimizer in self._all())
         return self._plugin_obstacle or next(filter(None, of_optimizers), None)
 
     def prepare(self) -> None:
-        """Take the model out of torch's ``DistributedDataParallel``, and note what the optimizers update.
-
-        The plugin uses ``DistributedDataParallel`` also for a single replica, where it has nothing to sum. But it
-        copies gradients into buckets of fixed sizes, and keeps the graph's nodes that add them up.
-        """
+        """Take the model out of torch's ``DistributedDataParallel``, and note what the optimizers update. The plugin
+        uses it also for a single replica, where it has nothing to sum, but copies gradients into buckets of fixed
+        sizes, and keeps the graph's nodes that add them up."""
         self._masters = [(inner_optimizer(optimizer), _updated_by(optimizer)) for optimizer in self._all()]
         if isinstance(self._model.module, DistributedDataParallel):
             self._model.module = self._model.module.module
@@ -101,7 +96,7 @@ class HybridOptimizerMemory:
 
 
 def _updated_by(optimizer: torch.optim.Optimizer | OptimizerWrapper) -> dict[int, Tensor]:
-    """What an optimizer updates, by the ``id`` of the model's parameter. Without masters, that is the parameter."""
+    """Tensors that an optimizer updates (without masters the parameters), by the ``id`` of the model's parameter."""
     masters = {key: found.tensor for key, found in masters_of(optimizer).items()}
     known = {id(master) for master in masters.values()}
     added = [each for group in inner_optimizer(optimizer).param_groups for each in group["params"]]

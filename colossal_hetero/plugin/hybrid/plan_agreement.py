@@ -20,20 +20,14 @@ from ..plan_config import SPACES, PlanConfig
 
 __all__ = ["Agreement", "agree_on_next_plan", "agree_on_plan", "as_launched", "best_plan"]
 
-SEARCHED = 100
-"""Of so many plans, the fastest with ``min_replicas`` is taken."""
+SEARCHED = 100  # of so many plans, the fastest with ``min_replicas`` is taken
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks use."""
-
-    plan: Plan
-    """With ranks numbered like the devices of the cluster."""
-    topology: Topology | None
-    """The cluster; None if it was not given."""
-    profile: ModelProfile | None
-    """The model's layers; None if they were not given."""
+    plan: Plan  # with ranks numbered like the devices of the cluster
+    topology: Topology | None  # None if it was not given
+    profile: ModelProfile | None  # None if it was not given
 
 
 def agree_on_plan(
@@ -44,10 +38,8 @@ def agree_on_plan(
     *,
     unequal: bool = True,
 ) -> Agreement:
-    """Rank 0's plan, which all ranks run, with the cluster and the profile in ``planning`` if they are given.
-
-    Only rank 0 reads files and makes plans, so only rank 0 needs the files. Called by all ranks.
-    """
+    """Rank 0's plan, which all ranks run, with the cluster and the profile in ``planning`` if they are given. Only rank
+    0 reads files and makes plans, so only rank 0 needs the files. Called by all ranks."""
     if not isinstance(plan, Plan | str | Path):
         raise TypeError(f'plan={plan!r} is neither a Plan, nor the path of a plan file, nor "auto"')
     found: list[Any] = [None, None, ValueError]
@@ -106,7 +98,6 @@ def _make(
     pp_size: int | None,
     unequal: bool,
 ) -> Plan:
-    """The best plan that can be run on the started ranks, with the given sizes if there are any."""
     from ...planner.report.plan_table import one_line
 
     global_batch = planning.global_batch_size
@@ -134,7 +125,6 @@ def best_plan(
     pp_size: int | None = None,
     unequal: bool = True,
 ) -> Plan:
-    """The fastest plan that uses every device of ``topology``."""
     from ...planner.search.gap_goal import Effort
     from ...planner.search.make_plans import make_plans
 
@@ -161,13 +151,10 @@ def best_plan(
 
 
 def as_launched(plan: Plan) -> Plan:
-    """``plan`` with ranks as launched, in an order with rank 0 in the first replica and first in its group.
-
-    The ranks are 0 … ``world_size`` − 1 for the devices that the plan uses, in the order of the cluster file. In
-    Colossal-AI the first replica and the first rank of each group write checkpoints, and rank 0 writes what belongs to
-    no group; both must be the same rank. Replicas with the same stages may change places, and so may the ranks of a
-    group.
-    """
+    """``plan`` with ranks 0 … ``world_size`` − 1 for the devices that it uses, in the order of the cluster file, but
+    rank 0 in the first replica and first in its group. In Colossal-AI the first replica and the first rank of each
+    group write checkpoints, and rank 0 what belongs to no group; these must be the same rank. So replicas with the same
+    stages may change places, and so may the ranks of a group."""
     problem = why_not_runnable(plan, dist.get_world_size())
     if problem is not None:
         raise ValueError(problem)

@@ -36,13 +36,10 @@ __all__ = [
 
 
 # Unequal chunks ------------------------------------------------------------------------------------------------------
-#
-# Unequal stages in the schedules that give a stage several chunks of the model.
-#
-# Colossal-AI's interleaved schedule divides a model into ``stages × chunks`` chunks, and stage s holds the chunks s, s
-# + stages, s + 2·stages, … The zero-bubble schedule divides it into ``2 · stages`` chunks, and stage s holds the chunks
-# s and 2·stages − 1 − s. Colossal-AI's stage manager can divide layers in these ways, but its constructor asserts one
-# number per stage, with which both schedules fail later. So the numbers are set here after the constructor.
+# Unequal stages in schedules with several chunks per stage. Of ``stages × chunks`` interleaved chunks, stage s holds s,
+# s + stages, s + 2·stages, …; of ``2 · stages`` zero-bubble chunks, it holds s and 2·stages − 1 − s. Colossal-AI's
+# stage manager can divide layers in these ways, but its constructor asserts one number per stage, with which both
+# schedules fail later. So the numbers are set after the constructor.
 
 
 def split_off_layers_per_chunk(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[int] | None]:
@@ -65,7 +62,6 @@ def split_off_layers_per_chunk(arguments: Mapping[str, Any]) -> tuple[dict[str, 
         )
     if style == "1f1b":
         return dict(arguments), layers
-    # The constructor asserts one number per stage.
     return {**arguments, "num_layers_per_stage": None}, layers
 
 
@@ -87,10 +83,8 @@ def set_layers_per_chunk(stage_manager: PipelineStageManager, layers: list[int])
 
 
 def check_one_row(stage_manager: PipelineStageManager, num_stages: int | None) -> None:
-    """Raise ``ValueError`` if a policy divides a model with an encoder and a decoder.
-
-    Such a policy asks ``stage_manager`` twice, each time for fewer stages than there are.
-    """
+    """Raise ``ValueError`` if a policy divides a model with an encoder and a decoder: such a policy asks
+    ``stage_manager`` twice, each time for fewer stages than there are."""
     if num_stages not in (None, stage_manager.num_stages):
         raise ValueError(
             "in a model with an encoder and a decoder, like T5 or Whisper, Colossal-AI decides itself which stages "
@@ -101,12 +95,9 @@ def check_one_row(stage_manager: PipelineStageManager, num_stages: int | None) -
 
 @contextmanager
 def unequal_layer_counts() -> Iterator[None]:
-    """Let stages build different numbers of the layers that zero-bubble schedules use.
-
-    Each such layer asks all ranks how many they have built, to choose the random state for new weights. If a rank
-    builds fewer layers, it never answers. The layers are made from layers that have weights, so they need no random
-    state, and the question is left out.
-    """
+    """Let stages build different numbers of the layers that zero-bubble schedules use. Each such layer asks all ranks
+    how many they have built, to choose the random state for new weights, and waits for ever if a rank builds fewer. The
+    layers are made from layers that have weights and need no random state, so the question is left out."""
     make = linear.create_randomizer_with_offset
 
     def make_locally(seed: int, process_group: dist.ProcessGroup | None = None, **offsets: bool) -> Any:
@@ -133,10 +124,7 @@ def check_model(model: nn.Module, plan: Plan) -> None:
 
 def check_model_at_division(stage_manager: PipelineStageManager, plan: Plan) -> None:
     """Let ``stage_manager`` raise ``ValueError`` when it divides a model with another number of blocks than ``plan``,
-    or one with an encoder and a decoder.
-
-    Every policy asks it when a model is boosted. Colossal-AI itself only has an assertion without a message.
-    """
+    or one with an encoder and a decoder. Every policy asks it; Colossal-AI itself only has an assertion."""
     distribute = stage_manager.distribute_layers
 
     def distribute_layers(num_layers: int, num_stages: int | None = None, *args: Any, **kwargs: Any) -> list[int]:
@@ -156,7 +144,6 @@ def _other_model(plan: Plan, num_layers: int) -> str:
 
 
 def check_global_batch(plan: Plan, batches: BatchConfig) -> None:
-    """Raise ``ValueError`` if the global batch that is divided unevenly has another size than the plan's."""
     if batches.global_batch_size != plan.global_batch:
         raise ValueError(
             f"global_batch_size={batches.global_batch_size} in batches contradicts the plan, which has "
@@ -175,11 +162,8 @@ def check_lora(plan: Plan) -> None:
 
 
 def valid_batch_sizes(plan: Plan) -> tuple[int, ...]:
-    """Samples that a replica's data loader may have in a batch, first those of a whole batch.
-
-    ``execute_pipeline`` divides a whole batch into micro-batches. Without a pipeline the training loop may also
-    accumulate gradients itself, so that the loader has micro-batches.
-    """
+    """Samples that a replica's data loader may have in a batch, first those of a whole batch. Without a pipeline the
+    training loop may also accumulate gradients itself, so that the loader has micro-batches."""
     whole = plan.micro_batch * plan.replicas[0].micro_batches
     return (whole,) if len(plan.layers_per_stage) > 1 else (whole, plan.micro_batch)
 
@@ -190,7 +174,7 @@ def check_batch_size(plan: Plan, batch_size: int | None) -> None:
 
 
 def checked_batches(batches: Iterator[Any], plan: Plan) -> Iterator[Any]:
-    """The same ``batches`` of a replica; raises ``ValueError`` when one does not have the size that the plan has."""
+    """Pass on a replica's ``batches``; raises ``ValueError`` if one does not have the size that the plan has."""
     for batch in batches:
         samples = _samples(batch)
         if samples is not None:
@@ -199,10 +183,8 @@ def checked_batches(batches: Iterator[Any], plan: Plan) -> Iterator[Any]:
 
 
 def batches_to_evaluate(batches: Iterator[Any], plan: Plan) -> Iterator[Any]:
-    """The same ``batches`` of a replica; raises ``ValueError`` when the interleaved schedule cannot evaluate one.
-
-    It takes the micro-batches of a batch in groups, one for each stage, and mixes up those of a smaller group.
-    """
+    """Pass on a replica's ``batches``; raises ``ValueError`` if the interleaved schedule cannot evaluate one. It
+    takes micro-batches in groups, one for each stage, and mixes up those of a smaller group."""
     for batch in batches:
         samples, stages = _samples(batch), len(plan.layers_per_stage)
         if plan.schedule == "interleaved" and samples is not None:
@@ -217,7 +199,6 @@ def batches_to_evaluate(batches: Iterator[Any], plan: Plan) -> Iterator[Any]:
 
 
 def _samples(batch: Any) -> int | None:
-    """Number of samples that a batch has; None without tensors."""
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     return len(tensors[0]) if tensors else None
 

@@ -1,10 +1,8 @@
-"""A mesh of process groups in which any rank may take any place.
+"""A mesh of process groups in which any rank may take any place. Colossal-AI's mesh puts rank r at position r, where
+the last axis varies fastest. Here a plan gives each position a rank.
 
-Colossal-AI's mesh puts rank r at position r, where the last axis varies fastest. A plan chooses which rank is which
-stage of which replica. Here the positions of the mesh stay the same, and each position is given a rank.
-
-Within a group, ranks keep the order of their positions, so that a rank's number in its group is its coordinate. Much
-of Colossal-AI relies on this: samplers use the number in the data-parallel group as the index of the replica, number 0
+Within a group, ranks keep the order of their positions, so that a rank's number in its group is its coordinate.
+Colossal-AI relies on this: samplers use the number in the data-parallel group as the index of the replica, number 0
 writes checkpoints, and a tensor-parallel layer holds the part with its number, whose gradients are summed with those at
 the same coordinate.
 """
@@ -64,19 +62,15 @@ class PlannedMesh(ProcessGroupMesh):
 
     @property
     def rank(self) -> int:
-        """The global rank of this process."""
         return self._ranks[self._rank]
 
     def unravel(self, rank: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The coordinate of ``rank``."""
         return ProcessGroupMesh.unravel(self._ranks.index(rank), shape)
 
     def ravel(self, coord: tuple[int, ...], shape: tuple[int, ...], mode: str = "raise") -> int:
-        """The rank at ``coord``; ``mode`` as in the parent class."""
         return self._ranks[ProcessGroupMesh.ravel(coord, shape, mode)]
 
     def get_ranks_in_group(self, group: dist.ProcessGroup) -> list[int]:
-        """The ranks of ``group``, in the order of their coordinates."""
         return [self._ranks[position] for position in super().get_ranks_in_group(group)]
 
     def _get_group(self, ranks_in_group: Iterable[int], backend: str | None = None) -> dist.ProcessGroup:
@@ -104,10 +98,8 @@ def ordered_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
 
 @contextmanager
 def _unsorted_ranks() -> Iterator[None]:
-    """Let ``new_group`` keep the order of ranks: older versions of torch sort them and have no argument to prevent it.
-
-    The module calls the built-in ``sorted``; a module-level name ``sorted`` hides the built-in.
-    """
+    """Let ``new_group`` keep the order of ranks, which older versions of torch sort, without an argument to prevent it.
+    A module-level name ``sorted`` hides the built-in that the module calls."""
     distributed_c10d.sorted = list  # type: ignore[attr-defined]
     try:
         yield
@@ -131,20 +123,15 @@ def planned_mesh(
 
 
 # Communicators -------------------------------------------------------------------------------------------------------
-#
-# Process groups that communicate over a given network; see :mod:`.group_networks`.
-#
-# torch makes NCCL's communicator in the first collective of a group, not together with the group. So the first
-# collective runs here, while the environment variables of the network are set. torch may make further communicators for
-# the same group later, for two ranks that send to each other. They use the same network, because its name is in the
-# options of the group too, unless ``NCCL_NET`` is set in the environment of the process, which has precedence. If the
-# default group were bound to a device, torch would split its communicator instead of making new ones; Colossal-AI does
-# not bind it.
+# torch makes NCCL's communicator in a group's first collective, which therefore runs here, while the environment
+# variables of the network are set. Communicators that torch makes for the same group later, for two ranks that send to
+# each other, use the same network, because its name is in the group's options too, unless ``NCCL_NET`` is set in the
+# environment of the process. If the default group were bound to a device, torch would split its communicator instead of
+# making new ones; Colossal-AI does not bind it.
 
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables inside the context, and restore the old values afterwards."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -165,10 +152,8 @@ def make_group(
     timeout: timedelta | None = None,
     new_group: Callable[..., Any] = dist.new_group,
 ) -> Any:
-    """A process group over ``network`` with its communicator; ``GroupMember.NON_GROUP_MEMBER`` on other ranks.
-
-    All ranks call this for all groups, in the same order, whether they are members or not.
-    """
+    """A process group over ``network`` with its communicator; ``GroupMember.NON_GROUP_MEMBER`` on other ranks. All
+    ranks call this for all groups, in the same order."""
     given = {"timeout": timeout, "pg_options": _options(network)}
     options = {name: value for name, value in given.items() if value is not None}
     with environment(network.environment(adapters)):
@@ -179,7 +164,6 @@ def make_group(
 
 
 def connect(group: dist.ProcessGroup, backend: str) -> None:
-    """Make the communicator now, by summing one number over the members."""
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
     total = torch.ones(1, device=device)
     dist.all_reduce(total, group=group)
@@ -203,11 +187,9 @@ def _options(network: Network) -> Any:
 
 
 def plan_groups(plan: Plan, topology: Topology, adapters: Mapping[str, Adapter] | None = None) -> MakeGroup:
-    """A function that makes a process group of any ranks that run ``plan``, over the network that they share.
-
-    Tensor-parallel groups use the links within a node, data-parallel groups RDMA if all members have it, and pipelines
-    what crosses clusters (Holmes, section 3).
-    """
+    """A function that makes process groups of ranks that run ``plan``, over the network that they share: links within a
+    node for tensor parallelism, RDMA for data parallelism if all members have it, and what crosses clusters for
+    pipelines (Holmes, section 3)."""
     devices = sorted(rank for replica in plan.rank_order for group in replica for rank in group)
     if devices[-1] >= len(topology.devices):
         raise ValueError(
@@ -232,11 +214,9 @@ def plan_groups(plan: Plan, topology: Topology, adapters: Mapping[str, Adapter] 
 
 
 def usable_network(network: Network, backend: str) -> Network | None:
-    """``network`` as ranks can use it whose default group has this ``backend``; None if it is not known how.
-
-    With ``cpu:gloo,cuda:nccl``, GPUs use NCCL among themselves, and Gloo in groups with a CPU. With one backend for all
-    devices, the ranks run on other hardware than in the plan, or the user chose it; then all groups use it.
-    """
+    """``network`` as ranks can use it whose default group has this ``backend``; None if it is not known how. With
+    ``cpu:gloo,cuda:nccl``, GPUs use NCCL among themselves, and Gloo in groups with a CPU. With one backend for all, the
+    hardware is not the plan's, or the user chose it; then all groups use it."""
     if backend == network.backend or {"cpu:gloo", "cuda:nccl"} <= set(backend.split(",")):
         return network
     if backend in ("gloo", "nccl"):
@@ -245,9 +225,7 @@ def usable_network(network: Network, backend: str) -> Network | None:
 
 
 def set_adapter_variables(adapters: Mapping[str, Adapter] | None) -> None:
-    """Set NCCL's environment variables for the names of this node's NICs, unless the user has set them.
-
-    NCCL reads them once, when it makes the first communicator of the process, so this comes before the plan's groups.
-    """
+    """Set NCCL's environment variables for the names of this node's NICs, unless the user has set them. NCCL reads them
+    once, for the first communicator of the process, so this comes before the plan's groups."""
     for name, value in process_environment(adapters or {}).items():
         os.environ.setdefault(name, value)

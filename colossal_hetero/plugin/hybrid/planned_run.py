@@ -43,13 +43,10 @@ __all__ = ["PlannedRun", "find_recomputable_blocks", "recompute_blocks", "traini
 
 
 # Recomputation -------------------------------------------------------------------------------------------------------
-#
-# Stages that recompute: of each block only the input is kept, and its forward pass runs again in the backward pass.
-#
-# The blocks themselves are checkpointed, with ``torch.utils.checkpoint``, rather than the model told to do so. Models
-# of transformers (``gradient_checkpointing_enable``), timm (``set_grad_checkpointing``) and the forward passes that
-# Colossal-AI puts in their place call ``checkpoint`` in ways of their own: some always in its reentrant form, which
-# zero-bubble schedules cannot use, and none with the random state of tensor-parallel dropout.
+# A stage that recomputes keeps only the input of each block, whose forward pass runs again in the backward pass. The
+# blocks are checkpointed here, because the switches of the models (transformers' ``gradient_checkpointing_enable``,
+# timm's ``set_grad_checkpointing``) and Colossal-AI's forward passes call ``checkpoint`` in ways of their own: some
+# always reentrant, which zero-bubble schedules cannot use, and none with the random state of tensor-parallel dropout.
 
 
 def find_recomputable_blocks(model: nn.Module) -> str:
@@ -68,11 +65,8 @@ def find_recomputable_blocks(model: nn.Module) -> str:
 
 
 def recompute_blocks(model: nn.Module, row: str) -> None:
-    """Let all blocks that this rank has of ``model`` recompute in training, once Colossal-AI has divided it.
-
-    A second call changes nothing. What the script had switched on for the same purpose is switched off, because blocks
-    would be repeated twice.
-    """
+    """Let all blocks that this rank has of ``model`` recompute in training, once Colossal-AI has divided it. A second
+    call changes nothing. What the script has switched on for this is switched off, or blocks would repeat twice."""
     held = [block for block in model.get_submodule(row).children() if any(True for _ in block.parameters())]
     if any(isinstance(vars(block).get("forward"), _Recomputed) for block in held):
         return
@@ -123,7 +117,6 @@ class PlannedRun(PluginPart):
         unequal = pp_size is None and why_not_unequal(arguments, batches is not None) is None
         agreed = agree_on_plan(plan, planning, tp_size, pp_size, unequal=unequal)
         self.plan = as_launched(agreed.plan)
-        """With ranks as they were launched."""
         self._planning = planning
         self._profile = agreed.profile
         self._batches = batches
@@ -134,11 +127,9 @@ class PlannedRun(PluginPart):
         )
         layer_sums = planning.layer_sums or not self.plan.symmetric
         self.unequal = UnequalReplicas(self.plan, self._make_group or ordered_group) if layer_sums else None
-        """Runs replicas that are not alike; None if Colossal-AI runs the plan."""
 
     @property
     def batch_size(self) -> int:
-        """Samples of a replica's batch."""
         return valid_batch_sizes(self.plan)[0]
 
     @property
@@ -147,7 +138,6 @@ class PlannedRun(PluginPart):
         return None if self._watch is None else self._watch.report
 
     def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """See :func:`~.plugin_arguments.arguments_from_plan`."""
         if self.unequal is None:
             return arguments_from_plan(self.plan, self.plan.replicas[0], given)
         check_arguments(self.plan, given, self._batches is not None)
@@ -160,14 +150,13 @@ class PlannedRun(PluginPart):
         return planned_mesh(self.plan.rank_order, dp_outside, self._make_group)
 
     def check_plugin(self, plugin: HybridParallelPlugin) -> None:
-        """Check the constructed ``plugin`` now, and the number of a model's blocks when it divides them."""
+        """Check ``plugin`` now, and the number of a model's blocks when it divides them."""
         if plugin.stage_manager is not None:
             check_model_at_division(plugin.stage_manager, self.plan)
         if self._batches is not None:
             check_global_batch(self.plan, self._batches)
 
     def before_configure(self, plugin: HybridParallelPlugin, objects: TrainingObjects) -> TrainingObjects:
-        """Check the data loader and the model; see ``PluginPart.before_configure``."""
         if objects.optimizer is not None and self._batches is None and self.unequal is None:
             check_batch_size(self.plan, getattr(objects.dataloader, "batch_size", None))
         if not isinstance(objects.model, ModelWrapper) and plugin.stage_manager is None:
@@ -179,7 +168,6 @@ class PlannedRun(PluginPart):
         return objects
 
     def change_model(self, plugin: HybridParallelPlugin, objects: TrainingObjects) -> None:
-        """Let the blocks of this rank's stage recompute, if the plan says so; see ``PluginPart.change_model``."""
         rank = dist.get_rank()
         if self._recomputed is not None and any(
             stage.recompute and rank in stage.ranks for replica in self.plan.replicas for stage in replica.stages
@@ -187,7 +175,6 @@ class PlannedRun(PluginPart):
             recompute_blocks(objects.model.unwrap(), self._recomputed)
 
     def attach(self, plugin: HybridParallelPlugin, objects: TrainingObjects) -> None:
-        """Time the passes of the stages of a 1F1B pipeline; see ``PluginPart.attach``."""
         pipelines = any(len(replica.stages) > 1 for replica in self.plan.replicas)
         if not pipelines or self.plan.schedule != "1f1b" or self._planning.drift_threshold == math.inf:
             return
@@ -204,26 +191,20 @@ class PlannedRun(PluginPart):
             self._watch.interval = objects.iterations_per_epoch
 
     def checked_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """See :func:`~.plan_checks.checked_batches`."""
         return checked_batches(batches, self.plan) if self.unequal is None else batches
 
     def batches_to_evaluate(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """See :func:`~.plan_checks.batches_to_evaluate`."""
         return batches_to_evaluate(batches, self.plan)
 
     def after_passes(self) -> None:
-        """The forward and backward passes of an iteration have ended."""
         if self._watch is not None:
             self._watch.tick()
 
 
 @contextmanager
 def training_sizes_kept(schedule: object) -> Iterator[None]:
-    """Let a 1F1B or interleaved schedule evaluate batches of another size, and train on as before.
-
-    The schedule keeps the number of micro-batches of what it evaluates for training, and asserts that all batches are
-    as large as the last one.
-    """
+    """Let a 1F1B or interleaved schedule evaluate batches of another size, and train on as before. It would train with
+    the number of micro-batches of the last evaluation, and asserts that all batches are as large as the last one."""
     number = "num_microbatch" if isinstance(schedule, InterleavedSchedule) else "num_microbatches"
     sizes = (number, "microbatch_size", "batch_size", "last_batch_size")
     shapes = ("send_tensor_metadata", "send_grad_metadata", "tensor_metadata_recv", "grad_metadata_recv")

@@ -55,10 +55,8 @@ def arguments_by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
 
 
 def arguments_from_plan(plan: Plan, replica: Replica, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The plugin's arguments that run a ``replica`` of ``plan``: those in ``given`` and those that follow.
-
-    A plan in ZeRO stage 0 says nothing about it: with another stage its devices need less memory.
-    """
+    """The plugin's arguments that run a ``replica`` of ``plan``: those ``given`` and those that follow. A plan in ZeRO
+    stage 0 says nothing about it: with another stage its devices need less memory."""
     pp_size, micro_batches = len(replica.stages), replica.micro_batches
     follows: dict[str, Any] = dict(tp_size=plan.tensor_parallel, pp_size=pp_size)
     if plan.zero_stage:
@@ -84,7 +82,6 @@ def arguments_from_plan(plan: Plan, replica: Replica, given: Mapping[str, Any]) 
 
 
 def check_world_size(tp_size: int, pp_size: int) -> None:
-    """Raise ValueError unless the ranks can be divided into tensor-parallel groups and pipeline stages."""
     world = dist.get_world_size()
     for name, size in (("tp_size", tp_size), ("pp_size", pp_size)):
         if size < 1:
@@ -97,7 +94,6 @@ def check_world_size(tp_size: int, pp_size: int) -> None:
 
 
 def check_uneven_batches(batches: BatchConfig, plugin: HybridParallelPlugin) -> None:
-    """Raise ValueError if global batches cannot be divided unevenly with the plugin's other arguments."""
     if plugin.sp_size > 1:
         raise ValueError(
             f"batches cannot be combined with sp_size={plugin.sp_size}: gradients are averaged over parts of sequences "
@@ -112,11 +108,8 @@ def check_uneven_batches(batches: BatchConfig, plugin: HybridParallelPlugin) -> 
 
 @contextmanager
 def zero_in_fp32(plugin: HybridParallelPlugin) -> Iterator[None]:
-    """Let ``configure`` of Colossal-AI's ``plugin`` accept ZeRO in fp32.
-
-    It refuses that, although its optimizer can do it: ``LowLevelZeroPlugin`` offers it. Where ``configure`` hands the
-    precision on, only "fp16" and "bf16" matter.
-    """
+    """Let ``configure`` of Colossal-AI's ``plugin`` accept ZeRO in fp32, which its optimizer can do, as in
+    ``LowLevelZeroPlugin``. Where ``configure`` hands the precision on, only "fp16" and "bf16" matter."""
     precision = plugin.precision
     if precision == "fp32" and plugin.zero_stage:
         plugin.precision = "float32"
@@ -127,18 +120,13 @@ def zero_in_fp32(plugin: HybridParallelPlugin) -> Iterator[None]:
 
 
 # One stage -----------------------------------------------------------------------------------------------------------
-#
-# ``execute_pipeline`` for a model that is not cut into stages: micro-batch after micro-batch, on every rank.
-#
-# With it a training loop does not depend on whether a plan has a pipeline. What it returns and refuses is that of
-# Colossal-AI's 1F1B schedule, of which it is the case of one stage.
+# ``execute_pipeline`` for a model that is not cut into stages, so that a training loop fits any plan. It returns and
+# refuses what Colossal-AI's 1F1B schedule does, of which it is the case of one stage.
 
 
 class OneStageSchedule:
-    """Runs the forward and backward passes of a replica's batch, and accumulates their gradients.
-
-    Gradients are summed over replicas in the last backward pass, unless ``without_sync`` is None.
-    """
+    """Runs the forward and backward passes of a replica's batch, and accumulates their gradients; they are summed over
+    replicas in the last backward pass, unless ``without_sync`` is None."""
 
     def __init__(
         self,
@@ -149,8 +137,7 @@ class OneStageSchedule:
         self._count = num_microbatches
         self._size = microbatch_size
         self._without_sync = without_sync
-        self.num_microbatches = 0
-        """Micro-batches of the batch that runs."""
+        self.num_microbatches = 0  # of the batch that runs
 
     def forward_backward_step(
         self,
@@ -161,12 +148,8 @@ class OneStageSchedule:
         return_loss: bool = True,
         return_outputs: bool = False,
     ) -> dict[str, Any]:
-        """Train on the next batch of ``data_iter``, or evaluate it if gradients are switched off.
-
-        Returns:
-            ``loss``: fp32, ``[]``, the mean of the micro-batches' losses, or None; ``outputs``: the model's outputs for
-            the whole batch, or None.
-        """
+        """Train on the next batch, or evaluate it if gradients are switched off. Returns ``loss``: fp32, ``[]``, the
+        mean over micro-batches, or None; ``outputs``: those of the model for the whole batch, or None."""
         training = torch.is_grad_enabled()
         if training and optimizer is None:
             raise ValueError("give execute_pipeline the optimizer, or evaluate inside torch.no_grad()")

@@ -1,17 +1,14 @@
-"""Times of Colossal-AI's own collectives, as communication of the iteration that is running.
+"""Times of Colossal-AI's own collectives, as communication of the iteration that is running: a rank waits for slower
+ones in them, which must not count as its own work.
 
-In these collectives a rank waits for slower ones, so their time must not count as its own work:
-
-- in the forward and backward pass: the vocabulary-parallel embedding, the vocabulary-parallel loss, gathered outputs,
-  and layers that this package does not replace;
+- in the forward and backward pass: the vocabulary-parallel embedding and loss, gathered outputs, and layers that this
+  package does not replace;
 - between the backward pass and the step: gradients that sequence parallelism divides, and gradient norms;
-- at the end of the backward pass: the sum of gradients over replicas that was not finished before
-  (:func:`time_end_of_backward`).
+- at the end of the backward pass: the rest of the sum of gradients over replicas (:func:`time_end_of_backward`).
 
-Balanced layers call ``torch.distributed`` themselves and mark the clock with their kind. Messages between two ranks
-(mode ``ring`` of sequence parallelism, ring attention) and ZeRO's reductions and gathers are not timed, except for what
-a rank waits for: the sum of gradients at the end of the backward pass, and parameters that the forward pass needs while
-they are still gathered (:func:`time_late_parameters`).
+Balanced layers mark the clock themselves, with their kind. Messages between two ranks (mode ``ring`` of sequence
+parallelism, ring attention) and ZeRO's reductions and gathers are not timed, except for that sum and for parameters
+that the forward pass needs while they are still gathered (:func:`time_late_parameters`).
 """
 
 from __future__ import annotations
@@ -58,8 +55,7 @@ class _TimedWork:
 class _TimedDistributed:
     """``torch.distributed`` as one module sees it: its collectives mark ``clock``, unless that is None."""
 
-    clock: IterationClock | None = None
-    """Of the iteration that began last. A clock ignores marks between iterations."""
+    clock: IterationClock | None = None  # of the iteration that began last; it ignores marks between iterations
 
     def __init__(self, distributed: Any) -> None:
         self._distributed = distributed
@@ -86,13 +82,10 @@ def time_collectives(clock: IterationClock | None) -> None:
 
 
 def time_end_of_backward(optimizer: OptimizerWrapper, clock_now: Callable[[], IterationClock | None]) -> None:
-    """Count as communication what ``optimizer.backward`` does after the last gradient has been computed.
-
-    ``clock_now`` returns the clock of the iteration that is running, or None if it is not measured.
-
-    Then it waits for the sum of gradients over replicas. Autograd's engine calls functions that are queued during a
-    backward pass after its last gradient, in their order; data parallelism queues its waiting later than this does.
-    """
+    """Count as communication what ``optimizer.backward`` does after the last gradient: it waits for the sum of
+    gradients over replicas. ``clock_now`` returns the clock of the running iteration, None if it is not measured.
+    Autograd's engine calls functions that are queued during a backward pass after its last gradient, in their order;
+    data parallelism queues its waiting later than this does."""
     backward = optimizer.backward
 
     @functools.wraps(backward)
@@ -113,10 +106,7 @@ def time_end_of_backward(optimizer: OptimizerWrapper, clock_now: Callable[[], It
 
 
 def time_late_parameters(optimizer: OptimizerWrapper, clock_now: Callable[[], IterationClock | None]) -> None:
-    """Count as communication what a forward pass waits for parameters that are gathered late.
-
-    ``clock_now`` returns the clock of the iteration that is running, or None if it is not measured.
-    """
+    """Count waiting for late parameters as communication; ``clock_now`` as in :func:`time_end_of_backward`."""
 
     @contextmanager
     def timed() -> Iterator[None]:

@@ -16,51 +16,41 @@ from torch.utils.hooks import RemovableHandle
 
 __all__ = ["LayerSums", "SharedBucket", "all_reduce_gradients", "scatter_gradients"]
 
-Finish = Callable[[], object]
-"""Waits until a sum is complete, and puts it where it belongs."""
+Finish = Callable[[], object]  # waits until a sum is complete, and puts it where it belongs
 
 
 @dataclass(frozen=True)
 class SharedBucket:
-    """The parameters of a bucket on this rank, and the ranks that hold them."""
-
     group: dist.ProcessGroup
     parameters: tuple[Parameter, ...]
 
     @property
     def is_shared(self) -> bool:
-        """True if there is another rank that holds them."""
         return dist.get_world_size(self.group) > 1
 
 
 class LayerSums:
-    """Starts the sums of this rank's buckets in their order; see [Note: one order of sums] in ``holders.py``.
-
+    """Starts the sums of this rank's buckets in their order; see [Note: one order of sums] in ``replica_gradients.py``.
     Between :meth:`passes` and :meth:`finish`, gradients accumulate on this rank only; sums from before are added
-    afterwards, so that gradients may be summed several times before the optimizer steps. A sum starts as soon as the
-    last backward pass has added to all gradients of its bucket and of the buckets before it, as often as the passes
-    before it have: a module that is used in several reentrant checkpoints gets several gradients. What is left starts
-    in :meth:`finish`, also for parameters that got no gradient.
-    """
+    afterwards, so that gradients may be summed several times before a step. A sum starts as soon as the last backward
+    pass has added to all gradients of its bucket and of the buckets before it, as often as the passes before it have: a
+    module in several reentrant checkpoints gets several gradients. What is left, such as parameters without a gradient,
+    starts in :meth:`finish`."""
 
     def __init__(
         self, buckets: Sequence[SharedBucket], start: Callable[[SharedBucket], Finish], early: bool = True
     ) -> None:
         self.buckets = tuple(buckets)
-        self.used: set[int] = set()
-        """``id`` of parameters with a gradient of this rank in a sum, since :meth:`drop`."""
-        self.accumulating = False
-        """True if a block of :meth:`passes` runs."""
+        self.used: set[int] = set()  # ``id`` of parameters with a gradient of this rank in a sum, since :meth:`drop`
+        self.accumulating = False  # a block of :meth:`passes` runs
         self._start = start
         self._early = early
         self._bucket_of = {id(each): number for number, bucket in enumerate(buckets) for each in bucket.parameters}
         self._hooks: list[RemovableHandle] = []
         self._passes: Callable[[], int] | None = None
         self._pass = 0
-        self._counts: dict[int, int] = {}
-        """Number of times that the running backward pass has added to a gradient, by ``id`` of the parameter."""
-        self._expected: dict[int, int] = {}
-        """The same for the passes before it: the most."""
+        self._counts: dict[int, int] = {}  # by ``id``: how often the running pass has added to a gradient
+        self._expected: dict[int, int] = {}  # the most of the passes before it
         self._totals: dict[int, Tensor] = {}
         self._summed: set[int] = set()
         self._reset()
@@ -71,10 +61,8 @@ class LayerSums:
 
     @contextmanager
     def passes(self, number: Callable[[], int] | None) -> Iterator[None]:
-        """A block in which ``number()`` backward passes run, one for each micro-batch; then comes :meth:`finish`.
-
-        None: gradients accumulate in the block, and are summed later together with others.
-        """
+        """A block in which ``number()`` backward passes run, one for each micro-batch; then comes :meth:`finish`. None:
+        gradients accumulate in the block, and are summed later together with others."""
         for parameter in self._parameters():
             if id(parameter) in self._summed and parameter.grad is not None:
                 self._totals[id(parameter)], parameter.grad = parameter.grad, None
@@ -86,12 +74,11 @@ class LayerSums:
             self._passes, self.accumulating = None, False
 
     def begin_pass(self) -> None:
-        """A backward pass of a micro-batch begins."""
         self._learn()
         self._pass += 1
 
     def gradient_ready(self, parameter: Parameter) -> None:
-        """A backward pass has added to ``parameter.grad``."""
+        """Note that a backward pass has added to ``parameter.grad``."""
         key = id(parameter)
         if self._bucket_of[key] < len(self._started):
             raise RuntimeError(
@@ -109,7 +96,6 @@ class LayerSums:
             self._start_next()
 
     def finish(self) -> None:
-        """Start what is left, and wait until all sums are complete."""
         while len(self._started) < len(self.buckets):
             self._start_next()
         self._end()
@@ -126,7 +112,6 @@ class LayerSums:
         self.used.clear()
 
     def remove(self) -> None:
-        """Do not watch the parameters any more."""
         for hook in self._hooks:
             hook.remove()
 
@@ -160,10 +145,8 @@ def _ready(sums: LayerSums, parameter: Parameter) -> None:
 
 
 def all_reduce_gradients(bucket: SharedBucket) -> Finish:
-    """Start the sum of whole gradients. Afterwards every holder has it in ``parameter.grad``.
-
-    Parameters without a gradient on this rank count as zero.
-    """
+    """Start the sum of whole gradients, which every holder then has in ``parameter.grad``. Parameters without a
+    gradient on this rank count as zero."""
     if not bucket.is_shared:
         return lambda: None
     flat = torch.cat([_gradient(parameter).flatten() for parameter in bucket.parameters])
@@ -177,14 +160,10 @@ def all_reduce_gradients(bucket: SharedBucket) -> Finish:
 def scatter_gradients(
     bucket: SharedBucket, deliver: Callable[[Parameter, Tensor], None], dtype: torch.dtype | None
 ) -> Finish:
-    """Start the sum of gradients, of which each of R holders keeps a shard, as ZeRO's optimizer uses them.
-
-    A gradient of n elements is padded with zeros to a multiple of R; holder r keeps the elements from ``r · ⌈n/R⌉``.
-
-    Args:
-        deliver: called with a parameter and this rank's shard, ``[⌈n/R⌉]`` in the gradient's type.
-        dtype: type in which gradients are sent; None: their own.
-    """
+    """Start the sum of gradients, of which each of R holders keeps a shard, as ZeRO's optimizer uses them. A gradient
+    of n elements is padded with zeros to a multiple of R; holder r keeps the elements from ``r · ⌈n/R⌉``. ``deliver``
+    is called with a parameter and this rank's shard, ``[⌈n/R⌉]`` in the gradient's type; ``dtype`` is that of messages
+    (None: the gradients' own)."""
     ranks = dist.get_world_size(bucket.group)
     sizes = [-(-parameter.numel() // ranks) for parameter in bucket.parameters]
     first = bucket.parameters[0]

@@ -1,8 +1,5 @@
-"""Each replica's share of the data, and the weight of its loss, when the plan gives replicas different batches.
-
-The loss of a replica with n of N samples is multiplied by n / N, and gradients are summed over replicas. So they are
-those of the mean over the global batch.
-"""
+"""Each replica's share of the data, and the weight of its loss, when the plan gives replicas different batches: n / N
+with n of N samples, so that the summed gradients are those of the mean over the global batch."""
 
 from __future__ import annotations
 
@@ -32,7 +29,6 @@ class ReplicaBatches:
 
     @property
     def samples(self) -> int:
-        """Of this replica in a full global batch."""
         return self._plan.micro_batch * self._plan.replicas[self._index].micro_batches
 
     def first_sample(self, micro_batch: int) -> int:
@@ -53,9 +49,8 @@ class ReplicaBatches:
         distributed_sampler_cls: Any = None,
         **kwargs: Any,
     ) -> DataLoader:
-        """A loader of ``dataset``: without a ``batch_size``, of this replica's share of each global batch; with one,
-        of equally many samples per replica, to evaluate.
-        """
+        """A loader of ``dataset``: of this replica's share of each global batch, or of ``batch_size`` samples, to
+        evaluate."""
         replicas = len(self._plan.replicas)
         if batch_size is not None:
 
@@ -85,14 +80,12 @@ class ReplicaBatches:
         return loader
 
     def check_loader(self, loader: Any) -> None:
-        """Raise ``ValueError`` if this replica cannot be trained with the batches of ``loader``; None is allowed."""
         self._loader = loader if isinstance(loader, HeteroDataLoader) else None
         size = getattr(loader, "batch_size", None)
         if self._loader is None and size is not None:
             self._check(size)
 
     def checked(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The same ``batches`` of this replica; raises ``ValueError`` when one does not have the size of its share."""
         for batch in batches:
             tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
             if tensors and self._share(len(tensors[0])) is None:
@@ -100,10 +93,8 @@ class ReplicaBatches:
             yield batch
 
     def weighted(self, criterion: Callable[[Any, Any], Tensor]) -> tuple[Callable[[Any, Any], Tensor], Callable]:
-        """``criterion`` with this replica's weight, and a function that takes the weight from a mean loss again.
-
-        The weight is that of the batch that the schedule has drawn when the criterion is first called.
-        """
+        """``criterion`` with this replica's weight for the batch that the schedule has drawn when it is first called,
+        and a function that takes the weight from a mean loss again."""
         weight: list[float] = []
 
         def run(outputs: Any, inputs: Any) -> Tensor:
@@ -117,7 +108,6 @@ class ReplicaBatches:
         return run, mean
 
     def attach(self, optimizer: Any) -> None:
-        """Let the loader count a global batch as done when ``optimizer`` steps."""
         step = optimizer.step
 
         @functools.wraps(step)
@@ -136,20 +126,17 @@ class ReplicaBatches:
         return current.samples / current.global_samples
 
     def _share(self, samples: int) -> float | None:
-        """The share of ``samples`` in their global batch; None if this replica has no batches of this size."""
         if samples == self.samples:
             return samples / self._plan.global_batch
         current = None if self._loader is None else self._loader.current
         return None if current is None or current.samples != samples else samples / current.global_samples
 
     def division(self, samples: int) -> Sequence[Sequence[int]]:
-        """Samples of each replica in a global batch of so many."""
         if samples == self._plan.global_batch:
             return [[replica.micro_batches * self._plan.micro_batch] for replica in self._plan.replicas]
         return self._divide_rest(samples)
 
     def _divide_rest(self, samples: int) -> Sequence[Sequence[int]]:
-        """The shares of the last global batch of an epoch, which is smaller than the others."""
         size, replicas = self._plan.micro_batch, self._plan.replicas
         stages = [len(replica.stages) for replica in replicas]
         if samples % size or samples // size < sum(stages):

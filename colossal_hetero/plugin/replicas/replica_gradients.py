@@ -32,26 +32,18 @@ __all__ = [
 
 
 # Commit --------------------------------------------------------------------------------------------------------------
-#
-# The message that all ranks exchange before the optimizer steps: a step happens on all of them or on none.
-#
-# [Note: commit] It carries what all must know: the norm of all gradients, whether a gradient is not finite, and which
-# parameters got a gradient anywhere. No rank steps before it has the sum over the world. So if any rank has stepped,
-# every rank had its complete gradients. If a rank does not read the sum, a GPU steps after it, and the host goes on.
+# [Note: commit] Before the optimizer steps, all ranks exchange a message, so that a step happens on all of them or on
+# none: the norm of all gradients, if a gradient is not finite, and which parameters got a gradient anywhere. No rank
+# steps before it has the sum over the world. So if any rank has stepped, every rank had its complete gradients. If a
+# rank does not read the sum, a GPU steps after it, and the host goes on.
 
 
 @dataclass(frozen=True)
 class Commit:
-    """What all ranks know before a step."""
-
-    gradient_norm: float
-    """Over all parameters of the model, of gradients as they are: with fp16 multiplied by the loss scale."""
-    overflow: bool
-    """True if a gradient of any rank is infinite or not a number."""
-    unused: frozenset[int]
-    """Numbers of parameters that got no gradient on any rank."""
-    words: tuple[float, ...] = ()
-    """Sums of the further numbers that ranks send along."""
+    gradient_norm: float  # of all the model's parameters, as the gradients are: with fp16 multiplied by the loss scale
+    overflow: bool  # a gradient of any rank is infinite or not a number
+    unused: frozenset[int]  # numbers of parameters that got no gradient on any rank
+    words: tuple[float, ...] = ()  # sums of the further numbers that ranks send along
 
 
 NOTHING = Commit(0.0, False, frozenset())
@@ -79,12 +71,8 @@ def exchange(
 
 
 # Holders -------------------------------------------------------------------------------------------------------------
-#
-# Which ranks hold which parameter, and the buckets in which gradients are summed over them.
-#
-# In replicas that are not alike, a layer may be in another stage, beside other layers, in each replica. So its
-# gradients are summed layer by layer, over all ranks that hold it (AutoHet, section III-C: layer-wise gradient
-# synchronization).
+# In replicas that are not alike, a layer may be in another stage, beside other layers. So its gradients are summed
+# layer by layer, over all ranks that hold it (AutoHet, section III-C: layer-wise gradient synchronization).
 #
 # [Note: one order of sums] All ranks start sums in the same order: that of the model's parameters, reversed, because
 # backward passes compute gradients in about this order. A rank starts only the sums that it takes part in. So no rank
@@ -95,31 +83,24 @@ def exchange(
 class HeldParameter:
     """A parameter, or a tensor-parallel part of it, as one rank holds it."""
 
-    name: str
-    """In the model of one process; of tied parameters, the first of their names."""
-    numel: int
-    """Elements that the rank holds."""
-    dtype: str
-    """Type of its gradient."""
+    name: str  # in the model of one process; of tied parameters, the first of their names
+    numel: int  # elements that the rank holds
+    dtype: str  # of its gradient
 
 
 @dataclass(frozen=True)
 class HolderBucket:
     """Parameters whose gradients are summed in one message, by the same ranks."""
 
-    ranks: tuple[int, ...]
-    """Those that hold the parameters."""
-    names: tuple[str, ...]
-    """In the order in which backward passes compute their gradients."""
+    ranks: tuple[int, ...]  # the holders
+    names: tuple[str, ...]  # in the order in which backward passes compute their gradients
 
 
 def divide_into_buckets(
     order: Sequence[str], held: Mapping[int, Iterable[HeldParameter]], max_elements: int
 ) -> tuple[HolderBucket, ...]:
-    """The buckets of all ranks, in the order in which sums start; see [Note: one order of sums].
-
-    A bucket ends where the next parameter has other holders or another type, or where it would become too large.
-    """
+    """Buckets of all ranks in the order in which sums start; see [Note: one order of sums]. A bucket ends where the
+    next parameter has other holders or another type, or where it would become too large."""
     holders: dict[str, list[int]] = {}
     kinds: dict[str, HeldParameter] = {}
     for rank in sorted(held):
@@ -166,14 +147,9 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class SharedParameters:
-    """The parameters that this rank trains."""
-
-    numbers: Mapping[int, int]
-    """By ``id`` of a parameter: its number in the whole model."""
-    total: int
-    """Number of parameters of the whole model."""
-    buckets: tuple[SharedBucket, ...]
-    """Every parameter is in one."""
+    numbers: Mapping[int, int]  # by ``id`` of a parameter: its number in the whole model
+    total: int  # parameters of the whole model
+    buckets: tuple[SharedBucket, ...]  # every parameter is in one
 
 
 def find_shared_buckets(
@@ -184,7 +160,7 @@ def find_shared_buckets(
     max_elements: int,
     find_groups: GroupFinder,
 ) -> SharedParameters:
-    """Which parameters this rank shares with whom. Called by all ranks at once."""
+    """Buckets of the parameters that this rank trains, with the ranks that share them. Called by all ranks at once."""
     wanted = {id(parameter) for parameter in trained if parameter.requires_grad}
     held: dict[str, Parameter] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -242,7 +218,6 @@ class ReplicaGradients:
     ) -> None:
         self.sums = LayerSums(parameters.buckets, start, early)
         self.exchange: Callable[[Tensor, Sequence[bool], bool], Commit] = exchange
-        """How the ranks agree on a step: :func:`.commit.exchange`."""
         self._parameters = parameters
         first_place = dist.get_rank(tp_group) == 0
         self._counted = {
@@ -254,7 +229,7 @@ class ReplicaGradients:
         }
 
     def commit(self, gradient_of: Callable[[Parameter], Tensor | None], needs_norm: bool) -> Commit:
-        """Agree with all ranks on a step; see [Note: commit] in ``commit.py``. Called by all ranks at once."""
+        """Agree with all ranks on a step; see [Note: commit]. Called by all ranks at once."""
         parameters = [each for bucket in self._parameters.buckets for each in bucket.parameters]
         if any(each.grad is not None and id(each) not in self.sums.used for each in parameters):
             raise RuntimeError(NOT_SUMMED)

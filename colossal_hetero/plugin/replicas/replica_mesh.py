@@ -1,9 +1,6 @@
-"""The process groups of replicas that are not alike, and the mesh that a rank sees: that of its own replica.
-
-Colossal-AI's hybrid plugin has one mesh, in which all replicas have the same stages. Here each rank gets the mesh of
-its replica, ``(1, stages, tensor parallel, 1)``, as if there were no other ranks. All groups of all replicas are made
-at once, by all ranks in the same order, because making a group is collective over the world.
-"""
+"""Process groups of replicas that are not alike. Colossal-AI's hybrid plugin has one mesh, in which all replicas have
+the same stages. Here each rank gets the mesh of its replica, ``(1, stages, tensor parallel, 1)``. All ranks make all
+groups of all replicas at once, in the same order, because making a group is collective over the world."""
 
 from __future__ import annotations
 
@@ -22,12 +19,11 @@ from ...colossalai_support.corrections import ModuleProxy
 __all__ = ["ReplicaMesh", "groups_for_messages", "make_replica_groups", "replica_mesh"]
 
 Ranks = tuple[int, ...]
-Groups = Mapping[Ranks, dist.ProcessGroup]
-"""Process groups by their members, in the order of the members' numbers in the group."""
+Groups = Mapping[Ranks, dist.ProcessGroup]  # by members, in the order of their numbers in the group
 
 
 def groups_of(replica: Sequence[Ranks]) -> list[Ranks]:
-    """The groups that Colossal-AI uses within a replica: ranks by stage and place in the tensor-parallel group."""
+    """Groups that Colossal-AI uses within a replica: ranks by stage and place in the tensor-parallel group."""
     groups: list[Ranks] = list(replica)
     groups += [(rank,) for stage in replica for rank in stage]
     for column in groups_for_messages(replica):
@@ -38,7 +34,7 @@ def groups_of(replica: Sequence[Ranks]) -> list[Ranks]:
 
 
 def groups_for_messages(replica: Sequence[Ranks]) -> list[Ranks]:
-    """The groups over which stages send to each other: by place in the tensor-parallel groups, all ranks there.
+    """Groups over which stages send: by place in the tensor-parallel groups, all ranks there.
 
     [Note: no sums beside messages] Gradients are not summed over these groups. A last stage starts sums before it sends
     its last gradients back. With NCCL, what a group does is in one order on each rank, so the stage before would wait
@@ -48,7 +44,6 @@ def groups_for_messages(replica: Sequence[Ranks]) -> list[Ranks]:
 
 
 def make_replica_groups(rank_order: Sequence[Sequence[Ranks]], make_group: Any) -> dict[Ranks, Any]:
-    """All groups within replicas. Called by all ranks with the same arguments."""
     groups: dict[Ranks, Any] = {}
     for replica in rank_order:
         for ranks in groups_of(replica):
@@ -58,10 +53,8 @@ def make_replica_groups(rank_order: Sequence[Sequence[Ranks]], make_group: Any) 
 
 
 class ReplicaMesh(ProcessGroupMesh):
-    """``ProcessGroupMesh`` of one replica, with groups that exist already.
-
-    What the parent class calls a rank is a position in the replica; what it returns is a global rank.
-    """
+    """``ProcessGroupMesh`` of one replica, with groups that exist already. What the parent class calls a rank is a
+    position in the replica; what it returns is a global rank."""
 
     def __init__(self, *size: int, ranks: Sequence[int], groups: Groups, sums: Groups) -> None:
         super().__init__(*size)
@@ -69,28 +62,22 @@ class ReplicaMesh(ProcessGroupMesh):
 
     @property
     def rank(self) -> int:
-        """The global rank of this process."""
         return self._ranks[self._rank]
 
     def unravel(self, rank: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The coordinate of ``rank``."""
         return ProcessGroupMesh.unravel(self._ranks.index(rank), shape)
 
     def ravel(self, coord: tuple[int, ...], shape: tuple[int, ...], mode: str = "raise") -> int:
-        """The rank at ``coord``; ``mode`` as in the parent class."""
         return self._ranks[ProcessGroupMesh.ravel(coord, shape, mode)]
 
     def get_ranks_in_group(self, group: dist.ProcessGroup) -> list[int]:
-        """The ranks of ``group``, in the order of their coordinates."""
         return list(dist.get_process_group_ranks(group))
 
     def _get_group(self, ranks_in_group: Iterable[int], backend: str | None = None) -> Any:
-        """The group of these positions. The parent class asks for all groups along an axis, also those without this
-        rank."""
+        """Group of these positions; the parent class asks for all along an axis, also those without this rank."""
         return self._groups[tuple(self._ranks[position] for position in sorted(set(ranks_in_group)))]
 
     def destroy_mesh_process_groups(self) -> None:
-        """Destroy this replica's groups. (The parent class destroys the groups that it has made.)"""
         every = [*self._groups.items(), *self._sums.items()]
         # The parent class reads the values. Groups that it meets again are destroyed already.
         self._ranks_to_group = {(n,): group for n, (ranks, group) in enumerate(every) if self.rank in ranks}

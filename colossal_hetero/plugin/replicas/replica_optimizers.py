@@ -1,8 +1,5 @@
-"""The hybrid plugin's model and optimizers, for replicas that are not alike.
-
-They are Colossal-AI's, with three differences: gradients are summed over the holders of each layer, the norm by which
-they are clipped is that of the whole model, and all ranks agree before a step.
-"""
+"""The hybrid plugin's model and optimizers, for replicas that are not alike: Colossal-AI's, but gradients are summed
+over the holders of each layer, clipped by the norm of the whole model, and all ranks agree before a step."""
 
 from __future__ import annotations
 
@@ -38,41 +35,32 @@ __all__ = ["ReplicaModule", "ReplicaOptimizer", "replica_optimizers"]
 
 
 class ReplicaModule(HybridParallelModule):
-    """``HybridParallelModule`` whose gradients are summed over the holders of each layer.
-
-    ``DistributedDataParallel``, which would sum over equal replicas, is not used.
-    """
+    """``HybridParallelModule`` whose gradients are summed over holders, and not by ``DistributedDataParallel``."""
 
     def __init__(self, module: nn.Module, *args: Any, use_ddp: bool, **kwargs: Any) -> None:
-        self.names = canonical_names(module)
-        """Of the whole model."""
-        self.gradients: ReplicaGradients | None = None
-        """None before the optimizer is configured."""
+        self.names = canonical_names(module)  # of the whole model
+        self.gradients: ReplicaGradients | None = None  # None before the optimizer is configured
         super().__init__(module, *args, use_ddp=False, **kwargs)
 
     def sync_shared_params(self) -> None:
         """Weights that stages share are parameters with more holders; their gradients are summed with the others."""
 
     def sync_dp_grads(self) -> None:
-        """Wait for the sums over all holders."""
         if self.gradients is not None:
             self.gradients.sums.finish()
 
 
 class ReplicaOptimizer:
-    """What the optimizers for replicas that are not alike have in common."""
+    """Common base of the optimizers for replicas that are not alike."""
 
     gradients: ReplicaGradients
-    """Sums of the gradients, and the agreement on a step."""
     _commit: Commit
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
-        """See ``OptimizerWrapper.backward``; called by schedules."""
         self._begin_pass()
         super().backward(*args, **kwargs)  # type: ignore[misc]
 
     def backward_by_grad(self, *args: Any, **kwargs: Any) -> None:
-        """See ``OptimizerWrapper.backward_by_grad`` and :meth:`backward`."""
         self._begin_pass()
         super().backward_by_grad(*args, **kwargs)  # type: ignore[misc]
 
@@ -90,8 +78,6 @@ class ReplicaOptimizer:
 
 
 class _WholeGradients(ReplicaOptimizer):
-    """Every holder has the whole sum of a gradient."""
-
     model: ReplicaModule
 
     def _share(self, optimizer: Any, find_groups: GroupFinder, max_elements: int, early: bool) -> None:
@@ -109,7 +95,6 @@ class _WholeGradients(ReplicaOptimizer):
         return self._commit.gradient_norm
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """See ``OptimizerWrapper.zero_grad``."""
         self.gradients.sums.drop()
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
 
@@ -122,7 +107,6 @@ class ReplicaNaiveOptimizer(_WholeGradients, HybridParallelNaiveOptimizer):
         self._share(optim, **sharing)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """See ``Optimizer.step``. Called by all ranks at once."""
         self._agree(self.max_norm > 0)
         super().step(*args, **kwargs)
 
@@ -148,7 +132,6 @@ class ReplicaAMPOptimizer(_WholeGradients, HybridParallelAMPOptimizer):
         self._is_scaled = _use_committed_overflow(self.mixed_precision, lambda: self._commit.overflow)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """See ``Optimizer.step``. Called by all ranks at once."""
         self._agree(self.max_norm > 0 or self._is_scaled)
         super().step(*args, **kwargs)
 
@@ -208,8 +191,6 @@ class ReplicaZeroOptimizer(ReplicaOptimizer, OverlappedHybridZeroOptimizer):
 
 
 class _Parameters:
-    """The parameters of an optimizer, in one group."""
-
     def __init__(self, parameters: list[Parameter]) -> None:
         self.param_groups = [{"params": parameters}]
 
@@ -222,7 +203,7 @@ def _shared_parameters(
 
 
 def _use_committed_overflow(mixed_precision: Any, overflow: Callable[[], bool]) -> bool:
-    """Let the loss scale follow the overflow that all ranks agree on. Returns whether there is a loss scale."""
+    """Let the loss scale follow the overflow that all ranks agree on; returns True if there is a loss scale."""
     if not hasattr(mixed_precision, "check_overflow"):
         return False
     mixed_precision.check_overflow = overflow

@@ -24,21 +24,20 @@ __all__ = ["ReplicaCheckpointIO", "UnequalReplicas", "check_arguments", "why_lay
 
 
 BUCKET_MIB = 8
-"""Gradients of a sum, if the plugin is not told ``ddp_bucket_cap_mb``. On a CPU, memory for larger ones would come from
-the system at each iteration, which takes as long as the copy into it."""
+"""Gradients of a sum, unless ``ddp_bucket_cap_mb`` is given. On a CPU, memory for larger ones would come from the
+system at each iteration, which takes as long as the copy into it."""
 
 MakeGroup = Callable[[tuple[int, ...]], Any]
 
 
 def why_layer_sums(plan: Plan) -> tuple[str, str]:
-    """What in ``plan`` is summed layer by layer, and another choice, both in words."""
+    """Part of ``plan`` that is summed layer by layer, and another choice, both in words."""
     if not plan.symmetric:
         return "the plan's replicas are not alike", "choose a plan of equal replicas"
     return "gradients are summed layer by layer", "leave layer_sums out of PlanConfig"
 
 
 def check_arguments(plan: Plan, arguments: Mapping[str, Any], with_batches: bool) -> None:
-    """Check that a plan that is summed layer by layer can be run with these arguments of the hybrid plugin."""
     reason = why_not_unequal(arguments, with_batches)
     if reason is not None:
         form, remedy = why_layer_sums(plan)
@@ -46,8 +45,7 @@ def check_arguments(plan: Plan, arguments: Mapping[str, Any], with_batches: bool
 
 
 def why_not_unequal(arguments: Mapping[str, Any], with_batches: bool) -> str | None:
-    """Why plans that are summed layer by layer cannot be run with these arguments of the hybrid plugin; None if they
-    can."""
+    """Reason why plans with layer sums cannot be run with these arguments of the hybrid plugin; None if they can."""
     zero_stage = arguments.get("zero_stage", 0)
     reasons = (
         (with_batches, "the plan gives each replica its batches; leave batches out"),
@@ -70,9 +68,7 @@ def why_not_unequal(arguments: Mapping[str, Any], with_batches: bool) -> str | N
 
 class UnequalReplicas(PluginPart):
     """Lets this rank run its own replica of a plan, and sums gradients layer by layer over all ranks that hold a layer.
-
-    Made by all ranks at once.
-    """
+    Made by all ranks at once."""
 
     def __init__(self, plan: Plan, make_group: MakeGroup) -> None:
         self.plan = plan
@@ -80,7 +76,6 @@ class UnequalReplicas(PluginPart):
         self.index = next(
             number for number, replica in enumerate(plan.rank_order) if any(rank in stage for stage in replica)
         )
-        """Number of this rank's replica."""
         self._make_group = make_group
         in_plan = [rank for replica in plan.rank_order for stage in replica for rank in stage]
         self._places = {rank: place for place, rank in enumerate(in_plan)}
@@ -94,15 +89,12 @@ class UnequalReplicas(PluginPart):
 
     @property
     def replica(self) -> Replica:
-        """This rank's replica."""
         return self.plan.replicas[self.index]
 
     def mesh(self, dp_outside: bool) -> AbstractContextManager[None]:
-        """A context in which Colossal-AI's plugin is constructed."""
         return replica_mesh(self.plan.rank_order[self.index], dp_outside, self._groups, self._sums)
 
     def optimizers(self, arguments: Mapping[str, Any]) -> AbstractContextManager[None]:
-        """A context in which Colossal-AI's plugin with these ``arguments`` configures models and optimizers."""
         if arguments.get("zero_stage"):
             max_elements = arguments.get("zero_bucket_size_in_m", 12) * 1024 * 1024
         else:
@@ -119,13 +111,11 @@ class UnequalReplicas(PluginPart):
     # A training step ----------------------------------------------------------------------------------------------
 
     def before_configure(self, plugin: Any, objects: TrainingObjects) -> TrainingObjects:
-        """Check the data loader; see ``PluginPart.before_configure``."""
         if objects.optimizer is not None:
             self._batches.check_loader(objects.dataloader)
         return objects
 
     def attach(self, plugin: Any, objects: TrainingObjects) -> None:
-        """Count global batches; see ``PluginPart.attach``."""
         self._batches.attach(objects.optimizer)
 
     def prepare_dataloader(
@@ -136,11 +126,9 @@ class UnequalReplicas(PluginPart):
         *args: Any,
         **kwargs: Any,
     ) -> DataLoader:
-        """See :meth:`.ReplicaBatches.prepare_dataloader`."""
         return self._batches.prepare_dataloader(prepare, dataset, batch_size, *args, **kwargs)
 
     def first_sample(self, micro_batch: int) -> int:
-        """See :meth:`.ReplicaBatches.first_sample`."""
         return self._batches.first_sample(micro_batch)
 
     def continue_loader(self, loader: HeteroDataLoader) -> None:
@@ -156,11 +144,7 @@ class UnequalReplicas(PluginPart):
         criterion: Callable,
         sums: bool,
     ) -> dict:
-        """Run the forward and backward passes of this replica's share of a global batch.
-
-        Returns:
-            What ``execute`` returns; ``loss`` is the mean over the samples of this replica.
-        """
+        """Run the passes of this replica's share of a global batch; ``loss`` is the mean over its samples."""
         if hasattr(schedule, "last_batch_size"):
             # The schedule takes both from the batch, whose size it expects to stay.
             schedule.num_microbatches = schedule.last_batch_size = None
@@ -175,10 +159,7 @@ class UnequalReplicas(PluginPart):
 
 
 class ReplicaCheckpointIO(HybridParallelCheckpointIO):
-    """``HybridParallelCheckpointIO`` for replicas that are not alike.
-
-    With ZeRO, each parameter's optimizer state is divided among the ranks that hold this parameter.
-    """
+    """``HybridParallelCheckpointIO`` if the ranks that hold a parameter share its optimizer state with ZeRO."""
 
     use_zero: bool
     global_dp_size: int
@@ -189,19 +170,16 @@ class ReplicaCheckpointIO(HybridParallelCheckpointIO):
         self.dp_rank = 0 if writes else 1  # what the parent class tells them by
 
     def save_sharded_optimizer(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """See ``HybridParallelCheckpointIO.save_sharded_optimizer``."""
         with self._whole_states(optimizer):
             if self._writes:
                 super().save_sharded_optimizer(optimizer, *args, **kwargs)
 
     def save_unsharded_optimizer(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """See ``HybridParallelCheckpointIO.save_unsharded_optimizer``."""
         with self._whole_states(optimizer):
             if self._writes:
                 super().save_unsharded_optimizer(optimizer, *args, **kwargs)
 
     def load_states_into_optimizer(self, optimizer: Any, state_dict: Mapping[Any, Any], id_map: dict) -> None:
-        """See ``HybridParallelCheckpointIO.load_states_into_optimizer``."""
         if not self.use_zero:
             super().load_states_into_optimizer(optimizer, state_dict, id_map)
             return
@@ -212,7 +190,6 @@ class ReplicaCheckpointIO(HybridParallelCheckpointIO):
 
     @contextmanager
     def _among(self, group: dist.ProcessGroup) -> Iterator[None]:
-        """States that are loaded in the block are divided among these ranks."""
         before = self.global_dp_size, self.dp_rank
         self.global_dp_size, self.dp_rank = dist.get_world_size(group), dist.get_rank(group)
         try:

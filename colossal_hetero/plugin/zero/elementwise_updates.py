@@ -1,10 +1,7 @@
-"""True if an optimizer can be sharded: ZeRO gives each rank a flat part of every parameter, gradient and state.
-
+"""Checks whether an optimizer can be sharded: ZeRO gives each rank a flat part of every parameter, gradient and state.
 That is exact only for optimizers that update each element on its own. Others look at norms of whole tensors (LAMB,
 LARS), at rows and columns (Adafactor, CAME), at whole matrices (Muon, GaLore, Shampoo) or at all gradients (Prodigy),
-and would train to other weights without an error. So an optimizer that is not known is tried on a tensor and on its two
-halves.
-"""
+and would train to other weights without an error. So an unknown optimizer is tried on a tensor and on its halves."""
 
 from __future__ import annotations
 
@@ -28,16 +25,13 @@ KNOWN = {
     *(optim.Adadelta, optim.Adam, optim.AdamW, optim.Adamax, optim.ASGD, optim.NAdam, optim.RAdam),
     *(optim.RMSprop, optim.Rprop, optim.SGD, CPUAdam, FusedAdam, FusedSGD, HybridAdam),
 }
-"""Optimizers that update each element on its own."""
 
-LARGEST = (192, 192, 3)
-"""No size of a tensor on which an optimizer is tried is larger; the last number is for all further dimensions."""
+LARGEST = (192, 192, 3)  # of a tensor on which an optimizer is tried; the last size is for all further dimensions
 
 STEPS, RATE, TOLERANCE = 2, 0.1, 1e-5
 
 
 def check_sharding(optimizer: Any, option: str, stage: int, distributed: bool) -> None:
-    """Raise ``ValueError`` if flat parts of parameters are not updated as the parameters are."""
     reason = why_not_sharded(optimizer, distributed)
     if reason is not None:
         raise ValueError(
@@ -47,7 +41,7 @@ def check_sharding(optimizer: Any, option: str, stage: int, distributed: bool) -
 
 
 def why_not_sharded(optimizer: Any, distributed: bool) -> str | None:
-    """Why ``optimizer`` cannot be sharded, in words; None if it can be."""
+    """Reason why ``optimizer`` cannot be sharded, in words; None if it can be."""
     optimizer = _inner(optimizer)
     if type(optimizer) in KNOWN or (distributed and type(optimizer) is Lamb):
         return None
@@ -102,7 +96,6 @@ def _try(optimizer: Any, group: dict[str, Any], shape: tuple[int, ...]) -> str |
 
 
 def _updated(optimizer: Any, group: dict[str, Any], value: Tensor, gradients: Sequence[Tensor]) -> Tensor:
-    """``value`` after steps of a copy of ``optimizer`` that has only this value."""
     parameter = Parameter(value.clone())
     probe = object.__new__(type(optimizer))
     groups: list[dict[str, Any]] = []

@@ -1,18 +1,15 @@
-"""Gradients that are summed over replicas in buckets, while the backward pass computes those of earlier layers.
+"""Sums gradients over replicas in buckets during backward passes (Holmes, Yang et al. 2023, overlapped optimizer).
 
-[Note: order of buckets] All ranks of a group must start the same collectives in the same order, although their
-gradients may be ready in different orders, for example if a micro-batch does not use all parameters. So parameters have
-one order on all ranks, and a gradient enters a bucket only after those before it. At first the order is that of the
-parameters, reversed. From the first step of the optimizer on, it is the order in which rank 0 had its gradients. What
-is not ready at the end of the backward pass follows then.
+[Note: order of buckets] All ranks of a group must start the same collectives in the same order, although gradients may
+get ready in different orders, for example if a micro-batch does not use all parameters. So a gradient enters a bucket
+only after those before it in an order that all ranks share: at first that of the parameters, reversed, and from the
+optimizer's first step on that in which rank 0 had its gradients. What is not ready follows at the end of the pass.
 
 [Note: unused parameters] A rank does not know which parameters the others use. So every parameter takes part in every
-sum, with zeros where a rank has no gradient, and a bucket also sums over ranks how many have one. A parameter that no
-rank has used keeps no gradient, as in one process. A gradient that a rank gets after its parameter was sent (a repeated
-forward pass) stays until the next sum. The last bucket says whether a rank has such gradients; before a step they are
-summed, and from then on these parameters are sent last.
-
-Source: Holmes (Yang et al. 2023), overlapped distributed optimizer.
+sum, with zeros where a rank has no gradient, and a bucket also sums how many ranks have one. A parameter that no rank
+has used keeps no gradient, as in one process. A gradient that comes after its parameter was sent (a repeated forward
+pass) stays until the next sum. The last bucket says if there are such gradients; they are summed before a step, and
+their parameters are sent last from then on.
 """
 
 from __future__ import annotations
@@ -30,29 +27,22 @@ __all__ = ["GradientBuckets"]
 
 
 class _Launched(NamedTuple):
-    """A bucket whose sum over replicas has been started."""
-
     parameters: list[Parameter]
     shard_sizes: list[int]
     received: Tensor
-    """This rank's shards of the mean gradients one after the other. Then for each parameter a number above 0 if a rank
-    has its gradient, and one for gradients that come late."""
+    """Shards of the mean gradients; then per parameter > 0 if a rank has its gradient, and one for late gradients."""
     work: dist.Work
 
 
 class GradientBuckets:
-    """Sums gradients over the ranks of a group. Each rank keeps its shard of every mean gradient.
-
-    A gradient of n elements is padded to a multiple of the number of ranks R. Rank r keeps the elements from
-    ``r · ⌈n/R⌉`` to ``(r + 1) · ⌈n/R⌉``.
+    """Sums gradients over the ranks of a group. Each rank keeps its shard of every mean gradient: of n elements, padded
+    to a multiple of the number of ranks R, rank r keeps those from ``r · ⌈n/R⌉`` to ``(r + 1) · ⌈n/R⌉``.
 
     Args:
         parameters: those with gradients, in an order that is the same on all ranks.
-        group: the ranks that the gradients are averaged over.
         max_elements: a bucket is started before it would hold more elements, unless it has only one gradient.
         communication_dtype: type in which gradients are sent; None: their own.
-        deliver: called with a parameter and this rank's shard of its mean gradient, ``[⌈n/R⌉]`` in the gradient's
-            type, padded with zeros.
+        deliver: called with a parameter and this rank's shard ``[⌈n/R⌉]``, in the gradient's type, padded with zeros.
         withheld: ``id`` of parameters whose gradients are not complete before :meth:`finish`.
     """
 
@@ -65,8 +55,7 @@ class GradientBuckets:
         deliver: Callable[[Parameter, Tensor], None],
         withheld: Collection[int] = (),
     ) -> None:
-        self.order: list[Parameter] = _last(withheld, list(reversed(parameters)))
-        """The parameters in the order in which they enter buckets."""
+        self.order: list[Parameter] = _last(withheld, list(reversed(parameters)))  # in which they enter buckets
         self._parameters = list(parameters)
         self._group = group
         self._ranks = dist.get_world_size(group)
@@ -81,13 +70,12 @@ class GradientBuckets:
         self._bucket: dict[int, Parameter] = {}
         self._elements = 0
         self._launched: list[_Launched] = []
-        self._sending: deque[tuple[dist.Work, Tensor]] = deque()
-        """Sums that may not be complete, each with the gradients that it sends."""
+        self._sending: deque[tuple[dist.Work, Tensor]] = deque()  # sums that may be running, and what they send
         self._flags: list[tuple[list[Parameter], Tensor]] = []
         self._used: set[int] = set()
 
     def gradient_ready(self, parameter: Parameter, passes: int = 1) -> None:
-        """A backward pass has added to ``parameter.grad``, which is complete after ``passes`` passes."""
+        """Note that a backward pass has added to ``parameter.grad``, which is complete after ``passes`` passes."""
         key = id(parameter)
         self._passes[key] = self._passes.get(key, 0) + 1
         if self._passes[key] < passes or key in self._withheld:
@@ -103,10 +91,8 @@ class GradientBuckets:
         self._sum(self.order[self._next :])
 
     def complete(self) -> list[Parameter]:
-        """Sum gradients that came late. Returns the parameters that no rank has used since :meth:`drop`.
-
-        All ranks call it at the same time, before a step.
-        """
+        """Sum late gradients; returns parameters unused on all ranks since :meth:`drop`. Called by all ranks at
+        once."""
         flags, self._flags = self._flags, []
         if not flags:
             return []
@@ -178,7 +164,6 @@ class GradientBuckets:
 
     @torch.no_grad()
     def _launch(self) -> None:
-        """Start the sum of the gradients in the bucket."""
         if not self._bucket:
             return
         parameters = list(self._bucket.values())
@@ -218,5 +203,4 @@ class GradientBuckets:
 
 
 def _last(withheld: Collection[int], parameters: list[Parameter]) -> list[Parameter]:
-    """``parameters``, those with an ``id`` in ``withheld`` last."""
     return sorted(parameters, key=lambda parameter: id(parameter) in withheld)

@@ -1,23 +1,16 @@
-"""Parameters that are gathered after the optimizer's step, while the next forward pass computes with earlier ones.
+"""Parameters that are gathered while the next forward pass computes with earlier ones (Holmes, Yang et al. 2023).
 
-[Note: late parameters] While a parameter is gathered, its class is a subclass, :class:`LateParameter`. Every function
-of torch that gets such a parameter and reads its values first waits for it. Then the parameter has its own class again.
-(torch's uninitialized parameters change their class in the same way.) So it does not matter who reads a parameter: the
-layer that has it, another layer (``MultiheadAttention`` reads the weight of a module inside, language models that of
-the embedding), a checkpoint, an evaluation, a copy of the model, another model that shares the parameter, or a list of
-parameters that was made before. Only a tensor that was made of its memory before, such as ``parameter.data``, does not
-wait.
+[Note: late parameters] While a parameter is gathered, its class is a subclass, :class:`LateParameter`. A function of
+torch that reads the values of such a parameter first waits for it; then the parameter has its own class again. (torch's
+uninitialized parameters change their class in the same way.) So it does not matter who reads it: its layer, another
+layer (``MultiheadAttention`` reads the weight of a module inside, language models that of the embedding), a checkpoint,
+a copy of the model, or a list of parameters from before. Only a tensor that was made of its memory before, such as
+``parameter.data``, does not wait. On a GPU, only the stream of the reader waits. So until the gather has ended, a
+parameter keeps its subclass for readers on other streams; functions of torch get it with its own class.
 
-On a GPU, only the stream of the reader waits. So a parameter keeps its subclass until the gather has ended, so that
-readers on other streams wait, too. Functions of torch get it with its own class meanwhile.
-
-Kernels of other packages may read the memory of a tensor without a function of torch. Therefore a module also waits for
-the parameters that it has itself before its forward pass.
-
-``torch.compile`` would compile a module again after each step, because the classes of its parameters change. So while
-parameters are late, compiled modules are refused.
-
-Source: Holmes (Yang et al. 2023), overlapped distributed optimizer.
+Kernels of other packages may read memory without a function of torch. So before its forward pass, a module also waits
+for its own parameters. ``torch.compile`` would compile a module again after each step, because the classes of its
+parameters change. So compiled modules are refused while parameters are late.
 """
 
 from __future__ import annotations
@@ -38,8 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 __all__ = ["LateParameter", "LateParameters", "UpdatedParameter"]
 
-SMALL = 1 << 16
-"""Parameters with fewer elements are gathered together with others."""
+SMALL = 1 << 16  # parameters with fewer elements are gathered together with others
 
 _PROPERTIES = ("grad", "requires_grad", "shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn", "is_cuda")
 _METHODS = (
@@ -56,12 +48,11 @@ _WITHOUT_VALUES: set[Any] = {
 
 
 class LateParameter:
-    """What a parameter is also while it is gathered; see [Note: late parameters]."""
+    """Class of a parameter while it is gathered; see [Note: late parameters]."""
 
     late_gather: _Gather
 
     def wait_for_values(self) -> None:
-        """Wait, or let the current stream of a GPU wait, until this rank has the whole parameter."""
         self.late_gather.wait()
 
     @classmethod
@@ -121,14 +112,11 @@ class UpdatedParameter(NamedTuple):
     """A parameter of the model, of which this rank's optimizer has updated a shard."""
 
     parameter: Parameter
-    shard: Tensor
-    """``[⌈n/R⌉]`` of n elements on R ranks, in the parameter's type and on its device."""
-    padded: Tensor
-    """``[R · ⌈n/R⌉]``: the parameter's memory, and the padding behind it."""
+    shard: Tensor  # ``[⌈n/R⌉]`` of n elements on R ranks, in the parameter's type and on its device
+    padded: Tensor  # ``[R · ⌈n/R⌉]``: the parameter's memory, and the padding behind it
 
     @property
     def is_in_place(self) -> bool:
-        """True if the parameter still uses the memory of ``padded``."""
         return self.padded.dtype == self.shard.dtype and self.padded.data_ptr() == self.parameter.data_ptr()
 
 
@@ -157,7 +145,6 @@ class _Gather:
             _set_late(each.parameter, self)
 
     def end(self) -> None:
-        """From now on readers of the parameters do not wait."""
         self.has_ended = True
         self._owner.remove(self)
         for each in self._members:
@@ -192,8 +179,7 @@ class LateParameters:
     """Gathers parameters after a step; see [Note: late parameters]."""
 
     def __init__(self) -> None:
-        self.waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
-        """Makes a context around each wait, for example to time it."""
+        self.waiting: Callable[[], AbstractContextManager[Any]] = nullcontext  # a context around each wait, to time it
         self._unfinished: dict[_Gather, None] = {}
         self._hook: RemovableHandle | None = None
 
@@ -212,7 +198,6 @@ class LateParameters:
         self._start(small, group)
 
     def wait(self) -> None:
-        """Wait until all parameters are complete."""
         for gather in list(self._unfinished):
             gather.wait()
 
@@ -221,13 +206,11 @@ class LateParameters:
             _Gather(members, group, self)
 
     def add(self, gather: _Gather) -> None:
-        """Note that readers wait for a gather."""
         self._unfinished[gather] = None
         if self._hook is None:
             self._hook = register_module_forward_pre_hook(_wait_for_own_parameters)
 
     def remove(self, gather: _Gather) -> None:
-        """Note that readers do not wait for a gather."""
         self._unfinished.pop(gather, None)
         if not self._unfinished and self._hook is not None:
             self._hook.remove()

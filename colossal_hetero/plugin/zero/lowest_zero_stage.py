@@ -1,9 +1,6 @@
-"""Configures a model for the lowest ZeRO stage at which every device can train with one sample (Poplar, section
-'Online Profiling').
-
-If a device ran out of memory within a collective, the other ranks would wait for ever. So each rank first tries by
-itself whether it has enough memory, and all ranks learn the results of all before they go on.
-"""
+"""Configures a model for the lowest ZeRO stage at which every device can train with one sample (Poplar, section 'Online
+Profiling'). If a device ran out of memory within a collective, the other ranks would wait for ever. So each rank first
+tries by itself whether it has enough memory, and all ranks learn the results of all before they go on."""
 
 from __future__ import annotations
 
@@ -29,8 +26,7 @@ from ..part import TrainingObjects
 
 __all__ = ["configure_lowest_stage"]
 
-BROADCAST_BYTES = 250 * 2**20
-"""Bytes that DDP broadcasts at once when it starts; it allocates as much in addition to the parameters."""
+BROADCAST_BYTES = 250 * 2**20  # DDP allocates so much when it starts, in addition to the parameters, to broadcast them
 
 
 def configure_lowest_stage(
@@ -40,10 +36,7 @@ def configure_lowest_stage(
     training_step: TrainingStep,
     objects: TrainingObjects,
 ) -> tuple[int, DPPluginBase, TrainingObjects]:
-    """Configure ``objects`` for the first of ``stages``, in ascending order, at which one sample fits on every rank.
-
-    Returns the stage, its plugin, and the configured objects with the same data loader.
-    """
+    """Configure ``objects`` for the first of ``stages``, in ascending order, at which one sample fits on every rank."""
     casts = precision != "fp32" and not {1, 2}.isdisjoint(stages[:-1])
     original = _Original(objects.model, objects.optimizer, casts)
     for stage in stages:
@@ -76,8 +69,7 @@ def _try_stage(
                 pass
 
     def configure() -> None:
-        # The stage's plugin gets no data loader: ours already has uneven batches.
-        result = TrainingObjects(*plugin.configure(*objects._replace(dataloader=None)))
+        result = TrainingObjects(*plugin.configure(*objects._replace(dataloader=None)))  # ours has uneven batches
         configured.append(result._replace(dataloader=objects.dataloader))
 
     def run_one_sample() -> None:
@@ -109,7 +101,7 @@ def _try_stage(
 
 
 def _ranks_out_of_memory(attempt: Callable[[], None], device: torch.device) -> list[str]:
-    """The ranks on which ``attempt`` ran out of memory, as text. All ranks call it and get the same answer."""
+    """Ranks on which ``attempt`` ran out of memory, as text. Called by all ranks, with the same result."""
 
     def run() -> str | None:
         try:

@@ -33,19 +33,13 @@ __all__ = [
 
 
 # Parameter names -----------------------------------------------------------------------------------------------------
-#
-# Names and shapes of the parameters in an optimizer, which make its checkpoints independent of the ZeRO stage.
-#
 # [Note: names in checkpoints] A checkpoint of an optimizer refers to a parameter by its number: its place in the
-# optimizer's groups. The stages number them differently: stages 1 and 2 leave out frozen parameters, and stage 3 with
-# an ``auto_wrap_policy`` puts the parameters that are not in a wrapped module first. So every group holds the names of
-# its parameters in the order of the checkpoint, under ``param_names``, the entry that torch 2.6 uses for the same
-# purpose. All stages save the entries of groups, so that a checkpoint of any stage tells which parameter has which
-# number.
+# optimizer's groups. The stages number them differently: 1 and 2 leave out frozen parameters, and 3 with an
+# ``auto_wrap_policy`` puts parameters outside of wrapped modules first. So every group holds the names of its
+# parameters in this order, under ``param_names``, the entry that torch 2.6 uses for this; all stages save it.
 
 
-NAMES = "param_names"
-"""Entry of an optimizer's group: names of its parameters, in the order in which a checkpoint numbers them."""
+NAMES = "param_names"  # entry of a group: names of its parameters, in the order in which a checkpoint numbers them
 
 
 class ParameterFacts(NamedTuple):
@@ -53,15 +47,11 @@ class ParameterFacts(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    trained: bool
-    """True if it requires a gradient."""
+    trained: bool  # it requires a gradient
 
 
 def parameter_facts(model: nn.Module, optimizer: Any) -> dict[int, ParameterFacts]:
-    """The parameters of ``model`` and of ``optimizer``, by ``id``; both are not configured yet.
-
-    A parameter that only the optimizer has, such as one of the criterion, is named by its place in the optimizer.
-    """
+    """Parameters by ``id``, before they are configured; names of those only in the optimizer are their places there."""
     named = {value: plain_name(name) for name, value in model.named_parameters()}
     values = [value for group in inner_optimizer(optimizer).param_groups for value in group["params"]]
     other = {value: f"parameter {place}" for place, value in enumerate(values) if value not in named}
@@ -117,29 +107,20 @@ def name_groups(optimizer: OptimizerWrapper, facts: Mapping[int, ParameterFacts]
 
 
 Group = Mapping[str, Any]
-State = dict[str, Any]
-"""The state of one parameter: tensors with the whole parameter's shape, and numbers such as ``step``."""
+State = dict[str, Any]  # of one parameter: tensors with its whole shape, and numbers such as ``step``
 
-PARAMETER_SHAPED = ("momentum_buffer", "exp_avg", "exp_avg_sq")
-"""Entries of a state that have the shape of their parameter, in the optimizers of torch and Colossal-AI."""
+PARAMETER_SHAPED = ("momentum_buffer", "exp_avg", "exp_avg_sq")  # entries with the parameter's shape
 
 
 class Match(NamedTuple):
-    """How the groups of a checkpoint correspond to those of an optimizer."""
-
-    names: dict[int, str]
-    """Name, in the optimizer, of each numbered parameter of the checkpoint that the optimizer has."""
-    options: list[dict[str, Any]]
-    """The options of each group of the optimizer, such as the learning rate, from the checkpoint."""
+    names: dict[int, str]  # in the optimizer, of each numbered parameter of the checkpoint that it has
+    options: list[dict[str, Any]]  # of each group of the optimizer, such as the learning rate, from the checkpoint
 
 
 def match_groups(saved: Sequence[Group], groups: Sequence[Group], facts: Mapping[str, ParameterFacts]) -> Match:
-    """Match the groups of a checkpoint with those of an optimizer, by the names of their parameters.
-
-    A checkpoint without names (of Colossal-AI's own plugins) is matched by the order of the parameters, which is the
-    same if it was saved at the same stage, or at another one without frozen parameters and
-    without an ``auto_wrap_policy``.
-    """
+    """Match the groups of a checkpoint with those of an optimizer by the names of their parameters. Without names (in
+    one of Colossal-AI's own plugins), the order of parameters must be the same: it is at the same stage, or at another
+    one without frozen parameters and without an ``auto_wrap_policy``."""
     if not all(len(group.get(NAMES, ())) == len(group["params"]) for group in saved):
         return _match_in_order(saved, groups)
     place = {
@@ -200,7 +181,6 @@ def _some(names: Sequence[str]) -> str:
 def states_by_name(
     states: Iterable[tuple[int, State]], match: Match, facts: Mapping[str, ParameterFacts]
 ) -> dict[str, State]:
-    """The state of each parameter."""
     found: dict[str, State] = {}
     for number, state in states:
         if not state:
@@ -259,11 +239,8 @@ def load_optimizer(
 
 
 def _separate_scalars(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter tensors of its own for numbers such as ``step``.
-
-    In a checkpoint of stage 3, parameters of one flat parameter share one such tensor. Loaded as it is at another
-    stage, it would be increased once for each parameter in every step.
-    """
+    """Give every parameter tensors of its own for numbers such as ``step``. In a checkpoint of stage 3, the parameters
+    of one flat parameter share one, which another stage would increase once for each parameter in every step."""
     seen: set[int] = set()
     for state in optimizer.state.values():
         for key, value in state.items():
@@ -273,7 +250,6 @@ def _separate_scalars(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _numbered(groups: Sequence[Group]) -> list[tuple[list[int], list[str]]]:
-    """Numbers and names of the parameters in each group of an optimizer, as torch saves them."""
     numbers = iter(range(sum(len(group[NAMES]) for group in groups)))
     return [([next(numbers) for _ in group[NAMES]], list(group[NAMES])) for group in groups]
 
@@ -305,7 +281,6 @@ def _read_states(files: list[str] | dict[int, State]) -> Iterator[tuple[int, Sta
 def _load_by_number(
     optimizer: OptimizerWrapper, states: Mapping[str, State], options: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Load whole states at stages 0 to 2."""
     numbered = _numbered(inner_optimizer(optimizer).param_groups)
     groups = [
         {**chosen, NAMES: names, "params": numbers} for (numbers, names), chosen in zip(numbered, options, strict=True)
@@ -321,7 +296,6 @@ def _load_sharded(
     states: dict[str, State],
     options: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Load whole states at stage 3."""
     names_in_shard = _get_param_to_fqns(shard)
     for value, names in names_in_shard.items():
         if isinstance(value, FlatParameter):
@@ -338,11 +312,9 @@ def _load_sharded(
 
 
 def _complete(names: Sequence[str], shapes: Sequence[Sequence[int]], states: Mapping[str, State]) -> dict[str, State]:
-    """States of zeros for parameters without a state whose neighbors in a flat parameter have one.
-
-    FSDP keeps one state for all of them; it would drop the states of all if the first parameter had none. A parameter
-    without a state has not been trained yet: zeros have the same effect, except on the correction by ``step``.
-    """
+    """States of zeros for parameters without a state whose neighbors in a flat parameter have one. FSDP keeps one state
+    for all of them, and would drop it if the first parameter had none. A parameter without a state has not been
+    trained, so that zeros have the same effect, except on the correction by ``step``."""
     known = next((states[name] for name in names if name in states), None)
     if known is None:
         return {}

@@ -1,16 +1,13 @@
-"""ZeRO's optimizer, stages 1 and 2, whose communication overlaps with the passes of the model.
+"""ZeRO's optimizer, stages 1 and 2, whose communication overlaps with passes (Holmes, Yang et al. 2023).
 
-- ``overlap_communication``: the backward pass starts to sum gradients. Without it, stage 1 does so at its end. In both
-  cases they are summed in buckets (:mod:`.gradient_buckets`), and each rank gets the shard of the sums that its
-  optimizer uses, in stage 1 too, where Colossal-AI sums whole gradients on all ranks. That halves the communication.
+- ``overlap_communication``: the backward pass starts to sum gradients; without it, stage 1 does so at its end. Each
+  rank gets the shard that its optimizer uses (:mod:`.gradient_buckets`), in stage 1 too, where Colossal-AI sums whole
+  gradients on all ranks. That halves the communication.
 - ``overlap_allgather``: the next forward pass gathers the updated parameters (:mod:`.late_parameters`).
 
-Collectives are started with ``async_op=True``, and waited for where their results are needed. NCCL's ``wait`` makes
-the stream wait and not the host. Colossal-AI's optimizer starts collectives on a second stream instead. A CPU has no
-second stream, and on it Gloo makes the host wait; at the end of a backward pass the host waits for the whole device;
-and with a pipeline, nothing waits for the second stream before the step.
-
-Source: Holmes (Yang et al. 2023), overlapped distributed optimizer.
+Collectives are started with ``async_op=True``: NCCL's ``wait`` makes the stream wait and not the host. Colossal-AI uses
+a second stream instead. A CPU has none, and on it Gloo makes the host wait; at the end of a backward pass the host
+waits for the whole device; and with a pipeline, nothing waits for the second stream before the step.
 """
 
 from __future__ import annotations
@@ -64,7 +61,6 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
         **kwargs: Any,
     ) -> None:
         self.late_parameters: LateParameters | None = LateParameters() if overlap_allgather else None
-        """Gathers the parameters; None if the step waits for them."""
         self._reduces_early = overlap_communication or partition_grad
         self._clip_factor, self._clip_value = 1.0, math.inf
         self._may_accumulate = not partition_grad
@@ -90,11 +86,9 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
 
     @contextmanager
     def reducing_in_last_pass(self, passes: Callable[[], int]) -> Iterator[None]:
-        """In the block, a parameter's gradient is summed when ``passes()`` backward passes have added to it.
-
-        Afterwards, ``_sync_grad`` sums what is left. Within ``no_sync`` too: so a schedule of a pipeline, which runs
-        several micro-batches without synchronization, sums gradients during the last of them.
-        """
+        """In the block, a gradient is summed when ``passes()`` backward passes have added to it, within ``no_sync``
+        too; ``_sync_grad`` sums what is left. So a schedule of a pipeline, which runs several micro-batches without
+        synchronization, sums gradients during the last of them."""
         self._passes = passes
         try:
             yield
@@ -121,7 +115,6 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
             self.grad_handles.append(parameter.register_post_accumulate_grad_hook(on_gradient))
 
     def _deliver_to_stores(self) -> Callable[[Parameter, Tensor], None]:
-        """A function that is called with a parameter and this rank's shard of its summed gradient."""
         working = self._working_param_groups
         group_of = {id(parameter): number for number, group in working.items() for parameter in group}
         this = proxy(self)
@@ -182,11 +175,8 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
 
     @contextmanager
     def _own_pass(self) -> Iterator[None]:
-        """A block in which a backward pass runs that is this optimizer's, and not that of another one of the model.
-
-        Stage 1 may run it without synchronization: whole gradients accumulate. The parent refuses that if gradients are
-        sharded.
-        """
+        """A block for a backward pass of this optimizer, not of another one of the model. Stage 1 may run it without
+        synchronization: whole gradients accumulate, which the parent refuses if gradients are sharded."""
         sharded = self._partition_grads
         self._partition_grads = sharded and (self.require_grad_sync or not self._may_accumulate)
         self._runs_backward = True
@@ -266,10 +256,7 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
 
 
 class OverlappedHybridZeroOptimizer(HybridParallelZeroOptimizer, OverlappedZeroOptimizer):
-    """``HybridParallelZeroOptimizer`` whose communication overlaps with computation."""
-
-    _sums_sequence = False
-    """True if gradients must be summed over the parts of sequences before the step."""
+    _sums_sequence = False  # gradients must be summed over the parts of sequences before the step
 
     def _withheld(self) -> set[int]:
         """Parameters that pipeline stages share: their gradients are summed over the stages first."""
@@ -294,12 +281,9 @@ class OverlappedHybridZeroOptimizer(HybridParallelZeroOptimizer, OverlappedZeroO
 
 
 def summing_in_passes(schedule: Any, optimizer: Any) -> AbstractContextManager[None]:
-    """A context in which a pipeline's schedule runs the passes of a batch; they sum gradients where that is possible.
-
-    It is possible with an :class:`OverlappedHybridZeroOptimizer`, except in the zero-bubble schedules, which compute
-    the gradients of weights outside of backward passes; with sequence parallelism, which sums gradients over other
-    ranks before; and if gradients are accumulated over several batches and this is not the last.
-    """
+    """A context for the passes of a batch by a pipeline's schedule, which sum gradients if the optimizer is overlapped.
+    They do not in zero-bubble schedules, which compute the gradients of weights outside of backward passes, with
+    sequence parallelism, which sums over other ranks before, or if a later batch accumulates more gradients."""
     if (
         not isinstance(optimizer, OverlappedHybridZeroOptimizer)
         or isinstance(schedule, ZeroBubbleVPipeScheduler)
@@ -316,10 +300,7 @@ def summing_in_passes(schedule: Any, optimizer: Any) -> AbstractContextManager[N
 def split_off_overlap(
     arguments: Mapping[str, Any],
 ) -> tuple[dict[str, Any], Callable[[], AbstractContextManager[None]]]:
-    """What Colossal-AI's hybrid plugin is given of its ``arguments``, and a context in which to configure objects.
-
-    8-bit messages are left to Colossal-AI's own optimizer.
-    """
+    """Arguments for Colossal-AI's plugin (its own optimizer for 8-bit messages), and a context for ``configure``."""
     if not arguments.get("zero_stage") or arguments.get("fp8_communication"):
         return dict(arguments), nullcontext
     late = bool(arguments.get("overlap_allgather"))

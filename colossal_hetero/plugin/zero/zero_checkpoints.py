@@ -31,10 +31,8 @@ def _of_stage(name: str) -> Callable[..., Any]:
 
 
 class StageCheckpointIO(CheckpointIO):
-    """Forwards each call to the checkpoint IO of the present stage; loads optimizers from checkpoints of any stage.
-
-    ``Booster`` gets the checkpoint IO in its constructor, but ``stage="auto"`` is decided later, in ``boost``.
-    """
+    """Forwards calls to the checkpoint IO of the present stage; loads optimizers from checkpoints of any stage.
+    ``Booster`` gets it in its constructor, but ``stage="auto"`` is decided later, in ``boost``."""
 
     def __init__(
         self,
@@ -46,7 +44,6 @@ class StageCheckpointIO(CheckpointIO):
         self._facts = facts
 
     def load_optimizer(self, optimizer: OptimizerWrapper, checkpoint: str, *args: Any, **kwargs: Any) -> None:
-        """See :func:`.optimizer_checkpoints.load_optimizer`; called by ``Booster``."""
         if optimizer not in self._facts:
             raise ValueError(
                 "the optimizer to load into is not one that booster.boost returned; boost it first, then load"
@@ -72,10 +69,8 @@ class StageCheckpointIO(CheckpointIO):
 
 
 class ShardedCheckpointIO(TorchFSDPCheckpointIO):
-    """FSDP's checkpoint IO, with adapters (LoRA).
-
-    On a CPU it does not offload gathered parameters and states: that would free or overwrite the only copy.
-    """
+    """FSDP's checkpoint IO, with adapters (LoRA). On a CPU it does not offload gathered parameters and states: that
+    would free or overwrite the only copy."""
 
     def save_unsharded_model(self, model: ModelWrapper, *args: Any, **kwargs: Any) -> None:
         with _without_offload(), _names_without_adapters(model):
@@ -104,7 +99,6 @@ class ShardedCheckpointIO(TorchFSDPCheckpointIO):
     def save_lora_as_pretrained(
         self, model: ModelWrapper, checkpoint: str, use_safetensors: bool = False, state_dict: dict | None = None
     ) -> None:
-        """Save the adapters and their configuration in the folder ``checkpoint``. Every rank calls it."""
         shard = model.unwrap()
         if not isinstance(shard.module, PeftModel):
             raise ValueError("the model has no adapters to save; call booster.enable_lora before booster.boost")
@@ -118,11 +112,8 @@ class ShardedCheckpointIO(TorchFSDPCheckpointIO):
 
 @contextmanager
 def _names_without_adapters(model: ModelWrapper) -> Iterator[None]:
-    """In the block, a model with adapters saves and loads weights by the names that stages 0 to 2 use.
-
-    These are the names in the model without adapters: ``head.weight`` instead of
-    ``base_model.model.head.base_layer.weight``.
-    """
+    """In the block, a model with adapters saves and loads weights by their names without adapters, as stages 0 to 2 do:
+    ``head.weight`` instead of ``base_model.model.head.base_layer.weight``."""
     shard = model.unwrap()
     if not isinstance(shard.module, PeftModel):
         yield
@@ -170,11 +161,8 @@ def _without_offload() -> Iterator[None]:
 
 @contextmanager
 def _states_copied() -> Iterator[None]:
-    """In the block, FSDP copies every gathered state of parameters that it has kept as they are.
-
-    FSDP gathers one state after the other in the same buffer, and takes each out of it by moving it to the CPU. On a
-    CPU nothing moves, and all states of a parameter would be the one that was gathered last.
-    """
+    """In the block, FSDP copies the gathered states of parameters that it has kept. It gathers all in one buffer, and
+    moves each to the CPU; on a CPU nothing moves, and all would be the one that was gathered last."""
     if get_accelerator().name != "cpu":
         yield
         return

@@ -49,28 +49,22 @@ __all__ = ["HeteroZeroPlugin", "RankDevice", "device_of_this_rank", "stages_for"
 # Mixed devices -------------------------------------------------------------------------------------------------------
 
 
-LAST_MIXED_STAGE = 2
-"""FSDP (stage 3) gathers parameters in an order that depends on the kind of the device."""
+LAST_MIXED_STAGE = 2  # FSDP (stage 3) gathers parameters in an order that depends on the kind of the device
 
 
 @dataclass(frozen=True)
 class RankDevice:
-    """The kind of a rank's device, and how its tensors are sent."""
-
-    kind: str
-    """Name of the accelerator, such as ``cuda`` or ``cpu``."""
-    over_gloo: bool
-    """True if its tensors are sent over Gloo."""
+    kind: str  # name of the accelerator, such as ``cuda`` or ``cpu``
+    over_gloo: bool  # its tensors are sent over Gloo
 
 
 def device_of_this_rank() -> RankDevice:
-    """The device of this rank."""
     kind = get_accelerator().name
     return RankDevice(kind, kind == "cpu" or is_gpu_over_gloo())
 
 
 def stages_for(stages: Sequence[int], devices: Sequence[RankDevice]) -> list[int]:
-    """Those of ``stages`` that can run on these devices, which are given by rank."""
+    """Stages among ``stages`` that can run on these devices, which are given by rank."""
     kinds = sorted({device.kind for device in devices})
     if len(kinds) == 1:
         return list(stages)
@@ -90,11 +84,11 @@ def stages_for(stages: Sequence[int], devices: Sequence[RankDevice]) -> list[int
 
 
 class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
-    """ZeRO, or plain data parallelism, over unequal devices: each gets a batch that fits its speed and memory.
+    """ZeRO, or plain data parallelism, over unequal devices: each gets a batch that fits its speed and memory. At
+    stages 0 to 2 and over Gloo, some ranks may have a GPU and others a CPU (see ``docs/data-parallel.md``).
 
     A training loop for ``LowLevelZeroPlugin`` or ``TorchDDPPlugin`` needs no change. The loader returns micro-batches.
-    The optimizer steps once per global batch, with the mean gradient over its samples, independent of how the samples
-    are divided over ranks.
+    The optimizer steps once per global batch, with the mean gradient over its samples, however these are divided.
 
     Args:
         stage: ZeRO stage. 0 shards nothing (uses ``TorchDDPPlugin``), 1 shards optimizer states, 2 also gradients (both
@@ -111,8 +105,6 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
     Raises:
         TypeError: the stage's plugin does not have an option.
         ValueError: an argument has an impossible value; the message lists the possible ones.
-
-    Some ranks may have a GPU and others a CPU, at stages 0 to 2 and over Gloo (see ``docs/data-parallel.md``).
     """
 
     def __init__(
@@ -174,7 +166,7 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
 
     @property
     def allocation(self) -> Allocation | None:
-        """How a full global batch is divided; None before ``booster.boost``."""
+        """Division of a full global batch; None before ``booster.boost``."""
         return None if self.batch_balancer is None else self.batch_balancer.allocation
 
     def _plan_in_words(self) -> str:
@@ -191,7 +183,6 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         dataloader: DataLoader | None = None,
         lr_scheduler: LRScheduler | None = None,
     ) -> Configured:
-        """See ``Plugin.configure``; called by ``Booster.boost``. Measures the devices unless there is a profile."""
         if optimizer is None:
             return self._inner.configure(model, optimizer, criterion, dataloader, lr_scheduler)
         objects = TrainingObjects(model, optimizer, criterion, dataloader, lr_scheduler)
@@ -226,11 +217,9 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
     # For uneven batches ------------------------------------------------------------------------------------------
 
     def replica(self) -> tuple[int, int]:
-        """See :class:`~.uneven_batches.ReplicaPlugin`."""
         return self.rank, self.world_size
 
     def batch_setup(self, objects: TrainingObjects) -> BatchSetup:
-        """See :class:`~.uneven_batches.ReplicaPlugin`."""
         return BatchSetup(
             config=self.batches,
             stage=int(self.stage),
@@ -248,9 +237,7 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
 
     def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper) -> AbstractContextManager[None]:
         """In the block, gradients are not summed over ranks in stages 0 and 1; a step needs a later backward pass.
-
-        Stages 2 and 3 keep gradients in shards, and sum them in every backward pass; the result is the same.
-        """
+        Stages 2 and 3 keep gradients in shards, and sum them in every pass; the result is the same."""
         context = self._uneven_batches.no_sync(optimizer)
         return context if self.stage in (0, 1) else nullcontext()
 
@@ -286,10 +273,7 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
 
 
 def shardable_stages(stages: Sequence[int], optimizer: Optimizer) -> list[int]:
-    """Those of ``stages`` at which ``optimizer`` updates parameters exactly.
-
-    Raises ``ValueError`` if there are none.
-    """
+    """Stages among ``stages`` at which ``optimizer`` updates parameters exactly; ``ValueError`` if there are none."""
     possible = [stage for stage in stages if stage == 0 or why_not_sharded(optimizer, distributed=stage < 3) is None]
     if not possible:
         check_sharding(optimizer, "stage", stages[0], distributed=stages[0] < 3)
@@ -297,10 +281,7 @@ def shardable_stages(stages: Sequence[int], optimizer: Optimizer) -> list[int]:
 
 
 def stages_to_try(stage: int | str, precision: str, accumulation: str) -> list[int]:
-    """The ZeRO stages that the argument ``stage`` allows, in ascending order.
-
-    Raises ``ValueError`` for a stage that does not exist, or that cannot be combined with the other arguments.
-    """
+    """ZeRO stages that ``stage`` allows, ascending; ``ValueError`` if it does not exist or fit the other arguments."""
     if isinstance(stage, bool) or stage not in (*STAGES, "auto"):
         raise ValueError(f'stage={stage!r} is not a ZeRO stage; use 0, 1, 2, 3 or "auto"')
     if precision not in PRECISIONS[0]:

@@ -39,15 +39,12 @@ PRECISIONS = {
     2: ("fp32", "fp16", "bf16"),
     3: ("fp32", "bf16"),
 }
-"""By stage: the precisions that it supports. FSDP in fp16 would need a loss scaler that handles shards, which
-Colossal-AI does not have."""
+"""Precisions of each stage. FSDP in fp16 would need a loss scaler for shards, which Colossal-AI does not have."""
 
 _PLUGINS: dict[int, type] = {0: TorchDDPPlugin, 1: LowLevelZeroPlugin, 2: LowLevelZeroPlugin, 3: TorchFSDPPlugin}
-_OURS = {"stage", "precision", "max_norm"}
-"""Arguments of those plugins that are not options, because ``HeteroZeroPlugin`` has its own arguments for them."""
+_OURS = {"stage", "precision", "max_norm"}  # HeteroZeroPlugin has its own arguments for them
 
 Configured = tuple[Any, Any, Callable | None, DataLoader | None, LRScheduler | None]
-"""Model, optimizer, criterion, data loader and learning-rate schedule."""
 
 
 class _AutocastModel(ModelWrapper):
@@ -62,10 +59,8 @@ class _AutocastModel(ModelWrapper):
 
 
 class _ShardedOptimizer(FSDPOptimizerWrapper):
-    """FSDP's optimizer, whose gradients are clipped by the norm over all shards.
-
-    FSDP gives zeros to parameters that no rank has used. Here they have no gradient, as in one process.
-    """
+    """FSDP's optimizer, which clips by the norm over all shards. Parameters that no rank has used have no gradient, as
+    in one process; FSDP gives them zeros."""
 
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
         super().__init__(optimizer, model)
@@ -92,7 +87,6 @@ class _ShardedOptimizer(FSDPOptimizerWrapper):
         return views
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """See ``Optimizer.step``. Called by all ranks at once."""
         used = torch.tensor([place in self._used for place in self._places], dtype=torch.int32)
         used = used.to(get_accelerator().get_current_device())
         dist.all_reduce(used, dist.ReduceOp.MAX)
@@ -109,7 +103,6 @@ class _ShardedOptimizer(FSDPOptimizerWrapper):
         return super().step(*args, **kwargs)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """See ``Optimizer.zero_grad``."""
         super().zero_grad(*args, **kwargs)
         self._used.clear()
 
@@ -124,9 +117,7 @@ class _ShardedOptimizer(FSDPOptimizerWrapper):
 
 class _Replicas(TorchDDPPlugin):
     """Stage 0: Colossal-AI's DDP plugin with mixed precision inside, which otherwise the ``Booster`` adds around it.
-
-    It must be inside because the loss has to be multiplied by the weight of its gradient before the loss scaler.
-    """
+    The loss has to be multiplied by the weight of its gradient before the loss scaler."""
 
     def __init__(self, precision: str, **options: Any) -> None:
         super().__init__(**options)
@@ -191,11 +182,8 @@ def _clip_unscaled(optimizer: OptimizerWrapper, *args: Any, **kwargs: Any) -> to
 
 
 def _needs_flat_parameters(model: nn.Module, optimizer: Optimizer) -> bool:
-    """True if FSDP must replace the model's parameters by flat ones, because some are on the meta device.
-
-    It can, if the optimizer has one group with all of them, none frozen. Otherwise it keeps them as they are, each with
-    the part of it that this rank holds.
-    """
+    """True if FSDP must replace parameters by flat ones, because some are on the meta device. It can, if the optimizer
+    has one group with all of them, none frozen. Otherwise it keeps them, each with this rank's part of it."""
     ours = set(model.parameters())
     groups = inner_optimizer(optimizer).param_groups
     alike = len(groups) == 1 and set(groups[0]["params"]) == ours and all(value.requires_grad for value in ours)
@@ -244,10 +232,7 @@ class _ShardedParameters(TorchFSDPPlugin):
 
 
 def options_by_stage(stages: Sequence[int], options: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """By stage: those of ``options`` that the stage's plugin has.
-
-    Raises ``TypeError`` for an option that no stage's plugin has.
-    """
+    """Options that the plugin of each stage has; ``TypeError`` for an option that no stage's plugin has."""
     known = {stage: set(inspect.signature(_PLUGINS[stage]).parameters) - _OURS for stage in stages}
     unknown = set(options).difference(*known.values())
     if unknown:
@@ -259,10 +244,8 @@ def options_by_stage(stages: Sequence[int], options: Mapping[str, Any]) -> dict[
 
 
 def plugin_of_stage(stage: int, precision: str, max_norm: float, options: dict[str, Any]) -> DPPluginBase:
-    """Colossal-AI's plugin that a stage is built on: DDP, ``LowLevelZeroPlugin`` (1 and 2) or FSDP.
-
-    Raises ``TypeError`` for an option that the stage's plugin does not have.
-    """
+    """Colossal-AI's plugin for a stage: DDP, ``LowLevelZeroPlugin`` (1, 2) or FSDP; ``TypeError`` for an unknown
+    option."""
     if stage == 0:
         return _Replicas(precision, **options)
     if stage == 3:
@@ -276,15 +259,12 @@ def _handles(model: nn.Module) -> list[Any]:
 
 
 def flat_parameters(model: nn.Module) -> list[torch.Tensor]:
-    """The flat parameters of stage 3, which hold the others; none at other stages."""
     return [handle.flat_param for handle in _handles(model)]
 
 
 def synchronizer(stage: int, model: ModelWrapper, optimizer: OptimizerWrapper) -> Callable[[bool], None]:
-    """A function that sets whether the gradients of the next backward pass of a boosted model are summed over ranks.
-
-    In stages 2 and 3 they are always summed: gradients are kept in shards, to which each micro-batch adds.
-    """
+    """A function that sets if the next backward pass of a boosted model sums its gradients over ranks. In stages 2 and
+    3 all do: gradients are kept in shards, to which each micro-batch adds."""
     if stage == 0:
         replica = next(module for module in model.modules() if isinstance(module, nn.parallel.DistributedDataParallel))
 
