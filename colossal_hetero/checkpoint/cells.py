@@ -1,12 +1,9 @@
-"""Check sums of the cells of a tensor: a part can be read and checked without the rest.
+"""Check sums of the cells of a tensor, so that a part can be read and checked without the rest.
 
-A tensor that is stored is divided into a grid of cells, each with a check sum of 32 bits. To read a box, one reads the
-cells that it touches. So cells are small: a cell of a large tensor has some hundred bytes, and a cell boundary lies at
-each usual boundary of tensor parallelism.
-
-The sum is a multilinear hash: the words of a cell, each multiplied by an odd number of its own, summed modulo 2^32
-(Carter and Wegman, Universal classes of hash functions, 1979). Every change of a single word changes it; of other
-changes, one in 2^32 does not. It is computed at several GB/s by numpy, which lets other threads run meanwhile.
+A stored tensor is divided into a grid of small cells with boundaries at those of tensor parallelism. Each has a 32-bit
+multilinear hash: its words, each multiplied by an odd number of its own, summed modulo 2^32 (Carter and Wegman,
+Universal classes of hash functions, 1979). Every change of a single word changes the hash; of other changes, one in
+2^32 does not. numpy computes it at several GB/s, and lets other threads run meanwhile.
 """
 
 from __future__ import annotations
@@ -23,27 +20,24 @@ __all__ = ["CHECK_BYTES", "Words", "aligned", "cell_sizes", "check_sums", "grid_
 
 Words = NDArray[np.unsignedinteger]
 """The elements of a tensor as whole numbers of at most 32 bits; larger elements are several numbers."""
-
 CHECK_BYTES = 4
-"""Of the check sum of one cell."""
 CELL_BYTES = 256
 """Smallest size of a cell in tensors of at least :data:`SMALL_BYTES`: check sums add at most 1.6 %."""
 SMALL_BYTES = 64 * 1024
-"""Tensors with fewer bytes have smaller cells: little is lost where check sums add more to little."""
+"""Tensors with fewer bytes have smaller cells: here check sums may add more."""
 COLUMNS = 144
-"""Cells in the last dimension: with 144, parts of 1/2, 1/3, 1/4, 1/6, 1/8, 1/9, 1/12 and 1/16 are whole cells. A
-ninth is the part of a fused weight of queries, keys and values that one of three ranks has in a row."""
+"""Cells in the last dimension: 1/2, 1/3, 1/4, 1/6, 1/8, 1/9, 1/12 and 1/16 of it are whole cells. One of three ranks
+has ninths in a row of a fused weight of queries, keys and values."""
 ELEMENTS = 192
 """Cells of a tensor with one dimension, unless it is large."""
-
 FACTOR, OFFSET, NEVER_ZERO = 0x9E3779B1, 0x85EBCA6B, 0x5BD1E995
 """Constants of the hash. The last makes the sum of zeros differ from zero: a file system may lose data as zeros."""
 BUFFER_BYTES = 256 * 1024
-"""So many bytes are summed at a time, since they fit in a processor's cache."""
+"""Bytes summed at a time: they fit in a processor's cache."""
 
 
 def cell_sizes(sizes: tuple[int, ...], element_bytes: int) -> tuple[int, ...]:
-    """Elements of a cell, by dimension, of a tensor with so many elements by dimension."""
+    """Elements of a cell, by dimension, for a tensor of these sizes."""
     if not sizes:
         return ()
     total = math.prod(sizes) * element_bytes
@@ -60,7 +54,6 @@ def cell_sizes(sizes: tuple[int, ...], element_bytes: int) -> tuple[int, ...]:
 
 
 def grid_shape(sizes: tuple[int, ...], cells: tuple[int, ...]) -> tuple[int, ...]:
-    """Number of cells by dimension."""
     return tuple(math.ceil(size / cell) for size, cell in zip(sizes, cells, strict=True))
 
 
@@ -83,12 +76,7 @@ def grid_box(box: Box, cells: tuple[int, ...]) -> Box:
 
 
 def runs(sizes: tuple[int, ...], box: Box, element_bytes: int) -> tuple[NDArray[np.int64], int]:
-    """Where the bytes of a box are in a tensor that is stored row by row.
-
-    Returns:
-        The offsets of the contiguous runs, in bytes, ascending, and the length of each run. One after another the runs
-        are the box, row by row.
-    """
+    """Ascending offsets, and the length, in bytes, of a box's contiguous runs in a tensor that is stored row by row."""
     inner, split = element_bytes, len(sizes)
     while split > 0:
         split -= 1
@@ -107,24 +95,14 @@ def runs(sizes: tuple[int, ...], box: Box, element_bytes: int) -> tuple[NDArray[
 
 
 def words(data: NDArray[np.uint8], sizes: tuple[int, ...], element_bytes: int) -> Words:
-    """The bytes of a tensor as words, ``[*sizes[:-1], sizes[-1] * words of an element]``.
-
-    Args:
-        data: ``[bytes]``, contiguous.
-        sizes: elements by dimension.
-        element_bytes: 1, 2, 4, or a multiple of 4.
-    """
+    """The bytes of a tensor as words of at most 32 bits: ``[*sizes[:-1], sizes[-1] * words of an element]``."""
     types = {1: np.uint8, 2: np.uint16}
     shape = sizes or (1,)
     return data.view(types.get(element_bytes, np.uint32)).reshape(*shape[:-1], shape[-1] * max(1, element_bytes // 4))
 
 
 def check_sums(tensor: Words, cells: tuple[int, ...], element_bytes: int) -> NDArray[np.uint32]:
-    """Check sums of all cells of a tensor or of an aligned box of it.
-
-    Returns:
-        ``[cells by dimension]``, little-endian.
-    """
+    """Check sums of all cells of a tensor or of an aligned box of it: ``[cells by dimension]``, little-endian."""
     steps = [*cells] if cells else [1]
     steps[-1] *= max(1, element_bytes // 4)
     row_bytes = tensor[:1].size * 4

@@ -1,4 +1,4 @@
-"""What a user chooses about layer checkpoints, and the error that names what is wrong with one."""
+"""Settings of layer checkpoints, and the error that names what is wrong with one."""
 
 from __future__ import annotations
 
@@ -10,21 +10,16 @@ __all__ = ["CheckpointConfig", "CheckpointError"]
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Where layer checkpoints are saved, how often, and how many are kept. At least one folder is required."""
+    """Folders, frequency and number of layer checkpoints. At least one folder is required."""
 
     local: str | Path | None = None
-    """A folder on a disk of each node, which keeps the layers that the node holds. Fast to write and to read, but lost
-    with the node."""
-
+    """A folder on a disk of each node, for the layers that the node holds. Fast, but lost with the node."""
     shared: str | Path | None = None
-    """A folder that all nodes reach, which keeps all layers."""
-
+    """A folder that all nodes reach, for all layers."""
     keep: int = 3
     """Number of checkpoints that each folder keeps; the oldest are removed."""
-
     save_every: int = 1
     """``plugin.save`` saves only if the number of the step is a multiple of it."""
-
     node: str | None = None
     """Name of this rank's node, the same on all its ranks; None: the name of the host."""
 

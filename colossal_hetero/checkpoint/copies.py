@@ -1,4 +1,4 @@
-"""Which checkpoints the nodes of a run have, and the newest of them that is whole."""
+"""Checkpoints that the nodes of a run have, and the newest of them that is whole."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ class NodeCopy:
     """A folder with a checkpoint, or with the part of it that a node holds."""
 
     node: str
-    """Empty for the shared folder."""
+    """Name of the node; empty for the shared folder."""
     folder: str
-    """Name of the step's folder."""
     id: str
     step: int
     saved_at: str
     files: frozenset[str]
-    """Names of the files in it that seem whole, by their sizes."""
+    """Names of the files in it that have their full sizes."""
     expected: frozenset[str]
     """Names of all files with tensors that the checkpoint has on all nodes."""
 
@@ -37,41 +36,34 @@ class WholeCheckpoint:
     id: str
     step: int
     copies: tuple[NodeCopy, ...]
-    """Sorted by node; each folder once."""
     skipped: tuple[str, ...]
-    """What newer checkpoints lack, a clause for each."""
+    """One clause for each newer checkpoint: what it lacks."""
 
     def folder(self, node: str) -> str | None:
-        """Name of the folder in which a node, or the shared folder, has a part of it."""
+        """Name of the folder in which a node (empty: the shared folder) has a part of it."""
         return next((copy.folder for copy in self.copies if copy.node == node), None)
 
 
 @dataclass(frozen=True)
 class SavedIndex:
-    """What a checkpoint consists of."""
-
     manifest: Manifest
     files: Mapping[str, FileRecord]
-    """By name."""
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of each tensor, by its key."""
+        """Shape of each tensor, by its key."""
         return {item.key: item.shape for record in self.files.values() for item in record.items}
 
     @cached_property
     def dtypes(self) -> dict[str, str]:
-        """Type of each tensor, by its key."""
         return {item.key: item.dtype for record in self.files.values() for item in record.items}
 
     @property
     def common(self) -> Mapping[str, Any]:
-        """States that all ranks share."""
         return self.manifest.common  # type: ignore[no-any-return]
 
 
 def copies_of(checkpoints: Iterable[FoundCheckpoint], shared: str | None, node: str) -> list[NodeCopy]:
-    """The copies that a rank has found."""
     return [
         NodeCopy(
             node="" if copy.place.name == shared else node,
@@ -88,7 +80,6 @@ def copies_of(checkpoints: Iterable[FoundCheckpoint], shared: str | None, node: 
 
 
 def index_of(found: FoundCheckpoint) -> SavedIndex:
-    """The index of a checkpoint, of which a rank has found a copy."""
     return SavedIndex(found.manifest, dict(found.files))
 
 

@@ -37,11 +37,10 @@ class BoxMemory:
         self._to_send: dict[tuple[str, Box], Tensor] = {}
 
     def holds(self, key: str, box: Box) -> bool:
-        """True if a box is part of a piece."""
         return self._piece(key, box) is not None
 
     def to_read(self, read: Read) -> TensorPiece:
-        """The memory to read a box into; made now, if it is not part of a piece."""
+        """The memory to read a box into; allocated now if it is not part of a piece."""
         piece = self._piece(read.key, read.box)
         if piece is not None:
             return replace(piece, box=read.box, data=_part(piece, read.box))
@@ -55,7 +54,7 @@ class BoxMemory:
         return self._to_send[key, box] if piece is None else _part(piece, box)
 
     def free(self, key: str, box: Box) -> None:
-        """Give back the memory of a box that has been sent, unless it is part of a piece."""
+        """Free the memory of a box that was sent, unless it is part of a piece."""
         self._to_send.pop((key, box), None)
 
     def _piece(self, key: str, box: Box) -> TensorPiece | None:
@@ -67,27 +66,22 @@ def _part(piece: TensorPiece, box: Box) -> Tensor:
 
 
 AHEAD = 2
-"""So many layers are sent at the same time."""
+"""Layers that are sent at the same time."""
 
 
 class Received(NamedTuple):
-    """What other ranks have sent."""
-
     bytes: int
     missing: list[Transfer]
-    """What could not be read by the rank that should have sent it."""
+    """Boxes that the sender could not read."""
 
 
 class _Message(NamedTuple):
     parts: list[Transfer]
-    """All between the same two ranks."""
     content: Tensor
     """``[bytes + 1]``: the boxes one after another; then 1, or 0 if they could not be read."""
 
 
 class _Layer(NamedTuple):
-    """Messages of a layer on their way."""
-
     layer: str
     incoming: list[_Message]
     outgoing: list[_Message]
@@ -97,10 +91,9 @@ class _Layer(NamedTuple):
 def exchange(
     order: Sequence[str], transfers: Sequence[Transfer], memory: BoxMemory, readers: Sequence[ReadAhead]
 ) -> Received:
-    """Send what this rank reads and others need, and receive what it needs.
+    """Send what this rank reads and others need, and receive what it needs. Order and transfers are equal on all ranks.
 
-    Every rank calls it with the same order and transfers. In each layer, a rank has at most one message to each other
-    rank. A rank needs memory for :data:`AHEAD` layers and one more.
+    In each layer, two ranks exchange one message at most. A rank needs memory for :data:`AHEAD` layers and one more.
     """
     rank = dist.get_rank()
     by_layer: dict[str, list[Transfer]] = {layer: [] for layer in order}
@@ -159,7 +152,7 @@ def _start(
 
 
 def _unpack(message: _Message, memory: BoxMemory) -> bool:
-    """Put received boxes where they belong; False if the sender could not read them."""
+    """Copy received boxes to where they belong; False if the sender could not read them."""
     if not message.content[-1].item():
         return False
     start = 0
@@ -174,7 +167,7 @@ def _unpack(message: _Message, memory: BoxMemory) -> bool:
 
 
 def _by(transfers: Sequence[Transfer], other: str, own: str, rank: int) -> list[tuple[int, list[Transfer]]]:
-    """The transfers in which this rank has the role ``own``, by the rank with the role ``other``, ascending."""
+    """Transfers in which this rank has the role ``own``, by the rank with the role ``other``, ascending."""
     mine = sorted(
         (each for each in transfers if getattr(each, own) == rank), key=lambda each: (getattr(each, other), each)
     )
@@ -182,7 +175,7 @@ def _by(transfers: Sequence[Transfer], other: str, own: str, rank: int) -> list[
 
 
 def _device() -> torch.device:
-    """Where the tensors of messages must be: on the host, if a backend can send them from there."""
+    """Device of the tensors of messages: the host, if a backend can send them from there."""
     if "cpu:" in str(dist.get_backend_config()):
         return torch.device("cpu")
     return get_accelerator().get_current_device()

@@ -1,4 +1,4 @@
-"""A checkpoint as one file with the parameters of the whole model, which other programs load."""
+"""Export of a checkpoint as one file with the parameters of the whole model, which other programs load."""
 
 from __future__ import annotations
 
@@ -16,20 +16,15 @@ from .reader import CheckpointReader
 __all__ = ["default_ending", "export"]
 
 MODEL = ("param.", "buffer.")
-"""How the keys of tensors start that belong to the model, not to the optimizer."""
+"""Beginnings of the keys of tensors that belong to the model, not to the optimizer."""
 
 
 def default_ending() -> str:
-    """``.safetensors`` if that package is there, else ``.pt``."""
     return ".pt" if importlib.util.find_spec("safetensors") is None else ".safetensors"
 
 
 def export(folder: Path, out: Path, step: int | None = None) -> tuple[int, int]:
-    """Write the parameters and buffers of a checkpoint, by their names in the model of one process.
-
-    Returns:
-        The step, and the number of tensors.
-    """
+    """Write parameters and buffers, by their names in the model of one process; returns the step and their number."""
     if out.suffix not in (".safetensors", ".pt"):
         raise ValueError(f"cannot tell the format of {out}: end its name in .safetensors or .pt")
     reader = CheckpointReader([FolderPlace(folder)])

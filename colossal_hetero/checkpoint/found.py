@@ -1,4 +1,4 @@
-"""Which checkpoints there are in several places, and which of their files each place has. Without torch."""
+"""Checkpoints in several places, and which of their files each place has. Without torch."""
 
 from __future__ import annotations
 
@@ -34,20 +34,17 @@ __all__ = [
 
 
 class Place(Protocol):
-    """Holds folders of checkpoints, with the files that a saver wrote.
-
-    A file is named by its folder and its name, e.g. ``step-00000120/manifest.json``.
-    """
+    """Folders of checkpoints. A file is named by its folder and its name, e.g. ``step-00000120/manifest.json``."""
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name for messages."""
 
     def folders(self) -> list[str]:
-        """Names of the folders of checkpoints. Empty if the place cannot be reached."""
+        """Names of the folders of checkpoints; empty if the place cannot be reached."""
 
     def size(self, file: str) -> int | None:
-        """Of a file, in bytes; None if it is not there or cannot be reached."""
+        """Size of a file in bytes; None if it is not there or cannot be reached."""
 
     def read(self, file: str, offsets: NDArray[np.int64], length: int) -> NDArray[uint8]:
         """Parts of a file, one after another: ``[len(offsets) * length]``."""
@@ -62,33 +59,27 @@ class RepairablePlace(Place, Protocol):
 
 
 class FolderPlace:
-    """A folder on this machine or mounted from another."""
-
     def __init__(self, folder: Path | str, files: FileOperations | None = None) -> None:
         self._folder = Path(folder)
         self._files = files or FileOperations()
 
     @property
     def name(self) -> str:
-        """The path."""
         return str(self._folder)
 
     def folders(self) -> list[str]:
-        """See :class:`Place`."""
         try:
             return folder_names(self._folder)
         except OSError:
             return []
 
     def size(self, file: str) -> int | None:
-        """See :class:`Place`."""
         try:
             return os.stat(self._folder / file).st_size
         except OSError:
             return None
 
     def read(self, file: str, offsets: NDArray[np.int64], length: int) -> NDArray[uint8]:
-        """See :class:`Place`."""
         content = np.empty(len(offsets) * length, uint8)
         # Not mapped to memory: where a mapped file is cut off or a disk fails, the process would be killed.
         try:
@@ -104,7 +95,6 @@ class FolderPlace:
         return content
 
     def replace(self, file: str, content: Iterable[memoryview]) -> None:
-        """See :class:`RepairablePlace`."""
         path = self._folder / file
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         descriptor = self._files.create(temporary)
@@ -139,24 +129,20 @@ class Copy:
     folder: str
     manifest: Manifest
     parts: Mapping[str, NodePart]
-    """By node."""
 
     @cached_property
     def files(self) -> Mapping[str, FileRecord]:
-        """The files of layers that were written here, by name."""
         parts = self.parts.values() if self.manifest.held_by is None else [self.parts[self.manifest.held_by]]
         return {record.name: record for part in parts for record in part.files}
 
     def path(self, name: str) -> str:
-        """A file, as the place names it."""
         return f"{self.folder}/{name}"
 
     def check(self, name: str) -> FileCheck:
-        """Size and check sum of a file of a layer, or of another file that the manifest names."""
         return self.files[name] if name in self.files else self.manifest.files[name]
 
     def fault(self, name: str) -> str | None:
-        """What can be seen from a file's name and size: why it is damaged, or None."""
+        """Damage that a file's name and size show, or None."""
         size, expected = self.place.size(self.path(name)), self.check(name).bytes
         if size is None:
             return f"{self.place.name}/{self.path(name)} is missing"
@@ -173,12 +159,11 @@ class FoundCheckpoint:
 
     @property
     def manifest(self) -> Manifest:
-        """As the nearest place has it; all are the same but for ``held_by``."""
+        """Manifest of the nearest place; all are the same but for ``held_by``."""
         return self.copies[0].manifest
 
     @property
     def step(self) -> int:
-        """That was saved."""
         return self.manifest.step
 
     @cached_property
@@ -192,7 +177,6 @@ class FoundCheckpoint:
         }  # fmt: skip
 
     def copies_of(self, name: str) -> list[Copy]:
-        """Those that should have a file."""
         return [copy for copy in self.copies if name in copy.files]
 
     def faults(self) -> list[str]:
@@ -208,12 +192,9 @@ class FoundCheckpoint:
 
 @dataclass(frozen=True)
 class Search:
-    """What was found."""
-
     checkpoints: tuple[FoundCheckpoint, ...]
-    """The newest first."""
     torn: Mapping[str, str] = field(default_factory=dict)
-    """Folders that are no checkpoints, each behind the name of its place, and why."""
+    """Reasons why folders are no checkpoints, by name of the place and the folder."""
 
 
 def find_checkpoints(places: Sequence[Place]) -> Search:
@@ -234,7 +215,6 @@ def find_checkpoints(places: Sequence[Place]) -> Search:
 
 
 def read_whole(place: Place, file: str, size: int | None = None) -> bytes:
-    """A small file."""
     actual = place.size(file)
     if actual is None:
         raise DamagedCopy(f"{place.name}/{file} is missing")

@@ -39,24 +39,18 @@ __all__ = [
 
 
 # Division ------------------------------------------------------------------------------------------------------------
-#
-# Where the parts of a divided tensor belong in the whole tensor, as boxes. Pure.
-#
-# A rank's tensor is called *local*. A :class:`LocalPart` says that a box of the local tensor is a box of the whole one.
-# What no part covers is padding: it is not saved, and it is zero when the tensor is loaded.
+# Boxes of a rank's *local* tensor and of the whole one. Pure. What no part covers is padding: it is not saved, and zero
+# when the tensor is loaded.
 
 
 class LocalPart(NamedTuple):
-    """Elements of a local tensor. Both boxes have the same sizes."""
+    """A box of the local tensor, and the box of the whole tensor that it is; both have the same sizes."""
 
     local: Box
-    """Where they are in the local tensor."""
     whole: Box
-    """Where they belong in the whole tensor."""
 
 
 def whole(shape: Sequence[int]) -> tuple[LocalPart, ...]:
-    """The parts of a tensor of this shape that is not divided."""
     box = Box((0,) * len(shape), tuple(shape))
     return (LocalPart(box, box),) if box.numel else ()
 
@@ -64,11 +58,7 @@ def whole(shape: Sequence[int]) -> tuple[LocalPart, ...]:
 def divided(
     shape: Sequence[int], dim: int, sections: Sequence[int], rank: int, ranks: int, padded: int = 0
 ) -> tuple[LocalPart, ...]:
-    """The parts that a rank has of a tensor that is divided along one dimension.
-
-    The dimension consists of sections, such as those of queries, keys and values in a fused weight. Each is divided
-    evenly, and a rank's parts of all sections follow each other in its local tensor.
-    """
+    """A rank's parts of a tensor that is divided along ``dim``: an even share of each section, one after another."""
     dim %= len(shape)
     size = max(shape[dim], padded)
     if sum(sections) != size:
@@ -97,10 +87,7 @@ def _at(dim: int, offset: int, dims: int) -> tuple[int, ...]:
 
 
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
-    """Boxes with the elements ``start`` to ``stop`` (exclusive) of the flattened tensor, in this order.
-
-    Each box is contiguous in memory. A tensor of n dimensions gives at most 2 n - 1 of them.
-    """
+    """Boxes, each contiguous in memory, with elements ``start`` to ``stop`` (exclusive) of the flattened tensor."""
     start, stop = max(start, 0), min(stop, math.prod(shape))
     if start >= stop:
         return ()
@@ -123,7 +110,7 @@ def flat_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
 
 
 def sliced(parts: Iterable[LocalPart], shape: Sequence[int], start: int, stop: int) -> tuple[LocalPart, ...]:
-    """Those of ``parts`` that are in the slice ``start`` to ``stop`` of the flattened local tensor, cut there."""
+    """Parts within the slice ``start`` to ``stop`` of the flattened local tensor, cut there."""
     found: list[LocalPart] = []
     parts = tuple(parts)
     for box in flat_boxes(shape, start, stop):
@@ -135,7 +122,7 @@ def sliced(parts: Iterable[LocalPart], shape: Sequence[int], start: int, stop: i
 
 
 def moved(box: Box, part: LocalPart) -> Box:
-    """Where a box of the local tensor, which lies in ``part``, belongs in the whole tensor."""
+    """The box of the whole tensor that ``box``, which lies in ``part`` of the local tensor, is."""
     offsets = zip(box.offsets, part.local.offsets, part.whole.offsets, strict=True)
     return Box(tuple(offset - local + there for offset, local, there in offsets), box.sizes)
 
@@ -144,10 +131,7 @@ def moved(box: Box, part: LocalPart) -> Box:
 
 
 class TensorDivision(NamedTuple):
-    """Which part of a tensor this rank has."""
-
     parts: tuple[LocalPart, ...]
-    """Without padding."""
     shard: str
     """``tp0of2`` on rank 0 of a tensor-parallel group of two; ``whole`` if the tensor is not divided."""
     is_padded: bool
@@ -155,7 +139,6 @@ class TensorDivision(NamedTuple):
 
 
 def division_of(tensor: Tensor, module: nn.Module, shape: Sequence[int], name: str) -> TensorDivision:
-    """The part of a tensor that this rank has."""
     shape = tuple(shape)
     given: Any = tensor
     padded = 0
@@ -181,7 +164,6 @@ def division_of(tensor: Tensor, module: nn.Module, shape: Sequence[int], name: s
 
 
 def _checked(division: TensorDivision, tensor: Tensor, shape: tuple[int, ...], name: str) -> TensorDivision:
-    """Check that the parts fill the local tensor, except for padding."""
     stops = [part.local.offsets[dim] + part.local.sizes[dim] for part in division.parts for dim in range(tensor.dim())]
     fits = len(shape) == tensor.dim() and all(
         stop <= tensor.shape[number % tensor.dim()] for number, stop in enumerate(stops)
@@ -200,31 +182,25 @@ WHOLE = "whole"
 
 
 class HeldTensor(NamedTuple):
-    """A parameter of the model of which this rank has a part."""
-
     name: str
-    """In the model of one process."""
+    """Name in the model of one process."""
     layer: str
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     tensor: Tensor
-    """The parameter on this rank."""
     division: TensorDivision
     is_tied: bool
     """True if the model has the parameter in several places: several stages of a pipeline may hold it."""
     master: Master | None
-    """What the optimizer updates; None if it does not."""
+    """Memory that the optimizer updates; None if it does not update the parameter."""
 
     def shard(self, division: str) -> str:
-        """Name of the shard of the layer that has the parameter's elements of a division.
-
-        A tied parameter has a shard of its own, because a stage may hold it without the rest of the layer.
-        """
+        """Name of the shard; tied parameters have their own, because a stage may hold one without the layer's rest."""
         return f"{division}.tied" if self.is_tied else division
 
     @property
     def parts(self) -> tuple[LocalPart, ...]:
-        """The parts that the master has, or the parameter if there is none. Local boxes are those of the parameter."""
+        """Parts that the master has, or the parameter if there is none. Local boxes are those of the parameter."""
         if self.master is None or self.master.slices == 1:
             return self.division.parts
         start = self.master.start
@@ -232,20 +208,16 @@ class HeldTensor(NamedTuple):
 
 
 def bare_model(model: nn.Module) -> nn.Module:
-    """The model inside the wrappers of Colossal-AI and torch."""
     while isinstance(model, ModelWrapper | DistributedDataParallel):
         model = model.module
     return model
 
 
 def pieces_of(model: nn.Module, optimizer: Any, outline: ModelOutline) -> list[TensorPiece]:
-    """The pieces of parameters, persistent buffers and the optimizer's state that this rank holds.
+    """The pieces of parameters, persistent buffers and optimizer state that this rank holds, in the order of the model.
 
-    The values of parameters are those that the optimizer updates: masters in higher precision, where there are any.
-    Ranks that hold the same box of a tensor have the same piece, apart from buffers whose statistics differ.
-
-    Returns:
-        the pieces, in the order of the model; views of the memory of model and optimizer. Numbers of Python are copied.
+    Parameters have the values that the optimizer updates: masters in higher precision, if there are any. Pieces are
+    views of memory; numbers of Python are copied. Ranks that hold the same box have the same piece, except for buffers.
     """
     check_stage(model)
     pieces: list[TensorPiece] = []
@@ -263,7 +235,7 @@ def pieces_of(model: nn.Module, optimizer: Any, outline: ModelOutline) -> list[T
 
 
 def held_parameters(model: nn.Module, optimizer: Any, outline: ModelOutline) -> Iterator[HeldTensor]:
-    """The parameters that this rank has a part of, in the order of the model; tied ones once."""
+    """Parameters that this rank has a part of, in the order of the model; tied ones once."""
     masters = masters_of(optimizer)
     seen: set[int] = set()
     for module_name, module in bare_model(model).named_modules(remove_duplicate=False):
@@ -300,8 +272,7 @@ def pieces_of_memory(held: HeldTensor, entry: str, memory: Tensor) -> list[Tenso
 
 
 def _in_slice(memory: Tensor, parameter: Tensor, box: Box, start: int) -> Tensor:
-    """The view of a slice of the flattened parameter, which begins at element ``start``, that has the elements of a box
-    of the parameter."""
+    """View of ``box`` of the parameter in ``memory``: a slice from element ``start`` of the flattened parameter."""
     strides = [1] * parameter.dim()
     for dim in reversed(range(parameter.dim() - 1)):
         strides[dim] = strides[dim + 1] * parameter.shape[dim + 1]
@@ -316,7 +287,6 @@ def scalar_piece(held: HeldTensor, entry: str, scalar: Tensor) -> TensorPiece:
 
 
 def buffer_pieces(model: nn.Module, outline: ModelOutline) -> list[TensorPiece]:
-    """The pieces of the model's persistent buffers."""
     pieces: list[TensorPiece] = []
     seen: set[int] = set()
     for module_name, module in bare_model(model).named_modules(remove_duplicate=False):
@@ -344,11 +314,7 @@ def _name(module: str, own: str, outline: ModelOutline) -> str:
 
 
 def agreed_buffers(pieces: list[TensorPiece], outline: ModelOutline) -> list[TensorPiece]:
-    """The same pieces, with the buffers of the first rank that has each. Every rank calls it.
-
-    Replicas see other samples, so that their statistics differ. Those of the first one count, as in Colossal-AI's
-    checkpoints; torch's data parallelism copies them to the other replicas before the next forward pass.
-    """
+    """The pieces, with the buffers of the first rank that has each, as Colossal-AI saves them. Every rank calls it."""
     parameters = {name for names in outline.groups for name in names}
     if all(name in parameters for name in outline.shapes):
         return pieces

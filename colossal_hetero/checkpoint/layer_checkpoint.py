@@ -1,4 +1,4 @@
-"""Save and load the layers of a boosted model together with everything else that training needs."""
+"""Saving and loading of a boosted model's layers, together with everything else that training needs."""
 
 from __future__ import annotations
 
@@ -39,8 +39,6 @@ __all__ = ["LayerCheckpoint", "Start", "Training", "repair"]
 
 
 class _Damaged(NamedTuple):
-    """A damaged file that a rank asks the others for."""
-
     rank: int
     node: str
     path: str
@@ -49,11 +47,7 @@ class _Damaged(NamedTuple):
 
 
 def repair(reader: CheckpointReader, step: int, nodes: Sequence[str]) -> None:
-    """Replace the files that this rank has found damaged. Every rank calls it.
-
-    A whole copy comes from another folder that this rank reaches, else from a rank of another node. Files for which
-    there is no whole copy stay as they are. ``reader.problems`` tells what was done.
-    """
+    """Replace damaged files by whole copies of another folder or node, if possible. Every rank calls it."""
     rank = dist.get_rank()
     left: dict[str, tuple[Copy, str]] = {}
     for bad, name in reader.damaged(step):
@@ -94,7 +88,6 @@ def _send(good: Copy, request: _Damaged) -> None:
 
 
 def _receive(sender: int) -> Iterator[memoryview]:
-    """The pieces of a file."""
     while True:
         received: list[Any] = [None]
         dist.recv_object_list(received, sender)
@@ -106,46 +99,38 @@ def _receive(sender: int) -> Iterator[memoryview]:
 
 
 STORE_SECONDS = 60.0
-"""Time that ranks wait for the store of rank 0."""
 
 LOST_SECONDS = 10.0
-"""Time that it may take until a rank is known to be lost."""
+"""Time until a rank is known to be lost, at most."""
 
 
 class Training(NamedTuple):
-    """What is trained, as a plugin has configured it."""
-
     model: Any
     optimizer: Any
     lr_scheduler: Any
     loader: Any
     """A data loader with a ``state_dict``, or None."""
     outline: ModelOutline
-    """Of the model before it was configured."""
+    """Outline of the model before it was configured."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where training continues."""
+    """State from which training continues. Bytes are this rank's: of tensors, of check sums, from other nodes."""
 
     step: int = 0
     """Number of optimizer steps that are done."""
     epoch: int = 0
-    """The epoch to continue with. The loader begins it after the batches that were trained on."""
+    """Epoch to continue with. The loader begins it after the batches that were trained on."""
     same_plan: bool = False
     """True if every rank has the same part of the model as in the run that saved. Then the run continues bit for bit as
     without the interruption; otherwise sums are in another order, and dropout draws other masks."""
     read_bytes: int = 0
-    """Of tensors, that this rank has read from folders."""
     check_bytes: int = 0
-    """Of check sums, that it has read for them."""
     received_bytes: int = 0
-    """What this rank has received from ranks on other nodes."""
 
 
 class _OneFolder(FolderPlace):
-    """The folder of one checkpoint."""
-
     def __init__(self, root: Path | str, folder: str) -> None:
         super().__init__(root)
         self._only = folder
@@ -155,7 +140,6 @@ class _OneFolder(FolderPlace):
 
 
 def _state(reader: CheckpointReader, index: SavedIndex, rank: int) -> RunState:
-    """The state of a rank of the run that saved."""
     manifest = index.manifest
     return RunState(
         epoch=manifest.epoch,
@@ -177,11 +161,7 @@ class LayerCheckpoint:
         self._store: dist.Store | None = None
 
     def save(self, training: Training, *, step: int, epoch: int, plan: str, always: bool = False) -> bool:
-        """Save what all ranks hold, if ``step`` is a multiple of ``save_every``.
-
-        Returns:
-            whether this step is saved; if not, :meth:`wait` does it, unless a later step comes.
-        """
+        """Save, if ``step`` is a multiple of ``save_every``; false if not, or if it is held until :meth:`wait`."""
         if step % self._config.save_every and not always:
             return False
         model, optimizer, lr_scheduler, loader, outline = training
@@ -237,8 +217,7 @@ class LayerCheckpoint:
         return Start(found.step, index.manifest.epoch, same, reader.bytes_read, reader.check_bytes_read, received)
 
     def newest_step(self, step: int | None = None) -> int | None:
-        """The step of the checkpoint that :meth:`resume` would load; None if there is none that is whole. Every rank
-        calls it."""
+        """Step of the checkpoint that :meth:`resume` would load; None without a whole one. Every rank calls it."""
         copies, *_ = self._everyones_copies(self._config.node or socket.gethostname())
         try:
             found = newest_whole(copies, step)
@@ -247,7 +226,7 @@ class LayerCheckpoint:
         return None if found is None else found.step
 
     def _everyones_copies(self, node: str) -> tuple[list[NodeCopy], list[str], dict[int, str]]:
-        """What all ranks find in their folders; the node of each rank; by step, why folders are no checkpoints."""
+        """Copies that all ranks find; the node of each rank; by step, why folders are no checkpoints."""
         shared = None if self._config.shared is None else FolderPlace(self._config.shared)
         local = None if self._config.local is None else FolderPlace(self._config.local)
 
@@ -264,7 +243,6 @@ class LayerCheckpoint:
         return copies, [name for name, *_ in everyone], {step: torn[step] for step in torn.keys() - whole}
 
     def _places(self, node: str, found: WholeCheckpoint) -> list[Place]:
-        """The folders that this rank reads the checkpoint from."""
         places: list[Place] = []
         for root, name in ((self._config.local, node), (self._config.shared, "")):
             folder = found.folder(name)
@@ -273,7 +251,7 @@ class LayerCheckpoint:
         return places
 
     def _index(self, reader: CheckpointReader, found: WholeCheckpoint) -> tuple[SavedIndex, list[RunState]]:
-        """The index, and the states of all ranks that saved: of another rank, if this one has no whole copy."""
+        """The index and the states of all ranks that saved; from another rank if this one has no whole copy."""
         own: tuple[SavedIndex, list[RunState]] | None = None
         problem = ""
         try:
@@ -302,7 +280,6 @@ class LayerCheckpoint:
             self._saver.close(others_are_there=False)
 
     def wait(self) -> None:
-        """Write the last checkpoint, and wait until it is there."""
         if self._saver is not None:
             try:
                 self._saver.wait()
@@ -311,8 +288,7 @@ class LayerCheckpoint:
                     raise
 
     def _is_soon_broken(self) -> bool:
-        """True if ranks are lost. A write may fail before that is known, for example if messages were in a lost rank's
-        memory."""
+        """True if ranks are lost. A write may fail before that is known, e.g. if a lost rank's memory had messages."""
         deadline = time.monotonic() + LOST_SECONDS
         while self._is_broken is not None and time.monotonic() < deadline:
             if self._is_broken():
@@ -321,8 +297,7 @@ class LayerCheckpoint:
         return False
 
     def _saver_of(self, pieces: Sequence[TensorPiece]) -> tuple[LayerCheckpointSaver, tuple[bool, bool]]:
-        """The saver of these pieces; another one than before if a rank holds something else, such as new states. Also
-        whether all ranks have finished their saves and uploads."""
+        """The saver of these pieces, a new one if a rank holds others now; whether all ranks saved and uploaded."""
         own, ready = None, (True, True)
         if self._participants is not None and self._saver is not None:
             rank, node = self._participants.rank, self._participants.node
@@ -361,8 +336,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _new_store() -> dist.Store | None:
-    """A store for messages between the threads that save, with a client for each rank; None if rank 0's address is
-    unknown. The default store must not be used by other threads."""
+    """Store of threads that save, which must not use the default one; None if rank 0's address is unknown."""
     address = os.environ.get("MASTER_ADDR")
     if address is None or dist.get_world_size() == 1:
         return None

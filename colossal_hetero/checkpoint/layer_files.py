@@ -1,4 +1,4 @@
-"""Writing the file of one shard of a layer, and copying it to another folder."""
+"""Writing of the file of one shard of a layer, and its copy to another folder."""
 
 from __future__ import annotations
 
@@ -25,22 +25,17 @@ __all__ = ["ByteStream", "copy_file", "write_layer_file", "write_tensor"]
 
 
 # Archive -------------------------------------------------------------------------------------------------------------
-#
-# A tensor as ``torch.save`` writes it, from memory that is not copied.
-#
-# ``torch.save`` would copy the tensor while it holds Python's lock, which stops the training thread. Here the bytes of
-# the tensor go from the staging buffer to the file, and other threads run meanwhile.
+# ``torch.save`` would copy the tensor while it holds Python's lock, which stops the training thread. Here its bytes go
+# from the staging buffer to the file, and other threads run meanwhile.
 
 
 ALIGNMENT = 64
-"""The bytes of a tensor start at a multiple of it within its archive, as ``torch.save`` writes them."""
+"""Multiple at which the bytes of a tensor start within its archive, as ``torch.save`` writes them."""
 PADDING = 0x4246
 """Tag of the extra field that torch pads with ("FB")."""
 
 
 class ByteStream(Protocol):
-    """Takes bytes one after another."""
-
     def write(self, data: Any) -> int:
         """Take all of ``data``, a buffer; returns its length in bytes."""
 
@@ -49,17 +44,10 @@ class ByteStream(Protocol):
 
 
 def write_tensor(stream: ByteStream, data: NDArray[uint8], dtype: torch.dtype, sizes: tuple[int, ...]) -> int:
-    """Write an archive that ``torch.load`` reads as a contiguous tensor on the CPU.
+    """Write an archive that ``torch.load`` reads as a contiguous CPU tensor; returns the byte offset of its elements.
 
-    Args:
-        stream: where to.
-        data: ``[bytes]``: the elements, row by row. Less than 2 GiB: torch cannot read the archives that :mod:`zipfile`
-            makes of 2 to 4 GiB.
-        dtype: of the tensor.
-        sizes: of the tensor.
-
-    Returns:
-        Offset of the elements from the start of the archive, in bytes.
+    ``data`` are the elements, ``[bytes]``, row by row, less than 2 GiB: torch cannot read the archives that
+    :mod:`zipfile` makes of 2 to 4 GiB.
     """
     records: list[tuple[str, Any]] = [
         ("data.pkl", _pickled(dtype, sizes)),
@@ -80,8 +68,7 @@ def write_tensor(stream: ByteStream, data: NDArray[uint8], dtype: torch.dtype, s
 
 
 def _align(record: zipfile.ZipInfo, position: int) -> int:
-    """Pad the header of ``record``, which starts at ``position``, so that its content is aligned; returns where that
-    starts."""
+    """Pad the header of ``record``, at ``position``, so that its content is aligned; returns the content's start."""
     record.CRC = 0  # filled in later; the length of the header does not depend on it
     end = position + len(record.FileHeader(zip64=False)) + 4
     record.extra = struct.pack("<HH", PADDING, -end % ALIGNMENT) + b"Z" * (-end % ALIGNMENT)
@@ -107,21 +94,17 @@ def _pickled(dtype: torch.dtype, sizes: tuple[int, ...]) -> bytes:
 
 
 MAX_ARCHIVE_BYTES = 2**30
-"""Larger boxes are written as several."""
+"""Bytes above which a box is written as several."""
 NONE = np.empty(0, "<u4")
-"""Check sums of a box without elements."""
 
 
 class _CheckedStream:
-    """A file that is written from its start to its end, with its size and check sum so far."""
-
     def __init__(self, files: FileOperations, descriptor: int) -> None:
         self._files, self._descriptor = files, descriptor
         self.bytes = 0
         self.crc32 = 0
 
     def write(self, data: Any) -> int:
-        """Write a whole buffer."""
         view = memoryview(data).cast("B")
         for start in range(0, view.nbytes, PIECE_BYTES):
             piece = view[start : start + PIECE_BYTES]
@@ -139,13 +122,8 @@ def write_layer_file(
 ) -> FileRecord:
     """Write one file, which is on the disk when this returns: the archive of each box, then all check sums.
 
-    Args:
-        files: the operations.
-        path: the file, in a folder that no reader looks into yet.
-        pieces: the boxes, at least one, each with its bytes ``[bytes]``, row by row. All are of one layer.
-
-    Returns:
-        What the file holds, and where.
+    ``pieces`` are boxes of one layer, at least one, each with its bytes ``[bytes]``, row by row. No reader looks into
+    the folder of ``path`` yet.
     """
     descriptor = files.create(path)
     try:

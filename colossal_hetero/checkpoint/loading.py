@@ -1,4 +1,4 @@
-"""Fill the pieces of all ranks from a checkpoint whose files are on several nodes."""
+"""Loading of the pieces of all ranks from a checkpoint whose files are on several nodes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,9 @@ __all__ = ["load_pieces"]
 
 
 class _Outcome(NamedTuple):
-    """What one try has brought to a rank."""
-
     problems: list[tuple[str, Location, str]]
-    """Layers that it could not read: the layer, where, and why."""
+    """Layers that this rank could not read, their locations, and the reasons."""
     left: list[Need]
-    """What it still needs."""
 
 
 def load_pieces(
@@ -38,14 +35,10 @@ def load_pieces(
     reader: CheckpointReader,
     nodes: Sequence[str],
 ) -> int:
-    """Fill the pieces of this rank. Every rank calls it.
+    """Fill the pieces of this rank; returns the bytes received from other ranks. Every rank calls it.
 
-    Each box comes from the nearest place: the disk of this node, disks of other nodes, the shared folder. All of them
-    are read at the same time, and what is read once is sent to all that need it. If a file turns out to be damaged,
-    another copy is used.
-
-    Returns:
-        the number of bytes that this rank received from other ranks.
+    Each box comes from the nearest place: the disk of this node, disks of other nodes, the shared folder. All are read
+    at the same time; what is read once is sent to all that need it. If a file is damaged, another copy is used.
     """
     as_saved = [_as_saved(piece, index) for piece in pieces]
     memory = BoxMemory(as_saved, index.shapes, index.dtypes)
@@ -77,7 +70,6 @@ def load_pieces(
 
 
 def _as_saved(piece: TensorPiece, index: SavedIndex) -> TensorPiece:
-    """The piece, if necessary with memory of the type that was saved."""
     dtype = getattr(torch, index.dtypes[piece.key])
     if piece.data.dtype == dtype:
         return piece
@@ -103,7 +95,6 @@ def _load(
     reader: CheckpointReader,
     step: int,
 ) -> tuple[_Outcome, int]:
-    """Read, send and receive once; also the number of bytes received."""
     rank = dist.get_rank()
     reads, transfers = reads_and_transfers(fetches, node_of)
     order = layer_order(reads)
@@ -154,7 +145,6 @@ def _left(
     missing: Sequence[Transfer],
     memory: BoxMemory,
 ) -> list[Need]:
-    """The needs that were not filled."""
     unread = {(layer, location) for layer, location, _ in problems}
     unsent = {(each.key, each.box) for each in missing}
     return [

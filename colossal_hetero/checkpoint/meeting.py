@@ -1,5 +1,4 @@
-"""Where ranks leave messages for each other while they save in the background. No collectives: a rank that has ended
-makes others wait for a limited time only."""
+"""Messages between ranks that save in the background. No collectives: an ended rank must not block the others."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from .storage import FileOperations, remove_all, write_file
 __all__ = ["FolderMeeting", "Interruption", "Meeting", "MemoryMeeting", "Stopped", "StoreMeeting", "wait_for"]
 
 PAUSES_SECONDS = (0.002, 0.1)
-"""Between two looks for messages: the shortest, which doubles up to the longest."""
+"""Pauses between two looks for messages: the shortest, which doubles up to the longest."""
 
 
 class Meeting(Protocol):
@@ -37,14 +36,11 @@ class Stopped(Exception):
 
 
 class Interruption:
-    """Ends waits for messages of other ranks."""
-
     def __init__(self, is_broken: Callable[[], bool] = lambda: False) -> None:
         self._closed = threading.Event()
         self.is_broken = is_broken
 
     def set(self) -> None:
-        """The saver is closed."""
         self._closed.set()
 
     def wait(self, seconds: float) -> bool:
@@ -53,43 +49,33 @@ class Interruption:
 
 
 class MemoryMeeting:
-    """Messages in the memory of this process."""
-
     def __init__(self) -> None:
         self._messages: dict[str, bytes] = {}
 
     def put(self, name: str, message: bytes) -> None:
-        """See :class:`Meeting`."""
         self._messages[name] = message
 
     def get(self, name: str) -> bytes | None:
-        """See :class:`Meeting`."""
         return self._messages.get(name)
 
     def discard(self, name: str) -> None:
-        """See :class:`Meeting`."""
         self._messages.pop(name, None)
 
 
 class StoreMeeting:
-    """Messages in a store of ``torch.distributed``."""
-
     def __init__(self, store: Store) -> None:
         self._store = store
         self._lock = threading.Lock()
 
     def put(self, name: str, message: bytes) -> None:
-        """See :class:`Meeting`."""
         with self._lock:
             self._store.set(name, message)  # type: ignore[arg-type]
 
     def get(self, name: str) -> bytes | None:
-        """See :class:`Meeting`."""
         with self._lock:
             return self._store.get(name) if self._store.check([name]) else None  # type: ignore[attr-defined]
 
     def discard(self, name: str) -> None:
-        """See :class:`Meeting`."""
         with self._lock:
             self._store.delete_key(name)
 
@@ -102,23 +88,19 @@ class FolderMeeting:
         self._files = files or FileOperations()
 
     def put(self, name: str, message: bytes) -> None:
-        """See :class:`Meeting`."""
         self._files.make_folder(self._folder)
         write_file(self._files, self._path(name), message)
 
     def get(self, name: str) -> bytes | None:
-        """See :class:`Meeting`."""
         try:
             return self._path(name).read_bytes()
         except FileNotFoundError:
             return None
 
     def discard(self, name: str) -> None:
-        """See :class:`Meeting`."""
         self._path(name).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Remove the folder."""
         remove_all(self._files, self._folder)
 
     def _path(self, name: str) -> Path:
@@ -126,11 +108,7 @@ class FolderMeeting:
 
 
 def wait_for(meeting: Meeting, names: Iterable[str], deadline: float, stop: Interruption) -> dict[str, bytes]:
-    """Wait for messages.
-
-    Returns:
-        Those that arrived before the ``deadline``, a time of :func:`time.monotonic`.
-    """
+    """Messages that arrive before ``deadline``, a time of :func:`time.monotonic`."""
     missing, found, pause = list(names), {}, PAUSES_SECONDS[0]
     while True:
         for name in list(missing):

@@ -1,4 +1,4 @@
-"""The tensors of a model in one process: their names, shapes and layers, noted before a plugin divides the model."""
+"""Tensors of a model in one process: names, shapes and layers, noted before a plugin divides the model."""
 
 from __future__ import annotations
 
@@ -15,21 +15,17 @@ from ..profiling.preserved_state import inner_optimizer
 __all__ = ["ModelOutline", "outline_of", "persistent_buffers", "plain_name"]
 
 FIRST, LAST = "embedding", "head"
-"""Layers before and after the blocks."""
 
 
 @dataclass(frozen=True, eq=False)
 class ModelOutline:
-    """What one process would hold."""
-
     shapes: Mapping[str, tuple[int, ...]]
-    """Of each parameter and persistent buffer, by its name, in the order of the model. Tied parameters occur once."""
+    """Shape of each parameter and persistent buffer, in the order of the model. Tied parameters occur once."""
     layers: Mapping[str, str]
-    """Layer of each of them, by its name: ``embedding``, ``block-0000`` and so on, ``head``."""
+    """Layer of each of them: ``embedding``, ``block-0000`` and so on, ``head``."""
     names: Mapping[str, str]
-    """Name of each of them by each of its names: a tied parameter has several, and the first one counts."""
+    """The name that counts, by each name of a tensor: a tied parameter has several, and the first one counts."""
     tied: frozenset[str]
-    """Names of the parameters that have several."""
     groups: tuple[tuple[str, ...], ...]
     """Names of the parameters in each group of the optimizer; empty without an optimizer."""
     trained: frozenset[str]
@@ -37,11 +33,6 @@ class ModelOutline:
 
 
 def outline_of(model: nn.Module, optimizer: Any = None) -> ModelOutline:
-    """The outline of a model, and of its optimizer, that no plugin has configured yet.
-
-    Layers are the blocks between which a pipeline cuts the model, and the parts before and after them. In a model
-    without one clear row of blocks, each element of each list of modules is a layer, and so is every other module.
-    """
     layer_of = _layers(model)
     shapes: dict[str, tuple[int, ...]] = {}
     layers: dict[str, str] = {}
@@ -75,7 +66,6 @@ def plain_name(name: str) -> str:
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The module's own buffers that belong to its state, with their names in the module."""
     for name, buffer in module._buffers.items():
         if buffer is not None and name not in module._non_persistent_buffers_set:
             yield name, buffer
@@ -87,7 +77,7 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _layers(model: nn.Module) -> dict[str, str]:
-    """The layer of each module, by the name of the module."""
+    """Layer of each module, by name. Without one clear row of blocks, it is each element of each list of modules."""
     modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
     try:
         row = find_block_row(model).name

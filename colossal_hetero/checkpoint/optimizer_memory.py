@@ -1,4 +1,4 @@
-"""Where an optimizer keeps the values that it updates: in the model, in masters, or in ZeRO's slices."""
+"""Memory of the values that an optimizer updates: the model, masters, or ZeRO's slices."""
 
 from __future__ import annotations
 
@@ -31,12 +31,9 @@ of Python. The latter two are followed by a dot and the type in which they are s
 
 
 class Master(NamedTuple):
-    """The values of one parameter of the model that this rank's optimizer updates."""
-
     tensor: Tensor
-    """With the shape of the parameter on this rank, or a slice of the flattened parameter."""
+    """Memory with the shape of the parameter on this rank, or of a slice of the flattened parameter."""
     slice_number: int
-    """Which of the equal slices it is; 0 if there is only one."""
     slices: int
     """Number of slices. With more than one, the last ones may end with padding."""
     is_flat: bool
@@ -44,17 +41,14 @@ class Master(NamedTuple):
 
     @property
     def start(self) -> int:
-        """First element of the slice in the flattened parameter."""
         return self.slice_number * self.tensor.numel() if self.is_flat else 0
 
     @property
     def shard(self) -> str:
-        """Suffix for the name of the shard that the slice belongs to."""
         return f".zero{self.slice_number}of{self.slices}" if self.slices > 1 else ""
 
 
 def check_stage(model: Any) -> None:
-    """Check that this module can save the model."""
     if FullyShardedDataParallel.fsdp_modules(model):
         raise ValueError(
             "layer checkpoints are for ZeRO stages 0 to 2; at stage 3 save with booster.save_model and "
@@ -63,7 +57,6 @@ def check_stage(model: Any) -> None:
 
 
 def masters_of(optimizer: Any) -> dict[int, Master]:
-    """What the optimizer updates, by the ``id`` of the model's parameter."""
     zero = find_zero_optimizer(optimizer)
     if zero is not None:
         stores = zero.pid_to_bucket_store
@@ -91,7 +84,7 @@ def state_entries(optimizer: Any) -> dict[str, str]:
 
 
 def states_of(optimizer: OptimizerWrapper) -> Iterator[tuple[Tensor, dict[str, tuple[str, Any]]]]:
-    """For each master: kind and value of each entry of its state. Entries that are None are left out."""
+    """Kind and value of each entry of each master's state. Entries that are None are left out."""
     inner = inner_optimizer(optimizer)
     for master, state in inner.state.items():
         yield (
@@ -105,7 +98,6 @@ def states_of(optimizer: OptimizerWrapper) -> Iterator[tuple[Tensor, dict[str, t
 
 
 def as_scalar(number: float) -> Tensor:
-    """A number of Python as a tensor without dimensions that has exactly its value."""
     return torch.tensor(number, dtype=torch.int64 if isinstance(number, int) else torch.float64)
 
 

@@ -1,4 +1,4 @@
-"""What all ranks know of each other before they save."""
+"""Exchange of what ranks hold before they save, and division of the files among them."""
 
 from __future__ import annotations
 
@@ -29,16 +29,12 @@ __all__ = [
 
 
 class ShardFile(NamedTuple):
-    """A file: one shard of one layer."""
-
     layer: str
     shard: str
 
 
 @dataclass(frozen=True, order=True)
 class Holding:
-    """A box of a tensor that a rank holds."""
-
     rank: int
     node: str
     layer: str
@@ -49,19 +45,17 @@ class Holding:
 
     @property
     def file(self) -> ShardFile:
-        """The file that it is saved in."""
         return ShardFile(self.layer, self.shard)
 
 
 @dataclass(frozen=True)
 class FileDivision:
-    """Who writes what. Ranks that write nothing are left out."""
+    """Files that each rank writes. Ranks that write nothing are left out."""
 
     local: Mapping[int, tuple[ShardFile, ...]]
-    """By rank: files for the local folder of its node. On each node every file that a rank holds is written once."""
+    """Files for its node's local folder, by rank. On each node every file that a rank holds is written once."""
     shared: Mapping[int, tuple[ShardFile, ...]]
-    """By rank: files for the shared folder. Every file is written once. With a local folder, a rank uploads what it has
-    written there."""
+    """Files for the shared folder, by rank, each written once. A rank uploads what it has written locally."""
 
 
 File = TypeVar("File", bound=Hashable)
@@ -69,11 +63,7 @@ Holder = TypeVar("Holder", bound=Hashable)
 
 
 def spread(sizes: Mapping[File, int], holders: Mapping[File, Sequence[Holder]]) -> dict[File, Holder]:
-    """Give each file to one of its holders, so that the holder with most bytes has few.
-
-    Files with the fewest holders come first, then the largest; each goes to the holder with the fewest bytes so far.
-    Then files move away from the holder with most bytes as long as that helps.
-    """
+    """Give each file to one of its holders, so that the largest load is small: greedily, then by moves that help."""
     order = {file: index for index, file in enumerate(sizes)}
     loads: dict[Holder, int] = {holder: 0 for file in sizes for holder in holders[file]}
     chosen: dict[File, Holder] = {}
@@ -99,7 +89,6 @@ def spread(sizes: Mapping[File, int], holders: Mapping[File, Sequence[Holder]]) 
 
 
 def divide_files(holdings: Iterable[Holding], *, with_local: bool = True) -> FileDivision:
-    """Divide the writing of all files among the ranks that hold them."""
     boxes: dict[ShardFile, dict[int, set[tuple[str, Box]]]] = defaultdict(lambda: defaultdict(set))
     nodes: dict[int, str] = {}
     sizes: dict[ShardFile, int] = {}
@@ -150,29 +139,25 @@ def divide_files(holdings: Iterable[Holding], *, with_local: bool = True) -> Fil
 
 @dataclass(frozen=True)
 class Participants:
-    """Equal on all ranks, except for :attr:`rank`."""
+    """State that is equal on all ranks, except for :attr:`rank`."""
 
     rank: int
     nodes: tuple[str, ...]
-    """Of each rank."""
     holdings: tuple[Holding, ...]
-    """Of all ranks."""
     run: str
-    """Differs between all runs that save into the same folders."""
+    """Name that differs between all runs that save into the same folders."""
 
     @property
     def node(self) -> str:
-        """Of this rank."""
         return self.nodes[self.rank]
 
     @property
     def leaders(self) -> dict[str, int]:
-        """By node: its first rank, which finishes the node's local folder."""
+        """First rank of each node, which finishes the node's local folder."""
         return {node: self.nodes.index(node) for node in sorted(set(self.nodes))}
 
 
 def holdings_of(rank: int, node: str, pieces: Iterable[TensorPiece]) -> tuple[Holding, ...]:
-    """What a rank holds."""
     return tuple(
         Holding(rank, node, each.layer, each.shard, each.key, each.box, each.data.numel() * each.data.element_size())
         for each in pieces

@@ -1,8 +1,5 @@
-"""Pieces of a model's tensors: what one rank holds, saves and loads.
-
-A tensor of the whole model, as one process would hold it, may be divided among ranks by tensor parallelism and by ZeRO.
-Each rank holds boxes of it. A part of a fused query-key-value weight is three boxes; a slice of a flattened tensor, as
-ZeRO cuts it, is a few boxes.
+"""Pieces of a model's tensors, and names of files. What tensor parallelism and ZeRO leave of a tensor on a rank is one
+or more boxes, e.g. three of a fused query-key-value weight, and a few of a slice of a flattened tensor.
 """
 
 from __future__ import annotations
@@ -49,18 +46,14 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """What one rank saves beside its tensors. What all ranks share is taken from rank 0."""
+    """State that one rank saves beside its tensors, as JSON but for ``binary``. What all ranks share is rank 0's."""
 
     epoch: int = 0
-    """The epoch that the run is in."""
     plan: str = ""
     """Digest of the plan, or empty."""
     param_groups: Any = None
-    """Settings of the optimizer, e.g. learning rates, as JSON."""
     common: Mapping[str, Any] = field(default_factory=dict)
-    """States that all ranks share, e.g. of the scheduler and the loader, as JSON."""
     rank: Mapping[str, Any] = field(default_factory=dict)
-    """States of this rank, as JSON."""
     binary: Mapping[str, bytes] = field(default_factory=dict)
     """States of this rank that are bytes, e.g. of random generators."""
 
@@ -73,12 +66,10 @@ MANIFEST = "manifest.json"
 METADATA = ".metadata"
 """The index of torch's distributed checkpoints, for torch's own tools."""
 STATES = "states.bin"
-"""Binary states of ranks, e.g. of random generators."""
 REPLACED = ".replaced"
 """Ending of a checkpoint's folder while another checkpoint of the same step takes its place."""
 TEMPORARY = (".unfinished-step-", ".removed-step-", ".meeting-")
-"""How the names of folders start that are being written, or removed, or hold messages between ranks."""
-
+"""Beginnings of names of folders that are being written, or removed, or hold messages between ranks."""
 STEP = re.compile(rf"step-(\d{{8,}})({re.escape(REPLACED)})?")
 
 
@@ -88,18 +79,15 @@ def step_folder(step: int) -> str:
 
 
 def unfinished_folder(step: int, run: str, number: int, leader: int | str) -> str:
-    """Folder of a checkpoint while it is written: the ``number``-th save of a run. ``leader`` is the rank that will
-    finish it."""
+    """Folder of the ``number``-th save of a run while it is written; ``leader`` is the rank that will finish it."""
     return f".unfinished-{step_folder(step)}.{run}.{number}.{leader}"
 
 
 def removed_folder(folder: str) -> str:
-    """Name of a folder while it is removed."""
     return f".removed-{folder}"
 
 
 def meeting_folder(run: str) -> str:
-    """Folder for messages between the ranks of a run."""
     return f".meeting-{run}"
 
 
@@ -129,20 +117,17 @@ def part_file(node: str) -> str:
 
 @dataclass(frozen=True, order=True)
 class Box:
-    """A rectangular part of a tensor. For a tensor without dimensions both are empty."""
+    """A rectangular part of a tensor: index of its first element, and sizes. Both are empty without dimensions."""
 
     offsets: tuple[int, ...]
-    """Index of its first element, by dimension of the whole tensor."""
     sizes: tuple[int, ...]
-    """By dimension, in elements."""
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.sizes)
 
     def intersection(self, other: Box) -> Box | None:
-        """The elements that both boxes have; None if there are none. Both are boxes of the same tensor."""
+        """Elements that both boxes, of the same tensor, have; None if there are none."""
         starts = tuple(map(max, self.offsets, other.offsets))
         stops = tuple(map(min, self._stops, other._stops))
         if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
@@ -150,7 +135,7 @@ class Box:
         return Box(starts, tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
 
     def slices_of(self, part: Box) -> tuple[slice, ...]:
-        """Where the elements of ``part``, which lies in this box, are in a tensor that holds this box."""
+        """Slices of ``part``, which lies in this box, in a tensor that holds this box."""
         return tuple(
             slice(start - offset, start - offset + size)
             for start, offset, size in zip(part.offsets, self.offsets, part.sizes, strict=True)
@@ -162,16 +147,14 @@ class Box:
 
     @property
     def is_empty(self) -> bool:
-        """True if it has no elements."""
         return 0 in self.sizes
 
     def moved(self, origin: tuple[int, ...]) -> Box:
-        """This box with offsets counted from ``origin`` instead of the first element of the tensor."""
+        """The box with offsets counted from ``origin`` instead of the first element of the tensor."""
         return Box(tuple(own - start for own, start in zip(self.offsets, origin, strict=True)), self.sizes)
 
     def pieces(self, numel: int) -> list[Box]:
-        """This box, cut along its first dimension with more than one element into boxes of about ``numel`` elements or
-        fewer. One after another, their elements are those of this box, row by row."""
+        """Cut this box along its first dimension that is not 1 into boxes of about ``numel`` elements, in order."""
         dimension = next((index for index, size in enumerate(self.sizes) if size > 1), None)
         if dimension is None or self.numel <= numel:
             return [self]
@@ -202,16 +185,11 @@ class Box:
 
 
 def whole(shape: tuple[int, ...]) -> Box:
-    """All of a tensor of this shape."""
     return Box((0,) * len(shape), shape)
 
 
 def cover(needed: Box, boxes: Sequence[Box]) -> tuple[list[tuple[int, Box]], list[Box]]:
-    """Cut a box into parts that other boxes hold.
-
-    Returns:
-        Parts of ``needed``, which do not overlap, each with the index of the box that holds it; and what no box holds.
-    """
+    """Disjoint parts of ``needed``, each with the index of the box that holds it; and what no box holds."""
     parts: list[tuple[int, Box]] = []
     left = [] if needed.is_empty else [needed]
     for index, box in enumerate(boxes):
@@ -236,40 +214,31 @@ class TensorPiece:
     layer: str
     """The layer that the tensor belongs to, e.g. ``block-0007``, ``embedding`` or ``head``."""
     key: str
-    """Name of the tensor in the checkpoint: what it is, a dot, and the name of the parameter in the model of one
-    process, e.g. ``param.transformer.h.7.attn.c_attn.weight`` or ``exp_avg.transformer.h.7.attn.c_attn.weight``."""
+    """Kind, a dot, and the name in the model of one process, e.g. ``exp_avg.transformer.h.7.ln_1.weight``."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     box: Box
     data: Tensor
     """``[box.sizes]``: a view of the memory, of the type in which the tensor is saved."""
     shard: str
-    """Names the division that the box belongs to, e.g. ``tp0of2``; the same on all ranks that hold the same boxes of a
-    layer. A layer has one file for each of its shards."""
+    """Division that the box belongs to, e.g. ``tp0of2``: a file of the layer, with equal boxes on all its ranks."""
 
 
 # Bitmap --------------------------------------------------------------------------------------------------------------
-#
-# Which node has which boxes of which checkpoint, and in which tier.
-#
 # Source: AutoHet, section IV-C ("layer bitmap"), with boxes of tensors in place of tensor-parallel shards of layers.
 
 
 class StorageTier(IntEnum):
-    """Where a box is, the fastest first."""
+    """Kinds of places of a box, the fastest first."""
 
     MEMORY = 0
     DISK = 1
-    """Of the node."""
     SHARED = 2
-    """The shared folder, which every node reaches."""
 
 
 class Location(NamedTuple):
-    """A place that has a box."""
-
     node: str
-    """Empty for the shared folder."""
+    """Name of the node; empty for the shared folder."""
     tier: StorageTier
 
 
@@ -280,7 +249,6 @@ class Bitmap:
         self._boxes: dict[tuple[int, str, str], dict[Box, set[Location]]] = defaultdict(dict)
 
     def add(self, step: int, layer: str, key: str, box: Box, location: Location) -> None:
-        """Note that ``location`` has a box of the tensor ``key``."""
         self._boxes[step, layer, key].setdefault(box, set()).add(location)
 
     def discard(self, step: int, layer: str, location: Location) -> None:
@@ -291,6 +259,5 @@ class Bitmap:
                     locations.discard(location)
 
     def boxes(self, step: int, layer: str, key: str) -> Iterator[tuple[Box, frozenset[Location]]]:
-        """All boxes of a tensor, sorted."""
         for box, locations in sorted(self._boxes.get((step, layer, key), {}).items()):
             yield box, frozenset(locations)

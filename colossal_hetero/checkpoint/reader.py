@@ -1,4 +1,4 @@
-"""Reading layer checkpoints: the bytes that are needed, from the nearest whole copy."""
+"""Reader of layer checkpoints: the bytes that are needed, from the nearest whole copy."""
 
 from __future__ import annotations
 
@@ -19,39 +19,31 @@ from .storage import DamagedCopy
 
 __all__ = ["CheckpointReader", "LayerRead", "ReadAhead"]
 
-
 SLAB_BYTES = 64 * 1024 * 1024
-"""So much of a tensor is read at a time."""
+"""Bytes of a tensor that are read at a time."""
 
 
 class CheckpointReader:
-    """Reads checkpoints that any plan has saved into the pieces of another plan.
-
-    Each byte range is read from the nearest place that has it, and checked. If a copy is damaged, the next place is
-    asked; :meth:`damaged` tells which files to replace. Several threads may call :meth:`load`.
-    """
+    """Reads checkpoints of any plan from the nearest whole copies. Several threads may call :meth:`load`."""
 
     def __init__(self, places: Sequence[Place]) -> None:
         self._places = tuple(places)
         self._search: Search | None = None
         self._lock = threading.Lock()
-        # By place and file: what is wrong with it, as far as known.
+        # Faults of files, as far as known, by place and file.
         self._faults: dict[tuple[str, str], str | None] = {}
         self._states: dict[str, bytes] = {}  # by checkpoint
         self.problems: list[str] = []
         """Copies that were found damaged, and what was done about it."""
         self.bytes_read = 0
-        """Of tensors."""
         self.check_bytes_read = 0
-        """Of check sums."""
 
     def checkpoints(self) -> tuple[FoundCheckpoint, ...]:
-        """All checkpoints of which a place has a part, the newest first: the last that was saved, even if training went
-        back to an earlier step before."""
+        """All checkpoints of which a place has a part; the last saved first, whatever their steps."""
         return self._found().checkpoints
 
     def latest(self) -> int:
-        """The step of the newest checkpoint of which these places together have all files."""
+        """Step of the newest checkpoint of which these places together have all files."""
         for checkpoint in self.checkpoints():
             if not checkpoint.faults():
                 return checkpoint.step
@@ -61,11 +53,9 @@ class CheckpointReader:
         raise CheckpointError(f"no complete checkpoint in {names}: {reasons}")
 
     def manifest(self, step: int) -> Manifest:
-        """What a checkpoint holds beside tensors."""
         return self._checkpoint(step).manifest
 
     def binary(self, step: int, rank: int) -> dict[str, bytes]:
-        """The binary states of a rank of the run that saved."""
         checkpoint = self._checkpoint(step)
         manifest = checkpoint.manifest
         if manifest.id not in self._states:
@@ -74,7 +64,6 @@ class CheckpointReader:
         return {name: content[offset : offset + size] for name, (offset, size) in manifest.binary[rank].items()}
 
     def load(self, pieces: Sequence[TensorPiece], step: int) -> None:
-        """Fill pieces with what was saved."""
         checkpoint = self._checkpoint(step)
         saved = _by_key(checkpoint)
         for piece in pieces:
@@ -83,7 +72,6 @@ class CheckpointReader:
             self._load(checkpoint, piece, saved[piece.key])
 
     def tensors(self, step: int) -> dict[str, tuple[tuple[int, ...], torch.dtype, str]]:
-        """Shape, type and layer of each tensor, by its key."""
         checkpoint = self._checkpoint(step)
         return {
             key: (records[0][1].shape, getattr(torch, records[0][1].dtype), records[0][0].layer)
@@ -106,7 +94,6 @@ class CheckpointReader:
         return None
 
     def replace(self, bad: Copy, name: str, content: Iterable[memoryview], source: str) -> bool:
-        """Replace a damaged file, if possible; :attr:`problems` tells how it went."""
         file = f"{bad.place.name}/{bad.path(name)}"
         if not isinstance(bad.place, RepairablePlace):
             return False
@@ -184,7 +171,6 @@ class CheckpointReader:
                 self._fill(checkpoint, file.name, item.key, item.box, part, target)
 
     def _fault(self, copy: Copy, name: str) -> str | None:
-        """What is known to be wrong with a file that should be there."""
         where = copy.place.name, copy.path(name)
         with self._lock:
             if where not in self._faults:
@@ -200,7 +186,6 @@ class CheckpointReader:
     def _fill(
         self, checkpoint: FoundCheckpoint, name: str, key: str, box: Box, part: Box, target: torch.Tensor
     ) -> None:
-        """Read a part of a tensor from the nearest copy of a file that is whole there."""
         for copy in checkpoint.copies_of(name):
             if self._fault(copy, name) is not None:
                 continue
@@ -257,7 +242,6 @@ def _by_key(checkpoint: FoundCheckpoint) -> dict[str, list[tuple[FileRecord, Ite
 
 
 def _slabs(box: Box, cells: tuple[int, ...], element_bytes: int) -> Iterator[Box]:
-    """Cut an aligned box into aligned boxes of a limited size, by its first dimension."""
     if not box.sizes:
         yield box
         return
@@ -272,17 +256,14 @@ def _slabs(box: Box, cells: tuple[int, ...], element_bytes: int) -> Iterator[Box
 
 
 class LayerRead(NamedTuple):
-    """What to read of a layer."""
-
     layer: str
     is_sent: bool
     """True if this takes memory until it is sent."""
     read: Callable[[], None]
-    """Raises a ``CheckpointError`` if it cannot be read."""
 
 
 class ReadAhead:
-    """Reads from one place. Leave its ``with`` block to stop it."""
+    """Thread that reads from one place. Leave its ``with`` block to stop it."""
 
     def __init__(self, layers: Sequence[LayerRead], ahead: int) -> None:
         self._layers = layers
@@ -293,7 +274,7 @@ class ReadAhead:
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="read checkpoint", daemon=True)
         self.problems: dict[str, str] = {}
-        """By layer: why it could not be read."""
+        """Reasons why layers could not be read."""
 
     def __enter__(self) -> ReadAhead:
         self._thread.start()
@@ -313,12 +294,10 @@ class ReadAhead:
         return self.problems.get(layer)
 
     def has_sent(self, layer: str) -> None:
-        """Note that the memory of a layer is free again."""
         if layer in self._sent:
             self._room.release()
 
     def wait_for_all(self) -> None:
-        """Wait until everything is read."""
         for layer in self._done:
             self.wait(layer)
 

@@ -1,4 +1,4 @@
-"""What the JSON files of a checkpoint hold: where each box of each tensor is, with sizes and check sums."""
+"""Content of the JSON files of a checkpoint: where each box of each tensor is, with sizes and check sums."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ __all__ = [
     "parse_part",
 ]
 
-
 SCHEMA = 1
 
 
@@ -40,46 +39,36 @@ class CheckpointPart(FilePart):
 
 
 class FileCheck(CheckpointPart):
-    """Size and check sum of a file."""
-
     bytes: int
     crc32: int
-    """Of the whole file."""
 
 
 class ItemRecord(CheckpointPart):
-    """A box of a tensor in a file."""
+    """A box of a tensor in a file. ``shape`` is that of the tensor, ``offsets`` and ``sizes`` are those of the box."""
 
     key: str
-    """Name of the tensor."""
     dtype: str
     """Type of its elements, as torch names it, e.g. "float32"."""
     element_bytes: int
     shape: tuple[int, ...]
-    """Of the whole tensor."""
     offsets: tuple[int, ...]
-    """Of the box: index of its first element, by dimension."""
     sizes: tuple[int, ...]
-    """Of the box, in elements."""
     archive_offset: int
-    """Where its archive, as ``torch.save`` writes it, starts in the file, in bytes."""
+    """Start of its archive, as ``torch.save`` writes it, in the file, in bytes."""
     archive_bytes: int
     data_offset: int
-    """Where its elements start in the file, in bytes; they are stored row by row."""
+    """Start of its elements in the file, in bytes; they are stored row by row."""
     cells: tuple[int, ...]
     """Elements of a cell, by dimension. See :mod:`.cells`."""
     checks_offset: int
-    """Where the check sums of its cells start in the file, in bytes."""
+    """Start of the check sums of its cells in the file, in bytes."""
 
     @property
     def box(self) -> Box:
-        """The elements, in the whole tensor."""
         return Box(self.offsets, self.sizes)
 
 
 class FileRecord(FileCheck):
-    """A file with one shard of a layer."""
-
     name: str
     layer: str
     items: tuple[ItemRecord, ...]
@@ -94,11 +83,11 @@ class NodePart(CheckpointPart):
 
 
 class Manifest(CheckpointPart):
-    """``manifest.json``: what a checkpoint is, and the state of a run that is not in tensors."""
+    """``manifest.json``: what a checkpoint is, and the state of a run (:class:`.RunState`) that is not in tensors."""
 
     schema_version: int = Field(alias="schema")
     id: str
-    """Differs between all checkpoints that were ever saved; the same in all folders that hold parts of this one."""
+    """Name that no other checkpoint has; the same in all folders that hold parts of this one."""
     step: int
     epoch: int
     saved_at: str
@@ -106,35 +95,28 @@ class Manifest(CheckpointPart):
     held_by: str | None
     """The node on whose local disk the folder is; null for a folder that has the files of all nodes."""
     plan: str
-    """Digest of the plan that the run had, or empty."""
     world_size: int
     layers: tuple[str, ...]
     param_groups: Any
-    """Settings of the optimizer, e.g. learning rates, as JSON."""
     common: Any
-    """States that all ranks share, e.g. scheduler and loader, as JSON."""
     ranks: tuple[Any, ...]
-    """States of each rank, as JSON."""
     binary: tuple[dict[str, tuple[int, int]], ...]
-    """By rank: where its binary states are in ``states.bin``: name, offset and size in bytes."""
+    """Places of the binary states in ``states.bin``, by rank: name, offset and size in bytes."""
     files: dict[str, FileCheck]
     """All other files of the folder that have no tensors."""
     crc32: int
-    """Of this file's other fields."""
+    """CRC-32 of this file's other fields."""
 
     def text(self) -> str:
-        """The file, with the right check sum."""
         content = json.loads(self.model_dump_json(by_alias=True))
         return json.dumps({**content, "crc32": _content_checksum(content)}, indent=1, ensure_ascii=False) + "\n"
 
 
 def parse_part(name: str, text: bytes) -> NodePart:
-    """A ``part-<node>.json``."""
     return check_file(name, _content(name, text), text.decode(), NodePart, kind="part of a checkpoint", schema=SCHEMA)
 
 
 def parse_manifest(name: str, text: bytes) -> Manifest:
-    """A ``manifest.json``."""
     content = _content(name, text)
     manifest = check_file(name, content, text.decode(), Manifest, kind="manifest of a checkpoint", schema=SCHEMA)
     if manifest.crc32 != _content_checksum(content):

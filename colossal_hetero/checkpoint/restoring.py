@@ -22,7 +22,6 @@ __all__ = ["Restoring", "check_same_model"]
 
 
 def check_same_model(outline: ModelOutline, saved: Mapping[str, Sequence[int]]) -> None:
-    """Check that a checkpoint is of the model."""
     kept = {key.split(".", 1)[1]: tuple(shape) for key, shape in saved.items() if key.startswith(("param.", "buffer."))}
     # The file format has no tensors without elements.
     missing = [name for name, shape in outline.shapes.items() if name not in kept and 0 not in shape]
@@ -45,15 +44,11 @@ def check_same_model(outline: ModelOutline, saved: Mapping[str, Sequence[int]]) 
 
 
 def some(names: Sequence[str]) -> str:
-    """The first names, and the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 class Restoring:
-    """Loading a checkpoint into a model and its optimizer: read :attr:`pieces`, then call :meth:`finish`.
-
-    All ranks of the plugin do the same. The optimizer's state is replaced as a whole.
-    """
+    """Loads a checkpoint into a model and its optimizer, on all ranks: read :attr:`pieces`, call :meth:`finish`."""
 
     def __init__(
         self,
@@ -67,7 +62,6 @@ class Restoring:
         check_same_model(outline, saved)
         wait_for_parameters(optimizer)
         self.pieces: list[TensorPiece] = []
-        """What this rank needs. Their memory is that of model and optimizer."""
         self._optimizer = optimizer
         self._numbers: list[tuple[dict[str, Any], str, Tensor]] = []
         self._copies: list[tuple[Tensor, Tensor]] = []
@@ -111,8 +105,7 @@ class Restoring:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """After all pieces were read: compute the model's parameters from what the optimizer updates. Every rank of a
-        ZeRO group calls it."""
+        """Compute the model's parameters from what was read. Every rank of a ZeRO group calls it."""
         for state, entry, number in self._numbers:
             state[entry] = number.item()
         for parameter, master in self._copies:
@@ -123,7 +116,7 @@ class Restoring:
 
 
 def _scalar_devices(optimizer: Any) -> dict[int, torch.device]:
-    """Where torch's optimizers keep the count of steps of each parameter, by its ``id``: on the host, if left out."""
+    """Devices on which torch's optimizers count the steps of parameters, by ``id``; the host for those left out."""
     return {
         id(parameter): parameter.device
         for group in inner_optimizer(optimizer).param_groups
@@ -133,7 +126,6 @@ def _scalar_devices(optimizer: Any) -> dict[int, torch.device]:
 
 
 def dtype_of(kind: str) -> torch.dtype:
-    """The type of a scalar or number, which its kind names: ``scalar.float32``."""
     return getattr(torch, kind.split(".")[1])  # type: ignore[no-any-return]
 
 
@@ -145,7 +137,6 @@ def wait_for_parameters(optimizer: Any) -> None:
 
 
 def _gather(zero: LowLevelZeroOptimizer) -> None:
-    """Let every rank compute its parameters from the slices of all ranks, as after a step."""
     device = get_accelerator().get_current_device()
     for parameter, group in zero.param_to_pg.items():
         master = zero.working_to_master_param.get(id(parameter))

@@ -1,4 +1,4 @@
-"""The state of a run that is not in tensors of the model: collected for a checkpoint, and restored from one."""
+"""State of a run that is not in tensors of the model: collected for a checkpoint, and restored from one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ __all__ = [
 
 
 def random_state_of(model: nn.Module) -> dict[str, Any]:
-    """The random states of this rank, as tensors, tuples and numbers."""
     accelerator = get_accelerator()
     name, keys, *rest = np.random.get_state()
     return {
@@ -60,7 +59,6 @@ def random_state_of(model: nn.Module) -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any], model: nn.Module) -> None:
-    """Continue with the random states that this rank had, in a run with the same plan."""
     _restore_process(state)
     for place, randomizer in _randomizers(model):
         if place in state["randomizers"]:
@@ -68,11 +66,7 @@ def restore_random_state(state: Mapping[str, Any], model: nn.Module) -> None:
 
 
 def share_random_state(state: Mapping[str, Any], model: nn.Module, step: int) -> None:
-    """Continue with the random states that one rank had, in a run with another plan. Every rank calls it.
-
-    As after ``colossalai.launch``, the states of all processes are equal. Parallel dropout has another state on each
-    rank and in each layer, and new ones are drawn here from its seeds and the step.
-    """
+    """Continue with one rank's random states in a run with another plan; dropout draws new ones from seed and step."""
     _restore_process(state)
     for _, randomizer in _randomizers(model):
         seed = randomizer.seed
@@ -91,7 +85,6 @@ def _restore_process(state: Mapping[str, Any]) -> None:
 
 
 def _randomizers(model: nn.Module) -> Iterator[tuple[str, Randomizer]]:
-    """Those of the modules, each with its name."""
     for module_name, module in model.named_modules():
         for attribute, value in vars(module).items():
             if isinstance(value, Randomizer):
@@ -106,7 +99,6 @@ KEPT = ("params", "param_names", "foreach", "fused", "capturable", "differentiab
 
 
 def group_options(optimizer: Any) -> list[dict[str, Any]]:
-    """The options of each group of the optimizer, such as the learning rate, as JSON can hold them."""
     return [
         {name: _option(name, value) for name, value in group.items() if name not in KEPT}
         for group in inner_optimizer(optimizer).param_groups
@@ -132,7 +124,6 @@ def restore_group_options(
     saved_groups: Sequence[Sequence[str]],
     saved_options: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Give every group of the optimizer the options that its parameters were saved with."""
     sources = matching_groups(outline, saved_groups)
     for group, source in zip(inner_optimizer(optimizer).param_groups, sources, strict=True):
         for name, value in ({} if source is None else saved_options[source]).items():
@@ -144,7 +135,7 @@ def restore_group_options(
 
 
 def matching_groups(outline: ModelOutline, saved_groups: Sequence[Sequence[str]]) -> list[int | None]:
-    """For each group of the optimizer, the saved group that has its parameters; None if none of them was saved."""
+    """The saved group that has the parameters of each group of the optimizer; None if none of them was saved."""
     place = {name: number for number, names in enumerate(saved_groups) for name in names}
     missing = [name for names in outline.groups for name in names if name in outline.trained and name not in place]
     if missing:
@@ -166,11 +157,10 @@ def matching_groups(outline: ModelOutline, saved_groups: Sequence[Sequence[str]]
 
 
 _DYNAMIC = ("_scale", "_growth_step", "_hysteresis_step")
-"""What Colossal-AI's loss scaler changes while training. Its own ``state_dict`` lacks the counts of steps."""
+"""Attributes of Colossal-AI's loss scaler that change in training; its own ``state_dict`` lacks the counts of steps."""
 
 
 def scaler_state(optimizer: Any) -> dict[str, Any] | None:
-    """The state of the loss scaler; None without one."""
     scaler = _scaler(optimizer)
     if scaler is None:
         return None
@@ -201,7 +191,6 @@ def _scaler(optimizer: Any) -> Any:
 
 
 def as_bytes(state: Any, what: str) -> bytes:
-    """A state of tensors, containers, numbers and text, as bytes."""
     buffer = io.BytesIO()
     torch.save(_plain(state), buffer)
     try:
@@ -215,7 +204,7 @@ def as_bytes(state: Any, what: str) -> bytes:
 
 
 def from_bytes(content: bytes) -> Any:
-    """What :func:`as_bytes` was given. No code in ``content`` is run."""
+    """The state that :func:`as_bytes` was given. No code in ``content`` is run."""
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
@@ -233,11 +222,9 @@ def _plain(value: Any) -> Any:
 
 
 RANDOM, SAMPLER, SCALER, SCHEDULER = "random", "sampler", "scaler", "scheduler"
-"""Names of binary states."""
 
 
 def check_loader(loader: Any) -> None:
-    """Check that the position of a data loader can be saved."""
     if loader is not None and not hasattr(loader, "state_dict"):
         own = "; DataLoader of torch has none" if type(loader) is DataLoader else ""
         raise TypeError(
@@ -248,7 +235,6 @@ def check_loader(loader: Any) -> None:
 
 
 def check_optimizer(optimizer: Any, saved: str) -> None:
-    """Check that a checkpoint has the state of such an optimizer."""
     if _kind(optimizer) != saved:
         raise ValueError(
             f"the checkpoint has the state of {saved}, but this run trains with {_kind(optimizer)}; make the optimizer "
@@ -262,7 +248,7 @@ def _kind(optimizer: Any) -> str:
 
 
 def place_digest(pieces: Sequence[TensorPiece]) -> str:
-    """The same for two runs on a rank if it has the same part of the model in both, among as many ranks."""
+    """Digest that is equal in two runs if a rank has the same part of the model in both, among as many ranks."""
     held = sorted((piece.key, piece.box.offsets, piece.box.sizes) for piece in pieces if piece.key.startswith("param."))
     return hashlib.sha256(json.dumps([dist.get_world_size(), held]).encode()).hexdigest()[:16]
 
@@ -278,7 +264,6 @@ def run_state_of(
     epoch: int,
     plan: str,
 ) -> RunState:
-    """The state of the run on this rank."""
     check_loader(loader)
     binary = {RANDOM: as_bytes(random_state_of(model), "the random state")}
     if lr_scheduler is not None:
@@ -316,11 +301,9 @@ def restore_run(
     *,
     step: int,
 ) -> bool:
-    """Continue with the state of a run. Every rank calls it, with its pieces, after these were loaded.
+    """Continue with the state of a run, after ``pieces``, those of this rank, were loaded. Every rank calls it.
 
-    Returns:
-        whether every rank has the same part of the model as then. Only then dropout draws what it would have drawn
-        without the interruption.
+    True if every rank has the same part of the model as then; else dropout draws other masks.
     """
     first = saved[0]
     groups: list[Mapping[str, Any]] = list(first.param_groups)

@@ -1,4 +1,4 @@
-"""Saving layer checkpoints in the background: to a local disk of each node, to a shared folder, or to both."""
+"""Saver of layer checkpoints in the background: to a local disk of each node, to a shared folder, or to both."""
 
 from __future__ import annotations
 
@@ -30,24 +30,19 @@ __all__ = ["LayerCheckpointSaver"]
 
 GRACE_SECONDS = 10.0
 """Time that a rank may take to hear that a save has ended."""
-
 EXIT_SECONDS = 60.0
 """Time that a process that ends with an error waits for the last checkpoint."""
-
 Staged = dict[ShardFile, list[tuple[TensorPiece, NDArray[uint8]]]]
 
 
 class LayerCheckpointSaver:
     """Saves what all ranks hold, layer by layer. All ranks make one, and call its methods equally often.
 
-    With a local folder, :meth:`save` copies to host memory, and a thread writes from there. When the checkpoint is
+    With a local folder, :meth:`save` copies to host memory, a thread writes from there, and when the checkpoint is
     whole on all nodes, another thread copies each file once to the shared folder. While an upload runs, the next
-    checkpoints are kept on local disks only. Without a local folder the first thread writes to the shared folder.
-
-    A save begins when all ranks have finished the one before; :meth:`is_ready` waits for that. A save that comes too
-    early is held in memory until the next one, and the one that is held at the end is written by :meth:`wait`.
-
-    What goes wrong in the background does not stop training: rank 0 prints one line, and :meth:`wait` raises an error.
+    checkpoints are kept on local disks only. A save that comes before all ranks have finished the one before is held in
+    memory until the next one, or until :meth:`wait`. Errors in the background do not stop training: rank 0 prints a
+    line, :meth:`wait` raises.
     """
 
     def __init__(
@@ -103,8 +98,7 @@ class LayerCheckpointSaver:
         atexit.register(self._at_exit)
 
     def is_ready(self) -> tuple[bool, bool]:
-        """True if this rank has finished its saves, and its uploads. Waits for the save before, as long as that takes
-        at most ``patience_seconds`` in all."""
+        """True if this rank has finished its saves, and its uploads. Waits for saves up to ``patience_seconds``."""
         self._report_hang()
         written = self._writer.wait(self._since + self._patience_seconds)
         return written, self._uploader is not None and self._uploader.is_idle
@@ -112,11 +106,7 @@ class LayerCheckpointSaver:
     def save(
         self, step: int, pieces: Sequence[TensorPiece], state: RunState | None = None, *, ready: tuple[bool, bool]
     ) -> bool:
-        """Save what this rank holds now; returns when it may change again.
-
-        Returns:
-            Whether it is written now. If not, it is held in memory until the next save, or until :meth:`wait`.
-        """
+        """Save what this rank holds now; false if it is held in memory until the next save or :meth:`wait`."""
         if step < 0:
             raise ValueError(f"step is {step}: it must be at least 0")
         self._check(pieces)
@@ -143,13 +133,10 @@ class LayerCheckpointSaver:
 
     @property
     def is_idle(self) -> bool:
-        """True if everything is written and uploaded, or given up."""
         return self._writer.is_idle and (self._uploader is None or self._uploader.is_idle)
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """Write and upload what is not yet, and wait for it, but not for a write that is known to hang. All ranks call
-        it.
-        """
+        """Write and upload what is not yet, and wait for it, but not for a write that hangs. All ranks call it."""
         limit = 2 * self._time_limit if timeout_seconds is None else timeout_seconds
         deadline = time.monotonic() + limit
         try:
@@ -225,10 +212,7 @@ class LayerCheckpointSaver:
         return f"{self._participants.run}/wait/{number}/{what}"
 
     def close(self, *, others_are_there: bool = True) -> None:
-        """End the threads. What is not written by then is given up.
-
-        Rank 0 first waits until the others know how the last save went. The store may end after this.
-        """
+        """End the threads; what is not written is given up. Rank 0 waits until others know how the last save went."""
         atexit.unregister(self._at_exit)
         if others_are_there and self.is_idle:
             with suppress(Exception):  # other ranks, or the way to them, may be gone
@@ -287,8 +271,6 @@ class LayerCheckpointSaver:
     def _write(
         self, save: Save, staged: Staged, staging: StagingBuffer, records: dict[str, FileRecord], upload: bool
     ) -> None:
-        """In the thread of the writer."""
-
         def write(folder: Path) -> list[FileRecord]:
             with self._writing(self._first, save):
                 staging.finish()
@@ -308,7 +290,6 @@ class LayerCheckpointSaver:
             self._uploader.submit(partial(self._upload, self._second, save, records))
 
     def _upload(self, tier: Tier, save: Save, records: dict[str, FileRecord]) -> None:
-        """In the thread of uploads."""
         source = self._first.folder / step_folder(save.step)
 
         def write(folder: Path) -> list[FileRecord]:
@@ -329,7 +310,6 @@ class LayerCheckpointSaver:
             del self._busy[tier.name]
 
     def _take_part(self, tier: Tier, save: Save, write: Callable[[Path], list[FileRecord]]) -> bool:
-        """True if all ranks have written their files; what goes wrong is noted."""
         written = False
         try:
             written, error = tier.save(save, write)
@@ -349,12 +329,10 @@ class LayerCheckpointSaver:
         self._print(text)
 
     def _hangs(self, tier: Tier) -> bool:
-        """True if a write of this rank is known to hang."""
         busy = self._busy.get(tier.name)
         return busy is not None and (tier.name, busy[0]) in self._reported
 
     def _report_hang(self) -> None:
-        """Say once that a write of this rank hangs."""
         for name, (step, since) in list(self._busy.items()):
             if time.monotonic() > since + self._time_limit and (name, step) not in self._reported:
                 self._reported.add((name, step))

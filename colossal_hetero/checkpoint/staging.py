@@ -19,7 +19,6 @@ from .pieces import TensorPiece
 
 __all__ = ["StagingBuffer", "Worker", "pinned_memory"]
 
-
 ALIGNMENT = 64
 
 
@@ -53,8 +52,7 @@ def pinned_memory(size: int, device: torch.device) -> Tensor:
 class StagingBuffer:
     """Memory of the host that is kept between saves; page-locked, if that is possible, where a piece is on a GPU.
 
-    A copy from a GPU has only been ordered when :meth:`copy` returns: the current stream makes it before later work,
-    which so cannot change what is copied. :meth:`finish` waits for it.
+    :meth:`copy` only orders copies from a GPU, which the current stream makes before later work; :meth:`finish` waits.
     """
 
     def __init__(self) -> None:
@@ -63,7 +61,7 @@ class StagingBuffer:
         self._events: list[Any] = []
 
     def copy(self, pieces: Sequence[TensorPiece]) -> list[NDArray[uint8]]:
-        """Copy the pieces. Returns the memory of each: ``[bytes]``, row by row, valid until the next call."""
+        """Copy the pieces; returns the memory of each, ``[bytes]``, row by row, valid until the next call."""
         starts, end = [], 0
         for piece in pieces:
             starts.append(end)
@@ -119,7 +117,6 @@ class Worker:
 
     @property
     def is_idle(self) -> bool:
-        """True if all jobs are done."""
         return self._idle.is_set()
 
     def submit(self, job: Callable[[], None]) -> None:
@@ -134,11 +131,7 @@ class Worker:
         return self._idle.wait(max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
-        """End the thread after the jobs that are there.
-
-        Waits for its end, unless a write hangs: a thread that is in a store of torch when Python ends aborts the
-        process.
-        """
+        """End the thread after its jobs, if no write hangs: in a store of torch, it would abort the process's end."""
         self._jobs.put(None)
         self._thread.join(1.0)
 

@@ -21,20 +21,17 @@ __all__ = [
     "remove_old",
 ]
 
-
 PIECE_BYTES = 16 * 1024 * 1024
-"""So many bytes are written at a time."""
+"""Bytes that are written at a time."""
 
 
 class FileOperations:
     """Each method is one call of the operating system; all raise ``OSError`` as that does."""
 
     def create(self, path: Path) -> int:
-        """Create a file, or empty it, for writing; returns its descriptor."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
 
     def write(self, descriptor: int, data: memoryview) -> int:
-        """Write some of ``data``; returns how many bytes."""
         return os.write(descriptor, data)
 
     def sync(self, descriptor: int) -> None:
@@ -53,23 +50,19 @@ class FileOperations:
             os.close(descriptor)
 
     def rename(self, old: Path, new: Path) -> None:
-        """Give a file or folder another name; an old file of that name is replaced."""
         os.replace(old, new)
 
     def make_folder(self, path: Path) -> None:
-        """Make a folder, and those above it, if they are not there."""
         path.mkdir(parents=True, exist_ok=True)
 
     def remove_file(self, path: Path) -> None:
         os.unlink(path)
 
     def remove_folder(self, path: Path) -> None:
-        """Remove an empty folder."""
         os.rmdir(path)
 
 
 def write_all(files: FileOperations, descriptor: int, data: memoryview) -> None:
-    """Write all of ``data``."""
     data = data.cast("B")
     position = 0
     while position < data.nbytes:
@@ -110,10 +103,7 @@ def remove_all(files: FileOperations, folder: Path) -> None:
 
 
 def folder_names(root: Path) -> list[str]:
-    """Names of the folders of checkpoints; empty if ``root`` is not there.
-
-    A checkpoint that is about to be replaced counts only as long as the new one is not in its place.
-    """
+    """Names of the folders of checkpoints, without those that a new one of the same step has replaced."""
     try:
         names = {entry.name for entry in os.scandir(root) if entry.is_dir() and step_of(entry.name) is not None}
     except FileNotFoundError:
@@ -122,12 +112,10 @@ def folder_names(root: Path) -> list[str]:
 
 
 def is_complete(folder: Path) -> bool:
-    """True if a save was finished here: both indices are there."""
     return (folder / METADATA).is_file() and (folder / MANIFEST).is_file()
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest in a folder."""
     path = folder / MANIFEST
     return parse_manifest(str(path), path.read_bytes())
 
@@ -145,7 +133,6 @@ def complete_folders(root: Path) -> list[tuple[str, Manifest]]:
 
 
 def remove_leftovers(files: FileOperations, root: Path, in_use: tuple[str, ...]) -> None:
-    """Remove what interrupted saves and removals left."""
     try:
         names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False))
     except FileNotFoundError:
@@ -158,7 +145,6 @@ def remove_leftovers(files: FileOperations, root: Path, in_use: tuple[str, ...])
 
 
 def remove_old(files: FileOperations, root: Path, keep: int, used: Collection[int]) -> None:
-    """Remove all checkpoints except the ``keep`` newest, and those of steps that are ``used``."""
     for name, manifest in complete_folders(root)[:-keep]:
         if manifest.step not in used:
             _remove(files, root, name)

@@ -74,45 +74,35 @@ def dcp_metadata(files: Iterable[FileRecord]) -> bytes:
 
 
 class RankPart(CheckpointPart):
-    """What one rank has written in a save, and its states; or why it could not."""
+    """Files that one rank has written in a save, and its states; or why it could not."""
 
     error: str | None = None
     files: tuple[FileRecord, ...] = ()
     state: Any = None
-    """States of the rank, as JSON."""
     binary: dict[str, str] = Field(default_factory=dict)
-    """Binary states of the rank, in base 64."""
 
 
 def rank_part(files: Sequence[FileRecord], state: RunState) -> RankPart:
-    """The part of a rank that has written its files."""
     binary = {name: base64.b64encode(content).decode() for name, content in state.binary.items()}
     return RankPart(files=tuple(files), state=dict(state.rank), binary=binary)
 
 
 class IndexMessage(CheckpointPart):
-    """An index as it is sent to the nodes."""
-
     manifest: Manifest
     contents: dict[str, str]
 
 
 @dataclass(frozen=True)
 class Index:
-    """What is written to a folder beside the files of layers."""
-
     manifest: Manifest
     contents: Mapping[str, bytes]
-    """By name of a file, without the manifest."""
 
     def message(self) -> bytes:
-        """As bytes."""
         contents = {name: base64.b64encode(content).decode() for name, content in self.contents.items()}
         return IndexMessage(manifest=self.manifest, contents=contents).model_dump_json(by_alias=True).encode()
 
     @classmethod
     def from_message(cls, message: bytes) -> Index:
-        """The reverse of :meth:`message`."""
         read = IndexMessage.model_validate_json(message)
         return cls(read.manifest, {name: base64.b64decode(content) for name, content in read.contents.items()})
 
@@ -120,7 +110,6 @@ class Index:
 def make_index(
     step: int, identity: str, saved_at: str, nodes: Sequence[str], parts: Sequence[RankPart], state: RunState
 ) -> Index:
-    """Merge the parts of all ranks."""
     files: dict[str, list[FileRecord]] = defaultdict(list)
     for node, part in zip(nodes, parts, strict=True):
         files[node] += part.files
@@ -162,11 +151,9 @@ def make_index(
 
 @dataclass(frozen=True)
 class Save:
-    """One save."""
-
     step: int
     number: int
-    """Of the save in this run, from 0; equal on all ranks."""
+    """Number of the save in this run, from 0; equal on all ranks."""
     state: RunState
     uploading: int | None = None
     """The step that is being uploaded, and so must stay on local disks."""
@@ -174,39 +161,29 @@ class Save:
 
 @dataclass(frozen=True)
 class Tier:
-    """The local folder of this node, or the shared folder."""
+    """The folder of a tier: ``local``, that of this node, or ``shared``."""
 
     name: str
-    """``local`` or ``shared``."""
     folder: Path
     participants: Participants
     meeting: Meeting
     files: FileOperations
     keep: int
-    """Checkpoints that are kept, at least 1."""
     time_limit_seconds: float
-    """Time that ranks wait for each other."""
     stop: Interruption
     numbers: list[int] = field(default_factory=list)
-    """Of the saves about which this rank has left messages."""
+    """Numbers of the saves about which this rank has left messages."""
 
     @property
     def leader(self) -> int:
-        """The rank that finishes the folder that this rank writes to."""
         return self.participants.leaders[self.participants.node] if self.name == "local" else 0
 
     @property
     def leaders(self) -> Sequence[int]:
-        """The ranks that finish all folders of this tier."""
         return sorted(self.participants.leaders.values()) if self.name == "local" else [0]
 
     def save(self, save: Save, write: Callable[[Path], Sequence[FileRecord]]) -> tuple[bool, str | None]:
-        """Take part in a save. When this returns no error, the checkpoint is in this rank's folder.
-
-        Returns:
-            Whether all ranks have written their files, the same on all ranks; and why the save is given up, or None.
-            Never raises because of files.
-        """
+        """True if all ranks have written their files; why the save is given up. Never raises because of files."""
         try:
             return self._save(save, write)
         finally:
@@ -214,7 +191,7 @@ class Tier:
                 self._leave(save.number, f"heard-{self.participants.rank}", b"")
 
     def wait_until_heard(self, deadline: float) -> None:
-        """Rank 0: wait until all ranks know how the last save went, since the messages may be gone soon."""
+        """Let rank 0 wait until all ranks know how the last save went, since the messages may be gone soon."""
         if self.numbers and self.participants.rank == 0:
             heard = [self._name(self.numbers[-1], f"heard-{rank}") for rank in range(1, len(self.participants.nodes))]
             with suppress(Stopped):
@@ -241,7 +218,6 @@ class Tier:
         return error is None, error or self._errors_of_leaders(save)
 
     def _report(self, number: int, part: RankPart) -> None:
-        """Leave this rank's part of a save for rank 0: its files, or why there are none."""
         message = part.model_dump_json(by_alias=True).encode()
         if number not in self.numbers:
             self.numbers.append(number)
@@ -259,7 +235,7 @@ class Tier:
         return time.monotonic() + self.time_limit_seconds
 
     def _decide(self, save: Save, own: RankPart) -> str | None:
-        """Rank 0: collect the parts, and tell all ranks whether the save is whole, or why it is given up."""
+        """Collect the parts on rank 0, and tell all ranks whether the save is whole, or why it is given up."""
         parts, error = self._collect(save, own)
         if error is None:
             try:
@@ -295,7 +271,7 @@ class Tier:
         return error
 
     def _finish(self, save: Save, unfinished: Path) -> str | None:
-        """The leader: write the index, give the folder its name, remove old checkpoints. Returns what went wrong."""
+        """Write the index, give the folder its name, remove old checkpoints. Returns what went wrong."""
         target = self.folder / step_folder(save.step)
         old = target.with_name(target.name + REPLACED)
         name = self._name(save.number, "index")
@@ -376,7 +352,6 @@ class Tier:
             remove_all(self.files, unfinished)
 
     def _forget(self, number: int) -> None:
-        """Remove the messages of this rank about an old save."""
         own = [f"{what}-{self.participants.rank}" for what in ("part", "done", "heard")]
         for what in [*own, *(["verdict", "index"] if self.participants.rank == 0 else [])]:
             self.meeting.discard(self._name(number, what))

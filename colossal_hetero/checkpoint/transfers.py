@@ -1,4 +1,4 @@
-"""Which rank reads which boxes, and which of them it sends to other ranks."""
+"""Choice of the rank that reads each box, and of the ranks that it sends the box to."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ __all__ = ["Fetch", "Need", "Read", "Transfer", "choose_sources", "layer_order",
 
 
 class Need(NamedTuple):
-    """A box that a rank needs."""
-
     layer: str
     key: str
     box: Box
@@ -24,8 +22,6 @@ class Need(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """A part of a needed box, and where to get it."""
-
     layer: str
     key: str
     box: Box
@@ -36,12 +32,10 @@ class Fetch(NamedTuple):
 def choose_sources(
     step: int, needs: Mapping[int, Sequence[Need]], node_of: Mapping[int, str], bitmap: Bitmap
 ) -> dict[int, list[Fetch]]:
-    """Choose where each rank gets each of its boxes.
+    """Choose where each rank gets each of its boxes; the same arguments give the same answer on all ranks.
 
-    In this order: memory of its node, disk of its node, memory of other nodes, disks of other nodes, shared folder. A
-    box that several other nodes have comes from the one that gives the fewest bytes so far. If boxes in the same place
-    overlap, the one with most of what is needed is taken. All ranks that call this function with the same arguments get
-    the same answer.
+    In this order: memory of its node, disk of its node, memory of other nodes, their disks, shared folder. Of several
+    nodes, the one that gives the fewest bytes so far; of overlapping boxes, the one with most of what is needed.
     """
     given: dict[str, int] = defaultdict(int)
     chosen: dict[int, list[Fetch]] = {}
@@ -94,8 +88,6 @@ class Read(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """A box that one rank reads and another needs."""
-
     sender: int
     receiver: int
     layer: str
@@ -106,12 +98,11 @@ class Transfer(NamedTuple):
 def reads_and_transfers(
     fetches: Mapping[int, Sequence[Fetch]], node_of: Mapping[int, str]
 ) -> tuple[dict[int, list[Read]], list[Transfer]]:
-    """What each rank reads, and what it sends.
+    """Boxes that each rank reads, and what it sends.
 
-    Ranks read what their own node has. What another node has, one of the ranks there reads once and sends to all that
-    need it: one that needs it as well, if there is one, and of these the one that has sent the fewest bytes so far.
-    From the shared folder, a box is read once: by the rank that has read the fewest bytes of those that need it, which
-    sends it to the others.
+    Ranks read what their own node has. What another node has, one rank there reads once and sends to all that need it:
+    if possible one that needs it as well, and of these the one that has sent the fewest bytes. From the shared folder,
+    the rank that has read the fewest bytes of those that need a box reads it once, and sends it to the others.
     """
     receivers: dict[tuple[Read, int], list[int]] = defaultdict(list)
     for rank in sorted(fetches):
@@ -143,10 +134,7 @@ def reads_and_transfers(
 
 
 def layer_order(reads: Mapping[int, Sequence[Read]]) -> list[str]:
-    """All layers, in the order in which all ranks read and send them.
-
-    Layers in different places take turns, so that all disks are busy from the start.
-    """
+    """All layers, as all ranks read and send them: those in different places take turns, so that all disks are busy."""
     places: dict[str, set[Location]] = defaultdict(set)
     for of_rank in reads.values():
         for read in of_rank:

@@ -1,4 +1,4 @@
-"""What is in a folder of checkpoints, and whether every byte of it is as it was written. Without torch."""
+"""Contents of a folder of checkpoints, and a check of every byte of it. Without torch."""
 
 from __future__ import annotations
 
@@ -17,15 +17,11 @@ __all__ = ["Entry", "damaged_files", "entries"]
 
 @dataclass(frozen=True)
 class Entry:
-    """A folder of a checkpoint, or what an interrupted save has left."""
-
     name: str
     copy: Copy | None
-    """None if it is no complete checkpoint."""
+    """The checkpoint; None if it is not complete."""
     faults: tuple[str, ...]
-    """What is wrong, as far as names, sizes and small files tell."""
     bytes: int
-    """Of all files."""
 
 
 def entries(root: Path, step: int | None = None) -> list[Entry]:

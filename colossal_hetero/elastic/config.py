@@ -1,4 +1,4 @@
-"""The user's options for elastic training."""
+"""Options of elastic training, and the members of a job."""
 
 from __future__ import annotations
 
@@ -10,58 +10,44 @@ from typing import Any, Literal, Protocol
 
 __all__ = ["ElasticConfig", "Members"]
 
-
 LAST_CALL_SECONDS = {"in-process": 1.0, "restart": 30.0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticConfig:
-    """When training goes on with the members that are left, and how long ranks wait for each other."""
+    """Recovery from lost members, numbers of members, and time limits of elastic training."""
 
     recovery: Literal["in-process", "restart"] = "in-process"
-    """"in-process": the same processes form another group. "restart": all processes end when one is lost, and torchrun
-    or ``colossal-hetero launch`` starts them again."""
-
+    """Way of recovery. "in-process": the same processes form another group. "restart": all processes end when one is
+    lost, and torchrun or ``colossal-hetero launch`` starts them again."""
     memory: str | Path | None = None
-    """With ``recovery="restart"``: a folder in the memory of each node, in which states outlive the processes. None:
-    ``/dev/shm/colossal_hetero-UID``."""
-
+    """Folder in each node's memory that outlives processes, for "restart". None: ``/dev/shm/colossal_hetero-UID``."""
     memory_every: int = 1
-    """With ``recovery="restart"``: after so many steps the state is written there, although nothing happens."""
-
+    """Steps after which the state is written there although nothing happens, for "restart"."""
     min_members: int = 1
-    """With fewer processes, training waits for others."""
-
+    """Smallest number of processes that train; fewer wait for others."""
     max_members: int | None = None
-    """More processes wait, as spares, until one leaves. None: as many as the cluster file has devices."""
-
+    """Largest number of processes that train; more wait as spares. None: as many as the cluster file has devices."""
     notice_file: str | Path | None = None
     """A file that appears when this machine is going to be taken away; SIGTERM says the same."""
-
     measure: Callable[[], Any] | None = None
-    """Measures the model's layers on the device of this process, if the profile does not have its kind: a function that
-    returns a ``ModelProfile``, such as ``lambda: profile_layers(make_model(), batch, criterion).profile``. It is called
-    before the process joins. None: such a process is refused."""
-
+    """Measures the model's layers, before the process joins, on a device whose kind the profile lacks; a function such
+    as ``lambda: profile_layers(make_model(), batch, criterion).profile``. None: a process with such a device is
+    refused."""
     dead_seconds: float = 2.0
-    """A member of which nothing was heard for so long counts as dead."""
-
+    """Silence after which a member counts as dead."""
     last_call_seconds: float | None = None
-    """So long a world that could form waits for more members. None: 1 s, and with ``recovery="restart"`` 30 s, because
-    processes that start again take different times."""
-
+    """Time that a world that could form waits for more members. None: 1 s, and with ``recovery="restart"`` 30 s,
+    because processes that start again take different times."""
     timeout_seconds: float = 60.0
     """Time limit of a collective operation. A member that hangs longer counts as dead."""
-
     start_seconds: float = 0.0
-    """So long the first world waits for ``max_members``, so that they need not join one after the other."""
-
+    """Time that the first world waits for ``max_members``, so that they need not join one after the other."""
     join_seconds: float = 600.0
-    """So long a member waits for a world, for example for ``min_members`` or for devices that can hold the model."""
-
+    """Time that a member waits for a world, for example for ``min_members`` or for devices that can hold the model."""
     seed: int = 0
-    """Of the random numbers that the model draws in training, such as dropout, which depend on nothing else than this,
-    the step, the micro-batch and the block. That of data augmentation is ``seed`` of ``plugin.prepare_dataloader``."""
+    """Seed of random numbers in the model, such as dropout, which depend only on it, the step, the micro-batch and the
+    block. That of data augmentation is ``seed`` of ``plugin.prepare_dataloader``."""
 
     def __post_init__(self) -> None:
         if self.recovery not in ("in-process", "restart"):
@@ -95,17 +81,17 @@ class ElasticConfig:
 
 
 class Members(Protocol):
-    """The members of a job; ``membership.py`` has those that survive each other."""
+    """Members of a job; :class:`.Membership` has those that survive each other."""
 
     @property
     def board(self) -> Any:
-        """Where all processes of the job publish texts; None if each of them is in one world only."""
+        """Board on which all processes of the job publish texts; None if each of them is in one world only."""
 
     def form(self) -> Sequence[str]:
         """Form a world; returns the node of each member, by rank."""
 
     def seal(self) -> None:
-        """All groups of this world exist."""
+        """Note that all groups of this world exist."""
 
     def fail(self, reason: str) -> None:
         """Tell the others that this world is broken."""
@@ -123,7 +109,7 @@ class Members(Protocol):
         """Leave the job for good."""
 
     def end_job(self) -> None:
-        """The job has ended: processes that come later end at once."""
+        """End the job: processes that come later end at once."""
 
     def is_leaving(self) -> bool:
         """True if this member was told that it will be taken away."""

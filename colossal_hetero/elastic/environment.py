@@ -1,4 +1,4 @@
-"""What ``colossal-hetero launch`` tells a worker through environment variables. Needs no torch.
+"""Environment variables through which ``colossal-hetero launch`` tells a worker its place. Without torch.
 
 | variable | meaning |
 | --- | --- |
@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 __all__ = ["ElasticEnvironment", "TorchrunPlace", "format_address", "launcher_name", "parse_address", "runs_launcher"]
-
 
 STORE = "COLOSSAL_HETERO_STORE"
 JOB = "COLOSSAL_HETERO_JOB"
@@ -42,23 +41,18 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def format_address(host: str, port: int) -> str:
-    """``HOST:PORT``, as :func:`parse_address` reads it."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 @dataclass(frozen=True)
 class ElasticEnvironment:
-    """Where a worker of an elastic job is, and where its store is."""
+    """Place of a worker of an elastic job, and address of its store. See the table above."""
 
     store_host: str
     store_port: int
-    """1 to 65535."""
     job: str
-    """Letters, digits, ``.``, ``_`` and ``-``."""
     node: str
-    """As ``job``."""
     local_rank: int
-    """From 0 to ``local_world_size`` - 1."""
     local_world_size: int
 
     def __post_init__(self) -> None:
@@ -104,7 +98,6 @@ class ElasticEnvironment:
         )
 
     def variables(self) -> dict[str, str]:
-        """The variables from which :meth:`from_environ` reads the same values."""
         return {
             STORE: format_address(self.store_host, self.store_port),
             JOB: self.job,
@@ -121,16 +114,13 @@ def _whole_number(environ: Mapping[str, str], name: str) -> int:
 
 
 # Torchrun place ------------------------------------------------------------------------------------------------------
-#
-# Where a worker is that torchrun has started. Needs no torch.
-#
-# torchrun ends all workers when one of them ends or when a node comes or goes, and starts them again, in a world that
-# may be another one. So a worker takes its world from its environment.
+# torchrun ends all workers when one of them ends or a node comes or goes, and starts them again, maybe in another
+# world. So a worker takes its world from its environment.
 
 
 RUN_ID = "TORCHELASTIC_RUN_ID"
 NO_RUN_ID = ("", "none")
-"""What torchrun sets without ``--rdzv-id``."""
+"""Run ids of torchrun without ``--rdzv-id``."""
 REQUIRED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 _LAUNCHER = re.compile(r"launcher-(\d+)-(\d+)")
@@ -138,26 +128,21 @@ _LAUNCHER = re.compile(r"launcher-(\d+)-(\d+)")
 
 @dataclass(frozen=True)
 class TorchrunPlace:
-    """What torchrun and the user tell a worker."""
-
     rank: int
-    """As torchrun counts."""
     world_size: int
     local_rank: int
     host: str
-    """Of the store through which the workers find each other."""
+    """Host of the store through which the workers find each other."""
     port: int
     hosts_store: bool
     """True if this worker has to start that store, because no agent of torchrun has."""
     node: str
-    """Name of the node: that of the variable ``COLOSSAL_HETERO_NODE``, else that of the host."""
+    """Name of the node: ``COLOSSAL_HETERO_NODE``, else the name of the host."""
     job: str
-    """The same for all processes that torchrun starts again on this node, and for those of no other job: torchrun's
-    ``--rdzv-id``, else the name of its process."""
+    """Name that only the restarted processes of this job share: ``--rdzv-id``, else the name of torchrun's process."""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> TorchrunPlace:
-        """Read the environment, by default that of this process."""
         environ = os.environ if environ is None else environ
         missing = [name for name in REQUIRED if name not in environ]
         if missing:
@@ -191,7 +176,7 @@ def runs_launcher(job: str) -> bool:
 
 
 def _started(process: int) -> int | None:
-    """When a process has started, in ticks since the start of the machine; None if it does not run."""
+    """Start of a process in ticks since the start of the machine; None if it does not run."""
     try:
         return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):

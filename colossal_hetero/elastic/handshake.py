@@ -1,10 +1,10 @@
-"""How the workers of a world find each other in a store that still has what former worlds wrote.
+"""Search of a world's workers for each other in a store that still has what former worlds wrote.
 
-[Note: handshake] torch's own way (``env://``) uses keys that contain how often torchrun has restarted workers after
-errors. Nodes that join later count from zero, and when a node joins, the others do not count, so that workers would
-read keys of a former world, or wait for ever. So each worker writes a number that nobody has written before. Rank 0
-writes all numbers that it finds. A rank that sees its own number among them confirms it, and rank 0 starts the world
-when all have confirmed; until then, it looks whether a number has changed.
+[Note: handshake] The keys of torch's own way (``env://``) contain how often torchrun has restarted workers after
+errors. Nodes count from zero when they join, and the others do not count this, so that workers would read keys of a
+former world, or wait for ever. So each worker writes a number that nobody has written before, and rank 0 writes all
+that it finds. A rank that sees its own confirms it, and rank 0 starts the world when all have confirmed; until then, it
+looks whether a number has changed.
 """
 
 from __future__ import annotations
@@ -33,12 +33,10 @@ class KeyStore(Protocol):
 
 
 class Greeting(NamedTuple):
-    """What all workers of a world know of each other."""
-
     token: str
-    """No other world has the same."""
+    """Token that no other world has."""
     nodes: tuple[str, ...]
-    """Of each rank, as torchrun counts ranks."""
+    """Node of each rank, as torchrun counts ranks."""
 
 
 def find_each_other(store: KeyStore, rank: int, size: int, node: str, limit_seconds: float) -> Greeting:

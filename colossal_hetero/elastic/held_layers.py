@@ -1,4 +1,4 @@
-"""Which part of the model's state each device holds, and what it lacks for another plan."""
+"""Parts of the model's state that devices hold, what they lack for another plan, and decisions of a recovery."""
 
 from __future__ import annotations
 
@@ -28,18 +28,15 @@ __all__ = [
 
 
 class HeldLayers(NamedTuple):
-    """The layers on one device: parameters and optimizer state of blocks, or one tensor-parallel part of each."""
+    """Blocks on one device, with optimizer state, or tensor-parallel part ``part`` of ``parts`` of each."""
 
     ranges: tuple[tuple[int, int], ...]
-    """``[a, b)`` of blocks."""
+    """Ranges ``[a, b)`` of blocks."""
     part: int = 0
-    """Which part, from 0."""
     parts: int = 1
-    """The tensor-parallel degree."""
 
 
 def layers_by_rank(plan: Plan) -> dict[int, HeldLayers]:
-    """What each rank of a plan holds."""
     return {
         rank: HeldLayers(stage.block_ranges, part, len(stage.ranks))
         for replica in plan.replicas
@@ -70,8 +67,6 @@ def _blocks(layers: HeldLayers) -> set[int]:
 
 @dataclass(frozen=True)
 class Held:
-    """Parameters, the optimizer's state, and the state of the run."""
-
     pieces: list[TensorPiece]
     kinds: dict[str, str]
     """See :func:`.optimizer_memory.state_entries`."""
@@ -83,14 +78,12 @@ class Held:
 
 @dataclass(frozen=True)
 class Standing:
-    """How far a rank is."""
-
     version: int | None
-    """Optimizer steps whose result it holds; None if it holds nothing, as one that has just started."""
+    """Optimizer steps whose result a rank holds; None if it holds nothing, as one that has just started."""
     is_complete: bool
     """True if it has all sums of gradients of the next step, so that it can make this step alone."""
     commit: Any
-    """What the ranks agreed on for its last step; None before the first one."""
+    """Agreement of the ranks on its last step; None before the first one."""
     evaluations: int = 0
     """Evaluations that all ranks have finished, as far as it knows."""
     has_results: bool | None = None
@@ -98,8 +91,6 @@ class Standing:
 
 
 class CatchUp(Enum):
-    """What a rank does before it goes on."""
-
     KEEP = "it has the newest state"
     STEP = "it makes the step that others have made"
     FORGET = "what it holds is too old, or nothing"
@@ -107,24 +98,17 @@ class CatchUp(Enum):
 
 @dataclass(frozen=True)
 class RecoveryDecision:
-    """The same on all ranks."""
-
     version: int
     """Optimizer steps that are done, after each rank has followed its catch_up."""
     commit: Any
-    """Of the newest step."""
     catch_ups: tuple[CatchUp, ...]
-    """By rank."""
 
 
 def agree(standings: Sequence[Standing]) -> RecoveryDecision | None:
-    """Which state counts, and what each rank does.
+    """Choose the newest state, and what each rank does; None if no rank holds anything.
 
     A step is made only by ranks that have the commit, and a commit exists only if every rank had complete sums. So a
     rank that is one step behind either is complete, or it was not a member when the others made the step.
-
-    Returns:
-        None if no rank holds anything.
     """
     newest = max((each for each in standings if each.version is not None), key=_version, default=None)
     if newest is None:
@@ -149,11 +133,7 @@ def _version(standing: Standing) -> int:
 
 
 def surviving_topology(cluster: Topology, nodes: Sequence[str]) -> Topology:
-    """The part of a cluster that consists of one device for each member.
-
-    Returns:
-        the devices, numbered like the ranks, on the nodes that have any.
-    """
+    """Part of a cluster with one device for each member; devices are numbered like ranks."""
     members = Counter(nodes)
     unknown = sorted(members.keys() - {node.name for node in cluster.nodes})
     if unknown:
@@ -184,22 +164,20 @@ def surviving_topology(cluster: Topology, nodes: Sequence[str]) -> Topology:
 
 @dataclass(frozen=True)
 class Recovery:
-    """A change of the world."""
+    """A change of the world from ``before`` to ``after`` members."""
 
     version: int
-    """Optimizer steps that were done."""
     before: int
-    """Members."""
     after: int
     seconds: float
     received_bytes: int
-    """By this rank."""
+    """Bytes received by this rank."""
     iterations_repeated: int
     """1 if the passes since the last step are run once more, else 0."""
     reason: str
 
     def in_words(self) -> str:
-        """For the terminal, of rank 0, and for the log, of every rank."""
+        """Text for the terminal, of rank 0, and for the log, of every rank."""
         lost = f"iteration {self.version + 1} is done again" if self.iterations_repeated else "nothing is lost"
         return (
             f"{self.before} members became {self.after} after step {self.version}: {self.reason}; {lost}; "

@@ -1,4 +1,4 @@
-"""The part of torch's store that belongs to one job. Every call ends within a limit."""
+"""Part of torch's store that belongs to one job. Every call ends within a limit."""
 
 from __future__ import annotations
 
@@ -22,20 +22,13 @@ __all__ = ["JobStore", "OpenSocket", "WorldConnections", "answer", "cut", "open_
 
 
 # Connections ---------------------------------------------------------------------------------------------------------
-#
-# Cut the connections of a world, so that everybody who waits in one of its collectives gets an error.
-#
-# Gloo cannot abort a collective in torch 2.5. A killed process is noticed at once, because its operating system closes
-# its connections. A frozen process, or one behind a broken network, is not. If this process shuts down the half of a
-# connection from which it reads, Gloo reads its end, raises in everything that waits for the connection, and closes it.
-#
-# The other half must stay open. If a thread of Gloo fails to write the answer to a message, the operation that it
-# answers for is told nothing, and waits until its time limit.
-#
-# While Gloo connects a group, one of two members listens for the other. If that dies now, Gloo waits for ever, whatever
-# its time limit. So this process connects to its own listening sockets in place of the dead, and closes these
-# connections. A member says who it is by a number of 8 bytes, with which each listening socket counts its connections
-# from 0.
+# Gloo cannot abort a collective in torch 2.5. The system closes the connections of a killed process, but not those of
+# one that is frozen or behind a broken network. If this process shuts down the half of a connection from which it
+# reads, Gloo raises in everything that waits for the connection. The other half stays open: if a thread of Gloo fails
+# to write the answer to a message, the operation that it answers for waits until its time limit. While Gloo connects a
+# group, one of two members listens for the other, and waits for ever if that dies, so this process connects to its own
+# listening sockets in place of the dead. A member says who it is by a number of 8 bytes, with which each listening
+# socket counts its connections from 0.
 
 
 ANSWER_SECONDS = 1.0
@@ -43,15 +36,12 @@ ANSWER_SECONDS = 1.0
 
 
 class OpenSocket(NamedTuple):
-    """A socket of this process."""
-
     descriptor: int
     inode: int
-    """Another socket that gets the same descriptor later has another one."""
+    """Distinguishes the socket from a later one with the same descriptor."""
 
 
 def open_sockets() -> frozenset[OpenSocket]:
-    """All sockets that this process has now."""
     found = set()
     for name in os.listdir("/dev/fd"):
         try:
@@ -73,10 +63,7 @@ def peer_port(open_socket: OpenSocket) -> int | None:
 
 
 def cut(sockets: Iterable[OpenSocket]) -> None:
-    """Let nothing arrive any more at those of ``sockets`` that are still open and are TCP connections.
-
-    A socket that listens is left alone: Gloo ends the process when it fails.
-    """
+    """Let nothing arrive any more at open TCP connections. Listeners stay: Gloo ends the process when they fail."""
     now = open_sockets()
     for each in sockets:
         if each not in now:
@@ -106,7 +93,7 @@ def answer(listeners: Iterable[OpenSocket], size: int) -> None:
 
 
 class WorldConnections:
-    """The connections of a world: those that were opened between the construction of this object and :meth:`seal`."""
+    """Connections of a world: those that were opened between the construction and :meth:`seal`."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -115,12 +102,11 @@ class WorldConnections:
         self._answered: set[OpenSocket] = set()
 
     def seal(self) -> None:
-        """Connections that are opened from now on do not belong to the world."""
+        """Exclude connections that are opened from now on."""
         self._sealed = open_sockets() - self._before
 
     def cut(self) -> None:
-        """Cut the connections. Before :meth:`seal`, these are all that were opened up to now; call it again for later
-        ones. Then nobody waits any more for a connection of a dead member either."""
+        """Cut the connections, and answer listeners. Before :meth:`seal`, call it again for later connections."""
         if self._sealed is not None:
             cut(self._sealed)
             return
@@ -134,15 +120,14 @@ class WorldConnections:
 T = TypeVar("T")
 
 LOOKS = 5
-"""The guard looks so many times within the limit. It counts looks, not seconds, so that a process that was frozen does
-not take its own store for lost."""
+"""Looks of the guard within the limit. It counts no seconds: a frozen process must not take its store for lost."""
 
 
 class JobStore:
     """Keys of a job in a ``TCPStore`` that another process serves (``colossal-hetero store``).
 
-    A thread watches the calls: a store that is frozen, or behind a broken network, does not answer and does not close
-    the connection either. The thread then closes it, and the call raises.
+    A thread watches the calls. A store that is frozen, or behind a broken network, does not answer and does not close
+    the connection: the thread closes it, and the call raises.
     """
 
     def __init__(self, host: str, port: int, job: str, limit_seconds: float) -> None:
@@ -171,15 +156,12 @@ class JobStore:
         self._closed.set()
 
     def check(self, keys: Sequence[str]) -> bool:
-        """True if all ``keys`` are there."""
         return bool(self._call(self._store.check, list(keys)))  # type: ignore[attr-defined]
 
     def get(self, key: str) -> bytes:
-        """The value of a key, which must be there."""
         return self._call(self._store.get, key)
 
     def set(self, key: str, value: str) -> None:
-        """Set the value of a key."""
         self._call(self._store.set, key, value)
 
     def add(self, key: str, number: int) -> int:
@@ -208,7 +190,6 @@ class JobStore:
         )
 
     def look(self) -> None:
-        """Cut the connection if a call has lasted too long."""
         for looks in list(self._looks.values()):
             looks[0] += 1
             if looks[0] > LOOKS:
@@ -228,11 +209,7 @@ def _guard(reference: weakref.ref[JobStore], closed: threading.Event, pause_seco
 
 
 def start_store(host: str | None, port: int) -> tuple[TCPStore, str]:
-    """Start the server in this process; the store, which is the server's life, and the address to give to nodes.
-
-    It listens on the address ``host`` only, or on all addresses of this machine; the address for nodes then has the
-    name of this machine. With port 0 the system chooses a free port.
-    """
+    """Start the server, on all addresses without a ``host``; returns the store, whose end ends it, and its address."""
     if not 0 <= port <= 65535:
         raise ValueError(f"port {port} does not exist; valid are 1 to 65535, and 0 for any free port")
     listener = _listen(host, port)
@@ -247,7 +224,6 @@ def start_store(host: str | None, port: int) -> tuple[TCPStore, str]:
 
 
 def _listen(host: str | None, port: int) -> socket.socket:
-    """A socket that listens, on IPv4 and IPv6 if ``host`` is None."""
     try:
         if host is None:
             return socket.create_server(

@@ -1,4 +1,4 @@
-"""A process as a member of a job, in one world after the other."""
+"""Membership of a process in a job, in one world after the other."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ __all__ = ["Membership", "Monitor", "WorldEnds"]
 
 
 class WorldEnds:
-    """The ends of worlds of a job."""
-
     def __init__(self, store: JobStore) -> None:
         self._store = store
 
@@ -34,7 +32,6 @@ class WorldEnds:
         return Failure(*json.loads(self._store.compare_set(f"fail/{round_}", "", value)))
 
     def failure(self, round_: int) -> Failure | None:
-        """The first report of a world, or None."""
         key = f"fail/{round_}"
         return Failure(*json.loads(self._store.get(key))) if self._store.check([key]) else None
 
@@ -45,11 +42,9 @@ class WorldEnds:
             self._store.add(exits_key(round_), 1)
 
     def has_left(self, round_: int, member: Member) -> bool:
-        """True if a member has left a world on purpose."""
         return self._store.check([f"left/{round_}/{member.number}"])
 
     def has_departed(self, round_: int, member: Member) -> bool:
-        """True if a member has left a world for good."""
         return self.has_left(round_, member) and self._store.get(f"left/{round_}/{member.number}") == b"for good"
 
 
@@ -57,7 +52,7 @@ class WorldEnds:
 
 
 BEATS = 4
-"""The thread looks so many times per keep-alive interval whether the next message is due, and who is dead."""
+"""Looks per keep-alive interval: is the next message due, and who is dead?"""
 
 
 class Monitor:
@@ -76,31 +71,28 @@ class Monitor:
         self._connections = connections
         self._round, self._members = roster.round, roster.members
         self.roster = roster
-        """Who was there when the thread last looked; also those who wait."""
         self.failure: Failure | None = None
-        """Why the world is broken, once this member has noticed it."""
+        """End of the world, once this member has noticed it."""
         self.notice_seconds = 0.0
-        """From the report of the failure until this member noticed it."""
+        """Time from the report of the failure until this member noticed it."""
         self.lost: StoreLostError | None = None
-        """The store's last error; the thread has ended then."""
+        """Last error of the store, which has ended the thread."""
         self._watching = True
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="colossal_hetero membership", daemon=True)
         self._thread.start()
 
     def fail(self, reason: str) -> None:
-        """Report that the world is broken, and cut its connections."""
         try:
             self._notice(self._ends.report(self._round, self._me.node, reason))
         finally:
             self._connections.cut()
 
     def stop_watching(self) -> None:
-        """This member leaves the world, so its end concerns this member no more. It still says that it lives."""
+        """Ignore the end of this world, which this member leaves. It still says that it lives."""
         self._watching = False
 
     def stop(self) -> None:
-        """End the thread."""
         self._watching = False
         self._stopped.set()
         self._thread.join()
@@ -140,29 +132,17 @@ class Monitor:
 
 
 MAX_ATTEMPTS = 20
-"""So many worlds in a row may break before they are initialized."""
+"""Worlds in a row that may break before they are initialized."""
 BREAK_SECONDS = 0.2
-"""From cutting connections to destroying groups: Gloo's threads first hand the errors to those who wait."""
+"""Time from cutting connections to destroying groups: Gloo's threads first hand the errors to those who wait."""
 
 
 class Membership:
-    """This process as a member of a job. The store lives on a machine that stays (``colossal-hetero store``).
+    """Membership of this process in a job. The store lives on a machine that stays (``colossal-hetero store``).
 
-    The order of calls::
-
-        membership = Membership(host, port, "job", "node-1", max_members=4)
-        while there is work:
-            membership.form()
-            ...  # make groups
-            membership.seal()
-            try:
-                ...  # train; leave the loop when membership.is_somebody_waiting() on some rank
-            except RuntimeError as error:
-                membership.fail(str(error))
-            membership.leave()
-        membership.depart()
-
-    All methods but ``fail`` must be called on the thread that trains.
+    For each world: :meth:`form`, make groups, :meth:`seal`, train until :meth:`is_somebody_waiting` on some rank or
+    until a ``RuntimeError``, which :meth:`fail` reports, then :meth:`leave`. At the end: :meth:`depart`. All methods
+    but ``fail`` must be called on the thread that trains.
     """
 
     def __init__(
@@ -203,21 +183,18 @@ class Membership:
         self._left_seconds = 0.0
         self._has_departed = False
         self.world: World | None = None
-        """The world that this process is in."""
         self.formations: list[Formation] = []
-        """How each world of this process formed, the latest last."""
 
     @property
     def failure(self) -> Failure | None:
-        """Why the present world, or the latest one if this process has left it, is broken; None if it is not."""
+        """Failure of the present world, or of the latest one if this process has left it; None if it is not broken."""
         return self._monitor.failure if self._monitor is not None else None
 
     def form(self) -> World:
-        """Join the next world, wait until it is complete, and initialize torch's default group.
+        """Join the next world, wait until it is complete, and initialize what ``colossalai.launch`` would initialize.
 
         Survivors of the world before come first and keep their order, new members come last. If a member dies before
-        all are connected, another world forms, also within this call. Afterwards a script is where
-        ``colossalai.launch`` would have left it.
+        all are connected, another world forms, also within this call.
         """
         if self._has_departed:
             raise RuntimeError("this process has departed from the job; make another Membership to join it again")
@@ -265,29 +242,18 @@ class Membership:
         return self.world
 
     def seal(self) -> None:
-        """All groups of this world exist: connections that are opened from now on do not belong to it.
-
-        When the world breaks, all TCP connections that this process has opened since :meth:`form` began are cut, so
-        that nobody waits for a dead or frozen member. Before this call, these include connections of other libraries.
-        """
+        """Note that all groups of this world exist: connections opened from now on are not cut when it breaks."""
         self._present_connections().seal()
 
     def fail(self, reason: str) -> None:
-        """Tell the other members that this world is broken. Collectives then raise on all of them, and here.
-
-        The first reason that any member reports is kept. May be called on any thread. Without a world it does nothing.
-        """
+        """Report, on any thread, that this world is broken. Collectives then raise; the first reason is kept."""
         if self._connections is not None and self._monitor is not None:
             if self._monitor.lost is not None:
                 raise self._monitor.lost
             self._monitor.fail(reason)
 
     def leave(self) -> None:
-        """Drop the world: all groups, their connections, and what else belongs to it. Others notice.
-
-        The other members do not wait for this one in the next rendezvous until it calls :meth:`form` or
-        :meth:`depart`; until then it is not taken for dead either. Without a world it does nothing.
-        """
+        """Drop the world's groups and connections; until :meth:`form`, others do not wait for or miss this member."""
         if self._connections is None or self._monitor is None:
             return
         start = time.monotonic()
@@ -309,30 +275,25 @@ class Membership:
         self._has_departed = True
 
     def end_job(self) -> None:
-        """The job has ended: spares, and members that come later, get ``JobEndedError``. Some member calls it."""
+        """End the job: spares, and members that come later, get ``JobEndedError``. Some member calls it."""
         self._stop_monitor()
         self._rendezvous.close()
 
     def identity(self) -> str:
-        """A name of the job that no job has in another store, or had before."""
+        """Name of the job that no job has in another store, or had before."""
         return f"{self._job}-{self._store.compare_set('identity', '', secrets.token_hex(8)).decode()}"
 
     def is_somebody_waiting(self) -> bool:
-        """True if a member waits that the next world would have a place for; as of a fraction of a second ago.
-
-        Members may get different answers, so that one of them has to decide for all.
-        """
+        """True if a member waits for a place in the next world. Answers may differ, so one member decides for all."""
         if self._monitor is None or self.world is None:
             return False
         roster = self._monitor.roster
         return roster.waiting > 0 and self.world.size < self._max_members
 
     def publish(self, name: str, text: str) -> None:
-        """Show a text to all members, also to those that come later."""
         self._store.set(f"published/{name}", text)
 
     def published(self, name: str) -> str | None:
-        """The text that some member has published with this name; None if there is none."""
         key = f"published/{name}"
         return self._store.get(key).decode() if self._store.check([key]) else None
 
@@ -357,7 +318,6 @@ class Membership:
         return world
 
     def _exit(self, for_good: bool) -> None:
-        """Leave the round that this process is in, if any."""
         self._stop_monitor()
         if self._is_inside and self._roster is not None:
             self._ends.leave(self._roster.round, self._me, for_good)

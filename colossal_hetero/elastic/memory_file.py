@@ -1,4 +1,4 @@
-"""A file with what one rank holds after a step, in memory that outlives the process, such as ``/dev/shm``.
+"""File with what one rank holds after a step, in memory that outlives the process, such as ``/dev/shm``.
 
 [Note: memory files] A file is ``MAGIC``, the length of the header (8 bytes, little-endian), the header as JSON, and the
 elements of each piece, each at a multiple of 64 bytes. It has no check sums and is not synchronized to a disk: it
@@ -45,27 +45,24 @@ __all__ = [
 
 
 class StateName(NamedTuple):
-    """The state of the whole model after a step, as one world has made it."""
+    """The state of the whole model after ``version`` optimizer steps, as one world has made it."""
 
     version: int
-    """Optimizer steps that are done."""
     world: str
-    """Of the processes that wrote it; later worlds come later in the alphabet."""
+    """Name of the world that wrote it; later worlds come later in the alphabet."""
 
 
 class KeptBox(NamedTuple):
-    """A box of a tensor in a file."""
+    """A box of a tensor in a file, see :class:`~.pieces.TensorPiece`."""
 
     key: str
-    """See :class:`~.pieces.TensorPiece`."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
     box: Box
 
 
 @dataclass(frozen=True)
 class FoundState:
-    """What is in a file: the part of a state that one rank held."""
+    """Content of a file: the part of a state that one rank held."""
 
     name: StateName
     tensors: tuple[str, ...]
@@ -74,13 +71,10 @@ class FoundState:
 
 
 def newest_whole_state(found: Iterable[FoundState]) -> StateName | None:
-    """The newest state of which all elements are in some file.
+    """The newest state of which all elements are in some file; None if no state is whole.
 
     Files of different worlds are never mixed: a step that was done again, with another plan, is equal up to the order
     of sums only.
-
-    Returns:
-        None if no state is whole.
     """
     by_name: dict[StateName, list[FoundState]] = {}
     for each in found:
@@ -105,22 +99,16 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class KeptState:
-    """What a rank holds after a step."""
-
     name: StateName
     tensors: tuple[str, ...]
-    """Names of all parameters and buffers of the model."""
     layers: HeldLayers
     pieces: list[TensorPiece]
     kinds: dict[str, str]
-    """See :func:`.optimizer_memory.state_entries`."""
     state: RunState
 
 
 @dataclass(frozen=True)
 class MemoryFile:
-    """A complete file and its header."""
-
     path: Path
     found: FoundState
     layers: HeldLayers
@@ -130,7 +118,7 @@ class MemoryFile:
     """The pieces, with empty tensors of their types, and where their elements start in the file."""
 
     def pieces(self) -> list[TensorPiece]:
-        """What the rank held. The tensors are in the file's memory, which is read where it is used."""
+        """Pieces that the rank held. The tensors are in the file's memory, which is read where it is used."""
         content = np.memmap(self.path, np.uint8, "c")
         pieces = []
         for piece, start in self.places:
@@ -253,16 +241,14 @@ SUFFIX = "state"
 
 
 def default_memory() -> Path:
-    """Where memory files are, unless the user says otherwise: in the machine's memory, separate for each user."""
+    """Default folder of memory files: in the machine's memory, separate for each user."""
     return Path("/dev/shm") / f"colossal_hetero-{os.getuid()}"
 
 
 class FileName(NamedTuple):
-    """What the name of a file says."""
-
     state: StateName
     slot: int
-    """Number of the worker on its node that wrote it."""
+    """Number, on its node, of the worker that wrote it."""
 
     def __str__(self) -> str:
         return f"{self.state.world}.{self.state.version:08d}.{self.slot}.{SUFFIX}"
@@ -289,7 +275,6 @@ class MemoryFolder:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def files(self) -> list[FileName]:
-        """All complete files, sorted."""
         found = []
         with suppress(FileNotFoundError):
             for entry in os.scandir(self.path):
@@ -299,11 +284,9 @@ class MemoryFolder:
         return sorted(found)
 
     def file(self, name: FileName) -> Path:
-        """Path of a file."""
         return self.path / str(name)
 
     def remove(self, name: FileName) -> None:
-        """Remove a file, if it is there."""
         self.file(name).unlink(missing_ok=True)
 
     def remove_all(self) -> None:

@@ -1,4 +1,4 @@
-"""Move the state of a model between ranks' memories, to where a new plan needs it."""
+"""Moves of a model's state between ranks' memories, to where a new plan needs it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ __all__ = ["HeldBox", "HoldingsLost", "all_holdings", "empty_piece", "inheritanc
 
 STEP = 0
 """All holdings are of the same step."""
-
-
 COPIES = 2
-"""So many ranks take what a member holds that leaves."""
+"""Ranks that take what a leaving member holds."""
 
 
 class HoldingsLost(Exception):
@@ -30,18 +28,17 @@ class HoldingsLost(Exception):
 
 
 class HeldBox(NamedTuple):
-    """A box of a tensor that a rank has in its memory."""
+    """A box of a tensor of shape ``shape`` that a rank has in its memory."""
 
     layer: str
     key: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
     dtype: str
     box: Box
 
 
 def all_holdings(held: Iterable[TensorPiece]) -> list[list[HeldBox]]:
-    """What each rank holds. Every rank calls it, with its own pieces."""
+    """Boxes that each rank holds. Every rank calls it, with its own pieces."""
     own = [
         HeldBox(each.layer, each.key, tuple(each.shape), str(each.data.dtype).removeprefix("torch."), each.box)
         for each in held
@@ -52,12 +49,9 @@ def all_holdings(held: Iterable[TensorPiece]) -> list[list[HeldBox]]:
 
 
 def inheritance(holdings: Sequence[Sequence[HeldBox]], leaving: Sequence[bool]) -> list[list[HeldBox]]:
-    """What each rank takes from those that leave: afterwards :data:`COPIES` ranks hold all that they held, so that
-    nothing is lost if another member dies meanwhile.
+    """Boxes that each rank takes from leaving ones: then :data:`COPIES` ranks hold them, in case another member dies.
 
-    Returns:
-        by rank. Ranks that lack the fewest elements of a box take what they lack; of several, the one that has taken
-        the fewest elements so far.
+    Ranks that lack the fewest elements of a box take these; of several, the one that has taken the fewest so far.
     """
     kept: dict[tuple[int, str], list[Box]] = {}
     stayers = [rank for rank, leaves in enumerate(leaving) if not leaves]
@@ -77,7 +71,6 @@ def inheritance(holdings: Sequence[Sequence[HeldBox]], leaving: Sequence[bool]) 
 
 
 def empty_piece(holding: HeldBox) -> TensorPiece:
-    """Memory for a box."""
     data = torch.empty(holding.box.sizes, dtype=getattr(torch, holding.dtype))
     return TensorPiece(holding.layer, holding.key, holding.shape, holding.box, data, "")
 
@@ -85,13 +78,10 @@ def empty_piece(holding: HeldBox) -> TensorPiece:
 def move_pieces(
     needed: Sequence[TensorPiece], held: Sequence[TensorPiece], holdings: Sequence[Sequence[HeldBox]]
 ) -> int:
-    """Fill the needed pieces of this rank from what all ranks hold. Every rank calls it.
+    """Fill the needed pieces of this rank from what all ranks hold; returns the bytes received. Every rank calls it.
 
-    What a rank holds itself is copied, other elements are sent by a rank that has them; of several, by the one that
-    gives the fewest bytes. One layer after the other is on its way, so that memory for few layers is needed.
-
-    Returns:
-        the number of bytes that this rank received.
+    What a rank holds itself is copied, other elements come from the rank that gives the fewest bytes. One layer after
+    the other is on its way, so that memory for few layers is needed.
     """
     rank, node_of = dist.get_rank(), {number: str(number) for number in range(len(holdings))}
     bitmap, shapes, dtypes = _bitmap(holdings)

@@ -35,7 +35,6 @@ class ProcessGroups:
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=self._limit)
 
     def destroy(self) -> None:
-        """Destroy all groups of this process, if there are any."""
         gc.collect()  # objects that hold groups, such as plugins: Gloo closes connections when nobody holds the group
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -64,11 +63,7 @@ class LaunchedState:
         self._seed: int | None = seed
 
     def enter(self, world: World) -> None:
-        """Set what a launcher and ``colossalai.launch`` set. The seed and the device are set in the first world only.
-
-        A launcher's LOCAL_RANK says which device of the node this process has, so it stays. Without it, LOCAL_RANK is
-        the number of the members of this node that have a lower rank.
-        """
+        """Set what a launcher and ``colossalai.launch`` set. A launcher's LOCAL_RANK, which names the device, stays."""
         os.environ.update(self._address, RANK=str(world.rank), WORLD_SIZE=str(world.size))
         if not self._launcher_places:
             node = world.nodes[world.rank]
@@ -82,7 +77,6 @@ class LaunchedState:
         torch._dynamo.config.optimize_ddp = world.size > 1
 
     def leave(self) -> None:
-        """Forget ranks, groups and messages of the world before."""
         SingletonMeta._instances.pop(DistCoordinator, None)
         Randomizer.reset_index()
         clear_layout_converter()

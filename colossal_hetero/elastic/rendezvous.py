@@ -1,11 +1,10 @@
-"""Members meet through torch's dynamic rendezvous, whose state is one value in the store.
+"""Rendezvous of members: torch's dynamic rendezvous, whose state is one value in the store.
 
 The state has the members of the present round (*participants*), those who wait for the next one (*wait list*), spares
 (*redundancy list*), and when each of them was last heard of. Everybody who reads it removes those that have been silent
 for too long. The next round opens when all participants of the present one have left it, or are removed.
-
-``DynamicRendezvousHandler`` is not used. It has a dead-wait of 15 s, looks once a second, and ends each rendezvous with
-messages to and from rank 0, for which others wait up to a minute if it dies meanwhile.
+``DynamicRendezvousHandler`` is not used: its dead-wait is 15 s, it looks once a second, and it ends each rendezvous
+with messages to and from rank 0, for which others wait up to a minute if it dies meanwhile.
 """
 
 from __future__ import annotations
@@ -39,43 +38,34 @@ __all__ = ["SECONDS_PER_NOTICE", "Rendezvous", "Roster", "described", "member_of
 
 
 # Joining -------------------------------------------------------------------------------------------------------------
-#
-# Who joins the next world, and when it is complete: decisions on the state of torch's rendezvous.
-#
-# torch decides most of it. Three things are added:
-#
-# - Survivors go first. If spares took the places before survivors came, layers that only a survivor has would be lost.
-# - A world is complete as soon as everybody who is expected is there, without the last call: the survivors, which have
-#   all left the world before, and those who wait.
-# - A member that waits for a place in a full world becomes a spare.
+# torch decides most of it. Added: survivors go first, because layers that only a survivor has would be lost if spares
+# took the places; a world is complete, without the last call, as soon as all survivors and those who wait are there; a
+# member that waits for a place in a full world becomes a spare.
 
 
 SECONDS_PER_NOTICE = 5.0
-"""A world that is not complete for so long says who is missing."""
-
+"""Time after which an incomplete world says who is missing."""
 _MAX_ROUND = 10**9
 
 
 def described(member: Member) -> _NodeDesc:
-    """How torch's rendezvous knows ``member``. torch gives ranks in the order of these, which is that of members."""
+    """``member`` for torch's rendezvous, which gives ranks in the order of these, which is that of members."""
     return _NodeDesc(f"{_MAX_ROUND + member.age:010d}|{member.place:09d}|{member.node}", member.pid, member.number)
 
 
 def member_of(description: _NodeDesc) -> Member:
-    """The member that :func:`described` was given."""
     age, place, node = description.addr.split("|", 2)
     return Member(int(age) - _MAX_ROUND, int(place), description.local_id, node, description.pid)
 
 
 def survivors_in(participants: Collection[_NodeDesc], round_: int) -> int:
-    """How many of ``participants`` come from the world before ``round_``."""
     return sum(member_of(each).survives(round_) for each in participants)
 
 
 def next_action(
     action: _Action, state: Any, node: _NodeDesc, settings: RendezvousSettings, expected: int, may_wait: bool
 ) -> _Action:
-    """What a member does that joins."""
+    """Next action of a member that joins, where torch's own is ``action``."""
     count = len(state.participants)
     if state.complete:
         is_late = node in state.wait_list and count >= settings.max_nodes
@@ -97,7 +87,7 @@ def next_action(
 
 
 def missing_message(job: str, there: Collection[Member], before: Sequence[Member], min_members: int) -> str:
-    """What a user reads when too few members are there."""
+    """Message to the user if too few members are there."""
     numbers = {member.number for member in there}
     missing = [member.node for member in before if member.number not in numbers]
     names = f"; missing since the last world: {', '.join(missing)}" if missing else ""
@@ -118,21 +108,17 @@ _CHANGES: dict[_Action, Callable[[_DistributedRendezvousOpExecutor], None]] = {
     _Action.MARK_RENDEZVOUS_COMPLETE: _DistributedRendezvousOpExecutor._mark_rendezvous_complete,
     _Action.MARK_RENDEZVOUS_CLOSED: _DistributedRendezvousOpExecutor._mark_rendezvous_closed,
 }
-"""What each action changes in the state."""
 
 
 class Roster(NamedTuple):
-    """Who is there."""
-
     round: int
     members: tuple[Member, ...]
-    """Of this round, by rank."""
     waiting: int
-    """Number of those who wait for the next round."""
+    """Number of members that wait for the next round."""
 
 
 class _Executor(_DistributedRendezvousOpExecutor):
-    """Like its parent, but looks again after ``poll_seconds``, where the parent waits for a second."""
+    """Executor that looks again after ``poll_seconds``, where its parent waits for a second."""
 
     def __init__(self, node: _NodeDesc, holder: Any, settings: RendezvousSettings, poll_seconds: float) -> None:
         super().__init__(node, holder, settings)
@@ -187,7 +173,6 @@ class Rendezvous:
         self._node: _NodeDesc | None = None
 
     def join(self, member: Member, before: Sequence[Member]) -> Roster:
-        """Join the next round, and wait until it is complete."""
         self._node = described(member)
         operation = _Joining(self._store, self._job, self._timing, before)
         try:
@@ -200,12 +185,11 @@ class Rendezvous:
         return self._roster()
 
     def beat(self) -> Roster:
-        """Say that this member lives, if that is due; who is there."""
+        """Say that this member lives, if that is due; returns who is there."""
         self._run(_RendezvousKeepAliveOp(), self._timing.join_limit_seconds)
         return self._roster()
 
     def exit(self) -> None:
-        """Leave the round, if this member is in one."""
         if self._node is not None:
             self._run(_RendezvousExitOp(), self._timing.join_limit_seconds)
             self._node = None
@@ -229,8 +213,6 @@ class Rendezvous:
 
 
 class _Joining:
-    """The operation of joining a round."""
-
     def __init__(self, store: JobStore, job: str, timing: MembershipTiming, before: Sequence[Member]) -> None:
         self._store, self._job, self._timing, self._before = store, job, timing, before
         self._join = _RendezvousJoinOp()
@@ -262,10 +244,9 @@ class _Joining:
         return next_action(action, state, node, settings, self._expected[state.round], may_wait)
 
     def message(self, settings: RendezvousSettings) -> str:
-        """Who is missing."""
         return missing_message(self._job, self._there, self._before, settings.min_nodes)
 
 
 def exits_key(round_: int) -> str:
-    """Where the members count that have left a round in order to join the next one."""
+    """Key of the number of members that have left a round in order to join the next one."""
     return f"joining again/{round_}"

@@ -1,4 +1,4 @@
-"""Which member takes which place of a plan, so that the fewest bytes move between members."""
+"""Assignment of members to places of a plan, so that the fewest bytes move between members."""
 
 from __future__ import annotations
 
@@ -21,22 +21,19 @@ __all__ = ["Boxes", "Placement", "bytes_to_move", "place_nodes", "with_fewest_mo
 
 
 Boxes = Mapping[str, Sequence[Box]]
-"""Boxes of tensors, by their keys."""
 
 
 class Placement(NamedTuple):
-    """Where nodes go."""
-
     places: tuple[int | None, ...]
-    """By node: its place in the new plan, or None if the plan has fewer places than there are nodes."""
+    """Place of each node in the new plan; None if the plan has fewer places than there are nodes."""
     moved_bytes: int
-    """What the nodes with a place must get from elsewhere, all together."""
+    """Bytes that the nodes with a place must get from elsewhere, all together."""
 
 
 def bytes_to_move(
     held: Sequence[Boxes], needed: Sequence[Boxes], element_bytes: Mapping[str, int]
 ) -> NDArray[np.int64]:
-    """``[nodes, places]``: what each place needs and each node does not hold, in bytes."""
+    """Bytes that each place needs and each node does not hold: ``[nodes, places]``."""
     return np.array(
         [
             [
@@ -67,14 +64,10 @@ def place_nodes(
     node_kinds: Sequence[Hashable] | None = None,
     place_kinds: Sequence[Hashable] | None = None,
 ) -> Placement:
-    """Assign nodes to the places of a new plan, so that the bytes that move are the fewest possible.
+    """Assign nodes to places of a new plan so that the fewest bytes move, by SciPy's Hungarian algorithm.
 
-    The Hungarian algorithm, as SciPy has it.
-
-    Args:
-        costs: ``[nodes, places]``, see :func:`bytes_to_move`. There are at least as many nodes as places.
-        node_kinds: what each node is, such as the name and number of its devices. None: all are alike.
-        place_kinds: what each place is for.
+    ``costs`` are ``[nodes, places]``, see :func:`bytes_to_move`, with at least as many nodes as places. With kinds,
+    such as the name and number of a node's devices, a node takes only places of its kind.
     """
     nodes, places = costs.shape
     if nodes < places:
@@ -97,10 +90,9 @@ def place_nodes(
 def with_fewest_moves(
     plan: Plan, topology: Topology, held: Sequence[HeldLayers | None], block_bytes: Sequence[float]
 ) -> Plan:
-    """The plan with ranks in other places, such that its predictions stay and the fewest bytes move.
+    """The plan with the fewest bytes to move of those with the same predictions, in which alike devices change places.
 
-    Ranks change places if their devices are alike: in the same node, or in nodes with one device each and the same
-    network cards.
+    Devices are alike if they are in one node, or in one-device nodes with the same network cards.
     """
     needed = layers_by_rank(plan)
     ranks = range(len(held))

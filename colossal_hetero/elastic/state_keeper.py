@@ -1,10 +1,10 @@
-"""Keeps the state after the last step in a memory file, while the next iteration runs.
+"""Writer of the state after the last step to a memory file, while the next iteration runs.
 
-[Note: keeping a state] Between two commits (``plugin/replicas/replica_gradients.py``) nothing changes a parameter. So
-a state is noted when an iteration begins, and written from where it is, without another copy. If the process is about
-to end, a state that is noted can still be written: by whoever notices it first, also by another thread while the main
-thread waits for a rank that has ended. Before a rank agrees to a commit, its file is written. So when a file of the
-next state is begun, all ranks have those of the state before, and older files can go.
+[Note: keeping a state] Between two commits (``plugin/replicas/replica_gradients.py``) nothing changes a parameter. So a
+state is noted when an iteration begins, and written from where it is, without another copy. If the process is about to
+end, it can still be written by whoever notices it first, also by another thread while the main thread waits for a rank
+that has ended. Before a rank agrees to a commit, its file is written. So when a file of the next state is begun, all
+ranks have those of the state before, and older files can go.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StateKeeper:
         return None if noted is None else noted.name.version
 
     def note(self, kept: KeptState) -> None:
-        """From now on this state can be written, until :meth:`forget`. Nothing in it changes meanwhile."""
+        """Let this state, in which nothing changes meanwhile, be written until :meth:`forget`."""
         with self._changed:
             self._order(kept.pieces)
             self._noted = kept
@@ -58,24 +58,23 @@ class StateKeeper:
             self._worker.submit(self._write)
 
     def note_again(self, pieces: list[TensorPiece]) -> None:
-        """This rank now holds these pieces of the state that is noted, which was written without them."""
+        """Replace the pieces of the noted state, which was written without them."""
         with self._changed:
             if self._noted is not None:
                 self._order(pieces)
                 self._noted, self._written = replace(self._noted, pieces=pieces), None
 
     def settle(self) -> None:
-        """Wait until what is being written is written."""
         while not self._worker.wait(time.monotonic() + LOOK_SECONDS):
             pass
 
     def forget(self) -> None:
-        """The state that is noted is about to change."""
+        """Let nothing be written: the noted state is about to change."""
         with self._changed:
             self._noted = None
 
     def write(self) -> bool:
-        """Write the state that is noted, unless it is written; whether it is now. Any thread may call it."""
+        """Write the noted state, unless it is written; true if it is written now. Any thread may call it."""
         with self._changed:
             if self._noted is None:
                 return False
@@ -92,7 +91,7 @@ class StateKeeper:
             return True
 
     def write_within(self, seconds: float) -> bool:
-        """Write the state that is noted; if a step is being made, that after the step."""
+        """Write the noted state; if a step is being made, the state after it."""
         deadline = time.monotonic() + seconds
         with self._changed:
             while self._noted is None and time.monotonic() < deadline:
@@ -100,13 +99,11 @@ class StateKeeper:
             return self.write()
 
     def close(self) -> None:
-        """Training has ended: nothing is written any more."""
         self.settle()
         self.forget()
         self._worker.close()
 
     def _write(self) -> None:
-        """In a thread."""
         self.write()
 
     def _remove_older(self) -> None:
@@ -145,9 +142,9 @@ class _HostCopies:
     """Copies tensors of one GPU beside what the main thread has ordered, also while that waits for an ended rank.
 
     The collectives of an ended rank's peers do not end, and no work on their streams does. torch hands out 32 streams
-    of normal priority in turn, to ProcessGroupNCCL too, so one of these may be such a stream. Those of high priority
-    are others: NCCL gets them only with ``is_high_priority_stream`` or ``TORCH_NCCL_HIGH_PRIORITY``. Streams and memory
-    are made in advance, because page-locking memory may wait for all kernels of the GPU.
+    of normal priority in turn, to ProcessGroupNCCL too, so one of these may be such a stream. NCCL gets those of high
+    priority only with ``is_high_priority_stream`` or ``TORCH_NCCL_HIGH_PRIORITY``. Streams and memory are made in
+    advance, because page-locking memory may wait for all kernels of the GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -173,7 +170,6 @@ class _HostCopies:
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Consecutive parts of a tensor of at most :data:`CHUNK` bytes."""
     if tensor.numel() * tensor.element_size() <= CHUNK:
         yield tensor
         return

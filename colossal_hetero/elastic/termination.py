@@ -1,14 +1,13 @@
-"""Do something before SIGTERM or ``abort`` ends the process, even if the main thread waits in a collective for ever.
+"""Actions before SIGTERM or ``abort`` ends the process, even if the main thread waits in a collective for ever.
 
-Python runs a signal's handler in the main thread, between two of its instructions. The number of the signal, though, is
-written to a pipe at once, and a thread reads it there. This would be too late for SIGABRT, which ends the process as
-soon as its handler has returned. So that handler is a function of C for the system.
+Python runs a signal's handler in the main thread, between two of its instructions, but writes the signal's number to a
+pipe at once, where a thread reads it. SIGABRT ends the process as soon as its handler has returned, so that handler is
+a function of C for the system.
 
-[Note: aborts] NCCL's watchdog, a thread of torch, looks every 100 ms for collectives that have failed, because a
-network connection to an ended rank is lost, or that take longer than their time limit, because an ended rank on the
-same machine does not answer. Then it throws an error, which aborts the process, unless
-``TORCH_NCCL_ASYNC_ERROR_HANDLING`` is 0 or 2. It first aborts no collective (3, torch's default), so nothing that waits
-for one goes on with values that are not complete. Main threads that wait for a GPU in functions of torch do not hold
+[Note: aborts] NCCL's watchdog, a thread of torch, looks every 100 ms for collectives that have failed or exceed their
+time limit, because an ended rank's connection is lost or it does not answer. Unless ``TORCH_NCCL_ASYNC_ERROR_HANDLING``
+is 0 or 2, it throws an error, which aborts the process. With 3, torch's default, it aborts no collective before, so
+nothing goes on with values that are not complete. Main threads that wait for a GPU in functions of torch do not hold
 Python's lock, which the handler needs.
 """
 
@@ -26,16 +25,12 @@ __all__ = ["AbortWatch", "TerminationWatch"]
 
 EXIT_CODE = 128 + signal.SIGTERM
 ABORT_SECONDS = 300.0
-"""So long further threads that abort the process wait for the first one."""
-
+"""Time that further threads that abort the process wait for the first one."""
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 
 class TerminationWatch:
-    """Calls a function in a thread when SIGTERM arrives; then the process ends.
-
-    Processes that are forked from this one, such as those of a data loader, react to the signal as before.
-    """
+    """Calls a function in a thread when SIGTERM arrives; then the process ends. Forked processes react as before."""
 
     def __init__(self, act: Callable[[], object]) -> None:
         self._act, self._process = act, os.getpid()
@@ -47,7 +42,6 @@ class TerminationWatch:
         threading.Thread(target=self._watch, name="termination", daemon=True).start()
 
     def close(self) -> None:
-        """From now on the signal has the effect that it had before."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
         signal.set_wakeup_fd(-1)
 
@@ -79,7 +73,6 @@ class AbortWatch:
         atexit.register(self.close)  # a handler cannot run when Python has ended
 
     def close(self) -> None:
-        """From now on aborting has the effect that it had before."""
         self._signal(signal.SIGABRT, self._before)
         atexit.unregister(self.close)
 
@@ -94,8 +87,7 @@ class AbortWatch:
                 finally:
                     self._lock.release()
         finally:
-            # What the signal does otherwise: call the handler of faulthandler, and end the process. It is put back
-            # once, because that handler removes itself.
+            # Then what the signal does otherwise. Put it back once: the handler of faulthandler removes itself.
             if not self._is_restored:
                 self._is_restored = True
                 self._signal(number, self._before)

@@ -1,10 +1,8 @@
-"""Let no process outlive the one that is responsible for it. Linux only.
+"""End of all processes below the one that is responsible for them. Linux only.
 
 A process that *adopts orphans* becomes the parent of all processes below it whose parent ends, also of those that have
-left their process group or session. So when it ends its children until it has none, all processes below it are gone.
-
-Processes are not killed at once. Python starts some that remove shared memory and semaphores after the end of their
-owner; these ignore SIGTERM, and need a moment.
+left their process group or session. So when it ends its children until it has none, all are gone. They are not killed
+at once: Python starts some that remove shared memory after the end of their owner, ignore SIGTERM, and need a moment.
 """
 
 from __future__ import annotations
@@ -32,31 +30,24 @@ POLL_SECONDS = 0.005
 
 
 def check_platform() -> None:
-    """Check that this is Linux."""
     if sys.platform != "linux":
         raise ValueError(f"workers cannot be supervised on {sys.platform!r}, only on 'linux'")
 
 
 def adopt_orphans() -> None:
-    """From now on this process is the parent of all processes below it whose parent ends."""
+    """Become the parent of all processes below this one whose parent ends."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """From now on this process receives the signal ``number`` when ``parent``, which has forked it, ends.
-
-    It stays so when the process executes another program, but processes that it forks do not inherit it.
-    """
+    """Receive ``number`` when ``parent``, which forked this process, ends; also after ``exec``, not in forks."""
     _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it has ended before
         os.kill(os.getpid(), number)
 
 
 def end_descendants() -> bool:
-    """End all processes below this one, which has called :func:`adopt_orphans`; whether none is left.
-
-    Each gets SIGTERM when this process has become its parent, and is killed after ``CLEAN_UP_SECONDS``.
-    """
+    """End all processes below this one, which adopts orphans, by SIGTERM, later SIGKILL; true if none is left."""
     deadline = time.monotonic() + LIMIT_SECONDS
     kill_at: dict[int, float] = {}
     while True:
@@ -79,10 +70,7 @@ def end_descendants() -> bool:
 
 
 def end_group(group: int) -> None:
-    """End all processes of a group: SIGTERM, and SIGKILL to what is left after ``CLEAN_UP_SECONDS``.
-
-    Call it before the status of the group's first process is read: until then no other group can have its number.
-    """
+    """End a group by SIGTERM, later SIGKILL. Call it before its first process is reaped, which frees its number."""
     deadline = time.monotonic() + CLEAN_UP_SECONDS
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGTERM)
@@ -108,7 +96,6 @@ class _Process(NamedTuple):
 
 
 def _processes() -> Iterator[_Process]:
-    """All processes of this machine that this process may see."""
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:

@@ -1,12 +1,9 @@
-"""Two processes supervise a node, so that either of them can be killed and nothing remains.
+"""Supervision of a node by two processes, so that either of them can be killed and nothing remains.
 
-The *guard* is the process that the user has started. It forks the *supervising process*, whose children are the
-workers. If the guard is killed, the supervising process gets a signal, ends everything below it and ends. If the
-supervising process is killed, workers end with it, and the guard ends the processes that these have left. Only if both
-are killed at the same moment may processes remain that a worker has started; the workers themselves end then too.
-
-The guard also forwards signals. The supervising process has a session of its own, so that Ctrl+C in a terminal reaches
-only the guard, and each signal reaches workers once.
+The *guard*, which the user has started, forks the *supervising process*, whose children are the workers. If the guard
+is killed, the supervising process gets a signal, and ends everything below it. If that is killed, workers end with it,
+and the guard ends the processes that they have left. Only if both are killed at once, these may remain. The guard also
+forwards signals: the supervising process has a session of its own, so that Ctrl+C reaches workers once.
 """
 
 from __future__ import annotations
@@ -40,13 +37,9 @@ __all__ = [
 
 
 # Store client --------------------------------------------------------------------------------------------------------
-#
-# A client of torch's ``TCPStore`` that needs no torch: one operation, compare and set.
-#
-# The supervisor of a node starts at once and stays small because it does not import torch. The messages are those of
-# ``torch/csrc/distributed/c10d/TCPStore.cpp``, with numbers in the byte order of the machine: a query is its number
-# (one byte) and its arguments, and each text has its length in front (64 bits). ``tests/unit/elastic`` compares with
-# torch's own client.
+# Client of torch's ``TCPStore`` without torch, so that the supervisor starts at once and stays small. Messages are
+# those of ``torch/csrc/distributed/c10d/TCPStore.cpp`` in the byte order of the machine: a query is its number (one
+# byte) and its arguments, and each text has its length in front (64 bits).
 
 
 _VALIDATE, _COMPARE_SET = 0, 2
@@ -57,8 +50,6 @@ CONNECT_POLL_SECONDS = 0.2
 
 
 class StoreClient:
-    """A connection to the store at ``host`` and ``port``."""
-
     def __init__(self, host: str, port: int, timeout_seconds: float = 5.0) -> None:
         self._address = format_address(host, port)
         self._socket = socket.create_connection((host, port), timeout_seconds)
@@ -66,10 +57,7 @@ class StoreClient:
         self._socket.sendall(struct.pack("=BI", _VALIDATE, _MAGIC))
 
     def compare_set(self, key: str, expected: str, desired: str) -> str:
-        """Give ``key`` the value ``desired`` if its value is ``expected``, or if it has none and ``expected`` is empty.
-
-        Returns the value of ``key`` afterwards; ``expected`` if it has none.
-        """
+        """Set ``key`` if its value is ``expected`` (empty: or if it has none); returns its value, or ``expected``."""
         try:
             texts = (_KEY_PREFIX + key, expected, desired)
             self._socket.sendall(struct.pack("=B", _COMPARE_SET) + b"".join(map(_with_length, texts)))
@@ -82,7 +70,6 @@ class StoreClient:
             raise ConnectionError(f"no answer of the store at {self._address}: {error}") from error
 
     def close(self) -> None:
-        """Close the connection."""
         self._socket.close()
 
     def _receive(self, count: int) -> bytes:
@@ -96,7 +83,6 @@ class StoreClient:
 
 
 def wait_for_store(host: str, port: int, limit_seconds: float) -> StoreClient:
-    """A connection to the store, as soon as there is one."""
     deadline = time.monotonic() + limit_seconds
     while True:
         try:
@@ -117,17 +103,13 @@ def _with_length(text: str) -> bytes:
 
 
 # Node name -----------------------------------------------------------------------------------------------------------
-#
-# The name of a node in a job belongs to one supervisor at a time.
-#
-# The store has a key for each name. Its value says who holds the name, and changes with each beat of the holder. When
-# the value does not change for ``LEASE_SECONDS``, the holder has ended without a word, and another one may take the
-# name: a machine that starts again has the same host name as before.
+# The store has a key for each name of a node, whose value says who holds it, and changes with each beat of the holder.
+# If it stays for ``LEASE_SECONDS``, the holder has ended without a word, and another one may take the name: a machine
+# that starts again has the same host name as before.
 
 
 BEAT_SECONDS = 1.0
 LEASE_SECONDS = 6.0
-"""Several beats, because a busy machine may be late with some."""
 POLL_SECONDS = 0.25
 
 
@@ -136,10 +118,7 @@ class NameTaken(ValueError):
 
 
 class NodeName:
-    """The name ``node`` in ``job``; methods are called by one thread.
-
-    ``say`` writes a message for the user.
-    """
+    """The name ``node`` in ``job``; methods are called by one thread. ``say`` writes a message for the user."""
 
     def __init__(self, host: str, port: int, job: str, node: str, say: Callable[[str], None]) -> None:
         self._host, self._port = host, port
@@ -151,7 +130,6 @@ class NodeName:
         self._client: StoreClient | None = None
 
     def claim(self, store_limit_seconds: float) -> None:
-        """Wait for the store and take the name."""
         self._client = wait_for_store(self._host, self._port, store_limit_seconds)
         found = self._take(self._client, "")
         if found is None:
@@ -182,7 +160,7 @@ class NodeName:
             raise self._taken(found)
 
     def give_back(self) -> None:
-        """The name is free again. Nothing happens when the store cannot be reached."""
+        """Free the name. Nothing happens when the store cannot be reached."""
         if self._client is not None:
             with suppress(OSError):
                 self._client.compare_set(self._key, self._value(), "")
@@ -208,7 +186,6 @@ class NodeName:
 
 
 def _who(value: str) -> str:
-    """``process 12 on host`` of a value in the store."""
     return value.split(" ", 2)[-1] or "another process"
 
 
@@ -251,7 +228,6 @@ def run_guarded(supervise: Callable[[socket.socket], int], beat: Callable[[], No
 
 
 def _run_supervising_process(supervise: Callable[[socket.socket], int], requests: socket.socket, guard: int) -> None:
-    """Does not return."""
     status = 1
     try:
         os.setsid()
@@ -279,7 +255,7 @@ def _end_at_once(number: int, frame: FrameType | None) -> None:
 
 
 def _beat_until_end(connection: socket.socket, beat: Callable[[], None], forward: Callable[[int], None]) -> bool:
-    """Call ``beat`` until the supervising process ends; whether the name of the node was lost."""
+    """Call ``beat`` until the supervising process ends; true if the name of the node was lost."""
     is_lost = False
     unreachable_since: float | None = None
     connection.settimeout(BEAT_SECONDS)
@@ -313,7 +289,6 @@ def _beat_until_end(connection: socket.socket, beat: Callable[[], None], forward
 
 
 def launch_node(launch: Launch, store_limit_seconds: float) -> int:
-    """Wait for the store, take the name of the node, run its workers to their end; the exit status."""
     check_platform()
     node = launch.node
     name = NodeName(node.store_host, node.store_port, node.job, node.node, say)

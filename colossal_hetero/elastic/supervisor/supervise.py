@@ -1,7 +1,4 @@
-"""Run the workers of one node until all have ended: start failed ones again, forward signals, pass on output.
-
-Decisions are in :mod:`.decisions`. This process has one thread: everything happens in :meth:`Supervisor.run`.
-"""
+"""Run of a node's workers until all have ended: restarts, signals, output. One thread, :meth:`Supervisor.run`."""
 
 from __future__ import annotations
 
@@ -45,25 +42,21 @@ __all__ = [
 
 
 class Action(Enum):
-    """What to do after a worker has ended."""
-
     NOTHING = auto()
     RESTART = auto()
-    """Start this worker again."""
     END_ALL = auto()
-    """Ask the other workers of the node to end."""
+    """Other workers of the node are asked to end."""
 
 
 @dataclass(frozen=True)
 class NodeProgress:
-    """How far the workers of one node are; statuses are those of ``subprocess``: ``-n`` for signal ``n``."""
+    """Progress of the workers of one node; statuses are those of ``subprocess``: ``-n`` for signal ``n``."""
 
     max_restarts: int
-    """Number of times that each worker is started again."""
     restarts: tuple[int, ...]
-    """By local rank: how often it was started again."""
+    """Restarts so far, by local rank."""
     statuses: tuple[int | None, ...]
-    """By local rank: the status with which it ended for good, or None while it runs."""
+    """Statuses of workers that ended for good, by local rank; None while they run."""
     is_ending: bool = False
     """True if all workers were asked to end, so that none is started again."""
     first_failure: int | None = None
@@ -71,17 +64,15 @@ class NodeProgress:
 
     @classmethod
     def start(cls, workers: int, max_restarts: int) -> NodeProgress:
-        """All of ``workers`` run for the first time."""
         return cls(max_restarts, (0,) * workers, (None,) * workers)
 
     @property
     def is_over(self) -> bool:
-        """True if no worker runs."""
         return None not in self.statuses
 
 
 def after_exit(progress: NodeProgress, local_rank: int, status: int) -> tuple[NodeProgress, Action]:
-    """The progress after the worker ``local_rank`` has ended with ``status``, and what to do about it."""
+    """Progress after the worker ``local_rank`` has ended with ``status``, and the action that follows."""
     if status != 0 and not progress.is_ending and progress.restarts[local_rank] < progress.max_restarts:
         restarts = list(progress.restarts)
         restarts[local_rank] += 1
@@ -132,7 +123,7 @@ class LineSplitter:
         self._rest = b""
 
     def lines(self, piece: bytes) -> list[bytes]:
-        """The lines that are complete now. A line of more than ``MAX_LINE_BYTES`` counts as complete."""
+        """Lines that are complete now. A line of more than ``MAX_LINE_BYTES`` counts as complete."""
         complete = (self._rest + piece).splitlines(keepends=True)
         self._rest = b""
         # Progress bars end a line with a carriage return. At the end of the bytes, it may be the first half of \r\n.
@@ -141,16 +132,12 @@ class LineSplitter:
         return complete
 
     def last_line(self) -> bytes:
-        """What remains when no more bytes come: a line without an end, or nothing."""
         rest, self._rest = self._rest, b""
         return rest
 
 
 class Passage:
-    """The way of one stream of one worker to a stream of the supervisor.
-
-    ``prefix`` is put in front of each line; without one, bytes are passed on unchanged and at once.
-    """
+    """Passes one stream of one worker on, with ``prefix`` in front of each line; without one, unchanged and at once."""
 
     def __init__(self, target: int, prefix: str = "") -> None:
         self._target = target
@@ -159,13 +146,11 @@ class Passage:
         self._last_lines: deque[bytes] = deque(maxlen=MAX_LAST_LINES)
 
     def pass_on(self, piece: bytes) -> None:
-        """Write ``piece``, or its complete lines."""
         lines = self._splitter.lines(piece)
         self._last_lines.extend(lines)
         write_all(self._target, b"".join(self._prefix + line for line in lines) if self._prefix else piece)
 
     def close(self) -> None:
-        """Write a last line that has no end."""
         line = self._splitter.last_line()
         if line:
             self._last_lines.append(line)
@@ -173,15 +158,11 @@ class Passage:
                 write_all(self._target, self._prefix + line.rstrip(b"\r") + b"\n")
 
     def last_lines(self) -> list[str]:
-        """At most ``MAX_LAST_LINES`` lines, the newest last, without their ends."""
         return [line.decode(errors="replace").rstrip("\r\n") for line in self._last_lines]
 
 
 def write_all(target: int, text: bytes) -> None:
-    """Write ``text`` to the file descriptor ``target``. If that is not possible, the rest of the text is dropped.
-
-    Training goes on when nobody reads its output any more, or when the disk is full.
-    """
+    """Write ``text``. If that fails, drop the rest: training goes on when nobody reads or the disk is full."""
     while text:
         try:
             text = text[os.write(target, text) :]
@@ -204,7 +185,6 @@ def python_command(script: str, arguments: Sequence[str], is_module: bool = Fals
 
 
 def worker_environment(inherited: Mapping[str, str], place: ElasticEnvironment) -> dict[str, str]:
-    """Environment variables of the worker at ``place``; see :mod:`.environment`."""
     kept = {
         name: value
         for name, value in inherited.items()
@@ -214,11 +194,7 @@ def worker_environment(inherited: Mapping[str, str], place: ElasticEnvironment) 
 
 
 class WorkerProcess:
-    """A worker that runs, in a process group of its own. It ends with the process that started it.
-
-    ``passages`` are the ways of its standard output and standard error; without the first, it writes to the standard
-    output of this process itself. Its standard input is empty.
-    """
+    """A running worker in its own process group; it ends with this process. Its standard input is empty."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], passages: tuple[Passage | None, Passage]
@@ -247,7 +223,6 @@ class WorkerProcess:
 
     @property
     def streams(self) -> tuple[int, ...]:
-        """File descriptors of the pipes from the worker."""
         return tuple(self._streams)
 
     def pass_on(self, stream: int) -> bool:
@@ -264,7 +239,7 @@ class WorkerProcess:
         os.kill(self.pid, number)
 
     def close(self, status: int) -> None:
-        """The worker has ended with ``status``, which somebody else has read, and its group has ended."""
+        """Pass on the last output of a worker that has ended with ``status``, read by somebody else, like its group."""
         self._process.returncode = status
         for stream, passage in self._streams.items():
             while (piece := _available(stream)) != b"":
@@ -284,20 +259,15 @@ def _available(stream: int) -> bytes:
 
 @dataclass(frozen=True)
 class Launch:
-    """What to run on a node."""
-
     command: Sequence[str]
-    """The program of each worker and its arguments."""
     node: ElasticEnvironment
     """The place of the node's first worker."""
     max_restarts: int
-    """Number of times that each worker is started again."""
     grace_seconds: float
     """Time from the first signal until workers that have not ended are killed."""
 
 
 def say(words: str) -> None:
-    """Write a message of the supervisor to standard error."""
     write_all(2, f"colossal-hetero launch: {words}\n".encode())
 
 
@@ -315,7 +285,6 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> int:
-        """Run the workers to their end; the exit status."""
         self._watch_children()
         self._selector.register(self._requests, selectors.EVENT_READ, self._forward_requests)
         for local_rank in range(self._launch.node.local_world_size):
@@ -331,7 +300,6 @@ class Supervisor:
         return exit_status(self._progress)
 
     def _watch_children(self) -> None:
-        """Let the end of a child wake the selector."""
         reader, writer = os.pipe()
         for end in (reader, writer):
             os.set_blocking(end, False)
@@ -362,7 +330,6 @@ class Supervisor:
             self._end_all(number)
 
     def _end_all(self, number: int) -> None:
-        """Send a signal that asks all workers to end."""
         self._progress = replace(self._progress, is_ending=True)
         if self._kill_at is None:
             self._kill_at = time.monotonic() + self._launch.grace_seconds
