@@ -201,8 +201,7 @@ class _Measurement:
         schedule = ScheduleLoop(passes, messages)
         durations: dict[Part, list[tuple[Duration, Duration]]] = {}
 
-        # In a fixed order, the pauses of a quota might always hit the same part. All ranks have the same order, because
-        # layers may communicate.
+        # In a fixed order, a quota might always hit the same part. Layers may communicate, so ranks have the same one.
         order = random.Random(size)
 
         spent, left = 0.0, None
@@ -268,8 +267,7 @@ class _Measurement:
 
     def _single_blocks(self, seconds: dict[Part, tuple[float, float]], way: int) -> list[float]:
         """Seconds of each block, such that the sum of the predicted times of all runs equals the measured one. Kinds of
-        blocks are in the ratio of the single ones; the longest runs, the most accurate, weigh most in the common
-        factor."""
+        blocks are in the ratio of the single ones; the longest runs, the most accurate, have most weight."""
         alone = [seconds[self._singles[kind]][way] for kind in self._kinds]
         measured = sum(seconds[part][way] for part in self._runs)
         added = sum(sum(alone[:count]) for _, _, count in self._runs)

@@ -52,8 +52,7 @@ def local_collectives(
     """In the block, collectives of ``torch.distributed`` use only the data of this rank and do not communicate.
 
     This rank's data replaces that of the others: a reduction leaves a tensor unchanged, and a gathered tensor holds
-    this rank's part once per rank. Values that are gathered must not be used after the block; :func:`.abort_step` drops
-    those that FSDP keeps.
+    this rank's part once per rank. They must not be used after the block; :func:`.abort_step` drops what FSDP keeps.
 
     Collectives that are called as attributes of ``torch.distributed`` are covered; ZeRO's optimizer, Gemini, FSDP and
     ``SyncBatchNorm`` use no others. ``DistributedDataParallel`` reduces gradients in C++, so instances in ``model`` do

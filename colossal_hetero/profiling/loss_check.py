@@ -56,8 +56,7 @@ def check_loss(trial: TrialRun, replica_of: Sequence[int], multiple_of: int | No
 
     Nothing is trained, the model does not communicate, and model, optimizer and random state are restored. A loss that
     is neither mean nor sum is accepted, since a few samples do not tell its kind. If two samples do not fit into
-    memory, nothing is checked. Returns the number that all batch sizes must be a multiple of; 1: every size is
-    possible.
+    memory, nothing is checked. Returns the number that all batch sizes must be multiples of.
     """
     tried = on_every_rank(lambda: _first_try(trial, multiple_of), "checking the loss")
     trial.at_once, multiple = max(each.at_once for each in tried), max(each.multiple for each in tried)

@@ -65,8 +65,7 @@ def merge_ranks(
     name: str,
 ) -> MeasuredLayers:
     """Merge all ranks' measurements into a profile of ``parameter_bytes`` per device, ``[layers]``. ``groups`` of
-    ``tensor_parallel`` ranks share layers. A group has the times of its slowest rank, and groups with similar times are
-    one kind."""
+    ``tensor_parallel`` ranks share layers. A group has the times of its slowest rank; similar groups are one kind."""
     slowest = [max((measured[rank] for rank in group), key=lambda each: each.seconds) for group in groups]
     common = sorted(set.intersection(*(set(each.forward) for each in slowest)))
     kinds: list[list[int]] = []

@@ -159,8 +159,7 @@ def profile_ranks(
     def measure() -> tuple[DeviceProfile, int]:
         to_come = optimizer_state_bytes(optimizer)
         trial.step_bytes = step_temporary_bytes(optimizer)
-        # Buckets and shards are filled as in training. In stage 0, DDP fills its buckets in C++ and communicates at
-        # once.
+        # Buckets and shards are filled as in training, but in stage 0 DDP does so in C++ and communicates at once.
         synchronize(stage != 0)
         here = get_accelerator().get_current_device()
         with local_collectives(model):
@@ -321,8 +320,7 @@ class SpeedNow:
 
 def changes(ranks: Sequence[SpeedNow | str], replica_of: Sequence[int]) -> str | None:
     """Differences from the profile in words, from :func:`speed_now` of all ranks; None if it is still right.
-    ``replica_of`` is the replica of each rank. A replica's profile has the times of its slowest rank; others may be
-    faster."""
+    ``replica_of`` is the replica of each rank. A replica's profile has the times of its slowest rank."""
     found = [f"rank {rank}: {words}" for rank, words in enumerate(ranks) if isinstance(words, str)]
     if found:
         return "; ".join(found)
