@@ -48,8 +48,6 @@ __all__ = ["GradientAccumulation", "HookCheck"]
 
 
 class HookCheck:
-    """Checks each hook on the parameters of a model once."""
-
     def __init__(self, model: nn.Module, stage: int) -> None:
         self._parameters = list(model.named_parameters())
         self._stage = stage

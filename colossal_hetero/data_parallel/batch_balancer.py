@@ -99,7 +99,6 @@ class BatchBalancer:
         self._since_check = 0
         self._named: set[int] = set()
         self.reallocations = 0
-        """Number of new divisions since the start."""
         self._divide()
         _print_on_rank_0(
             f"{division_in_words(self.allocation, profile.devices)}; {self.allocation.wall_seconds:.3g} s predicted, "

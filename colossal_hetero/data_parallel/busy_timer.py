@@ -114,7 +114,6 @@ def _told(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 
 MAX_GLOBAL_BATCHES = 256
-"""Number of global batches kept between two checks."""
 
 _Part = Literal["data", "work", "waiting", "step"]
 
@@ -129,8 +128,6 @@ class TimedGlobalBatch(NamedTuple):
 
 
 class _MarkedIteration:
-    """Marks of an iteration, each with the part that it ends."""
-
     def __init__(self) -> None:
         self.stream = get_accelerator().current_stream()
         self.marks: list[tuple[_Part | None, Any]] = []

@@ -159,7 +159,6 @@ class HeteroDataLoader(DataLoader[Any]):
         return self._multiple_of
 
     def set_multiple(self, samples: int) -> None:
-        """Let all batch sizes be multiples of so many samples; 1: any."""
         sampler = self._global_sampler
         last = 0 if sampler.drop_last else sampler.dataset_size % sampler.global_batch_size
         if sampler.global_batch_size % samples:
@@ -195,7 +194,6 @@ class HeteroDataLoader(DataLoader[Any]):
         return len(self._global_sampler)
 
     def set_placeholders(self, samples: int) -> None:
-        """Set the number of samples of weight zero in a micro-batch without samples."""
         self._global_sampler.placeholders = samples
 
     def divide_by(self, division: Division, *, from_global_batch: int = 0) -> None:

@@ -191,7 +191,8 @@ class SampleTotal:
 
 class CountedTotal:
     """Weights by counts of each batch, such as tokens. If every rank has one micro-batch in a global batch, counts are
-    summed over ranks before the backward pass. Otherwise losses are divided by an estimate."""
+    summed before the backward pass. Otherwise all ranks use the same estimate, and correct gradients before the step.
+    """
 
     def __init__(self, ranks: int, model: nn.Module, *, equal_steps: bool) -> None:
         self._ranks = ranks

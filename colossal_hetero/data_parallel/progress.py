@@ -31,9 +31,8 @@ class MicroBatch:
     samples: int
     """Number of samples; 0: only placeholder samples, of weight zero."""
     global_samples: int
-    """Over all ranks."""
+    """Samples of its global batch over all ranks."""
     global_batch: int
-    """Index of its global batch in the epoch."""
     step: int
     """Index among this rank's micro-batches in its global batch."""
     is_last: bool
@@ -77,7 +76,6 @@ class LoopProgress:
         self._passed.clear()
 
     def draw(self, micro_batch: MicroBatch) -> None:
-        """Note the next batch of the loader."""
         if not self._open:
             self.current = micro_batch
         self._open.append(micro_batch)
@@ -174,7 +172,6 @@ class LoopProgress:
         return not self.is_within_global_batch
 
     def finish(self) -> None:
-        """Note the optimizer's step."""
         self._done.clear()
         self._shares.clear()
         self._knows_last = False

@@ -427,7 +427,6 @@ class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
         return None if order is None else _digest(order)
 
     def _counts(self) -> bool:
-        """True if the latest iteration has done a global batch."""
         return self._over or self._done > self._start
 
     def _is_running(self) -> bool:

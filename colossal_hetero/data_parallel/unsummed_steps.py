@@ -131,8 +131,6 @@ class GradientGuard:
 
 
 class _GradientSums:
-    """Notes about the gradients of one model."""
-
     def __init__(self, counted_again: str | None) -> None:
         self.counted_again = counted_again
         """Reason why a sum counts earlier gradients again, in words; None if it does not."""

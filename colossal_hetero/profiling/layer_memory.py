@@ -139,8 +139,8 @@ def _of_ends(passes: LayerPasses, kept_before: int, kept_after: int, allocator: 
 
 
 def split_temporaries(by_size: Mapping[int, Sequence[int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Bytes per sample and bytes whatever the micro-batch, each ``[layers]``, from bytes by micro-batch. Per sample is
-    the growth from the smallest to the largest size, at least 0 (of one size, all)."""
+    """Bytes per sample and fixed bytes, each ``[layers]``, at least as measured by micro-batch in sum. Per sample is the
+    growth from the smallest to the largest size, at least 0; for one size, all is per sample."""
     sizes = np.array(sorted(by_size))
     measured = np.array([by_size[size] for size in sizes.tolist()], dtype=float)
     if len(sizes) == 1:
