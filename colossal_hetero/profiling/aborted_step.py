@@ -21,8 +21,7 @@ __all__ = ["abort_step", "find_zero_optimizer"]
 
 def abort_step(model: nn.Module, optimizer: torch.optim.Optimizer | OptimizerWrapper | None = None) -> None:
     """Make ``model`` and ``optimizer`` ready for the next forward pass, at whatever point the last step stopped.
-    Gradients from before the step stay allocated and may contain a part of the aborted ones; unfinished ones are
-    dropped. FSDP shards its parameters, and records its order of prefetching again. It changes nothing else."""
+    Gradients from before it may contain a part of its own. FSDP shards its parameters again."""
     get_accelerator().synchronize()
     zero = find_zero_optimizer(optimizer)
     if zero is not None:

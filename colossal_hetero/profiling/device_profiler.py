@@ -341,8 +341,7 @@ class _Trials:
         return sum(timings) < STEADY_SECONDS or max(later) > STEADY_SPREAD * min(later)
 
     def _step_down(self, batch: int, repeats: int) -> int:
-        """Find a smaller size that runs reliably, and drop the times of ``batch`` and larger ones. Libraries keep
-        memory for every size that they have run, so less is left after a search; growing steps run few new sizes."""
+        """Find a smaller size that runs reliably, and drop larger ones. Libraries keep memory for each size tried."""
         for other in [other for other in self._timings if other >= batch]:
             del self._timings[other]
             self._timed.discard(other)

@@ -73,8 +73,7 @@ def measure_memory(
     allocator: Allocator | None,
 ) -> LayerMemory:
     """Run each kind of block once (``singles``), and the parts before and after the blocks, of ``kinds`` ``[blocks]``.
-    Parameters must have gradients already, as in all micro-batches of an iteration but the first. Without an
-    ``allocator``, temporaries are not measured."""
+    Parameters must have gradients already. Without an ``allocator``, temporaries are not measured."""
     shared = [*model.parameters(), *model.buffers(), *passes.shared_tensors()]
     kept_of: dict[int, int] = {}
     temporaries_of: dict[int, int] = {}
@@ -132,15 +131,14 @@ def _of_ends(passes: LayerPasses, kept_before: int, kept_after: int, allocator: 
     if ends.hidden.requires_grad:
         ends.hidden.backward(torch.ones_like(ends.hidden))
     next_part()
-    # Forward before the blocks, between them, and after them; backward after them, and before them. What a forward pass
-    # has kept is held when its backward pass starts.
+    # Forward before, between and after the blocks, then backward after and before them, which starts with what is kept.
     needed = [peak - start for peak, start in zip(peaks, held, strict=False)]
     return max(needed[0] - kept_before, needed[4], 0), max(needed[2] - kept_after, needed[3], 0)
 
 
 def split_temporaries(by_size: Mapping[int, Sequence[int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Bytes per sample and fixed bytes, each ``[layers]``, at least as measured by micro-batch in sum. Per sample is the
-    growth from the smallest to the largest size, at least 0; for one size, all is per sample."""
+    """Bytes per sample, the growth from the smallest to the largest size (of one size, all), and fixed bytes
+    ``[layers]``, from bytes by micro-batch. Their sum is at least what was measured for every size."""
     sizes = np.array(sorted(by_size))
     measured = np.array([by_size[size] for size in sizes.tolist()], dtype=float)
     if len(sizes) == 1:

@@ -194,8 +194,7 @@ class _Measurement:
     def _time(
         self, sizes: Sequence[int], index: int, messages: Loopback
     ) -> dict[Part, list[tuple[Duration, Duration]]]:
-        """Forward and backward durations of each part, one per round, in which every part runs once; the schedule's
-        duration is in the place of forward."""
+        """Durations of each part, forward and backward (of the schedule, all and 0), one per round of all parts."""
         size = sizes[index]
         passes = LayerPasses(self._model, self._layers.row, self._criterion, resized(self._batch, size))
         schedule = ScheduleLoop(passes, messages)

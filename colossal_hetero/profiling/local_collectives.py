@@ -52,10 +52,8 @@ def local_collectives(
     """In the block, collectives of ``torch.distributed`` use only the data of this rank and do not communicate.
 
     This rank's data replaces that of the others: reductions leave a tensor unchanged, and a gathered one holds this
-    rank's part once per rank. Gathered values must not be used after the block; :func:`.abort_step` drops those of
-    FSDP.
-
-    Collectives that are called as attributes of ``torch.distributed`` are covered; ZeRO's optimizer, Gemini, FSDP and
+    rank's part once per rank. Gathered values are invalid after the block; :func:`.abort_step` drops those of FSDP.
+    Only collectives called as attributes of ``torch.distributed`` are covered; ZeRO's optimizer, Gemini, FSDP and
     ``SyncBatchNorm`` use no others. ``DistributedDataParallel`` reduces gradients in C++, so instances in ``model`` do
     not synchronize. Point-to-point messages and DTensor's functional collectives are not covered.
     """

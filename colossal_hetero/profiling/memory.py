@@ -155,8 +155,7 @@ def allocator_of(device: torch.device) -> Allocator | None:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """True if ``error``, or one that caused it, is an out-of-memory error. Allocators, Python, C++, the operating
-    system and libraries each have their own type or message."""
+    """True if ``error`` or its cause is an out-of-memory error, of any of the types and messages of allocators."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -171,8 +170,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def recover(error: BaseException | None = None) -> None:
-    """Release the memory of a failed step: local variables in its frames, its graph, and the caches of allocators.
-    Removes the traceback of ``error``, which refers to the frames."""
+    """Release the memory of a failed step: variables in frames, its graph, and allocators' caches."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -187,8 +185,7 @@ def recover(error: BaseException | None = None) -> None:
 
 @contextmanager
 def reserved_memory(size_bytes: int, device: torch.device) -> Iterator[None]:
-    """In the block, hold ``size_bytes`` of ``device``, so that later allocations of that size fit. May raise an error
-    that :func:`is_out_of_memory` recognizes."""
+    """In the block, hold ``size_bytes`` of ``device``, so that later allocations of that size fit, if they fit now."""
     # The memory is written, because the kernel counts a page of a CPU process only after its first use.
     held = torch.empty(max(size_bytes, 0), dtype=torch.uint8, device=device).fill_(1)
     try:

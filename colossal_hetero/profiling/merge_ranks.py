@@ -170,9 +170,8 @@ def _names(devices: Sequence[str]) -> list[str]:
 
 
 def merge_degrees(measured: Sequence[tuple[int, MeasuredLayers]]) -> tuple[MeasuredLayers, tuple[str, ...]]:
-    """Merge profiles of several degrees into one; also returns remarks about what was left out. The kinds of devices
-    are those of the first degree. A group of neighboring ranks has the kind of its members; one of several kinds is
-    left out, because plans have groups of one kind only."""
+    """Merge profiles of several degrees into one, with the kinds of devices of the first one; returns it and remarks.
+    Groups of several kinds are left out, because plans have groups of one kind only."""
     _, first = measured[0]
     times = list(first.profile.times)
     sizes = list(first.profile.sizes)

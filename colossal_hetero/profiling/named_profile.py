@@ -199,8 +199,7 @@ def check_degrees(model: nn.Module, degrees: Sequence[int], ranks_per_node: int)
 
 
 def own_group(degree: int, device: torch.device) -> dist.ProcessGroup:
-    """A new group of this rank and its neighbors, over NCCL on a GPU, else over Gloo. All ranks call it; their number
-    must be a multiple of ``degree``."""
+    """A new group of ``degree`` neighboring ranks with this one. All ranks call it; ``degree`` divides their number."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     own, _ = dist.new_subgroups(degree, backend=backend)
     return own
@@ -320,7 +319,7 @@ def _measure(
 
 
 def _device(rank: int) -> torch.device:
-    """This rank's GPU; without GPUs another accelerator or the CPU."""
+    """GPU of this rank; without GPUs another accelerator or the CPU."""
     gpu = local_gpu(rank, "measure")
     if gpu is not None:
         return gpu

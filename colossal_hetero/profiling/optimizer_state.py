@@ -26,9 +26,8 @@ DISTRIBUTED_STATE_BYTES = 8
 
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer | OptimizerWrapper) -> int:
     """Bytes that the optimizer's first step will allocate for state that does not exist yet; no temporary memory. A
-    copy of the optimizer object takes a real step with zero gradients for one parameter of each shape, stride, dtype
-    and device in a group; the optimizer itself does not change. Colossal-AI's distributed optimizers know only their
-    own shards and communicate in a step, so for them the largest possible state is counted."""
+    copy of the optimizer object takes a real step with zero gradients for one parameter of each kind. Distributed
+    optimizers know only their own shards and communicate in a step, so the largest possible state is counted."""
     inner = inner_optimizer(optimizer)
     total = 0
     for group in inner.param_groups:

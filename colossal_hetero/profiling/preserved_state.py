@@ -33,8 +33,8 @@ def preserved_state(
 
     This includes buffers, gradients (also those of ZeRO's optimizer and FSDP; None stays None), modes of modules,
     random state (Python, NumPy, torch, the accelerator, Colossal-AI's parallel dropout), and the entries of the
-    optimizer's state and parameter groups. An unfinished step is aborted (:func:`.abort_step`). The block must not contain
-    optimizer steps: parameters, tensors in the optimizer's state and other attributes of modules are not restored.
+    optimizer's state and parameter groups. An unfinished step is aborted. The block must not contain optimizer steps:
+    parameters, tensors in the optimizer's state and other attributes of modules are not restored.
     """
     abort_step(model, optimizer)
     tensors = _parameters(model, optimizer)

@@ -107,7 +107,6 @@ class BatchProgress:
     largest: int
     """Samples of the largest micro-batch that has run so far."""
     runs: int
-    """Passes that have run or failed so far."""
     seconds_left: float | None = None
     """About how long it still takes; None before the first pass is timed."""
 
@@ -154,7 +153,6 @@ class LayerProgress:
     rounds: int
     """Number of rounds measured so far with this size; 0 also while it warms up."""
     seconds_left: float | None
-    """For this and the other sizes; None before the first round."""
 
     def __str__(self) -> str:
         which = f" ({self.index + 1} of {self.sizes})" if self.sizes > 1 else ""

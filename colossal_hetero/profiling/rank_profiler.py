@@ -266,8 +266,7 @@ def _slowest(devices: Sequence[DeviceProfile]) -> DeviceProfile:
 
 
 def _identity(description: ModelDescription, stage: int, precision: str, state_bytes: int) -> ModelIdentity:
-    # ZeRO stages 1 and 2 hold the parameters in the chosen precision and additional fp32 copies; DDP and FSDP hold fp32
-    # parameters and cast them when they are used.
+    # ZeRO 1 and 2 hold parameters in the chosen precision and fp32 copies; DDP and FSDP cast fp32 ones when used.
     zero = stage in (1, 2)
     width = 2 if zero and precision != "fp32" else 4
     return ModelIdentity(

@@ -122,7 +122,7 @@ def loopback(device: torch.device) -> Iterator[Loopback]:
 
 
 class _Operation(NamedTuple):
-    """What the schedule asks for, as ``torch.distributed.P2POp``, which accepts only registered groups."""
+    """Request of the schedule, as ``torch.distributed.P2POp``, which accepts only registered groups."""
 
     op: Any
     tensor: Tensor
