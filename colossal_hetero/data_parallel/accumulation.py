@@ -41,7 +41,6 @@ __all__ = ["GradientAccumulation", "HookCheck"]
 
 
 # Parameter hooks -----------------------------------------------------------------------------------------------------
-#
 # A hook of ``parameter.register_hook`` gets the gradient of one micro-batch, times its weight. The sum over
 # micro-batches is exact only if its result is linear in the gradient, such as a mask or a factor, unlike clipping or
 # noise. So each hook is tried on gradients of very different sizes.

@@ -69,8 +69,8 @@ def profile_for(
     description: ModelDescription,
     trial: TrialRun,
 ) -> tuple[BatchProfile, Path | None]:
-    """The profile of the user's file, an earlier run, or a new one (written to that file), and its path, if it is kept.
-    Every rank calls it. The user's loss is checked first in any case."""
+    """Profile of the user's file, an earlier run or a new one, and its path, if kept. Every rank calls it. The user's
+    loss is checked first in any case."""
     config, loader = setup.config, trial.loader
     assert isinstance(loader, HeteroDataLoader)
     if config.accumulation == "per_rank" and any(

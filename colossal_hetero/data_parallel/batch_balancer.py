@@ -210,7 +210,6 @@ def _complete(by_rank: Sequence[Sequence[GlobalBatchTime]]) -> list[list[GlobalB
 
 
 def _by_replica(by_rank: Sequence[Sequence[GlobalBatchTime]], replica_of: Sequence[int]) -> list[list[GlobalBatchTime]]:
-    """Times of replicas: in each global batch those of the slowest of its ranks."""
     replicas = [
         [times for times, index in zip(by_rank, replica_of, strict=True) if index == replica]
         for replica in range(max(replica_of) + 1)

@@ -38,7 +38,6 @@ __all__ = ["BusyTimer", "ForwardOnlyTimer", "TimedGlobalBatch", "WaitListener", 
 
 
 # Collective waits ----------------------------------------------------------------------------------------------------
-#
 # Collectives are watched if called as attributes of ``torch.distributed``: by the script, ZeRO's optimizer, FSDP and
 # ``SyncBatchNorm``. ``DistributedDataParallel`` sums gradients in C++, which is not seen here.
 
@@ -222,8 +221,7 @@ class BusyTimer:
             if running is None or not loss.requires_grad:
                 return backward(loss, *args, **kwargs)
 
-            # Autograd calls queued functions in order after the last gradient. DDP and FSDP queue theirs, which wait
-            # for communication, during the backward pass.
+            # Autograd calls queued functions in order. DDP and FSDP queue theirs, which wait, during the backward pass.
             def after_last_gradient() -> None:
                 running.mark("work")
                 self._part = "waiting"
@@ -266,7 +264,6 @@ class BusyTimer:
 
 
 # Forward only timer --------------------------------------------------------------------------------------------------
-#
 # On a GPU, FSDP (stage 3) gathers and sums on streams of its own, and the device waits for them at places in the
 # backward pass that no hook marks. If a device changes its speed, both passes change alike, so forward passes and the
 # profile give the time of a whole global batch.

@@ -68,8 +68,7 @@ class HeteroDataLoader(DataLoader[Any]):
 
     @property
     def current(self) -> MicroBatch | None:
-        """Micro-batch that the training loop works on: that returned last or, if the loop takes batches ahead, that of
-        the latest forward pass; None between ``iter()`` and the first one."""
+        """Micro-batch returned last or, if the loop takes batches ahead, of the latest forward pass, if any."""
         followers = self._followers
         return followers[-1].current if followers else self._drawn
 
@@ -216,8 +215,7 @@ class HeteroDataLoader(DataLoader[Any]):
         self._global_sampler.finish_global_batch(self.current.global_batch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in the epoch, in finished global batches; the same on all ranks, and valid for others and any
-        division. It does not include the random state of transformations."""
+        """Position in the epoch, in finished global batches, without random state; for any ranks and division."""
         return self._global_sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -245,8 +243,7 @@ class HeteroDataLoader(DataLoader[Any]):
             yield batches
 
     def continue_as(self, rank: int, world_size: int, division: Division) -> None:
-        """Draw as another rank, of another number of them, from the first global batch that is not done. A running
-        iteration continues there, and draws global batches again that are not done."""
+        """Continue as another rank, of another number of them, with the first global batch that is not done."""
         state = self.state_dict()
         self._global_sampler.join(rank, world_size)
         self.divide_by(division)

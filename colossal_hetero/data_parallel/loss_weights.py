@@ -172,8 +172,6 @@ class TotalWeight(Protocol):
 
 
 class SampleTotal:
-    """Weights by samples, known in advance."""
-
     is_estimated = False
 
     def __init__(self, ranks: int) -> None:
@@ -191,8 +189,7 @@ class SampleTotal:
 
 class CountedTotal:
     """Weights by counts of each batch, such as tokens. If every rank has one micro-batch in a global batch, counts are
-    summed before the backward pass. Otherwise all ranks use the same estimate, and correct gradients before the step.
-    """
+    summed before the backward pass. Otherwise all ranks use the same estimate, and correct gradients at the step."""
 
     def __init__(self, ranks: int, model: nn.Module, *, equal_steps: bool) -> None:
         self._ranks = ranks
@@ -239,7 +236,6 @@ class CountedTotal:
         self._uncorrected, self.is_estimated, self._latest, self._corrected = 0.0, False, None, None
 
     def _count(self, micro_batch: MicroBatch, weight: float) -> None:
-        """Count a micro-batch, and set the divisor of its global batch's losses."""
         self._latest = micro_batch
         if self._equal_steps and micro_batch.step == 0 and micro_batch.is_last:
             (total,) = self._sum_over_replicas(weight)

@@ -251,8 +251,7 @@ AVERAGES: Any = (AveragedModel, ModelEmaV2, ModelEmaV3)
 
 
 def schedules_of(optimizer: OptimizerWrapper) -> list[LRScheduler]:
-    """All torch schedules of this optimizer, also those not passed to ``booster.boost``. An optimizer does not know
-    them, so they are looked for among all objects, in tenths of a second."""
+    """All torch schedules of this optimizer, which does not know them; found among all objects in tenths of 1 s."""
     inner = inner_optimizer(optimizer)
     # Not `isinstance`, which runs code of objects that pretend to be others.
     return [each for each in gc.get_objects() if issubclass(type(each), LRScheduler) and _is_of(each, inner)]

@@ -54,8 +54,7 @@ class ResumableDataLoader(DataLoader[Any]):
         self._sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in the latest epoch, in batches over all replicas, with the entries of
-        :class:`.loader.HeteroDataLoader`; the same on all ranks."""
+        """Position in the latest epoch, as of a ``HeteroDataLoader``, in batches of all replicas; same on all ranks."""
         return {
             "epoch": self._sampler.epoch,
             "global_batches_done": self._batches_done,
@@ -65,8 +64,7 @@ class ResumableDataLoader(DataLoader[Any]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration continue at the position of ``state``, if it is over the same epoch. Before it, a
-        script may call ``loader.sampler.set_epoch`` with that epoch."""
+        """Continue at the position of ``state`` in the next iteration, if it is over the same epoch (``set_epoch``)."""
         missing = [name for name in ("epoch", "global_batches_done", "global_batch_size") if name not in state]
         if missing:
             raise ValueError(f"not a data-loader state: missing {', '.join(missing)}")
@@ -106,8 +104,6 @@ class ResumableDataLoader(DataLoader[Any]):
 
 
 class _LaterBatches(BatchSampler):
-    """Batch sampler that can leave out the first batches."""
-
     first = 0
     """First batch of the next iteration; all later ones begin with batch 0."""
 

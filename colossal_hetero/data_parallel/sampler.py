@@ -190,9 +190,8 @@ class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
 
     @property
     def drawn_global_batch(self) -> int:
-        """Index of the latest global batch from which this rank has drawn, prefetching included; if nothing was drawn,
-        one less than the iteration's first. It stays until the next iteration, so that it means the same on all ranks.
-        """
+        """Index of the latest global batch from which this rank has drawn, prefetching included; if none, one less than
+        the iteration's first. It stays until the next iteration, so that it means the same on all ranks."""
         return self._drawn
 
     @property
@@ -368,8 +367,7 @@ class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the epoch, in finished global batches, for any number of ranks and any division; the same on all
-        ranks. With the user's sampler, it has a digest of the epoch's order and the sampler's state before the epoch.
-        """
+        ranks. A sampler of the user's adds a digest of the epoch's order and its state before the epoch."""
         self._notice_epoch()
         epoch, done = (self._epoch, self._done) if self._next_epoch is None else self._next_start()
         state = {"epoch": epoch, "global_batches_done": done, **self.identity()}

@@ -77,8 +77,7 @@ def shapes_of(batch: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def share_of_samples(micro_batch: MicroBatch, values: Any) -> float:
-    """Share of the micro-batch's samples in ``values``; 1 if that is not known. Only tensors that have the shape of one
-    of its tensors, but for the number of samples, are looked at."""
+    """Share of the micro-batch's samples in ``values``, by tensors with the shape of one of its own; 1 if unknown."""
     shares = [0.0]
     for leaf in _leaves(values):
         if isinstance(leaf, TaggedTensor) and leaf.dim():

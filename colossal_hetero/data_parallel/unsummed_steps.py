@@ -48,7 +48,6 @@ _WITHOUT_VALUES: set[Any] = {
     *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
     *(getattr(Tensor, name) for name in _METHODS),
 }
-"""Such as those of ``zero_grad``."""
 
 
 class GuardedGradient(Tensor):
@@ -56,7 +55,6 @@ class GuardedGradient(Tensor):
 
     reason: str
     is_zero: bool
-    """True after ``zero_``."""
 
     @classmethod
     def __torch_function__(
@@ -136,14 +134,14 @@ class _GradientSums:
         """Reason why a sum counts earlier gradients again, in words; None if it does not."""
         self.optimizers: WeakSet[OptimizerWrapper] = WeakSet()
         self.summed: WeakSet[OptimizerWrapper] = WeakSet()
-        """Those with gradients that were summed; only known with ``counted_again``."""
+        """Optimizers with summed gradients; only known with ``counted_again``."""
         self.summed_twice: WeakSet[OptimizerWrapper] = WeakSet()
         self.unsummed: WeakSet[OptimizerWrapper] = WeakSet()
-        """Those whose gradients the last passes have not summed."""
+        """Optimizers whose gradients the last passes have not summed."""
         self.guards: WeakKeyDictionary[OptimizerWrapper, GradientGuard] = WeakKeyDictionary()
-        """Of ZeRO's optimizers: each guards a parameter of every group, which is enough for functions of all."""
+        """Guards of ZeRO's optimizers, on one parameter of every group, which is enough for functions of all."""
         self.sharded: WeakSet[OptimizerWrapper] = WeakSet()
-        """Those whose summed gradients are in shards, not in ``parameter.grad``."""
+        """Optimizers whose summed gradients are in shards, not in ``parameter.grad``."""
         self._forwards = 0
 
     def open_gradients(self, *_: Any) -> None:
@@ -184,8 +182,7 @@ class _GradientSums:
             self._forwards += 1 if replica.require_backward_grad_sync else 2
 
     def prepare(self, replica: DistributedDataParallel, loss: Any) -> None:
-        """Let DDP sum the gradients of the next backward pass outside ``no_sync``, also if it is not the first one
-        after a forward pass outside ``no_sync``."""
+        """Let DDP sum gradients in each next backward pass outside ``no_sync``, not only in the first after forward."""
         forwards, self._forwards = self._forwards, 0
         if forwards == 1 or not replica.require_backward_grad_sync or _is_unfinished(replica):
             return
