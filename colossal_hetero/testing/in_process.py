@@ -1,6 +1,5 @@
 """A tensor-parallel group inside one process, to study how resizing changes training without a second device. It
-computes ``e`` shards in turn by the layers' code, as ``e`` processes would up to the order of summation; each can have
-a workload."""
+computes ``e`` shards in turn by the layers' code, as ``e`` processes would up to the order of summation."""
 
 from __future__ import annotations
 
@@ -113,8 +112,8 @@ class _BeforeBackward(torch.autograd.Function):
 
 def repeat_passes(model: nn.Module, times: int) -> None:
     """Run every forward and backward pass of ``model`` in training ``times`` times from now on. More passes run in a
-    copy that is not part of the model, whose gradients, hooks and sharded memory stay the same; it needs the memory of
-    a pass."""
+    copy outside of the model, whose gradients, hooks and sharded memory stay the same; it needs the memory of a pass.
+    """
     if times == 1:
         return
     twin = copy.deepcopy(model)

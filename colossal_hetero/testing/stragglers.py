@@ -29,8 +29,7 @@ Means = Literal["repeat", "sleep"]
 
 
 def parse_slowdowns(text: str) -> dict[int, float]:
-    """``"RANK:SLOWDOWN[,RANK:SLOWDOWN…]"`` as a dictionary, for example ``"0:8,3:2.5"``; see
-    :func:`.parse_rank_factors`."""
+    """``"RANK:SLOWDOWN[,RANK:SLOWDOWN…]"`` as a dictionary; see :func:`.parse_rank_factors`."""
     return parse_rank_factors(text)
 
 
@@ -45,8 +44,8 @@ class Stragglers:
     ``random`` gives the factors to newly drawn ranks."""
     period: Period = "epoch"
     means: Means = "repeat"
-    """``repeat`` computes each product χ times, so that a resized layer is slowed by less; ``sleep`` pauses for (χ − 1)
-    times its duration."""
+    """``repeat`` computes each product χ times, so that a resized layer is slowed by less; ``sleep`` pauses for χ − 1
+    times the time that the product took."""
     seed: int = 0
     """Seed of the ``random`` schedule; the same on all ranks."""
     world_size: int = field(default=0)
