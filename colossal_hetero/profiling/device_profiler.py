@@ -241,7 +241,6 @@ class _Trials:
                 self._held = 0
 
     def find(self, cap: int, smallest: int, repeats: int, *, may_exceed_estimate: bool) -> int:
-        """Find the largest batch that runs, and time sizes; that batch, or 0 if not even ``smallest`` fits."""
         self._action = "searching"
         largest_batch(self.attempt, cap, self.expected, smallest=smallest, may_exceed_estimate=may_exceed_estimate)
         self._action = "timing"

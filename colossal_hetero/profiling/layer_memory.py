@@ -23,8 +23,6 @@ __all__ = ["LayerMemory", "SavedBytes", "measure_memory", "saved_bytes", "split_
 
 @dataclass
 class SavedBytes:
-    """Storages that autograd has saved; a storage that several tensors share counts once."""
-
     excluded: set[int]
     storages: dict[int, int] = field(default_factory=dict)
     """Bytes of each storage, by address. All live until backward, so an address is not used again."""

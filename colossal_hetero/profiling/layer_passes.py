@@ -71,7 +71,6 @@ class LayerPasses:
         return self._first
 
     def shared_tensors(self) -> list[Tensor]:
-        """Tensor arguments of the blocks other than the hidden state, such as masks and positions."""
         leaves = tree_leaves([(call.args, call.kwargs) for call in self._calls])
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 

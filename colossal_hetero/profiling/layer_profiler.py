@@ -258,7 +258,6 @@ class _Measurement:
         return forward, backward
 
     def _relative_error(self, parts: Mapping[Part, Sequence[tuple[Duration, Duration]]]) -> float:
-        """Standard error of the typical time of all parts together, as a share of it."""
         rounds = zip(*(durations for part, durations in parts.items() if part != SCHEDULE), strict=True)
         cpu = self._by_cpu_time
         totals = [sum(each.cpu if cpu else each.wall for part in of_round for each in part) for of_round in rounds]

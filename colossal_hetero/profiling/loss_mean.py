@@ -287,7 +287,6 @@ class _Comparison:
         only_first[0] = own[own != IGNORED][0]
 
         def loss(labels: Sequence[Tensor]) -> float:
-            """The loss of a batch that holds the sample once for each of these labels."""
             batch = dict(_joined([self._batches[index]] * len(labels)))
             batch["labels"] = torch.stack(list(labels))
             return float(self._trial.loss_of(batch))
@@ -300,7 +299,6 @@ def _without(value: int) -> str:
 
 
 def _joined(batches: Sequence[Any]) -> Any:
-    """One batch of several, whose tensors have equal shapes but for the number of samples."""
     return tree_map(
         lambda *parts: torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0], *map(with_dicts, batches)
     )

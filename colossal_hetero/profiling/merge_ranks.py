@@ -158,7 +158,6 @@ def _times(measured: Sequence[RankLayers], device: str, tensor_parallel: int, si
 
 
 def _names(devices: Sequence[str]) -> list[str]:
-    """A name for each kind: "cpu", "cpu-2" …"""
     return [
         device if index == 0 else f"{device}-{index + 1}"
         for place, device in enumerate(devices)

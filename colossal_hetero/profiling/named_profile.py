@@ -77,7 +77,6 @@ def build_model(
 
 
 def _timm_options(name: str) -> dict[str, Any]:
-    """Options that make timm's ViT-Base the model ``name`` of :data:`VITS`."""
     sizes = VITS[name]
     widths = {"embed_dim": sizes.hidden, "depth": sizes.depth, "num_heads": sizes.heads, "patch_size": sizes.patch}
     return widths | {"num_classes": CLASSES, "class_token": False, "global_pool": "avg"}
@@ -319,7 +318,6 @@ def _measure(
 
 
 def _device(rank: int) -> torch.device:
-    """GPU of this rank; without GPUs another accelerator or the CPU."""
     gpu = local_gpu(rank, "measure")
     if gpu is not None:
         return gpu

@@ -92,7 +92,6 @@ def _state_after_a_step(optimizer: torch.optim.Optimizer, group: dict[str, Any],
 
 
 def _tensor_bytes(state: Any, device: torch.device) -> int:
-    """Bytes on ``device`` of all tensors in ``state``, including nested containers."""
     if isinstance(state, Tensor):
         return state.numel() * state.element_size() if state.device == device else 0
     if isinstance(state, dict):

@@ -197,7 +197,6 @@ def _optimizer(optimizer: torch.optim.Optimizer | OptimizerWrapper | None) -> It
 
 
 def _copied(value: Any) -> Any:
-    """A copy of an option of a parameter group. A tensor, such as a learning rate, is returned as it is."""
     return value if isinstance(value, Tensor) else copy.deepcopy(value)
 
 

@@ -228,7 +228,6 @@ def profile_ranks(
 
 
 def _in_samples(device: DeviceProfile, unit: int) -> DeviceProfile:
-    """Convert a profile of batches in units of so many samples."""
     return device.model_copy(
         update={
             "sample_bytes": -(-device.sample_bytes // unit),

@@ -131,8 +131,6 @@ class _Operation(NamedTuple):
 
 
 class _MiddleStage:
-    """The stage manager of the second of three stages."""
-
     num_stages = 3
     stage = 1
 

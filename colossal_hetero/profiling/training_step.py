@@ -139,7 +139,6 @@ class TrialRun:
         return loader.some_samples(count, dist.get_rank())
 
     def _drawn(self, indices: Sequence[int]) -> Any:
-        """The samples as a ``DataLoader`` passes them to its ``collate_fn``."""
         dataset: Any = self.loader.dataset
         wanted = [index % len(dataset) for index in indices]
         if getattr(dataset, "__getitems__", None):
