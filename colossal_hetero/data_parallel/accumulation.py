@@ -302,7 +302,6 @@ class GradientAccumulation:
         self._total.forget()
 
     def _watch_backward(self, model: nn.Module) -> None:
-        """Refuse backward passes that give the loss no weight."""
         this = ref(self)
 
         def check(_: Tensor) -> None:

@@ -43,8 +43,6 @@ __all__ = ["BatchSetup", "attach_batches", "profile_for", "trial_run"]
 
 @dataclass(frozen=True)
 class BatchSetup:
-    """A plugin, as uneven batches need to know it."""
-
     config: BatchConfig
     stage: int
     precision: str

@@ -199,7 +199,6 @@ class HeteroDataLoader(DataLoader[Any]):
         self._global_sampler.divide_by(division, from_global_batch=from_global_batch)
 
     def redivide(self, division: Division, drawn_global_batch: int) -> None:
-        """Use another division from the first global batch that no rank has drawn."""
         self._global_sampler.divide_by(division, from_global_batch=drawn_global_batch + 1)
 
     def set_epoch(self, epoch: int) -> None:
@@ -257,7 +256,6 @@ class HeteroDataLoader(DataLoader[Any]):
             iteration._iteration = self._iteration
 
     def _begin(self) -> tuple[Iterator[Any], deque[MicroBatch]]:
-        """Begin to draw: batches, and their micro-batches."""
         self._reset()
         self._global_sampler.begin_epoch()
         record: deque[MicroBatch] = deque()
@@ -274,7 +272,6 @@ class HeteroDataLoader(DataLoader[Any]):
             progress.begin()
 
     def _draw(self, micro_batch: MicroBatch, batch: Any) -> Any:
-        """``batch``; if the loop is followed, with tensors that know their micro-batch."""
         self._check(batch)
         if self._weight_of is not None:
             micro_batch = replace(micro_batch, weight=self._weight(batch) if micro_batch.samples else 0.0)

@@ -232,7 +232,6 @@ def _index(among: Sequence[MicroBatch], micro_batch: MicroBatch) -> int:
 
 
 def _has_part(micro_batches: Sequence[MicroBatch]) -> bool:
-    """True if consecutive micro-batches contain a global batch only in part."""
     return bool(micro_batches) and (micro_batches[0].step > 0 or not micro_batches[-1].is_last)
 
 

@@ -438,7 +438,6 @@ class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
         return self._next_epoch, 0
 
     def _next_parts(self) -> list[tuple[int, dict[int, _RankSlice]]]:
-        """Divisions of the next iteration: the latest one, unless an iteration that does not count is repeated."""
         repeats = not self._counts() and self._next_start() == (self._epoch, self._start)
         return self._parts if repeats else self._latest_parts()
 

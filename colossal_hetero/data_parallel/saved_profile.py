@@ -107,8 +107,6 @@ class ProfileFile:
 
 
 class CachedProfile:
-    """Profile in a folder, by everything that the measurement depends on."""
-
     def __init__(self, folder: str | Path | None, context: Mapping[str, Any]) -> None:
         chosen = default_folder() if folder is None else folder
         key = hashlib.sha256(json.dumps(context, sort_keys=True).encode()).hexdigest()[:16]

@@ -59,7 +59,6 @@ def tagged(batch: Any, micro_batch: MicroBatch) -> Any:
 
 
 def untagged(values: Any) -> Any:
-    """``values`` with plain tensors; see :func:`tagged`."""
 
     def plain(value: Any) -> Any:
         return value.as_subclass(Tensor) if isinstance(value, TaggedTensor) else value
