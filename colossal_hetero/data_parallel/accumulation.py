@@ -1,18 +1,16 @@
 """Gradient accumulation over uneven micro-batches, with exact gradients and an unchanged training loop.
 
-The training loop calls forward, loss, ``booster.backward``, ``optimizer.step`` and ``zero_grad`` for every micro-batch
-of the loader. Between the micro-batches of one global batch, ``step``, ``zero_grad``, gradient clipping and the
-learning-rate schedules of the optimizer do nothing, so that the optimizer steps once per global batch. Which
-micro-batch a pass belongs to follows from the tensors (tagged_tensor.py), and what would train to other weights is
-refused (progress.py).
+The loop calls forward, loss, ``booster.backward``, ``optimizer.step`` and ``zero_grad`` for every micro-batch. Within a
+global batch, ``step``, ``zero_grad``, gradient clipping and learning-rate schedules do nothing, so that the optimizer
+steps once per global batch. The tensors tell which micro-batch a pass belongs to (tagged_tensor.py), and what would
+train to other weights is refused (progress.py).
 
-[Note: weights of micro-batches]
-Data parallelism averages gradients over R ranks. The loss of a micro-batch is a mean over parts that count w together,
-usually its samples. It is multiplied by ``w · R / W``, where W is the sum of w over the global batch. Summed over
-micro-batches and averaged over ranks, the gradient is then the mean over the global batch for every division. A rank
-without samples runs one sample with weight zero, because the other ranks wait for it in the collectives. If W is not
-known in advance, such as the number of tokens, an estimate takes its place, and the sums are corrected before the step
-(total_weight.py).
+[Note: weights of micro-batches] Data parallelism averages gradients over R ranks. The loss of a micro-batch, a mean
+over parts that count w together (usually its samples), is multiplied by ``w · R / W``, where W is the sum of w over the
+global batch. Summed over micro-batches and averaged over ranks, the gradient is then the mean over the global batch for
+every division. A rank without samples runs one with weight zero, because the others wait for it in collectives. If W is
+not known in advance, such as the number of tokens, an estimate takes its place, and sums are corrected before the step
+(``CountedTotal``).
 """
 
 from __future__ import annotations
@@ -43,25 +41,18 @@ __all__ = ["GradientAccumulation", "HookCheck"]
 
 
 # Parameter hooks -----------------------------------------------------------------------------------------------------
-#
-# Whether the user's hooks on parameters are exact where a rank has only its part of each gradient.
-#
-# A hook of ``parameter.register_hook`` gets the gradient of one micro-batch, times its weight. If what it returns is
-# linear in the gradient, such as a mask or a factor, the sum over all micro-batches is the same as if it had got the
-# whole gradient. Anything else, such as clipping or noise, would train to other weights. So each hook is tried on
-# gradients of very different sizes.
+# A hook of ``parameter.register_hook`` gets the gradient of one micro-batch, times its weight. The sum over
+# micro-batches is exact only if its result is linear in the gradient, such as a mask or a factor, unlike clipping or
+# noise. So each hook is tried on gradients of very different sizes.
 
 
 class HookCheck:
-    """Checks each hook on the parameters of a model once."""
-
     def __init__(self, model: nn.Module, stage: int) -> None:
         self._parameters = list(model.named_parameters())
         self._stage = stage
         self._checked: dict[int, Any] = {}
 
     def check(self) -> None:
-        """Check the hooks that are new."""
         with torch._C.DisableTorchFunctionSubclass():
             for name, parameter, hook, is_late in list(self._new()):
                 self._checked[id(hook)] = hook
@@ -110,7 +101,6 @@ def _name(hook: Any) -> str:
 
 
 def _sample(parameter: Tensor, seed: int) -> Tensor:
-    """A gradient whose elements have very different sizes."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(parameter.shape, generator=generator)
     sizes = (2 * torch.rand(parameter.shape, generator=generator) - 1) * (3 if parameter.dtype == torch.half else 6)
@@ -123,7 +113,7 @@ def _is_sum(one: Tensor, other: Tensor, both: Tensor) -> bool:
 
 
 class GradientAccumulation:
-    """Makes a model, its optimizer and schedules accumulate gradients over the micro-batches of each global batch."""
+    """Gradient accumulation of a model, its optimizer and schedules over the micro-batches of each global batch."""
 
     def __init__(
         self,
@@ -158,7 +148,7 @@ class GradientAccumulation:
         self._latest_norm: Any = torch.zeros(())
         self._replica: DistributedDataParallel | None = None
         self._waits: bool | None = None
-        """True if DDP sums gradients after the running forward pass, in which it must not wait for any."""
+        """True if DDP sums gradients after the running forward pass; within it, it must not wait for any."""
         self._forwards = 0
         """Forward passes since the latest backward pass."""
         self._runs_backward = False
@@ -166,11 +156,10 @@ class GradientAccumulation:
 
     @property
     def within_global_batch(self) -> bool:
-        """True if there are gradients of an incomplete global batch."""
         return self.progress.is_within_global_batch
 
     def attach(self, model: ModelWrapper, optimizer: OptimizerWrapper, lr_scheduler: LRScheduler | None) -> None:
-        """Replace the methods that a training loop calls. Call it once, on objects that a plugin has configured."""
+        """Replace the methods that a training loop calls. Called once, on objects that a plugin has configured."""
         self._loader.follow(self.progress, self._weight_by)
         self._model = model
         self._drop_gradients = optimizer.zero_grad
@@ -217,7 +206,6 @@ class GradientAccumulation:
             if micro_batch is not None:
                 self._hooks.check()
                 if must_drop and not self.progress.must_drop:
-                    # The loop left a global batch before its end.
                     self._drop()
                 self._check_rates(micro_batch)
                 self._is_synchronized = self._may_synchronize
@@ -230,7 +218,6 @@ class GradientAccumulation:
         self._close_gradients()
 
     def _check_rates(self, micro_batch: MicroBatch) -> None:
-        """Refuse learning rates that change within a global batch."""
         rates = [group.get("lr") for group in self._param_groups]
         if micro_batch.step == 0 or len(rates) != len(self._rates):
             self._rates = rates
@@ -244,7 +231,7 @@ class GradientAccumulation:
                 )
 
     def _find_schedules(self, optimizer: OptimizerWrapper) -> None:
-        """Find the schedules that were not passed to ``booster.boost``, when a step is left out for the first time."""
+        """Find the schedules not passed to ``booster.boost``, when a step is left out for the first time."""
         if not self._knows_schedules:
             self._knows_schedules = True
             for schedule in schedules_of(optimizer):
@@ -271,7 +258,6 @@ class GradientAccumulation:
         return run
 
     def _prepare_sums(self, loss: Tensor) -> None:
-        """Let DDP sum the gradients of every backward pass."""
         forwards, self._forwards = self._forwards, 0
         if self._stage == 3 and not forwards:
             raise RuntimeError(
@@ -286,7 +272,7 @@ class GradientAccumulation:
     # Gradients that the loop must not use -------------------------------------------------------------------------
 
     def _why_guarded(self) -> str | None:
-        """Why gradients are not those of the global batch, and what to do; None if they are."""
+        """Reason why gradients are not those of the global batch, and what to do; None if they are."""
         if self._stage:
             return f"at ZeRO stage {self._stage} each rank has another part of it; {CLIPPING}"
         if self.within_global_batch:
@@ -305,7 +291,7 @@ class GradientAccumulation:
             self._guard.close(self._guarded_for, fill=self._stage in (1, 2))
 
     def _open_gradients(self) -> None:
-        """Let the package use the gradients. A loop that has removed all of them means ``optimizer.zero_grad``."""
+        """Let the package use the gradients. If a loop has removed all of them, ``optimizer.zero_grad`` is meant."""
         if self._guard.open() and not self.within_global_batch:
             self._drop()
 
@@ -316,7 +302,6 @@ class GradientAccumulation:
         self._total.forget()
 
     def _watch_backward(self, model: nn.Module) -> None:
-        """Refuse backward passes that give the loss no weight."""
         this = ref(self)
 
         def check(_: Tensor) -> None:
@@ -367,7 +352,7 @@ class GradientAccumulation:
 
     def _between_global_batches(self, optimizer: OptimizerWrapper, method: Callable[..., Any]) -> Callable[..., Any]:
         """``method``, which does nothing within a global batch. Clipping by norm returns the norm of the latest global
-        batch that was clipped, 0 before. All ranks call it: they may have to correct their gradients."""
+        batch that was clipped, 0 before. All ranks call it, because they may have to correct their gradients."""
 
         @wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:

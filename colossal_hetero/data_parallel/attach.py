@@ -43,27 +43,22 @@ __all__ = ["BatchSetup", "attach_batches", "profile_for", "trial_run"]
 
 @dataclass(frozen=True)
 class BatchSetup:
-    """What uneven batches need to know about a plugin."""
-
     config: BatchConfig
     stage: int
-    """Stage of ZeRO."""
     precision: str
-    """``fp32``, ``fp16`` or ``bf16``."""
     replica_of: Sequence[int]
-    """Index of the model replica that each rank belongs to, by rank."""
+    """Index of the model replica of each rank, by rank."""
     synchronize: Callable[[bool], None]
-    """Called before a forward pass with whether its gradients are to be summed over replicas."""
+    """Called before a forward pass; True: its gradients are to be summed over replicas."""
     leaves: Sequence[Tensor] = ()
-    """The tensors that backward passes add gradients to; (): the parameters of the model."""
+    """The tensors that backward passes add gradients to; (): the model's parameters."""
     max_norm: float = 0.0
-    """Gradients are clipped to this norm before the step; 0 if there is no clipping or the optimizer does it."""
+    """Norm that gradients are clipped to before the step; 0: no clipping, or the optimizer does it."""
 
 
 def trial_run(
     setup: BatchSetup, model: ModelWrapper, optimizer: OptimizerWrapper, criterion: Any, loader: HeteroDataLoader
 ) -> TrialRun:
-    """What runs trial passes of configured objects."""
     return TrialRun(model, optimizer, criterion, setup.config.training_step, loader)
 
 
@@ -72,11 +67,8 @@ def profile_for(
     description: ModelDescription,
     trial: TrialRun,
 ) -> tuple[BatchProfile, Path | None]:
-    """The profile in the user's file, or of an earlier run, or a new one, which is written to that file.
-
-    Every rank calls it. The user's loss is checked first in any case. Also returns the path at which the profile is
-    kept; None if it is not kept.
-    """
+    """Profile of the user's file, an earlier run or a new one, and its path, if kept. Every rank calls it. The user's
+    loss is checked first in any case."""
     config, loader = setup.config, trial.loader
     assert isinstance(loader, HeteroDataLoader)
     if config.accumulation == "per_rank" and any(
@@ -128,7 +120,6 @@ def profile_for(
 
 
 def _cached_profile(setup: BatchSetup, description: ModelDescription, trial: TrialRun, cap: int) -> CachedProfile:
-    """The place of this run's profile among those of other runs."""
     step, criterion, optimizer = setup.config.training_step, trial.criterion, inner_optimizer(trial.optimizer)
     with preserved_state(trial.model, trial.optimizer):
         samples = trial.batch([trial.first] * trial.loader.multiple_of)  # type: ignore[attr-defined]
@@ -149,7 +140,7 @@ def _cached_profile(setup: BatchSetup, description: ModelDescription, trial: Tri
 
 
 def _still_right(setup: BatchSetup, cached: CachedProfile, trial: TrialRun) -> BatchProfile | None:
-    """The profile of an earlier run, if every rank's memory and speed are still as measured. Every rank calls it."""
+    """The profile of an earlier run, if every rank's memory and speed are still the same. Every rank calls it."""
     profile = cached.read()
     if profile is None:
         return None
@@ -172,13 +163,8 @@ def attach_batches(
     lr_scheduler: LRScheduler | None,
     profile_path: Path | None = None,
 ) -> tuple[BatchBalancer, GradientAccumulation]:
-    """Divide the loader's batches, and replace the methods that the training loop calls by ones for uneven batches.
-
-    ``profile_path`` is where the profile is kept; it is changed if a rank runs out of memory.
-
-    Returns:
-        What divides the batches again when the speed of a rank changes, and what accumulates their gradients.
-    """
+    """Divide the loader's batches, and replace the methods that the training loop calls by ones for uneven batches. The
+    profile at ``profile_path`` is changed if a rank runs out of memory."""
     model, optimizer, loader = trial.model, trial.optimizer, trial.loader
     assert isinstance(model, ModelWrapper) and isinstance(loader, HeteroDataLoader)
     weight_by, total = _total_weight(setup, model, trial)
@@ -209,8 +195,7 @@ def attach_batches(
 
 
 def _total_weight(setup: BatchSetup, model: ModelWrapper, trial: TrialRun) -> tuple[Any, TotalWeight]:
-    """What losses are means over, as the user wants or as found out, and what weighs them. The trial's loader gets what
-    it needs for that."""
+    """Kind of mean of losses, as the user wants or as found, and its weights, of which the trial's loader is told."""
     loader: Any = trial.loader
     weight_by = setup.config.weight_by
     if weight_by is None:
@@ -233,8 +218,7 @@ def _timer(
     optimizer: OptimizerWrapper,
     loader: HeteroDataLoader,
 ) -> GlobalBatchTimer:
-    """What times this rank's global batches. It must be attached before gradients are accumulated, so that it sees the
-    optimizer's steps only."""
+    """Timer of this rank's global batches, attached before accumulation, so that it sees the optimizer's steps only."""
     if setup.stage == 3 and get_accelerator().name != "cpu":
         replica = setup.replica_of[dist.get_rank()]
         whole = divider_of(setup.config, profile, setup.stage, loader.multiple_of).curves[replica]

@@ -1,8 +1,5 @@
-"""Divide global batches over ranks by their measured speed, and divide them again when a speed changes.
-
-What is decided from the measured times is in :mod:`..planner.redivision.closed_loop`, how they are measured in
-:mod:`.busy_timer`. Here they are exchanged, and decisions are carried out.
-"""
+"""Divide global batches over ranks by their measured speed, and divide them again when a speed changes. busy_timer.py
+measures times, and ``planner.batches.closed_loop`` decides. Here times are exchanged, and decisions carried out."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ __all__ = ["BatchBalancer", "GlobalBatchTimer", "changes_in_words", "division_in
 
 
 def division_in_words(allocation: Allocation, devices: Sequence[str]) -> str:
-    """Each rank's samples of a global batch, in words; consecutive ranks with the same device and part are grouped."""
+    """Samples of each rank in words; consecutive ranks with the same device and part are grouped."""
     groups: list[tuple[int, int]] = []
     for rank, (share, device) in enumerate(zip(allocation.shares, devices, strict=True)):
         if groups and (share, device) == (allocation.shares[groups[-1][0]], devices[groups[-1][0]]):
@@ -50,7 +47,7 @@ def division_in_words(allocation: Allocation, devices: Sequence[str]) -> str:
 def changes_in_words(
     before: Allocation, after: Allocation, moves: Sequence[float], devices: Sequence[str]
 ) -> str | None:
-    """What changed from one division to the next; None if every rank keeps its samples."""
+    """Differences of two divisions in words; None if every rank keeps its samples."""
     changes = [
         f"rank {rank} ({devices[rank]}) takes {move:.2f} times as long as before: {old.samples} → {new.samples} samples"
         for rank, (move, old, new) in enumerate(zip(moves, before.shares, after.shares, strict=True))
@@ -60,7 +57,6 @@ def changes_in_words(
 
 
 def slow_data_in_words(rank: int, data_seconds: float, workers: int) -> str:
-    """That a rank waits for its data, and what would help."""
     return (
         f"rank {rank} waits {data_seconds:.2g} s per global batch for its data: more workers would help "
         f"(num_workers={workers})"
@@ -68,25 +64,19 @@ def slow_data_in_words(rank: int, data_seconds: float, workers: int) -> str:
 
 
 FIRST_GLOBAL_BATCHES = 2
-"""Global batches at the start and after a new division that are not judged. They allocate memory for their sizes, a
-device under a CPU quota has saved up time, and a prefetcher may still hold a batch of the former division."""
-
+"""Global batches after the start or a new division that are not judged: they allocate memory, a device under a CPU
+quota has saved up time, and a prefetcher may still hold a batch of the former division."""
 SLOW_DATA = 0.2
-"""Share of its own time that a rank waits for data, from which on it is named."""
+"""Share of its own time from which on a rank that waits for data is named."""
 
 
 class GlobalBatchTimer(Protocol):
-    """Times a rank's global batches."""
-
     def take(self) -> list[TimedGlobalBatch]:
         """The global batches that were finished since the last call."""
 
 
 class BatchBalancer:
-    """Adapts the division of a loader's global batches to the speed of the ranks.
-
-    Every rank computes the same allocation, because the profile and the exchanged times are the same on all ranks.
-    """
+    """Adapts the division of a loader's global batches to the speed of the ranks; it is the same on all of them."""
 
     def __init__(
         self,
@@ -109,7 +99,6 @@ class BatchBalancer:
         self._since_check = 0
         self._named: set[int] = set()
         self.reallocations = 0
-        """Number of times that global batches were divided again since the start."""
         self._divide()
         _print_on_rank_0(
             f"{division_in_words(self.allocation, profile.devices)}; {self.allocation.wall_seconds:.3g} s predicted, "
@@ -118,16 +107,16 @@ class BatchBalancer:
 
     @property
     def allocation(self) -> Allocation:
-        """The current division of a full global batch; it holds from the next global batch that is not drawn yet."""
+        """Current division of a full global batch, which holds from the next one that is not drawn yet."""
         return self._redivision.allocation
 
     @property
     def slowdowns(self) -> tuple[float, ...]:
-        """Slowdown of each replica's passes relative to the profile, at the time of the last division."""
+        """Slowdown of each replica's passes relative to the profile, at the last division."""
         return tuple(speed.factor for speed in self._redivision.speeds)
 
     def on_step(self) -> None:
-        """Count an optimizer step, and check the speeds if a check is due. Every rank calls it after every step."""
+        """Check the speeds if a check is due. Every rank calls it after every step."""
         self._since_check += 1
         if self._config.check_every is None:
             due = (
@@ -168,14 +157,13 @@ class BatchBalancer:
             _print_on_rank_0(words)
 
     def _against_profile(self, replica: int, timed: TimedGlobalBatch) -> GlobalBatchTime:
-        """The time of a global batch beside what the profile says. In stage 0 the step is a part of the time that other
-        ranks wait for; see [Note: what a rank waits for]."""
+        """Measured and profiled time. In stage 0, other ranks wait for the step; see [Note: what a rank waits for]."""
         expected = self._divider.expected_seconds(replica, timed.sizes)
         work = timed.work_seconds + (timed.step_seconds if self._stage == 0 else 0.0)
         return GlobalBatchTime(expected, sum(max(size, 1) for size in timed.sizes), work, timed.data_seconds)
 
     def _name_slow_data(self, by_rank: Sequence[Sequence[GlobalBatchTime]]) -> None:
-        """Say once which ranks wait long for their data, and again if one does after a while in which it did not."""
+        """Say once which ranks wait long for data; again if one did not in between."""
         for rank, times in enumerate(by_rank):
             data = fmean(each.data_seconds for each in times)
             share = data / (data + fmean(each.work_seconds for each in times))
@@ -188,8 +176,7 @@ class BatchBalancer:
     def _divide(self, drawn_global_batch: int = -1) -> None:
         speeds = self._redivision.speeds
 
-        # The loader keeps this division for global batches that it has drawn, so it must not depend on later changes of
-        # self.
+        # The loader keeps this for global batches that it has drawn, so it must not depend on later changes of self.
         @lru_cache(maxsize=8)
         def division(samples: int) -> Sequence[Sequence[int]]:
             return [share.sizes for share in self._divider.divide(speeds, samples).shares]
@@ -198,9 +185,7 @@ class BatchBalancer:
 
 
 def divider_of(config: BatchConfig, profile: BatchProfile, stage: int, multiple_of: int = 1) -> BatchDivider:
-    """What divides global batches by ``profile`` at ``stage``. Equal devices get the mean of their times. All
-    micro-batches are multiples of ``multiple_of`` samples.
-    """
+    """Divider of global batches by ``profile``. Equal devices get the mean of their times."""
     largest = min(config.global_batch_size, config.max_micro_batch or config.global_batch_size)
     curves, step_seconds = profile.curves(stage, largest), profile.step_seconds(stage)
     groups = equal_devices(profile.devices, curves)
@@ -225,7 +210,6 @@ def _complete(by_rank: Sequence[Sequence[GlobalBatchTime]]) -> list[list[GlobalB
 
 
 def _by_replica(by_rank: Sequence[Sequence[GlobalBatchTime]], replica_of: Sequence[int]) -> list[list[GlobalBatchTime]]:
-    """The times of replicas: in each global batch those of the slowest of its ranks."""
     replicas = [
         [times for times, index in zip(by_rank, replica_of, strict=True) if index == replica]
         for replica in range(max(replica_of) + 1)

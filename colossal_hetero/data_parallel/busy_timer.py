@@ -1,22 +1,16 @@
 """Measure how long a rank works for a global batch, apart from the time in which it waits for other replicas.
 
-[Note: what a rank waits for] An iteration is cut by marks. The time between two marks is
+[Note: what a rank waits for] Marks (events in the device's stream, so the host does not wait) cut an iteration into
 
 - *data*: the loop waits in the data loader's ``__next__``,
-- *waiting*: the rank is in a collective with ranks of other replicas, or its last gradient has been computed and
-  the backward pass has not ended, since the sum of gradients is not complete. The fast ranks spend the rest of the
-  iteration here. This also holds what the collective itself takes, which does not depend on the division,
-- *step*: the optimizer's step without collectives. In stage 0 no collective follows it, so the next sum of gradients
-  starts later by this time on this rank; it is work. In stages 1 to 3 all ranks synchronize their parameters after it
-  or in the next forward pass,
-- *work*: everything else between the first ``__next__`` and the optimizer's step: forward pass, loss, backward pass,
-  and what the training loop does in between.
+- *waiting*: the rank is in a collective with other replicas, or its last gradient is computed and the backward pass
+  has not ended. It contains what the collective itself takes, which does not depend on the division,
+- *step*: the optimizer's step without collectives. In stage 0 the next sum of gradients starts later by this time, so
+  it is work; in stages 1 to 3 all ranks synchronize their parameters after it or in the next forward pass,
+- *work*: everything else between the first ``__next__`` and the optimizer's step.
 
-What the loop does between the optimizer's step and the next batch (evaluation, saving, logs) is left out. Marks are
-events in the device's stream, so the host never waits for the device.
-
-Whole iterations are judged instead of forward passes only, because a device that is stopped for part of each tenth of a
-second (a CPU quota) is not stopped equally often in forward and backward passes, in particular if it has waited before.
+What the loop does between the step and the next batch (evaluation, saving, logs) is left out. Whole iterations are
+judged, because a device under a CPU quota is not stopped equally often in both passes, in particular after waiting.
 """
 
 from __future__ import annotations
@@ -44,11 +38,8 @@ __all__ = ["BusyTimer", "ForwardOnlyTimer", "TimedGlobalBatch", "WaitListener", 
 
 
 # Collective waits ----------------------------------------------------------------------------------------------------
-#
-# Notice when this rank enters and leaves a collective of ``torch.distributed``, where it may wait for other ranks.
-#
-# Collectives are watched if they are called as attributes of ``torch.distributed``, by the training script or by ZeRO's
-# optimizer, FSDP and ``SyncBatchNorm``. ``DistributedDataParallel`` sums gradients in C++; that is not seen here.
+# Collectives are watched if called as attributes of ``torch.distributed``: by the script, ZeRO's optimizer, FSDP and
+# ``SyncBatchNorm``. ``DistributedDataParallel`` sums gradients in C++, which is not seen here.
 
 
 COLLECTIVES = (
@@ -59,20 +50,20 @@ COLLECTIVES = (
 
 
 class WaitListener(Protocol):
-    """Is told about this rank's collectives."""
+    """Listener to this rank's collectives."""
 
     def before_collective(self, group: dist.ProcessGroup | None) -> bool:
-        """A collective of ``group`` begins; whether :meth:`after_collective` is to be called at its end."""
+        """Begin of a collective of ``group``; True if :meth:`after_collective` is to be called at its end."""
 
     def after_collective(self) -> None:
-        """The collective has ended, or what was left of one that was started before."""
+        """End of a collective, or of what was left of one that was started before."""
 
 
 _listener: WaitListener | None = None
 
 
 def tell_waits(listener: WaitListener | None) -> None:
-    """Tell ``listener`` about collectives from now on, and nobody else; None: nobody."""
+    """Tell only ``listener`` about collectives from now on; None: nobody."""
     global _listener
     _listener = listener
     if listener is not None:
@@ -83,7 +74,7 @@ def tell_waits(listener: WaitListener | None) -> None:
 
 
 class _ToldWork:
-    """A collective that has been started: waiting for it is told."""
+    """A started collective, waiting for which is told to the listener."""
 
     def __init__(self, work: Any, group: dist.ProcessGroup | None) -> None:
         self._work, self._group = work, group
@@ -102,7 +93,6 @@ class _ToldWork:
 
 
 def _told(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """``collective``, which tells the listener."""
     parameters = list(inspect.signature(collective).parameters)
     place = parameters.index("group")
 
@@ -123,16 +113,13 @@ def _told(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 
 MAX_GLOBAL_BATCHES = 256
-"""Number of global batches that are kept between two checks."""
 
 _Part = Literal["data", "work", "waiting", "step"]
 
 
 class TimedGlobalBatch(NamedTuple):
-    """This rank's time for its part of a global batch."""
-
     sizes: tuple[int, ...]
-    """Samples of the micro-batches that were drawn for it; 0 for a placeholder sample."""
+    """Samples of its micro-batches; 0 for a placeholder sample."""
     work_seconds: float
     data_seconds: float
     waiting_seconds: float
@@ -140,8 +127,6 @@ class TimedGlobalBatch(NamedTuple):
 
 
 class _MarkedIteration:
-    """The marks of an iteration, each with the part that it ends."""
-
     def __init__(self) -> None:
         self.stream = get_accelerator().current_stream()
         self.marks: list[tuple[_Part | None, Any]] = []
@@ -173,13 +158,12 @@ class BusyTimer:
         self._between: dict[Any, bool] = {}
 
     def attach(self, optimizer: OptimizerWrapper) -> None:
-        """Time the backward passes and steps of ``optimizer``. Its ``step`` must be called once per global batch."""
+        """Time backward passes and steps of ``optimizer``, whose ``step`` must be called once per global batch."""
         optimizer.backward = self._timed_backward(optimizer.backward)
         optimizer.step = self._timed_step(optimizer.step)
 
     def take(self) -> list[TimedGlobalBatch]:
-        """The global batches that were finished since the last call, at most the latest
-        :data:`MAX_GLOBAL_BATCHES`; waits for the device."""
+        """The latest finished global batches (:data:`MAX_GLOBAL_BATCHES`) since the last call; waits for the device."""
         get_accelerator().synchronize()
         taken = [iteration.times() for iteration in self._finished]
         self._finished.clear()
@@ -188,7 +172,7 @@ class BusyTimer:
     # Called by the data loader ------------------------------------------------------------------------------------
 
     def before_batch(self) -> None:
-        """The loop asks for the next micro-batch."""
+        """Begin of the loop's wait for the next micro-batch."""
         if self._running is None:
             self._running = _MarkedIteration()
             tell_waits(self)
@@ -196,7 +180,7 @@ class BusyTimer:
             self._running.mark("work")
 
     def after_batch(self, samples: int | None) -> None:
-        """The loop got a micro-batch with so many samples; None: there was no other one, or loading it failed."""
+        """End of the wait, for so many samples; None: there was no other micro-batch, or loading it failed."""
         if self._running is None:
             return
         self._running.mark("data")
@@ -208,7 +192,6 @@ class BusyTimer:
     # Called by collectives ----------------------------------------------------------------------------------------
 
     def before_collective(self, group: dist.ProcessGroup | None) -> bool:
-        """See :class:`.WaitListener`."""
         running = self._running
         if running is None or self._in_collective or not self._is_between_replicas(group):
             return False
@@ -219,7 +202,6 @@ class BusyTimer:
         return True
 
     def after_collective(self) -> None:
-        """See :class:`.WaitListener`."""
         self._in_collective = False
         if self._running is not None:
             self._running.mark("waiting")
@@ -239,8 +221,7 @@ class BusyTimer:
             if running is None or not loss.requires_grad:
                 return backward(loss, *args, **kwargs)
 
-            # Autograd calls queued functions after the last gradient, in their order. DDP and FSDP queue theirs, which
-            # wait for communication, during the backward pass.
+            # Autograd calls queued functions in order. DDP and FSDP queue theirs, which wait, during the backward pass.
             def after_last_gradient() -> None:
                 running.mark("work")
                 self._part = "waiting"
@@ -283,23 +264,19 @@ class BusyTimer:
 
 
 # Forward only timer --------------------------------------------------------------------------------------------------
-#
-# The time of global batches from forward passes only, for devices on which waiting in the backward pass is not seen.
-#
 # On a GPU, FSDP (stage 3) gathers and sums on streams of its own, and the device waits for them at places in the
-# backward pass that no hook marks. In the forward pass it waits before each module. If a device changes its speed,
-# forward and backward passes change alike, so the profile says what the whole global batch takes.
+# backward pass that no hook marks. If a device changes its speed, both passes change alike, so forward passes and the
+# profile give the time of a whole global batch.
 
 
 class ForwardOnlyTimer:
-    """Times forward passes, and says what the micro-batches take by them. A micro-batch counts as a global batch."""
+    """Times forward passes, by which whole micro-batches are judged, each as a global batch."""
 
     def __init__(self, model: nn.Module, loader: HeteroDataLoader, whole: Curve, forward: Curve) -> None:
         self._whole, self._forward = whole, forward
         self._timer = ForwardTimer(model, lambda: 1 if loader.current is None else max(1, loader.current.samples))
 
     def take(self) -> list[TimedGlobalBatch]:
-        """The micro-batches since the last call."""
         return [
             TimedGlobalBatch((samples,), seconds * self._ratio(samples), 0.0, 0.0, 0.0)
             for samples, seconds in self._timer.take()

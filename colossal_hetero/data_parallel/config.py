@@ -14,64 +14,49 @@ from ..profiling.training_step import TrainingStep, default_training_step
 __all__ = ["METHODS", "WEIGHTS", "BatchConfig"]
 
 WEIGHTS = ("samples", "tokens", "next_tokens")
-"""What a loss can be a mean over, by name."""
+"""Kinds of mean of a loss, by name."""
 METHODS = ("exact", "uniform", "flops")
-"""Methods to divide a global batch that training supports; the planner has more."""
+"""Methods to divide a global batch in training; the planner has more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    """How a global batch is divided over data-parallel ranks."""
+    """Division of a global batch over data-parallel ranks."""
 
     global_batch_size: int
     """Samples per optimizer step, over all ranks and accumulation steps."""
-
     method: str = "exact"
     """``exact`` minimizes the predicted time per global batch. For comparison, ``uniform`` gives every rank the same
     number of samples (DeepSpeed), and ``flops`` divides in proportion to the FLOP/s in the profile (Whale)."""
-
     accumulation: str = "shared"
-    """With ``shared`` all ranks run the same number of micro-batches per global batch. The training loop then has the
-    same number of iterations on all ranks, as its own collectives and its learning-rate schedule require. With
-    ``per_rank`` each rank runs the number that is best for it (Poplar, Algorithm 2); only in stages 0 and 1."""
-
+    """``shared``: all ranks run the same number of micro-batches per global batch, so training loops have equally many
+    iterations, as their collectives and schedules require. ``per_rank``: each rank runs the number that is best for it
+    (Poplar, Algorithm 2); only in stages 0 and 1."""
     profile: str | Path | None = None
-    """Path of a profile file. If the file exists, it is used instead of measuring; otherwise it is written after
-    measuring."""
-
+    """Path of a profile file, which is used if it exists; otherwise it is written after measuring."""
     profile_cache: str | Path | None = None
-    """The folder in which profiles are kept for the next run with the same model, data and devices; not used with
-    ``profile``. None means ``$XDG_CACHE_HOME/colossal_hetero`` or ``~/.cache/colossal_hetero``; "" means not to keep
-    them."""
-
+    """Folder of profiles for later runs with the same model, data and devices; not used with ``profile``. None:
+    ``$XDG_CACHE_HOME/colossal_hetero`` or ``~/.cache/colossal_hetero``; "": profiles are not kept."""
     max_micro_batch: int | None = None
     """Largest micro-batch, in samples, that a rank runs or tries. None: only memory sets the limit."""
-
     multiple_of: int | None = None
-    """All batch sizes are multiples of so many samples, such as 2 for timm's Mixup or for pairs. None: found before
+    """Number that all batch sizes are multiples of, such as 2 for timm's Mixup or for pairs. None: found before
     training, up to 4, if ``training_step`` or ``collate_fn`` fails with other sizes."""
-
     sync_batchnorm: bool = False
-    """True if batch normalization uses the samples of all ranks in the same micro-step, each with the same weight. It
-    needs ``accumulation="shared"`` and replicas of one rank."""
-
+    """True if batch normalization weights all samples of all ranks in a micro-step alike; needs
+    ``accumulation="shared"`` and replicas of one rank."""
     reallocate_above: float = 0.02
-    """Global batches are divided again if that is predicted to make them faster by more than this share (0.02 = 2 %),
-    and by more than the noise of the measured times; ``inf``: never."""
-
+    """Predicted gain from which on global batches are divided again (0.02 = 2 %), if it is also above the noise of the
+    measured times; ``inf``: never."""
     check_every: int | None = None
-    """Number of global batches between two checks of the ranks' speed. None: at the end of each epoch. With fewer than
-    five, a check may have to wait for the next one, because the first two global batches of a division do not count and
-    a speed is computed from three."""
-
+    """Global batches between two checks of the ranks' speed. None: at the end of each epoch. Below five, a check may
+    have to wait for the next one: two global batches of a division do not count, and a speed needs three."""
     training_step: TrainingStep = default_training_step
     """``(model, criterion, batch) -> mean loss``: the forward pass of the training loop, used for measuring."""
-
     weight_by: str | Callable[[Any], Any] | None = None
-    """What the loss is a mean over, so that the losses of unequal micro-batches get the right weights. ``samples``;
-    ``tokens``: the labels that are not -100; ``next_tokens``: these without the first of each sequence, which causal
-    language models do not predict; or a function ``batch -> number`` of a batch of the loader, such as
-    ``lambda batch: batch["mask"].sum()``. None: found before training by comparing losses, or asked for."""
+    """Kind of mean of the loss, for the weights of unequal micro-batches: ``samples``; ``tokens``, the labels that are
+    not -100; ``next_tokens``, these without the first of each sequence, as in causal language models; or a function of
+    a batch, such as ``lambda batch: batch["mask"].sum()``. None: found by comparing losses, or asked for."""
 
     def __post_init__(self) -> None:
         for name in ("global_batch_size", "max_micro_batch", "check_every", "multiple_of"):

@@ -1,4 +1,4 @@
-"""The data loader of uneven batches: it knows the training loop's current micro-batch, and can resume in an epoch."""
+"""Data loader of uneven batches: it knows the training loop's current micro-batch, and can resume in an epoch."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ __all__ = ["ORDER_SEED", "WORKER_SEED", "HeteroDataLoader", "check_same_order", 
 
 
 ORDER_SEED, WORKER_SEED = 0, 1024
-"""Seeds of the order and of workers in loaders that Colossal-AI's ``prepare_dataloader`` makes by default. There the
-argument ``seed`` sets the second one only."""
+"""Seeds of order and workers in Colossal-AI's ``prepare_dataloader``, whose argument ``seed`` sets only the latter."""
 
 
 class LoadTimer(Protocol):
-    """Is told when the training loop waits for data."""
+    """Listener to the training loop's waits for data."""
 
     def before_batch(self) -> None: ...
 
@@ -40,11 +39,8 @@ class LoadTimer(Protocol):
 
 
 class HeteroDataLoader(DataLoader[Any]):
-    """A ``DataLoader`` whose batches are this rank's micro-batches of the global batches.
-
-    ``loader.sampler`` and ``loader.batch_sampler`` are both the :class:`GlobalBatchSampler`, so ``set_epoch`` works on
-    either of them and on the loader. With any number of workers, batches are returned in the order of drawing.
-    """
+    """A ``DataLoader`` whose batches are this rank's micro-batches of the global batches, in the order of drawing.
+    ``sampler`` and ``batch_sampler`` are both the :class:`GlobalBatchSampler`, so ``set_epoch`` works on all three."""
 
     def __init__(self, dataset: Dataset[Any], batch_sampler: GlobalBatchSampler, **kwargs: Any) -> None:
         _check_dataset(dataset)
@@ -53,7 +49,7 @@ class HeteroDataLoader(DataLoader[Any]):
         if kwargs.get("collate_fn") not in (None, default_collate):
             kwargs["collate_fn"] = _NamedCollate(kwargs["collate_fn"])
         super().__init__(dataset, batch_sampler=batch_sampler, **kwargs)
-        # DataLoader sets a sampler of its own here that it does not use, and forbids to change it.
+        # DataLoader sets a sampler here that it does not use, and forbids to change it.
         object.__setattr__(self, "sampler", batch_sampler)
         self._global_sampler = batch_sampler
         self._iteration = 0
@@ -69,23 +65,16 @@ class HeteroDataLoader(DataLoader[Any]):
         self._multiple_of = 1
 
         self.load_timer: LoadTimer | None = None
-        """Is told when the loop waits for the next micro-batch."""
 
     @property
     def current(self) -> MicroBatch | None:
-        """The micro-batch that the training loop works on; None between ``iter()`` and the first micro-batch.
-
-        It is the one returned last, or, if the loop takes batches ahead, that of the latest forward pass.
-        """
+        """Micro-batch returned last or, if the loop takes batches ahead, of the latest forward pass, if any."""
         followers = self._followers
         return followers[-1].current if followers else self._drawn
 
     @property
     def is_last(self) -> bool:
-        """True if :attr:`current` is this rank's last micro-batch of its global batch, after which the optimizer steps.
-
-        It is False before the first micro-batch.
-        """
+        """True if :attr:`current` is this rank's last micro-batch of its global batch: the optimizer steps after it."""
         is_last = self._drawn is not None and self._drawn.is_last
         for progress in self._followers:  # each notes that the loop has asked
             is_last = progress.is_last()
@@ -97,14 +86,9 @@ class HeteroDataLoader(DataLoader[Any]):
         return -1 if self.current is None else self.current.step
 
     def mean(self, value: Any, name: str = "loss") -> float | None:
-        """The mean of a value over the global batch and all ranks, such as of the loss for a log.
-
+        """The mean of a value, such as the loss, over the global batch and all ranks; None before its last micro-batch.
         Call it on every rank for every micro-batch, after its forward pass, with the mean over that micro-batch. The
-        last call of a global batch adds up the values of all ranks, each with the weight of its loss.
-
-        Returns:
-            the mean at the last micro-batch of a global batch, None before.
-        """
+        last call of a global batch adds up the values of all ranks, each with the weight of its loss."""
         current = self.current
         if current is None:
             raise RuntimeError("loader.mean() needs a batch of the loader; call it after the forward pass of a batch")
@@ -135,14 +119,10 @@ class HeteroDataLoader(DataLoader[Any]):
 
     @property
     def _followers(self) -> list[LoopProgress]:
-        """Those of models that still exist."""
         return [progress for each in self._references if (progress := each()) is not None]
 
     def follow(self, progress: LoopProgress, weight_by: Any) -> None:
-        """Report every batch that is drawn to ``progress``, which knows what the training loop does with it.
-
-        Several models may be trained with one loader.
-        """
+        """Report every batch that is drawn to ``progress``. Several models may be trained with one loader."""
         self._references = [each for each in self._references if each() is not None]
         if self._references and weight_by != self._weight_by:
             raise ValueError(
@@ -153,38 +133,31 @@ class HeteroDataLoader(DataLoader[Any]):
         self._weight_by = weight_by
 
     def weigh_by(self, weight_of: Callable[[Any], Any], *, by_samples: bool = False) -> None:
-        """Give every micro-batch the weight that ``weight_of`` returns for its batch: a finite number of at least 0.
-
-        ``by_samples`` says whether it counts samples.
-        """
+        """Give every micro-batch the weight that ``weight_of`` returns for its batch: a finite number of at least 0."""
         self._weight_of, self._by_samples = weight_of, by_samples
 
     def check_by(self, check: Callable[[Any], None]) -> None:
-        """Call ``check`` with every batch that is drawn; it raises an error if the batch cannot be trained with."""
+        """Call ``check`` with every batch that is drawn; it raises an error to refuse the batch."""
         self._check = check
 
     @property
     def global_batches(self) -> int:
-        """Number of global batches, i.e. optimizer steps, in an epoch."""
+        """Number of global batches, and optimizer steps, in an epoch."""
         return self._global_sampler.global_batches
 
     @property
     def drawn_global_batch(self) -> int:
-        """See :attr:`GlobalBatchSampler.drawn_global_batch`."""
         return self._global_sampler.drawn_global_batch
 
     @property
     def seed(self) -> int:
-        """The seed of the order of samples."""
         return self._global_sampler.seed
 
     @property
     def multiple_of(self) -> int:
-        """The number that all batch sizes are multiples of."""
         return self._multiple_of
 
     def set_multiple(self, samples: int) -> None:
-        """Let all batch sizes be multiples of so many samples."""
         sampler = self._global_sampler
         last = 0 if sampler.drop_last else sampler.dataset_size % sampler.global_batch_size
         if sampler.global_batch_size % samples:
@@ -200,7 +173,6 @@ class HeteroDataLoader(DataLoader[Any]):
         self._multiple_of = samples
 
     def some_samples(self, count: int, seed: int) -> list[int]:
-        """Indices of ``count`` samples of the dataset at random, fewer if an epoch has fewer."""
         return self._global_sampler.some(count, seed)
 
     def __len__(self) -> int:
@@ -217,30 +189,23 @@ class HeteroDataLoader(DataLoader[Any]):
 
     @property
     def micro_batches(self) -> int:
-        """Number of batches in an epoch on this rank, which the latest division gives."""
+        """Number of batches in an epoch on this rank, by the latest division."""
         return len(self._global_sampler)
 
     def set_placeholders(self, samples: int) -> None:
-        """Set how many samples of weight zero a micro-batch without samples has."""
         self._global_sampler.placeholders = samples
 
     def divide_by(self, division: Division, *, from_global_batch: int = 0) -> None:
-        """See :meth:`GlobalBatchSampler.divide_by`."""
         self._global_sampler.divide_by(division, from_global_batch=from_global_batch)
 
     def redivide(self, division: Division, drawn_global_batch: int) -> None:
-        """Use another division from the first global batch that no rank has drawn."""
         self._global_sampler.divide_by(division, from_global_batch=drawn_global_batch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """See :meth:`GlobalBatchSampler.set_epoch`."""
         self._global_sampler.set_epoch(epoch)
 
     def finish_global_batch(self) -> None:
-        """Mark the current global batch as done after the optimizer's step; a state saved from now on resumes after it.
-
-        A second call for the same global batch has no effect.
-        """
+        """Mark the current global batch as done, after the optimizer's step; a state saved now resumes after it."""
         if self.current is None or not self.current.is_last:
             raise RuntimeError(
                 "the global batch cannot be finished before its last micro-batch was drawn; "
@@ -249,15 +214,12 @@ class HeteroDataLoader(DataLoader[Any]):
         self._global_sampler.finish_global_batch(self.current.global_batch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the epoch, counted in finished global batches. It is the same on all ranks, and can be loaded
-        with another number of ranks and any division. It does not include the random state of transformations."""
+        """Position in the epoch, in finished global batches, without random state; for any ranks and division."""
         return self._global_sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next ``iter()`` resume at the position of ``state``; a running iteration becomes invalid.
-
-        Before that ``iter()``, a script may call ``set_epoch`` with the epoch of the state.
-        """
+        """Let the next ``iter()`` resume at the position of ``state``; a running iteration becomes invalid. Before it,
+        a script may call ``set_epoch`` with the epoch of the state."""
         self._global_sampler.load_state_dict(state)
         self._reset()
 
@@ -273,21 +235,14 @@ class HeteroDataLoader(DataLoader[Any]):
         return iteration
 
     def rest_of_epoch(self) -> Iterator[Iterator[Any]]:
-        """Begin an epoch, or continue the one of a loaded state, for loops with ``booster.execute_pipeline``.
-
-        Yields:
-            The iteration over this loader, once for each global batch that is left. The loop draws this rank's
-            micro-batches of the global batch from it, and the optimizer steps.
-        """
+        """Begin or continue an epoch, for loops with ``booster.execute_pipeline``. Yields the iteration over this
+        loader once for each global batch that is left; the loop draws the micro-batches of one from it."""
         batches = iter(self)
         while self.state_dict()["global_batches_done"] < self.global_batches:
             yield batches
 
     def continue_as(self, rank: int, world_size: int, division: Division) -> None:
-        """Draw as another rank, of another number of them, from the first global batch that is not done.
-
-        The running iteration continues there: the global batches that were drawn and are not done are drawn again.
-        """
+        """Continue as another rank, of another number of them, with the first global batch that is not done."""
         state = self.state_dict()
         self._global_sampler.join(rank, world_size)
         self.divide_by(division)
@@ -301,12 +256,11 @@ class HeteroDataLoader(DataLoader[Any]):
             iteration._iteration = self._iteration
 
     def _begin(self) -> tuple[Iterator[Any], deque[MicroBatch]]:
-        """Begin to draw: the batches, and the micro-batches that they are."""
         self._reset()
         self._global_sampler.begin_epoch()
         record: deque[MicroBatch] = deque()
         self._global_sampler.record = record
-        # torch draws a random number at the beginning of an iteration. One that continues an epoch has no beginning.
+        # torch draws a random number at the beginning of an iteration. One that continues an epoch has none.
         with torch.random.fork_rng(devices=[], enabled=self._global_sampler.is_resumed):
             return super().__iter__(), record
 
@@ -318,7 +272,6 @@ class HeteroDataLoader(DataLoader[Any]):
             progress.begin()
 
     def _draw(self, micro_batch: MicroBatch, batch: Any) -> Any:
-        """``batch``; if the loop is followed, with tensors that know their micro-batch."""
         self._check(batch)
         if self._weight_of is not None:
             micro_batch = replace(micro_batch, weight=self._weight(batch) if micro_batch.samples else 0.0)
@@ -339,15 +292,13 @@ class HeteroDataLoader(DataLoader[Any]):
 
 @dataclass
 class _Sum:
-    """The sum of a value over the micro-batches of a global batch so far."""
-
     sums: torch.Tensor
-    """``[2]``: the weighted values, and the weights."""
+    """``[2]``: weighted values, and weights."""
     micro_batches: int = 0
 
 
 class _Iteration:
-    """One iteration over a loader; ``record`` holds the micro-batches that were drawn but not returned yet."""
+    """Iteration over a loader; ``record`` holds the micro-batches that were drawn but not returned yet."""
 
     def __init__(
         self, loader: HeteroDataLoader, batches: Iterator[Any], record: deque[MicroBatch], iteration: int
@@ -378,7 +329,7 @@ class _Iteration:
             loader._global_sampler.end_epoch()
             raise
         except Exception:
-            # Continuing with the next batch would put this rank one micro-step ahead of the others.
+            # With the next batch, this rank would be one micro-step ahead of the others.
             loader._reset()
             raise
         finally:
@@ -392,7 +343,7 @@ class _Iteration:
 
 
 class _NamedCollate:
-    """``collate_fn`` of the user's, which says what it was called with if it fails."""
+    """The user's ``collate_fn``; if it fails, the error says what it was called with."""
 
     def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
         self.collate_fn = collate_fn
@@ -453,7 +404,6 @@ def make_loader(
 
 
 def check_same_order(loader: HeteroDataLoader) -> None:
-    """Check that all ranks draw the samples in the same order. Every rank calls it."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (loader._global_sampler.identity(), loader._global_sampler.digest()))
     others = [rank for rank, found in enumerate(everyone) if found != everyone[0]]

@@ -1,4 +1,4 @@
-"""What a batch counts in the mean over its global batch, by the name of what its loss is a mean over."""
+"""Weights of batches in the mean over their global batch, by the kind of mean of the loss."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def tokens(batch: Any) -> int:
-    """The number of labels (see :func:`.labels_of`) that are not ``IGNORED``."""
+    """Number of labels (see :func:`.labels_of`) that are not ``IGNORED``."""
     return _counted(_labels(batch))
 
 
@@ -45,8 +45,6 @@ def next_tokens(batch: Any) -> int:
 
 
 WEIGHT_OF: dict[str, Callable[[Any], int]] = {"tokens": tokens, "next_tokens": next_tokens}
-"""The count of a batch, by name."""
-
 
 WORDS = {
     "samples": "by samples",
@@ -56,12 +54,12 @@ WORDS = {
 
 
 def weight_function(weight_by: str | Callable[[Any], Any]) -> Callable[[Any], Any] | None:
-    """The function that counts a batch; None if samples are counted."""
+    """Function that counts a batch; None if samples are counted."""
     return weight_by if callable(weight_by) else WEIGHT_OF.get(weight_by)
 
 
 def found_weight(trial: TrialRun, precision: str) -> str:
-    """What the user's loss is a mean over, found by comparing losses. Every rank calls it; see :func:`.found_mean`."""
+    """Kind of mean of the user's loss, found by comparing losses. Every rank calls it; see :func:`.found_mean`."""
     found = found_mean(trial, precision)
     if found.kind in WORDS:
         return found.kind
@@ -82,10 +80,8 @@ def found_weight(trial: TrialRun, precision: str) -> str:
 
 
 def refuse_ignored(criterion: Any) -> Callable[[Any], None]:
-    """What refuses batches with labels that the loss may leave out, if no sample that was compared had any.
-
-    Segmentation maps ``[samples, height, width]`` often have 255 for pixels without a class.
-    """
+    """Check that refuses labels that the loss may leave out, if no compared sample had any. Segmentation maps
+    ``[samples, height, width]`` often have 255 for pixels without a class."""
     ignored = ignored_labels(criterion)
 
     def check(batch: Any) -> None:
@@ -105,12 +101,9 @@ def refuse_ignored(criterion: Any) -> Callable[[Any], None]:
 
 
 def samples_in(trial: TrialRun) -> Callable[[Any], float] | None:
-    """A function that counts the samples of a batch, which may be fewer than planned; None if they cannot be.
-
-    Only a ``collate_fn`` of the user's leaves samples out. Samples are counted by the first tensor whose first size
-    grows with the number of samples and is the same for all samples, as some batches show; so tokens of sequences that
-    are packed into one tensor are not taken for samples. Every rank calls it, and takes what the first rank finds.
-    """
+    """A function that counts the samples of a batch, fewer than planned if ``collate_fn`` leaves some out; None if none
+    can. It uses the first tensor whose first size grows with the number of samples and is the same for all samples, so
+    packed tokens are not taken for samples. Every rank calls it, and takes what the first rank finds."""
     if trial.loader.collate_fn is default_collate:
         return None
     found = on_every_rank(lambda: _counted_tensor(trial), "counting the samples of a batch")[0]
@@ -126,7 +119,7 @@ def samples_in(trial: TrialRun) -> Callable[[Any], float] | None:
 
 
 def _counted_tensor(trial: TrialRun) -> tuple[int, float] | None:
-    """The number of the tensor by which samples are counted, and its first size for one sample."""
+    """Number of the tensor by which samples are counted, and its first size for one sample."""
     once, twice = (_sizes(trial.batch([trial.first] * trial.at_once * times)) for times in (1, 2))
     others = []
     loader: Any = trial.loader
@@ -142,7 +135,6 @@ def _counted_tensor(trial: TrialRun) -> tuple[int, float] | None:
 
 
 def _sizes(batch: Any) -> list[int]:
-    """The first sizes of the tensors of a batch."""
     leaves = tree_leaves(with_dicts(batch))
     return [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
 
@@ -165,10 +157,9 @@ def _counted(labels: Tensor) -> int:
 
 
 class TotalWeight(Protocol):
-    """Weighs losses by their part of the global batch."""
+    """Weights of losses in the global batch."""
 
     is_estimated: bool
-    """True if the gradients so far are to be corrected."""
 
     def weighted(self, loss: Tensor, micro_batch: MicroBatch) -> Tensor:
         """``loss``, the mean over a micro-batch, times its weight."""
@@ -177,12 +168,10 @@ class TotalWeight(Protocol):
         """Correct the gradients before the step of a global batch, if the weights were estimated."""
 
     def forget(self) -> None:
-        """The gradients so far were dropped."""
+        """Forget the gradients so far, which were dropped."""
 
 
 class SampleTotal:
-    """Weights by samples, whose number in a global batch is known in advance."""
-
     is_estimated = False
 
     def __init__(self, ranks: int) -> None:
@@ -199,18 +188,15 @@ class SampleTotal:
 
 
 class CountedTotal:
-    """Weights by what a function counts in each batch, such as tokens.
-
-    If every rank has one micro-batch in a global batch, the counts are summed over the ranks before the backward pass.
-    Otherwise losses are divided by an estimate, the same on all ranks, and gradients are corrected before the step.
-    """
+    """Weights by counts of each batch, such as tokens. If every rank has one micro-batch in a global batch, counts are
+    summed before the backward pass. Otherwise all ranks use the same estimate, and correct gradients at the step."""
 
     def __init__(self, ranks: int, model: nn.Module, *, equal_steps: bool) -> None:
         self._ranks = ranks
         self._model = model
         self._equal_steps = equal_steps
         self._per_sample: float | None = None
-        """Estimated count of a sample; None before the first global batch."""
+        """Estimate; None before the first global batch."""
         self._divisor = 1.0
         self._uncorrected = 0.0
         """Sum of this rank's counts in an incomplete global batch."""
@@ -250,7 +236,6 @@ class CountedTotal:
         self._uncorrected, self.is_estimated, self._latest, self._corrected = 0.0, False, None, None
 
     def _count(self, micro_batch: MicroBatch, weight: float) -> None:
-        """Count a micro-batch, and set what the losses of its global batch are divided by."""
         self._latest = micro_batch
         if self._equal_steps and micro_batch.step == 0 and micro_batch.is_last:
             (total,) = self._sum_over_replicas(weight)
@@ -273,12 +258,10 @@ class CountedTotal:
     def _sum_over_replicas(self, *values: float) -> list[float]:
         sums = torch.tensor(values, dtype=torch.float64, device=get_accelerator().get_current_device())
         dist.all_reduce(sums)
-        # All ranks of a replica have the same values.
         return (sums * self._ranks / dist.get_world_size()).tolist()
 
 
 def _gradients(model: nn.Module, optimizer: Any) -> Iterator[Tensor]:
-    """This rank's gradients, which the optimizer is about to use."""
     for parameter in model.parameters():
         if parameter.grad is not None:
             yield parameter.grad

@@ -1,13 +1,11 @@
-"""What happens if a micro-batch runs out of memory in training, although one of its size ran before training.
+"""Out-of-memory errors in training, of a micro-batch whose size ran before training.
 
-[Note: out of memory in training] A micro-batch cannot be made smaller within the user's loop, because the other ranks
-and the loss count on its samples. If the forward pass runs out of memory, it is run again in the same call, and the
-tensors that it saves for backward are kept outside the device's memory (:mod:`.activation_store`). The result is the
-same; later micro-batches of that size are run like this at once. This is possible if forward does not communicate
-(below stage 3, without tensor parallelism and SyncBatchNorm). A backward pass cannot be repeated, because it has
-released parts of its graph and other ranks may already wait in its collectives. Then this rank raises an error that
-says what happened; its end ends the others. In both cases the profile is changed, so that the next run uses smaller
-micro-batches on this rank.
+[Note: out of memory in training] The other ranks and the loss count on the samples of a micro-batch, so it cannot be
+made smaller. If forward runs out of memory, it is repeated in the same call with its saved tensors outside the device's
+memory (:func:`stored_outside`), as later ones of that size are at once; the result is the same. This is possible if
+forward does not communicate (below stage 3, without tensor parallelism and SyncBatchNorm). A backward pass has released
+parts of its graph, and other ranks may wait in its collectives: this rank raises an error, and its end ends the others.
+In both cases the profile is changed, so that the next run uses smaller micro-batches on this rank.
 """
 
 from __future__ import annotations
@@ -35,20 +33,17 @@ __all__ = ["OutOfMemoryGuard", "stored_outside", "with_smaller_batch"]
 
 
 # Activation store ----------------------------------------------------------------------------------------------------
-#
-# Keep the tensors that a forward pass saves for its backward pass outside the device's memory.
-#
-# On a GPU they are kept in the memory of the host, and on a CPU in a temporary file. The results are the same, bit for
-# bit, but forward and backward take longer.
+# Tensors that forward saves for backward are kept in the host's memory (GPU) or in a temporary file (CPU). The results
+# are the same, bit for bit, but passes take longer.
 
 
 MIN_BYTES = 1 << 16
-"""Smaller tensors stay where they are."""
+"""Smaller tensors stay in place."""
 
 
 @contextmanager
 def stored_outside(model: nn.Module) -> Iterator[None]:
-    """In the block, autograd saves tensors outside their device's memory. The tensors of ``model`` itself stay."""
+    """In the block, autograd saves tensors outside their device's memory, except those of ``model`` itself."""
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
 
     def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
@@ -65,13 +60,12 @@ def stored_outside(model: nn.Module) -> Iterator[None]:
 
 
 def _on_host(tensor: Tensor) -> Callable[[], Tensor]:
-    """Copy ``tensor`` to the host; the function that copies it back."""
     device, copy = tensor.device, tensor.detach().to("cpu")
     return lambda: copy.to(device)
 
 
 def _in_file(tensor: Tensor) -> Callable[[], Tensor]:
-    """Write ``tensor`` to a temporary file, which is removed with the graph; the function that reads it again."""
+    """Write ``tensor`` to a temporary file, which is removed with the graph; returns the function that reads it."""
     # Elements are written in the order of the memory, so that the copy has the same strides.
     strides: tuple[int, ...] = tensor.stride()
     order = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
@@ -120,7 +114,6 @@ class OutOfMemoryGuard:
         self._outside_from: int | None = None
 
     def attach(self, model: ModelWrapper, optimizer: OptimizerWrapper) -> None:
-        """Replace ``forward`` of ``model`` and ``backward`` of ``optimizer``."""
         model.forward = self._guarded_forward(model, model.forward)
         optimizer.backward = self._guarded_backward(optimizer.backward)
 
@@ -191,7 +184,7 @@ class OutOfMemoryGuard:
         )
 
     def _lower_profile(self, samples: int) -> str:
-        """Change the profile file for the next run; what was done, in words."""
+        """Change the profile file for the next run; returns what was done, in words."""
         smaller = max(samples - max(int(samples * STEP_DOWN), 1), 1)
         with suppress(ValueError, OSError):
             if self._profile is not None and self._profile.exists():

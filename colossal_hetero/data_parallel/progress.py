@@ -1,10 +1,7 @@
-"""Which micro-batches of the current global batch a training loop has drawn, passed forward and passed backward.
-
-Gradients are exact only if every micro-batch passes forward and backward, with its own weight, before the optimizer
-steps. Loops differ in when they draw a batch, how often they call forward and backward, and when they step. This module
-follows the loop, finds the micro-batch of every pass, and refuses what would train to other weights. It knows neither
-tensors nor ranks.
-"""
+"""Position of a training loop: micro-batches of the current global batch drawn, passed forward and passed backward.
+Gradients are exact only if every micro-batch passes both ways with its own weight before the optimizer steps. Loops
+differ in when they draw, pass and step. This module finds the micro-batch of every pass, and refuses what would train
+to other weights. It knows neither tensors nor ranks."""
 
 from __future__ import annotations
 
@@ -32,28 +29,20 @@ class MicroBatch:
     """Position and size of one micro-batch of this rank."""
 
     samples: int
-    """Number of samples; 0 means that the batch has only placeholder samples, of weight zero."""
-
+    """Number of samples; 0: only placeholder samples, of weight zero."""
     global_samples: int
-    """Number of samples of its global batch, over all ranks."""
-
+    """Samples of its global batch over all ranks."""
     global_batch: int
-    """Index of its global batch in the epoch."""
-
     step: int
-    """Index of this micro-batch among those of this rank in its global batch."""
-
+    """Index among this rank's micro-batches in its global batch."""
     is_last: bool
-    """True if it is this rank's last micro-batch of its global batch."""
-
+    """True if no other micro-batch of this rank follows in its global batch."""
     first: int = 0
-    """Number of samples of its global batch before it, in the order of the global batch."""
-
+    """Number of samples before it in the order of its global batch."""
     weight: float | None = None
-    """What the mean loss of this micro-batch counts in the global batch; None: its number of samples."""
-
+    """Weight of its mean loss in the global batch; None: its number of samples."""
     shapes: tuple[tuple[int, ...], ...] = ()
-    """Shapes of its tensors, if the loss is weighted by samples, so that all of them must be passed forward."""
+    """Of its tensors, if the loss is weighted by samples: all samples must be passed forward."""
 
 
 ALL = 1 - 1e-6
@@ -63,18 +52,13 @@ REMEDY = "pass every batch of the loader forward once and call booster.backward(
 
 
 class LoopProgress:
-    """The position of a training loop on this rank.
-
-    Methods that end with an error leave the position as it was.
-    """
+    """Position of a training loop on this rank. Methods that end with an error leave it as it was."""
 
     def __init__(self) -> None:
         self.current: MicroBatch | None = None
-        """The micro-batch that the loop works on: that of the latest forward pass, or one that was drawn after it. It
-        is not a batch that a prefetcher has drawn ahead."""
+        """Micro-batch of the latest forward pass or drawn after it, but not one that a prefetcher has drawn ahead."""
         self.must_drop = False
-        """True if the loop has left a global batch in the middle, so that its gradients must be dropped before the next
-        forward pass."""
+        """True if the loop has left a global batch, whose gradients must be dropped before the next forward pass."""
         self._open: list[MicroBatch] = []  # drawn, no forward pass yet
         self._passed: list[MicroBatch] = []  # forward pass, no backward pass yet
         self._done: list[MicroBatch] = []  # backward pass, no optimizer step yet
@@ -85,14 +69,13 @@ class LoopProgress:
     # What the loop does -----------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A new iteration over the loader begins; batches that were drawn but not used are forgotten."""
+        """Begin an iteration over the loader; batches that were drawn but not used are forgotten."""
         self.must_drop = self.must_drop or self.is_within_global_batch
         self.current = None
         self._open.clear()
         self._passed.clear()
 
     def draw(self, micro_batch: MicroBatch) -> None:
-        """The loop draws the next batch of the loader."""
         if not self._open:
             self.current = micro_batch
         self._open.append(micro_batch)
@@ -103,7 +86,7 @@ class LoopProgress:
         return self.current is not None and self.current.is_last
 
     def forward(self, sources: Sequence[MicroBatch], share: float = 1.0) -> MicroBatch | None:
-        """The micro-batch of a forward pass; None if it does not belong to a batch that is to be trained with."""
+        """Micro-batch of a forward pass; None if it does not belong to a batch that is to be trained with."""
         micro_batch = self._source_of_forward(sources)
         if micro_batch is None:
             return None
@@ -133,13 +116,12 @@ class LoopProgress:
         return micro_batch
 
     def frozen_forward(self, sources: Sequence[MicroBatch]) -> None:
-        """A forward pass in which the model's parameters are not trained, such as for the loss of another model."""
+        """Check a forward pass that trains no parameters of the model, such as for the loss of another model."""
         latest = sources or self._open or self._passed or self._done[-1:]
         if any(each is latest[0] for each in self._done):
             self._check_again(latest[0])
 
     def backward(self, sources: Sequence[MicroBatch]) -> MicroBatch:
-        """The micro-batch of a backward pass."""
         if len(sources) > 1:
             raise RuntimeError(
                 f"the loss was computed from several batches of the loader ({_names(sources)}), which have different "
@@ -169,7 +151,7 @@ class LoopProgress:
         return micro_batch
 
     def step(self) -> bool:
-        """True if a call of ``optimizer.step`` is due: the global batch is complete."""
+        """True if ``optimizer.step`` is due: the global batch is complete."""
         if self._passed or not self._done:
             missing = f"{_name(self._passed[0])} had no" if self._passed else "there was no"
             raise RuntimeError(
@@ -190,13 +172,12 @@ class LoopProgress:
         return not self.is_within_global_batch
 
     def finish(self) -> None:
-        """The optimizer has stepped."""
         self._done.clear()
         self._shares.clear()
         self._knows_last = False
 
     def drop(self) -> None:
-        """The gradients of all micro-batches so far were dropped."""
+        """Note that the gradients of all micro-batches so far were dropped."""
         self.must_drop = False
         self.finish()
 
@@ -204,7 +185,7 @@ class LoopProgress:
 
     @property
     def is_within_global_batch(self) -> bool:
-        """True if a global batch is incomplete: some of its micro-batches had a backward pass, and others are left."""
+        """True if some micro-batches of a global batch had a backward pass, and others are left."""
         return bool(self._done) and not self._done[-1].is_last
 
     def _source_of_forward(self, sources: Sequence[MicroBatch]) -> MicroBatch | None:
@@ -225,7 +206,7 @@ class LoopProgress:
         return running[0] if running else None
 
     def _check_again(self, micro_batch: MicroBatch) -> None:
-        """Refuse a forward pass with a batch after a call of ``optimizer.step`` that was left out."""
+        """Refuse a forward pass with a batch again after a step that was left out."""
         if self._step_called:
             raise RuntimeError(
                 f"{_name(micro_batch)} is passed forward again after optimizer.step(), but it is only a part of its "
@@ -251,7 +232,6 @@ def _index(among: Sequence[MicroBatch], micro_batch: MicroBatch) -> int:
 
 
 def _has_part(micro_batches: Sequence[MicroBatch]) -> bool:
-    """True if these consecutive micro-batches contain a global batch only in part."""
     return bool(micro_batches) and (micro_batches[0].step > 0 or not micro_batches[-1].is_last)
 
 
@@ -270,23 +250,20 @@ AVERAGES: Any = (AveragedModel, ModelEmaV2, ModelEmaV3)
 
 
 def schedules_of(optimizer: OptimizerWrapper) -> list[LRScheduler]:
-    """All schedules of torch's type for this optimizer, also those that were not passed to ``booster.boost``.
-
-    An optimizer does not know its schedules, so they are looked for among all objects, which takes tenths of a second.
-    """
+    """All torch schedules of this optimizer, which does not know them; found among all objects in tenths of 1 s."""
     inner = inner_optimizer(optimizer)
-    # The type is asked, because `isinstance` runs code of objects that pretend to be others.
+    # Not `isinstance`, which runs code of objects that pretend to be others.
     return [each for each in gc.get_objects() if issubclass(type(each), LRScheduler) and _is_of(each, inner)]
 
 
 def averages_of(model: nn.Module) -> list[nn.Module]:
-    """All averages of weights, of the types of torch and timm, that were made of ``model`` or of a part of it."""
+    """All averages of weights, of torch's and timm's types, that were made of ``model`` or of a part of it."""
     names = {name.removeprefix("module.") for name, _ in model.named_parameters()}
     return [each for each in gc.get_objects() if issubclass(type(each), AVERAGES) and _averages(each, names)]
 
 
 def update_with_optimizer(average: nn.Module, progress: LoopProgress) -> None:
-    """Let an average of weights not be updated while a global batch is incomplete. A second call has no effect."""
+    """Do not update an average of weights while a global batch is incomplete. A second call has no effect."""
     kind = type(average)
     if getattr(kind, "updates_with_optimizer", False):
         return
@@ -303,10 +280,8 @@ def update_with_optimizer(average: nn.Module, progress: LoopProgress) -> None:
 
 
 def step_with_optimizer(schedule: LRScheduler, progress: LoopProgress) -> None:
-    """Let ``schedule.step()`` do nothing while a global batch is incomplete. A second call has no effect.
-
-    The class of the schedule is replaced rather than its method, because its attributes are saved in checkpoints.
-    """
+    """Let ``schedule.step()`` do nothing while a global batch is incomplete. A second call has no effect. The class is
+    replaced, not the method, because checkpoints save the attributes of the schedule."""
     kind = type(schedule)
     if getattr(kind, "steps_with_optimizer", False):
         return

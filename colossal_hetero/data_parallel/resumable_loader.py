@@ -16,13 +16,9 @@ __all__ = ["ResumableDataLoader", "make_even_loader", "make_resumable"]
 
 
 class ResumableDataLoader(DataLoader[Any]):
-    """A ``DataLoader`` with a ``DistributedSampler`` whose position in an epoch can be saved.
-
-    The sampler gives replica r of R the samples r, r + R, r + 2 R and so on of an epoch's order. So the samples that
-    all replicas have drawn are the first ones of that order, and any number of replicas can continue after them.
-
-    A batch counts as soon as the loader has returned it: save the position after the step that it is used for.
-    """
+    """A ``DataLoader`` with a ``DistributedSampler`` whose position in an epoch can be saved. Replica r of R has the
+    samples r, r + R, r + 2 R and so on of an epoch's order, so all replicas together have drawn its first ones, and any
+    number can continue after them. A batch counts once it is returned: save the position after its step."""
 
     _batches_done = 0
     _first_batch = 0
@@ -34,7 +30,6 @@ class ResumableDataLoader(DataLoader[Any]):
 
     @property
     def _samples_at_once(self) -> int:
-        """Samples of a batch on all replicas."""
         assert self.batch_size is not None
         return self.batch_size * self._sampler.num_replicas
 
@@ -48,21 +43,18 @@ class ResumableDataLoader(DataLoader[Any]):
 
     @property
     def seed(self) -> int:
-        """The seed of the order of samples."""
         return self._sampler.seed
 
     @property
     def is_last(self) -> bool:
-        """True if the optimizer steps after the latest batch: after each one. It is False before the first one."""
+        """True after the first batch: the optimizer steps after each one."""
         return self._batches_done > self._first_batch
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, as ``loader.sampler.set_epoch`` does."""
         self._sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the latest epoch, counted in batches over all replicas; the same on all ranks. It has the
-        entries of a :class:`.loader.HeteroDataLoader`'s."""
+        """Position in the latest epoch, as of a ``HeteroDataLoader``, in batches of all replicas; same on all ranks."""
         return {
             "epoch": self._sampler.epoch,
             "global_batches_done": self._batches_done,
@@ -72,10 +64,7 @@ class ResumableDataLoader(DataLoader[Any]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration continue at the position of ``state``, if it is over the same epoch.
-
-        Before it, a script may call ``loader.sampler.set_epoch`` with that epoch.
-        """
+        """Continue at the position of ``state`` in the next iteration, if it is over the same epoch (``set_epoch``)."""
         missing = [name for name in ("epoch", "global_batches_done", "global_batch_size") if name not in state]
         if missing:
             raise ValueError(f"not a data-loader state: missing {', '.join(missing)}")
@@ -104,7 +93,6 @@ class ResumableDataLoader(DataLoader[Any]):
         self._batches_done = first
         assert isinstance(self.batch_sampler, _LaterBatches)
         self.batch_sampler.first = first
-        # torch draws a random number at the beginning of an iteration. One that continues an epoch has none.
         with torch.random.fork_rng(devices=[], enabled=first > 0):
             batches = super().__iter__()
         return self._counted(batches)
@@ -116,10 +104,8 @@ class ResumableDataLoader(DataLoader[Any]):
 
 
 class _LaterBatches(BatchSampler):
-    """A batch sampler that can leave out the first batches."""
-
     first = 0
-    """The first batch of the next iteration; all later ones begin with batch 0."""
+    """First batch of the next iteration; all later ones begin with batch 0."""
 
     def __iter__(self) -> Iterator[list[int]]:
         # A generator, because a loader with workers calls iter() twice, and a generator begins when it first draws.
@@ -143,8 +129,7 @@ def make_even_loader(
 
 
 def make_resumable(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """The same loader, able to continue within an epoch; one with another sampler than ``DistributedSampler`` is left
-    as it is."""
+    """The same loader, able to continue within an epoch if its sampler is a ``DistributedSampler``."""
     if type(loader) is DataLoader and isinstance(loader.sampler, DistributedSampler) and loader.batch_size is not None:
         loader.__class__ = ResumableDataLoader
         # DataLoader forbids to replace it. Workers that persist keep the first one that they see.

@@ -1,9 +1,9 @@
 """Draw each rank's samples if every rank has micro-batches of its own sizes.
 
 [Note: global batches] An epoch is a permutation of the dataset that depends only on seed and epoch. Global batch k is
-its slice ``[k·G, (k+1)·G)``, which does not depend on the ranks. A *division* cuts each global batch into consecutive
-slices, one per rank in rank order, and each slice into micro-batches. Another division, even in the middle of an epoch
-or on another number of ranks, therefore never changes which samples form a global batch, nor their order.
+its slice ``[k·G, (k+1)·G)``. A *division* cuts each global batch into consecutive slices, one per rank in rank order,
+and these into micro-batches. So another division or number of ranks, even in the middle of an epoch, never changes
+which samples form a global batch, nor their order.
 """
 
 from __future__ import annotations
@@ -28,15 +28,12 @@ __all__ = ["Division", "DrawnSample", "GlobalBatchSampler", "SeededSamples", "dr
 
 
 # Seeded samples ------------------------------------------------------------------------------------------------------
-#
-# Samples whose random augmentation does not depend on which rank, or which of its workers, loads them.
-#
-# The sampler gives every sample a seed that depends on its place in the order of the epoch, and the data set is asked
-# for the sample while torch, NumPy and Python draw random numbers from that seed.
+# Random augmentation does not depend on the rank or worker that loads a sample: torch, NumPy and Python draw from a
+# seed that depends on its place in the order of the epoch.
 
 
 class DrawnSample(NamedTuple):
-    """What a sampler asks a :class:`SeededSamples` for."""
+    """Request of a sampler to :class:`SeededSamples`."""
 
     number: int
     """In the data set."""
@@ -51,7 +48,7 @@ def drawn_sample(index: int, seed: int, epoch: int, place: int) -> DrawnSample:
 
 
 class SeededSamples(Dataset[Any]):
-    """``dataset``, also by :class:`DrawnSample`; it has the attributes of ``dataset``."""
+    """``dataset`` with its attributes, also by :class:`DrawnSample`."""
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self.dataset = dataset
@@ -63,7 +60,6 @@ class SeededSamples(Dataset[Any]):
         return self.__getitems__([index])[0] if isinstance(index, DrawnSample) else self.dataset[index]
 
     def __getitems__(self, drawn: Sequence[DrawnSample]) -> list[Any]:
-        """Several samples, as data loaders ask for them."""
         samples = []
         with _random_states_kept():
             for number, seed in drawn:
@@ -80,7 +76,7 @@ class SeededSamples(Dataset[Any]):
 
 @contextmanager
 def seeded(seed: int, generator: Any = None) -> Iterator[None]:
-    """In the block, torch, NumPy and Python draw random numbers from ``seed``, and so does a ``torch.Generator``."""
+    """In the block, torch, NumPy, Python and a ``torch.Generator`` draw random numbers from ``seed``."""
     with _random_states_kept():
         _seed(seed)
         if isinstance(generator, torch.Generator):
@@ -106,30 +102,23 @@ def _seed(seed: int) -> None:
 
 
 Division = Callable[[int], Sequence[Sequence[int]]]
-"""From the number of samples of a global batch to the micro-batch sizes of each rank, which sum to that number. If a
-size is 0, the rank runs placeholder samples of weight zero in that micro-step. It must return the same on all ranks.
-"""
+"""Micro-batch sizes of each rank from the number of samples of a global batch, their sum; the same on all ranks. For a
+size of 0, the rank runs placeholder samples of weight zero in that micro-step."""
 
 
 @dataclass(frozen=True)
 class _RankSlice:
-    """This rank's slice of a global batch."""
-
     offset: int
-    """Number of samples of the global batch before the slice."""
+    """Number of samples of the global batch before it."""
     sizes: tuple[int, ...]
-    """Samples of each micro-batch."""
 
 
 class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
     """Indices of this rank's micro-batches, for ``DataLoader(batch_sampler=...)``. See [Note: global batches].
 
     Over all ranks, every sample is drawn exactly once per epoch; the last global batch may be smaller. With ``shuffle``
-    the order is that of torch's ``DistributedSampler`` with the same seed and epoch, so a global batch holds the same
-    samples as there.
-
-    Each iteration is the epoch after the previous one, unless :meth:`set_epoch` sets another. An iteration that was
-    left before a global batch was done does not count, so looking at a first batch changes nothing.
+    the order is that of torch's ``DistributedSampler`` with the same seed and epoch. Each iteration is the epoch after
+    the previous one, unless :meth:`set_epoch` sets another; one without a finished global batch does not count.
     """
 
     def __init__(
@@ -165,30 +154,24 @@ class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
         self._sampler: Any = order
         self._seen_epoch = getattr(order, "epoch", None)
         self._drawn_order: tuple[int, torch.Tensor] | None = None
-        """The latest epoch of which the sampler has drawn an order, and that order."""
+        """Latest epoch of which the sampler has drawn an order, and that order."""
         self._sampler_state: Any = None
-        """The sampler's ``state_dict`` before it drew that order."""
+        """``state_dict`` before it drew that order."""
         self._expected_order: tuple[int, str] | None = None
-        """An epoch, and the digest of its order in the run that is resumed."""
+        """Epoch, and digest of its order, in the run that is resumed."""
         self._seeds_samples = seeds_samples
         full, self._rest = divmod(dataset_size, global_batch_size)
         if drop_last:
             self._rest = 0
         self.global_batches: int = full + (self._rest > 0)
-        """Number of global batches, i.e. optimizer steps, in an epoch."""
-
         self.placeholders = 1
         """Number of samples of weight zero in a micro-batch without samples: the fewest that the model trains with."""
-
         self.record: deque[MicroBatch] | None = None
-        """If a loader sets it, every micro-batch that is drawn is appended; drawing may run ahead of what the loader
-        returns. The loader then calls :meth:`end_epoch` itself."""
-
-        # Divisions of this epoch in ascending order: the first global batch of each, and this rank's slice by the
-        # number of samples of a global batch.
+        """A loader's list of drawn micro-batches, possibly ahead of returned ones; it calls :meth:`end_epoch`."""
+        # Divisions of this epoch, ascending: first global batch, and this rank's slice by samples of a global batch.
         self._parts: list[tuple[int, dict[int, _RankSlice]]] = []
-        # The epoch of the latest iteration (at first and after loading a state, of the next one), its first global
-        # batch, the number of its global batches that are done, and the global batch that was drawn last.
+        # Epoch of the latest iteration (at first and after loading a state, of the next one), its first global batch,
+        # number of done ones, and the one drawn last.
         self._epoch = 0
         self._start = 0
         self._done = 0
@@ -207,26 +190,20 @@ class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
 
     @property
     def drawn_global_batch(self) -> int:
-        """Index of the latest global batch from which this rank has drawn, prefetching included.
-
-        It belongs to the latest iteration until the next one begins, even if it is over, so that it has the same
-        meaning on all ranks. If nothing was drawn, it is one less than the first global batch of that iteration.
-        """
+        """Index of the latest global batch from which this rank has drawn, prefetching included; if none, one less than
+        the iteration's first. It stays until the next iteration, so that it means the same on all ranks."""
         return self._drawn
 
     @property
     def is_divided(self) -> bool:
-        """True if there is a division."""
         return bool(self._parts)
 
     @property
     def is_resumed(self) -> bool:
-        """True if the latest iteration began in the middle of its epoch."""
         return self._start > 0
 
     @property
     def is_over(self) -> bool:
-        """True if all global batches of the latest iteration are done."""
         return self._over
 
     def join(self, rank: int, world_size: int) -> None:
@@ -236,12 +213,9 @@ class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
         self._drawn = self._start - 1
 
     def divide_by(self, division: Division, *, from_global_batch: int = 0) -> None:
-        """Use ``division`` from global batch ``from_global_batch`` of the current epoch on, and in later epochs.
-
-        The first division holds from the start. A later one must begin at a global batch from which no rank has drawn:
-        the maximum of :attr:`drawn_global_batch` over the ranks, plus one. If that is after the end of the epoch, or
-        the epoch is not continued, the division takes effect in the next iteration.
-        """
+        """Use ``division`` from global batch ``from_global_batch`` of the current epoch on, and in later epochs. The
+        first division holds from the start. A later one must begin after all that any rank has drawn
+        (:attr:`drawn_global_batch`); after the end of the epoch, it takes effect in the next iteration."""
         if from_global_batch < 0:
             raise ValueError(f"from_global_batch={from_global_batch} must be at least 0")
         if self._drawn >= self._start and from_global_batch <= self._drawn:
@@ -260,19 +234,13 @@ class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
         self._parts = [*kept, (from_global_batch if kept else 0, parts)]
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration.
-
-        The iteration starts at its beginning or, after :meth:`load_state_dict` with a state of that epoch, at the
-        position of the state.
-        """
+        """Set the epoch of the next iteration, which starts at its beginning or at the position of its state."""
         if epoch < 0:
             raise ValueError(f"epoch={epoch} must be at least 0")
         self._next_epoch = epoch
 
     def begin_epoch(self) -> None:
-        """Begin an iteration, from which the next ``iter()`` draws; without this call, ``iter()`` begins one itself. An
-        older iteration raises when it draws.
-        """
+        """Begin an iteration for the next ``iter()``, which otherwise begins one. An older one raises when it draws."""
         self._notice_epoch()
         epoch, start = self._next_start()
         order = self.order_of(epoch)
@@ -284,7 +252,7 @@ class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
         self._iterations += 1
 
     def order_of(self, epoch: int) -> torch.Tensor | None:
-        """The indices of the dataset in the order of that epoch, ``[dataset_size]``; None: that of the dataset."""
+        """Indices of the dataset in the order of that epoch, ``[dataset_size]``; None: that of the dataset."""
         if self._sampler is not None:
             if self._drawn_order is None or self._drawn_order[0] != epoch:
                 self._drawn_order = epoch, self._draw_order(epoch)
@@ -321,7 +289,7 @@ class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
         return order
 
     def _notice_epoch(self) -> None:
-        """Let the next iteration be the epoch that the user has set on the sampler, if any."""
+        """Use the epoch that the user has set on the sampler, if any, for the next iteration."""
         epoch = getattr(self._sampler, "epoch", None)
         if epoch != self._seen_epoch and isinstance(epoch, int):
             self.set_epoch(epoch)
@@ -334,7 +302,6 @@ class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
         return places if order is None else order[places].tolist()
 
     def end_epoch(self) -> None:
-        """Mark the whole epoch as done."""
         self._over = True
         self._done = self.global_batches
 
@@ -344,7 +311,7 @@ class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
         self._done = max(self._done, global_batch + 1)
 
     def micro_batches(self) -> Iterator[tuple[MicroBatch, list[int]]]:
-        """Begin an iteration and draw from it: each micro-batch with the indices of its samples."""
+        """Begin an iteration and draw from it: each micro-batch, and indices of its samples."""
         if not self._parts:
             raise RuntimeError("the global batches are not divided over the ranks yet; call divide_by() first")
         if not self._begun:
@@ -383,10 +350,8 @@ class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
             yield [drawn_sample(index, self.seed, self._epoch, place) for place, index in enumerate(indices, first)]
 
     def __len__(self) -> int:
-        """Number of this rank's micro-batches in a whole epoch, also if an iteration starts in the middle of it.
-
-        Without a division it is the number of global batches, because learning-rate schedules are created with it.
-        """
+        """Number of this rank's micro-batches in a whole epoch; without a division, of its global batches, because
+        learning-rate schedules are created with it."""
         if not self._parts:
             return self.global_batches
         entries = self._parts if self._is_running() else self._next_parts()
@@ -401,11 +366,8 @@ class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
         return total
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the epoch, counted in finished global batches; the same on all ranks. It does not depend on
-        the number of ranks or the division, so it can be loaded with others.
-
-        With a sampler of the user's it has a digest of the epoch's order, and the sampler's own state before the epoch.
-        """
+        """Position in the epoch, in finished global batches, for any number of ranks and any division; the same on all
+        ranks. A sampler of the user's adds a digest of the epoch's order and its state before the epoch."""
         self._notice_epoch()
         epoch, done = (self._epoch, self._done) if self._next_epoch is None else self._next_start()
         state = {"epoch": epoch, "global_batches_done": done, **self.identity()}
@@ -452,26 +414,23 @@ class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
             self._seen_epoch = getattr(self._sampler, "epoch", None)
 
     def identity(self) -> dict[str, Any]:
-        """What determines which samples form a global batch, but for the order of a sampler of the user's; the same on
-        all ranks."""
+        """Settings that determine which samples form a global batch, without the order of the user's sampler."""
         names = ("dataset_size", "global_batch_size", "shuffle", "seed", "drop_last")
         return {name: getattr(self, name) for name in names}
 
     def digest(self) -> str | None:
-        """A digest of the order of the next epoch, if a sampler of the user's gives it."""
+        """Digest of the order of the next epoch, if the user's sampler gives it."""
         self._notice_epoch()
         order = None if self._sampler is None else self.order_of(self._next_start()[0])
         return None if order is None else _digest(order)
 
     def _counts(self) -> bool:
-        """True if at least one global batch of the latest iteration is done."""
         return self._over or self._done > self._start
 
     def _is_running(self) -> bool:
         return self._drawn >= self._start and not self._over and self._next_epoch is None
 
     def _next_start(self) -> tuple[int, int]:
-        """Epoch and first global batch of the next iteration."""
         if self._next_epoch is None:
             return (self._epoch + 1, 0) if self._counts() else (self._epoch, self._start)
         if self._next_epoch == self._epoch and (self._resumed or not self._counts()):
@@ -479,7 +438,6 @@ class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
         return self._next_epoch, 0
 
     def _next_parts(self) -> list[tuple[int, dict[int, _RankSlice]]]:
-        """Divisions of the next iteration: the latest one, unless an iteration that does not count is repeated."""
         repeats = not self._counts() and self._next_start() == (self._epoch, self._start)
         return self._parts if repeats else self._latest_parts()
 

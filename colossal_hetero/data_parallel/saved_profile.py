@@ -1,7 +1,4 @@
-"""The profile of an earlier run: in the file that the user named, or in a folder of profiles on this machine.
-
-All ranks use the profile that rank 0 has read, so that all divide alike.
-"""
+"""Profile of an earlier run: in the user's file, or in a folder on this machine. All ranks use what rank 0 reads."""
 
 from __future__ import annotations
 
@@ -31,11 +28,8 @@ T = TypeVar("T")
 
 
 def caps_below(profile: BatchProfile, cap: int) -> tuple[int, bool] | None:
-    """True if ``profile`` limits micro-batches to less than ``cap`` though memory does not; None if it does not.
-
-    Otherwise the smallest such limit, and whether it comes from the search (then measuring again removes it). If it
-    does not, someone has lowered it, or there was no search.
-    """
+    """Smallest limit below ``cap`` that ``profile`` sets though memory does not, if any; True if the search set it.
+    Measuring again removes that; otherwise someone has lowered it, or there was no search."""
     found = []
     for kind in {profile.kinds[index] for index in set(profile.ranks)}:
         if not kind.memory_bound and 0 < kind.max_batch < cap:
@@ -45,7 +39,7 @@ def caps_below(profile: BatchProfile, cap: int) -> tuple[int, bool] | None:
 
 
 def device_names(replica_of: Sequence[int]) -> list[str]:
-    """The device of each replica, by replica; names of several ranks are joined. Every rank calls it."""
+    """Devices by replica; names of several ranks are joined. Every rank calls it."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, device_name(get_accelerator().get_current_device()))
     devices = [""] * (max(replica_of) + 1)
@@ -55,18 +49,13 @@ def device_names(replica_of: Sequence[int]) -> list[str]:
 
 
 class ProfileFile:
-    """The profile file that the user named."""
-
     def __init__(self, path: Path | str) -> None:
         self._path = Path(path)
 
     def read(
         self, replica_of: Sequence[int], description: ModelDescription, stage: int, precision: str, cap: int
     ) -> BatchProfile | None:
-        """The profile, checked against devices and model; None if it does not exist or has to be made again.
-
-        It has to be made again if its search for the largest micro-batch ended below ``cap``. Every rank calls it.
-        """
+        """The checked profile; None if it does not exist or its search ended below ``cap``. Every rank calls it."""
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, self._path.exists())
         devices = device_names(replica_of)
@@ -96,14 +85,14 @@ class ProfileFile:
         return profile
 
     def check_writable(self) -> None:
-        """Check on every rank whether rank 0 can write the file; every rank calls it."""
+        """Check whether rank 0 can write the file. Every rank calls it."""
         try:
             _by_rank_0(lambda: check_writable(self._path))
         except ValueError as error:
             raise ValueError(f"profile={str(self._path)!r} cannot be written: {error}") from None
 
     def write(self, profile: BatchProfile) -> None:
-        """Write the profile on rank 0. Links that a user added to the file are kept. Every rank calls it."""
+        """Write the profile on rank 0, with links that a user added to the file. Every rank calls it."""
 
         def store() -> None:
             links = profile.links
@@ -118,13 +107,11 @@ class ProfileFile:
 
 
 class CachedProfile:
-    """A profile in a folder of profiles, by everything that the measurement depends on."""
-
     def __init__(self, folder: str | Path | None, context: Mapping[str, Any]) -> None:
         chosen = default_folder() if folder is None else folder
         key = hashlib.sha256(json.dumps(context, sort_keys=True).encode()).hexdigest()[:16]
         self.path: Path | None = Path(chosen) / f"batches-{key}.json" if chosen else None
-        """The file of the profile; None if nothing is kept."""
+        """None if nothing is kept."""
 
     def read(self) -> BatchProfile | None:
         """The profile that rank 0 finds; None if there is no file, or it is damaged or of another version."""
@@ -137,7 +124,7 @@ class CachedProfile:
         return _by_rank_0(load)
 
     def write(self, profile: BatchProfile) -> None:
-        """Write the profile on rank 0. If the folder cannot be written to, warn and store nothing."""
+        """Write the profile on rank 0; warn if the folder cannot be written to."""
         if self.path is None or dist.get_rank() != 0:
             return
         try:
@@ -158,7 +145,7 @@ def context_of(
     description: ModelDescription,
     **settings: Any,
 ) -> dict[str, Any]:
-    """All that the measurement depends on, as JSON values. Every rank calls it, and gets the same."""
+    """Everything that the measurement depends on, as JSON values; the same on all ranks, which call it."""
     device = get_accelerator().get_current_device()
     own = (device_name(device), torch.get_num_threads(), os.cpu_count(), _tensors_in_words(samples))
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -183,7 +170,6 @@ def context_of(
 
 
 def _tensors_in_words(values: Any) -> str:
-    """Shapes and dtypes of all tensors in nested containers, and the types of everything else."""
     if isinstance(values, torch.Tensor):
         return f"{list(values.shape)} {values.dtype}"
     if isinstance(values, Mapping):
@@ -194,13 +180,12 @@ def _tensors_in_words(values: Any) -> str:
 
 
 def print_on_rank_0(message: str) -> None:
-    """Print a message about measuring for the user."""
     if dist.get_rank() == 0:
         Console(stderr=True).print(message, soft_wrap=True, highlight=False, markup=False)
 
 
 def _by_rank_0(function: Callable[[], T]) -> T:
-    """What ``function`` returns on rank 0, on every rank. A ``ValueError`` is raised on every rank."""
+    """Result of ``function`` on rank 0. A ``ValueError`` is raised on every rank."""
     answer: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:

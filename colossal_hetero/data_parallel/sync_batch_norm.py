@@ -1,7 +1,5 @@
-"""Batch normalization over the micro-batches of all ranks, each sample with the same weight.
-
-torch's ``SyncBatchNorm`` runs on GPUs only, and would count the placeholder samples of a rank without samples.
-"""
+"""Batch normalization over the micro-batches of all ranks, each sample with the same weight. torch's ``SyncBatchNorm``
+runs on GPUs only, and would count the placeholder samples of a rank without samples."""
 
 from __future__ import annotations
 
@@ -19,21 +17,17 @@ from ..common.ranks import world_timeout
 __all__ = ["SampleWeightedBatchNorm", "synchronize_batch_norm"]
 
 Samples = Callable[[], int | None]
-"""Samples of this rank's current micro-batch; 0 for placeholders, and None outside of training."""
+"""Samples of this rank's current micro-batch; 0 for placeholders, None outside of training."""
 
 
 class SampleWeightedBatchNorm(_NormBase):
-    """Normalizes ``[N, C, ...]`` by mean and variance over the samples of all ranks in the same micro-step.
-
-    All ranks must run equally many micro-batches. Parameters, buffers and their names are those of the module that it
-    replaces, and so is evaluation.
-
-    Gradients are those of one process that normalizes all these samples together, if each rank weights its loss by its
-    samples, because the gradients of mean and variance are summed over the ranks.
-    """
+    """Normalizes ``[N, C, ...]`` by mean and variance over the samples of all ranks in the same micro-step. Parameters,
+    buffers, their names and evaluation are those of the replaced module. All ranks must run equally many micro-batches.
+    Gradients are those of one process with all samples, if each rank weights its loss by its samples, because those of
+    mean and variance are summed over ranks."""
 
     waits_for_ranks = True
-    """Its time includes waiting for other ranks (see :class:`~...profiling.batches.forward_timer.ForwardTimer`)."""
+    """See :class:`.forward_timer.ForwardTimer`."""
 
     def __init__(self, module: _BatchNorm, samples: Samples, group: Any) -> None:
         super().__init__(module.num_features, module.eps, module.momentum, False, False)
@@ -46,7 +40,6 @@ class SampleWeightedBatchNorm(_NormBase):
         self._group = group
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Normalize ``inputs``, ``[N, C, ...]``."""
         if not self.training and self.running_mean is not None:
             return F.batch_norm(
                 inputs, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
@@ -77,7 +70,6 @@ class SampleWeightedBatchNorm(_NormBase):
 
     @torch.no_grad()
     def _update(self, mean: Tensor, variance: Tensor) -> None:
-        """Update the running statistics as torch's batch normalization does."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
@@ -87,8 +79,6 @@ class SampleWeightedBatchNorm(_NormBase):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum over ranks, whose gradient is the sum of the gradients over ranks."""
-
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
         ctx.group = group
@@ -104,10 +94,8 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def synchronize_batch_norm(model: nn.Module, samples: Samples) -> nn.Module:
-    """Replace all batch normalizations in ``model``, which must not be wrapped yet. Every rank calls it.
-
-    Returns ``model``, or the new module if ``model`` itself is a batch normalization.
-    """
+    """Replace all batch normalizations in ``model``, which must not be wrapped yet. Every rank calls it. Returns
+    ``model``, or the new module if ``model`` itself is one."""
     if not any(isinstance(module, _BatchNorm) for module in model.modules()):
         return model
     # A group of their own, because gradients are summed over the other groups at the same time.

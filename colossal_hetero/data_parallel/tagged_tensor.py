@@ -1,10 +1,6 @@
-"""Tensors that know which micro-batch they come from.
-
-A training loop may change a batch before it trains with it: copy it to a device in a stream of its own, normalize or
-mix images, take one batch ahead. A tensor of a loader therefore carries its micro-batch, and so does every tensor that
-is computed from it outside the model, such as the loss if it is computed from the labels. Inside the model tensors are
-plain ones.
-"""
+"""Tensors that know which micro-batch they come from. A training loop may copy a batch in a stream of its own,
+normalize or mix images, or take one ahead. So a loader's tensor carries its micro-batch, as does all that is computed
+from it outside the model, such as the loss. Inside the model tensors are plain."""
 
 from __future__ import annotations
 
@@ -22,10 +18,10 @@ __all__ = ["TaggedTensor", "micro_batches_of", "shapes_of", "share_of_samples", 
 
 
 class TaggedTensor(Tensor):
-    """A tensor that was computed from batches of a loader. It behaves like a plain one, and is saved as a plain one."""
+    """A tensor computed from batches of a loader. It behaves like a plain one, and is saved as a plain one."""
 
     micro_batches: tuple[MicroBatch, ...] = ()
-    """The micro-batches that it was computed from; more than one if batches were joined."""
+    """Sources; more than one if batches were joined."""
 
     @classmethod
     def __torch_function__(
@@ -51,8 +47,7 @@ class TaggedTensor(Tensor):
 
 
 def tagged(batch: Any, micro_batch: MicroBatch) -> Any:
-    """``batch`` with tensors that know ``micro_batch``. Mappings and data classes that torch does not know are changed
-    in place; of other objects nothing is changed."""
+    """``batch`` with tensors that know ``micro_batch``; mappings and data classes unknown to torch change in place."""
 
     def tag(value: Any) -> Any:
         if isinstance(value, Tensor) and not isinstance(value, torch.nn.Parameter):
@@ -64,7 +59,6 @@ def tagged(batch: Any, micro_batch: MicroBatch) -> Any:
 
 
 def untagged(values: Any) -> Any:
-    """``values`` with plain tensors; see :func:`tagged`."""
 
     def plain(value: Any) -> Any:
         return value.as_subclass(Tensor) if isinstance(value, TaggedTensor) else value
@@ -73,21 +67,16 @@ def untagged(values: Any) -> Any:
 
 
 def micro_batches_of(values: Any) -> tuple[MicroBatch, ...]:
-    """The micro-batches that the tensors in ``values`` were computed from, each once; none if they are unknown."""
+    """Distinct micro-batches that the tensors in ``values`` were computed from; none if they are unknown."""
     return _distinct(list(_leaves(values)))
 
 
 def shapes_of(batch: Any) -> tuple[tuple[int, ...], ...]:
-    """The shapes of the tensors in a batch."""
     return tuple(tuple(leaf.shape) for leaf in _leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
 
 
 def share_of_samples(micro_batch: MicroBatch, values: Any) -> float:
-    """The share of the samples of a micro-batch that ``values`` hold, computed from it.
-
-    It is 1 if that is not known: only tensors that have the shape of one of its tensors, but for the number of samples,
-    are looked at.
-    """
+    """Share of the micro-batch's samples in ``values``, by tensors with the shape of one of its own; 1 if unknown."""
     shares = [0.0]
     for leaf in _leaves(values):
         if isinstance(leaf, TaggedTensor) and leaf.dim():

@@ -1,7 +1,5 @@
-"""Optimizer steps with gradients that are not the sums over ranks: made exact, or refused in words.
-
-What the passes have summed is noted for each model, because its optimizers share its gradients.
-"""
+"""Optimizer steps with gradients that are not the sums over ranks: made exact, or refused in words. Sums are noted by
+model, because its optimizers share its gradients."""
 
 from __future__ import annotations
 
@@ -34,16 +32,12 @@ __all__ = [
 
 
 # Guarded gradients ---------------------------------------------------------------------------------------------------
-#
-# Gradients that a training loop must not use, because they are not the gradients of the global batch.
-#
-# [Note: guarded gradients] After a backward pass, micro-batches of the global batch may be missing in
-# ``parameter.grad``, or each rank has another part of it (ZeRO). Whatever a loop computes with such gradients, it would
-# train to other weights. So these gradients get a class, :class:`GuardedGradient`, that refuses all functions of torch
-# which read or change values. Parameters whose gradient is somewhere else (stages 1 and 2) get an empty one, because
-# loops take a parameter without a gradient for an unused one. FSDP itself may use gradients at any time. Before this
-# package uses them, and in forward passes, where torch may compile something, they are plain. If a loop has removed all
-# of them or set them to zero, it has called ``zero_grad`` of a module; other changes are refused.
+# [Note: guarded gradients] After a backward pass, ``parameter.grad`` may lack micro-batches of the global batch, or
+# differ among ranks (ZeRO). A loop that computes with it would train to other weights. So these gradients get a class,
+# :class:`GuardedGradient`, that refuses all functions of torch which read or change values. Parameters whose gradient
+# is somewhere else (stages 1 and 2) get an empty one, because loops take a parameter without one for unused. Gradients
+# are plain for FSDP, for this package, and in forward passes, where torch may compile something. If a loop has removed
+# all or set them to zero, it has called ``zero_grad`` of a module; other changes are refused.
 
 
 CLIPPING = "optimizer.clip_grad_by_norm() and optimizer.clip_grad_by_value() are exact at every stage"
@@ -54,7 +48,6 @@ _WITHOUT_VALUES: set[Any] = {
     *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
     *(getattr(Tensor, name) for name in _METHODS),
 }
-"""Functions that neither read nor change values, such as those of ``zero_grad``."""
 
 
 class GuardedGradient(Tensor):
@@ -62,7 +55,6 @@ class GuardedGradient(Tensor):
 
     reason: str
     is_zero: bool
-    """True if the loop has called ``zero_``."""
 
     @classmethod
     def __torch_function__(
@@ -113,9 +105,7 @@ class GradientGuard:
                 self._guarded.append(_Guarded(name, parameter, gradient, version))
 
     def open(self, check: bool = True) -> bool:
-        """Make the gradients plain. Returns whether the loop has removed all of them, or set all to zero; they are put
-        back. Without ``check`` other changes are allowed.
-        """
+        """Make gradients plain; True if the loop has removed or zeroed all. ``check`` refuses other changes."""
         guarded, self._guarded = self._guarded, []
         dropped, changed = [], []
         with torch._C.DisableTorchFunctionSubclass():
@@ -139,21 +129,19 @@ class GradientGuard:
 
 
 class _GradientSums:
-    """Notes about the gradients of one model."""
-
     def __init__(self, counted_again: str | None) -> None:
         self.counted_again = counted_again
-        """Why a sum counts gradients again that were summed before, in words; None if it does not."""
+        """Reason why a sum counts earlier gradients again, in words; None if it does not."""
         self.optimizers: WeakSet[OptimizerWrapper] = WeakSet()
         self.summed: WeakSet[OptimizerWrapper] = WeakSet()
-        """Those of ``optimizers`` with gradients that were summed; only known with ``counted_again``."""
+        """Optimizers with summed gradients; only known with ``counted_again``."""
         self.summed_twice: WeakSet[OptimizerWrapper] = WeakSet()
         self.unsummed: WeakSet[OptimizerWrapper] = WeakSet()
-        """Those of ``optimizers`` whose gradients the last passes have not summed."""
+        """Optimizers whose gradients the last passes have not summed."""
         self.guards: WeakKeyDictionary[OptimizerWrapper, GradientGuard] = WeakKeyDictionary()
-        """Of ZeRO's optimizers: each guards a parameter of every group, which is enough for functions of all."""
+        """Guards of ZeRO's optimizers, on one parameter of every group, which is enough for functions of all."""
         self.sharded: WeakSet[OptimizerWrapper] = WeakSet()
-        """Those whose summed gradients are in shards, and not in ``parameter.grad``."""
+        """Optimizers whose summed gradients are in shards, not in ``parameter.grad``."""
         self._forwards = 0
 
     def open_gradients(self, *_: Any) -> None:
@@ -175,7 +163,6 @@ class _GradientSums:
 
     @contextmanager
     def opened_gradients(self) -> Iterator[None]:
-        """A block in which the package may use ``parameter.grad``."""
         self.open_gradients()
         try:
             yield
@@ -183,23 +170,19 @@ class _GradientSums:
             self.close_gradients()
 
     def note_sum(self, is_summed: bool) -> None:
-        """A pass is about to begin, after which gradients of all parameters of the model are summed, or not."""
+        """Note that the next pass sums the gradients of all parameters of the model over ranks, or not."""
         self.summed = WeakSet(each for each in self.summed if _has_gradients(each))
         if is_summed:
             self.summed_twice.update(self.summed)
             self.summed.update(self.optimizers)
 
     def count_forward(self, replica: DistributedDataParallel, _: Any) -> None:
-        """Count a forward pass since the last backward pass; one inside ``no_sync`` twice, as DDP does not expect a
-        backward pass after it."""
+        """Count a forward pass since the last backward pass; twice in ``no_sync``, where DDP expects none."""
         if torch.is_grad_enabled():
             self._forwards += 1 if replica.require_backward_grad_sync else 2
 
     def prepare(self, replica: DistributedDataParallel, loss: Any) -> None:
-        """Let DDP sum the gradients of the next backward pass, unless it runs inside ``no_sync``.
-
-        By itself DDP sums those of the first backward pass after each forward pass outside ``no_sync``.
-        """
+        """Let DDP sum gradients in each next backward pass outside ``no_sync``, not only in the first after forward."""
         forwards, self._forwards = self._forwards, 0
         if forwards == 1 or not replica.require_backward_grad_sync or _is_unfinished(replica):
             return
@@ -223,8 +206,7 @@ def refuse_unsummed_steps(
     counted_again: str | None = None,
 ) -> None:
     """Let ``optimizer.step`` raise ``RuntimeError`` if the last backward pass ran inside ``no_sync``: ranks would
-    update with different gradients, and ZeRO with none.
-    """
+    update with different gradients, and ZeRO with none."""
     replica = None if in_pipeline else replica_of(model, optimizer)
     if model not in _sums:
         _sums[model] = _GradientSums(counted_again)
@@ -277,7 +259,7 @@ def refuse_unsummed_steps(
 
 
 def replica_of(model: ModelWrapper, optimizer: OptimizerWrapper) -> DistributedDataParallel | None:
-    """What sums the gradients of ``model`` in backward passes; None if something else does, or nothing."""
+    """DDP that sums the gradients of ``model`` in backward passes; None if something else does, or nothing."""
     replica = model.module
     if not isinstance(replica, DistributedDataParallel) or hasattr(optimizer, "require_grad_sync"):
         return None
@@ -286,8 +268,7 @@ def replica_of(model: ModelWrapper, optimizer: OptimizerWrapper) -> DistributedD
 
 @contextmanager
 def noted_passes(model: ModelWrapper, optimizer: OptimizerWrapper) -> Iterator[None]:
-    """Note the backward pass, or all passes of a pipeline's batch, that run in the block; see
-    :func:`refuse_unsummed_steps`."""
+    """Note the backward pass, or all passes of a pipeline's batch, in the block (:func:`refuse_unsummed_steps`)."""
     sums = _sums.get(model)
     if sums is None:
         yield
@@ -341,7 +322,7 @@ def prepare_sums(replica: DistributedDataParallel, loss: Tensor) -> None:
 
 
 def _has_gradients(optimizer: Any) -> bool:
-    """True if gradients of ``optimizer`` are there and not zero, which ``model.zero_grad()`` may have made them."""
+    """True if ``optimizer`` has gradients that are not zero, which ``model.zero_grad()`` may have made them."""
     own = optimizer.param_info["param2id"]
     gradients = [each.grad for each in optimizer.model.parameters() if id(each) in own and each.grad is not None]
     return bool(gradients) and bool(torch.stack([each.any() for each in gradients]).any())
@@ -354,7 +335,6 @@ def refuse_unfinished_sums(replica: DistributedDataParallel, optimizer: Any) -> 
 
 
 def _check_sums(replica: DistributedDataParallel, *_: Any) -> None:
-    """Raise ``RuntimeError`` if DDP still waits for the gradient of a parameter that this rank has not used."""
     if _is_unfinished(replica):
         unused = ", ".join(name for name, value in replica.module.named_parameters() if value.grad is None)
         raise RuntimeError(
@@ -365,7 +345,6 @@ def _check_sums(replica: DistributedDataParallel, *_: Any) -> None:
 
 
 def _is_unfinished(replica: DistributedDataParallel) -> bool:
-    """True if DDP still waits for gradients of the last backward pass."""
     try:
         replica._check_reducer_finalized()
     except RuntimeError:

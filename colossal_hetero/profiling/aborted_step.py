@@ -1,8 +1,5 @@
-"""Make ZeRO's optimizer and FSDP usable again after a training step that did not finish.
-
-A step that runs out of memory leaves partly filled buckets, gathered parameters, and hooks that only the end of a
-backward pass removes. ZeRO and FSDP cannot undo this themselves, because in normal training such an error ends the run.
-"""
+"""Make ZeRO's optimizer and FSDP usable again after a training step that did not finish. They cannot undo partly filled
+buckets, gathered parameters and hooks themselves, because in normal training such an error ends the run."""
 
 from __future__ import annotations
 
@@ -24,11 +21,7 @@ __all__ = ["abort_step", "find_zero_optimizer"]
 
 def abort_step(model: nn.Module, optimizer: torch.optim.Optimizer | OptimizerWrapper | None = None) -> None:
     """Make ``model`` and ``optimizer`` ready for the next forward pass, at whatever point the last step stopped.
-
-    Gradients that existed before the step stay allocated and may contain a part of the aborted step's gradients.
-    Unfinished gradients are dropped. FSDP's parameters are sharded again, to be gathered when they are used next, and
-    FSDP records the order in which it prefetches them again. After a complete step the call changes nothing else.
-    """
+    Gradients from before it may contain a part of its own. FSDP shards its parameters again."""
     get_accelerator().synchronize()
     zero = find_zero_optimizer(optimizer)
     if zero is not None:
@@ -92,7 +85,6 @@ def _abort(shard: Any) -> None:  # FullyShardedDataParallel, whose inner state h
         parameter._tensors[:] = [None] * len(parameter._tensors)  # views that keep the graph of the forward pass
     handle._reset_flat_param_grad_info_if_needed()  # after `zero_grad`, FSDP does this in the next forward pass
     if hasattr(parameter, "_saved_grad_shard"):
-        # FSDP stores the gradient's shard here while `grad` holds the whole gradient.
         saved = parameter._saved_grad_shard
         del parameter._saved_grad_shard
         parameter.grad = None

@@ -1,29 +1,18 @@
 """Measure a device: the largest micro-batch that it holds, and the time of micro-batches (Poplar, Algorithm 1).
 
-Every rank measures its own device at its own pace, without communication:
-
-.. code-block:: python
-
-    with preserved_state(model, optimizer), local_collectives(model):
-        profile = profile_device(
-            run, cap, state_bytes_to_come=optimizer_state_bytes(optimizer), device=device,
-            abort=lambda: abort_step(model, optimizer),
-        )
-
-Algorithm 1 predicts the largest batch from the memory of one sample. Here memory is measured with every trial, and the
-prediction only sets which sizes are tried first. The algorithm's loop between two sizes is corrected so that it ends.
+Each rank measures without communication, in ``preserved_state(model, optimizer)`` and ``local_collectives(model)``.
+Algorithm 1 predicts the largest batch from the memory of one sample; here memory is measured with every trial, and the
+prediction only sets which sizes come first. Its loop between two sizes is corrected so that it ends.
 
 [Note: reserve] Training may need more memory than the trials: for longer samples than the first ones, the optimizer's
-step, what else the user's loop keeps, and since memory is fragmented. So the share ``RESERVE`` of the memory that
-micro-batches could use is held while sizes are tried. Only the smallest micro-batch is accepted without a reserve.
+step, what else the loop keeps, and fragmentation. So the share ``RESERVE`` of the memory that micro-batches could use
+is held while sizes are tried. Only the smallest micro-batch is accepted without a reserve.
 
-[Note: straight curves] Only the largest and the smallest size are always timed. A size in the middle is timed next. If
-the straight line between its neighbors predicts its time, the sizes between them are not timed; otherwise each half is
-treated in the same way.
+[Note: straight curves] Only the largest and the smallest size are always timed, then one in the middle. If the straight
+line between its neighbors predicts its time, no others are timed; otherwise each half is treated alike.
 
-On a CPU with an address-space limit, oneDNN (convolutions, matrix products in bfloat16) keeps some megabytes for every
-size that it has run. If it runs out of memory while it compiles, it does not compile anything new in that thread
-afterwards. Then only sizes that have run before still run, and the result may be below the true largest batch.
+On a CPU with an address-space limit, oneDNN keeps some megabytes for every size that it has run, and compiles nothing
+new in a thread in which compiling ran out of memory. Then the result may be below the true largest batch.
 """
 
 from __future__ import annotations
@@ -52,20 +41,16 @@ __all__ = ["RESERVE", "LargestBatch", "Timing", "device_name", "largest_batch", 
 
 
 Estimate = Callable[[], int | None]
-
 GUIDED = 2
 """Number of trials at the estimate; if it is exact, trying it and one neighbor proves that."""
 
-# [Note: trials]
 # Let L be the largest batch that fits and k = ⌊log2 L⌋. Doubling takes k + 1 trials that fit and one that does not, and
-# leaves at most 2^k − 1 candidates. Bisection needs at most k trials for these, also after trials at an estimate. In
-# total there are at most 2k + 2 + GUIDED ≤ 2·log2 L + 4 trials, and k + 4 with a good estimate.
+# leaves at most 2^k − 1 candidates, for which bisection needs at most k, also after trials at an estimate: in total at
+# most 2k + 2 + GUIDED ≤ 2·log2 L + 4 trials, and k + 4 with a good estimate.
 
 
 @dataclass(frozen=True)
 class LargestBatch:
-    """The result of a search and its trials."""
-
     largest: int
     """Samples of the largest batch that ran; 0 if not even the smallest fits."""
     tried: tuple[tuple[int, bool], ...]
@@ -107,8 +92,7 @@ def largest_batch(
     while failed > cap and largest < cap:
         double = min(max(2 * largest, smallest), cap)
         batch = permitted(double)
-        # If the estimate grows a little with every trial, the search would take many trials; end it after two trials
-        # below double.
+        # If the estimate grows a little with each trial, the search takes many; end it after two below double.
         held_back += batch < double
         if batch <= largest or held_back > 2:
             return LargestBatch(largest, tuple(tried))
@@ -130,38 +114,27 @@ def largest_batch(
 
 
 MIN_SECONDS = 0.5
-"""A size is run until this much time has been measured. A device that is throttled for part of each tenth of a second
-is fast in some short passes and slow in others, so that a single short pass does not show its speed."""
+"""Seconds that each size runs at least: a throttled device is fast in some short passes and slow in others."""
 MAX_REPEATS = 30
-"""Largest number of runs of a size."""
 STEADY_SECONDS = 0.2
-"""If a size's runs take about equally long, this much time is enough: a throttled device would have been stopped twice,
-for most of a tenth of a second each time."""
+"""Seconds that are enough for equally long runs: a throttled device would have been stopped twice."""
 STEADY_SPREAD = 1.25
 """Largest ratio of the longest to the shortest run, without the first one, of runs that take about equally long."""
-
 RESERVE = 0.03
 """Share of the memory left for micro-batches that is kept free; see [Note: reserve]."""
-
 STRAIGHT = 0.03
 """Largest relative error of a time predicted by a straight line; see [Note: straight curves]."""
-
 MANY_RUNS = 4
 """Number of runs from which a mean replaces the median."""
-
 PEAK_SECONDS = 0.2
 """Time that matrix products are repeated to find the device's peak rate."""
-
 REPEATS_OF_A_DIP = 2
 """Number of times that a size is measured again if it is slower than a larger one."""
-
 TOLERATED_DIP = 0.1
 """Largest share by which a size may be slower than a larger one; above it, it gets the time of the larger one."""
 
 
 class Timing(NamedTuple):
-    """Time of a forward and backward pass."""
-
     seconds: float
     forward_seconds: float
     """The part of ``seconds`` until the loss was computed."""
@@ -184,12 +157,8 @@ def profile_device(
 ) -> DeviceProfile:
     """Find the largest micro-batch of at most ``cap`` samples that runs, and time as many sizes as the curve needs.
 
-    Returns:
-        The device's profile. If not even the smallest micro-batch fits, ``max_batch`` is 0 and there are no points. If
-        exceeding the memory limit would end the process (see :func:`.memory_limit`),
-        no size is tried that is expected to exceed it, and ``max_batch`` is the largest size below.
-
-    The function calls no collective. The module's docstring shows the blocks to call it in.
+    If not even the smallest fits, ``max_batch`` is 0 and there are no points. If exceeding the memory limit would end
+    the process (:func:`.memory_limit`), no size that is expected to exceed it is tried. Calls no collective.
     """
     if repeats < 1:
         raise ValueError(f"repeats={repeats} must be at least 1")
@@ -236,8 +205,6 @@ def profile_device(
 
 
 class _Trials:
-    """Runs passes, and stores their times and peak memory."""
-
     def __init__(
         self,
         run: Run,
@@ -274,14 +241,13 @@ class _Trials:
                 self._held = 0
 
     def find(self, cap: int, smallest: int, repeats: int, *, may_exceed_estimate: bool) -> int:
-        """Find the largest batch that runs, and time sizes; that batch, or 0 if not even ``smallest`` fits."""
         self._action = "searching"
         largest_batch(self.attempt, cap, self.expected, smallest=smallest, may_exceed_estimate=may_exceed_estimate)
         self._action = "timing"
         return self._time_sizes(repeats)
 
     def attempt(self, batch: int, keep: bool = True) -> bool:
-        """Run a batch; whether it fits. ``keep`` says whether its time and memory are stored."""
+        """Run a batch; True if it fits. With ``keep``, its time and memory are stored."""
         if self._on_progress is not None:
             known = {size: min(timings).seconds for size, timings in self._timings.items() if timings}
             left = seconds_left(self._action, batch, known, self._cap, self._failed, STEADY_SECONDS)
@@ -328,7 +294,7 @@ class _Trials:
         return last, (self._peaks[last] - self._peaks.get(before, self.base)) / (last - before)
 
     def _time_sizes(self, repeats: int) -> int:
-        """Time the sizes that ran, as far as the curve needs them; the largest size that runs reliably."""
+        """Time the sizes that ran, as far as the curve needs them; returns the largest that runs reliably."""
         largest = max(self._timings, default=0)
         while largest > 0 and not self._time(largest, repeats):
             largest = self._step_down(largest, repeats)
@@ -343,7 +309,6 @@ class _Trials:
         return largest
 
     def _time(self, batch: int, repeats: int) -> bool:
-        """Run a size until its time is known well; whether it fits."""
         while self._lacks_runs(batch, repeats):
             # The memory may be fragmented; try again after the failed attempt has released its memory.
             if not (self.attempt(batch) or self.attempt(batch)):
@@ -375,11 +340,7 @@ class _Trials:
         return sum(timings) < STEADY_SECONDS or max(later) > STEADY_SPREAD * min(later)
 
     def _step_down(self, batch: int, repeats: int) -> int:
-        """Find a smaller size that runs reliably after ``batch`` did not; drop the times of ``batch`` and larger ones.
-
-        Libraries keep memory for every size that they have run (oneDNN keeps compiled primitives), so less memory is
-        left after a search. The steps down grow, so that few new sizes are run.
-        """
+        """Find a smaller size that runs reliably, and drop larger ones. Libraries keep memory for each size tried."""
         for other in [other for other in self._timings if other >= batch]:
             del self._timings[other]
             self._timed.discard(other)
@@ -395,16 +356,12 @@ class _Trials:
         return reliable
 
     def _dips(self) -> list[int]:
-        """Timed sizes that are slower than the next larger one or faster than the next smaller one."""
         seconds = {batch: self._typical(batch).seconds for batch in sorted(self._timed)}
         pairs = [(a, b) for a, b in pairwise(seconds) if seconds[a] > seconds[b]]
         return sorted({batch for pair in pairs for batch in pair})
 
     def _typical(self, batch: int) -> Timing:
-        """The typical timing of a size, without its first run, which prepares libraries for it.
-
-        With many runs it is the mean without the longest one, which may be delayed by chance; with few, the median.
-        """
+        """Median timing without the first run, which prepares libraries; of many runs, the mean without the longest."""
         timings = sorted(self._timings[batch][1:] or self._timings[batch])
         if len(timings) < MANY_RUNS:
             return timings[(len(timings) - 1) // 2]
@@ -441,5 +398,4 @@ def peak_flops(device: torch.device, dtype: torch.dtype = torch.float32) -> floa
 
 
 def device_name(device: torch.device) -> str:
-    """The name of ``device`` in profiles."""
     return "cpu" if device.type == "cpu" else str(get_accelerator().get_device_name(device))

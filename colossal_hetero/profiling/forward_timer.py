@@ -1,9 +1,6 @@
-"""Measure the forward passes of this rank during training, without waiting for other ranks.
-
-If a device changes its speed, forward and backward passes change alike. Only forward passes are timed, because in the
-backward pass gradients are summed and fast ranks wait for slow ones. With sharded parameters (stage 3), parameters are
-gathered during the forward pass, and synchronized batch normalization waits for other ranks; these gaps are subtracted.
-"""
+"""Measure the forward passes of this rank during training, without waiting for other ranks. If a device changes its
+speed, both passes change alike, and in the backward pass fast ranks wait for slow ones. Waits in the forward pass
+(gathering of sharded parameters, synchronized batch normalization) are subtracted."""
 
 from __future__ import annotations
 
@@ -19,15 +16,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from ..colossalai_support.accelerator import get_accelerator
 
 __all__ = ["MAX_PASSES", "ForwardTimer"]
-
 MAX_PASSES = 1000
-"""Number of passes that are kept: enough to compute a speed, and few enough to keep in memory for long epochs."""
+"""Number of passes kept: enough for a speed, and few enough for the memory of long epochs."""
 
 
 @dataclass
 class _Pass:
-    """Timing events of one forward pass, recorded in the device's stream and read later."""
-
     samples: int
     begin: Any
     gaps: list[list[Any]] = field(default_factory=list)
@@ -40,8 +34,6 @@ class _Pass:
 
 
 class ForwardTimer:
-    """Times the forward passes of a boosted model in training, with two events per pass."""
-
     def __init__(self, model: nn.Module, samples: Callable[[], int]) -> None:
         self._samples = samples
         self._passes: deque[_Pass] = deque(maxlen=MAX_PASSES)
@@ -71,7 +63,6 @@ class ForwardTimer:
         return taken
 
     def remove(self) -> None:
-        """Remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()
 

@@ -1,10 +1,6 @@
-"""The memory of each layer for one micro-batch: what it keeps for backward, its output, and what it needs for a moment.
-
-What is kept is counted in autograd's saved tensors. What is needed for a moment, temporaries, is what the allocator of
-a device counts beside: the peak of a layer's forward and backward pass, without what was held before the pass and
-without what the layer keeps. It contains the gradient of the layer's output, and gradients of its parameters before
-they are added to earlier ones.
-"""
+"""Memory of each layer for one micro-batch: kept for backward (autograd's saved tensors), output, and temporaries.
+Temporaries are the allocator's peak of a layer's passes without what was held before and what the layer keeps. They
+contain the gradient of its output, and those of its parameters before they are added to earlier ones."""
 
 from __future__ import annotations
 
@@ -27,24 +23,18 @@ __all__ = ["LayerMemory", "SavedBytes", "measure_memory", "saved_bytes", "split_
 
 @dataclass
 class SavedBytes:
-    """Storages that autograd has saved; a storage that several tensors share counts once."""
-
     excluded: set[int]
-    """Addresses of storages that do not count."""
     storages: dict[int, int] = field(default_factory=dict)
     """Bytes of each storage, by address. All live until backward, so an address is not used again."""
 
     @property
     def total(self) -> int:
-        """Bytes of all storages."""
         return sum(self.storages.values())
 
     def total_without(self, tensor: Tensor) -> int:
-        """Bytes of all storages except that of ``tensor``."""
         return self.total - self.storages.get(tensor.untyped_storage().data_ptr(), 0)
 
     def add(self, tensor: Tensor) -> None:
-        """Count the storage of a tensor."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self.excluded:
             self.storages[storage.data_ptr()] = storage.nbytes()
@@ -52,10 +42,7 @@ class SavedBytes:
 
 @contextmanager
 def saved_bytes(excluded: Iterable[Tensor]) -> Iterator[SavedBytes]:
-    """Count the tensors that forward passes in the block save for backward.
-
-    Tensors that a model keeps itself, outside of autograd's saved tensors, are not counted.
-    """
+    """Count the tensors that forward passes in the block save for backward; not those that a model keeps itself."""
     saved = SavedBytes({tensor.untyped_storage().data_ptr() for tensor in excluded})
 
     def pack(tensor: Tensor) -> Tensor:
@@ -83,17 +70,8 @@ def measure_memory(
     singles: Mapping[int, int],
     allocator: Allocator | None,
 ) -> LayerMemory:
-    """Run each kind of block once, and the parts before and after the blocks.
-
-    The parameters must have gradients already, as in all micro-batches of an iteration except the first one.
-
-    Args:
-        passes: passes of the micro-batch.
-        model: the model.
-        kinds: kind of each block, ``[blocks]``.
-        singles: a block of each kind.
-        allocator: counts the memory of the model's device; None: temporaries are not measured.
-    """
+    """Run each kind of block once (``singles``), and the parts before and after the blocks, of ``kinds`` ``[blocks]``.
+    Parameters must have gradients already. Without an ``allocator``, temporaries are not measured."""
     shared = [*model.parameters(), *model.buffers(), *passes.shared_tensors()]
     kept_of: dict[int, int] = {}
     temporaries_of: dict[int, int] = {}
@@ -151,18 +129,14 @@ def _of_ends(passes: LayerPasses, kept_before: int, kept_after: int, allocator: 
     if ends.hidden.requires_grad:
         ends.hidden.backward(torch.ones_like(ends.hidden))
     next_part()
-    # Forward before the blocks, between them, and after them; backward after them, and before them. What a forward pass
-    # has kept is held when its backward pass starts.
+    # Forward before, between and after the blocks, then backward after and before them, which starts with what is kept.
     needed = [peak - start for peak, start in zip(peaks, held, strict=False)]
     return max(needed[0] - kept_before, needed[4], 0), max(needed[2] - kept_after, needed[3], 0)
 
 
 def split_temporaries(by_size: Mapping[int, Sequence[int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Bytes per sample and bytes whatever the micro-batch, each ``[layers]``, from bytes by micro-batch.
-
-    Their sum is at least what was measured, for every size. The growth from the smallest to the largest size is per
-    sample, at least 0. With one size, all is per sample.
-    """
+    """Bytes per sample, the growth from the smallest to the largest size (of one size, all), and fixed bytes
+    ``[layers]``, from bytes by micro-batch. Their sum is at least what was measured for every size."""
     sizes = np.array(sorted(by_size))
     measured = np.array([by_size[size] for size in sizes.tolist()], dtype=float)
     if len(sizes) == 1:

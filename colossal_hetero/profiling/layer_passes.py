@@ -1,9 +1,6 @@
-"""Run parts of a model separately: some consecutive blocks, or the parts before and after the blocks.
-
-One pass through the whole model records the arguments of each block. Blocks are then called with these arguments and
-any hidden state. To run the parts before and after the blocks, every block is replaced by a function that returns a
-stored hidden state at no cost.
-"""
+"""Run parts of a model separately: some consecutive blocks, or the parts before and after the blocks. One pass through
+the model records each block's arguments, with which it is then called for any hidden state. For the other parts, every
+block is replaced by a function that returns a stored hidden state at no cost."""
 
 from __future__ import annotations
 
@@ -28,12 +25,8 @@ GRADIENT_SCALE = 1e-3
 
 
 class Duration(NamedTuple):
-    """Duration or point in time, in seconds."""
-
     wall: float
-    """Wall time."""
     cpu: float
-    """CPU time of the process."""
 
     def __add__(self, other: Any) -> Duration:
         return Duration(self.wall + other.wall, self.cpu + other.cpu)
@@ -43,8 +36,6 @@ class Duration(NamedTuple):
 
 
 class EndDurations(NamedTuple):
-    """Forward and backward durations of the part before the blocks, and of the part after them with the loss."""
-
     before: tuple[Duration, Duration]
     after: tuple[Duration, Duration]
 
@@ -62,8 +53,6 @@ class _Call:
 
 
 class LayerPasses:
-    """Forward and backward passes through parts of ``model``, for one micro-batch."""
-
     def __init__(self, model: nn.Module, row: BlockRow, criterion: Callable | None, batch: Any) -> None:
         self._model = model
         self.blocks = row.blocks
@@ -78,11 +67,10 @@ class LayerPasses:
 
     @property
     def hidden(self) -> Tensor:
-        """The input of the first block. The micro-batch is not necessarily its first dimension."""
+        """Input of the first block. The micro-batch is not necessarily its first dimension."""
         return self._first
 
     def shared_tensors(self) -> list[Tensor]:
-        """Tensor arguments of the blocks other than the hidden state, such as masks and positions."""
         leaves = tree_leaves([(call.args, call.kwargs) for call in self._calls])
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
@@ -96,13 +84,11 @@ class LayerPasses:
         return middle - begin, clock() - middle
 
     def forward(self, hidden: Tensor, start: int, count: int) -> Tensor:
-        """The hidden state after ``count`` blocks from block ``start`` on."""
         for index in range(start, start + count):
             hidden = _hidden_of(self._call(index, hidden))
         return hidden
 
     def ends(self) -> EndDurations:
-        """Durations of forward and backward of the parts before and after the blocks, measured now in one pass."""
         ends = self.forward_ends()
         begin = clock()
         ends.loss.backward()
@@ -201,11 +187,8 @@ class LayerPasses:
 
 
 class _Ends(NamedTuple):
-    """Results of a forward pass without the blocks."""
-
     loss: Tensor
     hidden: Tensor
-    """Input of the first block."""
     last: Tensor
     """The stored hidden state that replaces the output of the last block; a leaf tensor."""
     before: Duration
@@ -219,10 +202,7 @@ def clock() -> Duration:
 
 
 def resized(batch: Any, samples: int) -> Any:
-    """A batch with the first ``samples`` samples of ``batch``, repeated if it has fewer.
-
-    Every tensor in ``batch`` has the samples in its first dimension.
-    """
+    """The first ``samples`` samples of ``batch`` (the first dimension of all tensors), repeated if it has fewer."""
 
     def take(part: Any) -> Any:
         if not isinstance(part, Tensor) or part.dim() == 0:
@@ -266,7 +246,6 @@ def _without_cache(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _forwards(modules: tuple[nn.Module, ...], stand_in: Callable[[int], Callable]) -> Iterator[None]:
-    """In the block, replace the ``forward`` methods of modules."""
     before = [module.__dict__.get("forward") for module in modules]
     for index, module in enumerate(modules):
         module.__dict__["forward"] = stand_in(index)

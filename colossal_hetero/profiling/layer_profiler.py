@@ -1,25 +1,15 @@
 """Measure a model's layers on the devices that will train it (AutoHet, section III-D).
 
-Runs of 1, 2, 4, 8 … consecutive blocks are timed forward and backward. The parts before and after the blocks are timed
-separately. The time of one block is fitted to all runs together, and a stage of ``n`` blocks is predicted to take ``n``
-times that; the difference between a run and the sum of its blocks is within the noise
-(``benchmarks/pipeline/layer_profile.py``). The profile also keeps the runs, and ``LayerTimes.composed_seconds`` adds
-them up as AutoHet does (Eq. 5).
+Runs of 1, 2, 4, 8 … consecutive blocks are timed forward and backward, the parts before and after the blocks
+separately. The time of a block is fitted to all runs together, and ``n`` blocks are predicted to take ``n`` times that,
+within the noise (``benchmarks/pipeline/layer_profile.py``); ``LayerTimes.composed_seconds`` adds runs up (Eq. 5). All
+ranks measure at once without communication, with micro-batches, threads and added gradients as in training.
 
-All ranks measure at the same time without communication. Passes are as in training: with the same micro-batch size,
-the same number of threads, and gradients added to existing ones.
-
-Time on a CPU. With a CPU quota, a process runs until its share of a period (usually 100 ms) is used up and is then
-stopped. A pass of 10 ms is therefore measured either at full speed or with a long pause, and the median of many passes
-would be the full speed. So the mean over many periods is needed. With one thread, passes are measured in CPU time of
-the process, which excludes pauses, and all are multiplied by one ratio of wall time to CPU time over the whole
-measurement. With several threads, CPU time does not show how well they share the work. Then the mean wall time is used,
-divided into forward and backward in proportion to CPU time. On other devices the median wall time is used.
-
-The memory of layers is that of ``layer_memory.py``. On a GPU it contains what passes need for a moment, and the profile
-also has the memory that is in use beside the allocator's.
-
-The time of the pipeline's schedule itself is measured by ``schedule_loop.py``, in turns with the layers.
+With a CPU quota, a process runs until its share of a period (usually 100 ms) is used up and is then stopped, so the
+median of short passes would be the full speed; the mean over many periods is needed. With one thread, passes are
+measured in CPU time, which excludes pauses, times one ratio of wall time to CPU time over the whole measurement. With
+several threads, CPU time does not show how well they share the work: the mean wall time is used, divided into forward
+and backward in proportion to CPU time. On other devices it is the median wall time.
 """
 
 from __future__ import annotations
@@ -51,11 +41,9 @@ from .schedule_loop import Loopback, ScheduleLoop, loopback
 __all__ = ["MeasuredLayers", "profile_layers"]
 
 MIN_SECONDS = 3.0
-"""Shortest measurement of each micro-batch size. It is 30 periods of a quota, so one period more or less is an error of
-3 %."""
+"""Shortest measurement of each micro-batch size: 30 periods of a quota, so one more or less is an error of 3 %."""
 
 UPDATES = 5
-"""Number of optimizer steps that are measured."""
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -85,10 +73,8 @@ def profile_layers(
     on_progress: Callable[[LayerProgress], None] | None = None,
 ) -> MeasuredLayers:
     """Measure the layers of ``model`` on every rank's device. All ranks call it; it also works without ranks.
-
-    Parameters, gradients, buffers, modes and random state of the model are restored. Meanwhile the passes add gradients
-    to its parameters, and a copy of the optimizer takes as much memory as the state of ``max_run`` blocks.
-    """
+    Parameters, gradients, buffers, modes and random state are restored. Meanwhile passes add gradients, and a copy of
+    the optimizer takes as much memory as the state of ``max_run`` blocks."""
     _check(model, micro_batches, optimizer, precision, tensor_parallel, group)
     factory = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
     find_block_row(model, blocks)
@@ -129,8 +115,6 @@ SCHEDULE: Part = ("schedule", 0, 0)
 
 
 class _Measurement:
-    """The measurement on one rank."""
-
     def __init__(
         self,
         model: nn.Module,
@@ -156,7 +140,6 @@ class _Measurement:
         self._kinds = _kinds_of_blocks(layers.row)
         lengths = [2**power for power in range(count.bit_length()) if 2**power <= min(count, max(max_run, 1))]
         self._runs: list[Part] = [("run", 0, length) for length in lengths]
-        # One single block of each kind.
         self._singles: dict[int, Part] = {kind: ("run", self._kinds.index(kind), 1) for kind in set(self._kinds)}
         self._parts = list(dict.fromkeys([*self._runs, *self._singles.values()]))
         self._loop = Duration(0.0, 0.0)
@@ -211,17 +194,13 @@ class _Measurement:
     def _time(
         self, sizes: Sequence[int], index: int, messages: Loopback
     ) -> dict[Part, list[tuple[Duration, Duration]]]:
-        """Forward and backward durations of each part, one per round; every part runs once per round.
-
-        The duration of the schedule is in the place of the forward duration.
-        """
+        """Durations of each part, forward and backward (of the schedule, all and 0), one per round of all parts."""
         size = sizes[index]
         passes = LayerPasses(self._model, self._layers.row, self._criterion, resized(self._batch, size))
         schedule = ScheduleLoop(passes, messages)
         durations: dict[Part, list[tuple[Duration, Duration]]] = {}
 
-        # The order changes in each round, because in a fixed order the pauses of a quota might always hit the same
-        # part. It is the same on all ranks, because layers may communicate.
+        # In a fixed order, a quota might always hit the same part. Layers may communicate, so ranks have the same one.
         order = random.Random(size)
 
         spent, left = 0.0, None
@@ -279,18 +258,14 @@ class _Measurement:
         return forward, backward
 
     def _relative_error(self, parts: Mapping[Part, Sequence[tuple[Duration, Duration]]]) -> float:
-        """Standard error of the typical time of all parts together, as a share of it."""
         rounds = zip(*(durations for part, durations in parts.items() if part != SCHEDULE), strict=True)
         cpu = self._by_cpu_time
         totals = [sum(each.cpu if cpu else each.wall for part in of_round for each in part) for of_round in rounds]
         return relative_error(totals, of_median=cpu or self._device.type != "cpu")
 
     def _single_blocks(self, seconds: dict[Part, tuple[float, float]], way: int) -> list[float]:
-        """Seconds of each block, such that the sum of the predicted times of all runs equals the measured one.
-
-        Blocks of one kind have equal times, and the ratio between kinds is that of the single measured blocks. One
-        common factor remains; the longest runs, which are measured most accurately, have the largest weight in it.
-        """
+        """Seconds of each block, such that the sum of the predicted times of all runs equals the measured one. Kinds of
+        blocks are in the ratio of the single ones; the longest runs, the most accurate, have most weight."""
         alone = [seconds[self._singles[kind]][way] for kind in self._kinds]
         measured = sum(seconds[part][way] for part in self._runs)
         added = sum(sum(alone[:count]) for _, _, count in self._runs)
@@ -301,9 +276,7 @@ class _Measurement:
 
     def _update(self, precision: str) -> tuple[list[float], float]:
         """Seconds of the optimizer's step by layer (CPU time with one thread), and bytes of state per parameter byte.
-
-        Copies of parameters are updated: of the part before the blocks, the longest run, and the part after them.
-        """
+        Copies are updated, of the longest run's parameters and those before and after the blocks."""
         named = dict(self._model.named_parameters(remove_duplicate=False))
         count = self._runs[-1][2]
         groups = [

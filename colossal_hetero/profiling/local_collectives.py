@@ -1,9 +1,6 @@
-"""Replace collectives by local ones that do not communicate, while a rank is profiled.
-
-Each rank tries micro-batches at its own pace and may run out of memory in the middle of a step. With local collectives
-no other rank is left waiting, and the measured times do not include communication, while all buffers are allocated as
-in training.
-"""
+"""Replace collectives by local ones that do not communicate, while a rank is profiled. Each rank tries micro-batches at
+its own pace and may run out of memory in the middle of a step: no other rank is left waiting, and times do not include
+communication, while all buffers are allocated as in training."""
 
 from __future__ import annotations
 
@@ -23,8 +20,6 @@ Group = dist.ProcessGroup | None
 
 
 class FinishedWork(dist.Work):
-    """The handle of a finished collective."""
-
     def __init__(self, results: Sequence[Tensor] = ()) -> None:
         super().__init__()
         self._results = list(results)
@@ -56,15 +51,11 @@ def local_collectives(
 ) -> Iterator[None]:
     """In the block, collectives of ``torch.distributed`` use only the data of this rank and do not communicate.
 
-    This rank's data replaces the data of the others: a reduction leaves a tensor unchanged, and a gathered tensor holds
-    this rank's part once per rank. The results are meaningless, but memory and compute are the same as in training.
-    Values that are gathered in the block must not be used after it;
-    :func:`.abort_step` drops those that FSDP keeps.
-
-    Collectives that are called as attributes of ``torch.distributed`` are covered; ZeRO's optimizer, Gemini, FSDP and
-    ``SyncBatchNorm`` use no others. ``DistributedDataParallel`` reduces gradients in C++; instances in ``model`` do not
-    synchronize gradients in the block, as between accumulation steps. Point-to-point messages and the functional
-    collectives of DTensor are not covered.
+    This rank's data replaces that of the others: reductions leave a tensor unchanged, and a gathered one holds this
+    rank's part once per rank. Gathered values are invalid after the block; :func:`.abort_step` drops those of FSDP.
+    Only collectives called as attributes of ``torch.distributed`` are covered; ZeRO's optimizer, Gemini, FSDP and
+    ``SyncBatchNorm`` use no others. ``DistributedDataParallel`` reduces gradients in C++, so instances in ``model`` do
+    not synchronize. Point-to-point messages and DTensor's functional collectives are not covered.
     """
     modules = (dist, distributed_c10d)
     saved = [(module, name, getattr(module, name)) for module in modules for name in _LOCAL if hasattr(module, name)]
@@ -247,4 +238,3 @@ _LOCAL: dict[str, Callable[..., Any]] = {
     "barrier": _barrier,
     "monitored_barrier": _nothing,
 }
-"""The local replacement of each collective, by its name in ``torch.distributed``."""

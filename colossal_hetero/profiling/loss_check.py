@@ -1,9 +1,6 @@
-"""Check, before training, that the loss is a finite mean over the samples of a batch.
-
-The gradient of a micro-batch is weighted by its samples, which is right for a mean only (see "weights of micro-batches"
-in :mod:`.accumulation`). The loss of one sample is compared with that of a batch that
-holds the same sample twice: a mean stays the same, a sum doubles.
-"""
+"""Check, before training, that the loss is a finite mean over the samples of a batch. Only a mean is right with the
+weights of micro-batches (accumulation.py). The loss of one sample is compared with that of a batch that holds it twice:
+a mean stays the same, a sum doubles."""
 
 from __future__ import annotations
 
@@ -26,28 +23,22 @@ __all__ = ["LossKind", "Mode", "check_loss", "kind_of_loss", "set_mode", "uncomp
 
 LossKind = Literal["mean", "sum", "not finite", "unknown"]
 """``unknown``: neither a mean nor a sum, or too random to tell."""
-
 Mode = Literal["evaluation", "training"]
 Losses = tuple[tuple[float, float], float]
 """Two losses of one sample, and the loss of a batch that holds it twice."""
-
 MODES: tuple[Mode, ...] = ("evaluation", "training")
-
 MOST_AT_ONCE = 4
-"""If a loss cannot be computed of one sample, up to so many are tried: pairs, triplets."""
-
+"""Samples at once that are tried at most, if a loss cannot be computed of one: pairs, triplets."""
 SAMPLES = 4
-"""If the loss of a sample is not finite, for example because all its labels are ignored, so many samples are tried."""
-
+"""Samples that are tried if the loss of one is not finite, for example because all its labels are ignored."""
 TOLERANCE = 0.02
 """Largest relative difference between losses that count as equal; a loss in bfloat16 has a precision of 0.4 %."""
-
 MAX_NOISE = 0.2
-"""If the loss of the same batch varies by more than this share, for example by dropout, its kind is unknown."""
+"""Largest share by which the loss of one batch may vary, for example by dropout; above it, its kind is unknown."""
 
 
 def kind_of_loss(one: Sequence[float], twice: float) -> LossKind:
-    """What the loss of a batch is, from losses of one sample and of a batch that holds it twice."""
+    """Kind of a batch's loss, from losses of one sample and of a batch that holds it twice."""
     if not all(map(math.isfinite, (*one, twice))):
         return "not finite"
     middle = sum(one) / len(one)
@@ -63,12 +54,9 @@ def kind_of_loss(one: Sequence[float], twice: float) -> LossKind:
 def check_loss(trial: TrialRun, replica_of: Sequence[int], multiple_of: int | None = None) -> int:
     """Check the loss that ``trial`` computes, on the first samples of the dataset. Every rank calls it.
 
-    Nothing is trained, and no communication happens in the model. Model, optimizer and random state are restored. A
-    loss that is neither a mean nor a sum is accepted, since its kind cannot be told from a few samples. If two samples
-    do not fit into memory, nothing is checked.
-
-    Returns:
-        The number that all batch sizes must be a multiple of, 1 if every size is possible.
+    Nothing is trained, the model does not communicate, and model, optimizer and random state are restored. A loss that
+    is neither mean nor sum is accepted, since a few samples do not tell its kind. If two samples do not fit into
+    memory, nothing is checked. Returns the number that all batch sizes must be multiples of.
     """
     tried = on_every_rank(lambda: _first_try(trial, multiple_of), "checking the loss")
     trial.at_once, multiple = max(each.at_once for each in tried), max(each.multiple for each in tried)
@@ -107,8 +95,6 @@ def check_loss(trial: TrialRun, replica_of: Sequence[int], multiple_of: int | No
 
 
 class _Tried(NamedTuple):
-    """The first losses that could be computed."""
-
     mode: Mode
     at_once: int
     multiple: int
@@ -146,10 +132,8 @@ def _runs(trial: TrialRun, mode: Mode, samples: int) -> bool:
 
 
 def _losses(trial: TrialRun, mode: Mode, at_once: int, communicate: bool = False) -> tuple[int, Losses]:
-    """The losses of one sample, computed twice, and the loss of a batch that holds this sample twice.
-
-    They are of the first sample with a finite loss, or the last one that is tried; with the number of that sample.
-    """
+    """Losses of one sample, computed twice, and of a batch that holds it twice; with the number of the sample, the
+    first one with a finite loss or the last that is tried."""
     failure: Exception | None = None
     found: tuple[int, Losses] | None = None
     with preserved_state(trial.model, trial.optimizer), uncompiled(trial.model):
@@ -182,11 +166,8 @@ def _of_sample(trial: TrialRun, once: list[int]) -> Losses:
 
 
 def _asks_other_ranks(trial: TrialRun, mode: Mode, replica_of: Sequence[int]) -> str | None:
-    """The collective over several replicas on whose result the loss depends; None if there is none.
-
-    The loss is computed again with collectives that return twice what they should. Those inside the model belong to
-    the plugin, but sums over replicas do not.
-    """
+    """Collective over several replicas on whose result the loss depends; None if there is none. The loss is computed
+    again with doubled results; collectives inside the model belong to the plugin, but not sums over replicas."""
     called: list[str] = []
     inside = 0
 

@@ -1,13 +1,11 @@
-"""Find out, before training, what the loss of a batch is a mean over: its samples, its labels, or something else.
+"""Find out, before training, what a loss is a mean over: samples, labels, or something else. Losses of unequal
+micro-batches get their weights from it (accumulation.py); that it is a mean is checked in loss_check.py.
 
-Micro-batches have different sizes, so their losses need different weights (see "weights of micro-batches" in
-:mod:`.accumulation`). Whether a loss is a mean at all is checked in loss_check.py.
-
-[Note: evidence] Let a and b be the losses of two samples alone, and L that of the batch of both. If the loss is a mean
-in which they count w_a and w_b, then ``L = s·a + (1 − s)·b`` with ``s = w_a / (w_a + w_b)``. So each pair of samples
-with different losses shows a ratio of weights, which is compared with that of every kind of mean. The samples are drawn
-over the whole dataset, and those are compared whose labels differ most. Parameters are changed at random meanwhile: a
-model that was just made may give all samples the same loss, or parts of the loss may be equal for all of them.
+[Note: evidence] Let a and b be the losses of two samples alone, and L that of the batch of both. In a mean in which
+they count w_a and w_b, ``L = s·a + (1 − s)·b`` with ``s = w_a / (w_a + w_b)``. So each pair of samples with different
+losses shows a ratio of weights, which is compared with that of every kind of mean. Of samples from the whole dataset,
+those whose labels differ most are compared. Parameters are changed at random meanwhile: a new model may give all
+samples the same loss, or equal parts of it.
 """
 
 from __future__ import annotations
@@ -37,37 +35,26 @@ __all__ = ["IGNORED", "Evidence", "FoundMean", "Pair", "decide", "found_mean", "
 
 LossMean = Literal["samples", "tokens", "next_tokens", "other", "undecided"]
 """``next_tokens``: over all tokens but the first of each sequence, which a causal language model does not predict."""
-
 IGNORED = -100
-"""Label that torch's losses leave out if nothing else is said."""
-
+"""Label that torch's losses leave out by default."""
 DRAWN = 32
-"""Samples that a rank draws."""
-
+"""Samples drawn per rank."""
 COMPARED = 8
-"""Samples that a rank compares."""
-
+"""Samples compared per rank."""
 SCALES = (1.0, 0.1, 0.0)
-"""Size of the random change of the parameters, relative to them. The next one is used if the losses show nothing."""
-
+"""Sizes of the random change of the parameters, relative to them; the next is used if the losses show nothing."""
 CHANGED = 2**20
 """Largest number of elements of a parameter that are changed."""
-
 NOISE = 1e-3
 """If the loss of a batch varies by more than this share, it is random."""
-
 ROUNDING = {"fp32": 1e-5, "fp16": 4e-3, "bf16": 4e-3}
 """Relative error of a loss, by precision of the training."""
-
 MAX_ERROR = 0.05
 """Pairs whose share is less certain than this show nothing."""
-
 TOLERANCE = 0.02
 """Difference of shares that counts as equal, in addition to their error: weights differ by less than 9 %."""
-
 MODES: tuple[Mode, ...] = ("evaluation", "training")
 """Some models compute their loss in training only."""
-
 BY_CLASS = "the weights of classes: weight_by=lambda batch: criterion.weight[labels].sum()"
 
 SAME = 0.02
@@ -79,36 +66,30 @@ class Pair:
     """Two samples; see [Note: evidence]."""
 
     share: float
-    """Measured: what the first one counts in the mean of both; nan if no weights explain the loss of both."""
+    """Measured part of the first one in the mean of both; nan if no weights explain the loss of both."""
     error: float
-    """How much ``share`` may differ from its true value."""
+    """Largest error of ``share``."""
     shares: Mapping[str, float]
-    """The share that each kind of mean gives the first one. Kinds in words are no :data:`LossMean`."""
+    """Share of the first one by each kind of mean. Kinds in words are no :data:`LossMean`."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a rank has found."""
-
     pairs: tuple[Pair, ...] = ()
     by_labels: LossMean | None = None
-    """What an experiment with ignored labels shows (:func:`mean_of_labels`); None if it was not made."""
+    """Result of an experiment with ignored labels (:func:`mean_of_labels`); None if it was not made."""
     rivals: frozenset[str] = frozenset()
-    """Kinds of mean that only ``pairs`` can exclude, because some samples have labels that the loss may leave out, or
-    its classes have weights."""
+    """Kinds of mean that only ``pairs`` can exclude: the loss may leave labels out, or classes have weights."""
     is_random: bool = False
 
 
 @dataclass(frozen=True)
 class FoundMean:
-    """What a loss is a mean over, and in words why that is not known."""
-
     kind: LossMean
     reason: str = ""
 
 
 def decide(found: Sequence[Evidence]) -> FoundMean:
-    """What the loss is a mean over, from the evidence of all ranks."""
     if any(each.is_random for each in found):
         return FoundMean("undecided", "the loss of the same batch differs from pass to pass")
     pairs = [pair for each in found for pair in each.pairs if not pair.error > MAX_ERROR]
@@ -137,7 +118,7 @@ def _fits(pair: Pair, kind: str) -> bool:
 
 
 def mean_of_labels(full: float, half_ignored: float, only_first: float) -> LossMean:
-    """What a loss is a mean over, if its labels can be ignored."""
+    """Kind of mean of a loss whose labels can be ignored."""
     if not math.isclose(half_ignored, full, rel_tol=SAME):
         return "other"
     # A mean over nothing is not a number; some losses divide by at least 1 and are 0 then.
@@ -145,8 +126,7 @@ def mean_of_labels(full: float, half_ignored: float, only_first: float) -> LossM
 
 
 def labels_of(batch: Any) -> Tensor | None:
-    """The integer labels ``[samples, …]`` of a batch: those of a mapping under the key ``labels``, ``label``,
-    ``targets`` or ``target``, or the second part of a pair; None if there are none."""
+    """Integer labels ``[samples, …]``: under ``labels``, ``label``, ``targets`` or ``target``, or second of a pair."""
     labels = None
     if isinstance(batch, Mapping):
         labels = next((batch[key] for key in ("labels", "label", "targets", "target") if key in batch), None)
@@ -173,11 +153,8 @@ def class_weights(criterion: Any) -> Tensor | None:
 
 
 def found_mean(trial: TrialRun, precision: str) -> FoundMean:
-    """What the loss that ``trial`` computes is a mean over. Every rank calls it, and gets the same answer.
-
-    Nothing is trained, and no communication happens in the model. Parameters, model, optimizer and random state are
-    restored.
-    """
+    """Find the kind of mean of the loss that ``trial`` computes. Every rank calls it, and gets the same answer. Nothing
+    is trained, the model does not communicate, and its parameters and all other state are restored."""
     if len(trial.loader.dataset) < 2:  # type: ignore[arg-type]
         return FoundMean("samples")
     found = on_every_rank(
@@ -188,8 +165,6 @@ def found_mean(trial: TrialRun, precision: str) -> FoundMean:
 
 
 class _Comparison:
-    """Compares losses of samples on one rank."""
-
     def __init__(self, trial: TrialRun, rounding: float) -> None:
         self._trial, self._rounding, self._multiple = trial, rounding, trial.at_once
         self._batches: dict[int, Any] = {}
@@ -275,7 +250,7 @@ class _Comparison:
         return pairs
 
     def _counts(self, batch: Any) -> dict[str, float]:
-        """What a sample counts, by the kind of mean."""
+        """Weight of a sample, by the kind of mean."""
         counts = {"samples": 1.0}
         labels = labels_of(batch)
         if labels is not None:
@@ -312,7 +287,6 @@ class _Comparison:
         only_first[0] = own[own != IGNORED][0]
 
         def loss(labels: Sequence[Tensor]) -> float:
-            """The loss of a batch that holds the sample once for each of these labels."""
             batch = dict(_joined([self._batches[index]] * len(labels)))
             batch["labels"] = torch.stack(list(labels))
             return float(self._trial.loss_of(batch))
@@ -325,7 +299,6 @@ def _without(value: int) -> str:
 
 
 def _joined(batches: Sequence[Any]) -> Any:
-    """A batch of several, whose tensors have equal shapes but for the number of samples."""
     return tree_map(
         lambda *parts: torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0], *map(with_dicts, batches)
     )
@@ -337,7 +310,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _share(one: float, other: float, both: float, noise: float, rounding: float) -> tuple[float, float]:
-    """The share of the first sample in the loss of both, and its error; see [Note: evidence]."""
+    """Share of the first sample in the loss of both, and its error; see [Note: evidence]."""
     finite = math.isfinite(one), math.isfinite(other)
     if finite == (True, True):
         error = noise + rounding * max(abs(one), abs(other), abs(both))
@@ -356,8 +329,8 @@ def _part(one: float, other: float) -> float:
 
 
 def _features(batches: Sequence[Any]) -> np.ndarray:
-    """Numbers by which the labels of samples differ ``[samples, numbers]``: of each tensor of integers or truth values
-    its size, how many elements are no usual padding, and their mean; of other tensors their size."""
+    """Numbers by which the labels of samples differ, ``[samples, numbers]``: of each tensor its size and, of integers
+    or truth values, how many elements are no usual padding, and their mean."""
     rows = []
     for batch in batches:
         row: list[float] = []
@@ -387,8 +360,8 @@ def _spread(features: np.ndarray, count: int) -> list[int]:
 
 @contextmanager
 def changed_parameters(model: nn.Module, scale: float) -> Iterator[None]:
-    """In the block, parameters are changed at random: by ``scale`` times their standard deviation, and at least that of
-    a usual initialization. They are restored bit for bit."""
+    """In the block, parameters are changed at random by ``scale`` times their standard deviation, at least that of a
+    usual initialization. They are restored bit for bit."""
     restores: list[Callable[[], Any]] = []
     try:
         with torch.no_grad():

@@ -1,8 +1,6 @@
-"""The memory of a device: its limit, its use, and how to detect and recover from running out of memory.
-
-If only the machine's memory limits a CPU process, using too much does not raise an error, but the kernel ends the
-process. Such a limit is not hard, and a search for the largest batch must stay below it.
-"""
+"""Memory of a device: its limit, its use, and recovery from running out of it. If only the machine's memory limits a
+CPU process, using too much raises no error, but the kernel ends the process: such a limit is not hard, and a search for
+the largest batch must stay below it."""
 
 from __future__ import annotations
 
@@ -66,24 +64,20 @@ _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform =
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """The memory of a device that this process may use."""
-
     bytes: int
-    """Size of the limit, including memory that the process already uses."""
+    """Including memory that the process already uses."""
     is_hard: bool
     """True if an allocation beyond the limit raises an error; False if the kernel may end the process."""
     source: str
-    """What sets the limit, in words."""
 
 
 def memory_limit(device: torch.device) -> MemoryLimit:
     """The memory of ``device`` that this process may use, including memory that it already uses.
 
-    On a GPU it is the memory of the card, less memory that other processes use, and limited by
-    ``set_per_process_memory_fraction``. On a CPU with a limit of the address space (``RLIMIT_AS``), it is that limit,
-    in mapped bytes. On a CPU without one, it is in resident bytes: the memory that this process uses, plus its part of
-    90 % of the memory that its control group or the machine has available. Ranks on a machine have equal parts
-    (``LOCAL_WORLD_SIZE``; if that is not set, all ranks are counted).
+    On a GPU it is the card's memory less that of other processes, limited by ``set_per_process_memory_fraction``. On a
+    CPU it is the limit of the address space (``RLIMIT_AS``), in mapped bytes; without one, in resident bytes, it is the
+    memory in use plus this rank's part of 90 % of what the control group or machine has available. Ranks on a machine
+    have equal parts (``LOCAL_WORLD_SIZE``; if it is not set, all ranks are counted).
     """
     if device.type == "cuda":
         return _limit_of_gpu(device)
@@ -102,7 +96,7 @@ def memory_limit(device: torch.device) -> MemoryLimit:
 
 
 def used_bytes(device: torch.device) -> int:
-    """Bytes of ``device`` that this process uses now, counted as in :func:`memory_limit`."""
+    """Bytes in use now, counted as in :func:`memory_limit`."""
     if device.type == "cpu":
         memory = psutil.Process().memory_info()
         return int(memory.rss if _address_space_limit() is None else memory.vms)
@@ -122,7 +116,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 class Allocator(Protocol):
-    """What the allocator of a device counts, in bytes. Unlike :func:`used_bytes`, it is exact for each tensor."""
+    """Counts of a device's allocator, in bytes. Unlike :func:`used_bytes`, they are exact for each tensor."""
 
     def used_bytes(self) -> int:
         """In use by tensors now."""
@@ -138,8 +132,6 @@ class Allocator(Protocol):
 
 
 class CudaAllocator:
-    """The caching allocator of a GPU."""
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
@@ -163,11 +155,7 @@ def allocator_of(device: torch.device) -> Allocator | None:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """True if ``error``, or an error that caused it, is an out-of-memory error.
-
-    Such errors come from torch's CPU and GPU allocators, Python, C++, the operating system and the libraries that torch
-    calls, each with its own type or message.
-    """
+    """True if ``error`` or its cause is an out-of-memory error, of any of the types and messages of allocators."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -182,10 +170,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def recover(error: BaseException | None = None) -> None:
-    """Release the memory of a failed step: local variables in its frames, its graph, and the caches of allocators.
-
-    The traceback of ``error``, which refers to the frames, is removed.
-    """
+    """Release the memory of a failed step: variables in frames, its graph, and allocators' caches."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -200,10 +185,7 @@ def recover(error: BaseException | None = None) -> None:
 
 @contextmanager
 def reserved_memory(size_bytes: int, device: torch.device) -> Iterator[None]:
-    """In the block, hold ``size_bytes`` of ``device``, so that later allocations of that size will fit.
-
-    If there is not enough memory, the allocation raises an error that :func:`is_out_of_memory` recognizes.
-    """
+    """In the block, hold ``size_bytes`` of ``device``, so that later allocations of that size fit, if they fit now."""
     # The memory is written, because the kernel counts a page of a CPU process only after its first use.
     held = torch.empty(max(size_bytes, 0), dtype=torch.uint8, device=device).fill_(1)
     try:

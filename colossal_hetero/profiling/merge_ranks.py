@@ -11,56 +11,48 @@ from .layer_memory import split_temporaries
 
 __all__ = ["MeasuredLayers", "RankLayers", "merge_degrees", "merge_ranks"]
 
-
 ALIKE = 0.1
 """Ranks with the same device name whose times differ by at most this share are one kind."""
 
 
 @dataclass(frozen=True)
 class MeasuredLayers:
-    """A profile, and the devices that it was measured on."""
+    """A profile, and kind and usable memory of each rank's device, by rank."""
 
     profile: ModelProfile
     devices: tuple[str, ...]
-    """Name of the kind of each rank's device in the profile, by rank."""
     memory_bytes: tuple[int, ...]
-    """Memory of its device that each rank may use, by rank."""
 
 
 @dataclass
 class RankLayers:
-    """The measurements of one rank; lists are ``[layers]``, as in the profile."""
+    """Measurements of one rank: lists are ``[layers]``, dictionaries by micro-batch, times in seconds."""
 
     device: str
-    """Name of the device."""
     memory_bytes: int
-    """Memory of the device that the rank may use."""
     forward: dict[int, list[float]] = field(default_factory=dict)
-    """Seconds of forward, by micro-batch."""
     backward: dict[int, list[float]] = field(default_factory=dict)
-    """Seconds of backward, by micro-batch."""
     schedule: dict[int, float] = field(default_factory=dict)
-    """Seconds of the schedule itself per micro-batch and cut, by micro-batch."""
+    """Time of the schedule itself per micro-batch and cut."""
     errors: dict[int, float] = field(default_factory=dict)
-    """Standard error of the times as a share of them, by micro-batch."""
+    """Standard error of the times, as a share of them."""
     runs: dict[int, dict[int, tuple[float, float]]] = field(default_factory=dict)
-    """Seconds of forward and backward of a run of blocks, by micro-batch and number of blocks."""
+    """Forward and backward of a run of blocks, by number of blocks."""
     update: list[float] = field(default_factory=list)
-    """Seconds of the optimizer's step."""
+    """Time of the optimizer's step."""
     activations: list[int] = field(default_factory=list)
     """Bytes per sample kept for backward."""
     outputs: list[int] = field(default_factory=list)
     """Bytes per sample of the output."""
     temporaries: dict[int, list[int]] = field(default_factory=dict)
-    """Bytes that each layer needs for a moment, by micro-batch; empty if they were not measured."""
+    """Needed for a moment; empty if not measured."""
     context_bytes: int | None = None
-    """Bytes of the device that are in use beside those of the allocator; None if they were not measured."""
+    """Bytes of the device in use beside those of the allocator; None if not measured."""
     state_factor: float = 0.0
     """Bytes of parameters, gradients and optimizer state per byte of parameters."""
 
     @property
     def seconds(self) -> float:
-        """Sum of forward and backward over all layers and micro-batches."""
         return sum(map(sum, [*self.forward.values(), *self.backward.values()]))
 
 
@@ -72,17 +64,8 @@ def merge_ranks(
     precision: str,
     name: str,
 ) -> MeasuredLayers:
-    """The profile of all ranks' measurements.
-
-    Args:
-        measured: measurements of each rank, by rank.
-        groups: groups of ranks that share layers; without tensor parallelism, one per rank. A group has the times of
-            its slowest rank, and groups with similar times are one kind.
-        parameter_bytes: bytes of parameters per device, ``[layers]``.
-        tensor_parallel: number of ranks in a group.
-        precision: precision of the passes.
-        name: name of the model.
-    """
+    """Merge all ranks' measurements into a profile of ``parameter_bytes`` per device, ``[layers]``. ``groups`` of
+    ``tensor_parallel`` ranks share layers. A group has the times of its slowest rank; similar groups are one kind."""
     slowest = [max((measured[rank] for rank in group), key=lambda each: each.seconds) for group in groups]
     common = sorted(set.intersection(*(set(each.forward) for each in slowest)))
     kinds: list[list[int]] = []
@@ -129,7 +112,7 @@ def merge_ranks(
 
 
 def _temporaries(measured: Sequence[RankLayers]) -> dict[str, tuple[int, ...]]:
-    """Fields of the sizes: what the rank with the most needs for a moment. Nothing if a rank did not measure it."""
+    """Temporary bytes of the rank with the most, as fields of the sizes; none if a rank did not measure them."""
     common = set.intersection(*(set(each.temporaries) for each in measured))
     if not common:
         return {}
@@ -141,7 +124,6 @@ def _temporaries(measured: Sequence[RankLayers]) -> dict[str, tuple[int, ...]]:
 
 
 def _context_bytes(measured: Sequence[RankLayers], devices: Sequence[str]) -> dict[str, int]:
-    """By kind of device, the largest of its ranks."""
     found: dict[str, int] = {}
     for each, device in zip(measured, devices, strict=True):
         if each.context_bytes is not None:
@@ -150,14 +132,11 @@ def _context_bytes(measured: Sequence[RankLayers], devices: Sequence[str]) -> di
 
 
 def _differ(one: RankLayers, other: RankLayers, sizes: Sequence[int]) -> float:
-    """Relative difference of the total times over the micro-batches ``sizes``."""
     seconds = [sum(sum(each.forward[size]) + sum(each.backward[size]) for size in sizes) for each in (one, other)]
     return max(seconds) / min(seconds) - 1
 
 
 def _times(measured: Sequence[RankLayers], device: str, tensor_parallel: int, size: int) -> LayerTimes:
-    """The mean times of the ranks of a kind."""
-
     def mean(values: Iterable[Sequence[float]]) -> tuple[float, ...]:
         return tuple(statistics.fmean(each) for each in zip(*values, strict=True))
 
@@ -179,7 +158,6 @@ def _times(measured: Sequence[RankLayers], device: str, tensor_parallel: int, si
 
 
 def _names(devices: Sequence[str]) -> list[str]:
-    """A name for each kind: "cpu", "cpu-2" …"""
     return [
         device if index == 0 else f"{device}-{index + 1}"
         for place, device in enumerate(devices)
@@ -191,14 +169,8 @@ def _names(devices: Sequence[str]) -> list[str]:
 
 
 def merge_degrees(measured: Sequence[tuple[int, MeasuredLayers]]) -> tuple[MeasuredLayers, tuple[str, ...]]:
-    """One profile of all degrees.
-
-    The kinds of devices are those of the first degree. A group of neighboring ranks has the kind of its members. A
-    group with several kinds is left out, because plans have groups of one kind only.
-
-    Returns:
-        The measurement, and remarks about what was left out.
-    """
+    """Merge profiles of several degrees into one, with the kinds of devices of the first one; returns it and remarks.
+    Groups of several kinds are left out, because plans have groups of one kind only."""
     _, first = measured[0]
     times = list(first.profile.times)
     sizes = list(first.profile.sizes)
@@ -231,6 +203,5 @@ def merge_degrees(measured: Sequence[tuple[int, MeasuredLayers]]) -> tuple[Measu
 
 
 def _seconds(measured: MeasuredLayers, device: str) -> float:
-    """Forward and backward of all layers on a kind of device, with the smallest micro-batch."""
     times = next(each for each in measured.profile.times if each.device == device)
     return sum(times.forward_seconds) + sum(times.backward_seconds)

@@ -1,12 +1,9 @@
 """Find the blocks between which a pipeline cuts a model, and the size of each layer.
 
 Colossal-AI's policies cut a model inside one row of modules of the same class, and ``num_layers_per_stage`` counts
-these modules: ``blocks`` of timm's vision transformers, ``transformer.h`` of GPT-2, ``model.layers`` of Llama and
-Qwen2, ``encoder.layer`` of BERT. Here the row is found by its structure, not by the model's name: it is the
-``ModuleList`` or ``Sequential`` of modules of one class with most parameters.
-
-The *layers* of a model are the part before the first block (one layer), each block, and the part after the last block
-(one layer).
+these: ``blocks`` of timm's vision transformers, ``transformer.h`` of GPT-2, ``model.layers`` of Llama. Here the row is
+found by its structure: the ``ModuleList`` or ``Sequential`` of modules of one class with most parameters. The *layers*
+of a model are the part before the first block, each block, and the part after the last one.
 """
 
 from __future__ import annotations
@@ -30,35 +27,28 @@ from .training_step import with_dicts
 __all__ = ["BlockRow", "LayerDescription", "call_model", "describe_layers", "find_block_row"]
 
 RIVAL_SHARE = 0.25
-"""If a second row has at least this share of the parameters of the largest one, it is not clear which one to cut."""
+"""Share of the largest row's parameters from which on a second row makes it unclear which one to cut."""
 
 
 @dataclass(frozen=True, eq=False)
 class BlockRow:
-    """The blocks of a model."""
-
     name: str
-    """Name of the module that holds them, e.g. "transformer.h"."""
+    """Name of their module, e.g. "transformer.h"."""
     blocks: tuple[nn.Module, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class LayerDescription:
-    """A model's layers: the part before the blocks, the blocks, the part after them; tuples are ``[blocks + 2]``."""
+    """Layers of a model; tuples are ``[blocks + 2]``, the part before the blocks first, and that after them last."""
 
     row: BlockRow
-    """The blocks."""
     parameters: tuple[int, ...]
     """Number of parameters of each layer. Tied embeddings count at both ends, because both stages hold them."""
     parameter_bytes: tuple[int, ...]
-    """Bytes of the parameters of each layer."""
     flops: tuple[int, ...] | None
-    """Floating-point operations of the forward pass of each layer for the given batch; None without a batch. Backward
-    has about twice as many."""
+    """FLOP of the forward pass of each layer for the given batch (backward: about twice as many), if there is one."""
     before: tuple[str, ...]
-    """Names of the parameters before the first block."""
     after: tuple[str, ...]
-    """Names of the parameters after the last block."""
 
 
 def find_block_row(model: nn.Module, name: str | None = None) -> BlockRow:
@@ -88,7 +78,6 @@ def find_block_row(model: nn.Module, name: str | None = None) -> BlockRow:
 
 
 def describe_layers(model: nn.Module, batch: Any = None, *, blocks: str | None = None) -> LayerDescription:
-    """Parameters and floating-point operations of each layer."""
     row = find_block_row(model, blocks)
     ends, flops = (None, None) if batch is None else _trace(model, row, batch)
     owned: dict[str, list[str]] = {"before": [], "after": []}
@@ -128,7 +117,6 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 
 def _is_row(module: nn.Module) -> bool:
-    """True if ``module`` is a list of modules of one class that have children and parameters."""
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return False
     parts = list(module.children())
@@ -228,8 +216,7 @@ def _first(batch: Any) -> Any:
 
 @contextmanager
 def _quiet_modes(model: nn.Module) -> Iterator[None]:
-    """In the block, use evaluation mode, in which a pass changes no buffer, draws no random number and accepts a single
-    sample."""
+    """In the block, use evaluation mode: passes change no buffer, draw no random number and accept a single sample."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -42,18 +42,16 @@ __all__ = [
 
 
 CLASSES = 10
-"""Number of classes, if the model does not say."""
+"""Number of classes, if the model has none."""
 
 
 @dataclass(frozen=True, eq=False)
 class NamedModel:
-    """A model with a batch and a loss."""
-
     model: nn.Module
     batch: Any
-    """A batch of one sample, on the model's device."""
+    """One sample, on the model's device."""
     criterion: Callable | None
-    """The loss function; None if the model computes its loss itself."""
+    """Loss function; None if the model computes its loss itself."""
 
 
 def build_model(
@@ -79,7 +77,6 @@ def build_model(
 
 
 def _timm_options(name: str) -> dict[str, Any]:
-    """What makes timm's ViT-Base the model ``name`` of :data:`VITS`."""
     sizes = VITS[name]
     widths = {"embed_dim": sizes.hidden, "depth": sizes.depth, "num_heads": sizes.heads, "patch_size": sizes.patch}
     return widths | {"num_classes": CLASSES, "class_token": False, "global_pool": "avg"}
@@ -180,7 +177,6 @@ def _first_line(error: Exception) -> str:
 
 
 def check_degrees(model: nn.Module, degrees: Sequence[int], ranks_per_node: int) -> None:
-    """Check tensor-parallel degrees before anything is measured."""
     heads = _attention_heads(model)
     for degree in degrees:
         if ranks_per_node < degree:
@@ -202,17 +198,13 @@ def check_degrees(model: nn.Module, degrees: Sequence[int], ranks_per_node: int)
 
 
 def own_group(degree: int, device: torch.device) -> dist.ProcessGroup:
-    """A new group of ``degree`` neighboring ranks that this rank is in, over NCCL on a GPU, else over Gloo.
-
-    Collective over all ranks. Their number must be a multiple of ``degree`` (see :func:`check_degrees`).
-    """
+    """A new group of ``degree`` neighboring ranks with this one. All ranks call it; ``degree`` divides their number."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     own, _ = dist.new_subgroups(degree, backend=backend)
     return own
 
 
 def shard(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
-    """This rank's shard of ``model``, which is changed."""
     config = ShardConfig(tensor_parallel_process_group=group, enable_tensor_parallelism=True)
     try:
         return ShardFormer(config).optimize(model, policy=hetero_policy(model))[0]
@@ -221,7 +213,6 @@ def shard(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
 
 
 def _attention_heads(model: nn.Module) -> int | None:
-    """The number of attention heads; None if the model does not say."""
     config = getattr(model, "config", None)
     heads = getattr(config, "num_attention_heads", None)
     if heads is None:
@@ -231,12 +222,10 @@ def _attention_heads(model: nn.Module) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileRequest:
-    """The model to profile, the settings, and the output file; see :func:`.layer_profiler.profile_layers`."""
+    """Model, settings and output file; see :func:`build_model` and :func:`.layer_profiler.profile_layers`."""
 
     model: str
-    """See :func:`.named_models.build_model`."""
     out: Path
-    """Profile file to write."""
     image_size: int | None = None
     sequence: int = 512
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -245,11 +234,11 @@ class ProfileRequest:
     precision: str = "fp32"
     min_seconds: float = MIN_SECONDS
     tensor_parallel: Sequence[int] = (1,)
-    """Degrees to measure, ascending. A group has neighboring ranks of one machine."""
+    """Degrees to measure, ascending."""
 
 
 def check_request(request: ProfileRequest, ranks_per_node: int) -> int:
-    """Check the request before any rank is started, without building weights; the number of blocks of the model."""
+    """Check the request before any rank starts, without building weights; returns the number of blocks of the model."""
     named = build_model(
         request.model,
         image_size=request.image_size,
@@ -297,7 +286,6 @@ def profile_named_model(request: ProfileRequest, console: Console) -> MeasuredLa
 def _measure(
     request: ProfileRequest, degree: int, device: torch.device, on_progress: ProgressDisplay | None
 ) -> MeasuredLayers:
-    """Measure the model, or its shard of this rank."""
     torch.manual_seed(0)
     named = build_model(
         request.model,
@@ -330,7 +318,6 @@ def _measure(
 
 
 def _device(rank: int) -> torch.device:
-    """This rank's GPU; without GPUs another accelerator or the CPU."""
     gpu = local_gpu(rank, "measure")
     if gpu is not None:
         return gpu

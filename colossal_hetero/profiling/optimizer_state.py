@@ -1,4 +1,4 @@
-"""The memory that an optimizer allocates: its state, in the first step, and temporary memory in each step."""
+"""Memory that an optimizer allocates (state in the first step, temporaries in each), and the time of its step."""
 
 from __future__ import annotations
 
@@ -21,19 +21,13 @@ __all__ = ["optimizer_state_bytes", "optimizer_step_seconds", "step_temporary_by
 
 
 DISTRIBUTED_STATE_BYTES = 8
-"""Largest state, in bytes per parameter, of Colossal-AI's distributed optimizers (Lamb, CAME, Adafactor, GaLore), which
-keep two moments."""
+"""Largest state of Colossal-AI's distributed optimizers (Lamb, CAME, Adafactor, GaLore), per parameter: two moments."""
 
 
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer | OptimizerWrapper) -> int:
-    """Bytes that the optimizer's first step will allocate for state that does not exist yet.
-
-    They are measured with a copy of the optimizer object, which takes a real step with zero gradients for one parameter
-    of each shape, stride, dtype and device in a group. The optimizer itself, its parameters and their gradients do not
-    change. Temporary memory of a step is not counted (:func:`step_temporary_bytes`). Colossal-AI's distributed
-    optimizers know only their own shards and communicate in a step, so for them the largest possible state is counted
-    instead.
-    """
+    """Bytes that the optimizer's first step will allocate for state that does not exist yet; no temporary memory. A
+    copy of the optimizer object takes a real step with zero gradients for one parameter of each kind. Distributed
+    optimizers know only their own shards and communicate in a step, so the largest possible state is counted."""
     inner = inner_optimizer(optimizer)
     total = 0
     for group in inner.param_groups:
@@ -52,12 +46,9 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer | OptimizerWrapper) -
 
 
 def step_temporary_bytes(optimizer: torch.optim.Optimizer | OptimizerWrapper) -> int:
-    """About the bytes that a step needs for a moment.
-
-    torch's optimizers compute the denominator of one parameter at a time, in two tensors of its size, while that of the
-    parameter before still exists. On a GPU they compute those of all parameters of a group together (``foreach``),
-    unless the step is fused.
-    """
+    """Approximate bytes that a step needs for a moment. torch's optimizers compute the denominator of one parameter at
+    a time, in two tensors of its size, while that of the one before still exists; on a GPU those of all parameters of a
+    group together (``foreach``), unless the step is fused."""
     most = 0
     for group in inner_optimizer(optimizer).param_groups:
         sizes = [each.numel() * each.element_size() for each in group["params"]]
@@ -79,7 +70,6 @@ def twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _state_after_a_step(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> int:
-    """Bytes of the optimizer's state of one parameter like ``parameter``."""
     twin = twin_of(optimizer)
     options = {
         name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"
@@ -102,7 +92,6 @@ def _state_after_a_step(optimizer: torch.optim.Optimizer, group: dict[str, Any],
 
 
 def _tensor_bytes(state: Any, device: torch.device) -> int:
-    """Bytes on ``device`` of all tensors in ``state``, including nested containers."""
     if isinstance(state, Tensor):
         return state.numel() * state.element_size() if state.device == device else 0
     if isinstance(state, dict):
@@ -117,19 +106,14 @@ def _tensor_bytes(state: Any, device: torch.device) -> int:
 
 MAX_ELEMENTS = 2**22
 """Number of elements that are stepped; the time of larger optimizers is in proportion."""
-
 MIN_SECONDS = 0.2
 """Steps are repeated for so long, because a device under a CPU quota is not stopped in each of them."""
 MIN_STEPS, MAX_STEPS = 3, 30
 
 
 def optimizer_step_seconds(optimizer: torch.optim.Optimizer | OptimizerWrapper) -> float | None:
-    """Seconds of a step without collectives; None if that cannot be measured.
-
-    A copy of the optimizer object steps on copies of its first parameters with zero gradients. Colossal-AI's
-    distributed optimizers communicate in a step, so they are not measured, and neither is an optimizer for which the
-    memory does not suffice or whose step fails for the copies.
-    """
+    """Seconds of a step without collectives, of a copy of the optimizer object on copies of its first parameters. None
+    if they do not fit into memory or their step fails, and for distributed optimizers, which communicate in a step."""
     inner = inner_optimizer(optimizer)
     if isinstance(inner, DistributedOptim):
         return None

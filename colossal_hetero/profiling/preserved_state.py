@@ -31,13 +31,10 @@ def preserved_state(
 ) -> Iterator[None]:
     """On leaving the block, restore what forward and backward passes change, bit for bit and in the same tensors.
 
-    This includes buffers, gradients (also those of ZeRO's optimizer and FSDP; a gradient that was None is None again),
-    training or evaluation mode of each module, the random state of Python, NumPy, torch, the accelerator and
-    Colossal-AI's parallel dropout, and the entries of the optimizer's state and parameter groups. A step that did not
-    finish is aborted (:func:`.abort_step`).
-
-    The block must not contain optimizer steps, because parameters and the tensors in the optimizer's state are not
-    restored. Other attributes of modules, such as a counter that is a Python number, are not restored either.
+    This includes buffers, gradients (also those of ZeRO's optimizer and FSDP; None stays None), modes of modules,
+    random state (Python, NumPy, torch, the accelerator, Colossal-AI's parallel dropout), and the entries of the
+    optimizer's state and parameter groups. An unfinished step is aborted. The block must not contain optimizer steps:
+    parameters, tensors in the optimizer's state and other attributes of modules are not restored.
     """
     abort_step(model, optimizer)
     tensors = _parameters(model, optimizer)
@@ -56,7 +53,6 @@ def preserved_state(
 
 
 def inner_optimizer(optimizer: torch.optim.Optimizer | OptimizerWrapper) -> torch.optim.Optimizer:
-    """The torch optimizer inside Colossal-AI's wrappers."""
     while isinstance(optimizer, OptimizerWrapper):
         optimizer = optimizer.optim
     return optimizer
@@ -78,7 +74,6 @@ def _random_state() -> Restore:
 
 
 def _modules(model: nn.Module) -> Iterator[Restore]:
-    """Restore modes, buffers and the random state of dropout that differs among ranks."""
     copies: dict[int, Tensor] = {}
     for module in model.modules():
         yield _mode(module)
@@ -99,7 +94,7 @@ def _mode(module: nn.Module) -> Restore:
 
 
 def _buffers(module: nn.Module, copies: dict[int, Tensor]) -> Restore:
-    """Restore the buffers of ``module``; ``copies``, by ``id`` of a buffer, is shared by all modules."""
+    """Restore buffers; ``copies``, by ``id`` of a buffer, is shared by all modules."""
     before = dict(module._buffers)
     for buffer in before.values():
         if buffer is not None and id(buffer) not in copies:
@@ -157,7 +152,7 @@ def _gradients(optimizer: Any, tensors: list[Tensor]) -> Iterator[Restore]:
 
 
 def _gradient_store(store: Any) -> Restore:
-    """Restore the reduced gradients of ZeRO's optimizer: lists of slices by parameter group and parameter."""
+    """Restore ZeRO's reduced gradients: lists of slices by parameter group and parameter."""
     slices = {
         group: {parameter: list(parts) for parameter, parts in parameters.items()}
         for group, parameters in store._grads_of_params.items()
@@ -202,7 +197,6 @@ def _optimizer(optimizer: torch.optim.Optimizer | OptimizerWrapper | None) -> It
 
 
 def _copied(value: Any) -> Any:
-    """A copy of an option of a parameter group. A tensor, such as a learning rate, is returned as it is."""
     return value if isinstance(value, Tensor) else copy.deepcopy(value)
 
 

@@ -28,13 +28,13 @@ __all__ = [
 
 
 QUIET_SECONDS = 2.0
-"""Without a terminal, nothing is printed before this time has passed."""
+"""Seconds before the first line without a terminal."""
 LINE_SECONDS = 10.0
-"""Without a terminal, a line is printed this often."""
+"""Seconds between two lines without a terminal."""
 
 
 class Progress(Protocol):
-    """The progress of a measurement; ``str`` of it is a line in words."""
+    """Progress of a measurement; ``str`` of it is a line in words."""
 
     @property
     def seconds_left(self) -> float | None:
@@ -54,7 +54,6 @@ class ProgressDisplay:
         self._next_line = now() + QUIET_SECONDS
 
     def __call__(self, progress: Progress) -> None:
-        """Show it, if it is time to."""
         if self._console.is_terminal:
             self._status.update(f"{progress}{self._place}")
         elif self._now() >= self._next_line and progress.seconds_left is not None:
@@ -63,7 +62,6 @@ class ProgressDisplay:
 
 
 def in_words(seconds: float) -> str:
-    """A duration, rounded up, in words."""
     if seconds < 100:
         return f"about {max(math.ceil(seconds), 1)} s"
     return f"about {math.ceil(seconds / 60)} min"
@@ -73,18 +71,15 @@ def in_words(seconds: float) -> str:
 
 
 SPREAD_OF_QUARTILES = 1.349
-"""Between the quartiles of a normal distribution, in standard deviations."""
+"""Distance of the quartiles of a normal distribution, in standard deviations."""
 MEDIAN_AGAINST_MEAN = math.sqrt(math.pi / 2)
 """Standard error of the median of many normal values, in standard errors of their mean."""
 MAX_ERROR = 0.99
 
 
 def relative_error(values: Sequence[float], *, of_median: bool) -> float:
-    """Standard error of the median or the mean of values, as a share of it; 0 for fewer than three values.
-
-    The values count as independent. That of a median is computed from the quartiles, so that a few values that were
-    disturbed do not change it.
-    """
+    """Standard error of the median or mean of independent values, as a share of it; 0 for fewer than three values. That
+    of a median is computed from the quartiles, so that a few disturbed values do not change it."""
     if len(values) < 3:
         return 0.0
     if not of_median:
@@ -99,25 +94,19 @@ def relative_error(values: Sequence[float], *, of_median: bool) -> float:
 
 
 Action = Literal["searching", "timing"]
-"""True if the largest micro-batch is searched for, or known sizes are timed."""
-
 RUNS = 3
-"""Number of runs of a timed size that is assumed for the estimate."""
+"""Runs of a timed size that are assumed for the estimate."""
 TIMED_SIZES = 3
-"""Number of sizes with a full measurement that is assumed: with a straight curve there are so many."""
+"""Sizes with a full measurement that are assumed: a straight curve has so many."""
 
 
 @dataclass(frozen=True)
 class BatchProgress:
-    """Progress of profiling a device."""
-
     action: Action
     batch: int
-    """Samples of the next micro-batch."""
     largest: int
     """Samples of the largest micro-batch that has run so far."""
     runs: int
-    """Number of passes that have run or failed so far."""
     seconds_left: float | None = None
     """About how long it still takes; None before the first pass is timed."""
 
@@ -153,25 +142,17 @@ def seconds_left(
 
 
 MIN_ROUNDS = 5
-"""Smallest number of rounds that are measured."""
 WARM_UP_ROUNDS = 2
-"""Number of rounds before the measured ones."""
 
 
 @dataclass(frozen=True)
 class LayerProgress:
-    """Progress of one rank."""
-
     micro_batch: int
-    """Samples of the micro-batch that is measured now."""
     index: int
-    """Index of this size."""
     sizes: int
-    """Number of sizes."""
     rounds: int
     """Number of rounds measured so far with this size; 0 also while it warms up."""
     seconds_left: float | None
-    """About how long the measurement of this and the other sizes still takes; None before the first round."""
 
     def __str__(self) -> str:
         which = f" ({self.index + 1} of {self.sizes})" if self.sizes > 1 else ""

@@ -44,18 +44,14 @@ __all__ = [
 
 
 # Smallest batch ------------------------------------------------------------------------------------------------------
-#
-# Find the smallest micro-batch that a model runs in training.
-#
 # Batch normalization of inputs ``[N, C]`` needs two values per channel, so a model with such a layer cannot train with
 # a single sample. Other training steps need pairs or triplets.
 
 
 SMALL = 4
 """Every number of samples up to this is tried."""
-
 _MESSAGE = "Expected more than 1 value per channel"
-"""Begin of the message of the ``ValueError`` that torch raises in ``batch_norm``."""
+"""Begin of the message of torch's ``ValueError`` in ``batch_norm``."""
 
 
 def is_too_few_samples(error: BaseException | None) -> bool:
@@ -70,10 +66,7 @@ def is_too_few_samples(error: BaseException | None) -> bool:
 
 
 def smallest_batch(run: Callable[[int], object], cap: int, abort: Callable[[], None]) -> int:
-    """The first of 1, 2, 3, 4, 8, 16, … samples with which ``run`` does not fail.
-
-    More than four are tried only if a batch normalization asks for them.
-    """
+    """The first of 1, 2, 3, 4 samples with which ``run`` runs; 8, 16, … if a batch normalization asks for them."""
     samples, first = 1, None
     while True:
         try:
@@ -97,13 +90,10 @@ def smallest_batch(run: Callable[[int], object], cap: int, abort: Callable[[], N
 
 FIRST_STEPS = 2
 """Number of steps after which DDP's buckets have their final order."""
-
 SYNCHRONIZATIONS = 3
-"""Least number of synchronizations that are timed."""
 MAX_SYNCHRONIZATIONS = 30
 SYNCHRONIZED_SECONDS = 0.5
-"""Synchronizations are repeated for about so long. A device under a CPU quota is not stopped in a short one, but it is
-in training, where it also computes."""
+"""Least time of all synchronizations, because a CPU quota does not stop a device in a short one, as in training."""
 
 
 @dataclass(frozen=True)
@@ -111,17 +101,14 @@ class ModelDescription:
     """Identity of a model before it is wrapped, cast or sharded."""
 
     name: str
-    """Name of its class."""
     parameters: int
-    """Number of parameters."""
     trained: int
-    """Number of trainable parameters."""
     digest: str
     """Hash of the parameters' names, shapes and dtypes."""
 
 
 def describe(model: nn.Module) -> ModelDescription:
-    """The description of ``model``, which must not be wrapped, cast or sharded yet."""
+    """Describe ``model``, which must not be wrapped, cast or sharded yet."""
     lines = [
         f"{name} {tuple(value.shape)} {value.dtype} {value.requires_grad}" for name, value in model.named_parameters()
     ]
@@ -146,10 +133,8 @@ def profile_ranks(
     replica_of: Sequence[int],
     multiple_of: int = 1,
 ) -> BatchProfile:
-    """Measure every rank's largest micro-batch and times, all ranks at once, and the time of a synchronization.
-
-    Model, optimizer, buffers, gradients and random state are restored bit for bit (Poplar, Algorithm 1).
-    """
+    """Measure every rank's largest micro-batch and times, all at once, and a synchronization (Poplar, Algorithm 1).
+    Model, optimizer, buffers, gradients and random state are restored bit for bit."""
     size, cap = 1, cap // multiple_of
 
     def run(units: int) -> tuple[float, float]:
@@ -174,8 +159,7 @@ def profile_ranks(
     def measure() -> tuple[DeviceProfile, int]:
         to_come = optimizer_state_bytes(optimizer)
         trial.step_bytes = step_temporary_bytes(optimizer)
-        # Fill buckets and shards as in training. In stage 0 this is not possible, because DDP fills its buckets in C++
-        # and communicates at once.
+        # Buckets and shards are filled as in training, but in stage 0 DDP does so in C++ and communicates at once.
         synchronize(stage != 0)
         here = get_accelerator().get_current_device()
         with local_collectives(model):
@@ -193,7 +177,7 @@ def profile_ranks(
         return _in_samples(of_units, multiple_of), to_come
 
     def synchronization_seconds() -> float:
-        """How much longer a step of few samples takes with communication. It includes waiting for other ranks."""
+        """Additional time of a step of few samples with communication; it includes waiting for other ranks."""
 
         def both() -> tuple[float, float]:
             synchronize(stage != 0)
@@ -244,7 +228,6 @@ def profile_ranks(
 
 
 def _in_samples(device: DeviceProfile, unit: int) -> DeviceProfile:
-    """A profile of batches in samples, from one in units of so many samples."""
     return device.model_copy(
         update={
             "sample_bytes": -(-device.sample_bytes // unit),
@@ -257,7 +240,7 @@ def _in_samples(device: DeviceProfile, unit: int) -> DeviceProfile:
 
 
 def _slowest(devices: Sequence[DeviceProfile]) -> DeviceProfile:
-    """The profile of several devices that wait for each other: the longest times and the smallest limits."""
+    """Merge profiles of devices that wait for each other: the longest times and the smallest limits."""
     first = devices[0]
     if len(devices) == 1:
         return first
@@ -282,8 +265,7 @@ def _slowest(devices: Sequence[DeviceProfile]) -> DeviceProfile:
 
 
 def _identity(description: ModelDescription, stage: int, precision: str, state_bytes: int) -> ModelIdentity:
-    # ZeRO stages 1 and 2 hold the parameters in the chosen precision and additional fp32 copies; DDP and FSDP hold fp32
-    # parameters and cast them when they are used.
+    # ZeRO 1 and 2 hold parameters in the chosen precision and fp32 copies; DDP and FSDP cast fp32 ones when used.
     zero = stage in (1, 2)
     width = 2 if zero and precision != "fp32" else 4
     return ModelIdentity(
@@ -298,7 +280,7 @@ def _identity(description: ModelDescription, stage: int, precision: str, state_b
 
 @contextmanager
 def _progress() -> Iterator[Callable[[BatchProgress], None]]:
-    """Show on rank 0 what it measures, and how long it still takes; yields the function to call with the progress."""
+    """Show on rank 0 what it measures and how long it takes; yields the function to call with the progress."""
     if dist.get_rank() != 0:
         yield lambda progress: None
         return
@@ -312,11 +294,9 @@ def _progress() -> Iterator[Callable[[BatchProgress], None]]:
 
 MAX_CHANGE = 1.25
 """Largest factor between a time now and in the profile, in both directions, with which the profile is still used."""
-
 MAX_DIFFERENCE = 1.2
 """Largest ratio of the ranks' factors: a change of all ranks alike does not change the best division, but this does.
 On a shared machine, short measurements of equal devices differ by up to 12 %; what remains is found in training."""
-
 MAX_RUNS = 30
 """Largest number of passes of the check."""
 
@@ -329,21 +309,16 @@ def size_to_check(device: DeviceProfile) -> int:
 
 @dataclass(frozen=True)
 class SpeedNow:
-    """A rank's time now and in the profile."""
+    """Time of a rank now and in the profile."""
 
     batch: int
-    """Samples of the micro-batch that ran."""
     seconds: float
     expected_seconds: float
-    """The time in the profile."""
 
 
 def changes(ranks: Sequence[SpeedNow | str], replica_of: Sequence[int]) -> str | None:
-    """What differs from the profile, in words, from :func:`speed_now` of all ranks; None if it is still right.
-
-    ``replica_of`` is the index of the replica that each rank belongs to. The profile of a replica has the times of its
-    slowest rank, so the others may be faster.
-    """
+    """Differences from the profile in words, from :func:`speed_now` of all ranks; None if it is still right.
+    ``replica_of`` is the replica of each rank. A replica's profile has the times of its slowest rank."""
     found = [f"rank {rank}: {words}" for rank, words in enumerate(ranks) if isinstance(words, str)]
     if found:
         return "; ".join(found)
@@ -363,11 +338,8 @@ def changes(ranks: Sequence[SpeedNow | str], replica_of: Sequence[int]) -> str |
 def speed_now(
     device: DeviceProfile, trial: TrialRun, synchronize: Callable[[bool], None], stage: int
 ) -> SpeedNow | str:
-    """The speed of this rank, whose profile is ``device``; or why its memory is too small now, in words.
-
-    The passes run without communication, and leave no trace. ``synchronize`` is that of
-    :func:`.rank_profiler.profile_ranks`.
-    """
+    """Speed of this rank, whose profile is ``device``; or in words why its memory is too small now. Passes do not
+    communicate and leave no trace; ``synchronize`` is that of :func:`profile_ranks`."""
     limit = memory_limit(get_accelerator().get_current_device())
     needed = device.state_bytes + device.max_batch * device.sample_bytes
     if limit.bytes < needed:

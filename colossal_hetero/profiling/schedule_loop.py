@@ -1,18 +1,11 @@
 """Measure what a pipeline's schedule takes beyond the layers of its stages.
 
-A process runs Colossal-AI's 1F1B schedule alone, as a stage in the middle of a pipeline. The stage has one block of the
-model, and the process sends its messages to itself, so that it waits for no other rank. The time of the loop, less the
-time inside the block's forward and backward passes, is the time of the schedule itself. It contains:
-
-- the Python code of the schedule and of its point-to-point messages, and on a GPU the gaps between kernels in which the
-  device has nothing to do;
-- on a CPU the work of sending an activation and a gradient of the real size and of receiving as many: the copy of what
-  is sent, new memory for what arrives, and the work of the kernel, which run on the cores of this rank.
-
-It does not contain time on the wire (``hop_seconds``), waiting for other stages, waking Gloo's threads (some tenths of
-a millisecond per message), and the accumulation of gradients, which is in the layers' times. On devices other than a
-CPU, a message is a copy on the device instead of an exchange.
-A stage in the middle of a pipeline has two cuts, and each takes half of the measured time.
+A process runs Colossal-AI's 1F1B schedule alone, as a middle stage of one block that sends its messages to itself. The
+time of the loop, less that inside the block's passes, is the schedule's; each of the stage's two cuts takes half. It
+contains the Python code of schedule and messages; on a GPU the gaps between kernels, with copies as messages; on a CPU
+the copies, memory and kernel work of messages of the real size, on this rank's cores. It does not contain time on the
+wire (``hop_seconds``), waiting for stages, waking Gloo's threads (some tenths of a millisecond per message), and the
+accumulation of gradients, which is in the layers' times.
 """
 
 from __future__ import annotations
@@ -38,10 +31,7 @@ from colossalai.pipeline.schedule import OneForwardOneBackwardSchedule
 __all__ = ["Loopback", "ScheduleLoop", "loopback"]
 
 MICRO_BATCHES = 4
-"""Micro-batches of one loop."""
-
 CUTS = 2
-"""Cuts of a stage in the middle of a pipeline."""
 
 HIDDEN = "hidden_states"
 
@@ -60,11 +50,8 @@ class Loopback(Protocol):
 
 
 class _SocketLoopback:
-    """Messages over a TCP connection of this process to itself, which is how Gloo sends them.
-
-    One thread does both ends. Two of Gloo's groups in one process would take several times as long as one in each of
-    two processes, because their threads wait for each other's page faults.
-    """
+    """Messages over a TCP connection to this process itself, as Gloo sends them, by one thread. Two of Gloo's groups in
+    one process would take several times as long, because their threads wait for each other's page faults."""
 
     def __init__(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -93,7 +80,6 @@ class _SocketLoopback:
         self._in.close()
 
     def _push(self) -> None:
-        """Hand as much as possible to the kernel."""
         with suppress(BlockingIOError):
             while self._unsent:
                 message = self._unsent[0]
@@ -105,14 +91,11 @@ class _SocketLoopback:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
     array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
 
 class _DeviceLoopback:
-    """Messages that are copied on the device."""
-
     def __init__(self) -> None:
         self._sent: deque[Tensor] = deque()
 
@@ -128,7 +111,6 @@ class _DeviceLoopback:
 
 @contextmanager
 def loopback(device: torch.device) -> Iterator[Loopback]:
-    """In the block, messages from this process to itself."""
     if device.type != "cpu":
         yield _DeviceLoopback()
         return
@@ -140,7 +122,7 @@ def loopback(device: torch.device) -> Iterator[Loopback]:
 
 
 class _Operation(NamedTuple):
-    """What the schedule asks for, as ``torch.distributed.P2POp``, which accepts only registered groups."""
+    """Request of the schedule, as ``torch.distributed.P2POp``, which accepts only registered groups."""
 
     op: Any
     tensor: Tensor
@@ -149,8 +131,6 @@ class _Operation(NamedTuple):
 
 
 class _MiddleStage:
-    """The stage manager of the second of three stages."""
-
     num_stages = 3
     stage = 1
 
@@ -188,7 +168,7 @@ class _BlockStage(nn.Module):
             torch.autograd.backward(output, gradient)
 
     def inside(self) -> Duration:
-        """The time inside passes since the last call. The device has finished its work."""
+        """Time inside passes since the last call. The device has finished its work."""
         times, self._times = self._times, []
         if self._on_cpu:
             return sum((stop - start for start, stop in times), Duration(0.0, 0.0))
@@ -210,8 +190,6 @@ class _BlockStage(nn.Module):
 
 
 class ScheduleLoop:
-    """Runs of the schedule with one block."""
-
     def __init__(self, passes: LayerPasses, messages: Loopback) -> None:
         self._messages = messages
         self._hidden = passes.hidden.detach().contiguous()
@@ -262,8 +240,6 @@ def _messages_of_schedules(messages: Loopback, device: torch.device) -> Iterator
 
 
 class _Request(NamedTuple):
-    """A message to be received."""
-
     messages: Loopback
     buffer: Tensor
 

@@ -26,12 +26,8 @@ TrainingStep = Callable[[nn.Module, "Callable | None", Any], torch.Tensor]
 
 
 def default_training_step(model: nn.Module, criterion: Callable | None, batch: Any) -> torch.Tensor:
-    """The loss for the two common types of batch.
-
-    For a pair ``(inputs, targets)`` it is ``criterion(model(inputs), targets)``. For a mapping it is the ``loss`` of
-    ``model(**batch)`` or, if the outputs have no loss, ``criterion(outputs, batch)``, as in Colossal-AI's scripts for
-    transformers.
-    """
+    """The loss ``criterion(model(inputs), targets)`` of a pair, and of a mapping the ``loss`` of ``model(**batch)`` or,
+    without one, ``criterion(outputs, batch)``, as in Colossal-AI's scripts for transformers."""
     if isinstance(batch, Mapping):
         outputs = model(**batch)
         loss = getattr(outputs, "loss", None)
@@ -53,21 +49,16 @@ def default_training_step(model: nn.Module, criterion: Callable | None, batch: A
 class TrialRun:
     """Runs trial micro-batches of any size, without drawing from the loader.
 
-    The samples are those from ``first`` on, repeated if the micro-batch is larger than the dataset. Passes run in
-    training mode, because a model that was just loaded is often in evaluation mode. The block in which trials run must
-    restore the modes (:func:`.preserved_state.preserved_state`).
+    The samples are those from ``first`` on, repeated if the dataset has fewer. Passes run in training mode, because a
+    model that was just loaded is often in evaluation mode; :func:`.preserved_state` around them restores it. A trial
+    needs as much memory as the usual loop, which binds ``outputs = model(...)`` and ``loss`` to names.
 
-    A trial needs as much memory as the usual training loop, which binds ``outputs = model(...)`` and ``loss`` to names
-    (see [Note: kept outputs]).
+    [Note: kept outputs] The names of a loop are bound again only after the next forward pass, so the outputs of a
+    micro-batch exist during its backward pass and the next forward pass. A trial therefore keeps its outputs and loss
+    until the forward pass of the next one is over. If that is larger, its loop would keep more: the difference, by the
+    bytes per sample of the latest outputs, is reserved during the forward pass. The outputs also exist during the
+    optimizer's step, whose temporary memory is allocated for a moment after the first backward pass of each size.
     """
-
-    # [Note: kept outputs]
-    # The names of a loop are bound again only after the next forward pass. So the outputs of a micro-batch exist during
-    # its own backward pass and during the next forward pass. A trial therefore keeps its outputs and its loss until the
-    # forward pass of the next trial is over. If the next trial is larger, its loop would keep more than that. The
-    # difference, by the bytes per sample of the outputs that were seen last, is reserved during the forward pass. The
-    # outputs also exist during the optimizer's step. So after the first backward pass of each size, the temporary
-    # memory of a step is allocated for a moment.
 
     model: nn.Module
     optimizer: OptimizerWrapper
@@ -75,11 +66,9 @@ class TrialRun:
     training_step: TrainingStep
     loader: DataLoader
     step_bytes: int = 0
-    """Temporary memory of the optimizer's step."""
     first: int = 0
-    """Index of the first sample that is used for passes."""
     at_once: int = 1
-    """Samples that a loss needs at least, where it is computed of one sample otherwise: that sample so many times."""
+    """Samples that a loss needs at least; where it is computed of one sample otherwise, that one is repeated."""
 
     def __post_init__(self) -> None:
         self._samples: dict[int, Any] = {}
@@ -89,7 +78,7 @@ class TrialRun:
         self._sample_bytes = 0.0
 
     def __call__(self, samples: int) -> float:
-        """Run forward and backward of a micro-batch; the seconds that they take, without loading the samples."""
+        """Run forward and backward of a micro-batch; the seconds of both, without loading the samples."""
         device = get_accelerator().get_current_device()
         self.model.train()
         batch = self.batch(range(self.first, self.first + samples))
@@ -124,7 +113,6 @@ class TrialRun:
             return self.training_step(self.model, self.criterion, batch)
 
     def release(self) -> None:
-        """Release the outputs that are kept for the next trial."""
         self._keep([])
 
     def _keep(self, outputs: list[Any]) -> None:
@@ -151,7 +139,6 @@ class TrialRun:
         return loader.some_samples(count, dist.get_rank())
 
     def _drawn(self, indices: Sequence[int]) -> Any:
-        """The samples as a ``DataLoader`` passes them to its ``collate_fn``."""
         dataset: Any = self.loader.dataset
         wanted = [index % len(dataset) for index in indices]
         if getattr(dataset, "__getitems__", None):
@@ -169,15 +156,11 @@ def with_dicts(batch: Any) -> Any:
 
 
 def _to(part: Any, device: torch.device) -> Any:
-    # Mappings that torch does not know, such as a BatchEncoding, are moved by themselves.
     return part.to(device) if hasattr(part, "to") else part
 
 
 def _tensor_bytes(values: Any, device: torch.device) -> int:
-    """Bytes on ``device`` of all tensors in ``values``: in containers, and in attributes of objects such as outputs.
-
-    Tensors that share memory count once, and parameters do not count.
-    """
+    """Bytes on ``device`` of tensors in containers and attributes, without parameters; shared memory counts once."""
     storages: dict[int, int] = {}
     seen: set[int] = set()
     waiting = [values]

@@ -23,7 +23,7 @@ _MODULES = {
     "inject_stragglers": "stragglers",
     "parse_slowdowns": "stragglers",
 }
-"""The modules of names that are loaded on first use, because loading them takes seconds."""
+"""Modules of names that are loaded on first use, because that takes seconds."""
 
 
 def __getattr__(name: str) -> Any:

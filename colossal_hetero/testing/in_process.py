@@ -1,8 +1,5 @@
-"""A tensor-parallel group inside one process, which computes the shards in turn with the same layer code.
-
-It is for studying how resizing changes training without a second device. A group of ``e`` ranks computes what ``e``
-processes would, up to the order of summation, and each of its ranks can be assigned a workload.
-"""
+"""A tensor-parallel group inside one process, to study how resizing changes training without a second device. It
+computes ``e`` shards in turn by the layers' code, as ``e`` processes would up to the order of summation."""
 
 from __future__ import annotations
 
@@ -41,7 +38,6 @@ class InProcessShard(HeteroLinear):
         return self._owner.training
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """This rank's product, without communication."""
         return self._multiply(x, bias, None)
 
 
@@ -52,7 +48,7 @@ class InProcessLinear(nn.Module):
         linear: the layer whose parameters are used.
         ranks: ``e``.
         split: ``column`` (outputs divided over ranks) or ``row`` (inputs divided).
-        parts: how many equal fused parts the outputs consist of (3 for q, k and v), each divided over the ranks.
+        parts: number of equal fused parts of the outputs (3 for q, k and v), each divided over the ranks.
     """
 
     def __init__(self, linear: nn.Linear, ranks: int, split: Literal["column", "row"], parts: int = 1) -> None:
@@ -64,7 +60,7 @@ class InProcessLinear(nn.Module):
         self.shards = tuple(InProcessShard(self, rank) for rank in range(ranks))
 
     def part(self, whole: Tensor, rank: int, dim: int) -> Tensor:
-        """The slices of ``whole`` along ``dim`` that belong to ``rank``."""
+        """Slices of ``whole`` along ``dim`` that belong to ``rank``."""
         pieces = whole.unflatten(dim, (self._parts, self._ranks, -1)).select(dim + 1, rank)
         return pieces.flatten(dim, dim + 1)
 
@@ -115,10 +111,8 @@ class _BeforeBackward(torch.autograd.Function):
 
 
 def repeat_passes(model: nn.Module, times: int) -> None:
-    """From now on run every forward and backward pass of ``model`` in training ``times`` times.
-
-    The additional passes run through a copy that is not part of the model, so the model's own gradients, hooks and
-    sharded memory stay as they are. During a pass the copy needs the memory of one pass more.
+    """Run every forward and backward pass of ``model`` in training ``times`` times from now on. More passes run in a
+    copy outside of the model, whose gradients, hooks and sharded memory stay the same; it needs the memory of a pass.
     """
     if times == 1:
         return

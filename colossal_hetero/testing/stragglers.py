@@ -1,8 +1,5 @@
-"""Stragglers on demand: make chosen ranks' products slower, for experiments.
-
-Only the layers' ``slow_down`` functions make products slower. The code that measures and decides does not know of them;
-it has to detect them as it detects a slow device.
-"""
+"""Stragglers on demand: make chosen ranks' products slower, for experiments. Only the layers' ``slow_down`` functions
+do so; the code that measures and decides has to detect them as it detects a slow device."""
 
 from __future__ import annotations
 
@@ -32,37 +29,27 @@ Means = Literal["repeat", "sleep"]
 
 
 def parse_slowdowns(text: str) -> dict[int, float]:
-    """``"RANK:SLOWDOWN[,RANK:SLOWDOWN…]"`` as a dictionary, for example ``"1:4"`` or ``"0:8,3:2.5"``.
-
-    Raises:
-        ValueError: see :func:`.parse_rank_factors`.
-    """
+    """``"RANK:SLOWDOWN[,RANK:SLOWDOWN…]"`` as a dictionary; see :func:`.parse_rank_factors`."""
     return parse_rank_factors(text)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stragglers:
-    """Which ranks are slowed down, by which factor, and when."""
+    """Ranks that are slowed down, by which factor, and when."""
 
     slowdowns: Mapping[int, float]
-    """The factor χ ≥ 1 by global rank: products take χ times as long."""
-
+    """Factor χ ≥ 1 by global rank: products take χ times as long."""
     schedule: Schedule = "constant"
-    """``constant``: always the given ranks. ``round-robin``: in each period every factor moves to the next rank.
-    ``random``: in each period the factors are given to newly drawn ranks."""
-
+    """``constant``: always the given ranks. In each period, ``round-robin`` moves every factor to the next rank, and
+    ``random`` gives the factors to newly drawn ranks."""
     period: Period = "epoch"
-    """The length of a period of the schedule."""
-
     means: Means = "repeat"
-    """``repeat`` computes each product χ times, so that a resized layer is slowed by less; ``sleep`` pauses for
-    (χ − 1) times as long as the product took."""
-
+    """``repeat`` computes each product χ times, so that a resized layer is slowed by less; ``sleep`` pauses for χ − 1
+    times the time that the product took."""
     seed: int = 0
-    """The seed of the ``random`` schedule; must be the same on all ranks."""
-
+    """Seed of the ``random`` schedule; the same on all ranks."""
     world_size: int = field(default=0)
-    """The number of ranks in the run; 0 means that of ``torch.distributed``."""
+    """Number of ranks; 0: that of ``torch.distributed``."""
 
     def __post_init__(self) -> None:
         world = self.world_size or dist.get_world_size()
@@ -79,7 +66,7 @@ class Stragglers:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}; valid are {', '.join(get_args(kinds))}")
 
     def slowdown(self, rank: int, period: int) -> float:
-        """The factor χ of ``rank`` in the period with the given number, from 0 on."""
+        """Factor χ of ``rank`` in the period with this number, from 0 on."""
         if self.schedule == "constant":
             return self.slowdowns.get(rank, 1.0)
         if self.schedule == "round-robin":
@@ -125,7 +112,7 @@ class _SleepSlowdown:
 
 
 def _sleep_cycles_per_second(cycles: int = 20_000_000) -> float:
-    """Cycles of ``torch.cuda._sleep`` per second, measured; waits for the device once."""
+    """Measured cycles of ``torch.cuda._sleep`` per second; waits for the device once."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     torch.cuda._sleep(cycles)
@@ -135,10 +122,8 @@ def _sleep_cycles_per_second(cycles: int = 20_000_000) -> float:
 
 
 class _CudaSleepSlowdown:
-    """Pauses the stream after each product for (factor − 1) times as long as it took in an earlier iteration.
-
-    A product is identified by its position in the iteration, so the host never waits for the device.
-    """
+    """Pauses the stream after each product for (factor − 1) times as long as it took in an earlier iteration. Its
+    position in the iteration identifies a product, so the host never waits for the device."""
 
     def __init__(self) -> None:
         self.factor = 1.0
@@ -170,12 +155,12 @@ class _CudaSleepSlowdown:
 def inject_stragglers(
     model: nn.Module, optimizer: Any, stragglers: Stragglers, iterations_per_epoch: int | None = None
 ) -> None:
-    """Slow the tensor-parallel products of this process down as ``stragglers`` says, from now on.
+    """Slow this process's tensor-parallel products down as ``stragglers`` says, from now on.
 
     Args:
         model: the boosted model.
         optimizer: its optimizer; each of its steps ends an iteration.
-        stragglers: which ranks are slowed down, and when.
+        stragglers: ranks that are slowed down, and when.
         iterations_per_epoch: required if the schedule changes every epoch.
 
     Raises:
@@ -229,8 +214,7 @@ def cpu_quota(share: float, period_us: int = 100_000) -> Iterator[None]:
 
     Args:
         share: above 0; 0.25 is a quarter of one core.
-        period_us: the period of the limit in microseconds, 1,000 to 1,000,000. In each period the process runs until
-            its share is used up, and then is stopped until the next period.
+        period_us: period in microseconds, 1,000 to 1,000,000, in which the process stops once its share is used up.
 
     Raises:
         OSError: the kernel has no CPU control groups, or this user may not create one.
