@@ -1,10 +1,5 @@
-"""Balancing between iterations: measure which ranks are slow, decide on a plan, apply the plan.
-
-:mod:`.decide` has pure functions without torch. :mod:`.measure` reads clocks and measures costs. :mod:`.report`
-describes what happened. The modules of this folder apply plans: :mod:`.balancer` runs once per optimizer step,
-:mod:`.apply` gives layers their workloads, :mod:`.resharding` moves units for good, :mod:`.host_messages` exchanges
-numbers between ranks.
-"""
+"""Balancing between iterations: measure which ranks are slow, decide on a plan, apply it. :mod:`.balancer` runs once
+per optimizer step, :mod:`.modes` decides, :mod:`.apply` and :mod:`.resharding` carry plans out."""
 
 from .config import BalanceConfig
 from .divide import Division, Move, divide

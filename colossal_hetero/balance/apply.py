@@ -36,15 +36,15 @@ __all__ = ["Applier", "Shares", "columns_stay"]
 
 @dataclass(frozen=True)
 class Shares:
-    """What a rank prunes, gives and takes in whole columns and units, as shares of the cost of its products."""
+    """Shares of the cost of a rank's products that it prunes, gives and takes, in whole columns and units."""
 
     resized: float = 0.0
     migrated: float = 0.0
     resharded: float = 0.0
-    """What the rank has given away for good."""
+    """Given away for good."""
     received: float = 0.0
     loads: tuple[float, ...] = ()
-    """For each kind of layers, how many units the rank computes in each of its blocks."""
+    """Number of units that the rank computes in each of its blocks, by kind of layers."""
 
     @property
     def load(self) -> float:
@@ -53,16 +53,11 @@ class Shares:
 
 
 def columns_stay(config: BalanceConfig, blocks: Sequence[Block]) -> bool:
-    """True if layers that are in no block are left as they are.
-
-    With migration of blocks, mode "auto" does so, because sending the activations of other layers costs more.
-    """
+    """True if layers in no block stay as they are: mode "auto" moves blocks, as other activations cost more to send."""
     return config.mode == "auto" and config.moves_blocks and bool(blocks)
 
 
 class Applier:
-    """Assigns workloads to this rank's layers and blocks, and keeps the objects that these need."""
-
     def __init__(
         self,
         layers: Mapping[str, HeteroLinear],
@@ -92,12 +87,12 @@ class Applier:
         self._columns_stay = columns_stay(config, blocks)
         self._kind_of: list[int | None] = []
         self.kinds = self._number_kinds()
-        """What is balanced. Layers and blocks know their kind by its place in this list."""
+        """Kinds that are balanced. Layers and blocks know their kind by its place in this list."""
         self._plan: BalancePlan | None = None
         self._resharding = resharding
         self._for_good = False
         self._uneven: frozenset[int] = frozenset()
-        """The numbers of the blocks whose units are given away for good."""
+        """Numbers of the blocks whose units are given away for good."""
         self._shares = Shares(loads=tuple(kind.full for kind in self.kinds))
         self._seen = [False] * len(self._blocks)
 
@@ -130,8 +125,7 @@ class Applier:
         return kinds
 
     def present_kinds(self, for_good: bool = False) -> list[LayerKind]:
-        """:attr:`kinds`, where ``moves`` is false for blocks that cannot migrate now, and ``sends`` for those whose
-        units are moved once, if a plan is applied ``for_good``."""
+        """:attr:`kinds`, with ``moves`` false if blocks cannot migrate now, and ``sends`` if they move for good."""
         of_blocks = list(zip(self._blocks, self._kind_of[len(self._layers) :], strict=True))
         fixed = {number for block, number in of_blocks if not block.moves}
         fixed |= {number for _, number in of_blocks} - {number for block, number in of_blocks if not block.stays}
@@ -146,19 +140,15 @@ class Applier:
 
     @property
     def shares(self) -> Shares:
-        """What this rank prunes, gives and takes."""
         return self._shares
 
     def prune(self, ratio: float) -> None:
-        """For a single rank: prune ``ratio`` of its work from the next forward pass on."""
+        """Prune ``ratio`` of the work of a single rank from the next forward pass on."""
         self.apply(BalancePlan(resize=(ratio,), migrate=(0.0,), receive=(0.0,)))
 
     def apply(self, plan: BalancePlan, for_good: bool = False) -> None:
-        """Apply this rank's part of ``plan`` from the next iteration on. Call it on all ranks of the group.
-
-        With ``for_good``, units of blocks change their rank at once, where that is possible; all others migrate in each
-        iteration. Units that were given away for good and are not any more are taken back.
-        """
+        """Apply this rank's part of ``plan`` from the next iteration on; call it on all ranks of the group. With
+        ``for_good``, units of blocks move once where that is possible, or back; others migrate in each iteration."""
         self._plan = plan
         self._for_good = for_good
         self._pruning.start(plan.resize[self._rank])
@@ -166,17 +156,15 @@ class Applier:
 
     @property
     def is_hooked(self) -> bool:
-        """True if a parameter of a block has a hook of the user on this rank."""
         return any(block.is_hooked for block in self._blocks)
 
     def show_each_pass(self, hooks: bool) -> None:
-        """From now on return the gradients of migrated units in each backward pass of a schedule, if there are
-        ``hooks`` on any rank."""
+        """Return the gradients of migrated units in each pass of a schedule from now on, if any rank has ``hooks``."""
         if self._unit_exchange is not None:
             self._unit_exchange.are_hooked = hooks
 
     def seen(self, asks_for_heads: bool) -> list[bool]:
-        """For each block, whether somebody on this rank sees what is computed inside; see :meth:`.Block.is_seen`."""
+        """:meth:`.Block.is_seen` of each block on this rank."""
         self._seen = [block.is_seen(asks_for_heads) for block in self._blocks]
         return self._seen
 
@@ -190,22 +178,18 @@ class Applier:
 
     @property
     def is_for_good(self) -> bool:
-        """True if the plan is applied for good, to all blocks for which that is possible."""
         return self._for_good
 
     def keep(self, stays: Sequence[bool]) -> bool:
-        """For each block, whether all ranks compute their own units from now on, when a plan is applied next; the same
-        on all ranks. Returns whether this changes anything."""
+        """Fix the blocks with ``stays``, equal on all ranks, from the next plan on; returns whether any changes."""
         changes = [block.stays for block in self._blocks] != list(stays)
         for block, stay in zip(self._blocks, stays, strict=True):
             block.stays = stay
         return changes
 
     def traffic(self, plan: BalancePlan, bytes_per_element: int, passes: int) -> Traffic:
-        """What ranks would wait for under ``plan`` in an iteration like those so far, which had so many ``passes``.
-
-        Of columns this is all that the group sends, of blocks what the busiest rank waits for.
-        """
+        """Traffic that ranks would wait for under ``plan`` in an iteration like those so far, with so many ``passes``:
+        of columns all that the group sends, of blocks what the busiest rank waits for."""
         assert self._transport is not None
         total = Traffic()
         divisions = self._divide(plan)
@@ -229,33 +213,27 @@ class Applier:
         return total + Traffic(point_to_point=busiest_port(ports)) * passes
 
     def begin_pass(self, purpose: Purpose = "training", number: int = 1, passes: int = 1) -> None:
-        """Call this before each forward pass; see :meth:`.UnitExchange.begin_pass` for the arguments. Collective over
-        the group if units migrate."""
+        """See the methods of :class:`.UnitExchange` of the same names for this and the next five."""
         if self._unit_exchange is not None:
             self._unit_exchange.begin_pass(purpose, number, passes)
 
     def end_schedule(self) -> None:
-        """Call this after the passes of a schedule."""
         if self._unit_exchange is not None:
             self._unit_exchange.end_schedule()
 
     def end_pass(self) -> None:
-        """Call this after each forward pass for evaluation."""
         if self._unit_exchange is not None:
             self._unit_exchange.end_pass()
 
     def begin_evaluation(self) -> None:
-        """Call this when the model is switched to evaluation."""
         if self._unit_exchange is not None:
             self._unit_exchange.begin_evaluation()
 
     def weights_changed(self) -> None:
-        """Call this when weights were changed during an iteration other than by an optimizer step."""
         if self._unit_exchange is not None:
             self._unit_exchange.weights_changed()
 
     def before_step(self) -> None:
-        """Call this before an optimizer step."""
         if self._unit_exchange is not None:
             self._unit_exchange.before_step()
 
@@ -283,7 +261,6 @@ class Applier:
         self._shares = self._measure(kept, divisions)
 
     def _divide(self, plan: BalancePlan) -> list[Division]:
-        """Which rank computes which columns or units, by target."""
         idle = BalancePlan.idle(len(plan.resize))
         divisions = []
         for target, kind in zip(self._targets, self._kind_of, strict=True):

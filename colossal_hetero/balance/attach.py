@@ -61,7 +61,6 @@ def attach_balancer(
 
 
 def _check_options(layers: Mapping[str, HeteroLinear], blocks: Sequence[Block], config: BalanceConfig) -> None:
-    """Raise ValueError if a layer that would be balanced has an option that excludes it."""
     for name, layer in layers.items():
         obstacle = layer.option_obstacle()
         if obstacle is not None:
@@ -79,8 +78,7 @@ def _check_options(layers: Mapping[str, HeteroLinear], blocks: Sequence[Block], 
 
 
 def _check_all_ranks(config: BalanceConfig, obstacle: str | None, world: dist.ProcessGroup) -> None:
-    """Raise on all ranks if the configs differ, so that ranks would decide differently and wait for each other forever,
-    or if a rank has an ``obstacle``."""
+    """Raise on all ranks if a rank has an ``obstacle``, or if configs differ, so that ranks would wait forever."""
     everyone: list[tuple[BalanceConfig, str | None]] = [(config, obstacle)] * dist.get_world_size()
     dist.all_gather_object(everyone, (config, obstacle), group=world)
     first = everyone[0][0]
@@ -92,12 +90,8 @@ def _check_all_ranks(config: BalanceConfig, obstacle: str | None, world: dist.Pr
 
 
 # Model copies --------------------------------------------------------------------------------------------------------
-#
-# Deep copies of a boosted model, such as for a moving average of its weights.
-#
-# A copy computes what the model does, but is not balanced: its layers have no blocks and no clocks. Of this package's
+# A copy, such as a moving average of the weights, computes what the model does, but is not balanced. Of this package's
 # hooks it has those that sum partial gradients, so that it can be trained. It shares the process groups.
-
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PACKAGE = __name__.partition(".")[0]

@@ -1,14 +1,7 @@
-"""The balancer: once per iteration it measures times; if a rank's speed has changed, it decides on a plan and applies
-it.
-
-An iteration lasts from the first training forward pass after an optimizer step to the end of the next optimizer step,
-without the time for loading data, evaluating and saving in between. At the end of iteration *i* every rank
-
-1. reads its clock,
-2. reads the times of all ranks in iteration *i − 1*, compares them, and, if speeds have changed or are known better,
-   decides; all ranks decide on the same plan from the same numbers, and apply it from iteration *i + 1* on,
-3. posts its own times of iteration *i*, without waiting.
-"""
+"""The balancer: once per iteration it measures times; if a rank's speed has changed, it decides on a plan. An iteration
+lasts from the first training forward pass after an optimizer step to the end of the next optimizer step, without data
+loading and evaluation. At its end every rank reads its clock; reads the times of all ranks in the iteration before, and
+may decide on a plan for the next iteration, the same on all ranks; and posts its own times, without waiting."""
 
 from __future__ import annotations
 
@@ -45,26 +38,19 @@ __all__ = ["Balancer"]
 log = logging.getLogger(__name__)
 
 MAX_RECORDS = 100_000
-"""The number of iterations kept for :meth:`Balancer.collect`; older ones are dropped."""
-
+"""Number of iterations kept for :meth:`Balancer.collect`; older ones are dropped."""
 ALWAYS_MEASURED = 16
-"""In mode "off", this many first iterations are measured, and of the later ones only those with timelines."""
-
+"""Number of first iterations that are measured in mode "off"; of the later ones, those with timelines are."""
 SETTLED_AFTER = 10
-"""The number of iterations with a plan from which its cost of communication is learned."""
-
+"""Number of iterations with a plan from which its cost of communication is learned."""
 MAX_STARVED = 1 / 3
-"""The share of a rank's parts in which its GPU may wait for its host in an iteration that is judged. After a host has
-waited, some parts are such until it is ahead again. If it never is, a third of the parts are still none: those after
-collectives in which the rank waited for others."""
-
+"""Share of a rank's parts in which its GPU may wait for its host in an iteration that is judged. Even if the host is
+never ahead, a third of the parts are none such: those after collectives in which the rank waited for others."""
 MIN_RECEIVED = 0.02
-"""The minimum share that is migrated to a receiver with little memory; with memory for less it takes nothing."""
+"""Minimum share that is migrated to a receiver with little memory; with memory for less it takes nothing."""
 
 
 class Balancer:
-    """Balances one rank's tensor-parallel layers against those of its group."""
-
     def __init__(
         self,
         layers: Mapping[str, HeteroLinear],
@@ -105,38 +91,29 @@ class Balancer:
         self._iteration = 0
         self._running = False
         self._passes = 0
-        """Forward passes for training in the current iteration."""
         self._not_for_good: BalancePlan | None = None
-        """The plan that was last found not to be applicable for good."""
         self._has_told_obstacle = False
         self._is_starved = False
-        """True if the last iteration that became known, after the first ones, was not judged, because some GPU waited
-        for its host."""
+        """True if the last known iteration, after the first ones, was not judged because a GPU waited for its host."""
         self._starved_ranks: set[int] = set()
-        """The ranks of the group of which that was logged."""
         self._is_measured = False
-        """True if the current iteration is measured."""
         self._asks_for_heads = False
-        """True if a caller has asked for something of each head since the iteration began."""
 
     @property
     def plan(self) -> BalancePlan:
-        """The plan of this tensor-parallel group for the next iterations."""
         return self._plan
 
     @property
     def traffic(self) -> Transport:
-        """The transport of this rank's migrated work, which counts what it sends."""
         return self._transport
 
     @property
     def shares(self) -> Shares:
-        """What this rank prunes, gives and takes, in whole columns and units."""
         return self._applier.shares
 
     @property
     def kinds(self) -> list[LayerKind]:
-        """What is divided; the ``units`` of a plan are in the order of the kinds that have units."""
+        """Kinds that are divided; the ``units`` of a plan are in the order of those that have units."""
         return self._applier.kinds
 
     @property
@@ -145,21 +122,16 @@ class Balancer:
         return self.config.mode != "off" and self._exchange.size > 1 and bool(self._layers)
 
     def follow(self, plan: BalancePlan) -> None:
-        """Apply ``plan`` from the next iteration on, until another one is decided. Collective over the group.
-
-        It is for studies with ``warmup_iterations`` so large that no plan is decided.
-        """
+        """Apply ``plan`` from the next iteration on, until another one is decided. Collective over the group."""
         self._exchange.check_same(plan.digest)
         self._follows = True
         self._agree_on_seen()
         self._plan = self._adopt(plan, self._stays_resharded(plan))
 
     def begin(self, asks_for_heads: bool = False, number: int = 1, passes: int = 1) -> None:
-        """Call this before a training forward pass; the first one since :meth:`tick` begins an iteration.
-
-        ``number`` is that of the pass in a run of a schedule, from 1 on, and ``passes`` the backward passes of each
-        layer in it: nobody changes weights, or uses gradients, before they have ended.
-        """
+        """Begin a training forward pass; the first one since :meth:`tick` begins an iteration. ``number`` is that of
+        the pass in a run of a schedule, from 1 on, and ``passes`` the backward passes of each layer in it: nobody
+        changes weights, or uses gradients, before they have ended."""
         if not self._running:
             is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
             if is_captured and self.active:
@@ -177,13 +149,10 @@ class Balancer:
 
     @property
     def _is_idle(self) -> bool:
-        """True if every rank computes exactly its own work."""
         return not any((*self._plan.resize, *self._plan.migrate))
 
     def _keep_seen(self, asks_for_heads: bool) -> None:
-        """If a plan applies, let all ranks compute their own units of blocks that somebody sees inside in the pass that
-        begins: on all ranks, or on some ranks since before there was a plan.
-        """
+        """Let all ranks compute their own units of blocks that somebody sees inside in this pass, if a plan applies."""
         self._asks_for_heads |= asks_for_heads
         if self._is_idle or not self._applier.sees_more(asks_for_heads):
             return
@@ -221,7 +190,7 @@ class Balancer:
         return self._clock if self._running and self._is_measured else None
 
     def _wants_times(self) -> bool:
-        """Whether to measure the iteration that begins; the same on all ranks of the group."""
+        """True if the iteration that begins is measured; the same on all ranks of the group."""
         if self._timelines.wants(self._iteration):
             return True
         if not self.active:
@@ -231,7 +200,7 @@ class Balancer:
         return attentive or self._iteration % self._clock.sample_every == 0
 
     def _measure(self, is_measured: bool) -> None:
-        """Let layers mark the clock in this iteration, or not: a mark costs the host some time."""
+        """Let layers mark the clock in this iteration, or not, because a mark costs the host some time."""
         if is_measured != self._is_measured:
             self._is_measured = is_measured
             for layer in self._layers.values():
@@ -241,34 +210,31 @@ class Balancer:
             self._clock.start()
 
     def begin_evaluation_pass(self, asks_for_heads: bool = False) -> None:
-        """Call this before a forward pass without gradients; it belongs to no iteration."""
+        """Begin a forward pass without gradients, which belongs to no iteration."""
         self._keep_seen(asks_for_heads)
         self._applier.begin_pass("evaluation")
 
     def end_evaluation_pass(self) -> None:
-        """Call this after a forward pass without gradients."""
         self._applier.end_pass()
 
     def begin_evaluation(self) -> None:
-        """Call this when the model is switched to evaluation: its weights may be others from now on."""
+        """Take note that the model is switched to evaluation: its weights may be others from now on."""
         self._applier.begin_evaluation()
 
     def weights_changed(self) -> None:
-        """Call this on all ranks of the group when weights have been loaded, also during an iteration."""
+        """Take note of loaded weights, also during an iteration; call it on all ranks of the group."""
         self._applier.weights_changed()
         self._running = False
 
     def end_schedule(self) -> None:
-        """Call this after the passes of a schedule for training."""
         self._applier.end_schedule()
 
     def forget_gradients(self) -> None:
-        """Call this when the loss scale has changed, or gradients were not finite."""
+        """Take note that the loss scale has changed, or that gradients were not finite."""
         for layer in self._layers.values():
             layer.forget_gradients()
 
     def before_step(self) -> None:
-        """Call this before an optimizer step, which changes weights."""
         self._applier.before_step()
 
     def tick(self) -> None:
@@ -302,11 +268,8 @@ class Balancer:
         self._iteration += 1
 
     def _compare(self, rows: Sequence[Sequence[float]]) -> bool:
-        """Take in the times of all ranks in one iteration; returns whether to decide.
-
-        If some rank's GPU waited for its host, its times are those of the host, and moving work adds to what that has
-        to launch: nothing is learned from the iteration.
-        """
+        """Take in the times of all ranks in one iteration; returns whether to decide. If some rank's GPU waited for its
+        host, nothing is learned: its times are those of the host, and moving work adds to what that has to launch."""
         starved = {rank: row[1] for rank, row in enumerate(rows) if row[1] > MAX_STARVED}
         # The first iterations load kernels and allocate memory.
         self._is_starved = bool(starved) and self._iteration > self._clock.sample_every
@@ -319,7 +282,7 @@ class Balancer:
         return self._speed.observe([[KindWork(*row[i : i + 3]) for i in range(2, len(row), 3)] for row in rows])
 
     def _tell_starved(self, shares: Mapping[int, float]) -> None:
-        """Log once of each rank of the group, on its first rank, that its GPU waits for its host."""
+        """Warn once of each rank, on the group's first rank, that its GPU waits for its host."""
         ranks = next(ranks for ranks in self._groups.tensor_parallel if dist.get_rank() in ranks)
         for rank in sorted(shares.keys() - self._starved_ranks):
             self._starved_ranks.add(rank)
@@ -362,7 +325,6 @@ class Balancer:
         )
 
     def _measure_costs(self) -> Costs:
-        """The costs of balancing for the layers, rows and messages of the iteration that has just ended."""
         first = next(iter(self._layers.values()))
         dtype, device = first.matrix.dtype, first.matrix.device
         ranks = self._exchange.size
@@ -384,7 +346,6 @@ class Balancer:
         )
 
     def _replan(self) -> None:
-        """Decide on a plan and apply it."""
         self._agree_on_seen()
         is_settled = len(self._migration_seconds) >= SETTLED_AFTER
         if sum(self._plan.migrate) > 0 and is_settled and not self.has_resharded:
@@ -405,7 +366,6 @@ class Balancer:
 
     @property
     def has_resharded(self) -> bool:
-        """True if units have been given away for good."""
         return self._resharding is not None and self._resharding.is_active
 
     def _change_plan(self, plan: BalancePlan, for_good: bool) -> None:
@@ -417,7 +377,6 @@ class Balancer:
             self._records[-1] = replace(self._records[-1], exchanged=True, plan_changed=True)
 
     def _stays_resharded(self, plan: BalancePlan) -> bool:
-        """True if ``plan`` is applied for good, because the present one is."""
         return self.has_resharded and stays_resharded(self._plan, plan)
 
     def _reshard_if_due(self) -> None:
@@ -448,7 +407,7 @@ class Balancer:
         self._has_told_obstacle = True
 
     def keep_shapes(self) -> None:
-        """From now on units are not given away for good, because a copy of the model is made."""
+        """Give no units away for good from now on, because a copy of the model is made."""
         if self._resharding is None:
             return
         if self.has_resharded:
@@ -460,19 +419,13 @@ class Balancer:
         self._resharding.keeps_shapes = True
 
     def ordinary_shards(self) -> AbstractContextManager[None]:
-        """A context in which this rank holds its ordinary shard of every parameter, gradient and optimizer state, also
-        if units were given away for good. Collective over the group, at its beginning and end.
-
-        The plugin enters it to save and to load. Code that reads or writes shards itself enters it too.
-        """
+        """Context in which this rank holds its ordinary shards of parameters, gradients and optimizer states, for code
+        that reads or writes shards. Collective over the group, at its beginning and end."""
         return nullcontext() if self._resharding is None else self._resharding.ordinary_shards()
 
     def _decide(self, uncertainty: float, for_good: bool = False) -> BalancePlan:
-        """The plan for the present speeds, within the memory that receivers are known to have.
-
-        It differs from the present one only if that saves a larger share of the time than the ``uncertainty``. Units
-        that are, or with ``for_good`` will be, given away for good are sent at no cost.
-        """
+        """The plan for the present speeds, within the known memory of receivers; another one only if it saves a larger
+        share of the time than ``uncertainty``. Units that are given away for good are sent at no cost."""
         kinds = self._applier.present_kinds(for_good or self.has_resharded)
         if self.config.is_exact and any(kind.units is not None for kind in kinds):
             return decide_units(
@@ -504,15 +457,10 @@ class Balancer:
             plan = self._decide(0.0) if plan.units else plan.limited(self._max_received)
 
     def collect(self) -> list[IterationRecord] | None:
-        """The records of all ranks since the last call, on global rank 0; None on other ranks.
-
-        In mode "off" only some iterations are measured and have a record: the first :data:`ALWAYS_MEASURED`, and those
-        with a timeline after them (``TimelineSampler.wants``).
-
-        Collective over all ranks. Call it at the end of an epoch or of the run.
-        """
-        # A GPU's clock has times some iterations late, which differs between ranks. Iterations that some rank has not
-        # measured yet are returned by the next call.
+        """The records of all ranks since the last call, on global rank 0; None on other ranks. Collective over all
+        ranks; call it at the end of an epoch or of the run. In mode "off" only the first :data:`ALWAYS_MEASURED`
+        iterations and those with a timeline (``TimelineSampler.wants``) are measured and have a record."""
+        # A GPU's clock has times late, which differs between ranks; what some rank lacks is returned by the next call.
         newest = torch.tensor(self._newest)
         dist.all_reduce(newest, op=dist.ReduceOp.MIN, group=self._groups.world)
         local = [record for record in self._records if record.iteration <= newest.item()]
@@ -525,10 +473,7 @@ class Balancer:
         return None if gathered is None else merge_records(gathered, self._groups.tensor_parallel)
 
     def timelines(self) -> Timelines | None:
-        """An iteration before balancing and one after it, on global rank 0; None on other ranks or without iterations.
-
-        Collective over all ranks. Call it at the end of the run.
-        """
+        """An iteration before and one after balancing, on global rank 0; None if there is none. Collective over all."""
         gathered: list[SampledIterations | None] | None = None
         if dist.get_rank() == 0:
             gathered = [None] * dist.get_world_size()
@@ -539,7 +484,6 @@ class Balancer:
 
 
 def _numbers(times: IterationTimes, kinds: int) -> tuple[int, list[float]]:
-    """An iteration, and what a rank tells the others of it."""
     iteration, shares = times.tag
     numbers = [times.migration_seconds, times.starved]
     for kind in range(kinds):

@@ -1,20 +1,19 @@
-"""What a rank's time in an iteration is spent on: products, the rest of blocks, collectives, or other work.
+"""Clocks of what a rank's time in an iteration is spent on: products, the rest of blocks, collectives, or other work.
 
-A mark ends a part of the iteration, which began at the mark before. A CPU clock reads the time. A CUDA clock records
-events on the current stream and reads them when the device has passed them, usually one iteration late, so that the
-host never waits for the device. For selected iterations a clock keeps the parts as segments, for all others only their
-sums. An event takes the host some microseconds, so a CUDA clock without segments records none for inner parts.
+A mark ends a part of the iteration. A CUDA clock records events, and reads them when the device has passed them, so
+that the host never waits. An event takes the host some microseconds, so there are none for inner parts, except in
+iterations whose parts are kept as segments.
 
 Layers that are balanced give their kind with each mark. The time of a kind is its own work between two collectives of
-such layers, because ranks wait for each other there. What lies between other marks (loading data, the embedding, the
-loss, the optimizer step) is no time of a kind: balancing cannot change it, and in other collectives a rank may wait.
+such layers. Balancing cannot change the time between other marks (loading data, the embedding, the loss, the optimizer
+step), and in other collectives a rank may wait.
 
 [Note: overlapped products] On a GPU, dW of a column-parallel layer runs beside the all-reduce of dX, whose kernels take
-16 to 32 of 132 multiprocessors, and on a rank that waits for others they run all the time. So fast ranks would look
-slower than they are. A CUDA clock therefore judges a rank by its other products, and assumes for dW the time of dX,
-which has as many operations. On a CPU the collective takes little time of the rank's core, so dW counts as measured.
-Without an event between dW and the rest of the collective, reports assume the same time for dW; and without one in
-front of a block's second dX, an activation function there is taken for a part of it (1 or 2 % of an MLP, on all ranks).
+16 to 32 of 132 multiprocessors, all the time on a rank that waits for others: fast ranks would look slower than they
+are. A CUDA clock therefore assumes for dW the time of dX, which has as many operations, also in reports without an
+event between dW and the rest of the collective. On a CPU dW counts as measured, because the collective takes little
+time of the rank's core. Without an event in front of a block's second dX, an activation function there is taken for a
+part of it (1 or 2 % of an MLP, on all ranks).
 """
 
 from __future__ import annotations
@@ -40,30 +39,26 @@ class KindTimes(NamedTuple):
     """Seconds that a rank worked in one iteration for the layers of one kind."""
 
     movable: float = 0.0
-    """Products, and operations between the products of a block: they are in proportion to the columns or units."""
+    """Products and operations between the products of a block, in proportion to the columns or units."""
     fixed: float = 0.0
-    """Other work since the collective before: it does not depend on the columns or units."""
+    """Other work since the collective before, which does not depend on the columns or units."""
 
 
 @dataclass(frozen=True)
 class IterationTimes:
-    """Seconds of one iteration on this rank."""
-
     matmul_seconds: float
     communication_seconds: float
     other_seconds: float
     tag: Any = None
-    """The tag that was given to :meth:`IterationClock.stop`."""
     block_seconds: float = 0.0
     """Time between the products of a block (activation functions, attention), which moves with whole units."""
     segments: tuple[Segment, ...] = ()
     """The iteration's parts in order, with adjacent parts of one kind merged; empty unless they were requested."""
     time_base: str = ""
-    """If it is equal on two ranks and not empty, their segments count from the same moment."""
+    """Equal and not empty on ranks whose segments count from the same moment."""
     migration_seconds: float = 0.0
     """The part of ``communication_seconds`` in which this rank waited for migrated work."""
     kinds: Mapping[int, KindTimes] = field(default_factory=dict)
-    """The work for layers that are balanced, by their kind."""
     starved: float = 0.0
     """The share of parts in which a GPU had nothing to do until the host launched the next work."""
 
@@ -77,10 +72,8 @@ class IterationClock(Protocol):
     """A clock that is started and stopped once per iteration and that layers mark."""
 
     keep_segments: bool
-    """True if iterations that start from now on keep their segments."""
-
     sample_every: int
-    """While nothing changes, it is enough to measure one of so many iterations: measuring costs time."""
+    """Measuring one of so many iterations is enough while nothing changes; measuring costs time."""
 
     def mark(self, part: Part, kind: int | None = None, inner: bool = False) -> None: ...
 
@@ -95,8 +88,6 @@ class IterationClock(Protocol):
 
 
 class CpuClock:
-    """A clock of host time, for work on a CPU."""
-
     sample_every = 1
 
     def __init__(self) -> None:
@@ -128,12 +119,10 @@ class CpuClock:
 
 
 STARVED_EVERY = 3
-"""One of so many marks asks whether the GPU has passed the event before; asking costs about as much as an event. Layers
+"""One of so many marks asks whether the GPU has passed the event before, which costs about as much as an event. Layers
 have 14, 20 or 40 events, so that each of their places comes up in turn."""
-
 READ_AT_ONCE = 1024
-"""The number of events that are read in one call while there is time: about a millisecond of the host."""
-
+"""Number of events that are read in one call while there is time: about a millisecond of the host."""
 _Mark = tuple[Part | Literal["beside"], int | None, torch.cuda.Event]
 """A part, its kind and its end on the device. ``beside``: a product and the collective that it runs beside."""
 
@@ -154,15 +143,12 @@ class _Stopped:
 
 
 class CudaClock:
-    """A clock of events on the stream that is current when an iteration starts, read when the device has passed them.
-
-    Segments count from the iteration's first event. If the device has passed an event before the next one is recorded,
-    it waits for its host, and the time between them may be that of the host's launches.
-    """
+    """A clock of events on the stream that is current when an iteration starts. Segments count from the first event. If
+    the device has passed an event before the next is recorded, the time between may be that of the host's launches."""
 
     sample_every = 16
-    """A mark takes the host some microseconds, and the device a moment between two kernels. With events at collectives
-    that is about a thirtieth of an iteration at tensor-parallel degree 8: averaged, far below a percent."""
+    """A mark takes the host some microseconds, and the device a moment: about a thirtieth of an iteration at
+    tensor-parallel degree 8, averaged far below a percent."""
 
     def __init__(self, host_waits: bool = False) -> None:
         self.keep_segments = False
@@ -171,11 +157,10 @@ class CudaClock:
         self._pool: list[torch.cuda.Event] = []
         self._marks: list[_Mark] = []
         self._inner: tuple[Part, int | None] | None = None
-        """The first part since the last event."""
         self._starved = 0
         self._detailed = False
         self._block_share: float | None = None
-        """Of the products and other operations of blocks, the share of the latter when they were last told apart."""
+        """Share of a block's time outside of its products when the two were last told apart."""
         self._stopped: deque[_Stopped] = deque()
 
     def start(self) -> None:
@@ -224,7 +209,6 @@ class CudaClock:
         return finished
 
     def _read(self, stopped: _Stopped, events: int) -> None:
-        """Take in the next events of an iteration that the device has passed, at most so many."""
         last = min(stopped.events_read + events, len(stopped.marks) - 1)
         for (_, _, begin), (part, kind, end) in pairwise(stopped.marks[stopped.events_read : last + 1]):
             stretch = begin.elapsed_time(end) * 1e-3
@@ -251,16 +235,11 @@ class CudaClock:
 
 
 def make_clock(device: torch.device, host_waits: bool = False) -> IterationClock:
-    """The clock for products that run on ``device``. ``host_waits``: see :class:`CudaClock`."""
     return CudaClock(host_waits) if device.type == "cuda" else CpuClock()
 
 
 class _Sums:
-    """The seconds of an iteration by part and by kind.
-
-    Args:
-        measures_overlapped: whether overlapped products count as measured for kinds; see [Note: overlapped products].
-    """
+    """The seconds of an iteration by part and by kind; ``measures_overlapped``: see [Note: overlapped products]."""
 
     def __init__(self, *, measures_overlapped: bool) -> None:
         self._measures_overlapped = measures_overlapped
@@ -273,7 +252,6 @@ class _Sums:
         self._kind_before: int | None = None
 
     def add(self, seconds: float, part: Part | Literal["beside"], kind: int | None) -> None:
-        """Add the time between two marks, the second of which is that of ``part`` and ``kind``."""
         if part == "beside":
             product = min(self._own_product, seconds)
             self.add(product, "overlapped", kind)

@@ -1,4 +1,4 @@
-"""The configuration of balancing."""
+"""Configuration of balancing."""
 
 from __future__ import annotations
 
@@ -19,104 +19,73 @@ RatioForm = Literal["budgeted", "printed"]
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceConfig:
-    """How the work of a tensor-parallel group is balanced.
-
-    By default nothing is changed. ``mode="auto"`` uses exact methods only. Balancing that can reduce accuracy is used
-    only with ``mode="resize"``, ``mode="semi"``, or a positive ``max_resize``.
-    """
+    """Settings of how the work of a tensor-parallel group is balanced. By default nothing is changed. ``mode="auto"``
+    is exact; accuracy can be reduced only by ``mode="resize"``, ``mode="semi"``, or a positive ``max_resize``."""
 
     mode: Mode = "off"
     """``off`` only measures. ``resize`` prunes work of slow ranks, which is lossy. ``migrate`` gives their work to fast
     ranks, which is exact. ``semi`` lets the slowest ranks migrate and other slow ranks resize (SEMI, Algorithm 2).
     ``auto`` migrates and, if ``max_resize`` is positive, prunes so that the predicted iteration time is minimal."""
-
     max_resize: float = None  # type: ignore[assignment]
     """γ_max: the largest share of its work that a rank may prune, in [0, 1); 0 means never to prune. None, the default,
     means 0 in mode ``auto``, which is therefore exact, and 0.9 in the other modes. Mode ``migrate`` never prunes."""
-
     migration: Migration = "block"
-    """What is migrated, and how: ``block`` migrates whole units of a block of layers;
-    ``broadcast-reduce`` and ``scatter-gather`` migrate columns of each product, as in SEMI."""
-
+    """Form of migration: ``block`` migrates whole units of a block of layers; ``broadcast-reduce`` and
+    ``scatter-gather`` migrate columns of each product, as in SEMI."""
     head: bool = True
     """True if rows of the vocabulary-parallel head of a language model migrate like units of a block, where nothing is
     pruned. Then a slow rank computes ``logits`` of training passes with ``labels`` when they are first used."""
-
     resizing: Resizing = "block"
-    """What mode ``resize`` prunes: whole units of a ``block`` (hidden neurons, heads), whose products then run on a
-    part of the weights; or contraction columns of each product (``column``, as in SEMI). Layers that are in no block
-    are always pruned by columns. Modes ``semi`` and ``auto`` prune in the form in which they migrate."""
-
+    """Form of pruning in mode ``resize``: whole units of a ``block`` (hidden neurons, heads), or contraction columns of
+    each product (``column``, as in SEMI), as always in layers in no block. Other modes prune as they migrate."""
     grain: int = 64
-    """The maximum number of units that are pruned or migrated together, ≥ 1: matrix products are faster for round
-    sizes. Layers with few units use a smaller grain."""
-
+    """Maximum number of units that are pruned or migrated together, ≥ 1: matrix products are faster for round sizes.
+    Layers with few units use a smaller grain."""
     measure_costs: bool = True
-    """Whether to measure the costs of pruning and migrating on this machine, in a few seconds before training. If not,
-    costs are assumed to be zero."""
-
+    """Measure the costs of pruning and migrating in a few seconds before training; if not, they count as zero."""
     cost_cache: str | None = None
-    """The folder in which measured costs are kept for the next run on the same devices. None means
-    ``$XDG_CACHE_HOME/colossal_hetero`` or ``~/.cache/colossal_hetero``; "" means not to keep them."""
-
+    """Folder of measured costs, for the next run on the same devices. None means ``$XDG_CACHE_HOME/colossal_hetero`` or
+    ``~/.cache/colossal_hetero``; "" means not to keep them."""
     reference: Reference = "minimum"
-    """The time T_ref to which slow ranks are reduced in mode ``resize`` (Eq. 1). With the ``minimum`` over the group no
-    rank waits; with the ``mean``, the paper's choice for resizing alone, less is pruned and the slow rank stays
-    slower."""
-
+    """T_ref, to which slow ranks are reduced in mode ``resize`` (Eq. 1). With the ``minimum`` over the group no rank
+    waits; with the ``mean``, the paper's choice for resizing alone, less is pruned."""
     resize_ratio: float | Literal["auto"] = "auto"
-    """γ of every slow rank in mode ``resize``: ``auto`` by Eq. 1, or a fixed share in [0, 1) (½ in the paper's suffix-E
-    variants)."""
-
+    """γ of every slow rank in mode ``resize``: ``auto`` by Eq. 1, or a fixed share in [0, 1) (½ in SEMI's suffix E)."""
     resize_overhead: float = 0.08
-    """The time that selecting and imputing columns adds to a rank's products, as a share of their full time, in [0, 1).
+    """Time that selecting and imputing columns adds to a rank's products, as a share of their full time, in [0, 1).
     With ``resize_ratio="auto"`` mode ``resize`` prunes that much more than Eq. 1, so that the rank reaches T_ref."""
-
     priority: Priority = "norm-product"
-    """Which columns are pruned: ``random``, ``priority`` (smallest weight variation), ``priority-diff`` (the same with
-    a ratio per layer) or ``norm-product`` (smallest ‖X column‖·‖W column‖)."""
-
+    """Rule for pruned columns: ``random``, ``priority`` (smallest weight variation), ``priority-diff`` (the same with a
+    ratio per layer) or ``norm-product`` (smallest ‖X column‖·‖W column‖)."""
     imputation: Imputation = "zero"
     """The gradients at pruned columns: ``zero``, the ``average`` of the kept columns, or the ``same`` as before. Units
     of blocks always have zero gradients while they are pruned."""
-
     priority_interval: int | None = None
     """Iterations between two updates of the weight variations. None means an epoch if the data loader that is passed to
     ``booster.boost`` has a length, otherwise 100."""
-
     ratio_form: RatioForm = "budgeted"
-    """How ``priority-diff`` sets its ratios: ``budgeted`` keeps the total time of Eq. 1, ``printed`` follows Algorithm
-    1 exactly."""
-
+    """Ratios of ``priority-diff``: ``budgeted`` keeps the total time of Eq. 1, ``printed`` follows Algorithm 1."""
     decay: float = 0.8
     """α of ``priority-diff``, in [0, 1]: before budgeting, a layer's ratio is at least α·γ."""
-
     variation_threshold: float = 1e-3
     """θ_iter of ``priority-diff``, ≥ 0: columns that change less than this per iteration are candidates for pruning."""
-
     threshold: float = 0.10
     """A rank's speed has changed if its work differs from that of its group by more than this share in ``patience``
     successive iterations; must be positive. Smaller changes are accepted after more iterations."""
-
     margin: float = 0.10
-    """In modes that prune, a rank is slow if it takes more than (1 + margin)·T_ref; must be positive. There, a plan is
-    replaced only if that saves more than this share of the iteration, and a first plan is applied only if it saves more
-    than half of it. Modes that only migrate compare with the noise that is measured instead."""
-
+    """Threshold in modes that prune; must be positive. A rank is slow if it takes more than (1 + margin)·T_ref. A plan
+    is replaced only if that saves more than this share of the iteration, and a first plan is applied only if it saves
+    more than half of it. Modes that only migrate compare with the noise that is measured instead."""
     patience: int = 2
-    """Consecutive iterations after which a change of speed is accepted, ≥ 1; more for a rank that becomes slower after
-    its speed has flickered."""
-
+    """Consecutive iterations after which a change of speed is accepted, ≥ 1; more after a speed has flickered."""
     reshard_after: int | None = 50
-    """After a rank was relieved for this many successive iterations, ≥ 1, units are given away for good: weights and
-    optimizer state move once, and nothing is sent in each iteration any more. They are taken back when the rank
-    recovers. None means never. It needs ``migration="block"`` and a mode that prunes nothing."""
-
+    """Successive iterations, ≥ 1, after which units of a relieved rank are given away for good: weights and optimizer
+    state move once, and nothing is sent in each iteration any more. They are taken back when the rank recovers. None
+    means never. It needs ``migration="block"`` and a mode that prunes nothing."""
     warmup_iterations: int = 2
-    """The number of first iterations that are ignored (allocation, caches), ≥ 0."""
-
+    """Number of first iterations that are ignored (allocation, caches), ≥ 0."""
     seed: int = 0
-    """The seed of the ``random`` rule."""
+    """Seed of the ``random`` rule."""
 
     def __post_init__(self) -> None:
         _check_choice("mode", self.mode, get_args(Mode))
@@ -167,12 +136,10 @@ class BalanceConfig:
 
     @property
     def reshards(self) -> bool:
-        """True if units may be given away for good."""
         return self.reshard_after is not None and self.is_exact and self.moves_blocks
 
     @property
     def moves_heads(self) -> bool:
-        """True if rows of the heads of language models are migrated."""
         return self.head and self.is_exact and self.moves_blocks
 
     @property

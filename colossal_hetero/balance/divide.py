@@ -1,9 +1,6 @@
-"""From a plan's shares to whole units: which range of a layer's units moves from which rank to which.
-
-A *unit* is the smallest part that can be pruned or given away: a contraction column, a hidden neuron, a head. Every
-rank holds equally many units of a layer or block. Units are divided in *grains* of several units, because matrix
-products are faster for round sizes.
-"""
+"""Division of a plan's shares into whole units: ranges of a layer's units that move from rank to rank. A *unit* is the
+smallest part that can be pruned or given away: a contraction column, a hidden neuron, a head. Units are divided in
+*grains* of several units, because matrix products are faster for round sizes."""
 
 from __future__ import annotations
 
@@ -28,9 +25,8 @@ __all__ = [
     "effective_grain",
 ]
 
-
 GRAINS = 32
-"""The minimum number of grains per rank, so that rounding to a grain changes at most 3 % of its work."""
+"""Minimum number of grains per rank, so that rounding to a grain changes at most 3 % of its work."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +45,14 @@ class Move:
 
 @dataclass(frozen=True)
 class Division:
-    """Which rank computes which units of one layer or block."""
+    """Assignment of the units of one layer or block to ranks."""
 
     units: int
     """The number of units that each rank holds."""
     pruned: tuple[int, ...]
     """The number of units that each rank prunes, of those that it does not give away."""
     moves: tuple[Move, ...]
-    """What is given away, by sender and then ascending: the last units of each sender, without gaps."""
+    """Units that are given away, by sender and then ascending: the last units of each sender, without gaps."""
 
     @cached_property
     def _given(self) -> tuple[int, ...]:
@@ -95,12 +91,11 @@ def divide(units: int, plan: BalancePlan, grain: int = 64) -> Division:
     """The plan's shares in whole units, for a layer or block with ``units`` units per rank.
 
     A rank keeps a multiple of the :func:`effective_grain`, at least one grain, unless it keeps everything. Pruning is
-    rounded to the nearest grain. Giving away is rounded to the number of grains for which sender and receivers finish
-    closest to each other; that is mostly up, because a unit takes the slow sender longer than a receiver. Receivers
-    take units in proportion to the plan, in whole grains by largest remainder; if ``units`` is not a multiple of the
-    grain, one receiver takes the remainder too. Receivers are numbered as in SEMI, Sec. IV-B: ``r' = (r + e − s) mod
-    e`` for receiver ``r`` and first sender ``s``. Ranges are assigned in that order, so two ranks exchange at most one
-    range.
+    rounded to the nearest grain. Giving away is rounded to the grains for which sender and receivers finish closest to
+    each other; that is mostly up, because a unit takes the slow sender longer. Receivers take units in proportion to
+    the plan, in whole grains by largest remainder; one of them also takes what is left of ``units``. Receivers are
+    numbered as in SEMI, Sec. IV-B: ``r' = (r + e − s) mod e`` for receiver ``r`` and first sender ``s``. Ranges are
+    assigned in that order, so two ranks exchange at most one range.
 
     Raises:
         ValueError: ``units`` or ``grain`` is below one.
@@ -134,13 +129,11 @@ def divide_counts(units: int, counts: Sequence[int]) -> Division:
 
 
 def _renumbered(given: Sequence[int]) -> list[int]:
-    """All ranks, from the first that gives anything on."""
     first = next((rank for rank, count in enumerate(given) if count), 0)
     return [(first + offset) % len(given) for offset in range(len(given))]
 
 
 def _moves(units: int, given: Sequence[int], taken: dict[int, int], order: Sequence[int]) -> tuple[Move, ...]:
-    """The ranges of the given units by sender and receiver, both in that ``order``."""
     moves = []
     left = dict(taken)
     for sender in order:
@@ -161,12 +154,8 @@ def _pruned_units(units: int, share: float, grain: int) -> int:
 
 
 def _given_units(available: int, wanted: float, grain: int, load: float, receivers_load: float) -> int:
-    """How many of ``available`` units to give away if ``wanted`` would be exact; a multiple of the grain remains, or
-    all.
-
-    ``load`` and ``receivers_load`` are the plan's: under it all ranks finish together, so the time per unit of sender
-    and receivers is in the inverse ratio of their loads.
-    """
+    """Number of ``available`` units to give away if ``wanted`` would be exact; a multiple of the grain remains, or all.
+    Under the plan all ranks finish together, so the times per unit are in the inverse ratio of the loads."""
     keep = max(available - wanted, 0.0) / grain
     grains = math.floor(keep + 1e-9)
     if (keep - grains) * load > (1.0 - (keep - grains)) * receivers_load:
@@ -192,15 +181,10 @@ def _apportion(total: int, weights: Sequence[float], grain: int) -> list[int]:
 
 
 # Traffic -------------------------------------------------------------------------------------------------------------
-#
-# How much a migration sends, by formula: tests compare it with counts, the pre-test computes times from it.
-#
-# Columns are sent in collectives and in messages that one sender starts and waits for, so the time is that of all
-# messages one after the other. Units of blocks travel between many pairs of ranks at the same time, and partly while
-# ranks compute, so what counts is the rank that waits for most.
-#
-# Notation: ``M`` rows (of all micro-batches of an iteration), ``N`` outputs of a rank's weight, ``c`` columns that a
-# sender migrates to ``q`` receivers, in a group of ``e`` ranks. Elements, for every sender and layer:
+# Amount that a migration sends, by formula: tests compare it with counts, the pre-test computes times from it. Columns
+# are sent one message after the other. Units of blocks travel between many pairs of ranks at the same time, so the rank
+# that waits for most counts. Elements, for every sender and layer, with ``M`` rows of all micro-batches, ``N`` outputs,
+# and ``c`` columns that a sender migrates to ``q`` receivers in a group of ``e`` ranks:
 #
 # ==================  =============================================  ==================================================
 # method              column-parallel layer                          row-parallel layer
@@ -210,9 +194,8 @@ def _apportion(total: int, weights: Sequence[float], grain: int) -> list[int]:
 # scatter-gather      point to point 2Nc + 2qMN + Mc                 point to point 2Nc + 2Mc + qMN
 # ==================  =============================================  ==================================================
 #
-# Weights are sent for every micro-batch: ``M`` counts all rows, and ``Nc`` must be multiplied by the number of
-# micro-batches. A ``block`` sends twice the elements of its migrated units, weights to the receiver and gradients back:
-# in each pass of a loop, and once for all passes of a pipeline's schedule.
+# ``Nc`` must be multiplied by the number of micro-batches. A ``block`` sends twice the elements of its migrated units,
+# weights and gradients: in each pass of a loop, and once for all passes of a pipeline's schedule.
 
 
 @dataclass(frozen=True)
@@ -226,8 +209,6 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class BlockShape:
-    """A block on one rank."""
-
     units: int
     elements_per_unit: int
     """The number of weights and biases of one unit in all layers."""
@@ -270,13 +251,10 @@ def column_traffic(
 
 @dataclass(frozen=True)
 class Port:
-    """The messages of blocks of one rank in an optimizer step."""
-
     sent: Volume
-    """All that it sends."""
     waited: Volume
-    """What it sends or receives while it can compute nothing: its first bucket of weights, and gradients, which return
-    layer by layer. Other weights arrive while the bucket before computes. Messages that start together count once."""
+    """Sent or received while it can compute nothing: its first bucket of weights (others arrive while the bucket before
+    computes), and gradients, which return layer by layer. Messages that start together count once."""
 
 
 def block_ports(
@@ -286,10 +264,8 @@ def block_ports(
     ranks: int,
     bytes_per_element: int,
 ) -> list[Port]:
-    """All blocks' messages in a forward and a backward pass, by rank; ``buckets`` has each block's bucket.
-
-    Weights are sent in one message per bucket and pair of ranks, gradients in one per layer, sender and receiver.
-    """
+    """Messages of all blocks in a forward and a backward pass, by rank; ``buckets`` has each block's bucket. Weights
+    are sent in one message per bucket and pair of ranks, gradients in one per layer, sender and receiver."""
     ports = []
     for rank in range(ranks):
         weight_messages: set[tuple[int, int]] = set()
@@ -325,8 +301,6 @@ def busiest_port(ports: Sequence[Port]) -> Volume:
 
 
 class _Count:
-    """A running count of messages and elements."""
-
     def __init__(self) -> None:
         self._messages = self._elements = 0
 

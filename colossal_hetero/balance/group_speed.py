@@ -1,9 +1,6 @@
-"""How fast the ranks of a group are, compared within the same iterations.
-
-Every rank knows the work of all ranks in each iteration. An iteration with longer sequences or a larger batch takes all
-ranks longer by the same factor, which is divided out; what counts is a rank's work relative to that of its group. All
-ranks compute the same from the same numbers, with operations that processors round equally.
-"""
+"""Speeds of the ranks of a group, compared within the same iterations. An iteration with longer sequences or a larger
+batch takes all ranks longer by the same factor, which is divided out. All ranks compute the same from the same numbers,
+with operations that processors round equally."""
 
 from __future__ import annotations
 
@@ -22,39 +19,28 @@ from .work_times import MAX_OVERHEAD, Damping, WorkLine
 __all__ = ["GroupSpeed", "KindWork"]
 
 WINDOW = 256
-"""The maximum number of iterations from which speeds are computed."""
-
+"""Maximum number of iterations from which speeds are computed."""
 FEW = 8
-"""With fewer iterations than this the noise cannot be measured; it is then taken to be :data:`ASSUMED_NOISE`."""
-
+"""Minimum number of iterations to measure the noise; with fewer it is :data:`ASSUMED_NOISE`."""
 ASSUMED_NOISE = 0.03
 """Relative standard deviation of a rank's work over iterations."""
-
 RECENT = 16
 """Iterations that are compared with those before, to notice a small change of speed."""
-
 CERTAIN = 4.0
-"""How many standard errors a difference must have to be taken for a change. There are many ranks and iterations, so
-smaller differences occur by chance."""
-
-
+"""Number of standard errors from which a difference counts as a change; smaller ones of many occur by chance."""
 STEADY_LENGTH = 0.05
-"""If the median deviation of iterations' common factors is below this, batches are taken to have equal lengths."""
-
-
+"""Batches are taken to have equal lengths if the median deviation of iterations' common factors is below this."""
 MAX_PREDICTION_ERROR = 0.4
-"""If a rank's work at a new load is further from what its line predicted, its speed has changed at the same time."""
+"""Relative error of the work that a line predicts at a new load, from which the speed has changed at the same time."""
 
 
 class KindWork(NamedTuple):
     """A rank's work for the layers of one kind in an iteration."""
 
     load: float
-    """What it computed, in units."""
     movable: float
     """Seconds that are in proportion to the load, as far as the clock can tell."""
     fixed: float
-    """Other seconds of work."""
 
     @property
     def seconds(self) -> float:
@@ -81,7 +67,7 @@ class GroupSpeed:
         self._damping = [Damping(config.patience) for _ in range(ranks)]
         self._skip = config.warmup_iterations
         self.receive_factor = 1.0
-        """Φ2: how many times as long a unit of another rank takes, until that has been measured."""
+        """Φ2: relative time of a unit of another rank, until that has been measured."""
         self._window: deque[_ComparedWorks] = deque(maxlen=WINDOW)
         self._deviating: list[_ComparedWorks] = []
         self._before: _ComparedWorks | None = None
@@ -96,11 +82,8 @@ class GroupSpeed:
         self._noise = ASSUMED_NOISE
 
     def observe(self, works: Sequence[Sequence[KindWork]]) -> bool:
-        """Take in ``works[rank][kind]`` of an iteration; returns whether to decide.
-
-        That is so after the first iterations, when a rank's speed has changed, and when so many more iterations have
-        been measured that speeds are known clearly better.
-        """
+        """Take in ``works[rank][kind]`` of an iteration. Returns whether to decide: after the first iterations, when a
+        rank's speed has changed, and when speeds are known clearly better from so many more iterations."""
         loads = [[work.load for work in of_rank] for of_rank in works]
         if loads != self._loads:
             self._change_loads(loads)
@@ -130,7 +113,7 @@ class GroupSpeed:
         return True
 
     def _note_noise(self, iteration: _ComparedWorks) -> None:
-        """Take in how much ranks' work differs from the iteration before, also if their speed may have changed."""
+        """Measure noise by ranks' work since the iteration before, also if their speed may have changed."""
         if self._before is not None:
             for rank, steps in enumerate(self._steps):
                 steps.append(abs(iteration.total(rank) / self._before.total(rank) - 1.0))
@@ -167,7 +150,7 @@ class GroupSpeed:
             ]
 
     def _common_factor(self, ratios: Sequence[float]) -> float:
-        """How much longer than usual the iteration is on all ranks, from their work relative to what was expected."""
+        """Length of the iteration relative to usual, from ranks' work relative to what was expected."""
         factor = _middle(ratios)
         if not self._settling:
             self._factors.append(factor)
@@ -226,7 +209,7 @@ class GroupSpeed:
         return _ComparedWorks(iteration.factor, tuple(works))
 
     def _change_speeds(self, iterations: Sequence[_ComparedWorks]) -> None:
-        """Ranks whose work differs clearly from what was expected have another speed."""
+        """Set other speeds of ranks whose work differs clearly from what was expected."""
         assert self._expected is not None
         changed = []
         for rank, lines in enumerate(self._lines):
@@ -249,7 +232,6 @@ class GroupSpeed:
                     line.forget_others()
 
     def _refine(self) -> bool:
-        """True if enough iterations were added for clearly better speeds."""
         count = self._measured
         if count % RECENT == 0 and len(self._window) >= 2 * RECENT and self._has_drifted():
             self._start_again(list(self._window)[-RECENT:])
@@ -296,7 +278,7 @@ class GroupSpeed:
 
     @property
     def uncertainty(self) -> float:
-        """Differences of speeds that are smaller than this, relative to the work, may be chance."""
+        """Relative difference of speeds below which it may be chance."""
         # The median of n values has 1.25/√n of their standard deviation.
         return CERTAIN * 1.25 * self._noise / sqrt(max(1, len(self._window)))
 
@@ -305,7 +287,7 @@ class GroupSpeed:
         return [lines[kind].line(self._noise, self.receive_factor) for lines in self._lines]
 
     def equal_work(self) -> list[RankTimes]:
-        """By rank, what all its balanced layers take with its full share of their work."""
+        """Times of all balanced layers with a rank's full share of their work, by rank."""
         times = []
         for rank in range(len(self._lines)):
             lines = [line.line(self._noise, self.receive_factor) for line in self._lines[rank]]
@@ -315,11 +297,10 @@ class GroupSpeed:
 
     @property
     def scale(self) -> float:
-        """How many seconds a second of :meth:`lines` takes in the present iterations."""
+        """Seconds that a second of :meth:`lines` takes in the present iterations."""
         return median(iteration.factor for iteration in self._window) if self._window else 1.0
 
     def relieved(self, shares: Sequence[float]) -> None:
-        """Take note of a new plan, in which each rank prunes or gives away that share of its work."""
         for damping, share in zip(self._damping, shares, strict=True):
             damping.relieved(share)
 

@@ -1,8 +1,5 @@
-"""The balancer's messages between ranks: small ones, sent from the host.
-
-They use separate Gloo groups, so that asking whether a rank's speed has changed neither waits for a GPU nor interferes
-with the collectives of the model.
-"""
+"""Small messages of the balancer between ranks, sent from the host over separate Gloo groups, so that asking whether a
+rank's speed has changed neither waits for a GPU nor interferes with the collectives of the model."""
 
 from __future__ import annotations
 
@@ -20,17 +17,12 @@ from ..common.ranks import world_timeout
 __all__ = ["MIGRATION_CTAS", "VOTE_TIMEOUT", "Exchange", "Groups", "launch_obstacle", "make_groups"]
 
 MIGRATION_CTAS = 4
-"""Largest number of a GPU's processors (of 132 on an H100) that NCCL uses for migrated work. Messages have a whole
-bucket's products as time to arrive."""
-
-
+"""Largest number of a GPU's processors (of 132 on an H100) that NCCL uses for migrated work."""
 VOTE_TIMEOUT = timedelta(minutes=5)
-"""How much later than this rank others may come to a pass in which they look inside of blocks for the first time."""
+"""Time by which others may be later than this rank at a pass in which they first look inside of blocks."""
 
 
 class Exchange:
-    """The messages of one tensor-parallel group."""
-
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._table: torch.Tensor | None = None
@@ -44,19 +36,14 @@ class Exchange:
         return self._group.size()
 
     def post(self, iteration: int, numbers: Sequence[float], digest: int, flag: bool = False) -> None:
-        """Start telling all ranks this rank's ``numbers`` of an iteration, without waiting.
-
-        A rank that knows none yet (a GPU's clock is late) posts iteration −1. All ranks must post equally many numbers.
-        ``digest`` is the hash of the plan that this rank follows.
-        """
+        """Start telling all ranks this rank's ``numbers`` of an iteration, equally many on all ranks, without waiting.
+        A rank that knows none yet (a GPU's clock is late) posts iteration −1. ``digest`` is the hash of its plan."""
         self._table = torch.zeros(self.size, 3 + len(numbers), dtype=torch.float64)
         self._table[self._group.rank()] = torch.tensor([iteration, digest, flag, *numbers], dtype=torch.float64)
         self._pending = dist.all_reduce(self._table, group=self._group, async_op=True)
 
     def take(self) -> list[list[list[float]]]:
-        """The numbers of all ranks, ``[iteration][rank][number]``, of iterations that have become known to all since
-        the last call; they are the same on all ranks.
-        """
+        """Numbers ``[iteration][rank][number]`` that became known to all since the last call; equal on all ranks."""
         self.is_flagged = False
         if self._pending is None:
             return []
@@ -87,7 +74,7 @@ class Exchange:
         return bool(largest[0] == -largest[1])
 
     def anywhere(self, conditions: Sequence[bool], timeout: timedelta | None = None) -> list[bool] | None:
-        """Which of the conditions are true on some rank; None if some rank has not asked within ``timeout``."""
+        """True for conditions that are true on some rank; None if some rank has not asked within ``timeout``."""
         votes = torch.tensor(conditions, dtype=torch.uint8)
         begin = time.monotonic()
         work = dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
@@ -101,7 +88,6 @@ class Exchange:
         return votes.bool().tolist()
 
     def all_agree(self, yes: bool) -> bool:
-        """True if ``yes`` is true on every rank."""
         vote = torch.tensor([yes], dtype=torch.int64)
         dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=self._group)
         return bool(vote.item())
@@ -115,14 +101,10 @@ _DIFFERENT_PLANS = (
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups of a rank's balancer."""
-
     exchange: Exchange
-    """The messages of its tensor-parallel group."""
     votes: Exchange
     """The same group, for messages that ranks may send although others do not expect them."""
     world: dist.ProcessGroup
-    """All ranks, over Gloo."""
     tensor_parallel: list[list[int]]
     """All tensor-parallel groups, as lists of global ranks."""
     migration: dist.ProcessGroup
@@ -149,7 +131,7 @@ def make_groups(tp_group: dist.ProcessGroup) -> Groups:
 
 
 def launch_obstacle(nccl: tuple[int, ...], environment: Mapping[str, str], set_late: bool) -> str | None:
-    """Why GPUs may run operations of two communicators in other orders than they were launched; None if they do not."""
+    """Reason why GPUs may run operations of two communicators in other orders than they were launched, or None."""
     keeps_order = nccl >= (2, 26) and environment.get("NCCL_LAUNCH_ORDER_IMPLICIT") == "1"
     has_one_queue = environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and not set_late
     if keeps_order or has_one_queue:

@@ -33,32 +33,28 @@ __all__ = [
 
 # Division ------------------------------------------------------------------------------------------------------------
 
-
 MIN_GAIN = 0.005
-"""The minimum gain for which a division is changed, as a share of the time of the blocks."""
+"""Minimum gain for which a division is changed, as a share of the time of the blocks."""
 
 
 @dataclass(frozen=True)
 class KindProblem:
-    """The blocks of one kind: how fast each rank is, and what sending costs."""
+    """Blocks of one kind, with each rank's speed and the cost of sending."""
 
     kind: UnitKind
     lines: Sequence[Line]
-    """By rank, in seconds of an iteration."""
+    """Work by rank, in seconds of an iteration."""
     seconds_per_unit: float = 0.0
-    """What each moved unit adds to an iteration (Φ1)."""
+    """Seconds that each moved unit adds to an iteration (Φ1)."""
 
     def seconds(self, counts: Sequence[int]) -> float:
-        """Seconds of the kind's blocks in an iteration, if each rank computes so many units."""
         sending = self.seconds_per_unit * moved_units(self.kind, counts)
         return slowest_seconds(self.lines, counts) + sending
 
 
 def iteration_seconds(problems: Sequence[KindProblem], counts: Counts, fixed_seconds: float = 0.0) -> float:
-    """Seconds of all blocks in an iteration; ``fixed_seconds`` is what moving anything at all adds.
-
-    Ranks wait for each other at the end of each block, so it is a sum over blocks of the time of the slowest rank.
-    """
+    """Seconds of all blocks in an iteration: a sum over blocks of the time of the slowest rank, because ranks wait for
+    each other at the end of each block. ``fixed_seconds`` is what moving anything at all adds."""
     moves = any(moved_units(problem.kind, of_kind) for problem, of_kind in zip(problems, counts, strict=True))
     blocks = fsum(problem.seconds(of_kind) for problem, of_kind in zip(problems, counts, strict=True))
     return blocks + (fixed_seconds if moves else 0.0)
@@ -67,11 +63,8 @@ def iteration_seconds(problems: Sequence[KindProblem], counts: Counts, fixed_sec
 def decide_counts(
     problems: Sequence[KindProblem], current: Counts, uncertainty: float, fixed_seconds: float = 0.0
 ) -> tuple[Counts, str]:
-    """The counts from now on, and why.
-
-    They stay ``current`` unless others save more than ``uncertainty``, a share of the time of the blocks below which a
-    difference may be chance. Moving nothing is preferred to a division that saves less than half of that over it.
-    """
+    """The counts from now on, and why. They stay ``current`` unless others save more than ``uncertainty``, a share of
+    the blocks' time below which a difference may be chance; moving nothing is preferred to saving less than half."""
     nothing = tuple((problem.kind.units,) * len(problem.lines) for problem in problems)
     wanted = tuple(fastest_counts(problem.kind, problem.lines, problem.seconds_per_unit) for problem in problems)
     now, best, without = (iteration_seconds(problems, counts, fixed_seconds) for counts in (current, wanted, nothing))
@@ -89,10 +82,9 @@ def decide_counts(
 
 
 COARSE = 0.02
-"""If whole units take longer by this share of the blocks' time than finer ones would, the plan's note says so."""
-
+"""Time that is lost because units are whole, as a share of the blocks' time, from which the plan's note tells it."""
 STEPS = 2**20
-"""In modes that migrate, shares are multiples of 1/STEPS. So processors that round differently get the same shares, and
+"""Shares are multiples of 1/STEPS in modes that migrate. So processors that round differently get the same shares, and
 what is given equals what is taken to the last bit."""
 
 
@@ -101,25 +93,20 @@ class LayerKind:
     """Layers or blocks of a rank that are divided in the same way."""
 
     units: int | None
-    """The units of each block; None for layers that are divided by their columns, whose full share counts as 1."""
+    """Units of each block; None for layers that are divided by their columns, whose full share counts as 1."""
     grain: int
-    """Number of units that move together."""
     weight: float
     """The kind's share of the cost of all products that can be divided."""
     moves: bool = True
-    """True if units can migrate now."""
     sends: bool = True
-    """True if units that are moved are sent in each iteration; not if they are given away for good."""
+    """True if moved units are sent in each iteration, not if they are given away for good."""
 
     @property
     def full(self) -> float:
-        """A rank's full share in units."""
         return 1.0 if self.units is None else float(self.units)
 
 
 class Speeds(Protocol):
-    """How fast the ranks are, by kind of work."""
-
     def lines(self, kind: int) -> list[Line]:
         """The work for a kind, by rank."""
 
@@ -137,11 +124,8 @@ def decide_units(
     uncertainty: float,
     max_received: float = math.inf,
 ) -> BalancePlan:
-    """The plan that divides the whole units of each kind of blocks in the fastest way, and prunes nothing.
-
-    Every block ends at a collective, so the kinds are divided independently. Layers that are divided by their columns
-    get the resulting shares of all work.
-    """
+    """The fastest division of the whole units of each kind of blocks, which prunes nothing. Every block ends at a
+    collective, so kinds are independent. Layers that are divided by columns get the resulting shares of all work."""
     ranks = len(current.resize)
     # Mode "migrate" migrates whatever sending costs.
     sends = 0.0 if config.mode == "migrate" else costs.communication_scale / speeds.scale
@@ -217,17 +201,15 @@ def decide(
     """The plan for the group's equal-work ``times``; it is ``current`` if a change would gain too little.
 
     A rank's work is reduced only if it is slower than the fastest rank (in mode ``resize``: than T_ref) by more than
-    the margin. A plan that reduces the work of a rank that is no longer slow is dropped. Otherwise the plan is replaced
-    only by one that gains enough.
+    the margin. A plan that reduces the work of a rank that is no longer slow is dropped.
 
     Args:
         times: by rank.
         costs: of pruning and migrating.
         config: the mode and its settings.
         current: the plan so far.
-        uncertainty: of the times, as a share of them. A rank's work is reduced for the first time only if the
-            difference is not explained by it, and a pruning ratio is corrected if the remaining difference is not.
-            Without it, the margin is used.
+        uncertainty: of the times, as a share of them; the margin if None. A rank's work is reduced for the first time,
+            and a pruning ratio is corrected, only if that does not explain the difference.
     """
     if config.mode == "off":
         return BalancePlan.idle(len(times))
@@ -250,11 +232,8 @@ def decide(
 def _decide_resize(
     times: Sequence[RankTimes], config: BalanceConfig, current: BalancePlan, margin: float, precision: float
 ) -> BalancePlan:
-    """Slow ranks prune down to T_ref (SEMI, Sec. III).
-
-    A rank starts to prune if it is slower than T_ref by more than ``margin``. It keeps its ratio while another one
-    would change its time by at most ``precision``·T_ref.
-    """
+    """Prune slow ranks down to T_ref (SEMI, Sec. III). A rank starts if it is slower by more than ``margin``, and keeps
+    its ratio while another one would change its time by at most ``precision``·T_ref."""
     work = np.array([rank.work_seconds for rank in times])
     matmul = np.array([rank.matmul_seconds for rank in times])
     now = np.array(current.resize)
@@ -293,10 +272,7 @@ def _worth_changing(
 
 
 def _in_steps(plan: BalancePlan, max_resize: float) -> BalancePlan:
-    """``plan`` with its shares rounded to multiples of 1/STEPS; as much is taken as is given.
-
-    What is pruned is at most ``max_resize`` also after rounding.
-    """
+    """``plan`` in multiples of 1/STEPS; as much is taken as is given, and at most ``max_resize`` is pruned."""
     given = np.floor(np.array(plan.migrate) * STEPS + 0.5)
     taken = np.cumsum(plan.receive)
     if taken[-1] > 0:
@@ -309,11 +285,8 @@ def _in_steps(plan: BalancePlan, max_resize: float) -> BalancePlan:
 
 
 # Resharding ----------------------------------------------------------------------------------------------------------
-#
-# When units are given away for good, and when they are taken back. Pure.
-#
-# Migrating sends the weights of units in each iteration, and their gradients back. If a rank stays slow, it is cheaper
-# to move the units once, with what the optimizer keeps of them. All ranks decide alike, from the same plans.
+# Decisions when units are given away for good, and when they are taken back; equal on all ranks. If a rank stays slow,
+# it is cheaper to move units once, with their optimizer state, than to send weights and gradients in each iteration.
 
 
 def relieved_ranks(plan: BalancePlan) -> frozenset[int]:
@@ -327,25 +300,18 @@ def relieved_ranks(plan: BalancePlan) -> frozenset[int]:
 
 
 def relieved_for(before: Sequence[int], plan: BalancePlan) -> tuple[int, ...]:
-    """For how many successive iterations each rank has been relieved, including one with ``plan``."""
+    """Number of successive iterations that each rank has been relieved for, including one with ``plan``."""
     relieved = relieved_ranks(plan)
     return tuple(count + 1 if rank in relieved else 0 for rank, count in enumerate(before))
 
 
 def wants_resharding(plan: BalancePlan, relieved: Sequence[int], after: int | None) -> bool:
-    """True if the units that ``plan`` migrates are to be given away for good.
-
-    They are once one of the ranks that it relieves has been relieved for ``after`` iterations, also by earlier plans.
-    Units of other ranks move with them: if those recover soon, taking them back takes as long as few iterations in
-    which they migrate.
-    """
+    """True if ``plan`` relieves a rank that has been relieved for ``after`` iterations, also by earlier plans. Units of
+    other ranks move with its own: taking them back takes as long as few iterations in which they migrate."""
     return after is not None and any(relieved[rank] >= after for rank in relieved_ranks(plan))
 
 
 def stays_resharded(current: BalancePlan, wanted: BalancePlan) -> bool:
-    """True if units stay given away for good when ``wanted`` replaces ``current``, which was carried out in this way.
-
-    They do if the new plan relieves some of the same ranks; then only the difference moves. Otherwise all units are
-    taken back, and what the new plan moves migrates in each iteration at first.
-    """
+    """True if units stay given away for good when ``wanted`` replaces ``current``, because both relieve some of the
+    same ranks; then only the difference moves. Otherwise all units are taken back."""
     return bool(relieved_ranks(wanted) & relieved_ranks(current))

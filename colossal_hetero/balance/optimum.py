@@ -1,8 +1,5 @@
 """The exact minimum of the iteration time over all plans that prune and migrate, including their costs (mode ``auto``).
-
-SEMI divides stragglers into ranks that migrate and ranks that resize; here a rank may do both. See [Note: the optimum]
-below.
-"""
+In SEMI a straggler migrates or resizes; here it may do both. See [Note: the optimum]."""
 
 from __future__ import annotations
 
@@ -23,12 +20,10 @@ __all__ = [
     "semi_plan",
 ]
 
-
 RESERVE = 1e-3
-"""The minimum share of its work that a rank keeps, so that its speed can still be measured."""
-
+"""Minimum share of its work that a rank keeps, so that its speed can still be measured."""
 CANDIDATES = 32
-"""The number of deadlines that are evaluated directly: those that are best by running sums."""
+"""Number of deadlines that are evaluated directly: those that are best by running sums."""
 
 # [Note: the optimum]
 # Every rank's work must be done by a deadline t. A slow rank i with T_i > t prunes a share γ and gives away a share μ,
@@ -55,11 +50,8 @@ def optimal_plan(
     max_resize: float,
     straggler_margin: float = 0.0,
 ) -> BalancePlan:
-    """The plan with the shortest predicted iteration time, and of these the one that prunes least.
-
-    A rank gives or receives, never both. Pruning does not bring a rank below T_min. A slow rank may both prune and
-    receive: that is optimal if another rank has reached its pruning limit.
-    """
+    """The plan with the shortest predicted iteration time, and of these the one that prunes least, no rank below T_min.
+    A rank gives or receives, never both; it may both prune and receive if another one has reached its limit."""
     problem = _Problem(times, costs, max_resize, straggler_margin)
     without = problem.latest
     slope = costs.communication_scale * costs.migrate_seconds_per_share
@@ -125,7 +117,6 @@ class _Problem:
         return total
 
     def capacity(self, deadline: float) -> float:
-        """C at a deadline."""
         return float((np.maximum(deadline - self.pruned_work, 0.0) * self.room).sum())
 
     def best_migrating(self, slope: float) -> tuple[float, float]:
@@ -170,7 +161,7 @@ class _Problem:
         return float(min(start + half * lack / (lack - lack_half), points[high]))
 
     def _demand_corners(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Where D changes its slope or jumps: positions, increases of the slope leftwards, heights of the jumps."""
+        """Corners of D, where it jumps or changes its slope: positions, increases of the slope leftwards, jumps."""
         slow, matmul = self.slow, self.safe
         plain = slow & ~self.prunes
         positions = [self.work[plain]]
@@ -254,14 +245,10 @@ class _Problem:
 def semi_plan(
     times: Sequence[RankTimes], costs: Costs, max_resize: float, straggler_margin: float = 0.0
 ) -> BalancePlan:
-    """The plan of Algorithm 2.
-
-    A single straggler splits its excess by Eq. 2. If there are several, the slowest migrate and the others resize. Eq.
-    3 gives the maximum number that migrate; of all numbers up to it, the one with the shortest predicted time is taken.
-    The reason is that Eq. 3 compares migrating with doing nothing, not with resizing, so in the paper's own Fig. 11 at
-    least one straggler too many migrates. Line 8 of the printed algorithm has a misprint: the branch is that of the
-    straggler, ``T_i > T_min``.
-    """
+    """The plan of Algorithm 2: a single straggler splits its excess by Eq. 2; of several, the slowest migrate and the
+    others resize. Of all numbers up to the maximum of Eq. 3, the one with the shortest predicted time migrates, because
+    Eq. 3 compares migrating with doing nothing, not with resizing: in Fig. 11 at least one straggler too many migrates.
+    Line 8 of the printed algorithm has a misprint: the branch is that of the straggler, ``T_i > T_min``."""
     slowest = _stragglers(times, straggler_margin)
     if not slowest:
         return BalancePlan.idle(len(times), "no rank is slow")
@@ -281,12 +268,9 @@ def semi_plan(
 
 
 def resize_and_migrate(times: Sequence[RankTimes], costs: Costs, slow: int, max_resize: float) -> tuple[float, float]:
-    """``(γ(1−β), γβ)`` for the only straggler: the shares that it prunes and migrates (Eq. 2).
-
-    β makes the cost of resizing for the straggler equal to the cost of migrating for a receiver,
-    ``Ω1 + Ω2(γ(1−β)) = Φ1(γβ) + Φ2(γβ/(e−1))``. All terms are affine in β, so there is one solution, which is clipped
-    so that both shares are possible. Φ2 is that of the slowest receiver.
-    """
+    """``(γ(1−β), γβ)`` for the only straggler: the shares that it prunes and migrates (Eq. 2), clipped to possible
+    ones. β makes the straggler's cost of resizing equal to the slowest receiver's cost of migrating, ``Ω1 + Ω2(γ(1−β))
+    = Φ1(γβ) + Φ2(γβ/(e−1))``, in which all terms are affine in β."""
     matmul = times[slow].matmul_seconds
     excess = float(_excess(times)[slow])
     receiver = max(time.matmul_seconds for rank, time in enumerate(times) if rank != slow)
@@ -304,12 +288,11 @@ def resize_and_migrate(times: Sequence[RankTimes], costs: Costs, slow: int, max_
 
 
 def migrating_stragglers(times: Sequence[RankTimes], costs: Costs, slowest: Sequence[int]) -> int:
-    """How many of the stragglers, ``slowest`` first, migrate (Eq. 3): the largest x up to which all f are positive.
+    """Number of stragglers, ``slowest`` first, that migrate (Eq. 3): the largest x up to which all f are positive.
 
     ``f(x) = (T_(x) − T_min) − Φ1(Γ(x)) − Φ2(Γ(x)/(e − z))``, with ``Γ(x) = Σ_{k≤x} (T_(k) − T_min)/M_(k)`` and the
-    slowest receiver's Φ2. There are two differences from the printed equation. M is in the denominators, because only
-    that part of T can be moved. And the receivers are the ``e − z`` ranks that are not stragglers, without the ``z −
-    x`` that resize: these would take several times as long for a share, and would be late again after pruning.
+    slowest receiver's Φ2. Unlike in the printed equation, M is in the denominators, because only that part of T can
+    move; and receivers are the ``e − z`` ranks that are no stragglers: the ``z − x`` that resize would be late again.
     """
     work = np.array([time.work_seconds for time in times])
     excess = _excess(times)
@@ -327,11 +310,8 @@ def migrating_stragglers(times: Sequence[RankTimes], costs: Costs, slowest: Sequ
 def fastest_division(
     times: Sequence[RankTimes], costs: Costs, slowest: Sequence[int], max_migrating: int, max_resize: float
 ) -> int:
-    """How many of the stragglers, ``slowest`` first and at most ``max_migrating``, should migrate for the shortest
-    time.
-
-    Of several numbers with the same predicted time it is the largest, with which the least is pruned.
-    """
+    """Number of stragglers, ``slowest`` first and at most ``max_migrating``, that migrate for the shortest predicted
+    time; of equally fast ones the largest, with which the least is pruned."""
     work = np.array([time.work_seconds for time in times])
     matmul = np.array([time.matmul_seconds for time in times])
     excess = _excess(times)[list(slowest)]
@@ -355,11 +335,8 @@ def fastest_division(
 def divide_stragglers(
     times: Sequence[RankTimes], migrating: Sequence[int], stragglers: Sequence[int], max_resize: float
 ) -> BalancePlan:
-    """The plan in which the ranks ``migrating`` give away their excess and the other ``stragglers`` prune theirs.
-
-    Pruning is limited to ``max_resize``. Ranks that are not stragglers receive equal shares (Algorithm 2, lines 20 to
-    24).
-    """
+    """The plan in which the ranks ``migrating`` give away their excess, and the other ``stragglers`` prune theirs up to
+    ``max_resize``. All other ranks receive equal shares (Algorithm 2, lines 20 to 24)."""
     excess = _excess(times)
     resize, migrate, receive = (np.zeros(len(times)) for _ in range(3))
     resizing = sorted(set(stragglers).difference(migrating))

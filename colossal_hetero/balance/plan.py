@@ -13,9 +13,8 @@ from numpy.typing import ArrayLike
 
 __all__ = ["BalancePlan", "Costs", "Counts", "RankTimes", "Traffic", "Volume", "fit_affine", "predicted_seconds"]
 
-
 Counts = tuple[tuple[int, ...], ...]
-"""For each kind of blocks, the number of units that each rank computes."""
+"""Number of units that each rank computes, for each kind of blocks."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,7 @@ class RankTimes:
     work_seconds: float
     """T: all the rank's own work, without the time inside collectives."""
     matmul_seconds: float
-    """M: the part of T that balancing can move: products of the parallel linear layers, and in block form also the
-    operations between a block's products."""
+    """M: the part of T that balancing moves: products of parallel layers, in block form also what is between."""
     communication_seconds: float = 0.0
     """Time inside collectives without waiting for other ranks."""
 
@@ -42,10 +40,7 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class BalancePlan:
-    """Amount that every rank of a tensor-parallel group computes in the next iterations.
-
-    All values are shares of one rank's full work.
-    """
+    """Shares of one rank's full work that every rank of a tensor-parallel group prunes, gives and takes."""
 
     resize: tuple[float, ...]
     """γ of each rank: the share of its work that it prunes."""
@@ -54,10 +49,9 @@ class BalancePlan:
     receive: tuple[float, ...]
     """The share that each rank takes from other ranks; the sum equals that of ``migrate``."""
     note: str = field(default="", compare=False)
-    """What was decided and why, as text for the report."""
+    """Decision and its reason, as text for the report."""
     units: Counts = ()
-    """For each kind of blocks, how many units each rank computes. If it is empty, shares are rounded to whole units; if
-    not, ``migrate`` and ``receive`` are the resulting shares of all work."""
+    """Units of each rank, for each kind of blocks, which set the shares; if empty, shares are rounded to units."""
 
     def __post_init__(self) -> None:
         if not len(self.resize) == len(self.migrate) == len(self.receive):
@@ -99,10 +93,7 @@ class BalancePlan:
         return max([*self.receive, *(max(counts) * len(counts) / sum(counts) - 1.0 for counts in self.units)])
 
     def limited(self, max_receive: float) -> BalancePlan:
-        """This plan with all that migrates scaled down, so that no rank receives more than ``max_receive``.
-
-        Its shares are scaled, so the result has no ``units``.
-        """
+        """The plan without ``units``, scaled down so that no rank receives more than ``max_receive``."""
         largest = self.max_received
         if largest <= max_receive:
             return self
@@ -128,10 +119,9 @@ class BalancePlan:
 
 # Costs ---------------------------------------------------------------------------------------------------------------
 
-
 SCALE_LIMIT = 4.0
-"""The largest factor by which :attr:`Costs.communication_scale` may differ from 1, up or down. A larger difference
-would mean that the costs were measured on another network."""
+"""Largest factor by which :attr:`Costs.communication_scale` may differ from 1, up or down. A larger difference would
+mean that the costs were measured on another network."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +142,7 @@ class Volume:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What migration sends in one iteration, by kind of message."""
+    """Volumes that migration sends in one iteration, by kind of message."""
 
     point_to_point: Volume = Volume()
     broadcast: Volume = Volume()
@@ -171,10 +161,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Costs:
-    """The costs of balancing as affine functions of the share of one rank's work that is pruned or given away.
-
-    By default balancing costs nothing.
-    """
+    """Costs of balancing, zero by default, as affine functions of the share of work that is pruned or given away."""
 
     resize_fixed: float = 0.0
     """Ω1: the time that pruning adds to a rank's products, however much is pruned, as a share of the rank's M."""
@@ -185,9 +172,9 @@ class Costs:
     migrate_seconds_per_share: float = 0.0
     """Φ1: seconds that it takes longer per share given away, summed over all ranks."""
     receive_factor: float = 1.0
-    """Φ2: how many times as long a received share takes as the same share of the receiver's own work; above zero."""
+    """Φ2: relative time of a received share, compared with the same share of the receiver's own work; above zero."""
     communication_scale: float = 1.0
-    """A factor on Φ1 that is learned while training; above zero."""
+    """Factor on Φ1 that is learned while training; above zero."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -212,11 +199,8 @@ class Costs:
         return self.receive_factor * share * matmul_seconds
 
     def corrected(self, predicted_seconds: float, measured_seconds: float) -> Costs:
-        """These costs with Φ1 scaled by the square root of measured over predicted time.
-
-        The total scale stays within a factor of :data:`SCALE_LIMIT` of the pre-test. Without a prediction, or with
-        times that are not finite, the costs are returned unchanged.
-        """
+        """These costs with Φ1 scaled by the square root of measured over predicted time, in total by at most
+        :data:`SCALE_LIMIT`. They are unchanged without a prediction, or if times are not finite."""
         if not (0.0 < predicted_seconds < math.inf and 0.0 <= measured_seconds < math.inf):
             return self
         scale = self.communication_scale * math.sqrt(measured_seconds / predicted_seconds)
@@ -224,11 +208,8 @@ class Costs:
 
 
 def fit_affine(xs: ArrayLike, ys: ArrayLike) -> tuple[float, float]:
-    """``(fixed, slope)`` of the least-squares line ``y = fixed + slope·x``, neither negative.
-
-    If one of the two would be negative, it is set to zero and the other one is fitted without it. ``xs`` and ``ys``
-    must have the same length, at least one.
-    """
+    """``(fixed, slope)`` of the least-squares line ``y = fixed + slope·x``. If one of the two would be negative, it is
+    zero and the other one is fitted without it. ``xs`` and ``ys`` must have the same length, at least one."""
     x, y = np.asarray(xs, dtype=float), np.asarray(ys, dtype=float)
     if x.shape != y.shape or x.ndim != 1 or not len(x):
         raise ValueError(f"xs of shape {x.shape} and ys of shape {y.shape} must have the same length, at least one")
@@ -244,10 +225,8 @@ def fit_affine(xs: ArrayLike, ys: ArrayLike) -> tuple[float, float]:
 
 
 def predicted_seconds(times: Sequence[RankTimes], costs: Costs, plan: BalancePlan) -> float:
-    """Seconds of an iteration under ``plan``: the longest work of any rank plus the communication.
-
-    The communication is the minimum over ``times``; time that other ranks spend beyond it is waiting.
-    """
+    """Seconds of an iteration under ``plan``: the longest work of any rank plus the communication, which is the minimum
+    over ``times``; time that other ranks spend beyond it is waiting."""
     work = 0.0
     for rank, time in enumerate(times):
         matmul = time.matmul_seconds

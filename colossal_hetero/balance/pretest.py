@@ -1,8 +1,6 @@
-"""The costs of balancing on this device and network, measured before training (SEMI, Algorithm 2, line 1).
-
-Dense, resized and smaller products are timed for Ω and Φ2, messages of several sizes for Φ1. That takes one or two
-seconds. The costs are kept on disk, and all ranks of the group get the same.
-"""
+"""Costs of balancing on this device and network, measured before training (SEMI, Algorithm 2, line 1). Dense, resized
+and smaller products are timed for Ω and Φ2, messages of several sizes for Φ1, in one or two seconds. Costs are kept on
+disk, and all ranks of the group get the same."""
 
 from __future__ import annotations
 
@@ -51,9 +49,8 @@ __all__ = [
 
 # Cost cache ----------------------------------------------------------------------------------------------------------
 
-
 SCHEMA = 1
-"""The version of the file format; costs in files of another version are measured again."""
+"""Version of the file format; costs in files of another version are measured again."""
 
 
 class CostCache:
@@ -102,28 +99,22 @@ class CostCache:
 log = logging.getLogger(__name__)
 
 RESIZED_SHARES = (0.25, 0.5, 0.75, 0.9)
-"""Pruned shares for which products are timed."""
 RECEIVED_SHARES = (0.125, 0.25, 0.5)
 """Shares of a product that are timed as a receiver computes them, in a separate smaller product."""
 MIGRATED_SHARES = (0.125, 0.25, 0.5, 0.75)
-"""Migrated shares for which Φ1 is computed and fitted."""
 MESSAGES = {4 * 2**10: 21, 64 * 2**10: 21, 2**20: 7, 4 * 2**20: 7, 16 * 2**20: 3}
 """Sizes in bytes of the timed messages, and how often each is timed; on a slow network only the smaller ones are."""
-
 SHAPES = 3
-"""How many of the largest layer shapes are timed to represent all, if there is time."""
+"""Number of the largest layer shapes that are timed to represent all, if there is time."""
 PRODUCT_SECONDS = 1.2
-"""About how many seconds timing products takes."""
 DENSE_SECONDS = 0.04
-"""The maximum time of a dense product; instead of a slower one a smaller product is timed."""
+"""Maximum time of a dense product; instead of a slower one a smaller product is timed."""
 MIN_SIZE = 512
-"""The minimum to which a dimension is reduced: in larger products the cost of resizing is relatively smaller."""
+"""Minimum to which a dimension is reduced: in larger products the cost of resizing is relatively smaller."""
 MAX_ROUNDS = 11
-"""The maximum number of rounds in which the products of a shape are timed."""
 MESSAGE_SECONDS = 0.1
-"""After a message that takes longer, no larger ones are timed."""
+"""Time of a message after which no larger ones are timed."""
 SILENT_SECONDS = 1.0
-"""Seconds before progress is shown."""
 
 Form = Literal["column", "block"]
 Show = Callable[[str], None]
@@ -131,12 +122,10 @@ Show = Callable[[str], None]
 
 @dataclass(frozen=True)
 class ProductShape:
-    """A rank's product: ``Y [M, N] = X [M, L] · W [N, L]ᵀ``."""
+    """A rank's product ``Y [M, N] = X [M, L] · W [N, L]ᵀ``, with N ``outputs`` and L ``columns``."""
 
     outputs: int
-    """N"""
     columns: int
-    """L"""
 
 
 @dataclass(frozen=True)
@@ -147,7 +136,6 @@ class FittedLink:
     seconds_per_byte: float
 
     def seconds(self, volume: Volume) -> float:
-        """The seconds that the messages take one after the other."""
         return volume.messages * self.latency_seconds + volume.bytes * self.seconds_per_byte
 
 
@@ -161,10 +149,8 @@ def prepare_costs(
     traffic: Callable[[float], Traffic],
     form: Form,
 ) -> Costs:
-    """The costs according to the configuration: zero, those of an earlier run, or measured now.
-
-    Collective over ``group``, whose ranks all get the same costs. See :func:`measure_costs` for the other arguments.
-    """
+    """Costs according to the configuration: zero, those of an earlier run, or measured now (:func:`measure_costs`).
+    Collective over ``group``, whose ranks all get the same costs."""
     if group.size() == 1 or not config.measure_costs:
         return Costs()
     cache = CostCache(config.cost_cache)
@@ -341,11 +327,8 @@ class _Products:
         return dy @ weight, dy.t() @ x
 
     def part(self, along: int, count: int, whole_gradients: bool) -> Callable[[], None]:
-        """The products of ``count`` of the weight's rows (``along`` 0) or columns (1).
-
-        With ``whole_gradients`` the part is selected from the weight, and gradients are expanded to the whole shape, as
-        in resizing. Otherwise the part is a separate weight, as on a receiver.
-        """
+        """Products of ``count`` of the weight's rows (``along`` 0) or columns (1): as in resizing, selected from the
+        weight and with expanded gradients, or, without ``whole_gradients``, of a separate weight, as on a receiver."""
         size = self.weight.shape[along]
         count = min(max(count, 1), size)
         kept = torch.arange(count, device=self.weight.device) * size // count
@@ -424,7 +407,6 @@ def _time_messages(
 
 
 def _gather(values: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> np.ndarray:
-    """The values of all ranks; float64 ``[ranks, values]``."""
     mine = torch.tensor(values, dtype=torch.float64, device=device)
     everyone = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(everyone, mine, group=group)
@@ -432,7 +414,6 @@ def _gather(values: Sequence[float], group: dist.ProcessGroup, device: torch.dev
 
 
 def _broadcast_costs(costs: Costs | None, group: dist.ProcessGroup, device: torch.device) -> Costs | None:
-    """The costs of the group's first rank, on all ranks."""
     names = list(asdict(Costs()))
     values = [float("nan")] * len(names) if costs is None else [asdict(costs)[name] for name in names]
     message = torch.tensor(values, dtype=torch.float64, device=device)

@@ -1,4 +1,4 @@
-"""How much of each layer or block a rank prunes, and which of its columns or units."""
+"""Pruning of a rank: how much of each layer or block, and which of its columns or units."""
 
 from __future__ import annotations
 
@@ -31,15 +31,11 @@ __all__ = [
 
 
 # Column selection ----------------------------------------------------------------------------------------------------
-#
-# Selectors of the columns that a resized layer keeps (SEMI, Sec. III-B, Algorithm 1), one per layer.
-#
-# ``L`` is the number of the layer's contraction columns. Every selector returns kept columns in ascending order. None
-# of them makes the host wait for the device, so they use neither boolean indices nor copies from the host.
-
+# Selectors of the contraction columns that a resized layer keeps (SEMI, Sec. III-B, Algorithm 1), in ascending order.
+# None makes the host wait for the device, so they use neither boolean indices nor copies from the host.
 
 SAMPLED_ROWS = 128
-"""The number of a matrix's rows from which its columns' norms are estimated."""
+"""Number of a matrix's rows from which its columns' norms are estimated."""
 
 
 class ColumnSelector(ABC):
@@ -53,8 +49,7 @@ class ColumnSelector(ABC):
         """End an interval of the priority rules (an epoch), after which the weight is ``weight [N, L]``."""
 
     def candidate_share(self, threshold: float) -> Tensor:
-        """The share of columns that ``priority-diff`` may prune, a float32 scalar on the device of the weight; 0 for
-        rules without variations."""
+        """Share of columns that ``priority-diff`` may prune, a float32 scalar on the weight's device; 0 by default."""
         return torch.zeros(())
 
 
@@ -70,11 +65,8 @@ class RandomColumns(ColumnSelector):
 
 
 class NormProduct(ColumnSelector):
-    """Keeps the columns of the largest ``‖X[:, i]‖·‖W[:, i]‖`` in each iteration.
-
-    This is the score of column-row sampling, which minimizes the expected error of a sampled matrix product (Drineas,
-    Kannan and Mahoney 2006). Norms are taken over :data:`SAMPLED_ROWS` or a few more evenly spaced rows.
-    """
+    """Keeps the columns of the largest ``‖X[:, i]‖·‖W[:, i]‖``: the score of column-row sampling, which minimizes the
+    expected error of a sampled matrix product (Drineas, Kannan and Mahoney 2006)."""
 
     def __call__(self, x: Tensor, weight: Tensor, count: int) -> Tensor:
         # Squared norms have the same order as norms.
@@ -83,12 +75,9 @@ class NormProduct(ColumnSelector):
 
 
 class WeightVariation(ColumnSelector):
-    """ZERO-Pri: keeps columns whose weights varied most in the last interval, ``δ_i = mean_r |w_ri^t − w_ri^{t−1}|``.
-
-    A column that was pruned during an interval keeps its δ, because its imputed gradient says nothing about it; so it
-    can be kept again later. Columns without a δ count as varying most, in random order; so the first interval prunes at
-    random, and the second first prunes columns that were kept in the first. The selector holds a copy of the weight.
-    """
+    """ZERO-Pri: keeps columns whose weights varied most in the last interval, ``δ_i = mean_r |w_ri^t − w_ri^{t−1}|``. A
+    column pruned during an interval keeps its δ, because its imputed gradient says nothing about it. Columns without a
+    δ count as varying most, in random order: the second interval first prunes columns that were kept in the first."""
 
     def __init__(self, weight: Tensor, seed: int) -> None:
         columns = weight.shape[1]
@@ -129,7 +118,6 @@ def _largest(score: Tensor, count: int) -> Tensor:
 
 
 def make_selector(rule: Priority, weight: Tensor, seed: int) -> ColumnSelector:
-    """A selector by the named rule for a layer with ``weight [N, L]``."""
     if rule == "random":
         return RandomColumns(seed, weight.device)
     if rule == "norm-product":
@@ -181,8 +169,6 @@ class Prunable(Protocol):
 
 @dataclass(frozen=True)
 class Columns:
-    """A layer with its contraction columns."""
-
     layer: HeteroLinear
 
     @property
@@ -203,8 +189,6 @@ class Columns:
 
 @dataclass(frozen=True)
 class Units:
-    """A block with its units."""
-
     block: Block
 
     @property
@@ -226,8 +210,6 @@ class Units:
 
 
 class Pruning:
-    """How much of each layer or block a rank prunes, and the selectors that choose the columns."""
-
     def __init__(self, targets: Sequence[Prunable], config: BalanceConfig, iterations_per_interval: int) -> None:
         self._targets = targets
         self._config = config
@@ -235,7 +217,6 @@ class Pruning:
         self._ratio = 0.0
         self._iterations = 0
         self._candidates = [0.0] * len(targets)
-        """Of each target, the share of columns that ``priority-diff`` may prune."""
         self._new_candidates: LateNumbers | None = None
         """The same after the last interval, until the next iteration ends."""
         self.selectors: list[ColumnSelector] = []
@@ -262,11 +243,8 @@ class Pruning:
         return layer_ratios(self._ratio, self._candidates, [target.cost for target in self._targets], self._config)
 
     def end_iteration(self) -> bool:
-        """Count an iteration; returns whether ratios may have changed.
-
-        They do so one iteration after the end of an interval of priorities. The host does not wait for the device to
-        find the columns that varied little, but reads their numbers when another iteration has ended.
-        """
+        """Count an iteration. Returns whether ratios may have changed, one iteration after the end of an interval of
+        priorities: the host does not wait for the device to find the columns that varied little."""
         if not self.selectors:
             return False
         may_have_changed = self._new_candidates is not None

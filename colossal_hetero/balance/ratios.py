@@ -26,10 +26,7 @@ __all__ = [
 def resize_ratios(
     work_seconds: ArrayLike, matmul_seconds: ArrayLike, reference_seconds: float, max_resize: float
 ) -> np.ndarray:
-    """``γ_i = (T_i − T_ref) / M_i``, clipped to [0, γ_max] (SEMI, Eq. 1); float64 ``[ranks]``.
-
-    A rank without products to prune (``M_i = 0``) gets 0.
-    """
+    """``γ_i = (T_i − T_ref) / M_i``, clipped to [0, γ_max] (SEMI, Eq. 1), or 0 if ``M_i = 0``; float64 ``[ranks]``."""
     work, matmul = np.asarray(work_seconds, dtype=float), np.asarray(matmul_seconds, dtype=float)
     excess = np.maximum(work - reference_seconds, 0.0)
     # Products are compared, because dividing by a tiny M could overflow.
@@ -42,11 +39,9 @@ def layer_ratios(
     ratio: float, candidate_shares: Sequence[float], costs: Sequence[float], config: BalanceConfig
 ) -> np.ndarray:
     """``γ_k`` per layer for the rank's ``ratio`` γ (SEMI, Sec. III-B, Algorithm 1 line 11); float64 ``[layers]``.
-
-    ``candidate_shares`` are the shares of columns whose weights vary little, ``costs`` (c_k) the layers' matmul
-    times in any unit. ``printed``: ``max(share, α·γ)``. ``budgeted`` scales these so that ``Σ c_k γ_k = γ Σ c_k``
-    with each within [0, γ_max]; γ itself must not exceed γ_max.
-    """
+    ``candidate_shares`` are the shares of columns whose weights vary little, ``costs`` (c_k) the layers' matmul times
+    in any unit. ``printed``: ``max(share, α·γ)``. ``budgeted`` scales these so that ``Σ c_k γ_k = γ Σ c_k`` with each
+    within [0, γ_max]; γ itself must not exceed γ_max."""
     shares, cost = np.asarray(candidate_shares, dtype=float), np.asarray(costs, dtype=float)
     if ratio == 0.0 or len(shares) == 0:
         return np.zeros(len(shares))
@@ -57,8 +52,7 @@ def layer_ratios(
     assert ratio <= config.max_resize
     full = np.zeros(len(shares), dtype=bool)
     while not full.all():
-        # Layers at the maximum stay there; the others share the rest of the budget in proportion to their printed
-        # ratio. If all of these are zero, they share it evenly.
+        # Layers at the maximum stay there; others share the rest in proportion to their printed ratio, or evenly.
         weight = np.where(full, 0.0, printed)
         free = weight / weight.max() if weight.any() else np.where(full, 0.0, 1.0)
         rest = ratio * cost.sum() - config.max_resize * cost[full].sum()
@@ -71,11 +65,8 @@ def layer_ratios(
 
 
 # Whole units ---------------------------------------------------------------------------------------------------------
-#
-# The fastest division of whole units over the ranks of a group: an exact integer min-max problem.
-#
-# All ranks meet at the end of a block, so the block takes as long as its slowest rank. Each rank's time is a line in
-# the number of units that it computes. Units move in grains of several units.
+# The fastest division of whole units, in grains, over the ranks of a group: an exact integer min-max problem. A block
+# takes as long as its slowest rank. Each rank's time is a line in the number of units that it computes.
 
 
 @dataclass(frozen=True)
@@ -85,14 +76,11 @@ class Line:
     units: float
     seconds: float
     slope: float
-    """Seconds per unit, above zero."""
     slope_above: float
-    """The slope from the rank's own full share on, where it computes other ranks' units, too."""
+    """Slope from the rank's own full share on, where it computes other ranks' units, too."""
     full: float
-    """The rank's full share in units."""
 
     def __call__(self, units: float) -> float:
-        """Seconds with ``units`` units."""
         return self._to_full(units) - self._to_full(self.units) + self.seconds
 
     def units_within(self, seconds: float) -> float:
@@ -107,14 +95,11 @@ class Line:
 
 @dataclass(frozen=True)
 class UnitKind:
-    """Blocks that are divided in the same way."""
-
     units: int
-    """The units that each rank holds."""
     grain: int
-    """The number of units that move together, at most ``units``."""
+    """Number of units that move together, at most ``units``."""
     max_taken: int
-    """The number of units that a rank has memory for in addition to its own."""
+    """Number of units that a rank has memory for in addition to its own."""
 
 
 def slowest_seconds(lines: Sequence[Line], counts: Sequence[int]) -> float:
@@ -135,22 +120,15 @@ def divisible_seconds(lines: Sequence[Line]) -> float:
 
 
 def moved_units(kind: UnitKind, counts: Sequence[int]) -> int:
-    """Number of units that change their rank."""
     return sum(max(0, kind.units - count) for count in counts)
 
 
 def fastest_counts(kind: UnitKind, lines: Sequence[Line], seconds_per_unit: float = 0.0) -> tuple[int, ...]:
-    """Number of units that each rank should compute for the shortest time.
+    """Units that each rank should compute for the shortest time; their sum is ``kind.units`` times the number of ranks.
 
-    The result minimizes ``max_i line_i(n_i) + seconds_per_unit·moved`` over all ``n_i ≥ 1`` with the right sum that
-    differ from the full share by whole grains; of equally fast divisions it is one that moves the least. Moving
-    nothing is one of the candidates.
-
-    For a deadline t, a rank computes at most as many units as it can by t. So t determines how much must move, and only
-    times at which some rank finishes a whole number of grains need to be tried.
-
-    Returns:
-        Units by rank; their sum is ``kind.units`` times the number of ranks.
+    The result minimizes ``max_i line_i(n_i) + seconds_per_unit·moved`` over all ``n_i ≥ 1`` that differ from the full
+    share by whole grains; of equally fast divisions it is one that moves the least. A deadline determines how many
+    units each rank can compute, so only times at which some rank finishes a whole number of grains need to be tried.
     """
     ranks, full = range(len(lines)), kind.units
     least = -((full - 1) // kind.grain)

@@ -41,11 +41,10 @@ class LocalRecord:
     matmul_seconds: float
     communication_seconds: float
     equal_work_seconds: float
-    """What ``work_seconds`` would be at the rank's full share (the T of Eq. 1)."""
+    """``work_seconds`` at the rank's full share (the T of Eq. 1)."""
     equal_matmul_seconds: float
-    """What ``matmul_seconds`` would be at the rank's full share (the M of Eq. 1)."""
+    """``matmul_seconds`` at the rank's full share (the M of Eq. 1)."""
     resized: float
-    """Share of its columns that the rank pruned."""
     exchanged: bool
     """True if the group decided on a plan at the end of this iteration."""
     plan_changed: bool
@@ -53,15 +52,12 @@ class LocalRecord:
     migrated: float = 0.0
     """Share of its work that other ranks did, for which it sent them weights."""
     resharded: float = 0.0
-    """Share of its work that the rank has given away for good."""
     received: float = 0.0
     """Work of others that the rank took on, as a share of its own."""
     block_seconds: float = 0.0
-    """The part of ``work_seconds`` between the products of a block."""
     own_score: float = 1.0
     """The rank's shortest ``equal_work_seconds`` so far, divided by those of this iteration."""
     note: str = ""
-    """The note of the plan that applies in this iteration, for example why nothing is migrated."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +68,7 @@ class RankRecord:
     work_seconds: float
     matmul_seconds: float
     wait_seconds: float
-    """Time spent waiting in collectives: the rank's time there minus the shortest time there of any rank of its
-    tensor-parallel group."""
+    """Time spent in collectives beyond the shortest time there of any rank of its tensor-parallel group."""
     communication_seconds: float
     equal_work_seconds: float
     equal_matmul_seconds: float
@@ -85,27 +80,21 @@ class RankRecord:
     relative_score: float = 1.0
     """The shortest ``equal_work_seconds`` in its tensor-parallel group, divided by this rank's."""
     own_score: float = 1.0
-    """This rank's shortest ``equal_work_seconds`` so far, divided by its present ones."""
+    """The rank's shortest ``equal_work_seconds`` so far, divided by its present ones."""
 
 
 @dataclass(frozen=True)
 class IterationRecord:
-    """One iteration on all ranks."""
-
     iteration: int
     ranks: tuple[RankRecord, ...]
     exchanged: bool
     plan_changed: bool
     note: str = ""
-    """The note of the plan, for example why nothing is migrated; empty if there is none."""
 
 
 def merge_records(per_rank: Sequence[Sequence[LocalRecord]], groups: Sequence[Sequence[int]]) -> list[IterationRecord]:
-    """Merge all ranks' records of the same iteration into one, in the order of iterations.
-
-    ``per_rank`` is by global rank, ``groups`` the tensor-parallel groups as lists of global ranks. Iterations that some
-    rank has not read yet are left out.
-    """
+    """Merge all ranks' records of the same iteration into one, in the order of iterations, without those that some rank
+    has not read yet. ``per_rank`` is by global rank, ``groups`` the tensor-parallel groups as lists of global ranks."""
     by_iteration = [{record.iteration: record for record in records} for records in per_rank]
     known = set(by_iteration[0]).intersection(*by_iteration[1:])
     group_of = {rank: group for group in groups for rank in group}
@@ -180,9 +169,7 @@ class RankSummary:
     resharded: float
     received: float
     relative_score: float
-    """The time of the fastest rank of the tensor-parallel group for the same work, divided by this rank's time."""
     own_score: float
-    """This rank's shortest time so far for the same work, divided by its present time."""
 
 
 @dataclass(frozen=True)
@@ -192,18 +179,15 @@ class BalanceReport(WhatIf):
     iterations: int
     ranks: tuple[RankSummary, ...]
     changes: int
-    """The number of changes of the plan."""
     notes: tuple[str, ...]
-    """The notes of the plans, each once, the latest last."""
+    """Notes of the plans, each once, the latest last."""
 
 
 def lossless_seconds(other_seconds: Sequence[float], matmul_seconds: Sequence[float]) -> float:
-    """The shortest time in which the ranks together can do all products, with nothing pruned (docs/algorithms.md, 1.7).
-
-    ``other_seconds`` is each rank's time for work that cannot be moved, ``matmul_seconds`` its time for an equal share
-    of the products. The result is the smallest ``t`` with ``Σ_i max(0, t − other_i) / matmul_i = e``. If other times
-    are equal and one rank is χ times slower, it is ``other + e / (e − 1 + 1/χ)`` times the homogeneous matmul time.
-    """
+    """The shortest time in which the ranks together can do all products, with nothing pruned (docs/algorithms.md, 1.7):
+    the smallest ``t`` with ``Σ_i max(0, t − other_i) / matmul_i = e``. ``other_seconds`` is each rank's time for work
+    that cannot be moved, ``matmul_seconds`` its time for an equal share of the products. If other times are equal and
+    one rank is χ times slower, it is ``other + e / (e − 1 + 1/χ)`` times the homogeneous matmul time."""
     order = np.argsort(other_seconds)
     other = np.asarray(other_seconds, dtype=float)[order]
     matmul = np.asarray(matmul_seconds, dtype=float)[order]
@@ -254,33 +238,25 @@ def report(records: Sequence[IterationRecord], group: Sequence[int]) -> BalanceR
 
 
 def _medians(values: Sequence[Any], kind: type, exclude: Sequence[str] = ()) -> dict[str, float]:
-    """The medians over ``values`` of the fields of ``kind``."""
     names = [field.name for field in fields(kind) if field.name not in exclude]
     return {name: median(getattr(value, name) for value in values) for name in names}
 
 
 # Table ---------------------------------------------------------------------------------------------------------------
 
-
 MOVED = ("resized", "migrated", "resharded", "received")
 """Fields of a rank that say which share of its work balancing moved."""
 
 
 def moved_shares(resized: float, migrated: float, received: float, resharded: float = 0.0) -> str:
-    """What balancing does to a rank, in words, for example "resized 40%, migrated 37%"; empty if nothing.
-
-    The arguments are shares of the rank's own work, in [0, 1].
-    """
+    """Effect of balancing on a rank in words, such as "resized 40%, migrated 37%"; the arguments are in [0, 1]."""
     shares = zip(MOVED, (resized, migrated, resharded, received), strict=True)
     return ", ".join(f"{name} {share:.0%}" for name, share in shares if share > 0)
 
 
 def rank_table(report: BalanceReport, slowdowns: Mapping[int, float] | None = None) -> Table:
-    """A row per rank: medians of times in ms, shares moved, and speed.
-
-    ``vs fastest`` is the fastest rank's time for the same work / this rank's, ``vs own best`` this rank's best time
-    for the same work so far / its present one. Columns in which every share is 0 are left out.
-    """
+    """A row per rank: medians of times in ms, shares moved, and speed: the fastest rank's time for the same work over
+    this rank's (``vs fastest``), and this rank's best time so far over its present one (``vs own best``)."""
     # Up to ten columns have to fit in 80 characters.
     table = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False, title_justify="left")
     table.title = "An iteration, by rank (medians, times in ms)"
@@ -302,7 +278,7 @@ def rank_table(report: BalanceReport, slowdowns: Mapping[int, float] | None = No
 
 
 def comparison_text(report: BalanceReport, balanced: bool) -> str:
-    """What an iteration would have taken without balancing, with equal ranks, and with ideally spread work."""
+    """Sentences about an iteration without balancing, with equal ranks, and with ideally spread work."""
     text = ""
     if balanced:
         saved = report.saved_seconds * 1e3

@@ -1,9 +1,6 @@
-"""Shards of blocks that are uneven for good: carrying out a plan by moving units once.
-
-Ordinarily each rank owns equally many units, and units migrate in each iteration. Here weights, gradients and optimizer
-state of units change their rank, so that a block's layers are ordinary layers of uneven width. Whatever reads or
-writes shards, such as a checkpoint, does so inside :meth:`Resharding.ordinary_shards`.
-"""
+"""Shards of blocks that are uneven for good: weights, gradients and optimizer state of units change their rank once, so
+that a block's layers are ordinary layers of uneven width. Whatever reads or writes shards, such as a checkpoint, does
+so inside :meth:`Resharding.ordinary_shards`."""
 
 from __future__ import annotations
 
@@ -23,30 +20,28 @@ from .host_messages import Exchange
 __all__ = ["OptimizerMemory", "Resharding"]
 
 Arrangement = dict[int, tuple[Holding, ...]]
-"""By the number of a block: what each rank holds of it. Blocks that are left out have ordinary shards."""
+"""Holdings of all ranks by number of a block; blocks that are left out have ordinary shards."""
 
 
 class OptimizerMemory(Protocol):
-    """What the optimizers of a model keep of parameters."""
+    """State that the optimizers of a model keep of parameters."""
 
     @property
     def obstacle(self) -> str | None:
-        """Why units cannot change their rank for good, as a clause; None if they can."""
+        """Reason why units cannot change their rank for good, as a clause; None if they can."""
 
     def prepare(self) -> None:
-        """Called before units move: nothing may depend any more on the shapes that parameters have."""
+        """Prepare for a move of units: nothing may depend any more on the present shapes of parameters."""
 
     def slots_of(self, parameter: Tensor) -> Sequence[StateSlot]:
-        """What optimizers keep of a parameter of the model: masters in higher precision, moments."""
+        """State that optimizers keep of a parameter of the model: masters in higher precision, moments."""
 
 
 BYTES_PER_PARAMETER = 16
-"""Of a parameter that is trained by Adam: in fp32, or in half precision with an fp32 copy."""
+"""Memory of a parameter that is trained by Adam: in fp32, or in half precision with an fp32 copy."""
 
 
 class Resharding:
-    """Moves units of the blocks of one tensor-parallel group for good."""
-
     def __init__(
         self,
         model: nn.Module,
@@ -67,7 +62,7 @@ class Resharding:
             if block.reshards
             and not any(id(tensor) in shared for tensors in block.unit_parameters for tensor in tensors)
         )
-        """The numbers of the blocks whose units can be given away for good."""
+        """Numbers of the blocks whose units can be given away for good."""
         self._held: Arrangement = {}
         self._failure: str | None = None
         self.keeps_shapes = False
@@ -75,7 +70,7 @@ class Resharding:
 
     @property
     def obstacle(self) -> str | None:
-        """Why no units can be given away for good, as a clause; None if some can. Collective over the group."""
+        """Reason why no units can be given away for good, as a clause; None if some can. Collective over the group."""
         if not self.possible:
             return "no block has units that can be"
         # On any rank: a single one may copy the model, or register a hook.
@@ -88,19 +83,12 @@ class Resharding:
 
     @property
     def is_active(self) -> bool:
-        """True if any units have been given away for good."""
         return bool(self._held)
 
     def arrange(self, moves: Sequence[Sequence[MovedRange]], work_before: float = 0.0) -> frozenset[int]:
-        """Let ranks hold their units as after ``moves``, by block. Collective over the group.
-
-        A GPU had the memory for the activations of taken units before, up to the share ``work_before`` of its own.
-
-        If a rank has too little memory, all blocks get ordinary shards instead, and :attr:`obstacle` tells why.
-
-        Returns:
-            the numbers of the blocks whose shards are uneven now.
-        """
+        """Let ranks hold their units as after ``moves``, by block. Collective over the group. Returns the numbers of
+        the blocks whose shards are uneven now: none if a rank has too little memory (:attr:`obstacle`). A GPU had the
+        memory for the activations of taken units before, up to the share ``work_before`` of its own."""
         wanted = {
             number: holdings(self._blocks[number].units, self._ranks, moves[number])
             for number in sorted(self.possible)
@@ -113,7 +101,7 @@ class Resharding:
 
     @contextmanager
     def ordinary_shards(self) -> Iterator[None]:
-        """Inside of it, every rank holds its own units. Collective over the group, at the beginning and the end."""
+        """Context in which every rank holds its own units. Collective over the group, at the beginning and the end."""
         held = dict(self._held)
         self._take_back()
         try:
@@ -123,7 +111,6 @@ class Resharding:
                 self._take_back()
 
     def _has_room(self, wanted: Arrangement, work_before: float) -> bool:
-        """True if a GPU would have the memory for an iteration with these units."""
         more = taken = own = 0
         for number, after in wanted.items():
             block = self._blocks[number]
@@ -177,7 +164,6 @@ class Resharding:
 
 
 def _shared_parameters(model: nn.Module) -> frozenset[int]:
-    """The ``id`` of each parameter that several modules have."""
     seen: set[int] = set()
     shared: set[int] = set()
     for module in model.modules():

@@ -31,17 +31,13 @@ __all__ = [
 
 # Timeline sampler ----------------------------------------------------------------------------------------------------
 
-
 Kind = Literal["matmul", "block", "other", "communication", "waiting"]
-
 
 SAMPLE_EVERY = 8
 """One of this many iterations is kept with its segments; later in a run, one of this many that are measured."""
 
 
 class Segment(NamedTuple):
-    """A part of a rank's iteration that was spent on one kind of work."""
-
     kind: Kind
     start_seconds: float
     end_seconds: float
@@ -49,29 +45,23 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class RankSegments:
-    """One iteration as measured by one rank."""
-
     iteration: int
     segments: tuple[Segment, ...]
     """Segments in order; waiting is not separated from communication, which takes the times of all ranks."""
     time_base: str
-    """If it is equal on two ranks and not empty, their seconds count from the same moment."""
+    """Equal and not empty on ranks whose seconds count from the same moment."""
 
 
 @dataclass(frozen=True)
 class SampledIterations:
-    """The iterations that a rank kept with their segments."""
-
     iterations: tuple[RankSegments, ...]
     first_change: int | None
     """The iteration at the end of which the rank's group first changed its plan."""
 
 
 class TimelineSampler:
-    """Keeps the segments of a few iterations: of the last one that is certainly unbalanced, and of the latest ones.
-
-    The choice depends only on the iteration's number, so that all ranks keep the same iterations.
-    """
+    """Keeps the segments of the last iteration that is certainly unbalanced, and of the latest ones. The choice depends
+    only on the iteration's number, so that all ranks keep the same iterations."""
 
     def __init__(self, warmup_iterations: int, patience: int, measured_every: int = 1) -> None:
         self._every = SAMPLE_EVERY * measured_every
@@ -84,13 +74,11 @@ class TimelineSampler:
         self._first_change: int | None = None
 
     def wants(self, iteration: int) -> bool:
-        """True if the clock should keep the segments of this iteration."""
         # Short runs have a timeline after balancing, too.
         every = SAMPLE_EVERY if iteration < self._every else self._every
         return iteration == self._unbalanced or iteration % every == 0
 
     def add(self, iteration: RankSegments) -> None:
-        """Take in an iteration that is wanted."""
         if iteration.iteration == self._unbalanced:
             self._early = iteration
         else:
@@ -102,7 +90,6 @@ class TimelineSampler:
             self._first_change = iteration
 
     def kept(self) -> SampledIterations:
-        """The iterations that are kept now, in order."""
         kept = [*self._late] if self._early is None else [self._early, *self._late]
         return SampledIterations(tuple(sorted(kept, key=lambda each: each.iteration)), self._first_change)
 
@@ -116,7 +103,6 @@ KIND_NAMES: dict[Kind, str] = {
 }
 """The names of the kinds in legends and traces, in the order of a legend."""
 
-
 SHORTEST_SECONDS = 1e-9
 """Shorter parts of a collective are rounding errors and are left out."""
 
@@ -127,11 +113,11 @@ class IterationTimeline:
 
     iteration: int
     ranks: tuple[tuple[Segment, ...], ...]
-    """By global rank, in order of time."""
+    """Segments by global rank, in order of time."""
 
     @property
     def seconds(self) -> float:
-        """From the first rank's start to the last rank's end."""
+        """Time from the first rank's start to the last rank's end."""
         return max((segments[-1].end_seconds for segments in self.ranks if segments), default=0.0)
 
 
@@ -148,9 +134,7 @@ class Timelines(NamedTuple):
 
 def choose_timelines(per_rank: Sequence[SampledIterations], groups: Sequence[Sequence[int]]) -> Timelines | None:
     """The latest iterations before and after the first change of a plan that all ranks kept; None without any.
-
-    ``per_rank`` is by global rank, ``groups`` the tensor-parallel groups as lists of global ranks.
-    """
+    ``per_rank`` is by global rank, ``groups`` the tensor-parallel groups as lists of global ranks."""
     by_iteration = [{each.iteration: each for each in rank.iterations} for rank in per_rank]
     common = set(by_iteration[0]).intersection(*by_iteration[1:])
     change = min((rank.first_change for rank in per_rank if rank.first_change is not None), default=None)
@@ -166,10 +150,8 @@ def choose_timelines(per_rank: Sequence[SampledIterations], groups: Sequence[Seq
 
 
 def merge_segments(per_rank: Sequence[RankSegments], groups: Sequence[Sequence[int]]) -> IterationTimeline:
-    """All ranks' segments of one iteration on one time axis, with waiting separated from communication.
-
-    Within a tensor-parallel group a rank waits in a collective until the last rank of the group arrives at it.
-    """
+    """All ranks' segments of one iteration on one time axis. In a collective a rank waits until the last rank of its
+    tensor-parallel group arrives; this is separated from communication."""
     ranks = [list(rank.segments) for rank in per_rank]
     for group in groups:
         if not _same_base([per_rank[rank] for rank in group]):
@@ -211,12 +193,8 @@ def _align_ranks(group: Sequence[Sequence[Segment]]) -> list[list[Segment]]:
 
 
 def _split_waiting(group: Sequence[Sequence[Segment]]) -> list[list[Segment]]:
-    """The segments of a group's ranks, with the first part of each collective as waiting.
-
-    The k-th collective is the same one on all ranks. If ranks took part in different numbers of collectives (because
-    some ranks also communicate in pairs), a rank's waiting is its total time in them beyond that of the rank with the
-    shortest total.
-    """
+    """The segments of a group's ranks, with the first part of each collective as waiting. The k-th collective is the
+    same on all ranks, unless some also communicate in pairs: then waiting is the time beyond the shortest total."""
     collectives = [_collectives(segments) for segments in group]
     if len({len(of_rank) for of_rank in collectives}) == 1:
         arrivals = [max(each.start_seconds for each in same) for same in zip(*collectives, strict=True)]
@@ -230,7 +208,6 @@ def _split_waiting(group: Sequence[Sequence[Segment]]) -> list[list[Segment]]:
 
 
 def _split(segments: Sequence[Segment], arrivals: Sequence[float]) -> list[Segment]:
-    """``segments`` with every collective cut in two where the last rank arrives at it."""
     split = []
     arrival = iter(arrivals)
     for segment in segments:
@@ -248,11 +225,8 @@ def _split(segments: Sequence[Segment], arrivals: Sequence[float]) -> list[Segme
 
 
 def chrome_trace(timelines: Mapping[str, IterationTimeline]) -> dict[str, Any]:
-    """``timelines`` by title in the Chrome trace event format, for Perfetto: one process each, one thread per rank.
-
-    Timestamps and durations are in microseconds. Processes and threads are numbered from 1, because 0 means the
-    system's idle process.
-    """
+    """``timelines`` by title in the Chrome trace event format, for Perfetto: one process each, one thread per rank,
+    times in microseconds. Numbers start at 1, because 0 means the system's idle process."""
     events: list[dict[str, Any]] = []
     thread = 0
     for process, (title, timeline) in enumerate(timelines.items(), start=1):
@@ -273,11 +247,7 @@ def chrome_trace(timelines: Mapping[str, IterationTimeline]) -> dict[str, Any]:
 
 
 # Picture -------------------------------------------------------------------------------------------------------------
-#
-# Draw an iteration before and after balancing: a bar of time per rank.
-#
-# matplotlib is an optional dependency (``pip install 'colossal-hetero[plot]'``), which is imported on drawing.
-
+# A bar of time per rank, before and after balancing. matplotlib is optional (``pip install 'colossal-hetero[plot]'``).
 
 COLORS: dict[Kind, str] = {
     "matmul": BLUE,
@@ -286,17 +256,13 @@ COLORS: dict[Kind, str] = {
     "communication": ORANGE,
     "waiting": "#FFFFFF",
 }
-"""The colors of the kinds, which also differ in lightness."""
 
 WAITING_EDGE = RED
-"""The color of the hatching of waiting, the time that balancing reduces."""
 
 
 def plot_timelines(before: IterationTimeline, after: IterationTimeline | None, path: Path | str) -> None:
-    """Draw the iterations, with a bar per rank, above each other on the same time axis into the file ``path``.
-
-    The file is replaced atomically. If ``after`` is None, only ``before`` is drawn.
-    """
+    """Draw the iterations, with a bar per rank, above each other on the same time axis into the file ``path``, which is
+    replaced atomically. ``after`` may be None."""
     path = check_name(path)
     check_matplotlib()
     from matplotlib.figure import Figure

@@ -11,27 +11,19 @@ from .ratios import Line
 
 __all__ = ["MAX_OVERHEAD", "MAX_PATIENCE", "RELAX_AFTER", "Damping", "EqualWork", "WorkLine"]
 
-
 MAX_OVERHEAD = 0.15
-"""The largest time that extracting columns, imputing and handling others' units can add to a rank's products, as a
-share of the products' time at the rank's full work."""
-
+"""Largest time that extracting columns, imputing and handling others' units can add, as a share of full products."""
 MIN_RECEIVED = 0.85
-"""The shortest time of a load above 1, relative to a proportional time: larger products are more efficient."""
-
+"""Shortest time of a load above 1, relative to a proportional time: larger products are more efficient."""
 STEADY_ITERATIONS = 8
 """Iterations at one speed from which factors are computed; more would hardly improve them."""
 
 
 class EqualWork:
-    """Scales times that a rank measured at any load to the times of its full share.
-
-    With a load of ``l`` (1 is the rank's full share) products take about ``l`` times as long; the exact factor depends
-    on the device. It is measured in the first iterations after the load changed, and limited to
-    ``[l, l + MAX_OVERHEAD]`` for a rank that computes less than its share and ``[MIN_RECEIVED·l, l + MAX_OVERHEAD]``
-    for one that computes more. If the rank's speed changed at about the same time, the factor cannot be measured and
-    ``l`` is used.
-    """
+    """Scales times that a rank measured at any load to the times of its full share. With a load of ``l`` (1 is the full
+    share) products take about ``l`` times as long. The exact factor is measured in the first iterations after the load
+    changed, within ``[l, l + MAX_OVERHEAD]``, or ``[MIN_RECEIVED·l, l + MAX_OVERHEAD]`` for a load above 1. If the
+    rank's speed changed at about the same time, ``l`` is used."""
 
     def __init__(self, patience: int) -> None:
         self._load = 1.0
@@ -40,10 +32,7 @@ class EqualWork:
         self._calibration: list[float] = []
 
     def normalize(self, work_seconds: float, matmul_seconds: float, load: float) -> RankTimes:
-        """The rank's times at its full share, from an iteration with the given load.
-
-        ``load`` is 1 − resized − migrated + received.
-        """
+        """Times at the full share, from an iteration with ``load``, which is 1 − resized − migrated + received."""
         if not load > 0.0:
             raise ValueError(f"load={load} must be above zero: the speed of a rank without work is unknown")
         if load != self._load:
@@ -74,19 +63,14 @@ class EqualWork:
 
 # Work line -----------------------------------------------------------------------------------------------------------
 
-
 SLOPE_DEVIATION = 0.2
-"""How far the slope may be from a proportional one, as a relative standard deviation: fixed costs of a product, better
-or worse efficiency at another size."""
-
+"""Relative standard deviation of the slope from a proportional one: fixed costs, other efficiency at other sizes."""
 MIN_SLOPE, MAX_SLOPE = 0.5, 4.0
 """Limits of the slope, relative to a proportional one. They keep one bad measurement from turning the line over."""
 
 
 @dataclass
 class _Visit:
-    """What was measured at one load."""
-
     seconds: float
     movable: float
     """The part of ``seconds`` that is in proportion to the load, as far as the clock can tell."""
@@ -94,11 +78,8 @@ class _Visit:
 
 
 class WorkLine:
-    """Work of one rank for one kind, as measured at the loads that it has had at its present speed.
-
-    Between loads it is a line through the present load. Its slope combines two sources: that products take time in
-    proportion to their size, and the difference from other loads; both are weighted by how certain they are.
-    """
+    """One rank's work for one kind, as measured at the loads that it has had at its present speed: a line through the
+    present load, with the mean of a proportional slope and those to other loads, weighted by their certainty."""
 
     def __init__(self, full: float) -> None:
         self.full = full
@@ -106,15 +87,12 @@ class WorkLine:
         self._load = full
 
     def measured(self, load: float, seconds: float, movable: float, iterations: int) -> None:
-        """Set what work takes at ``load`` units, which is the present load, by the median of so many iterations."""
+        """Set the work at ``load`` units, which is the present load, by the median of so many iterations."""
         self._load = load
         self._visits[load] = _Visit(seconds, movable, iterations)
 
     def speed_changed(self, seconds: float, movable: float) -> None:
-        """The present load now takes ``seconds``, of which ``movable`` are in proportion to it.
-
-        At all other loads both parts change by the same factors.
-        """
+        """Set the present load's seconds, with ``movable`` of them; other loads change by the same factors."""
         here = self._visits[self._load]
         of_movable = movable / here.movable if here.movable > 0 else 1.0
         fixed = here.seconds - here.movable
@@ -130,15 +108,11 @@ class WorkLine:
 
     @property
     def present_seconds(self) -> float:
-        """What was measured at the present load."""
         return self._visits[self._load].seconds
 
     def line(self, noise: float, receive_factor: float = 1.0) -> Line:
-        """The line through the present load.
-
-        ``noise`` is the relative standard deviation of one iteration, ``receive_factor`` how many times as long a unit
-        of another rank takes, which counts until that has been measured.
-        """
+        """The line through the present load. ``noise`` is the relative standard deviation of one iteration. A unit of
+        another rank takes ``receive_factor`` times as long, until that has been measured."""
         here = self._visits[self._load]
         proportional = max(here.movable, 1e-3 * here.seconds) / self._load
         slope = self._slope(proportional, noise)
@@ -164,30 +138,21 @@ class WorkLine:
 
 
 # Damping -------------------------------------------------------------------------------------------------------------
-#
-# For how many iterations a rank must be slower before it counts as slow: longer if its speed flickers.
-#
-# [Note: flicker] A plan for a straggler starts some iterations after the rank becomes slow, and ends some iterations
-# after it becomes fast again. In these last iterations the ranks that received its work are the slow ones. If the rank
-# is slow for only a few iterations at a time, a plan made as soon as possible would be in use just when it does harm.
-# Flicker is learned from plans: each plan that relieves the rank and is withdrawn after a few iterations doubles the
-# rank's patience; a long time without a slow spell halves it again. That a rank has become *faster* is always accepted
-# after a few iterations, so a harmful plan ends quickly, and any kind of flicker costs only a few iterations per
-# :data:`MAX_PATIENCE` slow ones.
-#
-# Ranks do not share this state. Each rank judges its own slowness, and reports its earlier speed until it counts as
-# slow.
-
+# [Note: flicker] A plan starts some iterations after a rank becomes slow, and ends some iterations after it becomes
+# fast again; in these last ones the ranks that received its work are the slow ones. If the rank is slow for only a few
+# iterations at a time, a plan made as soon as possible does harm. So each plan that relieves the rank and is withdrawn
+# after a few iterations doubles the rank's patience; a long time without a slow spell halves it again. That a rank has
+# become *faster* is always accepted after a few iterations, so flicker costs only a few iterations per
+# :data:`MAX_PATIENCE` slow ones. Each rank judges its own slowness.
 
 MAX_PATIENCE = 32
-"""The largest patience in iterations, so that every lasting straggler is balanced at some time."""
-
+"""Largest patience in iterations, so that every lasting straggler is balanced at some time."""
 RELAX_AFTER = 100
 """Iterations without a slow spell after which the patience is halved."""
 
 
 class Damping:
-    """One rank's patience: how many slow iterations it takes until the rank counts as slow."""
+    """One rank's patience: the number of slow iterations until it counts as slow."""
 
     def __init__(self, patience: int) -> None:
         self._min_patience = patience
@@ -195,13 +160,11 @@ class Damping:
         self._relief = 0.0
         self._relieved_for = 0
         self._calm_for = 0
-        # Two exchanges are at least patience + 1 iterations apart. A plan that is withdrawn soon after that answered a
-        # flicker.
+        # Exchanges are at least patience + 1 iterations apart; a plan withdrawn soon after answered a flicker.
         self._few = 2 * patience + 2
 
     @property
     def patience(self) -> int:
-        """Consecutive slower iterations after which the rank counts as slower."""
         return self._patience
 
     def observed(self, slow_spell: bool) -> None:

@@ -1,4 +1,4 @@
-"""What one rank computes: parallel linear layers that accept a workload, and policies that use them."""
+"""Parallel linear layers that accept a workload, and policies that use them: one rank's part of the work."""
 
 from ..colossalai_support import accelerator  # noqa: F401  (prepares Colossal-AI before the modules below import it)
 from .linear import (

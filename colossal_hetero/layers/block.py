@@ -1,13 +1,7 @@
-"""Blocks: a column-parallel layer that feeds a row-parallel one through operations that work for any width.
-
-Examples are an MLP, a gated MLP, and attention with fused or separate q, k and v, with or without grouped key/value
-heads. A block's *units* (hidden neurons, heads, key/value groups) can be pruned, or computed by another rank, without
-any other change: every rank already holds the block's input and the gradient of its output, and the block's partial
-output and partial input gradient are summed by all-reduces that run in any case (docs/algorithms.md, 1.5).
-
-Which modules hold blocks is a table, :data:`.RULES`, because a policy does not show
-which operations lie between two layers.
-"""
+"""Blocks: a column-parallel layer that feeds a row-parallel one through operations that work for any width, as in an
+MLP or attention. A block's *units* (hidden neurons, heads, key/value groups) can be pruned, or computed by another
+rank, without any other change: every rank holds the block's input and the gradient of its output, and all-reduces that
+run in any case sum the partial outputs and partial input gradients (docs/algorithms.md, 1.5)."""
 
 from __future__ import annotations
 
@@ -35,18 +29,13 @@ __all__ = ["Block", "BlockWorkload", "Fetch", "ReturnGradients", "asks_for_heads
 
 
 # Views ---------------------------------------------------------------------------------------------------------------
-#
-# Who sees what a rank computes inside a block: then its units must not migrate, which would change what is seen.
-#
-# The caller sees attention maps and keys if he asks for them. A hook on a module inside of a block, and a forward pass
-# that somebody has put in place of a module's own, see what passes through the module. A module of the user's own may
-# keep it.
-
+# Units of a block must not migrate if somebody sees what a rank computes inside of it: a caller who asks for attention
+# maps or keys, a hook, a replaced forward pass, or a module of the user's own, which may keep what it sees.
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 _MODELS = (*OWN_PACKAGES, "timm", "transformers")
-"""Packages whose forward passes keep nothing of what they compute, unless they are asked to."""
+"""Packages whose forward passes keep nothing that they compute, unless they are asked to."""
 
 
 def is_seen(modules: Iterable[nn.Module]) -> bool:
@@ -66,8 +55,7 @@ def is_seen(modules: Iterable[nn.Module]) -> bool:
 
 
 def asks_for_heads(model: nn.Module, arguments: Mapping[str, Any]) -> bool:
-    """True if the caller of ``model`` takes or gives something for each head of this rank: attention maps, masks of
-    heads, and in training keys and values of earlier passes."""
+    """True if the caller takes or gives maps, masks, or in training earlier keys and values, of this rank's heads."""
     asked = arguments.get("output_attentions")
     if asked is None:
         config = getattr(model, "config", None)
@@ -81,7 +69,6 @@ def asks_for_heads(model: nn.Module, arguments: Mapping[str, Any]) -> bool:
 
 @cache
 def _is_users(kind: type[nn.Module]) -> bool:
-    """True if the forward pass of modules of this class is the user's own."""
     return _has_others([kind.forward], (*_MODELS, "torch"))
 
 
@@ -93,16 +80,13 @@ def _is_computed(value: Any) -> bool:
 
 
 def _has_others(functions: Iterable[Any], packages: tuple[str, ...]) -> bool:
-    """True if a function is of none of ``packages``."""
     return not all(is_from(function, packages) for function in functions)
 
 
 Fetch = Callable[[], Sequence[Sequence[Sequence[Tensor]]]]
 """Returns the taken units: for each range of them and each layer, contiguous views of weight and bias."""
-
 ReturnGradients = Callable[[int, list[Tensor]], Sequence[Sequence[Tensor]] | None]
-"""Takes a layer's index and the gradients of its taken units, and returns those of its given units; see
-:class:`.UnitShare`."""
+"""Takes a layer's index and its taken units' gradients; returns those of its given units (:class:`.UnitShare`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,24 +94,19 @@ class BlockWorkload:
     """A block's part of the plan on one rank; all counts are numbers of units."""
 
     given: int = 0
-    """How many of its own units the rank gives away: the last ones."""
+    """Number of own units that the rank gives away: the last ones."""
     taken: tuple[UnitRange, ...] = ()
-    """The units of other ranks that the rank computes."""
     kept: int
-    """How many of its own units the rank computes; units that are neither kept nor given away are pruned."""
+    """Number of own units that the rank computes; units that are neither kept nor given away are pruned."""
     select: Selector | None = None
-    """Chooses the kept units if some are pruned, from two matrices with one column per unit: ``x [b, U]`` holds the
-    units' columns of the row-parallel weight, ``weight [a, U]`` the units' rows of the column-parallel weights."""
+    """Chooses the kept units if some are pruned, from ``x [b, U]`` and ``weight [a, U]`` of :attr:`Block.matrices`."""
 
     def units_of(self, rank: int) -> list[UnitRange]:
-        """The units that the rank, number ``rank`` of the group, computes, in the order of activations. Kept units
-        count as the first ones, also if others are pruned."""
+        """Units that rank ``rank`` of the group computes, as activations order them; kept units count as the first."""
         return [UnitRange(rank, 0, self.kept), *self.taken]
 
 
 class Block:
-    """A block of one rank's model."""
-
     def __init__(
         self,
         name: str,
@@ -145,16 +124,15 @@ class Block:
         self.kind: int | None = None
         self.workload: BlockWorkload | None = None
         self.held: tuple[UnitRange, ...] | None = None
-        """The units that this rank's parameters hold, in their order; None: its own :attr:`units`, as ordinarily."""
+        """Units that this rank's parameters hold, in their order; None: its own :attr:`units`, as ordinarily."""
         self.evaluates = False
         """True if the workload applies to the current pass although it has no gradients."""
         self.before_forward: Callable[[bool], None] | None = None
-        """Called before the forward pass of the first layer, also without a workload; takes whether the pass is one of
-        training."""
+        """Called before the first layer's forward pass, also without a workload; True in a pass of training."""
         self.inside: tuple[nn.Module, ...] = self.layers  # type: ignore[assignment]
-        """The modules through which only the units pass that this rank computes."""
+        """Modules through which only the units pass that this rank computes."""
         self.stays = False
-        """True if each rank computes its own units, whatever the plan, because somebody sees what it computes."""
+        """Called before the first layer's forward pass, also without a workload; gets whether it is one of training."""
         self._heads = heads
         self._widths = {width: getattr(heads, width) for width in widths if hasattr(heads, width)}
         self._has_set_widths = False
@@ -184,11 +162,9 @@ class Block:
 
     @property
     def reshards(self) -> bool:
-        """True if units can change their rank for good."""
         return True
 
     def is_seen(self, asks_for_heads: bool) -> bool:
-        """True if somebody on this rank sees what it computes of this block."""
         return (asks_for_heads and self._heads is not None) or is_seen(self.inside)
 
     @property
@@ -201,17 +177,14 @@ class Block:
 
     @property
     def parameters(self) -> list[list[Tensor]]:
-        """:attr:`unit_parameters`, detached."""
         return [[values_of(tensor) for tensor in tensors] for tensors in self.unit_parameters]
 
     @property
     def is_frozen(self) -> bool:
-        """True if no parameter that holds units is trained."""
         return not any(tensor.requires_grad for tensors in self.unit_parameters for tensor in tensors)
 
     @property
     def elements_per_unit(self) -> int:
-        """The number of weights and biases of one unit."""
         return sum(
             place.numel(tensor)
             for tensors, places in zip(self.parameters, self.places, strict=True)
@@ -220,10 +193,7 @@ class Block:
 
     @property
     def matrices(self) -> tuple[Tensor, Tensor]:
-        """``[b, U]``: the units' columns of the row-parallel weight; ``[a, U]``: their rows of the other weights.
-
-        If an MLP has a single layer before, both are views: a rule may read a sample of them in every iteration.
-        """
+        """Units' columns of the row-parallel weight ``[b, U]`` and rows of the others ``[a, U]``; views if possible."""
         columns = [
             place.view(tensors[0]).movedim(place.unit_dim, -1).reshape(-1, self.units)
             for tensors, (place, *_) in zip(self.parameters, self.places, strict=True)
@@ -250,7 +220,7 @@ class Block:
         self._assigned()
 
     def _assigned(self) -> None:
-        """A workload was assigned. Kinds of blocks that keep more about it define this."""
+        """Called after :meth:`assign`, for kinds of blocks that keep more about a workload."""
 
     def hold(self, held: tuple[UnitRange, ...] | None) -> None:
         """Compute exactly these units, which the parameters hold from now on; None: the rank's own ones."""
@@ -258,18 +228,16 @@ class Block:
         self.held = held
 
     def begin_iteration(self) -> None:
-        """Choose the kept units again in the next forward pass, and fetch the taken ones."""
         self._has_chosen = False
         self.refresh()
 
     def refresh(self) -> None:
-        """The weights may have changed: fetch the taken units again in the next forward pass, keep the same."""
+        """Fetch taken units again in the next forward pass, as weights may have changed; keep the same units."""
         self._prepared = False
         for share in self._shares:
             share.release()
 
     def share_of(self, layer: HeteroLinear) -> UnitShare | None:
-        """What ``layer`` computes in the current forward pass; None if it computes exactly its own units."""
         if not self._is_active(layer):
             return None
         if not self._prepared:
@@ -289,7 +257,6 @@ class Block:
         return self._shares[self.layers.index(layer)]
 
     def computed_units(self) -> list[UnitRange]:
-        """The units of the current forward pass, in the order of activations; see :meth:`BlockWorkload.units_of`."""
         rank = dist.get_rank(self.output.process_group)  # type: ignore[attr-defined]
         if self.held is not None:
             return list(self.held)
@@ -329,12 +296,8 @@ class Block:
 
 
 def attach_blocks(model: nn.Module) -> list[Block]:
-    """Find the blocks of ``model`` by :data:`.RULES` and connect their layers to
-    them.
-
-    Call it once per model. Returns the blocks in the order of the model. A layer that is in no block can only be
-    balanced by its columns. If attention is in no block because of its kernel, global rank 0 warns.
-    """
+    """Find the blocks of ``model`` by :data:`.RULES`, connect their layers to them, and return them in model order.
+    Call it once per model. If attention is in no block because of its kernel, global rank 0 warns."""
     blocks, left_out = [], []
     holders: dict[Block, nn.Module] = {}
     for name, module in model.named_modules():
@@ -359,8 +322,7 @@ def attach_blocks(model: nn.Module) -> list[Block]:
 
 
 def _inside(block: Block, holder: nn.Module, others: set[nn.Module]) -> Iterator[nn.Module]:
-    """The modules in ``holder``, without those of ``others``, other blocks. Attention of transformers returns its maps,
-    so it is inside itself."""
+    """Modules in ``holder`` but not in ``others``, other blocks; with attention itself, as it may return its maps."""
     if block._heads is not None and type(holder).__module__.startswith("transformers."):
         yield holder
     for child in holder.children():
@@ -370,7 +332,6 @@ def _inside(block: Block, holder: nn.Module, others: set[nn.Module]) -> Iterator
 
 
 def _has_balanced_layers(module: nn.Module, rule: BlockRule) -> bool:
-    """True if the layers of the block exist and can be balanced together."""
     inputs, outputs = list(_present(module, rule.inputs)), list(_present(module, (rule.output,)))
     if not inputs or not outputs or any(_is_set(found) for found in _present(module, rule.obstacles)):
         return False
@@ -378,7 +339,6 @@ def _has_balanced_layers(module: nn.Module, rule: BlockRule) -> bool:
 
 
 def _heads(module: nn.Module, rule: BlockRule) -> nn.Module | None:
-    """The module whose attributes hold the widths of attention; None for an MLP."""
     if rule.heads is None:
         return None
     return attrgetter(rule.heads)(module) if rule.heads else module
@@ -423,12 +383,10 @@ def _present(module: nn.Module, paths: Sequence[str]) -> Iterator[Any]:
 
 
 def _has_dropout(module: nn.Module, rule: BlockRule) -> bool:
-    """True if there is dropout inside the block."""
     return any(_is_set(found) for found in _present(module, rule.dropouts))
 
 
 def _has_unknown_kernel(module: nn.Module, rule: BlockRule) -> bool:
-    """True if attention may use a kernel that is not torch's own."""
     heads = _heads(module, rule)
     if heads is None:
         return False

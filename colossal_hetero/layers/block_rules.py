@@ -1,4 +1,4 @@
-"""Which modules hold a block, and where: a table, because a policy does not show what lies between two layers."""
+"""Rules for where modules hold blocks: a table, because a policy does not show what lies between two layers."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ __all__ = ["RULES", "BlockRule", "rule_for"]
 
 @dataclass(frozen=True)
 class BlockRule:
-    """Where a module of a certain class holds a block. All names are attribute paths from that module."""
+    """Attribute paths from a module of a certain class to its block's column-parallel and row-parallel layers, etc."""
 
     inputs: tuple[str, ...]
-    """The column-parallel layers; names that are missing or None are skipped."""
     output: str
-    """The row-parallel layer."""
     parts: int = 1
     """The number of fused parts in the outputs of the first input layer (3 for q, k and v); each part has all units."""
     heads: str | None = None
-    """If the block is attention: the module whose attributes hold its widths; ``""`` is the module itself."""
+    """Module whose attributes hold the widths of attention; ``""`` is the module itself; None for an MLP."""
     units: tuple[str, ...] = ()
     """Attributes of ``heads`` that may hold the number of units; the first that exists is used."""
     widths: tuple[str, ...] = ()
@@ -33,12 +31,9 @@ _HEADS = ("num_key_value_heads", "num_heads")
 _WIDTHS = ("num_heads", "num_key_value_heads", "hidden_size", "embed_dim")
 _SEPARATE_QKV = ("q_proj", "k_proj", "v_proj")
 
-
 _LLAMA = BlockRule(_SEPARATE_QKV, "o_proj", 1, "", _HEADS, _WIDTHS, ("attention_dropout",), ("use_qk_norm",))
 
-
 _GATED_MLP = BlockRule(("gate_proj", "up_proj"), "down_proj")
-
 
 _BERT = BlockRule(
     ("self.query", "self.key", "self.value"),
@@ -46,15 +41,11 @@ _BERT = BlockRule(
     ("self.dropout", "self.dropout_prob"),
 )
 
-
 _BERT_MLP = BlockRule(("intermediate.dense",), "output.dense")
-
 
 _OPT = BlockRule(_SEPARATE_QKV, "out_proj", 1, "", ("num_heads",), _WIDTHS, ("dropout",))
 
-
 _FC = BlockRule(("fc1",), "fc2", dropouts=("activation_dropout",))
-
 
 RULES: dict[str, BlockRule] = {
     # timm
@@ -126,11 +117,10 @@ RULES: dict[str, BlockRule] = {
     ),
     "transformers.Blip2QFormerLayer": BlockRule(("intermediate_query.dense",), "output_query.dense"),
 }
-"""Rules by ``package.Class``; a subclass uses the rule of its nearest parent that has one. Attention with a bias per
-head (T5, BLOOM, Falcon with ALiBi) is left out, because the bias of a migrated head would stay on its rank."""
+"""Rules by ``package.Class``, which subclasses inherit. Attention with a bias per head (T5, BLOOM, Falcon with ALiBi)
+is left out, because the bias of a migrated head would stay on its rank."""
 
 
 def rule_for(kind: type) -> BlockRule | None:
-    """The rule for modules of class ``kind``, or None if they hold no block."""
     names = (f"{parent.__module__.partition('.')[0]}.{parent.__name__}" for parent in kind.__mro__)
     return next((RULES[name] for name in names if name in RULES), None)

@@ -12,11 +12,6 @@ column-parallel  ``W_s[:, P]`` is sent;                             ``dY_s`` is 
 row-parallel     ``X_s[:, P]`` and ``W_s[:, P]`` are sent;          ``dY W_s[:, P_r]`` returns as dX_s[:, P_r],
                  ``X_s[:, P_r] W_s[:, P_r]ᵀ`` belongs to Y          ``dYᵀ X_s[:, P_r]`` as dW_s[:, P_r]
 ===============  =================================================  =================================================
-
-A :class:`ColumnExchange` sends columns and returns results. ``broadcast-reduce``, the paper's method, broadcasts;
-results that are terms of dX or Y are added to the receiver's own, for the all-reduce that runs in any case.
-``scatter-gather``, the method it is compared with, sends each receiver its own part and each result back to the sender.
-Operands that the backward pass needs again are kept from the forward pass.
 """
 
 from __future__ import annotations
@@ -60,10 +55,8 @@ class MovedRange(Protocol):
 
 
 class ColumnExchange(ABC):
-    """Sends columns of a product to receivers, and the results back."""
-
     merges: bool
-    """True if a receiver adds its results to its own product, for the all-reduce that follows."""
+    """True if a receiver adds terms of dX or Y to its own product, for the all-reduce that runs in any case."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
@@ -72,26 +65,19 @@ class ColumnExchange(ABC):
     def distribute(
         self, moves: Sequence[MovedRange], given: Tensor | None, like: Tensor, rows: int
     ) -> list[Tensor | None]:
-        """Send each receiver its columns; returns, for every move, ``[rows, stop − start]`` on its receiver, else None.
-
-        ``given [rows, |P|]`` is the sender's matrix, None on other ranks; ``like`` has its dtype and device.
-        """
+        """Send each receiver its columns of ``given [rows, |P|]``, which is None except on the sender. Returns, for
+        every move, ``[rows, stop − start]`` on its receiver, else None. ``like`` has the dtype and device."""
 
     @abstractmethod
     def broadcast(
         self, moves: Sequence[MovedRange], given: Tensor | None, shape: tuple[int, int], like: Tensor
     ) -> Tensor | None:
-        """Send all of ``given`` to every receiver of one sender. Returns it on these ranks; other ranks may get None.
-
-        ``given`` of that ``shape`` is None except on the sender; ``like`` has its dtype and device.
-        """
+        """Send all of ``given`` (of ``shape``; None except on the sender) to every receiver of one sender. Returns it
+        on these ranks; other ranks may get None. ``like`` has the dtype and device."""
 
     @abstractmethod
     def reduce(self, moves: Sequence[MovedRange], result: Tensor) -> None:
-        """Add every receiver's ``result`` to the sender's, of the same shape, in place.
-
-        The results of other ranks may be overwritten.
-        """
+        """Add every receiver's ``result`` to the sender's in place; results of other ranks may be overwritten."""
 
     def gather(
         self,
@@ -101,10 +87,8 @@ class ColumnExchange(ABC):
         like: Tensor,
         rows: int,
     ) -> Pending:
-        """Start returning every receiver's ``[rows, stop − start]`` to its sender; waiting stores them in ``into``.
-
-        ``into [rows, L]`` is the sender's whole matrix, None on other ranks.
-        """
+        """Start returning every receiver's ``[rows, stop − start]`` to its sender; waiting stores them in ``into``, the
+        sender's whole matrix ``[rows, L]`` (None on other ranks)."""
         rank = self.transport.rank
         sends = [
             (move.sender, result.contiguous())
@@ -117,8 +101,6 @@ class ColumnExchange(ABC):
 
 
 class _GatheredColumns(Pending):
-    """Columns of a matrix that are being returned to the rank that gave them away."""
-
     def __init__(self, started: Started, parts: Sequence[tuple[MovedRange, Tensor]], into: Tensor | None) -> None:
         self._started, self._parts, self._into = started, parts, into
 
@@ -158,7 +140,7 @@ class BroadcastReduce(ColumnExchange):
 
 
 class ScatterGather(ColumnExchange):
-    """The method that the paper compares with: the sender sends to, and receives from, each receiver."""
+    """The method that the paper compares with: the sender exchanges messages with each receiver."""
 
     merges = False
 
@@ -208,7 +190,7 @@ COLUMN_EXCHANGES: dict[str, type[ColumnExchange]] = {
 
 @dataclass(frozen=True)
 class ColumnMigration:
-    """Which ranks compute which columns of one layer; the same on all ranks of the group."""
+    """Assignment of one layer's columns to ranks; the same on all ranks of the group."""
 
     exchange: ColumnExchange
     moves: tuple[MovedRange, ...]
@@ -220,30 +202,26 @@ class ColumnMigration:
 
     @property
     def by_sender(self) -> list[tuple[MovedRange, ...]]:
-        """The moves of every sender, in the order of the senders' ranks."""
         senders = sorted({move.sender for move in self.moves})
         return [tuple(move for move in self.moves if move.sender == sender) for sender in senders]
 
     @property
     def given(self) -> int:
-        """Number of columns that this rank gives away."""
         return sum(move.stop - move.start for move in self.moves if move.sender == self.rank)
 
 
 @dataclass(frozen=True)
 class MigratedProductContext:
-    """What a migrated product needs in addition to its operands."""
+    """Settings of a migrated product, besides its operands."""
 
     layout: WeightLayout
     migration: ColumnMigration
     column_parallel: bool
     group: dist.ProcessGroup | None
-    """The group to sum dX over (column-parallel), or None."""
     lineage: Lineage | None = None
-    """Which of the columns that are not given away are kept, or None if all are."""
+    """Kept columns of those that are not given away; None: all."""
     clock: Clock | None = None
     kind: int | None = None
-    """The layer's kind, for the clock."""
     slow_down: Slowdown | None = None
 
     def mark(self, part: Part) -> None:
@@ -251,7 +229,6 @@ class MigratedProductContext:
             self.clock.mark(part, self.kind)
 
     def kept_part(self, matrix: Tensor, columns: int) -> Tensor:
-        """The part of ``matrix […, columns]`` that this rank multiplies itself."""
         if self.lineage is not None:
             return matrix.index_select(-1, self.lineage.kept)
         return matrix.narrow(-1, 0, columns - self.migration.given)
@@ -394,8 +371,5 @@ def _add_product(to: Tensor, left: Tensor, right: Tensor, slow_down: Slowdown | 
 
 
 def migrated_product(x: Tensor, weight: Tensor, bias: Tensor | None, how: MigratedProductContext) -> Tensor:
-    """``Y [..., N] = X [..., L] · Wᵀ + b`` with columns migrated within the group; see the module's docstring.
-
-    Collective over the group of the migration.
-    """
+    """``Y [..., N] = X [..., L] · Wᵀ + b`` with migrated columns (module's docstring); collective over their group."""
     return _MigratedProduct.apply(x, weight, bias, how)

@@ -1,19 +1,8 @@
-"""Dropout inside a block, with masks that depend on the unit and not on the rank that computes it.
-
-Ordinary dropout draws from a rank's own random state, so a migrated unit would get another mask than on its own rank.
-Here a mask is drawn from a seed that all ranks of the group can compute::
-
-    seed = hash(key of the forward pass, block, number of the dropout in the block, owner of the units, their number)
-
-The key comes from torch's random state on the host, which is the same on all ranks of a tensor-parallel group. Passes
-have different keys. Activation checkpointing restores that state before it repeats a pass, so the repeated pass has the
-same key and the same masks.
-
-The masks of elementwise dropout are drawn for groups of units, so that thousands of hidden neurons need few calls.
-Fused attention draws its masks inside a kernel; it is called once for each unit, with the seed in the device's random
-state. Masks also depend on the kind of device: on a GPU of another model the same seed gives another mask. If a rank
-prunes units, its kept units count as the first ones.
-"""
+"""Dropout inside a block, with masks that depend on the unit and not on the rank that computes it: the seed is a hash
+of a key of the forward pass, the block, the number of the dropout in it, the units' owner and their number. The key
+comes from torch's random state on the host, which all ranks of a tensor-parallel group share, and which activation
+checkpointing restores before it repeats a pass. Fused attention draws in a kernel, so it is called once for each unit.
+On a GPU of another model the same seed gives another mask. If a rank prunes units, its kept ones count as first."""
 
 from __future__ import annotations
 
@@ -36,9 +25,8 @@ from .workload import uncompiled
 
 __all__ = ["UnitDropout", "UnitRange", "draw_residual_dropout_equally", "randomizers_of", "repeated_dropout"]
 
-
 MAX_GROUPS = 16
-"""A rank's masks are drawn in at most this many calls. A rank that computes a part of a group draws the whole group."""
+"""Maximum number of draws for a rank's mask. A rank that computes a part of a group of units draws the whole group."""
 
 
 class UnitRange(NamedTuple):
@@ -50,15 +38,9 @@ class UnitRange(NamedTuple):
 
 
 class UnitDropout(TorchFunctionMode):
-    """Replaces dropout between the products of a block, in training.
-
-    Args:
-        name: the block's name.
-        units: how many units each rank owns.
-        dim: the dimension of activations that counts units: -1 for hidden neurons ``[..., H]``, -3 for heads
-            ``[..., H, queries, keys or head size]``. Its size is a multiple of the number of units.
-        computed: returns which units the current forward pass computes, in the order of the activations.
-    """
+    """Replaces dropout between the products of the block ``name``, in training. ``units`` is the number that each rank
+    owns; activations count them along ``dim``: -1 for neurons ``[..., H]``, -3 for heads ``[..., H, queries, keys]``,
+    of a size that is a multiple of the units. ``computed`` returns the units of the current pass in order."""
 
     def __init__(self, name: str, units: int, dim: int, computed: Callable[[], Sequence[UnitRange]]) -> None:
         super().__init__()
@@ -70,10 +52,7 @@ class UnitDropout(TorchFunctionMode):
         self._inside = False
 
     def attach(self, module: nn.Module, first: nn.Module, last: nn.Module, is_used: Callable[[], bool]) -> None:
-        """Be active in forward passes of ``module`` from the output of ``first`` to the input of ``last``.
-
-        ``is_used`` tells at the beginning of a forward pass whether there is any dropout.
-        """
+        """Be active in passes of ``module`` from the output of ``first`` to the input of ``last``, if ``is_used()``."""
         entered: list[tuple[RemovableHandle, ...]] = []
 
         @uncompiled
@@ -108,10 +87,7 @@ class UnitDropout(TorchFunctionMode):
 
     @staticmethod
     def exclude_from_compilation(module: nn.Module) -> None:
-        """Let ``torch.compile`` leave the forward pass of ``module`` as it is.
-
-        It cannot compile what this mode replaces.
-        """
+        """Keep ``torch.compile`` away from ``module``'s forward pass: it cannot compile what this mode replaces."""
         forward = module.forward
         if isinstance(forward, MethodType):
             setattr(module, "forward", MethodType(torch.compiler.disable(forward.__func__), module))  # noqa: B010
@@ -125,7 +101,6 @@ class UnitDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        """``F.dropout`` with a mask for each unit."""
         if not training or p == 0.0:
             return input
         size = self._size_of_unit(input)
@@ -159,7 +134,6 @@ class UnitDropout(TorchFunctionMode):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """``F.scaled_dot_product_attention``, called once for each unit if it has dropout."""
         if dropout_p == 0.0:
             return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, *args, **kwargs)
         numbers = [(owner, unit) for owner, start, stop in self._computed() for unit in range(start, stop)]
@@ -196,7 +170,6 @@ class UnitDropout(TorchFunctionMode):
 
 @contextmanager
 def _random_state_kept(device: torch.device) -> Iterator[torch.Generator]:
-    """The random state that kernels on ``device`` draw from; it is restored afterwards."""
     if device.type == "cpu":
         generator = torch.default_generator
     else:
@@ -210,13 +183,9 @@ def _random_state_kept(device: torch.device) -> Iterator[torch.Generator]:
 
 
 # Residual dropout ----------------------------------------------------------------------------------------------------
-#
-# Dropout on activations that every rank of a tensor-parallel group holds in full.
-#
-# Colossal-AI's policies for BERT, BLIP-2, GPT-2, GPT-J and T5 draw it separately on each rank
-# (``DropoutForParallelInput``). Then the ranks' activations differ, so a unit gives another result on another rank, and
-# parameters that all ranks hold get different gradients.
-
+# Dropout on activations that every rank of a tensor-parallel group holds in full. Colossal-AI's policies for BERT,
+# BLIP-2, GPT-2, GPT-J and T5 draw it separately on each rank (``DropoutForParallelInput``). Then a unit gives another
+# result on another rank, and parameters that all ranks hold get different gradients.
 
 _RESIDUAL: dict[str, tuple[str, ...]] = {
     "BertForMultipleChoice": ("dropout",),
@@ -240,14 +209,11 @@ _RESIDUAL: dict[str, tuple[str, ...]] = {
     "T5LayerSelfAttention": ("dropout",),
     "T5Stack": ("dropout",),
 }
-"""The attributes that hold such dropout, by the class of ``transformers``."""
+"""Attributes that hold such dropout, by the class of ``transformers``."""
 
 
 def draw_residual_dropout_equally(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Let all ranks of the tensor-parallel ``group`` draw the masks of such dropout that its first rank draws.
-
-    Changes the dropout modules of ``model``. Nothing is sent.
-    """
+    """Let all ranks of the tensor-parallel ``group`` draw the masks of such dropout that its first rank draws."""
     for module in model.modules():
         names = {name for kind in type(module).__mro__ for name in _RESIDUAL.get(kind.__name__, ())}
         for dropout in (getattr(module, name, None) for name in sorted(names)):
@@ -258,23 +224,16 @@ def draw_residual_dropout_equally(model: nn.Module, group: dist.ProcessGroup) ->
 
 
 # Repeated dropout ----------------------------------------------------------------------------------------------------
-#
-# The same dropout in a forward pass that activation checkpointing repeats.
-#
-# Before it repeats a pass, ``torch.utils.checkpoint`` restores torch's random state. The dropout layers of
-# Colossal-AI's tensor parallelism do not draw from that: each has a random state of its own (``Randomizer``), which has
-# gone on. Without :func:`repeated_dropout` the repeated pass would have other masks, and gradients that belong to no
-# pass at all.
+# ``torch.utils.checkpoint`` restores torch's random state before it repeats a pass, but not that of Colossal-AI's
+# dropout layers (``Randomizer``). With other masks, gradients would belong to no pass at all.
 
 
 def randomizers_of(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, Randomizer]]:
-    """Each dropout layer of Colossal-AI in ``modules``, with its own random state."""
     return [(module, value) for module in modules for value in vars(module).values() if isinstance(value, Randomizer)]
 
 
 def repeated_dropout(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts of a forward pass of ``module`` that begins now, and of its repetition: ``context_fn`` of
-    ``torch.utils.checkpoint.checkpoint``."""
+    """Contexts of a forward pass that begins now, and of its repetition: ``context_fn`` of torch's ``checkpoint``."""
     # A randomizer replaces the tensors of its state, and does not change them.
     before = [(each, _state(each)) for _, each in randomizers_of(module.modules())]
     return nullcontext(), _as_before(before)

@@ -1,10 +1,7 @@
-"""The vocabulary-parallel head of a language model as a block, whose units are groups of rows of the vocabulary.
-
-A rank that takes rows computes their logits and their part of the loss; what it adds to the gradient of X is summed
-over the group anyway. So neither X nor logits are sent. It works in training passes in which the model itself computes
-the loss, from ``labels``. A rank that is asked for the logits of such a pass computes those of its own rows then
-(:mod:`.own_logits`). In other passes every rank computes the logits of its own rows.
-"""
+"""The vocabulary-parallel head of a language model as a block, whose units are groups of rows of the vocabulary. A rank
+that takes rows computes their logits and their part of the loss, so neither X nor logits are sent. This works in
+training passes in which the model computes the loss from ``labels``. In other passes, and if logits are asked for
+(:class:`OwnLogits`), a rank computes those of its own rows."""
 
 from __future__ import annotations
 
@@ -42,15 +39,12 @@ __all__ = [
 
 
 # Own logits ----------------------------------------------------------------------------------------------------------
-#
-# The logits of a rank's own rows of the vocabulary while it computes others, made when they are first used.
-#
-# A plan divides the vocabulary in other parts, and the loss needs only those. But every rank still has the head's input
-# and the weights of its own rows, so it can compute their logits at any time, without a message.
+# Every rank keeps the head's input and the weights of its own rows. So while a plan lets it compute other rows, it can
+# compute the logits of its own ones when they are first used, without a message.
 
 
 class OwnRows:
-    """How the logits of a rank's own rows are computed, and the result once that has happened."""
+    """Logits of a rank's own rows: how they are computed, and the result once that has happened."""
 
     def __init__(self, product: Callable[..., Tensor], x: Tensor, parameters: Sequence[Tensor]) -> None:
         self._product = product
@@ -69,7 +63,6 @@ class OwnRows:
         self._parameters, self._versions = copies, _versions(copies)
 
     def values(self) -> Tensor:
-        """The logits, without gradients."""
         if self._values is None:
             if self._versions != _versions(self._parameters):
                 raise RuntimeError(
@@ -84,7 +77,6 @@ class OwnRows:
 
 
 def _versions(parameters: Sequence[Tensor]) -> list[int]:
-    """Number of times that each of them has been changed."""
     return [parameter._version for parameter in parameters]
 
 
@@ -95,7 +87,6 @@ class OwnLogits(Tensor):
 
     @staticmethod
     def of(rows: OwnRows, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> OwnLogits:
-        """Logits of this shape and type."""
         make: Any = Tensor
         made: OwnLogits = make._make_wrapper_subclass(OwnLogits, shape, dtype=dtype, device=device)
         made.rows = rows
@@ -146,39 +137,29 @@ _READ_MEMORY = {
 
 
 # Vocabulary loss -----------------------------------------------------------------------------------------------------
-#
-# The cross entropy of logits that are divided over ranks in any way, not only in equal parts.
-#
-# Of each token's logits the loss needs three numbers that are reduced over the group: the largest logit, the sum of the
-# exponentials, and the logit of the target. So it does not matter which rank holds which rows of the vocabulary, and no
-# logits are sent. Colossal-AI's ``cross_entropy_1d`` computes the same for equal parts, with the same messages, so
-# ranks that a plan leaves as they are can go on using it.
+# Cross entropy of logits that are divided over ranks in any way. For each token three numbers are reduced over the
+# group: the largest logit, the sum of the exponentials, and the target's logit. Colossal-AI's ``cross_entropy_1d``
+# sends the same messages for equal parts, so ranks that a plan leaves as they are can go on using it.
 
 
 @dataclass(frozen=True)
 class VocabularyRows:
-    """Which rows of the vocabulary the logits of the current pass have.
-
-    Args:
-        numbers: the row of each logit, int64 ``[n]``, each row on one rank of the group only.
-        vocabulary: how many rows there are; rows with higher numbers are padding.
-    """
+    """Rows of the current pass's logits, int64 ``[n]``, each on one rank; those from ``vocabulary`` on are padding."""
 
     numbers: Tensor
     vocabulary: int
 
     @cached_property
     def are_padding(self) -> Tensor:
-        """bool ``[n]``"""
         return self.numbers >= self.vocabulary
 
     def columns_of(self, target: Tensor) -> Tensor:
-        """For each target, int64 ``[T]``, the column of its logit, or -1 if another rank has it or it is ignored."""
+        """Column of each target's logit, int64 ``[T]``, or -1 if another rank has it or it is ignored."""
         return self._columns[target.where(target >= 0, self.vocabulary)]
 
     @cached_property
     def _columns(self) -> Tensor:
-        """For each row of the vocabulary the column of its logit or -1; the last entry is for ignored targets."""
+        """Column of the logit of each row of the vocabulary, or -1; the last entry is for ignored targets."""
         columns = self.numbers.new_full((self.vocabulary + 1,), -1)
         # Padding goes to the last entry, because leaving it out would make the host wait for a GPU to count the rest.
         own = torch.arange(len(self.numbers), device=columns.device)
@@ -192,22 +173,19 @@ _expected: list[tuple[VocabularyRows | None, Clock | None]] = []
 
 
 def expect_rows(rows: VocabularyRows | None, clock: Clock | None = None) -> None:
-    """Let the next loss take its logits for these rows; None: for Colossal-AI's equal parts.
-
-    ``clock`` receives a mark around each collective of that loss.
-    """
+    """Let the next loss take its logits for ``rows`` (None: equal parts), and mark its collectives in ``clock``."""
     _expected[:] = [(rows, clock)]
 
 
 def end_expecting() -> bool:
-    """Later losses are of equal parts. Returns whether a loss was computed since :func:`expect_rows`."""
+    """Expect equal parts again. Returns whether a loss was computed since :func:`expect_rows`."""
     was_computed = not _expected
     _expected.clear()
     return was_computed
 
 
 def accept_any_rows() -> None:
-    """From now on Colossal-AI's models compute their loss from whatever rows :func:`expect_rows` was told."""
+    """Let Colossal-AI's models compute their loss from the rows that :func:`expect_rows` was told."""
     colossalai_loss.cross_entropy_1d = cross_entropy_1d
 
 
@@ -221,7 +199,7 @@ def cross_entropy_1d(
     dtype: torch.dtype | None = None,
     mode: str = "mean",
 ) -> Tensor:
-    """In place of Colossal-AI's function of this name, with the same arguments."""
+    """Replaces Colossal-AI's function of this name, with the same arguments."""
     rows, clock = _expected.pop() if _expected else (None, None)
     if rows is None:
         return _colossalais(vocab_logits, labels, ignore_index, process_group, vocab_size, dtype, mode)
@@ -274,16 +252,12 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 MAX_UNITS = 64
-"""The maximum number of units. The number is a power of two, and rows are mostly a multiple of 64."""
-
-
+"""Maximum number of units, a power of two; rows are mostly a multiple of 64."""
 _COPIES = ("CloneBackward0", "ToCopyBackward0")
 """The nodes of operations that change no value, except by rounding."""
 
 
 class HeadBlock(Block):
-    """The head of a language model."""
-
     def __init__(self, name: str, head: HeteroVocabParallelLMHead1D, model: nn.Module) -> None:
         layer: Any = head
         rows = layer.weight.shape[0]
@@ -296,13 +270,11 @@ class HeadBlock(Block):
         self._fits: bool | None = None
         """True if the model has shown that rows of its head can migrate; None: not yet."""
         self._outputs: Tensor | None = None
-        """What the head returned in the current pass, in a pass that may decide whether units can migrate."""
+        """Outputs of the head in a pass that may decide whether units can migrate."""
         self._logits: OwnLogits | None = None
-        """The logits of the current pass."""
         self._type: torch.dtype | None = None
-        """The type of logits that the model returns."""
         self._unused: list[ReferenceType[OwnRows]] = []
-        """Those of the logits since the last step that may still be asked for."""
+        """Logits since the last step that may still be asked for."""
         accept_any_rows()
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end)
@@ -310,18 +282,16 @@ class HeadBlock(Block):
 
     @property
     def moves(self) -> bool:
-        """True if units can migrate: the model has computed a loss in training by Colossal-AI's function, and what the
-        head returned were its logits."""
+        """True once the model has computed a training loss by Colossal-AI's function from the head's own outputs."""
         return bool(self._fits) and super().moves
 
     @property
     def is_fixed(self) -> bool:
-        """See ``Block.is_fixed``."""
         return self._fits is False or super().is_fixed
 
     @property
     def reshards(self) -> bool:
-        """Never: in evaluation, loops use the logits of the rank's own rows."""
+        """False: in evaluation, loops use the logits of the rank's own rows."""
         return False
 
     def _assigned(self) -> None:
@@ -338,7 +308,7 @@ class HeadBlock(Block):
         return self._logits
 
     def begin_iteration(self) -> None:
-        """See ``Block.begin_iteration``. Logits that somebody may still ask for need the weights as they were."""
+        """See ``Block.begin_iteration``; logits that may still be asked for need the weights as they were."""
         super().begin_iteration()
         unused = [rows for reference in self._unused if (rows := reference()) is not None and rows.need_parameters]
         if unused:
@@ -352,7 +322,6 @@ class HeadBlock(Block):
         return self._computes_loss and is_recorded() and super()._is_active(layer)
 
     def _numbers(self) -> Tensor:
-        """The rows of the vocabulary of each logit while the workload applies."""
         assert self.workload is not None
         rows, size = self._head.weight.shape[0], self.places[0][0].size
         rank = dist.get_rank(self._head.process_group)
@@ -406,7 +375,7 @@ def _is_copy(tensor: Tensor, of: Tensor) -> bool:
 
 
 def attach_head_blocks(model: nn.Module) -> list[Block]:
-    """Connect the heads of ``model`` that feed a vocabulary-parallel loss to blocks; call it once per model."""
+    """Connect heads of ``model`` that feed a vocabulary-parallel loss to blocks; call it once per model."""
     blocks: list[Block] = []
     for name, head in list(model.named_modules()):
         if not isinstance(head, HeteroVocabParallelLMHead1D) or head.block is not None:

@@ -1,10 +1,6 @@
-"""Colossal-AI's tensor-parallel linear layers, able to do less than their full share of the work.
-
-Each class is Colossal-AI's class with :class:`HeteroLinear` mixed in: same constructor, parameters, ``state_dict`` and
-options. Without a workload a layer computes exactly what Colossal-AI's layer does. A layer without a workload, a clock
-and a slowdown runs its parent's ``forward``; any other runs :func:`.parallel_product`,
-which computes the same products in the same order.
-"""
+"""Colossal-AI's tensor-parallel linear layers, able to do less than their full share of the work: :class:`HeteroLinear`
+mixed into its classes, with the same constructor, parameters, ``state_dict`` and options. Without a workload, clock and
+slowdown the parent's ``forward`` runs, otherwise :func:`.parallel_product`, which computes the same."""
 
 from __future__ import annotations
 
@@ -60,16 +56,14 @@ __all__ = [
     "hetero_layers",
 ]
 
-
 _OF_BALANCING = {"clock", "slow_down", "kind", "block", "_workload", "_migration", "_lineage", "_previous"}
-"""Attributes of a layer that a copy of it does not have."""
+"""Attributes that a copy of a layer does not have."""
 
 
 class LayerBlock(Protocol):
-    """What a layer uses of its block; see :class:`.Block`."""
+    """Interface of :class:`.Block` for its layers."""
 
     before_forward: Callable[[bool], None] | None
-    """Called before the forward pass of the block's first layer."""
 
     @property
     def layers(self) -> Sequence[HeteroLinear]:
@@ -84,25 +78,21 @@ class LayerBlock(Protocol):
         """None while every rank holds its own units."""
 
     def share_of(self, layer: HeteroLinear) -> UnitShare | None:
-        """What ``layer`` computes in the current forward pass; None if it computes exactly its own units."""
+        """Units that ``layer`` computes in the current forward pass; None: exactly its own."""
 
 
 class HeteroLinear:
-    """What the seven layers add to their parents: a workload, a clock and a slowdown, all absent at first."""
+    """Additions of the seven layers to their parents: a workload, a clock and a slowdown, all absent at first."""
 
     clock: Clock | None = None
-    """Receives a mark at the end of each part of the forward and backward pass."""
     slow_down: Slowdown | None = None
-    """Runs each product more slowly, for experiments."""
     rows = 0
     """Rows of X multiplied in training forward passes so far."""
     passes = 0
-    """Training forward passes so far."""
     kind: int | None = None
     """Layers of one kind are balanced in the same way; None: this layer is not balanced."""
     block: LayerBlock | None = None
-    """The block that contains the layer, or None. A block's workload takes precedence over the layer's."""
-
+    """The block that contains the layer; its workload takes precedence over the layer's."""
     _layout: WeightLayout = LINEAR_LAYOUT
     _column_parallel: bool
     _workload: Workload | None = None
@@ -124,7 +114,6 @@ class HeteroLinear:
         return layer
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies of a layer are not balanced."""
         return {name: value for name, value in vars(self).items() if name not in _OF_BALANCING}
 
     @property
@@ -132,11 +121,9 @@ class HeteroLinear:
         return self._workload
 
     def assign(self, workload: Workload | None, migration: ColumnMigration | None = None) -> None:
-        """Compute ``workload`` from the next training forward pass on; None means the full share of the work.
-
-        With ``migration``, columns of this rank or of others are computed by another rank; all ranks of the group must
-        be given it at the same time. The workload then prunes only columns that are not given away.
-        """
+        """Compute ``workload`` from the next training forward pass on; None means the full share of the work. With
+        ``migration``, which all ranks of the group must be given at the same time, other ranks compute columns; the
+        workload then prunes only columns that are not given away."""
         if (workload or migration) is not None and (obstacle := self.column_obstacle()) is not None:
             raise ValueError(f"{type(self).__name__} cannot be balanced with {obstacle}; turn one of them off")
         self._workload = workload
@@ -145,7 +132,6 @@ class HeteroLinear:
         self.begin_iteration()
 
     def begin_iteration(self) -> None:
-        """Choose the kept columns again in the next forward pass."""
         self._lineage = None
 
     def forget_gradients(self) -> None:
@@ -176,7 +162,7 @@ class HeteroLinear:
 
     @property
     def sequence_parts(self) -> SequenceParts | None:
-        """How the sequence is divided outside of the block, or None if every rank has all of it."""
+        """Division of the sequence outside of the block; None: every rank has all of it."""
         if not is_share_sp_tp(self.seq_parallel_mode):  # type: ignore[attr-defined]
             return None
         # Conv1D layers always use dimension 1.
@@ -184,12 +170,10 @@ class HeteroLinear:
 
     @property
     def is_column_parallel(self) -> bool:
-        """True if the outputs are divided over the ranks; otherwise the inputs are."""
         return self._column_parallel
 
     @property
     def output_dim(self) -> int:
-        """The dimension of the weight that this rank's outputs are counted along."""
         return 1 - self._layout.columns
 
     @property
@@ -199,11 +183,9 @@ class HeteroLinear:
 
     @property
     def matrix(self) -> Tensor:
-        """This rank's weight as a detached view ``[N, L]``."""
         return self._layout.as_matrix(values_of(self.weight))  # type: ignore[attr-defined]
 
     def _passes_through(self) -> bool:
-        """True if the parent's forward runs."""
         assigned = self._workload is not None or self._migration is not None
         in_block = self.block is not None and (self.block.workload or self.block.held) is not None
         if not (assigned or in_block or self.clock or self.slow_down):
@@ -271,7 +253,6 @@ class HeteroLinear:
         return y.to(torch.get_autocast_dtype(device))
 
     def _begin_block(self) -> None:
-        """Tell the layer's block that its forward pass begins, if this is its first layer."""
         block = self.block
         if block is not None and block.before_forward is not None and block.layers[0] is self:
             block.before_forward(self._is_balanced())
@@ -300,10 +281,8 @@ class HeteroLinear:
 
 
 class _HeteroColumnParallel(HeteroLinear):
-    """Weight ``[N/e, K]``: X is replicated; forward sends nothing, backward sums dX over the group.
-
-    With sequence parallelism, forward gathers X and each rank keeps its part of the sum.
-    """
+    """Weight ``[N/e, K]``: X is replicated; forward sends nothing, backward sums dX over the group. With sequence
+    parallelism, forward gathers X and each rank keeps its part of the sum."""
 
     _column_parallel = True
 
@@ -335,10 +314,8 @@ class _HeteroColumnParallel(HeteroLinear):
 
 
 class _HeteroRowParallel(HeteroLinear):
-    """Weight ``[N, K/e]``: the forward pass sums Y over the group, the backward pass sends nothing.
-
-    With sequence parallelism, each rank keeps its part of the sum, and the backward pass gathers dY.
-    """
+    """Weight ``[N, K/e]``: forward sums Y over the group, backward sends nothing. With sequence parallelism, each rank
+    keeps its part of the sum, and backward gathers dY."""
 
     _column_parallel = False
 
@@ -379,11 +356,8 @@ class HeteroLinear1D_Row(_HeteroRowParallel, Linear1D_Row):
 
 class HeteroVocabParallelLMHead1D(_HeteroColumnParallel, VocabParallelLMHead1D):
     """Head of a language model, weight ``[V/e, K]`` with the vocabulary padded to ``V``; see Colossal-AI's
-    ``VocabParallelLMHead1D``.
-
-    The outputs have no padding: ``[.., vocabulary]`` if they are gathered, otherwise ``[.., n]`` with the ``n`` of this
-    rank's ``V/e`` rows that are in the vocabulary. If rows migrate, they are those of the rows that this rank computes.
-    """
+    ``VocabParallelLMHead1D``. Outputs have no padding: ``[.., vocabulary]`` if gathered, else ``[.., n]`` for this
+    rank's ``n`` rows in the vocabulary, or, if rows migrate, for those that it computes."""
 
     def _without_padding(self, y: Tensor) -> Tensor:
         if self.block is not None and self.block.share_of(self) is not None:

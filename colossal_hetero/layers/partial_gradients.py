@@ -1,13 +1,7 @@
-"""Sums of the gradients of what all ranks have whole, and use where features are divided over the ranks.
-
-Between a column-parallel and a row-parallel layer every rank has some of the features. Examples of what is whole there
-are the slope of a trained activation, a temperature, and the norm that all heads share. Each rank gets its gradient
-from its own features alone; the whole gradient is the sum over the ranks, whichever features a rank computes.
-
-Autograd's graph shows what these tensors are. The outputs of parallel layers are marked in the graph as divided or
-whole. In front of a row-parallel layer the graph is searched for operations on something divided that also take
-something whole, and the gradients that these operations return for it are summed.
-"""
+"""Sums of the gradients of tensors that all ranks have whole and use where features are divided over the ranks, such as
+a temperature, or a norm that all heads share: each rank gets its gradient from its own features alone. Outputs of
+parallel layers are marked in autograd's graph as divided or whole. In front of a row-parallel layer the graph is
+searched for operations on something divided that also take something whole, whose gradients are summed."""
 
 from __future__ import annotations
 
@@ -38,18 +32,16 @@ _EMBEDDING = (Embedding1D, VocabParallelEmbedding1D)
 
 _DIVIDED, _SUMMED = "output is divided", "gradients are summed"
 """Keys in the metadata of nodes of the graph."""
-
 Shapes = Mapping[str, torch.Size]
 """The whole shapes of parameters, by name."""
 
 
 def shapes_of(model: nn.Module) -> Shapes:
-    """The shapes of all parameters by name."""
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
 
 def sum_partial_gradients(model: nn.Module, shapes: Shapes) -> None:
-    """Let gradients of ``model``, which was sharded, be summed where that is needed. ``shapes`` are those before it."""
+    """Let gradients of the sharded ``model`` be summed where that is needed; ``shapes`` are those before sharding."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, (*_ROW, *_COLUMN))}
     rows = [name for name, layer in layers.items() if isinstance(layer, _ROW) and layer.parallel_input]
     parameters = list(model.named_parameters())
@@ -110,8 +102,6 @@ def _sizes(name: str, layers: Mapping[str, Any], shapes: Shapes, is_divided: boo
 
 
 class _WholeInputs:
-    """Finds what is whole inside the blocks of one model."""
-
     def __init__(
         self, divided: set[int], always: set[str], beside: Mapping[str, Sequence[nn.Parameter]], rows: int
     ) -> None:
@@ -123,7 +113,6 @@ class _WholeInputs:
         self._handles: list[Any] = []
 
     def watch(self, name: str, module: Any) -> None:
-        """Look at each forward pass of a parallel layer."""
         is_row = isinstance(module, _ROW)
         is_divided = not (isinstance(module, VocabParallelEmbedding1D) or getattr(module, "gather_output", is_row))
 
@@ -171,7 +160,7 @@ class _WholeInputs:
                     handle.remove()
 
     def _divided_nodes(self, start: Any, name: str) -> dict[Any, bool]:
-        """For each node of the graph back to the parallel layers before, whether its output is divided."""
+        """Nodes of the graph back to the parallel layers before, each with whether its output is divided."""
         found: dict[Any, bool] = {}
         stack = [start]
         while stack:

@@ -1,8 +1,5 @@
-"""Any policy of Colossal-AI, with its parallel linear layers replaced by those of this package.
-
-A policy is data: ``module_policy()`` names, for each module class of a model, the layers that replace its submodules.
-Replacing those layers' names works for every model family of Colossal-AI, without code for each family.
-"""
+"""Any policy of Colossal-AI, with its parallel linear layers replaced by those of this package. ``module_policy()``
+names the layers that replace submodules of each module class, so one exchange of names works for every model family."""
 
 from __future__ import annotations
 
@@ -50,12 +47,11 @@ HETERO_LAYERS: dict[type, type] = {
     GPT2FusedLinearConv1D_Row: HeteroGPT2FusedLinearConv1D_Row,
     VocabParallelLMHead1D: HeteroVocabParallelLMHead1D,
 }
-"""This package's layer by Colossal-AI's exact class; other subclasses are not replaced."""
+"""Layer of this package by Colossal-AI's exact class; other subclasses are not replaced."""
 
 
 class _HeteroPolicy(Policy):
-    """A base class to put before a policy's class: its ``module_policy`` with the layers replaced, and gradients summed
-    that each rank has only a part of."""
+    """Base class before a policy's class: replaces layers, and sums gradients of which each rank has a part."""
 
     _shapes: Shapes
 
@@ -96,7 +92,6 @@ def _check_weights(module: nn.Module, description: ModulePolicyDescription) -> N
 
 
 def _replace_layers(description: ModulePolicyDescription) -> ModulePolicyDescription:
-    """Return a copy of ``description`` that names this package's linear layers."""
     if not description.sub_module_replacement:
         return description
     return dataclasses.replace(
@@ -113,7 +108,7 @@ def _replace_layers(description: ModulePolicyDescription) -> ModulePolicyDescrip
 
 @cache
 def _hetero_class(policy_class: type[Policy]) -> type[Policy]:
-    """Return the subclass of ``policy_class`` that replaces the layers; one class per policy class."""
+    """Subclass of ``policy_class`` that replaces the layers; one class per policy class."""
     namespace: dict[str, Any] = {"__module__": __name__, "__doc__": policy_class.__doc__}
     return type(f"Hetero{policy_class.__name__}", (_HeteroPolicy, policy_class), namespace)
 
@@ -121,13 +116,12 @@ def _hetero_class(policy_class: type[Policy]) -> type[Policy]:
 def hetero_policy(model_or_policy: nn.Module | Policy) -> Policy:
     """Return a policy that shards a model with this package's linear layers.
 
-    Use it in ``HybridParallelPlugin(custom_policy=hetero_policy(model))`` and with ``ShardFormer.optimize``. The
-    returned policy is an instance of a subclass of the original policy's class that only changes
-    ``module_policy``. A given policy is not changed; a policy from this function is returned as it is.
+    Use it in ``HybridParallelPlugin(custom_policy=hetero_policy(model))`` and with ``ShardFormer.optimize``. Its class
+    is a subclass of the original policy's. A given policy is not changed; a policy from this function is returned as it
+    is.
 
     Args:
-        model_or_policy: a model that Colossal-AI has a policy for, a timm ``VisionTransformer`` (or a
-            subclass), or any policy.
+        model_or_policy: a model that Colossal-AI has a policy for, a timm ``VisionTransformer``, or any policy.
 
     Raises:
         ValueError: Colossal-AI has no policy for the model.
@@ -146,7 +140,6 @@ def hetero_policy(model_or_policy: nn.Module | Policy) -> Policy:
 
 
 def _auto_policy(model: nn.Module) -> Policy:
-    """Return Colossal-AI's own policy for ``model``."""
     try:
         return get_autopolicy(model)
     except NotImplementedError as error:

@@ -1,18 +1,15 @@
 """The product of a tensor-parallel linear layer, dense or resized, in the forward and backward pass.
 
-Notation: ``M`` rows (batch × sequence), ``L`` contraction columns of this rank's weight, ``N`` of its outputs,
-``P`` the pruned columns, ``k`` the kept ones (SEMI, Sec. III-A; dual pruning with imputation)::
+Notation: ``M`` rows (batch × sequence), ``L`` contraction columns of this rank's weight, ``N`` of its outputs, ``P``
+the pruned columns, ``k`` the kept ones (SEMI, Sec. III-A; dual pruning with imputation)::
 
     forward   Y  [M, N] = X[:, k] · W[:, k]ᵀ + b      the output keeps its full shape
     dgrad     dX [M, L]:  dX[:, k] = dY · W[:, k],    dX[:, P] imputed
     wgrad     dW [N, L]:  dW[:, k] = dYᵀ · X[:, k],   dW[:, P] imputed
 
-If nothing is pruned, the result is bit for bit that of Colossal-AI's layers: same formulas, order and operands. A
-column-parallel layer sums dX over the group while dW is computed; a row-parallel layer sums Y outside this module.
-With sequence parallelism a column-parallel layer gathers X before the product (:mod:`.sequence_parallel`).
-
-If units of a block are pruned or migrated, its layers use the same formulas for the units that this rank computes
-(:mod:`.unit_layout`).
+If nothing is pruned, the result is bit for bit that of Colossal-AI's layers. A column-parallel layer sums dX over the
+group while dW is computed; a row-parallel layer sums Y outside this module. If units of a block are pruned or migrated,
+the same formulas apply to the units that this rank computes (:mod:`.unit_layout`).
 """
 
 from __future__ import annotations
@@ -44,18 +41,13 @@ __all__ = [
 
 
 # Sequence parallel ---------------------------------------------------------------------------------------------------
-#
-# Sequence parallelism over the ranks of a tensor-parallel group (Colossal-AI's modes ``split_gather`` and ``ring``).
-#
-# Outside of blocks each of the ``e`` ranks holds a part of the sequence of ``S`` positions::
+# Outside of blocks each of ``e`` ranks holds a part of the sequence of ``S`` positions (Colossal-AI's modes
+# ``split_gather`` and ``ring``). ``ring`` overlaps the gathering with the product; here both compute it afterwards::
 #
 #     column-parallel   forward   X  [.., S, K] = gathered from the parts X [.., S/e, K] of all ranks
 #                       backward  dX [.., S, K] is summed over ranks; each rank keeps its part [.., S/e, K]
 #     row-parallel      forward   Y  [.., S, N] is summed over ranks; each rank keeps its part [.., S/e, N]
 #                       backward  dY [.., S, N] = gathered from the parts dY [.., S/e, N] of all ranks
-#
-# So the products of a block see the whole sequence on every rank, as without sequence parallelism. Mode ``ring``
-# overlaps the gathering with the product of a column-parallel layer; here both modes compute the product afterwards.
 
 
 class SequenceParts(NamedTuple):
@@ -75,10 +67,7 @@ class SequenceParts(NamedTuple):
         return torch.cat(parts, self.dim)
 
     def start_sum(self, whole: Tensor) -> tuple[Tensor, Any]:
-        """Start summing ``whole`` ``[.., S, ..]`` over the ranks.
-
-        Returns this rank's part ``[.., S/e, ..]`` of the sum, and a handle to wait for before it is used.
-        """
+        """Start summing ``whole [.., S, ..]`` over ranks. Returns this rank's part ``[.., S/e, ..]`` and a handle."""
         length, ranks = whole.shape[self.dim], self.ranks
         if length % ranks != 0:
             raise ValueError(
@@ -110,10 +99,7 @@ class _SumParts(torch.autograd.Function):
 
 
 def sum_parts(whole: Tensor, sequence: SequenceParts, mark: Callable[[Part], None]) -> Tensor:
-    """This rank's part ``[.., S/e, ..]`` of the sum of ``whole`` ``[.., S, ..]`` over the ranks.
-
-    The backward pass gathers the gradient of all parts, and calls ``mark`` before and after it does.
-    """
+    """Sum of ``whole`` over ranks, of which each keeps its part ``[.., S/e, ..]``; backward marks its gathering."""
     return _SumParts.apply(whole, sequence, mark)
 
 
@@ -122,7 +108,7 @@ FUSED_KERNELS = {torch.float32: "wgrad_gemm_accum_fp32", torch.float16: "wgrad_g
 
 
 class WeightLayout:
-    """How a weight is stored; this class: as in ``torch.nn.Linear``, ``[N, L]``."""
+    """Storage of a weight; this class: ``[N, L]``, as in ``torch.nn.Linear``."""
 
     columns = 1
     """The dimension of the weight that the product contracts."""
@@ -144,11 +130,9 @@ class WeightLayout:
         return True
 
     def as_matrix(self, weight: Tensor) -> Tensor:
-        """The weight as a view ``[N, L]``."""
         return weight
 
     def from_matrix(self, matrix: Tensor) -> Tensor:
-        """A matrix ``[N, L]`` in the layout of the weight."""
         return matrix
 
 
@@ -182,25 +166,23 @@ CONV1D_LAYOUT = Conv1DLayout()
 
 
 class ProductContext(NamedTuple):
-    """What a product needs in addition to its operands."""
+    """Settings of a product, besides its operands."""
 
     layout: WeightLayout
     group: dist.ProcessGroup | None = None
     """The group to sum dX over (column-parallel), or None."""
     lineage: Lineage | None = None
-    """The columns to keep, or None to keep all."""
+    """Columns to keep; None: all."""
     share: UnitShare | None = None
     """The units of a block to compute, or None for exactly this rank's own."""
     clock: Clock | None = None
     kind: int | None = None
-    """The layer's kind, for the clock."""
     slow_down: Slowdown | None = None
     before_forward: Part = "other"
-    """What the time since the last mark was spent on when the forward product begins."""
+    """Part that the time since the last mark belongs to, when the forward product begins."""
     before_backward: Part = "other"
-    """The same when the backward products begin."""
     sequence: SequenceParts | None = None
-    """How X and dX are divided over ``group`` (column-parallel, with sequence parallelism), or None."""
+    """Division of X and dX over ``group`` (column-parallel, with sequence parallelism), or None."""
     in_block: bool = False
     """True if other layers of a block follow in the forward pass (column-parallel) or backward pass (row-parallel)."""
     inner_backward: bool = False
@@ -228,8 +210,7 @@ class _ParallelProduct(torch.autograd.Function):
         if how.lineage is not None:
             x = x.index_select(-1, how.lineage.kept)
             used_weight = weight.index_select(how.layout.columns, how.lineage.kept)
-        # Save the kept part of X instead of X, whose memory can then be released. The weight's kept part is cheap to
-        # select again.
+        # Save the kept part of X, whose memory can then be released; the weight's part is cheap to select again.
         ctx.save_for_backward(x, weight, *(() if share is None else share.weights))
         if share is None:
             y = run(lambda: how.layout.output(x, used_weight, bias), how.slow_down)
@@ -321,7 +302,6 @@ def _weight_gradient(
 
 
 def run(product: Callable[[], Tensor], slow_down: Slowdown | None) -> Tensor:
-    """The result of ``product``, computed more slowly if there is a slowdown."""
     return product() if slow_down is None else slow_down(product)
 
 

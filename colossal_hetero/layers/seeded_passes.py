@@ -1,17 +1,7 @@
-"""Random numbers of training passes that depend on the step, the micro-batch and the block, and on nothing else.
-
-Ordinary dropout draws from one stream of random numbers per process, so its masks depend on which blocks and
-micro-batches this process has computed before. Here torch's generators are seeded at the beginning of every block::
-
-    seed of a block = hash(seed of the micro-batch, name of the block)
-
-So the masks are the same wherever a plan lets a block be computed. That holds for all random numbers that the model
-draws from torch, such as stochastic depth.
-
-Activation checkpointing repeats a block in the backward pass, when other micro-batches have begun. It first restores
-the random state that it found before the block. That state contains the seed of the micro-batch, which is read from
-there: ``torch.initial_seed()``.
-"""
+"""Random numbers of training passes that depend on the step, the micro-batch and the block, and on nothing else: at the
+beginning of every block torch's generators are seeded with a hash of the micro-batch's seed and the block's name, so
+masks are the same wherever a block is computed. When activation checkpointing repeats a block, other micro-batches have
+begun. It first restores the random state from before the block, so the micro-batch's seed is read from that state."""
 
 from __future__ import annotations
 
@@ -31,13 +21,10 @@ from .dropout import randomizers_of
 __all__ = ["SeededPasses"]
 
 AFTER_BLOCKS = 1
-"""Added to the seed of the micro-batch, which is even, when a block has ended. Else dropout before the first block and
-dropout after the last one would draw the same numbers."""
+"""Added to a micro-batch's even seed after a block, so that dropout after all blocks differs from that before them."""
 
 
 class SeededPasses:
-    """Seeds torch's generators in forward passes of ``model``, while :meth:`run` is active."""
-
     def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], group_rank: int) -> None:
         self._group_rank = group_rank
         self._seed_of: Callable[[int], int] | None = None
@@ -56,7 +43,7 @@ class SeededPasses:
 
     @contextmanager
     def run(self, seed_of: Callable[[int], int]) -> Iterator[None]:
-        """In the block, forward passes of the model are those of micro-batches 0, 1, 2 and so on of this rank."""
+        """Take forward passes of the model in this context for micro-batches 0, 1, 2 and so on of this rank."""
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
         with torch.random.fork_rng(devices=devices):
             self._seed_of, self._passes = seed_of, 0
@@ -95,18 +82,14 @@ class SeededPasses:
 
 
 def _seed(seed: int) -> None:
-    """Seed the generators of the host and of this process's GPU.
-
-    ``torch.manual_seed`` also notes a stack trace for every kind of device that is not in use, which takes longer than
-    a small block.
-    """
+    """Seed the generators of the host and of this process's GPU. ``torch.manual_seed`` also notes a stack trace for
+    every kind of device that is not in use, which takes longer than a small block."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
 
 
 def _states() -> list[Tensor]:
-    """The states of the generators that :func:`_seed` seeds."""
     states = [torch.default_generator.get_state()]
     if torch.cuda.is_initialized():
         states.append(torch.cuda.default_generators[torch.cuda.current_device()].get_state())
@@ -114,7 +97,7 @@ def _states() -> list[Tensor]:
 
 
 def _randomizers(modules: Iterable[nn.Module]) -> list[tuple[Randomizer, bool]]:
-    """Those of Colossal-AI's dropout in ``modules``, each with whether it differs between ranks."""
+    """Random states of Colossal-AI's dropout in ``modules``, each with whether it differs between ranks."""
     return [(each, isinstance(module, DropoutForParallelInput)) for module, each in randomizers_of(modules)]
 
 

@@ -1,30 +1,25 @@
 """Tensor and pipeline parallelism for timm's VisionTransformer, for which Colossal-AI has no policy.
 
-Shapes of one block, with ``D`` the embedding, ``A = heads · head_dim`` the attention width, ``H`` the MLP's
-hidden width and ``p`` the number of tensor-parallel ranks; every rank holds the whole residual stream
-``x [B, N, D]``:
+Shares of one block's weights, with ``D`` the embedding, ``A = heads · head_dim`` the attention width, ``H`` the MLP's
+hidden width and ``p`` the number of tensor-parallel ranks:
 
 ====================  =================================  ==============================================
 layer                 whole weight                       this rank's share
 ====================  =================================  ==============================================
-``attn.qkv``          ``[3A, D]``, rows ``[q | k | v]``  ``[3A/p, D]``: ``A/p`` rows of each third, so
-                                                         whole heads stay together
+``attn.qkv``          ``[3A, D]``, rows ``[q | k | v]``  ``[3A/p, D]``: whole heads of each third
 ``attn.gate``         ``[A, D]``, where it exists        ``[A/p, D]``
 ``attn.proj``         ``[D, A]``                         ``[D, A/p]``, then a sum over ranks
 ``mlp.fc1``           ``[H, D]``                         ``[H/p, D]``
 ``mlp.fc2``           ``[D, H]``                         ``[D, H/p]``, then a sum over ranks
 ====================  =================================  ==============================================
 
-Every rank also holds the whole embedding, norms on the residual stream, and classifier. The classifier sees one token
-of each image, so it takes almost no time, and because it is not divided it works for any number of classes.
+Every rank holds the whole residual stream ``[B, N, D]`` with its norms, the embedding, and the classifier, which takes
+almost no time and, undivided, works for any number of classes.
 
-Randomness. Dropout after a sharded layer draws different numbers on each rank; dropout on the residual stream draws the
-same numbers on all ranks. Both are Colossal-AI's layers. ``set_grad_checkpointing`` does not restore their random
-state, so use either dropout or that; stages of a plan that recompute have both. ``DropPath`` and ``PatchDropout`` act
-on the residual stream and use the global random state. It is equal on all ranks of a tensor-parallel group if they
-start with the same seed, as ``colossalai.launch`` ensures, because no sharded layer uses it; and checkpointing restores
-it. Fused attention (``F.scaled_dot_product_attention``) uses it for ``attn_drop`` too, so every rank drops the same
-positions in its own heads.
+Dropout after a sharded layer differs between ranks; that on the residual stream is equal. ``set_grad_checkpointing``
+does not restore the random state of these layers, so use either dropout or that; stages of a plan that recompute have
+both. ``DropPath``, ``PatchDropout`` and fused attention's ``attn_drop`` use the global random state, which
+checkpointing restores, and which is equal on all ranks that start with one seed (``colossalai.launch``).
 """
 
 from __future__ import annotations
@@ -73,13 +68,10 @@ _MLPS = (Mlp, GluMlp, SwiGLU)
 
 
 class TimmViTPolicy(Policy):
-    """How Colossal-AI shards a ``timm.models.vision_transformer.VisionTransformer`` or a subclass of it.
-
-    It names Colossal-AI's own layers; :func:`.hetero_policy` replaces them with this
-    package's. In a pipeline the first stage holds the embedding and the tokens, the last stage the final norm,
-    pooling and classifier. A micro-batch is a tensor of images, a tuple whose first element is the images, or a
-    dict with the images as ``x``; only the criterion uses its other elements.
-    """
+    """Shards a timm ``VisionTransformer``, or a subclass of it, with Colossal-AI's own layers, which
+    :func:`.hetero_policy` replaces. In a pipeline the first stage holds the embedding and the tokens, the last stage
+    the final norm, pooling and classifier. A micro-batch is a tensor of images, a tuple that begins with it, or a dict
+    with the images as ``x``; only the criterion uses its other elements."""
 
     model: VisionTransformer
 
@@ -91,7 +83,6 @@ class TimmViTPolicy(Policy):
     # What can be sharded ----------------------------------------------------------------------------------
 
     def config_sanity_check(self) -> None:
-        """Raise ``ValueError`` if the model cannot be sharded as configured."""
         config = self.shard_config
         unused = [
             name
@@ -145,7 +136,7 @@ class TimmViTPolicy(Policy):
             )
 
     def _check_forward(self) -> None:
-        """Check that the model has timm's own forward pass, because a stage runs a part of that one."""
+        """Raise ``ValueError`` if the model does not have timm's own forward pass, of which a stage runs a part."""
         kind = type(self.model)
         parts = ("forward", "forward_features", "forward_head", "pool", "_pos_embed")
         changed = [part for part in parts if getattr(kind, part) is not getattr(VisionTransformer, part)]
@@ -156,14 +147,12 @@ class TimmViTPolicy(Policy):
             )
 
     def _attentions(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield every block's attention with its name."""
         for index, block in enumerate(self.model.blocks):
             for name, module in block.named_modules():
                 if name.rpartition(".")[2] == "attn":
                     yield f"blocks.{index}.{name}", module
 
     def _mlps(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield every MLP with its name: the blocks' and that of an attention pool."""
         for name, module in self.model.named_modules():
             if name.rpartition(".")[2] == "mlp":
                 yield name, module
@@ -199,7 +188,6 @@ class TimmViTPolicy(Policy):
         return SubModuleReplacementDescription(suffix, target, kwargs, ignore_if_not_exist=True)
 
     def _shard_attention(self, policy: dict) -> None:
-        """Give each rank ``heads / p`` heads."""
         tp_size = self.shard_config.tensor_parallel_size
         for attention in _one_of_each_class(self._attentions()):
             heads, width = attention.num_heads, attention.attn_dim
@@ -213,7 +201,6 @@ class TimmViTPolicy(Policy):
             )
 
     def _shard_mlps(self, policy: dict) -> None:
-        """Give each rank ``H / p`` hidden units."""
         for mlp in _one_of_each_class(self._mlps()):
             if isinstance(mlp, GluMlp):
                 # fc1 holds the gate and the value one after the other: [2H, D].
@@ -266,7 +253,7 @@ class TimmViTPolicy(Policy):
     # Pipeline ---------------------------------------------------------------------------------------------
 
     def _stage_blocks(self) -> list[tuple[int, int]]:
-        """Return the ranges of blocks ``[start, end)`` that this stage holds, one per model chunk."""
+        """Ranges of blocks ``[start, end)`` that this stage holds, one per model chunk."""
         stage_manager = self.pipeline_stage_manager
         depth, given = len(self.model.blocks), stage_manager.num_layers_per_stage
         try:
@@ -313,21 +300,10 @@ def _pipeline_forward(
     is_causal: bool = False,
     **others: Any,
 ) -> torch.Tensor | dict[str, torch.Tensor]:
-    """Run one stage of ``VisionTransformer.forward``.
-
-    Args:
-        x: the images ``[B, C, H, W]``; only the first stage reads them.
-        rest: further elements of a micro-batch, such as labels; only the criterion uses them.
-        stage_manager: of this stage.
-        stage_index: this stage's (or chunk's) blocks, ``[start, end)``.
-        hidden_states: the previous stage's output ``[B, N, D]``.
-        attn_mask: passed on to the blocks, as in timm.
-        is_causal: passed on to the blocks, as in timm.
-        others: further elements of a micro-batch that is a dict.
-
-    Returns:
-        ``{"hidden_states": [B, N, D]}`` for the next stage; on the last stage the logits ``[B, classes]``.
-    """
+    """Run one stage of ``VisionTransformer.forward``, the blocks ``[start, end)`` of ``stage_index``. The first stage
+    reads the images ``x [B, C, H, W]``, others the ``hidden_states [B, N, D]`` of the stage before. ``rest`` and
+    ``others`` are elements of a micro-batch that only the criterion uses. Returns ``{"hidden_states": [B, N, D]}`` for
+    the next stage, on the last stage the logits ``[B, classes]``."""
     if stage_manager.is_first_stage():
         hidden_states = model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(x))))
     assert hidden_states is not None, "stages after the first need hidden_states"
@@ -345,11 +321,8 @@ def _pipeline_forward(
 
 
 def inputs_of(model: nn.Module, micro_batch: Any) -> Any:
-    """The part of ``micro_batch`` that ``model`` reads: without labels, if it is timm's VisionTransformer.
-
-    In a pipeline its forward pass leaves the rest out itself (:func:`_pipeline_forward`); timm's own would take labels
-    for a mask. Other models are called with everything, as in a pipeline.
-    """
+    """The part of ``micro_batch`` that ``model`` reads: without labels if it is timm's VisionTransformer, which would
+    take them for a mask outside of a pipeline. Other models are called with everything, as in a pipeline."""
     if not isinstance(model, VisionTransformer):
         return micro_batch
     if isinstance(micro_batch, Mapping):
@@ -358,12 +331,11 @@ def inputs_of(model: nn.Module, micro_batch: Any) -> Any:
 
 
 def _kind(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> type[nn.Module] | None:
-    """Return the class in ``kinds`` whose ``forward`` ``module`` uses: its own class or a parent, or None."""
     return next((kind for kind in kinds if isinstance(module, kind) and type(module).forward is kind.forward), None)
 
 
 def _one_of_each_class(named_modules: Iterable[tuple[str, nn.Module]]) -> list[nn.Module]:
-    """Return one module of each class, because Colossal-AI replaces layers by class."""
+    """One module of each class, because Colossal-AI replaces layers by class."""
     return list({type(module): module for _, module in named_modules}.values())
 
 

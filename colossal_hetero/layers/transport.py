@@ -1,7 +1,5 @@
-"""The messages of a migration within one tensor-parallel group, counted as they are sent.
-
-They use a process group of their own, separate from the training's collectives. Ranks are numbered within that group.
-"""
+"""Messages of a migration within one tensor-parallel group, counted as they are sent. They use a process group of their
+own, separate from the training's collectives; ranks are numbered within it."""
 
 from __future__ import annotations
 
@@ -20,18 +18,15 @@ __all__ = ["Pending", "SentMessages", "Started", "Transport", "check_room", "is_
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """True if memory could not be allocated: a tensor on a GPU or the host, or by NCCL, which has memory of its own."""
+    """True if memory could not be allocated, on a GPU or the host or by NCCL, which has memory of its own."""
     return isinstance(error, torch.cuda.OutOfMemoryError) or any(
         words in str(error) for words in ("can't allocate memory", "out of memory")
     )
 
 
 def check_room(device: torch.device, more_bytes: int, more_work: float) -> None:
-    """Raise ``RuntimeError`` if a GPU, in its next iteration, would need more memory than there is.
-
-    Between iterations most memory is free, so an allocation there shows little. In an iteration a rank needs its peak
-    so far, ``more_bytes``, and activations for ``more_work``, a share of its own work.
-    """
+    """Raise ``RuntimeError`` if a GPU's next iteration would need more memory than there is: its peak so far,
+    ``more_bytes``, and activations for ``more_work``, a share of its own; between iterations, most is free."""
     if device.type != "cuda":
         return
     free, total = torch.cuda.mem_get_info(device)
@@ -50,43 +45,32 @@ Primitive = Literal["point_to_point", "broadcast", "reduce"]
 
 @dataclass
 class SentMessages:
-    """What one rank has sent by one primitive, such as broadcast."""
-
     messages: int = 0
     bytes: int = 0
 
 
 class Pending:
-    """Messages that have been started and may not have arrived."""
-
     def __init__(self, works: Iterable[Any]) -> None:
         self._works = [work for work in works if work is not None]
 
     def wait(self) -> None:
-        """Return when all messages have arrived."""
         works, self._works = self._works, []
         _explaining_failure(lambda: [work.wait() for work in works])
 
 
 class Started(NamedTuple):
-    """Messages in both directions that have been started."""
-
     received: Pending
     sent: Pending
     """Needed only before the tensors that are sent change: it waits for the ranks that receive them."""
 
     def wait(self) -> None:
-        """Return when all messages in both directions have arrived."""
         self.received.wait()
         self.sent.wait()
 
 
 class Transport:
-    """Sends and receives for one rank of a tensor-parallel group.
-
-    ``sent`` counts what this rank sends: for a broadcast the root sends one message to each other rank, for a reduction
-    each rank but the root sends one message.
-    """
+    """Sends and receives for one rank of a tensor-parallel group. ``sent`` counts what this rank sends: the root of a
+    broadcast one message to each other rank, each rank but the root of a reduction one message."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -98,15 +82,11 @@ class Transport:
         self.reset()
 
     def reset(self) -> None:
-        """Set the counts back to zero."""
         self.sent = {"point_to_point": SentMessages(), "broadcast": SentMessages(), "reduce": SentMessages()}
 
     def connect(self, device: torch.device) -> None:
-        """Set up the group's connections, once. Collective over the group.
-
-        NCCL creates a communicator at its first use, which all ranks have to take part in, and a connection at the
-        first message of a pair. Both need memory that torch's cache may have taken after some iterations.
-        """
+        """Set up the group's connections, once; collective. NCCL needs memory for a communicator at its first use, and
+        for a connection at the first message of a pair, which torch's cache may have taken by then."""
         if self._connected:
             return
         self._connected = True
@@ -121,10 +101,8 @@ class Transport:
             work.wait()
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Started:
-        """Start sending and receiving contiguous tensors, given as pairs of the other rank and the tensor.
-
-        Two ranks must list the messages between them in the same order.
-        """
+        """Start sending and receiving contiguous tensors, given as pairs of the other rank and the tensor. Two ranks
+        must list the messages between them in the same order."""
         operations = [
             dist.P2POp(dist.irecv, tensor, self._global_ranks[rank], self._group) for rank, tensor in receives
         ]
@@ -141,8 +119,7 @@ class Transport:
         return Started(Pending(works[: len(receives)]), Pending(works[len(receives) :]))
 
     def broadcast(self, tensor: Tensor, source: int) -> Pending:
-        """Start sending the contiguous ``tensor`` of rank ``source`` of the group to all its ranks, which receive into
-        their ``tensor`` of the same shape and dtype. Wait for the result before using it."""
+        """Start sending rank ``source``'s contiguous ``tensor`` into the equally shaped ``tensor`` of all ranks."""
         if source == self.rank:
             self._count("broadcast", tensor, self.size - 1)
         source = self._global_ranks[source]

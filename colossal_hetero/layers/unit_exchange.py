@@ -1,19 +1,11 @@
-"""Messages of migrated units: weights before a forward pass, gradients back in the backward pass
-(docs/algorithms.md, 1.5).
+"""Messages of migrated units: weights before a forward pass, gradients back in backward (docs/algorithms.md, 1.5).
 
-Frozen weights are sent again only when they have changed.
-
-The weights of many blocks (a *bucket*) are sent in one message per pair of ranks; a rank waits for the message when the
-first of these blocks is about to compute. At that moment all ranks also start the messages of the next bucket, so that
-they arrive while this one computes, and no earlier: on a GPU, messages that wait in a queue can hold back products. The
-place in the forward pass where a bucket's messages are started is the same on all ranks, also on those that have no
-part in the bucket before: NCCL demands that all ranks launch operations of two communicators, here the messages and the
-layers' all-reduces, in one order.
-
-Gradients of a layer return to the rank that owns the units inside its backward pass. So whatever uses gradients finds
-them complete: hooks of parameters, data parallelism, ZeRO, and all that a loop does between a backward pass and the
-optimizer step. In a schedule, whose passes nobody can come between except a hook of a parameter, the sums of all passes
-return in the last one.
+The weights of many blocks (a *bucket*) are sent in one message per pair of ranks, frozen weights only when they have
+changed. A rank waits for a bucket when its first block is about to compute. At that moment all ranks start the messages
+of the next bucket: no earlier, because queued messages can hold back products on a GPU; and also ranks that have no
+part in it, because NCCL demands one order of the operations of two communicators (messages, all-reduces) on all ranks.
+Gradients return to their owners inside a layer's backward pass, in a schedule the last one, so that hooks of
+parameters, data parallelism, ZeRO and the loop find them complete.
 """
 
 from __future__ import annotations
@@ -48,11 +40,8 @@ Purpose = Literal["training", "evaluation"]
 
 
 class UnitExchange:
-    """Exchanges units of blocks between one rank and the others of its group.
-
-    It waits only for what this rank receives. It waits for the ranks that receive from this one only before it uses the
-    same memory again, in the next iteration.
-    """
+    """Exchanges units of blocks between one rank and the others of its group. It waits for what this rank receives; for
+    the ranks that receive from it only before it uses the same memory again, in the next iteration."""
 
     def __init__(
         self,
@@ -63,33 +52,29 @@ class UnitExchange:
         self._clock = clock
         self._blocks: Sequence[Block] = ()
         self._numbers: list[int] = []
-        """The number of each block's bucket."""
         self._transfers: list[BlockTransfer] = []
         self._buckets: list[Bucket] = []
         self._started_buckets = 0
-        """How many buckets' messages have been started since the weights changed."""
+        """Number of buckets whose messages have been started since the weights changed."""
         self._returning: dict[tuple[BlockTransfer, int], tuple[Started, list[tuple[int, Tensor]]]] = {}
-        """Each layer's gradients that are being sent to their owners, with the tensors that they are sent from."""
+        """Gradients that are being sent to their owners, with the tensors that they are sent from, by layer."""
         self._in_evaluation = False
         self._evaluates = False
         """True if the current pass is one for evaluation in which units migrate."""
         self._sent_for: Purpose | None = None
-        """What the weights that were sent last are used for; None if they have changed since."""
+        """Use of the weights that were sent last; None if they have changed since."""
         self._passes = 1
-        """The backward passes of a layer in a run of the schedule; 1 without a schedule."""
+        """Backward passes of a layer in a run of the schedule; 1 without a schedule."""
         self.are_hooked = False
         """True if on any rank a parameter of a block has a hook of the user, which must see each backward pass."""
         self._versions: list[int] = []
-        """Number of times that each parameter of a block had been changed when units were sent."""
         self._sent_frozen: dict[int, list[int]] | None = None
         """:meth:`_frozen_versions` when weights were sent; None if frozen weights have changed since."""
         self._unchanged: set[int] = set()
-        """The numbers of buckets whose weights receivers still have."""
+        """Numbers of buckets whose weights receivers still have."""
         self._growth = self.largest_growth = (0, 0.0)
-        """:func:`peak_growth` of the present plan, and the largest one of an iteration that has run: what its memory
-        was is in the peak so far."""
+        """:func:`peak_growth` of the present plan, and the largest so far, which the peak so far includes."""
         self._has_trained = False
-        """True if there was a pass for training since the last step."""
 
     def assign(
         self,
@@ -99,12 +84,9 @@ class UnitExchange:
         select: Sequence[Selector | None],
         in_evaluation: bool = False,
     ) -> None:
-        """From the next iteration on migrate each block's ``moves`` and compute ``kept`` of this rank's own units.
-
-        ``moves``, ``kept`` and ``select`` have an entry for each block; ``select`` chooses the kept units if some are
-        pruned. With ``in_evaluation``, which must be equal on all ranks and requires that no rank prunes, units also
-        migrate in passes that are begun for evaluation.
-        """
+        """Migrate each block's ``moves``, and compute ``kept`` of this rank's own units, from the next iteration on.
+        ``select`` chooses the kept units if some are pruned. With ``in_evaluation``, which must be equal on all ranks
+        and requires that no rank prunes, units also migrate in passes that are begun for evaluation."""
         self.release(blocks)
         self._blocks = blocks
         self._in_evaluation = in_evaluation
@@ -143,7 +125,6 @@ class UnitExchange:
         check_backward_memory(self._transfers)
 
     def _check_room(self) -> None:
-        """Raise ``RuntimeError`` if a GPU would not have the memory for the next iteration."""
         self._growth = more_bytes, more_work = peak_growth(self._transfers)
         bytes_before, work_before = self.largest_growth
         if more_bytes > bytes_before or more_work > work_before:
@@ -152,11 +133,9 @@ class UnitExchange:
 
     @property
     def is_in_schedule(self) -> bool:
-        """True if messages are exchanged once for several passes."""
         return self._passes > 1
 
     def release(self, blocks: Sequence[Block]) -> None:
-        """Stop migrating: every rank computes exactly its own units."""
         self.end_iteration()
         self._wait_for_receivers()
         for bucket in self._buckets:
@@ -168,16 +147,11 @@ class UnitExchange:
             block.before_forward = None
 
     def begin_pass(self, purpose: Purpose = "training", number: int = 1, passes: int = 1) -> None:
-        """Start sending the units' weights. Collective over the group; call it before each forward pass, and
-        :meth:`end_pass` after one for evaluation. Later buckets follow while the blocks run.
-
-        For training they are sent before each forward pass, because a loop may change them without a trace
-        (``weight.data``), but only once in a schedule. If a block runs before this is called, its forward pass starts
-        the sending.
-
-        Weights that were sent for evaluation are not used for training, and vice versa: an average of the weights may
-        take their place while a model is evaluated, and not all code that does so can be noticed.
-        """
+        """Start sending the units' weights; later buckets follow while the blocks run. Collective over the group; call
+        it before each forward pass, and :meth:`end_pass` after one for evaluation. A block that runs before starts the
+        sending. Training sends them before each forward pass, because a loop may change them without a trace
+        (``weight.data``), but only once in a schedule. Weights sent for evaluation are not used for training, and vice
+        versa: an average of the weights may take their place then, and not all code that does so can be noticed."""
         if purpose == "evaluation" and not self._in_evaluation:
             return
         if purpose == "training":
@@ -204,7 +178,7 @@ class UnitExchange:
             )
 
     def end_schedule(self) -> None:
-        """All passes of a schedule have ended."""
+        """Raise ``RuntimeError`` if a block did not run in all passes of the schedule, which has ended."""
         for transfer in self._transfers:
             if any(transfer.passes):
                 raise RuntimeError(
@@ -214,7 +188,7 @@ class UnitExchange:
                 )
 
     def end_pass(self) -> None:
-        """A forward pass has ended: in what follows without gradients, each rank computes its own units."""
+        """End a pass: in what follows without gradients, each rank computes its own units."""
         self._set_evaluates(False)
 
     def _set_evaluates(self, evaluates: bool) -> None:
@@ -223,18 +197,18 @@ class UnitExchange:
             transfer.block.evaluates = evaluates
 
     def begin_evaluation(self) -> None:
-        """Passes without gradients follow, possibly with other weights than those before."""
+        """Expect passes without gradients, possibly with other weights than those before."""
         if self._sent_for == "evaluation":
             self._refresh()
 
     def _present_versions(self) -> list[int]:
-        """Of all blocks, also those that this rank exchanges nothing of: all ranks must notice the same changes."""
+        """Versions of all blocks, also of those that do not concern this rank: all must notice the same changes."""
         if not self._buckets:
             return []
         return [version for block in self._blocks for version in _versions(block)]
 
     def _frozen_versions(self) -> dict[int, list[int]]:
-        """By the number of a bucket, if all of its blocks are frozen, how often their parameters had been changed."""
+        """Versions of the parameters in buckets whose blocks are all frozen, by bucket number."""
         frozen: dict[int, list[int]] = {}
         trained = set()
         for block, number in zip(self._blocks, self._numbers, strict=True):
@@ -257,8 +231,6 @@ class UnitExchange:
         self._start_buckets(0)
 
     def _starter(self, number: int) -> Callable[[bool], None]:
-        """What a block calls before its forward pass, so that the messages of bucket ``number`` are started."""
-
         def start(is_training: bool) -> None:
             if self._sent_for is not None and (is_training or self._evaluates):
                 self._start_buckets(number)
@@ -266,7 +238,6 @@ class UnitExchange:
         return start
 
     def _start_buckets(self, last_number: int) -> None:
-        """Start the messages of this rank's buckets up to ``last_number``, if they have not been started."""
         while self._started_buckets < len(self._buckets):
             bucket = self._buckets[self._started_buckets]
             if bucket.number > last_number:
@@ -283,19 +254,19 @@ class UnitExchange:
             )
 
     def weights_changed(self) -> None:
-        """The weights have changed, frozen ones too: those sent before are not used any more."""
+        """Stop using the weights that were sent before, frozen ones too, because they have changed."""
         self.end_iteration()
         self._sent_frozen = None
 
     def before_step(self) -> None:
-        """Call this before an optimizer step: weights change, and kept units are chosen again."""
+        """Prepare for an optimizer step: weights change, and kept units are chosen again."""
         self.end_iteration()
         self._has_trained = False
         (more_bytes, more_work), (bytes_before, work_before) = self._growth, self.largest_growth
         self.largest_growth = max(more_bytes, bytes_before), max(more_work, work_before)
 
     def end_iteration(self) -> None:
-        """Units are sent again before the next pass, and kept units are chosen again."""
+        """Send units again before the next pass, and choose kept units again."""
         self._refresh()
         for transfer in self._transfers:
             transfer.block.begin_iteration()
@@ -368,5 +339,4 @@ class UnitExchange:
 
 
 def _versions(block: Block) -> list[int]:
-    """Number of times that each parameter that holds units of ``block`` has been changed."""
     return [tensor._version for tensors in block.unit_parameters for tensor in tensors]

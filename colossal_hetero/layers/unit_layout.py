@@ -1,11 +1,7 @@
-"""Where a block's units are in its layers' weights, and the products of those that a rank computes.
-
-A *unit* of a block is a hidden neuron, a head, or a key/value group with its query heads. In a column-parallel layer
-it is a set of rows of the weight ``[N, K]`` (with their bias), in the following row-parallel layer a set of columns.
-
-A rank multiplies by the weights of its own units and by those of other ranks where they are, and writes the products
-next to each other (or adds them), so that neither weights nor gradients are copied.
-"""
+"""Places of a block's units in its layers' weights, and the products of the units that a rank computes. A unit is a set
+of rows of a column-parallel weight ``[N, K]``, with their bias, and of columns of the following row-parallel one. A
+rank multiplies by the weights of units where they are, and writes the products next to each other or adds them, so that
+neither weights nor gradients are copied."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ __all__ = ["UnitPlace", "UnitShare", "split_message"]
 
 @dataclass(frozen=True)
 class UnitPlace:
-    """Where a tensor holds units: ``dim`` has ``parts`` (3 for fused q, k, v), each of ``units`` units of ``size``."""
+    """Units in a tensor: its ``dim`` has ``parts`` (3 for fused q, k, v), each of ``units`` units of ``size``."""
 
     dim: int
     parts: int
@@ -37,21 +33,18 @@ class UnitPlace:
         return tensor.unflatten(self.dim, (self.parts, -1, self.size))
 
     def fold(self, view: Tensor) -> Tensor:
-        """The reverse of :meth:`view`, for any number of units."""
         return view.flatten(self.dim, self.dim + 2)
 
     @property
     def unit_dim(self) -> int:
-        """The dimension of a :meth:`view` along which units are counted."""
         return self.dim + 1
 
     def numel(self, tensor: Tensor) -> int:
-        """The number of elements of one unit in ``tensor``."""
         return tensor.numel() // self.units
 
 
 class MatrixLayout(Protocol):
-    """What this module uses of a :class:`.WeightLayout`."""
+    """Interface of :class:`.WeightLayout` for this module."""
 
     columns: int
 
@@ -63,23 +56,18 @@ class _Slice(NamedTuple):
     """Units that are adjacent both in activations and in the tensor that holds their weights."""
 
     activations: slice
-    """The columns of X or Y that belong to the units."""
     source: int
     """0: the rank's own tensor; n: that of the n-th range of taken units."""
     first: int
-    """The first row or column of the units in that tensor."""
     length: int
 
     def of(self, tensors: Sequence[Tensor], dim: int) -> Tensor:
-        """The units' part of their tensor, as a view."""
         return tensors[self.source].narrow(dim, self.first, self.length)
 
 
 class UnitShare:
-    """The units that one rank computes in one layer of a block while units are pruned or migrated.
-
-    In activations the rank's own units come first, and then the taken ones, in each fused part.
-    """
+    """Units that one rank computes in one layer of a block while units are pruned or migrated. In activations the
+    rank's own units come first, and then the taken ones, in each fused part."""
 
     def __init__(
         self,
@@ -99,7 +87,6 @@ class UnitShare:
         self._messages: list[Tensor] = []
 
     def begin(self, parameters: Sequence[Tensor], kept: Tensor | None, taken: Sequence[Sequence[Tensor]]) -> None:
-        """Use these units in an iteration."""
         self._kept = kept
         self._shapes = [parameter.shape for parameter in parameters]
         self._selected = None
@@ -116,12 +103,12 @@ class UnitShare:
 
     @property
     def weights(self) -> list[Tensor]:
-        """If kept units were selected, which ones and their weights; and the weights of the taken units."""
+        """Numbers and weights of the kept units, if such were selected, and the weights of the taken units."""
         kept = [] if self._kept is None else [self._kept, *(self._selected or ())]
         return [*kept, *chain(*self._ranges)]
 
     def with_weights(self, weights: Sequence[Tensor]) -> UnitShare:
-        """This share with :attr:`weights` of an earlier forward pass."""
+        """Copy with the :attr:`weights` of an earlier forward pass."""
         size, share = len(self._shapes), copy.copy(self)
         if self._kept is not None:
             share._kept, *weights = weights
@@ -161,11 +148,8 @@ class UnitShare:
         return dx.view(*dy.shape[:-1], dx.shape[-1])
 
     def weight_gradient(self, layout: MatrixLayout, dy: Tensor, x: Tensor) -> Tensor:
-        """The gradient of the layer's whole weight, from ``dy [M, N]`` and ``x [M, L]``, and those of the taken units.
-
-        Each is written where it is needed: the taken units' into messages to their owners. The gradient is zero for
-        pruned units; that of given units is set by :meth:`gradients`.
-        """
+        """Gradient of the layer's whole weight, from ``dy [M, N]`` and ``x [M, L]``: zero for pruned units, unset for
+        given ones (see :meth:`gradients`). The taken units' gradients are written into messages to their owners."""
         dim = self._places[0].dim
         factors = (dy, x) if layout.columns == 1 else (x, dy)
         whole = dy.new_empty(self._shapes[0])
@@ -180,11 +164,8 @@ class UnitShare:
         return self._expanded(0, own)
 
     def gradients(self, dw: Tensor, db: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Complete the gradients of the layer's whole weight and bias, and return those of the taken units.
-
-        ``dw`` is from :meth:`weight_gradient`, ``db`` that of the units that the rank computes. Given units have zero
-        gradients while theirs are still being accumulated.
-        """
+        """Complete the gradients of the layer's whole weight, ``dw`` of :meth:`weight_gradient`, and bias, and return
+        those of the taken units. ``db`` is that of the computed units. Given units get zeros until theirs return."""
         whole = [dw]
         if db is not None:
             own = db.new_empty(self._shapes[1] if self._selected is None else self._selected[1].shape)
@@ -207,13 +188,11 @@ class UnitShare:
         return whole[0], whole[1] if len(whole) > 1 else None
 
     def _counts(self) -> list[int]:
-        """Number of units that the rank computes of its own, and of each range of taken units."""
         place = self._places[0]
         taken = [units[0].shape[place.dim] // (place.parts * place.size) for units in self._ranges]
         return [self._remaining if self._kept is None else len(self._kept), *taken]
 
     def _width(self) -> int:
-        """The number of rows or columns of all units that the rank computes."""
         return self._places[0].parts * self._places[0].size * sum(self._counts())
 
     def _slices(self) -> Iterator[_Slice]:
@@ -233,7 +212,6 @@ class UnitShare:
         return [own, *(units[number] for units in self._ranges)]
 
     def _message_parts(self, number: int) -> list[Tensor]:
-        """The gradients of the taken units' weights or biases as views of the messages."""
         parts = []
         for message, units in zip(self._messages, self._ranges, strict=True):
             first = sum(tensor.numel() for tensor in units[:number])
@@ -241,7 +219,6 @@ class UnitShare:
         return parts
 
     def _expanded(self, number: int, own: Tensor) -> Tensor:
-        """The gradient ``own`` of the kept units, as that of all units if some are pruned."""
         if self._kept is None:
             return own
         place = self._places[number]
@@ -251,7 +228,6 @@ class UnitShare:
 
 
 def _sum(factors: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """The sum of matrix products."""
     total: Tensor | None = None
     for left, right in factors:
         total = left.mm(right) if total is None else total.addmm_(left, right)

@@ -1,8 +1,5 @@
-"""Move units of a block to other ranks for good: weights, gradients, and what the optimizer keeps of them.
-
-The parameters stay the same objects, so that optimizers, hooks and users may go on holding them. They get other
-tensors, with as many rows or columns as the rank has units from then on.
-"""
+"""Moves of a block's units to other ranks for good: weights, gradients and optimizer state. Parameters stay the same
+objects, which optimizers, hooks and users may go on holding, and get tensors of other sizes."""
 
 from __future__ import annotations
 
@@ -35,12 +32,7 @@ __all__ = [
 
 
 # Holdings ------------------------------------------------------------------------------------------------------------
-#
-# Which rank holds which units of a block, and what moves if others are to hold them. Pure.
-#
-# Ordinarily every rank of a tensor-parallel group holds equally many units, its own. A *holding* lists the units that a
-# rank holds in the order in which they lie in its tensors.
-
+# A *holding* lists the units that a rank holds, in the order of its tensors. Ordinarily every rank holds its own.
 
 Holding = tuple[UnitRange, ...]
 
@@ -56,12 +48,11 @@ class Piece(NamedTuple):
 
 
 def unit_count(holding: Holding) -> int:
-    """The number of units in a holding."""
     return sum(stop - start for _, start, stop in holding)
 
 
 def holdings(units: int, ranks: int, moves: Sequence[MovedRange]) -> tuple[Holding, ...]:
-    """What each rank holds after ``moves``, if each of them held its own ``units`` before."""
+    """Holdings of all ranks after ``moves``, if each rank held its own ``units`` before."""
     given = [sum(move.stop - move.start for move in moves if move.sender == rank) for rank in range(ranks)]
     return tuple(
         (
@@ -73,12 +64,11 @@ def holdings(units: int, ranks: int, moves: Sequence[MovedRange]) -> tuple[Holdi
 
 
 def ordinary_holdings(units: int, ranks: int) -> tuple[Holding, ...]:
-    """What each rank holds if nothing was given away."""
     return holdings(units, ranks, ())
 
 
 def pieces_of(after: Holding, before: Sequence[Holding]) -> list[Piece]:
-    """Where the units of the holding ``after`` are so far, in its order; ``before`` is by rank."""
+    """Pieces of the holding ``after``, in its order, at their places in the holdings ``before``, which are by rank."""
     pieces: list[Piece] = []
     for owner, start, stop in after:
         while start < stop:
@@ -103,50 +93,41 @@ class StateSlot(NamedTuple):
     """A tensor with the shape of a parameter, which has an element for each of the parameter's elements."""
 
     name: str
-    """What it is, for example ``exp_avg``; the same on all ranks."""
+    """Name such as ``exp_avg``; the same on all ranks."""
     tensor: Tensor
     put: Callable[[Tensor], None]
-    """Puts another tensor in its place."""
 
 
 SlotsOf = Callable[[Tensor], Sequence[StateSlot]]
-"""What an optimizer keeps of a parameter, in an order that is the same on all ranks."""
+"""State that an optimizer keeps of a parameter, in an order that is the same on all ranks."""
 
 
 class _UnitTensor(NamedTuple):
-    """A tensor that holds units of a block."""
-
     place: UnitPlace
     slot: StateSlot
 
     def units(self, tensor: Tensor, first: int, count: int) -> Tensor:
-        """The view of some units in ``tensor``, which has the layout of the slot."""
         return self.place.view(tensor).narrow(self.place.unit_dim, first, count)
 
 
 Messages = dict[int, dict[torch.dtype, Tensor]]
-"""By the other rank and by dtype."""
+"""Flat tensors by the other rank and by dtype."""
 
 
 class UnitMover:
-    """Moves units between the ranks of a tensor-parallel group."""
-
     def __init__(self, transport: Transport, slots_of: SlotsOf, all_agree: Callable[[bool], bool]) -> None:
         self._transport = transport
         self._slots_of = slots_of
         self._all_agree = all_agree
 
     def contents(self, block: Block) -> list[str]:
-        """What moves with each unit of the block. Ranks can exchange units only if this is the same on all of them."""
+        """Names and dtypes that move with each unit of the block; they must be the same on all ranks."""
         return [f"{block.name} {unit.slot.name} {unit.slot.tensor.dtype}" for unit in self._tensors(block)]
 
     @torch.no_grad()
     def move(self, block: Block, before: Sequence[Holding], after: Sequence[Holding]) -> bool:
-        """Let each rank hold the units ``after`` instead of those ``before``. Collective over the group.
-
-        Returns:
-            False if some rank has too little memory; then nothing has changed.
-        """
+        """Let each rank hold the units ``after`` instead of those ``before``; collective over the group. Returns False,
+        with nothing changed, if some rank has too little memory."""
         rank = self._transport.rank
         wanted = [pieces_of(holding, before) for holding in after]
         tensors = self._tensors(block)
@@ -176,7 +157,6 @@ class UnitMover:
         return True
 
     def _tensors(self, block: Block) -> list[_UnitTensor]:
-        """All tensors of this rank that hold units of the block."""
         return [
             _UnitTensor(place, slot)
             for parameters, places in zip(block.unit_parameters, block.places, strict=True)
@@ -186,8 +166,6 @@ class UnitMover:
 
 
 def _own_slots(parameter: Tensor) -> list[StateSlot]:
-    """The values of a parameter and, if there is one, its gradient."""
-
     def put_values(values: Tensor) -> None:
         put_data(parameter, values)
 
@@ -210,7 +188,6 @@ def put_data(tensor: Tensor, values: Tensor) -> None:
 
 
 def _resized(unit: _UnitTensor, before: int, after: int) -> Tensor:
-    """A new tensor for ``after`` units, like the one that holds ``before``."""
     shape = list(unit.slot.tensor.shape)
     shape[unit.place.dim] = shape[unit.place.dim] // before * after
     return torch.empty(shape, dtype=unit.slot.tensor.dtype, device=unit.slot.tensor.device)
@@ -226,8 +203,7 @@ def _packed(tensors: Sequence[_UnitTensor], pieces: Sequence[Piece]) -> dict[tor
 
 
 def _empty_messages(tensors: Sequence[_UnitTensor], pieces: Sequence[Piece], rank: int, held: int) -> Messages:
-    """Memory for the units that other ranks send, as :func:`_packed` orders them; ``held`` is the number of units that
-    this rank holds so far."""
+    """Memory for units that other ranks send, ordered as by :func:`_packed`; this rank holds ``held`` units so far."""
     counts: dict[int, int] = defaultdict(int)
     for piece in pieces:
         if piece.source != rank:
@@ -250,7 +226,6 @@ def _listed(messages: Messages) -> list[tuple[int, Tensor]]:
 def _fill(
     tensors: Sequence[_UnitTensor], created: Sequence[Tensor], pieces: Sequence[Piece], rank: int, received: Messages
 ) -> None:
-    """Copy all units into the new tensors, from the present ones and from the messages of other ranks."""
     used: dict[tuple[int, torch.dtype], int] = defaultdict(int)
     for unit, tensor in zip(tensors, created, strict=True):
         place = 0

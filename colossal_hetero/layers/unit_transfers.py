@@ -36,18 +36,15 @@ class PeerUnits:
 
 @dataclass(eq=False)
 class BlockTransfer:
-    """The units of one block that this rank gives and takes."""
-
     block: Block
     given: list[PeerUnits]
-    """This rank's units that other ranks compute, in ascending order."""
+    """Units of this rank that other ranks compute, in ascending order."""
     taken: list[PeerUnits]
-    """Other ranks' units that this rank computes."""
     bucket: Bucket | None = None
     passes: list[int] = field(default_factory=list)
-    """For each layer, the backward passes whose gradients have not returned."""
+    """Number of backward passes of each layer whose gradients have not returned."""
     sums: list[list[Tensor]] = field(default_factory=list)
-    """For each layer, the sums of the taken units' gradients in these passes: a message for each range of units."""
+    """Sums of the taken units' gradients in these passes, by layer: a message for each range of units."""
 
     def clear_gradients(self) -> None:
         self.passes = [0] * len(self.block.layers)
@@ -63,7 +60,6 @@ class BlockTransfer:
             total.add_(gradient)
 
     def take_sum(self, layer: int) -> list[Tensor]:
-        """The sums of the gradients that have not returned; they count as returned from now on."""
         total = self.sums[layer]
         self.passes[layer], self.sums[layer] = 0, []
         return total
@@ -78,7 +74,6 @@ class Bucket:
     receive_buffers: dict[int, Tensor] = field(default_factory=dict)
     started: Started = field(default_factory=lambda: Started(Pending(()), Pending(())))
     number: int = 0
-    """Its number, which is the same on all ranks."""
 
     def keep_received(self) -> None:
         """Receive into other memory from now on, because a backward pass may need what is there."""
@@ -88,7 +83,6 @@ class Bucket:
         self.receive_buffers.update({other: like.new_empty(length) for other, length in lengths.items()})
 
     def reserve(self) -> None:
-        """Allocate the buffers."""
         like = self.transfers[0].block.parameters[0][0]
         for buffers, direction in ((self.send_buffers, "given"), (self.receive_buffers, "taken")):
             lengths: dict[int, int] = {}
@@ -100,11 +94,8 @@ class Bucket:
 
 
 def bucket_numbers(blocks: Sequence[Block], moves: Sequence[Sequence[MovedRange]]) -> list[int]:
-    """By block, the number of its bucket, from 0 on; all ranks get the same numbers. ``moves`` are those of each block.
-
-    A bucket ends when it has :data:`MESSAGE_BYTES`, or when the next block has another dtype or is frozen and the last
-    one is not (or the other way round).
-    """
+    """Bucket number of each block, the same on all ranks. A bucket ends when it has :data:`MESSAGE_BYTES`, or when the
+    next block has another dtype or differs in being frozen."""
     numbers: list[int] = []
     size, last_dtype, last_frozen = 0, None, False
     for block, moved in zip(blocks, moves, strict=True):
@@ -122,8 +113,8 @@ def bucket_numbers(blocks: Sequence[Block], moves: Sequence[Sequence[MovedRange]
 
 
 def peak_growth(transfers: Sequence[BlockTransfer]) -> tuple[int, float]:
-    """How much more memory an iteration with ``transfers`` needs than one without: bytes of the buffers and of the
-    taken units' gradients, which are kept once and packed once; and activations, as a share of those of own units."""
+    """Additional memory of an iteration with ``transfers``: bytes of the buffers and of the taken units' gradients,
+    which are kept once and packed once; and activations, as a share of those of own units."""
     given = taken = own = 0
     for each in transfers:
         unit_bytes = each.block.elements_per_unit * each.block.parameters[0][0].element_size()
@@ -134,12 +125,9 @@ def peak_growth(transfers: Sequence[BlockTransfer]) -> tuple[int, float]:
 
 
 def check_backward_memory(transfers: Sequence[BlockTransfer]) -> None:
-    """Allocate, and release at once, the memory for gradients that the backward pass will need.
-
-    It is needed for the taken units' gradients until they have returned, for the rank's own gradients where they do not
-    exist yet, and for both of one layer before they are sent or added to those of earlier passes. Activations are not
-    included, because they depend on the batch; on a GPU see :func:`peak_growth`.
-    """
+    """Allocate, and release at once, the memory for gradients of the backward pass: of taken units until they have
+    returned, of the rank's own where none exist yet, and of one layer before they are sent or added up. Activations
+    depend on the batch, and are not included; on a GPU see :func:`peak_growth`."""
     room, largest = [], 0
     for transfer in transfers:
         taken = sum(units.count for units in transfer.taken)

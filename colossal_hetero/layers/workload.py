@@ -1,8 +1,5 @@
-"""A parallel linear layer's workload: the interface between the code that decides and the layers.
-
-A layer does not know which ranks are slow. It is given a :class:`Workload`, chooses the columns to keep with the
-workload's :data:`Selector`, and reports the time of its parts through a :class:`Clock`.
-"""
+"""Interface between the code that decides and the layers. A layer does not know which ranks are slow: it gets a
+:class:`Workload`, chooses the columns to keep with its :data:`Selector`, and reports times to a :class:`Clock`."""
 
 from __future__ import annotations
 
@@ -33,21 +30,15 @@ Imputation = Literal["zero", "average", "same"]
 IMPUTATIONS: tuple[str, ...] = get_args(Imputation)
 
 Part = Literal["matmul", "overlapped", "block", "communication", "migration", "other"]
-"""What a part of an iteration was spent on. ``matmul``: products of the parallel linear layers, with what resizing
-adds; ``overlapped``: such a product that runs beside a collective, which may slow it down; ``block``: operations
-between the products of a block (activation functions, attention), and copying units that migrate; ``communication``:
-inside a collective; ``migration``: waiting for migrated work; ``other``: any other work of the rank."""
-
+"""Uses of time. ``matmul``: products of parallel linear layers, with what resizing adds; ``overlapped``: such a product
+beside a collective, which may slow it down; ``block``: operations between the products of a block, and copying units
+that migrate; ``communication``: inside a collective; ``migration``: waiting for migrated work; ``other``: the rest."""
 Selector = Callable[[Tensor, Tensor, int], Tensor]
-"""``select(x, weight, count) -> kept``: which ``count`` contraction columns to keep.
-
-``x`` is ``[M, L]``, ``weight`` ``[N, L]`` (a view, independent of the layer's own layout), ``kept`` an int64 tensor
-``[count]`` in ascending order on the same device. It is called without gradients, once per layer and iteration.
-"""
-
+"""``select(x, weight, count) -> kept``: the ``count`` contraction columns to keep, int64 ``[count]`` in ascending
+order, from ``x [M, L]`` and ``weight [N, L]`` (a view, independent of the layer's layout) on the same device. It is
+called without gradients, once per layer and iteration."""
 GRAIN = 16
 """Matrix products are fastest if the number of contraction columns is a multiple of this: a cache line of float32."""
-
 Slowdown = Callable[[Callable[[], Tensor]], Tensor]
 """``slow_down(product) -> result``: runs ``product`` more slowly and returns its result, for experiments."""
 
@@ -56,11 +47,9 @@ class Clock(Protocol):
     """Receives a mark at the end of each part of an iteration."""
 
     def mark(self, part: Part, kind: int | None = None, inner: bool = False) -> None:
-        """The time since the previous mark was spent on ``part``, by a layer of this ``kind`` if one is given.
-
-        Layers of one kind have equally much work and are balanced in the same way. ``inner`` parts may be counted with
-        the next one: products and other operations of a block, or a product beside a collective and the rest of that.
-        """
+        """Count the time since the previous mark as ``part``, by a layer of this ``kind`` if one is given. Layers of
+        one kind have equally much work and are balanced in the same way. ``inner`` parts may be counted with the next
+        one: operations of one block, or a product beside a collective and the rest of that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +58,7 @@ class Workload:
 
     prune: float
     """Pruning ratio γ of this layer: the share of its contraction columns left out, in [0, 1)."""
-
     select: Selector
-    """Chooses the columns to keep."""
 
     imputation: Imputation = "zero"
     """The gradients' values at pruned columns: ``zero``, the ``average`` of the kept columns, or the value of the
@@ -84,16 +71,12 @@ class Workload:
             raise ValueError(f"unknown imputation {self.imputation!r}; valid are {', '.join(IMPUTATIONS)}")
 
     def kept_count(self, columns: int) -> int:
-        """How many of ``columns`` contraction columns are kept; see :func:`kept_count`."""
         return kept_count(columns, self.prune)
 
 
 def kept_count(columns: int, prune: float) -> int:
-    """How many of ``columns`` contraction columns, or units, are kept if the share ``prune`` is pruned; at least one.
-
-    In wide layers it is rounded to a multiple of :data:`GRAIN`, because a CPU takes longer for a product over 205
-    columns than for one over 208.
-    """
+    """Number of ``columns``, or units, that are kept if the share ``prune`` is pruned; at least one. In wide layers it
+    is a multiple of :data:`GRAIN`, because a CPU takes longer for a product over 205 columns than for one over 208."""
     kept = columns - round(prune * columns)
     if columns >= 32 * GRAIN and prune > 0:
         kept = GRAIN * round(kept / GRAIN)
@@ -101,12 +84,9 @@ def kept_count(columns: int, prune: float) -> int:
 
 
 class Lineage:
-    """Which columns a layer keeps in the current iteration, and the earlier gradients that imputation needs.
-
-    It is the paper's tuple ⟨layer, matrix, P⟩ (SEMI, Sec. III-A): the layer owns the object, both of its matrices use
-    the same columns, and ``kept`` is the complement of P. All micro-batches of an iteration, and forward passes that
-    activation checkpointing repeats, use the same object and therefore the same columns.
-    """
+    """Columns that a layer keeps in the current iteration, and the earlier gradients that imputation needs: the paper's
+    tuple ⟨layer, matrix, P⟩ (SEMI, Sec. III-A) with ``kept`` as complement of P. All micro-batches of an iteration, and
+    forward passes that activation checkpointing repeats, use the same object."""
 
     def __init__(self, kept: Tensor, imputation: Imputation, previous: dict[tuple[str, int], Tensor]) -> None:
         self.kept = kept
@@ -134,10 +114,7 @@ def impute(
     part: Tensor, kept: Tensor, dim: int, columns: int, imputation: Imputation, previous: Tensor | None = None
 ) -> Tensor:
     """Spread ``part``, the gradient at the ``kept`` columns along ``dim``, over all ``columns`` (SEMI, Sec. III-A).
-
-    ``same`` takes the missing columns from ``previous``, a full gradient. Without one of the same shape (in the first
-    iteration, or if the last batch has another size) they are zeros.
-    """
+    ``same`` takes the missing columns from ``previous``, or zeros without one of this shape (another batch size)."""
     dim = dim % part.dim()
     shape = [*part.shape[:dim], columns, *part.shape[dim + 1 :]]
     if imputation == "average":
@@ -152,24 +129,18 @@ def impute(
 
 
 def matrix_view(x: Tensor) -> Tensor:
-    """``x [..., L]`` as ``[M, L]``."""
     return x.reshape(-1, x.shape[-1])
 
 
 def values_of(parameter: Tensor) -> Tensor:
-    """``parameter`` detached, without the layout that Colossal-AI keeps with it.
-
-    Colossal-AI replaces ``detach`` of a sharded parameter with a method that also copies its layout, the device mesh
-    included. That takes fifty times as long (0.13 ms on a CPU), and every layer needs it several times in an iteration.
-    """
+    """Detached ``parameter``, without Colossal-AI's layout. Its own ``detach`` copies the layout too, device mesh
+    included, which takes fifty times as long (0.13 ms on a CPU), several times per layer and iteration."""
     return Tensor.detach(parameter)
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.compiler.disable``, for a function that is called in every pass of a layer.
-
-    That takes four microseconds also while nothing is compiled. The compiler takes ``is_compiling()`` for true.
-    """
+    """``torch.compiler.disable`` for a function that is called in every pass of a layer, without its four microseconds
+    while nothing is compiled. The compiler takes ``is_compiling()`` for true."""
     disabled = torch.compiler.disable(function)
 
     @wraps(function)
@@ -180,11 +151,8 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_recorded() -> bool:
-    """True if gradients will be computed for the current forward pass.
-
-    That is so if gradients are enabled, and also inside reentrant activation checkpointing, which runs a segment
-    without gradients first and with gradients in the backward pass; both runs must use the same columns.
-    """
+    """True if gradients will be computed for the current forward pass. Reentrant activation checkpointing runs a
+    segment without gradients first, and with gradients in the backward pass; both runs must use the same columns."""
     return torch.is_grad_enabled() or _inside_checkpointed_forward()
 
 
