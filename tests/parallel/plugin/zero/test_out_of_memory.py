@@ -53,10 +53,13 @@ class LimitedNet(nn.Module):
         return Limited.apply(self.net(inputs))
 
 
+stored_outside = out_of_memory.stored_outside
+
+
 @contextmanager
 def noticed(model: nn.Module) -> Any:
     """The real block, which the simulated limit notices."""
-    with out_of_memory.stored_outside(model):
+    with stored_outside(model):
         Limited.outside = True
         yield
     Limited.outside = False
