@@ -295,7 +295,7 @@ communicator ends while its sum waits behind a long kernel; a new one must work.
 (over Gloo if they share a GPU) migrate half of the work of rank 1. A layer of the model has two blocks, attention and
 MLP, each with weights and gradients. Aim: at most eight batches for each layer, so that messages are not posted one by
 one. *Three receivers*: the last of four ranks gives half of its work to the others. Before its block it only sends, so
-it must not wait there: aim: its iterations take no longer than without migration.
+it must not wait there. Aim: its iterations take no longer than without migration.
 """,
     columns=("case", "what", "time [ms]", "GB/s", "right", "note"),
     cases=cases,
