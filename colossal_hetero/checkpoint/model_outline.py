@@ -31,6 +31,11 @@ class ModelOutline:
     trained: frozenset[str]
     """Names of the optimizer's parameters that are not frozen."""
 
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """Names of the tensors that have elements: no piece, and so no file, has others."""
+        return tuple(name for name, shape in self.shapes.items() if 0 not in shape)
+
 
 def outline_of(model: nn.Module, optimizer: Any = None) -> ModelOutline:
     layer_of = _layers(model)

@@ -23,8 +23,7 @@ __all__ = ["Restoring", "check_same_model"]
 
 def check_same_model(outline: ModelOutline, saved: Mapping[str, Sequence[int]]) -> None:
     kept = {key.split(".", 1)[1]: tuple(shape) for key, shape in saved.items() if key.startswith(("param.", "buffer."))}
-    # The file format has no tensors without elements.
-    missing = [name for name, shape in outline.shapes.items() if name not in kept and 0 not in shape]
+    missing = [name for name in outline.stored if name not in kept]
     unknown = [name for name in kept if name not in outline.shapes]
     others = [
         f"{name} has shape {list(kept[name])} there and {list(shape)} here"

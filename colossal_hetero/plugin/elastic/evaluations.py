@@ -190,7 +190,7 @@ def restore(
 
 def _check_complete(outline: ModelOutline, held: Collection[str]) -> None:
     lost = [
-        outline.layers[name] for name in outline.shapes if f"param.{name}" not in held and f"buffer.{name}" not in held
+        outline.layers[name] for name in outline.stored if f"param.{name}" not in held and f"buffer.{name}" not in held
     ]
     if lost:
         layers = ", ".join(dict.fromkeys(lost))

@@ -193,7 +193,7 @@ class RestartRun(ElasticRun):
         self._keeper.note(
             KeptState(
                 StateName(self.version, self._world),
-                tuple(self._outline.shapes),
+                self._outline.stored,
                 self._layers,
                 [_unchanging(piece) for piece in pieces],
                 state_entries(optimizer),

@@ -15,9 +15,11 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from colossal_hetero import ElasticConfig
 from colossal_hetero.plugin.replicas.replica_gradients import ReplicaGradients
+from tests.parallel.plugin.unequal.test_unequal_replicas import gpt2
 from tests.support import elastic_jobs
 from tests.support.elastic_jobs import Job, Kill, Outcome, run_job, train, undisturbed
 
@@ -95,6 +97,29 @@ def train_with_spares(kill: Kill | None, told: Any) -> None:
     """The script of members, of which at most three train."""
     with patch.object(elastic_jobs, "ElasticConfig", partial(ElasticConfig, max_members=3)):
         train(STEPS, kill, None, (), told)
+
+
+def train_with_empty_buffer(told: Any, kill: Kill | None = None) -> None:
+    """The script of members whose model has a buffer without elements."""
+
+    def model() -> nn.Module:
+        found = gpt2()
+        found.transformer.register_buffer("nothing", torch.empty(0, 4))
+        return found
+
+    with patch.object(elastic_jobs, "gpt2", model):
+        train(STEPS, kill, None, (), told)
+
+
+def test_a_tensor_without_elements_is_not_lost() -> None:
+    with Job(STEPS) as job:
+        for number, node in enumerate(["big-0", "small-0", "big-1"]):
+            job._script = (partial(train_with_empty_buffer, kill=Kill(4, "backward") if number == 2 else None),)
+            job.start(node)
+        while job.alive():
+            job.message()
+        outcome = job.finish()
+    assert outcome.errors == [] and [len(each) for each in outcome.recoveries] == [1, 1]
 
 
 def run_with_spare(dead: int | None) -> Outcome:
