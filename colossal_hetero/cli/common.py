@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,28 +18,30 @@ from ..common.text import MarkedError
 __all__ = [
     "MAX_AMOUNT",
     "MAX_LAYERS",
-    "Batches",
     "Choices",
     "Finite",
     "GroupedCommand",
     "Numbers",
     "Quotas",
     "Whole",
-    "batch_options",
     "check_outputs",
+    "degrees_option",
     "errors_on_one_line",
-    "evaluate_given",
+    "global_batch_option",
+    "load_inputs",
     "make_console",
     "memory_reserve_option",
     "micro_batch_option",
     "profile_out_option",
     "show_profile",
+    "sizes_option",
     "status_line",
 ]
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ..planner.cluster.topology import Topology
     from ..planner.profile.layer_profile import ModelProfile
 
 
@@ -126,6 +126,18 @@ class Choices(click.ParamType):
         return tuple(name for name in self.names if name in chosen or "all" in chosen)
 
 
+global_batch_option = click.option(
+    "--global-batch",
+    type=click.IntRange(min=1),
+    required=True,
+    help="Samples per optimizer step, over all devices.",
+)
+sizes_option = click.option(
+    "--micro-batch", type=Numbers(), help="Sizes of micro-batches to try, in samples; default: all in the profile."
+)
+degrees_option = click.option(
+    "--tp", type=Numbers(), help="Tensor-parallel degrees to try; default: all in the profile."
+)
 memory_reserve_option = click.option(
     "--memory-reserve",
     type=Finite(min=0),
@@ -185,6 +197,19 @@ def make_console() -> Console:
     if not console.is_terminal:
         console.width = 140
     return console
+
+
+def load_inputs(cluster: Path, profile: Path, memory_reserve: float | None = None) -> tuple[Topology, ModelProfile]:
+    """What the files describe; ``memory_reserve`` is in gigabytes of each device."""
+    from ..planner.cluster.cluster_file import load_cluster
+    from ..planner.profile.fitted_profiles import on_links
+    from ..planner.profile.layer_profile import load_model_profile
+
+    if cluster.suffix == ".json" and profile.suffix == ".toml":
+        raise ValueError(f"the cluster comes first, then the profile: give {profile} before {cluster}")
+    topology = load_cluster(cluster)
+    model = on_links(load_model_profile(profile), topology)
+    return (topology if memory_reserve is None else topology.with_memory_reserve(round(memory_reserve * 1e9))), model
 
 
 def show_profile(result: ModelProfile, out: Path) -> None:
@@ -249,72 +274,3 @@ class GroupedCommand(click.Command):
         if others:
             with formatter.section("Other options"):
                 formatter.write_dl(others)
-
-
-# Given plans ---------------------------------------------------------------------------------------------------------
-
-if TYPE_CHECKING:
-    from ..planner.cluster.topology import Topology
-    from ..planner.cost.evaluate import EvaluatedPlan
-    from ..planner.profile.layer_profile import ModelProfile
-
-
-Command = TypeVar("Command", bound=Any)
-
-
-@dataclass(frozen=True)
-class Batches:
-    micro_batch: int | None
-    micro_batches: int | None
-    global_batch: int | None
-
-
-BATCH_OPTIONS = (
-    click.option("--micro-batch", type=Whole(), help="Samples per micro-batch, if a layout has no size."),
-    click.option(
-        "--micro-batches",
-        type=Whole(),
-        help="Micro-batches of each pipeline and iteration, if a layout has no number.",
-    ),
-    click.option(
-        "--global-batch",
-        type=Whole(),
-        help="Samples per optimizer step; divided over the pipelines of a layout that has no number of micro-batches.",
-    ),
-    click.option(
-        "--overlap",
-        is_flag=True,
-        help="Communication between replicas overlaps with passes, as in `colossal-hetero plan`.",
-    ),
-)
-
-
-def batch_options(command: Command) -> Command:
-    for option in reversed(BATCH_OPTIONS):
-        command = option(command)
-    return command
-
-
-def evaluate_given(
-    given: str, topology: Topology, profile: ModelProfile, batches: Batches, *, overlap: bool
-) -> tuple[EvaluatedPlan, list[str]]:
-    """The cost of a plan on these machines, and notes about it."""
-    from ..planner.cost.evaluate import evaluate_layout, evaluate_plan, why_other_devices
-    from ..planner.cost.layout_line import layout_of, read_layout
-    from ..planner.cost.plan import load_plan
-    from ..planner.profile.fitted_profiles import as_profiled
-
-    if not os.path.exists(given) and "[" not in given:
-        raise ValueError(
-            f"{given or 'an empty name'}: no such file; a layout on one line names its pipelines in brackets, such as "
-            "dp 2 x pp [A100-40 0-23], micro-batch 2 x 32"
-        )
-    if not os.path.exists(given):
-        layout = read_layout(given).with_batches(batches.micro_batch, batches.micro_batches)
-        return evaluate_layout(topology, profile, layout, global_batch=batches.global_batch, overlap=overlap), []
-    plan = load_plan(given)
-    problem = why_other_devices(as_profiled(topology, profile), plan)
-    if problem is None:
-        return evaluate_plan(topology, profile, plan, overlap=overlap), []
-    note = f"the devices were chosen again, because the file was made for other machines: {problem}"
-    return evaluate_layout(topology, profile, layout_of(plan), overlap=overlap), [note]

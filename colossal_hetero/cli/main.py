@@ -6,12 +6,13 @@ import click
 
 from .. import __version__
 from .batches import batches
-from .compare import compare, evaluate
 from .estimate import estimate
+from .evaluate import evaluate
 from .jobs import checkpoint, launch, store
 from .plan import plan
 from .probe import probe
 from .profile import profile
+from .rent import rent
 from .simulate import simulate
 
 __all__ = ["main"]
@@ -25,7 +26,7 @@ def main() -> None:
 
 for command in (
     *(probe, profile, estimate),
-    *(plan, evaluate, compare, simulate, batches),
+    *(plan, rent, evaluate, simulate, batches),
     *(checkpoint, launch, store),
 ):
     main.add_command(command)

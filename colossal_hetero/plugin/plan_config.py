@@ -10,13 +10,9 @@ from pathlib import Path
 from ..planner.cluster.group_networks import Adapter
 from ..planner.cluster.topology import Topology
 from ..planner.cost.pass_order import Schedule
-from ..planner.cost.tp_groups import DEFAULT, SIMPLE
 from ..planner.profile.layer_profile import ModelProfile
 
-__all__ = ["SPACES", "PlanConfig"]
-
-SPACES = {"simple": SIMPLE, "default": DEFAULT}
-"""By name, the search spaces whose plans the plugin runs."""
+__all__ = ["PlanConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +45,11 @@ class PlanConfig:
     min_replicas: int = 1
     """Replicas that ``plan="auto"`` should have if memory allows it, even in a slower plan. With two, every layer is
     held twice, so that elastic training goes on when a process is lost."""
-    search_space: str = "simple"
-    """Plans that ``plan="auto"`` may make: ``simple`` (ZeRO stage 0, no recomputation) or ``default`` (also these,
-    where they gain 1 %). ``zero_stage`` then follows from the plan. Elastic training has simple plans only."""
-    quick: bool = False
-    """True for a shorter search by ``plan="auto"``: up to two thirds less time, for iterations up to 2 % longer in 160
-    random clusters of 12 to 64 devices. Elastic training always plans so, because the devices wait for the plan."""
+    recompute: bool = True
+    """True if stages that do not fit otherwise may run their forward passes again in the backward passes."""
+    zero_stages: Sequence[int] = (0, 1)
+    """ZeRO stages to try, where they gain 1 %; ``zero_stage`` of the plugin then follows from the plan. Only 0 if
+    ``zero_stage`` is given to the plugin. Elastic training has plans in stage 0 without recomputation only."""
     drift_threshold: float = 0.2
     """Relative difference from the planned time per micro-batch beyond which a stage is reported at the end of an
     epoch. With ``inf``, or in a schedule other than 1F1B, stages are neither timed nor reported."""
@@ -67,13 +62,6 @@ class PlanConfig:
         if self.global_batch_size is not None:
             _check_samples("global_batch_size", self.global_batch_size)
         _check_samples("min_replicas", self.min_replicas, "replicas")
-        if self.search_space not in SPACES:
-            raise ValueError(f"search_space={self.search_space!r}: valid are {', '.join(SPACES)}")
-        if self.search_space != "simple" and tuple(self.schedules) != ("1f1b",):
-            raise ValueError(
-                f"search_space={self.search_space!r} is for the schedule 1f1b only, not for "
-                f"{', '.join(self.schedules)}; leave one of them out"
-            )
         if self.micro_batch_sizes is not None:
             if not self.micro_batch_sizes:
                 raise ValueError("micro_batch_sizes is empty; give at least one size, or leave it out to try all")

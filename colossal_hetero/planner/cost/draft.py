@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cluster.shared_hops import StageNode, stage_channel, stage_loads, unlike_hop_channels
 from ..cluster.topology import Topology
 from ..profile.layer_profile import ModelProfile
 from ..stages.event_simulation import simulate_cost
 from ..stages.pipeline import PipelineCost, Slot, Split
-from .gradient_times import GradientTimes, Summing, SummingStage, UnlikeSumming, divide_micro_batches
+from .gradient_times import GradientTimes, Summing, divide_micro_batches
+from .pass_order import GraphSeconds, Schedule
 from .pipeline_prices import NO_LINK, Hops, Kinds, PipelinePrices
 from .placement import Place, SlotPool, place, place_together
-from .plan import Plan, exposed_seconds
-from .predict import StageGroup, finished_plan, finished_replica
+from .plan import Plan, Replica, StagePlan, exposed_seconds
 from .ranked_plan import ranking_seconds
 
-__all__ = ["Draft", "DraftBuilder", "Where", "simulated_seconds", "write_plan"]
-
-
-Where = int | StageNode
-"""The node of a slot; if slots have different degrees, its node and its degree."""
+__all__ = ["Draft", "DraftBuilder", "finished_plan", "simulated_seconds", "write_plan"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,8 +49,13 @@ class Draft:
         return len({cut.bounds for cut in self.splits}) == 1 and len(set(self.micro_batches)) == 1
 
     @property
+    def is_plain(self) -> bool:
+        """True without ZeRO stage 1 and recomputation."""
+        return self.pool.pipelines is None and not any(any(cost.recompute) for cost in self.costs)
+
+    @property
     def devices(self) -> int:
-        return sum(self.pool.kinds[kind].tensor_parallel for slots in self.places for kind, _ in slots)
+        return sum(map(len, self.places)) * self.pool.tensor_parallel
 
     @property
     def pipeline_seconds(self) -> float:
@@ -70,46 +69,34 @@ class Draft:
     @property
     def ranking_seconds(self) -> float:
         """Seconds by which drafts are compared, see :func:`.ranking_seconds`."""
-        return ranking_seconds(self.seconds, equal=self.is_equal)
+        return ranking_seconds(self.seconds, equal=self.is_equal, plain=self.is_plain)
 
 
 class DraftBuilder:
     """Builds drafts. Results for slots that are alike are computed once and then looked up."""
 
-    def __init__(
-        self, topology: Topology, method: str, *, overlap: bool = False, runnable: bool = True, quick: bool = False
-    ) -> None:
+    def __init__(self, topology: Topology, method: str, *, overlap: bool = False) -> None:
         self.topology = topology
         self.method = method
         self.overlap = overlap
-        self.runnable = runnable
         self._node_of = [device.node for device in topology.devices]
         self._cluster_of = [node.cluster for node in topology.nodes]
-        self._prices = PipelinePrices(method, quick=quick)
+        self._prices = PipelinePrices(method)
         self._gradients = GradientTimes(topology)
-        self._unlike_hops: dict[object, list[Hops]] = {}
 
     @property
     def chooses_cuts(self) -> bool:
         """True if the method looks for the fastest cuts by the closed form, so that all cuts may be compared."""
         return self.method == "exact"
 
-    def min_micro_batches(self, stages: Iterable[int]) -> list[int]:
-        """Least number of micro-batches for pipelines of these numbers of stages."""
-        return [number if self.runnable else 1 for number in stages]
-
-    def build(
-        self, pool: SlotPool, groups: Sequence[Sequence[int]], *, symmetric: bool = False, thorough: bool = False
-    ) -> Draft | str:
+    def build(self, pool: SlotPool, groups: Sequence[Sequence[int]], *, symmetric: bool = False) -> Draft | str:
         """The draft with these groups, or in words why there is none."""
         drafts: dict[object, Draft | str] = {}
         for placed in (place, place_together):
-            places = placed(groups, pool.kinds, self._node_of, self._cluster_of)
-            look = tuple(
-                sorted(tuple((kind, self.where(pool, (kind, slot))) for kind, slot in each) for each in places)
-            )
+            places = placed(groups, [kind.slots for kind in pool.kinds], self._node_of, self._cluster_of)
+            look = tuple(sorted(tuple((kind, self.node(pool, (kind, slot))) for kind, slot in each) for each in places))
             if look not in drafts:
-                drafts[look] = self.build_placed(pool, places, symmetric=symmetric, thorough=thorough)
+                drafts[look] = self.build_placed(pool, places, symmetric=symmetric)
         found = [draft for draft in drafts.values() if isinstance(draft, Draft)]
         return min(found, key=lambda draft: draft.seconds) if found else next(iter(drafts.values()))
 
@@ -119,14 +106,13 @@ class DraftBuilder:
         places: Sequence[Sequence[Place]],
         *,
         symmetric: bool = False,
-        thorough: bool = False,
         in_order: bool = False,
     ) -> Draft | str:
         """The draft with these slots, or in words why there is none; further arguments as in :meth:`build`."""
-        nodes = [[self.where(pool, place) for place in pipeline] for pipeline in places]
+        nodes = [[self.node(pool, place) for place in pipeline] for pipeline in places]
         sequences: list[Kinds] = [tuple((kind,) for kind, _ in pipeline) for pipeline in places]
         total = pool.total_micro_batches
-        minimum = self.min_micro_batches(map(len, places))
+        minimum = list(map(len, places))
         if symmetric:
             counts = [total // len(places)] * len(places)
         elif sum(minimum) > total:
@@ -134,7 +120,7 @@ class DraftBuilder:
         else:
             counts = [max(each, round(total / len(places))) for each in minimum]
         while True:
-            splits = self._splits(pool, nodes, sequences, counts, symmetric, thorough, in_order)
+            splits = self._splits(pool, nodes, sequences, counts, symmetric, in_order)
             if isinstance(splits, str):
                 return splits
             priced = self._priced(pool, nodes, sequences, splits)
@@ -167,7 +153,7 @@ class DraftBuilder:
         must_fit: bool = True,
     ) -> Draft | str:
         """The draft in which nothing is left to choose, or in words why there is none."""
-        nodes = [[self.where(pool, place) for place in row] for row in rows]
+        nodes = [[self.node(pool, place) for place in row] for row in rows]
         sequences: list[Kinds] = [tuple((kind,) for kind, _ in row) for row in rows]
         splits = [Split(tuple(range(len(row))), cut) for row, cut in zip(rows, bounds, strict=True)]
         costs = self._priced(pool, nodes, sequences, splits)(micro_batches, below)
@@ -178,17 +164,16 @@ class DraftBuilder:
     def _splits(
         self,
         pool: SlotPool,
-        nodes: Sequence[Sequence[Where]],
+        nodes: Sequence[Sequence[int]],
         sequences: Sequence[Kinds],
         counts: Sequence[int],
         symmetric: bool,
-        thorough: bool,
         in_order: bool,
     ) -> list[Split] | str:
         """A split for each pipeline, or in words why there is none. If the pipelines are cut alike, it is one split,
         made for the slowest link between two stages and the slowest slot of each."""
         hops: Sequence[Hops] = [()] * len(nodes)
-        if self._prices.chooses_order and not thorough:
+        if self._prices.chooses_order:
             hops = self.hops(pool, nodes)
         matrices: list[NDArray[np.int64]] | None = None
         kinds = sequences
@@ -200,8 +185,7 @@ class DraftBuilder:
                 hops = [tuple(pool.links.slowest(np.array(hops), axis=0).tolist())]
         splits: list[Split] = []
         for number, each in enumerate(kinds):
-            wholly = self._prices.chooses_order and thorough
-            found = None if wholly else self._prices.split_in_order(pool, each, hops[number], counts[number])
+            found = self._prices.split_in_order(pool, each, hops[number], counts[number])
             if found is None and in_order:
                 return "no split in this order fits in memory"
             if found is None:
@@ -209,7 +193,7 @@ class DraftBuilder:
                     matrices = self._matrices(pool, nodes)
                     if symmetric:
                         matrices = [pool.links.slowest(np.stack(matrices), axis=0)]
-                found = self._prices.split(pool, each, matrices[number], counts[number], thorough=thorough)
+                found = self._prices.split(pool, each, matrices[number], counts[number])
             if isinstance(found, str):
                 return found
             splits.append(found)
@@ -218,7 +202,7 @@ class DraftBuilder:
     def _priced(
         self,
         pool: SlotPool,
-        nodes: Sequence[Sequence[Where]],
+        nodes: Sequence[Sequence[int]],
         sequences: Sequence[Kinds],
         splits: Sequence[Split],
     ) -> Callable[..., list[PipelineCost]]:
@@ -269,61 +253,20 @@ class DraftBuilder:
         """Seconds until every slot has summed the gradients of its blocks, see :class:`.GradientTimes`."""
         return self.summing(pool, rows).seconds(bounds)
 
-    def summing(self, pool: SlotPool, rows: Sequence[Sequence[Place]]) -> Summing | UnlikeSumming:
+    def summing(self, pool: SlotPool, rows: Sequence[Sequence[Place]]) -> Summing:
         """The sums of gradients of these pipelines for any cuts; ``rows`` as for :meth:`synchronize`."""
-        if not pool.has_one_form:
-            stages = [
-                [
-                    SummingStage(pool.kinds[kind].slots[slot], pool.kinds[kind].costs.gradient_bytes)
-                    for kind, slot in row
-                ]
-                for row in rows
-            ]
-            return UnlikeSumming(self.topology, stages)
         groups = [[pool.kinds[kind].slots[slot] for kind, slot in row] for row in rows]
         return Summing(self._gradients, pool.links.node_kind, groups, pool.kinds[0].costs.gradient_bytes)
 
-    def hops(self, pool: SlotPool, nodes: Sequence[Sequence[Where]]) -> list[Hops]:
+    def hops(self, pool: SlotPool, nodes: Sequence[Sequence[int]]) -> list[Hops]:
         """The channels between neighboring slots of each pipeline, which share NICs with the other pipelines."""
-        if pool.has_one_form:
-            return [tuple(row) for row in pool.links.hops(cast(Sequence[Sequence[int]], nodes), pool.tensor_parallel)]
-        key = (pool, tuple(map(tuple, nodes)))
-        if key not in self._unlike_hops:
-            stages = cast(Sequence[Sequence[StageNode]], nodes)
-            try:
-                channels = unlike_hop_channels(self.topology, stages)
-            except ValueError:
-                self._unlike_hops[key] = [(-1,) * (len(row) - 1) for row in nodes]
-            else:
-                self._unlike_hops[key] = [tuple(map(pool.links.number, row)) for row in channels]
-        return self._unlike_hops[key]
+        return [tuple(row) for row in pool.links.hops(nodes, pool.tensor_parallel)]
 
-    def _matrices(self, pool: SlotPool, nodes: Sequence[Sequence[Where]]) -> list[NDArray[np.int64]]:
+    def _matrices(self, pool: SlotPool, nodes: Sequence[Sequence[int]]) -> list[NDArray[np.int64]]:
         """The channels between each two slots of each pipeline if its other stages are in this order."""
-        if pool.has_one_form:
-            rows = [np.array(row) for row in nodes]
-            load = pool.links.load(rows, pool.tensor_parallel)
-            return [pool.links.shared(row[:, None], row[None, :], load, pool.tensor_parallel) for row in rows]
-        stages = cast(Sequence[Sequence[StageNode]], nodes)
-        try:
-            loads = stage_loads(self.topology, stages)
-        except ValueError:
-            loads = Counter()
-
-        def number(one: StageNode, other: StageNode) -> int:
-            try:
-                return pool.links.number(stage_channel(self.topology, one, other, loads))
-            except ValueError:
-                return -1
-
-        return [
-            np.array([[number(one, other) for other in row] for one in row], dtype=np.int64).reshape(len(row), -1)
-            for row in stages
-        ]
-
-    def where(self, pool: SlotPool, place: Place) -> Where:
-        node = self.node(pool, place)
-        return node if pool.has_one_form else StageNode(node, pool.kinds[place[0]].tensor_parallel)
+        rows = [np.array(row) for row in nodes]
+        load = pool.links.load(rows, pool.tensor_parallel)
+        return [pool.links.shared(row[:, None], row[None, :], load, pool.tensor_parallel) for row in rows]
 
     def node(self, pool: SlotPool, place: Place) -> int:
         kind, slot = place
@@ -345,29 +288,76 @@ def _in_order(places: Sequence[Sequence[Place]], splits: Sequence[Split]) -> lis
 
 
 def write_plan(draft: Draft, topology: Topology, profile: ModelProfile, method: str, notes: Sequence[str]) -> Plan:
-    """The draft as a plan. Its degree is that of most stages."""
-    pool = draft.pool
-    degrees = Counter(pool.kinds[kind].tensor_parallel for row in draft.places for kind, _ in row)
-    degree = max(degrees, key=lambda each: (degrees[each], each))
-    replicas = []
-    for pipeline, cut, cost, count in zip(draft.places, draft.splits, draft.costs, draft.micro_batches, strict=True):
-        groups: list[StageGroup] = []
-        for slot, again in zip(cut.order, cost.recompute or [False] * len(cut.order), strict=True):
-            kind, index = pipeline[slot]
-            slots = pool.kinds[kind]
-            memory = slots.memory_in_pipeline(len(cut.order))
-            if again and (form := slots.recomputed_in_pipeline(len(cut.order))) is not None:
-                memory = form[1]
-            other = None if slots.tensor_parallel == degree else slots.tensor_parallel
-            groups.append(StageGroup(slots.slots[index], slots.device, memory, other, again))
-        replicas.append(finished_replica(topology, groups, cut.bounds, cost, count))
+    replicas = tuple(_replica(draft, number, topology) for number in range(len(draft.costs)))
     return finished_plan(
         profile,
         replicas,
         method,
-        degree,
-        pool.micro_batch,
+        draft.pool.tensor_parallel,
+        draft.pool.micro_batch,
         draft.synchronization_seconds,
         notes,
-        zero_stage=0 if pool.pipelines is None else 1,
+        zero_stage=0 if draft.pool.pipelines is None else 1,
+    )
+
+
+def _replica(draft: Draft, number: int, topology: Topology) -> Replica:
+    cost, bounds, row = draft.costs[number], draft.splits[number].bounds, draft.rows[number]
+    stages = []
+    for stage, (kind, index) in enumerate(row):
+        slots = draft.pool.kinds[kind]
+        block_bytes = slots.memory_in_pipeline(len(row))
+        again = bool(cost.recompute) and cost.recompute[stage]
+        if again and (form := slots.recomputed_in_pipeline(len(row))) is not None:
+            block_bytes = form[1]
+        device = topology.devices[slots.slots[index][0]]
+        overhead = device.kind.memory_bytes - block_bytes
+        stages.append(
+            StagePlan(
+                blocks=(bounds[stage], bounds[stage + 1]),
+                device=slots.device,
+                ranks=slots.slots[index],
+                recompute=again,
+                node=topology.nodes[device.node].name,
+                forward_seconds=cost.forward_seconds[stage],
+                backward_seconds=cost.backward_seconds[stage],
+                transfer_seconds=cost.transfer_seconds[stage],
+                schedule_seconds=cost.schedule_seconds[stage],
+                update_seconds=cost.update_seconds[stage],
+                memory_bytes=cost.memory_bytes[stage] + overhead,
+                memory_overhead_bytes=overhead,
+                memory_available_bytes=device.kind.memory_bytes,
+            )
+        )
+    return Replica(stages=tuple(stages), micro_batches=draft.micro_batches[number], pipeline_seconds=cost.seconds)
+
+
+def finished_plan(
+    profile: ModelProfile,
+    replicas: Sequence[Replica],
+    method: str,
+    tensor_parallel: int,
+    micro_batch: int,
+    synchronization_seconds: float,
+    notes: Sequence[str] = (),
+    schedule: Schedule = "1f1b",
+    order_seconds: GraphSeconds | None = None,
+    zero_stage: Literal[0, 1] = 0,
+) -> Plan:
+    """The plan of these replicas. Its iteration takes as long as the slowest pipeline and the synchronization."""
+    return Plan(
+        model=profile.name,
+        precision=profile.precision,
+        blocks=profile.blocks,
+        method=method,
+        schedule=schedule,
+        order_seconds=order_seconds,
+        tensor_parallel=tensor_parallel,
+        zero_stage=zero_stage,
+        micro_batch=micro_batch,
+        global_batch=micro_batch * sum(replica.micro_batches for replica in replicas),
+        replicas=tuple(replicas),
+        synchronization_seconds=synchronization_seconds,
+        iteration_seconds=max(replica.pipeline_seconds for replica in replicas) + synchronization_seconds,
+        notes=tuple(notes),
     )

@@ -12,10 +12,10 @@ from ..cluster.topology import Topology
 from ..profile.fitted_profiles import as_profiled
 from ..profile.layer_costs import LayerCosts
 from ..profile.layer_profile import ModelProfile
+from .chunked_price import Ranks
 from .layout_line import PlanLayout, layout_of
-from .layout_pricer import LayoutPricer, SlotType, available_slots, exchanged_places, first_places, look, slot_type
 from .plan import Plan, StagePlan
-from .predict_chunked import Ranks
+from .price import Pricer, available_slots, exchanged_places, first_places, look, price
 from .runnable import why_not_runnable
 from .simulate import simulate_plan
 
@@ -64,7 +64,7 @@ def _parts(plan: Plan) -> dict[str, str]:
     lengths = sorted({len(replica.stages) for replica in plan.replicas})
     return {
         "schedule": plan.schedule,
-        "tensor-parallel degree": _range(sorted({stage.tensor_parallel for stage in stages})),
+        "tensor-parallel degree": str(plan.tensor_parallel),
         "replicas": count(len(plan.replicas), "replica"),
         "stages of a replica": _range(lengths),
         "stages that recompute": str(sum(stage.recompute for stage in stages)),
@@ -152,18 +152,15 @@ def _sent_bytes(topology: Topology, profile: ModelProfile, plan: Plan) -> list[t
 
     for replica in plan.replicas:
         for before, after in pairwise(replica.stages):
-            # Activations one way and their gradients the other; each member of a tensor-parallel group sends all. If
-            # groups have different sizes, as many members send as the smaller group has.
+            # Activations one way and their gradients the other; each member of a tensor-parallel group sends all.
             output_bytes = _sizes(profile, plan, before).output_bytes[before.blocks[1] - 1]
             message = 2.0 * replica.micro_batches * float(output_bytes)
-            for one, other in zip(before.ranks, after.ranks, strict=False):
+            for one, other in zip(before.ranks, after.ranks, strict=True):
                 send(one, other, message)
     for block in range(plan.blocks):
         holders = _holders(plan, block)
-        # With different degrees, there are as many rings as the smallest group has members, see gradient_times.py.
-        smallest = min(holders, key=plan.degree)
-        gradients = float(_sizes(profile, plan, smallest).gradient_bytes[block])
-        for place in range(plan.degree(smallest)):
+        gradients = float(_sizes(profile, plan, holders[0]).gradient_bytes[block])
+        for place in range(plan.tensor_parallel):
             ring = [stage.ranks[place] for stage in holders]
             message = 2.0 * (len(ring) - 1) / len(ring) * gradients
             for one, other in zip(ring, [*ring[1:], ring[0]], strict=True):
@@ -181,7 +178,7 @@ def _holders(plan: Plan, block: int) -> list[StagePlan]:
 
 def _sizes(profile: ModelProfile, plan: Plan, stage: StagePlan) -> LayerCosts:
     """Sizes of the model's blocks in a stage; they do not depend on the kind of device."""
-    return profile.costs(stage.device, plan.degree(stage), plan.micro_batch)
+    return profile.costs(stage.device, plan.tensor_parallel, plan.micro_batch)
 
 
 MAX_EXCHANGES = 2_000
@@ -236,8 +233,7 @@ def evaluate_layout(
     as that makes the iteration shorter. A plan that fits in memory comes before one that does not."""
     topology = as_profiled(topology, profile)
     slots = available_slots(topology, layout)
-    ranks_of = {each: of_type.slots for each, of_type in slots.items()}
-    pricer = LayoutPricer(topology, profile, layout, ranks_of, global_batch=global_batch, overlap=overlap)
+    pricer = Pricer(topology, profile, layout, slots, global_batch=global_batch, overlap=overlap)
     seen: set[object] = set()
 
     def priced(tried: Iterator[Ranks]) -> Iterator[Plan | ValueError]:
@@ -280,14 +276,15 @@ def evaluate_plan(topology: Topology, profile: ModelProfile, plan: Plan, *, over
     problem = why_other_devices(topology, plan)
     if problem is not None:
         raise ValueError(problem)
-    layout = layout_of(plan)
-    ranks = plan.rank_order
-    slots: dict[SlotType, list[tuple[int, ...]]] = {}
-    for row, pipeline in zip(ranks, layout.pipelines, strict=True):
-        for group, stage in zip(row, pipeline.stages, strict=True):
-            slots.setdefault(slot_type(stage), []).append(group)
-    pricer = LayoutPricer(topology, profile, layout, slots, order_seconds=plan.order_seconds, overlap=overlap)
-    again = pricer.plan(ranks).model_copy(update={"method": plan.method})
+    again = price(
+        topology,
+        profile,
+        layout_of(plan),
+        plan.rank_order,
+        order_seconds=plan.order_seconds,
+        overlap=overlap,
+        method=plan.method,
+    )
     return _evaluated(topology, profile, again)
 
 

@@ -10,14 +10,16 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NoReturn
 
 from ...common.text import MarkedError, count
-from .pass_order import SCHEDULES, Schedule
+from ..cluster.topology import Topology
+from .pass_order import SCHEDULES, Schedule, stages_of_chunks
 from .plan import Plan, StagePlan
 
 __all__ = [
     "PipelineLayout",
     "PlanLayout",
     "StageLayout",
-    "form_in_words",
+    "device_in_words",
+    "given_layout",
     "joined_ranges",
     "layout_of",
     "read_layout",
@@ -32,7 +34,6 @@ class StageLayout:
     device: str
     block_ranges: tuple[tuple[int, int], ...]
     """``[a, b)`` of each chunk, in the order of the model; at least one."""
-    tensor_parallel: int = 1
     recompute: bool = False
     """True if the backward pass runs the forward pass again."""
     place: int = field(default=0, compare=False)
@@ -59,8 +60,7 @@ class PlanLayout:
     """Samples per micro-batch; None if the layout does not say it."""
     schedule: Schedule = "1f1b"
     zero_stage: Literal[0, 1] = 0
-    tensor_parallel: int = field(default=1, compare=False)
-    """Degree that the line names first, for stages that name none."""
+    tensor_parallel: int = 1
     line: str = field(default="", compare=False)
 
     @property
@@ -107,8 +107,53 @@ def layout_of(plan: Plan) -> PlanLayout:
     return PlanLayout(pipelines, plan.micro_batch, plan.schedule, plan.zero_stage, plan.tensor_parallel)
 
 
+def given_layout(
+    topology: Topology,
+    ranks: Sequence[Sequence[Sequence[int]]],
+    bounds: Sequence[int],
+    *,
+    micro_batch: int,
+    global_batch: int | None = None,
+    schedule: Schedule = "1f1b",
+) -> PlanLayout:
+    """The layout of equal replicas with these ranks, ``[replicas][stages][ranks of a stage]``.
+
+    ``bounds`` are block numbers from 0 to the end of the model: one more than there are stages, or chunks if the
+    schedule has several per stage. Without a global batch, the layout does not say how many micro-batches there are.
+    """
+    stages = len(ranks[0])
+    chunks, left = divmod(len(bounds) - 1, stages)
+    if left or bounds[0] != 0 or list(bounds) != sorted(set(bounds)) or (schedule == "1f1b") != (chunks == 1):
+        raise ValueError(
+            f"bounds={list(bounds)} do not cut a model into the chunks of {count(stages, 'stage')} in the schedule "
+            f"{schedule}; give numbers that rise from 0 to the number of blocks, one more than there are chunks"
+        )
+    steps = None
+    if global_batch is not None:
+        steps, left = divmod(global_batch, micro_batch * len(ranks))
+        if left or not steps:
+            raise ValueError(
+                f"a global batch of {global_batch} samples cannot be divided into micro-batches of {micro_batch} for "
+                f"{count(len(ranks), 'replica')}; use a multiple of {micro_batch * len(ranks)}"
+            )
+    ranges: list[list[tuple[int, int]]] = [[] for _ in range(stages)]
+    for stage, part in zip(stages_of_chunks(schedule, stages, chunks), itertools.pairwise(bounds), strict=True):
+        ranges[stage].append(part)
+    pipelines = tuple(
+        PipelineLayout(
+            tuple(
+                StageLayout(topology.devices[group[0]].kind.name, tuple(own))
+                for group, own in zip(row, ranges, strict=True)
+            ),
+            steps,
+        )
+        for row in ranks
+    )
+    return PlanLayout(pipelines, micro_batch, schedule, tensor_parallel=len(ranks[0][0]))
+
+
 def _stage_of(plan: Plan, stage: StagePlan) -> StageLayout:
-    return StageLayout(stage.device, stage.block_ranges, plan.degree(stage), stage.recompute)
+    return StageLayout(stage.device, stage.block_ranges, stage.recompute)
 
 
 # Read layout ---------------------------------------------------------------------------------------------------------
@@ -142,6 +187,8 @@ class _Reader:
     def __init__(self, text: str) -> None:
         self.text = text
         self.place = 0
+        self.degrees: list[tuple[int, int]] = []
+        """Degree of each stage that names one, and its place."""
 
     def layout(self) -> PlanLayout:
         long = re.search(rf"(?<![\w.])\d{{{MAX_DIGITS + 1},}}", self.text)
@@ -175,7 +222,11 @@ class _Reader:
                 raise self._unknown(f"tp N, dp N × pp […], micro-batch N × K, ZeRO 1, or {', '.join(SCHEDULES)}")
         if not pipelines:
             raise self._wrong("there are no pipelines; write them like dp 4 × pp [V100-16 0-9 | A100-40 10-23]")
-        layout = PlanLayout(tuple(pipelines), micro_batch, schedule or "1f1b", 1 if zero else 0, degree or 1, self.text)
+        degree = degree or next((each for each, _ in self.degrees), 1)
+        for other, place in self.degrees:
+            if other != degree:
+                raise self._wrong(f"tp {other} in a plan of tp {degree}; all stages have one degree", place)
+        layout = PlanLayout(tuple(pipelines), micro_batch, schedule or "1f1b", 1 if zero else 0, degree, self.text)
         return self._checked(layout, steps)
 
     def _replicas(self, number: int, sign: str, start: int) -> list[PipelineLayout]:
@@ -246,7 +297,9 @@ class _Reader:
             if not form[name]:
                 raise self._wrong(f"{name} 0: it is at least 1", start + found.start("form") + each.start())
         number = int(found["number"] or 1)
-        stage = StageLayout(found["device"], tuple(ranges), form["tp"], bool(form["recompute"]), place)
+        if form["tp"]:
+            self.degrees.append((form["tp"], start + found.start("form")))
+        stage = StageLayout(found["device"], tuple(ranges), bool(form["recompute"]), place)
         if number == 1:
             return [stage]
         blocks = sum(stage.blocks_per_chunk)
@@ -264,7 +317,7 @@ class _Reader:
         ]
 
     def _checked(self, layout: PlanLayout, steps: int | None) -> PlanLayout:
-        """The layout, in which all stages have a degree and all pipelines hold all blocks."""
+        """The layout, in which all pipelines hold all blocks."""
         finished: dict[PipelineLayout, PipelineLayout] = {}
         for each in dict.fromkeys(layout.pipelines):
             if steps is not None and each.micro_batches not in (None, steps):
@@ -273,9 +326,7 @@ class _Reader:
                     f"{steps} says {steps} for all; leave one of both out",
                     each.stages[0].place,
                 )
-            degree = layout.tensor_parallel
-            stages = tuple(replace(stage, tensor_parallel=stage.tensor_parallel or degree) for stage in each.stages)
-            finished[each] = PipelineLayout(stages, each.micro_batches or steps)
+            finished[each] = PipelineLayout(each.stages, each.micro_batches or steps)
         ends = [self._end(each.stages) for each in finished.values()]
         for each, end in zip(finished, ends, strict=True):
             if end != max(ends):
@@ -359,8 +410,7 @@ MAX_PARTS = 8
 
 def write_layout(layout: PlanLayout, *, shortened: bool = False) -> str:
     """The layout on one line, e.g. ``tp 4 · dp 2 × pp [A100-40 0-15 | V100-16 16-23] · micro-batch 4 × 16``."""
-    degree = layout.tensor_parallel
-    shapes = Counter((_pipeline(each, degree, shortened), each.micro_batches) for each in layout.pipelines)
+    shapes = Counter((_pipeline(each, shortened), each.micro_batches) for each in layout.pipelines)
     counts = {micro_batches for _, micro_batches in shapes}
     alike = len(counts) == 1
     parts = []
@@ -370,7 +420,7 @@ def write_layout(layout: PlanLayout, *, shortened: bool = False) -> str:
         parts.append(f"{repeated}{pipeline}{'' if alike or micro_batches is None else f' × {micro_batches}'}")
     if len(shown) < len(shapes):
         parts.append("…")
-    words = [f"tp {degree}"]
+    words = [f"tp {layout.tensor_parallel}"]
     words.append(f"dp {parts[0]}" if len(shapes) == 1 else f"dp {len(layout.pipelines)} = {' + '.join(parts)}")
     if layout.micro_batch is not None:
         steps = counts.pop() if alike else None
@@ -382,10 +432,10 @@ def write_layout(layout: PlanLayout, *, shortened: bool = False) -> str:
     return " · ".join(words)
 
 
-def _pipeline(pipeline: PipelineLayout, usual_degree: int, shortened: bool) -> str:
+def _pipeline(pipeline: PipelineLayout, shortened: bool) -> str:
     """``pp [A100-40 0-15 | V100-16 16-23]``; "4 × T4 0-7" are four stages of two blocks; "+" joins chunks."""
     parts = []
-    for words, stages in _runs(pipeline.stages, usual_degree):
+    for words, stages in _runs(pipeline.stages):
         blocks = " + ".join(
             str(start) if stop - start == 1 else f"{start}-{stop - 1}"
             for start, stop in joined_ranges([stage.block_ranges for stage in stages])
@@ -396,12 +446,12 @@ def _pipeline(pipeline: PipelineLayout, usual_degree: int, shortened: bool) -> s
     return f"pp [{' | '.join(parts)}]"
 
 
-def _runs(stages: Sequence[StageLayout], usual_degree: int) -> list[tuple[str, list[StageLayout]]]:
+def _runs(stages: Sequence[StageLayout]) -> list[tuple[str, list[StageLayout]]]:
     """Neighboring stages that share a part, and its words; those with several chunks share none, to tell them apart."""
     runs = itertools.groupby(
         enumerate(stages),
         key=lambda each: (
-            _words(each[1], usual_degree),
+            device_in_words(each[1].device, each[1].recompute),
             each[1].blocks_per_chunk,
             each[0] if len(each[1].block_ranges) > 1 else 0,
         ),
@@ -409,17 +459,9 @@ def _runs(stages: Sequence[StageLayout], usual_degree: int) -> list[tuple[str, l
     return [(words, [stage for _, stage in run]) for (words, _, _), run in runs]
 
 
-def _words(stage: StageLayout, usual_degree: int) -> str:
-    """The device, and what is special about the stage: ``V100-16 (tp 4, recompute)``."""
-    degree = None if stage.tensor_parallel == usual_degree else stage.tensor_parallel
-    return f"{stage.device}{form_in_words(degree, stage.recompute)}"
-
-
-def form_in_words(degree: int | None, recompute: bool) -> str:
-    """The form of a stage, e.g. " (tp 4, recompute)"; empty for most stages."""
-    parts = [f"tp {degree}"] if degree is not None else []
-    parts += ["recompute"] if recompute else []
-    return f" ({', '.join(parts)})" if parts else ""
+def device_in_words(device: str, recompute: bool) -> str:
+    """The device of a stage, e.g. "V100-16 (recompute)"."""
+    return f"{device} (recompute)" if recompute else device
 
 
 def joined_ranges(stages: Sequence[Sequence[tuple[int, int]]]) -> tuple[tuple[int, int], ...]:

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from ..cluster.topology import Channel
 from ..profile.layer_costs import LayerCosts
-from ..stages.exact import MAX_STATES
 from ..stages.fixed_order import split_in_order
 from ..stages.pipeline import Pipeline, PipelineCost, Slot, Split, evaluate_stages
 from ..stages.split_methods import split
@@ -24,16 +23,13 @@ NO_LINK = Channel("none", 1e-6)
 
 Kinds = tuple[tuple[int, ...], ...]
 """Kind of each slot of a pipeline. If several pipelines are cut alike: the kinds that it has in any of them."""
-FIRST_STATES, QUICK_STATES = 500, 5000
-""":data:`.exact.MAX_STATES` at a first look at a candidate, which most do not survive, and in a quick search."""
 Hops = tuple[int, ...]
 """Numbers of the channels between neighboring slots of a pipeline; −1 where there is no link."""
 
 
 class PipelinePrices:
-    def __init__(self, method: str, *, quick: bool = False) -> None:
+    def __init__(self, method: str) -> None:
         self.method = method
-        self.max_states = QUICK_STATES if quick else MAX_STATES
         self.chooses_order = method in ("exact", "simulated", "adapt")
         self._in_order: dict[object, Split | None] = {}
         self._splits: dict[object, Split | str] = {}
@@ -50,37 +46,18 @@ class PipelinePrices:
                 self._in_order[key] = split_in_order(slots, channels, micro_batches)
             return self._in_order[key]
         # Other methods do not look at channels.
-        order = range(len(kinds))
-        return self._split(pool, kinds, np.full((len(kinds), len(kinds)), -1), micro_batches, order, FIRST_STATES)
+        return self.split(pool, kinds, np.full((len(kinds), len(kinds)), -1), micro_batches)
 
-    def split(
-        self, pool: SlotPool, kinds: Kinds, matrix: NDArray[np.int64], micro_batches: int, *, thorough: bool
-    ) -> Split | str:
+    def split(self, pool: SlotPool, kinds: Kinds, matrix: NDArray[np.int64], micro_batches: int) -> Split | str:
         """The blocks of each slot, and their order if the method chooses it; or in words why there is no split."""
-        order = None if self.chooses_order else range(len(kinds))
-        return self._split(pool, kinds, matrix, micro_batches, order, self.max_states if thorough else FIRST_STATES)
-
-    def _split(
-        self,
-        pool: SlotPool,
-        kinds: Kinds,
-        matrix: NDArray[np.int64],
-        micro_batches: int,
-        order: range | None,
-        max_states: int,
-    ) -> Split | str:
-        key = (pool, kinds, matrix.tobytes(), micro_batches, max_states)
+        key = (pool, kinds, matrix.tobytes(), micro_batches)
         if key not in self._splits:
             channels = [*pool.links.channels, NO_LINK]
             slots = tuple(self.slot(pool, each, len(kinds)) for each in kinds)
             rows = tuple(tuple(channels[number] for number in row) for row in matrix)
-            pipeline = Pipeline(slots, rows, micro_batches)
-            known = None
-            if self.method == "exact":
-                in_order = self.split_in_order(pool, kinds, tuple(np.diagonal(matrix, 1).tolist()), micro_batches)
-                known = in_order if isinstance(in_order, Split) else None
+            order = None if self.chooses_order else range(len(kinds))
             try:
-                self._splits[key] = split(pipeline, self.method, order=order, known=known, max_states=max_states)
+                self._splits[key] = split(Pipeline(slots, rows, micro_batches), self.method, order=order)
             except ValueError as error:
                 self._splits[key] = str(error)
         return self._splits[key]

@@ -86,11 +86,11 @@ class PlacedPipelines:
 
     def best_unequal(self, rows: Rows, below: float) -> Draft | None:
         """The best cuts and numbers of micro-batches of each pipeline; None if no plan is faster than ``below``. There
-        are enough micro-batches for :meth:`.DraftBuilder.min_micro_batches` of all pipelines."""
+        are at least as many micro-batches as stages."""
         times, total = self._times(rows), self.pool.total_micro_batches
         if times is None:
             return None
-        minimum = self.builder.min_micro_batches(map(len, rows))
+        minimum = list(map(len, rows))
         # What a pipeline runs in any case counts as its first micro-batch.
         extra = np.array(minimum) - 1
         total -= int(extra.sum())
@@ -145,7 +145,7 @@ class PlacedPipelines:
 
     def _hops(self, rows: Rows) -> Iterator[list[Channel] | None]:
         """Channels between the neighbors in each pipeline; None where there is no link."""
-        where = [[self.builder.where(self.pool, place) for place in row] for row in rows]
+        where = [[self.builder.node(self.pool, place) for place in row] for row in rows]
         hops = self.builder.hops(self.pool, where)
         channels = self.pool.links.channels
         for numbers in hops:

@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import combinations_with_replacement, islice, pairwise
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +18,7 @@ from numpy.typing import NDArray
 from ..cluster.topology import Channel, Topology
 from .tp_groups import SlotKind
 
-__all__ = ["DeviceSlots", "NodeLinks", "Place", "SlotPool", "place", "place_together"]
+__all__ = ["NodeLinks", "Place", "SlotPool", "place", "place_together"]
 
 Place = tuple[int, int]
 """A slot: its kind, and which of that kind's slots."""
@@ -185,7 +183,7 @@ class SlotPool:
     """Slots that the devices form, timed for one size of micro-batch."""
 
     tensor_parallel: int
-    """Devices per slot; in a wider search, slots may have other degrees."""
+    """Devices per slot."""
     micro_batch: int
     kinds: tuple[SlotKind, ...]
     """Kinds of slots in ascending order of computing power."""
@@ -201,47 +199,28 @@ class SlotPool:
 
     @property
     def devices(self) -> int:
-        return sum(len(kind.slots) * kind.tensor_parallel for kind in self.kinds)
-
-    @cached_property
-    def has_one_form(self) -> bool:
-        """True if every slot has the pool's degree."""
-        return all(kind.tensor_parallel == self.tensor_parallel for kind in self.kinds)
+        return self.slots * self.tensor_parallel
 
     def allows(self, pipelines: int) -> bool:
         return self.pipelines in (None, pipelines)
 
 
-class DeviceSlots(Protocol):
-    """Slots of one kind, such as a :class:`~.tp_groups.SlotKind`."""
-
-    @property
-    def device(self) -> str:
-        """Kind of the devices."""
-
-    @property
-    def slots(self) -> Sequence[tuple[int, ...]]:
-        """Ranks of each slot."""
-
-
 def place(
     groups: Sequence[Sequence[int]],
-    kinds: Sequence[DeviceSlots],
+    slots: Sequence[Sequence[tuple[int, ...]]],
     node_of: Sequence[int],
     cluster_of: Sequence[int],
 ) -> list[list[Place]]:
-    """The slots of each pipeline in the order of its stages, ``[pipelines][stages]``, one kind after the other. As long
+    """The slots of each pipeline in the order of its stages, ``[pipelines][stages]``, one kind after the other; of
+    ``slots``, the ranks of each slot by kind, as many of each kind as ``groups`` says, ``[pipelines][kinds]``. As long
     as every pipeline needs a slot of the kind, one stage of all is taken from one node if a node has enough slots, else
     from one cluster, else from nodes in sequence. Slots that only some need follow, from as few nodes as possible."""
     pipelines: list[list[Place]] = [[] for _ in groups]
-    for kind, available in enumerate(kinds):
+    for kind, available in enumerate(slots):
         needed = [int(group[kind]) for group in groups]
-        if sum(needed) > len(available.slots):
-            raise ValueError(
-                f"{sum(needed)} slots of {available.device} are needed, but there are {len(available.slots)}"
-            )
+        assert sum(needed) <= len(available), "more slots are needed than there are"
         free: dict[int, list[int]] = {}
-        for slot, ranks in enumerate(available.slots):
+        for slot, ranks in enumerate(available):
             free.setdefault(node_of[ranks[0]], []).append(slot)
         while needed and min(needed) > 0:
             for pipeline, slot in zip(pipelines, _take(free, len(groups), cluster_of), strict=True):
@@ -254,29 +233,29 @@ def place(
 
 def place_together(
     groups: Sequence[Sequence[int]],
-    kinds: Sequence[DeviceSlots],
+    slots: Sequence[Sequence[tuple[int, ...]]],
     node_of: Sequence[int],
     cluster_of: Sequence[int],
 ) -> list[list[Place]]:
     """:func:`place`, but with the slots of each pipeline in as few nodes as possible, the longest pipeline first. Of
     each kind, a pipeline first takes slots from nodes that it is in already."""
     free: list[dict[int, list[int]]] = []
-    for slot_kind in kinds:
+    for available in slots:
         by_node: dict[int, list[int]] = {}
-        for slot, ranks in enumerate(slot_kind.slots):
+        for slot, ranks in enumerate(available):
             by_node.setdefault(node_of[ranks[0]], []).append(slot)
         free.append(by_node)
     pipelines: list[list[Place]] = [[] for _ in groups]
     for pipeline in sorted(range(len(groups)), key=lambda pipeline: (-sum(groups[pipeline]), pipeline)):
         own: set[int] = set()
         for kind, count in enumerate(groups[pipeline]):
-            here = {node: slots for node, slots in free[kind].items() if node in own}
-            taken = _take(here, min(count, sum(len(slots) for slots in here.values())), cluster_of)
-            free[kind] = {node: here.get(node, []) if node in own else slots for node, slots in free[kind].items()}
-            free[kind] = {node: slots for node, slots in free[kind].items() if slots}
+            here = {node: left for node, left in free[kind].items() if node in own}
+            taken = _take(here, min(count, sum(map(len, here.values()))), cluster_of)
+            free[kind] = {node: here.get(node, []) if node in own else left for node, left in free[kind].items()}
+            free[kind] = {node: left for node, left in free[kind].items() if left}
             taken += _take(free[kind], count - len(taken), cluster_of)
             pipelines[pipeline] += [(kind, slot) for slot in taken]
-            own |= {node_of[kinds[kind].slots[slot][0]] for slot in taken}
+            own |= {node_of[slots[kind][slot][0]] for slot in taken}
     return pipelines
 
 

@@ -77,8 +77,6 @@ class StagePlan(FilePart):
     device: Name
     ranks: Annotated[tuple[NonNegative, ...], Field(min_length=1)]
     """Its tensor-parallel group, numbered as in the cluster file, and as ranks if one is launched per device."""
-    tensor_parallel: PositiveCount | None = None
-    """Number of its ranks. None: as many as the plan says; files leave this out."""
     recompute: bool = False
     """True if only inputs of blocks are kept, and the backward pass runs the forward again. Files leave out False."""
     node: str
@@ -114,7 +112,7 @@ class StagePlan(FilePart):
     def _one_of_both(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         content: dict[str, Any] = write(self)
         content.pop("blocks" if self.chunks else "chunks", None)
-        return without_defaults(self, content, ("tensor_parallel", "recompute"))
+        return without_defaults(self, content, ("recompute",))
 
     @property
     def block_ranges(self) -> tuple[tuple[int, int], ...]:
@@ -222,7 +220,7 @@ class Plan(FilePart):
     order_seconds: GraphSeconds | None = None
     """With the schedule ``zbv``: the times from which Colossal-AI orders the passes of all stages."""
     tensor_parallel: PositiveCount
-    """Degree of each stage that says nothing else."""
+    """Ranks of every stage."""
     zero_stage: Literal[0, 1] = 0
     """1: each replica keeps an equal part of the optimizer's state of every block. Files leave out 0."""
     micro_batch: PositiveCount
@@ -278,11 +276,10 @@ class Plan(FilePart):
         return self
 
     def _check_group(self, stage: StagePlan, place: str) -> None:
-        degree = self.degree(stage)
-        if len(stage.ranks) != degree:
+        if len(stage.ranks) != self.tensor_parallel:
             raise ValueError(
                 f"{place} has {count(len(stage.ranks), 'rank')} ({', '.join(map(str, stage.ranks))}), but "
-                f"tensor_parallel={degree}; every stage needs a group of that size"
+                f"tensor_parallel={self.tensor_parallel}; every stage needs a group of that size"
             )
 
     def _check_schedule(self) -> None:
@@ -324,9 +321,6 @@ class Plan(FilePart):
                 f"global_batch={self.global_batch}, but {summed} micro-batches of {self.micro_batch} are {samples} "
                 "samples; change global_batch, micro_batch or the replicas' micro_batches"
             )
-
-    def degree(self, stage: StagePlan) -> int:
-        return stage.tensor_parallel or self.tensor_parallel
 
     @property
     def world_size(self) -> int:

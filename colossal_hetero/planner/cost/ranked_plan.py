@@ -12,12 +12,11 @@ from numpy.typing import NDArray
 
 from ..profile.layer_profile import ModelProfile
 from .plan import Plan, Replica, StagePlan
-from .runnable import why_unlike_stages
+from .runnable import why_recomputes
 
 __all__ = [
     "CERTAIN",
-    "MIN_UNEQUAL_GAIN",
-    "MIN_WIDER_GAIN",
+    "MIN_GAIN",
     "ROUNDING",
     "RankedPlan",
     "compared",
@@ -28,13 +27,11 @@ __all__ = [
 ]
 
 
-MIN_UNEQUAL_GAIN = 1.01
-"""Factor by which a plan whose replicas are not alike must be faster than one with equal replicas to come before it:
-predicted times are wrong by more than 1 % (``benchmarks/pipeline``, ``benchmarks/planner``), and equal replicas leave
-more choices, such as Colossal-AI's own plugin, other schedules, ZeRO stage 2 and LoRA."""
-
-MIN_WIDER_GAIN = 1.01
-"""The same for a plan with ZeRO stage 1, recomputation or stages of several forms, if simple plans are preferred."""
+MIN_GAIN = 1.01
+"""Factor by which a plan whose replicas are not alike must be faster than one with equal replicas to come before it,
+and one with ZeRO stage 1 or recomputation than one without: predicted times are wrong by more than 1 %
+(``benchmarks/pipeline``, ``benchmarks/planner``), and simple plans leave more choices, such as Colossal-AI's own
+plugin, other schedules, ZeRO stage 2 and LoRA."""
 
 ROUNDING = 1e-9
 """Times that differ by a smaller share count as equal."""
@@ -49,20 +46,18 @@ class RankedPlan:
     """Reason why it is the best, or how much slower it is than the best, and what most of that comes from."""
 
 
-def ranking_seconds(seconds: float, *, equal: bool) -> float:
-    """Seconds by which plans are compared, with :data:`MIN_UNEQUAL_GAIN` if replicas are not alike."""
-    return seconds if equal else seconds * MIN_UNEQUAL_GAIN
+def ranking_seconds(seconds: float, *, equal: bool, plain: bool = True) -> float:
+    """Seconds by which plans are compared, with :data:`MIN_GAIN` if replicas are not alike, and again if a plan is not
+    plain: if it uses ZeRO stage 1 or recomputation."""
+    return seconds * (1.0 if equal else MIN_GAIN) * (1.0 if plain else MIN_GAIN)
 
 
-def compared(
-    seconds: float, best_seconds: float, *, what: str = "replicas that are not alike", gain: float = MIN_UNEQUAL_GAIN
-) -> str:
-    """Difference of a plan from the best one, e.g. "3.1 % slower". It can be faster if ``what`` it has must be faster
-    by the factor ``gain``, see :data:`MIN_UNEQUAL_GAIN` and :data:`MIN_WIDER_GAIN`."""
+def compared(seconds: float, best_seconds: float, what: str = "it is not as simple") -> str:
+    """Difference of a plan from the best one, e.g. "3.1 % slower". A faster one is behind it because of ``what``."""
     percent = 100 * (seconds / best_seconds - 1)
     if percent >= -100 * ROUNDING:
         return f"{max(percent, 0.0):.1f} % slower"
-    return f"{-percent:.1f} % faster, but {what} must be faster by {100 * (gain - 1):.0f} %"
+    return f"{-percent:.1f} % faster, but {what}, which must gain {100 * (MIN_GAIN - 1):.0f} %"
 
 
 # Prediction error ----------------------------------------------------------------------------------------------------
@@ -155,12 +150,12 @@ def _factors(measured: Measured, profile: ModelProfile) -> NDArray[np.float64]:
 
 
 def _measured(plan: Plan, stage: StagePlan) -> Measured:
-    return stage.device, stage.tensor_parallel or plan.tensor_parallel, plan.micro_batch
+    return stage.device, plan.tensor_parallel, plan.micro_batch
 
 
 def _complexity(plan: Plan) -> tuple[bool, int, bool, bool, int, int, bool, int]:
     return (
-        why_unlike_stages(plan) is not None,
+        why_recomputes(plan) is not None,
         plan.zero_stage,
         not plan.symmetric,
         plan.schedule != "1f1b",

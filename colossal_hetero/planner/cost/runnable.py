@@ -1,7 +1,7 @@
 """The one rule for which plans can be run, of the search, the command, the reports and the plugin.
 
-With 1F1B, replicas may have different stages and batches, and stages may recompute; with other schedules not. Every
-stage has the plan's degree. ZeRO stage 1 runs by Colossal-AI's optimizer if replicas are alike, else by the plugin's.
+With 1F1B, replicas may have different stages and batches, and stages may recompute; with other schedules not. ZeRO
+stage 1 runs by Colossal-AI's optimizer if replicas are alike, else by the plugin's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ...common.text import count, spans
 from .pass_order import why_not_schedulable
 from .plan import Plan
 
-__all__ = ["NoPlanError", "enough_micro_batches", "why_not_runnable", "why_other_degrees", "why_unlike_stages"]
+__all__ = ["NoPlanError", "enough_micro_batches", "why_not_runnable", "why_recomputes"]
 
 MAX_REPLICAS_SHOWN = 4
 MAX_STAGES_SHOWN = 12
@@ -51,10 +51,7 @@ def why_not_runnable(plan: Plan, ranks: int | None = None) -> str | None:
             f"the plan is for {plan.world_size} ranks, but {ranks} were started; start {plan.world_size}, or plan for "
             f"{count(ranks, 'device')}"
         )
-    unlike = why_other_degrees(plan)
-    if unlike is not None:
-        return f"{unlike}, which cannot be run yet; plan without --mixed-degrees"
-    recomputes = _why_recomputes(plan)
+    recomputes = why_recomputes(plan)
     if recomputes is not None and plan.schedule != "1f1b":
         return f"{recomputes}, which is possible with the schedule 1f1b only, not with {plan.schedule}"
     if not plan.symmetric and plan.schedule != "1f1b":
@@ -74,24 +71,8 @@ def why_not_runnable(plan: Plan, ranks: int | None = None) -> str | None:
     return None
 
 
-def why_unlike_stages(plan: Plan) -> str | None:
-    """The first stage that has not the plan's degree, or that recomputes, in words; None if there is no such stage."""
-    return why_other_degrees(plan) or _why_recomputes(plan)
-
-
-def why_other_degrees(plan: Plan) -> str | None:
-    """The first stage whose tensor-parallel degree is not that of the plan, in words; None if there is none."""
-    for number, replica in enumerate(plan.replicas):
-        for index, stage in enumerate(replica.stages):
-            if plan.degree(stage) != plan.tensor_parallel:
-                return (
-                    f"stage {index} of replica {number} has tensor parallelism {plan.degree(stage)}, and the plan "
-                    f"{plan.tensor_parallel}"
-                )
-    return None
-
-
-def _why_recomputes(plan: Plan) -> str | None:
+def why_recomputes(plan: Plan) -> str | None:
+    """The first stage that recomputes, in words; None if there is none."""
     for number, replica in enumerate(plan.replicas):
         for index, stage in enumerate(replica.stages):
             if stage.recompute:

@@ -22,10 +22,6 @@ from ..profile.layer_profile import ModelProfile
 from ..profile.stage_costs import stage_costs
 
 __all__ = [
-    "DEFAULT",
-    "SIMPLE",
-    "WHOLE",
-    "SearchSpace",
     "SlotKind",
     "by_power",
     "compositions",
@@ -56,7 +52,6 @@ class SlotKind:
     costs: LayerCosts
     slots: tuple[tuple[int, ...], ...]
     """Ranks of each slot, as launched."""
-    tensor_parallel: int
     recomputed: LayerCosts | None = None
     """Costs of a stage that recomputes; None: none may."""
 
@@ -171,7 +166,7 @@ def slot_kind(
         zero_shards=pipelines or 1,
     )
     usable = next(device.kind.usable_bytes for device in topology.devices if device.kind.name == name)
-    return SlotKind(name, speed, usable, costs(), tuple(slots), degree, costs(recompute=True) if recompute else None)
+    return SlotKind(name, speed, usable, costs(), tuple(slots), costs(recompute=True) if recompute else None)
 
 
 def compositions(seconds: Sequence[float], available: Sequence[int], max_stages: int) -> NDArray[np.int64]:
@@ -258,32 +253,3 @@ def divisors(number: int) -> list[int]:
 def cut_points(bounds: Sequence[Sequence[int]]) -> list[int]:
     """Block numbers at which at least one of several pipelines is cut, with both ends of the model; ascending."""
     return sorted(set(itertools.chain.from_iterable(bounds)))
-
-
-# Search space --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchSpace:
-    """Choices of a search for each stage, beside its devices and blocks. ``mixed_degrees`` cannot be run yet."""
-
-    mixed_degrees: bool = False
-    """Stages may have different tensor-parallel degrees: in large clusters, one for each kind of device."""
-    recompute: bool = False
-    """Stages that do not fit into memory otherwise recompute."""
-    zero_stages: tuple[int, ...] = (0,)
-
-    def __post_init__(self) -> None:
-        for stage in self.zero_stages:
-            if stage not in (0, 1):
-                raise ValueError(f"zero_stage={stage} cannot be planned; use 0, 1 or both")
-        if not self.zero_stages:
-            raise ValueError("there is no ZeRO stage to try; give at least one, such as 0")
-
-
-SIMPLE = SearchSpace()
-"""Stages of one form, in ZeRO stage 0, without recomputation."""
-DEFAULT = SearchSpace(recompute=True, zero_stages=(0, 1))
-"""Stages of one form: the plugin runs all of these plans, and good lower bounds are known."""
-WHOLE = SearchSpace(mixed_degrees=True, recompute=True, zero_stages=(0, 1))
-"""Everything that plans can say."""

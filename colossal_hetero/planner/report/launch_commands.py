@@ -10,7 +10,7 @@ import numpy as np
 
 from ...common.text import count, spans
 from ..cost.plan import Plan
-from ..cost.runnable import why_not_runnable, why_unlike_stages
+from ..cost.runnable import why_not_runnable, why_recomputes
 
 __all__ = ["colossal_order", "launch_lines", "training_call"]
 
@@ -73,7 +73,7 @@ def _colossal_call(plan: Plan) -> list[str]:
         ]
     if plan.zero_stage and plan.precision == "fp32":
         return ["# Colossal-AI's own HybridParallelPlugin cannot run this plan: it refuses ZeRO in fp32"]
-    if why_unlike_stages(plan) is not None:
+    if why_recomputes(plan) is not None:
         return [
             "# Colossal-AI's own HybridParallelPlugin lets single stages recompute for a few models only (its argument",
             "# gradient_checkpoint_config)",

@@ -21,9 +21,10 @@ from ...common.text import (
     spans,
     times,
 )
+from ..cost.layout_line import device_in_words
 from ..cost.plan import Plan
 from ..cost.simulate import PlanSimulation, simulate_plan
-from .plan_table import layout, replica_groups, short_ranks, special_form
+from .plan_table import layout, replica_groups, short_ranks
 
 __all__ = ["Lane", "StageBar", "lanes", "plot_plan", "windows"]
 
@@ -91,7 +92,12 @@ def lanes(simulation: PlanSimulation) -> list[Lane]:
             stage_ranks = sorted(rank for replica in group.replicas for rank in replica.stages[index].ranks)
             ranks = f"{'rank' if len(stage_ranks) == 1 else 'ranks'} {short_ranks(stage_ranks)}"
             rows.append(
-                Lane(group.numbers, index, f"{stage.device}{special_form(stage)}, {ranks}\n{layers}", tuple(bars))
+                Lane(
+                    group.numbers,
+                    index,
+                    f"{device_in_words(stage.device, stage.recompute)}, {ranks}\n{layers}",
+                    tuple(bars),
+                )
             )
     return rows
 

@@ -13,10 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ...common.text import aligned, byte_unit, count, spans, times
-from ..cost.layout_line import form_in_words, joined_ranges, layout_of, write_layout
+from ..cost.layout_line import device_in_words, joined_ranges, layout_of, write_layout
 from ..cost.plan import Plan, Replica, StagePlan
 from ..cost.ranked_plan import CERTAIN, RankedPlan
-from ..cost.runnable import why_other_degrees
 from ..cost.simulate import PlanSimulation
 
 __all__ = [
@@ -31,7 +30,6 @@ __all__ = [
     "replica_groups",
     "rows",
     "short_ranks",
-    "special_form",
 ]
 
 MAX_ROWS = 16
@@ -88,13 +86,9 @@ def layout(plan: Plan) -> str:
     return write_layout(layout_of(plan), shortened=True)
 
 
-def special_form(stage: StagePlan) -> str:
-    return form_in_words(stage.tensor_parallel, stage.recompute)
-
-
 def _form(stage: StagePlan) -> tuple[object, ...]:
     layers = tuple(stop - start for start, stop in stage.block_ranges)
-    return stage.device, stage.tensor_parallel, stage.recompute, layers
+    return stage.device, stage.recompute, layers
 
 
 @dataclass(frozen=True)
@@ -144,7 +138,7 @@ def rows(plan: Plan) -> list[Row]:
                     replicas=group.numbers,
                     micro_batches=group.first.micro_batches,
                     stages=tuple(numbers),
-                    device=f"{members[0].device}{special_form(members[0])}",
+                    device=device_in_words(members[0].device, members[0].recompute),
                     nodes=tuple(dict.fromkeys(stage.node for stage in every)),
                     ranks=tuple(sorted(rank for stage in every for rank in stage.ranks)),
                     block_ranges=joined_ranges([stage.block_ranges for stage in members]),
@@ -289,10 +283,6 @@ def _totals(plan: Plan) -> list[str]:
     return lines
 
 
-def _mark(plan: Plan) -> str:
-    return "" if why_other_degrees(plan) is None else " (cannot be run yet)"
-
-
 def _ranking(ranked: Sequence[RankedPlan]) -> Table:
     plans = [each.plan for each in ranked]
     unit, seconds = times([plan.iteration_seconds for plan in plans])
@@ -309,7 +299,7 @@ def _ranking(ranked: Sequence[RankedPlan]) -> Table:
         shown = f"{ratio:.2f}" if index == 0 or round(ratio, 2) > 1 or math.isclose(ratio, 1.0) else f"{ratio:.4f}"
         table.add_row(
             str(index + 1),
-            Text(f"{layout(each.plan)}{f' · {each.plan.precision}' if several else ''}{_mark(each.plan)}"),
+            Text(f"{layout(each.plan)}{f' · {each.plan.precision}' if several else ''}"),
             seconds[index],
             shown,
             Text(each.reason),
@@ -375,7 +365,7 @@ def _simulated_stages(simulation: PlanSimulation) -> Table:
         cells = [f"{short_ranks(group.numbers)}{number}" if index == 0 else ""] if many else []
         cells += [
             str(index),
-            f"{stage.device}{special_form(stage)}",
+            device_in_words(stage.device, stage.recompute),
             short_ranks(ranks),
             ranges_in_words(stage.block_ranges),
         ]

@@ -8,19 +8,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from ..cluster.topology import Topology
+from ..cost.chunked_price import Ranks, price_chunks, stage_slots, summing_seconds
 from ..cost.pass_order import Schedule, why_not_schedulable
 from ..cost.plan import Plan
-from ..cost.predict import stage_slots, summing_seconds
-from ..cost.predict_chunked import Ranks, predict_chunked_plan
 from ..cost.ranked_plan import RankedPlan, compared, ranking_seconds
-from ..profile.layer_profile import ModelProfile
+from .problem import Problem
 
-__all__ = ["DIVISION_METHODS", "Candidate", "ChunkedPlans", "merged_by_time", "ranked_by_time"]
+__all__ = ["Candidate", "ChunkedPlans", "merged_by_time", "ranked_by_time"]
 
 
-DIVISION_METHODS = ("exact", "simulated", "uniform")
-"""Methods of plans with chunks. The first two mean the same: divisions are compared by simulation."""
 MAX_TRIED = 64
 """Pipelines whose blocks are divided, for each schedule and number of chunks."""
 MAX_EXCHANGED = 2
@@ -42,24 +38,15 @@ class _Estimate(NamedTuple):
 class ChunkedPlans:
     """Maker of plans of some schedules, and of reasons for those that cannot be made."""
 
-    def __init__(
-        self,
-        topology: Topology,
-        profile: ModelProfile,
-        schedules: Sequence[Schedule],
-        model_chunks: Sequence[int],
-        *,
-        global_batch: int,
-        method: str,
-    ) -> None:
-        self.topology = topology
-        self.profile = profile
-        self.global_batch = global_batch
-        self.method = method
+    def __init__(self, problem: Problem) -> None:
+        self.topology, self.profile = problem.topology, problem.profile
+        self.global_batch, self.method = problem.global_batch, problem.method
         self.kinds: list[tuple[Schedule, int]] = []
         """Schedules with numbers of chunks per stage."""
-        for schedule in schedules:
-            self.kinds += [(schedule, chunks) for chunks in (model_chunks if schedule == "interleaved" else (2,))]
+        for schedule in problem.schedules:
+            if schedule != "1f1b":
+                chunks = problem.model_chunks if schedule == "interleaved" else (2,)
+                self.kinds += [(schedule, number) for number in chunks]
         self.problems: dict[Schedule, str] = {}
 
     def plans(self, candidates: Sequence[Candidate]) -> list[Plan]:
@@ -115,7 +102,7 @@ class ChunkedPlans:
         if key not in made:
             made[key] = None
             try:
-                made[key] = predict_chunked_plan(
+                made[key] = price_chunks(
                     self.topology,
                     self.profile,
                     ranks,

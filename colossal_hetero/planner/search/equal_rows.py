@@ -34,7 +34,6 @@ class EqualRows:
         bounds: Sequence[PipelineBounds],
         stages: Sequence[int] | None,
         *,
-        runnable: bool,
         below: float = np.inf,
     ) -> None:
         self.pools = pools
@@ -73,14 +72,12 @@ class EqualRows:
         self._pool_of, self._pipelines = np.concatenate(numbers), np.concatenate(groups)
         self.seconds = np.concatenate(seconds)
         """Lower bounds, ``[rows]``."""
-        ordinary = [(pool, each) for pool, each in zip(pools, seconds, strict=True) if pool.has_one_form]
-        held = {pool.tensor_parallel for pool, each in ordinary if np.isfinite(each).any()}
-        self.too_large = {pool.tensor_parallel for pool, _ in ordinary} - held
+        held = {pool.tensor_parallel for pool, each in zip(pools, seconds, strict=True) if np.isfinite(each).any()}
+        self.too_large = {pool.tensor_parallel for pool in pools} - held
         """Tensor-parallel degrees with which the devices cannot hold the model."""
-        if runnable:
-            counts_of_stages = np.concatenate([counts.sum(axis=1) for counts in self._counts])
-            totals = np.array([pool.total_micro_batches for pool in pools])[self._pool_of]
-            self.seconds[~enough_micro_batches(counts_of_stages, totals // self._pipelines)] = np.inf
+        counts_of_stages = np.concatenate([counts.sum(axis=1) for counts in self._counts])
+        totals = np.array([pool.total_micro_batches for pool in pools])[self._pool_of]
+        self.seconds[~enough_micro_batches(counts_of_stages, totals // self._pipelines)] = np.inf
         self._by_bound = np.argsort(self.seconds, kind="stable")
 
     def row(self, row: int) -> tuple[SlotPool, tuple[int, ...], int]:
@@ -101,7 +98,7 @@ class EqualRows:
         whole = np.zeros(len(self.seconds), dtype=bool)
         for number, pool in enumerate(self.pools):
             part = self._part(number)
-            used = self._counts[number] @ [kind.tensor_parallel for kind in pool.kinds] * self._pipelines[part]
+            used = self._counts[number].sum(axis=1) * pool.tensor_parallel * self._pipelines[part]
             whole[part] = used == devices
         return self._by_bound[whole[self._by_bound]]
 
@@ -128,9 +125,7 @@ def pipeline_counts(pool: SlotPool) -> list[int]:
     return [number for number in divisors(pool.total_micro_batches) if pool.allows(number)]
 
 
-def shapes(
-    pools: Sequence[SlotPool], bounds: Sequence[PipelineBounds], stages: Sequence[int] | None, *, runnable: bool
-) -> list[Shape]:
+def shapes(pools: Sequence[SlotPool], bounds: Sequence[PipelineBounds], stages: Sequence[int] | None) -> list[Shape]:
     """All shapes of pipelines whose slots may be of any kinds, in the order of their bounds; arguments as for rows."""
     found = []
     for number, (pool, bound) in enumerate(zip(pools, bounds, strict=True)):
@@ -141,7 +136,7 @@ def shapes(
         for pipelines in pipeline_counts(pool):
             for length in range(1, min(len(power) // pipelines, bound.blocks) + 1):
                 allowed = stages is None or length in stages
-                if allowed and (not runnable or enough_micro_batches(length, total // pipelines)):
+                if allowed and enough_micro_batches(length, total // pipelines):
                     seconds = float(total / power[pipelines * length - 1])
                     found.append(Shape(seconds, number, pipelines, length))
     return sorted(found)
@@ -152,7 +147,6 @@ def mixed_shapes(
     bounds: Sequence[PipelineBounds],
     stages: Sequence[int] | None,
     *,
-    runnable: bool,
     below: float = np.inf,
 ) -> list[Shape]:
     """Shapes with several kinds in a stage, slots given out stage by stage by power; which fit, below ``below``."""
@@ -166,8 +160,7 @@ def mixed_shapes(
             for length in range(1, min(len(kinds) // pipelines, bound.blocks) + 1):
                 used = kinds[len(kinds) - pipelines * length :].reshape(length, pipelines)
                 allowed = stages is None or length in stages
-                if runnable:
-                    allowed = allowed and enough_micro_batches(length, pool.total_micro_batches // pipelines)
+                allowed = allowed and bool(enough_micro_batches(length, pool.total_micro_batches // pipelines))
                 if allowed and (used[:, 0] != used[:, -1]).any():
                     # The first pipeline has the weakest slot of each stage, so no pipeline is slower.
                     count = np.bincount(used[:, 0], minlength=len(pool.kinds))

@@ -8,25 +8,33 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ...common.text import count, duration
-from ..cluster.topology import Topology
 from ..cost.draft import Draft, simulated_seconds
+from ..cost.layout_line import given_layout
 from ..cost.pass_order import Schedule
 from ..cost.placement import SlotPool
 from ..cost.plan import Plan
-from ..cost.ranked_plan import MIN_WIDER_GAIN, ROUNDING, compared
-from ..profile.layer_profile import ModelProfile
+from ..cost.price import price
+from ..cost.ranked_plan import ROUNDING, compared
+from ..cost.runnable import why_recomputes
+from ..stages.rules import uniform_bounds
 from .chunked_plans import ChunkedPlans
 from .plan_search import PlanSearch
+from .problem import Problem
 
-__all__ = ["against_equal_replicas", "impossible_degrees", "reason", "why_no_chunks", "why_nothing"]
+__all__ = [
+    *("against_equal_replicas", "compare_with_launch_order", "impossible_degrees", "reason", "why_no_chunks"),
+    "why_nothing",
+]
 
 
 def impossible_degrees(searches: Sequence[PlanSearch]) -> list[str]:
     """Tensor-parallel degrees that are not possible in any of the searches, with the reason in the first one."""
+    if not searches:
+        return []
     # A degree with neither a draft nor a problem was skipped because of a lower bound on its time.
     problems = searches[0].problems | dict.fromkeys(searches[0].rows.too_large, "the model does not fit")
     drafts = [draft for search in searches for draft in search.drafts.values()]
-    possible = {kind.tensor_parallel for draft in drafts for kind in draft.pool.kinds}
+    possible = {draft.pool.tensor_parallel for draft in drafts}
     return [
         f"tensor parallelism {degree} is not possible: {problem}"
         for degree, problem in sorted(problems.items())
@@ -51,9 +59,7 @@ def reason(draft: Draft, best: Draft, worked_out: int, seconds_of: Callable[[Dra
         return f"the shortest predicted iteration of the {count(worked_out, 'plan')} that were worked out"
     slower = compared(seconds_of(draft), seconds_of(best))
     if seconds_of(draft) < seconds_of(best):
-        if not draft.is_equal:
-            return slower
-        return compared(seconds_of(draft), seconds_of(best), what=_beyond_simple(draft), gain=MIN_WIDER_GAIN)
+        return compared(seconds_of(draft), seconds_of(best), _not_as_simple(draft))
     steady, fill, _ = _parts(draft)
     more = [here - there for here, there in zip(_parts(draft), _parts(best), strict=True)]
     cause = int(np.argmax(more))
@@ -80,10 +86,10 @@ def reason(draft: Draft, best: Draft, worked_out: int, seconds_of: Callable[[Dra
     return f"{slower}: replica {number} needs {duration(steady)} for {number_of} in {text}"
 
 
-def _beyond_simple(draft: Draft) -> str:
-    if draft.pool.pipelines is not None:
-        return "a plan with ZeRO stage 1"
-    return "a plan with recomputation" if draft.pool.has_one_form else "stages of several forms"
+def _not_as_simple(draft: Draft) -> str:
+    if not draft.is_equal:
+        return "its replicas are not alike"
+    return "it uses ZeRO stage 1" if draft.pool.pipelines is not None else "it recomputes"
 
 
 def _parts(draft: Draft) -> tuple[float, float, float]:
@@ -98,6 +104,64 @@ def _slowest(draft: Draft) -> int:
     return int(np.argmax([cost.seconds for cost in draft.costs]))
 
 
+# Order of launch -----------------------------------------------------------------------------------------------------
+
+
+def compare_with_launch_order(problem: Problem, plan: Plan) -> str | None:
+    """Note on the time in Colossal-AI's own order of ranks, with equal stages and with the plan's stages.
+
+    None if there is nothing to compare: the plan is in that order and has equal stages, leaves devices idle, its
+    replicas are not alike, a stage recomputes, it uses ZeRO, or its schedule is not 1F1B.
+    """
+    if plan.schedule != "1f1b" or plan.zero_stage or why_recomputes(plan) is not None:
+        return None
+    if not plan.symmetric or plan.world_size != len(problem.topology.devices):
+        return None
+    stages, degree = len(plan.layers_per_stage), plan.tensor_parallel
+    groups = [tuple(range(first, first + degree)) for first in range(0, plan.world_size, degree)]
+    ranks = tuple(tuple(groups[first : first + stages]) for first in range(0, len(groups), stages))
+    planned_bounds = (0, *(stage.blocks[1] for stage in plan.replicas[0].stages))
+    comparisons: dict[tuple[int, ...], str] = {}
+    for name, bounds in (("equal stages", uniform_bounds(plan.blocks, stages)), ("these stages", planned_bounds)):
+        try:
+            layout = given_layout(
+                problem.topology,
+                ranks,
+                bounds,
+                micro_batch=plan.micro_batch,
+                global_batch=plan.global_batch,
+            )
+            other = price(problem.topology, problem.profile, layout, ranks, overlap=problem.overlap)
+        except ValueError as error:
+            return f"with ranks in the order of launch this plan is not possible: {error}"
+        if (other.rank_order, other.layers_per_stage) != (plan.rank_order, plan.layers_per_stage):
+            comparisons.setdefault(other.layers_per_stage, f"{_in_words(other, plan)} with {name}")
+    return f"with ranks in the order of launch: {'; '.join(comparisons.values())}" if comparisons else None
+
+
+def _in_words(other: Plan, plan: Plan) -> str:
+    too_large = next(
+        (
+            stage
+            for replica in other.replicas
+            for stage in replica.stages
+            if stage.memory_bytes > stage.memory_available_bytes
+        ),
+        None,
+    )
+    if too_large is not None:
+        used, available = too_large.memory_bytes / 2**30, too_large.memory_available_bytes / 2**30
+        return f"too much memory ({used:.1f} GiB of {available:.1f} GiB)"
+    ratio = other.iteration_seconds / plan.iteration_seconds
+    return (
+        f"{other.iteration_seconds:.4g} s ({ratio:.2f} × as long, including {other.synchronization_seconds:.3g} s for "
+        "gradients)"
+    )
+
+
+# No plan -------------------------------------------------------------------------------------------------------------
+
+
 def why_no_chunks(schedules: Sequence[Schedule], makes: ChunkedPlans) -> str:
     reasons = "; ".join(f"{schedule}: {problem}" for schedule, problem in makes.problems.items())
     return f"no plan of the schedule {' or '.join(schedules)} is possible: " + (
@@ -107,19 +171,21 @@ def why_no_chunks(schedules: Sequence[Schedule], makes: ChunkedPlans) -> str:
     )
 
 
-def why_nothing(topology: Topology, profile: ModelProfile, search: PlanSearch) -> str:
-    pools, problems = search.pools, search.problems
+def why_nothing(problem: Problem, searches: Sequence[PlanSearch]) -> str:
+    profile, pools = problem.profile, searches[-1].pools if searches else problem.pools
+    problems = {degree: text for each in reversed(searches) for degree, text in each.problems.items()}
     max_slots = max(sum(len(kind.slots) for kind in pool.kinds) for pool in pools)
-    if search.stages and min(search.stages) > max_slots:
+    if problem.stages and min(problem.stages) > max_slots:
         return (
-            f"stages={', '.join(map(str, search.stages))}: the devices make at most {max_slots} tensor-parallel "
+            f"stages={', '.join(map(str, problem.stages))}: the devices make at most {max_slots} tensor-parallel "
             f"groups, one per stage; use at most {min(max_slots, profile.blocks)} stages"
         )
-    if search.drafts:
-        fastest = min(search.drafts.values(), key=lambda draft: draft.seconds)
+    drafts = [draft for each in searches for draft in each.drafts.values()]
+    if drafts:
+        fastest = min(drafts, key=lambda draft: draft.seconds)
         return (
-            f"no plan uses all {count(len(topology.devices), 'device')}; the fastest plan uses {fastest.devices}; "
-            "change the global batch or the micro-batches, or plan for fewer devices"
+            f"no plan uses all {count(len(problem.topology.devices), 'device')}; the fastest plan uses "
+            f"{fastest.devices}; change the global batch or the micro-batches, or plan for fewer devices"
         )
     needs = []
     for pool in pools:
@@ -139,7 +205,7 @@ def why_nothing(topology: Topology, profile: ModelProfile, search: PlanSearch) -
         )
 
     blocks = profile.blocks
-    max_stages = min(max_slots, blocks, max(search.stages or (blocks,)))
+    max_stages = min(max_slots, blocks, max(problem.stages or (blocks,)))
 
     def share(pool: SlotPool) -> tuple[float, float, float]:
         """Bytes that the model needs by bytes that the devices have, and both."""
@@ -165,6 +231,5 @@ def why_nothing(topology: Topology, profile: ModelProfile, search: PlanSearch) -
     elif part <= 1:
         text += ", but the first stages of a pipeline need more: they keep several micro-batches in flight"
     parts = [text, *(f"with tensor parallelism {degree}, {problem}" for degree, problem in sorted(problems.items()))]
-    if search.runnable:
-        parts.append("a plan that can be run has no more stages than a replica has micro-batches")
+    parts.append("a pipeline has no more stages than micro-batches")
     return "; ".join([*parts, remedy])

@@ -75,28 +75,23 @@ class FewSlots:
         total, lengths = self.pool.total_micro_batches, {len(row) for row in rows}
         if not self.pool.allows(len(rows)):
             return False
-        if sum(self.pool.kinds[kind].tensor_parallel for row in rows for kind, _ in row) < self.devices:
+        if sum(map(len, rows)) * self.pool.tensor_parallel < self.devices:
             return False
         if max(lengths) > self.bounds.blocks or len(rows) > total:
             return False
         if self.stages is not None and not lengths <= set(self.stages):
             return False
         if not self.equal:
-            return sum(self._minimum(rows)) <= total
+            return sum(map(len, rows)) <= total
         if len(lengths) > 1 or total % len(rows):
             return False
-        return not self.placed.builder.runnable or enough_micro_batches(len(rows[0]), total // len(rows))
-
-    def _minimum(self, rows: Rows) -> list[int]:
-        return self.placed.builder.min_micro_batches(map(len, rows))
+        return enough_micro_batches(len(rows[0]), total // len(rows))
 
     def _lower_bound(self, rows: Rows) -> float:
         counts = np.array([np.bincount([kind for kind, _ in row], minlength=len(self.pool.kinds)) for row in rows])
         if self.equal:
             return max(self._pipeline_bound(row, self.pool.total_micro_batches // len(rows)) for row in counts)
-        shortest = max(
-            self._pipeline_bound(row, number) for row, number in zip(counts, self._minimum(rows), strict=True)
-        )
+        shortest = max(self._pipeline_bound(row, number) for row, number in zip(counts, map(len, rows), strict=True))
         if shortest == np.inf:
             return np.inf
         power = float((counts / self.bounds.work_seconds).sum())

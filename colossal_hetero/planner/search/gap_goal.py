@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import block_array, csr_array, eye_array, kron
 
-from ..cluster.topology import Topology
-from ..profile.layer_profile import ModelProfile
 from .iteration_bound import IterationBound
+from .problem import Problem
 
 __all__ = ["PLAIN", "Effort", "GapGoal", "WorkBound"]
 
@@ -32,15 +30,16 @@ ROUNDING = 1e-9
 class WorkBound:
     """Lower bound that is work over speed; has the methods of :class:`.IterationBound`."""
 
-    def __init__(self, topology: Topology, profile: ModelProfile, degrees: Sequence[int], global_batch: int) -> None:
+    def __init__(self, problem: Problem) -> None:
+        profile = problem.profile
         speeds: dict[str, float] = {}
-        for device in topology.devices:
+        for device in problem.topology.devices:
             speeds[device.kind.name] = speeds.get(device.kind.name, 0.0) + device.speed
         rows, speed = [], []
         for name, each in speeds.items():
             forms = [
                 (degree, size)
-                for degree in set(degrees) & set(profile.tensor_parallel_degrees(name))
+                for degree in set(problem.degrees) & set(profile.tensor_parallel_degrees(name))
                 for size in profile.micro_batches(name, degree)
             ]
             if forms:
@@ -59,7 +58,7 @@ class WorkBound:
             b_eq=np.ones(blocks),
         )
         assert solved.status == 0, solved.message
-        self._seconds = float(solved.fun) * global_batch * (1 - ROUNDING)
+        self._seconds = float(solved.fun) * problem.global_batch * (1 - ROUNDING)
 
     def seconds(self, below: float, *, enough: float = np.inf, time_limit_seconds: float = np.inf) -> float:
         """Lower bound, at most ``below``; known at once, so the other arguments change nothing."""
@@ -76,8 +75,6 @@ class Effort:
     """The search ends when no plan can be faster by more than this share (0.03: 3 %); None: it does not end early."""
     search_seconds: float = np.inf
     """No part of the search begins after this, once there is a plan."""
-    quick: bool = False
-    """True for no restarts of exchanges, and fewer moves of slots and orders of stages."""
 
     def __post_init__(self) -> None:
         for name in ("bound_seconds", "gap", "search_seconds"):

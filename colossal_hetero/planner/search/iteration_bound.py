@@ -37,7 +37,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cluster.topology import Topology
 from ..cost.placement import SlotPool
 from ..cost.tp_groups import SlotKind, compositions, number_of_compositions
 from .gradient_bounds import GradientBounds
@@ -246,15 +245,14 @@ class _Held(NamedTuple):
 
 
 class _Pool:
-    def __init__(self, topology: Topology, relaxed: RelaxedPool, *, runnable: bool) -> None:
+    def __init__(self, relaxed: RelaxedPool) -> None:
         pool = _with_few_kinds(relaxed.of(relaxed.most_pipelines))
         self._relaxed, self._by_pool = relaxed, dict[SlotPool, _Held]()
         self.total = pool.total_micro_batches
         self.available = np.array([len(kind.slots) for kind in pool.kinds])
         self.bounds = PipelineBounds.of_pool(pool)
-        self.gradients = GradientBounds(topology, pool)
+        self.gradients = GradientBounds(relaxed.problem.topology, pool)
         self._message = smallest_message(pool)
-        self.runnable = runnable
         self._types: dict[object, PipelineTypes] = {}
         power = 1.0 / self.bounds.work_seconds
         self._power = float(self.available @ power)
@@ -367,7 +365,7 @@ class _Pool:
             first_of_all = np.full((len(first), len(able)), np.inf)
             further_of_all = np.ones_like(first_of_all)
             first_of_all[:, able], further_of_all[:, able] = first, further
-            least = self._compositions.sum(axis=1) if self.runnable else np.ones(len(able), dtype=np.int64)
+            least = self._compositions.sum(axis=1)
             self._types[key] = PipelineTypes(self._counts, first_of_all, further_of_all, least, self.total)
         return self._types[key]
 
@@ -385,8 +383,7 @@ class _Pool:
         if pool not in self._by_pool:
             bounds = PipelineBounds.of_pool(_with_few_kinds(pool))
             counts = self._compositions
-            in_flight = counts.sum(axis=1) if self.runnable else np.ones(len(counts), dtype=np.int64)
-            self._by_pool[pool] = _Held(bounds, bounds.fits(counts, in_flight))
+            self._by_pool[pool] = _Held(bounds, bounds.fits(counts, counts.sum(axis=1)))
         return self._by_pool[pool]
 
     def _nodes(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -403,8 +400,8 @@ def _with_few_kinds(pool: SlotPool) -> SlotPool:
 class IterationBound:
     """A time that no 1F1B plan without overlapped communication is below, found step by step."""
 
-    def __init__(self, topology: Topology, pools: Sequence[RelaxedPool], *, runnable: bool = True) -> None:
-        self._whole = [_Pool(topology, pool, runnable=runnable) for pool in pools]
+    def __init__(self, pools: Sequence[RelaxedPool]) -> None:
+        self._whole = [_Pool(pool) for pool in pools]
         self._open: list[tuple[float, int, _Pool, _Range]] = []
         self._number = itertools.count()
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations_with_replacement, pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,12 +23,11 @@ from ..cost.evaluate import HOUR, PlanCost, check_prices, plan_cost
 from ..cost.placement import SlotPool
 from ..cost.plan import Plan
 from ..cost.runnable import NoPlanError
-from ..cost.tp_groups import SIMPLE, SearchSpace
 from ..profile.layer_profile import ModelProfile
 from .iteration_bound import IterationBound
-from .make_plans import make_plans
-from .pipeline_bounds import PipelineBounds, relaxed_pools
-from .settings import slots_to_try
+from .pipeline_bounds import PipelineBounds, RelaxedPool
+from .problem import Problem
+from .search import search
 
 __all__ = [
     "FrontPoint",
@@ -264,53 +263,54 @@ class FrontPoint:
 
 
 def pareto_front(
-    topology: Topology,
-    profile: ModelProfile,
+    problem: Problem,
     *,
-    global_batch: int,
-    micro_batches: Sequence[int] | None = None,
-    tensor_parallel: Sequence[int] | None = None,
     at_most: Mapping[str, int] | None = None,
     time_limit_seconds: float = 5.0,
     tolerance: float = 0.01,
-    **options: Any,
 ) -> list[FrontPoint]:
-    """Plans from the fastest to the cheapest."""
+    """Plans from the fastest to the cheapest. All choices of nodes of the problem's cluster are compared."""
+    topology = problem.topology
     check_prices(topology)
-    _check_bounds_are_known(**options)
+    if set(problem.schedules) != {"1f1b"} or problem.overlap:
+        raise ValueError(
+            "plans are compared by price for the schedule 1f1b without overlap only, because other plans may be faster "
+            "than their lower bounds; leave these out"
+        )
     begin = time.monotonic()
-    known, pools, *_ = slots_to_try(topology, profile, global_batch, micro_batches, tensor_parallel)
-    types = node_types(known)
+    types = node_types(topology)
     counts = choices(types)
-    counts = counts[within(known, types, counts, at_most or {})]
-    seconds = time_bounds(known, pools, types, counts)
+    counts = counts[within(topology, types, counts, at_most or {})]
+    seconds = time_bounds(topology, [_relaxed(problem, pool) for pool in problem.pools], types, counts)
     possible = np.isfinite(seconds)
     counts, seconds = counts[possible], seconds[possible]
-    options = dict(global_batch=global_batch, micro_batches=micro_batches, tensor_parallel=tensor_parallel, **options)
     rates = counts @ np.array([each.dollars_per_hour for each in types])
-    search = _Search(counts, seconds, seconds * rates / HOUR)
-    problem = "no choice of nodes holds the model"
-    while (row := search.most_promising(tolerance)) is not None:
+    found = _Search(counts, seconds, seconds * rates / HOUR)
+    why = "no choice of nodes holds the model"
+    while (row := found.most_promising(tolerance)) is not None:
         part, numbers = taken(topology, types, counts[row].tolist())
         try:
-            plans = [each.plan for each in make_plans(part, profile, keep=PER_CHOICE, **options)]
+            plans = [each.plan for each in search(replace(problem, topology=part), keep=PER_CHOICE).plans]
         except ValueError as error:
-            plans, problem = [], str(error)
-        points = [_point(topology, profile, types, _renumbered(plan, numbers)) for plan in plans]
-        search.add(row, points)
-        if time.monotonic() - begin > SEARCHED * time_limit_seconds and search.knows_both_ends:
+            plans, why = [], str(error)
+        points = [_point(topology, problem.profile, types, _renumbered(plan, numbers)) for plan in plans]
+        found.add(row, points)
+        if time.monotonic() - begin > SEARCHED * time_limit_seconds and found.knows_both_ends:
             break
-    if not search.points:
-        raise NoPlanError(problem)
-    while (left := begin + time_limit_seconds - time.monotonic()) > 0 and (loosest := search.loosest()) is not None:
+    if not found.points:
+        raise NoPlanError(why)
+    while (left := begin + time_limit_seconds - time.monotonic()) > 0 and (loosest := found.loosest()) is not None:
         row, below = loosest
         part, _ = taken(topology, types, counts[row].tolist())
-        known, pools, *_ = slots_to_try(part, profile, global_batch, micro_batches, tensor_parallel)
-        bound = IterationBound(
-            known, relaxed_pools(known, profile, pools, SIMPLE), runnable=options.get("runnable", True)
-        )
-        search.raise_bounds(row, bound.seconds(below, time_limit_seconds=min(left, PROOF_SECONDS)))
-    return search.front()
+        smaller = replace(problem, topology=part)
+        bound = IterationBound([RelaxedPool(smaller, pool) for pool in smaller.pools])
+        found.raise_bounds(row, bound.seconds(below, time_limit_seconds=min(left, PROOF_SECONDS)))
+    return found.front()
+
+
+def _relaxed(problem: Problem, pool: SlotPool) -> SlotPool:
+    relaxed = RelaxedPool(problem, pool)
+    return relaxed.of(relaxed.most_pipelines)
 
 
 def limits_in_words(seconds: float | None, dollars: float | None) -> str:
@@ -346,22 +346,6 @@ def choose(
         )
         raise ValueError(f"no plan takes at most {limits}; the fastest and the cheapest take {ends}")
     return min(allowed, key=by[objective])
-
-
-def _check_bounds_are_known(
-    *, schedules: Sequence[str] = ("1f1b",), overlap: bool = False, space: SearchSpace = SIMPLE, **_: Any
-) -> None:
-    """Refuse options with which a choice of nodes may be faster than its lower bound."""
-    for is_known, given in (
-        (set(schedules) == {"1f1b"}, f"{schedules=}"),
-        (not overlap, f"{overlap=}"),
-        (space == SIMPLE, f"{space=}"),
-    ):
-        if not is_known:
-            raise ValueError(
-                "plans are compared by price for the schedule 1f1b in the simple search space, without overlap, "
-                f"not with {given}; leave it out"
-            )
 
 
 def _worth_their_price(points: Iterable[FrontPoint]) -> list[FrontPoint]:

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cluster.topology import Topology
 from ..cost.placement import SlotPool
-from ..cost.tp_groups import SearchSpace, SlotKind, slot_kinds
+from ..cost.tp_groups import SlotKind
 from ..profile.layer_costs import LayerCosts
-from ..profile.layer_profile import ModelProfile
+from .problem import Problem
 
-__all__ = ["BlockLimits", "PipelineBounds", "RelaxedPool", "least_costs", "relaxed_pools", "smallest_message"]
+__all__ = ["BlockLimits", "PipelineBounds", "RelaxedPool", "least_costs", "smallest_message"]
 
 
 # [Note: a lower bound on a pipeline's time] Let w[t, b] be the time of block b on kind t, f any weights of the blocks
@@ -334,11 +333,8 @@ class RelaxedPool:
     1, a device has the state that it has with at least as many pipelines.
     """
 
-    topology: Topology
-    profile: ModelProfile
+    problem: Problem
     pool: SlotPool
-    space: SearchSpace
-    """Without :attr:`~.SearchSpace.mixed_degrees`."""
     _by_shards: dict[int, SlotPool] = field(default_factory=dict)
 
     @property
@@ -347,37 +343,28 @@ class RelaxedPool:
 
     def of(self, pipelines: int) -> SlotPool:
         """Slots of plans with at most so many pipelines. Several numbers can return one object."""
-        if not self.space.recompute and 1 not in self.space.zero_stages:
+        zero = 1 in self.problem.zero_stages
+        if not self.problem.recompute and not zero:
             return self.pool
-        shards = min(1 << (pipelines - 1).bit_length(), self.most_pipelines) if 1 in self.space.zero_stages else 1
+        shards = min(1 << (pipelines - 1).bit_length(), self.most_pipelines) if zero else 1
         if shards not in self._by_shards:
             self._by_shards[shards] = self._relaxed(shards)
         return self._by_shards[shards]
 
     def _relaxed(self, shards: int) -> SlotPool:
-        kinds, divided = (
-            slot_kinds(
-                self.topology,
-                self.profile,
-                self.pool.tensor_parallel,
-                self.pool.micro_batch,
-                recompute=self.space.recompute,
-                pipelines=each,
+        one, divided = (
+            self.problem.pool(
+                self.pool.tensor_parallel, self.pool.micro_batch, recompute=self.problem.recompute, pipelines=each
             )
             for each in (None, shards)
         )
+        assert one is not None and divided is not None, "these slots were measured"
         least = [
             replace(
-                one,
-                costs=least_costs(one.costs, other.costs),
-                recomputed=one.recomputed and other.recomputed and least_costs(one.recomputed, other.recomputed),
+                here,
+                costs=least_costs(here.costs, there.costs),
+                recomputed=here.recomputed and there.recomputed and least_costs(here.recomputed, there.recomputed),
             )
-            for one, other in zip(kinds, divided, strict=True)
+            for here, there in zip(one.kinds, divided.kinds, strict=True)
         ]
         return replace(self.pool, kinds=tuple(least))
-
-
-def relaxed_pools(
-    topology: Topology, profile: ModelProfile, pools: Sequence[SlotPool], space: SearchSpace
-) -> list[RelaxedPool]:
-    return [RelaxedPool(topology, profile, pool, space) for pool in pools]

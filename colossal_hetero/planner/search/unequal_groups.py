@@ -414,6 +414,6 @@ class UnequalGroups:
     @cached_property
     def _memory_bytes(self) -> list[float]:
         """Memory of a slot by kind, as if its blocks needed as many bytes as those of the first kind's slots."""
-        if self.pool.has_one_form and self.pool.kinds[0].recomputed is None:
+        if self.pool.kinds[0].recomputed is None:
             return [kind.memory_bytes for kind in self.pool.kinds]
         return [kind.models_in_memory * self._model_bytes for kind in self.pool.kinds]

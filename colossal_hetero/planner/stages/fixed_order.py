@@ -20,15 +20,36 @@ from numpy.typing import NDArray
 
 from ..cluster.topology import Channel
 from ..profile.layer_costs import LayerCosts
-from .pipeline import Slot, SlotForm, Split
+from .pipeline import Pipeline, Slot, SlotForm, Split, evaluate
 
-__all__ = ["MAX_CUTS", "AllCuts", "CutTimes", "all_bounds", "split_in_order"]
+__all__ = ["MAX_CUTS", "AllCuts", "CutTimes", "all_bounds", "exact", "split_in_order"]
 
 
 LIMITS = 16
 """Number of limits that are tried at once."""
 
 _Floats = NDArray[np.float64]
+
+
+def exact(pipeline: Pipeline, order: Sequence[int] | None) -> Split | None:
+    """The fastest split of the slots in this order; None if none fits in memory.
+
+    Without an order, the best of a few: as given, and by speed and by memory, both ways. The search exchanges slots.
+    """
+    slots = range(len(pipeline.slots))
+    rules = (
+        lambda slot: slot,
+        lambda slot: float(pipeline.slots[slot].costs.cumulative.forward_seconds[-1]),
+        lambda slot: pipeline.slots[slot].memory_bytes,
+    )
+    orders = [sorted(slots, key=rule, reverse=reverse) for rule in rules for reverse in (False, True)]
+    found: list[Split] = []
+    for each in dict.fromkeys([tuple(order)] if order is not None else map(tuple, orders)):
+        hops = [pipeline.channels[a][b] for a, b in itertools.pairwise(each)]
+        cut = split_in_order([pipeline.slots[slot] for slot in each], hops, pipeline.micro_batches)
+        if cut is not None:
+            found.append(Split(each, cut.bounds))
+    return min(found, key=lambda split: evaluate(pipeline, split).seconds, default=None)
 
 
 def split_in_order(slots: Sequence[Slot], hops: Sequence[Channel], micro_batches: int) -> Split | None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .event_simulation import Transfers, simulate
-from .exact import exact
+from .fixed_order import exact
 from .pipeline import Pipeline, Split, evaluate
 from .rules import autohet, holmes, uniform
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from .exact import MAX_STATES, exact
+from .fixed_order import exact
 from .local_search import adapt, simulated
 from .pipeline import Pipeline, Split
 from .rules import autohet, holmes, uniform, uniform_bounds
@@ -16,6 +16,7 @@ __all__ = ["METHODS", "split", "uniform_bounds"]
 METHODS = ("exact", "simulated", "uniform", "holmes", "adapt", "autohet")
 
 _SPLITS: dict[str, Callable[[Pipeline, Sequence[int] | None], Split | None]] = {
+    "exact": exact,
     "simulated": simulated,
     "uniform": uniform,
     "holmes": holmes,
@@ -29,13 +30,11 @@ def split(
     method: str = "exact",
     *,
     order: Sequence[int] | None = None,
-    known: Split | None = None,
-    max_states: int = MAX_STATES,
 ) -> Split:
     """Divide the model over the slots.
 
-    ``exact`` has the smallest ``evaluate(...).seconds`` of all splits and orders that fit in memory, or of some good
-    orders if there are more than ``max_states`` states. ``adapt`` and ``autohet`` also respect memory; for ``uniform``
+    ``exact`` has the smallest ``evaluate(...).seconds``, without updates, of all splits in this order that fit in
+    memory, or of a few orders. ``adapt`` and ``autohet`` also respect memory; for ``uniform``
     and ``holmes``, check ``evaluate(...).fits``. ``simulated`` improves the result of ``exact`` under the event
     simulation, which helps with fewer than four micro-batches per stage.
     """
@@ -43,7 +42,7 @@ def split(
         raise ValueError(f"unknown method {method!r}: valid are {', '.join(METHODS)}")
     _check(pipeline, order)
     fixed = None if order is None else tuple(order)
-    found = exact(pipeline, fixed, known, max_states) if method == "exact" else _SPLITS[method](pipeline, fixed)
+    found = _SPLITS[method](pipeline, fixed)
     if found is None:
         raise ValueError(_memory_message(pipeline, order))
     return found

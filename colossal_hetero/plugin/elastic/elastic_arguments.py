@@ -37,11 +37,6 @@ def check_elastic(elastic: Any, arguments: Mapping[str, Any]) -> None:
         )
     if arguments["pp_size"] is not None:
         raise ValueError(f"pp_size={arguments['pp_size']} is not possible in elastic training; leave it out")
-    if arguments["planning"].search_space != "simple":
-        raise ValueError(
-            f"search_space={arguments['planning'].search_space!r} is not possible in elastic training, which has plans "
-            "in ZeRO stage 0 without recomputation; leave it out"
-        )
     if arguments.get("zero_stage"):
         raise ValueError(
             f"zero_stage={arguments['zero_stage']} is not possible in elastic training, because a lost member would "
@@ -69,7 +64,9 @@ def elastic_planning(
     planning: PlanConfig = arguments["planning"]
     there = surviving_topology(cluster, nodes)
     profile = known.with_kinds({device.kind.name for device in there.devices})
-    return dataclasses.replace(planning, cluster=there, profile=profile, layer_sums=True, quick=True)
+    return dataclasses.replace(
+        planning, cluster=there, profile=profile, layer_sums=True, recompute=False, zero_stages=(0,)
+    )
 
 
 def seated(plan: Plan, topology: Topology, profile: ModelProfile, held: Sequence[HeldLayers | None]) -> Plan:

@@ -16,7 +16,7 @@ from ...planner.cost.plan import Plan, load_plan
 from ...planner.cost.runnable import NoPlanError, why_not_runnable
 from ...planner.profile.fitted_profiles import on_links
 from ...planner.profile.layer_profile import ModelProfile, load_model_profile
-from ..plan_config import SPACES, PlanConfig
+from ..plan_config import PlanConfig
 
 __all__ = ["Agreement", "agree_on_next_plan", "agree_on_plan", "as_launched", "best_plan"]
 
@@ -125,13 +125,13 @@ def best_plan(
     pp_size: int | None = None,
     unequal: bool = True,
 ) -> Plan:
-    from ...planner.search.gap_goal import Effort
-    from ...planner.search.make_plans import make_plans
+    from ...planner.search.problem import Problem
+    from ...planner.search.search import search
 
     assert planning.global_batch_size is not None
-    ranked = make_plans(
-        topology,
-        profile,
+    problem = Problem(
+        topology=topology,
+        profile=profile,
         global_batch=planning.global_batch_size,
         micro_batches=planning.micro_batch_sizes,
         tensor_parallel=None if tp_size is None else [tp_size],
@@ -141,11 +141,10 @@ def best_plan(
         method=planning.method,
         unequal=unequal and planning.unequal,
         all_devices=True,
-        space=SPACES[planning.search_space],
-        prefer_simple=True,
-        effort=Effort(quick=planning.quick),
-        keep=1 if planning.min_replicas == 1 else SEARCHED,
+        recompute=planning.recompute,
+        zero_stages=planning.zero_stages,
     )
+    ranked = search(problem, keep=1 if planning.min_replicas == 1 else SEARCHED).plans
     enough = (each.plan for each in ranked if len(each.plan.replicas) >= planning.min_replicas)
     return next(enough, ranked[0].plan)
 

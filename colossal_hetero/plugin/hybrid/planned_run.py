@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -114,6 +115,8 @@ class PlannedRun(PluginPart):
     ) -> None:
         set_adapter_variables(planning.adapters)
         tp_size, pp_size = arguments.get("tp_size"), arguments.get("pp_size")
+        if "zero_stage" in arguments:
+            planning = dataclasses.replace(planning, zero_stages=(0,))
         unequal = pp_size is None and why_not_unequal(arguments, batches is not None) is None
         agreed = agree_on_plan(plan, planning, tp_size, pp_size, unequal=unequal)
         self.plan = as_launched(agreed.plan)

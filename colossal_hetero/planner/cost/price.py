@@ -1,4 +1,7 @@
-"""The plan of a layout whose ranks are given, with its predicted times and memory."""
+"""The price of a plan: the time of an iteration and the memory of devices, for given ranks, blocks and micro-batches.
+
+Search, evaluation, planning again and reports ask here what a layout takes.
+"""
 
 from __future__ import annotations
 
@@ -6,133 +9,73 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import NamedTuple
 
 import numpy as np
 
-from ...common.text import count
 from ..cluster.topology import Topology
 from ..profile.layer_profile import ModelProfile
 from ..profile.stage_costs import stage_costs
+from .chunked_price import Ranks, price_chunks
 from .draft import Draft, DraftBuilder, write_plan
 from .gradient_times import divide_micro_batches
-from .layout_line import PlanLayout, StageLayout
+from .layout_line import PlanLayout
 from .pass_order import GraphSeconds
 from .placement import NodeLinks, Place, SlotPool, place, place_together
 from .plan import Plan
-from .predict_chunked import Ranks, predict_chunked_plan
 from .tp_groups import SlotKind
 
-__all__ = [
-    "LayoutPricer",
-    "SlotType",
-    "TypeSlots",
-    "available_slots",
-    "exchanged_places",
-    "first_places",
-    "look",
-    "slot_type",
-]
-
-
-# Layout slots --------------------------------------------------------------------------------------------------------
-
-
-class SlotType(NamedTuple):
-    """Kind of device and devices per slot of slots that can run the same stages."""
-
-    device: str
-    tensor_parallel: int
-
-
-class TypeSlots(NamedTuple):
-    """Kind of device of the slots of one type, and the ranks of each."""
-
-    device: str
-    slots: tuple[tuple[int, ...], ...]
-
-
-def slot_type(stage: StageLayout) -> SlotType:
-    return SlotType(stage.device, stage.tensor_parallel)
-
-
-def available_slots(topology: Topology, layout: PlanLayout) -> dict[SlotType, TypeSlots]:
-    """The slots of each type of the layout: devices of similar speed in one node. Of several degrees of a kind, the
-    largest gets as many slots as it needs, from nodes with the fewest devices left over, and the smallest the rest."""
-    stages = [stage for each in layout.pipelines for stage in each.stages]
-    first = {slot_type(stage): stage for stage in reversed(stages)}
-    needed = Counter(map(slot_type, stages))
-    kinds = Counter(device.kind.name for device in topology.devices)
-    slots: dict[SlotType, TypeSlots] = {}
-    for device in dict.fromkeys(each.device for each in first):
-        own = [each for each in first if each.device == device]
-        _check_devices(
-            layout, kinds, sum(stage.tensor_parallel for stage in stages if stage.device == device), first[own[0]]
-        )
-        free = _by_node(topology, device)
-        own = sorted(own, key=lambda each: -each.tensor_parallel)
-        for each in own:
-            degree, wanted = each.tensor_parallel, needed[each]
-            groups = _groups(free, degree, None if each is own[-1] else wanted)
-            if len(groups) < wanted:
-                layout.wrong(
-                    f"the layout needs {count(wanted, 'group')} of {degree} × {device}, each inside a node, but the "
-                    f"nodes of the cluster have only {len(groups)}",
-                    first[each],
-                )
-            slots[each] = TypeSlots(device, groups)
-    return slots
-
-
-def _check_devices(layout: PlanLayout, kinds: Counter[str], needed: int, stage: StageLayout) -> None:
-    device = stage.device
-    if device not in kinds:
-        close = get_close_matches(device, kinds, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        layout.wrong(f"the cluster has no {device}; it has {', '.join(kinds)}{hint}", stage)
-    if needed > kinds[device]:
-        layout.wrong(
-            f"the layout needs {needed:,} × {device}, but the cluster has {kinds[device]:,}; "
-            f"{needed - kinds[device]:,} are missing",
-            stage,
-        )
-
-
-def _by_node(topology: Topology, device: str) -> dict[int, list[int]]:
-    """The ranks of this kind of device in each node, the fastest first."""
-    free: dict[int, list[int]] = {}
-    for number, node in enumerate(topology.nodes):
-        ranks = [rank for rank in node.devices if topology.devices[rank].kind.name == device]
-        if ranks:
-            free[number] = sorted(ranks, key=lambda rank: (-topology.devices[rank].speed, rank))
-    return free
-
-
-def _groups(free: dict[int, list[int]], degree: int, wanted: int | None) -> tuple[tuple[int, ...], ...]:
-    """Takes ``wanted`` groups of devices in one node out of ``free``, or all that there are, in the order of nodes."""
-    groups: dict[int, list[tuple[int, ...]]] = {}
-    left = wanted
-    for node in sorted(free, key=lambda node: (0 if wanted is None else len(free[node]) % degree, node)):
-        number = len(free[node]) // degree
-        if left is not None:
-            number = min(number, left)
-            left -= number
-        groups[node] = [tuple(sorted(free[node][start * degree : (start + 1) * degree])) for start in range(number)]
-        free[node] = free[node][number * degree :]
-    return tuple(group for node in sorted(groups) for group in groups[node])
+__all__ = ["Pricer", "available_slots", "exchanged_places", "first_places", "look", "price"]
 
 
 METHOD = "given"
 """Method of plans whose stages nobody looked for."""
 
+Slots = Mapping[str, Sequence[tuple[int, ...]]]
+"""Ranks of each tensor-parallel group, by kind of device."""
 
-class LayoutPricer:
+
+def price(
+    topology: Topology,
+    profile: ModelProfile,
+    layout: PlanLayout,
+    ranks: Ranks,
+    *,
+    order_seconds: GraphSeconds | None = None,
+    overlap: bool = False,
+    method: str = METHOD,
+) -> Plan:
+    """The plan of a layout with these ranks, ``[pipelines][stages][ranks of a stage]``; it need not fit in memory.
+
+    Args:
+        order_seconds: for the schedule ``zbv``, the times from which its passes are ordered; None: mean times.
+        overlap: passes hide communication between replicas; for 1F1B only.
+        method: name of the method that chose the cuts, for the plan.
+
+    Raises:
+        ValueError: if a group is not of one kind of device, stages have no link, or the schedule cannot run the layout.
+    """
+    slots: dict[str, list[tuple[int, ...]]] = {}
+    for group in itertools.chain.from_iterable(ranks):
+        kinds = sorted({topology.devices[rank].kind.name for rank in group})
+        if len(kinds) > 1 or len(group) != layout.tensor_parallel:
+            raise ValueError(
+                f"ranks {tuple(group)} ({', '.join(kinds)}) are not a tensor-parallel group of "
+                f"{layout.tensor_parallel} devices of one kind"
+            )
+        slots.setdefault(kinds[0], []).append(tuple(group))
+    pricer = Pricer(topology, profile, layout, slots, order_seconds=order_seconds, overlap=overlap)
+    return pricer.plan(tuple(tuple(map(tuple, row)) for row in ranks)).model_copy(update={"method": method})
+
+
+class Pricer:
+    """Prices of one layout with any ranks of these slots; what several of them share is computed once."""
+
     def __init__(
         self,
         topology: Topology,
         profile: ModelProfile,
         layout: PlanLayout,
-        slots: Mapping[SlotType, Sequence[tuple[int, ...]]],
+        slots: Slots,
         *,
         global_batch: int | None = None,
         order_seconds: GraphSeconds | None = None,
@@ -159,20 +102,14 @@ class LayoutPricer:
         self._pool, self._places = self._slot_pool(slots)
 
     def plan(self, ranks: Ranks) -> Plan:
-        """The plan with these ranks, ``[pipelines][stages][ranks of a stage]``; it need not fit in memory."""
         if self.layout.schedule != "1f1b":
             return self._chunked(ranks)
         plan = write_plan(self._draft(ranks), self.topology, self.profile, METHOD, ())
         replicas = []
         for replica, pipeline in zip(plan.replicas, self.layout.pipelines, strict=True):
             stages = zip(replica.stages, pipeline.stages, strict=True)
-            replicas.append(
-                replica.model_copy(
-                    update={
-                        "stages": tuple(one.model_copy(update={"recompute": each.recompute}) for one, each in stages)
-                    }
-                )
-            )
+            again = tuple(one.model_copy(update={"recompute": each.recompute}) for one, each in stages)
+            replicas.append(replica.model_copy(update={"stages": again}))
         return plan.model_copy(update={"replicas": tuple(replicas)})
 
     def _total(self, global_batch: int | None) -> int:
@@ -202,34 +139,32 @@ class LayoutPricer:
             )
         return total
 
-    def _slot_pool(self, slots: Mapping[SlotType, Sequence[tuple[int, ...]]]) -> tuple[SlotPool, dict[object, Place]]:
+    def _slot_pool(self, slots: Slots) -> tuple[SlotPool, dict[object, Place]]:
         """The slots as a pool, and the place in it of ranks that recompute or do not."""
         devices, layout = self.topology.devices, self.layout
-        pipelines = len(layout.pipelines) if layout.zero_stage else None
-        forms = {(slot_type(stage), stage.recompute) for each in layout.pipelines for stage in each.stages}
+        shards = len(layout.pipelines) if layout.zero_stage else None
+        forms = {(stage.device, stage.recompute) for each in layout.pipelines for stage in each.stages}
         kinds: list[SlotKind] = []
         places: dict[object, Place] = {}
-        for each, recompute in sorted(forms):
+        for device, recompute in sorted(forms):
             by_speed: dict[float, list[tuple[int, ...]]] = {}
-            for ranks in slots[each]:
+            for ranks in slots[device]:
                 by_speed.setdefault(min(devices[rank].speed for rank in ranks), []).append(ranks)
             for speed, members in by_speed.items():
                 costs = stage_costs(
                     self.profile,
-                    each.device,
-                    tensor_parallel=each.tensor_parallel,
+                    device,
+                    tensor_parallel=layout.tensor_parallel,
                     micro_batch=self.micro_batch,
                     speed=speed,
                     recompute=recompute,
-                    zero_shards=pipelines or 1,
+                    zero_shards=shards or 1,
                 )
                 usable = devices[members[0][0]].kind.usable_bytes
                 places |= {(ranks, recompute): (len(kinds), slot) for slot, ranks in enumerate(members)}
-                kinds.append(SlotKind(each.device, speed, usable, costs, tuple(members), each.tensor_parallel))
-        message = float(np.max(kinds[0].costs.output_bytes))
-        links = NodeLinks(self.topology, message)
-        degree = kinds[0].tensor_parallel
-        pool = SlotPool(degree, self.micro_batch, tuple(kinds), self.total_micro_batches, links, pipelines)
+                kinds.append(SlotKind(device, speed, usable, costs, tuple(members)))
+        links = NodeLinks(self.topology, float(np.max(kinds[0].costs.output_bytes)))
+        pool = SlotPool(layout.tensor_parallel, self.micro_batch, tuple(kinds), self.total_micro_batches, links, shards)
         return pool, places
 
     def _draft(self, ranks: Ranks) -> Draft:
@@ -245,8 +180,7 @@ class LayoutPricer:
                 raise ValueError(draft)
             return draft
 
-        counts = [each.micro_batches for each in self.layout.pipelines]
-        said = [count for count in counts if count is not None]
+        said = [each.micro_batches for each in self.layout.pipelines if each.micro_batches is not None]
         if said:
             return cut(said)
         number = len(rows)
@@ -255,7 +189,7 @@ class LayoutPricer:
         one = cut([1] * number)
         fill = [cost.seconds for cost in one.costs]
         steps = [max(cost.stage_seconds) for cost in one.costs]
-        minimum = self._builder.min_micro_batches(map(len, rows))
+        minimum = list(map(len, rows))
         if sum(minimum) > self.total_micro_batches:
             minimum = [1] * number
         return cut(divide_micro_batches(fill, steps, self.total_micro_batches, minimum))
@@ -263,16 +197,15 @@ class LayoutPricer:
     def _chunked(self, ranks: Ranks) -> Plan:
         layout = self.layout
         stages = [stage for pipeline in layout.pipelines for stage in pipeline.stages]
-        forms = {(stage.tensor_parallel, stage.recompute) for stage in stages}
-        if layout.zero_stage or forms != {(stages[0].tensor_parallel, False)}:
+        if layout.zero_stage or any(stage.recompute for stage in stages):
             raise ValueError(
-                f"stages of the schedule {layout.schedule} have one degree and no recomputation, and ZeRO stage 0; "
-                "others are priced for 1F1B only"
+                f"stages of the schedule {layout.schedule} have no recomputation, and ZeRO stage 0; others are priced "
+                "for 1F1B only"
             )
         if not layout.alike or self.total_micro_batches % len(ranks):
             raise ValueError(f"pipelines of the schedule {layout.schedule} are all alike; write dp N × pp […]")
         ranges = sorted(itertools.chain.from_iterable(stage.block_ranges for stage in layout.pipelines[0].stages))
-        return predict_chunked_plan(
+        return price_chunks(
             self.topology,
             self.profile,
             ranks,
@@ -286,20 +219,52 @@ class LayoutPricer:
         )
 
 
-# Layout places -------------------------------------------------------------------------------------------------------
+# Ranks of a layout ---------------------------------------------------------------------------------------------------
 
 
-Slots = Mapping[SlotType, TypeSlots]
+def available_slots(topology: Topology, layout: PlanLayout) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """The tensor-parallel groups of each kind of the layout: devices of similar speed in one node."""
+    degree = layout.tensor_parallel
+    stages = [stage for each in layout.pipelines for stage in each.stages]
+    first = {stage.device: stage for stage in reversed(stages)}
+    needed = Counter(stage.device for stage in stages)
+    kinds = Counter(device.kind.name for device in topology.devices)
+    slots: dict[str, tuple[tuple[int, ...], ...]] = {}
+    for device in first:
+        if device not in kinds:
+            close = get_close_matches(device, kinds, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            layout.wrong(f"the cluster has no {device}; it has {', '.join(kinds)}{hint}", first[device])
+        missing = needed[device] * degree - kinds[device]
+        if missing > 0:
+            layout.wrong(
+                f"the layout needs {needed[device] * degree:,} × {device}, but the cluster has {kinds[device]:,}; "
+                f"{missing:,} are missing",
+                first[device],
+            )
+        groups = []
+        for node in topology.nodes:
+            ranks = [rank for rank in node.devices if topology.devices[rank].kind.name == device]
+            ranks.sort(key=lambda rank: (-topology.devices[rank].speed, rank))
+            groups += [tuple(sorted(ranks[at : at + degree])) for at in range(0, len(ranks) - degree + 1, degree)]
+        if len(groups) < needed[device]:
+            layout.wrong(
+                f"the layout needs {needed[device]} groups of {degree} × {device}, each inside a node, but the nodes "
+                f"of the cluster have only {len(groups)}",
+                first[device],
+            )
+        slots[device] = tuple(groups)
+    return slots
 
 
 def first_places(topology: Topology, slots: Slots, layout: PlanLayout) -> Iterator[Ranks]:
-    """Ranks as the planner places slots of these types, ``[pipelines][stages]``: slots of all, or only those with the
-    fastest networks or devices. They are also given out in this order, to one pipeline after the other."""
+    """Ranks as the planner places these slots, ``[pipelines][stages]``: slots of all, or only those with the fastest
+    networks or devices. They are also given out in this order, to one pipeline after the other."""
     node_of = [device.node for device in topology.devices]
     cluster_of = [node.cluster for node in topology.nodes]
-    types = list(slots)
-    wanted = [[types.index(slot_type(stage)) for stage in pipeline.stages] for pipeline in layout.pipelines]
-    groups = [[row.count(each) for each in range(len(types))] for row in wanted]
+    kinds = list(slots)
+    wanted = [[kinds.index(stage.device) for stage in pipeline.stages] for pipeline in layout.pipelines]
+    groups = [[row.count(each) for each in range(len(kinds))] for row in wanted]
     needed = [sum(numbers) for numbers in zip(*groups, strict=True)]
 
     def network(ranks: tuple[int, ...]) -> float:
@@ -308,38 +273,37 @@ def first_places(topology: Topology, slots: Slots, layout: PlanLayout) -> Iterat
     def slowness(ranks: tuple[int, ...]) -> float:
         return -min(topology.devices[rank].speed for rank in ranks)
 
-    def best(*rules: Callable[[tuple[int, ...]], float]) -> list[TypeSlots]:
-        ordered = [sorted(each.slots, key=lambda ranks: [rule(ranks) for rule in rules]) for each in slots.values()]
-        return [
-            TypeSlots(each.device, tuple(ranks[:number]))
-            for each, ranks, number in zip(slots.values(), ordered, needed, strict=True)
-        ]
+    def best(*rules: Callable[[tuple[int, ...]], float]) -> list[Sequence[tuple[int, ...]]]:
+        ordered = [sorted(each, key=lambda ranks: [rule(ranks) for rule in rules]) for each in slots.values()]
+        return [ranks[:number] for ranks, number in zip(ordered, needed, strict=True)]
 
     for available in (list(slots.values()), best(network, slowness), best(slowness, network)):
         for placed in (place, place_together):
             yield _rows(wanted, available, placed(groups, available, node_of, cluster_of))
-        in_turn = [iter(range(len(each.slots))) for each in available]
+        in_turn = [iter(range(len(each))) for each in available]
         yield _rows(wanted, available, [[(kind, next(in_turn[kind])) for kind in row] for row in wanted])
 
 
 def _rows(
-    wanted: Sequence[Sequence[int]], available: Sequence[TypeSlots], placed: Sequence[Sequence[tuple[int, int]]]
+    wanted: Sequence[Sequence[int]],
+    available: Sequence[Sequence[tuple[int, ...]]],
+    placed: Sequence[Sequence[tuple[int, int]]],
 ) -> Ranks:
-    """The slots of each pipeline in the order of its stages, of which ``wanted`` says the types."""
+    """The slots of each pipeline in the order of its stages, of which ``wanted`` says the kinds."""
     rows = []
     for row, places in zip(wanted, placed, strict=True):
-        of_type = {each: iter([slot for kind, slot in places if kind == each]) for each in set(row)}
-        rows.append(tuple(available[each].slots[next(of_type[each])] for each in row))
+        of_kind = {each: iter([slot for kind, slot in places if kind == each]) for each in set(row)}
+        rows.append(tuple(available[each][next(of_kind[each])] for each in row))
     return tuple(rows)
 
 
 def exchanged_places(ranks: Ranks, slots: Slots, slowest: int) -> Iterator[Ranks]:
-    """The ranks after each exchange of two slots of one type, those of the pipeline ``slowest`` first."""
-    type_of = {group: each for each, of_type in slots.items() for group in of_type.slots}
+    """The ranks after each exchange of two slots of one kind, those of the pipeline ``slowest`` first."""
+    kind_of = {group: each for each, of_kind in slots.items() for group in of_kind}
     used = [group for row in (ranks[slowest], *ranks[:slowest], *ranks[slowest + 1 :]) for group in row]
-    free = sorted(type_of.keys() - set(used))
+    free = sorted(kind_of.keys() - set(used))
     for one, other in itertools.chain(itertools.combinations(used, 2), itertools.product(used, free)):
-        if type_of[one] == type_of[other]:
+        if kind_of[one] == kind_of[other]:
             swap = {one: other, other: one}
             yield tuple(tuple(swap.get(group, group) for group in row) for row in ranks)
 
@@ -356,6 +320,8 @@ def look(topology: Topology, ranks: Ranks) -> object:
             node = topology.nodes[first.node]
             number = numbers.setdefault(first.node, len(numbers))
             speed = min(topology.devices[rank].speed for rank in group)
-            looks.append((number, node.cluster, node.inside, node.inside_bytes_per_second, node.nics, speed))
+            looks.append(
+                (first.kind, number, node.cluster, node.inside, node.inside_bytes_per_second, node.nics, speed)
+            )
         pipelines.append(tuple(looks))
     return tuple(pipelines)

@@ -1,0 +1,520 @@
+"""The price of pipelines whose stages hold several chunks of the model, and the best division of its blocks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cluster.all_reduce import concurrent_seconds
+from ..cluster.shared_hops import hop_channels
+from ..cluster.topology import Channel, Topology
+from ..profile.layer_profile import ModelProfile
+from ..stages.fixed_order import all_bounds
+from ..stages.pipeline import Slot
+from ..stages.rules import uniform_bounds
+from .draft import finished_plan
+from .pass_order import (
+    WEIGHT_SHARE,
+    ChunkTimes,
+    GraphSeconds,
+    PassOrder,
+    Schedule,
+    interleaved,
+    simulate_passes,
+    stages_of_chunks,
+    why_not_schedulable,
+    zero_bubble_v,
+)
+from .plan import ChunkPlan, Plan, Replica, StagePlan
+from .simulate import MAX_PASSES
+
+__all__ = [
+    *("MAX_GROUPS", "ChunkDivision", "ChunkedPipeline", "Ranks", "all_arrangements", "divide_blocks", "most_in_flight"),
+    *("price_chunks", "proportional_bounds", "stage_slots", "summing_seconds"),
+]
+
+
+Ranks = tuple[tuple[tuple[int, ...], ...], ...]
+"""``[replicas][stages][tensor parallel]``."""
+
+MAX_PASSES_TO_DIVIDE = 10_000
+"""Passes above which the blocks are divided for fewer micro-batches."""
+FORWARD_FACTORS = (1.0, 0.5, 2.0)
+"""Colossal-AI orders the passes of zbv for stages that are alike. For unequal stages, the order that it makes for other
+forward times than the mean is sometimes better."""
+
+
+def price_chunks(
+    topology: Topology,
+    profile: ModelProfile,
+    ranks: Sequence[Sequence[Sequence[int]]],
+    *,
+    schedule: Schedule,
+    chunks: int,
+    micro_batch: int,
+    global_batch: int,
+    bounds: Sequence[int] | None = None,
+    order_seconds: GraphSeconds | None = None,
+    method: str = "exact",
+    notes: Sequence[str] = (),
+) -> Plan:
+    """The plan with these ranks in these places, with its simulated time and its memory."""
+    stages, degree = len(ranks[0]), len(ranks[0][0])
+    micro_batches = _equal_micro_batches(global_batch, micro_batch, len(ranks))
+    problem = why_not_schedulable(schedule, stages, micro_batches)
+    if problem is not None:
+        raise ValueError(f"{micro_batches} micro-batches for {stages} stages: {problem}")
+    total = stages * chunks
+    if profile.blocks < total:
+        raise ValueError(
+            f"{profile.name} has {profile.blocks} blocks, but {stages} stages of {chunks} chunks need at least "
+            f"{total}; use fewer stages or chunks"
+        )
+    if 3 * total * micro_batches > MAX_PASSES:
+        raise ValueError(
+            f"{micro_batches:,} micro-batches in {total} chunks are too many passes to simulate; use larger "
+            "micro-batches"
+        )
+    lines = _Lines.of(topology, profile, ranks, schedule, chunks, micro_batch)
+    if bounds is None:
+        bounds, order_seconds = _divided(lines, micro_batches, method)
+    elif len(bounds) != total + 1 or list(bounds) != sorted({0, *bounds, profile.blocks}):
+        raise ValueError(
+            f"bounds={list(bounds)} do not cut {profile.blocks} blocks into {total} chunks; give {total + 1} numbers "
+            f"that rise from 0 to {profile.blocks}"
+        )
+    cut = np.array([bounds], dtype=np.int64)
+    if schedule == "zbv" and order_seconds is None:
+        order_seconds = min(
+            _variants(lines.mean_seconds(cut)),
+            key=lambda each: max(
+                float(row.seconds(cut)[0]) for row in lines.distinct(lines.order(micro_batches, each))
+            ),
+        )
+    pipelines = lines.pipelines(lines.order(micro_batches, order_seconds))
+    written = [
+        _replica(topology, groups, pipeline, cut, micro_batches)
+        for groups, pipeline in zip(ranks, pipelines, strict=True)
+    ]
+    gradient_bytes = [
+        sum(float(slot.costs.gradient_bytes[a:b].sum()) for a, b in stage.block_ranges)
+        for slot, stage in zip(pipelines[0].slots, written[0].stages, strict=True)
+    ]
+    synchronization = summing_seconds(topology, ranks, gradient_bytes)
+    return finished_plan(profile, written, method, degree, micro_batch, synchronization, notes, schedule, order_seconds)
+
+
+@dataclass(frozen=True, eq=False)
+class _Lines:
+    """The pipelines of all replicas without an order of passes."""
+
+    schedule: Schedule
+    chunks: int
+    """Chunks per stage."""
+    rows: tuple[ChunkedPipeline, ...]
+    """Pipeline of each replica; its order says which stage has which chunk, and has no passes."""
+
+    @classmethod
+    def of(
+        cls,
+        topology: Topology,
+        profile: ModelProfile,
+        ranks: Sequence[Sequence[Sequence[int]]],
+        schedule: Schedule,
+        chunks: int,
+        micro_batch: int,
+    ) -> _Lines:
+        stages, degree = len(ranks[0]), len(ranks[0][0])
+        stage_of = stages_of_chunks(schedule, stages, chunks)
+        lanes = _hop_lanes(ranks)
+        # The last stage sends to the first; of two stages that is the same channel as from the first to the last.
+        goes_round = schedule == "interleaved" and stages > 2
+        channels = hop_channels(topology, [[*lane, lane[0]] if goes_round else lane for lane in lanes])[::degree]
+        order = PassOrder(stage_of, ((),) * stages)
+        rows = tuple(
+            ChunkedPipeline(
+                stage_slots(topology, profile, groups, degree, micro_batch), _hops(stage_of, stages, row), order
+            )
+            for groups, row in zip(ranks, channels, strict=True)
+        )
+        return cls(schedule, chunks, rows)
+
+    def order(self, micro_batches: int, order_seconds: GraphSeconds | None) -> PassOrder:
+        stages = len(self.rows[0].slots)
+        if order_seconds is not None:
+            return zero_bubble_v(stages, micro_batches, order_seconds)
+        return interleaved(stages, self.chunks, micro_batches)
+
+    def pipelines(self, order: PassOrder) -> list[ChunkedPipeline]:
+        return [replace(row, order=order) for row in self.rows]
+
+    def distinct(self, order: PassOrder) -> list[ChunkedPipeline]:
+        """Pipelines without those that are as fast as another one."""
+        found = {(tuple(slot.kind for slot in row.slots), row.hops): row for row in self.rows}
+        return [replace(row, order=order) for row in found.values()]
+
+    def mean_seconds(self, cut: NDArray[np.int64]) -> GraphSeconds:
+        """Mean times of the chunks ``[1, chunks + 1]`` of the first replica, and of the messages between stages."""
+        times = self.rows[0].times(cut)
+        schedule = float(times.schedule_seconds.mean()) / 2
+        backward = float(times.backward_seconds.mean())
+        hops = times.hop_seconds[[number for number, hop in enumerate(self.rows[0].hops) if hop is not None]]
+        return GraphSeconds(
+            forward=float(times.forward_seconds.mean()) + schedule,
+            input_gradient=backward * (1 - WEIGHT_SHARE) + schedule,
+            weight_gradient=backward * WEIGHT_SHARE,
+            transfer=float(hops.mean()),
+        )
+
+
+def _hops(stage_of: Sequence[int], stages: int, channels: Sequence[Channel]) -> tuple[Channel | None, ...]:
+    """The channel over the cut behind each chunk except the last; ``channels[s]`` is behind stage s."""
+    hops: list[Channel | None] = []
+    for here, there in pairwise(stage_of):
+        if here == there:
+            hops.append(None)
+        elif abs(here - there) == 1:
+            hops.append(channels[min(here, there)])
+        else:
+            hops.append(channels[stages - 1])
+    return tuple(hops)
+
+
+def _divided(lines: _Lines, micro_batches: int, method: str) -> tuple[tuple[int, ...], GraphSeconds | None]:
+    """The bounds of the chunks, and the times from which the passes of ``zbv`` are ordered."""
+    first = lines.rows[0]
+    stages, total = len(first.slots), first.order.chunks
+    start = np.array(uniform_bounds(first.blocks, total)) if method == "uniform" else proportional_bounds(first)
+    means = lines.mean_seconds(start[None]) if lines.schedule == "zbv" else None
+    fewer = min(micro_batches, stages * max(MAX_PASSES_TO_DIVIDE // (3 * total * stages), 1))
+    best: tuple[float, tuple[int, ...], GraphSeconds | None] | None = None
+    for seconds in _variants(means):
+        pipelines = lines.distinct(lines.order(fewer, seconds))
+        if method == "uniform":
+            excess = max(float(pipeline.excess_bytes(start[None])[0]) for pipeline in pipelines)
+            took = max(float(pipeline.seconds(start[None])[0]) for pipeline in pipelines)
+            found = ChunkDivision(tuple(start.tolist()), took) if excess == 0 else None
+        else:
+            found = divide_blocks(pipelines)
+        if found is not None and (best is None or found.seconds < best[0]):
+            best = found.seconds, found.bounds, seconds
+    if best is None:
+        raise ValueError(
+            f"no division into {total} chunks that was tried fits into memory; use smaller micro-batches, more stages, "
+            "or devices with more memory"
+        )
+    return best[1], best[2]
+
+
+def _variants(means: GraphSeconds | None) -> list[GraphSeconds | None]:
+    """The mean times of the chunks, and the same with longer and shorter forwards, for other orders of the passes."""
+    if means is None:
+        return [None]
+    return [means.model_copy(update={"forward": means.forward * factor}) for factor in FORWARD_FACTORS]
+
+
+def _replica(
+    topology: Topology,
+    groups: Sequence[Sequence[int]],
+    pipeline: ChunkedPipeline,
+    cut: NDArray[np.int64],
+    micro_batches: int,
+) -> Replica:
+    times, memory = pipeline.times(cut), pipeline.memory_bytes(cut)[:, 0]
+    bounds, stage_of = cut[0].tolist(), pipeline.order.stage_of_chunk
+    forward, backward, schedule, hops = (
+        each[:, 0].tolist()
+        for each in (times.forward_seconds, times.backward_seconds, times.schedule_seconds, times.hop_seconds)
+    )
+    stages = []
+    for number, (group, slot) in enumerate(zip(groups, pipeline.slots, strict=True)):
+        own = [chunk for chunk, stage in enumerate(stage_of) if stage == number]
+        kind = topology.devices[group[0]].kind
+        overhead = kind.memory_bytes - slot.memory_bytes
+        stages.append(
+            StagePlan(
+                chunks=tuple(
+                    ChunkPlan(
+                        blocks=(bounds[chunk], bounds[chunk + 1]),
+                        forward_seconds=forward[chunk],
+                        backward_seconds=backward[chunk],
+                        schedule_seconds=schedule[chunk],
+                        hop_seconds=hops[chunk],
+                    )
+                    for chunk in own
+                ),
+                device=slot.name,
+                ranks=tuple(group),
+                node=topology.nodes[topology.devices[group[0]].node].name,
+                forward_seconds=sum(forward[chunk] for chunk in own),
+                backward_seconds=sum(backward[chunk] for chunk in own),
+                transfer_seconds=sum(hops[chunk] + (hops[chunk - 1] if chunk else 0.0) for chunk in own),
+                schedule_seconds=sum(schedule[chunk] for chunk in own),
+                update_seconds=float(times.update_seconds[number, 0]),
+                memory_bytes=float(memory[number]) + overhead,
+                memory_overhead_bytes=overhead,
+                memory_available_bytes=kind.memory_bytes,
+            )
+        )
+    seconds = float(pipeline.seconds(cut)[0])
+    return Replica(stages=tuple(stages), micro_batches=micro_batches, pipeline_seconds=seconds)
+
+
+# Arrangements --------------------------------------------------------------------------------------------------------
+
+
+MAX_GROUPS = 5
+"""Groups up to which all ways are tried: 5 groups form pipelines of at least 2 stages in 380 ways."""
+
+
+def all_arrangements(groups: Sequence[tuple[int, ...]]) -> Iterator[Ranks]:
+    """Every choice of groups in every order of stages, at least 2. The order of replicas does not matter."""
+    for stages in range(2, len(groups) + 1):
+        rows = list(itertools.permutations(groups, stages))
+        for replicas in range(1, len(groups) // stages + 1):
+            for chosen in itertools.combinations(rows, replicas):
+                if len(set(itertools.chain(*chosen))) == stages * replicas:
+                    yield chosen
+
+
+def _equal_micro_batches(global_batch: int, micro_batch: int, replicas: int) -> int:
+    micro_batches, left = divmod(global_batch, micro_batch * replicas)
+    if left or not micro_batches:
+        raise ValueError(
+            f"a global batch of {global_batch} samples cannot be divided into micro-batches of {micro_batch} for "
+            f"{replicas} replicas; use a multiple of {micro_batch * replicas}"
+        )
+    return micro_batches
+
+
+def _hop_lanes(ranks: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
+    """The ranks that send to each other from stage to stage: a lane per replica and place in the group."""
+    return [[group[place] for group in groups] for groups in ranks for place in range(len(groups[0]))]
+
+
+def stage_slots(
+    topology: Topology, profile: ModelProfile, groups: Sequence[Sequence[int]], degree: int, micro_batch: int
+) -> tuple[Slot, ...]:
+    """The slot of each stage, by the ranks of its tensor-parallel group."""
+    slots = []
+    for group in groups:
+        devices = [topology.devices[rank] for rank in group]
+        kinds = sorted({device.kind.name for device in devices})
+        if len(kinds) > 1 or len(group) != degree:
+            raise ValueError(
+                f"ranks {tuple(group)} ({', '.join(kinds)}) are not a tensor-parallel group of {degree} devices of one "
+                "kind"
+            )
+        speed = min(device.speed for device in devices)
+        costs = profile.costs(kinds[0], degree, micro_batch, speed)
+        slots.append(Slot(kinds[0], costs, costs.memory_for_blocks(devices[0].kind.usable_bytes, len(groups))))
+    return tuple(slots)
+
+
+def summing_seconds(
+    topology: Topology, ranks: Sequence[Sequence[Sequence[int]]], gradient_bytes: Sequence[float]
+) -> float:
+    """Seconds until all stages have summed their gradients over the replicas, all at the same time."""
+    groups, sizes = [], []
+    for stage, size in enumerate(gradient_bytes):
+        for place in range(len(ranks[0][stage])):
+            groups.append([replica[stage][place] for replica in ranks])
+            sizes.append(size)
+    return max(concurrent_seconds(topology, groups, sizes))
+
+
+# In flight -----------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=64)
+def most_in_flight(order: PassOrder) -> tuple[NDArray[np.int64], ...]:
+    """Micro-batches that each stage holds of each chunk at its fullest moments, ``[moments, chunks]``: until the
+    backward pass ends, or the pass for the gradients of the weights if there is one. The moment that needs most memory
+    depends on the sizes of the chunks, so all are returned that no other moment covers."""
+    released = "weight" if order.splits_backward else "backward"
+    peaks = []
+    for passes in order.passes:
+        held = [0] * order.chunks
+        moments: set[tuple[int, ...]] = set()
+        for each in passes:
+            if each.kind == "forward":
+                held[each.chunk] += 1
+                moments.add(tuple(held))
+            elif each.kind == released:
+                held[each.chunk] -= 1
+        rows = np.array(sorted(moments), dtype=np.int64)
+        covered = (rows[:, None, :] <= rows[None, :, :]).all(axis=2)
+        # Every moment covers itself.
+        peaks.append(rows[covered.sum(axis=1) == 1])
+    return tuple(peaks)
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkedPipeline:
+    """Stages in given slots, and their passes. ``bounds`` is ``[divisions, chunks + 1]``: chunk c has the blocks
+    ``[bounds[c], bounds[c + 1])``, at least one."""
+
+    slots: tuple[Slot, ...]
+    hops: tuple[Channel | None, ...]
+    """The channel over the cut behind each chunk except the last; None inside a stage."""
+    order: PassOrder
+
+    @property
+    def blocks(self) -> int:
+        return len(self.slots[0].costs.forward_seconds)
+
+    def times(self, bounds: NDArray[np.int64]) -> ChunkTimes:
+        """Times of the chunks, ``[chunks, divisions]``."""
+        stage_of, divisions = self.order.stage_of_chunk, len(bounds)
+        forward, backward, schedule, hops = (np.zeros((len(stage_of), divisions)) for _ in range(4))
+        update = np.zeros((len(self.slots), divisions))
+        for chunk, stage in enumerate(stage_of):
+            costs = self.slots[stage].costs
+            start, stop = bounds[:, chunk], bounds[:, chunk + 1]
+            forward[chunk] = costs.cumulative.forward_seconds[stop] - costs.cumulative.forward_seconds[start]
+            backward[chunk] = costs.cumulative.backward_seconds[stop] - costs.cumulative.backward_seconds[start]
+            update[stage] += costs.cumulative.update_seconds[stop] - costs.cumulative.update_seconds[start]
+            neighbors = stage_of[max(chunk - 1, 0) : chunk] + stage_of[chunk + 1 : chunk + 2]
+            schedule[chunk] = costs.schedule_seconds * sum(other != stage for other in neighbors)
+            channel = self.hops[chunk] if chunk < len(self.hops) else None
+            if channel is not None:
+                hops[chunk] = costs.hop_seconds(channel)[stop]
+        return ChunkTimes(forward, backward, schedule, hops, update)
+
+    def memory_bytes(self, bounds: NDArray[np.int64]) -> NDArray[np.float64]:
+        """State, and activations at the fullest moment, of each stage per device, ``[stages, divisions]``."""
+        memory = np.zeros((len(self.slots), len(bounds)))
+        for stage, (slot, moments) in enumerate(zip(self.slots, most_in_flight(self.order), strict=True)):
+            totals = slot.costs.cumulative
+            own = [chunk for chunk, other in enumerate(self.order.stage_of_chunk) if other == stage]
+            starts, stops = bounds[:, own].T, bounds[:, [chunk + 1 for chunk in own]].T
+            state = (totals.state_bytes[stops] - totals.state_bytes[starts]).sum(axis=0)
+            activations = totals.activation_bytes[stops] - totals.activation_bytes[starts]
+            memory[stage] = state + (moments[:, own] @ activations).max(axis=0)
+        return memory
+
+    def seconds(self, bounds: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Simulated time of an iteration with the optimizer step, without gradient synchronization, ``[divisions]``."""
+        times = self.times(bounds)
+        return np.asarray((simulate_passes(self.order, times) + times.update_seconds).max(axis=0))
+
+    def excess_bytes(self, bounds: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Bytes by which the fullest device exceeds its memory, ``[divisions]``; 0 if everything fits."""
+        available = np.array([slot.memory_bytes for slot in self.slots])
+        return np.asarray(np.maximum(self.memory_bytes(bounds) - available[:, None], 0.0).max(axis=0))
+
+
+# Chunk division ------------------------------------------------------------------------------------------------------
+# Divisions of the blocks over pipelines that are alike. If there are few, all are compared. Otherwise blocks are moved
+# from chunk to chunk, from several proportional divisions on, as long as that makes the simulated iteration shorter.
+
+
+MAX_COMPARED = 1_500
+"""Largest number of divisions that are all compared."""
+MAX_ROUNDS = 200
+"""Moves of blocks from each start."""
+MAX_PAIRS_OF_MOVES = 4_000
+"""Largest number of pairs of moves that are tried where no single move helps."""
+ROUNDING = 1e-12
+
+
+@dataclass(frozen=True)
+class ChunkDivision:
+    """Blocks of each chunk, as bounds ``[chunks + 1]``, and seconds of the slowest pipeline."""
+
+    bounds: tuple[int, ...]
+    seconds: float
+
+
+def divide_blocks(pipelines: Sequence[ChunkedPipeline], max_compared: int = MAX_COMPARED) -> ChunkDivision | None:
+    """The best division of the blocks that is found; None if none fits in memory, or there are too few blocks."""
+    first = pipelines[0]
+    chunks = first.order.chunks
+    if first.blocks < chunks:
+        return None
+    every = all_bounds(first.blocks, chunks)
+    if every is not None and len(every) <= max_compared:
+        return _best(pipelines, every)
+    starts = [proportional_bounds(pipeline) for pipeline in pipelines]
+    starts.append(np.asarray(uniform_bounds(first.blocks, chunks)))
+    found = [_improved(pipelines, start) for start in np.unique(starts, axis=0)]
+    return min((each for each in found if each is not None), key=lambda each: each.seconds, default=None)
+
+
+def proportional_bounds(pipeline: ChunkedPipeline) -> NDArray[np.int64]:
+    """Chunks of blocks in proportion to the speed of their stages, ``[chunks + 1]``; each has at least one."""
+    speeds = [1.0 / max(_work(pipeline, stage), 1e-30) for stage in pipeline.order.stage_of_chunk]
+    ideal = np.cumsum(speeds) / sum(speeds) * pipeline.blocks
+    chunks = len(speeds)
+    bounds = np.concatenate([[0], np.rint(ideal)]).astype(np.int64)
+    for chunk in range(1, chunks):
+        bounds[chunk] = min(max(bounds[chunk], bounds[chunk - 1] + 1), pipeline.blocks - (chunks - chunk))
+    return bounds
+
+
+def _work(pipeline: ChunkedPipeline, stage: int) -> float:
+    costs = pipeline.slots[stage].costs
+    return float(costs.forward_seconds.sum() + costs.backward_seconds.sum())
+
+
+def _improved(pipelines: Sequence[ChunkedPipeline], start: NDArray[np.int64]) -> ChunkDivision | None:
+    sizes = np.diff(start)
+    excess, seconds = (float(each[0]) for each in _prices(pipelines, start[None]))
+    for _ in range(MAX_ROUNDS):
+        moved = _moved(sizes)
+        found = _better(pipelines, moved, excess, seconds)
+        if found is None and 0 < len(moved) ** 2 <= MAX_PAIRS_OF_MOVES:
+            found = _better(pipelines, np.concatenate([_moved(each) for each in moved]), excess, seconds)
+        if found is None:
+            break
+        sizes, excess, seconds = found
+    return ChunkDivision((0, *np.cumsum(sizes).tolist()), seconds) if excess == 0 else None
+
+
+def _better(
+    pipelines: Sequence[ChunkedPipeline], sizes: NDArray[np.int64], excess: float, seconds: float
+) -> tuple[NDArray[np.int64], float, float] | None:
+    """The best of these ``sizes`` ``[divisions, chunks]``, with its excess bytes and seconds, if it is better."""
+    if not len(sizes):
+        return None
+    over, took = _prices(pipelines, np.pad(np.cumsum(sizes, axis=1), ((0, 0), (1, 0))))
+    best = np.lexsort((took, over))[0]
+    if (over[best], took[best]) < (excess, seconds * (1 - ROUNDING)):
+        return sizes[best], float(over[best]), float(took[best])
+    return None
+
+
+def _moved(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The sizes of chunks if one block, or half of the blocks, of a chunk goes to another one, ``[moves, chunks]``."""
+    chunks = len(sizes)
+    moved = [
+        sizes + blocks * (np.arange(chunks) == taker) - blocks * (np.arange(chunks) == giver)
+        for giver in np.flatnonzero(sizes > 1).tolist()
+        for taker in range(chunks)
+        if taker != giver
+        for blocks in sorted({1, int(sizes[giver]) // 2})
+    ]
+    return np.array(moved, dtype=np.int64).reshape(-1, chunks)
+
+
+def _best(pipelines: Sequence[ChunkedPipeline], bounds: NDArray[np.int64]) -> ChunkDivision | None:
+    excess, seconds = _prices(pipelines, bounds)
+    fits = np.flatnonzero(excess == 0)
+    if not len(fits):
+        return None
+    best = fits[seconds[fits].argmin()]
+    return ChunkDivision(tuple(bounds[best].tolist()), float(seconds[best]))
+
+
+def _prices(
+    pipelines: Sequence[ChunkedPipeline], bounds: NDArray[np.int64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Bytes by which memory is exceeded, and seconds of the slowest pipeline, each ``[divisions]``."""
+    excess = np.max([pipeline.excess_bytes(bounds) for pipeline in pipelines], axis=0)
+    return excess, np.max([pipeline.seconds(bounds) for pipeline in pipelines], axis=0)

@@ -1,0 +1,295 @@
+"""Better slots for pipelines: a neighborhood search from a draft, by exchanges of two slots and moves of one slot.
+
+Rules that look at kinds, memory and nodes one after the other miss good plans, by up to a half in random clusters of 16
+devices. Pipelines that are cut alike stay so: their slots are exchanged. Others may also differ in their numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from ..cluster.topology import Topology
+from ..cost.draft import Draft, DraftBuilder
+from ..cost.placed_pipelines import PlacedPipelines, Rows
+from ..cost.placement import Place, SlotPool
+from ..cost.ranked_plan import ranking_seconds
+from ..stages.fixed_order import all_bounds
+from .pipeline_bounds import PipelineBounds
+
+__all__ = ["Neighborhood", "starting_rows"]
+
+LEAST_GAIN = 1e-9
+"""Relative gain of a change, above rounding."""
+
+
+class Neighborhood:
+    """Neighbors of drafts of one pool. ``sums`` is the least time in which so many pipelines sum their gradients."""
+
+    def __init__(
+        self,
+        builder: DraftBuilder,
+        pool: SlotPool,
+        bounds: PipelineBounds,
+        sums: Callable[[int], float],
+        stages: Sequence[int] | None,
+        *,
+        all_slots: bool,
+    ) -> None:
+        self.builder = builder
+        self.pool = pool
+        self._bounds, self._sums = bounds, sums
+        self._stages = None if stages is None else frozenset(stages)
+        self._all_slots = all_slots
+        self._placed = PlacedPipelines(builder, pool)
+        self._power: list[float] = (1.0 / bounds.work_seconds).tolist()
+        places = [(kind, slot) for kind, each in enumerate(pool.kinds) for slot in range(len(each.slots))]
+        self._type = {place: (place[0], builder.node(pool, place)) for place in places}
+        """Kind and node of each slot: slots of one type are interchangeable."""
+        self._options: dict[tuple[int, ...], list[tuple[float, float]]] = {}
+
+    def start(self, pipelines: int, stages: int) -> Draft | None:
+        """Fastest of some ways to give out the slots to equal pipelines; None if none fits in memory."""
+        best, seen = None, set()
+        for rows in starting_rows(self.builder.topology, self.pool, pipelines, stages):
+            look = self._placed.look(rows)
+            if look not in seen:
+                seen.add(look)
+                best = self._placed.best(rows, best.seconds if best else float("inf")) or best
+        return best
+
+    def improved(self, draft: Draft, most: int, *, equal: bool) -> Draft:
+        """``draft``, or a faster one after at most ``most`` neighbors: of equal pipelines, or of any."""
+        best, left = draft, most
+        seen: set[object] = set()
+        found = True
+        while found and left > 0:
+            found = False
+            for rows in self._exchanged(best) if equal else self._moved(best):
+                look = self._placed.look(rows)
+                if look in seen:
+                    continue
+                seen.add(look)
+                left -= 1
+                better = self._better_equal(best, rows) if equal else self._better(best, rows)
+                if better is not None:
+                    best, found = better, True
+                if found or left <= 0:
+                    break
+        if equal and best is not draft and self._cuts_stay(best):
+            again = self.builder.build_placed(best.pool, best.rows, symmetric=True)
+            best = again if isinstance(again, Draft) and again.seconds < best.seconds else best
+        return best
+
+    # Equal pipelines ------------------------------------------------------------------------------------------------
+
+    def _cuts_stay(self, draft: Draft) -> bool:
+        """True if there are too many cuts to try them all; exchanges keep them then."""
+        bounds = draft.splits[0].bounds
+        return not self.builder.chooses_cuts or all_bounds(bounds[-1], len(bounds) - 1) is None
+
+    def _better_equal(self, draft: Draft, rows: Rows) -> Draft | None:
+        below = draft.seconds * (1 - LEAST_GAIN)
+        if not self._cuts_stay(draft):
+            return self._placed.best(rows, below)
+        bounds = [cut.bounds for cut in draft.splits]
+        found = self.builder.build_cut(self.pool, rows, bounds, draft.micro_batches, below)
+        return found if isinstance(found, Draft) and found.seconds < below else None
+
+    def _exchanged(self, draft: Draft) -> Iterator[Rows]:
+        """Rows after each exchange of two slots, also of one pipeline; those of the slowest pipeline first."""
+        slowest = max(range(len(draft.costs)), key=lambda number: draft.costs[number].seconds)
+        rows = draft.rows
+        used = [place for row in (rows[slowest], *rows[:slowest], *rows[slowest + 1 :]) for place in row]
+        for one, other in itertools.chain(itertools.combinations(used, 2), itertools.product(used, self._free(used))):
+            if self._type[one] != self._type[other]:
+                yield _swapped(rows, one, other)
+
+    def _free(self, used: Sequence[Place]) -> list[Place]:
+        """One slot of each type that is not used."""
+        free: dict[object, Place] = {}
+        for place in sorted(self._type.keys() - set(used)):
+            free.setdefault(self._type[place], place)
+        return list(free.values())
+
+    # Pipelines that may differ --------------------------------------------------------------------------------------
+
+    def _better(self, draft: Draft, rows: Rows) -> Draft | None:
+        ranking = draft.ranking_seconds
+        if not self._may_take_less(rows, ranking):
+            return None
+        found = self.builder.build_placed(self.pool, rows)
+        return found if isinstance(found, Draft) and found.ranking_seconds < ranking * (1 - LEAST_GAIN) else None
+
+    def _moved(self, draft: Draft) -> Iterator[Rows]:
+        """Rows after each change that is allowed and may be faster."""
+        ranking = draft.ranking_seconds
+        for rows in self._changed(draft):
+            lengths = [len(row) for row in rows]
+            if not lengths or not self.pool.allows(len(rows)) or max(lengths) > self._bounds.blocks:
+                continue
+            if self._all_slots and sum(lengths) < len(self._type):
+                continue
+            if sum(lengths) > self.pool.total_micro_batches:
+                continue
+            if self._stages is not None and not self._stages.issuperset(lengths):
+                continue
+            power = sum([self._power[kind] for row in rows for kind, _ in row])
+            if self.pool.total_micro_batches / power < ranking:
+                yield tuple(sorted(tuple(sorted(row)) for row in rows))
+
+    def _changed(self, draft: Draft) -> Iterator[Rows]:
+        """Rows after each change, the slowest pipeline first; one of those that differ only by slots of one type."""
+        order = sorted(range(len(draft.costs)), key=lambda number: -draft.costs[number].seconds)
+        rows = tuple(tuple(draft.rows[number]) for number in order)
+        free = self._free([place for row in rows for place in row])
+        alike = [tuple(sorted([self._type[place] for place in row])) for row in rows]
+        for source in _first_of_each(alike):
+            row, others = rows[source], [*rows[:source], *rows[source + 1 :]]
+            targets = _first_of_each([*alike[:source], *alike[source + 1 :]])
+            for moved in {self._type[place]: place for place in row}.values():
+                rest = tuple(place for place in row if place != moved)
+                left = [rest] if rest else []
+                yield (*others, *left)
+                if rest:
+                    yield (*others, rest, (moved,))
+                for at in targets:
+                    yield (*others[:at], (*others[at], moved), *others[at + 1 :], *left)
+        for taken in free:
+            yield (*rows, (taken,))
+            for at in _first_of_each(alike):
+                yield (*rows[:at], (*rows[at], taken), *rows[at + 1 :])
+        for one, other in self._pairs(rows, alike, free):
+            yield _swapped(rows, one, other)
+        pairs = list(itertools.combinations(range(len(rows)), 2))
+        for pair in _first_of_each([tuple(sorted((alike[first], alike[second]))) for first, second in pairs]):
+            first, second = pairs[pair]
+            kept = [row for number, row in enumerate(rows) if number not in (first, second)]
+            yield (*kept, (*rows[first], *rows[second]))
+        for at, row in enumerate(rows):
+            if len(row) > 2:
+                yield (*rows[:at], *rows[at + 1 :], row[::2], row[1::2])
+
+    def _pairs(self, rows: Rows, alike: Sequence[object], free: Sequence[Place]) -> Iterator[tuple[Place, Place]]:
+        """Pairs of slots of different types: of two pipelines, then one of a pipeline and one that is free."""
+        seen = set()
+        for (first, row), (second, further) in itertools.combinations(enumerate(rows), 2):
+            for one, other in itertools.product(row, further):
+                key = alike[first], self._type[one], alike[second], self._type[other]
+                if self._type[one] != self._type[other] and key not in seen:
+                    seen.add(key)
+                    yield one, other
+        for at in _first_of_each(alike):
+            for one in {self._type[place]: place for place in rows[at]}.values():
+                yield from ((one, other) for other in free if self._type[one] != self._type[other])
+
+    def _may_take_less(self, rows: Rows, ranking: float) -> bool:
+        """True if pipelines of these slots may be ranked before plans with so many :attr:`.Draft.ranking_seconds`."""
+        may_be_equal = len(set(map(len, rows))) == 1
+        seconds = ranking / ranking_seconds(1.0, equal=may_be_equal, plain=self.pool.pipelines is None) - self._sums(
+            len(rows)
+        )
+        run = 0
+        for kinds, pipelines in Counter(tuple(sorted([kind for kind, _ in row])) for row in rows).items():
+            most = max(
+                (int((seconds - first) / further * (1 + LEAST_GAIN) + LEAST_GAIN) + 1 if first <= seconds else 0)
+                for first, further in self._options_of(kinds)
+            )
+            if not most:
+                return False
+            run += pipelines * most
+        return run >= self.pool.total_micro_batches
+
+    def _options_of(self, kinds: tuple[int, ...]) -> Sequence[tuple[float, float]]:
+        """:meth:`.PipelineBounds.options` of these kinds; also computes those that differ by a slot, needed next."""
+        if kinds not in self._options:
+            number = len(self.pool.kinds)
+            counts, unit = np.bincount(kinds, minlength=number), np.eye(number + 1, number, dtype=np.int64)
+            near = (counts + unit[:, None] - unit[None, :]).reshape(-1, number)
+            near = near[(near >= 0).all(axis=1) & (near.sum(axis=1) >= 1) & (near.sum(axis=1) <= self._bounds.blocks)]
+            first, further = self._bounds.options(near)
+            for row, each in enumerate(near.tolist()):
+                named = tuple(itertools.chain.from_iterable([kind] * count for kind, count in enumerate(each)))
+                self._options[named] = list(zip(first[:, row].tolist(), further[:, row].tolist(), strict=True))
+        return self._options[kinds]
+
+
+def _swapped(rows: Sequence[Sequence[Place]], one: Place, other: Place) -> Rows:
+    swap = {one: other, other: one}
+    return tuple(tuple(swap.get(place, place) for place in row) for row in rows)
+
+
+def _first_of_each(values: Sequence[object]) -> list[int]:
+    first: dict[object, int] = {}
+    for number, value in enumerate(values):
+        first.setdefault(value, number)
+    return list(first.values())
+
+
+# Starting rows -------------------------------------------------------------------------------------------------------
+
+
+def starting_rows(topology: Topology, pool: SlotPool, pipelines: int, stages: int) -> Iterator[Rows]:
+    """Slots of each pipeline in the order of the stages, ``[pipelines][stages]``.
+
+    Slots of all nodes, and of nodes with faster networks only, are sorted by speed, memory or nearness, and given out
+    pipeline by pipeline or stage by stage, in this order and the opposite one within a pipeline.
+    """
+    number = pipelines * stages
+    nodes = topology.nodes
+    slots = [(kind, slot) for kind, each in enumerate(pool.kinds) for slot in range(len(each.slots))]
+    node_of = {(kind, slot): topology.devices[pool.kinds[kind].slots[slot][0]].node for kind, slot in slots}
+    network = {node: max((nic.bytes_per_second for nic in nodes[node].nics), default=0.0) for node in node_of.values()}
+
+    def work(place: Place) -> float:
+        return pool.kinds[place[0]].model_seconds
+
+    def in_groups(places: Sequence[Place], size: int) -> Iterator[list[Place]]:
+        yield from _in_groups(places, size, work, lambda place: node_of[place])
+        yield from _in_groups(places, size, work, lambda place: nodes[node_of[place]].nics)
+
+    for least in sorted(set(network.values())):
+        places = sorted(
+            (place for place in slots if network[node_of[place]] >= least),
+            key=lambda place: (work(place), node_of[place]),
+        )
+        if len(places) < number:
+            break
+        by_memory = sorted(places, key=lambda place: -pool.kinds[place[0]].memory_bytes)
+        for order in (places, by_memory, *in_groups(places, stages)):
+            yield from _both_ways([order[first * stages : (first + 1) * stages] for first in range(pipelines)])
+        for order in (places, by_memory, *in_groups(places, pipelines)):
+            yield from _both_ways([order[first:number:pipelines] for first in range(pipelines)])
+
+
+def _both_ways(rows: Sequence[Sequence[Place]]) -> Iterator[Rows]:
+    yield tuple(tuple(row) for row in rows)
+    yield tuple(tuple(row[::-1]) for row in rows)
+
+
+def _in_groups(
+    places: Sequence[Place], size: int, work: Callable[[Place], float], near: Callable[[Place], object]
+) -> Iterator[list[Place]]:
+    """Places in groups of ``size`` with equal ``near``, a node in a wide sense, and then those left over.
+
+    First come the fastest groups, or the fastest group of each node, or all groups of the largest node.
+    """
+    together: dict[object, list[Place]] = {}
+    for place in places:
+        together.setdefault(near(place), []).append(place)
+    groups, rest = [], []
+    largest_first = sorted(together.values(), key=lambda slots: (-len(slots), sum(map(work, slots))))
+    for number, slots in enumerate(largest_first):
+        for turn in range(len(slots) // size):
+            group = slots[turn * size : (turn + 1) * size]
+            groups.append((turn, sum(map(work, group)), number, group))
+        rest += slots[len(slots) // size * size :]
+    for ordered in (
+        sorted(groups, key=lambda each: each[1:3]),
+        sorted(groups, key=lambda each: each[:3]),
+        sorted(groups, key=lambda each: (each[2], each[0])),
+    ):
+        yield [*(place for *_, group in ordered for place in group), *sorted(rest, key=work)]

@@ -1,0 +1,302 @@
+"""The search for plans: degrees, devices of pipelines, layers of devices (AutoHet, Algorithm 1, extended).
+
+``search(Problem(...))`` returns the plans with the shortest predicted iterations, best first. A plan whose replicas are
+not alike, or one with recomputation or ZeRO stage 1, comes before simpler ones only if it is faster by 1 %.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ..cost.chunked_price import MAX_GROUPS, all_arrangements
+from ..cost.draft import Draft, DraftBuilder, simulated_seconds, write_plan
+from ..cost.placement import SlotPool
+from ..cost.plan import Plan
+from ..cost.ranked_plan import RankedPlan, prediction_error, ranking_seconds, ties_resolved
+from ..cost.runnable import NoPlanError
+from ..stages.rules import uniform_bounds
+from .chunked_plans import Candidate, ChunkedPlans, merged_by_time, ranked_by_time
+from .explanations import (
+    against_equal_replicas,
+    compare_with_launch_order,
+    impossible_degrees,
+    reason,
+    why_no_chunks,
+    why_nothing,
+)
+from .gap_goal import PLAIN, Effort, GapGoal, WorkBound
+from .iteration_bound import IterationBound
+from .pipeline_bounds import RelaxedPool
+from .plan_search import PlanSearch
+from .problem import Problem
+
+__all__ = ["Answer", "search"]
+
+
+SIMULATED = 8
+"""Plans of the method ``simulated``, and of each of some others, that are simulated to find the best one."""
+MAX_SHARDED = 24
+"""Pools with ZeRO stage 1 that are searched: the shortest expected plans."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Plans with the shortest predicted iteration, best first, each with the reason for its place."""
+
+    plans: tuple[RankedPlan, ...]
+    bound_seconds: float | None = None
+    """Seconds of an iteration that no plan is below; None if it was not computed."""
+
+    @property
+    def best(self) -> Plan:
+        return self.plans[0].plan
+
+    def of_files(self, cluster: Path, profile: Path) -> Answer:
+        """The answer with the names of these files in each plan."""
+        names = {"cluster": cluster.name, "profile": profile.name}
+        plans = tuple(replace(each, plan=each.plan.model_copy(update=names)) for each in self.plans)
+        return replace(self, plans=plans)
+
+
+def search(problem: Problem, *, keep: int = 5, compare: bool = False, effort: Effort = PLAIN) -> Answer:
+    """The best plans for a problem, best first; of those within the error of the profile, the simplest first.
+
+    Args:
+        keep: number of plans.
+        compare: the best plan also says how long it takes with uniform stages, and with ranks in the order of launch.
+        effort: limits of the search, and of the proof how good its result is.
+
+    Raises:
+        NoPlanError: if no plan fits; the message says why, and what would make one possible.
+        ValueError: if a wish cannot be met by any machines.
+    """
+    if keep < 1:
+        raise ValueError(f"keep={keep}: must be at least 1")
+    method = problem.method
+    seconds_of: Callable[[Draft], float] = simulated_seconds if method == "simulated" else lambda draft: draft.seconds
+    uniform = _uniform(problem) if compare and method != "uniform" else None
+    goal = _goal(problem, effort)
+    searches, drafts = _drafts(problem, max(keep, SIMULATED) if method == "simulated" else keep, goal)
+    if method == "simulated":
+        # The search compares plans by the closed form, and other plans can be faster in the simulation.
+        for other in ("exact", "uniform", "autohet"):
+            drafts += _drafts(replace(problem, method=other), SIMULATED, None)[1]
+    if method == "exact" and uniform is not None:
+        drafts += [draft for draft in uniform.found()[:1] if all(draft.seconds < each.seconds for each in drafts)]
+    drafts = sorted(drafts, key=lambda draft: _ranking(draft, seconds_of))
+    drafts = _different(drafts)[:keep] if "1f1b" in problem.schedules else []
+    chunked: list[RankedPlan] = []
+    if set(problem.schedules) != {"1f1b"}:
+        makes = ChunkedPlans(problem)
+        chunked = ranked_by_time(makes.plans(_pipelines_to_divide(problem, searches[0])), keep)
+        if not chunked and "1f1b" not in problem.schedules:
+            raise NoPlanError(why_no_chunks(problem.schedules, makes))
+    if not drafts and not chunked:
+        raise NoPlanError(why_nothing(problem, searches))
+    tried = sum(len(each.drafts) for each in searches)
+    ranked = [
+        RankedPlan(
+            write_plan(draft, problem.topology, problem.profile, method, impossible_degrees(searches) if first else ()),
+            reason(draft, drafts[0], tried, seconds_of),
+        )
+        for draft, first in zip(drafts, [True, *[False] * len(drafts)], strict=False)
+    ]
+    if chunked:
+        ranked = merged_by_time(ranked, chunked, keep)
+    ranked = ties_resolved(ranked, problem.profile)
+    bound = goal.lower_bound(min(each.plan.iteration_seconds for each in ranked)) if goal is not None else None
+    if compare:
+        found = [draft for each in searches for draft in each.found()]
+        best = _compared(problem, ranked, uniform, found)
+        ranked = [replace(ranked[0], plan=best), *ranked[1:]]
+    changes: dict[str, Any] = {} if bound is None else {"bound_seconds": bound}
+    return Answer(
+        tuple(
+            replace(
+                each,
+                plan=each.plan.model_copy(
+                    update=changes | {"relative_error": prediction_error(each.plan, problem.profile) or None}
+                ),
+            )
+            for each in ranked
+        ),
+        bound,
+    )
+
+
+def _uniform(problem: Problem) -> PlanSearch:
+    builder = DraftBuilder(problem.topology, "uniform", overlap=problem.overlap)
+    uniform = PlanSearch(replace(problem, unequal=False), problem.pools, builder)
+    uniform.run(1)
+    return uniform
+
+
+def _goal(problem: Problem, effort: Effort) -> GapGoal | None:
+    if effort.bound_seconds <= 0:
+        return None
+    if set(problem.schedules) != {"1f1b"} or problem.overlap:
+        return GapGoal(WorkBound(problem), effort)
+    return GapGoal(IterationBound([RelaxedPool(problem, pool) for pool in problem.pools]), effort)
+
+
+# Pools of one search -------------------------------------------------------------------------------------------------
+
+
+def _drafts(problem: Problem, keep: int, goal: GapGoal | None) -> tuple[list[PlanSearch], list[Draft]]:
+    """Searches of simple plans, then with recomputation, then with ZeRO stage 1; and the plans of all."""
+    builder = DraftBuilder(problem.topology, problem.method, overlap=problem.overlap)
+    is_enough = goal.is_enough if goal is not None else None
+    searches: list[PlanSearch] = []
+    drafts: list[Draft] = []
+    for pools in _families(problem):
+        below = min((draft.ranking_seconds for draft in drafts), default=math.inf)
+        if drafts and is_enough is not None and is_enough(min(draft.seconds for draft in drafts)):
+            break
+        chosen = pools(below)
+        if chosen:
+            searches.append(PlanSearch(problem, chosen, builder, below))
+            drafts += searches[-1].run(keep, is_enough)
+    return searches, drafts
+
+
+def _families(problem: Problem) -> Iterator[Callable[[float], list[SlotPool]]]:
+    """Functions from the ranking seconds of the best plan to the pools that are searched next."""
+    if 0 in problem.zero_stages:
+        yield lambda _: problem.pools
+        if problem.recompute:
+            yield lambda _: [
+                pool
+                for each in problem.pools
+                if _is_scarce(each) and (pool := problem.pool(each.tensor_parallel, each.micro_batch, recompute=True))
+            ]
+    if 1 in problem.zero_stages:
+        yield lambda below: _sharded(problem, below)
+
+
+def _is_scarce(pool: SlotPool) -> bool:
+    """True if the memory of some slot may not hold the model and the activations of as many stages as blocks."""
+    in_flight = min(pool.total_micro_batches, len(pool.kinds[0].costs.state_bytes))
+    return any(
+        kind.memory_in_pipeline(stages)
+        < float(kind.costs.cumulative.state_bytes[-1] + in_flight * kind.costs.cumulative.activation_bytes[-1])
+        for kind in pool.kinds
+        for stages in (1, 2)
+    )
+
+
+def _sharded(problem: Problem, below: float) -> list[SlotPool]:
+    """Pools with ZeRO stage 1 that are expected to have the shortest plans, all shorter than ``below``."""
+    fastest = max(channel.bytes_per_second for node in problem.topology.nodes for channel in (node.inside, *node.nics))
+    found: list[tuple[float, int, SlotPool]] = []
+    for plain in problem.pools:
+        if not _is_scarce(plain) and all(kind.costs.update_seconds.sum() == 0 for kind in plain.kinds):
+            continue
+        most = min(plain.slots, plain.total_micro_batches)
+        few = range(2, most + 1) if most <= FEW else (f * 2**p for f in (1, 3) for p in range(12))
+        for pipelines in sorted(number for number in few if 2 <= number <= most):
+            pool = problem.pool(
+                plain.tensor_parallel, plain.micro_batch, recompute=problem.recompute, pipelines=pipelines
+            )
+            assert pool is not None, "these slots were measured"
+            seconds = _expected_seconds(pool, fastest)
+            if seconds < below:
+                found.append((seconds, len(found), pool))
+    return [pool for *_, pool in sorted(found)[:MAX_SHARDED]]
+
+
+FEW = 8
+"""Slots up to which every number of pipelines is tried with ZeRO stage 1; else 2, 3, 4, 6, 8, 12, …"""
+
+
+def _expected_seconds(pool: SlotPool, bytes_per_second: float) -> float:
+    """Estimated seconds of the best plan: slots are busy except while pipelines fill, and sum over a fast network."""
+    assert pool.pipelines is not None
+    power = sum(len(kind.slots) / kind.model_seconds for kind in pool.kinds)
+    if pool.pipelines > int(sum(len(kind.slots) * kind.models_in_memory for kind in pool.kinds)):
+        return math.inf
+    gradients = min(float(kind.costs.gradient_bytes.sum()) for kind in pool.kinds)
+    update = min(float(kind.costs.update_seconds.sum()) for kind in pool.kinds)
+    filling = (pool.total_micro_batches + pool.slots - pool.pipelines) / power
+    summing = update * pool.pipelines + 2 * (pool.pipelines - 1) * gradients / bytes_per_second
+    return filling + summing / pool.slots
+
+
+def _ranking(draft: Draft, seconds_of: Callable[[Draft], float]) -> float:
+    return ranking_seconds(seconds_of(draft), equal=draft.is_equal, plain=draft.is_plain)
+
+
+def _different(drafts: Sequence[Draft]) -> list[Draft]:
+    """First of plans that differ only by devices of a kind, or by ZeRO stage 1 that gains nothing."""
+    kept: dict[object, Draft] = {}
+    for draft in drafts:
+        look = f"{draft.seconds:.6g}", draft.pool.tensor_parallel, tuple(cut.bounds for cut in draft.splits)
+        kept.setdefault((*look, tuple(draft.micro_batches)), draft)
+    return list(kept.values())
+
+
+def _compared(problem: Problem, ranked: Sequence[RankedPlan], uniform: PlanSearch | None, found: list[Draft]) -> Plan:
+    """The best plan with what it gains over uniform stages, equal replicas and the order of launch."""
+    best = ranked[0].plan
+    notes = list(best.notes)
+    if uniform is not None:
+        # A plan in the list can have uniform stages in an order that the method "uniform" does not try.
+        one_chunk = [each.plan for each in ranked if each.plan.schedule == "1f1b" and each.plan.symmetric]
+        seconds = [plan.iteration_seconds for plan in one_chunk if _has_uniform_stages(plan)]
+        seconds += [draft.seconds for draft in uniform.found()[:1]]
+        if not seconds:
+            notes.append(f"no plan with uniform stages: {why_nothing(problem, [uniform])}")
+        best = best.model_copy(update={"uniform_seconds": min(seconds, default=None)})
+    if not best.symmetric:
+        notes.append(against_equal_replicas(best, found))
+    launch_order = compare_with_launch_order(problem, best)
+    return best.model_copy(update={"notes": (*notes, launch_order) if launch_order else tuple(notes)})
+
+
+def _has_uniform_stages(plan: Plan) -> bool:
+    return all(
+        [stage.blocks for stage in replica.stages] == list(pairwise(uniform_bounds(plan.blocks, len(replica.stages))))
+        for replica in plan.replicas
+    )
+
+
+# Pipelines to divide over chunks -------------------------------------------------------------------------------------
+
+
+MAX_NUMBERS_OF_STAGES = 8
+"""Smallest numbers of stages for which pipelines to divide over chunks are searched."""
+
+
+def _pipelines_to_divide(problem: Problem, plain: PlanSearch) -> list[Candidate]:
+    """Pipelines that are alike, whose blocks can be divided over chunks: all of a few slots, else the best of 1F1B."""
+    world = len(problem.topology.devices)
+    max_slots = max(pool.slots for pool in problem.pools)
+    max_stages = min(max_slots, problem.profile.blocks // 2)
+    numbers = [n for n in range(2, max_stages + 1) if problem.stages is None or n in problem.stages]
+    drafts = plain.found()
+    if max_slots > MAX_GROUPS:
+        builder = DraftBuilder(problem.topology, "exact")
+        for number, pool in itertools.product(numbers[:MAX_NUMBERS_OF_STAGES], problem.pools):
+            part = PlanSearch(replace(problem, stages=[number], unequal=False), [pool], builder)
+            part.run(1)
+            drafts += part.found()
+    candidates: list[Candidate] = []
+    for draft in sorted(drafts, key=lambda each: each.seconds):
+        if draft.is_equal:
+            slots = [tuple(draft.pool.kinds[kind].slots[slot] for kind, slot in row) for row in draft.rows]
+            candidates.append((tuple(slots), draft.pool.micro_batch))
+    for pool in problem.pools:
+        if pool.slots <= MAX_GROUPS:
+            groups = [ranks for kind in pool.kinds for ranks in kind.slots]
+            candidates += [(ranks, pool.micro_batch) for ranks in all_arrangements(groups)]
+    devices = world if problem.all_devices else 0
+    return [
+        (ranks, size)
+        for ranks, size in candidates
+        if len(ranks[0]) in numbers and len(ranks) * len(ranks[0]) * len(ranks[0][0]) >= devices
+    ]
