@@ -62,27 +62,39 @@ class Neighborhood:
         return best
 
     def improved(self, draft: Draft, most: int, *, equal: bool) -> Draft:
-        """``draft``, or a faster one after at most ``most`` neighbors: of equal pipelines, or of any."""
-        best, left = draft, most
-        seen: set[object] = set()
-        found = True
-        while found and left > 0:
-            found = False
-            for rows in self._exchanged(best) if equal else self._moved(best):
-                look = self._placed.look(rows)
-                if look in seen:
-                    continue
-                seen.add(look)
-                left -= 1
-                better = self._better_equal(best, rows) if equal else self._better(best, rows)
-                if better is not None:
-                    best, found = better, True
-                if found or left <= 0:
-                    break
-        if equal and best is not draft and self._cuts_stay(best):
+        """``draft``, or a faster one after at most ``most`` neighbors of each kind: of equal pipelines, or of any."""
+        if not equal:
+            moved = self._climbed(draft, most, self._moved, self._better)
+            return self._climbed(moved, most, self._reordered, self._better)
+        best = self._climbed(draft, most, self._exchanged, self._better_equal)
+        if best is not draft and self._cuts_stay(best):
             again = self.builder.build_placed(best.pool, best.rows, symmetric=True)
             best = again if isinstance(again, Draft) and again.seconds < best.seconds else best
         return best
+
+    def _climbed(
+        self,
+        draft: Draft,
+        most: int,
+        neighbors: Callable[[Draft], Iterator[tuple[Rows, bool]]],
+        better: Callable[[Draft, Rows, bool], Draft | None],
+    ) -> Draft:
+        """The last of drafts of which each is the first better neighbor of the one before."""
+        seen: set[object] = set()
+        found: Draft | None = draft
+        while found is not None:
+            draft, found = found, None
+            for rows, in_order in neighbors(draft):
+                look = self._placed.look(rows) if not in_order else rows
+                if look in seen:
+                    continue
+                if len(seen) >= most:
+                    break
+                seen.add(look)
+                found = better(draft, rows, in_order)
+                if found is not None:
+                    break
+        return draft
 
     # Equal pipelines ------------------------------------------------------------------------------------------------
 
@@ -91,22 +103,39 @@ class Neighborhood:
         bounds = draft.splits[0].bounds
         return not self.builder.chooses_cuts or all_bounds(bounds[-1], len(bounds) - 1) is None
 
-    def _better_equal(self, draft: Draft, rows: Rows) -> Draft | None:
+    def _better_equal(self, draft: Draft, rows: Rows, in_order: bool) -> Draft | None:
         below = draft.seconds * (1 - LEAST_GAIN)
         if not self._cuts_stay(draft):
             return self._placed.best(rows, below)
         bounds = [cut.bounds for cut in draft.splits]
-        found = self.builder.build_cut(self.pool, rows, bounds, draft.micro_batches, below)
+        found = (
+            self.builder.build_placed(self.pool, rows, symmetric=True, in_order=True)
+            if in_order
+            else self.builder.build_cut(self.pool, rows, bounds, draft.micro_batches, below)
+        )
         return found if isinstance(found, Draft) and found.seconds < below else None
 
-    def _exchanged(self, draft: Draft) -> Iterator[Rows]:
-        """Rows after each exchange of two slots, also of one pipeline; those of the slowest pipeline first."""
-        slowest = max(range(len(draft.costs)), key=lambda number: draft.costs[number].seconds)
-        rows = draft.rows
-        used = [place for row in (rows[slowest], *rows[:slowest], *rows[slowest + 1 :]) for place in row]
-        for one, other in itertools.chain(itertools.combinations(used, 2), itertools.product(used, self._free(used))):
+    def _exchanged(self, draft: Draft) -> Iterator[tuple[Rows, bool]]:
+        """Rows in the opposite order, after each exchange of two stages in all pipelines, and then of two slots, also
+        of one pipeline; those of the slowest pipeline first. True for stages: their blocks go with them."""
+        yield tuple(tuple(row[::-1]) for row in draft.rows), True
+        for one, other in itertools.combinations(range(len(draft.rows[0])), 2):
+            if any(self._type[row[one]] != self._type[row[other]] for row in draft.rows):
+                yield tuple(_with_exchanged(row, one, other) for row in draft.rows), True
+        order = sorted(range(len(draft.costs)), key=lambda number: -draft.costs[number].seconds)
+        rows = [tuple(draft.rows[number]) for number in order]
+        free = self._free([place for row in rows for place in row])
+        # Of pipelines that are alike, two are enough: one of them, and one whose slots it gets.
+        alike: Counter[object] = Counter()
+        used: list[Place] = []
+        for row in rows:
+            look = self._placed.look((row,))
+            alike[look] += 1
+            if alike[look] <= 2:
+                used += row
+        for one, other in itertools.chain(itertools.combinations(used, 2), itertools.product(used, free)):
             if self._type[one] != self._type[other]:
-                yield _swapped(rows, one, other)
+                yield _swapped(rows, one, other), False
 
     def _free(self, used: Sequence[Place]) -> list[Place]:
         """One slot of each type that is not used."""
@@ -117,14 +146,14 @@ class Neighborhood:
 
     # Pipelines that may differ --------------------------------------------------------------------------------------
 
-    def _better(self, draft: Draft, rows: Rows) -> Draft | None:
+    def _better(self, draft: Draft, rows: Rows, in_order: bool) -> Draft | None:
         ranking = draft.ranking_seconds
         if not self._may_take_less(rows, ranking):
             return None
-        found = self.builder.build_placed(self.pool, rows)
+        found = self.builder.build_placed(self.pool, rows, in_order=in_order)
         return found if isinstance(found, Draft) and found.ranking_seconds < ranking * (1 - LEAST_GAIN) else None
 
-    def _moved(self, draft: Draft) -> Iterator[Rows]:
+    def _moved(self, draft: Draft) -> Iterator[tuple[Rows, bool]]:
         """Rows after each change that is allowed and may be faster."""
         ranking = draft.ranking_seconds
         for rows in self._changed(draft):
@@ -139,7 +168,18 @@ class Neighborhood:
                 continue
             power = sum([self._power[kind] for row in rows for kind, _ in row])
             if self.pool.total_micro_batches / power < ranking:
-                yield tuple(sorted(tuple(sorted(row)) for row in rows))
+                yield tuple(sorted(tuple(sorted(row)) for row in rows)), False
+
+    def _reordered(self, draft: Draft) -> Iterator[tuple[Rows, bool]]:
+        """Rows after each exchange of two stages of one pipeline, the slowest first; one of those that are alike."""
+        rows = tuple(map(tuple, draft.rows))
+        order = sorted(range(len(rows)), key=lambda number: -draft.costs[number].seconds)
+        for at in _first_of_each([self._placed.look((rows[number],)) for number in order]):
+            row = rows[order[at]]
+            for one, other in itertools.combinations(range(len(row)), 2):
+                if self._type[row[one]] != self._type[row[other]]:
+                    changed = _with_exchanged(row, one, other)
+                    yield (*rows[: order[at]], changed, *rows[order[at] + 1 :]), True
 
     def _changed(self, draft: Draft) -> Iterator[Rows]:
         """Rows after each change, the slowest pipeline first; one of those that differ only by slots of one type."""
@@ -220,6 +260,12 @@ class Neighborhood:
 def _swapped(rows: Sequence[Sequence[Place]], one: Place, other: Place) -> Rows:
     swap = {one: other, other: one}
     return tuple(tuple(swap.get(place, place) for place in row) for row in rows)
+
+
+def _with_exchanged(row: Sequence[Place], one: int, other: int) -> tuple[Place, ...]:
+    changed = list(row)
+    changed[one], changed[other] = changed[other], changed[one]
+    return tuple(changed)
 
 
 def _first_of_each(values: Sequence[object]) -> list[int]:

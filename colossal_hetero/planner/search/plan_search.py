@@ -35,8 +35,8 @@ EXCHANGES, MOVES = 6400, 3200
 """Neighbors of a draft that are tried, times devices."""
 MAX_TRIED = 400
 """Most of them: in clusters of a few devices, better plans are found within so many."""
-NEAR = 1.5
-"""Most times the best time, for drafts whose neighborhoods are searched."""
+NEAR, NEAR_KNOWN = 1.5, 1.05
+"""Most times the best time, for drafts whose neighborhoods are searched; and if a plan is known from other pools."""
 
 
 class PlanSearch:
@@ -60,6 +60,7 @@ class PlanSearch:
         self.problems: dict[int, str] = {}
         """Reasons why candidates could not be built, by tensor-parallel degree."""
         self.best_ranking = below
+        self._near = NEAR if below == np.inf else NEAR_KNOWN
 
     def run(self, keep: int, is_enough: Callable[[float], bool] | None = None) -> list[Draft]:
         """Best plans, best first; an empty list if there are none."""
@@ -198,6 +199,8 @@ class PlanSearch:
             if draft.is_equal:
                 best.setdefault((draft.pool, len(draft.splits), len(draft.splits[0].order)), draft)
         world = len(self.topology.devices)
+        if self._near < NEAR and not any(each.seconds <= self._near * self._below for each in best.values()):
+            return
         worth = {
             (self.pools[shape.pool], shape.pipelines, shape.stages): shape.seconds
             for shape in shapes(self.pools, self.bounds, self.problem.stages)
@@ -209,7 +212,7 @@ class PlanSearch:
                 best[shape] = found
         chosen = sorted((shape for shape in best if shape in worth), key=lambda shape: best[shape].seconds)
         for shape in chosen[:MAX_IMPROVED]:
-            if worth[shape] < self._below:
+            if worth[shape] < self._below and best[shape].seconds <= self._near * self._below:
                 draft = self._neighborhood(shape[0]).improved(best[shape], self._tried(EXCHANGES), equal=True)
                 self._add(("exchanged", *shape), draft)
 
@@ -221,7 +224,7 @@ class PlanSearch:
         for draft in self.found():
             best.setdefault((draft.pool, len(draft.splits)), draft)
         for draft in list(best.values())[:MAX_IMPROVED]:
-            if draft.ranking_seconds <= NEAR * self.best_ranking:
+            if draft.ranking_seconds <= self._near * self.best_ranking:
                 better = self._neighborhood(draft.pool).improved(draft, self._tried(MOVES), equal=False)
                 self._add(("moved", draft.pool, len(draft.splits)), better)
 
