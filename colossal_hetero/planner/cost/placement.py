@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations_with_replacement, islice, pairwise
 
 import numpy as np
@@ -200,6 +201,11 @@ class SlotPool:
     @property
     def devices(self) -> int:
         return self.slots * self.tensor_parallel
+
+    @cached_property
+    def place_of(self) -> dict[tuple[int, ...], Place]:
+        """Place of each slot by its ranks."""
+        return {ranks: (kind, slot) for kind, each in enumerate(self.kinds) for slot, ranks in enumerate(each.slots)}
 
     def allows(self, pipelines: int) -> bool:
         return self.pipelines in (None, pipelines)

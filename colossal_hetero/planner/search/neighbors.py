@@ -64,7 +64,9 @@ class Neighborhood:
     def improved(self, draft: Draft, most: int, *, equal: bool) -> Draft:
         """``draft``, or a faster one after at most ``most`` neighbors of each kind: of equal pipelines, or of any."""
         if not equal:
-            moved = self._climbed(draft, most, self._moved, self._better)
+            # First the same slots, with cuts and micro-batches of each pipeline.
+            loose = self._better(draft, tuple(map(tuple, draft.rows)), True) or draft
+            moved = self._climbed(loose, most, self._moved, self._better)
             return self._climbed(moved, most, self._reordered, self._better)
         best = self._climbed(draft, most, self._exchanged, self._better_equal)
         if best is not draft and self._cuts_stay(best):
@@ -85,7 +87,7 @@ class Neighborhood:
         while found is not None:
             draft, found = found, None
             for rows, in_order in neighbors(draft):
-                look = self._placed.look(rows) if not in_order else rows
+                look = self._placed.look(rows)
                 if look in seen:
                     continue
                 if len(seen) >= most:
@@ -116,12 +118,10 @@ class Neighborhood:
         return found if isinstance(found, Draft) and found.seconds < below else None
 
     def _exchanged(self, draft: Draft) -> Iterator[tuple[Rows, bool]]:
-        """Rows in the opposite order, after each exchange of two stages in all pipelines, and then of two slots, also
-        of one pipeline; those of the slowest pipeline first. True for stages: their blocks go with them."""
-        yield tuple(tuple(row[::-1]) for row in draft.rows), True
-        for one, other in itertools.combinations(range(len(draft.rows[0])), 2):
-            if any(self._type[row[one]] != self._type[row[other]] for row in draft.rows):
-                yield tuple(_with_exchanged(row, one, other) for row in draft.rows), True
+        """Rows with other orders of the stages in all pipelines, and then after each exchange of two slots, those of
+        the slowest pipeline first. True for orders: blocks go with their stages."""
+        for order in _orders(len(draft.rows[0])):
+            yield tuple(tuple([row[at] for at in order]) for row in draft.rows), True
         order = sorted(range(len(draft.costs)), key=lambda number: -draft.costs[number].seconds)
         rows = [tuple(draft.rows[number]) for number in order]
         free = self._free([place for row in rows for place in row])
@@ -171,15 +171,14 @@ class Neighborhood:
                 yield tuple(sorted(tuple(sorted(row)) for row in rows)), False
 
     def _reordered(self, draft: Draft) -> Iterator[tuple[Rows, bool]]:
-        """Rows after each exchange of two stages of one pipeline, the slowest first; one of those that are alike."""
+        """Rows with other orders of the stages of one pipeline, the slowest first; one of those that are alike."""
         rows = tuple(map(tuple, draft.rows))
         order = sorted(range(len(rows)), key=lambda number: -draft.costs[number].seconds)
         for at in _first_of_each([self._placed.look((rows[number],)) for number in order]):
             row = rows[order[at]]
-            for one, other in itertools.combinations(range(len(row)), 2):
-                if self._type[row[one]] != self._type[row[other]]:
-                    changed = _with_exchanged(row, one, other)
-                    yield (*rows[: order[at]], changed, *rows[order[at] + 1 :]), True
+            for places in _orders(len(row)):
+                changed = tuple([row[place] for place in places])
+                yield (*rows[: order[at]], changed, *rows[order[at] + 1 :]), True
 
     def _changed(self, draft: Draft) -> Iterator[Rows]:
         """Rows after each change, the slowest pipeline first; one of those that differ only by slots of one type."""
@@ -262,10 +261,18 @@ def _swapped(rows: Sequence[Sequence[Place]], one: Place, other: Place) -> Rows:
     return tuple(tuple(swap.get(place, place) for place in row) for row in rows)
 
 
-def _with_exchanged(row: Sequence[Place], one: int, other: int) -> tuple[Place, ...]:
-    changed = list(row)
-    changed[one], changed[other] = changed[other], changed[one]
-    return tuple(changed)
+def _orders(stages: int) -> Iterator[list[int]]:
+    """Orders of stages near the present one: the opposite one, and with one stage moved or two exchanged."""
+    present = list(range(stages))
+    yield present[::-1]
+    for one, other in itertools.permutations(present, 2):
+        moved = [*present[:one], *present[one + 1 :]]
+        moved.insert(other, one)
+        yield moved
+        if one < other - 1:
+            exchanged = list(present)
+            exchanged[one], exchanged[other] = other, one
+            yield exchanged
 
 
 def _first_of_each(values: Sequence[object]) -> list[int]:

@@ -7,6 +7,7 @@ those of each kind alone, so that a mixed plan is never slower than leaving the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ from ..cost.draft import Draft, DraftBuilder
 from ..cost.placement import SlotPool
 from ..cost.ranked_plan import MIN_GAIN
 from .equal_rows import EqualRows, Shape, mixed_shapes, shapes
-from .few_slots import FewSlots
+from .few_slots import MAX_EQUAL, FewSlots
 from .gradient_bounds import GradientBounds
 from .neighbors import Neighborhood
 from .pipeline_bounds import PipelineBounds
@@ -27,14 +28,14 @@ __all__ = ["PlanSearch"]
 
 MAX_ROWS = 16
 """Rows that are built for a set of kinds of devices, in the order of their bounds."""
+MAX_LEFT_OUT = 2
+"""Speeds of networks, from the slowest on, whose nodes are left out by turns."""
 MAX_GROUPED = 24
 """Pools for which unequal groups are formed, the shortest expected plans first."""
-MAX_IMPROVED = 12
-"""Shapes of equal pipelines, and numbers of unequal ones, whose neighborhoods are searched."""
-EXCHANGES, MOVES = 6400, 3200
-"""Neighbors of a draft that are tried, times devices."""
-MAX_TRIED = 400
-"""Most of them: in clusters of a few devices, better plans are found within so many."""
+IMPROVED, MAX_IMPROVED = 192, 12
+"""Shapes of equal pipelines, and numbers of unequal ones, whose neighborhoods are searched, times devices."""
+EXCHANGES, MOVES, MAX_TRIED = 6400, 3200, 400
+"""Neighbors of a draft that are tried, times devices: in clusters of a few, better plans are found within so many."""
 NEAR, NEAR_KNOWN = 1.5, 1.05
 """Most times the best time, for drafts whose neighborhoods are searched; and if a plan is known from other pools."""
 
@@ -42,11 +43,14 @@ NEAR, NEAR_KNOWN = 1.5, 1.05
 class PlanSearch:
     """Search over the slots of some pools, all with or all without recomputation and ZeRO stage 1."""
 
-    def __init__(self, problem: Problem, pools: Sequence[SlotPool], builder: DraftBuilder, below: float = np.inf):
-        """``below`` are ranking seconds of a plan that is known; see :func:`.ranking_seconds`."""
+    def __init__(
+        self, problem: Problem, pools: Sequence[SlotPool], builder: DraftBuilder, known: Sequence[Draft] = ()
+    ) -> None:
+        """``known`` are plans from searches in other pools, best first; their slots are starts, too."""
+        below = known[0].ranking_seconds if known else np.inf
         self.problem = problem
         self.topology = problem.topology
-        self.pools = pools
+        self.pools = pools = [*pools, *_on_faster_networks(problem, pools)]
         self.builder = builder
         plain = pools[0].pipelines is None and pools[0].kinds[0].recomputed is None
         self._factor = 1.0 if plain else MIN_GAIN
@@ -60,6 +64,7 @@ class PlanSearch:
         self.problems: dict[int, str] = {}
         """Reasons why candidates could not be built, by tensor-parallel degree."""
         self.best_ranking = below
+        self._known = known
         self._near = NEAR if below == np.inf else NEAR_KNOWN
 
     def run(self, keep: int, is_enough: Callable[[float], bool] | None = None) -> list[Draft]:
@@ -81,9 +86,9 @@ class PlanSearch:
         # Earlier steps do not depend on it, so the best equal replicas are those of a search for equal ones only.
         unequal = [self._try_unequal] if self.problem.unequal else []
         if self.builder.chooses_cuts and all(each.are_few for each in self._all_of_few()):
-            return [self._try_equal, self._try_all_of_few]
+            return [self._try_known, self._try_equal, *unequal, self._try_all_of_few]
         moves = [self._move] if self.problem.unequal else []
-        return [self._try_equal, self._exchange, *unequal, *moves, self._try_all_of_few]
+        return [self._try_known, self._try_equal, self._exchange, *unequal, *moves, self._try_all_of_few]
 
     def found(self) -> list[Draft]:
         """All candidates that were built and may be returned, best first."""
@@ -109,6 +114,18 @@ class PlanSearch:
             self.best_ranking = min(self.best_ranking, draft.ranking_seconds)
 
     # Starts -------------------------------------------------------------------------------------------------
+
+    def _try_known(self) -> None:
+        """Try the slots of plans that are known, as they are in these pools."""
+        for number, draft in enumerate(self._known[:MAX_ROWS]):
+            slots = [[draft.pool.kinds[kind].slots[slot] for kind, slot in row] for row in draft.rows]
+            for pool in self.pools:
+                same = (pool.tensor_parallel, pool.micro_batch) == (draft.pool.tensor_parallel, draft.pool.micro_batch)
+                if same and pool.allows(len(slots)) and all(ranks in pool.place_of for row in slots for ranks in row):
+                    rows = [[pool.place_of[ranks] for ranks in row] for row in slots]
+                    found = self.builder.build_placed(pool, rows, symmetric=draft.is_equal, in_order=True)
+                    if isinstance(found, Draft):
+                        self._add(("known", pool, number), found)
 
     def _try_equal(self) -> None:
         world = len(self.topology.devices)
@@ -151,7 +168,7 @@ class PlanSearch:
 
     def _try_unequal(self) -> None:
         kinds = self._device_kinds()
-        alone = () if self.all_devices else (frozenset([kind]) for kind in sorted(kinds))
+        alone = [] if self.all_devices or self._near < NEAR else [frozenset([kind]) for kind in sorted(kinds)]
         for allowed in dict.fromkeys([kinds, *alone]):
             self._try_groups(allowed)
 
@@ -206,14 +223,15 @@ class PlanSearch:
             for shape in shapes(self.pools, self.bounds, self.problem.stages)
             if shape.seconds < self._below and (not self.all_devices or self._devices(shape) == world)
         }
-        for shape in list(worth)[: self._tried(EXCHANGES)]:
+        for shape in list(worth)[: self._limit(EXCHANGES)]:
             found = self._neighborhood(shape[0]).start(*shape[1:])
             if found is not None and (shape not in best or found.seconds < best[shape].seconds):
                 best[shape] = found
+                self._add(("start", *shape), found)
         chosen = sorted((shape for shape in best if shape in worth), key=lambda shape: best[shape].seconds)
-        for shape in chosen[:MAX_IMPROVED]:
+        for shape in chosen[: self._limit(IMPROVED, MAX_IMPROVED)]:
             if worth[shape] < self._below and best[shape].seconds <= self._near * self._below:
-                draft = self._neighborhood(shape[0]).improved(best[shape], self._tried(EXCHANGES), equal=True)
+                draft = self._neighborhood(shape[0]).improved(best[shape], self._limit(EXCHANGES), equal=True)
                 self._add(("exchanged", *shape), draft)
 
     def _move(self) -> None:
@@ -223,9 +241,9 @@ class PlanSearch:
         best: dict[tuple[SlotPool, int], Draft] = {}
         for draft in self.found():
             best.setdefault((draft.pool, len(draft.splits)), draft)
-        for draft in list(best.values())[:MAX_IMPROVED]:
+        for draft in list(best.values())[: self._limit(IMPROVED, MAX_IMPROVED)]:
             if draft.ranking_seconds <= self._near * self.best_ranking:
-                better = self._neighborhood(draft.pool).improved(draft, self._tried(MOVES), equal=False)
+                better = self._neighborhood(draft.pool).improved(draft, self._limit(MOVES), equal=False)
                 self._add(("moved", draft.pool, len(draft.splits)), better)
 
     def _neighborhood(self, pool: SlotPool) -> Neighborhood:
@@ -239,8 +257,8 @@ class PlanSearch:
             all_slots=self.all_devices,
         )
 
-    def _tried(self, times_devices: int) -> int:
-        return min(max(times_devices // len(self.topology.devices), 1), MAX_TRIED)
+    def _limit(self, times_devices: int, most: int = MAX_TRIED) -> int:
+        return min(max(times_devices // len(self.topology.devices), 2), most)
 
     def _all_of_few(self) -> list[FewSlots]:
         """All plans of each pool: first those that are cut alike, then the others if they are wanted."""
@@ -285,6 +303,24 @@ class PlanSearch:
         gradients = GradientBounds(self.topology, pool)
         most = gradients.slots_in_a_node
         return lambda pipelines: gradients.of_pipelines(pipelines) if pipelines > most else 0.0
+
+
+def _on_faster_networks(problem: Problem, pools: Sequence[SlotPool]) -> list[SlotPool]:
+    """Pools without the nodes that have the slowest networks: plans of all slots often miss their best plans."""
+    nodes, links = problem.topology.nodes, pools[0].links
+    fastest = [
+        max((channel.bytes_per_second for channel in links.from_kind(int(kind))), default=0.0)
+        for kind in links.node_kind
+    ]
+    found = []
+    for least in sorted(set(fastest))[1 : 1 + MAX_LEFT_OUT]:
+        fast = {rank for node, rate in zip(nodes, fastest, strict=True) if rate >= least for rank in node.devices}
+        for pool in pools:
+            slots = [tuple(ranks for ranks in kind.slots if fast.issuperset(ranks)) for kind in pool.kinds]
+            kinds = tuple(replace(kind, slots=each) for kind, each in zip(pool.kinds, slots, strict=True) if each)
+            if kinds and pool.slots > MAX_EQUAL:
+                found.append(replace(pool, kinds=kinds))
+    return found
 
 
 def _diverse(ranked: Sequence[Draft], keep: int) -> list[Draft]:

@@ -33,7 +33,7 @@ from .explanations import (
 from .gap_goal import PLAIN, Effort, GapGoal, WorkBound
 from .iteration_bound import IterationBound
 from .pipeline_bounds import RelaxedPool
-from .plan_search import PlanSearch
+from .plan_search import MAX_ROWS, PlanSearch
 from .problem import Problem
 
 __all__ = ["Answer", "search"]
@@ -155,18 +155,20 @@ def _drafts(problem: Problem, keep: int, goal: GapGoal | None) -> tuple[list[Pla
     searches: list[PlanSearch] = []
     drafts: list[Draft] = []
     for pools in _families(problem):
-        below = min((draft.ranking_seconds for draft in drafts), default=math.inf)
-        if drafts and is_enough is not None and is_enough(min(draft.seconds for draft in drafts)):
+        known = sorted(
+            itertools.chain.from_iterable(each.found() for each in searches), key=lambda draft: draft.ranking_seconds
+        )
+        if known and is_enough is not None and is_enough(min(draft.seconds for draft in known)):
             break
-        chosen = pools(below)
+        chosen = pools(known)
         if chosen:
-            searches.append(PlanSearch(problem, chosen, builder, below))
+            searches.append(PlanSearch(problem, chosen, builder, known))
             drafts += searches[-1].run(keep, is_enough)
     return searches, drafts
 
 
-def _families(problem: Problem) -> Iterator[Callable[[float], list[SlotPool]]]:
-    """Functions from the ranking seconds of the best plan to the pools that are searched next."""
+def _families(problem: Problem) -> Iterator[Callable[[Sequence[Draft]], list[SlotPool]]]:
+    """Functions from the plans that are known, best first, to the pools that are searched next."""
     if 0 in problem.zero_stages:
         yield lambda _: problem.pools
         if problem.recompute:
@@ -176,7 +178,7 @@ def _families(problem: Problem) -> Iterator[Callable[[float], list[SlotPool]]]:
                 if _is_scarce(each) and (pool := problem.pool(each.tensor_parallel, each.micro_batch, recompute=True))
             ]
     if 1 in problem.zero_stages:
-        yield lambda below: _sharded(problem, below)
+        yield lambda known: _sharded(problem, known)
 
 
 def _is_scarce(pool: SlotPool) -> bool:
@@ -190,21 +192,24 @@ def _is_scarce(pool: SlotPool) -> bool:
     )
 
 
-def _sharded(problem: Problem, below: float) -> list[SlotPool]:
-    """Pools with ZeRO stage 1 that are expected to have the shortest plans, all shorter than ``below``."""
+def _sharded(problem: Problem, known: Sequence[Draft]) -> list[SlotPool]:
+    """Pools with ZeRO stage 1 of the best plans that are known, and those that are expected to have shorter ones."""
+    below = known[0].ranking_seconds if known else math.inf
+    of_known = {(draft.pool.tensor_parallel, draft.pool.micro_batch, len(draft.splits)) for draft in known[:MAX_ROWS]}
     fastest = max(channel.bytes_per_second for node in problem.topology.nodes for channel in (node.inside, *node.nics))
     found: list[tuple[float, int, SlotPool]] = []
     for plain in problem.pools:
         if not _is_scarce(plain) and all(kind.costs.update_seconds.sum() == 0 for kind in plain.kinds):
             continue
         most = min(plain.slots, plain.total_micro_batches)
-        few = range(2, most + 1) if most <= FEW else (f * 2**p for f in (1, 3) for p in range(12))
-        for pipelines in sorted(number for number in few if 2 <= number <= most):
+        powers = {f * 2**p for f in (1, 3) for p in range(12)} | {number for *_, number in of_known}
+        for pipelines in range(2, most + 1) if most <= FEW else sorted(n for n in powers if 2 <= n <= most):
             pool = problem.pool(
                 plain.tensor_parallel, plain.micro_batch, recompute=problem.recompute, pipelines=pipelines
             )
             assert pool is not None, "these slots were measured"
-            seconds = _expected_seconds(pool, fastest)
+            is_known = (plain.tensor_parallel, plain.micro_batch, pipelines) in of_known
+            seconds = 0.0 if is_known else _expected_seconds(pool, fastest)
             if seconds < below:
                 found.append((seconds, len(found), pool))
     return [pool for *_, pool in sorted(found)[:MAX_SHARDED]]

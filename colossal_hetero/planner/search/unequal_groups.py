@@ -300,8 +300,8 @@ PRECISION = 1e-3
 MIN_SHARE = 0.9
 """Balanced stages may take the wanted time divided by this: stages that are not balanced can be faster."""
 
-MAX_WITHOUT_SUMS = 48
-"""Most devices for which groups that are best without sums are tried too; with more, that takes 1.5 times as long."""
+MAX_DEALT = 48
+"""Most devices for which groups of every number are tried: the best number by bounds need not be the best."""
 
 Groups = list[tuple[int, ...]]
 """Slots by kind of each pipeline, ``[pipelines][kinds]``."""
@@ -343,10 +343,9 @@ class UnequalGroups:
     def candidates(
         self, stages: Sequence[int] | None, below: float = np.inf, *, may_be_idle: bool = True
     ) -> list[Groups]:
-        found = [*self._balanced(below, may_be_idle, self.sums), *self._of_one_kind()]
-        if self.pool.devices <= MAX_WITHOUT_SUMS:
-            # Sums can take longer than their bound, so a number of pipelines for which it is small can seem too good.
-            found += self._balanced(below, may_be_idle, lambda pipelines: 0.0)
+        found = [*self._balanced(below, may_be_idle, self.sums), *self._of_one_device()]
+        if self.pool.devices <= MAX_DEALT:
+            found += self._dealt()
         distinct: dict[tuple[tuple[int, ...], ...], None] = dict.fromkeys(tuple(sorted(each)) for each in found)
         return [
             list(each)
@@ -384,24 +383,38 @@ class UnequalGroups:
                 whole[:, present] = grouping.groups
                 yield [tuple(row) for row in whole.tolist()]
 
-    def _of_one_kind(self) -> Iterator[Groups]:
-        """Pipelines of one kind each: of each kind as many as memory allows, half as many, a quarter, …"""
-        bound, total = self.bounds, self.pool.total_micro_batches
-        available: list[int] = self._available.tolist()
-        unit = np.eye(len(available), dtype=np.int64)
-        max_pipelines = []
-        for kind, count in enumerate(available):
-            lengths = np.arange(1, min(count, bound.blocks) + 1)
-            held = lengths[bound.fits(lengths[:, None] * unit[kind], np.full(len(lengths), total))]
-            max_pipelines.append(count // int(held[0]) if len(held) else 0)
+    def _dealt(self) -> Iterator[Groups]:
+        """Every number of pipelines, with all slots given out: the strongest first, each to the weakest pipeline."""
+        slots = np.repeat(np.arange(len(self._available)), self._available)[::-1].tolist()
+        power = (1.0 / self.bounds.work_seconds).tolist()
+        for number in range(1, min(len(slots), self.pool.total_micro_batches) + 1):
+            groups = [[0] * len(self._available) for _ in range(number)]
+            weakest = [(0.0, at) for at in range(number)]
+            for kind in slots:
+                reached, at = weakest[0]
+                groups[at][kind] += 1
+                heapq.heapreplace(weakest, (reached + power[kind], at))
+            yield [tuple(group) for group in groups]
+
+    def _of_one_device(self) -> Iterator[Groups]:
+        """Pipelines of one device each, of like speeds: of each device as many as memory allows, a half of them, …"""
+        bound, total, number = self.bounds, self.pool.total_micro_batches, len(self._available)
+        unit = np.eye(number, dtype=np.int64)
+        slots: dict[str, list[int]] = {}
+        for kind, count in enumerate(self._available.tolist()):
+            slots.setdefault(self.pool.kinds[kind].device, []).extend([kind] * count)
+        most: dict[str, int] = {}
+        for device, kinds in slots.items():
+            lengths = np.arange(1, min(len(kinds), bound.blocks) + 1)
+            held = bound.fits(lengths[:, None] * unit[kinds[0]], np.full(len(lengths), total)) if kinds else lengths < 1
+            most[device] = len(kinds) // int(lengths[held][0]) if held.any() else 0
         share = 1
-        while max(max_pipelines) // share >= 1:
+        while max(most.values()) // share >= 1:
             groups: Groups = []
-            for kind, (count, limit) in enumerate(zip(available, max_pipelines, strict=True)):
-                pipelines = max(limit // share, 1) if limit else 0
-                for place in range(pipelines):
-                    length = min(count // pipelines + (place < count % pipelines), bound.blocks)
-                    groups.append(tuple((length * unit[kind]).tolist()))
+            for device, kinds in slots.items():
+                pipelines = max(most[device] // share, 1) if most[device] else 0
+                for part in np.array_split(np.array(kinds), pipelines) if pipelines else ():
+                    groups.append(tuple(np.bincount(part[: bound.blocks], minlength=number).tolist()))
             yield groups
             share *= 2
 
