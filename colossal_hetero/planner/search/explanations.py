@@ -57,47 +57,45 @@ def reason(draft: Draft, best: Draft, worked_out: int, seconds_of: Callable[[Dra
         return "the shortest simulated iteration of the plans with the shortest predicted ones"
     if draft is best:
         return f"the shortest predicted iteration of the {count(worked_out, 'plan')} that were worked out"
-    slower = compared(seconds_of(draft), seconds_of(best))
-    if seconds_of(draft) < seconds_of(best):
-        return compared(seconds_of(draft), seconds_of(best), _not_as_simple(draft))
-    steady, fill, _ = _parts(draft)
-    more = [here - there for here, there in zip(_parts(draft), _parts(best), strict=True)]
-    cause = int(np.argmax(more))
-    if more[cause] <= ROUNDING * best.seconds:
+    slower = compared(seconds_of(draft), seconds_of(best), _not_as_simple(draft))
+    parts, best_parts = _parts(draft), _parts(best)
+    more = {cause: parts[cause] - best_parts[cause] for cause in parts}
+    cause = max(more, key=lambda each: more[each])
+    if seconds_of(draft) < seconds_of(best) or more[cause] <= ROUNDING * best.seconds:
         return slower
-    if cause == 2:
-        return f"{slower}: synchronizing gradients takes {duration(draft.synchronization_seconds)}"
+    what = _longest_stage(draft) if cause == LONGEST else cause
+    return f"{slower}: {what}, {duration(parts[cause])} instead of {duration(best_parts[cause])}"
+
+
+LONGEST = "longest stage"
+
+
+def _parts(draft: Draft) -> dict[str, float]:
+    """Seconds of the parts of an iteration."""
     number = _slowest(draft)
-    cost, cut = draft.costs[number], draft.splits[number]
-    if cause == 1:
-        return f"{slower}: filling a pipeline of {len(cut.order)} stages takes {duration(fill)}"
-    times = cost.stage_seconds
+    cost, micro_batches = draft.costs[number], draft.micro_batches[number]
+    steady, update = micro_batches * max(cost.stage_seconds), max(cost.update_seconds)
+    return {
+        LONGEST: steady,
+        "filling and emptying the pipelines": cost.seconds - steady - update,
+        "optimizer steps": update,
+        "sums of gradients": draft.synchronization_seconds,
+    }
+
+
+def _longest_stage(draft: Draft) -> str:
+    number = _slowest(draft)
+    times, row, bounds = draft.costs[number].stage_seconds, draft.rows[number], draft.splits[number].bounds
     stage = int(np.argmax(times))
-    kind, _ = draft.places[number][cut.order[stage]]
-    start, stop = cut.bounds[stage], cut.bounds[stage + 1]
-    text = f"stage {stage} ({draft.pool.kinds[kind].device}, blocks {start} to {stop - 1})"
-    waits = 1 - float(np.mean(times)) / times[stage]
-    if len(times) > 1 and waits > 0.01:
-        return f"{slower}: the others wait for {text}, {100 * waits:.0f} % of the time on average"
-    idle = draft.pool.devices - draft.devices
-    if idle:
-        return f"{slower}: {idle} devices are idle"
-    number_of = count(draft.micro_batches[number], "micro-batch")
-    return f"{slower}: replica {number} needs {duration(steady)} for {number_of} in {text}"
+    device = draft.pool.kinds[row[stage][0]].device
+    blocks = f"blocks {bounds[stage]} to {bounds[stage + 1] - 1}"
+    return f"{count(draft.micro_batches[number], 'micro-batch')} in stage {stage} ({device}, {blocks})"
 
 
 def _not_as_simple(draft: Draft) -> str:
     if not draft.is_equal:
         return "its replicas are not alike"
     return "it uses ZeRO stage 1" if draft.pool.pipelines is not None else "it recomputes"
-
-
-def _parts(draft: Draft) -> tuple[float, float, float]:
-    """Seconds of the slowest pipeline in steady state, of filling and emptying it, and of synchronization."""
-    number = _slowest(draft)
-    cost = draft.costs[number]
-    steady = draft.micro_batches[number] * max(cost.stage_seconds)
-    return steady, cost.seconds - steady, draft.synchronization_seconds
 
 
 def _slowest(draft: Draft) -> int:

@@ -259,6 +259,8 @@ def _compared(problem: Problem, ranked: Sequence[RankedPlan], uniform: PlanSearc
         best = best.model_copy(update={"uniform_seconds": min(seconds, default=None)})
     if not best.symmetric:
         notes.append(against_equal_replicas(best, found))
+    if len(problem.topology.devices) == 1:
+        notes.append("there is one device, so there is nothing to divide: only the micro-batches were chosen")
     launch_order = compare_with_launch_order(problem, best)
     return best.model_copy(update={"notes": (*notes, launch_order) if launch_order else tuple(notes)})
 
