@@ -24,7 +24,17 @@ from numpy.typing import NDArray
 from .exact_search import Runs, exact_per_rank, exact_shared, exact_synchronized, split_evenly, split_per_rank
 from .time_curve import Curve
 
-__all__ = ["ACCUMULATIONS", "METHODS", "Allocation", "Share", "allocate", "evaluate", "largest_remainders"]
+__all__ = [
+    "ACCUMULATIONS",
+    "METHODS",
+    "Allocation",
+    "Share",
+    "allocate",
+    "divide_micro_batches",
+    "evaluate",
+    "largest_remainders",
+    "micro_batch_seconds",
+]
 
 ACCUMULATIONS = ("shared", "per_rank")
 """Numbers of micro-steps per global batch: the same on all ranks, or each rank's own."""
@@ -300,3 +310,31 @@ def _check(
             f"accumulation='per_rank' is not possible with a model that trains with at least {min_batch} samples (it "
             "has a batch normalization), because a rank's last micro-batch may be smaller; use accumulation='shared'"
         )
+
+
+# Pipeline replicas ---------------------------------------------------------------------------------------------------
+# A pipeline of P stages takes ``(k + P − 1)·c`` seconds for k micro-batches of c seconds (docs/algorithms.md, 2.3).
+
+
+def micro_batch_seconds(elapsed_seconds: float, micro_batches: int, stages: int) -> float:
+    return elapsed_seconds / (micro_batches + stages - 1)
+
+
+def divide_micro_batches(seconds: Sequence[float], micro_batches: int, stages: int | Sequence[int]) -> tuple[int, ...]:
+    """The number of micro-batches of each replica with the least time of the slowest replica.
+
+    Every replica gets at least as many micro-batches as it has stages, because Colossal-AI's 1F1B schedule needs them.
+    The further ones are those that would be finished first, which is exact: see [Note: the order statistic].
+    """
+    depths = np.broadcast_to(stages, len(seconds))
+    fewest = int(depths.sum())
+    more = micro_batches - fewest
+    if more < 0:
+        raise ValueError(
+            f"{micro_batches} micro-batches are too few for {len(seconds)} pipelines of "
+            f"{', '.join(map(str, sorted(set(depths.tolist()))))} stages, each of which needs at least as many as it "
+            f"has stages; use a larger global batch or a smaller micro-batch, so that there are at least {fewest}"
+        )
+    ends = (2 * depths[:, None] + np.arange(more)) * np.array(seconds)[:, None]  # from k = P + 1 on
+    first = np.argsort(ends, axis=None, kind="stable")[:more]
+    return tuple((depths + np.bincount(first // max(more, 1), minlength=len(depths))).tolist())

@@ -122,7 +122,7 @@ def _draw_curves(axis: Any, report: BatchComparison) -> None:
         used = sorted({report.chosen.shares[rank].micro_batch for rank in ranks} - {0})
         axis.plot(
             used,
-            [curve.speed(batch) for batch in used],
+            [batch / curve.seconds[batch] for batch in used],
             "o",
             markersize=13,
             fillstyle="none",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from functools import lru_cache
+from itertools import product
 from math import ceil, inf
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_hetero.planner import Allocation, Curve, Share, allocate
-from colossal_hetero.planner.batches.allocation import METHODS, evaluate, largest_remainders
+from colossal_hetero.planner.batches.allocation import METHODS, divide_micro_batches, evaluate, largest_remainders
 from tests.support.random_examples import examples
 
 SETTINGS = [(0, "shared"), (1, "shared"), (2, "shared"), (3, "shared"), (0, "per_rank"), (1, "per_rank")]
@@ -206,8 +207,8 @@ def test_of_equal_wall_times_the_fewest_micro_steps_are_chosen() -> None:
 def test_uneven_shares_of_unequal_devices() -> None:
     """The slow rank gets the samples that it can run in the time of the fast rank: 7 + 1, or 5 + 0."""
     fast = Curve.from_seconds([1.0 * b for b in range(1, 9)])
-    assert [s.samples for s in allocate([fast, fast.scaled(7)], 8, 0).shares] == [7, 1]
-    assert [s.samples for s in allocate([fast, fast.scaled(5)], 5, 3).shares] in ([4, 1], [5, 0])
+    assert [s.samples for s in allocate([fast, Curve(7 * fast.seconds)], 8, 0).shares] == [7, 1]
+    assert [s.samples for s in allocate([fast, Curve(5 * fast.seconds)], 5, 3).shares] in ([4, 1], [5, 0])
     none = allocate([fast, Curve.from_seconds([0.5, 50])], 3, 2)
     assert none.wall_seconds == 2.0 and [s.runs for s in none.shares] == [((2, 1),), ((1, 1),)]
 
@@ -301,3 +302,31 @@ def test_planning_needs_no_torch() -> None:
         "assert not {'torch', 'colossalai', 'matplotlib'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@given(
+    st.lists(st.floats(0.01, 100), min_size=1, max_size=3),
+    st.integers(1, 3),
+    st.integers(0, 9),
+)
+def test_no_division_of_pipelines_is_faster(seconds: list[float], stages: int, more: int) -> None:
+    count = stages * len(seconds) + more
+    found = divide_micro_batches(seconds, count, stages)
+    assert sum(found) == count and min(found) >= stages
+
+    def wall(counts: tuple[int, ...]) -> float:
+        return max((k + stages - 1) * c for k, c in zip(counts, seconds, strict=True))
+
+    possible = product(range(stages, count + 1), repeat=len(seconds))
+    assert wall(found) == min(wall(each) for each in possible if sum(each) == count)
+
+
+def test_a_slow_pipeline_gets_fewer_micro_batches() -> None:
+    assert divide_micro_batches([1.0, 1.0], 9, 2) == (5, 4)
+    assert divide_micro_batches([1.0, 3.0], 12, 2) == (10, 2)
+    assert divide_micro_batches([2.0, 1.0], 12, 1) == (4, 8)
+
+
+def test_each_pipeline_needs_as_many_micro_batches_as_stages() -> None:
+    with pytest.raises(ValueError, match="5 micro-batches are too few for 2 pipelines of 3 stages"):
+        divide_micro_batches([1.0, 1.0], 5, 3)
