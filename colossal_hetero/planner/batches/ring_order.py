@@ -49,6 +49,7 @@ def _held_karp(seconds: NDArray[np.float64], combine: np.ufunc) -> tuple[int, ..
     others = len(seconds) - 1
     if others == 0:
         return (0,)
+    seconds = seconds.T  # the tour is built from its end, so that of two equal directions the ascending one is found
     bits = 1 << np.arange(others)
     best = np.full((1 << others, others), np.inf)
     best[bits, np.arange(others)] = seconds[0, 1:]
@@ -65,7 +66,7 @@ def _held_karp(seconds: NDArray[np.float64], combine: np.ufunc) -> tuple[int, ..
     while chosen:
         tour.append(last + 1)
         last, chosen = int(before[chosen, last]), chosen & ~(1 << last)
-    return (0, *reversed(tour))
+    return (0, *tour)
 
 
 def _local_search(seconds: NDArray[np.float64]) -> tuple[int, ...]:
