@@ -6,7 +6,7 @@ times and sizes end with their unit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -182,16 +182,18 @@ class BatchProfile(FilePart):
     @property
     def flops(self) -> list[float] | None:
         """FLOP/s by rank; None if they are unknown for any rank."""
-        values = [self.kinds[kind].flops for kind in self.ranks]
-        known = [value for value in values if value is not None]
-        return known if len(known) == len(values) else None
+        return self._known(kind.flops for kind in self.kinds)
 
     def step_seconds(self, stage: int | None = None) -> list[float] | None:
         """Time of the optimizer's step by rank; from stage 1 on, a rank steps with its part of the parameters."""
-        parts = [len(self.ranks) if each else 1 for each in (self._checked(stage), self.stage)]
-        values = [self.kinds[kind].step_seconds for kind in self.ranks]
-        known = [value * parts[1] / parts[0] for value in values if value is not None]
-        return known if len(known) == len(values) else None
+        part, measured = (len(self.ranks) if each else 1 for each in (self._checked(stage), self.stage))
+        known = self._known(kind.step_seconds for kind in self.kinds)
+        return known and [seconds * measured / part for seconds in known]
+
+    def _known(self, by_kind: Iterable[float | None]) -> list[float] | None:
+        values = list(by_kind)
+        by_rank = [values[kind] for kind in self.ranks]
+        return None if None in by_rank else by_rank  # type: ignore[return-value]
 
     def communication(self, stage: int | None = None) -> float:
         """Seconds of one synchronization at ``stage``; if another stage was measured, scaled by :data:`PASSES`."""
@@ -202,8 +204,7 @@ class BatchProfile(FilePart):
         """Bytes used before a micro-batch runs, by kind, at any stage and with any number of ranks."""
         stage = self._checked(stage)
         count = len(self.ranks)
-        sharing_ranks = count if sharing_ranks is None else sharing_ranks
-        change = state_bytes(self.model, stage, sharing_ranks) - state_bytes(self.model, self.stage, count)
+        change = state_bytes(self.model, stage, sharing_ranks or count) - state_bytes(self.model, self.stage, count)
         return [max(kind.state_bytes + change, 0) for kind in self.kinds]
 
     def kind_max_batches(
