@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ...common.text import spans
-from ..cluster.topology import MeasuredLink
 from .allocation import Allocation, Share, allocate
-from .batch_profile import PASSES, BatchProfile
-from .ring_order import common_protocol, link_seconds, ring_cost, ring_order
+from .batch_profile import BatchProfile
+from .ring_order import Network, ring_cost, ring_order
 from .time_curve import Curve
 
 __all__ = ["MAX_GLOBAL_BATCH", "AdaptPlan", "AdaptStep", "BatchComparison", "MethodResult", "adapt", "compare"]
@@ -59,10 +58,7 @@ def adapt(
     curves_of: Callable[[int], Sequence[Curve]],
     global_batch_size: int,
     stage: int,
-    *,
-    links: Sequence[MeasuredLink],
-    protocols: Sequence[Sequence[str]],
-    message_bytes: float,
+    network: Network,
     accumulation: str = "shared",
 ) -> AdaptPlan:
     """Drop devices as long as that reduces the predicted time per global batch.
@@ -73,16 +69,15 @@ def adapt(
     2. the device with the fewest samples per second (parts in proportion to speed take equally long);
     3. all devices without NCCL at once: with two CPUs, dropping one does not make NCCL possible.
 
-    ``curves_of`` returns the curves of all ranks if so many take part, and ``protocols`` is by rank.
+    ``curves_of`` returns the curves of all ranks if so many of them take part.
     """
-    everyone = range(len(protocols))
+    everyone = range(len(network.protocols))
 
     def unable(ranks: Sequence[int]) -> list[int]:
         return [rank for rank in ranks if curves_of(len(ranks))[rank].max_batch < 1]
 
     def plan(ranks: Sequence[int]) -> AdaptPlan:
-        curves, protocol = curves_of(len(ranks)), common_protocol([protocols[rank] for rank in ranks])
-        seconds = link_seconds(links, ranks, protocol, message_bytes)
+        curves, seconds = curves_of(len(ranks)), network.seconds(ranks)
         ring = ring_order(seconds)
         allocation = allocate(
             [curves[rank] for rank in ranks],
@@ -99,7 +94,7 @@ def adapt(
             shares=tuple(share.get(rank, Share(())) for rank in everyone),
             busy_seconds=tuple(busy.get(rank, 0.0) for rank in everyone),
         )
-        return AdaptPlan(whole, tuple(ranks[index] for index in ring), protocol)
+        return AdaptPlan(whole, tuple(ranks[index] for index in ring), network.protocol(ranks))
 
     able = list(everyone)
     while unable(able):
@@ -114,11 +109,10 @@ def adapt(
     improved = True
     while improved:
         improved = False
-        for without, reason in _drop_candidates(current, curves_of(len(everyone)), protocols, links, message_bytes):
+        for without, reason in _drop_candidates(current, curves_of(len(everyone)), network):
             rest = [rank for rank in sorted(current.ring) if rank not in without]
             if unable(rest):
-                protocol = common_protocol([protocols[rank] for rank in rest])
-                steps.append(AdaptStep(without, reason, protocol, math.inf, False))
+                steps.append(AdaptStep(without, reason, network.protocol(rest), math.inf, False))
                 continue
             tried = plan(rest)
             improved = tried.cost_seconds < current.cost_seconds
@@ -130,19 +124,14 @@ def adapt(
 
 
 def _drop_candidates(
-    current: AdaptPlan,
-    curves: Sequence[Curve],
-    protocols: Sequence[Sequence[str]],
-    links: Sequence[MeasuredLink],
-    message_bytes: float,
+    current: AdaptPlan, curves: Sequence[Curve], network: Network
 ) -> list[tuple[tuple[int, ...], str]]:
     """The ranks to try to drop, in order, each with the reason."""
     ring, busy = current.ring, current.allocation.busy_seconds
     if len(ring) == 1:
         return []
-    edges = link_seconds(links, ring, current.protocol, message_bytes)
-    synchronizations = 1 if current.allocation.stage < 2 else current.allocation.steps
-    near = {rank: min(edges[i - 1, i], edges[i, (i + 1) % len(ring)]) * synchronizations for i, rank in enumerate(ring)}
+    edges = network.seconds(ring) * (1 if current.allocation.stage < 2 else current.allocation.steps)
+    near = {rank: min(edges[i - 1, i], edges[i, (i + 1) % len(ring)]) for i, rank in enumerate(ring)}
     found: dict[tuple[int, ...], str] = {}
     bound = [rank for rank in ring if near[rank] > busy[rank]]
     if bound:
@@ -150,7 +139,7 @@ def _drop_candidates(
         found[rank,] = f"rank {rank} communicates longer ({near[rank]:.3g} s) than it computes ({busy[rank]:.3g} s)"
     rank = min(ring, key=lambda rank: (curves[rank].peak_speed, rank))
     found.setdefault((rank,), f"rank {rank} is the slowest ({curves[rank].peak_speed:.3g} samples/s)")
-    lacking = tuple(rank for rank in sorted(ring) if "nccl" not in protocols[rank])
+    lacking = tuple(rank for rank in sorted(ring) if "nccl" not in network.protocols[rank])
     if current.protocol != "nccl" and 0 < len(lacking) < len(ring):
         found.setdefault(lacking, f"without {_names(lacking)} the others use nccl instead of {current.protocol}")
     return list(found.items())
@@ -204,19 +193,54 @@ def compare(
     """Divide a global batch by ``method``, and by the other methods for comparison."""
     stage = profile.stage if stage is None else stage
     _check_sizes(profile, global_batch_size, stage)
-    problem = _BatchProblem(profile, global_batch_size, stage, may_drop=method == "adapt" and bool(profile.links))
+    curves = profile.curves(stage, global_batch_size, allow_empty=method == "adapt" and bool(profile.links))
+    communication_seconds, network, link_error = profile.communication(stage), None, ""
+    if profile.links:
+        try:
+            network = Network.of(profile, stage)
+            everyone = range(len(curves))
+            communication_seconds, _ = ring_cost(network.seconds(everyone), everyone)
+        except ValueError as error:
+            network, link_error = None, str(error)
+
+    @lru_cache
+    def curves_of(ranks: int) -> list[Curve]:
+        return profile.curves(stage, global_batch_size, sharing_ranks=ranks, allow_empty=True)
+
+    def divide(name: str, accumulation: str) -> MethodResult:
+        if name == "adapt" and profile.links:
+            if network is None:
+                raise ValueError(link_error)
+            plan = adapt(curves_of, global_batch_size, stage, network, accumulation)
+            left_out = f"without {'rank' if len(plan.dropped) == 1 else 'ranks'} {spans(plan.dropped)}"
+            note = f"{left_out if plan.dropped else 'all devices'}, {plan.protocol}"
+            return MethodResult(name, plan.allocation, note, plan)
+        lacking = [kind.device for index, kind in enumerate(profile.kinds) if index in profile.ranks and not kind.flops]
+        if name == "flops" and lacking:
+            raise ValueError(f"method flops needs the FLOP/s of every device; the profile has none for {lacking[0]}")
+        allocation = allocate(
+            curves, global_batch_size, stage, method=name, accumulation=accumulation,
+            communication_seconds=communication_seconds, flops=profile.flops,
+        )  # fmt: skip
+        note = "in proportion to throughput only: the profile has no links" if name == "adapt" else ""
+        return MethodResult(name, allocation, note)
+
+    def attempt(name: str, accumulation: str) -> MethodResult:
+        try:
+            return divide(name, accumulation)
+        except ValueError as error:
+            return MethodResult(name, None, str(error))
+
     settings = [("exact", accumulation), ("uniform", accumulation), ("flops", accumulation)]
     if stage < 2:
         settings.insert(1, ("exact", "per_rank" if accumulation == "shared" else "shared"))
     if method == "adapt" or profile.links:
         settings.append(("adapt", accumulation))
-    chosen = problem.divide(method, accumulation)
-    results = [
-        chosen if (name, each) == (method, accumulation) else problem.attempt(name, each) for name, each in settings
-    ]
+    chosen = divide(method, accumulation)
     assert chosen.allocation is not None
-    curves = problem.curves if chosen.adapt is None else problem.curves_of(len(chosen.adapt.ring))
-    return BatchComparison(profile, tuple(curves), chosen.allocation, chosen.adapt, tuple(results))
+    results = [chosen if each == (method, accumulation) else attempt(*each) for each in settings]
+    own_curves = curves if chosen.adapt is None else curves_of(len(chosen.adapt.ring))
+    return BatchComparison(profile, tuple(own_curves), chosen.allocation, chosen.adapt, tuple(results))
 
 
 def _check_sizes(profile: BatchProfile, global_batch_size: int, stage: int) -> None:
@@ -232,84 +256,3 @@ def _check_sizes(profile: BatchProfile, global_batch_size: int, stage: int) -> N
             f"the devices of the profile hold micro-batches of {sizes:,} sizes in total, more than {MAX_SIZES:,}; give "
             f"a smaller global batch, at most {MAX_SIZES // len(set(profile.ranks)):,} samples"
         )
-
-
-class _BatchProblem:
-    def __init__(self, profile: BatchProfile, global_batch_size: int, stage: int, may_drop: bool) -> None:
-        self.profile, self.global_batch_size, self.stage = profile, global_batch_size, stage
-        self.curves = profile.curves(stage, global_batch_size, allow_empty=may_drop)
-        self.curves_of = lru_cache(
-            lambda ranks: profile.curves(stage, global_batch_size, sharing_ranks=ranks, allow_empty=True)
-        )
-        self.communication_seconds = profile.communication(stage)
-        self.message_bytes = 0.0
-        linked = {link.protocol for link in profile.links}
-        self.protocols = [
-            tuple(each for each in profile.kinds[kind].protocols if each in linked) for kind in profile.ranks
-        ]
-        """By rank, its protocols for which links were measured."""
-        self.link_error: ValueError | None = None
-        if profile.links:
-            try:
-                self._calibrate_links()
-            except ValueError as error:
-                self.link_error = error
-
-    def _calibrate_links(self) -> None:
-        """Set the message size with which the ring in rank order takes the measured time, to compare other rings."""
-        profile, ranks = self.profile, range(len(self.profile.ranks))
-        protocol = common_protocol(self.protocols)
-        if self.communication_seconds > 0:
-            # Comm = latency + message · (seconds per byte): solve for the message of each edge and take the smallest.
-            latency = link_seconds(profile.links, ranks, protocol, 0.0)
-            per_byte = link_seconds(profile.links, ranks, protocol, 1.0) - latency
-            after = [(rank, (rank + 1) % len(ranks)) for rank in ranks]
-            room = [(self.communication_seconds - latency[edge]) / per_byte[edge] for edge in after]
-            self.message_bytes = max(min(room), 0.0)
-        else:
-            # In stage 1 the parameters are gathered as often as the gradients are summed, once per global batch.
-            passes = PASSES[self.stage] + (self.stage == 1)
-            self.message_bytes = passes * (len(ranks) - 1) / len(ranks) * profile.model.gradient_bytes
-        self.communication_seconds, _ = ring_cost(
-            link_seconds(profile.links, ranks, protocol, self.message_bytes), ranks
-        )
-
-    def divide(self, method: str, accumulation: str) -> MethodResult:
-        profile = self.profile
-        if method == "adapt" and profile.links:
-            if self.link_error is not None:
-                raise self.link_error
-            plan = adapt(
-                self.curves_of,
-                self.global_batch_size,
-                self.stage,
-                links=profile.links,
-                protocols=self.protocols,
-                message_bytes=self.message_bytes,
-                accumulation=accumulation,
-            )
-            kept = f"without {'rank' if len(plan.dropped) == 1 else 'ranks'} {spans(plan.dropped)}"
-            return MethodResult(
-                method, plan.allocation, f"{kept if plan.dropped else 'all devices'}, {plan.protocol}", plan
-            )
-        lacking = [profile.kinds[kind].device for kind in sorted(set(profile.ranks)) if not profile.kinds[kind].flops]
-        if method == "flops" and lacking:
-            raise ValueError(f"method flops needs the FLOP/s of every device; the profile has none for {lacking[0]}")
-        allocation = allocate(
-            self.curves,
-            self.global_batch_size,
-            self.stage,
-            method=method,
-            accumulation=accumulation,
-            communication_seconds=self.communication_seconds,
-            flops=profile.flops,
-        )
-        note = "in proportion to throughput only: the profile has no links" if method == "adapt" else ""
-        return MethodResult(method, allocation, note)
-
-    def attempt(self, method: str, accumulation: str) -> MethodResult:
-        """The result of ``method``; if it raises ``ValueError``, the message as note."""
-        try:
-            return self.divide(method, accumulation)
-        except ValueError as error:
-            return MethodResult(method, None, str(error))

@@ -7,16 +7,17 @@ for the least total time, but states the longest edge as its cost.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..cluster.topology import Channel, MeasuredLink, Topology
-from .batch_profile import BatchProfile
+from .batch_profile import PASSES, BatchProfile
 
-__all__ = ["EXACT_DEVICES", "common_protocol", "link_seconds", "ring_cost", "ring_order", "with_cluster_links"]
+__all__ = ["EXACT_DEVICES", "Network", "ring_cost", "ring_order", "with_cluster_links"]
 
 EXACT_DEVICES = 12
 STARTS = 8
@@ -108,35 +109,58 @@ def _improve(seconds: NDArray[np.float64], ring: NDArray[np.int64]) -> NDArray[n
 ETHERNET = "Ethernet"
 
 
-def common_protocol(protocols: Sequence[Sequence[str]]) -> str:
-    """The protocol that all devices use: NCCL among GPUs, Gloo as soon as a CPU takes part."""
-    for protocol in ("nccl", "gloo"):
-        if all(protocol in each for each in protocols):
-            return protocol
-    supported = "; ".join(f"device {number}: {', '.join(each) or 'none'}" for number, each in enumerate(protocols))
-    raise ValueError(f"no protocol of nccl, gloo is supported by all devices ({supported})")
+@dataclass(frozen=True)
+class Network:
+    """Links between ranks, and the message that each sends in a synchronization."""
 
+    links: Sequence[MeasuredLink]
+    protocols: Sequence[Sequence[str]]
+    """By rank, the protocols that it supports."""
+    message_bytes: float
 
-def link_seconds(
-    links: Iterable[MeasuredLink], ranks: Sequence[int], protocol: str, message_bytes: float
-) -> NDArray[np.float64]:
-    """``Comm(i, j) = latency + bytes / bandwidth`` (ADAPT, Eq. 5.3) between all of ``ranks``: ``[n, n]`` seconds."""
-    known = {
-        tuple(link.ranks): link.latency_seconds + message_bytes / link.bytes_per_second
-        for link in links
-        if link.protocol == protocol
-    }
-    seconds = np.zeros((len(ranks), len(ranks)))
-    for i, j in np.argwhere(~np.eye(len(ranks), dtype=bool)):
-        a, b = ranks[i], ranks[j]
-        edge = known.get((a, b), known.get((b, a)))
-        if edge is None:
-            raise ValueError(
-                f"no {protocol} link between ranks {min(a, b)} and {max(a, b)}; "
-                "measure that pair, or leave one of them out"
-            )
-        seconds[i, j] = edge
-    return seconds
+    def protocol(self, ranks: Sequence[int]) -> str:
+        """The protocol that all of ``ranks`` use: NCCL among GPUs, Gloo as soon as a CPU takes part."""
+        for protocol in ("nccl", "gloo"):
+            if all(protocol in self.protocols[rank] for rank in ranks):
+                return protocol
+        supported = "; ".join(f"device {rank}: {', '.join(self.protocols[rank]) or 'none'}" for rank in ranks)
+        raise ValueError(f"no protocol of nccl, gloo is supported by all devices ({supported})")
+
+    def seconds(self, ranks: Sequence[int]) -> NDArray[np.float64]:
+        """``Comm(i, j) = latency + bytes / bandwidth`` (ADAPT, Eq. 5.3) between all of ``ranks``: ``[n, n]``."""
+        protocol = self.protocol(ranks)
+        known = {
+            tuple(link.ranks): link.latency_seconds + self.message_bytes / link.bytes_per_second
+            for link in self.links
+            if link.protocol == protocol
+        }
+        seconds = np.zeros((len(ranks), len(ranks)))
+        for i, j in np.argwhere(~np.eye(len(ranks), dtype=bool)):
+            a, b = ranks[i], ranks[j]
+            edge = known.get((a, b), known.get((b, a)))
+            if edge is None:
+                raise ValueError(
+                    f"no {protocol} link between ranks {min(a, b)} and {max(a, b)}; "
+                    "measure that pair, or leave one of them out"
+                )
+            seconds[i, j] = edge
+        return seconds
+
+    @classmethod
+    def of(cls, profile: BatchProfile, stage: int) -> Network:
+        """The measured links, and the message with which the ring in rank order takes the measured time."""
+        linked = {link.protocol for link in profile.links}
+        protocols = [[each for each in profile.kinds[kind].protocols if each in linked] for kind in profile.ranks]
+        ranks, time = range(len(profile.ranks)), profile.communication(stage)
+        if time == 0:
+            # In stage 1 the parameters are gathered as often as the gradients are summed, once per global batch.
+            passes = PASSES[stage] + (stage == 1)
+            return cls(profile.links, protocols, passes * (len(ranks) - 1) / len(ranks) * profile.model.gradient_bytes)
+        # Comm = latency + message · (seconds per byte): solve for the message of each edge and take the smallest.
+        latency, byte = (cls(profile.links, protocols, size).seconds(ranks) for size in (0.0, 1.0))
+        edges = [(rank, (rank + 1) % len(ranks)) for rank in ranks]
+        room = ((time - latency[edge]) / (byte[edge] - latency[edge]) for edge in edges)
+        return cls(profile.links, protocols, max(min(room), 0.0) if len(ranks) > 1 else 0.0)
 
 
 def with_cluster_links(profile: BatchProfile, topology: Topology) -> BatchProfile:

@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 
 from colossal_hetero.planner import Curve, Share, allocate
 from colossal_hetero.planner.batches import comparison
+from colossal_hetero.planner.batches.ring_order import Network
 from colossal_hetero.planner.cluster.topology import MeasuredLink
 from tests.support.random_examples import examples
 
 GPU, CPU = ("nccl", "gloo"), ("gloo",)
 
 
-def adapt(curves: list[Curve], *arguments: Any, **options: Any) -> comparison.AdaptPlan:
-    return comparison.adapt(lambda ranks: curves, *arguments, **options)
+def adapt(curves: list[Curve], samples: int, stage: int, **network: Any) -> comparison.AdaptPlan:
+    return comparison.adapt(lambda ranks: curves, samples, stage, Network(**network))
 
 
 def straight(seconds: float, most: int = 16) -> Curve:

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from colossal_hetero.planner.batches.ring_order import (
     EXACT_DEVICES,
+    Network,
     _local_search,
-    common_protocol,
-    link_seconds,
     ring_cost,
     ring_order,
 )
@@ -94,19 +93,19 @@ def test_only_links_of_the_protocol_are_used() -> None:
         link((0, 5), 0.0, 100.0),
         link((0, 2), 0.1, 1000.0, "nccl"),
     ]
-    found = link_seconds(links, [0, 2, 5], "gloo", 100.0)
-    np.testing.assert_allclose(found, [[0, 11, 1], [11, 0, 12], [1, 13, 0]])
-    assert link_seconds(links, [2, 0], "nccl", 100.0)[0, 1] == pytest.approx(0.2)
+    gloo, nccl = (Network(links, [[protocol]] * 6, 100.0) for protocol in ("gloo", "nccl"))
+    np.testing.assert_allclose(gloo.seconds([0, 2, 5]), [[0, 11, 1], [11, 0, 12], [1, 13, 0]])
+    assert nccl.seconds([2, 0])[0, 1] == pytest.approx(0.2)
     with pytest.raises(ValueError, match="no nccl link between ranks 0 and 5; measure"):
-        link_seconds(links, [0, 2, 5], "nccl", 100.0)
+        nccl.seconds([0, 2, 5])
     for latency, bandwidth, field in ((0.0, 0.0, "bytes_per_second"), (-1.0, 1.0, "latency"), (np.inf, 1.0, "latency")):
         with pytest.raises(ValueError, match=field):
             link((0, 1), latency, bandwidth)
 
 
 def test_one_cpu_makes_all_devices_use_gloo() -> None:
-    gpu, cpu = ("nccl", "gloo"), ("gloo",)
-    assert common_protocol([gpu, gpu]) == "nccl"
-    assert common_protocol([gpu, cpu]) == "gloo"
+    network = Network([], [("nccl", "gloo"), ("nccl", "gloo"), ("gloo",), ("nccl",)], 0.0)
+    assert network.protocol([0, 1]) == "nccl"
+    assert network.protocol([0, 1, 2]) == "gloo"
     with pytest.raises(ValueError, match="no protocol of nccl, gloo is supported by all devices"):
-        common_protocol([("nccl",), cpu])
+        network.protocol([2, 3])
