@@ -77,10 +77,10 @@ def test_a_saved_profile_loads_unchanged(tmp_path: Path) -> None:
 
 
 def test_ranks_of_a_kind_share_a_curve() -> None:
-    curves = profile().curves()
+    curves = profile().curves(0)
     assert curves[0] is curves[2] and curves[1] is curves[3] and curves[0] is not curves[1]
     assert [curve.max_batch for curve in curves] == [4, 2, 4, 2]
-    assert [curve.max_batch for curve in profile().curves(largest=3)] == [3, 2, 3, 2]
+    assert [curve.max_batch for curve in profile().curves(0, largest=3)] == [3, 2, 3, 2]
 
 
 def test_state_bytes_at_each_zero_stage() -> None:
@@ -124,7 +124,7 @@ def test_a_device_without_enough_memory_may_hold_a_sample_at_the_next_stage() ->
     with pytest.raises(
         ValueError, match=r"ranks 1-3 \(small\) cannot hold one sample at stage 0.*at stage 1 one sample fits"
     ):
-        one.curves()
+        one.curves(0)
     assert one.curves(1)[1].max_batch == 1
     tiny = profile(kinds=[device(), device("tiny", max_batch=0, memory_bytes=GIB, points=[])], ranks=[0, 1], links=[])
     with pytest.raises(ValueError, match="at higher stages no sample fits either; otherwise leave that device out"):
@@ -133,7 +133,7 @@ def test_a_device_without_enough_memory_may_hold_a_sample_at_the_next_stage() ->
 
 def test_the_communication_time_depends_on_the_stage() -> None:
     assert [profile().communication(stage) for stage in range(4)] == [0.5, 0.25, 0.25, 0.75]
-    assert profile(stage=2).communication() == 0.5
+    assert profile(stage=2).communication(2) == 0.5
 
 
 def test_flops_are_given_only_if_all_devices_have_them() -> None:
@@ -155,7 +155,7 @@ def test_there_are_four_stages() -> None:
 )
 def test_the_error_for_points_without_a_curve_names_the_device(points: list[Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        profile(kinds=[device(), device("bad", points=points)]).curves()
+        profile(kinds=[device(), device("bad", points=points)]).curves(0)
 
 
 def test_a_profile_of_another_run_is_rejected() -> None:
