@@ -8,14 +8,14 @@ than noise (docs/algorithms.md, 2.5). The next interval, measured in the new div
 save up time while it waits, so the time of a replica that waits is optimistic, and that of a replica for which the
 others wait is reliable. The last reliable speed is remembered, and replaced by a better, optimistic one only if
 
-- the replica has become faster in the same division, or with about as many samples as when it was the slowest, or much
-  faster with about as many as before: only a real change explains that; or
+- the replica has become faster in the same division, or much faster with about as many samples as before: only a real
+  change explains that; or
 - it would be the slowest replica now, if the remembered speed were still right; or
 - it looked faster for :data:`PATIENCE` checks, in which no step was possible.
 
 Until then, a division is only chosen if the iteration is at most :data:`MAX_RISK` longer if the remembered speed is
 right. That is enough for a small step in the right direction, whose result decides. If the step was wrong, optimistic
-speeds of that replica are not used for some checks, twice as many each time.
+speeds of that replica are not used for so many checks.
 """
 
 from __future__ import annotations
@@ -53,8 +53,6 @@ SIMILAR_LOAD = 0.75
 """Share of its former samples with which a replica waits little more than before."""
 MIN_LEAP = 0.35
 """The same as :data:`MIN_GROWTH`, for a replica with a similar load."""
-MIN_STEP = 0.005
-"""Least relative gain of a step that is a part of the best one."""
 SLOWEST = 0.02
 """Largest share of its time that a replica may wait to be measured reliably."""
 REFUTED = 0.03
@@ -65,10 +63,7 @@ MAX_RISK = 0.01
 """Share by which an iteration may become longer if a remembered speed is right and the optimistic one is wrong."""
 PATIENCE = 4
 """Number of checks after which an optimistic speed is believed, and for which it is not after a wrong step."""
-MAX_DOUBLINGS = 6
 REFINEMENTS = 6
-
-
 AS_PROFILED = Speed()
 
 
@@ -78,14 +73,12 @@ class _Replica:
 
     reliable: Speed | None = AS_PROFILED
     """The last reliable speed. Passes that were timed for the curves did not wait either."""
-    reliable_samples: float = math.inf
     is_from_profile: bool = True
     before: tuple[Speed, int] | None = None
     """Speed and samples before the last step or change of speed."""
     faster: bool = False
     held_back: int = 0
     """Checks in which no step by its optimistic speed was possible."""
-    wrong_steps: int = 0
     distrusted: int = 0
     """Checks for which its optimistic speed is not used."""
     limit_seconds: float = math.inf
@@ -175,10 +168,7 @@ class Redivision:
         for replica, (state, estimate) in enumerate(zip(self._replicas, estimates, strict=True)):
             state.distrusted = max(0, state.distrusted - 1)
             if self._seconds(estimate.speed, replica) > state.limit_seconds:
-                state.distrusted = PATIENCE << min(state.wrong_steps, MAX_DOUBLINGS)
-                state.wrong_steps += 1
-            elif state.limit_seconds < math.inf:
-                state.wrong_steps = 0
+                state.distrusted = PATIENCE
             state.limit_seconds = math.inf
 
     def _decide(self, estimates: Sequence[SpeedEstimate]) -> tuple[Speed, ...] | None:
@@ -207,7 +197,7 @@ class Redivision:
                 is_safe = seconds(cautious, _between(measured, cautious, middle)) <= limit
                 low, high = (low, middle) if is_safe else (middle, high)
             chosen = _between(measured, cautious, high)
-        if now / seconds(measured, chosen) - 1.0 > (0.0 if chosen == measured else MIN_STEP):
+        if now / seconds(measured, chosen) - 1.0 > 0.0:
             return chosen
         for state, one, other in zip(self._replicas, measured, cautious, strict=True):
             state.held_back += one != other
@@ -222,13 +212,11 @@ class Redivision:
             if state.before is not None and samples >= SIMILAR_LOAD * state.before[1]:
                 state.faster |= present < (1.0 - MIN_LEAP) * self._seconds(state.before[0], replica)
             if present >= (1.0 - SLOWEST) * slowest:
-                state.reliable, state.reliable_samples, state.is_from_profile = estimate.speed, samples, False
+                state.reliable, state.is_from_profile = estimate.speed, False
             elif state.reliable is not None:
                 would_be = self._seconds(state.reliable, replica)
                 is_refuted = would_be <= present or would_be > (1.0 + max(REFUTED, CERTAIN * estimate.error)) * slowest
                 is_refuted |= state.is_from_profile and would_be <= (1.0 + PROFILE_ERROR) * present
-                has_load = samples >= SIMILAR_LOAD * state.reliable_samples
-                is_refuted |= has_load and present < (1.0 - MIN_GROWTH) * would_be
                 if state.faster or is_refuted or state.held_back >= PATIENCE:
                     state.reliable = None
             if state.reliable is None or state.reliable == estimate.speed:
