@@ -10,7 +10,7 @@ from functools import lru_cache
 from ...common.text import spans
 from .allocation import Allocation, Share, allocate
 from .batch_profile import BatchProfile
-from .ring_order import Network, ring_cost, ring_order
+from .ring_order import RingNetwork, ring_cost, ring_order
 from .time_curve import Curve
 
 __all__ = ["MAX_GLOBAL_BATCH", "AdaptPlan", "AdaptStep", "BatchComparison", "MethodResult", "adapt", "compare"]
@@ -58,7 +58,7 @@ def adapt(
     curves_of: Callable[[int], Sequence[Curve]],
     global_batch_size: int,
     stage: int,
-    network: Network,
+    network: RingNetwork,
     accumulation: str = "shared",
 ) -> AdaptPlan:
     """Drop devices as long as that reduces the predicted time per global batch.
@@ -124,7 +124,7 @@ def adapt(
 
 
 def _drop_candidates(
-    current: AdaptPlan, curves: Sequence[Curve], network: Network
+    current: AdaptPlan, curves: Sequence[Curve], network: RingNetwork
 ) -> list[tuple[tuple[int, ...], str]]:
     """The ranks to try to drop, in order, each with the reason."""
     ring, busy = current.ring, current.allocation.busy_seconds
@@ -197,7 +197,7 @@ def compare(
     communication_seconds, network, link_error = profile.communication(stage), None, ""
     if profile.links:
         try:
-            network = Network.of(profile, stage)
+            network = RingNetwork.of(profile, stage)
             everyone = range(len(curves))
             communication_seconds, _ = ring_cost(network.seconds(everyone), everyone)
         except ValueError as error:

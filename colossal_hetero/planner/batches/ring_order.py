@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ..cluster.topology import Channel, MeasuredLink, Topology
 from .batch_profile import PASSES, BatchProfile
 
-__all__ = ["EXACT_DEVICES", "Network", "ring_cost", "ring_order", "with_cluster_links"]
+__all__ = ["EXACT_DEVICES", "RingNetwork", "ring_cost", "ring_order", "with_cluster_links"]
 
 EXACT_DEVICES = 12
 STARTS = 8
@@ -110,7 +110,7 @@ ETHERNET = "Ethernet"
 
 
 @dataclass(frozen=True)
-class Network:
+class RingNetwork:
     """Links between ranks, and the message that each sends in a synchronization."""
 
     links: Sequence[MeasuredLink]
@@ -147,7 +147,7 @@ class Network:
         return seconds
 
     @classmethod
-    def of(cls, profile: BatchProfile, stage: int) -> Network:
+    def of(cls, profile: BatchProfile, stage: int) -> RingNetwork:
         """The measured links, and the message with which the ring in rank order takes the measured time."""
         linked = {link.protocol for link in profile.links}
         protocols = [[each for each in profile.kinds[kind].protocols if each in linked] for kind in profile.ranks]

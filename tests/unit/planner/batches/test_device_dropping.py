@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from colossal_hetero.planner import Curve, Share, allocate
 from colossal_hetero.planner.batches import comparison
-from colossal_hetero.planner.batches.ring_order import Network
+from colossal_hetero.planner.batches.ring_order import RingNetwork
 from colossal_hetero.planner.cluster.topology import MeasuredLink
 from tests.support.random_examples import examples
 
@@ -19,7 +19,7 @@ GPU, CPU = ("nccl", "gloo"), ("gloo",)
 
 
 def adapt(curves: list[Curve], samples: int, stage: int, **network: Any) -> comparison.AdaptPlan:
-    return comparison.adapt(lambda ranks: curves, samples, stage, Network(**network))
+    return comparison.adapt(lambda ranks: curves, samples, stage, RingNetwork(**network))
 
 
 def straight(seconds: float, most: int = 16) -> Curve:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from colossal_hetero.planner.batches.ring_order import (
     EXACT_DEVICES,
-    Network,
+    RingNetwork,
     _local_search,
     ring_cost,
     ring_order,
@@ -93,7 +93,7 @@ def test_only_links_of_the_protocol_are_used() -> None:
         link((0, 5), 0.0, 100.0),
         link((0, 2), 0.1, 1000.0, "nccl"),
     ]
-    gloo, nccl = (Network(links, [[protocol]] * 6, 100.0) for protocol in ("gloo", "nccl"))
+    gloo, nccl = (RingNetwork(links, [[protocol]] * 6, 100.0) for protocol in ("gloo", "nccl"))
     np.testing.assert_allclose(gloo.seconds([0, 2, 5]), [[0, 11, 1], [11, 0, 12], [1, 13, 0]])
     assert nccl.seconds([2, 0])[0, 1] == pytest.approx(0.2)
     with pytest.raises(ValueError, match="no nccl link between ranks 0 and 5; measure"):
@@ -104,7 +104,7 @@ def test_only_links_of_the_protocol_are_used() -> None:
 
 
 def test_one_cpu_makes_all_devices_use_gloo() -> None:
-    network = Network([], [("nccl", "gloo"), ("nccl", "gloo"), ("gloo",), ("nccl",)], 0.0)
+    network = RingNetwork([], [("nccl", "gloo"), ("nccl", "gloo"), ("gloo",), ("nccl",)], 0.0)
     assert network.protocol([0, 1]) == "nccl"
     assert network.protocol([0, 1, 2]) == "gloo"
     with pytest.raises(ValueError, match="no protocol of nccl, gloo is supported by all devices"):

@@ -9,7 +9,6 @@ import pytest
 from rich.console import Console
 
 from colossal_hetero.common.text import spans
-from colossal_hetero.planner.batches.allocation import Share
 from colossal_hetero.planner.batches.comparison import compare
 from colossal_hetero.planner.cluster.topology import MeasuredLink
 from colossal_hetero.planner.report.batch_report import as_json, device_lines, plot_report, render
@@ -126,10 +125,6 @@ def test_the_picture_has_a_curve_per_kind_and_a_row_per_line(tmp_path: Path, mon
     labels = upper.get_legend_handles_labels()[1]
     assert labels == ["fast, ranks 0, 2", "slow, ranks 1, 3", "chosen micro-batch"]
     assert len(lower.get_yticklabels()) == len(device_lines(report.profile, report.chosen))
-
-
-def test_equal_shares_have_equal_hashes() -> None:
-    assert len({Share(((8, 3), (5, 1))), Share(((8, 3), (5, 1)))}) == 1
 
 
 def test_the_remaining_ranks_hold_the_state_of_a_dropped_rank() -> None:
