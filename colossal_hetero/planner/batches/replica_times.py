@@ -74,13 +74,8 @@ class BatchDivider:
         if samples % unit:
             raise ValueError(f"a global batch of {samples} samples is not a multiple of {unit} samples")
         in_units = {key: curve.in_units(unit) for key, curve in {id(curve): curve for curve in curves}.items()}
-        units = allocate(
-            [in_units[id(curve)] for curve in curves],
-            samples // unit,
-            self.stage,
-            flops=self.flops,
-            **self._options(speeds),
-        )
+        units_of = [in_units[id(curve)] for curve in curves]
+        units = allocate(units_of, samples // unit, self.stage, flops=self.flops, **self._options(speeds))
         shares = [Share(tuple((size * unit, count) for size, count in share.runs)) for share in units.shares]
         return self.evaluate(speeds, shares)
 
@@ -93,8 +88,9 @@ class BatchDivider:
         as its largest one."""
         seconds, most = self.curves[replica].seconds, max(self.curves[replica].max_batch, 1)
         compute = math.fsum(float(seconds[min(size, most)]) * max(size / most, 1.0) for size in sizes)
-        has_step = self.stage == 0 and len(sizes) > 0
-        return compute + self.step_seconds[replica] if has_step and self.step_seconds is not None else compute
+        if self.stage > 0 or self.step_seconds is None or len(sizes) == 0:
+            return compute
+        return compute + self.step_seconds[replica]
 
     def _options(self, speeds: Sequence[Speed]) -> dict[str, Any]:
         steps = self.step_seconds
@@ -139,8 +135,12 @@ class GlobalBatchTime(NamedTuple):
     data_seconds: float
 
     @property
+    def seconds(self) -> float:
+        return self.work_seconds + self.data_seconds
+
+    @property
     def ratio(self) -> float:
-        return (self.work_seconds + self.data_seconds) / self.expected_seconds
+        return self.seconds / self.expected_seconds
 
 
 class SpeedEstimate(NamedTuple):
@@ -152,7 +152,7 @@ class SpeedEstimate(NamedTuple):
 
 
 def are_enough(times: Sequence[Sequence[GlobalBatchTime]]) -> bool:
-    longest = max(math.fsum(each.work_seconds + each.data_seconds for each in of_replica) for of_replica in times)
+    longest = max(math.fsum(each.seconds for each in of_replica) for of_replica in times)
     return len(times[0]) >= MIN_ITERATIONS and longest >= MIN_SECONDS
 
 
@@ -167,8 +167,7 @@ def _left_out(count: int) -> int:
 def _whole(times: Sequence[GlobalBatchTime]) -> float:
     """Measured / expected time, a ratio of sums, because a throttled device is slow in some iterations only."""
     kept = _kept(times)
-    measured = math.fsum(each.work_seconds + each.data_seconds for each in kept)
-    return measured / math.fsum(each.expected_seconds for each in kept)
+    return math.fsum(each.seconds for each in kept) / math.fsum(each.expected_seconds for each in kept)
 
 
 def estimated_speeds(times: Sequence[Sequence[GlobalBatchTime]]) -> list[SpeedEstimate]:
