@@ -40,7 +40,7 @@ __all__ = ["batches"]
 @click.option(
     "--plot",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Draw throughput curves and timelines to this file: .png, .pdf or .svg.",
+    help="Draw throughput curves and times of devices to this file: .png, .pdf or .svg.",
 )
 def batches(
     profile: Path,
@@ -60,7 +60,7 @@ def batches(
     from ..planner.batches.comparison import compare
     from ..planner.batches.ring_order import with_cluster_links
     from ..planner.cluster.cluster_file import load_cluster
-    from ..planner.report.batch_table import render, save_report
+    from ..planner.report.batch_report import plot_report, render, save_report
 
     with errors_on_one_line():
         check_outputs(out, picture=plot)
@@ -71,7 +71,5 @@ def batches(
         if out is not None:
             save_report(report, out)
         if plot is not None:
-            from ..planner.report.batch_picture import plot_report
-
             plot_report(report, plot)
     make_console().print(render(report))

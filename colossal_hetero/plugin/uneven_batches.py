@@ -26,7 +26,7 @@ from ..data_parallel.config import BatchConfig
 from ..data_parallel.loader import HeteroDataLoader, check_same_order, make_loader
 from ..data_parallel.resumable_loader import make_even_loader
 from ..data_parallel.sync_batch_norm import synchronize_batch_norm
-from ..planner.batches.equal_devices import divide_micro_batches, micro_batch_seconds
+from ..planner.batches.allocation import divide_micro_batches, micro_batch_seconds
 from ..profiling.rank_profiler import describe
 from .part import PluginPart, TrainingObjects
 

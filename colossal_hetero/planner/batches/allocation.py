@@ -14,116 +14,28 @@ samples in a micro-step runs ``min_batch`` samples of weight zero.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from . import exact_search
-from .exact_search import Runs, split_evenly, split_per_rank
+from .exact_search import Runs, exact_per_rank, exact_shared, exact_synchronized, split_evenly, split_per_rank
 from .time_curve import Curve
 
-__all__ = ["ACCUMULATIONS", "METHODS", "RULES", "STAGES", "Allocation", "Share", "allocate", "largest_remainders"]
+__all__ = [
+    "ACCUMULATIONS",
+    "METHODS",
+    "Allocation",
+    "Share",
+    "allocate",
+    "divide_micro_batches",
+    "evaluate",
+    "largest_remainders",
+    "micro_batch_seconds",
+]
 
-
-# Proportional --------------------------------------------------------------------------------------------------------
-# Divide in proportion to weights, in the largest micro-batches that fit: ``uniform`` is the rule of DeepSpeed (equal
-# weights), ``flops`` that of Whale (FLOP/s), ``adapt`` that of ADAPT (measured throughput).
-
-
-def largest_remainders(weights: Sequence[float] | NDArray[np.float64], samples: int) -> NDArray[np.int64]:
-    """Whole numbers in proportion to ``weights`` that sum to ``samples``, by the largest-remainder method."""
-    shares = np.asarray(weights, dtype=np.float64)
-    exact = shares / shares.sum() * samples
-    # The small number keeps a whole number whole if it was rounded to slightly less.
-    parts: NDArray[np.int64] = np.floor(exact + 1e-9).astype(np.int64)
-    first = np.argsort(-(exact - parts), kind="stable")
-    parts[first[: samples - int(parts.sum())]] += 1
-    return parts
-
-
-def _in_proportion(curves: Sequence[Curve], samples: int, kind: str, weights: NDArray[np.float64]) -> list[Runs]:
-    """Each rank's micro-batches in proportion to ``weights``; ``kind`` is ``synchronized`` in stages 2 and 3.
-
-    ``synchronized`` divides every micro-step, with the largest that fit. The others divide all samples, and each rank's
-    part into the fewest micro-steps that fit on all ranks: ``shared`` evenly, ``per_rank`` with a smaller last one.
-    """
-    largest = np.array([curve.max_batch for curve in curves])
-    min_batch = max(curve.min_batch for curve in curves)
-    if kind == "synchronized":
-        # Each rank gets at least its proportion rounded down, which limits the samples of a micro-step.
-        bound = ((largest + 1) * (weights.sum() / weights)).min()
-        size = int(min(samples, math.ceil(bound)))
-        while True:
-            full, left = divmod(samples, size)
-            parts = [(largest_remainders(weights, size), full)]
-            parts += [(largest_remainders(weights, left), 1)] if left else []
-            if min_batch > 1:
-                parts = [(_without_small_parts(step, min_batch), count) for step, count in parts]
-            if size <= min_batch or all((step <= largest).all() and step.sum() >= min_batch for step, _ in parts):
-                return [tuple((int(step[rank]), count) for step, count in parts) for rank in range(len(curves))]
-            size -= 1
-    by_rank = largest_remainders(weights, samples)
-    steps = int(np.ceil(by_rank / largest).max())
-    if kind == "shared":
-        if min_batch > 1:
-            by_rank = _without_small_parts(by_rank, steps * min_batch)
-            if (by_rank > steps * largest).any():
-                raise ValueError(
-                    f"{samples} samples cannot be divided in proportion, because the model trains with at least "
-                    f"{min_batch} samples; use method='exact', or another global batch size"
-                )
-        return [split_evenly(int(count), steps) for count in by_rank]
-    return [split_per_rank(int(count), max(math.ceil(count / steps), 1)) for count in by_rank]
-
-
-def _without_small_parts(parts: NDArray[np.int64], floor: int) -> NDArray[np.int64]:
-    """``parts`` with the same sum, each 0 or at least ``floor`` if the sum permits; the largest ones give."""
-    if parts.min() >= floor or parts.sum() < floor:
-        return parts
-    parts = parts.copy()
-    used = np.argsort(-parts, kind="stable")[: int(parts.sum()) // floor]
-    total, kept = int(parts.sum()), parts[used]
-    parts[:] = 0
-    kept = np.maximum(kept, floor)
-    for _ in range(int(kept.sum()) - total):
-        kept[kept.argmax()] -= 1
-    for _ in range(total - int(kept.sum())):
-        kept[kept.argmin()] += 1
-    parts[used] = kept
-    return parts
-
-
-def _uniform(curves: Sequence[Curve], samples: int, kind: str, flops: Sequence[float] | None) -> list[Runs]:
-    """The same number of samples on every rank, or one more, in micro-batches that every rank holds."""
-    largest = min(curve.max_batch for curve in curves)
-    if kind != "per_rank":
-        return _in_proportion([curve.limited(largest) for curve in curves], samples, kind, np.ones(len(curves)))
-    by_rank = largest_remainders(np.ones(len(curves)), samples)
-    steps = math.ceil(by_rank.max() / largest)
-    size = math.ceil(by_rank.max() / steps)
-    return [split_per_rank(int(count), size) for count in by_rank]
-
-
-def _flops(curves: Sequence[Curve], samples: int, kind: str, flops: Sequence[float] | None) -> list[Runs]:
-    assert flops is not None
-    return _in_proportion(curves, samples, kind, np.asarray(flops, dtype=np.float64))
-
-
-def _adapt(curves: Sequence[Curve], samples: int, kind: str, flops: Sequence[float] | None) -> list[Runs]:
-    speeds = {id(curve): curve.peak_speed for curve in curves}
-    return _in_proportion(curves, samples, kind, np.array([speeds[id(curve)] for curve in curves]))
-
-
-RULES: dict[str, Callable[[Sequence[Curve], int, str, Sequence[float] | None], list[Runs]]] = {
-    "uniform": _uniform,
-    "flops": _flops,
-    "adapt": _adapt,
-}
-
-STAGES = (0, 1, 2, 3)
 ACCUMULATIONS = ("shared", "per_rank")
 """Numbers of micro-steps per global batch: the same on all ranks, or each rank's own."""
 METHODS = ("exact", "uniform", "flops", "adapt")
@@ -221,23 +133,76 @@ def allocate(
         ValueError: a rank holds no sample, or an argument is out of its range, missing, or not one value per rank.
     """
     _check(curves, global_batch_size, stage, method, accumulation, communication_seconds, flops, step_seconds)
-    global_batch_size = int(global_batch_size)
-    synchronized = stage >= 2
-    fixed_seconds = step_seconds if stage == 0 else None
-    if method == "exact":
-        if synchronized:
-            runs = exact_search.exact_synchronized(curves, global_batch_size, communication_seconds)
-        elif accumulation == "per_rank":
-            runs = exact_search.exact_per_rank(curves, global_batch_size, fixed_seconds)
-        else:
-            runs = exact_search.exact_shared(curves, global_batch_size, fixed_seconds)
+    samples, fixed_seconds = int(global_batch_size), step_seconds if stage == 0 else None
+    if method != "exact":
+        runs = _in_proportion(curves, samples, "every step" if stage >= 2 else accumulation, method, flops)
+    elif stage >= 2:
+        runs = exact_synchronized(curves, samples, communication_seconds)
     else:
-        kind = "synchronized" if synchronized else accumulation
-        runs = RULES[method](curves, global_batch_size, kind, flops)
+        runs = (exact_per_rank if accumulation == "per_rank" else exact_shared)(curves, samples, fixed_seconds)
     return evaluate(
         curves, [Share(each) for each in runs], stage, method=method, accumulation=accumulation,
         communication_seconds=communication_seconds, step_seconds=step_seconds,
     )  # fmt: skip
+
+
+def largest_remainders(weights: Sequence[float] | NDArray[np.float64], samples: int) -> NDArray[np.int64]:
+    """Whole numbers in proportion to ``weights`` that sum to ``samples``, by the largest-remainder method."""
+    shares = np.asarray(weights, dtype=np.float64)
+    exact = shares / shares.sum() * samples
+    # The small number keeps a whole number whole if it was rounded to slightly less.
+    parts: NDArray[np.int64] = np.floor(exact + 1e-9).astype(np.int64)
+    first = np.argsort(-(exact - parts), kind="stable")
+    parts[first[: samples - int(parts.sum())]] += 1
+    return parts
+
+
+def _in_proportion(
+    curves: Sequence[Curve], samples: int, form: str, method: str, flops: Sequence[float] | None
+) -> list[Runs]:
+    """Each rank's micro-batches by a rule, the largest that fit.
+
+    In form ``every step`` (stages 2 and 3), each micro-step is divided in proportion. In the others, all samples are,
+    and each rank's part into the fewest micro-steps that fit on all ranks: ``shared`` evenly, ``per_rank`` with a
+    smaller last one.
+    """
+    largest = np.array([curve.max_batch for curve in curves])
+    min_batch = max(curve.min_batch for curve in curves)
+    if method == "uniform":  # every rank runs micro-batches that all hold
+        weights, largest = np.ones(len(curves)), np.full(len(curves), largest.min())
+    else:
+        peaks = {key: curve.peak_speed for key, curve in {id(curve): curve for curve in curves}.items()}
+        weights = np.array(flops if method == "flops" else [peaks[id(curve)] for curve in curves], dtype=np.float64)
+    if form == "every step":
+        # Each rank gets at least its proportion rounded down, which limits the samples of a micro-step.
+        size = int(min(samples, math.ceil(((largest + 1) * (weights.sum() / weights)).min())))
+        while True:
+            full, left = divmod(samples, size)
+            parts = [(_parts(weights, n, min_batch), count) for n, count in ((size, full), (left, 1)) if n]
+            if size <= min_batch or all((step <= largest).all() and step.sum() >= min_batch for step, _ in parts):
+                return [tuple((int(step[rank]), count) for step, count in parts) for rank in range(len(curves))]
+            size -= 1
+    by_rank = largest_remainders(weights, samples)
+    steps = int(np.ceil(by_rank / largest).max())
+    if form == "per_rank":
+        return [split_per_rank(int(count), max(math.ceil(count / steps), 1)) for count in by_rank]
+    by_rank = _parts(weights, samples, steps * min_batch if min_batch > 1 else 1)
+    if (by_rank > steps * largest).any():
+        raise ValueError(
+            f"{samples} samples cannot be divided in proportion, because the model trains with at least {min_batch} "
+            "samples; use method='exact', or another global batch size"
+        )
+    return [split_evenly(int(count), steps) for count in by_rank]
+
+
+def _parts(weights: NDArray[np.float64], samples: int, floor: int) -> NDArray[np.int64]:
+    """``samples`` in proportion to ``weights``; if a part is below ``floor``, fewer ranks get at least so many."""
+    parts = largest_remainders(weights, samples)
+    if floor > 1 and parts.min() < floor <= samples:
+        used = np.argsort(-parts, kind="stable")[: samples // floor]
+        parts[:] = 0
+        parts[used] = floor + largest_remainders(weights[used], samples - floor * len(used))
+    return parts
 
 
 def evaluate(
@@ -251,43 +216,36 @@ def evaluate(
     step_seconds: Sequence[float] | None = None,
 ) -> Allocation:
     """The allocation with the given shares, its times read from the curves."""
-    known: dict[tuple[int, Runs], float] = {}
-    for rank, (curve, share) in enumerate(zip(curves, shares, strict=True)):
-        if (id(curve), share.runs) in known:
-            continue
-        if share.micro_batch > curve.max_batch:
+    # By curve and runs instead of by rank, because there are few different ones.
+    kinds = {
+        (id(curve), share.runs): (rank, curve) for rank, (curve, share) in enumerate(zip(curves, shares, strict=True))
+    }
+    seconds = {}
+    for (key, runs), (rank, curve) in kinds.items():
+        sizes = [size for size, _ in runs if size > 0] or [curve.min_batch]
+        if max(sizes) > curve.max_batch and runs:
+            raise ValueError(f"rank {rank} holds at most {curve.max_batch} samples, not a micro-batch of {max(sizes)}")
+        if min(sizes) < curve.min_batch:
             raise ValueError(
-                f"rank {rank} holds at most {curve.max_batch} samples, not a micro-batch of {share.micro_batch}"
-            )
-        smallest = min((size for size, _ in share.runs if size > 0), default=curve.min_batch)
-        if smallest < curve.min_batch:
-            raise ValueError(
-                f"rank {rank} has a micro-batch of {smallest}, but the model trains with at least {curve.min_batch} "
+                f"rank {rank} has a micro-batch of {min(sizes)}, but the model trains with at least {curve.min_batch} "
                 "samples; use method='exact', or another global batch size"
             )
-        known[id(curve), share.runs] = math.fsum(count * float(curve.seconds[size]) for size, count in share.runs)
-    compute_by_rank = [known[id(curve), share.runs] for curve, share in zip(curves, shares, strict=True)]
+        seconds[key, runs] = math.fsum(count * float(curve.seconds[size]) for size, count in runs)
+    passes = [seconds[id(curve), share.runs] for curve, share in zip(curves, shares, strict=True)]
     steps = [0.0] * len(curves) if step_seconds is None else step_seconds
-    busy = tuple(compute + step for compute, step in zip(compute_by_rank, steps, strict=True))
-    if stage == 0:
-        communication, compute = communication_seconds, max(busy)
-    elif stage == 1:
-        communication, compute = communication_seconds, max(compute_by_rank) + max(steps)
-    else:
-        # Over kinds of device instead of ranks, because there are few different runs.
-        different = {(id(curve), share.runs): curve for curve, share in zip(curves, shares, strict=True) if share.runs}
-        counts = {tuple(count for _, count in runs) for _, runs in different}
+    busy = tuple(compute + step for compute, step in zip(passes, steps, strict=True))
+    compute, communication = max(busy) if stage == 0 else max(passes) + max(steps), communication_seconds
+    if stage >= 2:
+        working = [(curve, runs) for (_, runs), (_, curve) in kinds.items() if runs]
+        counts = {tuple(count for _, count in runs) for _, runs in working}
         if len(counts) != 1:
             raise ValueError(
                 f"in stage {stage} all ranks must run the same number of micro-steps, not {sorted(counts)}"
             )
         (repeats,) = counts
-        longest = [
-            max(float(curve.seconds[runs[step][0]]) for (_, runs), curve in different.items())
-            for step in range(len(repeats))
-        ]
-        compute = math.fsum(count * seconds for count, seconds in zip(repeats, longest, strict=True)) + max(steps)
-        communication = sum(repeats) * communication_seconds
+        longest = (max(float(curve.seconds[runs[i][0]]) for curve, runs in working) for i in range(len(repeats)))
+        compute = math.fsum(count * each for count, each in zip(repeats, longest, strict=True)) + max(steps)
+        communication *= sum(repeats)
     return Allocation(
         method=method,
         stage=stage,
@@ -314,17 +272,26 @@ def _check(
         raise ValueError("no curves: give one per rank")
     if isinstance(global_batch_size, bool) or global_batch_size != int(global_batch_size) or global_batch_size < 1:
         raise ValueError(f"global_batch_size={global_batch_size} must be a whole number of samples, at least 1")
-    if stage not in STAGES:
-        raise ValueError(f"stage={stage!r} does not exist; the stages of ZeRO are {', '.join(map(str, STAGES))}")
+    if stage not in range(4):
+        raise ValueError(f"stage={stage!r} does not exist; the stages of ZeRO are 0, 1, 2, 3")
     for name, value, valid in (("method", method, METHODS), ("accumulation", accumulation, ACCUMULATIONS)):
         if value not in valid:
             raise ValueError(f"unknown {name} {value!r}; valid are {', '.join(valid)}")
-    if accumulation == "per_rank" and stage >= 2:
-        raise ValueError(
-            f"accumulation='per_rank' is not possible with stage={stage}: in stages 2 and 3 the ranks synchronize at "
-            "every micro-step, so all must run the same number of micro-steps; use accumulation='shared', or stage 0 "
-            "or 1"
-        )
+    if not (communication_seconds >= 0 and math.isfinite(communication_seconds)):
+        raise ValueError(f"communication_seconds={communication_seconds} must be finite and at least 0")
+    if method == "flops" and flops is None:
+        raise ValueError("method='flops' needs flops, the FLOP/s of every rank; give them, or use another method")
+    for name, values in (("step_seconds", step_seconds), ("flops", flops if method == "flops" else None)):
+        if values is not None and len(values) != len(curves):
+            raise ValueError(f"{name} has {len(values)} values for {len(curves)} ranks: give one per rank")
+        for rank, number in enumerate(values or ()):
+            if number is None or not math.isfinite(number) or number < 0 or (name == "flops" and number == 0):
+                must = "a positive number of FLOP/s" if name == "flops" else "finite and at least 0"
+                raise ValueError(f"{name}[{rank}]={number} must be {must}")
+    for rank, curve in enumerate(curves):
+        if curve.max_batch < 1:
+            remedy = "use a higher stage, which shards more of the state," if stage < 3 else "free memory on its device"
+            raise ValueError(f"rank {rank} cannot hold one sample in stage {stage}; {remedy} or leave that rank out")
     min_batch = max(curve.min_batch for curve in curves)
     if global_batch_size < min_batch:
         raise ValueError(
@@ -332,35 +299,42 @@ def _check(
             "samples (it has a batch normalization); use drop_last=True if it is the last one of an epoch, or another "
             "global batch size"
         )
+    if accumulation == "per_rank" and stage >= 2:
+        raise ValueError(
+            f"accumulation='per_rank' is not possible with stage={stage}: in stages 2 and 3 the ranks synchronize at "
+            "every micro-step, so all must run the same number of micro-steps; use accumulation='shared', or stage 0 "
+            "or 1"
+        )
     if accumulation == "per_rank" and min_batch > 1:
         raise ValueError(
             f"accumulation='per_rank' is not possible with a model that trains with at least {min_batch} samples (it "
             "has a batch normalization), because a rank's last micro-batch may be smaller; use accumulation='shared'"
         )
-    if not (communication_seconds >= 0 and math.isfinite(communication_seconds)):
-        raise ValueError(f"communication_seconds={communication_seconds} must be finite and at least 0")
-    if step_seconds is not None:
-        if len(step_seconds) != len(curves):
-            raise ValueError(f"step_seconds has {len(step_seconds)} values for {len(curves)} ranks: give one per rank")
-        for rank, seconds in enumerate(step_seconds):
-            if not (seconds >= 0 and math.isfinite(seconds)):
-                raise ValueError(f"step_seconds[{rank}]={seconds} must be finite and at least 0")
-    for rank, curve in enumerate(curves):
-        if curve.max_batch < 1:
-            raise ValueError(
-                f"rank {rank} cannot hold one sample in stage {stage}; "
-                + (
-                    "use a higher stage, which shards more of the state, "
-                    if stage < 3
-                    else "free memory on its device "
-                )
-                + "or leave that rank out"
-            )
-    if method == "flops":
-        if flops is None:
-            raise ValueError("method='flops' needs flops, the FLOP/s of every rank; give them, or use another method")
-        if len(flops) != len(curves):
-            raise ValueError(f"flops has {len(flops)} values for {len(curves)} ranks: give one per rank")
-        for rank, number in enumerate(flops):
-            if number is None or not (number > 0 and math.isfinite(number)):
-                raise ValueError(f"flops[{rank}]={number} must be a positive number of FLOP/s")
+
+
+# Pipeline replicas ---------------------------------------------------------------------------------------------------
+# A pipeline of P stages takes ``(k + P − 1)·c`` seconds for k micro-batches of c seconds (docs/algorithms.md, 2.3).
+
+
+def micro_batch_seconds(elapsed_seconds: float, micro_batches: int, stages: int) -> float:
+    return elapsed_seconds / (micro_batches + stages - 1)
+
+
+def divide_micro_batches(seconds: Sequence[float], micro_batches: int, stages: int | Sequence[int]) -> tuple[int, ...]:
+    """The number of micro-batches of each replica with the least time of the slowest replica.
+
+    Every replica gets at least as many micro-batches as it has stages, because Colossal-AI's 1F1B schedule needs them.
+    The further ones are those that would be finished first, which is exact: see [Note: the order statistic].
+    """
+    depths = np.broadcast_to(stages, len(seconds))
+    fewest = int(depths.sum())
+    more = micro_batches - fewest
+    if more < 0:
+        raise ValueError(
+            f"{micro_batches} micro-batches are too few for {len(seconds)} pipelines of "
+            f"{', '.join(map(str, sorted(set(depths.tolist()))))} stages, each of which needs at least as many as it "
+            f"has stages; use a larger global batch or a smaller micro-batch, so that there are at least {fewest}"
+        )
+    ends = (2 * depths[:, None] + np.arange(more)) * np.array(seconds)[:, None]  # from k = P + 1 on
+    first = np.argsort(ends, axis=None, kind="stable")[:more]
+    return tuple((depths + np.bincount(first // max(more, 1), minlength=len(depths))).tolist())

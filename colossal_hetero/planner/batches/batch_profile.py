@@ -6,7 +6,7 @@ times and sizes end with their unit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -48,7 +48,7 @@ two, the reduce-scatter of gradients one; stage 3 also gathers the parameters fo
 backward, if FSDP has the whole model in one unit, without an ``auto_wrap_policy``). Stages 1 and 2 gather the
 parameters after the step; that takes the same time for every division of the batch, and is left out."""
 MAX_PREDICTED = 65_536
-"""Largest micro-batch, in samples, that is predicted for a stage that was not measured."""
+"""Largest micro-batch, in samples, of a curve, unless a larger global batch is to be divided."""
 
 Stage = Annotated[int, Field(ge=0, le=3)]
 
@@ -182,35 +182,31 @@ class BatchProfile(FilePart):
     @property
     def flops(self) -> list[float] | None:
         """FLOP/s by rank; None if they are unknown for any rank."""
-        values = [self.kinds[kind].flops for kind in self.ranks]
-        known = [value for value in values if value is not None]
-        return known if len(known) == len(values) else None
+        return self._known(kind.flops for kind in self.kinds)
 
-    def step_seconds(self, stage: int | None = None) -> list[float] | None:
+    def step_seconds(self, stage: int) -> list[float] | None:
         """Time of the optimizer's step by rank; from stage 1 on, a rank steps with its part of the parameters."""
-        parts = [len(self.ranks) if each else 1 for each in (self._checked(stage), self.stage)]
-        values = [self.kinds[kind].step_seconds for kind in self.ranks]
-        known = [value * parts[1] / parts[0] for value in values if value is not None]
-        return known if len(known) == len(values) else None
+        part, measured = (len(self.ranks) if each else 1 for each in (stage, self.stage))
+        known = self._known(kind.step_seconds for kind in self.kinds)
+        return known and [seconds * measured / part for seconds in known]
 
-    def communication(self, stage: int | None = None) -> float:
+    def _known(self, by_kind: Iterable[float | None]) -> list[float] | None:
+        values = list(by_kind)
+        by_rank = [values[kind] for kind in self.ranks]
+        return None if None in by_rank else by_rank  # type: ignore[return-value]
+
+    def communication(self, stage: int) -> float:
         """Seconds of one synchronization at ``stage``; if another stage was measured, scaled by :data:`PASSES`."""
-        stage = self._checked(stage)
         return self.communication_seconds * PASSES[stage] / PASSES[self.stage]
 
-    def state_bytes(self, stage: int | None = None, sharing_ranks: int | None = None) -> list[int]:
+    def state_bytes(self, stage: int, sharing_ranks: int | None = None) -> list[int]:
         """Bytes used before a micro-batch runs, by kind, at any stage and with any number of ranks."""
-        stage = self._checked(stage)
         count = len(self.ranks)
-        sharing_ranks = count if sharing_ranks is None else sharing_ranks
-        change = state_bytes(self.model, stage, sharing_ranks) - state_bytes(self.model, self.stage, count)
+        change = state_bytes(self.model, stage, sharing_ranks or count) - state_bytes(self.model, self.stage, count)
         return [max(kind.state_bytes + change, 0) for kind in self.kinds]
 
-    def kind_max_batches(
-        self, stage: int | None = None, largest: int | None = None, sharing_ranks: int | None = None
-    ) -> list[int]:
+    def kind_max_batches(self, stage: int, largest: int = MAX_PREDICTED, sharing_ranks: int | None = None) -> list[int]:
         """Largest micro-batch by kind: as measured, or predicted from memory at another stage or with fewer ranks."""
-        stage = self._checked(stage)
         batches = []
         for kind, state in zip(self.kinds, self.state_bytes(stage, sharing_ranks), strict=True):
             batch = kind.max_batch
@@ -221,26 +217,20 @@ class BatchProfile(FilePart):
                     fits += batch - max((kind.memory_bytes - kind.state_bytes) // kind.sample_bytes, 0)
                 elif state <= kind.state_bytes:
                     fits = max(fits, batch)
-                batch = min(max(fits, 0), MAX_PREDICTED)
-            batches.append(batch if largest is None else min(batch, largest))
+                batch = max(fits, 0)
+            batches.append(min(batch, largest))
         return batches
 
     def curves(
-        self,
-        stage: int | None = None,
-        largest: int | None = None,
-        *,
-        sharing_ranks: int | None = None,
-        allow_empty: bool = False,
+        self, stage: int, largest: int = MAX_PREDICTED, *, sharing_ranks: int | None = None, allow_empty: bool = False
     ) -> list[Curve]:
-        """The time curve of each rank; ranks of a kind share one object."""
-        stage = self._checked(stage)
-        used = set(self.ranks)
+        """The time curve of each rank up to a micro-batch of ``largest``; ranks of a kind share one object."""
         batches = self.kind_max_batches(stage, largest, sharing_ranks)
-        for kind in sorted(used):
+        curves = {}
+        for kind in sorted(set(self.ranks)):
             if batches[kind] < self.kinds[kind].min_batch and not allow_empty:
                 raise ValueError(self._does_not_fit(kind, stage))
-        curves = {kind: self.kinds[kind].curve(batches[kind]) for kind in sorted(used)}
+            curves[kind] = self.kinds[kind].curve(batches[kind])
         return [curves[kind] for kind in self.ranks]
 
     def check_fits(
@@ -262,24 +252,16 @@ class BatchProfile(FilePart):
             if wanted is not None and wanted != value:
                 raise ValueError(f"the profile was made at {name} {value}, not {wanted}; {REPROFILE}")
 
-    def _checked(self, stage: int | None) -> int:
-        if stage is None:
-            return self.stage
-        if stage not in range(len(PASSES)):
-            raise ValueError(f"ZeRO has no stage {stage}; its stages are 0, 1, 2 and 3")
-        return stage
-
     def _does_not_fit(self, kind: int, stage: int) -> str:
         device = self.kinds[kind]
         ranks = [rank for rank, each in enumerate(self.ranks) if each == kind]
-        used = set(self.ranks)
-        better = [
-            other
-            for other in range(stage + 1, len(PASSES))
-            if all(n >= device.min_batch for index, n in enumerate(self.kind_max_batches(other)) if index in used)
-        ]
         few, fit = ("one sample", "fits") if device.min_batch == 1 else (f"{device.min_batch} samples", "fit")
-        remedy = f"at stage {better[0]} {few} {fit}" if better else "at higher stages no sample fits either"
+        remedy = "at higher stages no sample fits either"
+        for higher in range(stage + 1, len(PASSES)):
+            batches = self.kind_max_batches(higher)
+            if min(batches[each] for each in self.ranks) >= device.min_batch:
+                remedy = f"at stage {higher} {few} {fit}"
+                break
         return (
             f"{'ranks' if len(ranks) > 1 else 'rank'} {spans(ranks)} ({device.device}) cannot hold {few} at stage "
             f"{stage}: of {device.memory_bytes / 2**30:.2f} GiB, the state takes "
@@ -296,6 +278,8 @@ def state_bytes(model: ModelIdentity, stage: int, ranks: int) -> int:
 
     Stage 0: P + G + O; 1: P + G + O/N; 2: P + (G + O)/N; 3: (P + G + O)/N.
     """
+    if stage not in range(len(PASSES)):
+        raise ValueError(f"ZeRO has no stage {stage}; its stages are 0, 1, 2 and 3")
     parts = (model.optimizer_bytes, model.gradient_bytes, model.parameter_bytes)
     return sum(parts[stage:]) - (-sum(parts[:stage]) // ranks)
 

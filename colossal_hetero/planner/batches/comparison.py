@@ -1,16 +1,16 @@
-"""Divide a global batch with one method, and with the others for comparison."""
+"""Device dropping of ADAPT, and the comparison of all methods that divide a global batch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from ...common.text import spans
-from ..cluster.topology import MeasuredLink
 from .allocation import Allocation, Share, allocate
-from .batch_profile import PASSES, BatchProfile
-from .ring_order import common_protocol, link_seconds, longest_edge, ring_order
+from .batch_profile import BatchProfile
+from .ring_order import RingNetwork, ring_cost, ring_order
 from .time_curve import Curve
 
 __all__ = ["MAX_GLOBAL_BATCH", "AdaptPlan", "AdaptStep", "BatchComparison", "MethodResult", "adapt", "compare"]
@@ -41,24 +41,25 @@ class AdaptPlan:
     """The division over all ranks; a dropped rank has ``runs == ()`` and ``busy_seconds == 0``."""
     ring: tuple[int, ...]
     """Ranks in sending order; the last one sends to the first."""
-    dropped: tuple[int, ...]
     protocol: str
-    cost_seconds: float
-    steps: tuple[AdaptStep, ...]
+    steps: tuple[AdaptStep, ...] = ()
     """Configurations that were tried, in order; the first one keeps all devices that hold a sample."""
+
+    @property
+    def dropped(self) -> tuple[int, ...]:
+        return tuple(rank for rank, share in enumerate(self.allocation.shares) if not share.runs)
+
+    @property
+    def cost_seconds(self) -> float:
+        return self.allocation.wall_seconds
 
 
 def adapt(
-    curves: Sequence[Curve],
+    curves_of: Callable[[int], Sequence[Curve]],
     global_batch_size: int,
     stage: int,
-    *,
-    links: Iterable[MeasuredLink],
-    protocols: Sequence[Sequence[str]],
-    message_bytes: float,
+    network: RingNetwork,
     accumulation: str = "shared",
-    redistribution: str = "exact",
-    curves_for_count: Callable[[int], Sequence[Curve]] | None = None,
 ) -> AdaptPlan:
     """Drop devices as long as that reduces the predicted time per global batch.
 
@@ -67,62 +68,51 @@ def adapt(
     1. the busiest device of those whose communication with both ring neighbors takes longer than their compute;
     2. the device with the fewest samples per second (parts in proportion to speed take equally long);
     3. all devices without NCCL at once: with two CPUs, dropping one does not make NCCL possible.
+
+    ``curves_of`` returns the curves of all ranks if so many of them take part.
     """
-    if len(protocols) != len(curves):
-        raise ValueError(f"protocols has {len(protocols)} entries for {len(curves)} ranks: give one tuple per rank")
-    if redistribution not in ("exact", "adapt"):
-        raise ValueError(f"unknown redistribution {redistribution!r}; valid are exact, adapt")
-    if not message_bytes >= 0:
-        raise ValueError(f"message_bytes={message_bytes} must be at least 0")
-    links = tuple(links)
+    everyone = range(len(network.protocols))
 
-    def curves_with(ranks: tuple[int, ...]) -> Sequence[Curve]:
-        return curves if curves_for_count is None else curves_for_count(len(ranks))
+    def unable(ranks: Sequence[int]) -> list[int]:
+        return [rank for rank in ranks if curves_of(len(ranks))[rank].max_batch < 1]
 
-    def plan(ranks: tuple[int, ...]) -> AdaptPlan:
-        found = curves_with(ranks)
-        protocol = common_protocol([protocols[rank] for rank in ranks])
-        seconds = link_seconds(links, ranks, protocol, message_bytes)
+    def plan(ranks: Sequence[int]) -> AdaptPlan:
+        curves, seconds = curves_of(len(ranks)), network.seconds(ranks)
         ring = ring_order(seconds)
         allocation = allocate(
-            [found[rank] for rank in ranks],
+            [curves[rank] for rank in ranks],
             global_batch_size,
             stage,
-            method=redistribution,
             accumulation=accumulation,
-            communication_seconds=longest_edge(seconds, ring),
+            communication_seconds=ring_cost(seconds, ring)[0],
         )
         share = dict(zip(ranks, allocation.shares, strict=True))
         busy = dict(zip(ranks, allocation.busy_seconds, strict=True))
         whole = replace(
             allocation,
             method="adapt",
-            shares=tuple(share.get(rank, Share(())) for rank in range(len(curves))),
-            busy_seconds=tuple(busy.get(rank, 0.0) for rank in range(len(curves))),
+            shares=tuple(share.get(rank, Share(())) for rank in everyone),
+            busy_seconds=tuple(busy.get(rank, 0.0) for rank in everyone),
         )
-        order = tuple(ranks[index] for index in ring)
-        dropped = tuple(rank for rank in range(len(curves)) if rank not in share)
-        return AdaptPlan(whole, order, dropped, protocol, whole.wall_seconds, ())
+        return AdaptPlan(whole, tuple(ranks[index] for index in ring), network.protocol(ranks))
 
-    able = tuple(rank for rank, curve in enumerate(curves) if curve.max_batch > 0)
-    while able and not _all_hold(curves_with(able), able):
-        able = tuple(rank for rank in able if curves_with(able)[rank].max_batch > 0)
+    able = list(everyone)
+    while unable(able):
+        able = [rank for rank in able if rank not in unable(able)]
     if not able:
         raise ValueError(
-            f"none of {len(curves)} devices holds one sample in stage {stage}; use a higher stage, or free memory"
+            f"none of {len(everyone)} devices holds one sample in stage {stage}; use a higher stage, or free memory"
         )
     current = plan(able)
-    unable = current.dropped
-    reason = f"cannot hold one sample: {_names(unable)}" if unable else "all devices"
-    steps = [AdaptStep(unable, reason, current.protocol, current.cost_seconds, True)]
+    reason = f"cannot hold one sample: {_names(current.dropped)}" if current.dropped else "all devices"
+    steps = [AdaptStep(current.dropped, reason, current.protocol, current.cost_seconds, True)]
     improved = True
     while improved:
         improved = False
-        for without, reason in _drop_candidates(current, curves, protocols, links, message_bytes):
-            rest = tuple(rank for rank in sorted(current.ring) if rank not in without)
-            if not _all_hold(curves_with(rest), rest):
-                protocol = common_protocol([protocols[rank] for rank in rest])
-                steps.append(AdaptStep(without, reason, protocol, math.inf, False))
+        for without, reason in _drop_candidates(current, curves_of(len(everyone)), network):
+            rest = [rank for rank in sorted(current.ring) if rank not in without]
+            if unable(rest):
+                steps.append(AdaptStep(without, reason, network.protocol(rest), math.inf, False))
                 continue
             tried = plan(rest)
             improved = tried.cost_seconds < current.cost_seconds
@@ -133,50 +123,33 @@ def adapt(
     return replace(current, steps=tuple(steps))
 
 
-def _all_hold(curves: Sequence[Curve], ranks: Sequence[int]) -> bool:
-    return all(curves[rank].max_batch > 0 for rank in ranks)
-
-
 def _drop_candidates(
-    current: AdaptPlan,
-    curves: Sequence[Curve],
-    protocols: Sequence[Sequence[str]],
-    links: Sequence[MeasuredLink],
-    message_bytes: float,
+    current: AdaptPlan, curves: Sequence[Curve], network: RingNetwork
 ) -> list[tuple[tuple[int, ...], str]]:
     """The ranks to try to drop, in order, each with the reason."""
-    ring = current.ring
+    ring, busy = current.ring, current.allocation.busy_seconds
     if len(ring) == 1:
         return []
-    seconds = link_seconds(links, ring, current.protocol, message_bytes)
-    nearest = [
-        min(seconds[i - 1, i], seconds[i, (i + 1) % len(ring)]) * _synchronizations(current) for i in range(len(ring))
-    ]
-    busy = current.allocation.busy_seconds
-    bound = [rank for rank, near in zip(ring, nearest, strict=True) if near > busy[rank]]
-    found: list[tuple[tuple[int, ...], str]] = []
+    edges = network.seconds(ring) * (1 if current.allocation.stage < 2 else current.allocation.steps)
+    near = {rank: min(edges[i - 1, i], edges[i, (i + 1) % len(ring)]) for i, rank in enumerate(ring)}
+    found: dict[tuple[int, ...], str] = {}
+    bound = [rank for rank in ring if near[rank] > busy[rank]]
     if bound:
         rank = min(bound, key=lambda rank: (-busy[rank], rank))
-        near = nearest[ring.index(rank)]
-        reason = f"rank {rank} communicates longer ({near:.3g} s) than it computes ({busy[rank]:.3g} s)"
-        found.append(((rank,), reason))
+        found[rank,] = f"rank {rank} communicates longer ({near[rank]:.3g} s) than it computes ({busy[rank]:.3g} s)"
     rank = min(ring, key=lambda rank: (curves[rank].peak_speed, rank))
-    if (rank,) not in [without for without, _ in found]:
-        found.append(((rank,), f"rank {rank} is the slowest ({curves[rank].peak_speed:.3g} samples/s)"))
-    has_nccl = [rank for rank in ring if "nccl" in protocols[rank]]
-    lacking = tuple(sorted(set(ring) - set(has_nccl)))
-    if current.protocol != "nccl" and has_nccl and lacking not in [without for without, _ in found]:
-        found.append((lacking, f"without {_names(lacking)} the others use nccl instead of {current.protocol}"))
-    return found
-
-
-def _synchronizations(plan: AdaptPlan) -> int:
-    return 1 if plan.allocation.stage < 2 else plan.allocation.steps
+    found.setdefault((rank,), f"rank {rank} is the slowest ({curves[rank].peak_speed:.3g} samples/s)")
+    lacking = tuple(rank for rank in sorted(ring) if "nccl" not in network.protocols[rank])
+    if current.protocol != "nccl" and 0 < len(lacking) < len(ring):
+        found.setdefault(lacking, f"without {_names(lacking)} the others use nccl instead of {current.protocol}")
+    return list(found.items())
 
 
 def _names(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
+
+# Comparison ----------------------------------------------------------------------------------------------------------
 
 MAX_GLOBAL_BATCH = 2**20
 """Largest global batch, in samples: the exact search needs about 60 bytes for each."""
@@ -191,6 +164,8 @@ class MethodResult:
     """None if the method cannot divide this global batch."""
     note: str = ""
     """Reason why there is no allocation, or a remark about it."""
+    adapt: AdaptPlan | None = None
+    """The search of method ``adapt``; None for another method, or without links."""
 
 
 @dataclass(frozen=True)
@@ -201,10 +176,10 @@ class BatchComparison:
     curves: tuple[Curve, ...]
     """Time curve of each rank at the stage of ``chosen``, by rank."""
     chosen: Allocation
+    adapt: AdaptPlan | None
+    """The search that found ``chosen``, if it is that of ``adapt``."""
     results: tuple[MethodResult, ...]
     """Results of all methods, including ``chosen``."""
-    adapt: AdaptPlan | None = None
-    """The search that found ``chosen``; None for another method, or without links."""
 
 
 def compare(
@@ -216,33 +191,59 @@ def compare(
     accumulation: str = "shared",
 ) -> BatchComparison:
     """Divide a global batch by ``method``, and by the other methods for comparison."""
+    stage = profile.stage if stage is None else stage
     _check_sizes(profile, global_batch_size, stage)
-    problem = _BatchProblem(profile, global_batch_size, profile.stage if stage is None else stage, method)
-    plan: AdaptPlan | None = None
-    if method == "adapt" and profile.links:
-        plan = problem.adapt(accumulation)
-        chosen = plan.allocation
-    else:
-        chosen = problem.allocate(method, accumulation)
+    curves = profile.curves(stage, global_batch_size, allow_empty=method == "adapt" and bool(profile.links))
+    communication_seconds, network, link_error = profile.communication(stage), None, ""
+    if profile.links:
+        try:
+            network = RingNetwork.of(profile, stage)
+            everyone = range(len(curves))
+            communication_seconds, _ = ring_cost(network.seconds(everyone), everyone)
+        except ValueError as error:
+            network, link_error = None, str(error)
+
+    @lru_cache
+    def curves_of(ranks: int) -> list[Curve]:
+        return profile.curves(stage, global_batch_size, sharing_ranks=ranks, allow_empty=True)
+
+    def divide(name: str, accumulation: str) -> MethodResult:
+        if name == "adapt" and profile.links:
+            if network is None:
+                raise ValueError(link_error)
+            plan = adapt(curves_of, global_batch_size, stage, network, accumulation)
+            left_out = f"without {'rank' if len(plan.dropped) == 1 else 'ranks'} {spans(plan.dropped)}"
+            note = f"{left_out if plan.dropped else 'all devices'}, {plan.protocol}"
+            return MethodResult(name, plan.allocation, note, plan)
+        lacking = [kind.device for index, kind in enumerate(profile.kinds) if index in profile.ranks and not kind.flops]
+        if name == "flops" and lacking:
+            raise ValueError(f"method flops needs the FLOP/s of every device; the profile has none for {lacking[0]}")
+        allocation = allocate(
+            curves, global_batch_size, stage, method=name, accumulation=accumulation,
+            communication_seconds=communication_seconds, flops=profile.flops,
+        )  # fmt: skip
+        note = "in proportion to throughput only: the profile has no links" if name == "adapt" else ""
+        return MethodResult(name, allocation, note)
+
+    def attempt(name: str, accumulation: str) -> MethodResult:
+        try:
+            return divide(name, accumulation)
+        except ValueError as error:
+            return MethodResult(name, None, str(error))
 
     settings = [("exact", accumulation), ("uniform", accumulation), ("flops", accumulation)]
-    if problem.stage < 2:
+    if stage < 2:
         settings.insert(1, ("exact", "per_rank" if accumulation == "shared" else "shared"))
-    results = [
-        MethodResult(name, chosen) if (name, each) == (method, accumulation) else problem.attempt(name, each)
-        for name, each in settings
-    ]
-    if plan is not None:
-        results.append(MethodResult("adapt", chosen, _outcome(plan)))
-    elif method == "adapt":
-        results.append(MethodResult("adapt", chosen, "in proportion to throughput only: the profile has no links"))
-    elif profile.links:
-        results.append(problem.attempt("adapt", accumulation))
-    curves = problem.curves if plan is None else problem.curves_for_count(len(plan.ring))
-    return BatchComparison(profile, tuple(curves), chosen, tuple(results), plan)
+    if method == "adapt" or profile.links:
+        settings.append(("adapt", accumulation))
+    chosen = divide(method, accumulation)
+    assert chosen.allocation is not None
+    results = [chosen if each == (method, accumulation) else attempt(*each) for each in settings]
+    own_curves = curves if chosen.adapt is None else curves_of(len(chosen.adapt.ring))
+    return BatchComparison(profile, tuple(own_curves), chosen.allocation, chosen.adapt, tuple(results))
 
 
-def _check_sizes(profile: BatchProfile, global_batch_size: int, stage: int | None) -> None:
+def _check_sizes(profile: BatchProfile, global_batch_size: int, stage: int) -> None:
     """Raise ``ValueError`` if dividing this global batch would take gigabytes of memory."""
     if global_batch_size > MAX_GLOBAL_BATCH:
         raise ValueError(
@@ -255,95 +256,3 @@ def _check_sizes(profile: BatchProfile, global_batch_size: int, stage: int | Non
             f"the devices of the profile hold micro-batches of {sizes:,} sizes in total, more than {MAX_SIZES:,}; give "
             f"a smaller global batch, at most {MAX_SIZES // len(set(profile.ranks)):,} samples"
         )
-
-
-class _BatchProblem:
-    def __init__(self, profile: BatchProfile, global_batch_size: int, stage: int, method: str) -> None:
-        self.profile, self.global_batch_size, self.stage = profile, global_batch_size, stage
-        may_drop = method == "adapt" and bool(profile.links)
-        self.curves = profile.curves(stage, global_batch_size, allow_empty=may_drop)
-        self._curves_by_count: dict[int, list[Curve]] = {}
-        self.communication_seconds = profile.communication(stage)
-        self.message_bytes = 0.0
-        linked = {link.protocol for link in profile.links}
-        measured = [tuple(each for each in kind.protocols if each in linked) for kind in profile.kinds]
-        self.protocols = [measured[kind] for kind in profile.ranks]
-        """By rank, its protocols for which links were measured."""
-        self.link_error = ""
-        if profile.links:
-            try:
-                self._calibrate_links()
-            except ValueError as error:
-                self.link_error = str(error)
-
-    def _calibrate_links(self) -> None:
-        """Set the message size with which the ring in rank order takes the measured time, to compare other rings."""
-        profile, ranks = self.profile, range(len(self.profile.ranks))
-        protocol = common_protocol(self.protocols)
-        if self.communication_seconds > 0:
-            # Comm = latency + message · (seconds per byte): solve for the message of each edge and take the smallest.
-            latency = link_seconds(profile.links, ranks, protocol, 0.0)
-            per_byte = link_seconds(profile.links, ranks, protocol, 1.0) - latency
-            after = [(rank, (rank + 1) % len(ranks)) for rank in ranks]
-            room = [(self.communication_seconds - latency[edge]) / per_byte[edge] for edge in after]
-            self.message_bytes = max(min(room), 0.0)
-        else:
-            share = (len(ranks) - 1) / len(ranks)
-            # In stage 1 the parameters are gathered as often as the gradients are summed, once per global batch.
-            passes = PASSES[self.stage] + (self.stage == 1)
-            self.message_bytes = passes * share * profile.model.gradient_bytes
-        seconds = link_seconds(profile.links, ranks, protocol, self.message_bytes)
-        self.communication_seconds = longest_edge(seconds, list(ranks))
-
-    def curves_for_count(self, sharing_ranks: int) -> list[Curve]:
-        if sharing_ranks not in self._curves_by_count:
-            self._curves_by_count[sharing_ranks] = self.profile.curves(
-                self.stage, self.global_batch_size, sharing_ranks=sharing_ranks, allow_empty=True
-            )
-        return self._curves_by_count[sharing_ranks]
-
-    def allocate(self, method: str, accumulation: str) -> Allocation:
-        profile = self.profile
-        lacking = [kind.device for index, kind in enumerate(profile.kinds) if index in profile.ranks and not kind.flops]
-        if method == "flops" and lacking:
-            raise ValueError(f"method flops needs the FLOP/s of every device; the profile has none for {lacking[0]}")
-        return allocate(
-            self.curves,
-            self.global_batch_size,
-            self.stage,
-            method=method,
-            accumulation=accumulation,
-            communication_seconds=self.communication_seconds,
-            flops=profile.flops,
-        )
-
-    def adapt(self, accumulation: str) -> AdaptPlan:
-        if self.link_error:
-            raise ValueError(self.link_error)
-        profile = self.profile
-        return adapt(
-            self.curves,
-            self.global_batch_size,
-            self.stage,
-            links=profile.links,
-            protocols=self.protocols,
-            message_bytes=self.message_bytes,
-            accumulation=accumulation,
-            curves_for_count=self.curves_for_count,
-        )
-
-    def attempt(self, method: str, accumulation: str) -> MethodResult:
-        """The result of ``method``; if it raises ``ValueError``, the message as note."""
-        try:
-            if method == "adapt":
-                plan = self.adapt(accumulation)
-                return MethodResult(method, plan.allocation, _outcome(plan))
-            return MethodResult(method, self.allocate(method, accumulation))
-        except ValueError as error:
-            return MethodResult(method, None, str(error))
-
-
-def _outcome(plan: AdaptPlan) -> str:
-    if not plan.dropped:
-        return f"all devices, {plan.protocol}"
-    return f"without {'rank' if len(plan.dropped) == 1 else 'ranks'} {spans(plan.dropped)}, {plan.protocol}"

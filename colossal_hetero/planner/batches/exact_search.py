@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import heapq
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,23 +12,15 @@ from numpy.typing import NDArray
 
 from .time_curve import Curve
 
-__all__ = [
-    "TOLERANCE",
-    "Runs",
-    "exact_per_rank",
-    "exact_shared",
-    "exact_synchronized",
-    "split_evenly",
-    "split_per_rank",
-]
+__all__ = ["Runs", "exact_per_rank", "exact_shared", "exact_synchronized", "split_evenly", "split_per_rank"]
 
 Runs = tuple[tuple[int, int], ...]
 """One rank's micro-batches in running order: pairs (samples, number of such micro-batches)."""
 
-_PerKind = Sequence[int] | NDArray[np.int64]
-
 TOLERANCE = 1e-10
 """Relative difference below which wall times are equal: sums of floats depend that much on their order."""
+PRECISION = 1e-13
+"""Relative precision of times that are found by bisection, and the error of sums that counts as rounding."""
 
 # [Note: the order statistic] Let h_i(n) be the least time in which rank i runs n samples; it never decreases with n.
 # The time of N samples is the least t with Σ N_i(t) ≥ N, where N_i(t) is the largest n with h_i(n) ≤ t. That is the
@@ -49,135 +40,78 @@ TOLERANCE = 1e-10
 # every rank can have G·b₀ at no cost, and nothing else changes. Otherwise q = ⌊N / G·b₀⌋ < R ranks have samples, and N
 # samples can be run in time t if the sum of the q largest N_i(t) is at least N. The form "per_rank" is not possible:
 # its last micro-batch would be too small.
-#
-# [Note: ticks] Seconds are rounded to whole ticks. A tick is a power of two of seconds, at most 2^-50 of the wall time
-# of micro-steps of one sample on every rank, which is always possible. Sums, products and rounded-down quotients of
-# such numbers are exact in float64, so no comparison depends on rounding.
 
 
-class CurveKinds:
-    """Ranks grouped by curve, in an order that does not depend on the order of the ranks; times in ticks."""
+class _Kinds:
+    """Ranks grouped by curve and fixed time, in an order that does not depend on the order of the ranks."""
 
-    def __init__(
-        self,
-        curves: Sequence[Curve],
-        samples: int,
-        communication_seconds: float = 0.0,
-        fixed_seconds: Sequence[float] | None = None,
-    ) -> None:
+    def __init__(self, curves: Sequence[Curve], samples: int, fixed_seconds: Sequence[float] | None = None) -> None:
         fixed = [0.0] * len(curves) if fixed_seconds is None else fixed_seconds
-        by_object: dict[tuple[int, float], list[int]] = {}
+        held = {key: each.seconds[: samples + 1].tobytes() for key, each in {id(c): c for c in curves}.items()}
+        kinds: dict[tuple[bytes, float], list[int]] = {}
         for rank, (curve, seconds) in enumerate(zip(curves, fixed, strict=True)):
-            by_object.setdefault((id(curve), seconds), []).append(rank)
-        by_value: dict[tuple[int, bytes, float], list[int]] = {}
-        for (_, fixed_of_kind), ranks in by_object.items():
-            held = curves[ranks[0]].seconds[: samples + 1]
-            by_value.setdefault((len(held), held.tobytes(), fixed_of_kind), []).extend(ranks)
-        keys = sorted(by_value)
-        self.ranks = [sorted(by_value[key]) for key in keys]
-        self.counts = np.array([len(ranks) for ranks in self.ranks])
-        times_by_kind = [np.frombuffer(key[1]) for key in keys]
+            kinds.setdefault((held[id(curve)], seconds), []).append(rank)
+        keys = sorted(kinds)
+        self.times = [np.frombuffer(times) for times, _ in keys]
+        """By kind, ``[min(max_batch, samples) + 1]``: seconds of a micro-batch, by its samples."""
+        self.fixed = np.array([seconds for _, seconds in keys])
+        """By kind: seconds per global batch that do not depend on its micro-batches."""
+        self.counts = np.array([len(kinds[key]) for key in keys])
+        self.order = [rank for key in keys for rank in kinds[key]]
         self.min_batch = max(curve.min_batch for curve in curves)
         self.max_steps = math.ceil(samples / len(curves)) if self.min_batch == 1 else samples // self.min_batch
         """Largest useful number of micro-steps; if ``min_batch`` is 1, one sample on every rank is possible."""
-        longest = max(float(times[1 if self.min_batch == 1 else -1]) for times in times_by_kind)
-        bound = self.max_steps * (longest + communication_seconds) + max(fixed)
-        tick = math.ldexp(1.0, math.frexp(bound)[1] - 51)
-        self.times = [np.maximum(np.rint(times / tick), 1.0) for times in times_by_kind]
-        """By kind, ``[min(max_batch, samples) + 1]``: ticks of a micro-batch, by its samples."""
-        self.first = float(max(times[self.min_batch] for times in self.times))
-        """Ticks of the shortest micro-step, with at most ``min_batch`` samples on every rank."""
-        self.fixed = np.rint(np.array([key[2] for key in keys]) / tick)
-        """By kind: ticks per global batch that do not depend on its micro-batches."""
-        longest_step = 2.0 * max(times[-1] for times in self.times)
-        self.enough = float(
-            self.least(np.array([self.max_steps]))[0]
-            if self.min_batch == 1
-            else self.max_steps * longest_step + self.fixed.max()
-        )
-        """Ticks in which all samples can be run, if they can be run at all."""
-        self.communication = float(np.rint(communication_seconds / tick))
-        self.samples = samples
-        self.world_size = len(curves)
 
-    @property
-    def largest(self) -> NDArray[np.int64]:
-        return np.array([len(times) - 1 for times in self.times])
+    def least(self, steps: NDArray[Any]) -> NDArray[np.float64]:
+        """Seconds of ``steps`` micro-steps with at most ``min_batch`` samples on every rank, and of the fixed time."""
+        one = np.array([times[1] for times in self.times])
+        return np.asarray((self.fixed[:, None] + one[:, None] * steps).max(axis=0))
 
     def together(self, room: NDArray[Any], floor: NDArray[Any] | int, samples: int) -> NDArray[np.float64]:
         """Most samples up to ``samples``, if a rank runs none, or ``floor [n]`` to ``room [kinds, n]`` of them."""
         if self.min_batch == 1:
             return np.asarray(self.counts @ room)
-        used = np.minimum(samples // floor, self.world_size)
+        used = np.minimum(samples // floor, len(self.order))
         order = np.argsort(-room, axis=0, kind="stable")
         counts = self.counts[order]
         before = np.cumsum(counts, axis=0) - counts
         return np.asarray((np.take_along_axis(room, order, axis=0) * np.clip(used - before, 0, counts)).sum(axis=0))
 
-    def least(self, steps: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Ticks of ``steps`` micro-steps with at most one sample on every rank, and of the fixed time."""
-        one = np.array([times[1] for times in self.times])
-        return np.asarray((self.fixed[:, None] + one[:, None] * steps).max(axis=0))
-
-    def distribute(self, minimum: _PerKind, maximum: _PerKind, samples: int) -> NDArray[np.int64]:
-        """Each rank's part of ``samples``, within ``minimum..maximum`` of its kind, with the least sum of squares."""
-        low, high = np.asarray(minimum), np.asarray(maximum)
-        below, level = int(low.min()), int(high.max())  # all samples fit at `level`
-        while level - below > 1:
-            middle = (below + level) // 2
-            if self.counts @ np.clip(middle, low, high) >= samples:
-                level = middle
-            else:
-                below = middle
-        if self.counts @ np.clip(below, low, high) >= samples:
-            level = below
-        base = np.clip(level - 1, low, high)
-        grows = np.clip(level, low, high) > base
-        rest = samples - int(self.counts @ base)
-        parts = np.zeros(self.world_size, dtype=np.int64)
-        for kind, ranks in enumerate(self.ranks):
-            parts[ranks] = base[kind]
-            if grows[kind]:
-                more = min(rest, len(ranks))
-                parts[ranks[:more]] += 1
-                rest -= more
-        assert parts.sum() == samples
-        return parts
-
-    def distribute_within(
-        self, ticks: float, min_ticks: float, capacity: Callable[[float], _PerKind], samples: int, floor: int = 1
+    def parts(
+        self, room: Callable[[float], NDArray[Any]], seconds: float, least: float, samples: int, floor: int = 1
     ) -> NDArray[np.int64]:
-        """Each rank's part of ``samples``, where ``ticks`` is the least time in which all can be run."""
-        if self.min_batch > 1 and floor * self.world_size > samples:
-            return self._among_few(capacity(ticks), floor, samples)
-        less = math.floor(ticks * (1.0 - TOLERANCE)) if ticks * TOLERANCE > 1.0 else ticks - 1.0
-        minimum = capacity(less) if less >= min_ticks else [0] * len(self.ranks)
+        """Each rank's part of ``samples``, where ``seconds`` is the least time in which all can be run.
+
+        No rank gets less than its ``room`` in a shorter time, and the sum of squares is the least possible. So ranks
+        wait little, and those of a kind differ by at most one sample.
+        """
+        high = np.repeat(room(seconds), self.counts).astype(np.int64)
+        low = np.zeros_like(high)
+        if seconds * (1.0 - TOLERANCE) >= least:
+            low = np.repeat(room(seconds * (1.0 - TOLERANCE)), self.counts).astype(np.int64)
         if self.min_batch > 1:
-            minimum = np.maximum(minimum, floor)
-        return self.distribute(minimum, capacity(ticks), samples)
+            low = np.maximum(low, floor)
+            if floor * len(high) > samples:
+                used = np.argsort(-high, kind="stable")[: samples // floor]
+                few = np.isin(np.arange(len(high)), used)
+                low, high = np.where(few, floor, 0), np.where(few, high, 0)
+        levels = range(int(high.max()) + 1)
+        level = bisect.bisect_left(levels, samples, key=lambda each: int(np.clip(each, low, high).sum()))
+        dealt: NDArray[np.int64] = np.clip(level - 1, low, high)
+        grows = np.flatnonzero(np.clip(level, low, high) > dealt)
+        dealt[grows[: samples - int(dealt.sum())]] += 1
+        assert dealt.sum() == samples
+        return dealt[np.argsort(self.order)]
 
-    def _among_few(self, room: _PerKind, floor: int, samples: int) -> NDArray[np.int64]:
-        by_room = sorted((-int(room[kind]), rank) for kind, ranks in enumerate(self.ranks) for rank in ranks)
-        parts = np.zeros(self.world_size, dtype=np.int64)
-        growing = []
-        for negative, rank in by_room[: samples // floor]:
-            parts[rank] = floor
-            if -negative > floor:
-                growing.append((floor, rank, -negative))
-        heapq.heapify(growing)
-        for _ in range(samples - int(parts.sum())):
-            part, rank, most = heapq.heappop(growing)
-            parts[rank] = part + 1
-            if part + 1 < most:
-                heapq.heappush(growing, (part + 1, rank, most))
-        return parts
 
-    def by_rank(self, per_kind: Sequence[dict[int, Runs]], parts: NDArray[np.int64]) -> list[Runs]:
-        runs: list[Runs] = [()] * self.world_size
-        for kind, ranks in enumerate(self.ranks):
-            for rank in ranks:
-                runs[rank] = per_kind[kind][int(parts[rank])]
-        return runs
+def _least_seconds(is_enough: Callable[[float], bool], low: float, high: float) -> float:
+    """The shortest time from ``low`` on that ``is_enough``, as ``high`` is."""
+    if is_enough(low):
+        return low
+    while high - low > PRECISION * high:
+        middle = (low + high) / 2.0
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return high
 
 
 def split_evenly(samples: int, steps: int) -> Runs:
@@ -187,174 +121,139 @@ def split_evenly(samples: int, steps: int) -> Runs:
 
 
 def split_per_rank(samples: int, size: int) -> Runs:
-    """Micro-batches of ``size`` and a last one with the remainder; without samples, one micro-batch of size 0."""
+    """Micro-batches of ``size`` and a last one with the remainder; without samples, one of size 0."""
     full, rest = divmod(samples, size) if samples else (0, 0)
     return tuple((b, count) for b, count in ((size, full), (rest, 1)) if count and b) or ((0, 1),)
 
 
 def exact_shared(curves: Sequence[Curve], samples: int, fixed_seconds: Sequence[float] | None = None) -> list[Runs]:
     """Each rank's runs in stages 0 and 1, with equally many micro-steps; ``fixed_seconds`` by rank."""
-    kinds = CurveKinds(curves, samples, fixed_seconds=fixed_seconds)
-
-    # Ticks by kind and micro-batch, infinite if it does not fit: ``[kinds, largest + 2]``.
-    table = np.full((len(kinds.times), kinds.largest.max() + 2), np.inf)
+    kinds = _Kinds(curves, samples, fixed_seconds)
+    largest = np.array([len(times) - 1 for times in kinds.times])
+    # Seconds by kind and micro-batch, infinite if it does not fit: ``[kinds, largest + 2]``.
+    table = np.full((len(largest), largest.max() + 2), np.inf)
     for row, times in zip(table, kinds.times, strict=True):
         row[: len(times)] = times
 
-    def capacity(ticks: float, steps: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Samples that one rank of each kind runs in ``ticks`` ≥ ``least(steps)``: ``[kinds, len(steps)]``."""
-        free = ticks - kinds.fixed[:, None]
-        limits = np.floor(free / steps)
-        if 0 < len(steps) < len(table):
-            whole = np.stack([(table[:, 1:] <= column[:, None]).sum(axis=1) for column in limits.T], axis=1)
+    def room(seconds: float, steps: NDArray[Any]) -> NDArray[np.float64]:
+        """Samples that one rank of each kind runs in ``seconds`` ≥ ``least(steps)``: ``[kinds, len(steps)]``."""
+        free = (1.0 + PRECISION) * seconds - kinds.fixed[:, None]
+        limits = np.maximum(free / steps, table[:, 1:2])  # also for steps that take longer, which `total` leaves out
+        if len(steps) == 1:  # many kinds at once: replicas whose speeds were measured are all different
+            whole = (table[:, 1:] <= limits).sum(axis=1, keepdims=True)
         else:
-            whole = np.stack(
-                [np.searchsorted(times[1:], row, side="right") for times, row in zip(kinds.times, limits, strict=True)]
-            )
+            pairs = zip(kinds.times, limits, strict=True)
+            whole = np.stack([np.searchsorted(times[1:], row, side="right") for times, row in pairs])
         time = np.take_along_axis(table, whole, axis=1)
         extra = np.floor((free - steps * time) / (np.take_along_axis(table, whole + 1, axis=1) - time))
-        return np.asarray(np.minimum(steps * whole + extra, samples))
+        return np.asarray(np.minimum(steps * whole + np.maximum(extra, 0.0), samples))
 
-    def total(ticks: float, steps: NDArray[np.float64]) -> NDArray[np.float64]:
-        return kinds.together(capacity(ticks, steps), steps * kinds.min_batch, samples)
+    def total(seconds: float, steps: NDArray[Any]) -> NDArray[np.float64]:
+        run = kinds.together(room(seconds, steps), steps * kinds.min_batch, samples)
+        return np.where(kinds.least(steps) <= seconds, run, 0.0)
 
-    def min_ticks(steps: float, enough: float) -> float:
-        """Least ticks in which all samples can be run in ``steps`` micro-steps; they can in ``enough``."""
-        one = np.array([steps])
-        low, high = float(kinds.least(one)[0]) - 1.0, enough
-        while high - low > 1.0:
-            middle = math.floor((low + high) / 2)
-            low, high = (low, middle) if total(middle, one)[0] >= samples else (middle, high)
-        return high
+    def least_seconds(steps: NDArray[Any], enough: float) -> float:
+        return _least_seconds(
+            lambda seconds: bool(total(seconds, steps)[0] >= samples), float(kinds.least(steps)[0]), enough
+        )
 
-    fewest = float(math.ceil(samples / int(kinds.counts @ kinds.largest)))
-    every = np.arange(fewest, kinds.max_steps + 1)
-    shortest = kinds.least(every)
-    wall = kinds.enough
-    candidates = every
+    every = np.arange(math.ceil(samples / int(kinds.counts @ largest)), kinds.max_steps + 1)
+    wall, candidates = math.inf, every
+    # In this time, every number of micro-steps runs what it can run at all.
+    target = float(2.0 * kinds.max_steps * max(times[-1] for times in kinds.times) + kinds.fixed.max())
     while True:
-        target = min(wall - 1.0, math.floor(wall * (1.0 - TOLERANCE)))
-        candidates = candidates[kinds.least(candidates) <= target]
-        room = total(target, candidates)
-        candidates, room = candidates[room >= samples], room[room >= samples]
+        run = total(target, candidates)
+        candidates, run = candidates[run >= samples], run[run >= samples]
         if len(candidates) == 0:
             break
         # The candidate that runs most samples in this time is likely to be the best, or close to it.
-        wall = min_ticks(candidates[room.argmax()], target)
-    if kinds.min_batch > 1 and wall == kinds.enough:
+        wall = least_seconds(candidates[[run.argmax()]], target)
+        target = wall * (1.0 - TOLERANCE)
+    if wall == math.inf:
         raise _no_division(samples, kinds.min_batch)
     # Among equal wall times, take the fewest micro-steps.
-    enough = math.ceil(wall * (1.0 + TOLERANCE))
-    candidates = every[shortest <= enough]
-    steps = float(candidates[total(enough, candidates) >= samples][0])
-    wall = min_ticks(steps, enough)
-    parts = kinds.distribute_within(
-        wall,
-        float(kinds.least(np.array([steps]))[0]),
-        lambda ticks: capacity(ticks, np.array([steps]))[:, 0].astype(int),
+    enough = wall * (1.0 + TOLERANCE)
+    best = every[total(enough, every) >= samples][:1]
+    parts = kinds.parts(
+        lambda seconds: room(seconds, best)[:, 0],
+        least_seconds(best, enough),
+        float(kinds.least(best)[0]),
         samples,
-        int(steps) * kinds.min_batch,
+        int(best[0]) * kinds.min_batch,
     )
-    splits = [{int(n): split_evenly(int(n), int(steps)) for n in np.unique(parts[ranks])} for ranks in kinds.ranks]
-    return kinds.by_rank(splits, parts)
+    return [split_evenly(int(part), int(best[0])) for part in parts]
 
 
 def exact_per_rank(curves: Sequence[Curve], samples: int, fixed_seconds: Sequence[float] | None = None) -> list[Runs]:
     """Each rank's runs in stages 0 and 1, with its own number of micro-steps; else as :func:`exact_shared`."""
-    kinds = CurveKinds(curves, samples, fixed_seconds=fixed_seconds)
+    kinds = _Kinds(curves, samples, fixed_seconds)
 
-    def capacities(kind: int, ticks: float, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Samples that a rank of ``kind`` runs in ``ticks``, by the size of its full micro-batches."""
-        times, free = kinds.times[kind], ticks - kinds.fixed[kind]
-        full = np.floor(free / times[sizes])
-        rest = np.searchsorted(times[1:], free - full * times[sizes], side="right")
-        return np.asarray(np.minimum(full * sizes + rest, samples))
+    def room(seconds: float) -> NDArray[np.float64]:
+        """Samples that a rank of each kind runs in ``seconds``: the most over the sizes of its full micro-batches."""
+        most = []
+        for times, free in zip(kinds.times, (1.0 + PRECISION) * seconds - kinds.fixed, strict=True):
+            full = np.floor(free / times[1:])
+            rest = np.searchsorted(times[1:], free - full * times[1:], side="right")
+            most.append((full * np.arange(1, len(times)) + rest).max())
+        return np.minimum(most, samples)
 
-    # Bisection on the time: `high` is long enough for all samples, `low` is not. A size remains a candidate as long as
-    # it runs at least as many samples in `high` as the best size in `low`.
-    sizes = [np.arange(1, len(times)) for times in kinds.times]
-    least, high = (float(kinds.least(np.array([steps]))[0]) for steps in (1, kinds.max_steps))
-    low = least - 1.0
-    best = [0.0] * len(sizes)
-    at_high = [capacities(kind, high, each) for kind, each in enumerate(sizes)]
-    while high - low > max(1.0, 0.01 * TOLERANCE * high):
-        middle = math.floor((low + high) / 2)
-        found = [capacities(kind, middle, each) for kind, each in enumerate(sizes)]
-        reached = [float(each.max()) for each in found]
-        if kinds.counts @ reached >= samples:
-            high, at_high = middle, found
-        else:
-            low, best = middle, reached
-        keep = [reachable >= needed for reachable, needed in zip(at_high, best, strict=True)]
-        sizes = [each[kept] for each, kept in zip(sizes, keep, strict=True)]
-        at_high = [each[kept] for each, kept in zip(at_high, keep, strict=True)]
+    least, enough = (float(each) for each in kinds.least(np.array([1, kinds.max_steps])))
+    wall = _least_seconds(lambda seconds: bool(kinds.counts @ room(seconds) >= samples), least, enough)
+    parts = kinds.parts(room, wall, least, samples)
 
-    every = [np.arange(1, len(times)) for times in kinds.times]
-    parts = kinds.distribute_within(
-        high,
-        least,
-        lambda ticks: [int(capacities(kind, ticks, each).max()) for kind, each in enumerate(every)],
-        samples,
-    )
-
-    def split(kind: int, count: int) -> Runs:
+    def split(seconds: NDArray[np.float64], count: int) -> Runs:
         """The fastest split; among equal ones the fewest micro-steps, then the smallest full micro-batch."""
         if count == 0:
             return split_per_rank(0, 1)
-        times, sizes = kinds.times[kind], every[kind][:count]
+        sizes = np.arange(1, min(len(seconds) - 1, count) + 1)
         full, rest = np.divmod(count, sizes)
-        ticks = full * times[sizes] + np.where(rest > 0, times[rest], 0.0)
-        steps = np.where(ticks <= ticks.min() * (1.0 + TOLERANCE), full + (rest > 0), np.inf)
+        walls = full * seconds[sizes] + np.where(rest > 0, seconds[rest], 0.0)
+        steps = np.where(walls <= walls.min() * (1.0 + TOLERANCE), full + (rest > 0), np.inf)
         return split_per_rank(count, int(sizes[steps.argmin()]))
 
-    splits = [{int(n): split(kind, int(n)) for n in np.unique(parts[ranks])} for kind, ranks in enumerate(kinds.ranks)]
-    return kinds.by_rank(splits, parts)
+    splits: dict[tuple[int, int], Runs] = {}
+    for curve, part in zip(curves, parts, strict=True):
+        if (id(curve), int(part)) not in splits:
+            splits[id(curve), int(part)] = split(curve.seconds, int(part))
+    return [splits[id(curve), int(part)] for curve, part in zip(curves, parts, strict=True)]
 
 
 def exact_synchronized(curves: Sequence[Curve], samples: int, communication_seconds: float) -> list[Runs]:
     """Each rank's runs in stages 2 and 3, where the ranks synchronize at every micro-step."""
-    kinds = CurveKinds(curves, samples, communication_seconds)
-    values = np.maximum(np.concatenate([times[1:] for times in kinds.times]), kinds.first)
+    kinds = _Kinds(curves, samples)
+    first = float(kinds.least(np.array([1]))[0])
+
+    def room(seconds: float) -> NDArray[np.int64]:
+        return np.array([np.searchsorted(times[1:], seconds, side="right") for times in kinds.times])
+
+    values = np.maximum(np.concatenate([times[1:] for times in kinds.times]), first)
     weights = np.concatenate([np.full(len(t) - 1, c) for t, c in zip(kinds.times, kinds.counts, strict=True)])
     order = np.argsort(values, kind="stable")
     values, held = values[order], np.cumsum(weights[order])
     sizes = np.arange(1, min(samples, int(held[-1])) + 1)
-    cost = values[np.searchsorted(held, sizes)] + kinds.communication  # a micro-step of 1, 2, … samples over all ranks
+    cost = values[np.searchsorted(held, sizes)]  # a micro-step of 1, 2, … samples over all ranks
     if kinds.min_batch > 1:
-        few = sizes[: kinds.min_batch * kinds.world_size - 1]
-        cost[: len(few)] = [_ticks_of_few(kinds, values, int(size)) + kinds.communication for size in few]
+        for size in sizes[: kinds.min_batch * len(curves) - 1]:
+
+            def fits(seconds: float, size: int = int(size)) -> bool:
+                run = kinds.together(room(seconds)[:, None], kinds.min_batch, size)
+                return bool(size >= kinds.min_batch and run[0] >= size)
+
+            index = bisect.bisect_left(values, True, key=fits)
+            cost[size - 1] = values[index] if index < len(values) else math.inf
     full, rest = np.divmod(samples, sizes)
-    walls = full * cost + np.where(rest > 0, cost[rest - 1], 0.0)
+    number = full + (rest > 0)
+    walls = full * cost + np.where(rest > 0, cost[rest - 1], 0.0) + number * communication_seconds
     if not math.isfinite(walls.min()):
         raise _no_division(samples, kinds.min_batch)
-    equal = walls <= walls.min() * (1.0 + TOLERANCE)
-    size = int(sizes[np.where(equal, full + (rest > 0), np.inf).argmin()])
-
-    def distribute(count: int) -> NDArray[np.int64]:
-        return kinds.distribute_within(
-            float(cost[count - 1] - kinds.communication),
-            kinds.first,
-            lambda ticks: [int(np.searchsorted(times[1:], ticks, side="right")) for times in kinds.times],
-            count,
-            kinds.min_batch,
-        )
-
+    size = int(sizes[np.where(walls <= walls.min() * (1.0 + TOLERANCE), number, np.inf).argmin()])
     steps, left = divmod(samples, size)
-    batches = [(distribute(size), steps)] + ([(distribute(left), 1)] if left else [])
-    return [tuple((int(parts[rank]), count) for parts, count in batches) for rank in range(len(curves))]
-
-
-def _ticks_of_few(kinds: CurveKinds, values: NDArray[np.float64], samples: int) -> float:
-    """Ticks of a micro-step of ``samples``, too few for all ranks, among ascending ``values``; infinite for none."""
-    if samples < kinds.min_batch:
-        return math.inf
-
-    def fits(ticks: float) -> bool:
-        room = np.array([[np.searchsorted(times[1:], ticks, side="right")] for times in kinds.times])
-        return bool(kinds.together(room, kinds.min_batch, samples)[0] >= samples)
-
-    index = bisect.bisect_left(values, True, key=fits)
-    return float(values[index]) if index < len(values) else math.inf
+    by_step = [
+        (kinds.parts(room, float(cost[count - 1]), first, count, kinds.min_batch), number)
+        for count, number in ((size, steps), (left, 1))
+        if count
+    ]
+    return [tuple((int(parts[rank]), number) for parts, number in by_step) for rank in range(len(curves))]
 
 
 def _no_division(samples: int, min_batch: int) -> ValueError:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from statistics import fmean, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,9 +43,6 @@ class Speed(NamedTuple):
     def seconds(self, expected_seconds: float, samples: int) -> float:
         return self.factor * expected_seconds + self.data_seconds * samples
 
-    def of_units(self, unit: int) -> Speed:
-        return Speed(self.factor, self.data_seconds * unit)
-
     def curve(self, curve: Curve) -> Curve:
         samples = np.arange(1, curve.max_batch + 1)
         return Curve.from_seconds(self.factor * curve.seconds[1:] + self.data_seconds * samples, curve.min_batch)
@@ -73,41 +70,17 @@ class BatchDivider:
     """Samples of which all micro-batches are multiples."""
 
     def divide(self, speeds: Sequence[Speed], samples: int) -> Allocation:
-        if self.multiple_of > 1:
-            return self._divide_in_units(speeds, samples)
-        return allocate(
-            self._curves(speeds),
-            samples,
-            self.stage,
-            method=self.method,
-            accumulation=self.accumulation,
-            communication_seconds=self.communication_seconds,
-            flops=self.flops,
-            step_seconds=self._step_seconds(speeds),
-        )
-
-    def _divide_in_units(self, speeds: Sequence[Speed], samples: int) -> Allocation:
-        unit = self.multiple_of
+        unit, curves = self.multiple_of, self._curves(speeds)
         if samples % unit:
             raise ValueError(f"a global batch of {samples} samples is not a multiple of {unit} samples")
-        known: dict[int, Curve] = {}
-        for curve in self.curves:
-            known.setdefault(id(curve), curve.in_units(unit))
-        whole = replace(self, curves=[known[id(curve)] for curve in self.curves], multiple_of=1)
-        units = whole.divide([speed.of_units(unit) for speed in speeds], samples // unit)
+        in_units = {key: curve.in_units(unit) for key, curve in {id(curve): curve for curve in curves}.items()}
+        units_of = [in_units[id(curve)] for curve in curves]
+        units = allocate(units_of, samples // unit, self.stage, flops=self.flops, **self._options(speeds))
         shares = [Share(tuple((size * unit, count) for size, count in share.runs)) for share in units.shares]
         return self.evaluate(speeds, shares)
 
     def evaluate(self, speeds: Sequence[Speed], shares: Sequence[Share]) -> Allocation:
-        return evaluate(
-            self._curves(speeds),
-            shares,
-            self.stage,
-            method=self.method,
-            accumulation=self.accumulation,
-            communication_seconds=self.communication_seconds,
-            step_seconds=self._step_seconds(speeds),
-        )
+        return evaluate(self._curves(speeds), shares, self.stage, **self._options(speeds))
 
     def expected_seconds(self, replica: int, sizes: Sequence[int]) -> float:
         """Seconds of a global batch by the time curve until the replica waits for others, in stage 0 with the
@@ -115,13 +88,18 @@ class BatchDivider:
         as its largest one."""
         seconds, most = self.curves[replica].seconds, max(self.curves[replica].max_batch, 1)
         compute = math.fsum(float(seconds[min(size, most)]) * max(size / most, 1.0) for size in sizes)
-        has_step = self.stage == 0 and self.step_seconds is not None and len(sizes) > 0
-        return compute + self.step_seconds[replica] if has_step and self.step_seconds is not None else compute
+        if self.stage > 0 or self.step_seconds is None or len(sizes) == 0:
+            return compute
+        return compute + self.step_seconds[replica]
 
-    def _step_seconds(self, speeds: Sequence[Speed]) -> list[float] | None:
-        if self.step_seconds is None:
-            return None
-        return [speed.factor * seconds for speed, seconds in zip(speeds, self.step_seconds, strict=True)]
+    def _options(self, speeds: Sequence[Speed]) -> dict[str, Any]:
+        steps = self.step_seconds
+        return {
+            "method": self.method,
+            "accumulation": self.accumulation,
+            "communication_seconds": self.communication_seconds,
+            "step_seconds": steps and [speed.factor * each for speed, each in zip(speeds, steps, strict=True)],
+        }
 
     def _curves(self, speeds: Sequence[Speed]) -> list[Curve]:
         known: dict[tuple[int, Speed], Curve] = {}
@@ -157,8 +135,12 @@ class GlobalBatchTime(NamedTuple):
     data_seconds: float
 
     @property
+    def seconds(self) -> float:
+        return self.work_seconds + self.data_seconds
+
+    @property
     def ratio(self) -> float:
-        return (self.work_seconds + self.data_seconds) / self.expected_seconds
+        return self.seconds / self.expected_seconds
 
 
 class SpeedEstimate(NamedTuple):
@@ -170,13 +152,12 @@ class SpeedEstimate(NamedTuple):
 
 
 def are_enough(times: Sequence[Sequence[GlobalBatchTime]]) -> bool:
-    longest = max(math.fsum(each.work_seconds + each.data_seconds for each in of_replica) for of_replica in times)
+    longest = max(math.fsum(each.seconds for each in of_replica) for of_replica in times)
     return len(times[0]) >= MIN_ITERATIONS and longest >= MIN_SECONDS
 
 
 def _kept(times: Sequence[GlobalBatchTime]) -> Sequence[GlobalBatchTime]:
-    longest = sorted(range(len(times)), key=lambda index: times[index].ratio)[len(times) - _left_out(len(times)) :]
-    return [time for index, time in enumerate(times) if index not in longest]
+    return sorted(times, key=lambda time: time.ratio)[: len(times) - _left_out(len(times))]
 
 
 def _left_out(count: int) -> int:
@@ -186,8 +167,7 @@ def _left_out(count: int) -> int:
 def _whole(times: Sequence[GlobalBatchTime]) -> float:
     """Measured / expected time, a ratio of sums, because a throttled device is slow in some iterations only."""
     kept = _kept(times)
-    measured = math.fsum(each.work_seconds + each.data_seconds for each in kept)
-    return measured / math.fsum(each.expected_seconds for each in kept)
+    return math.fsum(each.seconds for each in kept) / math.fsum(each.expected_seconds for each in kept)
 
 
 def estimated_speeds(times: Sequence[Sequence[GlobalBatchTime]]) -> list[SpeedEstimate]:

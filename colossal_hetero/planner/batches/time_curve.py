@@ -6,11 +6,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["MAX_DIP", "Curve"]
+__all__ = ["MAX_DIP", "MAX_SPREAD", "Curve", "equal_devices", "joint_curves", "joint_seconds"]
 
 MAX_DIP = 0.1
 """Share of its time by which a larger batch may be faster than a smaller one by noise."""
@@ -31,8 +32,9 @@ class Curve:
         seconds = np.array(self.seconds, dtype=np.float64)
         if seconds.ndim != 1 or len(seconds) == 0:
             raise ValueError(f"seconds has shape {seconds.shape}; give one time per batch size, beginning with 0")
-        if not (np.isfinite(seconds).all() and (seconds > 0).all()):
-            raise ValueError(f"seconds must be finite and positive, not {_first(seconds, ~(seconds > 0))}")
+        wrong = ~(np.isfinite(seconds) & (seconds > 0))
+        if wrong.any():
+            raise ValueError(f"seconds must be finite and positive, not {seconds[wrong][0]} at batch {wrong.argmax()}")
         if (np.diff(seconds) < 0).any():
             batch = int(np.argmax(np.diff(seconds) < 0))
             raise ValueError(
@@ -111,15 +113,8 @@ class Curve:
         """Samples of the largest micro-batch that the device holds; 0 if it cannot hold ``min_batch`` samples."""
         return len(self.seconds) - 1
 
-    def scaled(self, factor: float) -> Curve:
-        if not (factor > 0 and math.isfinite(factor)):
-            raise ValueError(f"factor={factor} must be finite and positive; 2 means twice the time")
-        return Curve(self.seconds * factor, self.min_batch)
-
     def limited(self, max_batch: int) -> Curve:
-        """The curve up to ``max_batch``, or the curve itself if it is shorter. Below ``min_batch`` nothing is left."""
-        if max_batch < 0:
-            raise ValueError(f"max_batch={max_batch} must be at least 0")
+        """The curve up to ``max_batch``, itself if it is shorter, and without any size below ``min_batch``."""
         if max_batch >= self.max_batch:
             return self
         return Curve(self.seconds[: max_batch + 1 if max_batch >= self.min_batch else 1], self.min_batch)
@@ -130,20 +125,10 @@ class Curve:
             return Curve(self.seconds[:1], fewest)
         return Curve.from_seconds(self.seconds[samples::samples], fewest)
 
-    def speed(self, batch: int) -> float:
-        if not 0 <= batch <= self.max_batch:
-            raise ValueError(f"batch={batch} must be in 0..{self.max_batch}, the sizes that the device holds")
-        return float(batch / self.seconds[batch])
-
-    @property
-    def peak_batch(self) -> int:
-        """Samples of the micro-batch with the highest throughput, the smallest of equal ones; 0 without a sample."""
-        return int(np.argmax(np.arange(len(self.seconds)) / self.seconds))
-
     @property
     def peak_speed(self) -> float:
         """Highest throughput over all micro-batches, in samples per second (Poplar: ``speed_i = max_b speed_i(b)``)."""
-        return self.speed(self.peak_batch)
+        return float((np.arange(len(self.seconds)) / self.seconds).max())
 
 
 def _check_points(points: Mapping[int, float], min_batch: int, max_batch: int) -> None:
@@ -161,6 +146,54 @@ def _check_points(points: Mapping[int, float], min_batch: int, max_batch: int) -
         )
 
 
-def _first(values: NDArray[np.float64], wrong: NDArray[np.bool_]) -> str:
-    index = int(np.argmax(wrong | ~np.isfinite(values)))
-    return f"{values[index]} at batch {index}"
+# Equal devices -------------------------------------------------------------------------------------------------------
+# Devices of one kind get one curve if their measured times differ by no more than measuring explains. Otherwise, one of
+# two equal devices would get more samples, and the other would wait for it. A device that is really slower by less is
+# found while the model trains, where many more passes are timed.
+
+MAX_SPREAD = 0.1
+"""Share by which measured times of equal devices may differ. On a shared machine they differed by up to 12 %."""
+
+
+def equal_devices(devices: Sequence[str], curves: Sequence[Curve]) -> list[list[int]]:
+    """Groups of ranks with one device name and times, summed over common sizes, within :data:`MAX_SPREAD`."""
+    groups: list[list[int]] = []
+    for name in dict.fromkeys(devices):
+        ranks = [rank for rank, device in enumerate(devices) if device == name]
+        common = min(len(curves[rank].seconds) for rank in ranks)
+        total = {rank: float(curves[rank].seconds[:common].sum()) for rank in ranks}
+        fastest = None
+        for rank in sorted(ranks, key=lambda rank: total[rank]):
+            if fastest is None or total[rank] > (1.0 + MAX_SPREAD) * total[fastest]:
+                fastest = rank
+                groups.append([])
+            groups[-1].append(rank)
+    return [sorted(group) for group in groups]
+
+
+def joint_curves(curves: Sequence[Curve], groups: Sequence[Sequence[int]]) -> list[Curve]:
+    """The curves with one for each group, up to each rank's own largest micro-batch.
+
+    It is the mean time of each size over the curves that have it, each brought to the mean level of all.
+    """
+    joint = list(curves)
+    for group in groups:
+        own = [curves[rank].seconds for rank in group]
+        if len({id(curves[rank]) for rank in group}) == 1:
+            continue
+        common = min(map(len, own))
+        totals = [float(seconds[:common].sum()) for seconds in own]
+        table = np.full((len(own), max(map(len, own))), np.nan)
+        for row, seconds, total in zip(table, own, totals, strict=True):
+            row[: len(seconds)] = seconds * (fmean(totals) / total)
+        smallest = max(curves[rank].min_batch for rank in group)
+        mean = Curve(np.maximum.accumulate(np.nanmean(table, axis=0)), smallest)
+        by_length = {size: mean.limited(size) for size in {curves[rank].max_batch for rank in group}}
+        for rank in group:
+            joint[rank] = by_length[curves[rank].max_batch]
+    return joint
+
+
+def joint_seconds(seconds: Sequence[float], groups: Sequence[Sequence[int]]) -> list[float]:
+    means = {rank: fmean(seconds[each] for each in group) for group in groups for rank in group}
+    return [means[rank] for rank in range(len(seconds))]

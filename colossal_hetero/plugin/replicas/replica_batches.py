@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from ...data_parallel.loader import HeteroDataLoader, make_loader
 from ...data_parallel.resumable_loader import make_even_loader
-from ...planner.batches.equal_devices import divide_micro_batches
+from ...planner.batches.allocation import divide_micro_batches
 from ...planner.cost.plan import Plan
 
 __all__ = ["ReplicaBatches"]

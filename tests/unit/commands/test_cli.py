@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import Result
@@ -143,32 +142,6 @@ def test_missing_links_are_named(tmp_path: Path) -> None:
 )
 def test_wrong_options_are_reported_in_one_line(path: Path, arguments: list[object], words: str) -> None:
     assert words in failure(path, *arguments)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"schema": 2}, "has schema 2, this version reads schema 1"),
-        ({"stage": 9}, "stage is 9: must be at most 3"),
-        ({"kinds": []}, "kinds is []: must not be empty"),
-    ],
-)
-def test_broken_profiles_are_reported_in_one_line(path: Path, change: dict[str, Any], words: str) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    assert words in failure(path, "--global-batch", 8)
-
-
-@pytest.mark.parametrize(
-    ("points", "words"),
-    [
-        ([{"batch": 2, "seconds": 0.1}], "device bad: a single measured point"),
-        ([{"batch": 1, "seconds": 0.5}, {"batch": 2, "seconds": 0.2}], "device bad: batch 2 takes 0.2 s"),
-    ],
-)
-def test_points_that_do_not_define_a_curve(tmp_path: Path, points: list[Any], words: str) -> None:
-    path = tmp_path / "profile.json"
-    save_profile(profile(kinds=[device(), device("bad", points=points)]), path)
-    assert words in failure(path, "--global-batch", 8)
 
 
 def test_a_missing_profile(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ CURVE = Curve.from_seconds([1.0, 2.0, 3.0, 4.0])
 
 
 def test_a_division_names_groups_of_equal_ranks() -> None:
-    allocation = allocate([CURVE, CURVE, CURVE.scaled(2.0)], 10, 1)
+    allocation = allocate([CURVE, CURVE, Curve(2.0 * CURVE.seconds)], 10, 1)
     words = division_in_words(allocation, ["A", "A", "B"])
     assert words == "of each global batch of 10: ranks 0-1 (A) 4; rank 2 (B) 2"
     words = division_in_words(allocate([CURVE, CURVE], 16, 1), ["A", "B"])
@@ -20,7 +20,7 @@ def test_a_division_names_groups_of_equal_ranks() -> None:
 
 
 def test_changes_name_the_ranks_whose_samples_change() -> None:
-    before, after = allocate([CURVE] * 2, 6, 1), allocate([CURVE, CURVE.scaled(2.0)], 6, 1)
+    before, after = allocate([CURVE] * 2, 6, 1), allocate([CURVE, Curve(2.0 * CURVE.seconds)], 6, 1)
     assert changes_in_words(before, after, [1.0, 2.0], ["A", "B"]) == (
         "global batches of 6 are divided again: rank 0 (A) takes 1.00 times as long as before: 3 → 4 samples; "
         "rank 1 (B) takes 2.00 times as long as before: 3 → 2 samples"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
+from itertools import product
 from math import ceil, inf
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_hetero.planner import Allocation, Curve, Share, allocate
-from colossal_hetero.planner.batches.allocation import METHODS, evaluate, largest_remainders
+from colossal_hetero.planner.batches.allocation import METHODS, divide_micro_batches, evaluate, largest_remainders
 from tests.support.random_examples import examples
 
 SETTINGS = [(0, "shared"), (1, "shared"), (2, "shared"), (3, "shared"), (0, "per_rank"), (1, "per_rank")]
@@ -29,34 +31,44 @@ step_times = st.one_of(st.just(0.0), st.sampled_from([0.5, 4.0]), st.floats(0.01
 
 
 @st.composite
-def clusters(draw: st.DrawFn, most_kinds: int = 3, most_ranks: int = 4) -> list[Curve]:
-    kinds = draw(st.lists(curves_of, min_size=1, max_size=most_kinds))
+def clusters(draw: st.DrawFn, most_kinds: int = 3, most_ranks: int = 4, smallest: int = 1) -> list[Curve]:
+    """Ranks of a few kinds, for a model that trains with at least ``smallest`` samples."""
+
+    def curve() -> Curve:
+        steps = draw(st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.7]), min_size=smallest - 1, max_size=smallest + 4))
+        first = draw(st.sampled_from([0.1, 1.0, 3.0]))
+        return Curve.from_seconds([first + sum(steps[:n]) for n in range(len(steps) + 1)], smallest)
+
+    kinds = [draw(curves_of) if smallest == 1 else curve() for _ in range(draw(st.integers(1, most_kinds)))]
     return draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=most_ranks))
 
 
-def parts(samples: int, largest: list[int]):
-    """Every division of ``samples`` among ranks that hold at most ``largest`` samples each."""
+def parts(samples: int, largest: list[int], floor: int) -> Iterator[tuple[int, ...]]:
+    """Every division of ``samples`` in which a rank has none, or at least ``floor`` and at most its ``largest``."""
     if not largest:
         if samples == 0:
             yield ()
         return
-    for first in range(max(0, samples - sum(largest[1:])), min(samples, largest[0]) + 1):
-        for rest in parts(samples - first, largest[1:]):
+    for first in [0, *range(floor, min(samples, largest[0]) + 1)]:
+        for rest in parts(samples - first, largest[1:], floor):
             yield (first, *rest)
 
 
 def least_wall(
     curves: list[Curve], samples: int, stage: int, accumulation: str, communication: float, steps: list[float]
 ) -> float:
-    """The shortest wall time, found by enumeration of all numbers of micro-steps, sizes and divisions."""
+    """The shortest wall time, found by enumeration of all numbers of micro-steps, sizes and divisions; infinite if none
+    is possible."""
     times = [[float(s) for s in curve.seconds] for curve in curves]
     largest = [curve.max_batch for curve in curves]
+    smallest = max(curve.min_batch for curve in curves)
 
     if stage >= 2:
 
         @lru_cache
         def of_step(count: int) -> float:
-            return min(max(t[b] for t, b in zip(times, dealt, strict=True)) for dealt in parts(count, largest))
+            dealt = parts(count, largest, smallest)
+            return min((max(t[b] for t, b in zip(times, each, strict=True)) for each in dealt), default=inf)
 
         best = inf
         for size in range(1, min(samples, sum(largest)) + 1):
@@ -74,17 +86,19 @@ def least_wall(
         sizes = [n // steps + (i < n % steps) for i in range(steps)]
         return sum(t[size] for size in sizes) if sizes[0] < len(t) else inf
 
-    def walls(cost):
+    def wall(cost: Callable[[list[float], int], float], floor: int) -> float:
         costs = [[cost(t, n) for n in range(samples + 1)] for t in times]
         # In stage 0 no collective separates the optimizer's step from the next forward pass.
         inside = steps if stage == 0 else [0.0] * len(curves)
-        for dealt in parts(samples, [samples] * len(curves)):
-            yield max(costs[rank][n] + inside[rank] for rank, n in enumerate(dealt))
+        dealt = parts(samples, [samples] * len(curves), floor)
+        return min((max(costs[r][n] + inside[r] for r, n in enumerate(each)) for each in dealt), default=inf)
 
     outside = communication + (0.0 if stage == 0 else max(steps))
     if accumulation == "per_rank":
-        return min(walls(own)) + outside
-    return min(min(walls(lambda t, n, g=count: even(t, n, g))) for count in range(1, samples + 2)) + outside
+        return wall(own, 1) + outside
+    counts = range(1, samples + 2)
+    floors = [count * smallest if smallest > 1 else 1 for count in counts]
+    return min(wall(partial(even, steps=n), floor) for n, floor in zip(counts, floors, strict=True)) + outside
 
 
 def check_sound(
@@ -93,6 +107,8 @@ def check_sound(
     """Check that every sample is allocated once, no micro-batch is too large, and the times are those of the curves."""
     shares, fixed = allocation.shares, step or [0.0] * len(curves)
     assert sum(share.samples for share in shares) == samples == allocation.global_batch_size
+    smallest = max(curve.min_batch for curve in curves)
+    assert all(size == 0 or size >= smallest for share in shares for size in share.sizes)
     for curve, share, busy, own in zip(curves, shares, allocation.busy_seconds, fixed, strict=True):
         assert 0 <= share.micro_batch <= curve.max_batch
         assert all(count > 0 for _, count in share.runs)
@@ -131,28 +147,46 @@ def test_no_allocation_is_better(
     assert found.wall_seconds == pytest.approx(best, rel=1e-9)
 
 
-@pytest.mark.parametrize("stage, accumulation", SETTINGS)
-@examples(ordinary=20, thorough=100)
-@given(clusters(4, 12), st.integers(1, 300), communications, st.data())
-def test_exact_is_never_slower_than_the_simple_rules(
-    stage: int, accumulation: str, curves: list[Curve], samples: int, communication: float, data: st.DataObject
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@examples(ordinary=60, thorough=300)
+@given(st.integers(2, 4).flatmap(lambda least: clusters(smallest=least)), st.integers(1, 13), communications, st.data())
+def test_no_allocation_is_better_for_models_that_need_several_samples(
+    stage: int, curves: list[Curve], samples: int, communication: float, data: st.DataObject
 ) -> None:
+    step = data.draw(st.lists(step_times, min_size=len(curves), max_size=len(curves)))
+    best = least_wall(curves, samples, stage, "shared", communication, step)
+    if best == inf:
+        with pytest.raises(ValueError, match=r"drop_last|use another global batch size"):
+            allocate(curves, samples, stage, communication_seconds=communication, step_seconds=step)
+        return
+    found = allocate(curves, samples, stage, communication_seconds=communication, step_seconds=step)
+    check_sound(found, curves, samples, communication, step)
+    assert found.wall_seconds == pytest.approx(best, rel=1e-9)
+
+
+@pytest.mark.parametrize("smallest", [1, 2, 3])
+@pytest.mark.parametrize("stage, accumulation", SETTINGS)
+@examples(ordinary=12, thorough=60)
+@given(st.data(), st.integers(1, 300), communications)
+def test_exact_is_never_slower_than_the_simple_rules(
+    stage: int, accumulation: str, smallest: int, data: st.DataObject, samples: int, communication: float
+) -> None:
+    """Rules that cannot keep the smallest micro-batch say so."""
+    curves = data.draw(clusters(4, 12, smallest))
     flops = data.draw(st.lists(st.floats(0.1, 10), min_size=len(curves), max_size=len(curves)))
     walls = {}
     for method in METHODS:
-        allocation = allocate(
-            curves,
-            samples,
-            stage,
-            method=method,
-            accumulation=accumulation,
-            communication_seconds=communication,
-            flops=flops,
-        )
+        options = {"method": method, "accumulation": accumulation, "communication_seconds": communication}
+        try:
+            allocation = allocate(curves, samples, stage, flops=flops, **options)
+        except ValueError as error:
+            assert (smallest > 1 and "the model trains with" in str(error)) or "a model that trains" in str(error)
+            continue
         assert allocation.method == method
         check_sound(allocation, curves, samples, communication)
         walls[method] = allocation.wall_seconds
-    assert walls["exact"] <= min(walls.values()) * ROUNDING
+    assert set(walls) == set(METHODS) if smallest == 1 else "exact" in walls or not walls
+    assert not walls or walls["exact"] <= min(walls.values()) * ROUNDING
 
 
 @pytest.mark.parametrize("stage, accumulation", SETTINGS)
@@ -206,8 +240,8 @@ def test_of_equal_wall_times_the_fewest_micro_steps_are_chosen() -> None:
 def test_uneven_shares_of_unequal_devices() -> None:
     """The slow rank gets the samples that it can run in the time of the fast rank: 7 + 1, or 5 + 0."""
     fast = Curve.from_seconds([1.0 * b for b in range(1, 9)])
-    assert [s.samples for s in allocate([fast, fast.scaled(7)], 8, 0).shares] == [7, 1]
-    assert [s.samples for s in allocate([fast, fast.scaled(5)], 5, 3).shares] in ([4, 1], [5, 0])
+    assert [s.samples for s in allocate([fast, Curve(7 * fast.seconds)], 8, 0).shares] == [7, 1]
+    assert [s.samples for s in allocate([fast, Curve(5 * fast.seconds)], 5, 3).shares] in ([4, 1], [5, 0])
     none = allocate([fast, Curve.from_seconds([0.5, 50])], 3, 2)
     assert none.wall_seconds == 2.0 and [s.runs for s in none.shares] == [((2, 1),), ((1, 1),)]
 
@@ -244,7 +278,7 @@ def test_the_flops_method_divides_in_proportion_to_flops() -> None:
     assert list(largest_remainders([1, 1, 1], 5)) == [2, 2, 1]
 
 
-CURVE = Curve.from_seconds([1.0, 2.0])
+CURVE, PAIRS = Curve.from_seconds([1.0, 2.0]), Curve.from_seconds([1.0, 2.0, 3.0], 2)
 
 
 @pytest.mark.parametrize(
@@ -259,6 +293,7 @@ CURVE = Curve.from_seconds([1.0, 2.0])
         (([CURVE], 4, 0, {"method": "best"}), "unknown method 'best'; valid are exact"),
         (([CURVE], 4, 0, {"accumulation": "none"}), "unknown accumulation 'none'"),
         (([CURVE], 4, 2, {"accumulation": "per_rank"}), "use accumulation='shared', or stage 0 or 1"),
+        (([PAIRS], 8, 0, {"accumulation": "per_rank"}), "accumulation='per_rank' is not possible with a model"),
         (([CURVE], 4, 2, {"communication_seconds": -1.0}), "communication_seconds=-1.0"),
         (([CURVE], 4, 0, {"method": "flops"}), "needs flops"),
         (([CURVE], 4, 0, {"method": "flops", "flops": [1.0, 2.0]}), "flops has 2 values for 1 ranks"),
@@ -301,3 +336,31 @@ def test_planning_needs_no_torch() -> None:
         "assert not {'torch', 'colossalai', 'matplotlib'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@given(
+    st.lists(st.floats(0.01, 100), min_size=1, max_size=3),
+    st.integers(1, 3),
+    st.integers(0, 9),
+)
+def test_no_division_of_pipelines_is_faster(seconds: list[float], stages: int, more: int) -> None:
+    count = stages * len(seconds) + more
+    found = divide_micro_batches(seconds, count, stages)
+    assert sum(found) == count and min(found) >= stages
+
+    def wall(counts: tuple[int, ...]) -> float:
+        return max((k + stages - 1) * c for k, c in zip(counts, seconds, strict=True))
+
+    possible = product(range(stages, count + 1), repeat=len(seconds))
+    assert wall(found) == min(wall(each) for each in possible if sum(each) == count)
+
+
+def test_a_slow_pipeline_gets_fewer_micro_batches() -> None:
+    assert divide_micro_batches([1.0, 1.0], 9, 2) == (5, 4)
+    assert divide_micro_batches([1.0, 3.0], 12, 2) == (10, 2)
+    assert divide_micro_batches([2.0, 1.0], 12, 1) == (4, 8)
+
+
+def test_each_pipeline_needs_as_many_micro_batches_as_stages() -> None:
+    with pytest.raises(ValueError, match="5 micro-batches are too few for 2 pipelines of 3 stages"):
+        divide_micro_batches([1.0, 1.0], 5, 3)

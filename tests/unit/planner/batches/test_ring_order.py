@@ -11,12 +11,10 @@ from hypothesis import strategies as st
 
 from colossal_hetero.planner.batches.ring_order import (
     EXACT_DEVICES,
+    RingNetwork,
     _local_search,
-    common_protocol,
-    link_seconds,
-    longest_edge,
+    ring_cost,
     ring_order,
-    total_seconds,
 )
 from colossal_hetero.planner.cluster.topology import MeasuredLink
 from tests.support.random_examples import examples
@@ -42,10 +40,10 @@ def test_no_ring_is_better(seconds: np.ndarray) -> None:
     ring = ring_order(seconds)
     assert ring[0] == 0 and sorted(ring) == list(range(count))
     every = [(0, *rest) for rest in permutations(range(1, count))]
-    longest = min(longest_edge(seconds, each) for each in every)
-    assert longest_edge(seconds, ring) == longest
-    total = min(total_seconds(seconds, each) for each in every if longest_edge(seconds, each) == longest)
-    assert total_seconds(seconds, ring) == pytest.approx(total)
+    longest = min(ring_cost(seconds, each)[0] for each in every)
+    assert ring_cost(seconds, ring)[0] == longest
+    total = min(ring_cost(seconds, each)[1] for each in every if ring_cost(seconds, each)[0] == longest)
+    assert ring_cost(seconds, ring)[1] == pytest.approx(total)
 
 
 def test_the_longest_edge_counts_more_than_the_total() -> None:
@@ -54,7 +52,7 @@ def test_the_longest_edge_counts_more_than_the_total() -> None:
     for a, b in ((0, 1), (1, 2), (2, 3)):
         seconds[a, b] = seconds[b, a] = 1.0
     seconds[0, 3] = seconds[3, 0] = 5.0
-    assert longest_edge(seconds, ring_order(seconds)) == 3.0
+    assert ring_cost(seconds, ring_order(seconds))[0] == 3.0
 
 
 @pytest.mark.parametrize("count", [EXACT_DEVICES, EXACT_DEVICES + 1, 20, 40])
@@ -65,7 +63,7 @@ def test_a_hidden_ring_is_found(count: int) -> None:
     seconds = random.uniform(2.0, 3.0, (count, count))
     seconds[hidden, np.roll(hidden, -1)] = random.uniform(0.5, 1.0, count)
     seconds = np.minimum(seconds, seconds.T)
-    assert longest_edge(seconds, ring_order(seconds)) <= 1.0
+    assert ring_cost(seconds, ring_order(seconds))[0] <= 1.0
 
 
 def test_the_local_search_is_close_to_the_optimum() -> None:
@@ -73,7 +71,7 @@ def test_the_local_search_is_close_to_the_optimum() -> None:
     ratios = []
     for seed in range(20):
         seconds = np.random.default_rng(seed).uniform(0.1, 1.0, (9, 9))
-        ratios.append(longest_edge(seconds, _local_search(seconds)) / longest_edge(seconds, ring_order(seconds)))
+        ratios.append(ring_cost(seconds, _local_search(seconds))[0] / ring_cost(seconds, ring_order(seconds))[0])
     assert min(ratios) >= 1.0 and np.mean(ratios) < 1.15
 
 
@@ -83,7 +81,7 @@ def test_the_ring_of_many_devices_is_no_worse_than_their_numbering(count: int, s
     seconds = np.random.default_rng(seed).uniform(0.1, 1.0, (count, count))
     ring = ring_order(seconds)
     assert sorted(ring) == list(range(count)) and ring[0] == 0
-    assert longest_edge(seconds, ring) <= longest_edge(seconds, range(count))
+    assert ring_cost(seconds, ring)[0] <= ring_cost(seconds, range(count))[0]
     assert ring == ring_order(seconds)
 
 
@@ -95,19 +93,19 @@ def test_only_links_of_the_protocol_are_used() -> None:
         link((0, 5), 0.0, 100.0),
         link((0, 2), 0.1, 1000.0, "nccl"),
     ]
-    found = link_seconds(links, [0, 2, 5], "gloo", 100.0)
-    np.testing.assert_allclose(found, [[0, 11, 1], [11, 0, 12], [1, 13, 0]])
-    assert link_seconds(links, [2, 0], "nccl", 100.0)[0, 1] == pytest.approx(0.2)
+    gloo, nccl = (RingNetwork(links, [[protocol]] * 6, 100.0) for protocol in ("gloo", "nccl"))
+    np.testing.assert_allclose(gloo.seconds([0, 2, 5]), [[0, 11, 1], [11, 0, 12], [1, 13, 0]])
+    assert nccl.seconds([2, 0])[0, 1] == pytest.approx(0.2)
     with pytest.raises(ValueError, match="no nccl link between ranks 0 and 5; measure"):
-        link_seconds(links, [0, 2, 5], "nccl", 100.0)
+        nccl.seconds([0, 2, 5])
     for latency, bandwidth, field in ((0.0, 0.0, "bytes_per_second"), (-1.0, 1.0, "latency"), (np.inf, 1.0, "latency")):
         with pytest.raises(ValueError, match=field):
             link((0, 1), latency, bandwidth)
 
 
 def test_one_cpu_makes_all_devices_use_gloo() -> None:
-    gpu, cpu = ("nccl", "gloo"), ("gloo",)
-    assert common_protocol([gpu, gpu]) == "nccl"
-    assert common_protocol([gpu, cpu]) == "gloo"
+    network = RingNetwork([], [("nccl", "gloo"), ("nccl", "gloo"), ("gloo",), ("nccl",)], 0.0)
+    assert network.protocol([0, 1]) == "nccl"
+    assert network.protocol([0, 1, 2]) == "gloo"
     with pytest.raises(ValueError, match="no protocol of nccl, gloo is supported by all devices"):
-        common_protocol([("nccl",), cpu])
+        network.protocol([2, 3])

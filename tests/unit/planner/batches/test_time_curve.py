@@ -1,4 +1,4 @@
-"""Curves through measured points."""
+"""Curves through measured points; equal devices get equal parts, although their measured times differ by noise."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_hetero.planner import Curve
-from colossal_hetero.planner.batches.time_curve import MAX_DIP
+from colossal_hetero.planner import Curve, allocate
+from colossal_hetero.planner.batches.time_curve import (
+    MAX_DIP,
+    MAX_SPREAD,
+    equal_devices,
+    joint_curves,
+    joint_seconds,
+)
 
 
 @st.composite
@@ -52,8 +58,7 @@ def test_below_the_smallest_batch_the_curve_is_level() -> None:
     points = {2: 1.0, 4: 2.0, 6: 9.0}
     curve, whole = Curve.through(points, 6, min_batch=2), Curve.through(points, 6)
     assert curve.seconds.tolist() == [1.0, 1.0, 1.0, *whole.seconds[3:]]
-    assert curve.scaled(2).min_batch == curve.limited(3).min_batch == 2 and curve.peak_batch >= 2
-    assert curve.limited(1).max_batch == 0
+    assert curve.limited(3).min_batch == 2 and curve.limited(1).max_batch == 0
     assert Curve.through({2: 1.0}, 2, min_batch=2).seconds.tolist() == [1.0] * 3
     assert Curve.from_seconds([1.0, 2.0, 3.0], 3).seconds.tolist() == [3.0] * 4
     with pytest.raises(ValueError, match="cannot hold 2 samples"):
@@ -127,14 +132,73 @@ def test_one_sample_needs_one_point() -> None:
     assert Curve.through({1: 0.5}, 1).seconds.tolist() == [0.5, 0.5]
 
 
-def test_scaled_limited_and_speed() -> None:
+def test_limited_curves_and_the_highest_speed() -> None:
     curve = Curve.from_seconds([2.0, 2.0, 4.5, 5.0])
-    assert (curve.speed(2), curve.peak_batch, curve.peak_speed) == (1.0, 2, 1.0)
-    assert curve.scaled(2).seconds.tolist() == [4.0, 4.0, 4.0, 9.0, 10.0]
+    assert curve.peak_speed == 1.0 and curve.limited(0).peak_speed == 0.0
     assert curve.limited(9) is curve and curve.limited(2).max_batch == 2 and curve.limited(0).max_batch == 0
-    assert curve.limited(0).peak_speed == 0.0
-    for wrong in (lambda: curve.scaled(0), lambda: curve.limited(-1), lambda: curve.speed(5)):
-        with pytest.raises(ValueError):
-            wrong()
     with pytest.raises(ValueError):
         curve.seconds[0] = 1.0
+
+
+def device_curve(factor: float, max_batch: int = 64, min_batch: int = 1) -> Curve:
+    return Curve.from_seconds(factor * (0.2 + 0.1 * np.arange(1, max_batch + 1)), min_batch)
+
+
+def noisy(seed: int, max_batch: int = 64) -> Curve:
+    """A curve through points of which each has an error of up to 4 %."""
+    random = np.random.default_rng(seed)
+    sizes = (1, 2, 8, 16, 32, 64)
+    return Curve.through({size: (0.2 + 0.1 * size) * random.uniform(0.96, 1.04) for size in sizes}, max_batch)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_equal_devices_get_equal_parts_in_spite_of_noise(ranks: int, stage: int) -> None:
+    unequal = 0
+    for seed in range(10):
+        curves = [noisy(ranks * seed + rank) for rank in range(ranks)]
+        groups = equal_devices(["gpu"] * ranks, curves)
+        divided = allocate(joint_curves(curves, groups), 48 * ranks, stage)
+        assert [share.samples for share in divided.shares] == [48] * ranks
+        unequal += len({share.samples for share in allocate(curves, 48 * ranks, stage).shares}) > 1
+    assert unequal > 0  # without joint curves, noise divides unequally
+
+
+def test_devices_that_differ_by_more_than_noise_keep_their_curves() -> None:
+    curves = [device_curve(1.0), device_curve(2.0), device_curve(1.02), device_curve(2.0 * (1 + 0.5 * MAX_SPREAD))]
+    groups = equal_devices(["gpu"] * 4, curves)
+    assert groups == [[0, 2], [1, 3]]
+    joint = joint_curves(curves, groups)
+    assert joint[0] is joint[2] and joint[1] is joint[3]
+    np.testing.assert_allclose(joint[0].seconds, 1.01 * curves[0].seconds)
+
+
+def test_a_group_is_never_wider_than_the_spread() -> None:
+    factors = [1.0, 1.08, 1.16, 1.24]
+    groups = equal_devices(["gpu"] * 4, [device_curve(factor) for factor in factors])
+    assert groups == [[0, 1], [2, 3]]
+
+
+def test_devices_of_different_names_are_never_equal() -> None:
+    assert equal_devices(["a", "b", "a"], [device_curve(1.0)] * 3) == [[0, 2], [1]]
+
+
+def test_each_device_keeps_its_largest_micro_batch() -> None:
+    curves = [device_curve(1.0, 64, 2), device_curve(1.03, 40, 2), device_curve(1.04, 64, 2)]
+    joint = joint_curves(curves, equal_devices(["gpu"] * 3, curves))
+    assert [each.max_batch for each in joint] == [64, 40, 64]
+    assert [each.min_batch for each in joint] == [2, 2, 2]
+    assert joint[0] is joint[2]
+    np.testing.assert_array_equal(joint[0].seconds[:41], joint[1].seconds)
+    # The shorter curve was slower. Where it ends, the joint one does not become faster.
+    np.testing.assert_allclose(joint[0].seconds, device_curve(np.mean([1.0, 1.03, 1.04]), 64, 2).seconds)
+
+
+def test_a_device_that_holds_nothing_is_alone_with_its_kind() -> None:
+    empty = Curve(np.ones(1))
+    joint = joint_curves([device_curve(1.0), empty], equal_devices(["gpu", "cpu"], [device_curve(1.0), empty]))
+    assert [each.max_batch for each in joint] == [64, 0]
+
+
+def test_seconds_of_a_group_are_its_mean() -> None:
+    assert joint_seconds([1.0, 2.0, 4.0], [[0, 2], [1]]) == [2.5, 2.0, 2.5]

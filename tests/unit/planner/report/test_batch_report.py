@@ -1,20 +1,17 @@
-"""The report of an allocation: lines, comparison, timelines."""
+"""The report of an allocation: lines, comparison, picture."""
 
 from __future__ import annotations
 
 import io
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from colossal_hetero.common.text import spans
-from colossal_hetero.planner.batches.allocation import Share
 from colossal_hetero.planner.batches.comparison import compare
 from colossal_hetero.planner.cluster.topology import MeasuredLink
-from colossal_hetero.planner.report.batch_picture import plot_report, timelines
-from colossal_hetero.planner.report.batch_table import as_json, device_lines, render
+from colossal_hetero.planner.report.batch_report import as_json, device_lines, plot_report, render
 from tests.support.figures import saved_figures
 from tests.unit.planner.batches.test_batch_profile import GIB, device, profile
 
@@ -41,10 +38,10 @@ def test_equal_ranks_with_equal_shares_share_a_line() -> None:
     report = compare(profile(ranks=[0, 1, 0, 0], links=[]), 16)
     lines = device_lines(report.profile, report.chosen)
     assert sorted(rank for line in lines for rank in line.ranks) == [0, 1, 2, 3]
-    assert len({(line.kind, line.share) for line in lines}) == len(lines)
+    assert len({(line.device.device, line.share) for line in lines}) == len(lines)
     assert sum(line.share.samples * len(line.ranks) for line in lines) == 16
     for line in lines:
-        assert {report.profile.ranks[rank] for rank in line.ranks} == {line.kind}
+        assert all(report.profile.kinds[report.profile.ranks[rank]] is line.device for rank in line.ranks)
         assert {report.chosen.shares[rank] for rank in line.ranks} == {line.share}
 
 
@@ -56,10 +53,10 @@ def test_a_thousand_ranks_take_few_lines() -> None:
 def test_memory_depends_on_the_stage_and_the_micro_batch() -> None:
     report = compare(profile(ranks=[0] * 4, links=[]), 16, stage=3)
     (line,) = device_lines(report.profile, report.chosen)
-    assert line.memory_bytes == 4 * GIB + line.share.micro_batch * 2 * GIB
+    assert line.used_bytes == 4 * GIB + line.share.micro_batch * 2 * GIB
     # A rank without samples still runs one placeholder sample.
     few = compare(profile(ranks=[0] * 4, links=[]), 1)
-    assert {line.memory_bytes for line in device_lines(few.profile, few.chosen)} == {18 * GIB}
+    assert {line.used_bytes for line in device_lines(few.profile, few.chosen)} == {18 * GIB}
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -113,34 +110,9 @@ def test_dropped_ranks_stay_in_the_table_and_in_the_json() -> None:
     ranks, kinds = [0, 0, 0, 1], [device(), SNAIL]
     report = compare(profile(kinds=kinds, ranks=ranks, links=LINKS, communication_seconds=0.01), 8, method="adapt")
     line = device_lines(report.profile, report.chosen)[-1]
-    assert line.dropped and line.ranks == (3,) and line.memory_bytes == 0
+    assert not line.share.runs and line.ranks == (3,) and line.used_bytes == 0
     assert "dropped because" in printed(report) and "rank 3 is the slowest" in " ".join(printed(report).split())
     assert as_json(report)["adapt"]["dropped"] == (3,)
-    assert timelines(report.curves, report.chosen)[3] == []
-
-
-@pytest.mark.parametrize("stage", range(4))
-@pytest.mark.parametrize("samples", [3, 37])
-def test_timelines_add_up(stage: int, samples: int) -> None:
-    report = compare(profile(links=[]), samples, stage=stage)
-    chosen = report.chosen
-    for rank, bars in enumerate(timelines(report.curves, chosen)):
-        spent = {kind: sum(bar.end - bar.start for bar in bars if bar.kind == kind) for kind in ("busy", "idle")}
-        assert spent["busy"] == pytest.approx(chosen.busy_seconds[rank])
-        assert spent["idle"] == pytest.approx(chosen.idle_seconds[rank])
-        assert bars[0].start == 0 and bars[-1].end == pytest.approx(chosen.wall_seconds)
-        assert bars[-1].kind == "communication"
-        for before, after in pairwise(bars):
-            assert before.end == pytest.approx(after.start)
-
-
-@pytest.mark.parametrize("accumulation", ["shared", "per_rank"])
-def test_long_timelines_are_cut_at_the_same_time_on_all_ranks(accumulation: str) -> None:
-    report = compare(profile(links=[]), 200, accumulation=accumulation)
-    bars = timelines(report.curves, report.chosen, max_steps=5)
-    ends = {own[-1].end for own in bars}
-    assert len(ends) == 1 and ends.pop() < report.chosen.wall_seconds
-    assert all(bar.kind == "busy" for own in bars for bar in own)
 
 
 def test_the_picture_has_a_curve_per_kind_and_a_row_per_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,20 +127,16 @@ def test_the_picture_has_a_curve_per_kind_and_a_row_per_line(tmp_path: Path, mon
     assert len(lower.get_yticklabels()) == len(device_lines(report.profile, report.chosen))
 
 
-def test_equal_shares_have_equal_hashes() -> None:
-    assert len({Share(((8, 3), (5, 1))), Share(((8, 3), (5, 1)))}) == 1
-
-
 def test_the_remaining_ranks_hold_the_state_of_a_dropped_rank() -> None:
     # At stage 3, four ranks hold 4 GiB of the state each, three ranks 5.33 GiB. It is faster to drop the slow rank.
     ranks, kinds = [0, 0, 0, 1], [device(memory_bytes=17 * GIB, max_batch=0, points=device().points), SNAIL]
     pair = profile(kinds=kinds, ranks=ranks, links=LINKS, communication_seconds=0.01)
     report = compare(pair, 12, stage=3, method="adapt")
     lines = device_lines(report.profile, report.chosen)
-    assert lines[-1].dropped
-    assert {line.memory_bytes - line.share.micro_batch * 2 * GIB for line in lines[:-1]} == {16 * GIB // 3 + 1}
+    assert not lines[-1].share.runs
+    assert {line.used_bytes - line.share.micro_batch * 2 * GIB for line in lines[:-1]} == {16 * GIB // 3 + 1}
     for line in lines[:-1]:
-        assert line.memory_bytes <= line.available_bytes
+        assert line.used_bytes <= line.device.memory_bytes
 
 
 def test_a_rank_is_kept_if_the_others_cannot_hold_its_part_of_the_state() -> None:

@@ -1,0 +1,316 @@
+"""Report of a divided global batch: tables, JSON and a picture of each device's part and of all methods."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ...common.files import write_json
+from ...common.text import (
+    BLUE,
+    ORANGE,
+    RED,
+    aligned,
+    byte_unit,
+    check_matplotlib,
+    check_name,
+    count,
+    duration,
+    save_figure,
+    spans,
+    times,
+)  # fmt: skip
+from ..batches.allocation import Allocation, Share
+from ..batches.batch_profile import UNITS, BatchProfile, DeviceProfile
+from ..batches.comparison import AdaptPlan, BatchComparison
+
+__all__ = ["DeviceLine", "as_json", "device_lines", "plot_report", "render", "save_report"]
+
+SCHEMA = 1
+MAX_RING_RANKS = 32
+MAX_ROWS = 40
+"""Rows of devices that are drawn."""
+BARS: dict[str, dict[str, Any]] = {
+    "computing": {"facecolor": BLUE, "edgecolor": "#FFFFFF"},
+    "waiting": {"facecolor": "#FFFFFF", "edgecolor": RED, "hatch": "/////", "linewidth": 0.0},
+    "communication": {"facecolor": ORANGE, "edgecolor": "#FFFFFF"},
+}
+MARKERS = "os^Dv<>P"
+
+
+@dataclass(frozen=True)
+class DeviceLine:
+    """Ranks of one kind with equal parts of the global batch: a row of the table. Values are those of each rank."""
+
+    ranks: tuple[int, ...]
+    device: DeviceProfile
+    share: Share
+    busy_seconds: float
+    idle_seconds: float
+    used_bytes: int
+    """Predicted memory use: the state and the largest micro-batch."""
+
+    @property
+    def name(self) -> str:
+        dropped = "" if self.share.runs else " (dropped)"
+        return f"{self.device.device}, {'rank' if len(self.ranks) == 1 else 'ranks'} {spans(self.ranks)}{dropped}"
+
+
+def device_lines(profile: BatchProfile, allocation: Allocation) -> list[DeviceLine]:
+    groups: dict[tuple[int, Share], list[int]] = {}
+    for rank, (kind, share) in enumerate(zip(profile.ranks, allocation.shares, strict=True)):
+        groups.setdefault((kind, share), []).append(rank)
+    states = profile.state_bytes(allocation.stage, sum(bool(share.runs) for share in allocation.shares))
+    lines = []
+    for (kind, share), ranks in groups.items():
+        device, busy = profile.kinds[kind], allocation.busy_seconds[ranks[0]]
+        used = states[kind] + max(share.micro_batch, 1) * device.sample_bytes if share.runs else 0
+        idle = allocation.idle_seconds[ranks[0]] if share.runs else allocation.wall_seconds
+        lines.append(DeviceLine(tuple(ranks), device, share, busy, idle, used))
+    return lines
+
+
+def render(report: BatchComparison) -> RenderableType:
+    profile, chosen = report.profile, report.chosen
+    title = Text.assemble(
+        (f"{profile.model.name}", "bold"),
+        f", stage {chosen.stage}, {profile.precision}: global batch of {count(chosen.global_batch_size, 'sample')} "
+        f"over {count(len(profile.ranks), 'device')}, method {chosen.method}",
+    )
+    parts: list[RenderableType] = [title, _devices(report), _comparison(report)]
+    parts += [Text(note) for note in _notes(report)]
+    return Group(*parts)
+
+
+def _devices(report: BatchComparison) -> Table:
+    lines = device_lines(report.profile, report.chosen)
+    second, busy, idle = times([line.busy_seconds for line in lines], [line.idle_seconds for line in lines])
+    size, unit = byte_unit(max(line.device.memory_bytes for line in lines))
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("ranks", overflow="fold")
+    table.add_column("device", overflow="fold")
+    counts = ("micro-batch", "micro-steps", "last micro-batch", "samples")
+    for column in (*counts, f"busy [{second}]", f"idle [{second}]", f"memory [{unit}]"):
+        # A Text, because in a plain string rich takes brackets as markup.
+        table.add_column(Text(column), justify="right", no_wrap=True)
+    if any(not line.share.runs for line in lines):
+        table.add_column("dropped because", overflow="fold")
+    steps = report.adapt.steps if report.adapt is not None else ()
+    for index, line in enumerate(lines):
+        device, share = line.device, line.share
+        name = Text(f"{device.device} ({device.host})" if device.host else device.device)
+        memory = f"of {device.memory_bytes / size:.1f}"
+        if share.runs:
+            numbers = [f"{n:,}" for n in (share.micro_batch, share.steps, share.last_batch, share.samples)]
+            memory = f"{line.used_bytes / size:.1f} {memory}"
+            table.add_row(spans(line.ranks), name, *numbers, busy[index], idle[index], memory)
+        else:
+            reasons = dict.fromkeys(each.reason for each in steps if each.kept and set(each.without) & set(line.ranks))
+            table.add_row(spans(line.ranks), name, "dropped", *"-----", f"- {memory}", "; ".join(reasons), style="dim")
+    return table
+
+
+def _comparison(report: BatchComparison) -> Table:
+    made = [each.allocation for each in report.results if each.allocation is not None]
+    second, walls = times([allocation.wall_seconds for allocation in made])
+    speeds = aligned([allocation.samples_per_second for allocation in made])
+    uniform = next((allocation for allocation in made if allocation.method == "uniform"), None)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("method")
+    for column in ("accumulation", f"wall time [{second}]", "samples/s", "vs uniform"):
+        table.add_column(Text(column), justify="right", no_wrap=True)
+    table.add_column("note", overflow="fold")
+    for each in report.results:
+        allocation = each.allocation
+        if allocation is None:
+            table.add_row(each.name, "-", "-", "-", "-", Text(each.note), style="dim")
+            continue
+        accumulation = allocation.accumulation if allocation.stage < 2 else "every micro-step"
+        ratio = "-" if uniform is None else f"{uniform.wall_seconds / allocation.wall_seconds:.3f}"
+        numbers = (accumulation, walls[made.index(allocation)], speeds[made.index(allocation)], ratio)
+        style = "bold" if allocation is report.chosen else None
+        table.add_row(each.name, *numbers, Text(each.note), style=style)
+    return table
+
+
+def _notes(report: BatchComparison) -> list[str]:
+    profile, chosen = report.profile, report.chosen
+    notes = _adapt_notes(report.adapt) if report.adapt is not None else []
+    if chosen.communication_seconds > 0:
+        notes.append(
+            f"in addition to busy and idle, every device spends {duration(chosen.communication_seconds)} "
+            f"({chosen.communication_seconds / chosen.wall_seconds:.0%} of the wall time) in communication"
+        )
+    if chosen.stage != profile.stage:
+        notes.append(
+            f"measured at stage {profile.stage}; memory, the largest micro-batches and communication at stage "
+            f"{chosen.stage} are predicted"
+        )
+    beyond = [
+        line.device
+        for line in device_lines(profile, chosen)
+        if line.share.runs and line.share.micro_batch > line.device.measured_batch
+    ]
+    return notes + list(
+        dict.fromkeys(
+            f"{device.device} was measured up to a micro-batch of {device.measured_batch}; above it, its time is "
+            "extrapolated by a straight line"
+            for device in beyond
+        )
+    )
+
+
+def _adapt_notes(plan: AdaptPlan) -> list[str]:
+    ring = " → ".join(map(str, plan.ring[:MAX_RING_RANKS]))
+    back = f"… ({len(plan.ring)} ranks)" if len(plan.ring) > MAX_RING_RANKS else plan.ring[0]
+    notes = [f"ring over {plan.protocol}: {ring} → {back}"]
+    for step in plan.steps[1:]:
+        if not step.kept:
+            result = (
+                f"wall time would be {duration(step.cost_seconds)} over {step.protocol}"
+                if math.isfinite(step.cost_seconds)
+                else "others could not hold a sample each"
+            )
+            notes.append(f"not dropped: {step.reason}; without it the {result}")
+    return notes
+
+
+def save_report(report: BatchComparison, path: Path | str) -> None:
+    write_json(as_json(report), path)
+
+
+def as_json(report: BatchComparison) -> dict[str, Any]:
+    """The allocation and the comparison; ``comparison`` has the rows of the table, ``adapt`` is of that method only."""
+    profile, chosen, plan = report.profile, report.chosen, report.adapt
+    names = ("method", "stage", "accumulation", "global_batch_size")
+    seconds = ("wall_seconds", "communication_seconds", "samples_per_second")
+    rows = {
+        rank: {
+            "rank": rank,
+            "device": line.device.device,
+            "samples": line.share.samples,
+            "runs": line.share.runs,
+            "busy_seconds": line.busy_seconds,
+            "idle_seconds": line.idle_seconds,
+            "memory_bytes": line.used_bytes,
+            "available_bytes": line.device.memory_bytes,
+        }
+        for line in device_lines(profile, chosen)
+        for rank in line.ranks
+    }
+    content: dict[str, Any] = {
+        "schema": SCHEMA,
+        "units": UNITS,
+        "model": profile.model.model_dump(mode="json"),
+        "precision": profile.precision,
+        "measured_stage": profile.stage,
+        "allocation": {name: getattr(chosen, name) for name in (*names, *seconds)},
+        "ranks": [rows[rank] for rank in range(len(profile.ranks))],
+        "comparison": [
+            {
+                "method": each.name,
+                "accumulation": each.allocation and each.allocation.accumulation,
+                "wall_seconds": each.allocation and each.allocation.wall_seconds,
+                "samples_per_second": each.allocation and each.allocation.samples_per_second,
+                "note": each.note,
+            }
+            for each in report.results
+        ],
+    }
+    if plan is not None:
+        steps = [asdict(step) for step in plan.steps]
+        for step in steps:
+            step["cost_seconds"] = step["cost_seconds"] if math.isfinite(step["cost_seconds"]) else None
+        content["adapt"] = {"ring": plan.ring, "dropped": plan.dropped, "protocol": plan.protocol, "steps": steps}
+    return content
+
+
+# Picture -------------------------------------------------------------------------------------------------------------
+
+
+def plot_report(report: BatchComparison, path: Path | str) -> None:
+    """Draw the throughput of each kind of device, and what each device does during a global batch."""
+    path = check_name(path)
+    check_matplotlib()
+    from matplotlib.figure import Figure
+
+    lines = device_lines(report.profile, report.chosen)
+    rows = min(len(lines), MAX_ROWS)
+    figure = Figure(figsize=(11, 6.0 + 0.4 * rows), layout="constrained")
+    upper, lower = figure.subplots(2, 1, height_ratios=[4.0, 1.2 + 0.4 * rows])
+    _draw_curves(upper, report)
+    _draw_times(lower, report.chosen, lines[:MAX_ROWS], len(lines))
+    for axis, grid in ((upper, "y"), (lower, "x")):
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(axis=grid, color="#DDDDDD", linewidth=0.6)
+        axis.set_axisbelow(True)
+    figure.legend(*lower.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    save_figure(figure, path)
+
+
+def _draw_curves(axis: Any, report: BatchComparison) -> None:
+    from matplotlib import colormaps
+
+    profile = report.profile
+    chosen: dict[str, Any] = {"color": RED, "marker": "o", "linestyle": "none", "fillstyle": "none"}
+    for index, kind in enumerate(profile.kinds):
+        ranks = [rank for rank, each in enumerate(profile.ranks) if each == index]
+        if not ranks:
+            continue
+        curve, color = report.curves[ranks[0]], colormaps["viridis"](0.85 * index / max(len(profile.kinds) - 1, 1))
+        batches = np.arange(1, curve.max_batch + 1)
+        axis.plot(batches, batches / curve.seconds[1:], color=color, linewidth=1.5)
+        name: str | None = f"{kind.device}, {'rank' if len(ranks) == 1 else 'ranks'} {spans(ranks)}"
+        for style in ("full", "none"):
+            points = [each for each in kind.points if (each.batch > curve.max_batch) == (style == "none")]
+            axis.plot(
+                [each.batch for each in points], [each.batch / each.seconds for each in points], label=name,
+                color=color, marker=MARKERS[index % len(MARKERS)], linestyle="none", fillstyle=style,
+            )  # fmt: skip
+            name = None
+        used = sorted({report.chosen.shares[rank].micro_batch for rank in ranks} - {0})
+        axis.plot(used, [batch / curve.seconds[batch] for batch in used], markersize=13, **chosen)
+    axis.plot([], [], markersize=11, label="chosen micro-batch", **chosen)
+    axis.set_xlabel("micro-batch [samples]")
+    axis.set_ylabel("throughput [samples/s]")
+    axis.set_xlim(0, 1.25 * max(curve.max_batch for curve in report.curves) + 0.5)
+    axis.set_ylim(0, 1.12 * max(curve.peak_speed for curve in report.curves))
+    title = "Throughput: measured (points; open points exceed the memory limit) and fitted (lines)"
+    axis.set_title(title, loc="left", fontsize=11)
+    axis.legend(frameon=False, fontsize=9, loc="lower right")
+
+
+def _draw_times(axis: Any, chosen: Allocation, lines: Sequence[DeviceLine], count: int) -> None:
+    scale, unit = (1.0, "s") if chosen.wall_seconds >= 1 else (1e3, "ms")
+    start = np.zeros(len(lines))
+    working = np.array([bool(line.share.runs) for line in lines])
+    parts = {
+        "computing": np.array([line.busy_seconds for line in lines]),
+        "waiting": np.array([line.idle_seconds for line in lines]),
+        "communication": np.full(len(lines), chosen.communication_seconds),
+    }
+    for name, seconds in parts.items():
+        seconds = np.where(working, seconds * scale, 0.0)
+        axis.barh(range(len(lines)), seconds, left=start, height=0.72, label=name, **BARS[name])
+        start += seconds
+    axis.set_yticks(range(len(lines)), [line.name for line in lines], fontsize=9)
+    axis.set_ylim(len(lines) - 0.5, -0.5)
+    axis.tick_params(axis="y", length=0)
+    axis.set_xlim(left=0)
+    axis.set_xlabel(f"time [{unit}]")
+    rows = "" if count == len(lines) else f", {len(lines)} of {count} groups of ranks"
+    axis.set_title(
+        f"A global batch of {chosen.global_batch_size:,}, stage {chosen.stage}, method {chosen.method}: "
+        f"{chosen.wall_seconds * scale:.4g} {unit}{rows}",
+        loc="left",
+        fontsize=11,
+    )
