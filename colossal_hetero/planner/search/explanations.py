@@ -9,20 +9,16 @@ import numpy as np
 
 from ...common.text import count, duration
 from ..cost.draft import Draft, simulated_seconds
-from ..cost.layout_line import given_layout
 from ..cost.pass_order import Schedule
 from ..cost.placement import SlotPool
 from ..cost.plan import Plan
-from ..cost.price import price
 from ..cost.ranked_plan import ROUNDING, compared
-from ..cost.runnable import why_recomputes
-from ..stages.rules import uniform_bounds
 from .chunked_plans import ChunkedPlans
 from .plan_search import PlanSearch
 from .problem import Problem
 
 __all__ = [
-    *("against_equal_replicas", "compare_with_launch_order", "impossible_degrees", "reason", "why_no_chunks"),
+    *("against_equal_replicas", "impossible_degrees", "reason", "why_no_chunks"),
     "why_nothing",
 ]
 
@@ -100,61 +96,6 @@ def _not_as_simple(draft: Draft) -> str:
 
 def _slowest(draft: Draft) -> int:
     return int(np.argmax([cost.seconds for cost in draft.costs]))
-
-
-# Order of launch -----------------------------------------------------------------------------------------------------
-
-
-def compare_with_launch_order(problem: Problem, plan: Plan) -> str | None:
-    """Note on the time in Colossal-AI's own order of ranks, with equal stages and with the plan's stages.
-
-    None if there is nothing to compare: the plan is in that order and has equal stages, leaves devices idle, its
-    replicas are not alike, a stage recomputes, it uses ZeRO, or its schedule is not 1F1B.
-    """
-    if plan.schedule != "1f1b" or plan.zero_stage or why_recomputes(plan) is not None:
-        return None
-    if not plan.symmetric or plan.world_size != len(problem.topology.devices):
-        return None
-    stages, degree = len(plan.layers_per_stage), plan.tensor_parallel
-    groups = [tuple(range(first, first + degree)) for first in range(0, plan.world_size, degree)]
-    ranks = tuple(tuple(groups[first : first + stages]) for first in range(0, len(groups), stages))
-    planned_bounds = (0, *(stage.blocks[1] for stage in plan.replicas[0].stages))
-    comparisons: dict[tuple[int, ...], str] = {}
-    for name, bounds in (("equal stages", uniform_bounds(plan.blocks, stages)), ("these stages", planned_bounds)):
-        try:
-            layout = given_layout(
-                problem.topology,
-                ranks,
-                bounds,
-                micro_batch=plan.micro_batch,
-                global_batch=plan.global_batch,
-            )
-            other = price(problem.topology, problem.profile, layout, ranks, overlap=problem.overlap)
-        except ValueError as error:
-            return f"with ranks in the order of launch this plan is not possible: {error}"
-        if (other.rank_order, other.layers_per_stage) != (plan.rank_order, plan.layers_per_stage):
-            comparisons.setdefault(other.layers_per_stage, f"{_in_words(other, plan)} with {name}")
-    return f"with ranks in the order of launch: {'; '.join(comparisons.values())}" if comparisons else None
-
-
-def _in_words(other: Plan, plan: Plan) -> str:
-    too_large = next(
-        (
-            stage
-            for replica in other.replicas
-            for stage in replica.stages
-            if stage.memory_bytes > stage.memory_available_bytes
-        ),
-        None,
-    )
-    if too_large is not None:
-        used, available = too_large.memory_bytes / 2**30, too_large.memory_available_bytes / 2**30
-        return f"too much memory ({used:.1f} GiB of {available:.1f} GiB)"
-    ratio = other.iteration_seconds / plan.iteration_seconds
-    return (
-        f"{other.iteration_seconds:.4g} s ({ratio:.2f} × as long, including {other.synchronization_seconds:.3g} s for "
-        "gradients)"
-    )
 
 
 # No plan -------------------------------------------------------------------------------------------------------------

@@ -24,13 +24,12 @@ from ..stages.rules import uniform_bounds
 from .chunked_plans import Candidate, ChunkedPlans, merged_by_time, ranked_by_time
 from .explanations import (
     against_equal_replicas,
-    compare_with_launch_order,
     impossible_degrees,
     reason,
     why_no_chunks,
     why_nothing,
 )
-from .gap_goal import PLAIN, Effort, GapGoal, WorkBound
+from .gap_goal import PLAIN, Effort, GapGoal
 from .iteration_bound import IterationBound
 from .pipeline_bounds import RelaxedPool
 from .plan_search import MAX_ROWS, PlanSearch
@@ -69,7 +68,7 @@ def search(problem: Problem, *, keep: int = 5, compare: bool = False, effort: Ef
 
     Args:
         keep: number of plans.
-        compare: the best plan also says how long it takes with uniform stages, and with ranks in the order of launch.
+        compare: the best plan also says what it gains over uniform stages and over equal replicas.
         effort: limits of the search, and of the proof how good its result is.
 
     Raises:
@@ -138,10 +137,14 @@ def _uniform(problem: Problem) -> PlanSearch:
 
 
 def _goal(problem: Problem, effort: Effort) -> GapGoal | None:
-    if effort.bound_seconds <= 0:
+    """Bound of the effort; None if none is looked for, or none is known for these plans."""
+    is_known = set(problem.schedules) == {"1f1b"} and not problem.overlap
+    if effort.gap is not None and not is_known:
+        raise ValueError(
+            "a gap is proved for the schedule 1f1b without overlap only; leave the gap out, or the other schedules"
+        )
+    if effort.bound_seconds <= 0 or not is_known:
         return None
-    if set(problem.schedules) != {"1f1b"} or problem.overlap:
-        return GapGoal(WorkBound(problem), effort)
     return GapGoal(IterationBound([RelaxedPool(problem, pool) for pool in problem.pools]), effort)
 
 
@@ -246,7 +249,7 @@ def _different(drafts: Sequence[Draft]) -> list[Draft]:
 
 
 def _compared(problem: Problem, ranked: Sequence[RankedPlan], uniform: PlanSearch | None, found: list[Draft]) -> Plan:
-    """The best plan with what it gains over uniform stages, equal replicas and the order of launch."""
+    """The best plan with what it gains over uniform stages and equal replicas."""
     best = ranked[0].plan
     notes = list(best.notes)
     if uniform is not None:
@@ -261,8 +264,7 @@ def _compared(problem: Problem, ranked: Sequence[RankedPlan], uniform: PlanSearc
         notes.append(against_equal_replicas(best, found))
     if len(problem.topology.devices) == 1:
         notes.append("there is one device, so there is nothing to divide: only the micro-batches were chosen")
-    launch_order = compare_with_launch_order(problem, best)
-    return best.model_copy(update={"notes": (*notes, launch_order) if launch_order else tuple(notes)})
+    return best.model_copy(update={"notes": tuple(notes)})
 
 
 def _has_uniform_stages(plan: Plan) -> bool:

@@ -29,8 +29,6 @@ __all__ = ["Grouping", "Groups", "MemberKind", "UnequalGroups", "effective_power
 
 TOLERANCE = 1e-9
 """Powers that differ by less than this share count as equal."""
-MAX_VALUES = 20_000
-"""Limit of compositions whose powers are all listed. With more, any power is tried."""
 
 MAX_PATTERNS = 20_000
 """Limit of different members of a group; with more (many speeds), members are only given out in turn."""
@@ -160,28 +158,14 @@ class _Covering:
         if best is None:
             return None
         low, high = best.power, self.bound * (1 + 3 * TOLERANCE)
-        values = self._values(low, high)
-        while high > low * (1 + precision) and (values is None or len(values)):
-            target = (low + high) / 2 if values is None else float(values[len(values) // 2])
+        while high > low * (1 + precision):
+            target = (low + high) / 2
             found = self._cover(target)
             if found is not None:
                 best, low = found, max(found.power, target)
             else:
                 high = target
-            if values is not None:
-                values = values[(values > low * (1 + TOLERANCE)) & (values < high * (1 - TOLERANCE))]
         return best
-
-    def _values(self, low: float, high: float) -> NDArray[np.float64] | None:
-        """Powers of groups in this range, ascending; None if there are too many compositions."""
-        max_members = min(self.max_members, int(self.available.sum()) - self.groups + 1)
-        caps = np.minimum(self.available, max_members)
-        if np.prod(caps + 1.0) > MAX_VALUES:
-            return None
-        counts = _grid(caps.tolist(), max_members)[1:]
-        counts = counts[counts @ self.memory >= self.model_bytes]
-        power = effective_power(counts, self.powers, self.micro_batches)
-        return np.unique(power[(power > low * (1 + TOLERANCE)) & (power <= high * (1 + TOLERANCE))])
 
     def _grouping(self, counts: NDArray[np.int64]) -> Grouping:
         power = float(effective_power(counts, self.powers, self.micro_batches).min())
@@ -330,10 +314,6 @@ class UnequalGroups:
             return np.inf
         power = float((self._available / self.bounds.work_seconds).sum())
         return (total + slots - pipelines) / power
-
-    @staticmethod
-    def stages(groups: Groups) -> list[int]:
-        return [sum(group) for group in groups]
 
     def min_seconds(self, groups: Groups) -> float:
         """Lower bound on the seconds of these pipelines, reached if all end at the same moment."""
