@@ -32,10 +32,9 @@ MAX_LEFT_OUT = 2
 """Speeds of networks, from the slowest on, whose nodes are left out by turns."""
 MAX_GROUPED = 24
 """Pools for which unequal groups are formed, the shortest expected plans first."""
-IMPROVED, MAX_IMPROVED = 192, 12
-"""Shapes of equal pipelines, and numbers of unequal ones, whose neighborhoods are searched, times devices."""
-EXCHANGES, MOVES, MAX_TRIED = 6400, 3200, 400
-"""Neighbors of a draft that are tried, times devices: in clusters of a few, better plans are found within so many."""
+STARTED, IMPROVED, NEIGHBORS = 1200, 192, 6400
+"""Shapes of equal pipelines with starts, drafts whose neighborhoods are searched, and neighbors of each that are tried;
+times devices, up to 100, 12 and 400: in clusters of a few devices, better plans are found within so many."""
 NEAR, NEAR_KNOWN = 1.5, 1.05
 """Most times the best time, for drafts whose neighborhoods are searched; and if a plan is known from other pools."""
 
@@ -223,15 +222,15 @@ class PlanSearch:
             for shape in shapes(self.pools, self.bounds, self.problem.stages)
             if shape.seconds < self._below and (not self.all_devices or self._devices(shape) == world)
         }
-        for shape in list(worth)[: self._limit(EXCHANGES)]:
+        for shape in list(worth)[: self._limit(STARTED, 100)]:
             found = self._neighborhood(shape[0]).start(*shape[1:])
             if found is not None and (shape not in best or found.seconds < best[shape].seconds):
                 best[shape] = found
                 self._add(("start", *shape), found)
         chosen = sorted((shape for shape in best if shape in worth), key=lambda shape: best[shape].seconds)
-        for shape in chosen[: self._limit(IMPROVED, MAX_IMPROVED)]:
+        for shape in chosen[: self._limit(IMPROVED, 12)]:
             if worth[shape] < self._below and best[shape].seconds <= self._near * self._below:
-                draft = self._neighborhood(shape[0]).improved(best[shape], self._limit(EXCHANGES), equal=True)
+                draft = self._neighborhood(shape[0]).improved(best[shape], self._limit(NEIGHBORS, 400), equal=True)
                 self._add(("exchanged", *shape), draft)
 
     def _move(self) -> None:
@@ -241,9 +240,9 @@ class PlanSearch:
         best: dict[tuple[SlotPool, int], Draft] = {}
         for draft in self.found():
             best.setdefault((draft.pool, len(draft.splits)), draft)
-        for draft in list(best.values())[: self._limit(IMPROVED, MAX_IMPROVED)]:
+        for draft in list(best.values())[: self._limit(IMPROVED, 12)]:
             if draft.ranking_seconds <= self._near * self.best_ranking:
-                better = self._neighborhood(draft.pool).improved(draft, self._limit(MOVES), equal=False)
+                better = self._neighborhood(draft.pool).improved(draft, self._limit(NEIGHBORS, 400), equal=False)
                 self._add(("moved", draft.pool, len(draft.splits)), better)
 
     def _neighborhood(self, pool: SlotPool) -> Neighborhood:
@@ -257,7 +256,7 @@ class PlanSearch:
             all_slots=self.all_devices,
         )
 
-    def _limit(self, times_devices: int, most: int = MAX_TRIED) -> int:
+    def _limit(self, times_devices: int, most: int) -> int:
         return min(max(times_devices // len(self.topology.devices), 2), most)
 
     def _all_of_few(self) -> list[FewSlots]:
