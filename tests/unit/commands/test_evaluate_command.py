@@ -10,9 +10,9 @@ from colossal_hetero.planner.cluster.cluster_file import load_cluster
 from colossal_hetero.planner.cost.evaluate import differences, time_parts
 from colossal_hetero.planner.cost.plan import load_plan, save_plan
 from colossal_hetero.planner.profile.layer_profile import load_model_profile
-from colossal_hetero.planner.search.make_plans import make_plans
 from tests.support.command_line import failure, run
 from tests.support.paths import REPOSITORY
+from tests.support.planning import make_plans
 
 CLUSTER = REPOSITORY / "examples/plans/clusters/a100-v100.toml"
 PROFILE = REPOSITORY / "examples/plans/opt-350-a100-v100.json"

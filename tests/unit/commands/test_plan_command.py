@@ -24,10 +24,10 @@ from colossal_hetero.planner.profile.layer_profile import (
     save_model_profile,
 )
 from colossal_hetero.planner.report.plan_table import one_line
-from colossal_hetero.planner.search.make_plans import make_plans
 from colossal_hetero.planner.stages.split_methods import METHODS
 from tests.support.command_line import failure, run
 from tests.support.layer_profiles import layer_times
+from tests.support.planning import make_plans
 from tests.unit.planner.plans.test_plan import plan, replica, stage
 from tests.unit.planner.report.test_plan_table import unequal
 

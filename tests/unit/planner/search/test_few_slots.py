@@ -10,8 +10,8 @@ import pytest
 from colossal_hetero.planner.cost.placement import place_together
 from colossal_hetero.planner.cost.runnable import why_not_runnable
 from colossal_hetero.planner.cost.tp_groups import slot_kinds
-from colossal_hetero.planner.search.make_plans import make_plans
 from tests.support.every_plan import EveryPlan
+from tests.support.planning import make_plans
 from tests.support.random_clusters import small_problem
 from tests.support.random_examples import IS_THOROUGH
 
@@ -45,6 +45,6 @@ def test_no_slot_is_placed_twice() -> None:
     kinds = slot_kinds(topology, profile, 1, 1)
     nodes = [device.node for device in topology.devices]
     groups = [tuple(len(kind.slots) for kind in kinds)]
-    (pipeline,) = place_together(groups, kinds, nodes, [0] * len(topology.nodes))
+    (pipeline,) = place_together(groups, [kind.slots for kind in kinds], nodes, [0] * len(topology.nodes))
     assert max(Counter(pipeline).values()) == 1
     assert len(pipeline) == len(topology.devices)

@@ -15,16 +15,14 @@ from hypothesis import strategies as st
 
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from colossal_hetero.planner.cost.gradient_times import divide_micro_batches
-from colossal_hetero.planner.cost.layout import compare_with_launch_order
 from colossal_hetero.planner.cost.plan import Plan
-from colossal_hetero.planner.cost.predict import predict_plan
-from colossal_hetero.planner.cost.ranked_plan import MIN_UNEQUAL_GAIN
+from colossal_hetero.planner.cost.ranked_plan import MIN_GAIN
 from colossal_hetero.planner.cost.runnable import enough_micro_batches, why_not_runnable
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
-from colossal_hetero.planner.search.explanations import reason
-from colossal_hetero.planner.search.make_plans import make_plans
+from colossal_hetero.planner.search.explanations import compare_with_launch_order, reason
 from colossal_hetero.planner.stages.pipeline import Pipeline, Slot, Split, evaluate
 from tests.support.layer_profiles import layer_times, small_sizes
+from tests.support.planning import make_plans, predict_plan
 from tests.support.random_examples import examples
 
 FAST_LINK, SLOW_LINK = Channel("NVLink", 300e9, 1e-5), Channel("RoCE", 25e9, 2e-5)
@@ -106,7 +104,7 @@ def test_plans_are_valid(topology: Topology, method: str, unequal: bool) -> None
     found = make_plans(topology, model, global_batch=24, method=method, unequal=unequal, keep=8)
     assert 1 <= len(found) <= 8
     plans = [candidate.plan for candidate in found]
-    times = [plan.iteration_seconds * (1 if plan.symmetric else MIN_UNEQUAL_GAIN) for plan in plans]
+    times = [plan.iteration_seconds * (1 if plan.symmetric else MIN_GAIN) for plan in plans]
     assert times == sorted(times)
     for candidate in found:
         check(candidate.plan, topology, model, 24)
@@ -135,7 +133,7 @@ def test_never_slower_than_with_only_one_kind(topology: Topology, unequal: bool)
             best = make_plans(alone, model, global_batch=24, unequal=unequal)[0].plan
         except ValueError:
             continue
-        tolerance = MIN_UNEQUAL_GAIN if unequal else 1 + 1e-12
+        tolerance = MIN_GAIN if unequal else 1 + 1e-12
         assert together.iteration_seconds <= best.iteration_seconds * tolerance
 
 

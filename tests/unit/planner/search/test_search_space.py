@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from colossal_hetero.planner.search.settings import formations, mixtures, wider_pools
 
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
@@ -15,11 +16,10 @@ from colossal_hetero.planner.cost.runnable import why_not_runnable
 from colossal_hetero.planner.cost.tp_groups import DEFAULT, SIMPLE, WHOLE, SearchSpace
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile, load_model_profile
 from colossal_hetero.planner.report.plan_table import layout
-from colossal_hetero.planner.search.make_plans import make_plans
-from colossal_hetero.planner.search.settings import formations, mixtures, wider_pools
 from tests.support.every_form import EveryForm, spaces_to_prove
 from tests.support.layer_profiles import layer_times
 from tests.support.paths import REPOSITORY
+from tests.support.planning import make_plans
 from tests.support.random_clusters import large_problem, whole_space_problem
 from tests.support.random_examples import IS_THOROUGH
 

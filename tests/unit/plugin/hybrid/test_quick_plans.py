@@ -8,8 +8,8 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-
 from colossal_hetero.planner.search.exchanges import Exchanges
+
 from colossal_hetero.plugin.elastic.elastic_arguments import elastic_planning
 from colossal_hetero.plugin.hybrid.plan_agreement import best_plan
 from colossal_hetero.plugin.plan_config import PlanConfig
