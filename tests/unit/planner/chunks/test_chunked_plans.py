@@ -19,7 +19,7 @@ from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from colossal_hetero.planner.search.replan import replan
 from tests.support.planning import make_plans
 from tests.support.random_examples import examples
-from tests.unit.planner.search.test_make_plans import FAST_LINK, cluster, profile
+from tests.unit.planner.search.test_search import FAST_LINK, cluster, profile
 
 BLOCKS = 6
 
