@@ -362,6 +362,7 @@ def test_only_the_best_plan_is_compared() -> None:
         ({"stages": [7]}, r"stages=7.*6 blocks"),
         ({"stages": [6]}, r"stages=6.*at most 5 tensor-parallel groups"),
         ({"method": "fastest"}, r"fastest.*exact"),
+        ({"schedules": ("interleaved",), "model_chunks": (1,)}, r"model_chunks=1: .* at least 2 chunks per stage"),
         ({"zero_stages": (2,)}, r"zero_stages=\(2,\) cannot be planned"),
         ({"zero_stages": ()}, r"zero_stages=\(\) cannot be planned"),
     ],
