@@ -1,8 +1,8 @@
-"""The best of all plans of a few devices in the whole search space, found by trying every one, without the planner.
+"""The best of all plans of a few devices in 1F1B, found by trying every one, without the planner.
 
 A stage is a tensor-parallel group of any devices of one kind in a node, with or without recomputation; with ZeRO stage
-0 or 1. Pipelines are priced one by one by ``evaluate_stages`` with what each stage was given, over the channels of
-``unlike_hop_channels``. Sums of gradients are worked out here.
+0 or 1. All stages of a plan have one degree. Pipelines are priced one by one by ``evaluate_stages`` with what each
+stage was given, over the channels of ``hop_channels``. Sums of gradients are worked out here.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from colossal_hetero.planner.cluster.all_reduce import concurrent_seconds, synchronization_seconds
-from colossal_hetero.planner.cluster.shared_hops import StageNode, unlike_hop_channels
+from colossal_hetero.planner.cluster.shared_hops import hop_channels
 from colossal_hetero.planner.cluster.topology import Channel, Topology
-from colossal_hetero.planner.cost.ranked_plan import MIN_UNEQUAL_GAIN
-from colossal_hetero.planner.cost.tp_groups import WHOLE, SearchSpace
+from colossal_hetero.planner.cost.ranked_plan import MIN_GAIN
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from colossal_hetero.planner.profile.stage_costs import stage_costs
 from colossal_hetero.planner.stages.pipeline import Slot, evaluate_stages
 from tests.support.every_plan import last_end
 
-__all__ = ["EveryForm", "spaces_to_prove"]
+__all__ = ["EveryForm", "wishes_to_prove"]
 
 
 Stage = tuple[int, ...]
@@ -34,65 +34,81 @@ Pipelines = tuple[tuple[Stage, ...], ...]
 
 
 class EveryForm:
-    """All plans for one cluster, model and global batch in a search space."""
+    """All plans for one cluster, model and global batch."""
 
     def __init__(
-        self, topology: Topology, profile: ModelProfile, global_batch: int, space: SearchSpace = WHOLE
+        self,
+        topology: Topology,
+        profile: ModelProfile,
+        global_batch: int,
+        *,
+        recompute: bool = True,
+        zero_stages: Sequence[int] = (0, 1),
     ) -> None:
         self.topology = topology
         self.profile = profile
         self.global_batch = global_batch
-        self.space = space
+        self.recompute = recompute
+        self.zero_stages = zero_stages
         self._known: dict[object, float] = {}
 
     def best_seconds(self, *, unequal: bool) -> float:
-        """As :meth:`.every_plan.EveryPlan.best_seconds`."""
-        best = {True: np.inf, False: np.inf}
-        sizes = sorted(
-            {times.micro_batch for times in self.profile.times if self.global_batch % times.micro_batch == 0}
-        )
-        for pipelines in self._all_pipelines(tuple(range(len(self.topology.devices)))):
-            if not pipelines or max(map(len, pipelines)) > self.profile.blocks:
-                continue
-            degrees = {len(stage) for pipeline in pipelines for stage in pipeline}
-            if len(degrees) > 1 and not self.space.mixed_degrees:
-                continue
-            nodes = [[self._node(stage) for stage in pipeline] for pipeline in pipelines]
-            try:
-                hops = unlike_hop_channels(self.topology, nodes)
-            except ValueError:
-                continue  # neighboring stages cannot reach each other
-            for size, zero in itertools.product(sizes, self.space.zero_stages):
-                total = self.global_batch // size
-                if not all(self._measured(stage, size) for row in pipelines for stage in row):
-                    continue
-                best[True] = min(best[True], self._equal(pipelines, hops, size, total, zero, best[True]))
-                if unequal:
-                    best[False] = min(best[False], self._unequal(pipelines, hops, size, total, zero, best[False]))
-        return best[False] if best[False] * MIN_UNEQUAL_GAIN < best[True] else best[True]
+        """The time of the best plan; infinite if none fits in memory.
 
-    def _all_pipelines(self, left: tuple[int, ...]) -> Iterator[Pipelines]:
+        Plans whose replicas are not alike are the best if they are faster by ``MIN_GAIN`` than others, and so are plans
+        with ZeRO stage 1 or recomputation.
+        """
+        may_recompute = (False, True) if self.recompute else (False,)
+        found: list[tuple[float, float]] = []
+        for zero, again in itertools.product(self.zero_stages, may_recompute):
+            for equal in (True, False) if unequal else (True,):
+                seconds = self._least_seconds(zero, again, equal)
+                found.append((seconds * (1 if equal else MIN_GAIN) * (MIN_GAIN if zero or again else 1), seconds))
+        return min(found)[1]
+
+    def _least_seconds(self, zero: int, again: bool, equal: bool) -> float:
+        best = np.inf
+        sizes = {times.micro_batch for times in self.profile.times if self.global_batch % times.micro_batch == 0}
+        degrees = {times.tensor_parallel for times in self.profile.times}
+        for degree in sorted(degrees):
+            for pipelines in self._all_pipelines(tuple(range(len(self.topology.devices))), degree):
+                if not pipelines or max(map(len, pipelines)) > self.profile.blocks:
+                    continue
+                if zero and len(pipelines) == 1:
+                    continue  # there is nothing to divide
+                lanes = [[stage[place] for stage in row] for row in pipelines for place in range(degree)]
+                try:
+                    hops = hop_channels(self.topology, lanes)[::degree]
+                except ValueError:
+                    continue  # neighboring stages cannot reach each other
+                for size in sorted(sizes):
+                    if all(self._measured(stage, size) for row in pipelines for stage in row):
+                        total = self.global_batch // size
+                        try_all = self._equal if equal else self._unequal
+                        best = min(best, try_all(pipelines, hops, size, total, zero, again, best))
+        return best
+
+    def _all_pipelines(self, left: tuple[int, ...], degree: int) -> Iterator[Pipelines]:
         """Every way to form pipelines of some of these devices; those of a pipeline's lowest device come first."""
         if not left:
             yield ()
             return
-        yield from self._all_pipelines(left[1:])
-        for number in range(len(left)):
+        yield from self._all_pipelines(left[1:], degree)
+        for number in range(degree - 1, len(left), degree):
             for others in itertools.combinations(left[1:], number):
                 rest = tuple(device for device in left[1:] if device not in others)
-                for one in self._all_stages((left[0], *others)):
-                    yield from ((one, *more) for more in self._all_pipelines(rest))
+                for one in self._all_stages((left[0], *others), degree):
+                    yield from ((one, *more) for more in self._all_pipelines(rest, degree))
 
-    def _all_stages(self, devices: tuple[int, ...]) -> Iterator[tuple[Stage, ...]]:
+    def _all_stages(self, devices: tuple[int, ...], degree: int) -> Iterator[tuple[Stage, ...]]:
         """Every pipeline that uses all of these devices."""
         if not devices:
             yield ()
             return
-        for number in range(1, len(devices) + 1):
-            for ranks in itertools.combinations(devices, number):
-                rest = tuple(device for device in devices if device not in ranks)
-                if self._is_stage(ranks):
-                    yield from ((ranks, *others) for others in self._all_stages(rest))
+        for ranks in itertools.combinations(devices, degree):
+            rest = tuple(device for device in devices if device not in ranks)
+            if self._is_stage(ranks):
+                yield from ((ranks, *others) for others in self._all_stages(rest, degree))
 
     def _is_stage(self, ranks: tuple[int, ...]) -> bool:
         devices = [self.topology.devices[rank] for rank in ranks]
@@ -104,15 +120,19 @@ class EveryForm:
         known = self.profile.micro_batches(self.topology.devices[stage[0]].kind.name, len(stage))
         return known[0] <= size <= known[-1]
 
-    def _node(self, stage: Stage) -> StageNode:
-        return StageNode(self.topology.devices[stage[0]].node, len(stage))
-
     def _all_bounds(self, stages: int) -> list[tuple[int, ...]]:
         blocks = self.profile.blocks
         return [(0, *inner, blocks) for inner in itertools.combinations(range(1, blocks), stages - 1)]
 
     def _equal(
-        self, pipelines: Pipelines, hops: Sequence[Sequence[Channel]], size: int, total: int, zero: int, best: float
+        self,
+        pipelines: Pipelines,
+        hops: Sequence[Sequence[Channel]],
+        size: int,
+        total: int,
+        zero: int,
+        again: bool,
+        best: float,
     ) -> float:
         stages, (count, rest) = len(pipelines[0]), divmod(total, len(pipelines))
         if rest or not count or len(set(map(len, pipelines))) > 1 or (stages > 1 and stages > count):
@@ -120,15 +140,22 @@ class EveryForm:
         shards = len(pipelines) if zero else None
         for bounds in self._all_bounds(stages):
             seconds = max(
-                self._seconds(each, channels, size, count, bounds, shards)
+                self._seconds(each, channels, size, count, bounds, shards, again)
                 for each, channels in zip(pipelines, hops, strict=True)
             )
             if seconds < best:
-                best = min(best, seconds + self._sums(pipelines, [bounds] * len(pipelines), size))
+                best = min(best, seconds + self._sums(pipelines, [bounds] * len(pipelines)))
         return best
 
     def _unequal(
-        self, pipelines: Pipelines, hops: Sequence[Sequence[Channel]], size: int, total: int, zero: int, best: float
+        self,
+        pipelines: Pipelines,
+        hops: Sequence[Sequence[Channel]],
+        size: int,
+        total: int,
+        zero: int,
+        again: bool,
+        best: float,
     ) -> float:
         stages, shards = sum(map(len, pipelines)), len(pipelines) if zero else None
         if stages > total:
@@ -138,7 +165,7 @@ class EveryForm:
             counts = range(len(each), total - (stages - len(each)) + 1)
             choice = []
             for bounds in self._all_bounds(len(each)):
-                ends = [self._seconds(each, channels, size, count, bounds, shards) for count in counts]
+                ends = [self._seconds(each, channels, size, count, bounds, shards, again) for count in counts]
                 by_count = np.array([np.inf] * len(each) + ends)
                 if by_count.min() < best:
                     choice.append((bounds, by_count))
@@ -146,7 +173,7 @@ class EveryForm:
         for chosen in itertools.product(*choices):
             seconds = last_end([by_count for _, by_count in chosen], total)
             if seconds < best:
-                best = min(best, seconds + self._sums(pipelines, [bounds for bounds, _ in chosen], size))
+                best = min(best, seconds + self._sums(pipelines, [bounds for bounds, _ in chosen]))
         return best
 
     def _seconds(
@@ -157,13 +184,14 @@ class EveryForm:
         count: int,
         bounds: tuple[int, ...],
         pipelines: int | None,
+        again: bool,
     ) -> float:
         """Of a pipeline with the best choice of stages that recompute; infinite if it fits with none."""
         looks = tuple(self._look(stage) for stage in stages)
-        key = looks, tuple(hops), size, count, bounds, pipelines
+        key = looks, tuple(hops), size, count, bounds, pipelines, again
         if key not in self._known:
-            may = (False, True) if self.space.recompute else (False,)
-            choices = [[self._slot(stage, size, len(stages), pipelines, again) for again in may] for stage in stages]
+            may = (False, True) if again else (False,)
+            choices = [[self._slot(stage, size, len(stages), pipelines, each) for each in may] for stage in stages]
             costs = [evaluate_stages(chosen, hops, count, bounds) for chosen in itertools.product(*choices)]
             self._known[key] = min((cost.seconds for cost in costs if cost.fits), default=np.inf)
         return self._known[key]
@@ -185,7 +213,7 @@ class EveryForm:
         )
         return Slot(kind.name, costs, costs.memory_for_blocks(kind.usable_bytes, stages))
 
-    def _sums(self, pipelines: Pipelines, bounds: Sequence[tuple[int, ...]], size: int) -> float:
+    def _sums(self, pipelines: Pipelines, bounds: Sequence[tuple[int, ...]]) -> float:
         """Seconds until all gradients are summed; infinite if devices cannot reach each other."""
         try:
             if len(set(bounds)) == 1:
@@ -194,27 +222,25 @@ class EveryForm:
         except ValueError:
             return np.inf
 
-    def _gradients(self, holders: Sequence[Stage], start: int, stop: int) -> tuple[int, float]:
-        """The smallest degree, which is the number of rings, and the bytes of each."""
-        smallest = min(map(len, holders))
-        sizes = next(each for each in self.profile.sizes if each.tensor_parallel == smallest)
+    def _gradient_bytes(self, degree: int, start: int, stop: int) -> float:
+        """Bytes that each ring sums for these blocks; there are as many rings as a group has members."""
+        sizes = next(each for each in self.profile.sizes if each.tensor_parallel == degree)
         by_layer = [0.0, *sizes.parameter_bytes[1:-1], 0.0]
         by_layer[1] += sizes.parameter_bytes[0]
         by_layer[-2] += sizes.parameter_bytes[-1]
-        return smallest, sum(by_layer[1 + start : 1 + stop]) * self.profile.gradient_factor
+        return sum(by_layer[1 + start : 1 + stop]) * self.profile.gradient_factor
 
     def _sums_of_equal(self, pipelines: Pipelines, bounds: tuple[int, ...]) -> float:
+        degree = len(pipelines[0][0])
         rings, sizes = [], []
         for place, (start, stop) in enumerate(itertools.pairwise(bounds)):
-            holders = [pipeline[place] for pipeline in pipelines]
-            number, gradient_bytes = self._gradients(holders, start, stop)
-            rings += [[stage[0] for stage in holders]] * number
-            sizes += [gradient_bytes] * number
+            rings += [[pipeline[place][0] for pipeline in pipelines]] * degree
+            sizes += [self._gradient_bytes(degree, start, stop)] * degree
         return max(concurrent_seconds(self.topology, rings, sizes))
 
     def _sums_of_runs(self, pipelines: Pipelines, bounds: Sequence[tuple[int, ...]]) -> float:
         """Each run of blocks between two cuts is summed over the groups that hold it; a stage sums its runs in turn."""
-        node_of = [device.node for device in self.topology.devices]
+        degree, node_of = len(pipelines[0][0]), [device.node for device in self.topology.devices]
         on_node = Counter(node_of[stage[0]] for pipeline in pipelines for stage in pipeline)
         spent: dict[Stage, float] = {}
         for start, stop in itertools.pairwise(sorted(set(itertools.chain.from_iterable(bounds)))):
@@ -222,25 +248,23 @@ class EveryForm:
                 next(stage for stage, end in zip(pipeline, cut[1:], strict=True) if start < end)
                 for pipeline, cut in zip(pipelines, bounds, strict=True)
             ]
-            number, gradient_bytes = self._gradients(holders, start, stop)
             members = [stage[0] for stage in holders]
             here = Counter(node_of[member] for member in members)
-            sharing = number * max(math.ceil(on_node[node] / count) for node, count in here.items())
-            seconds = synchronization_seconds(self.topology, members, gradient_bytes, sharing)
+            sharing = degree * max(math.ceil(on_node[node] / count) for node, count in here.items())
+            size = self._gradient_bytes(degree, start, stop)
+            seconds = synchronization_seconds(self.topology, members, size, sharing)
             for stage in holders:
                 spent[stage] = spent.get(stage, 0.0) + seconds
         return max(spent.values())
 
 
-def spaces_to_prove(number: int) -> SearchSpace:
-    """The whole search space, and parts of it in which other plans are the best, by turns."""
-    spaces = (
-        WHOLE,
-        SearchSpace(mixed_degrees=True, recompute=True),
-        SearchSpace(mixed_degrees=True, zero_stages=(0, 1)),
-        SearchSpace(mixed_degrees=True),
-        SearchSpace(recompute=True, zero_stages=(0, 1)),
-        SearchSpace(recompute=True),
-        SearchSpace(zero_stages=(1,), recompute=True),
+def wishes_to_prove(number: int) -> dict[str, Any]:
+    """Everything that plans can have, and parts of it in which other plans are the best, by turns."""
+    wishes = (
+        dict(recompute=True, zero_stages=(0, 1)),
+        dict(recompute=False, zero_stages=(0, 1)),
+        dict(recompute=True, zero_stages=(0,)),
+        dict(recompute=False, zero_stages=(0,)),
+        dict(recompute=True, zero_stages=(1,)),
     )
-    return spaces[number % len(spaces)]
+    return wishes[number % len(wishes)]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from colossal_hetero.planner.cluster.all_reduce import concurrent_seconds, synchronization_seconds
 from colossal_hetero.planner.cluster.shared_hops import hop_channels
 from colossal_hetero.planner.cluster.topology import Channel, Topology
-from colossal_hetero.planner.cost.ranked_plan import MIN_UNEQUAL_GAIN
+from colossal_hetero.planner.cost.ranked_plan import MIN_GAIN
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from colossal_hetero.planner.stages.pipeline import Pipeline, PipelineCost, Slot, Split, evaluate
 
@@ -57,13 +57,13 @@ class EveryPlan:
         A pipeline has at least as many micro-batches as stages.
 
         Args:
-            unequal: Also pipelines that are not alike, if they are faster by ``MIN_UNEQUAL_GAIN`` than those that are.
+            unequal: Also pipelines that are not alike, if they are faster by ``MIN_GAIN`` than those that are.
         """
         equal = self._best_of(self._equal)
         if not unequal:
             return equal
         best = self._best_of(self._unequal)
-        return best if best * MIN_UNEQUAL_GAIN < equal else equal
+        return best if best * MIN_GAIN < equal else equal
 
     def _best_of(self, try_all: Callable[..., float]) -> float:
         best = np.inf

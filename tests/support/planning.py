@@ -1,4 +1,4 @@
-"""Plans for tests, plugins that run them, and a console that records what is printed."""
+"""Plans for tests, searched or given, plugins that run them, and a console that records what is printed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from colossal_hetero import HeteroHybridParallelPlugin
+from colossal_hetero.planner.cluster.topology import Topology
+from colossal_hetero.planner.cost.layout_line import given_layout
 from colossal_hetero.planner.cost.plan import Plan, Replica, StagePlan
+from colossal_hetero.planner.cost.price import price
+from colossal_hetero.planner.cost.ranked_plan import RankedPlan
+from colossal_hetero.planner.profile.layer_profile import ModelProfile
+from colossal_hetero.planner.search.gap_goal import PLAIN, Effort
+from colossal_hetero.planner.search.problem import Problem
+from colossal_hetero.planner.search.search import search
+from colossal_hetero.planner.stages.rules import uniform_bounds
 from tests.support.training import Trained, boost, sgd, tiny_vit
 
 SECONDS = 1.0
@@ -68,6 +77,37 @@ def make_plan(
         iteration_seconds=1.0,
     )
     return Plan(**(fields | changes))
+
+
+def make_plans(
+    topology: Topology,
+    profile: ModelProfile,
+    *,
+    keep: int = 5,
+    compare: bool = False,
+    effort: Effort = PLAIN,
+    **wishes: Any,
+) -> list[RankedPlan]:
+    """The best plans; ``wishes`` are fields of :class:`.Problem`. Without recomputation and ZeRO if none says else."""
+    simple = {"recompute": False, "zero_stages": (0,)}
+    problem = Problem(topology=topology, profile=profile, **(simple | wishes))
+    return list(search(problem, keep=keep, compare=compare, effort=effort).plans)
+
+
+def predict_plan(
+    topology: Topology,
+    profile: ModelProfile,
+    ranks: Sequence[Sequence[Sequence[int]]],
+    *,
+    micro_batch: int,
+    global_batch: int,
+    bounds: Sequence[int] | None = None,
+    overlap: bool = False,
+) -> Plan:
+    """The 1F1B plan of equal replicas with these ranks; with equal stages if no ``bounds`` are given."""
+    cut = uniform_bounds(profile.blocks, len(ranks[0])) if bounds is None else bounds
+    layout = given_layout(topology, ranks, cut, micro_batch=micro_batch, global_batch=global_batch)
+    return price(topology, profile, layout, ranks, overlap=overlap)  # type: ignore[arg-type]
 
 
 def unequal_plan(*replicas: Plan) -> Plan:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
+from colossal_hetero.planner.search.problem import Problem as SearchProblem
 from tests.support.layer_profiles import layer_times, small_sizes
 
 __all__ = [
@@ -28,6 +29,12 @@ class Problem(NamedTuple):
     topology: Topology
     profile: ModelProfile
     global_batch: int
+
+    def to_search(self, **wishes: Any) -> SearchProblem:
+        """With these wishes; without recomputation and ZeRO if none says else."""
+        topology, profile, global_batch = self
+        simple = {"recompute": False, "zero_stages": (0,)}
+        return SearchProblem(topology=topology, profile=profile, global_batch=global_batch, **(simple | wishes))
 
 
 def small_problem(seed: int) -> Problem:

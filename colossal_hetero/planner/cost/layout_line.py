@@ -294,11 +294,11 @@ class _Reader:
                 raise self._wrong(f"{name}: given twice", start + found.start("form") + each.start())
             named.add(name)
             form[name] = 1 if name == "recompute" else int(each[name])
+            if name == "tp":
+                self.degrees.append((form[name], start + found.start("form") + each.start()))
             if not form[name]:
                 raise self._wrong(f"{name} 0: it is at least 1", start + found.start("form") + each.start())
         number = int(found["number"] or 1)
-        if form["tp"]:
-            self.degrees.append((form["tp"], start + found.start("form")))
         stage = StageLayout(found["device"], tuple(ranges), bool(form["recompute"]), place)
         if number == 1:
             return [stage]

@@ -12,6 +12,7 @@ from difflib import get_close_matches
 
 import numpy as np
 
+from ...common.text import count
 from ..cluster.topology import Topology
 from ..profile.layer_profile import ModelProfile
 from ..profile.stage_costs import stage_costs
@@ -249,8 +250,8 @@ def available_slots(topology: Topology, layout: PlanLayout) -> dict[str, tuple[t
             groups += [tuple(sorted(ranks[at : at + degree])) for at in range(0, len(ranks) - degree + 1, degree)]
         if len(groups) < needed[device]:
             layout.wrong(
-                f"the layout needs {needed[device]} groups of {degree} × {device}, each inside a node, but the nodes "
-                f"of the cluster have only {len(groups)}",
+                f"the layout needs {count(needed[device], 'group')} of {degree} × {device}, each inside a node, but "
+                f"the nodes of the cluster have only {len(groups)}",
                 first[device],
             )
         slots[device] = tuple(groups)

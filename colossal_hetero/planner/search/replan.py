@@ -11,7 +11,7 @@ from ..cost.layout_line import layout_of
 from ..cost.plan import Plan
 from ..cost.price import price
 from ..cost.ranked_plan import ranking_seconds
-from ..cost.simulate import PlanSimulation, simulate_plan
+from ..cost.simulate import PlanSimulation, simulate_plan, slowed
 from ..profile.fitted_profiles import as_profiled
 from ..profile.layer_profile import ModelProfile
 from ..stages.event_simulation import Transfers
@@ -45,6 +45,7 @@ def replan(
     transfers: Transfers = "blocking",
 ) -> Replanned:
     """Best plan for ``topology`` with some devices slower, by event simulation; the present one is a candidate."""
+    slowed(plan, slow)  # refuses ranks that the plan does not use
     devices, last = len(topology.devices), max(rank for group in _groups(plan) for rank in group)
     if last >= devices:
         raise ValueError(f"the plan uses rank {last}, but the cluster has only ranks 0 to {devices - 1}; give its own")

@@ -1,4 +1,4 @@
-"""The commands ``colossal-hetero evaluate`` and ``compare``: what they print and write, and their errors."""
+"""The command ``colossal-hetero evaluate``, of one plan and of several: what it prints and writes, and its errors."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from colossal_hetero.planner.cluster.cluster_file import load_cluster
 from colossal_hetero.planner.cost.evaluate import differences, time_parts
 from colossal_hetero.planner.cost.plan import load_plan, save_plan
 from colossal_hetero.planner.profile.layer_profile import load_model_profile
-from colossal_hetero.planner.search.make_plans import make_plans
 from tests.support.command_line import failure, run
 from tests.support.paths import REPOSITORY
+from tests.support.planning import make_plans
 
 CLUSTER = REPOSITORY / "examples/plans/clusters/a100-v100.toml"
 PROFILE = REPOSITORY / "examples/plans/opt-350-a100-v100.json"
@@ -77,8 +77,8 @@ def test_errors_show_the_line_and_the_place() -> None:
 
 def test_plans_beside_each_other(tmp_path: Path) -> None:
     picture = tmp_path / "comparison.png"
-    arguments = ("--cluster", CLUSTER, "--profile", PROFILE, "--plot", picture)
-    result = run("compare", BEST, OTHER, LARGE, *arguments)
+    arguments = (CLUSTER, PROFILE, "--plot", picture)
+    result = run("evaluate", BEST, OTHER, LARGE, *arguments)
     assert result.exit_code == 0, result.output
     assert picture.stat().st_size > 1000
     words = " ".join(result.output.split())
@@ -92,8 +92,9 @@ def test_plans_beside_each_other(tmp_path: Path) -> None:
         assert part in words, part
     assert max(map(len, result.output.splitlines())) <= 140
     assert "plan 2 (dp 2 x pp [2 x A100-40 0-23], micro-batch 9 x 2)" in failure(
-        "compare", BEST, "dp 2 x pp [2 x A100-40 0-23], micro-batch 9 x 2", *arguments
+        "evaluate", BEST, "dp 2 x pp [2 x A100-40 0-23], micro-batch 9 x 2", *arguments
     )
+    assert "--out is for one plan, but 2 were given" in failure("evaluate", BEST, OTHER, *arguments, "--out", "p.json")
 
 
 def test_differences_name_what_differs(tmp_path: Path) -> None:

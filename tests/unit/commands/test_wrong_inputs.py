@@ -11,7 +11,7 @@ from tests.support.paths import REPOSITORY
 
 CLUSTER = REPOSITORY / "examples/plans/clusters/a100-v100.toml"
 PROFILE = REPOSITORY / "examples/plans/opt-350-a100-v100.json"
-FILES = ("--cluster", CLUSTER, "--profile", PROFILE)
+FILES = (CLUSTER, PROFILE)
 LAYOUT = "dp 4 x pp [A100-40 0-23], micro-batch 1 x 32"
 
 
@@ -55,13 +55,13 @@ def test_files_with_one_name_in_several_folders_are_told_apart(tmp_path: Path) -
         assert run("evaluate", LAYOUT.replace("32", str(batches)), CLUSTER, PROFILE, "--out", path).exit_code == 0
     other = tmp_path / "other.json"
     paths[0].rename(other)
-    assert "other: 99.4 % slower than plan" in run("compare", other, paths[1], *FILES).output
+    assert "other: 99.4 % slower than plan" in run("evaluate", other, paths[1], *FILES).output
     other.rename(paths[0])
-    assert "1: 99.4 % slower than 2" in run("compare", *paths, *FILES).output
+    assert "1: 99.4 % slower than 2" in run("evaluate", *paths, *FILES).output
 
 
 def test_equal_plans_are_equally_fast() -> None:
-    output = run("compare", LAYOUT, LAYOUT, *FILES).output
+    output = run("evaluate", LAYOUT, LAYOUT, *FILES).output
     assert "2: as fast as 1\n  the same layout on other devices, or the same plan" in output
 
 
@@ -71,14 +71,23 @@ def test_a_memory_reserve_is_finite(command: tuple[object, ...], number: str) ->
     assert "--memory-reserve" in failure(*command, CLUSTER, PROFILE, "--memory-reserve", number)
 
 
-@pytest.mark.parametrize("option", ["--budget", "--deadline", "--time-limit", "--gap"])
-def test_numbers_of_a_plan_are_finite(prices: Path, option: str) -> None:
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("rent", "--budget"),
+        ("rent", "--deadline"),
+        ("rent", "--time-limit"),
+        ("plan", "--time-limit"),
+        ("plan", "--gap"),
+    ],
+)
+def test_numbers_are_finite(prices: Path, command: str, option: str) -> None:
     for number in ("nan", "inf"):
-        assert "is not a finite number" in failure("plan", prices, PROFILE, "--global-batch", 32, option, number)
+        assert "is not a finite number" in failure(command, prices, PROFILE, "--global-batch", 32, option, number)
 
 
 def test_numbers_that_are_too_large(prices: Path) -> None:
-    arguments = ("plan", prices, PROFILE, "--global-batch", 32)
+    arguments = ("rent", prices, PROFILE, "--global-batch", 32)
     assert "is above 1,000,000,000,000,000" in failure(*arguments, "--samples", "9" * 400)
     assert "1000000001 is above 1,000,000,000" in failure(*arguments, "--micro-batch", "1,1000000001")
     line = "dp 4 x pp [A100-40 0-23], micro-batch 1"
@@ -91,7 +100,7 @@ def test_choices_may_be_written_as_the_help_shows_them(prices: Path) -> None:
 
 
 def test_limits_that_no_plan_keeps_are_those_of_the_user(prices: Path) -> None:
-    arguments = ("plan", prices, PROFILE, "--global-batch", 32, "--time-limit", 0, "--samples", 32_000_000)
+    arguments = ("rent", prices, PROFILE, "--global-batch", 32, "--time-limit", 0, "--samples", 32_000_000)
     line = failure(*arguments, "--deadline", 1)
     assert "no plan takes at most 1 h; the fastest and the cheapest take " in line and " h for $" in line
     assert "no plan takes at most $1; " in failure(*arguments, "--budget", 1)

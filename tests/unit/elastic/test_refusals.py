@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,7 +22,6 @@ PLANNING = PlanConfig(cluster=machines(Nodes("InfiniBand", (1, 1))), profile="pr
         (dict(planning=PlanConfig()), ValueError, "planning=PlanConfig"),
         (dict(pp_size=2), ValueError, "pp_size=2 is not possible"),
         (dict(zero_stage=1), ValueError, "use zero_stage=0"),
-        (dict(planning=replace(PLANNING, search_space="default")), ValueError, "in ZeRO stage 0 without"),
         (dict(batches=BatchConfig(global_batch_size=8)), ValueError, "leave batches out"),
         (dict(enable_sequence_parallelism=True), ValueError, "sequence parallelism is not possible"),
     ],

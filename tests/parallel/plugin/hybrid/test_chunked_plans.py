@@ -13,15 +13,14 @@ from colossalai.pipeline.schedule.v_schedule import PipelineGraph
 from torch import Tensor
 
 from colossal_hetero import PlanConfig
+from colossal_hetero.planner.cost.chunked_price import price_chunks
 from colossal_hetero.planner.cost.pass_order import GraphSeconds, Pass, interleaved, zero_bubble_nodes
 from colossal_hetero.planner.cost.plan import Plan
-from colossal_hetero.planner.cost.predict_chunked import predict_chunked_plan
 from colossal_hetero.planner.cost.simulate import chunked_order
-from colossal_hetero.planner.search.make_plans import make_plans
 from tests.parallel.plugin.hybrid.test_plan_agreement import BLOCKS, cluster, profile
 from tests.parallel.plugin.hybrid.test_planned_run import images_and_labels, train_alone, train_planned
 from tests.support.harness import run_ranks
-from tests.support.planning import planned
+from tests.support.planning import make_plans, planned
 from tests.support.training import boost, loss_of, sgd, tiny_vit
 
 
@@ -146,7 +145,7 @@ def test_replicas_of_plans_with_chunks_sum_their_gradients() -> None:
     # In one data-parallel group the first replica has the lower rank, in the other group the higher one.
     ranks = [[[1], [2]], [[3], [0]]]
     plans = [
-        predict_chunked_plan(
+        price_chunks(
             cluster((1.0, 0.5, 1.0, 0.5)),
             profile(),
             ranks,

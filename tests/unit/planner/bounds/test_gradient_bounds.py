@@ -14,7 +14,6 @@ from colossal_hetero.planner.cluster.topology import Channel, Device, Node, Topo
 from colossal_hetero.planner.cost.draft import DraftBuilder
 from colossal_hetero.planner.cost.placement import SlotPool
 from colossal_hetero.planner.search.gradient_bounds import GradientBounds
-from colossal_hetero.planner.search.settings import slots_to_try
 from tests.support.random_clusters import Problem, large_problem, like_nodes_problem
 from tests.support.random_examples import IS_THOROUGH
 
@@ -61,11 +60,10 @@ class RandomPlan(NamedTuple):
 
 def random_plans(make: Callable[[int], Problem]) -> Iterator[RandomPlan]:
     for seed in range(PROBLEMS):
-        problem = make(seed)
-        topology, pools, *_ = slots_to_try(problem.topology, problem.profile, problem.global_batch, None, None)
-        builder, random = DraftBuilder(topology, "exact"), np.random.default_rng(seed)
-        for pool in pools[::2]:
-            bound = GradientBounds(topology, pool)
+        problem = make(seed).to_search()
+        builder, random = DraftBuilder(problem.topology, "exact"), np.random.default_rng(seed)
+        for pool in problem.pools[::2]:
+            bound = GradientBounds(problem.topology, pool)
             for _ in range(PLANS):
                 made = random_plan(random, pool, problem.profile.blocks)
                 if made is not None:
@@ -110,7 +108,7 @@ def test_no_message_leaves_a_crowded_node_faster() -> None:
     """Random pipelines that all have a slot in a node, and another one in another node."""
     compared, slower, sent = 0, 0, 1e8
     for plan in random_plans(like_nodes_problem):
-        nodes = [[plan.builder.where(plan.pool, place) for place in row] for row in plan.rows]
+        nodes = [[plan.builder.node(plan.pool, place) for place in row] for row in plan.rows]
         kind_on = {
             node: kind
             for row, each in zip(plan.rows, nodes, strict=True)
@@ -135,12 +133,12 @@ def test_bounds_are_reached() -> None:
     nodes = tuple(Node(f"n{n}", 0, (2 * n, 2 * n + 1), inside, (card,)) for n in range(2))
     kind = problem.topology.devices[0].kind
     topology = Topology(tuple(Device(kind, n // 2, 0) for n in range(4)), nodes, ("here",))
-    topology, pools, *_ = slots_to_try(topology, problem.profile, problem.global_batch, None, (1,))
-    lower, model_bytes = GradientBounds(topology, pools[0]), float(pools[0].kinds[0].costs.gradient_bytes.sum())
+    pool = problem._replace(topology=topology).to_search(tensor_parallel=(1,)).pools[0]
+    lower, model_bytes = GradientBounds(topology, pool), float(pool.kinds[0].costs.gradient_bytes.sum())
     blocks = problem.profile.blocks
     # Four pipelines of one stage: every node sends the whole model, each device a quarter of it at a time.
     rows = [[(0, slot)] for slot in range(4)]
-    seconds = DraftBuilder(topology, "exact").synchronize(pools[0], rows, [(0, blocks)] * 4)
+    seconds = DraftBuilder(topology, "exact").synchronize(pool, rows, [(0, blocks)] * 4)
     assert seconds == pytest.approx(2 * 3 * (model_bytes / 4 / 1e9 + 1e-3))
     assert lower.of_blocks(4, blocks) == pytest.approx(seconds)
     assert lower.of_pipelines(4) == pytest.approx(seconds)

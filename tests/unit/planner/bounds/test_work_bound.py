@@ -1,4 +1,4 @@
-"""No plan of any schedule and search space is faster than its work over the speed of all devices."""
+"""No plan of any schedule is faster than its work over the speed of all devices."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
-from colossal_hetero.planner.cost.tp_groups import DEFAULT, WHOLE
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile
 from colossal_hetero.planner.search.gap_goal import Effort, WorkBound
-from colossal_hetero.planner.search.make_plans import make_plans
-from tests.support.every_form import EveryForm, spaces_to_prove
+from colossal_hetero.planner.search.problem import Problem
+from tests.support.every_form import EveryForm, wishes_to_prove
 from tests.support.layer_profiles import layer_times
+from tests.support.planning import make_plans
 from tests.support.random_clusters import like_nodes_problem, whole_space_problem
 from tests.support.random_examples import IS_THOROUGH
 
@@ -51,7 +51,8 @@ def model(seconds: dict[tuple[str, int, int], tuple[float, ...]]) -> ModelProfil
 
 
 def bound(topology: Topology, profile: ModelProfile, degrees: tuple[int, ...] = (1,), samples: int = 8) -> float:
-    return WorkBound(topology, profile, degrees, samples).seconds(1e9)
+    problem = Problem(topology=topology, profile=profile, global_batch=samples, tensor_parallel=degrees)
+    return WorkBound(problem).seconds(1e9)
 
 
 def seconds_per_pass(profile: ModelProfile) -> float:
@@ -80,13 +81,12 @@ def test_the_best_degree_and_micro_batch_count() -> None:
     assert bound(pair, profile, (1, 2)) == pytest.approx(once * 8 * (2 * 0.8 / 4) / 2)
 
 
-def test_no_plan_of_few_devices_is_faster_in_any_space() -> None:
+def test_no_plan_of_few_devices_is_faster() -> None:
     near = 0.0
     for seed in range(PROBLEMS):
-        topology, profile, global_batch = whole_space_problem(seed)
-        shortest = EveryForm(topology, profile, global_batch, spaces_to_prove(seed)).best_seconds(unequal=True)
-        degrees = tuple({each.tensor_parallel for each in profile.times})
-        found = bound(topology, profile, degrees, global_batch)
+        problem = whole_space_problem(seed)
+        shortest = EveryForm(*problem, **wishes_to_prove(seed)).best_seconds(unequal=True)
+        found = WorkBound(problem.to_search(**wishes_to_prove(seed))).seconds(1e9)
         assert 0 < found <= shortest
         if np.isfinite(shortest):
             near = max(near, found / shortest)
@@ -96,8 +96,7 @@ def test_no_plan_of_few_devices_is_faster_in_any_space() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"space": DEFAULT},
-        {"space": WHOLE},
+        {"recompute": True, "zero_stages": (0, 1)},
         {"overlap": True},
         {"schedules": ("interleaved",)},
         {"schedules": ("zbv",)},
@@ -121,10 +120,10 @@ def test_every_answer_carries_a_bound(options: dict[str, Any]) -> None:
     assert compared > 3
 
 
-def test_a_wider_search_ends_when_a_plan_is_near_enough() -> None:
+def test_a_search_ends_when_a_plan_is_near_enough() -> None:
     topology, profile, global_batch = like_nodes_problem(1)
-    limits = Effort(gap=1000.0, bound_seconds=5)
-    early = make_plans(topology, profile, global_batch=global_batch, space=WHOLE, effort=limits)[0]
-    whole = make_plans(topology, profile, global_batch=global_batch, space=WHOLE)[0]
+    wishes = dict(global_batch=global_batch, recompute=True, zero_stages=(0, 1))
+    early = make_plans(topology, profile, effort=Effort(gap=1000.0, bound_seconds=5), **wishes)[0]
+    whole = make_plans(topology, profile, **wishes)[0]
     assert early.plan.iteration_seconds >= whole.plan.iteration_seconds
     assert int(early.reason.split(" plans")[0].split()[-1]) < int(whole.reason.split(" plans")[0].split()[-1])

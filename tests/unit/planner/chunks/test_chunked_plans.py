@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_hetero.planner.cluster.topology import Channel, Topology
+from colossal_hetero.planner.cost.chunked_price import all_arrangements, price_chunks
 from colossal_hetero.planner.cost.pass_order import Schedule
 from colossal_hetero.planner.cost.plan import Plan
-from colossal_hetero.planner.cost.predict_chunked import all_arrangements, predict_chunked_plan
 from colossal_hetero.planner.cost.runnable import why_not_runnable
 from colossal_hetero.planner.cost.simulate import simulate_plan
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
-from colossal_hetero.planner.search.make_plans import make_plans
 from colossal_hetero.planner.search.replan import replan
+from tests.support.planning import make_plans
 from tests.support.random_examples import examples
-from tests.unit.planner.search.test_make_plans import FAST_LINK, cluster, profile
+from tests.unit.planner.search.test_search import FAST_LINK, cluster, profile
 
 BLOCKS = 6
 
@@ -50,7 +50,7 @@ def exhaustive(topology: Topology, model: ModelProfile, global_batch: int, sched
                 bounds = (0, *inner, BLOCKS)
                 sizes = {"chunks": 2, "micro_batch": size, "global_batch": global_batch}
                 try:
-                    plan = predict_chunked_plan(topology, model, ranks, schedule=schedule, bounds=bounds, **sizes)
+                    plan = price_chunks(topology, model, ranks, schedule=schedule, bounds=bounds, **sizes)
                 except ValueError:
                     continue
                 best = min(best, plan.iteration_seconds) if fits(plan) else best
@@ -106,7 +106,7 @@ def test_memory_of_chunks_by_hand() -> None:
     # Equal blocks of 6 bytes of state that keep 4 bytes per sample, 3 per stage in chunks of 2 and 1.
     model = profile(BLOCKS, {"fast": 1.0}, degrees=(1,))
     settings = dict(schedule="interleaved", chunks=2, micro_batch=1, bounds=(0, 2, 3, 4, 6))
-    plan = predict_chunked_plan(cluster({"fast": 2}), model, [[[0], [1]]], global_batch=4, **settings)
+    plan = price_chunks(cluster({"fast": 2}), model, [[[0], [1]]], global_batch=4, **settings)
     first, second = plan.replicas[0].stages
     # Stage 0 warms up with two forwards of each chunk. Then come a forward of chunk 0, a backward of chunk 1, and a
     # forward of chunk 0: it holds four of chunk 0 and one of chunk 1. Stage 1 warms up with two forwards of its first

@@ -8,10 +8,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_hetero.planner.cluster.shared_hops import StageNode, hop_channels, unlike_hop_channels
+from colossal_hetero.planner.cluster.shared_hops import hop_channels
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from colossal_hetero.planner.cost.placement import NodeLinks
 from tests.support.random_examples import examples
@@ -119,38 +119,3 @@ def test_the_search_shares_as_the_prediction_does(case: tuple[Topology, list[tup
             found = links.channels[number]
             assert (found.kind, found.latency_seconds) == (channel.kind, channel.latency_seconds)
             assert found.bytes_per_second == pytest.approx(channel.bytes_per_second)
-
-
-@settings(max_examples=60)
-@given(st.data())
-def test_stages_that_are_alike_share_as_their_devices_do(data: st.DataObject) -> None:
-    """Equal degrees: the channels are those of pipelines of single devices side by side."""
-    degree = data.draw(st.integers(1, 3))
-    nodes = data.draw(st.lists(st.sampled_from([(FAST,), (SLOW,), (FAST, SLOW)]), min_size=1, max_size=4))
-    lengths = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
-    where = [[data.draw(st.integers(0, len(nodes) - 1)) for _ in range(length)] for length in lengths]
-    topology = machines(*((36, nics) for nics in nodes), inside_total=data.draw(st.sampled_from([math.inf, 20e9])))
-    free = {number: iter(node.devices) for number, node in enumerate(topology.nodes)}
-    lanes, pipelines = [], []
-    for row in where:
-        groups = [[next(free[node]) for _ in range(degree)] for node in row]
-        lanes += [list(lane) for lane in zip(*groups, strict=True)]
-        pipelines.append([StageNode(node, degree) for node in row])
-    try:
-        expected = hop_channels(topology, lanes)[::degree]
-    except ValueError:
-        with pytest.raises(ValueError, match="no link between"):
-            unlike_hop_channels(topology, pipelines)
-        return
-    assert unlike_hop_channels(topology, pipelines) == expected
-
-
-def test_hops_between_stages_of_different_degree() -> None:
-    topology = machines((8, (SLOW,)), (8, (SLOW,)))
-    one, four = StageNode(0, 1), StageNode(1, 4)
-    # One device sends each sample once, whatever the degree of the other group.
-    assert unlike_hop_channels(topology, [[one, four]]) == [[SLOW]]
-    assert unlike_hop_channels(topology, [[four, one]]) == [[SLOW]]
-    # Two pairs of devices send at the same time.
-    two = StageNode(0, 2)
-    assert unlike_hop_channels(topology, [[two, four]]) == [[Channel("Ethernet", 0.5e9, 1e-4)]]

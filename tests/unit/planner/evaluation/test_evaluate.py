@@ -14,12 +14,10 @@ from colossal_hetero.planner.cluster.topology import Topology
 from colossal_hetero.planner.cost.evaluate import evaluate_layout, evaluate_plan, why_other_devices
 from colossal_hetero.planner.cost.layout_line import layout_of, read_layout, write_layout
 from colossal_hetero.planner.cost.plan import Plan
-from colossal_hetero.planner.cost.predict import predict_plan
 from colossal_hetero.planner.cost.simulate import simulate_plan
-from colossal_hetero.planner.cost.tp_groups import WHOLE
 from colossal_hetero.planner.profile.layer_profile import ModelProfile, load_model_profile
-from colossal_hetero.planner.search.make_plans import make_plans
 from tests.support.paths import REPOSITORY
+from tests.support.planning import make_plans
 from tests.support.random_clusters import large_problem, small_problem
 
 EXAMPLES = REPOSITORY / "examples/plans"
@@ -77,7 +75,7 @@ def test_plans_of_random_clusters(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_stages_of_other_forms(seed: int) -> None:
-    """Degrees of stages, recomputation and ZeRO, of plans that the planner finds in little memory."""
+    """Recomputation and ZeRO, of plans that the planner finds in little memory."""
     topology, profile, global_batch = (small_problem, large_problem)[seed % 2](seed)
     if len(topology.devices) > 5:
         return
@@ -90,7 +88,7 @@ def test_stages_of_other_forms(seed: int) -> None:
     devices = tuple(dataclasses.replace(device, kind=scarce[device.kind]) for device in topology.devices)
     topology = dataclasses.replace(topology, devices=devices)
     try:
-        plans = make_plans(topology, profile, global_batch=global_batch, keep=3, space=WHOLE)
+        plans = make_plans(topology, profile, global_batch=global_batch, keep=3, recompute=True, zero_stages=(0, 1))
     except ValueError:
         return
     for ranked in plans:
@@ -99,18 +97,6 @@ def test_stages_of_other_forms(seed: int) -> None:
         evaluated = evaluate_layout(topology, profile, read_layout(line))
         assert layout_of(evaluated.plan) == layout_of(ranked.plan)
         assert evaluated.plan.iteration_seconds <= ranked.plan.iteration_seconds * (1 + 1e-8), line
-
-
-def test_any_ranks_are_priced_as_by_the_prediction_of_equal_replicas(cluster: Topology, profile: ModelProfile) -> None:
-    random = np.random.default_rng(0)
-    for _ in range(20):
-        v100 = random.permutation(np.arange(4, 12)).reshape(4, 2)
-        ranks = [[(int(a),), (int(b),), (r,)] for r, (a, b) in enumerate(v100)]
-        bounds = [0, *sorted(random.choice(np.arange(1, 24), 2, replace=False).tolist()), 24]
-        given = predict_plan(cluster, profile, ranks, micro_batch=2, global_batch=64, bounds=bounds)
-        assert same_times(evaluate_plan(cluster, profile, given).plan, given)
-        overlapped = predict_plan(cluster, profile, ranks, micro_batch=2, global_batch=64, bounds=bounds, overlap=True)
-        assert same_times(evaluate_plan(cluster, profile, given, overlap=True).plan, overlapped)
 
 
 def test_micro_batches_are_divided_for_the_earliest_end(cluster: Topology, profile: ModelProfile) -> None:
@@ -170,9 +156,9 @@ def test_slow_devices_are_left_out(cluster: Topology, profile: ModelProfile) -> 
             "the cluster has no V100-15; it has A100-40, V100-16; did you",
         ),
         (
-            "pp [2 x V100-16 (tp 3) 0-11 | V100-16 (tp 2) 12-23], micro-batch 1 x 8",
-            "V100-16 (tp 2",
-            "1 group of 2 × V100-16, each inside a node, but the nodes of the cluster have only 0",
+            "tp 8, pp [V100-16 0-23], micro-batch 1 x 8",
+            "V100",
+            "needs 1 group of 8 × V100-16, each inside a node, but the nodes of the cluster have only 0",
         ),
         ("dp 1 x pp [A100-40 0-11 | V100-16 12-22], micro-batch 1 x 8", "V100", "has 23 blocks, but OPT-350 has 24"),
     ],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -26,10 +25,10 @@ from tests.unit.planner.plans.test_plan import plan
 DEVICES = ("A100-40", "V100-16", "3090", "x-2", "Xeon 2.4 GHz", "tp-kind")
 
 
-def pipeline(*stages: tuple[str, int, int], degree: int = 1, micro_batches: int | None = None) -> PipelineLayout:
+def pipeline(*stages: tuple[str, int, int], micro_batches: int | None = None) -> PipelineLayout:
     """Stages by device, first block and last block."""
     return PipelineLayout(
-        tuple(StageLayout(device, ((first, last + 1),), degree) for device, first, last in stages), micro_batches
+        tuple(StageLayout(device, ((first, last + 1),)) for device, first, last in stages), micro_batches
     )
 
 
@@ -45,7 +44,6 @@ def layouts(draw: st.DrawFn) -> PlanLayout:
             StageLayout(
                 draw(st.sampled_from(DEVICES)),
                 ((a, b),),
-                draw(st.sampled_from((1, 2, 4))),
                 draw(st.booleans()),
             )
             for a, b in itertools.pairwise(bounds)
@@ -65,6 +63,7 @@ def test_what_is_written_is_read_back(layout: PlanLayout) -> None:
     assert Counter(read_layout(write_layout(layout)).pipelines) == Counter(layout.pipelines)
     read = read_layout(write_layout(layout))
     assert (read.micro_batch, read.zero_stage) == (layout.micro_batch, layout.zero_stage)
+    assert read.tensor_parallel == layout.tensor_parallel
 
 
 @given(layouts())
@@ -79,22 +78,22 @@ def test_ascii_means_the_same(layout: PlanLayout) -> None:
 
 def test_the_parts_of_a_line() -> None:
     read = read_layout("tp 2 · dp 4 × pp [2 × V100-16 0-9 | A100-40 10-23]")
-    each = pipeline(("V100-16", 0, 4), ("V100-16", 5, 9), ("A100-40", 10, 23), degree=2)
-    assert read == PlanLayout((each,) * 4)
+    each = pipeline(("V100-16", 0, 4), ("V100-16", 5, 9), ("A100-40", 10, 23))
+    assert read == PlanLayout((each,) * 4, tensor_parallel=2)
     assert read.blocks == 24
     unequal = read_layout("pp [A 0-3 | B tp 2 4-5] x 12; 2 x pp [3 * T4 0-5] x 4, micro-batch 2")
-    first = replace(pipeline(("A", 0, 3), ("B", 4, 5)), micro_batches=12)
-    assert unequal.pipelines[0] == replace(first, stages=(first.stages[0], replace(first.stages[1], tensor_parallel=2)))
+    assert unequal.pipelines[0] == pipeline(("A", 0, 3), ("B", 4, 5), micro_batches=12)
     assert unequal.pipelines[1:] == (pipeline(("T4", 0, 1), ("T4", 2, 3), ("T4", 4, 5), micro_batches=4),) * 2
-    assert unequal.micro_batch == 2
+    assert (unequal.micro_batch, unequal.tensor_parallel) == (2, 2)  # a stage may say the degree of all
     one = read_layout("[A100-40 0-23], micro-batch 2 x 8 · 1.230 s (26.02 samples/s)")
     assert one == PlanLayout((pipeline(("A100-40", 0, 23), micro_batches=8),), 2)
 
 
 def test_the_form_of_a_stage() -> None:
-    expected = StageLayout("V100", ((0, 4),), 4, True)
+    expected = StageLayout("V100", ((0, 4),), recompute=True)
     for form in ("(tp 4, recompute)", "tp 4 recompute", "( recompute ,TP 4 )"):
-        assert read_layout(f"[V100 {form} 0-3]").pipelines[0].stages == (expected,)
+        read = read_layout(f"[V100 {form} 0-3]")
+        assert read.pipelines[0].stages == (expected,) and read.tensor_parallel == 4
     assert read_layout("tp 2, ZeRO 1, [V100 (big) 0-3]").pipelines[0].stages[0].device == "V100 (big)"
 
 
@@ -136,6 +135,8 @@ def test_stages_with_chunks_are_written_one_by_one() -> None:
         ("dp 1 × pp [A 0-3 + 6-7 | B 4-5] · zbv", "B 4", "all stages have equally many chunks"),
         ("dp 1 × pp [A 0-3] × 8 · micro-batch 1 × 4", "A 0", "has 8 micro-batches, but micro-batch 1 × 4 says 4"),
         ("dp 1 × pp [A tp 0 0-3]", "tp 0 0", "tp 0: it is at least 1"),
+        ("pp [A tp 1 0-3 | B tp 2 4-5]", "tp 2", "tp 2 in a plan of tp 1; all stages have one degree"),
+        ("tp 2, pp [A (recompute, tp 4) 0-3]", "tp 4", "tp 4 in a plan of tp 2"),
         ("tp 2", "", "there are no pipelines"),
         ("", "", "there are no pipelines"),
     ],

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from colossal_hetero.planner.cost.plan import exposed_seconds
-from colossal_hetero.planner.cost.predict import predict_plan
-from colossal_hetero.planner.search.make_plans import make_plans
+from tests.support.planning import make_plans, predict_plan
 from tests.unit.planner.plans.test_predict import machines, profile
 
 

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from colossal_hetero.planner.cost.plan import Plan, load_plan, save_plan
-from colossal_hetero.planner.cost.predict import predict_plan
 from colossal_hetero.planner.cost.ranked_plan import RankedPlan, difference_error, prediction_error, ties_resolved
 from colossal_hetero.planner.profile.layer_profile import LayerTimes, ModelProfile
-from colossal_hetero.planner.search.make_plans import make_plans
+from tests.support.planning import make_plans, predict_plan
 from tests.unit.planner.plans.test_predict import machines, profile
 
 pytestmark = pytest.mark.unit

@@ -8,10 +8,10 @@ import pytest
 
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from colossal_hetero.planner.cost.evaluate import check_prices, plan_cost
-from colossal_hetero.planner.cost.predict import predict_plan
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile
 from colossal_hetero.planner.search.pareto_front import choices, node_types, taken
 from tests.support.layer_profiles import layer_times
+from tests.support.planning import predict_plan
 
 pytestmark = pytest.mark.unit
 
@@ -70,22 +70,6 @@ def test_replicas_send_their_gradients_around_a_ring() -> None:
     gradients = float(model().costs("gpu", 1, 1).gradient_bytes.sum()) / 1e9
     # The ring of three crosses the zones twice, with 2 · (3 − 1) / 3 of all gradients each time.
     assert plan_cost(zones(), model(), plan).egress_dollars == pytest.approx(2 * 4 / 3 * gradients * 0.5)
-
-
-def test_stages_of_different_degree() -> None:
-    """One device before a group of two, in the other zone; in two pipelines."""
-    plan = predict_plan(zones(), model(), [[[0], [4]], [[1], [6]]], micro_batch=2, global_batch=4)
-    mixed = [
-        replica.stages[1].model_copy(update={"ranks": ranks, "tensor_parallel": 2})
-        for replica, ranks in zip(plan.replicas, [(4, 5), (6, 7)], strict=True)
-    ]
-    replicas = tuple(
-        replica.model_copy(update={"stages": (replica.stages[0], stage)})
-        for replica, stage in zip(plan.replicas, mixed, strict=True)
-    )
-    cost = plan_cost(zones(), model(), plan.model_copy(update={"replicas": replicas}))
-    # 6 GB of each micro-batch go there once, and back; gradients stay in their zones.
-    assert cost.egress_dollars == pytest.approx(2 * 2 * 6 * 0.5)
 
 
 def test_a_part_of_the_nodes_is_taken() -> None:

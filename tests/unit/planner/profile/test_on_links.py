@@ -10,8 +10,8 @@ import pytest
 from colossal_hetero.planner.cluster.topology import Channel, DeviceKind, Topology
 from colossal_hetero.planner.profile.estimate import Transformer, estimated_profile
 from colossal_hetero.planner.profile.fitted_profiles import on_links
-from colossal_hetero.planner.search.make_plans import make_plans
 from tests.support.machines import Nodes, machines
+from tests.support.planning import make_plans
 
 MODEL = Transformer(layers=24, hidden=2048, vocabulary=50257, sequence=2048, heads=16)
 KIND = DeviceKind("RTX-3090", 24 * 10**9, 71e12)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_hetero.planner.cluster.topology import Channel
-from colossal_hetero.planner.cost.chunked_pipeline import ChunkedPipeline, divide_blocks, most_in_flight
+from colossal_hetero.planner.cost.chunked_price import ChunkedPipeline, divide_blocks, most_in_flight
 from colossal_hetero.planner.cost.pass_order import (
     ChunkTimes,
     GraphSeconds,

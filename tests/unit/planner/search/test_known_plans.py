@@ -11,11 +11,10 @@ import pytest
 
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from colossal_hetero.planner.cost.plan import Plan
-from colossal_hetero.planner.cost.predict import predict_plan
-from colossal_hetero.planner.cost.ranked_plan import MIN_UNEQUAL_GAIN
+from colossal_hetero.planner.cost.ranked_plan import MIN_GAIN
 from colossal_hetero.planner.cost.simulate import simulate_plan
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
-from colossal_hetero.planner.search.make_plans import make_plans
+from tests.support.planning import make_plans, predict_plan
 from tests.support.random_clusters import large_problem, random_model
 from tests.support.random_examples import IS_THOROUGH
 
@@ -52,8 +51,8 @@ def best(
 
 
 def check_without_each_node(topology: Topology, model: ModelProfile, global_batch: int) -> None:
-    # Replicas that are alike come first even if others are faster by less than MIN_UNEQUAL_GAIN.
-    for unequal, tolerance in ((False, 1 + 1e-9), (True, MIN_UNEQUAL_GAIN)):
+    # Replicas that are alike come first even if others are faster by less than MIN_GAIN.
+    for unequal, tolerance in ((False, 1 + 1e-9), (True, MIN_GAIN)):
         seconds = best(topology, model, global_batch, unequal=unequal).iteration_seconds
         for node in range(len(topology.nodes)):
             if len(topology.nodes) == 1:
@@ -72,7 +71,7 @@ def test_no_slower_than_a_search_for_equal_replicas_only(seed: int) -> None:
     if free.symmetric:
         assert free.iteration_seconds == equal.iteration_seconds
     else:
-        assert free.iteration_seconds * MIN_UNEQUAL_GAIN < equal.iteration_seconds
+        assert free.iteration_seconds * MIN_GAIN < equal.iteration_seconds
 
 
 def test_six_replicas_that_do_not_divide_the_batch() -> None:

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 from colossal_hetero.planner.cluster.topology import Topology
-from colossal_hetero.planner.cost.plan import Plan
-from colossal_hetero.planner.cost.predict import predict_plan
 from colossal_hetero.planner.cost.ranked_plan import RankedPlan
 from colossal_hetero.planner.cost.simulate import simulate_plan, slowed
 from colossal_hetero.planner.search import replan as replan_module
-from colossal_hetero.planner.search.make_plans import make_plans
 from colossal_hetero.planner.search.replan import replan
+from colossal_hetero.planner.search.search import Answer
+from tests.support.planning import make_plans, predict_plan
 from tests.unit.planner.plans.test_predict import machines, profile
 
 
@@ -84,9 +83,9 @@ def test_the_present_plan_is_kept_if_no_other_is_faster(found: str, monkeypatch:
     def search(*_: object, **__: object) -> object:
         if found == "no plan":
             raise ValueError("no plan fits")
-        return [slower]
+        return Answer((slower,))
 
-    monkeypatch.setattr(replan_module, "make_plans", search)
+    monkeypatch.setattr(replan_module, "search", search)
     result = replan(topology, profile(), plan, {0: 1.01})
     assert result.best is result.present and not result.changed
 
@@ -100,29 +99,3 @@ def test_files_of_another_plan_are_refused() -> None:
         replan(topology, profile(blocks=4), plan, {1: 2.0})
     with pytest.raises(ValueError, match="rank 5 is not in the plan"):
         replan(topology, profile(), plan, {5: 2.0})
-
-
-def test_plans_of_wider_search_spaces_are_refused() -> None:
-    topology, model = machines("fast", "fast"), profile()
-    plan = make_plans(topology, model, global_batch=8, keep=1)[0].plan
-    for changes, message in (
-        ({"zero_stage": 1}, "it uses ZeRO stage 1"),
-        ({"tensor_parallel": 2 * plan.tensor_parallel}, "tensor parallelism"),
-    ):
-        with pytest.raises(ValueError, match=f"cannot be compared .* {message}"):
-            replan(topology, model, unlike(plan, changes), {})
-
-
-def unlike(plan: Plan, changes: dict[str, int]) -> Plan:
-    """The plan with these fields, and stages that keep the degree that they had."""
-    stages = tuple(
-        replica.model_copy(
-            update={
-                "stages": tuple(
-                    stage.model_copy(update={"tensor_parallel": plan.tensor_parallel}) for stage in replica.stages
-                )
-            }
-        )
-        for replica in plan.replicas
-    )
-    return plan.model_copy(update={"replicas": stages, **changes})

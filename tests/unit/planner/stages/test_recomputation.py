@@ -1,4 +1,4 @@
-"""Stages that may recompute, against every choice of which stages do, with every order and every cut."""
+"""Stages that may recompute, against every choice of which stages do, with every cut."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from colossal_hetero.planner.cluster.topology import Channel
 from colossal_hetero.planner.profile.layer_costs import LayerCosts
 from colossal_hetero.planner.stages.fixed_order import AllCuts, all_bounds, split_in_order
 from colossal_hetero.planner.stages.pipeline import Pipeline, Slot, Split, evaluate
-from colossal_hetero.planner.stages.split_methods import split
 from tests.support.random_examples import IS_THOROUGH
 
 pytestmark = pytest.mark.unit
@@ -69,34 +68,8 @@ def every_choice(pipeline: Pipeline, division: Split) -> list[tuple[tuple[bool, 
     return found
 
 
-def divisions(pipeline: Pipeline, orders: list[tuple[int, ...]]) -> list[Split]:
-    inner = list(itertools.combinations(range(1, pipeline.blocks), len(pipeline.slots) - 1))
-    return [Split(order, (0, *cuts, pipeline.blocks)) for order in orders for cuts in inner]
-
-
 @pytest.mark.parametrize("seed", range(PIPELINES))
-def test_no_choice_of_recomputation_is_better(seed: int) -> None:
-    random = np.random.default_rng(seed)
-    pipeline = random_pipeline(random)
-    stages = len(pipeline.slots)
-    if stages > pipeline.blocks:
-        return
-    own = tuple(range(stages))
-    for order in (None, own):
-        orders = list(itertools.permutations(own)) if order is None else [own]
-        best = min(
-            (seconds for each in divisions(pipeline, orders) for _, seconds, _ in every_choice(pipeline, each)),
-            default=np.inf,
-        )
-        if best == np.inf:
-            with pytest.raises(ValueError, match="no split fits in memory"):
-                split(pipeline, order=order)
-            continue
-        assert evaluate(pipeline, split(pipeline, order=order)).seconds == pytest.approx(best, rel=1e-9)
-
-
-@pytest.mark.parametrize("seed", range(PIPELINES))
-def test_each_cut_and_each_order_costs_what_the_best_choice_costs(seed: int) -> None:
+def test_each_cut_costs_what_the_best_choice_costs(seed: int) -> None:
     pipeline = random_pipeline(np.random.default_rng(seed))
     stages = len(pipeline.slots)
     bounds = all_bounds(pipeline.blocks, stages)
@@ -130,7 +103,8 @@ def test_some_of_these_pipelines_recompute() -> None:
     for seed in range(40):
         pipeline = random_pipeline(np.random.default_rng(seed))
         own = tuple(range(len(pipeline.slots)))
-        costs += [evaluate(pipeline, each) for each in divisions(pipeline, [own])]
+        cuts = itertools.combinations(range(1, pipeline.blocks), len(own) - 1)
+        costs += [evaluate(pipeline, Split(own, (0, *each, pipeline.blocks))) for each in cuts]
     recomputing = [cost for cost in costs if cost.fits and any(cost.recompute)]
     assert len(recomputing) > 20
     assert any(not all(cost.recompute) for cost in recomputing)

@@ -1,0 +1,48 @@
+"""``plan="auto"`` makes plans with what its options allow; elastic training has simple plans only."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from colossal_hetero.planner.cost.plan import Plan
+from colossal_hetero.planner.cost.runnable import NoPlanError, why_not_runnable
+from colossal_hetero.plugin.elastic.elastic_arguments import elastic_planning
+from colossal_hetero.plugin.hybrid.plan_agreement import best_plan
+from colossal_hetero.plugin.plan_config import PlanConfig
+from tests.support.random_clusters import random_cluster, random_model, whole_space_problem
+
+
+def forms_of(plan: Plan) -> set[str]:
+    stages = [stage for replica in plan.replicas for stage in replica.stages]
+    used = {"zero": plan.zero_stage == 1, "recompute": any(stage.recompute for stage in stages)}
+    return {name for name, is_used in used.items() if is_used}
+
+
+def test_recomputation_and_zero_are_used_where_they_are_allowed() -> None:
+    used: dict[str, set[str]] = {"all": set(), "recompute": set(), "zero": set(), "none": set()}
+    for seed in range(12):
+        topology, profile, global_batch = whole_space_problem(seed)
+        for name, found in used.items():
+            planning = PlanConfig(
+                global_batch_size=global_batch,
+                recompute=name in ("all", "recompute"),
+                zero_stages=(0, 1) if name in ("all", "zero") else (0,),
+            )
+            with suppress(NoPlanError):
+                plan = best_plan(planning, topology, profile)
+                assert why_not_runnable(plan, len(topology.devices)) is None
+                found |= forms_of(plan)
+    assert used == {"all": {"zero", "recompute"}, "recompute": {"recompute"}, "zero": {"zero"}, "none": set()}
+
+
+def test_elastic_training_has_simple_plans() -> None:
+    random = np.random.default_rng(0)
+    model, topology = random_model(random), random_cluster(random, 4)
+    known: Any = SimpleNamespace(with_kinds=lambda kinds: model)
+    names = [node.name for node in topology.nodes]
+    planning = elastic_planning({"planning": PlanConfig(global_batch_size=8)}, topology, known, names)
+    assert (planning.recompute, planning.zero_stages, planning.layer_sums) == (False, (0,), True)
