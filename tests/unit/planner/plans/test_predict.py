@@ -10,8 +10,6 @@ from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind
 from colossal_hetero.planner.cost.simulate import simulate_plan, slowed
 from colossal_hetero.planner.profile.fitted_profiles import as_profiled
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile
-from colossal_hetero.planner.search.explanations import compare_with_launch_order
-from colossal_hetero.planner.search.problem import Problem
 from tests.support.layer_profiles import layer_times
 from tests.support.planning import make_plans, predict_plan
 
@@ -149,40 +147,6 @@ def test_impossible_plans_are_rejected(changes, says):
         predict_plan(machines("slow", "fast"), profile(), **arguments)
     for text in says:
         assert text in str(error.value)
-
-
-def test_the_time_in_launch_order_is_reported():
-    topology = machines("slow", "fast", bandwidth=1e8)
-    plan = make_plans(topology, profile(), global_batch=16, stages=[2], tensor_parallel=[1], unequal=False)[0].plan
-    assert plan.world_size == 4
-    problem = Problem(topology=topology, profile=profile(), global_batch=16)
-    told = compare_with_launch_order(problem, plan)
-    launched = [[[0], [1]], [[2], [3]]]
-    equal, same = (
-        predict_plan(topology, profile(), launched, micro_batch=plan.micro_batch, global_batch=16, bounds=bounds)
-        for bounds in (None, (0, *(stage.blocks[1] for stage in plan.replicas[0].stages)))
-    )
-    assert equal.iteration_seconds > plan.iteration_seconds
-    assert f"{equal.iteration_seconds:.4g} s" in told and "with equal stages" in told
-    assert f"{same.iteration_seconds:.4g} s" in told and "with these stages" in told
-    assert f"{equal.synchronization_seconds:.3g} s for gradients" in told
-    # A plan with the launch order and equal stages is not compared.
-    assert compare_with_launch_order(problem, equal) is None
-    alone = make_plans(topology, profile(), global_batch=16, stages=[1], tensor_parallel=[2])
-    for candidate in alone:
-        if candidate.plan.world_size < 4:
-            assert compare_with_launch_order(problem, candidate.plan) is None
-
-
-def test_a_launch_order_that_does_not_fit_in_memory_is_reported():
-    topology = machines("slow", "fast", memory=190 * MB)
-    plan = predict_plan(topology, profile(), [[[0], [2]], [[1], [3]]], micro_batch=1, global_batch=8, bounds=(0, 3, 6))
-    small = tuple(
-        dataclasses.replace(device, kind=dataclasses.replace(device.kind, memory_bytes=50 * MB))
-        for device in topology.devices
-    )
-    problem = Problem(topology=dataclasses.replace(topology, devices=small), profile=profile(), global_batch=8)
-    assert "too much memory" in compare_with_launch_order(problem, plan)
 
 
 def test_devices_get_the_names_of_the_profile():
