@@ -47,12 +47,15 @@ def against_equal_replicas(plan: Plan, found: Sequence[Draft]) -> str:
     return f"{ratio:.2f} × as fast as the best plan with equal replicas ({duration(seconds)})"
 
 
-def reason(draft: Draft, best: Draft, worked_out: int, seconds_of: Callable[[Draft], float]) -> str:
+def reason(draft: Draft, ranked: Sequence[Draft], worked_out: int, seconds_of: Callable[[Draft], float]) -> str:
     """Reason for the best plan; of another plan, how much slower it is and the largest cause."""
+    best = ranked[0]
     if draft is best and seconds_of is simulated_seconds:
         return "the shortest simulated iteration of the plans with the shortest predicted ones"
     if draft is best:
-        return f"the shortest predicted iteration of the {count(worked_out, 'plan')} that were worked out"
+        plans = f"of the {count(worked_out, 'plan')} that were worked out"
+        is_fastest = min(map(seconds_of, ranked)) >= seconds_of(best) * (1 - ROUNDING)
+        return f"the shortest predicted iteration {plans}" if is_fastest else f"the simplest within 1 % {plans}"
     slower = compared(seconds_of(draft), seconds_of(best), _not_as_simple(draft))
     parts, best_parts = _parts(draft), _parts(best)
     more = {cause: parts[cause] - best_parts[cause] for cause in parts}

@@ -102,7 +102,7 @@ def search(problem: Problem, *, keep: int = 5, compare: bool = False, effort: Ef
     ranked = [
         RankedPlan(
             write_plan(draft, problem.topology, problem.profile, method, impossible_degrees(searches) if first else ()),
-            reason(draft, drafts[0], tried, seconds_of),
+            reason(draft, drafts, tried, seconds_of),
         )
         for draft, first in zip(drafts, [True, *[False] * len(drafts)], strict=False)
     ]

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
-from operator import attrgetter
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +18,6 @@ from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.cost.ranked_plan import MIN_GAIN
 from colossal_hetero.planner.cost.runnable import enough_micro_batches, why_not_runnable
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
-from colossal_hetero.planner.search.explanations import reason
 from colossal_hetero.planner.search.problem import Problem
 from colossal_hetero.planner.search.search import search
 from colossal_hetero.planner.stages.pipeline import Pipeline, Slot, Split, evaluate
@@ -421,26 +418,8 @@ def test_a_global_batch_above_the_maximum() -> None:
         make_plans(CLUSTERS[0], profile(), global_batch=10**20)
 
 
-def priced(
-    stage_seconds: tuple[float, ...], micro_batches: int, fill: float = 0.0, synchronization: float = 0.0
-) -> Any:
-    """A draft with one pipeline, whose rounding error is that of adding the times of its micro-batches."""
-    seconds = sum(itertools.repeat(max(stage_seconds), micro_batches)) + fill
-    return SimpleNamespace(
-        costs=[SimpleNamespace(stage_seconds=stage_seconds, seconds=seconds)],
-        splits=[SimpleNamespace(order=range(len(stage_seconds)))],
-        micro_batches=[micro_batches],
-        synchronization_seconds=synchronization,
-        seconds=seconds + synchronization,
-    )
-
-
-def test_the_reason_why_a_plan_is_slower_has_useful_digits() -> None:
-    best = priced((0.1,), 10)
-    assert best.seconds - 10 * 0.1 < 0  # filling a pipeline of one stage takes less than nothing, from rounding
-    seconds = attrgetter("seconds")
-    assert reason(priced((0.25,), 4), best, 4, seconds) == "0.0 % slower"
-    filled = reason(priced((0.25, 0.25), 4, fill=0.25e-3), best, 4, seconds)
-    assert filled == "0.0 % slower: filling a pipeline of 2 stages takes 250.0 µs"
-    synchronized = reason(priced((0.25,), 4, synchronization=1.5e-2), best, 4, seconds)
-    assert synchronized == "1.5 % slower: synchronizing gradients takes 15.00 ms"
+def test_reasons_name_what_takes_longer() -> None:
+    plans = make_plans(cluster({"fast": 3, "slow": 2}), profile(), global_batch=16, keep=5)
+    slower = [each.reason for each in plans[1:] if each.plan.iteration_seconds > plans[0].plan.iteration_seconds]
+    parts = "longest|in stage|filling and emptying|optimizer steps|sums of gradients"
+    assert slower and all(re.fullmatch(rf"\d+\.\d % slower: .*({parts}).*, .+ instead of .+", each) for each in slower)
