@@ -81,7 +81,7 @@ GROUPS = {
 )
 @click.option(
     "--method",
-    type=click.Choice(["exact", "simulated", "uniform", "holmes", "adapt", "autohet"]),
+    type=click.Choice(["exact", "uniform", "holmes", "adapt", "autohet"]),
     default="exact",
     show_default=True,
     help="How the layers of a pipeline are divided into stages; the last four are those of papers.",

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from ..cluster.topology import Topology
 from ..profile.layer_profile import ModelProfile
-from ..stages.event_simulation import simulate_cost
 from ..stages.pipeline import PipelineCost, Slot, Split
 from .gradient_times import GradientTimes, Summing, divide_micro_batches
 from .pass_order import GraphSeconds, Schedule
@@ -20,7 +19,7 @@ from .placement import Place, SlotPool, place, place_together
 from .plan import Plan, Replica, StagePlan, exposed_seconds
 from .ranked_plan import ranking_seconds
 
-__all__ = ["Draft", "DraftBuilder", "finished_plan", "simulated_seconds", "write_plan"]
+__all__ = ["Draft", "DraftBuilder", "finished_plan", "write_plan"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,13 +273,6 @@ class DraftBuilder:
 
     def slot(self, pool: SlotPool, kinds: tuple[int, ...], stages: int) -> Slot:
         return self._prices.slot(pool, kinds, stages)
-
-
-def simulated_seconds(draft: Draft) -> float:
-    """Time of an iteration of ``draft`` in the event simulation."""
-    alike = {(cost, count) for cost, count in zip(draft.costs, draft.micro_batches, strict=True)}
-    ends = [simulate_cost(cost, count).seconds for cost, count in alike]
-    return max(ends) + draft.synchronization_seconds
 
 
 def _in_order(places: Sequence[Sequence[Place]], splits: Sequence[Split]) -> list[list[Place]]:

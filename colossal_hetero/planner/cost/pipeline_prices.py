@@ -30,7 +30,7 @@ Hops = tuple[int, ...]
 class PipelinePrices:
     def __init__(self, method: str) -> None:
         self.method = method
-        self.chooses_order = method in ("exact", "simulated", "adapt")
+        self.chooses_order = method in ("exact", "adapt")
         self._in_order: dict[object, Split | None] = {}
         self._splits: dict[object, Split | str] = {}
         self._costs: dict[object, PipelineCost] = {}

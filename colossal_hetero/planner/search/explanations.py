@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from ...common.text import count, duration
-from ..cost.draft import Draft, simulated_seconds
+from ..cost.draft import Draft
 from ..cost.pass_order import Schedule
 from ..cost.placement import SlotPool
 from ..cost.plan import Plan
@@ -47,20 +47,18 @@ def against_equal_replicas(plan: Plan, found: Sequence[Draft]) -> str:
     return f"{ratio:.2f} × as fast as the best plan with equal replicas ({duration(seconds)})"
 
 
-def reason(draft: Draft, ranked: Sequence[Draft], worked_out: int, seconds_of: Callable[[Draft], float]) -> str:
+def reason(draft: Draft, ranked: Sequence[Draft], worked_out: int) -> str:
     """Reason for the best plan; of another plan, how much slower it is and the largest cause."""
     best = ranked[0]
-    if draft is best and seconds_of is simulated_seconds:
-        return "the shortest simulated iteration of the plans with the shortest predicted ones"
     if draft is best:
         plans = f"of the {count(worked_out, 'plan')} that were worked out"
-        is_fastest = min(map(seconds_of, ranked)) >= seconds_of(best) * (1 - ROUNDING)
+        is_fastest = min(each.seconds for each in ranked) >= best.seconds * (1 - ROUNDING)
         return f"the shortest predicted iteration {plans}" if is_fastest else f"the simplest within 1 % {plans}"
-    slower = compared(seconds_of(draft), seconds_of(best), _not_as_simple(draft))
+    slower = compared(draft.seconds, best.seconds, _not_as_simple(draft))
     parts, best_parts = _parts(draft), _parts(best)
     more = {cause: parts[cause] - best_parts[cause] for cause in parts}
     cause = max(more, key=lambda each: more[each])
-    if seconds_of(draft) < seconds_of(best) or more[cause] <= ROUNDING * best.seconds:
+    if draft.seconds < best.seconds or more[cause] <= ROUNDING * best.seconds:
         return slower
     what = _longest_stage(draft) if cause == LONGEST else cause
     return f"{slower}: {what}, {duration(parts[cause])} instead of {duration(best_parts[cause])}"

@@ -18,8 +18,8 @@ from ..stages.split_methods import METHODS
 
 __all__ = ["Problem"]
 
-DIVISION_METHODS = ("exact", "simulated", "uniform")
-"""Methods of plans with chunks. The first two mean the same: divisions are compared by simulation."""
+DIVISION_METHODS = ("exact", "uniform")
+"""Methods of plans with chunks."""
 MAX_SAMPLES = 10**9
 """Limit of a global batch, whose divisors are looked for one by one."""
 

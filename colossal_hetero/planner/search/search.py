@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from ..cost.chunked_price import MAX_GROUPS, all_arrangements
-from ..cost.draft import Draft, DraftBuilder, simulated_seconds, write_plan
+from ..cost.draft import Draft, DraftBuilder, write_plan
 from ..cost.placement import SlotPool
 from ..cost.plan import Plan
-from ..cost.ranked_plan import RankedPlan, prediction_error, ranking_seconds, ties_resolved
+from ..cost.ranked_plan import RankedPlan, prediction_error, ties_resolved
 from ..cost.runnable import NoPlanError
 from ..stages.rules import uniform_bounds
 from .chunked_plans import Candidate, ChunkedPlans, merged_by_time, ranked_by_time
@@ -38,8 +38,6 @@ from .problem import Problem
 __all__ = ["Answer", "search"]
 
 
-SIMULATED = 8
-"""Plans of the method ``simulated``, and of each of some others, that are simulated to find the best one."""
 MAX_SHARDED = 24
 """Pools with ZeRO stage 1 that are searched: the shortest expected plans."""
 
@@ -78,17 +76,12 @@ def search(problem: Problem, *, keep: int = 5, compare: bool = False, effort: Ef
     if keep < 1:
         raise ValueError(f"keep={keep}: must be at least 1")
     method = problem.method
-    seconds_of: Callable[[Draft], float] = simulated_seconds if method == "simulated" else lambda draft: draft.seconds
     uniform = _uniform(problem) if compare and method != "uniform" else None
     goal = _goal(problem, effort)
-    searches, drafts = _drafts(problem, max(keep, SIMULATED) if method == "simulated" else keep, goal)
-    if method == "simulated":
-        # The search compares plans by the closed form, and other plans can be faster in the simulation.
-        for other in ("exact", "uniform", "autohet"):
-            drafts += _drafts(replace(problem, method=other), SIMULATED, None)[1]
+    searches, drafts = _drafts(problem, keep, goal)
     if method == "exact" and uniform is not None:
         drafts += [draft for draft in uniform.found()[:1] if all(draft.seconds < each.seconds for each in drafts)]
-    drafts = sorted(drafts, key=lambda draft: _ranking(draft, seconds_of))
+    drafts = sorted(drafts, key=lambda draft: draft.ranking_seconds)
     drafts = _different(drafts)[:keep] if "1f1b" in problem.schedules else []
     chunked: list[RankedPlan] = []
     if set(problem.schedules) != {"1f1b"}:
@@ -102,7 +95,7 @@ def search(problem: Problem, *, keep: int = 5, compare: bool = False, effort: Ef
     ranked = [
         RankedPlan(
             write_plan(draft, problem.topology, problem.profile, method, impossible_degrees(searches) if first else ()),
-            reason(draft, drafts, tried, seconds_of),
+            reason(draft, drafts, tried),
         )
         for draft, first in zip(drafts, [True, *[False] * len(drafts)], strict=False)
     ]
@@ -233,10 +226,6 @@ def _expected_seconds(pool: SlotPool, bytes_per_second: float) -> float:
     filling = (pool.total_micro_batches + pool.slots - pool.pipelines) / power
     summing = update * pool.pipelines + 2 * (pool.pipelines - 1) * gradients / bytes_per_second
     return filling + summing / pool.slots
-
-
-def _ranking(draft: Draft, seconds_of: Callable[[Draft], float]) -> float:
-    return ranking_seconds(seconds_of(draft), equal=draft.is_equal, plain=draft.is_plain)
 
 
 def _different(drafts: Sequence[Draft]) -> list[Draft]:

@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .pipeline import Pipeline, PipelineCost, Split, evaluate
+from .pipeline import Pipeline, Split, evaluate
 
 __all__ = [
     "Event",
@@ -35,7 +35,6 @@ __all__ = [
     "StageShare",
     "Transfers",
     "simulate",
-    "simulate_cost",
     "simulate_times",
     "with_schedule",
 ]
@@ -121,7 +120,15 @@ class PipelineTimeline:
 
 def simulate(pipeline: Pipeline, split: Split, transfers: Transfers = "blocking") -> PipelineTimeline:
     """Simulate an iteration of ``pipeline`` with ``split``. A stage updates its parameters after its last backward."""
-    return simulate_cost(evaluate(pipeline, split), pipeline.micro_batches, transfers)
+    cost = evaluate(pipeline, split)
+    return simulate_times(
+        with_schedule(cost.forward_seconds, cost.schedule_seconds),
+        with_schedule(cost.backward_seconds, cost.schedule_seconds),
+        cost.hop_seconds,
+        pipeline.micro_batches,
+        update_seconds=cost.update_seconds,
+        transfers=transfers,
+    )
 
 
 def simulate_times(
@@ -154,18 +161,6 @@ def with_schedule(pass_seconds: Iterable[float], schedule_seconds: Iterable[floa
     """Times of the forward or of the backward of each stage with half of the schedule's own time, ``[stages]``, because
     a stage has as many messages with its forward as with its backward."""
     return tuple(seconds + schedule / 2 for seconds, schedule in zip(pass_seconds, schedule_seconds, strict=True))
-
-
-def simulate_cost(cost: PipelineCost, micro_batches: int, transfers: Transfers = "blocking") -> PipelineTimeline:
-    """Simulate an iteration of a pipeline whose stages have these costs."""
-    return simulate_times(
-        with_schedule(cost.forward_seconds, cost.schedule_seconds),
-        with_schedule(cost.backward_seconds, cost.schedule_seconds),
-        cost.hop_seconds,
-        micro_batches,
-        update_seconds=cost.update_seconds,
-        transfers=transfers,
-    )
 
 
 def _run(

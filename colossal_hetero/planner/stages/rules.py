@@ -1,16 +1,18 @@
-"""Splits by a rule: Colossal-AI's equal parts, Holmes' partition by speed, AutoHet's balance by speed and memory."""
+"""Splits of other methods: Colossal-AI's equal parts, Holmes' partition by speed, AutoHet's balance, ADAPT's search."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from math import inf
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .pipeline import Pipeline, Split, earliest_starts
 
-__all__ = ["HOLMES_ALPHA", "autohet", "holmes", "speeds", "uniform", "uniform_bounds"]
+__all__ = ["ADAPT_NODES", "HOLMES_ALPHA", "adapt", "autohet", "holmes", "speeds", "uniform", "uniform_bounds"]
 
 HOLMES_ALPHA = 1.05
 """α of Holmes' Eq. 2; the value is from section 4.4."""
@@ -122,3 +124,129 @@ def _order_or_default(pipeline: Pipeline, order: Sequence[int] | None) -> tuple[
 
 def _bounds(parts: NDArray[np.int_]) -> tuple[int, ...]:
     return (0, *(int(bound) for bound in np.cumsum(parts)))
+
+
+# ADAPT ---------------------------------------------------------------------------------------------------------------
+
+
+ADAPT_NODES = 200_000
+"""Maximum number of nodes of the search tree that are visited."""
+
+
+def adapt(pipeline: Pipeline, order: Sequence[int] | None, nodes: int = ADAPT_NODES) -> Split | None:
+    """The split with the smallest cost of ADAPT, ``Σ Comp + (K − 1)·max Comp`` (Eq. 6.4), with Comp the forward and
+    backward time of a stage, plus the transfer over each cut once (Eq. 6.2); None if none fits in memory.
+
+    The search is depth-first: each layer goes to the device of the layer before it or to one that is not used yet. The
+    paper does not say which branch comes first; here it is the one with the shortest longest stage if the remaining
+    layers are divided perfectly over the remaining devices. A branch is pruned if (1) it returns to a device used
+    before, because the layers of a device are contiguous; (2) it exceeds a device's memory, with the activations in
+    flight at its stage; (3) its cost is not below the best so far; (4) fewer layers than slots remain, because every
+    slot must be used here. As in the paper, interchangeable devices are treated as different. The search takes
+    exponential time: after ``nodes`` nodes it returns the best split so far, which may not be the best of all.
+    """
+    search = _DepthFirstSearch(pipeline, order, nodes)
+    search.run()
+    if search.best is None and search.visited >= nodes:
+        raise ValueError(
+            f"method 'adapt' stopped after {nodes:,} nodes without a split that fits in memory; use method 'exact'"
+        )
+    return search.best
+
+
+class _Node(NamedTuple):
+    """A partial split: the first ``placed`` layers have devices; ``order`` and ``bounds`` are of its stages."""
+
+    cost: float
+    """ADAPT's cost of the partial split."""
+    placed: int
+    order: tuple[int, ...]
+    bounds: tuple[int, ...]
+    finished: float
+    """Seconds of all stages except the last, and of the transfers over the cuts."""
+    longest: float
+    """Longest time of all stages except the last."""
+    time: float
+    """Time of the last stage so far; bytes are of this stage too."""
+    state_bytes: float
+    activation_bytes: float
+    """For one micro-batch."""
+
+
+class _DepthFirstSearch:
+    """State of the search: the number of visited nodes and the best split so far."""
+
+    def __init__(self, pipeline: Pipeline, order: Sequence[int] | None, nodes: int) -> None:
+        self.order = order
+        self.nodes = nodes
+        self.visited = 0
+        self.best: Split | None = None
+        self.best_cost = inf
+        self.blocks, self.stages = pipeline.blocks, len(pipeline.slots)
+        self.micro_batches = pipeline.micro_batches
+        self.memory = [slot.memory_bytes for slot in pipeline.slots]
+        costs = [slot.costs for slot in pipeline.slots]
+        self.times = [(cost.forward_seconds + cost.backward_seconds).tolist() for cost in costs]
+        self.speed = [self.blocks / max(sum(times), 1e-30) for times in self.times]
+        self.all_speed = sum(self.speed)
+        self.states = [cost.state_bytes.tolist() for cost in costs]
+        self.activations = [cost.activation_bytes.tolist() for cost in costs]
+        self.hops = [
+            [cost.hop_seconds(channel).tolist() if a != b else [] for b, channel in enumerate(pipeline.channels[a])]
+            for a, cost in enumerate(costs)
+        ]
+
+    def run(self) -> None:
+        firsts = range(self.stages) if self.order is None else self.order[:1]
+        root = _Node(0.0, 0, (), (), 0.0, 0.0, 0.0, 0.0, 0.0)
+        waiting = self._sorted(self._child(root, device, new=True) for device in firsts)
+        while waiting and self.visited < self.nodes:
+            node = waiting.pop()
+            self.visited += 1
+            if node.cost >= self.best_cost:
+                continue
+            if node.placed == self.blocks:
+                self.best, self.best_cost = Split(node.order, (*node.bounds, self.blocks)), node.cost
+                continue
+            waiting.extend(self._sorted(self._children(node)))
+
+    def _sorted(self, children: Iterable[_Node | None]) -> list[_Node]:
+        """The children, most promising last: the search takes the last one first."""
+        return sorted((child for child in children if child is not None), key=self._promise, reverse=True)
+
+    def _promise(self, node: _Node) -> tuple[float, float]:
+        """Sort key: the longest stage if the remaining devices divide the remaining layers perfectly, then the cost."""
+        speed = self.all_speed - sum(self.speed[device] for device in node.order)
+        rest = (self.blocks - node.placed) / speed if len(node.order) < self.stages else 0.0
+        return max(node.longest, node.time, rest), node.cost
+
+    def _children(self, node: _Node) -> Iterator[_Node | None]:
+        """The partial splits with one more layer; None for each that is pruned."""
+        if self.blocks - node.placed > self.stages - len(node.order):
+            yield self._child(node, node.order[-1], new=False)
+        if len(node.order) < self.stages:
+            after = range(self.stages) if self.order is None else (self.order[len(node.order)],)
+            for device in after:
+                if device not in node.order:
+                    yield self._child(node, device, new=True)
+
+    def _child(self, node: _Node, device: int, new: bool) -> _Node | None:
+        """The partial split with the next layer on ``device``; None if it is pruned."""
+        layer = node.placed
+        order, bounds, finished, longest = node.order, node.bounds, node.finished, node.longest
+        time, state, activation = node.time, node.state_bytes, node.activation_bytes
+        if new:
+            hop = self.hops[order[-1]][device][layer] if order else 0.0
+            order, bounds = (*order, device), (*bounds, layer)
+            finished, longest = finished + time + hop, max(longest, time)
+            time = state = activation = 0.0
+        time += self.times[device][layer]
+        state += self.states[device][layer]
+        activation += self.activations[device][layer]
+        in_flight = min(self.micro_batches, self.stages - len(order) + 1)
+        if state + in_flight * activation > self.memory[device]:
+            return None
+        cost = finished + time + (self.micro_batches - 1) * max(longest, time)
+        if cost >= self.best_cost:
+            return None
+        return _Node(cost, layer + 1, order, bounds, finished, longest, time, state, activation)

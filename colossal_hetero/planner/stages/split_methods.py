@@ -7,17 +7,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from .fixed_order import exact
-from .local_search import adapt, simulated
 from .pipeline import Pipeline, Split
-from .rules import autohet, holmes, uniform, uniform_bounds
+from .rules import adapt, autohet, holmes, uniform, uniform_bounds
 
 __all__ = ["METHODS", "split", "uniform_bounds"]
 
-METHODS = ("exact", "simulated", "uniform", "holmes", "adapt", "autohet")
+METHODS = ("exact", "uniform", "holmes", "adapt", "autohet")
 
 _SPLITS: dict[str, Callable[[Pipeline, Sequence[int] | None], Split | None]] = {
     "exact": exact,
-    "simulated": simulated,
     "uniform": uniform,
     "holmes": holmes,
     "adapt": adapt,
@@ -34,9 +32,8 @@ def split(
     """Divide the model over the slots.
 
     ``exact`` has the smallest ``evaluate(...).seconds``, without updates, of all splits in this order that fit in
-    memory, or of a few orders. ``adapt`` and ``autohet`` also respect memory; for ``uniform``
-    and ``holmes``, check ``evaluate(...).fits``. ``simulated`` improves the result of ``exact`` under the event
-    simulation, which helps with fewer than four micro-batches per stage.
+    memory, or of those in a few orders. ``adapt`` and ``autohet`` also respect memory; for ``uniform`` and ``holmes``,
+    check ``evaluate(...).fits``.
     """
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}: valid are {', '.join(METHODS)}")

@@ -62,7 +62,7 @@ def _make_parser() -> OneLineParser:
     )
     stages.add_argument(
         "--method",
-        choices=("exact", "simulated", "holmes", "adapt", "autohet"),
+        choices=("exact", "holmes", "adapt", "autohet"),
         default="exact",
         help="how stages are planned (default exact)",
     )

@@ -12,7 +12,6 @@ import pytest
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.cost.ranked_plan import MIN_GAIN
-from colossal_hetero.planner.cost.simulate import simulate_plan
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from tests.support.planning import make_plans, predict_plan
 from tests.support.random_clusters import large_problem, random_model
@@ -123,25 +122,3 @@ def test_exact_is_no_slower_than_equal_stages(seed: int) -> None:
     assert plan.uniform_seconds is not None
     assert plan.iteration_seconds <= plan.uniform_seconds * (1 + 1e-12)
     assert plan.iteration_seconds <= uniform.iteration_seconds * (1 + 1e-12)
-
-
-@pytest.mark.parametrize("seed", range(40) if IS_THOROUGH else (2, 3, 9))
-def test_simulated_is_no_slower_in_the_simulation_than_other_methods(seed: int) -> None:
-    topology, model, _ = large_problem(seed)
-    methods = {}
-    for method in ("simulated", "exact", "uniform", "autohet"):
-        try:
-            methods[method] = simulate_plan(best(topology, model, 8, method=method)).seconds
-        except ValueError:
-            continue  # no such plan fits in memory
-    assert not methods or methods["simulated"] <= min(methods.values()) * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("seed", [3, 4, 7])
-def test_plans_are_chosen_by_the_time_of_their_simulation(seed: int) -> None:
-    topology, model, global_batch = large_problem(seed)
-    times = [each.model_copy(update={"schedule_seconds": 0.5}) for each in model.times]
-    model = model.model_copy(update={"times": tuple(times)})
-    found = make_plans(topology, model, global_batch=global_batch, unequal=False, method="simulated", keep=8)
-    seconds = [simulate_plan(each.plan).seconds for each in found]
-    assert seconds == sorted(seconds)

@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 
 from colossal_hetero.planner.cluster.topology import Channel
 from colossal_hetero.planner.profile.layer_costs import LayerCosts
-from colossal_hetero.planner.stages.event_simulation import simulate
-from colossal_hetero.planner.stages.local_search import adapt, refine
 from colossal_hetero.planner.stages.pipeline import Pipeline, Slot, Split, evaluate
+from colossal_hetero.planner.stages.rules import adapt
 from colossal_hetero.planner.stages.split_methods import METHODS, split, uniform_bounds
 from tests.support.random_examples import IS_THOROUGH, examples
 
 ROUNDING = 1e-9
-IN_MEMORY = ("exact", "simulated", "adapt", "autohet")
+IN_MEMORY = ("exact", "adapt", "autohet")
 
 
 def random_pipeline(random: np.random.Generator, max_slots: int = 4, max_blocks: int = 7) -> Pipeline:
@@ -259,52 +258,8 @@ def test_exact_without_an_order_gets_a_good_split():
     assert np.mean(ratios) < 1.1
 
 
-def test_refined_splits_fit_and_are_no_slower_in_the_simulation():
-    random = np.random.default_rng(7)
-    better = 0
-    for _ in range(60 if IS_THOROUGH else 25):
-        pipeline = random_pipeline(random)
-        try:
-            before = split(pipeline)
-        except ValueError:
-            continue
-        for transfers in ("blocking", "overlapped"):
-            after = refine(pipeline, before, transfers)
-            check(pipeline, after)
-            assert evaluate(pipeline, after).fits
-            seconds = [simulate(pipeline, division, transfers).seconds for division in (before, after)]
-            assert seconds[1] <= seconds[0]
-            better += seconds[1] < seconds[0]
-        fixed = refine(pipeline, before, reorder=False)
-        assert fixed.order == before.order
-        assert split(pipeline, "simulated", order=before.order).order == before.order
-    assert better > 0
-
-
-@pytest.mark.parametrize("ordered", [False, True])
-def test_simulated_is_no_slower_in_the_simulation_than_any_method(ordered):
-    random = np.random.default_rng(8)
-    compared = 0
-    for _ in range(200 if IS_THOROUGH else 60):
-        pipeline = random_pipeline(random, max_slots=5, max_blocks=9)
-        order = tuple(int(slot) for slot in random.permutation(len(pipeline.slots))) if ordered else None
-        try:
-            seconds = simulate(pipeline, split(pipeline, "simulated", order=order)).seconds
-        except ValueError:
-            continue
-        for method in METHODS:
-            try:
-                other = split(pipeline, method, order=order)
-            except ValueError:
-                continue
-            if evaluate(pipeline, other).fits:
-                compared += 1
-                assert seconds <= simulate(pipeline, other).seconds * (1 + ROUNDING), method
-    assert compared > 100
-
-
 def test_unknown_method():
-    with pytest.raises(ValueError, match=r"'best'.*exact, simulated, uniform, holmes, adapt, autohet"):
+    with pytest.raises(ValueError, match=r"'best'.*exact, uniform, holmes, adapt, autohet"):
         split(pipeline_of([1.0], 1), "best")
 
 
