@@ -121,7 +121,8 @@ def main() -> None:
             global_batch_size=GLOBAL_BATCH,
             min_replicas=case.min_replicas,
             layer_sums=True,
-            quick=True,
+            recompute=False,
+            zero_stages=(0,),
         )
         start, start_cpu = time.perf_counter(), time.process_time()
         plan = best_plan(planning, case.topology, case.profile)

@@ -35,12 +35,12 @@ from scipy.optimize import linear_sum_assignment
 
 from benchmarks.common import print_table
 from benchmarks.elastic.replanning import CLUSTER, PROFILE
+from benchmarks.plans import simple_plan
 from colossal_hetero.elastic.held_layers import HeldLayers, layers_by_rank, missing_bytes
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
 from colossal_hetero.planner.cluster.topology import Device, Node, Topology
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.profile.layer_profile import ModelProfile, load_model_profile
-from colossal_hetero.planner.search.make_plans import make_plans
 
 GLOBAL_BATCH = 256
 SEEDS = range(3)
@@ -147,7 +147,7 @@ class FittedPlans:
 
     def _make_plan(self, part: Topology) -> Plan | None:
         try:
-            return make_plans(part, self._profile, global_batch=self._global_batch, keep=1)[0].plan
+            return simple_plan(part, self._profile, global_batch=self._global_batch)
         except ValueError:
             return None
 

@@ -27,6 +27,7 @@ from timm.models.vision_transformer import VisionTransformer
 
 import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (lets Colossal-AI work on a CPU, without its warnings)
 from benchmarks.common import print_table, start_ranks
+from benchmarks.plans import price_ranks, simple_plan
 
 # isort: split
 from colossalai.booster import Booster
@@ -34,10 +35,8 @@ from colossalai.booster import Booster
 from colossal_hetero import HeteroHybridParallelPlugin
 from colossal_hetero.cli.probe_ranks import probe_ranks
 from colossal_hetero.planner.cost.plan import Plan
-from colossal_hetero.planner.cost.predict import predict_plan
 from colossal_hetero.planner.cost.simulate import simulate_plan
 from colossal_hetero.planner.profile.fitted_profiles import as_profiled
-from colossal_hetero.planner.search.make_plans import make_plans
 from colossal_hetero.profiling.layer_profiler import profile_layers
 from colossal_hetero.testing.stragglers import cpu_quota
 
@@ -147,14 +146,13 @@ def compare(quota: float, hidden: int, arguments: argparse.Namespace) -> list[fl
     orders = [(0, 1), (1, 0)] if arguments.orders else [(0, 1)]
     variants = [
         Trained(
-            predict_plan(
+            price_ranks(
                 topology,
                 profile,
                 [[[rank] for rank in order]],
                 bounds=(0, first, arguments.blocks),
                 micro_batch=arguments.micro_batch,
                 global_batch=arguments.global_batch,
-                method="given",
             ),
             hidden,
             arguments,
@@ -179,15 +177,14 @@ def compare(quota: float, hidden: int, arguments: argparse.Namespace) -> list[fl
         )
     best = min(variants, key=lambda variant: variant.median_seconds)
     uniform = next(each for each in variants if each.plan.layers_per_stage[0] * 2 == arguments.blocks)
-    chosen = make_plans(
+    chosen = simple_plan(
         topology,
         profile,
         global_batch=arguments.global_batch,
         micro_batches=[arguments.micro_batch],
         stages=[2],
         unequal=False,
-        keep=1,
-    )[0].plan
+    )
     notes = []
     for variant in variants:
         if shape(variant.plan) == shape(chosen):

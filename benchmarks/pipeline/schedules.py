@@ -20,11 +20,11 @@ import torch.nn.functional as F
 
 from benchmarks.common import print_table, start_ranks
 from benchmarks.pipeline.pipeline_stages import Trained, build_model, make_batch, train_in_turns
+from benchmarks.plans import simple_plan
 from colossal_hetero.cli.probe_ranks import probe_ranks
 from colossal_hetero.planner.cost.pass_order import SCHEDULES
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.profile.fitted_profiles import as_profiled
-from colossal_hetero.planner.search.make_plans import make_plans
 from colossal_hetero.profiling.layer_profiler import profile_layers
 from colossal_hetero.testing.stragglers import cpu_quota
 
@@ -47,7 +47,7 @@ def compare(quota: float, global_batch: int, arguments: argparse.Namespace) -> l
     arguments.global_batch = global_batch
     runs = []
     for schedule in (*SCHEDULES, SCHEDULES[0]):
-        plan = make_plans(
+        plan = simple_plan(
             topology,
             profile,
             global_batch=global_batch,
@@ -55,8 +55,7 @@ def compare(quota: float, global_batch: int, arguments: argparse.Namespace) -> l
             stages=[2],
             schedules=[schedule],
             all_devices=True,
-            keep=1,
-        )[0].plan
+        )
         runs.append(Trained(plan, arguments.hidden, arguments))
     train_in_turns(runs, arguments.rounds, arguments.block)
     rows = []

@@ -31,6 +31,7 @@ import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (lets Colos
 from benchmarks.common import print_table
 from benchmarks.pipeline.namespace_ranks import run_in_namespaces
 from benchmarks.pipeline.namespaces import missing, nodes, payload_bytes_per_second
+from benchmarks.plans import price_ranks
 
 # isort: split
 from colossalai.booster import Booster
@@ -38,7 +39,6 @@ from colossalai.booster import Booster
 from colossal_hetero import HeteroHybridParallelPlugin
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from colossal_hetero.planner.cost.plan import Plan
-from colossal_hetero.planner.cost.predict import predict_plan
 from colossal_hetero.planner.cost.simulate import simulate_plan
 from colossal_hetero.planner.profile.fitted_profiles import as_profiled
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
@@ -143,13 +143,12 @@ def run_rank(replicas: int, arguments: argparse.Namespace) -> dict[str, Outcome]
     topology = as_profiled(machines(replicas, arguments.megabits), profile)
     outcomes = {}
     for placement in PLACEMENTS:
-        plan = predict_plan(
+        plan = price_ranks(
             topology,
             profile,
             ranks_of(placement, replicas),
             micro_batch=arguments.micro_batch,
             global_batch=arguments.micro_batch * arguments.micro_batches * replicas,
-            method="uniform",
         )
         blocking, overlapped = (
             simulate_plan(plan, transfers=transfers).seconds for transfers in ("blocking", "overlapped")

@@ -25,13 +25,13 @@ import torch.nn.functional as F
 
 from benchmarks.common import describe_machine, print_table, start_ranks
 from benchmarks.pipeline.pipeline_stages import build_model, loss, make_batch
+from benchmarks.plans import simple_plan
 from colossal_hetero.cli.probe_ranks import probe_ranks
 from colossal_hetero.planner.cluster.topology import Topology
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.cost.simulate import simulate_plan
 from colossal_hetero.planner.profile.fitted_profiles import as_profiled
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
-from colossal_hetero.planner.search.make_plans import make_plans
 from colossal_hetero.profiling.layer_profiler import profile_layers
 from colossal_hetero.testing.stragglers import cpu_quota
 
@@ -93,15 +93,14 @@ def with_less_memory(topology: Topology, quotas: list[float], usable_bytes: floa
 def best_plans(topology: Topology, profile: ModelProfile, global_batch: int, micro_batch: int) -> dict[str, Plan]:
     """The best plan of equal replicas, and of any."""
     return {
-        name: make_plans(
+        name: simple_plan(
             topology,
             profile,
             global_batch=global_batch,
             micro_batches=[micro_batch],
             unequal=unequal,
             all_devices=True,
-            keep=1,
-        )[0].plan
+        )
         for name, unequal in (("equal", False), ("any", True))
     }
 

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import time
 
 from benchmarks.common import print_table
 from benchmarks.planner.planning import CLUSTERS, cluster, gpt
 from colossal_hetero.planner.cluster.topology import Topology
-from colossal_hetero.planner.cost.tp_groups import DEFAULT, SIMPLE
 from colossal_hetero.planner.search.gap_goal import Effort
-from colossal_hetero.planner.search.make_plans import make_plans
 from colossal_hetero.planner.search.pareto_front import pareto_front
+from colossal_hetero.planner.search.problem import Problem
+from colossal_hetero.planner.search.search import search
 
 PRICES = {"A100-80": 2.2, "H800": 4.5, "H20": 1.6}
 """Dollars per hour and device."""
-SPACES = {"simple": SIMPLE, "default": DEFAULT}
 
 
 def priced(topology: Topology) -> Topology:
@@ -40,29 +38,21 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, nargs="*", default=[1.0, 5.0], help="for the bound (default: 1 and 5)")
     parser.add_argument("--global-batch", type=int, default=512, help="samples per iteration (default: 512)")
     parser.add_argument("--front", type=int, default=64, help="GPUs of the cluster with prices (default: 64)")
-    parser.add_argument("--space", nargs="*", default=list(SPACES), choices=list(SPACES), help="(default: both)")
     arguments = parser.parse_args()
     model = gpt()
     rows = []
-    for space, gpus in itertools.product(arguments.space, arguments.gpus):
-        gaps = []
-        for seconds in arguments.seconds:
-            best = make_plans(
-                cluster(CLUSTERS[gpus]),
-                model,
-                global_batch=arguments.global_batch,
-                space=SPACES[space],
-                effort=Effort(bound_seconds=seconds),
-            )[0]
-            gaps.append(f"{best.plan.gap:.1%}")
-        rows.append((space, f"{gpus:,}", best.plan.iteration_seconds, *gaps))
+    for gpus in arguments.gpus:
+        problem = Problem(topology=cluster(CLUSTERS[gpus]), profile=model, global_batch=arguments.global_batch)
+        bests = [search(problem, effort=Effort(bound_seconds=seconds)).best for seconds in arguments.seconds]
+        rows.append((f"{gpus:,}", bests[-1].iteration_seconds, *(f"{best.gap:.1%}" for best in bests)))
     print_table(
         "No plan is faster by more than",
-        ("search space", "GPUs", "iteration [s]", *(f"after {seconds:g} s" for seconds in arguments.seconds)),
+        ("GPUs", "iteration [s]", *(f"after {seconds:g} s" for seconds in arguments.seconds)),
         rows,
     )
     start = time.perf_counter()
-    front = pareto_front(priced(cluster(CLUSTERS[arguments.front])), model, global_batch=arguments.global_batch)
+    machines = priced(cluster(CLUSTERS[arguments.front]))
+    front = pareto_front(Problem(topology=machines, profile=model, global_batch=arguments.global_batch))
     took = time.perf_counter() - start
     print_table(
         f"\nPlans that are worth their price, of at most {arguments.front} GPUs; planning took {took:.1f} s",

@@ -13,7 +13,8 @@ import argparse
 from benchmarks.common import print_table
 from colossal_hetero.planner.cost.evaluate import evaluate_layout, evaluate_plan
 from colossal_hetero.planner.cost.layout_line import layout_of, read_layout, write_layout
-from colossal_hetero.planner.search.make_plans import make_plans
+from colossal_hetero.planner.search.problem import Problem
+from colossal_hetero.planner.search.search import search
 from tests.support.random_clusters import large_problem, small_problem
 
 ROUNDING = 1e-8
@@ -29,7 +30,7 @@ def main() -> None:
         for seed in range(arguments.clusters):
             topology, profile, global_batch = problem(seed)
             try:
-                plans = make_plans(topology, profile, global_batch=global_batch, keep=3)
+                plans = search(Problem(topology=topology, profile=profile, global_batch=global_batch), keep=3).plans
             except ValueError:
                 continue
             for plan in (ranked.plan for ranked in plans):

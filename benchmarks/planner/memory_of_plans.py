@@ -16,10 +16,10 @@ from pathlib import Path
 
 from benchmarks.common import print_table
 from benchmarks.planner.published_clusters import DATA, MICRO_BATCHES, published_cases
+from benchmarks.plans import simple_plan
 from colossal_hetero.planner.cluster.topology import Topology
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
-from colossal_hetero.planner.search.make_plans import make_plans
 
 STATE_BYTES, BUCKET_BYTES, OTHER_BYTES = 24, 4, 3e9
 
@@ -54,9 +54,9 @@ def excess_bytes(plan: Plan, profile: ModelProfile, layers: LayerBytes) -> float
     return max(excess)
 
 
-def simple_plan(topology: Topology, profile: ModelProfile, global_batch: int) -> Plan | str:
+def best_plan(topology: Topology, profile: ModelProfile, global_batch: int) -> Plan | str:
     try:
-        return make_plans(topology, profile, global_batch=global_batch, micro_batches=MICRO_BATCHES, keep=1)[0].plan
+        return simple_plan(topology, profile, global_batch=global_batch, micro_batches=MICRO_BATCHES)
     except ValueError as error:
         return str(error)
 
@@ -80,7 +80,7 @@ def main() -> None:
         for which, (machines, model) in enumerate(
             ((topology.with_memory_reserve(0), as_before(profile)), (topology, profile))
         ):
-            plan = simple_plan(machines, model, arguments.global_batch)
+            plan = best_plan(machines, model, arguments.global_batch)
             if isinstance(plan, str):
                 cells += ["no plan", "-"]
                 continue

@@ -31,11 +31,10 @@ from rich.text import Text
 
 from benchmarks.planner.published_clusters import DATA, MICRO_BATCHES, read_published
 from benchmarks.planner.sailor_tables import GpuChannels, make_topology, profile_part
+from benchmarks.plans import price_ranks, simple_plan
 from colossal_hetero.planner.cluster.topology import Topology
 from colossal_hetero.planner.cost.plan import Plan
-from colossal_hetero.planner.cost.predict import predict_plan
 from colossal_hetero.planner.profile.layer_profile import ModelProfile, save_model_profile
-from colossal_hetero.planner.search.make_plans import make_plans
 
 NODES = {"RTX-3090": (1, 8), "RTX-2080": (1, 8), "Titan-RTX": (1, 8)}
 """Number of nodes, and GPUs per node; other kinds have two nodes of four. Sailor had one node of each RTX and Titan."""
@@ -53,7 +52,7 @@ def topology_of(channels: dict[str, GpuChannels], kinds: Kinds) -> Topology:
 def planned_for(topology: Topology, profile: ModelProfile, global_batch: int) -> Plan | str:
     """The planner's best plan, or the reason why there is none."""
     try:
-        return make_plans(topology, profile, global_batch=global_batch, micro_batches=MICRO_BATCHES, keep=1)[0].plan
+        return simple_plan(topology, profile, global_batch=global_batch, micro_batches=MICRO_BATCHES)
     except ValueError as error:
         return str(error)
 
@@ -76,7 +75,7 @@ def uniform_for(topology: Topology, profile: ModelProfile, global_batch: int) ->
             by_stage = grid.reshape(stages, replicas, degree).transpose(1, 0, 2)
             for ranks in (by_pipeline, by_stage):
                 try:
-                    plan = predict_plan(
+                    plan = price_ranks(
                         topology, profile, ranks.tolist(), micro_batch=micro_batch, global_batch=global_batch
                     )
                 except ValueError as error:  # not timed, not divisible, or too large

@@ -1,21 +1,21 @@
 """How often the planner misses a plan: all plans of small clusters, and clusters that become better. No training.
 
-Small clusters have 1 to 4 devices; every plan without tensor parallelism is tried. For the wider search spaces, every
-plan with tensor parallelism, other degrees of stages, recomputation and ZeRO stage 1 is tried. Larger clusters have up
-to 16 devices; each is planned for as it is, and with more bandwidth, more memory, a faster device and a further device.
-The best plan must not become slower.
+Small clusters have 1 to 4 devices; every plan without tensor parallelism, recomputation and ZeRO stage 1 is tried, and
+of other problems every plan with them, or with some of them. Larger clusters have up to 16 devices; each is planned for
+as it is, and with more bandwidth, more memory, a faster device and a further device. The best plan must not become
+slower.
 """
 
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import numpy as np
 
 from benchmarks.common import print_table
-from colossal_hetero.planner.cost.tp_groups import SIMPLE, SearchSpace
-from colossal_hetero.planner.search.make_plans import make_plans
-from tests.support.every_form import EveryForm, spaces_to_prove
+from colossal_hetero.planner.search.search import search
+from tests.support.every_form import EveryForm, wishes_to_prove
 from tests.support.every_plan import EveryPlan
 from tests.support.random_clusters import (
     CHANGES,
@@ -30,14 +30,12 @@ TOLERANCE = 1e-9
 """Relative difference in time from which a plan counts as slower."""
 
 
-def best_seconds(problem: Problem, unequal: bool, space: SearchSpace = SIMPLE) -> float:
+def best_seconds(problem: Problem, unequal: bool, **wishes: Any) -> float:
     """Predicted time of the planner's best plan; infinite if it finds none."""
-    topology, profile, global_batch = problem
     try:
-        ranked = make_plans(topology, profile, global_batch=global_batch, unequal=unequal, keep=1, space=space)
+        return search(problem.to_search(unequal=unequal, **wishes), keep=1).best.iteration_seconds
     except ValueError:
         return np.inf
-    return ranked[0].plan.iteration_seconds
 
 
 def against_all_plans(count: int, unequal: bool) -> tuple[object, ...]:
@@ -64,12 +62,12 @@ def after_improvements(count: int, unequal: bool, change: str) -> tuple[object, 
 
 
 def against_all_forms(count: int, unequal: bool) -> tuple[object, ...]:
-    """Row: as :func:`against_all_plans`, in the whole search space and in parts of it, by turns."""
+    """Row: as :func:`against_all_plans`, with all that plans can have and with parts of it, by turns."""
     factors = []
     for seed in range(count):
-        problem, space = whole_space_problem(seed), spaces_to_prove(seed)
-        best = EveryForm(*problem, space).best_seconds(unequal=unequal)
-        found = best_seconds(problem, unequal, space)
+        problem, wishes = whole_space_problem(seed), wishes_to_prove(seed)
+        best = EveryForm(*problem, **wishes).best_seconds(unequal=unequal)
+        found = best_seconds(problem, unequal, **wishes)
         # No plan found and none possible counts as equal.
         if min(best, found) < np.inf:
             factors.append(found / best)
@@ -84,7 +82,7 @@ def _row(name: str, count: int, factors: list[float]) -> tuple[object, ...]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", type=int, default=500, help="small clusters (default: 500)")
-    parser.add_argument("--forms", type=int, default=500, help="small clusters in wider search spaces (default: 500)")
+    parser.add_argument("--forms", type=int, default=500, help="small clusters with other plans (default: 500)")
     parser.add_argument("--large", type=int, default=250, help="larger clusters, 4 changes each (default: 250)")
     parser.add_argument("--equal", action="store_true", help="larger clusters: only plans with equal replicas")
     arguments = parser.parse_args()
@@ -95,7 +93,7 @@ def main() -> None:
         [against_all_plans(arguments.small, unequal) for unequal in (True, False)],
     )
     print_table(
-        "\nSmall clusters: the planner against all plans in wider search spaces",
+        "\nSmall clusters: the planner against all plans with tensor parallelism, recomputation and ZeRO",
         ("plans", *columns),
         [against_all_forms(arguments.forms, unequal) for unequal in (True, False)],
     )

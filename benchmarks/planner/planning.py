@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from multiprocessing import get_context
 from statistics import median
 from typing import Any
@@ -23,12 +24,12 @@ from colossal_hetero.planner.cluster.gpu_catalog import GPUS
 from colossal_hetero.planner.cluster.topology import Channel, Device, Node, Topology
 from colossal_hetero.planner.cost.draft import Draft, DraftBuilder
 from colossal_hetero.planner.cost.placement import NodeLinks, SlotPool
-from colossal_hetero.planner.cost.tp_groups import DEFAULT, SIMPLE, WHOLE, slot_kinds
+from colossal_hetero.planner.cost.tp_groups import slot_kinds
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile
-from colossal_hetero.planner.search.make_plans import make_plans
+from colossal_hetero.planner.search.problem import Problem
+from colossal_hetero.planner.search.search import search
 from colossal_hetero.planner.search.unequal_groups import MemberKind, effective_power, find_grouping
 
-SPACES = {"simple": SIMPLE, "default": DEFAULT, "whole": WHOLE}
 NAMES = ("A100-80", "H800", "H20")
 CLUSTERS = {
     16: (8, 4, 4),
@@ -213,37 +214,20 @@ def main() -> None:
         "--scip-seconds", type=float, default=60.0, help="SCIP's time limit; 0: do not run it (default: 60)"
     )
     parser.add_argument("--scip-gpus", type=int, default=64, help="run SCIP up to this number of GPUs (default: 64)")
-    parser.add_argument(
-        "--spaces", nargs="*", default=list(SPACES), choices=list(SPACES), help="search spaces to time (default: all)"
-    )
     arguments = parser.parse_args()
     model = gpt()
-    plans, groupings, by_space = [], [], []
+    plans, groupings = [], []
     for gpus in arguments.gpus:
         topology = cluster(CLUSTERS[gpus])
+        whole = Problem(topology=topology, profile=model, global_batch=arguments.global_batch)
         cells: list[object] = []
         for unequal in (True, False):
-            seconds, found = seconds_of(
-                lambda topology=topology, unequal=unequal: make_plans(
-                    topology, model, global_batch=arguments.global_batch, unequal=unequal
-                ),
-                arguments.repeats,
-            )
-            cells += [seconds, found[0].plan.iteration_seconds]
-        timed = [
-            seconds_of(
-                lambda topology=topology, space=space: make_plans(
-                    topology, model, global_batch=arguments.global_batch, space=SPACES[space]
-                ),
-                arguments.repeats,
-            )
-            for space in arguments.spaces
-        ]
-        iterations = ", ".join(f"{found[0].plan.iteration_seconds:.3f}" for _, found in timed)
-        by_space.append((f"{gpus:,}", *(f"{seconds:.2f}" for seconds, _ in timed), iterations))
-        uniform = make_plans(topology, model, global_batch=arguments.global_batch, method="uniform", unequal=False)
+            problem = replace(whole, unequal=unequal)
+            seconds, found = seconds_of(lambda problem=problem: search(problem), arguments.repeats)
+            cells += [seconds, found.best.iteration_seconds]
+        uniform = search(replace(whole, method="uniform", unequal=False, recompute=False, zero_stages=(0,))).best
         autohet_seconds = autohet_iteration(topology, model, arguments.global_batch)
-        plans.append((f"{gpus:,}", *cells, uniform[0].plan.iteration_seconds, autohet_seconds))
+        plans.append((f"{gpus:,}", *cells, uniform.iteration_seconds, autohet_seconds))
 
         kinds, memory = kinds_of(CLUSTERS[gpus]), model_gigabytes(model, 1)
         seconds, grouping = seconds_of(
@@ -275,11 +259,6 @@ def main() -> None:
             '"equal": all pipelines are divided in the same way; "uniform": equal, with the same number of layers '
             'per stage; "AutoHet": Algorithm 1 with exact groups, micro-batches by speed.',
         ),
-    )
-    print_table(
-        "\nThe same in wider search spaces",
-        ("GPUs", *(f"{space}: planning [s]" for space in arguments.spaces), "iterations [s]"),
-        by_space,
     )
     print_table(
         f"\nEq. 3 alone, K = {arguments.micro_batches}, one GPU per stage",

@@ -1,7 +1,7 @@
 """Quality of the split methods, and the time that they and the event simulation take. Nothing is trained.
 
-On random small pipelines, `exact` is compared with an exhaustive search over all orders of the slots and all contiguous
-splits. The tables of methods and of times use larger pipelines.
+On random small pipelines, `exact`, which tries a few orders of the slots, is compared with an exhaustive search over
+all orders and all contiguous splits. The tables of methods and of times use larger pipelines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from colossal_hetero.planner.profile.layer_costs import LayerCosts
 from colossal_hetero.planner.stages.event_simulation import simulate, simulate_times
 from colossal_hetero.planner.stages.local_search import refine
 from colossal_hetero.planner.stages.pipeline import Pipeline, Slot, Split, evaluate
-from colossal_hetero.planner.stages.slot_orders import _depths
 from colossal_hetero.planner.stages.split_methods import METHODS, split
 
 BLOCK_SECONDS = 0.03
@@ -86,7 +85,7 @@ def all_splits(pipeline: Pipeline) -> list[Split]:
 def against_exhaustive_search(pipelines: int, seed: int) -> list[tuple[object, ...]]:
     """Table of `exact` against the optimum of all splits."""
     random = np.random.default_rng(seed)
-    equal, worst, impossible = 0, 1.0, 0
+    equal, worst, impossible, missed = 0, 1.0, 0, 0
     for _ in range(pipelines):
         pipeline = small(random)
         costs = [evaluate(pipeline, one) for one in all_splits(pipeline)]
@@ -94,13 +93,13 @@ def against_exhaustive_search(pipelines: int, seed: int) -> list[tuple[object, .
         try:
             found = evaluate(pipeline, split(pipeline))
         except ValueError:
-            assert best == np.inf, "a split that fits was missed"
-            impossible += 1
+            impossible += best == np.inf
+            missed += best < np.inf
             continue
         assert found.fits
         equal += abs(found.seconds / best - 1.0) < 1e-9
         worst = max(worst, found.seconds / best)
-    return [(f"{equal} of {pipelines - impossible}", worst, f"{impossible} of {impossible}")]
+    return [(f"{equal} of {pipelines - impossible}", worst, missed, impossible)]
 
 
 def methods(pipelines: int, seed: int) -> list[tuple[object, ...]]:
@@ -164,7 +163,6 @@ def split_times(repeats: int, seed: int) -> list[tuple[object, ...]]:
             first, again = [], []
             for number in range(repeats):
                 pipeline = mixed(np.random.default_rng(seed + number), stages, kinds, blocks, 4 * stages, equal_blocks)
-                _depths.cache_clear()
                 for seconds in (first, again):
                     start = time.perf_counter()
                     split(pipeline)
@@ -200,7 +198,7 @@ def main() -> None:
     arguments = parser.parse_args()
     print_table(
         "Iteration time of 'exact' relative to the optimum of all splits and orders: 1 to 4 slots, up to 8 blocks",
-        ("equal to the optimum", "worst / optimum", "found that no split fits"),
+        ("equal to the optimum", "worst / optimum", "no split found, but one fits", "no split fits"),
         against_exhaustive_search(arguments.pipelines, arguments.seed),
     )
     print_table(

@@ -25,12 +25,12 @@ from benchmarks.gpu.part import Case, Machine, Part, Row
 from benchmarks.gpu.parts.profile import Work, host_bytes_per_second, measure_layers, two_devices
 from benchmarks.gpu.ranks import run_ranks
 from benchmarks.gpu.vit_training import Shape
+from benchmarks.plans import price_ranks
 from colossal_hetero import HeteroHybridParallelPlugin, HeteroZeroPlugin
 from colossal_hetero.cli.probe_ranks import measure_links
 from colossal_hetero.planner.batches.batch_profile import load_profile
 from colossal_hetero.planner.batches.comparison import compare
 from colossal_hetero.planner.cluster.topology import MeasuredLink
-from colossal_hetero.planner.cost.predict import predict_plan
 from colossal_hetero.planner.profile.fitted_profiles import as_profiled
 
 GIB = 2**30
@@ -163,14 +163,11 @@ def train_pipeline(device: torch.device, work: Work) -> tuple[list[float] | None
     torch.backends.cudnn.allow_tf32 = False  # for the loss, which is compared
     profile = measure_layers(device, work, "fp32")
     bytes_per_second = host_bytes_per_second(device, work.shape.activation_bytes)
-    plan = predict_plan(
-        as_profiled(two_devices(profile, bytes_per_second), profile),
-        profile,
-        [[[0], [1]]],
-        micro_batch=work.shape.batch,
-        global_batch=work.global_batch,
-        method="exact",
-    )
+    topology = as_profiled(two_devices(profile, bytes_per_second), profile)
+    sizes = {"micro_batch": work.shape.batch, "global_batch": work.global_batch}
+    cuts = [(0, cut, profile.blocks) for cut in range(1, profile.blocks)]
+    plans = [price_ranks(topology, profile, [[[0], [1]]], bounds=cut, **sizes) for cut in cuts]
+    plan = min(plans, key=lambda each: each.iteration_seconds)
     model: torch.nn.Module = work.shape.build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     booster = Booster(plugin=HeteroHybridParallelPlugin(plan=plan, precision="fp32"))

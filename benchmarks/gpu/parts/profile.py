@@ -25,6 +25,7 @@ from colossalai.booster import Booster
 from benchmarks.gpu.part import Case, Machine, Part, Row
 from benchmarks.gpu.ranks import run_ranks
 from benchmarks.gpu.vit_training import Shape, shape_for
+from benchmarks.plans import price_ranks, simple_plan
 from colossal_hetero import HeteroHybridParallelPlugin
 from colossal_hetero.cli.probe_ranks import probe_ranks
 from colossal_hetero.colossalai_support.gpu_over_gloo import support_gpus_over_gloo
@@ -32,11 +33,9 @@ from colossal_hetero.layers.transport import Transport
 from colossal_hetero.planner.cluster.cluster_file import load_cluster, save_cluster
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from colossal_hetero.planner.cost.plan import Plan
-from colossal_hetero.planner.cost.predict import predict_plan
 from colossal_hetero.planner.cost.simulate import simulate_plan
 from colossal_hetero.planner.profile.fitted_profiles import as_profiled
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
-from colossal_hetero.planner.search.make_plans import make_plans
 from colossal_hetero.profiling.layer_profiler import profile_layers
 
 GIB = 2**30
@@ -108,7 +107,7 @@ def planned_alone(device: torch.device, work: Work, precision: str) -> tuple[Top
         save_cluster(topology, Path(folder) / "cluster.toml", "")
         topology = load_cluster(Path(folder) / "cluster.toml")
     profile = measure_layers(device, work, precision)
-    best = make_plans(topology, profile, global_batch=work.global_batch, micro_batches=[work.shape.batch])[0].plan
+    best = simple_plan(topology, profile, global_batch=work.global_batch, micro_batches=[work.shape.batch])
     return topology, best, train(device, work, best, precision)
 
 
@@ -158,7 +157,7 @@ def staged(device: torch.device, work: Work, alone: ModelProfile) -> tuple[list[
     bytes_per_second = host_bytes_per_second(device, work.shape.activation_bytes)
     plans = []
     for profile in (alone, measure_layers(device, work, "fp32")):
-        plan = predict_plan(
+        plan = price_ranks(
             as_profiled(two_devices(profile, bytes_per_second), profile),
             profile,
             [[[0], [1]]],

@@ -2,12 +2,13 @@
 
 Rows, for each cluster and model:
 
-- "this planner": the best plan of each search space: simple, default, whole.
-- "chosen by Sailor's simulator": of this planner's best plans (``--keep``) of the default and the whole space, the one
-  that Sailor's simulator prices lowest. It shows whether the search already holds plans that are best by another model.
+- "this planner": its best plan, and its best simple one: without recomputation and ZeRO.
+- "chosen by Sailor": of this planner's best plans (``--keep``), the one that Sailor's simulator prices lowest. It shows
+  whether the search already holds plans that are best by another model.
 - Plans of peers from files (``--plans``): TOML files with ``peer``, ``repository``, ``commit`` and a list ``plans`` of
   ``cluster`` (as printed here), ``model`` and ``layout`` (a line as ``colossal-hetero evaluate`` takes); a list
-  ``missing`` may say why there is no plan. ``run_planners.py`` makes such files by running the peers' planners.
+  ``missing`` may say why there is no plan. ``run_planners.py`` makes such files by running the peers' planners. Plans
+  whose stages have several tensor-parallel degrees have no price.
 - "space of X, our search": the best plan that *this* planner finds if it may only choose what X may choose, as
   published. It is never X's own result, which can be another one, because X searches and predicts otherwise.
 
@@ -30,27 +31,28 @@ from typing import Any
 
 from benchmarks.common import print_markdown, print_table
 from benchmarks.planner.peers.inputs import prepare_copy
+from benchmarks.planner.peers.layouts import SEVERAL_DEGREES, has_one_degree
 from benchmarks.planner.peers.simulator import SailorPrice, SailorSimulator, load_sailor
 from benchmarks.planner.published_clusters import CLUSTERS, DATA, MICRO_BATCHES, Case, published_cases, read_published
 from colossal_hetero.planner.cost.evaluate import EvaluatedPlan, evaluate_layout, evaluate_plan
 from colossal_hetero.planner.cost.layout_line import layout_of, read_layout, write_layout
-from colossal_hetero.planner.cost.tp_groups import DEFAULT, SIMPLE, WHOLE, SearchSpace
-from colossal_hetero.planner.search.make_plans import make_plans
+from colossal_hetero.planner.search.problem import Problem
+from colossal_hetero.planner.search.search import search
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-OWN: Mapping[str, SearchSpace] = {"simple": SIMPLE, "default": DEFAULT, "whole space": WHOLE}
-CHOSEN: Mapping[str, SearchSpace] = {"default, chosen by Sailor": DEFAULT, "whole space, chosen by Sailor": WHOLE}
+SIMPLE: Mapping[str, Any] = {"recompute": False, "zero_stages": (0,)}
+OWN: Mapping[str, Mapping[str, Any]] = {"this planner": {}, "this planner, simple": SIMPLE}
+CHOSEN = "chosen by Sailor"
 SPACES: Mapping[str, Mapping[str, Any]] = {
-    "space of Megatron, our search": {"method": "uniform", "unequal": False},
-    "space of AMP, our search": {"unequal": False},
-    "space of FlashFlex, our search": {"space": SearchSpace(mixed_degrees=True)},
+    "space of Megatron, our search": {"method": "uniform", "unequal": False, **SIMPLE},
+    "space of AMP, our search": {"unequal": False, **SIMPLE},
 }
 """What may be chosen. Megatron: equal pipelines of equal stages, one degree. AMP: one degree, equal pipelines of any
-stages. FlashFlex: pipelines that differ, with a degree for each stage."""
+stages."""
 PRICES = ("closed form", "event simulation", "Sailor's simulator", "Sailor's simulator, its own files")
 
 
@@ -119,10 +121,16 @@ class Pricer:
     def searched(self, keep: int = 1, **options: Any) -> list[PricedPlan]:
         """The planner's best plans."""
         case = self.case
-        batch = options.pop("global_batch")
-        sizes = MICRO_BATCHES
-        found = make_plans(case.topology, case.profile, global_batch=batch, micro_batches=sizes, keep=keep, **options)
+        problem = Problem(topology=case.topology, profile=case.profile, micro_batches=MICRO_BATCHES, **options)
+        found = search(problem, keep=keep).plans
         return [self.priced(evaluate_plan(case.topology, case.profile, each.plan)) for each in found]
+
+    def of_layout(self, line: str, global_batch: int) -> PricedPlan:
+        """The plan of a peer."""
+        if not has_one_degree(line):
+            raise ValueError(SEVERAL_DEGREES)
+        topology, profile = self.case.topology, self.case.profile
+        return self.priced(evaluate_layout(topology, profile, read_layout(line), global_batch=global_batch))
 
     def by_sailor(self, keep: int, **options: Any) -> PricedPlan:
         """Of the planner's best plans, the one that Sailor's simulator prices lowest."""
@@ -138,16 +146,13 @@ def candidates(
     """Plans by who made them, or why there is none."""
     batch = {"global_batch": global_batch}
     makers: dict[str, Callable[[], PricedPlan]] = {
-        name: lambda space=space: pricer.searched(space=space, **batch)[0]  # type: ignore[misc]
-        for name, space in OWN.items()
+        name: lambda options=options: pricer.searched(**options, **batch)[0]  # type: ignore[misc]
+        for name, options in OWN.items()
     }
     if isinstance(pricer.ours, SailorSimulator):
-        makers |= {name: partial(pricer.by_sailor, keep, space=space, **batch) for name, space in CHOSEN.items()}
-    case = pricer.case
+        makers[CHOSEN] = partial(pricer.by_sailor, keep, **batch)
     for each in peers:
-        makers[each.peer] = lambda each=each: pricer.priced(  # type: ignore[misc]
-            evaluate_layout(case.topology, case.profile, read_layout(each.layout), global_batch=global_batch)
-        )
+        makers[each.peer] = partial(pricer.of_layout, each.layout, global_batch)
     makers |= {
         name: lambda options=options: pricer.searched(**options, **batch)[0]  # type: ignore[misc]
         for name, options in SPACES.items()
@@ -277,7 +282,7 @@ def main() -> None:
             if isinstance(pricer.ours, str):
                 print(f"Sailor's columns are empty: {pricer.ours}.")
     who = list(dict.fromkeys(each.peer for each in peers))
-    print_overview(found, [*OWN, *CHOSEN, *who])
+    print_overview(found, [*OWN, CHOSEN, *who])
     print_overview(found, list(SPACES))
     print_wins([plans for _, plans in found], who)
 

@@ -8,11 +8,15 @@ the number of samples in a micro-batch.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["layout_line"]
+__all__ = ["SEVERAL_DEGREES", "has_one_degree", "layout_line"]
+
+SEVERAL_DEGREES = "not priced: several tensor-parallel degrees"
+"""Why our model has no price of some plans of peers."""
 
 
 class Stage(NamedTuple):
@@ -57,7 +61,8 @@ def layout_line(plan: Mapping[str, Any], layers: int, before: int, after: int, g
     if total < len(pipelines):
         raise ValueError(f"it has {len(pipelines)} pipelines for {total} micro-batches")
     counts = [total // len(pipelines) + (number < total % len(pipelines)) for number in range(len(pipelines))]
-    texts = [_pipeline(each, before, layers - before - after) for each in pipelines]
+    plain = {stage.degree for each in pipelines for stage in each} == {1}
+    texts = [_pipeline(each, before, layers - before - after, plain) for each in pipelines]
     groups = Counter(zip(texts, counts, strict=True))
     steps = set(counts)
     parts = " + ".join(
@@ -88,10 +93,17 @@ def _checked_layers(stages: Iterable[Sequence[int]], layers: int, before: int, a
     return found
 
 
-def _pipeline(stages: Sequence[Stage], before: int, blocks: int) -> str:
+def has_one_degree(line: str) -> bool:
+    """True if all stages of a layout line have one tensor-parallel degree: their own, else that of the line, else 1."""
+    whole = re.search(r"\btp (\d+)", re.sub(r"\[[^]]*\]", "", line))
+    stages = [stage for pipeline in re.findall(r"\[([^]]*)\]", line) for stage in pipeline.split("|")]
+    return len({(own or whole or ["", "1"])[1] for own in (re.search(r"\btp (\d+)", stage) for stage in stages)}) == 1
+
+
+def _pipeline(stages: Sequence[Stage], before: int, blocks: int, plain: bool) -> str:
     parts = []
     for stage in stages:
-        form = f" (tp {stage.degree})" if stage.degree > 1 else ""
+        form = "" if plain else f" (tp {stage.degree})"
         first, last = max(stage.layers[0] - before, 0), min(stage.layers[-1] - before, blocks - 1)
         parts.append(f"{stage.kind}{form} {first}-{last}")
     return f"pp [{' | '.join(parts)}]"

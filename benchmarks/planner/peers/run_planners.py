@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.planner.peers.inputs import prepare_copy
-from benchmarks.planner.peers.layouts import layout_line
+from benchmarks.planner.peers.layouts import SEVERAL_DEGREES, has_one_degree, layout_line
 from benchmarks.planner.published_clusters import (
     CLUSTERS,
     DATA,
@@ -93,13 +93,17 @@ def run_peer(peer: str, cluster: Cluster, case: Case, copy: Path, arguments: arg
 
 
 def choose(answer: dict[str, Any], case: Case, global_batch: int) -> Found:
-    """The first plan that can be said as a line and fits by our count, too."""
+    """The first plan that can be said as a line and fits by our count, too, or has several degrees, which we do not
+    count."""
     profile, reasons = case.profile, Counter[str]()
     if answer["too_large"]:
         reasons["too large by Sailor's count"] = answer["too_large"]
     for plan in answer["plans"]:
         try:
             line = layout_line(plan, profile.layers, profile.before, profile.after, global_batch)
+            if not has_one_degree(line):
+                note = f"{answer['returned']} plans returned; {SEVERAL_DEGREES}"
+                return Found(line, _note(note, reasons), float(plan.get("own_seconds", "inf")), reasons=reasons)
             evaluated = evaluate_layout(case.topology, profile, read_layout(line), global_batch=global_batch)
         except ValueError as error:
             reasons[str(error).splitlines()[0]] += 1

@@ -102,7 +102,7 @@ class SailorSimulator:
                 for replica in replicas:
                     stage = replica.stages[index]
                     node = topology.nodes[topology.devices[stage.ranks[0]].node]
-                    members.append([[[stage.device, len(node.devices), ZONE]], plan.degree(stage)])
+                    members.append([[[stage.device, len(node.devices), ZONE]], plan.tensor_parallel])
                 stages.append(members)
             dp = [len(members) for members in stages]
             pipelines.append({"num_stages": len(first), "layers_per_stage": layers, "tmp_per_stage": stages, "dp": dp})

@@ -16,11 +16,11 @@ from benchmarks.common import print_markdown
 from benchmarks.planner.peers.inputs import prepare_copy
 from benchmarks.planner.peers.simulator import SailorSimulator, load_sailor
 from benchmarks.planner.published_clusters import DATA, MICRO_BATCHES, published_cases, read_published
+from benchmarks.plans import simple_plan
 from colossal_hetero.planner.cluster.topology import Channel, Topology
 from colossal_hetero.planner.cost.evaluate import evaluate_layout
 from colossal_hetero.planner.cost.layout_line import PlanLayout, layout_of, read_layout, write_layout
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
-from colossal_hetero.planner.search.make_plans import make_plans
 
 NO_TIME = 1e18
 """Bytes per second of links without which only passes and updates are left."""
@@ -60,7 +60,7 @@ def main() -> None:
             copy = prepare_copy(arguments.sailor, Path(folder), published.profiles, published.channels, MICRO_BATCHES)
         for cluster, topology, profile in published_cases(arguments.data):
             batch = {"global_batch": arguments.global_batch, "micro_batches": MICRO_BATCHES}
-            plan = make_plans(topology, profile, keep=1, **batch)[0].plan
+            plan = simple_plan(topology, profile, **batch)
             layout = read_layout(write_layout(layout_of(plan)))
             passes, _ = parts(without_communication(topology), profile, layout, arguments.global_batch)
             cells = []

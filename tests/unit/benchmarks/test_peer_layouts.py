@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.planner.peers.layouts import layout_line
+from benchmarks.planner.peers.layouts import has_one_degree, layout_line
 from colossal_hetero.planner.cost.layout_line import read_layout
 
 LAYERS = 10
@@ -25,7 +25,8 @@ def pipeline(stages: list[list[list[Any]]], ends: tuple[int, ...]) -> dict[str, 
 
 def line(*pipelines: dict[str, Any], mbs: float = 1, batch: int = 16) -> str:
     found = layout_line({"mbs": mbs, "pipelines": pipelines}, LAYERS, 1, 1, batch)
-    read_layout(found)
+    if has_one_degree(found):
+        read_layout(found)
     return found
 
 
@@ -46,7 +47,24 @@ def test_embedding_and_head_go_with_blocks() -> None:
 def test_members_of_a_stage_may_differ_in_kind_and_degree() -> None:
     stages = [[member("A"), member("B", 4)], [member("A"), member("A")]]
     found = line(pipeline(stages, (5,)))
-    assert found == "dp 2 = 1 × pp [A 0-3 | A 4-7] + 1 × pp [B (tp 4) 0-3 | A 4-7] · micro-batch 1 × 8"
+    pipelines = "1 × pp [A (tp 1) 0-3 | A (tp 1) 4-7] + 1 × pp [B (tp 4) 0-3 | A (tp 1) 4-7]"
+    assert found == f"dp 2 = {pipelines} · micro-batch 1 × 8"
+    assert not has_one_degree(found)
+
+
+@pytest.mark.parametrize(
+    ("line", "one"),
+    [
+        ("dp 2 × pp [A 0-3 | B 4-7]", True),
+        ("dp 2 × pp [A (tp 2) 0-3 | B (tp 2) 4-7]", True),
+        ("tp 2 · dp 2 × pp [A 0-3 | B (tp 2) 4-7]", True),
+        ("dp 2 × pp [A 0-3 | B (tp 2) 4-7]", False),
+        ("dp 2 = pp [A 0-7] + pp [B (tp 2, recompute) 0-7]", False),
+        ("tp 4 · dp 2 × pp [A 0-3 | B (tp 2) 4-7]", False),
+    ],
+)
+def test_degrees_of_a_line(line: str, one: bool) -> None:
+    assert has_one_degree(line) is one
 
 
 def test_micro_batches_that_cannot_be_divided_equally() -> None:

@@ -25,7 +25,7 @@ def plan(degree: int, seconds: float) -> dict[str, Any]:
 
 def test_the_first_plan_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     def evaluated(*arguments: Any, global_batch: int) -> Any:
-        degree = arguments[2].pipelines[0].stages[0].tensor_parallel
+        degree = arguments[2].tensor_parallel
         return SimpleNamespace(fits=degree == 4)
 
     monkeypatch.setattr(run_planners, "evaluate_layout", evaluated)
@@ -36,6 +36,13 @@ def test_the_first_plan_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
         "9 plans returned; left out: 5 × too large by Sailor's count; 1 × a tensor-parallel group of 8 GPUs reaches "
         "beyond a node; 1 × too large by our count"
     )
+    two = {
+        "layers_per_stage": [[0, 1, 2], [3, 4, 5]],
+        "tmp_stages": [[[[["A", 4, "zone"]], 1]], [[[["A", 4, "zone"]], 2]]],
+    }
+    found = choose({**answer, "plans": [{"mbs": 1, "pipelines": [two]}]}, CASE, 8)
+    assert found.layout == "dp 1 × pp [A (tp 1) 0-1 | A (tp 2) 2-3] · micro-batch 1 × 8"
+    assert found.note.startswith("9 plans returned; not priced: several tensor-parallel degrees")
     found = choose({**answer, "plans": [plan(2, 1.0)]}, CASE, 8)
     assert found.layout is None and found.note.startswith("none of 9 plans can be used; left out: 5 ×")
 
