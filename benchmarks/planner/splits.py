@@ -17,7 +17,6 @@ from benchmarks.common import print_table
 from colossal_hetero.planner.cluster.topology import Channel
 from colossal_hetero.planner.profile.layer_costs import LayerCosts
 from colossal_hetero.planner.stages.event_simulation import simulate, simulate_times
-from colossal_hetero.planner.stages.local_search import refine
 from colossal_hetero.planner.stages.pipeline import Pipeline, Slot, Split, evaluate
 from colossal_hetero.planner.stages.split_methods import METHODS, split
 
@@ -141,7 +140,7 @@ def under_simulation(pipelines: int, seed: int) -> list[tuple[object, ...]]:
     rows = []
     for stages, count in ((2, 4), (3, 4), (4, 4), (2, 8), (4, 8), (4, 16), (4, 64)):
         random = np.random.default_rng(seed)
-        closed, exact, refined = [], [], []
+        closed, exact = [], []
         for _ in range(pipelines):
             pipeline = mixed(random, stages, 2, 9, count)
             best = min(simulate(pipeline, one).seconds for one in all_splits(pipeline) if evaluate(pipeline, one).fits)
@@ -149,8 +148,7 @@ def under_simulation(pipelines: int, seed: int) -> list[tuple[object, ...]]:
             simulated = simulate(pipeline, found).seconds
             closed.append(evaluate(pipeline, found).seconds / simulated)
             exact.append(simulated / best)
-            refined.append(simulate(pipeline, refine(pipeline, found)).seconds / best)
-        rows.append((stages, count, mean(closed), mean(exact), max(exact), mean(refined), max(refined)))
+        rows.append((stages, count, mean(closed), mean(exact), max(exact)))
     return rows
 
 
@@ -207,9 +205,9 @@ def main() -> None:
         methods(arguments.mixed, arguments.seed),
     )
     print_table(
-        "\nUnder the event simulation: closed form / simulated time; 'exact', and 'exact' refined by local search,\n"
+        "\nUnder the event simulation: closed form / simulated time, and 'exact' "
         "relative to the best of all splits and orders under the simulation; 9 blocks, 2 kinds",
-        ("stages", "micro-batches", "closed form / simulated", "exact, mean", "worst", "refined, mean", "worst"),
+        ("stages", "micro-batches", "closed form / simulated", "exact, mean", "worst"),
         under_simulation(arguments.mixed, arguments.seed),
     )
     print_table(
