@@ -13,7 +13,7 @@ from ..cost.runnable import enough_micro_batches
 from ..cost.tp_groups import compositions, divisors
 from .pipeline_bounds import PipelineBounds
 
-__all__ = ["EqualRows", "Shape", "mixed_shapes", "shapes"]
+__all__ = ["EqualRows", "Shape", "shapes"]
 
 
 class Shape(NamedTuple):
@@ -140,35 +140,3 @@ def shapes(pools: Sequence[SlotPool], bounds: Sequence[PipelineBounds], stages: 
                     seconds = float(total / power[pipelines * length - 1])
                     found.append(Shape(seconds, number, pipelines, length))
     return sorted(found)
-
-
-def mixed_shapes(
-    pools: Sequence[SlotPool],
-    bounds: Sequence[PipelineBounds],
-    stages: Sequence[int] | None,
-    *,
-    below: float = np.inf,
-) -> list[Shape]:
-    """Shapes with several kinds in a stage, slots given out stage by stage by power; which fit, below ``below``."""
-    found: list[Shape] = []
-    for number, (pool, bound) in enumerate(zip(pools, bounds, strict=True)):
-        kinds = np.repeat(np.arange(len(pool.kinds)), [len(kind.slots) for kind in pool.kinds])
-        for pipelines in pipeline_counts(pool):
-            if not 1 < pipelines <= len(kinds):
-                continue
-            lengths, counts = [], []
-            for length in range(1, min(len(kinds) // pipelines, bound.blocks) + 1):
-                used = kinds[len(kinds) - pipelines * length :].reshape(length, pipelines)
-                allowed = stages is None or length in stages
-                allowed = allowed and bool(enough_micro_batches(length, pool.total_micro_batches // pipelines))
-                if allowed and (used[:, 0] != used[:, -1]).any():
-                    # The first pipeline has the weakest slot of each stage, so no pipeline is slower.
-                    count = np.bincount(used[:, 0], minlength=len(pool.kinds))
-                    if pool.total_micro_batches // pipelines < below * float(count @ (1.0 / bound.work_seconds)):
-                        lengths.append(length)
-                        counts.append(count)
-            if lengths:
-                micro_batches = np.full(len(lengths), pool.total_micro_batches // pipelines)
-                seconds = bound.seconds(np.array(counts), micro_batches).tolist()
-                found += [Shape(each, number, pipelines, length) for each, length in zip(seconds, lengths, strict=True)]
-    return sorted(shape for shape in found if np.isfinite(shape.seconds))

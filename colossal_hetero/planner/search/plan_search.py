@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ..cost.draft import Draft, DraftBuilder
 from ..cost.placement import SlotPool
 from ..cost.ranked_plan import MIN_GAIN
-from .equal_rows import EqualRows, Shape, mixed_shapes, shapes
+from .equal_rows import EqualRows, Shape, shapes
 from .few_slots import MAX_EQUAL, FewSlots
 from .gradient_bounds import GradientBounds
 from .neighbors import Neighborhood
@@ -128,18 +128,14 @@ class PlanSearch:
 
     def _try_equal(self) -> None:
         world = len(self.topology.devices)
-        mixed = mixed_shapes(self.pools, self.bounds, self.problem.stages, below=self._below)
         if self.all_devices:
-            mixed = [shape for shape in mixed if self._devices(shape) == world]
             self._try_rows(self.rows.of_size(world), self._below)
-            self._try_mixed(mixed)
             return
         kinds = self._device_kinds()
         alone = [frozenset([kind]) for kind in sorted(kinds)]
         others = [kinds - one for one in alone] if len(alone) > 2 else []
         for allowed in dict.fromkeys([kinds, *alone, *others]):
             self._try_rows(self.rows.of_kinds(allowed), self._below)
-        self._try_mixed(mixed)
         # The best plan may leave slow devices idle, but a run may need all of them.
         self._try_rows(self.rows.of_size(world), np.inf)
 
@@ -152,18 +148,6 @@ class PlanSearch:
             draft = self._try(pool, [counts] * pipelines, symmetric=True)
             if draft is not None:
                 best = min(best, draft.seconds)
-
-    def _try_mixed(self, chosen: Sequence[Shape]) -> None:
-        for shape in chosen[:MAX_ROWS]:
-            if not shape.seconds < self._below:
-                break
-            pool = self.pools[shape.pool]
-            slots = [(kind, slot) for kind, each in enumerate(pool.kinds) for slot in range(len(each.slots))]
-            used = slots[len(slots) - shape.pipelines * shape.stages :]
-            places = [used[first :: shape.pipelines] for first in range(shape.pipelines)]
-            draft = self.builder.build_placed(pool, places, symmetric=True)
-            if isinstance(draft, Draft):
-                self._add(("mixed", *shape[1:]), draft)
 
     def _try_unequal(self) -> None:
         kinds = self._device_kinds()
