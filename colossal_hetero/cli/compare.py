@@ -55,7 +55,7 @@ def compare(
     from ..planner.cluster.cluster_file import load_cluster
     from ..planner.profile.fitted_profiles import on_links
     from ..planner.profile.layer_profile import load_model_profile
-    from ..planner.report.comparison_report import render_comparison
+    from ..planner.report.comparison_report import plot_comparison, render_comparison
 
     with errors_on_one_line():
         check_outputs(None, picture=plot)
@@ -75,8 +75,6 @@ def compare(
                 found.append((name, evaluated))
                 notes += [f"{name}: {remark}" for remark in remarks]
         if plot is not None:
-            from ..planner.report.comparison_report import plot_comparison
-
             plot_comparison(found, plot)
     console = make_console()
     console.print(render_comparison(found))
