@@ -13,7 +13,7 @@ import click
 
 from ..checkpoint.config import CheckpointError
 from ..common.atomic_files import check_writable
-from ..common.text import MarkedError
+from ..common.text import MarkedError, check_matplotlib, check_name
 
 __all__ = [
     "MAX_AMOUNT",
@@ -246,8 +246,6 @@ def check_outputs(*paths: Path | None, picture: Path | None = None) -> None:
         if path is not None:
             check_writable(path)
     if picture is not None:
-        from ..common.text import check_matplotlib, check_name
-
         check_name(picture)
         check_matplotlib()
 

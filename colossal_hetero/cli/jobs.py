@@ -67,7 +67,7 @@ def verify(folder: Path, step: int | None) -> None:
         raise SystemExit(1)
 
 
-@checkpoint.command()
+@checkpoint.command("export")
 @folder_argument
 @click.option("--step", type=click.IntRange(min=0), help="The checkpoint to export; default: the newest complete one.")
 @click.option(
@@ -75,15 +75,14 @@ def verify(folder: Path, step: int | None) -> None:
     type=click.Path(path_type=Path, dir_okay=False),
     help="The file to write: .safetensors or .pt; default: model.safetensors, or model.pt without that package.",
 )
-def export(folder: Path, step: int | None, out: Path | None) -> None:
+def export_checkpoint(folder: Path, step: int | None, out: Path | None) -> None:
     """Write the parameters of a checkpoint in FOLDER to one file, as a plain state dict of Hugging Face or timm."""
     with errors_on_one_line():
-        from ..checkpoint.export import default_ending
-        from ..checkpoint.export import export as export_checkpoint
+        from ..checkpoint.export import default_ending, export
 
         target = out or Path(f"model{default_ending()}")
         check_outputs(target)
-        step, tensors = export_checkpoint(folder, target, step)
+        step, tensors = export(folder, target, step)
     click.echo(f"{target}: {count(tensors, 'tensor')} of step {step}")
 
 

@@ -160,7 +160,6 @@ def probe(out: Path, nproc: int | None, cluster_of: list[tuple[str, str]], timeo
 
     torchrun --nnodes ... --nproc-per-node ... -m colossal_hetero.cli.main probe --out cluster.toml
     """
-    pass  # FIXME
     from ..common.launch import is_rank, local_devices, start_ranks
 
     with errors_on_one_line():

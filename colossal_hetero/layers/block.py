@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from operator import attrgetter
@@ -23,7 +24,7 @@ from .block_rules import BlockRule, rule_for
 from .dropout import UnitDropout, UnitRange
 from .linear import HeteroLinear
 from .unit_layout import UnitPlace, UnitShare
-from .workload import Selector, is_recorded, uncompiled, values_of
+from .workload import Context, Selector, Surrounded, is_recorded, uncompiled, values_of
 
 __all__ = ["Block", "BlockWorkload", "Fetch", "ReturnGradients", "asks_for_heads", "attach_blocks", "is_seen"]
 
@@ -131,19 +132,17 @@ class Block:
         """Called before the first layer's forward pass, also without a workload; True in a pass of training."""
         self.inside: tuple[nn.Module, ...] = self.layers  # type: ignore[assignment]
         """Modules through which only the units pass that this rank computes."""
+        self.dropout: Callable[[], Context | None] = lambda: None
+        """Returns the context in which the current pass draws dropout inside the block; None: it draws none."""
         self.stays = False
-        """Called before the first layer's forward pass, also without a workload; gets whether it is one of training."""
+        """True if units stay because somebody sees them (:func:`is_seen`), on whichever rank; the same on all ranks."""
         self._heads = heads
         self._widths = {width: getattr(heads, width) for width in widths if hasattr(heads, width)}
-        self._has_set_widths = False
         self._fetch: Fetch = tuple
         self._shares: tuple[UnitShare, ...] = ()
         self._prepared = False
         for layer in self.layers:
             layer.block = self
-        if heads is not None:
-            heads.register_forward_pre_hook(self._set_widths)
-            heads.register_forward_hook(self._restore_widths, always_call=True)
 
     @property
     def moves(self) -> bool:
@@ -280,19 +279,22 @@ class Block:
         return self.workload.select(x[:, :remaining], weight[:, :remaining], self.workload.kept)
 
     @uncompiled
-    def _set_widths(self, module: nn.Module, _: Any) -> None:
-        if self.held is not None or self._is_active(self.output):
-            units = sum(stop - start for _, start, stop in self.computed_units())
-            for name, width in self._widths.items():
-                setattr(module, name, width // self.units * units)
-            self._has_set_widths = True
+    def context(self) -> Context | None:
+        """Return the context of the current forward pass, for attention's widths and dropout inside the block."""
+        if self._heads is None or (self.held is None and not self._is_active(self.output)):
+            return self.dropout()
+        units = sum(stop - start for _, start, stop in self.computed_units())
+        return self._with_widths(units, self.dropout() or nullcontext())
 
-    @uncompiled
-    def _restore_widths(self, module: nn.Module, *_: Any) -> None:
-        if self._has_set_widths:
-            self._has_set_widths = False
-            for name, width in self._widths.items():
-                setattr(module, name, width)
+    @contextmanager
+    @torch.compiler.disable(recursive=False)
+    def _with_widths(self, units: int, dropout: Context) -> Iterator[None]:
+        vars(self._heads).update({name: width // self.units * units for name, width in self._widths.items()})
+        try:
+            with dropout:
+                yield
+        finally:
+            vars(self._heads).update(self._widths)
 
 
 def attach_blocks(model: nn.Module) -> list[Block]:
@@ -366,9 +368,12 @@ def _block(name: str, module: nn.Module, rule: BlockRule) -> Block | None:
     block = Block(name, inputs, output, places, heads, rule.widths)
     if rule.dropouts:
         dropout = UnitDropout(name, units, -1 if heads is None else -3, block.computed_units)
-        dropout.attach(module, inputs[0], output, lambda: module.training and _has_dropout(module, rule))
-        if _has_dropout(module, rule):
-            dropout.exclude_from_compilation(module if heads is None else heads)
+        draws = partial(_has_dropout, module, rule)
+        block.dropout = lambda: dropout.between(inputs[0], output) if module.training and draws() else None
+    if rule.dropouts or heads is not None:
+        holder = module if heads is None else heads
+        # The compiler cannot compile what the mode for dropout replaces.
+        vars(holder)["forward"] = Surrounded(holder, block.context, compiles=not _has_dropout(module, rule))
     return block
 
 
@@ -383,7 +388,7 @@ def _present(module: nn.Module, paths: Sequence[str]) -> Iterator[Any]:
 
 
 def _has_dropout(module: nn.Module, rule: BlockRule) -> bool:
-    return any(_is_set(found) for found in _present(module, rule.dropouts))
+    return any(map(_is_set, _present(module, rule.dropouts)))
 
 
 def _has_unknown_kernel(module: nn.Module, rule: BlockRule) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,6 @@ from colossalai.shardformer.layer import DropoutForParallelInput, DropoutForRepl
 from colossalai.shardformer.layer.utils import Randomizer
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
 from .workload import uncompiled
 
@@ -47,50 +45,25 @@ class UnitDropout(TorchFunctionMode):
         self._name, self._units, self._dim, self._computed = name, units, dim, computed
         self._block = zlib.crc32(name.encode())
         self._group = -(-units // MAX_GROUPS)
-        self._key = 0
-        self._calls = 0
-        self._inside = False
+        self._key, self._calls, self._inside = 0, 0, False
+        self._first: nn.Module | None = None
 
-    def attach(self, module: nn.Module, first: nn.Module, last: nn.Module, is_used: Callable[[], bool]) -> None:
-        """Be active in passes of ``module`` from the output of ``first`` to the input of ``last``, if ``is_used()``."""
-        entered: list[tuple[RemovableHandle, ...]] = []
-
-        @uncompiled
-        def begin(*_: Any) -> None:
-            handles: tuple[RemovableHandle, ...] = ()
-            if is_used():
-                # Only now: a hook takes each pass of a layer some microseconds.
-                handles = first.register_forward_hook(enter), last.register_forward_pre_hook(leave)
-                self._key = int(torch.randint(2**62, (), device="cpu"))
-                self._calls = 0
-                self.__enter__()
-            entered.append(handles)
-
-        @uncompiled
-        def end(*_: Any) -> None:
-            self._inside = False
-            if entered and (handles := entered.pop()):
-                for handle in handles:
-                    handle.remove()
-                self.__exit__(None, None, None)
-
-        @uncompiled
-        def enter(*_: Any) -> None:
-            self._inside = True
-
-        @uncompiled
-        def leave(*_: Any) -> None:
+    @contextmanager
+    @torch.compiler.disable(recursive=False)
+    def between(self, first: nn.Module, last: nn.Module) -> Iterator[None]:
+        """Be active in a pass, from the output of ``first`` to the input of ``last``."""
+        self._key = int(torch.randint(2**62, (), device="cpu"))
+        self._calls, self._first = 0, first
+        try:
+            # Hooks only now: they take each pass of a layer some microseconds.
+            with first.register_forward_hook(self._pass_by), last.register_forward_pre_hook(self._pass_by), self:
+                yield
+        finally:
             self._inside = False
 
-        module.register_forward_pre_hook(begin)
-        module.register_forward_hook(end, always_call=True)
-
-    @staticmethod
-    def exclude_from_compilation(module: nn.Module) -> None:
-        """Keep ``torch.compile`` away from ``module``'s forward pass: it cannot compile what this mode replaces."""
-        forward = module.forward
-        if isinstance(forward, MethodType):
-            setattr(module, "forward", MethodType(torch.compiler.disable(forward.__func__), module))  # noqa: B010
+    @uncompiled
+    def _pass_by(self, layer: nn.Module, *_: Any) -> None:
+        self._inside = layer is self._first
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

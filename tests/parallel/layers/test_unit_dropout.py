@@ -20,6 +20,7 @@ from colossal_hetero.layers.block import Block, _has_dropout, attach_blocks
 from colossal_hetero.layers.block_rules import rule_for
 from colossal_hetero.layers.dropout import UnitDropout, UnitRange
 from colossal_hetero.layers.transport import Transport
+from colossal_hetero.layers.workload import Surrounded
 from tests.support.harness import run_ranks
 from tests.support.language import gpt2, train_gpt2
 from tests.support.migration_runs import ITERATIONS, Watch, assert_equal, migrate, seeded_migrating_run, slow
@@ -134,7 +135,7 @@ def _draw_as_the_ranks(model: nn.Module, blocks: list[Block]) -> int:
         everything = [UnitRange(rank, 0, block.units) for rank in range(dist.get_world_size())]
         dropout = UnitDropout(block.name, block.units, -1 if rule.heads is None else -3, lambda all=everything: all)
         first = next(module.get_submodule(path) for path in rule.inputs)
-        dropout.attach(module, first, module.get_submodule(rule.output), lambda: True)
+        vars(module)["forward"] = Surrounded(module, partial(dropout.between, first, module.get_submodule(rule.output)))
         attached += 1
     return attached
 

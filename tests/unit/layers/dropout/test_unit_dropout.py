@@ -13,6 +13,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from colossal_hetero.layers.dropout import UnitDropout, UnitRange
+from colossal_hetero.layers.workload import Surrounded
 
 P = 0.3
 UNITS = 37  # groups of three, and one of one
@@ -25,7 +26,8 @@ class Holder(nn.Module):
     def __init__(self, inside: Callable[..., Tensor], units: Sequence[UnitRange], dim: int) -> None:
         super().__init__()
         self.first, self.last, self.inside = nn.Identity(), nn.Identity(), inside
-        UnitDropout("block", UNITS, dim, lambda: units).attach(self, self.first, self.last, lambda: True)
+        dropout = UnitDropout("block", UNITS, dim, lambda: units)
+        vars(self)["forward"] = Surrounded(self, lambda: dropout.between(self.first, self.last))
 
     def forward(self, *tensors: Tensor) -> Tensor:
         self.first(tensors[0])
