@@ -158,14 +158,13 @@ def split_times(repeats: int, seed: int) -> list[tuple[object, ...]]:
     for stages, kinds, blocks in ((8, 3, 48), (16, 2, 96), (16, 3, 96), (32, 3, 96), (64, 3, 128)):
         cells = []
         for equal_blocks in (True, False):
-            first, again = [], []
+            times = []
             for number in range(repeats):
                 pipeline = mixed(np.random.default_rng(seed + number), stages, kinds, blocks, 4 * stages, equal_blocks)
-                for seconds in (first, again):
-                    start = time.perf_counter()
-                    split(pipeline)
-                    seconds.append(time.perf_counter() - start)
-            cells += [max(first), max(again)]
+                start = time.perf_counter()
+                split(pipeline)
+                times.append(time.perf_counter() - start)
+            cells.append(max(times))
         rows.append((f"{stages} of {kinds}", blocks, *cells))
     return rows
 
@@ -211,8 +210,8 @@ def main() -> None:
         under_simulation(arguments.mixed, arguments.seed),
     )
     print_table(
-        "\nSeconds of 'exact', the longest of all repeats, for the first pipeline of a shape and again",
-        ("stages of kinds", "blocks", "equal blocks, first", "again", "unequal blocks, first", "again"),
+        "\nSeconds of 'exact', the longest of all repeats",
+        ("stages of kinds", "blocks", "equal blocks", "unequal blocks"),
         split_times(arguments.repeats, arguments.seed),
     )
     print_table(
