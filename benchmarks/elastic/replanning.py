@@ -25,7 +25,7 @@ from benchmarks.planner.planning import cluster as gpt_cluster
 from benchmarks.planner.planning import gpt
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
 from colossal_hetero.planner.cluster.topology import Node, Topology
-from colossal_hetero.planner.profile.layer_profile import ModelProfile, load_model_profile
+from colossal_hetero.planner.profile.layer_profile import ModelProfile, load_profile
 from colossal_hetero.plugin.hybrid.plan_agreement import best_plan
 from colossal_hetero.plugin.plan_config import PlanConfig
 
@@ -76,7 +76,7 @@ def clusters() -> dict[str, tuple[Topology, ModelProfile]]:
     """By name: clusters of at least 86 devices, and a model."""
     a100_v100 = repeated(load_cluster(CLUSTER), 6)
     return {
-        "A100, V100; OPT-350": (a100_v100, load_model_profile(PROFILE)),
+        "A100, V100; OPT-350": (a100_v100, load_profile(PROFILE)),
         "A100, H800, H20; GPT-3 6.7B": (gpt_cluster((32, 32, 32)), gpt()),
     }
 

@@ -40,7 +40,7 @@ from colossal_hetero.elastic.held_layers import HeldLayers, layers_by_rank, miss
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
 from colossal_hetero.planner.cluster.topology import Device, Node, Topology
 from colossal_hetero.planner.cost.plan import Plan
-from colossal_hetero.planner.profile.layer_profile import ModelProfile, load_model_profile
+from colossal_hetero.planner.profile.layer_profile import ModelProfile, load_profile
 
 GLOBAL_BATCH = 256
 SEEDS = range(3)
@@ -329,7 +329,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path, help='JSON file: [{"Time": seconds, "GPUs": number}, ...]')
     arguments = parser.parse_args()
-    cluster, profile = load_cluster(CLUSTER), load_model_profile(PROFILE)
+    cluster, profile = load_cluster(CLUSTER), load_profile(PROFILE)
     everything = frozenset(range(len(cluster.devices)))
     traces = [read_trace(arguments.trace, len(everything), seed) for seed in SEEDS]
     fits: dict[int, FittedPlans] = {}

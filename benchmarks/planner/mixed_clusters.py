@@ -34,7 +34,7 @@ from benchmarks.planner.sailor_tables import GpuChannels, make_topology, profile
 from benchmarks.plans import price_ranks, simple_plan
 from colossal_hetero.planner.cluster.topology import Topology
 from colossal_hetero.planner.cost.plan import Plan
-from colossal_hetero.planner.profile.layer_profile import ModelProfile, save_model_profile
+from colossal_hetero.planner.profile.layer_profile import ModelProfile, save_profile
 
 NODES = {"RTX-3090": (1, 8), "RTX-2080": (1, 8), "Titan-RTX": (1, 8)}
 """Number of nodes, and GPUs per node; other kinds have two nodes of four. Sailor had one node of each RTX and Titan."""
@@ -122,7 +122,7 @@ def main() -> None:
     arguments = parser.parse_args()
     profiles, channels, _ = read_published(arguments.data)
     if arguments.save:
-        save_model_profile(profile_part(profiles[0], *SHIPPED), arguments.save)
+        save_profile(profile_part(profiles[0], *SHIPPED), arguments.save)
         return
     table = Table(box=MARKDOWN)
     for column in ("cluster", "model", "planned [s]", "uniform [s]", "alone [s]", "uniform / planned"):

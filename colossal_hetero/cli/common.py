@@ -203,12 +203,12 @@ def load_inputs(cluster: Path, profile: Path, memory_reserve: float | None = Non
     """What the files describe; ``memory_reserve`` is in gigabytes of each device."""
     from ..planner.cluster.cluster_file import load_cluster
     from ..planner.profile.fitted_profiles import on_links
-    from ..planner.profile.layer_profile import load_model_profile
+    from ..planner.profile.layer_profile import load_profile
 
     if cluster.suffix == ".json" and profile.suffix == ".toml":
         raise ValueError(f"the cluster comes first, then the profile: give {profile} before {cluster}")
     topology = load_cluster(cluster)
-    model = on_links(load_model_profile(profile), topology)
+    model = on_links(load_profile(profile), topology)
     return (topology if memory_reserve is None else topology.with_memory_reserve(round(memory_reserve * 1e9))), model
 
 

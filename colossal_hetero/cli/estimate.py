@@ -92,7 +92,7 @@ def write_estimate(
     out: Path,
 ) -> None:
     from ..planner.profile.estimate import Transformer, estimated_profile
-    from ..planner.profile.layer_profile import save_model_profile
+    from ..planner.profile.layer_profile import save_profile
 
     given = {name: size for name, size in sizes.items() if size is not None}
     missing = [f"--{name}" for name in SIZES if name not in given]
@@ -110,7 +110,7 @@ def write_estimate(
         micro_batches=micro_batches,
         tensor_parallel=tensor_parallel,
     )
-    save_model_profile(result, out)
+    save_profile(result, out)
     show_profile(result, out)
     for kind, given_as in zip(kinds, devices or [kind.name for kind in kinds], strict=True):
         if "=" in given_as:

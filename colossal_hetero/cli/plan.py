@@ -31,7 +31,7 @@ __all__ = ["plan"]
 PROOF_SECONDS = 2.0
 GROUPS = {
     "What to train": ("global_batch", "memory_reserve"),
-    "Plans to try": ("micro_batch", "tp", "schedules", "zero_stages", "recompute", "equal", "overlap", "method"),
+    "Plans to try": ("micro_batch", "tp", "schedules", "zero_stages", "no_recompute", "equal", "overlap", "method"),
     "Search": ("gap", "time_limit"),
     "Output": ("out", "plot", "top"),
 }
@@ -61,11 +61,10 @@ GROUPS = {
     help="ZeRO stages to try; stage 1 is chosen where it gains 1 %. Only 0 in other schedules than 1f1b.",
 )
 @click.option(
-    "--recompute/--no-recompute",
-    default=True,
-    show_default=True,
-    help="Whether stages that do not fit otherwise may run their forward passes again in the backward passes. Not in "
-    "other schedules than 1f1b.",
+    "--no-recompute",
+    is_flag=True,
+    help="No stage runs its forward passes again in the backward passes. By default those do that do not fit "
+    "otherwise, in the schedule 1f1b.",
 )
 @click.option(
     "--equal",
@@ -117,7 +116,7 @@ def plan(
     tp: tuple[int, ...] | None,
     schedules: tuple[Schedule, ...],
     zero_stages: tuple[str, ...],
-    recompute: bool,
+    no_recompute: bool,
     equal: bool,
     overlap: bool,
     method: str,
@@ -152,7 +151,7 @@ def plan(
             schedules=schedules,
             method=method,
             unequal=not equal,
-            recompute=recompute,
+            recompute=not no_recompute,
             zero_stages=tuple(map(int, zero_stages)),
             overlap=overlap,
         )

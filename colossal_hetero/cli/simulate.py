@@ -120,7 +120,7 @@ def _replanned(
     """Gain of planning again. None if files that the plan was made from are missing, unless it ``must`` be."""
     from ..planner.cluster.cluster_file import load_cluster
     from ..planner.profile.fitted_profiles import on_links
-    from ..planner.profile.layer_profile import load_model_profile
+    from ..planner.profile.layer_profile import load_profile
     from ..planner.search.replan import replan
 
     found = [
@@ -137,4 +137,4 @@ def _replanned(
     if None in found:
         raise ValueError(f"the plan does not name its files; give {' and '.join(missing)}")
     topology = load_cluster(str(found[0]))
-    return replan(topology, on_links(load_model_profile(str(found[1])), topology), plan, slow, transfers)
+    return replan(topology, on_links(load_profile(str(found[1])), topology), plan, slow, transfers)

@@ -20,7 +20,7 @@ from ..colossalai_support.accelerator import get_accelerator
 from ..common.launch import is_rank, local_gpu
 from ..layers.policy import hetero_policy
 from ..planner.profile.estimate import IMAGE_SIZE, VITS
-from ..planner.profile.layer_profile import save_model_profile
+from ..planner.profile.layer_profile import save_profile
 from .layer_profiler import MIN_SECONDS, MeasuredLayers, profile_layers
 from .merge_ranks import merge_degrees
 from .model_layers import describe_layers
@@ -271,7 +271,7 @@ def profile_named_model(request: ProfileRequest, console: Console) -> MeasuredLa
         if rank == 0:
             for remark in remarks:
                 console.print(remark, markup=False, soft_wrap=True)
-            save_model_profile(measured.profile, request.out)
+            save_profile(measured.profile, request.out)
         if dist.is_initialized():
             # No rank may leave while another still asks rank 0 for the addresses of the others.
             dist.barrier()

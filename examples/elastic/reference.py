@@ -14,7 +14,7 @@ from colossal_hetero.planner.cluster.cluster_file import save_cluster
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from colossal_hetero.planner.cost.layout_line import given_layout
 from colossal_hetero.planner.cost.price import price
-from colossal_hetero.planner.profile.layer_profile import ModelProfile, save_model_profile
+from colossal_hetero.planner.profile.layer_profile import ModelProfile, save_profile
 from colossal_hetero.profiling.layer_profiler import profile_layers
 from examples.common.flags.elastic import NODES, ElasticOptions
 from examples.common.images import ImageSet, load_data
@@ -52,7 +52,7 @@ def make_files(options: ElasticOptions, cluster: Path, profile: Path) -> None:
     (times,) = measured.times
     kinds = tuple(times.model_copy(update={"device": name}) for name in (LARGE, SMALL))
     layers = measured.model_copy(update={"times": kinds, "rank_devices": (), "context_bytes": {}})
-    save_model_profile(layers, profile)
+    save_profile(layers, profile)
     save_cluster(_cluster(options, layers), cluster)
 
 

@@ -46,7 +46,7 @@ from colossal_hetero.planner.cost.layout_line import given_layout
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.cost.price import price
 from colossal_hetero.planner.profile.fitted_profiles import as_profiled
-from colossal_hetero.planner.profile.layer_profile import ModelProfile, load_model_profile, save_model_profile
+from colossal_hetero.planner.profile.layer_profile import ModelProfile, load_profile, save_profile
 from colossal_hetero.planner.report.plan_table import one_line
 from colossal_hetero.planner.search.problem import Problem
 from colossal_hetero.planner.search.search import search
@@ -104,7 +104,7 @@ def measure(
     start = time.perf_counter()
     device = get_accelerator().get_current_device()
     if options.profile is not None and options.profile.is_file():
-        profile = load_model_profile(options.profile)
+        profile = load_profile(options.profile)
     else:
         batch = images.__getitems__(list(range(options.micro_batch)))
         profile = profile_layers(
@@ -117,7 +117,7 @@ def measure(
             name=f"ViT {options.hidden}x{options.depth}",
         ).profile
         if options.profile is not None and dist.get_rank() == 0:
-            save_model_profile(profile, options.profile)
+            save_profile(profile, options.profile)
     topology = as_profiled(probe_ranks(device)[0], profile)
     report.profiled(time.perf_counter() - start, profile, topology)
     return profile, topology

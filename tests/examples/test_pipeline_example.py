@@ -7,7 +7,7 @@ import json
 import pytest
 
 from colossal_hetero.planner.cost.plan import load_plan
-from colossal_hetero.planner.profile.layer_profile import load_model_profile
+from colossal_hetero.planner.profile.layer_profile import load_profile
 from examples.common.flags.parser import UsageError
 from examples.common.flags.pipeline import check_options, parse_options
 from tests.support.comparison_examples import compared
@@ -48,7 +48,7 @@ def test_both_ways_have_the_same_losses_and_the_slow_rank_gets_fewer_blocks(tmp_
     assert summary["speedup"] == pytest.approx(took[0] / took[1])
     plan = load_plan(paths["plan"])
     assert plan.symmetric and plan.world_size == 2 and plan.blocks == 6
-    profile = load_model_profile(paths["profile"])
+    profile = load_profile(paths["profile"])
     assert profile.rank_devices == ("cpu", "cpu-2") and profile.blocks == 6
     assert (tmp_path / "plan.png").stat().st_size > 10_000
 

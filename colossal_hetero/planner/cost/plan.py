@@ -345,6 +345,11 @@ class Plan(FilePart):
         return len(shapes) == 1
 
     @property
+    def plain(self) -> bool:
+        """True without ZeRO stage 1 and recomputation."""
+        return self.zero_stage == 0 and not any(stage.recompute for each in self.replicas for stage in each.stages)
+
+    @property
     def rank_order(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """Ranks as numbered in the cluster file, ``[replicas][stages][tensor parallel]``."""
         return tuple(tuple(stage.ranks for stage in replica.stages) for replica in self.replicas)

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from ..profile.layer_profile import ModelProfile
 from .plan import Plan, Replica, StagePlan
-from .runnable import why_recomputes
 
 __all__ = [
     "CERTAIN",
@@ -153,10 +152,9 @@ def _measured(plan: Plan, stage: StagePlan) -> Measured:
     return stage.device, plan.tensor_parallel, plan.micro_batch
 
 
-def _complexity(plan: Plan) -> tuple[bool, int, bool, bool, int, int, bool, int]:
+def _complexity(plan: Plan) -> tuple[bool, bool, bool, int, int, bool, int]:
     return (
-        why_recomputes(plan) is not None,
-        plan.zero_stage,
+        not plan.plain,
         not plan.symmetric,
         plan.schedule != "1f1b",
         max(len(replica.stages) for replica in plan.replicas),

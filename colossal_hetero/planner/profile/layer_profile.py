@@ -29,7 +29,7 @@ from ...common.files import (
 )
 from .layer_costs import LayerCosts
 
-__all__ = ["SCHEMA", "BlockRun", "LayerSizes", "LayerTimes", "ModelProfile", "load_model_profile", "save_model_profile"]
+__all__ = ["SCHEMA", "BlockRun", "LayerSizes", "LayerTimes", "ModelProfile", "load_profile", "save_profile"]
 
 SCHEMA = 1
 
@@ -365,7 +365,7 @@ class ModelProfile(FilePart):
         return blocks
 
 
-def load_model_profile(path: Path | str) -> ModelProfile:
+def load_profile(path: Path | str) -> ModelProfile:
     return load_json_file(
         path,
         ModelProfile,
@@ -382,7 +382,7 @@ def _other_kind(content: Mapping[str, object]) -> str | None:
     return None
 
 
-def save_model_profile(profile: ModelProfile, path: Path | str) -> None:
+def save_profile(profile: ModelProfile, path: Path | str) -> None:
     write_json(profile.model_dump(mode="json", by_alias=True), path)
 
 

@@ -171,11 +171,17 @@ def ranked_by_time(plans: Sequence[Plan], keep: int) -> list[RankedPlan]:
 def merged_by_time(one: Sequence[RankedPlan], other: Sequence[RankedPlan], keep: int) -> list[RankedPlan]:
     """Best ``keep`` of both lists. Where the best of a list is not the best of all, reasons are made anew."""
     both = sorted(
-        [*one, *other], key=lambda each: ranking_seconds(each.plan.iteration_seconds, equal=each.plan.symmetric)
+        [*one, *other],
+        key=lambda each: ranking_seconds(each.plan.iteration_seconds, equal=each.plan.symmetric, plain=each.plan.plain),
     )[:keep]
     best = both[0]
     kept = one if best in one else other
     return [each if each in kept else replace(each, reason=_reason(each.plan, best.plan, "")) for each in both]
+
+
+def _ranking(ranked: RankedPlan) -> float:
+    plan = ranked.plan
+    return ranking_seconds(plan.iteration_seconds, equal=plan.symmetric, plain=plan.plain)
 
 
 def _reason(plan: Plan, best: Plan, of_best: str) -> str:

@@ -81,9 +81,14 @@ def replan(
         return Replanned(present, present)
     files = {"cluster": plan.cluster, "profile": plan.profile}
     others = [simulate_plan(each.plan.model_copy(update=files), transfers=transfers) for each in found]
-    best = min(others, key=lambda each: ranking_seconds(each.seconds, equal=each.plan.symmetric))
+    best = min(others, key=_ranking)
     # Other times of the same plan are rounding.
-    return Replanned(present, best if best.seconds < present.seconds * (1 - 1e-9) else present)
+    return Replanned(present, best if _ranking(best) < _ranking(present) * (1 - 1e-9) else present)
+
+
+def _ranking(simulation: PlanSimulation) -> float:
+    plan = simulation.plan
+    return ranking_seconds(simulation.seconds, equal=plan.symmetric, plain=plan.plain)
 
 
 def _groups(plan: Plan) -> list[tuple[int, ...]]:

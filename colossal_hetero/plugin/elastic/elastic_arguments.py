@@ -14,7 +14,7 @@ from ...planner.cluster.cluster_file import load_cluster
 from ...planner.cluster.topology import Topology
 from ...planner.cost.plan import Plan
 from ...planner.profile.fitted_profiles import on_links
-from ...planner.profile.layer_profile import ModelProfile, load_model_profile
+from ...planner.profile.layer_profile import ModelProfile, load_profile
 from ..plan_config import PlanConfig
 from ..replicas.unequal_replicas import why_not_unequal
 from .joining import KnownKinds
@@ -54,7 +54,7 @@ def cluster_of(arguments: Mapping[str, Any]) -> Topology:
 
 def profile_of(arguments: Mapping[str, Any]) -> ModelProfile:
     profile = arguments["planning"].profile
-    profile = load_model_profile(profile) if isinstance(profile, str | Path) else profile
+    profile = load_profile(profile) if isinstance(profile, str | Path) else profile
     return on_links(profile, cluster_of(arguments))
 
 

@@ -15,7 +15,7 @@ from ...planner.cluster.topology import Topology
 from ...planner.cost.plan import Plan, load_plan
 from ...planner.cost.runnable import NoPlanError, why_not_runnable
 from ...planner.profile.fitted_profiles import on_links
-from ...planner.profile.layer_profile import ModelProfile, load_model_profile
+from ...planner.profile.layer_profile import ModelProfile, load_profile
 from ..plan_config import PlanConfig
 
 __all__ = ["Agreement", "agree_on_next_plan", "agree_on_plan", "as_launched", "best_plan"]
@@ -81,7 +81,7 @@ def _find(
     if isinstance(topology, str | Path):
         topology = load_cluster(topology)
     if isinstance(profile, str | Path):
-        profile = load_model_profile(profile)
+        profile = load_profile(profile)
     if topology is not None and profile is not None:
         profile = on_links(profile, topology)
     if not isinstance(plan, Plan):

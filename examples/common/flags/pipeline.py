@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from colossal_hetero.common.text import check_matplotlib, check_name
-from colossal_hetero.planner.profile.layer_profile import load_model_profile
+from colossal_hetero.planner.profile.layer_profile import load_profile
 
 from .comparison import (
     ComparisonOptions,
@@ -119,7 +119,7 @@ def check_options(options: PipelineOptions, world_size: int) -> None:
 
 
 def _check_files(options: PipelineOptions) -> None:
-    existing_profile(options, load_model_profile)
+    existing_profile(options, load_profile)
     check_outputs(options, "summary", "plan", "plot", "profile")
     if options.plot is not None:
         try:

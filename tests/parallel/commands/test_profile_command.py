@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from colossal_hetero.cli.profile import profile
-from colossal_hetero.planner.profile.layer_profile import load_model_profile
+from colossal_hetero.planner.profile.layer_profile import load_profile
 from tests.support.forked_command import run_with_forked_ranks
 
 VIT = ["timm:vit_tiny_patch16_224", "--set", "depth=3", "--set", "embed_dim=48", "--image-size", "32"]
@@ -22,7 +22,7 @@ def arguments(model: list[str], out: Path) -> list[str]:
 
 
 def check_profile(path: Path, name: str, blocks: int) -> None:
-    written = load_model_profile(path)
+    written = load_profile(path)
     assert written.blocks == blocks and written.name == name and written.source == "measured"
     assert len(written.rank_devices) == 2 and set(written.rank_devices) <= {"cpu", "cpu-2"}
     assert written.micro_batches("cpu", 1) == (1, 2)
@@ -48,7 +48,7 @@ def test_a_rank_can_be_started_as_a_module() -> None:
 def test_tensor_parallel_degrees_are_measured_in_one_profile(tmp_path: Path) -> None:
     out = tmp_path / "p.json"
     shown = run_with_forked_ranks(profile, [*arguments(GPT, out), "--tp", "1,2"])
-    written = load_model_profile(out)
+    written = load_profile(out)
     alone, shared = written.sizes[0], written.sizes[-1]
     if len(set(written.rank_devices)) > 1:  # on a busy machine the two ranks may seem unequal
         assert "tensor parallel 2: groups of unequal devices are left out: ranks 0 to 1 are cpu and cpu-2" in shown
@@ -65,5 +65,5 @@ def test_tensor_parallel_degrees_are_measured_in_one_profile(tmp_path: Path) -> 
 def test_one_degree_alone(tmp_path: Path) -> None:
     out = tmp_path / "p.json"
     run_with_forked_ranks(profile, [*arguments(VIT[:3] + VIT[5:] + ["--set", "num_heads=2"], out), "--tp", "2"])
-    written = load_model_profile(out)
+    written = load_profile(out)
     assert written.tensor_parallel_degrees("cpu") == (2,) and written.rank_devices == ("cpu", "cpu")

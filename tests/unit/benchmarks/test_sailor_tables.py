@@ -20,7 +20,7 @@ from benchmarks.planner.sailor_tables import (
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
 from colossal_hetero.planner.cluster.shared_hops import hop_channels
 from colossal_hetero.planner.cluster.topology import Channel
-from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile, load_model_profile
+from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile, load_profile
 from tests.support.gpu_tables import LAYERS, REAL_TABLES, STEP_SECONDS, change
 from tests.support.paths import REPOSITORY
 
@@ -183,7 +183,7 @@ def test_a_message_that_is_alone_is_as_fast_as_one_gpu() -> None:
 @real
 def test_the_shipped_profile_is_what_the_importer_makes() -> None:
     made = profile_part(read_gpu_tables(REAL_TABLES, "OPT-350").profile, ("A100-40", "V100-16"), (1, 2, 4), 8)
-    assert load_model_profile(EXAMPLES / "opt-350-a100-v100.json") == made
+    assert load_profile(EXAMPLES / "opt-350-a100-v100.json") == made
 
 
 @real

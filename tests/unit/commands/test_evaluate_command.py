@@ -9,7 +9,7 @@ import pytest
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
 from colossal_hetero.planner.cost.evaluate import differences, time_parts
 from colossal_hetero.planner.cost.plan import load_plan, save_plan
-from colossal_hetero.planner.profile.layer_profile import load_model_profile
+from colossal_hetero.planner.profile.layer_profile import load_profile
 from tests.support.command_line import failure, run
 from tests.support.paths import REPOSITORY
 from tests.support.planning import make_plans
@@ -22,7 +22,7 @@ LARGE = "dp 4 x pp [V100-16 0-23], micro-batch 4 x 8"
 
 
 def test_a_layout_is_priced_as_the_plan(tmp_path: Path) -> None:
-    plan = make_plans(load_cluster(CLUSTER), load_model_profile(PROFILE), global_batch=128, keep=1)[0].plan
+    plan = make_plans(load_cluster(CLUSTER), load_profile(PROFILE), global_batch=128, keep=1)[0].plan
     out, picture = tmp_path / "plan.json", tmp_path / "plan.svg"
     result = run("evaluate", BEST, CLUSTER, PROFILE, "--out", out, "--plot", picture)
     assert result.exit_code == 0, result.output
@@ -39,7 +39,7 @@ def test_a_layout_is_priced_as_the_plan(tmp_path: Path) -> None:
 
 def test_a_plan_of_other_machines_gets_other_devices(tmp_path: Path) -> None:
     topology = load_cluster(CLUSTER)
-    plan = make_plans(topology, load_model_profile(PROFILE), global_batch=128, keep=1)[0].plan
+    plan = make_plans(topology, load_profile(PROFILE), global_batch=128, keep=1)[0].plan
     path = tmp_path / "plan.json"
     save_plan(plan, path)
     reversed_file = tmp_path / "cluster.toml"

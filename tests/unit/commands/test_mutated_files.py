@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from colossal_hetero.cli.main import main
 from colossal_hetero.planner.batches.batch_profile import save_profile
 from colossal_hetero.planner.cost.plan import save_plan
-from colossal_hetero.planner.profile.layer_profile import save_model_profile
+from colossal_hetero.planner.profile.layer_profile import save_profile as save_model_profile
 from tests.support.random_examples import examples
 from tests.unit.commands.test_plan_command import CLUSTER
 from tests.unit.commands.test_plan_command import profile as layer_profile

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from colossal_hetero.cli.estimate import estimate
 from colossal_hetero.cli.profile import profile
-from colossal_hetero.planner.profile.layer_profile import load_model_profile
+from colossal_hetero.planner.profile.layer_profile import load_profile
 
 GPT = ["--layers", "4", "--hidden", "64", "--heads", "4", "--vocabulary", "100", "--sequence", "32"]
 
@@ -25,7 +25,7 @@ def test_an_estimate_is_written_and_shown(tmp_path: Path) -> None:
     arguments = [*GPT, "--device", "A100-40", "--device", "T4", "--tp", "1,2", "--micro-batch", "2,8"]
     result = CliRunner().invoke(estimate, [*arguments, "--out", str(out)])
     assert result.exit_code == 0, result.output
-    written = load_model_profile(out)
+    written = load_profile(out)
     assert written.devices == ("A100-40", "T4") and written.blocks == 4
     assert written.tensor_parallel_degrees("T4") == (1, 2) and written.micro_batches("T4", 2) == (2, 8)
     table = result.output
@@ -42,7 +42,7 @@ def test_an_estimate_of_any_device(tmp_path: Path) -> None:
     shown = " ".join(result.output.split())
     assert "[kinds.W7900] memory_gb = 48, tflops = 122" in shown and "[kinds.odd] memory_gb = …, tflops = 61" in shown
     assert "0.4 (W7900), 0.8 (odd), 0.4 (RTX-4090) of nominal" in shown
-    written = load_model_profile(out)
+    written = load_profile(out)
     known, odd = (written.costs(name, 1, 1).forward_seconds for name in ("W7900", "odd"))
     assert odd == pytest.approx(known)  # half as fast, and twice the share
     cluster.write_text(
@@ -52,7 +52,7 @@ def test_an_estimate_of_any_device(tmp_path: Path) -> None:
     )
     result = CliRunner().invoke(estimate, [*GPT, "--cluster", str(cluster), "--efficiency", "0.4", "--out", str(out)])
     assert result.exit_code == 0, result.output
-    written = load_model_profile(out)
+    written = load_profile(out)
     assert set(written.devices) == {"mine", "H100"}
     assert written.costs("mine", 1, 1).forward_seconds == pytest.approx(known)
 

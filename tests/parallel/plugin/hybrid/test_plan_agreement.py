@@ -14,7 +14,7 @@ from colossal_hetero.planner.cluster.cluster_file import save_cluster
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.cost.runnable import NoPlanError
-from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile, save_model_profile
+from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile, save_profile
 from colossal_hetero.plugin.hybrid import plan_agreement
 from tests.parallel.plugin.hybrid.test_planned_run import train_alone, train_planned
 from tests.support.harness import run_ranks
@@ -74,7 +74,7 @@ def check_auto(planning: PlanConfig, expected: list[float]) -> tuple[list[str], 
 def test_plan_auto_plans_and_trains(from_files: bool, tmp_path: Path) -> None:
     topology, layers = cluster((1.0, 0.5)), profile()
     save_cluster(topology, tmp_path / "cluster.toml")
-    save_model_profile(layers, tmp_path / "profile.json")
+    save_profile(layers, tmp_path / "profile.json")
     planning = PlanConfig(
         cluster=tmp_path / "cluster.toml" if from_files else topology,
         profile=str(tmp_path / "profile.json") if from_files else layers,

@@ -15,7 +15,7 @@ from colossal_hetero.planner.cost.evaluate import evaluate_layout, evaluate_plan
 from colossal_hetero.planner.cost.layout_line import layout_of, read_layout, write_layout
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.cost.simulate import simulate_plan
-from colossal_hetero.planner.profile.layer_profile import ModelProfile, load_model_profile
+from colossal_hetero.planner.profile.layer_profile import ModelProfile, load_profile
 from tests.support.paths import REPOSITORY
 from tests.support.planning import make_plans
 from tests.support.random_clusters import large_problem, small_problem
@@ -30,7 +30,7 @@ def cluster() -> Topology:
 
 @pytest.fixture(scope="module")
 def profile() -> ModelProfile:
-    return load_model_profile(EXAMPLES / "opt-350-a100-v100.json")
+    return load_profile(EXAMPLES / "opt-350-a100-v100.json")
 
 
 def same_times(one: Plan, other: Plan) -> bool:

@@ -19,8 +19,8 @@ from colossal_hetero.planner.profile.layer_profile import (
     LayerSizes,
     LayerTimes,
     ModelProfile,
-    load_model_profile,
-    save_model_profile,
+    load_profile,
+    save_profile,
 )
 from tests.support.changed_files import error_after, put
 
@@ -63,8 +63,8 @@ def test_a_saved_profile_loads_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     saved = profile()
     saved.costs("fast", 1, 2)
-    save_model_profile(saved, path)
-    assert load_model_profile(path) == profile() == saved
+    save_profile(saved, path)
+    assert load_profile(path) == profile() == saved
     assert list(tmp_path.iterdir()) == [path]
     assert json.loads(path.read_text())["schema"] == 1
 
@@ -275,8 +275,8 @@ def test_many_blocks_are_composed_of_powers_of_two() -> None:
 )
 def test_error_messages_name_the_field(tmp_path: Path, change: Callable[[Any], None], words: str) -> None:
     path = tmp_path / "broken.json"
-    save_model_profile(profile(), path)
-    text = error_after(change, path, load_model_profile)
+    save_profile(profile(), path)
+    text = error_after(change, path, load_profile)
     assert re.search(words, text), text
 
 
@@ -286,10 +286,10 @@ def test_a_profile_of_batches_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match="is a profile of batches; make a profile of layers with colossal-hetero profile"
     ):
-        load_model_profile(path)
+        load_profile(path)
     path.write_text("[]")
     with pytest.raises(ValueError, match="not a profile of layers"):
-        load_model_profile(path)
+        load_profile(path)
 
 
 def test_lists_of_sizes_must_have_equal_lengths() -> None:

@@ -12,7 +12,7 @@ from colossal_hetero.planner.cost.placement import place_together
 from colossal_hetero.planner.cost.ranked_plan import ranking_seconds
 from colossal_hetero.planner.cost.runnable import why_not_runnable, why_recomputes
 from colossal_hetero.planner.cost.tp_groups import slot_kinds
-from colossal_hetero.planner.profile.layer_profile import load_model_profile
+from colossal_hetero.planner.profile.layer_profile import load_profile
 from colossal_hetero.planner.report.plan_table import layout
 from colossal_hetero.planner.search.problem import Problem
 from colossal_hetero.planner.search.search import search
@@ -89,7 +89,7 @@ def test_recomputation_and_zero_gain_one_percent_or_are_not_used(seed: int) -> N
 def test_no_plan_is_listed_twice() -> None:
     """Several parts of a search find plans that differ only by which devices of a kind they use."""
     topology = load_cluster(EXAMPLES / "clusters/a100-v100.toml")
-    profile = load_model_profile(EXAMPLES / "opt-350-a100-v100.json")
+    profile = load_profile(EXAMPLES / "opt-350-a100-v100.json")
     ranked = search(Problem(topology=topology, profile=profile, global_batch=128), keep=6).plans
     layouts = [layout(each.plan) for each in ranked]
     assert len(layouts) == 6 and len(set(layouts)) == 6

@@ -6,6 +6,7 @@ import itertools
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
