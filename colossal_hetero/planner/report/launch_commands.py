@@ -130,7 +130,7 @@ def _why_not_colossal(plan: Plan) -> str | None:
 
 
 def _replicas_outside(plan: Plan) -> bool | None:
-    """``dp_outside`` with which Colossal-AI's ``ProcessGroupMesh`` places the ranks as the plan does: True for the order
+    """``dp_outside`` with which Colossal-AI's ``ProcessGroupMesh`` places ranks as the plan does: True for the order
     (dp, pp, tp), False for (pp, dp, tp); None for neither."""
     ranks = np.array(plan.launched_order)
     launched = np.arange(ranks.size)
