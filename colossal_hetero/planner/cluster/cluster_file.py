@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tomlkit
 import tomlkit.exceptions
@@ -39,6 +39,8 @@ from .gpu_catalog import GPUS, INSIDE, usual_memory_reserve
 from .topology import Channel, Device, DeviceKind, Node, Topology
 
 __all__ = ["load_cluster", "parse_cluster", "save_cluster", "write_cluster"]
+
+Table = TypeVar("Table", tomlkit.items.Table, tomlkit.items.InlineTable)
 
 
 def load_cluster(path: Path | str) -> Topology:
@@ -176,10 +178,12 @@ def write_cluster(topology: Topology, comment: str = "") -> str:
     content["clusters"] = [
         {
             "name": name,
-            "nodes": [
-                _node_fields(topology, alike)
-                for alike in _alike(topology, [node for node in topology.nodes if node.cluster == number])
-            ],
+            "nodes": tomlkit.items.AoT(
+                [
+                    _node_table(topology, alike)
+                    for alike in _alike(topology, [node for node in topology.nodes if node.cluster == number])
+                ]
+            ),
         }
         for number, name in enumerate(topology.clusters)
     ]
@@ -234,7 +238,7 @@ def _devices(topology: Topology, node: Node) -> list[dict[str, Any]]:
     return rows
 
 
-def _node_fields(topology: Topology, nodes: Sequence[Node]) -> dict[str, Any]:
+def _node_table(topology: Topology, nodes: Sequence[Node]) -> tomlkit.items.Table:
     node = nodes[0]
     fields: dict[str, Any] = {"name": node.name}
     if len(nodes) > 1:
@@ -247,7 +251,7 @@ def _node_fields(topology: Topology, nodes: Sequence[Node]) -> dict[str, Any]:
         fields["nics"] = _array([_channel_fields(nic) for nic in node.nics])
     if node.dollars_per_hour is not None:
         fields["dollars_per_hour"] = node.dollars_per_hour
-    return fields
+    return _filled(tomlkit.table(), fields)
 
 
 def _array(rows: Sequence[Mapping[str, Any]]) -> tomlkit.items.Array:
@@ -257,7 +261,10 @@ def _array(rows: Sequence[Mapping[str, Any]]) -> tomlkit.items.Array:
 
 
 def _inline(fields: Mapping[str, Any]) -> tomlkit.items.InlineTable:
-    table = tomlkit.inline_table()
+    return _filled(tomlkit.inline_table(), fields)
+
+
+def _filled(table: Table, fields: Mapping[str, Any]) -> Table:
     table.update(fields)
     return table
 
