@@ -87,6 +87,10 @@ class LayerTimes(FilePart):
         return _check_equally_long(self, ("forward_seconds", "backward_seconds", "update_seconds"))
 
     @property
+    def key(self) -> tuple[str, int, int]:
+        return self.device, self.tensor_parallel, self.micro_batch
+
+    @property
     def layers(self) -> int:
         return len(self.forward_seconds)
 
@@ -179,7 +183,7 @@ class ModelProfile(FilePart):
         duplicate = _duplicate(degrees)
         if duplicate is not None:
             raise ValueError(f"sizes has two entries of tensor_parallel {duplicate}; keep one")
-        key = _duplicate([(times.device, times.tensor_parallel, times.micro_batch) for times in self.times])
+        key = _duplicate([times.key for times in self.times])
         if key is not None:
             raise ValueError(f"times has two entries of {_in_words(*key)}; keep one")
         named = [(f"sizes[{index}]", sizes.layers) for index, sizes in enumerate(self.sizes)]
