@@ -213,7 +213,7 @@ def load_inputs(cluster: Path, profile: Path, memory_reserve: float | None = Non
 
 
 def show_profile(result: ModelProfile, out: Path) -> None:
-    from ..planner.report.profile_table import render_profile
+    from ..planner.report.plan_table import render_profile
 
     console = make_console()
     console.print(render_profile(result))

@@ -81,8 +81,8 @@ def evaluate(
     `colossal-hetero plan`. The devices of a layout are chosen as the planner does.
     """
     from ..planner.cost.plan import save_plan
-    from ..planner.report.comparison_report import plot_comparison, render_comparison, render_evaluation
-    from ..planner.report.plan_picture import plot_plan
+    from ..planner.report.plan_picture import plot_comparison, plot_plan
+    from ..planner.report.plan_table import render_comparison, render_evaluation
 
     with errors_on_one_line():
         check_outputs(out, picture=plot)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -107,10 +106,10 @@ def rent(
     """
     from ..planner.cost.plan import save_plan
     from ..planner.cost.ranked_plan import RankedPlan
-    from ..planner.report.comparison_report import plot_front, render_front, training_in_words
     from ..planner.report.launch_commands import training_call
-    from ..planner.report.plan_table import one_line, render
-    from ..planner.search.pareto_front import choose, limits_in_words, node_types, pareto_front
+    from ..planner.report.plan_picture import plot_front
+    from ..planner.report.plan_table import one_line, render, render_front
+    from ..planner.search.pareto_front import choose, node_types, pareto_front
     from ..planner.search.problem import Problem
 
     with errors_on_one_line():
@@ -135,9 +134,8 @@ def rent(
             limits["max_dollars"] = budget / iterations
         if iterations is not None and deadline is not None:
             limits["max_seconds"] = deadline * 3600 / iterations
-        in_words = limits_in_words if iterations is None else partial(training_in_words, iterations=iterations)
         wished: Objective = objective or ("cost" if deadline is not None else "time")
-        chosen = choose(front, wished, **limits, in_words=in_words)
+        chosen = choose(front, wished, **limits, iterations=iterations)
         best = chosen.plan.model_copy(update={"cluster": cluster.name, "profile": profile.name})
         types = node_types(topology)
         if out is not None:

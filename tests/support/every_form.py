@@ -21,7 +21,6 @@ from colossal_hetero.planner.cluster.shared_hops import hop_channels
 from colossal_hetero.planner.cluster.topology import Channel, Topology
 from colossal_hetero.planner.cost.ranked_plan import MIN_GAIN
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
-from colossal_hetero.planner.profile.stage_costs import stage_costs
 from colossal_hetero.planner.stages.pipeline import Slot, evaluate_stages
 from tests.support.every_plan import last_end
 
@@ -202,15 +201,7 @@ class EveryForm:
 
     def _slot(self, stage: Stage, size: int, stages: int, pipelines: int | None, again: bool) -> Slot:
         kind, speed, degree = self._look(stage)
-        costs = stage_costs(
-            self.profile,
-            kind.name,
-            tensor_parallel=degree,
-            micro_batch=size,
-            speed=speed,
-            recompute=again,
-            zero_shards=pipelines or 1,
-        )
+        costs = self.profile.costs(kind.name, degree, size, speed, recompute=again, zero_shards=pipelines or 1)
         return Slot(kind.name, costs, costs.memory_for_blocks(kind.usable_bytes, stages))
 
     def _sums(self, pipelines: Pipelines, bounds: Sequence[tuple[int, ...]]) -> float:

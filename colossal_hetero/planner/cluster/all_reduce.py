@@ -15,7 +15,7 @@ those of other nodes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from .topology import Channel, Topology
@@ -39,43 +39,32 @@ Hop = tuple[int, int]
 
 
 def synchronization_seconds(topology: Topology, group: Sequence[int], gradient_bytes: float, sharing: int = 1) -> float:
-    """Seconds of a ring all-reduce of ``gradient_bytes`` per device over ``group``; 0 for a single device."""
-    if sharing < 1:
-        raise ValueError(f"sharing={sharing} must be at least 1, the ring itself")
-    if not gradient_bytes >= 0:
-        raise ValueError(f"gradient_bytes={gradient_bytes} must be at least 0")
-    ring = _ring(topology, _nodes(topology, group))
-    if ring.members < 2 or gradient_bytes == 0:
-        return 0.0
-    ends = _limits(topology, ring, lambda *end: sharing * (ring.inside[end[0]] if end[2] == INSIDE else 1))
-    return _ring_seconds(ring.members, ends, gradient_bytes)
+    """Seconds of a ring all-reduce of ``gradient_bytes`` per device over ``group``, if ``sharing`` such rings run."""
+    ring = _nodes(topology, group)
+    return ConcurrentRings(topology, {ring: sharing}).seconds(ring, gradient_bytes)
 
 
 def concurrent_seconds(
     topology: Topology, groups: Sequence[Sequence[int]], gradient_bytes: Sequence[float]
 ) -> tuple[float, ...]:
-    """Seconds by group if all groups synchronize at the same time. See Note: shared NICs."""
-    if len(groups) != len(gradient_bytes):
-        raise ValueError(f"{len(groups)} groups and {len(gradient_bytes)} numbers of bytes; give one per group")
-    nodes = [_nodes(topology, group) for group in groups]
-    summing = [each for each, size in zip(nodes, gradient_bytes, strict=True) if not size <= 0]
-    rings = ConcurrentRings(topology, summing)
-    known: dict[tuple[tuple[int, ...], float], float] = {}
-    for key in dict.fromkeys(zip(nodes, gradient_bytes, strict=True)):
-        known[key] = rings.seconds(*key)
-    return tuple(known[key] for key in zip(nodes, gradient_bytes, strict=True))
+    """Seconds by group if all groups that have gradients synchronize at the same time. See Note: shared NICs."""
+    both = list(zip([_nodes(topology, group) for group in groups], gradient_bytes, strict=True))
+    rings = ConcurrentRings(topology, [ring for ring, size in both if size > 0])
+    known = {key: rings.seconds(*key) for key in dict.fromkeys(both)}
+    return tuple(known[key] for key in both)
 
 
 class ConcurrentRings:
-    """Rings that synchronize at the same time. See Note: shared NICs."""
+    """Rings that synchronize at the same time, by the nodes of their members. See Note: shared NICs."""
 
-    def __init__(self, topology: Topology, rings: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, topology: Topology, rings: Iterable[tuple[int, ...]] | Mapping[tuple[int, ...], int]) -> None:
         self._topology = topology
         # Rings over the same nodes are alike; a large cluster has few different ones.
-        self._rings = {each: _ring(topology, each) for each in dict.fromkeys(rings)}
+        numbers = Counter(rings)
+        self._rings = {nodes: _ring(topology, nodes) for nodes in numbers}
         self._load: Counter[tuple[int, int, str]] = Counter()
-        for each, number in Counter(rings).items():
-            ring = self._rings[each]
+        for nodes, number in numbers.items():
+            ring = self._rings[nodes]
             for hop in ring.hops:
                 for way, node in enumerate(hop):
                     self._load[node, way, ring.network] += number
@@ -83,15 +72,51 @@ class ConcurrentRings:
                 self._load[node, 0, INSIDE] += number * messages
         self._limits: dict[tuple[int, ...], _Limits] = {}
 
-    def seconds(self, ring: tuple[int, ...], gradient_bytes: float) -> float:
-        """Seconds of one of the rings; ``gradient_bytes`` per device."""
+    def seconds(self, nodes: tuple[int, ...], gradient_bytes: float) -> float:
+        """Seconds of one of the rings; ``gradient_bytes`` per device. 0 for a single device."""
         if not gradient_bytes >= 0:
             raise ValueError(f"gradient_bytes={gradient_bytes} must be at least 0")
-        if len(ring) < 2 or gradient_bytes == 0:
+        if len(nodes) < 2 or gradient_bytes == 0:
             return 0.0
-        if ring not in self._limits:
-            self._limits[ring] = _limits(self._topology, self._rings[ring], lambda *end: self._load[end])
-        return _ring_seconds(len(ring), self._limits[ring], gradient_bytes)
+        if nodes not in self._limits:
+            self._limits[nodes] = self._limits_of(self._rings[nodes])
+        inside, hops = self._limits[nodes]
+        chunk = gradient_bytes / len(nodes)
+        step = max((channel.seconds(chunk) for channel in inside), default=0.0)
+        for channel, ends in hops:
+            shares = [sum(nic.bandwidth(chunk) for nic in nics) / load for nics, load in ends]
+            step = max(step, channel.latency_seconds + chunk / min(channel.bandwidth(chunk), *shares))
+        return 2 * (len(nodes) - 1) * step
+
+    def _limits_of(self, ring: _Ring) -> _Limits:
+        inside, hops = set(), set()
+        for number in ring.inside:
+            node = self._topology.nodes[number]
+            inside.add(node.inside.limited(node.inside_bytes_per_second / self._load[number, 0, INSIDE]))
+        for hop in ring.hops:
+            channel = _hop_channel(self._topology, hop, ring.network)
+            loads = [self._load[node, way, ring.network] for way, node in enumerate(hop)]
+            nics = [_nics(self._topology, node, channel) for node in hop]
+            hops.add((channel, tuple(zip(nics, loads, strict=True))))
+        return _Limits(frozenset(inside), frozenset(hops))
+
+
+class _Ring(NamedTuple):
+    hops: tuple[Hop, ...]
+    """Between nodes."""
+    network: str
+    """Kind of channel between nodes; empty without any."""
+    inside: Mapping[int, int]
+    """Messages per step that stay inside, by node."""
+
+
+class _Limits(NamedTuple):
+    """Limits of a ring, each different one once: a ring over many nodes has few."""
+
+    inside: frozenset[Channel]
+    """Inside nodes, with a message's bandwidth."""
+    hops: frozenset[tuple[Channel, tuple[tuple[tuple[Channel, ...], int], ...]]]
+    """Between nodes: the channel; of both ends, the NICs and the number of messages that share them."""
 
 
 def ring_hops(topology: Topology, group: Sequence[int]) -> tuple[Hop, ...]:
@@ -102,16 +127,6 @@ def ring_hops(topology: Topology, group: Sequence[int]) -> tuple[Hop, ...]:
 def ring_network(topology: Topology, hops: Sequence[Hop]) -> str:
     """Kind of channel that a ring over several nodes uses: that of its slowest hop."""
     return min((topology.node_channel(*hop) for hop in hops), key=lambda channel: channel.bytes_per_second).kind
-
-
-class _Ring(NamedTuple):
-    members: int
-    hops: tuple[Hop, ...]
-    """Between nodes."""
-    network: str
-    """Kind of channel between nodes; empty without any."""
-    inside: Mapping[int, int]
-    """Messages per step that stay inside, by node."""
 
 
 def _nodes(topology: Topology, group: Sequence[int]) -> tuple[int, ...]:
@@ -135,10 +150,10 @@ def _ring(topology: Topology, nodes: Sequence[int]) -> _Ring:
     hops = _hops(nodes)
     # A ring that leaves a node has one message less inside it than it has devices there.
     inside = {node: count - bool(hops) for node, count in Counter(nodes).items() if count > 1}
-    return _Ring(len(nodes), hops, ring_network(topology, hops) if hops else "", inside)
+    return _Ring(hops, ring_network(topology, hops) if hops else "", inside)
 
 
-def hop_channel(topology: Topology, hop: Hop, kind: str) -> Channel:
+def _hop_channel(topology: Topology, hop: Hop, kind: str) -> Channel:
     """Channel of a hop over NICs of ``kind``; the fastest one between the nodes if one of them has no such NIC."""
     channel = topology.node_channel(*hop)
     if channel.kind == kind:
@@ -148,43 +163,10 @@ def hop_channel(topology: Topology, hop: Hop, kind: str) -> Channel:
     return min(ends, key=lambda nic: nic.bytes_per_second) if len(ends) == 2 else channel
 
 
-def nic_bandwidth(topology: Topology, node: int, channel: Channel, message_bytes: float | None = None) -> float:
+def nic_bandwidth(topology: Topology, node: int, channel: Channel) -> float:
     """Bytes per second of all NICs in a node that have the channel's kind; of the channel itself if there are none."""
-    nics = _nics(topology, node, channel)
-    return sum(nic.bytes_per_second if message_bytes is None else nic.bandwidth(message_bytes) for nic in nics)
+    return sum(nic.bytes_per_second for nic in _nics(topology, node, channel))
 
 
 def _nics(topology: Topology, node: int, channel: Channel) -> tuple[Channel, ...]:
-    """NICs of a node that have the channel's kind; the channel itself if there are none."""
     return tuple(nic for nic in topology.nodes[node].nics if nic.kind == channel.kind) or (channel,)
-
-
-class _Limits(NamedTuple):
-    """Limits of a ring, each different one once: a ring over many nodes has few."""
-
-    inside: frozenset[Channel]
-    """Inside nodes, with a message's bandwidth."""
-    hops: frozenset[tuple[Channel, tuple[tuple[tuple[Channel, ...], int], ...]]]
-    """Between nodes: the channel; of both ends, the NICs and the number of messages that share them."""
-
-
-def _limits(topology: Topology, ring: _Ring, load: Callable[[int, int, str], int]) -> _Limits:
-    inside = set()
-    for number in ring.inside:
-        node = topology.nodes[number]
-        inside.add(node.inside.limited(node.inside_bytes_per_second / load(number, 0, INSIDE)))
-    hops = set()
-    for hop in ring.hops:
-        channel = hop_channel(topology, hop, ring.network)
-        ends = tuple((_nics(topology, node, channel), load(node, way, ring.network)) for way, node in enumerate(hop))
-        hops.add((channel, ends))
-    return _Limits(frozenset(inside), frozenset(hops))
-
-
-def _ring_seconds(members: int, ends: _Limits, gradient_bytes: float) -> float:
-    chunk = gradient_bytes / members
-    step = max((channel.seconds(chunk) for channel in ends.inside), default=0.0)
-    for channel, both in ends.hops:
-        shares = [sum(nic.bandwidth(chunk) for nic in nics) / load for nics, load in both]
-        step = max(step, channel.latency_seconds + chunk / min(channel.bandwidth(chunk), *shares))
-    return 2 * (members - 1) * step

@@ -10,9 +10,9 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tomlkit
 import tomlkit.exceptions
@@ -20,7 +20,10 @@ import tomlkit.exceptions
 from ...common.atomic_files import replacing
 from ...common.files import check_file, read_text
 from .cluster_schema import (
+    FLOPS,
     LATENCIES,
+    MEMORY,
+    MEMORY_RESERVE,
     NETWORKS,
     RATES,
     SCHEMA,
@@ -28,6 +31,7 @@ from .cluster_schema import (
     ClusterFields,
     KindFields,
     NodeFields,
+    Units,
     read_number,
     suggest,
 )
@@ -35,6 +39,8 @@ from .gpu_catalog import GPUS, INSIDE, usual_memory_reserve
 from .topology import Channel, Device, DeviceKind, Node, Topology
 
 __all__ = ["load_cluster", "parse_cluster", "save_cluster", "write_cluster"]
+
+Table = TypeVar("Table", tomlkit.items.Table, tomlkit.items.InlineTable)
 
 
 def load_cluster(path: Path | str) -> Topology:
@@ -82,9 +88,9 @@ def _build(file: ClusterFields) -> Topology:
                 ranks = tuple(range(first, len(devices)))
                 inside = _usual_inside(name, part) if part.inside is None else part.inside.channel()
                 nics = sorted((nic.channel() for nic in part.nics), key=lambda nic: -nic.bytes_per_second)
-                shared = math.inf if part.inside is None else part.inside.shared_bytes_per_second
+                shared = None if part.inside is None else part.inside.given(TOTAL_RATES)
                 price = _node_price(part, file.kinds)
-                nodes.append(Node(name, cluster_number, ranks, inside, tuple(nics), shared, price))
+                nodes.append(Node(name, cluster_number, ranks, inside, tuple(nics), shared or math.inf, price))
     numbers = {cluster.name: number for number, cluster in enumerate(file.clusters)}
     between = tuple((numbers[link.clusters[0]], numbers[link.clusters[1]], link.channel()) for link in file.links)
     egress = tuple(
@@ -110,22 +116,16 @@ def _node_price(part: NodeFields, kinds: Mapping[str, KindFields]) -> float | No
 
 def _described_kind(name: str, kind: KindFields) -> DeviceKind:
     preset = GPUS.get(name)
-    memory, flops = kind.memory_bytes, kind.flops
-    if kind.memory_gb is not None:
-        memory = round(kind.memory_gb * 1e9)
-    if kind.tflops is not None:
-        flops = kind.tflops * 1e12
-    memory = preset.memory_bytes if memory is None and preset else memory
-    flops = preset.flops if flops is None and preset else flops
+    memory, flops, reserve = (kind.given(units) for units in (MEMORY, FLOPS, MEMORY_RESERVE))
+    if preset is not None:
+        memory, flops = memory or preset.memory_bytes, flops or preset.flops
     if memory is None or flops is None:
         missing = "memory_gb" if memory is None else "tflops"
         raise ValueError(
             f"kinds.{name} has no {missing}, and there is no preset of that name{suggest(name, GPUS)}; give {missing}"
         )
-    reserve = usual_memory_reserve(memory) if kind.memory_reserve_bytes is None else kind.memory_reserve_bytes
-    if kind.memory_reserve_gb is not None:
-        reserve = round(kind.memory_reserve_gb * 1e9)
-    return DeviceKind(name, memory, flops, reserve)
+    memory = round(memory)
+    return DeviceKind(name, memory, flops, usual_memory_reserve(memory) if reserve is None else round(reserve))
 
 
 def _usual_inside(node: str, part: NodeFields) -> Channel:
@@ -171,52 +171,47 @@ def save_cluster(topology: Topology, path: Path | str, comment: str = "") -> Non
 
 
 def write_cluster(topology: Topology, comment: str = "") -> str:
-    document = tomlkit.document()
-    for line in comment.splitlines():
-        document.add(tomlkit.comment(line) if line.strip() else tomlkit.nl())
-    if comment:
-        document.add(tomlkit.nl())
-    document.add("schema", tomlkit.item(SCHEMA))
+    content: dict[str, Any] = {"schema": SCHEMA}
     own = {device.kind for device in topology.devices if GPUS.get(device.kind.name) != device.kind}
     if own:
-        kinds = tomlkit.table(is_super_table=True)
-        for kind in sorted(own, key=lambda kind: kind.name):
-            table = tomlkit.table()
-            table.update(_best_unit(kind.memory_bytes, {"memory_gb": 1e9, "memory_bytes": 1}, whole=True))
-            if kind.memory_reserve_bytes != usual_memory_reserve(kind.memory_bytes):
-                units = {"memory_reserve_gb": 1e9, "memory_reserve_bytes": 1}
-                table.update(_best_unit(kind.memory_reserve_bytes, units, whole=True))
-            table.update(_best_unit(kind.flops, {"tflops": 1e12, "flops": 1}))
-            kinds[kind.name] = table
-        document.add("kinds", kinds)
-    clusters = tomlkit.aot()
-    for number, name in enumerate(topology.clusters):
-        cluster = tomlkit.table()
-        cluster["name"] = name
-        nodes = tomlkit.aot()
-        for alike in _alike(topology, [node for node in topology.nodes if node.cluster == number]):
-            nodes.append(_node_table(topology, alike))
-        cluster["nodes"] = nodes
-        clusters.append(cluster)
-    document.add("clusters", clusters)
+        content["kinds"] = {kind.name: _kind_fields(kind) for kind in sorted(own, key=lambda kind: kind.name)}
+    content["clusters"] = [
+        {
+            "name": name,
+            "nodes": tomlkit.items.AoT(
+                [
+                    _node_table(topology, alike)
+                    for alike in _alike(topology, [node for node in topology.nodes if node.cluster == number])
+                ]
+            ),
+        }
+        for number, name in enumerate(topology.clusters)
+    ]
     if topology.between:
-        links = tomlkit.aot()
         prices = {(one, other): price for one, other, price in topology.egress}
-        for one, other, channel in topology.between:
-            link = tomlkit.table()
-            link["clusters"] = [topology.clusters[one], topology.clusters[other]]
-            link.update(_channel_fields(channel))
-            if (one, other) in prices:
-                link["dollars_per_gigabyte"] = prices[one, other]
-            links.append(link)
-        document.add("links", links)
-    text = tomlkit.dumps(document)
+        content["links"] = [
+            {
+                "clusters": [topology.clusters[one], topology.clusters[other]],
+                **_channel_fields(channel),
+                **({"dollars_per_gigabyte": prices[one, other]} if (one, other) in prices else {}),
+            }
+            for one, other, channel in topology.between
+        ]
+    lines = [f"# {line}".rstrip() if line.strip() else "" for line in comment.splitlines()]
+    text = "\n".join([*lines, *([""] if lines else []), tomlkit.dumps(content)])
     if parse_cluster(text) != topology:
         raise ValueError(
             "these machines cannot be written as a cluster file: ranks must be numbered cluster by cluster and node by "
             "node, NICs ordered by descending bandwidth, and devices of one kind's name be alike"
         )
     return text
+
+
+def _kind_fields(kind: DeviceKind) -> dict[str, float]:
+    fields = _best_unit(kind.memory_bytes, MEMORY, whole=True)
+    if kind.memory_reserve_bytes != usual_memory_reserve(kind.memory_bytes):
+        fields |= _best_unit(kind.memory_reserve_bytes, MEMORY_RESERVE, whole=True)
+    return fields | _best_unit(kind.flops, FLOPS)
 
 
 def _alike(topology: Topology, nodes: Sequence[Node]) -> list[list[Node]]:
@@ -227,59 +222,56 @@ def _alike(topology: Topology, nodes: Sequence[Node]) -> list[list[Node]]:
         if groups and dash and node.name == f"{stem}-{len(groups[-1])}" and groups[-1][0].name == f"{stem}-0":
             first = groups[-1][0]
             same = dataclasses.replace(first, name=node.name, devices=node.devices) == node
-            if same and _groups(topology, first) == _groups(topology, node):
+            if same and _devices(topology, first) == _devices(topology, node):
                 groups[-1].append(node)
                 continue
         groups.append([node])
     return groups
 
 
-def _groups(topology: Topology, node: Node) -> list[tuple[str, float, int]]:
+def _devices(topology: Topology, node: Node) -> list[dict[str, Any]]:
     devices = [topology.devices[rank] for rank in node.devices]
-    return [
-        (kind, speed, len(list(alike)))
-        for (kind, speed), alike in itertools.groupby(devices, lambda device: (device.kind.name, device.speed))
-    ]
+    rows = []
+    for (kind, speed), alike in itertools.groupby(devices, lambda device: (device.kind.name, device.speed)):
+        count = len(list(alike))
+        rows.append({"kind": kind} | ({"count": count} if count > 1 else {}) | ({"speed": speed} if speed != 1 else {}))
+    return rows
 
 
 def _node_table(topology: Topology, nodes: Sequence[Node]) -> tomlkit.items.Table:
     node = nodes[0]
-    table = tomlkit.table()
-    table["name"] = node.name.rpartition("-")[0] if len(nodes) > 1 else node.name
+    fields: dict[str, Any] = {"name": node.name}
     if len(nodes) > 1:
-        table["count"] = len(nodes)
-    table["devices"] = _rows(
-        {"kind": kind, **({"count": count} if count > 1 else {}), **({"speed": speed} if speed != 1 else {})}
-        for kind, speed, count in _groups(topology, node)
-    )
+        fields = {"name": node.name.rpartition("-")[0], "count": len(nodes)}
     inside = _channel_fields(node.inside)
     if math.isfinite(node.inside_bytes_per_second):
-        units = dict(sorted(TOTAL_RATES.items(), key=lambda item: -item[1]))
-        inside.update(_best_unit(node.inside_bytes_per_second, units))
-    table["inside"] = _inline(inside)
+        inside |= _best_unit(node.inside_bytes_per_second, _largest_first(TOTAL_RATES))
+    fields |= {"devices": _array(_devices(topology, node)), "inside": _inline(inside)}
     if node.nics:
-        table["nics"] = _rows(_channel_fields(nic) for nic in node.nics)
+        fields["nics"] = _array([_channel_fields(nic) for nic in node.nics])
     if node.dollars_per_hour is not None:
-        table["dollars_per_hour"] = node.dollars_per_hour
-    return table
+        fields["dollars_per_hour"] = node.dollars_per_hour
+    return _filled(tomlkit.table(), fields)
 
 
-def _rows(rows: Iterable[Mapping[str, Any]]) -> tomlkit.items.Array:
+def _array(rows: Sequence[Mapping[str, Any]]) -> tomlkit.items.Array:
     array = tomlkit.array()
-    tables = [_inline(row) for row in rows]
-    array.extend(tables)
-    return array.multiline(len(tables) > 1)
+    array.extend([_inline(row) for row in rows])
+    return array.multiline(len(rows) > 1)
 
 
 def _inline(fields: Mapping[str, Any]) -> tomlkit.items.InlineTable:
-    table = tomlkit.inline_table()
+    return _filled(tomlkit.inline_table(), fields)
+
+
+def _filled(table: Table, fields: Mapping[str, Any]) -> Table:
     table.update(fields)
     return table
 
 
 def _channel_fields(channel: Channel) -> dict[str, Any]:
     # Rates of networks are usually given in bits, rates inside a machine in bytes.
-    rates = RATES if channel.kind in NETWORKS else dict(sorted(RATES.items(), key=lambda item: -item[1]))
+    rates = RATES if channel.kind in NETWORKS else _largest_first(RATES)
     fields = {"kind": channel.kind, **_best_unit(channel.bytes_per_second, rates)}
     if channel.latency_seconds:
         fields.update(_best_unit(channel.latency_seconds, LATENCIES))
@@ -288,11 +280,16 @@ def _channel_fields(channel: Channel) -> dict[str, Any]:
     return fields
 
 
-def _best_unit(value: float, units: Mapping[str, float], whole: bool = False) -> dict[str, float]:
+def _largest_first(units: Units) -> Units:
+    return dict(sorted(units.items(), key=lambda item: -item[1]))
+
+
+def _best_unit(value: float, units: Units, whole: bool = False) -> dict[str, float]:
     """Field with the first unit in which the value is short and is read back exactly."""
     for field, unit in units.items():
         for digits in range(13):
             number = round(value / unit, digits)
-            if (round(number * unit) if whole else read_number(number, unit)) == value:
+            read = read_number(number, unit)
+            if (round(read) if whole else read) == value:
                 return {field: int(number) if number == int(number) else number}
     return {field: value}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -14,7 +13,10 @@ from ...common.files import BytesPerSecond, Factor, FilePart, Flops, Seconds
 from .topology import Channel
 
 __all__ = [
+    "FLOPS",
     "LATENCIES",
+    "MEMORY",
+    "MEMORY_RESERVE",
     "NETWORKS",
     "RATES",
     "SCHEMA",
@@ -22,6 +24,7 @@ __all__ = [
     "ClusterFields",
     "KindFields",
     "NodeFields",
+    "Units",
     "read_number",
     "suggest",
 ]
@@ -31,16 +34,19 @@ SCHEMA = 1
 NETWORKS = ("InfiniBand", "RoCE", "Ethernet")
 """Known kinds of NIC. Other kinds are possible, if they have the same name everywhere."""
 
-TOTAL_RATES = {
-    "total_gigabits_per_second": 1e9 / 8,
-    "total_gigabytes_per_second": 1e9,
-    "total_bytes_per_second": 1.0,
-}
-"""Factors to bytes per second, by field: bandwidth that all transfers inside a node share."""
-RATES = {"gigabits_per_second": 1e9 / 8, "gigabytes_per_second": 1e9, "bytes_per_second": 1.0}
-LATENCIES = {"latency_microseconds": 1e-6, "latency_seconds": 1.0}
-"""Factors to bytes per second and to seconds, by field."""
+Units = Mapping[str, float]
+"""Fields that give one number in different units, with the factors to its base unit."""
 
+MEMORY: Units = {"memory_gb": 1e9, "memory_bytes": 1.0}
+MEMORY_RESERVE: Units = {"memory_reserve_gb": 1e9, "memory_reserve_bytes": 1.0}
+FLOPS: Units = {"tflops": 1e12, "flops": 1.0}
+RATES: Units = {"gigabits_per_second": 1e9 / 8, "gigabytes_per_second": 1e9, "bytes_per_second": 1.0}
+TOTAL_RATES: Units = {f"total_{name}": factor for name, factor in RATES.items()}
+"""Bandwidth that all transfers inside a node share."""
+LATENCIES: Units = {"latency_microseconds": 1e-6, "latency_seconds": 1.0}
+
+Gigabytes = Annotated[float, Field(ge=0, le=1e9)]
+Rate = Annotated[float, Field(ge=1e-15, le=1e30)]
 Dollars = Annotated[float, Field(ge=0, le=1e9)]
 CurveTerm = Annotated[float, Field(ge=-1e9, le=1e9)]
 Name = Annotated[str, Field(min_length=1)]
@@ -49,78 +55,66 @@ MAX_DEVICES = 65536
 Count = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
 
 
-class KindFields(FilePart):
+class _InUnits(FilePart):
+    units: ClassVar[tuple[Units, ...]] = ()
+
+    @model_validator(mode="after")
+    def _once(self) -> _InUnits:
+        for units in self.units:
+            given = [name for name in units if getattr(self, name) is not None]
+            if len(given) > 1:
+                raise ValueError(f"give either {' or '.join(given)}")
+        return self
+
+    def given(self, units: Units) -> float | None:
+        """The number in its base unit; None if no field gives it."""
+        fields = ((getattr(self, name), unit) for name, unit in units.items())
+        return next((read_number(number, unit) for number, unit in fields if number is not None), None)
+
+
+class KindFields(_InUnits):
     """A kind of device. Fields that are left out have the values of the preset of that name."""
 
+    units = (MEMORY, MEMORY_RESERVE, FLOPS)
     memory_gb: Annotated[float, Field(ge=1e-9, le=1e9)] | None = None
     memory_bytes: Annotated[int, Field(gt=0, le=10**18)] | None = None
-    memory_reserve_gb: Annotated[float, Field(ge=0, le=1e9)] | None = None
+    memory_reserve_gb: Gigabytes | None = None
     memory_reserve_bytes: Annotated[int, Field(ge=0, le=10**18)] | None = None
     tflops: Annotated[float, Field(ge=1e-12, le=1e12)] | None = None
     flops: Flops | None = None
     dollars_per_hour: Dollars | None = None
     """Price of one device, for nodes that have no price of their own."""
 
-    @model_validator(mode="after")
-    def _once(self) -> KindFields:
-        for one, other in (
-            ("memory_gb", "memory_bytes"),
-            ("memory_reserve_gb", "memory_reserve_bytes"),
-            ("tflops", "flops"),
-        ):
-            if getattr(self, one) is not None and getattr(self, other) is not None:
-                raise ValueError(f"give either {one} or {other}")
-        return self
 
-
-class _Channel(FilePart):
+class _Channel(_InUnits):
+    units: ClassVar[tuple[Units, ...]] = (RATES, LATENCIES)
     kind: Name
-    gigabits_per_second: Annotated[float, Field(ge=1e-15, le=1e30)] | None = None
-    gigabytes_per_second: Annotated[float, Field(ge=1e-15, le=1e30)] | None = None
+    gigabits_per_second: Rate | None = None
+    gigabytes_per_second: Rate | None = None
     bytes_per_second: BytesPerSecond | None = None
     latency_microseconds: Annotated[float, Field(ge=0, le=1e15)] | None = None
     latency_seconds: Seconds | None = None
     curve: tuple[CurveTerm, CurveTerm, CurveTerm] | None = None
 
     @model_validator(mode="after")
-    def _once(self) -> _Channel:
-        rates = [name for name in RATES if getattr(self, name) is not None]
-        if not rates:
-            raise ValueError("a bandwidth is missing: give gigabits_per_second or gigabytes_per_second")
-        if len(rates) > 1:
-            raise ValueError(f"give one bandwidth, not {' and '.join(rates)}")
-        if all(getattr(self, name) is not None for name in LATENCIES):
-            raise ValueError(f"give either {' or '.join(LATENCIES)}")
-        self.channel()  # checks the curve
+    def _valid(self) -> _Channel:
+        self.channel()
         return self
 
     def channel(self) -> Channel:
-        return Channel(self.kind, self._first(RATES), self._first(LATENCIES), self.curve)
-
-    def _first(self, units: Mapping[str, float]) -> float:
-        """The value of the one field of ``units`` that is given, in its base unit; 0 if none is given."""
-        given = ((getattr(self, name), unit) for name, unit in units.items())
-        return next((read_number(number, unit) for number, unit in given if number is not None), 0.0)
+        rate = self.given(RATES)
+        if rate is None:
+            raise ValueError("a bandwidth is missing: give gigabits_per_second or gigabytes_per_second")
+        return Channel(self.kind, rate, self.given(LATENCIES) or 0.0, self.curve)
 
 
 class _Inside(_Channel):
     """Channel between two devices of a node, and the bandwidth that all such transfers share."""
 
-    total_gigabits_per_second: Annotated[float, Field(ge=1e-15, le=1e30)] | None = None
-    total_gigabytes_per_second: Annotated[float, Field(ge=1e-15, le=1e30)] | None = None
+    units = (RATES, LATENCIES, TOTAL_RATES)
+    total_gigabits_per_second: Rate | None = None
+    total_gigabytes_per_second: Rate | None = None
     total_bytes_per_second: BytesPerSecond | None = None
-
-    @model_validator(mode="after")
-    def _one_total(self) -> _Inside:
-        given = [name for name in TOTAL_RATES if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise ValueError(f"give one total bandwidth, not {' and '.join(given)}")
-        return self
-
-    @property
-    def shared_bytes_per_second(self) -> float:
-        """Bandwidth of all transfers inside the node together; infinite if nothing is given."""
-        return self._first(TOTAL_RATES) or math.inf
 
 
 class _Network(_Channel):
@@ -204,12 +198,8 @@ def suggest(name: str, names: Iterable[str]) -> str:
     """End of a message about an unknown name: similar ones of ``names``, if there are any."""
     by_lower = {each.lower(): each for each in names}
     longer = [each for each in by_lower if each.startswith(name.lower())]
-    close = [
-        *longer,
-        *(each for each in get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5) if each not in longer),
-    ]
-    close = close[:3]
-    return f"; did you mean {' or '.join(by_lower[each] for each in close)}?" if close else ""
+    close = dict.fromkeys([*longer, *get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)])
+    return f"; did you mean {' or '.join(by_lower[each] for each in list(close)[:3])}?" if close else ""
 
 
 def read_number(number: float, unit: float) -> float:

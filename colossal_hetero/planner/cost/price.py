@@ -15,7 +15,6 @@ import numpy as np
 from ...common.text import count
 from ..cluster.topology import Topology
 from ..profile.layer_profile import ModelProfile
-from ..profile.stage_costs import stage_costs
 from .chunked_price import Ranks, price_chunks
 from .draft import Draft, DraftBuilder, write_plan
 from .gradient_times import divide_micro_batches
@@ -152,15 +151,8 @@ class Pricer:
             for ranks in slots[device]:
                 by_speed.setdefault(min(devices[rank].speed for rank in ranks), []).append(ranks)
             for speed, members in by_speed.items():
-                costs = stage_costs(
-                    self.profile,
-                    device,
-                    tensor_parallel=layout.tensor_parallel,
-                    micro_batch=self.micro_batch,
-                    speed=speed,
-                    recompute=recompute,
-                    zero_shards=shards or 1,
-                )
+                form = (device, layout.tensor_parallel, self.micro_batch, speed)
+                costs = self.profile.costs(*form, recompute=recompute, zero_shards=shards or 1)
                 usable = devices[members[0][0]].kind.usable_bytes
                 places |= {(ranks, recompute): (len(kinds), slot) for slot, ranks in enumerate(members)}
                 kinds.append(SlotKind(device, speed, usable, costs, tuple(members)))

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from ..cluster.topology import Topology
 from ..profile.layer_costs import LayerCosts
 from ..profile.layer_profile import ModelProfile
-from ..profile.stage_costs import stage_costs
 
 __all__ = [
     "SlotKind",
@@ -156,15 +155,7 @@ def slot_kind(
     measured = profile.micro_batches(name, degree)
     if not measured[0] <= micro_batch <= measured[-1]:
         return None
-    costs = partial(
-        stage_costs,
-        profile,
-        name,
-        tensor_parallel=degree,
-        micro_batch=micro_batch,
-        speed=speed,
-        zero_shards=pipelines or 1,
-    )
+    costs = partial(profile.costs, name, degree, micro_batch, speed, zero_shards=pipelines or 1)
     usable = next(device.kind.usable_bytes for device in topology.devices if device.kind.name == name)
     return SlotKind(name, speed, usable, costs(), tuple(slots), costs(recompute=True) if recompute else None)
 

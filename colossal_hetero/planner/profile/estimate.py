@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from ..cluster.topology import DeviceKind
 from .layer_profile import LayerSizes, LayerTimes, ModelProfile
 
-__all__ = ["EFFICIENCY", "IMAGE_SIZE", "VITS", "Recompute", "Transformer", "VitSizes", "estimated_profile"]
+__all__ = ["EFFICIENCY", "IMAGE_SIZE", "VITS", "Transformer", "VitSizes", "estimated_profile"]
 
 
 # Gpt -----------------------------------------------------------------------------------------------------------------
@@ -18,12 +17,6 @@ __all__ = ["EFFICIENCY", "IMAGE_SIZE", "VITS", "Recompute", "Transformer", "VitS
 # Parameters and operations: Holmes, Eq. 5 and 6 (Narayanan et al., "Efficient large-scale language model training on
 # GPU clusters using Megatron-LM", 2021, Eq. 2 and 3); activation memory: Korthikanti et al., "Reducing activation
 # recomputation in large transformer models", 2022, sections 4.1 to 5. FLOP are those of matrix products, a tight bound.
-
-
-Recompute = Literal["none", "selective", "full"]
-"""Parts of a block's forward pass that run again in backward: nothing, the inside of attention, or all."""
-
-RECOMPUTE = ("none", "selective", "full")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,38 +67,18 @@ class Transformer:
         """FLOP of one sample in the logits, forward: ``2 s h V``."""
         return 2 * self.sequence * self.hidden * self.vocabulary
 
-    def block_backward_flop(self, recompute: bool = True) -> int:
-        """FLOP of one sample in one block, backward: twice forward, and forward again if activations are recomputed."""
-        return (3 if recompute else 2) * self.block_forward_flop
+    def flop_per_iteration(self, batch: int) -> int:
+        """FLOP of forward, recomputation and backward of ``batch`` samples: ``F = 96 B s l h² (1 + s/(6 h) +
+        V/(16 l h))`` (Holmes, Eq. 6). The head is not recomputed."""
+        return batch * (self.layers * 4 * self.block_forward_flop + 3 * self.head_forward_flop)
 
-    def flop_per_iteration(self, batch: int, recompute: bool = True) -> int:
-        """FLOP of forward and backward of ``batch`` samples.
-
-        With recomputation ``F = 96 B s l h² (1 + s/(6 h) + V/(16 l h))`` (Holmes, Eq. 6). The head is not recomputed.
-        """
-        if batch < 1:
-            raise ValueError(f"batch={batch} must be at least 1 sample")
-        block = self.block_forward_flop + self.block_backward_flop(recompute)
-        return batch * (self.layers * block + 3 * self.head_forward_flop)
-
-    def block_activation_bytes(
-        self, tensor_parallel: int = 1, recompute: Recompute = "none", sequence_parallel: bool = False
-    ) -> float:
-        """Bytes that one sample keeps for backward in one block, per device, in half precision.
-
-        ``s h (10 + 24/t + 5 a s/(h t))``; without the last term if the inside of attention is recomputed or never kept
-        (flash attention); ``2 s h`` with full recomputation. Sequence parallelism divides all by ``t`` (Table 2).
-        """
-        if recompute not in RECOMPUTE:
-            raise ValueError(f"recompute={recompute!r}: choose one of {', '.join(RECOMPUTE)}")
+    def block_activation_bytes(self, tensor_parallel: int = 1) -> float:
+        """Bytes that one sample keeps for backward in one block, per device, in half precision:
+        ``s h (10 + 24/t + 5 a s/(h t))`` (Korthikanti et al., Table 2)."""
         if tensor_parallel < 1 or self.heads % tensor_parallel:
             raise ValueError(f"tensor_parallel={tensor_parallel} does not divide heads={self.heads}")
         row = self.sequence * self.hidden
-        if recompute == "full":
-            return 2.0 * row / (tensor_parallel if sequence_parallel else 1)
-        replicated = 10.0 / (tensor_parallel if sequence_parallel else 1)
-        attention = 5.0 * self.heads * self.sequence / self.hidden if recompute == "none" else 0.0
-        return row * (replicated + (24.0 + attention) / tensor_parallel)
+        return row * (10.0 + (24.0 + 5.0 * self.heads * self.sequence / self.hidden) / tensor_parallel)
 
     @property
     def embedding_activation_bytes(self) -> int:
@@ -137,8 +110,6 @@ def estimated_profile(
     efficiency: float | Mapping[str, float] = EFFICIENCY,
     micro_batches: Sequence[int] = (1, 2, 4, 8),
     tensor_parallel: Sequence[int] = (1,),
-    recompute: Recompute = "none",
-    name: str | None = None,
 ) -> ModelProfile:
     """Profile in which times are FLOP divided by achieved FLOP/s, and memory is that of half precision with Adam.
 
@@ -163,17 +134,17 @@ def estimated_profile(
         if not values or min(values) < 1:
             raise ValueError(f"{what}={tuple(values)}; give numbers of at least 1")
     return ModelProfile(
-        name=name or f"gpt-{model.layers}x{model.hidden}",
+        name=f"gpt-{model.layers}x{model.hidden}",
         precision="bf16",
         state_factor=STATE_FACTOR,
         source=f"estimated from FLOP at {_in_words(reached)} of nominal FLOP/s",
         times=tuple(
-            _times(model, device, degree, size, reached[device.name], recompute)
+            _times(model, device, degree, size, reached[device.name])
             for device in devices
             for degree in sorted(set(tensor_parallel))
             for size in sorted(set(micro_batches))
         ),
-        sizes=tuple(_sizes(model, degree, recompute) for degree in sorted(set(tensor_parallel))),
+        sizes=tuple(_sizes(model, degree) for degree in sorted(set(tensor_parallel))),
     )
 
 
@@ -183,28 +154,24 @@ def _in_words(reached: Mapping[str, float]) -> str:
     return ", ".join(f"{share:g} ({name})" for name, share in reached.items())
 
 
-def _times(
-    model: Transformer, device: DeviceKind, degree: int, size: int, efficiency: float, recompute: Recompute
-) -> LayerTimes:
+def _times(model: Transformer, device: DeviceKind, degree: int, size: int, efficiency: float) -> LayerTimes:
     share = size / (device.flops * efficiency * degree)
     forward = [0, *[model.block_forward_flop] * model.layers, model.head_forward_flop]
-    block_backward = model.block_backward_flop(recompute == "full")
-    backward = [0, *[block_backward] * model.layers, 2 * model.head_forward_flop]
     return LayerTimes(
         device=device.name,
         tensor_parallel=degree,
         micro_batch=size,
         forward_seconds=tuple(share * flop for flop in forward),
-        backward_seconds=tuple(share * flop for flop in backward),
+        backward_seconds=tuple(2 * share * flop for flop in forward),
         update_seconds=(0.0,) * (model.layers + 2),
     )
 
 
-def _sizes(model: Transformer, degree: int, recompute: Recompute) -> LayerSizes:
+def _sizes(model: Transformer, degree: int) -> LayerSizes:
     parameters = [model.embedding_parameters, *[model.block_parameters] * model.layers, model.head_parameters]
     activations = [
         model.embedding_activation_bytes,
-        *[model.block_activation_bytes(degree, recompute)] * model.layers,
+        *[model.block_activation_bytes(degree)] * model.layers,
         model.head_activation_bytes(degree),
     ]
     return LayerSizes(
@@ -213,7 +180,7 @@ def _sizes(model: Transformer, degree: int, recompute: Recompute) -> LayerSizes:
         activation_bytes=tuple(math.ceil(each) for each in activations),
         output_bytes=(*[model.output_bytes] * (model.layers + 1), 0),
         forward_sums=() if degree == 1 else (1, *[2] * model.layers, 0),
-        backward_sums=() if degree == 1 else (0, *[4 if recompute == "full" else 2] * model.layers, 1),
+        backward_sums=() if degree == 1 else (0, *[2] * model.layers, 1),
     )
 
 

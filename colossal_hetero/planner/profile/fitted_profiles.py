@@ -60,7 +60,7 @@ def on_links(profile: ModelProfile, topology: Topology) -> ModelProfile:
         for each in profile.times
     ]
     known = [each.model_copy(update={"forward_sums": (), "backward_sums": ()}) for each in profile.sizes]
-    return profile.changed(times=tuple(times), sizes=tuple(known))
+    return profile.model_copy(update={"times": tuple(times), "sizes": tuple(known)})
 
 
 def _with_sums(times: LayerTimes, sizes: LayerSizes, topology: Topology) -> LayerTimes:

@@ -1,8 +1,8 @@
-"""Time and memory of each block of a model in one kind of slot."""
+"""Time and memory of each block of a model in one kind of slot, also with recomputation or ZeRO."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -56,21 +56,43 @@ class LayerCosts:
         buckets = self.bucket_bytes if stages == 1 else 0.0
         return max(usable_bytes - self.temporary_bytes - buckets, 0.0)
 
+    def recomputed(self) -> LayerCosts:
+        """Costs if backward runs forward again, so that a block keeps only its input (the first one: as much as it
+        sends).
+
+        In backward, all activations of one block exist for a moment. If the last block, which has the head, needs more
+        for this moment than the others, the rest counts like its activations.
+        """
+        activations, outputs = self.activation_bytes, self.output_bytes
+        kept = np.concatenate([outputs[:1], outputs[:-1]])
+        for_a_moment = float(activations[: max(len(activations) - 1, 1)].max())
+        kept[-1] += max(float(activations[-1]) - for_a_moment, 0.0)
+        return replace(
+            self,
+            backward_seconds=self.backward_seconds + self.forward_seconds,
+            activation_bytes=kept,
+            temporary_bytes=self.temporary_bytes + for_a_moment,
+        )
+
+    def sharded(self, shards: int, state_factor: float, *, copies: bool) -> LayerCosts:
+        """Costs with ZeRO stage 1: a device keeps and updates one of ``shards`` equal parts of the optimizer's state.
+
+        Of ``state_factor`` bytes per byte of parameters, one is the parameters and one their gradients, which stay
+        whole; with ``copies``, its part of the parameters is there once more. Reduce-scatter and all-gather together
+        send what a ring all-reduce sends (Rajbhandari et al., ZeRO, 2020, section 7.2.1).
+        """
+        whole = min(state_factor, 2.0)
+        return replace(
+            self,
+            state_bytes=self.state_bytes * (whole + (state_factor - whole + copies) / shards) / state_factor,
+            update_seconds=self.update_seconds / shards,
+        )
+
     @cached_property
     def cumulative(self) -> CumulativeCosts:
         """Sums over the first blocks, so that the cost of consecutive blocks is one subtraction."""
-        return CumulativeCosts(
-            *(
-                np.concatenate([[0.0], np.cumsum(values)])
-                for values in (
-                    self.forward_seconds,
-                    self.backward_seconds,
-                    self.update_seconds,
-                    self.state_bytes,
-                    self.activation_bytes,
-                )
-            )
-        )
+        by_block = (getattr(self, name) for name in CumulativeCosts._fields)
+        return CumulativeCosts(*(np.concatenate([[0.0], np.cumsum(values)]) for values in by_block))
 
     def hop_seconds(self, channel: Channel) -> NDArray[np.float64]:
         """Seconds of one transfer over ``channel`` by place of the cut, ``[blocks + 1]``; 0 at both ends."""

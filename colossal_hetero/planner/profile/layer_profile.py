@@ -7,10 +7,11 @@ one, its time is replaced by the shortest one of all larger ones, so that the pl
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,6 +90,10 @@ class LayerTimes(FilePart):
     def key(self) -> tuple[str, int, int]:
         return self.device, self.tensor_parallel, self.micro_batch
 
+    @property
+    def layers(self) -> int:
+        return len(self.forward_seconds)
+
     def composed_seconds(self, blocks: int) -> float:
         """Seconds of forward and backward of ``blocks`` blocks: ``T(n) = Σ α_i T(2^i)`` (AutoHet, Eq. 5)."""
         left, seconds = blocks, 0.0
@@ -118,6 +123,10 @@ class LayerSizes(FilePart):
     forward_sums: tuple[ByteCount, ...] = ()
     """By layer: sums in a forward pass that ``times`` do not contain, each of the largest of ``output_bytes``."""
     backward_sums: tuple[ByteCount, ...] = ()
+
+    @property
+    def layers(self) -> int:
+        return len(self.parameter_bytes)
 
     def temporaries(self, micro_batch: int) -> NDArray[np.float64]:
         """Bytes that each layer needs for a moment, measured or estimated, ``[layers]``."""
@@ -177,18 +186,15 @@ class ModelProfile(FilePart):
         key = _duplicate([times.key for times in self.times])
         if key is not None:
             raise ValueError(f"times has two entries of {_in_words(*key)}; keep one")
-        for index, sizes in enumerate(self.sizes):
-            if len(sizes.parameter_bytes) != self.layers:
+        named = [(f"sizes[{index}]", sizes.layers) for index, sizes in enumerate(self.sizes)]
+        named += [(f"times[{index}]", times.layers) for index, times in enumerate(self.times)]
+        for name, layers in named:
+            if layers != self.layers:
                 raise ValueError(
-                    f"sizes[{index}] has {len(sizes.parameter_bytes)} layers, sizes[0] has {self.layers}; all lists "
-                    "have one value per layer, embedding and head included"
+                    f"{name} has {layers} layers, sizes[0] has {self.layers}; all lists have one value per layer, "
+                    "embedding and head included"
                 )
         for index, times in enumerate(self.times):
-            if len(times.forward_seconds) != self.layers:
-                raise ValueError(
-                    f"times[{index}] has {len(times.forward_seconds)} layers, sizes[0] has {self.layers}; all lists "
-                    "have one value per layer, embedding and head included"
-                )
             if times.tensor_parallel not in degrees:
                 raise ValueError(
                     f"times[{index}] is at tensor_parallel {times.tensor_parallel}, but no sizes have that degree "
@@ -199,24 +205,22 @@ class ModelProfile(FilePart):
                 f"{self.before} of {self.layers} layers are before the blocks and {self.after} after them, so "
                 "there is no block; there must be at least one"
             )
-        unknown = next((device for device in self.rank_devices if device not in self.devices), None)
-        if unknown is not None:
-            raise ValueError(f"rank_devices names {unknown}, but there are only times of {self._known()}")
-        unknown = next((device for device in self.context_bytes if device not in self.devices), None)
-        if unknown is not None:
-            raise ValueError(f"context_bytes names {unknown}, but there are only times of {self._known()}")
+        for what in ("rank_devices", "context_bytes"):
+            unknown = next((device for device in getattr(self, what) if device not in self.devices), None)
+            if unknown is not None:
+                raise ValueError(f"{what} names {unknown}, but there are only times of {', '.join(self.devices)}")
         return self
 
     def __copy__(self) -> ModelProfile:
         # The copy may have other numbers, so it starts with empty caches.
         copied = super().__copy__()
-        for name in ("_costs", "_tables", "devices"):
+        for name in ("_costs", "_measured", "devices"):
             copied.__dict__.pop(name, None)
         return copied
 
     @property
     def layers(self) -> int:
-        return len(self.sizes[0].parameter_bytes)
+        return self.sizes[0].layers
 
     @property
     def blocks(self) -> int:
@@ -228,64 +232,91 @@ class ModelProfile(FilePart):
 
     def tensor_parallel_degrees(self, device: str) -> tuple[int, ...]:
         """Measured on a kind of device, ascending."""
-        self._check_device(device)
+        if device not in self.devices:
+            close = get_close_matches(device, self.devices, n=1)
+            hint = f"; did you mean {close[0]}?" if close else "; measure it, or name one of these in the cluster file"
+            raise ValueError(f"the profile has no times of device {device!r}, only of {', '.join(self.devices)}{hint}")
         return tuple(sorted({times.tensor_parallel for times in self.times if times.device == device}))
 
     def micro_batches(self, device: str, tensor_parallel: int) -> tuple[int, ...]:
         """Ascending; :meth:`costs` accepts all sizes from the first to the last."""
-        return tuple(micro_batch for micro_batch, _ in self._table(device, tensor_parallel))
+        return self._of(device, tensor_parallel).micro_batches
 
     def times_of(self, device: str, tensor_parallel: int, micro_batch: int) -> LayerTimes:
-        for times in self.times:
-            if times.key == (device, tensor_parallel, micro_batch):
+        measured = self._of(device, tensor_parallel)
+        for times in measured.times:
+            if times.micro_batch == micro_batch:
                 return times
-        measured = self.micro_batches(device, tensor_parallel)
         place = _in_words(device, tensor_parallel, micro_batch)
-        raise ValueError(f"{place} was not measured; {_listed(measured)} were")
+        raise ValueError(f"{place} was not measured; {_listed(measured.micro_batches)} were")
 
     def relative_error(self, device: str, tensor_parallel: int, micro_batch: int) -> float:
         """Standard error as a share of the times; between two measured micro-batches the larger one."""
-        sizes = self.micro_batches(device, tensor_parallel)
-        near = [max((size for size in sizes if size <= micro_batch), default=sizes[0])]
-        near.append(min((size for size in sizes if size >= micro_batch), default=sizes[-1]))
-        return max(self.times_of(device, tensor_parallel, size).relative_error for size in near)
+        measured = self._of(device, tensor_parallel)
+        return max(measured.times[place].relative_error for place in measured.around(micro_batch))
 
-    def costs(self, device: str, tensor_parallel: int, micro_batch: int, speed: float = 1.0) -> LayerCosts:
-        """Costs per block on a device that reaches the share ``speed`` of its kind's speed.
+    def costs(
+        self,
+        device: str,
+        tensor_parallel: int,
+        micro_batch: int,
+        speed: float = 1.0,
+        *,
+        recompute: bool = False,
+        zero_shards: int = 1,
+    ) -> LayerCosts:
+        """Costs per block of a stage, on a device that reaches the share ``speed`` of its kind's speed.
 
-        Equal arguments return the same object, and the planner takes slots with the same object for interchangeable.
+        The optimizer's state is in ``zero_shards`` parts. Equal arguments return the same object, with read-only
+        arrays, and the planner takes slots with the same object for interchangeable.
         """
-        key = (device, tensor_parallel, micro_batch, speed)
-        return self.remembered(key, lambda: self._make_costs(*key))
-
-    def remembered(self, key: object, make: Callable[[], LayerCosts]) -> LayerCosts:
-        """First result of ``make`` for this key, with read-only arrays."""
+        key = (device, tensor_parallel, micro_batch, speed, recompute, zero_shards)
         if key not in self._costs:
-            self._costs[key] = made = make()
+            made = self._make_costs(device, tensor_parallel, micro_batch, speed)
+            made = made.recomputed() if recompute else made
+            if zero_shards > 1:
+                # In fp32, ZeRO copies its part of the parameters, which a profile with master copies counts already.
+                copies = self.precision == "fp32" and not self.master_copies
+                made = made.sharded(zero_shards, self.state_factor, copies=copies)
             for value in vars(made).values():
                 if isinstance(value, np.ndarray):
                     value.flags.writeable = False
+            self._costs[key] = made
         return self._costs[key]
-
-    def changed(self, **fields: Any) -> ModelProfile:
-        """Copy with other values of these fields and with empty caches."""
-        copy = self.model_copy(update=fields)
-        for name in ("_costs", "_tables"):
-            copy.__dict__.pop(name, None)
-        return copy
 
     @functools.cached_property
     def _costs(self) -> dict[object, LayerCosts]:
         return {}
 
     @functools.cached_property
-    def _tables(self) -> dict[tuple[str, int], list[tuple[int, NDArray[np.float64]]]]:
+    def _measured(self) -> dict[tuple[str, int], _Measured]:
         return {}
+
+    def _of(self, device: str, tensor_parallel: int) -> _Measured:
+        key = (device, tensor_parallel)
+        if key not in self._measured:
+            degrees = self.tensor_parallel_degrees(device)
+            if tensor_parallel not in degrees:
+                raise ValueError(
+                    f"{device} was not measured at tensor_parallel {tensor_parallel}; it was at {_listed(degrees)}"
+                )
+            found = [times for times in self.times if (times.device, times.tensor_parallel) == key]
+            self._measured[key] = _Measured.of(sorted(found, key=lambda times: times.micro_batch))
+        return self._measured[key]
 
     def _make_costs(self, device: str, tensor_parallel: int, micro_batch: int, speed: float) -> LayerCosts:
         if not speed > 0:
             raise ValueError(f"speed={speed}: must be above 0")
-        forward, backward, update = self._interpolated(device, tensor_parallel, micro_batch) / speed
+        measured = self._of(device, tensor_parallel)
+        known = measured.micro_batches
+        if not known[0] <= micro_batch <= known[-1]:
+            valid = f"{known[0]} to {known[-1]}" if len(known) > 1 else known[0]
+            raise ValueError(
+                f"{_in_words(device, tensor_parallel, micro_batch)} is outside of what was measured "
+                f"({_listed(known)}); use {valid}, or measure it"
+            )
+        seconds = measured.interpolated(micro_batch) / speed
+        update, forward, backward = seconds[:-1].reshape(3, self.layers)
         sizes = next(each for each in self.sizes if each.tensor_parallel == tensor_parallel)
         parameters = self._by_block(sizes.parameter_bytes)
         activations = self._by_block(sizes.activation_bytes) * micro_batch
@@ -304,55 +335,8 @@ class ModelProfile(FilePart):
             temporary_bytes=float(inner),
             # Buckets have the type of the parameters.
             bucket_bytes=float(parameters.sum()),
-            schedule_seconds=self._schedule_seconds(device, tensor_parallel, micro_batch) / speed,
+            schedule_seconds=float(seconds[-1]),
         )
-
-    def _interpolated(self, device: str, tensor_parallel: int, micro_batch: int) -> NDArray[np.float64]:
-        table = self._table(device, tensor_parallel)
-        for (below, low), (above, high) in zip(table, [*table[1:], table[-1]], strict=True):
-            if micro_batch == below:
-                return low
-            if below < micro_batch < above:
-                share = (micro_batch - below) / (above - below)
-                return np.asarray(low + share * (high - low))
-        measured = [size for size, _ in table]
-        valid = f"{measured[0]} to {measured[-1]}" if len(measured) > 1 else str(measured[0])
-        raise ValueError(
-            f"{_in_words(device, tensor_parallel, micro_batch)} is outside of what was measured ({_listed(measured)}); "
-            f"use {valid}, or measure it"
-        )
-
-    def _schedule_seconds(self, device: str, tensor_parallel: int, micro_batch: int) -> float:
-        sizes = self.micro_batches(device, tensor_parallel)
-        seconds = [self.times_of(device, tensor_parallel, size).schedule_seconds for size in sizes]
-        return float(np.interp(micro_batch, sizes, np.minimum.accumulate(seconds[::-1])[::-1]))
-
-    def _table(self, device: str, tensor_parallel: int) -> list[tuple[int, NDArray[np.float64]]]:
-        """Micro-batches, ascending, each with its times ``[3, layers]``, which do not fall as micro-batches grow."""
-        key = (device, tensor_parallel)
-        if key not in self._tables:
-            degrees = self.tensor_parallel_degrees(device)
-            if tensor_parallel not in degrees:
-                raise ValueError(
-                    f"{device} was not measured at tensor_parallel {tensor_parallel}; it was at {_listed(degrees)}"
-                )
-            found = sorted(
-                (times for times in self.times if (times.device, times.tensor_parallel) == key),
-                key=lambda times: times.micro_batch,
-            )
-            arrays = np.array([(each.forward_seconds, each.backward_seconds, each.update_seconds) for each in found])
-            arrays[:, :2] = np.minimum.accumulate(arrays[::-1, :2], axis=0)[::-1]
-            self._tables[key] = [(times.micro_batch, array) for times, array in zip(found, arrays, strict=True)]
-        return self._tables[key]
-
-    def _check_device(self, device: str) -> None:
-        if device not in self.devices:
-            close = get_close_matches(device, self.devices, n=1)
-            hint = f"; did you mean {close[0]}?" if close else "; measure it, or name one of these in the cluster file"
-            raise ValueError(f"the profile has no times of device {device!r}, only of {self._known()}{hint}")
-
-    def _known(self) -> str:
-        return ", ".join(self.devices)
 
     def _by_block(self, values: Sequence[float] | NDArray[np.float64], ends: bool = True) -> NDArray[np.float64]:
         """Values by block. With ``ends``, layers before and after the blocks are added to the outer blocks."""
@@ -363,6 +347,35 @@ class ModelProfile(FilePart):
             blocks[0] += array[: self.before].sum()
             blocks[-1] += array[stop:].sum()
         return blocks
+
+
+class _Measured(NamedTuple):
+    """Times of one kind of device at one tensor-parallel degree, by micro-batch, ascending."""
+
+    times: tuple[LayerTimes, ...]
+    micro_batches: tuple[int, ...]
+    seconds: NDArray[np.float64]
+    """Update, forward and backward by layer, and the schedule, ``[micro-batches, 3 layers + 1]``. Apart from updates,
+    they do not fall as micro-batches grow."""
+
+    @classmethod
+    def of(cls, times: Sequence[LayerTimes]) -> _Measured:
+        passes = np.array([[*each.forward_seconds, *each.backward_seconds, each.schedule_seconds] for each in times])
+        passes = np.minimum.accumulate(passes[::-1], axis=0)[::-1]
+        updates = np.array([each.update_seconds for each in times])
+        return cls(tuple(times), tuple(each.micro_batch for each in times), np.hstack([updates, passes]))
+
+    def around(self, micro_batch: int) -> tuple[int, int]:
+        """Places of the next smaller and the next larger measured micro-batch, the same one if it was measured."""
+        above = min(bisect_left(self.micro_batches, micro_batch), len(self.times) - 1)
+        return (above if self.micro_batches[above] <= micro_batch else max(above - 1, 0)), above
+
+    def interpolated(self, micro_batch: int) -> NDArray[np.float64]:
+        below, above = self.around(micro_batch)
+        share = (micro_batch - self.micro_batches[below]) / max(
+            self.micro_batches[above] - self.micro_batches[below], 1
+        )
+        return np.asarray(self.seconds[below] + share * (self.seconds[above] - self.seconds[below]))
 
 
 def load_profile(path: Path | str) -> ModelProfile:

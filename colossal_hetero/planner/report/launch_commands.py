@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -12,11 +11,12 @@ from ...common.text import count, spans
 from ..cost.plan import Plan
 from ..cost.runnable import why_not_runnable, why_recomputes
 
-__all__ = ["colossal_order", "launch_lines", "training_call"]
+__all__ = ["launch_lines", "training_call"]
 
 MAX_NODES = 4
-MAX_NUMBERS = 12
-"""Longest list that is written out; longer ones become sums of repeated numbers."""
+"""Number of consecutive nodes with equally many ranks above which they share a command."""
+MAX_REPLICAS = 12
+"""Number of unequal replicas whose samples are written out."""
 
 
 def training_call(plan: Plan, path: str = "plan.json", *, overlap: bool = False) -> str:
@@ -34,17 +34,37 @@ def training_call(plan: Plan, path: str = "plan.json", *, overlap: bool = False)
         "from colossal_hetero import HeteroHybridParallelPlugin",
         f'plugin = HeteroHybridParallelPlugin(plan="{path}", precision="{plan.precision}"{options})',
         *_batch_lines(plan),
+        "# train with booster.execute_pipeline(...), which divides them",
     ]
-    lines.append("# train with booster.execute_pipeline(...), which divides them")
     if plan.schedule == "zbv":
         lines.append("# the first stage has the loss; batches cannot be evaluated in this schedule")
     return "\n".join([*lines, "", *_colossal_call(plan)])
 
 
-def _ranks_by_node(plan: Plan) -> dict[str, int]:
-    stages = [stage for replica in plan.replicas for stage in replica.stages]
-    node_of = {rank: stage.node for stage in stages for rank in stage.ranks}
-    return dict(Counter(node_of[rank] for rank in sorted(node_of)))
+def launch_lines(plan: Plan) -> list[str]:
+    """One ``torchrun`` command per node, in the order of ranks; many consecutive nodes that are alike share one."""
+    node_of = {rank: stage.node for replica in plan.replicas for stage in replica.stages for rank in stage.ranks}
+    used = sorted(node_of)
+    nodes = list(Counter(node_of[rank] for rank in used).items())
+    lines = []
+    if used != list(range(len(used))):
+        lines.append(
+            f"# only the cluster's devices {spans(used)} are used: make only these visible (CUDA_VISIBLE_DEVICES); "
+            f"they are launched as ranks 0-{len(used) - 1}"
+        )
+    if len(nodes) == 1:
+        return [*lines, f"torchrun --nproc-per-node {len(used)} train.py"]
+    several = (
+        f"torchrun --nnodes {len(nodes)} --node-rank {{}} --nproc-per-node {{}} --master-addr {nodes[0][0]} train.py"
+    )
+    for ranks, group in itertools.groupby(enumerate(nodes), key=lambda each: each[1][1]):
+        members = [(index, name) for index, (name, _) in group]
+        (start, first), (stop, last) = members[0], members[-1]
+        if len(members) > MAX_NODES:
+            lines.append(f"{several.format('$N', ranks)}  # on {first}, …, {last}: N = {start}, …, {stop}")
+        else:
+            lines += [f"{several.format(index, ranks)}  # on {name}" for index, name in members]
+    return lines
 
 
 def _batch_lines(plan: Plan) -> list[str]:
@@ -54,46 +74,27 @@ def _batch_lines(plan: Plan) -> list[str]:
             f"# the data loader of every replica gives {count(counts[0] * plan.micro_batch, 'sample')} per step: "
             f"{count(counts[0], 'micro-batch')} of {plan.micro_batch}"
         ]
-    shares = ", ".join(str(each * plan.micro_batch) for each in counts[:MAX_NUMBERS])
+    shares = ", ".join(str(each * plan.micro_batch) for each in counts[:MAX_REPLICAS])
     return [
         "loader = plugin.prepare_dataloader(dataset, shuffle=True, drop_last=True)  # without a batch_size",
-        f"# it gives the replicas {shares}{', …' if len(counts) > MAX_NUMBERS else ''} samples of each step, in "
+        f"# it gives the replicas {shares}{', …' if len(counts) > MAX_REPLICAS else ''} samples of each step, in "
         f"micro-batches of {plan.micro_batch}",
     ]
 
 
 def _colossal_call(plan: Plan) -> list[str]:
-    if not plan.symmetric:
-        return ["# Colossal-AI's own HybridParallelPlugin cannot run this plan: its replicas are not alike"]
-    if plan.schedule != "1f1b" and len(set(plan.layers_per_chunk)) > 1:
-        return ["# Colossal-AI's own HybridParallelPlugin cannot run this plan: it has no unequal chunks"]
-    if plan.schedule == "zbv":
-        return [
-            "# Colossal-AI's own HybridParallelPlugin needs scheduler_nodes, which the plugin above makes from the plan"
-        ]
-    if plan.zero_stage and plan.precision == "fp32":
-        return ["# Colossal-AI's own HybridParallelPlugin cannot run this plan: it refuses ZeRO in fp32"]
-    if why_recomputes(plan) is not None:
-        return [
-            "# Colossal-AI's own HybridParallelPlugin lets single stages recompute for a few models only (its argument",
-            "# gradient_checkpoint_config)",
-        ]
-    order = colossal_order(plan)
-    if order is None:
-        place, wanted, given = _first_difference(plan)
-        return [
-            "# Colossal-AI's own HybridParallelPlugin cannot run this plan: it places ranks in the order of launch,",
-            f"# so {place} would be {_ranks(given)}, but the plan has {_ranks(wanted)} there",
-        ]
+    reason = _why_not_colossal(plan)
+    if reason is not None:
+        return [f"# Colossal-AI's own HybridParallelPlugin cannot run this plan: {reason}"]
     stages = len(plan.layers_per_stage)
     arguments = [f"tp_size={plan.tensor_parallel}", f"pp_size={stages}"]
     if stages > 1:
         if plan.schedule == "1f1b":
-            arguments.append(f"num_layers_per_stage={_python_list(plan.layers_per_stage)}")
+            arguments.append(f"num_layers_per_stage={list(plan.layers_per_stage)}")
         else:
             arguments.append(f'pp_style="{plan.schedule}", num_model_chunks={plan.chunks_per_stage}')
         arguments.append(f"microbatch_size={plan.micro_batch}")
-    if order == "stages outside":
+    if _replicas_outside(plan) is False:
         arguments.append("dp_outside=False")
     arguments.append(f'precision="{plan.precision}"')
     if plan.zero_stage:
@@ -111,73 +112,28 @@ def _colossal_call(plan: Plan) -> list[str]:
     return lines
 
 
-def colossal_order(plan: Plan) -> str | None:
-    """The order of Colossal-AI's ``ProcessGroupMesh`` that places the ranks as the plan does, None for neither:
-    "replicas outside" for (dp, pp, tp), its default; "stages outside" for (pp, dp, tp), ``dp_outside=False``."""
-    order = plan.launched_order
-    if len({len(replica) for replica in order}) > 1:
-        return None
-    ranks = np.array(order)
-    launched = np.arange(ranks.size)
-    if np.array_equal(ranks.ravel(), launched):
-        return "replicas outside"
-    if np.array_equal(ranks.swapaxes(0, 1).ravel(), launched):
-        return "stages outside"
+def _why_not_colossal(plan: Plan) -> str | None:
+    """Reason why Colossal-AI's own plugin cannot run a plan that this package's plugin can."""
+    if not plan.symmetric:
+        return "its replicas are not alike"
+    if plan.schedule != "1f1b" and len(set(plan.layers_per_chunk)) > 1:
+        return "its chunks are unequal"
+    if plan.schedule == "zbv":
+        return "it needs scheduler_nodes, which the plugin above makes from the plan"
+    if plan.zero_stage and plan.precision == "fp32":
+        return "it refuses ZeRO in fp32"
+    if why_recomputes(plan) is not None:
+        return "single stages recompute for a few models only, with its argument gradient_checkpoint_config"
+    if _replicas_outside(plan) is None:
+        return "it places ranks in the order of launch, and the plan does not"
     return None
 
 
-def _first_difference(plan: Plan) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """The first stage whose ranks differ from Colossal-AI's default order, in words, and its ranks in both orders."""
-    order = plan.launched_order
-    launched = np.arange(plan.world_size).reshape(np.array(order).shape)
-    for replica, stage in itertools.product(range(len(order)), range(len(order[0]))):
-        given = tuple(int(rank) for rank in launched[replica, stage])
-        if order[replica][stage] != given:
-            return f"stage {stage} of replica {replica}", order[replica][stage], given
-    raise AssertionError("the plan is in the default order")
-
-
-def launch_lines(plan: Plan) -> list[str]:
-    """One ``torchrun`` command per node, in the order of ranks; above :data:`MAX_NODES`, alike nodes share one."""
-    used = sorted(rank for replica in plan.replicas for stage in replica.stages for rank in stage.ranks)
-    nodes = list(_ranks_by_node(plan).items())
-    first = nodes[0][0]
-    lines = []
-    if used != list(range(len(used))):
-        lines.append(
-            f"# only the cluster's devices {spans(used)} are used: make only these visible (CUDA_VISIBLE_DEVICES); "
-            f"they are launched as ranks 0-{len(used) - 1}"
-        )
-    if len(nodes) == 1:
-        return [*lines, f"torchrun --nproc-per-node {nodes[0][1]} train.py"]
-    command = f"torchrun --nnodes {len(nodes)} --node-rank {{}} --nproc-per-node {{}} --master-addr {first} train.py"
-    if len(nodes) <= MAX_NODES:
-        return lines + [f"{command.format(index, ranks)}  # on {name}" for index, (name, ranks) in enumerate(nodes)]
-    for ranks, group in itertools.groupby(enumerate(nodes), key=lambda each: each[1][1]):
-        members = [(index, name) for index, (name, _) in group]
-        (start, name), (stop, last) = members[0], members[-1]
-        if start == stop:
-            lines.append(f"{command.format(start, ranks)}  # on {name}")
-        else:
-            nodes_in_words = f"{name}, {last}" if stop == start + 1 else f"{name}, …, {last}"
-            lines.append(f"{command.format('$N', ranks)}  # on {nodes_in_words}: N = {start}, …, {stop}")
-    return lines
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {spans(sorted(ranks))}"
-
-
-def _python_list(numbers: Sequence[int]) -> str:
-    """``[9, 9, 6]``; if there are many numbers, ``[2] * 31 + [1]``."""
-    if len(numbers) <= MAX_NUMBERS:
-        return f"[{', '.join(map(str, numbers))}]"
-    parts = []
-    for repeated, run in itertools.groupby(
-        ((number, len(list(run))) for number, run in itertools.groupby(numbers)), key=lambda each: each[1] > 1
-    ):
-        if repeated:
-            parts += [f"[{number}] * {times}" for number, times in run]
-        else:
-            parts.append(f"[{', '.join(str(number) for number, _ in run)}]")
-    return " + ".join(parts)
+def _replicas_outside(plan: Plan) -> bool | None:
+    """``dp_outside`` with which Colossal-AI's ``ProcessGroupMesh`` places ranks as the plan does: True for the order
+    (dp, pp, tp), False for (pp, dp, tp); None for neither."""
+    ranks = np.array(plan.launched_order)
+    launched = np.arange(ranks.size)
+    if np.array_equal(ranks.ravel(), launched):
+        return True
+    return False if np.array_equal(ranks.swapaxes(0, 1).ravel(), launched) else None

@@ -1,13 +1,12 @@
-"""The picture of a plan: a timeline of each stage during one iteration."""
+"""Pictures of plans: a timeline of each stage during one iteration, times of several plans, and a front of prices."""
 
 from __future__ import annotations
 
 import itertools
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...common.text import (
     BLUE,
@@ -21,12 +20,17 @@ from ...common.text import (
     spans,
     times,
 )
+from ..cost.evaluate import EvaluatedPlan, time_parts
 from ..cost.layout_line import device_in_words
 from ..cost.plan import Plan
 from ..cost.simulate import PlanSimulation, simulate_plan
-from .plan_table import layout, replica_groups, short_ranks
+from ..stages.event_simulation import Event
+from .plan_table import alike_replicas, layout, nodes_in_words, short_ranks
 
-__all__ = ["Lane", "StageBar", "lanes", "plot_plan", "windows"]
+if TYPE_CHECKING:
+    from ..search.pareto_front import FrontPoint, NodeType
+
+__all__ = ["Lane", "lanes", "plot_comparison", "plot_front", "plot_plan", "proved_edge", "windows"]
 
 MAX_LANES = 48
 SHOWN_STEPS = 8
@@ -36,7 +40,6 @@ GREEN, PURPLE = "#009E73", "#CC79A7"
 """From the palette of Okabe and Ito, like the other colors."""
 CHUNK_HATCHES = ("", "///", "\\\\\\", "xxx")
 """By the number of a chunk in its stage; further chunks begin again."""
-CHUNK_NAMES = ("first", "second", "third", "fourth")
 KINDS = {
     "forward": ("forward", BLUE, "#FFFFFF"),
     "backward": ("backward", LIGHT_BLUE, "#000000"),
@@ -47,59 +50,39 @@ KINDS = {
 }
 """By kind of bar: its name in the legend, its color, and the color of the number in it."""
 
-BarKind = Literal["forward", "backward", "weight", "transfer", "update", "synchronization"]
-
-PASSES: tuple[BarKind, ...] = ("forward", "backward", "weight")
+PASSES = ("forward", "backward", "weight")
 
 
-class StageBar(NamedTuple):
-    """One activity of one stage. Times are in seconds from the start of the iteration."""
-
-    kind: BarKind
-    micro_batch: int
-    """Number of the micro-batch, from 0; 0 for update and synchronization."""
-    start: float
-    stop: float
-    chunk: int = 0
-
-
-@dataclass(frozen=True)
-class Lane:
+class Lane(NamedTuple):
     """A row of the picture: one stage, drawn once for all replicas that are alike."""
 
     replicas: tuple[int, ...]
     stage: int
     name: str
-    bars: tuple[StageBar, ...]
+    bars: tuple[Event, ...]
+    place: float
+    """Vertical place; there is a gap between replicas."""
 
 
 def lanes(simulation: PlanSimulation) -> list[Lane]:
     plan, end = simulation.plan, simulation.seconds
-    rows = []
-    for group in replica_groups(plan):
-        events = simulation.timelines[group.numbers[0]].events
-        for index, stage in enumerate(group.first.stages):
-            bars = [StageBar(*event) for event in events[index]]
+    found: list[Lane] = []
+    for gaps, replicas in enumerate(alike_replicas(plan)):
+        for index, stage in enumerate(plan.replicas[replicas[0]].stages):
+            bars = list(simulation.timelines[replicas[0]].events[index])
             if plan.synchronization_seconds > 0:
                 # The optimizer step uses the sums of gradients. The simulation of a pipeline knows only its end.
-                update = stage.update_seconds
+                update = end - stage.update_seconds
                 bars = [bar for bar in bars if bar.kind != "update"]
-                bars.append(StageBar("synchronization", 0, end - update - plan.synchronization_seconds, end - update))
-                bars += [StageBar("update", 0, end - update, end)] if update > 0 else []
+                bars.append(Event("synchronization", 0, update - plan.synchronization_seconds, update))
+                bars += [Event("update", 0, update, end)] if update < end else []
             ranges = [f"{a}-{b - 1}" if b - a > 1 else str(a) for a, b in stage.block_ranges]
-            one = len(ranges) == 1 and ranges[0].isdigit()
-            layers = f"layer{'' if one else 's'} {' + '.join(ranges)}"
-            stage_ranks = sorted(rank for replica in group.replicas for rank in replica.stages[index].ranks)
-            ranks = f"{'rank' if len(stage_ranks) == 1 else 'ranks'} {short_ranks(stage_ranks)}"
-            rows.append(
-                Lane(
-                    group.numbers,
-                    index,
-                    f"{device_in_words(stage.device, stage.recompute)}, {ranks}\n{layers}",
-                    tuple(bars),
-                )
-            )
-    return rows
+            layers = f"layer{'' if ' + '.join(ranges).isdigit() else 's'} {' + '.join(ranges)}"
+            ranks = sorted(rank for number in replicas for rank in plan.replicas[number].stages[index].ranks)
+            device = device_in_words(stage.device, stage.recompute)
+            name = f"{device}, {'rank' if len(ranks) == 1 else 'ranks'} {short_ranks(ranks)}\n{layers}"
+            found.append(Lane(replicas, index, name, tuple(bars), len(found) + 0.6 * gaps))
+    return found
 
 
 def windows(simulation: PlanSimulation) -> list[tuple[float, float]]:
@@ -111,9 +94,7 @@ def windows(simulation: PlanSimulation) -> list[tuple[float, float]]:
     pass_seconds = sum(stage.micro_batch_seconds for stage in stages)
     fill, drain = pass_seconds + SHOWN_STEPS * step, pass_seconds + SHOWN_STEPS / 2 * step
     drain += max(stage.update_seconds for stage in stages) + plan.synchronization_seconds
-    if fill + drain > 0.8 * end:
-        return [(0.0, end)]
-    return [(0.0, fill), (end - drain, end)]
+    return [(0.0, end)] if fill + drain > 0.8 * end else [(0.0, fill), (end - drain, end)]
 
 
 def plot_plan(
@@ -135,36 +116,28 @@ def plot_plan(
     made = simulation or simulate_plan(plan, slow)
     all_lanes = lanes(made)
     shown, parts = all_lanes[:MAX_LANES], windows(made)
-    height = 0.34 if len(shown) > 16 else 0.46
-    figure = Figure(figsize=(14, 1.7 + height * max(len(shown), 2)), layout="constrained")
+    figure = Figure(figsize=(14, 1.7 + (0.34 if len(shown) > 16 else 0.46) * max(len(shown), 2)), layout="constrained")
     axes = figure.subplots(
         1, len(parts), sharey=True, width_ratios=[stop - start for start, stop in parts], squeeze=False
     )[0]
     unit, _ = times([made.seconds])
     scale = {"s": 1.0, "ms": 1e3, "µs": 1e6}[unit]
-    places = _places(shown)
     for axis, (start, stop) in zip(axes, parts, strict=True):
-        _draw(axis, shown, places, (start, stop), scale)
-    _label(axes[0], made, shown, places)
-    _break(axes)
+        _draw(axis, shown, (start, stop), scale)
+    _label(axes[0], made, shown)
+    for axis in axes[1:]:
+        axis.spines["left"].set_visible(False)
+        axis.tick_params(axis="y", labelleft=False)
     axes[0].set_xlabel(f"time [{unit}]", fontsize=9)
     figure.suptitle(_title(made, len(shown), len(all_lanes)), x=0.01, ha="left", fontsize=11)
     _legend(figure, shown)
-    _number(figure, axes, shown, places, parts, scale)
+    _number(figure, axes, shown, parts, scale)
     save_figure(figure, path)
 
 
-def _places(shown: Sequence[Lane]) -> list[float]:
-    places: list[float] = []
-    for index, lane in enumerate(shown):
-        gap = 0.6 if index and shown[index - 1].replicas != lane.replicas else 0.0
-        places.append((places[-1] + 1.0 if places else 0.0) + gap)
-    return places
-
-
-def _draw(axis: Any, shown: Sequence[Lane], places: Sequence[float], window: tuple[float, float], scale: float) -> None:
+def _draw(axis: Any, shown: Sequence[Lane], window: tuple[float, float], scale: float) -> None:
     start, stop = window
-    for lane, place in zip(shown, places, strict=True):
+    for lane in shown:
         chunks = sorted({bar.chunk for bar in lane.bars})
         for (kind, (_, color, _)), chunk in itertools.product(KINDS.items(), chunks):
             intervals = [
@@ -172,35 +145,31 @@ def _draw(axis: Any, shown: Sequence[Lane], places: Sequence[float], window: tup
                 for bar in lane.bars
                 if bar.kind == kind and bar.chunk == chunk and bar.stop > start and bar.start < stop
             ]
-            if intervals:
-                # White edges separate micro-batches; short bars have none, because an edge would hide them.
-                width = 0.4 if kind in PASSES else 0.0
-                hatch = CHUNK_HATCHES[chunk % len(CHUNK_HATCHES)]
-                axis.broken_barh(
-                    intervals, (place - 0.4, 0.8), facecolor=color, edgecolor="#FFFFFF", linewidth=width, hatch=hatch
-                )
+            # White edges separate micro-batches; short bars have none, because an edge would hide them.
+            width = 0.4 if kind in PASSES else 0.0
+            hatch = CHUNK_HATCHES[chunk % len(CHUNK_HATCHES)]
+            axis.broken_barh(
+                intervals, (lane.place - 0.4, 0.8), facecolor=color, edgecolor="#FFFFFF", linewidth=width, hatch=hatch
+            )
     axis.set_xlim(start * scale, stop * scale)
-    axis.set_ylim(places[-1] + 0.6, -0.9 if len({lane.replicas for lane in shown}) > 1 else -0.8)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
+    axis.set_ylim(shown[-1].place + 0.6, -0.9)
+    axis.tick_params(axis="y", length=0)
+    axis.spines[["top", "right"]].set_visible(False)
     axis.grid(axis="x", color="#DDDDDD", linewidth=0.6)
     axis.set_axisbelow(True)
 
 
-def _label(axis: Any, made: PlanSimulation, shown: Sequence[Lane], places: Sequence[float]) -> None:
+def _label(axis: Any, made: PlanSimulation, shown: Sequence[Lane]) -> None:
     names = [lane.name if len(shown) <= 16 else lane.name.replace("\n", ", ") for lane in shown]
-    axis.set_yticks(places, names, fontsize=8)
-    axis.tick_params(axis="y", length=0)
-    if len(made.plan.replicas) == 1:
-        return
-    for index, (lane, place) in enumerate(zip(shown, places, strict=True)):
-        if index and shown[index - 1].replicas == lane.replicas:
+    axis.set_yticks([lane.place for lane in shown], names, fontsize=8)
+    for lane in shown if len(made.plan.replicas) > 1 else ():
+        if lane.stage:
             continue
         number, micro_batches = len(lane.replicas), made.plan.replicas[lane.replicas[0]].micro_batches
         text = f"replica{'s' if number > 1 else ''} {spans(lane.replicas, 3)}{f' (×{number})' if number > 1 else ''}"
         axis.annotate(
             f"{text}: {count(micro_batches, 'micro-batch')}{' each' if number > 1 else ''}",
-            (0, place - 0.45),
+            (0, lane.place - 0.45),
             xycoords=("axes fraction", "data"),
             xytext=(4, 1),
             textcoords="offset points",
@@ -208,21 +177,6 @@ def _label(axis: Any, made: PlanSimulation, shown: Sequence[Lane], places: Seque
             fontsize=8,
             fontweight="bold",
         )
-
-
-def _break(axes: Sequence[Any]) -> None:
-    for left, right in itertools.pairwise(axes):
-        right.spines["left"].set_visible(False)
-        right.tick_params(axis="y", length=0, labelleft=False)
-        mark = {
-            "marker": [(-1, -2), (1, 2)],
-            "markersize": 9,
-            "linestyle": "none",
-            "color": "#000000",
-            "clip_on": False,
-        }
-        left.plot([1], [0], transform=left.transAxes, **mark)
-        right.plot([0], [0], transform=right.transAxes, **mark)
 
 
 def _title(made: PlanSimulation, shown: int, stages: int) -> str:
@@ -242,35 +196,92 @@ def _legend(figure: Any, shown: Sequence[Lane]) -> None:
 
     used = {bar.kind for lane in shown for bar in lane.bars}
     handles = [Patch(facecolor=color, label=name) for kind, (name, color, _) in KINDS.items() if kind in used]
-    for chunk in range(1, min(1 + max(bar.chunk for lane in shown for bar in lane.bars), len(CHUNK_HATCHES))):
-        label = f"{CHUNK_NAMES[chunk]} chunk of a stage"
-        handles.append(Patch(facecolor=BLUE, edgecolor="#FFFFFF", hatch=CHUNK_HATCHES[chunk], label=label))
+    chunks = 1 + max(bar.chunk for lane in shown for bar in lane.bars)
+    for chunk, hatch in list(enumerate(CHUNK_HATCHES[:chunks]))[1:]:
+        handles.append(Patch(facecolor=BLUE, edgecolor="#FFFFFF", hatch=hatch, label=f"chunk {chunk} of a stage"))
     handles.append(Patch(facecolor="#FFFFFF", edgecolor="#888888", label="waiting"))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
 
 
 def _number(
-    figure: Any,
-    axes: Sequence[Any],
-    shown: Sequence[Lane],
-    places: Sequence[float],
-    parts: Sequence[tuple[float, float]],
-    scale: float,
+    figure: Any, axes: Sequence[Any], shown: Sequence[Lane], parts: Sequence[tuple[float, float]], scale: float
 ) -> None:
+    """Write the numbers of micro-batches into those bars that have room for them."""
     figure.draw_without_rendering()
-    numbers = 0
+    texts = []
     for axis, (start, stop) in zip(axes, parts, strict=True):
         points = axis.get_window_extent().width * 72 / figure.dpi / (stop - start)
-        for lane, place in zip(shown, places, strict=True):
-            for bar in lane.bars:
-                text = str(bar.micro_batch)
-                inside = bar.start >= start and bar.stop <= stop
-                room = (bar.stop - bar.start) * points
-                if bar.kind not in PASSES or not inside or room < 5 * len(text) + 1:
-                    continue
-                if numbers >= MAX_NUMBERS:
-                    return
-                numbers += 1
-                middle = (bar.start + bar.stop) / 2 * scale
-                color = KINDS[bar.kind][2]
-                axis.text(middle, place, text, ha="center", va="center_baseline", fontsize=7, color=color)
+        for place, bar in ((lane.place, bar) for lane in shown for bar in lane.bars if bar.kind in PASSES):
+            text = str(bar.micro_batch)
+            has_room = (bar.stop - bar.start) * points >= 5 * len(text) + 1
+            if has_room and bar.start >= start and bar.stop <= stop:
+                texts.append((axis, (bar.start + bar.stop) / 2 * scale, place, text, KINDS[bar.kind][2]))
+    for axis, middle, place, text, color in texts[:MAX_NUMBERS]:
+        axis.text(middle, place, text, ha="center", va="center_baseline", fontsize=7, color=color)
+
+
+# Several plans -------------------------------------------------------------------------------------------------------
+
+
+def plot_comparison(plans: Sequence[tuple[str, EvaluatedPlan]], path: Path) -> None:
+    """Draw a bar for each plan: its parts by the closed form, and a mark for the simulated time."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 1.2 + 0.9 * len(plans)), layout="constrained")
+    axes = figure.add_subplot()
+    rows = range(len(plans))
+    left = [0.0] * len(plans)
+    parts = [time_parts(each.plan) for _, each in plans]
+    for name, color in zip(parts[0], (BLUE, LIGHT_BLUE, ORANGE), strict=True):
+        widths = [each[name] for each in parts]
+        axes.barh(rows, widths, left=left, color=color, label=name, height=0.6)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    simulated = [each.simulated_seconds for _, each in plans]
+    axes.plot(simulated, rows, "|", color="black", markersize=12, label="by event simulation")
+    for row, (_, each) in enumerate(plans):
+        if not each.fits:
+            axes.text(left[row], row, " does not fit in memory", va="center", fontsize=8)
+    axes.set_yticks(rows, [f"{name}\n{textwrap.fill(layout(each.plan), 60)}" for name, each in plans], fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds per iteration")
+    axes.grid(axis="x", color=GRAY)
+    axes.set_axisbelow(True)
+    axes.margins(x=0.25)
+    figure.legend(loc="outside lower center", ncols=4, fontsize=8)
+    save_figure(figure, path)
+
+
+def plot_front(front: Sequence[FrontPoint], types: Sequence[NodeType], chosen: FrontPoint, path: Path) -> None:
+    """Draw a front of prices, with the line beyond which no plan can be, by the lower bounds."""
+    from matplotlib.figure import Figure
+
+    cost, seconds = [1000 * point.dollars for point in front], [point.seconds for point in front]
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(cost[::-1], seconds[::-1], "-o", drawstyle="steps-post", color=BLUE, label="plans that were found")
+    corners, heights = zip(*proved_edge(front), strict=True)
+    no_plan = "no plan is better in both than this"
+    axes.plot(corners, heights, ":", drawstyle="steps-pre", color="#888888", label=no_plan)
+    axes.plot([1000 * chosen.dollars], [chosen.seconds], "o", color=ORANGE, markersize=10, label="chosen")
+    for point, x, y in zip(front, cost, seconds, strict=True):
+        name = nodes_in_words(point, types)
+        axes.annotate(name, (x, y), (-7, -8), textcoords="offset points", fontsize=7, ha="right")
+    axes.set_xlabel("dollars per 1,000 iterations")
+    axes.set_ylabel("seconds per iteration")
+    axes.margins(x=0.15)
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    save_figure(figure, path)
+
+
+def proved_edge(front: Sequence[FrontPoint]) -> list[tuple[float, float]]:
+    """The corners of the edge below which no plan can be: dollars per 1,000 iterations, ascending, and seconds.
+
+    By its gap, each point excludes all plans that are better in both than a corner.
+    """
+    corners = [(1000 * point.dollars / (1 + point.gap), point.seconds / (1 + point.gap)) for point in front]
+    corners.sort(reverse=True)
+    # Where plans are excluded up to some dollars, they are also excluded for less.
+    heights = itertools.accumulate((seconds for _, seconds in corners), max)
+    return [(dollars, height) for (dollars, _), height in zip(corners, heights, strict=True)][::-1]

@@ -1,33 +1,40 @@
-"""A plan as text: a table of its stages, a table of the next best plans, and the layout on one line."""
+"""Plans as text: layouts on one line, and tables of stages, plans, simulations, prices and profiles."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
-from ...common.text import aligned, byte_unit, count, spans, times
+from ...common.text import aligned, byte_unit, count, duration, spans, times
+from ..cost.evaluate import HOUR, EvaluatedPlan, devices_in_words, differences
 from ..cost.layout_line import device_in_words, joined_ranges, layout_of, write_layout
-from ..cost.plan import Plan, Replica, StagePlan
+from ..cost.plan import Plan, StagePlan
 from ..cost.ranked_plan import CERTAIN, RankedPlan
 from ..cost.simulate import PlanSimulation
+from ..profile.layer_profile import LayerTimes, ModelProfile
+
+if TYPE_CHECKING:
+    from ..search.pareto_front import FrontPoint, NodeType
 
 __all__ = [
-    "ReplicaGroup",
-    "Row",
+    "alike_replicas",
     "layout",
+    "nodes_in_words",
     "one_line",
-    "ranges_in_words",
     "render",
+    "render_comparison",
+    "render_evaluation",
+    "render_front",
+    "render_profile",
     "render_replanning",
     "render_simulation",
-    "replica_groups",
     "rows",
     "short_ranks",
 ]
@@ -36,127 +43,139 @@ MAX_ROWS = 16
 """Number of stages above which consecutive ones of one kind with equally many layers share a row."""
 
 
-@dataclass(frozen=True)
-class ReplicaGroup:
-    """Replicas that differ only in their ranks and nodes."""
+def one_line(plan: Plan) -> str:
+    """The layout with predicted iteration time and samples per second.
 
+    For example: ``tp 4 · dp 2 × pp [A100-40 0-15 | V100-16 16-23] · micro-batch 4 × 16 · 1.230 s (104.1 samples/s)``.
+    """
+    return f"{layout(plan)} · {duration(plan.iteration_seconds)} ({aligned([plan.samples_per_second])[0]} samples/s)"
+
+
+def layout(plan: Plan) -> str:
+    """:func:`one_line` without the predicted times."""
+    return write_layout(layout_of(plan), shortened=True)
+
+
+def short_ranks(ranks: Sequence[int]) -> str:
+    """Ascending ranks in few characters: "0-3", "0-3, 8-11", and with more than two ranges "0-3 … 59 (16)"."""
+    text = spans(ranks)
+    parts = text.split(", ")
+    return text if len(parts) <= 2 else f"{parts[0]} … {ranks[-1]} ({len(ranks)})"
+
+
+def _words(title: str, ratio: int | None = None) -> Column:
+    return Column(Text(title), overflow="fold", min_width=len(title), ratio=ratio)
+
+
+def _number(title: str) -> Column:
+    # In a plain string rich would read the brackets of a unit as markup.
+    return Column(Text(title), justify="right", no_wrap=True)
+
+
+def _table(columns: Sequence[Column], lines: Sequence[Sequence[str]], bold: int | None = None) -> Table:
+    table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for index, cells in enumerate(lines):
+        table.add_row(*map(Text, cells), style="bold" if index == bold else None)
+    return table
+
+
+# Stages --------------------------------------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """Consecutive stages of one form, of replicas that are alike: a row of the table."""
+
+    replicas: tuple[int, ...]
     numbers: tuple[int, ...]
-    replicas: tuple[Replica, ...]
+    stages: tuple[StagePlan, ...]
+    """Of the first of these replicas."""
+    everywhere: tuple[StagePlan, ...]
+    """Of all of them."""
 
     @property
-    def first(self) -> Replica:
-        return self.replicas[0]
+    def device(self) -> str:
+        return device_in_words(self.stages[0].device, self.stages[0].recompute)
+
+    @property
+    def ranks(self) -> list[int]:
+        return sorted(rank for stage in self.everywhere for rank in stage.ranks)
+
+    @property
+    def layers(self) -> str:
+        """``[a, b)``: all blocks of these stages, in several ranges if stages hold several chunks."""
+        ranges = joined_ranges([stage.block_ranges for stage in self.stages])
+        return ", ".join(f"[{start}, {stop})" for start, stop in ranges)
 
 
-def replica_groups(plan: Plan) -> list[ReplicaGroup]:
-    """Groups of replicas that are alike, by their first members. Numbers that agree in three digits count as equal."""
+def alike_replicas(plan: Plan) -> list[tuple[int, ...]]:
+    """Numbers of replicas that differ only in ranks and nodes. Times that agree in three digits count as equal."""
     groups: dict[object, list[int]] = {}
     for number, replica in enumerate(plan.replicas):
         key = (replica.micro_batches, tuple(_shown(stage) for stage in replica.stages))
         groups.setdefault(key, []).append(number)
-    return [
-        ReplicaGroup(tuple(numbers), tuple(plan.replicas[number] for number in numbers)) for numbers in groups.values()
-    ]
+    return [tuple(numbers) for numbers in groups.values()]
 
 
 def _shown(stage: StagePlan) -> tuple[object, ...]:
-    numbers = (stage.forward_seconds, stage.backward_seconds, stage.transfer_seconds, stage.schedule_seconds)
-    return (
-        *_form(stage),
-        stage.block_ranges,
-        *(
-            f"{number:.3g}"
-            for number in (*numbers, stage.update_seconds, stage.memory_bytes, stage.memory_available_bytes)
-        ),
-    )
-
-
-def one_line(plan: Plan) -> str:
-    """The layout with the first and last layer of each part of a pipeline, predicted iteration time and samples per
-    second.
-
-    For example: ``tp 4 · dp 2 × pp [A100-40 0-15 | V100-16 16-23] · micro-batch 4 × 16 · 1.230 s (104.1 samples/s)``.
-    """
-    unit, (seconds,) = times([plan.iteration_seconds])
-    return f"{layout(plan)} · {seconds} {unit} ({aligned([plan.samples_per_second])[0]} samples/s)"
-
-
-def layout(plan: Plan) -> str:
-    """:func:`one_line` without the predicted times; a schedule other than 1F1B is named at the end."""
-    return write_layout(layout_of(plan), shortened=True)
+    seconds = (stage.forward_seconds, stage.backward_seconds, stage.transfer_seconds, stage.schedule_seconds)
+    numbers = (*seconds, stage.update_seconds, stage.memory_bytes, stage.memory_available_bytes)
+    return (*_form(stage), stage.block_ranges, *(f"{number:.3g}" for number in numbers))
 
 
 def _form(stage: StagePlan) -> tuple[object, ...]:
-    layers = tuple(stop - start for start, stop in stage.block_ranges)
-    return stage.device, stage.recompute, layers
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row of the table: a stage, or several similar stages, of replicas that are alike."""
-
-    replicas: tuple[int, ...]
-    micro_batches: int
-    """Per replica and iteration."""
-    stages: tuple[int, ...]
-    device: str
-    nodes: tuple[str, ...]
-    ranks: tuple[int, ...]
-    block_ranges: tuple[tuple[int, int], ...]
-    """``[a, b)``: all blocks of these stages, in several ranges if stages hold several chunks."""
-    memory_bytes: tuple[float, float]
-    """Per device: the smallest and the largest of these stages."""
-    available_bytes: float
-    compute_seconds: float
-    """Forward, backward and schedule of a micro-batch: the longest of these stages."""
-    transfer_seconds: float
-    """Of a micro-batch: the longest of these stages."""
-    bubble_shares: tuple[float, float]
-    """Share of the iteration in which a stage waits: the smallest and the largest of these stages."""
+    return stage.device, stage.recompute, tuple(stop - start for start, stop in stage.block_ranges)
 
 
 def rows(plan: Plan) -> list[Row]:
-    groups = replica_groups(plan)
-    fold = sum(len(group.first.stages) for group in groups) > MAX_ROWS
-    lines = []
-    for group in groups:
-        bubbles = group.first.bubble_shares
-        stages = list(enumerate(group.first.stages))
-        runs = (
-            [list(run) for _, run in itertools.groupby(stages, key=lambda each: _form(each[1]))]
-            if fold
-            else [[each] for each in stages]
+    groups = alike_replicas(plan)
+    fold = sum(len(plan.replicas[numbers[0]].stages) for numbers in groups) > MAX_ROWS
+    found = []
+    for replicas in groups:
+        stages = plan.replicas[replicas[0]].stages
+        runs = itertools.groupby(range(len(stages)), key=lambda each: _form(stages[each]) if fold else each)
+        for numbers in (tuple(run) for _, run in runs):
+            everywhere = tuple(plan.replicas[replica].stages[number] for replica in replicas for number in numbers)
+            found.append(Row(replicas, numbers, tuple(stages[number] for number in numbers), everywhere))
+    return found
+
+
+def _stage_table(plan: Plan, lines: Sequence[Row], numbers: Mapping[str, Sequence[str]]) -> Table:
+    """A row for each of ``lines``, with further columns of these titles."""
+    columns = [_words(title) for title in ("replica", "stage", "device", "node", "ranks")]
+    columns += [_number(title) for title in ("layers\n[a, b)", *numbers)]
+    single = len(plan.replicas) == 1
+    table = _table(columns[single:], [])
+    for line, *cells in zip(lines, *numbers.values(), strict=True):
+        is_first = 0 in line.numbers
+        if is_first and table.row_count:
+            table.add_section()
+        alike = f" (×{len(line.replicas)})" if len(line.replicas) > 1 else ""
+        nodes = list(dict.fromkeys(stage.node for stage in line.everywhere))
+        texts = (
+            f"{short_ranks(line.replicas)}{alike}" if is_first else "",
+            spans(line.numbers),
+            f"{f'{len(line.stages)} × ' if len(line.stages) > 1 else ''}{line.device}",
+            ", ".join(nodes) if len(nodes) <= 3 else f"{nodes[0]} … ({len(nodes)})",
+            short_ranks(line.ranks),
+            line.layers,
+            *cells,
         )
-        for run in runs:
-            numbers = [index for index, _ in run]
-            members = [stage for _, stage in run]
-            every = [replica.stages[index] for replica in group.replicas for index in numbers]
-            shares = [bubbles[index] for index in numbers]
-            memory = [stage.memory_bytes for stage in members]
-            lines.append(
-                Row(
-                    replicas=group.numbers,
-                    micro_batches=group.first.micro_batches,
-                    stages=tuple(numbers),
-                    device=device_in_words(members[0].device, members[0].recompute),
-                    nodes=tuple(dict.fromkeys(stage.node for stage in every)),
-                    ranks=tuple(sorted(rank for stage in every for rank in stage.ranks)),
-                    block_ranges=joined_ranges([stage.block_ranges for stage in members]),
-                    memory_bytes=(min(memory), max(memory)),
-                    available_bytes=min(stage.memory_available_bytes for stage in every),
-                    compute_seconds=max(
-                        stage.forward_seconds + stage.backward_seconds + stage.schedule_seconds for stage in members
-                    ),
-                    transfer_seconds=max(stage.transfer_seconds for stage in members),
-                    bubble_shares=(min(shares), max(shares)),
-                )
-            )
-    return lines
+        table.add_row(*map(Text, texts[single:]))
+    return table
+
+
+def _span(values: Sequence[float], decimals: int) -> str:
+    low, high = (f"{each(values):,.{decimals}f}" for each in (min, max))
+    return low if low == high else f"{low}-{high}"
+
+
+# Plans ---------------------------------------------------------------------------------------------------------------
 
 
 def render(plans: Sequence[RankedPlan]) -> RenderableType:
+    """The first plan with its stages, and below it all plans with their reasons."""
     plan = plans[0].plan
-    parts: list[RenderableType] = [_title(plan), _stages(plan)]
+    parts: list[RenderableType] = [_title(plan), _planned_stages(plan)]
     parts += [Text(line) for line in (*_totals(plan), *plan.notes)]
     if len(plans) > 1:
         parts += [Text(""), _ranking(plans)]
@@ -178,106 +197,49 @@ def _title(plan: Plan) -> Text:
     )
 
 
-def _stages(plan: Plan) -> Table:
+def _planned_stages(plan: Plan) -> Table:
+    """Of several stages in a row, the longest times, and the range of memory and bubbles."""
     lines = rows(plan)
     second, compute, transfer = times(
-        [line.compute_seconds for line in lines], [line.transfer_seconds for line in lines]
+        [max(s.forward_seconds + s.backward_seconds + s.schedule_seconds for s in line.stages) for line in lines],
+        [max(stage.transfer_seconds for stage in line.stages) for line in lines],
     )
-    size, unit = byte_unit(max(line.available_bytes for line in lines))
-    many = len(plan.replicas) > 1
-    unequal = len({replica.micro_batches for replica in plan.replicas}) > 1
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    if many:
-        table.add_column("\nreplica", overflow="fold", min_width=7)
-    if unequal:
-        table.add_column("micro-\nbatches", justify="right", no_wrap=True)
-    table.add_column("\nstage", no_wrap=True)
-    table.add_column("\ndevice", overflow="fold", min_width=min(max(len(_kind(line)) for line in lines), 18))
-    table.add_column("\nnode", overflow="fold", min_width=4)
-    table.add_column("\nranks", overflow="fold", min_width=5)
-    # As Text objects: in a string, brackets would be markup.
-    for name in ("layers\n[a, b)", f"memory\n[{unit}]", f"fwd+bwd\n[{second}]", f"transfer\n[{second}]", "\nbubble"):
-        table.add_column(Text(name), justify="right", no_wrap=True)
-    for index, line in enumerate(lines):
-        same = index > 0 and lines[index - 1].replicas == line.replicas
-        if index > 0 and not same:
-            table.add_section()
-        cells = []
-        if many:
-            cells.append("" if same else _replicas(line.replicas))
-        if unequal:
-            cells.append("" if same else str(line.micro_batches))
-        cells += [
-            spans(line.stages),
-            _kind(line),
-            _nodes(line.nodes),
-            short_ranks(line.ranks),
-            ranges_in_words(line.block_ranges),
-            f"{_range([each / size for each in line.memory_bytes])} of {line.available_bytes / size:.1f}",
-            compute[index],
-            transfer[index],
-            _percent(line.bubble_shares),
-        ]
-        table.add_row(*(Text(cell) for cell in cells))
-    return table
-
-
-def ranges_in_words(ranges: Sequence[tuple[int, int]]) -> str:
-    return ", ".join(f"[{start}, {stop})" for start, stop in ranges)
-
-
-def _kind(row: Row) -> str:
-    return f"{len(row.stages)} × {row.device}" if len(row.stages) > 1 else row.device
-
-
-def _replicas(numbers: Sequence[int]) -> str:
-    return f"{spans(numbers, 3)} (×{len(numbers)})" if len(numbers) > 1 else str(numbers[0])
-
-
-def _nodes(names: Sequence[str]) -> str:
-    return ", ".join(names) if len(names) <= 3 else f"{names[0]} … ({len(names)})"
-
-
-def short_ranks(ranks: Sequence[int]) -> str:
-    """Ascending ranks in few characters: "0-3", "0-3, 8-11", and with more than two ranges "0-3 … 59 (16)"."""
-    text = spans(ranks)
-    parts = text.split(", ")
-    return text if len(parts) <= 2 else f"{parts[0]} … {ranks[-1]} ({len(ranks)})"
-
-
-def _range(values: Sequence[float]) -> str:
-    low, high = (f"{value:.1f}" for value in values)
-    return low if low == high else f"{low}-{high}"
-
-
-def _percent(shares: tuple[float, float]) -> str:
-    low, high = (f"{share:.0%}" for share in shares)
-    return low if low == high else f"{low[:-1]}-{high}"
+    available = [min(stage.memory_available_bytes for stage in line.everywhere) for line in lines]
+    size, unit = byte_unit(max(available))
+    memory = [
+        f"{_span([stage.memory_bytes / size for stage in line.stages], 1)} of {most / size:.1f}"
+        for line, most in zip(lines, available, strict=True)
+    ]
+    bubbles = [[plan.replicas[line.replicas[0]].bubble_shares[number] for number in line.numbers] for line in lines]
+    numbers = {
+        f"memory\n[{unit}]": memory,
+        f"fwd+bwd\n[{second}]": compute,
+        f"transfer\n[{second}]": transfer,
+        "bubble": [f"{_span([100 * share for share in shares], 0)}%" for shares in bubbles],
+    }
+    if len({replica.micro_batches for replica in plan.replicas}) > 1:
+        numbers["micro-\nbatches"] = [str(plan.replicas[line.replicas[0]].micro_batches) for line in lines]
+    return _stage_table(plan, lines, numbers)
 
 
 def _totals(plan: Plan) -> list[str]:
     longest = max(replica.pipeline_seconds for replica in plan.replicas)
-    unit, (iteration, pipeline, synchronization) = times(
-        [plan.iteration_seconds, longest, plan.synchronization_seconds]
-    )
+    unit, (iteration, pipeline, sums) = times([plan.iteration_seconds, longest, plan.synchronization_seconds])
     devices = [
         (len(stage.ranks), share)
         for replica in plan.replicas
         for stage, share in zip(replica.stages, replica.bubble_shares, strict=True)
     ]
     bubble = sum(number * share for number, share in devices) / sum(number for number, _ in devices)
-    speed = aligned([plan.samples_per_second])[0]
-    summed = "" if len(plan.replicas) == 1 else f" + synchronization {synchronization} {unit}"
+    summed = "" if len(plan.replicas) == 1 else f" + synchronization {sums} {unit}"
     sure = "" if plan.relative_error is None else f" ± {CERTAIN * plan.relative_error:.1%}"
     lines = [
-        f"predicted: an iteration of {iteration} {unit}{sure}, {speed} samples/s "
+        f"predicted: an iteration of {iteration} {unit}{sure}, {aligned([plan.samples_per_second])[0]} samples/s "
         f"(pipeline {pipeline} {unit}{summed}; bubble {bubble:.0%} on average)"
     ]
     if plan.uniform_seconds is not None:
-        _, (uniform,) = times([plan.uniform_seconds])
-        uniform_unit = times([plan.uniform_seconds])[0]
         ratio = plan.uniform_seconds / plan.iteration_seconds
-        lines.append(f"{ratio:.2f} × as fast as the best plan with uniform stages ({uniform} {uniform_unit})")
+        lines.append(f"{ratio:.2f} × as fast as the best plan with uniform stages ({duration(plan.uniform_seconds)})")
     if plan.gap is not None:
         lines.append(f"within {max(plan.gap, 0.001):.1%} of the best possible under this model")
     return lines
@@ -286,42 +248,70 @@ def _totals(plan: Plan) -> list[str]:
 def _ranking(ranked: Sequence[RankedPlan]) -> Table:
     plans = [each.plan for each in ranked]
     unit, seconds = times([plan.iteration_seconds for plan in plans])
-    best = plans[0].iteration_seconds
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
-    table.add_column("\nlayout", overflow="fold", ratio=3)
-    table.add_column(Text(f"iteration\n[{unit}]"), justify="right", no_wrap=True)
-    table.add_column("× best\ntime", justify="right", no_wrap=True)
-    table.add_column("\nreason", overflow="fold", ratio=2)
+    ratios = [plan.iteration_seconds / plans[0].iteration_seconds for plan in plans]
+    # A plan that is faster by less than a hundredth shows why it is not the first.
+    shown = [f"{ratio:.2f}" if round(ratio, 2) > 1 or math.isclose(ratio, 1.0) else f"{ratio:.4f}" for ratio in ratios]
     several = len({plan.precision for plan in plans}) > 1
-    for index, each in enumerate(ranked):
-        ratio = each.plan.iteration_seconds / best
-        shown = f"{ratio:.2f}" if index == 0 or round(ratio, 2) > 1 or math.isclose(ratio, 1.0) else f"{ratio:.4f}"
-        table.add_row(
+    columns = [_words(""), _words("layout", 3), _number(f"iteration\n[{unit}]"), _number("× best\ntime")]
+    lines = [
+        (
             str(index + 1),
-            Text(f"{layout(each.plan)}{f' · {each.plan.precision}' if several else ''}"),
+            f"{layout(each.plan)}{f' · {each.plan.precision}' if several else ''}",
             seconds[index],
-            shown,
-            Text(each.reason),
-            style="bold" if index == 0 else None,
+            shown[index],
+            each.reason,
         )
-    return table
+        for index, each in enumerate(ranked)
+    ]
+    return _table([*columns, _words("reason", 2)], lines, bold=0)
 
 
-# Simulation table ----------------------------------------------------------------------------------------------------
-
-MAX_SIMULATED_ROWS = 64
+# Simulations ---------------------------------------------------------------------------------------------------------
 
 
 def render_simulation(simulation: PlanSimulation, without: PlanSimulation | None = None) -> RenderableType:
-    """A row for each stage of different replicas, and iteration times by simulation and closed form (1F1B)."""
+    """The stages' times, and iteration times by simulation and closed form (1F1B); ``without`` slow ranks."""
     plan = simulation.plan
     parts: list[RenderableType] = [Text.assemble((plan.model, "bold"), f": {layout(plan)}")]
     if simulation.slow:
         ranks = ", ".join(f"rank {rank} slowed {factor:g} ×" for rank, factor in sorted(simulation.slow.items()))
         parts.append(Text(f"with {ranks}"))
-    parts += [_simulated_stages(simulation), *(Text(line) for line in _simulated_totals(simulation, without))]
-    return Group(*parts)
+    return Group(*parts, _simulated_stages(simulation), *map(Text, _simulated_totals(simulation, without)))
+
+
+def _simulated_stages(simulation: PlanSimulation) -> Table:
+    """Of several stages in a row, the times of the one that is idle for the shortest time."""
+    plan, lines = simulation.plan, rows(simulation.plan)
+    columns: list[tuple[float, float, float]] = []
+    for line in lines:
+        timeline = simulation.timelines[line.replicas[0]]
+        share = max((timeline.shares[number] for number in line.numbers), key=lambda each: each.compute + each.transfer)
+        compute, transfer = share.compute * timeline.seconds, share.transfer * timeline.seconds
+        idle = max(simulation.seconds - compute - transfer - plan.synchronization_seconds, 0.0)
+        columns.append((compute, transfer, idle))
+    unit, *texts = times(*zip(*columns, strict=True))
+    numbers = {f"{name}\n[{unit}]": text for name, text in zip(("busy", "transfer", "idle"), texts, strict=True)}
+    numbers["idle\n[%]"] = [f"{100 * idle / simulation.seconds:.0f}" for *_, idle in columns]
+    return _stage_table(plan, lines, numbers)
+
+
+def _simulated_totals(simulation: PlanSimulation, without: PlanSimulation | None) -> list[str]:
+    plan, seconds = simulation.plan, simulation.seconds
+    (speed,) = aligned([plan.global_batch / seconds])
+    line = f"iteration time by event simulation: {duration(seconds)} ({speed} samples/s)"
+    if plan.synchronization_seconds:
+        line += f", of which {duration(plan.synchronization_seconds)} are sums of gradients"
+    if plan.schedule == "1f1b":
+        closed = f"{duration(plan.iteration_seconds)} ({plan.iteration_seconds / seconds - 1:+.1%})"
+        lines = [f"{line}; by the closed form: {closed}"]
+    else:
+        lines = [f"{line}; stages compute while they send, as Colossal-AI's schedule {plan.schedule} does"]
+    if without is not None:
+        lines.append(
+            f"without slow ranks: {duration(without.seconds)}; with them the iteration takes "
+            f"{seconds / without.seconds:.2f} × as long"
+        )
+    return lines
 
 
 def render_replanning(present: PlanSimulation, best: PlanSimulation) -> str:
@@ -334,61 +324,152 @@ def render_replanning(present: PlanSimulation, best: PlanSimulation) -> str:
     )
 
 
-def _simulated_stages(simulation: PlanSimulation) -> Table:
-    plan, whole = simulation.plan, simulation.seconds
-    groups = replica_groups(plan)
-    lines = [(group, index) for group in groups for index in range(len(group.first.stages))]
-    shown = lines[:MAX_SIMULATED_ROWS]
-    columns: list[list[float]] = [[], [], [], []]
-    for group, index in shown:
-        timeline = simulation.timelines[group.numbers[0]]
-        share = timeline.shares[index]
-        compute, transfer = share.compute * timeline.seconds, share.transfer * timeline.seconds
-        idle = max(whole - compute - transfer - plan.synchronization_seconds, 0.0)
-        for column, value in zip(columns, (compute, transfer, idle, plan.synchronization_seconds), strict=True):
-            column.append(value)
-    unit, *texts = times(*columns)
-    many = len(plan.replicas) > 1
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for name in (*(["\nreplica"] if many else []), "\nstage", "\ndevice", "\nranks"):
-        table.add_column(name, overflow="fold")
-    names = ("layers\n[a, b)", f"busy\n[{unit}]", f"transfer\n[{unit}]", f"idle\n[{unit}]")
-    for name in (*names, *([f"sync.\n[{unit}]"] if many else []), "idle\n[%]"):
-        # In a plain string rich would read the brackets as markup.
-        table.add_column(Text(name), justify="right", no_wrap=True)
-    for row, (group, index) in enumerate(shown):
-        stage = group.first.stages[index]
-        if row and index == 0:
-            table.add_section()
-        ranks = sorted(rank for replica in group.replicas for rank in replica.stages[index].ranks)
-        number = f" (×{len(group.numbers)})" if len(group.numbers) > 1 else ""
-        cells = [f"{short_ranks(group.numbers)}{number}" if index == 0 else ""] if many else []
-        cells += [
-            str(index),
-            device_in_words(stage.device, stage.recompute),
-            short_ranks(ranks),
-            ranges_in_words(stage.block_ranges),
-        ]
-        cells += [column[row] for column in texts[: 4 if many else 3]]
-        cells.append(f"{100 * columns[2][row] / whole:.0f}")
-        table.add_row(*(Text(cell) for cell in cells))
-    if len(shown) < len(lines):
-        table.caption = f"{len(shown)} of {count(len(lines), 'stage')}"
-    return table
+# Given plans ---------------------------------------------------------------------------------------------------------
 
 
-def _simulated_totals(simulation: PlanSimulation, without: PlanSimulation | None) -> list[str]:
-    plan = simulation.plan
-    unit, (simulated, closed) = times([simulation.seconds, plan.iteration_seconds])
-    off = plan.iteration_seconds / simulation.seconds - 1
-    (speed,) = aligned([plan.global_batch / simulation.seconds])
-    line = f"iteration time by event simulation: {simulated} {unit} ({speed} samples/s)"
-    if plan.schedule == "1f1b":
-        lines = [f"{line}; by the closed form: {closed} {unit} ({off:+.1%})"]
+def render_evaluation(evaluated: EvaluatedPlan, notes: Sequence[str] = ()) -> RenderableType:
+    off = evaluated.plan.iteration_seconds / evaluated.simulated_seconds - 1
+    stage, number = evaluated.fullest, len(evaluated.too_large)
+    size, unit = byte_unit(stage.memory_available_bytes)
+    fits = "every stage fits" if not number else f"{count(number, 'stage')} {'does' if number == 1 else 'do'} not fit"
+    lines = [
+        f"by event simulation: {duration(evaluated.simulated_seconds)}; the prediction above is {off:+.1%} of it",
+        f"memory: {fits}; the fullest, on {stage.device}, needs {stage.memory_bytes / size:.1f} of "
+        f"{stage.memory_available_bytes / size:.1f} {unit} ({stage.memory_bytes / stage.memory_available_bytes:.0%})",
+    ]
+    if (cost := evaluated.cost) is None:
+        lines.append("price: unknown, because the cluster file does not have the prices of all nodes")
     else:
-        lines = [f"{line}; stages compute while they send, as Colossal-AI's schedule {plan.schedule} does"]
-    if without is not None:
-        unit, (before,) = times([without.seconds])
-        ratio = simulation.seconds / without.seconds
-        lines.append(f"without slow ranks: {before} {unit}; with them the iteration takes {ratio:.2f} × as long")
+        sent = f", of which {cost.egress_dollars * 1000:,.2f} $ for what is sent between clusters"
+        lines.append(
+            f"price: {cost.dollars_per_hour:,.2f} $ an hour, {cost.dollars_per_iteration * 1000:,.2f} $ for 1,000 "
+            f"iterations{sent if cost.egress_dollars else ''}"
+        )
+    if evaluated.problem is not None:
+        lines.append(f"it cannot be run: {evaluated.problem}")
+    return Group(render([RankedPlan(evaluated.plan, "")]), *map(Text, (*lines, *notes)))
+
+
+def render_comparison(plans: Sequence[tuple[str, EvaluatedPlan]]) -> RenderableType:
+    """A table of several plans of one cluster, and the difference of each from the fastest that fits in memory."""
+    best = min(range(len(plans)), key=lambda each: (not plans[each][1].fits, plans[each][1].plan.iteration_seconds))
+    unit, seconds, simulated = times(
+        [each.plan.iteration_seconds for _, each in plans], [each.simulated_seconds for _, each in plans]
+    )
+    priced = all(each.cost is not None for _, each in plans)
+    columns = [_words("plan"), _number(f"closed form\n[{unit}]"), _number(f"simulation\n[{unit}]")]
+    columns += [_number("× best\ntime"), _number("samples/s"), *([_number("$ / 1,000\niterations")] if priced else [])]
+    columns += [_number("memory\nleft"), _words("devices"), _words("layout", 1)]
+    lines = []
+    for number, (name, each) in enumerate(plans):
+        ratio = each.plan.iteration_seconds / plans[best][1].plan.iteration_seconds
+        cells = [name, seconds[number], simulated[number], f"{ratio:.3f}", f"{each.plan.samples_per_second:,.2f}"]
+        if each.cost is not None and priced:
+            cells.append(f"{each.cost.dollars_per_iteration * 1000:,.2f}")
+        stage = each.fullest
+        size, memory = byte_unit(stage.memory_available_bytes)
+        left = (stage.memory_available_bytes - stage.memory_bytes) / size
+        cells.append(f"{left:.1f} {memory}" if each.fits else f"{-left:.1f} {memory} too little")
+        lines.append([*cells, devices_in_words(each.plan), layout(each.plan)])
+    return Group(_table(columns, lines, bold=best), *map(Text, _differences(plans, best)))
+
+
+def _differences(plans: Sequence[tuple[str, EvaluatedPlan]], best: int) -> list[str]:
+    name, first = plans[best]
+    lines = []
+    for other, each in (*plans[:best], *plans[best + 1 :]):
+        percent = 100 * (each.plan.iteration_seconds / first.plan.iteration_seconds - 1)
+        speed = "slower" if percent >= 0 else "faster, but it does not fit in memory"
+        alike = f"as fast as {name}"
+        lines.append(f"{other}: {alike if abs(percent) < 0.05 else f'{abs(percent):.1f} % {speed} than {name}'}")
+        found = differences(first.plan, each.plan) or ["the same layout on other devices, or the same plan"]
+        lines += [f"  {line}" for line in found]
+        if each.problem is not None:
+            lines.append(f"  it cannot be run: {each.problem}")
     return lines
+
+
+# Front of prices -----------------------------------------------------------------------------------------------------
+
+
+def render_front(
+    front: Sequence[FrontPoint], types: Sequence[NodeType], chosen: FrontPoint, samples: int | None = None
+) -> Table:
+    """A row for each point, the fastest first; the chosen one is bold. ``samples`` are those of the whole training."""
+    unit, seconds = times([point.seconds for point in front])
+    columns = [_words("nodes"), _number(f"iteration\n[{unit}]"), _number("$ / hour"), _number("$ / 1,000\niterations")]
+    columns += [] if samples is None else [_number("training\n[h]"), _number("training\n[$]")]
+    lines = []
+    for point, iteration in zip(front, seconds, strict=True):
+        cells = [nodes_in_words(point, types), iteration, f"{point.cost.dollars_per_hour:,.2f}"]
+        cells.append(_dollars(1000 * point.dollars))
+        if samples is not None:
+            iterations = samples / point.plan.global_batch
+            cells += [f"{iterations * point.seconds / HOUR:,.1f}", _dollars(iterations * point.dollars)]
+        lines.append([*cells, f"{point.gap:.1%}", layout(point.plan)])
+    bold = next(number for number, point in enumerate(front) if point is chosen)
+    return _table([*columns, _number("gap"), _words("layout", 1)], lines, bold)
+
+
+def nodes_in_words(point: FrontPoint, types: Sequence[NodeType]) -> str:
+    """``2 × a100, 1 × v100``."""
+    return ", ".join(f"{number} × {each.name}" for each, number in zip(types, point.nodes, strict=True) if number)
+
+
+def _dollars(amount: float) -> str:
+    return f"{amount:,.2f}" if amount >= 1 else f"{amount:.3g}"
+
+
+# Layer profile -------------------------------------------------------------------------------------------------------
+
+
+def render_profile(profile: ModelProfile) -> RenderableType:
+    """Times by kind of device: blocks, layers before and after them, a pipeline's schedule; below, memory per block."""
+    columns = [_words("device"), *map(_number, ("ranks", "tp", "micro-batch\n[samples]", "before blocks\n[ms]"))]
+    columns += map(_number, ("per block\n[ms]", "after blocks\n[ms]", "all, per sample\n[ms]", "update\n[ms]"))
+    table = _table([*columns, _number("schedule, per cut\n[ms]")], [])
+    for device, of_device in itertools.groupby(profile.times, key=lambda each: each.device):
+        ranks = [rank for rank, each in enumerate(profile.rank_devices) if each == device]
+        for each in of_device:
+            table.add_row(*map(Text, (device, short_ranks(ranks) if ranks else "–", *_measured(profile, each))))
+        table.add_section()
+    title = Text(f"{profile.name}, {profile.precision}: forward plus backward pass, and optimizer step")
+    return Group(title, table, *map(Text, _sizes(profile)))
+
+
+def _measured(profile: ModelProfile, measured: LayerTimes) -> list[str]:
+    passes = zip(measured.forward_seconds, measured.backward_seconds, strict=True)
+    seconds = [forward + backward for forward, backward in passes]
+    stop = len(seconds) - profile.after
+    blocks = [_milliseconds(each(seconds[profile.before : stop])) for each in (min, max)]
+    values = (
+        sum(seconds[stop:]),
+        sum(seconds) / measured.micro_batch,
+        sum(measured.update_seconds),
+        measured.schedule_seconds,
+    )
+    before = _milliseconds(sum(seconds[: profile.before]))
+    counts = [str(measured.tensor_parallel), str(measured.micro_batch)]
+    return [*counts, before, " – ".join(dict.fromkeys(blocks)), *map(_milliseconds, values)]
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g}" if seconds < 1 else f"{seconds * 1e3:,.0f}"
+
+
+def _sizes(profile: ModelProfile) -> list[str]:
+    lines = []
+    for sizes in profile.sizes:
+        degree = f" at tensor_parallel {sizes.tensor_parallel}" if len(profile.sizes) > 1 else ""
+        state = sum(sizes.parameter_bytes) * profile.state_factor
+        lines.append(
+            f"{profile.blocks} blocks{degree}; {_bytes(state)} of parameters, gradients and optimizer state; per "
+            f"sample, a block keeps {_bytes(sizes.activation_bytes[profile.before])} for the backward pass and sends "
+            f"{_bytes(sizes.output_bytes[profile.before])} to the next block"
+        )
+    return lines
+
+
+def _bytes(number: float) -> str:
+    size, unit = byte_unit(number)
+    return f"{number / size:.3g} {unit}"

@@ -10,7 +10,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations_with_replacement, pairwise
 from typing import Literal
@@ -35,7 +35,6 @@ __all__ = [
     "Objective",
     "choices",
     "choose",
-    "limits_in_words",
     "node_types",
     "pareto_front",
     "taken",
@@ -313,39 +312,31 @@ def _relaxed(problem: Problem, pool: SlotPool) -> SlotPool:
     return relaxed.of(relaxed.most_pipelines)
 
 
-def limits_in_words(seconds: float | None, dollars: float | None) -> str:
-    """Seconds and dollars of an iteration, where they are given: ``1.38 s for $0.00287``."""
-    price = "" if dollars is None else f"${dollars:.4g}"
-    return " for ".join(each for each in ("" if seconds is None else f"{seconds:.4g} s", price) if each)
-
-
 def choose(
     front: Sequence[FrontPoint],
     objective: Objective,
     *,
-    max_seconds: float = float("inf"),
-    max_dollars: float = float("inf"),
-    in_words: Callable[[float | None, float | None], str] = limits_in_words,
+    max_seconds: float = math.inf,
+    max_dollars: float = math.inf,
+    iterations: float | None = None,
 ) -> FrontPoint:
+    """The best point within limits of an iteration; ``iterations`` of a training are for the error's words only."""
+
+    def words(seconds: float, dollars: float) -> str:
+        time = f"{seconds:.4g} s" if iterations is None else f"{iterations * seconds / HOUR:,.4g} h"
+        given = ((seconds, time), (dollars, f"${(iterations or 1) * dollars:,.4g}"))
+        return " for ".join(text for value, text in given if math.isfinite(value))
+
     allowed = [
         point
         for point in front
         if point.seconds <= max_seconds * (1 + ROUNDING) and point.dollars <= max_dollars * (1 + ROUNDING)
     ]
-    by: dict[Objective, Callable[[FrontPoint], float]] = {
-        "time": lambda point: point.seconds,
-        "cost": lambda point: point.dollars,
-    }
     if not allowed:
-        ends = " and ".join(
-            in_words(point.seconds, point.dollars)
-            for point in dict.fromkeys(min(front, key=each) for each in by.values())
-        )
-        limits = in_words(
-            None if math.isinf(max_seconds) else max_seconds, None if math.isinf(max_dollars) else max_dollars
-        )
+        ends = " and ".join(words(point.seconds, point.dollars) for point in dict.fromkeys((front[0], front[-1])))
+        limits = words(max_seconds, max_dollars)
         raise ValueError(f"no plan takes at most {limits}; the fastest and the cheapest take {ends}")
-    return min(allowed, key=by[objective])
+    return min(allowed, key=lambda point: point.seconds if objective == "time" else point.dollars)
 
 
 def _worth_their_price(points: Iterable[FrontPoint]) -> list[FrontPoint]:

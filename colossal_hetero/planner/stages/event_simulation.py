@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 Transfers = Literal["blocking", "overlapped"]
-Kind = Literal["forward", "backward", "weight", "transfer", "update"]
+Kind = Literal["forward", "backward", "weight", "transfer", "update", "synchronization"]
 
 
 class Event(NamedTuple):

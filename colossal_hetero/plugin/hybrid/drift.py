@@ -24,7 +24,6 @@ from ...planner.cluster.topology import Channel
 from ...planner.cost.plan import Plan, Replica, StagePlan
 from ...planner.profile.layer_costs import LayerCosts
 from ...planner.profile.layer_profile import ModelProfile
-from ...planner.profile.stage_costs import stage_costs
 from ...planner.stages.pipeline import Pipeline, Slot, Split, evaluate
 from ...planner.stages.split_methods import split
 
@@ -171,11 +170,10 @@ def _pipeline(plan: Plan, slowest: list[StageDrift], profile: ModelProfile | Non
     if profile is not None and profile.blocks == plan.blocks:
         try:
             whole = [
-                stage_costs(
-                    profile,
+                profile.costs(
                     stage.device,
-                    tensor_parallel=plan.tensor_parallel,
-                    micro_batch=plan.micro_batch,
+                    plan.tensor_parallel,
+                    plan.micro_batch,
                     recompute=stage.recompute,
                     zero_shards=len(plan.replicas) if plan.zero_stage else 1,
                 )

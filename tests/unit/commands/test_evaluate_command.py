@@ -28,7 +28,7 @@ def test_a_layout_is_priced_as_the_plan(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert f"predicted: an iteration of {plan.iteration_seconds:.3f} s" in result.output
     assert "by event simulation: 4.784 s; the prediction above is +0.0% of it" in result.output
-    assert "memory: every stage fits; the fullest, on V100-16, uses 10.6 of 14.9 GiB (71%)" in result.output
+    assert "memory: every stage fits; the fullest, on V100-16, needs 10.6 of 14.9 GiB (71%)" in result.output
     assert "price: unknown" in result.output and picture.stat().st_size > 1000
     written = load_plan(out)
     assert (written.cluster, written.profile, written.method) == (CLUSTER.name, PROFILE.name, "given")
@@ -61,7 +61,7 @@ def test_prices_and_batches_from_flags(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_said() -> None:
     output = run("evaluate", LARGE, CLUSTER, PROFILE).output
-    assert "memory: stage 0 of replica 0 does not fit; it needs" in output
+    assert "memory: 4 stages do not fit; the fullest, on V100-16, needs" in output
 
 
 def test_errors_show_the_line_and_the_place() -> None:

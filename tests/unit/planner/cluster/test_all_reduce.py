@@ -126,16 +126,13 @@ def test_a_ring_uses_one_network() -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "size", "sharing", "words"),
+    ("group", "size", "words"),
     [
-        ((0, 9), 1.0, 1, "device 9"),
-        ((0, 0), 1.0, 1, "names a device twice"),
-        ((0, 1), -1.0, 1, "gradient_bytes=-1"),
-        ((0, 1), 1.0, 0, "sharing=0"),
+        ((0, 9), 1.0, "device 9"),
+        ((0, 0), 1.0, "names a device twice"),
+        ((0, 1), -1.0, "gradient_bytes=-1"),
     ],
 )
-def test_impossible_groups(group: tuple[int, ...], size: float, sharing: int, words: str) -> None:
+def test_impossible_groups(group: tuple[int, ...], size: float, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        synchronization_seconds(machines(Nodes("RoCE", [2, 2])), group, size, sharing)
-    with pytest.raises(ValueError, match="give one per group"):
-        concurrent_seconds(machines(Nodes("RoCE", [2, 2])), [(0, 1)], [])
+        synchronization_seconds(machines(Nodes("RoCE", [2, 2])), group, size)

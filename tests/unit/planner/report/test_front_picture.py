@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from colossal_hetero.planner.report.comparison_report import plot_front, proved_edge
+from colossal_hetero.planner.report.plan_picture import plot_front, proved_edge
 from colossal_hetero.planner.search.pareto_front import FrontPoint
 
 
@@ -41,9 +41,7 @@ def test_nothing_is_drawn_as_excluded_that_is_not() -> None:
 
 def test_plans_are_drawn_as_in_the_table(tmp_path: Path, monkeypatch: Any) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr(
-        "colossal_hetero.planner.report.comparison_report.save_figure", lambda each, _: drawn.append(each)
-    )
+    monkeypatch.setattr("colossal_hetero.planner.report.plan_picture.save_figure", lambda each, _: drawn.append(each))
     front = [point(70, 4, 0.2), point(60, 8, 0.1)]
     types: Any = [SimpleNamespace(name="a100")]
     plot_front(front, types, front[0], tmp_path / "front.png")
