@@ -51,15 +51,17 @@ class Neighborhood:
         """Kind and node of each slot: slots of one type are interchangeable."""
         self._options: dict[tuple[int, ...], list[tuple[float, float]]] = {}
 
-    def start(self, pipelines: int, stages: int) -> Draft | None:
-        """Fastest of some ways to give out the slots to equal pipelines; None if none fits in memory."""
-        best, seen = None, set()
+    def starts(self, pipelines: int, stages: int) -> list[Draft]:
+        """The three fastest of some ways to give out the slots to equal pipelines; fewer if they do not fit in memory."""
+        found: list[Draft] = []
+        seen = set()
         for rows in starting_rows(self.builder.topology, self.pool, pipelines, stages):
             look = self._placed.look(rows)
             if look not in seen:
                 seen.add(look)
-                best = self._placed.best(rows, best.seconds if best else float("inf")) or best
-        return best
+                draft = self._placed.best(rows, found[2].seconds if len(found) > 2 else float("inf"))
+                found = sorted([*found, *([draft] if draft else [])], key=lambda each: each.seconds)[:3]
+        return found
 
     def improved(self, draft: Draft, most: int, *, equal: bool) -> Draft:
         """``draft``, or a faster one after at most ``most`` neighbors of each kind: of equal pipelines, or of any."""
@@ -262,17 +264,19 @@ def _swapped(rows: Sequence[Sequence[Place]], one: Place, other: Place) -> Rows:
 
 
 def _orders(stages: int) -> Iterator[list[int]]:
-    """Orders of stages near the present one: the opposite one, and with one stage moved or two exchanged."""
+    """Orders of stages near the present one: some neighbors in the opposite order, two exchanged, or one moved."""
     present = list(range(stages))
-    yield present[::-1]
-    for one, other in itertools.permutations(present, 2):
-        moved = [*present[:one], *present[one + 1 :]]
-        moved.insert(other, one)
-        yield moved
-        if one < other - 1:
+    for one, other in itertools.combinations(present, 2):
+        yield [*present[:one], *reversed(present[one : other + 1]), *present[other + 1 :]]
+        if one < other - 2:
             exchanged = list(present)
             exchanged[one], exchanged[other] = other, one
             yield exchanged
+    for one, other in itertools.permutations(present, 2):
+        moved = [*present[:one], *present[one + 1 :]]
+        moved.insert(other, one)
+        if abs(one - other) > 1:
+            yield moved
 
 
 def _first_of_each(values: Sequence[object]) -> list[int]:
@@ -312,7 +316,9 @@ def starting_rows(topology: Topology, pool: SlotPool, pipelines: int, stages: in
         if len(places) < number:
             break
         by_memory = sorted(places, key=lambda place: -pool.kinds[place[0]].memory_bytes)
-        for order in (places, by_memory, *in_groups(places, stages)):
+        sizes = Counter(node_of[place] for place in places)
+        by_node = sorted(places, key=lambda place: (-sizes[node_of[place]], node_of[place]))
+        for order in (places, by_memory, by_node, *in_groups(places, stages)):
             yield from _both_ways([order[first * stages : (first + 1) * stages] for first in range(pipelines)])
         for order in (places, by_memory, *in_groups(places, pipelines)):
             yield from _both_ways([order[first:number:pipelines] for first in range(pipelines)])

@@ -194,12 +194,12 @@ class PlanSearch:
         """Search the neighborhoods of equal pipelines of the most promising shapes."""
         if self._has_one_type:
             return
-        best: dict[tuple[SlotPool, int, int], Draft] = {}
+        best: dict[tuple[SlotPool, int, int], list[Draft]] = {}
         for draft in self.found():
             if draft.is_equal:
-                best.setdefault((draft.pool, len(draft.splits), len(draft.splits[0].order)), draft)
+                best.setdefault((draft.pool, len(draft.splits), len(draft.splits[0].order)), [draft])
         world = len(self.topology.devices)
-        if self._near < NEAR and not any(each.seconds <= self._near * self._below for each in best.values()):
+        if self._near < NEAR and not any(draft.seconds <= self._near * self._below for (draft,) in best.values()):
             return
         worth = {
             (self.pools[shape.pool], shape.pipelines, shape.stages): shape.seconds
@@ -207,15 +207,16 @@ class PlanSearch:
             if shape.seconds < self._below and (not self.all_devices or self._devices(shape) == world)
         }
         for shape in list(worth)[: self._limit(STARTED, 100)]:
-            found = self._neighborhood(shape[0]).start(*shape[1:])
-            if found is not None and (shape not in best or found.seconds < best[shape].seconds):
-                best[shape] = found
-                self._add(("start", *shape), found)
-        chosen = sorted((shape for shape in best if shape in worth), key=lambda shape: best[shape].seconds)
+            starts = self._neighborhood(shape[0]).starts(*shape[1:])
+            best[shape] = sorted([*best.get(shape, []), *starts], key=lambda draft: draft.seconds)[:3]
+            if starts:
+                self._add(("start", *shape), starts[0])
+        chosen = sorted((shape for shape in best if shape in worth and best[shape]), key=lambda at: best[at][0].seconds)
         for shape in chosen[: self._limit(IMPROVED, 12)]:
-            if worth[shape] < self._below and best[shape].seconds <= self._near * self._below:
-                draft = self._neighborhood(shape[0]).improved(best[shape], self._limit(NEIGHBORS, 400), equal=True)
-                self._add(("exchanged", *shape), draft)
+            for number, start in enumerate(best[shape]):
+                if worth[shape] < self._below and start.seconds <= self._near * self._below:
+                    draft = self._neighborhood(shape[0]).improved(start, self._limit(NEIGHBORS, 400), equal=True)
+                    self._add(("exchanged", *shape, number), draft)
 
     def _move(self) -> None:
         """Search the neighborhoods of the best plans of different numbers of pipelines."""
