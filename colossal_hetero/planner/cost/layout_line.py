@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from ...common.text import MarkedError, count
 from .pass_order import SCHEDULES, Schedule
@@ -119,7 +119,6 @@ STAGE = re.compile(
 """A part of a pipeline: number of stages, device, its form in brackets or without, and ranges of blocks."""
 MAX_STAGES = 65_536
 """Stages of all pipelines together: as many as a cluster file may have devices."""
-MAX_DIGITS = 15
 
 
 def read_layout(text: str) -> PlanLayout:
@@ -137,43 +136,39 @@ class _Reader:
         """Degree of each stage that names one, and its place."""
 
     def layout(self) -> PlanLayout:
-        long = re.search(rf"(?<![\w.])\d{{{MAX_DIGITS + 1},}}", self.text)
-        if long:
-            raise self._wrong(f"numbers have at most {MAX_DIGITS} digits", long.start())
-        degree = micro_batch = steps = zero = None
-        schedule: Schedule | None = None
-        pipelines: list[PipelineLayout] = []
-        while self._after_separator() < len(self.text):
+        if long := re.search(r"(?<![\w.])\d{16,}", self.text):
+            raise self._wrong("numbers have at most 15 digits", long.start())
+        said: dict[str, Any] = {}
+        while self._match(r"\s*[·,;]?\s*") and self.place < len(self.text):
             start = self.place
+            value: Any
             if found := self._match(r"tp\s*(\d+)"):
-                self._check_first(degree, "tp", start)
-                degree = self._positive(found)
+                name, value = "tp", self._positive(found)
             elif found := self._match(rf"micro-?batch\s*(\d+)(?:\s*{TIMES}\s*(\d+))?"):
-                self._check_first(micro_batch, "micro-batch", start)
-                micro_batch = self._positive(found)
-                steps = self._positive(found, 2) if found[2] else None
+                name, value = "micro-batch", (self._positive(found), self._positive(found, 2) if found[2] else None)
             elif found := self._match(rf"({'|'.join(SCHEDULES)})(?![\w-])"):
-                self._check_first(schedule, "the schedule", start)
-                schedule = next(each for each in SCHEDULES if each == found[1].lower())
+                name, value = "the schedule", found[1].lower()
             elif found := self._match(r"zero\s*([01])(?!\d)"):
-                self._check_first(zero, "ZeRO", start)
-                zero = int(found[1])
+                name, value = "ZeRO", int(found[1])
             elif found := self._match(rf"dp\s*(\d+)\s*(=|{TIMES})\s*"):
-                self._check_first(pipelines or None, "the pipelines", start)
-                pipelines = self._replicas(self._positive(found), found[2], start)
+                name, value = "the pipelines", self._replicas(self._positive(found), found[2], start)
             elif self._looks_at(rf"(\d+\s*{TIMES}\s*)?(pp\s*)?\["):
-                self._check_first(pipelines or None, "the pipelines", start)
-                pipelines = self._sum()
-            elif not self._match(r"[\d.,]+\s*(s|ms|µs)\s*\([^)]*samples/s\)"):
+                name, value = "the pipelines", self._sum()
+            elif self._match(r"[\d.,]+\s*(s|ms|µs)\s*\([^)]*samples/s\)"):
+                continue
+            else:
                 raise self._unknown(f"tp N, dp N × pp […], micro-batch N × K, ZeRO 1, or {', '.join(SCHEDULES)}")
-        if not pipelines:
+            self._check_first(name in said, name, start)
+            said[name] = value
+        if "the pipelines" not in said:
             raise self._wrong("there are no pipelines; write them like dp 4 × pp [V100-16 0-9 | A100-40 10-23]")
-        degree = degree or (self.degrees[0][0] if self.degrees else 1)
+        degree = said.get("tp") or (self.degrees[0][0] if self.degrees else 1)
         for other, place in self.degrees:
             if other != degree:
                 raise self._wrong(f"tp {other} in a plan of tp {degree}; all stages have one degree", place)
-        layout = PlanLayout(tuple(pipelines), micro_batch, schedule or "1f1b", 1 if zero else 0, degree, self.text)
-        return self._checked(layout, steps)
+        micro_batch, steps = said.get("micro-batch", (None, None))
+        forms = (said.get("the schedule", "1f1b"), said.get("ZeRO", 0), degree)
+        return self._checked(PlanLayout(tuple(said["the pipelines"]), micro_batch, *forms, self.text), steps)
 
     def _replicas(self, number: int, sign: str, start: int) -> list[PipelineLayout]:
         """The pipelines behind ``dp N ×`` or ``dp N =``."""
@@ -234,7 +229,7 @@ class _Reader:
         named: set[str] = set()
         for each in re.finditer(FORM, found["form"], re.IGNORECASE):
             place, name = start + found.start("form") + each.start(), each.lastgroup or ""
-            self._check_first(name if name in named else None, name, place)
+            self._check_first(name in named, name, place)
             named.add(name)
             if name == "tp":
                 self.degrees.append((int(each["tp"]), place))
@@ -308,8 +303,8 @@ class _Reader:
     def _wrong(self, message: str, place: int | None = None) -> MarkedError:
         return MarkedError(message, self.text, min(self.place if place is None else place, len(self.text)))
 
-    def _check_first(self, before: object, name: str, start: int) -> None:
-        if before is not None:
+    def _check_first(self, said: bool, name: str, start: int) -> None:
+        if said:
             raise self._wrong(f"{name}: given twice", start)
 
     def _positive(self, found: re.Match[str], group: int = 1) -> int:
@@ -323,10 +318,6 @@ class _Reader:
         if found:
             self.place = found.end()
         return found
-
-    def _after_separator(self) -> int:
-        self._match(r"\s*[·,;]?\s*")
-        return self.place
 
     def _looks_at(self, pattern: str) -> bool:
         return re.compile(pattern, re.IGNORECASE).match(self.text, self.place) is not None
