@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from colossal_hetero import HeteroHybridParallelPlugin
 from colossal_hetero.planner.cluster.topology import Topology
-from colossal_hetero.planner.cost.layout_line import given_layout
+from colossal_hetero.planner.cost.layout_line import PipelineLayout, PlanLayout, StageLayout
 from colossal_hetero.planner.cost.plan import Plan, Replica, StagePlan
 from colossal_hetero.planner.cost.price import price
 from colossal_hetero.planner.cost.ranked_plan import RankedPlan
@@ -106,7 +107,19 @@ def predict_plan(
 ) -> Plan:
     """The 1F1B plan of equal replicas with these ranks; with equal stages if no ``bounds`` are given."""
     cut = uniform_bounds(profile.blocks, len(ranks[0])) if bounds is None else bounds
-    layout = given_layout(topology, ranks, cut, micro_batch=micro_batch, global_batch=global_batch)
+    steps, left = divmod(global_batch, micro_batch * len(ranks))
+    assert not left, "the global batch is not a multiple of the replicas' micro-batches"
+    pipelines = tuple(
+        PipelineLayout(
+            tuple(
+                StageLayout(topology.devices[group[0]].kind.name, (part,))
+                for group, part in zip(row, pairwise(cut), strict=True)
+            ),
+            steps,
+        )
+        for row in ranks
+    )
+    layout = PlanLayout(pipelines, micro_batch, tensor_parallel=len(ranks[0][0]))
     return price(topology, profile, layout, ranks, overlap=overlap)  # type: ignore[arg-type]
 
 

@@ -10,11 +10,10 @@ from itertools import pairwise
 from ...common.text import count, duration
 from ..cluster.topology import Topology
 from ..profile.fitted_profiles import as_profiled
-from ..profile.layer_costs import LayerCosts
 from ..profile.layer_profile import ModelProfile
 from .chunked_price import Ranks
 from .layout_line import PlanLayout, layout_of
-from .plan import Plan, StagePlan
+from .plan import Plan, Replica, StagePlan
 from .price import Pricer, available_slots, exchanged_places, first_places, look, price
 from .runnable import why_not_runnable
 from .simulate import simulate_plan
@@ -58,44 +57,38 @@ def time_parts(plan: Plan) -> dict[str, float]:
 
 
 def _parts(plan: Plan) -> dict[str, str]:
-    layout = layout_of(plan)
-    stages = [stage for pipeline in layout.pipelines for stage in pipeline.stages]
-    counts = sorted({replica.micro_batches for replica in plan.replicas})
-    lengths = sorted({len(replica.stages) for replica in plan.replicas})
+    stages = _stages(plan)
+    blocks: Counter[str] = Counter()
+    for stage in stages:
+        blocks[stage.device] += sum(stop - start for start, stop in stage.block_ranges)
+    shares = [f"{number / blocks.total():.0%} on {device}" for device, number in sorted(blocks.items())]
     return {
         "schedule": plan.schedule,
         "tensor-parallel degree": str(plan.tensor_parallel),
         "replicas": count(len(plan.replicas), "replica"),
-        "stages of a replica": _range(lengths),
+        "stages of a replica": _range([len(replica.stages) for replica in plan.replicas]),
         "stages that recompute": str(sum(stage.recompute for stage in stages)),
         "ZeRO stage": str(plan.zero_stage),
         "samples of a micro-batch": str(plan.micro_batch),
-        "micro-batches of a replica": _range(counts),
+        "micro-batches of a replica": _range([replica.micro_batches for replica in plan.replicas]),
         "devices": devices_in_words(plan),
-        "share of the blocks": _shares(layout),
+        "share of the blocks": ", ".join(shares),
     }
 
 
 def _range(numbers: list[int]) -> str:
-    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+    low, high = min(numbers), max(numbers)
+    return str(low) if low == high else f"{low} to {high}"
 
 
 def devices_in_words(plan: Plan) -> str:
     """The devices that the plan uses: ``4 × A100-40 + 8 × V100-16``."""
-    devices: Counter[str] = Counter()
-    for replica in plan.replicas:
-        for stage in replica.stages:
-            devices[stage.device] += len(stage.ranks)
+    devices = Counter(stage.device for stage in _stages(plan) for _ in stage.ranks)
     return " + ".join(f"{number} × {device}" for device, number in sorted(devices.items()))
 
 
-def _shares(layout: PlanLayout) -> str:
-    """The share of all blocks of all replicas that each kind of device has."""
-    blocks: Counter[str] = Counter()
-    for pipeline in layout.pipelines:
-        for stage in pipeline.stages:
-            blocks[stage.device] += sum(stage.blocks_per_chunk)
-    return ", ".join(f"{number / blocks.total():.0%} on {device}" for device, number in sorted(blocks.items()))
+def _stages(plan: Plan) -> list[StagePlan]:
+    return [stage for replica in plan.replicas for stage in replica.stages]
 
 
 # Plan cost -----------------------------------------------------------------------------------------------------------
@@ -130,55 +123,38 @@ def check_prices(topology: Topology) -> None:
 
 def plan_cost(topology: Topology, profile: ModelProfile, plan: Plan) -> PlanCost:
     """Price of an iteration of ``plan``."""
-    used = sorted({topology.devices[rank].node for replica in plan.rank_order for stage in replica for rank in stage})
     check_prices(topology)
-    rate = sum(topology.nodes[number].dollars_per_hour or 0.0 for number in used)
+    used = {topology.devices[rank].node for stage in _stages(plan) for rank in stage.ranks}
+    rate = sum(topology.nodes[number].dollars_per_hour or 0.0 for number in sorted(used))
+    cluster = [device.cluster for device in topology.devices]
     prices = {frozenset((one, other)): price for one, other, price in topology.egress}
-    dollars = 0.0
-    if prices:
-        for a, b, sent in _sent_bytes(topology, profile, plan):
-            dollars += prices.get(frozenset((a, b)), 0.0) * sent / GIGABYTE
+    dollars = sum(
+        prices.get(frozenset((cluster[one], cluster[other])), 0.0) * sent / GIGABYTE
+        for one, other, sent in (_sent_bytes(profile, plan) if prices else ())
+    )
     return PlanCost(rate, dollars, plan.iteration_seconds)
 
 
-def _sent_bytes(topology: Topology, profile: ModelProfile, plan: Plan) -> list[tuple[int, int, float]]:
-    """Bytes per iteration between devices of different clusters: the numbers of both clusters, and the bytes."""
-    cluster = [device.cluster for device in topology.devices]
-    sent: list[tuple[int, int, float]] = []
-
-    def send(one: int, other: int, message: float) -> None:
-        if cluster[one] != cluster[other]:
-            sent.append((cluster[one], cluster[other], message))
-
+def _sent_bytes(profile: ModelProfile, plan: Plan) -> Iterator[tuple[int, int, float]]:
+    """Bytes per iteration between two ranks."""
+    # Sizes do not depend on the kind of device.
+    costs = profile.costs(plan.replicas[0].stages[0].device, plan.tensor_parallel, plan.micro_batch)
     for replica in plan.replicas:
         for before, after in pairwise(replica.stages):
             # Activations one way and their gradients the other; each member of a tensor-parallel group sends all.
-            output_bytes = _sizes(profile, plan, before).output_bytes[before.blocks[1] - 1]
-            message = 2.0 * replica.micro_batches * float(output_bytes)
+            message = 2.0 * replica.micro_batches * float(costs.output_bytes[before.blocks[1] - 1])
             for one, other in zip(before.ranks, after.ranks, strict=True):
-                send(one, other, message)
-    for block in range(plan.blocks):
-        holders = _holders(plan, block)
-        gradients = float(_sizes(profile, plan, holders[0]).gradient_bytes[block])
-        for place in range(plan.tensor_parallel):
-            ring = [stage.ranks[place] for stage in holders]
-            message = 2.0 * (len(ring) - 1) / len(ring) * gradients
-            for one, other in zip(ring, [*ring[1:], ring[0]], strict=True):
-                send(one, other, message)
-    return sent
+                yield one, other, message
+    for block, gradients in enumerate(costs.gradient_bytes.tolist()):
+        holders = [_holder(replica, block).ranks for replica in plan.replicas]
+        for ring in zip(*holders, strict=True):
+            for one, other in pairwise([*ring, ring[0]]):
+                yield one, other, 2.0 * (len(ring) - 1) / len(ring) * gradients
 
 
-def _holders(plan: Plan, block: int) -> list[StagePlan]:
-    """The stages that sum the gradients of a block, one of each replica."""
-    return [
-        next(stage for stage in replica.stages if any(start <= block < stop for start, stop in stage.block_ranges))
-        for replica in plan.replicas
-    ]
-
-
-def _sizes(profile: ModelProfile, plan: Plan, stage: StagePlan) -> LayerCosts:
-    """Sizes of the model's blocks in a stage; they do not depend on the kind of device."""
-    return profile.costs(stage.device, plan.tensor_parallel, plan.micro_batch)
+def _holder(replica: Replica, block: int) -> StagePlan:
+    """The stage that sums the gradients of a block."""
+    return next(stage for stage in replica.stages if any(a <= block < b for a, b in stage.block_ranges))
 
 
 MAX_EXCHANGES = 2_000
@@ -311,10 +287,6 @@ def _order(plan: Plan, factor: float = 1.0) -> tuple[int, float, float]:
     work = sum(replica.pipeline_seconds for replica in plan.replicas)
     # Ten digits, so that rounding does not count.
     return too_large, float(f"{plan.iteration_seconds:.9e}"), work * factor
-
-
-def _stages(plan: Plan) -> list[StagePlan]:
-    return [stage for replica in plan.replicas for stage in replica.stages]
 
 
 def _evaluated(topology: Topology, profile: ModelProfile, plan: Plan) -> EvaluatedPlan:

@@ -7,19 +7,17 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from ...common.text import MarkedError, count
-from ..cluster.topology import Topology
-from .pass_order import SCHEDULES, Schedule, stages_of_chunks
-from .plan import Plan, StagePlan
+from .pass_order import SCHEDULES, Schedule
+from .plan import Plan
 
 __all__ = [
     "PipelineLayout",
     "PlanLayout",
     "StageLayout",
     "device_in_words",
-    "given_layout",
     "joined_ranges",
     "layout_of",
     "read_layout",
@@ -75,22 +73,16 @@ class PlanLayout:
 
     def with_batches(self, micro_batch: int | None = None, micro_batches: int | None = None) -> PlanLayout:
         """The layout with a size of micro-batches, and with so many of them in each pipeline, where they are given."""
-        sizes = {size for size in (self.micro_batch, micro_batch) if size is not None}
-        if len(sizes) > 1:
-            raise ValueError(
-                f"the layout has micro-batches of {self.micro_batch} samples, not of {micro_batch}; leave one of both "
-                "out"
-            )
-        counts = {each.micro_batches for each in self.pipelines} - {None}
-        if micro_batches is not None and counts - {micro_batches}:
-            said = ", ".join(map(str, sorted(count for count in counts if count is not None)))
-            raise ValueError(
-                f"the layout has {said} micro-batches per pipeline, not {micro_batches}; leave one of both out"
-            )
-        pipelines = self.pipelines
-        if micro_batches is not None:
-            pipelines = tuple(replace(each, micro_batches=micro_batches) for each in pipelines)
-        return replace(self, pipelines=pipelines, micro_batch=next(iter(sizes), None))
+        for what, said, given in (
+            ("micro-batches of {} samples", {self.micro_batch}, micro_batch),
+            ("{} micro-batches per pipeline", {each.micro_batches for each in self.pipelines}, micro_batches),
+        ):
+            others = sorted(number for number in said - {None, given} if number is not None)
+            if given is not None and others:
+                has = what.format(", ".join(map(str, others)))
+                raise ValueError(f"the layout has {has}, not {given}; leave one of both out")
+        pipelines = tuple(replace(each, micro_batches=micro_batches or each.micro_batches) for each in self.pipelines)
+        return replace(self, pipelines=pipelines, micro_batch=self.micro_batch or micro_batch)
 
     def wrong(self, message: str, stage: StageLayout | None = None) -> NoReturn:
         """Raise an error that says what is wrong with the layout, and where in the line that was read."""
@@ -101,59 +93,13 @@ class PlanLayout:
 
 def layout_of(plan: Plan) -> PlanLayout:
     pipelines = tuple(
-        PipelineLayout(tuple(_stage_of(plan, stage) for stage in replica.stages), replica.micro_batches)
+        PipelineLayout(
+            tuple(StageLayout(stage.device, stage.block_ranges, stage.recompute) for stage in replica.stages),
+            replica.micro_batches,
+        )
         for replica in plan.replicas
     )
     return PlanLayout(pipelines, plan.micro_batch, plan.schedule, plan.zero_stage, plan.tensor_parallel)
-
-
-def given_layout(
-    topology: Topology,
-    ranks: Sequence[Sequence[Sequence[int]]],
-    bounds: Sequence[int],
-    *,
-    micro_batch: int,
-    global_batch: int | None = None,
-    schedule: Schedule = "1f1b",
-) -> PlanLayout:
-    """The layout of equal replicas with these ranks, ``[replicas][stages][ranks of a stage]``.
-
-    ``bounds`` are block numbers from 0 to the end of the model: one more than there are stages, or chunks if the
-    schedule has several per stage. Without a global batch, the layout does not say how many micro-batches there are.
-    """
-    stages = len(ranks[0])
-    chunks, left = divmod(len(bounds) - 1, stages)
-    if left or bounds[0] != 0 or list(bounds) != sorted(set(bounds)) or (schedule == "1f1b") != (chunks == 1):
-        raise ValueError(
-            f"bounds={list(bounds)} do not cut a model into the chunks of {count(stages, 'stage')} in the schedule "
-            f"{schedule}; give numbers that rise from 0 to the number of blocks, one more than there are chunks"
-        )
-    steps = None
-    if global_batch is not None:
-        steps, left = divmod(global_batch, micro_batch * len(ranks))
-        if left or not steps:
-            raise ValueError(
-                f"a global batch of {global_batch} samples cannot be divided into micro-batches of {micro_batch} for "
-                f"{count(len(ranks), 'replica')}; use a multiple of {micro_batch * len(ranks)}"
-            )
-    ranges: list[list[tuple[int, int]]] = [[] for _ in range(stages)]
-    for stage, part in zip(stages_of_chunks(schedule, stages, chunks), itertools.pairwise(bounds), strict=True):
-        ranges[stage].append(part)
-    pipelines = tuple(
-        PipelineLayout(
-            tuple(
-                StageLayout(topology.devices[group[0]].kind.name, tuple(own))
-                for group, own in zip(row, ranges, strict=True)
-            ),
-            steps,
-        )
-        for row in ranks
-    )
-    return PlanLayout(pipelines, micro_batch, schedule, tensor_parallel=len(ranks[0][0]))
-
-
-def _stage_of(plan: Plan, stage: StagePlan) -> StageLayout:
-    return StageLayout(stage.device, stage.block_ranges, stage.recompute)
 
 
 # Read layout ---------------------------------------------------------------------------------------------------------
@@ -173,7 +119,6 @@ STAGE = re.compile(
 """A part of a pipeline: number of stages, device, its form in brackets or without, and ranges of blocks."""
 MAX_STAGES = 65_536
 """Stages of all pipelines together: as many as a cluster file may have devices."""
-MAX_DIGITS = 15
 
 
 def read_layout(text: str) -> PlanLayout:
@@ -191,43 +136,39 @@ class _Reader:
         """Degree of each stage that names one, and its place."""
 
     def layout(self) -> PlanLayout:
-        long = re.search(rf"(?<![\w.])\d{{{MAX_DIGITS + 1},}}", self.text)
-        if long:
-            raise self._wrong(f"numbers have at most {MAX_DIGITS} digits", long.start())
-        degree = micro_batch = steps = zero = None
-        schedule: Schedule | None = None
-        pipelines: list[PipelineLayout] = []
-        while self._after_separator() < len(self.text):
+        if long := re.search(r"(?<![\w.])\d{16,}", self.text):
+            raise self._wrong("numbers have at most 15 digits", long.start())
+        said: dict[str, Any] = {}
+        while self._match(r"\s*[·,;]?\s*") and self.place < len(self.text):
             start = self.place
+            value: Any
             if found := self._match(r"tp\s*(\d+)"):
-                self._check_first(degree, "tp", start)
-                degree = self._positive(found)
+                name, value = "tp", self._positive(found)
             elif found := self._match(rf"micro-?batch\s*(\d+)(?:\s*{TIMES}\s*(\d+))?"):
-                self._check_first(micro_batch, "micro-batch", start)
-                micro_batch = self._positive(found)
-                steps = self._positive(found, 2) if found[2] else None
+                name, value = "micro-batch", (self._positive(found), self._positive(found, 2) if found[2] else None)
             elif found := self._match(rf"({'|'.join(SCHEDULES)})(?![\w-])"):
-                self._check_first(schedule, "the schedule", start)
-                schedule = next(each for each in SCHEDULES if each == found[1].lower())
+                name, value = "the schedule", found[1].lower()
             elif found := self._match(r"zero\s*([01])(?!\d)"):
-                self._check_first(zero, "ZeRO", start)
-                zero = int(found[1])
+                name, value = "ZeRO", int(found[1])
             elif found := self._match(rf"dp\s*(\d+)\s*(=|{TIMES})\s*"):
-                self._check_first(pipelines or None, "the pipelines", start)
-                pipelines = self._replicas(self._positive(found), found[2], start)
+                name, value = "the pipelines", self._replicas(self._positive(found), found[2], start)
             elif self._looks_at(rf"(\d+\s*{TIMES}\s*)?(pp\s*)?\["):
-                self._check_first(pipelines or None, "the pipelines", start)
-                pipelines = self._sum()
-            elif not self._match(r"[\d.,]+\s*(s|ms|µs)\s*\([^)]*samples/s\)"):
+                name, value = "the pipelines", self._sum()
+            elif self._match(r"[\d.,]+\s*(s|ms|µs)\s*\([^)]*samples/s\)"):
+                continue
+            else:
                 raise self._unknown(f"tp N, dp N × pp […], micro-batch N × K, ZeRO 1, or {', '.join(SCHEDULES)}")
-        if not pipelines:
+            self._check_first(name in said, name, start)
+            said[name] = value
+        if "the pipelines" not in said:
             raise self._wrong("there are no pipelines; write them like dp 4 × pp [V100-16 0-9 | A100-40 10-23]")
-        degree = degree or next((each for each, _ in self.degrees), 1)
+        degree = said.get("tp") or (self.degrees[0][0] if self.degrees else 1)
         for other, place in self.degrees:
             if other != degree:
                 raise self._wrong(f"tp {other} in a plan of tp {degree}; all stages have one degree", place)
-        layout = PlanLayout(tuple(pipelines), micro_batch, schedule or "1f1b", 1 if zero else 0, degree, self.text)
-        return self._checked(layout, steps)
+        micro_batch, steps = said.get("micro-batch", (None, None))
+        forms = (said.get("the schedule", "1f1b"), said.get("ZeRO", 0), degree)
+        return self._checked(PlanLayout(tuple(said["the pipelines"]), micro_batch, *forms, self.text), steps)
 
     def _replicas(self, number: int, sign: str, start: int) -> list[PipelineLayout]:
         """The pipelines behind ``dp N ×`` or ``dp N =``."""
@@ -276,7 +217,6 @@ class _Reader:
         if found is None:
             self.place = start
             raise self._unknown("a kind of device and its blocks, like A100-40 0-9 or 2 × V100-16 tp 4 10-23")
-        place = start + found.start("device")
         ranges = []
         for each in re.finditer(r"(\d+)(?:\s*[-–]\s*(\d+))?", found["ranges"]):
             first, last = int(each[1]), int(each[2] or each[1])
@@ -286,23 +226,19 @@ class _Reader:
                     start + found.start("ranges") + each.start(),
                 )
             ranges.append((first, last + 1))
-        form = {"tp": 0, "recompute": 0}
         named: set[str] = set()
         for each in re.finditer(FORM, found["form"], re.IGNORECASE):
-            name = each.lastgroup or ""
-            if name in named:
-                raise self._wrong(f"{name}: given twice", start + found.start("form") + each.start())
+            place, name = start + found.start("form") + each.start(), each.lastgroup or ""
+            self._check_first(name in named, name, place)
             named.add(name)
-            form[name] = 1 if name == "recompute" else int(each[name])
             if name == "tp":
-                self.degrees.append((form[name], start + found.start("form") + each.start()))
-            if not form[name]:
-                raise self._wrong(f"{name} 0: it is at least 1", start + found.start("form") + each.start())
-        number = int(found["number"] or 1)
-        stage = StageLayout(found["device"], tuple(ranges), bool(form["recompute"]), place)
+                self.degrees.append((int(each["tp"]), place))
+                if not self.degrees[-1][0]:
+                    raise self._wrong("tp 0: it is at least 1", place)
+        number, blocks = int(found["number"] or 1), sum(stop - start for start, stop in ranges)
+        stage = StageLayout(found["device"], tuple(ranges), "recompute" in named, start + found.start("device"))
         if number == 1:
             return [stage]
-        blocks = sum(stage.blocks_per_chunk)
         if len(ranges) > 1:
             raise self._wrong("stages with several chunks are written one by one", start)
         if number < 1 or blocks % number or number > MAX_STAGES:
@@ -311,10 +247,8 @@ class _Reader:
                 "one by one, or other numbers",
                 start,
             )
-        first, each_has = ranges[0][0], blocks // number
-        return [
-            replace(stage, block_ranges=((first + n * each_has, first + (n + 1) * each_has),)) for n in range(number)
-        ]
+        bounds = range(ranges[0][0], ranges[0][1] + 1, blocks // number)
+        return [replace(stage, block_ranges=(each,)) for each in itertools.pairwise(bounds)]
 
     def _checked(self, layout: PlanLayout, steps: int | None) -> PlanLayout:
         """The layout, in which all pipelines hold all blocks."""
@@ -327,41 +261,37 @@ class _Reader:
                     each.stages[0].place,
                 )
             finished[each] = PipelineLayout(each.stages, each.micro_batches or steps)
-        ends = [self._end(each.stages) for each in finished.values()]
-        for each, end in zip(finished, ends, strict=True):
-            if end != max(ends):
+        ends = {each: self._end(each.stages) for each in finished}
+        for each, end in ends.items():
+            if end != max(ends.values()):
                 raise self._wrong(
-                    f"{_blocks(end, max(ends))} the other pipelines but not in this one; each holds the whole model",
+                    f"{_blocks(end, max(ends.values()))} the other pipelines but not in this one; each holds the whole "
+                    "model",
                     each.stages[-1].place,
                 )
-        self._check_chunks(tuple(finished.values()), layout.schedule)
+        chunks = len(layout.pipelines[0].stages[0].block_ranges)
+        for stage in itertools.chain.from_iterable(each.stages for each in finished):
+            if layout.schedule == "1f1b" and len(stage.block_ranges) > 1:
+                raise self._wrong(
+                    "a stage with several chunks needs a schedule: write · interleaved or · zbv", stage.place
+                )
+            if layout.schedule != "1f1b" and len(stage.block_ranges) != chunks:
+                raise self._wrong("all stages have equally many chunks", stage.place)
         return replace(layout, pipelines=tuple(finished[each] for each in layout.pipelines))
 
     def _end(self, stages: Sequence[StageLayout]) -> int:
         """The number of blocks that consecutive stages hold."""
-        ranges = sorted((start, stop, stage.place) for stage in stages for start, stop in stage.block_ranges)
-        end = 0
+        ranges = [(start, stop, stage.place) for stage in stages for start, stop in stage.block_ranges]
         # Stages are in the order of the blocks; only the chunks of stages are not.
-        if all(len(stage.block_ranges) == 1 for stage in stages):
-            ranges = [(*stage.block_ranges[0], stage.place) for stage in stages]
+        if len(ranges) > len(stages):
+            ranges.sort()
+        end = 0
         for start, stop, place in ranges:
-            if start > end:
-                raise self._wrong(f"{_blocks(end, start)} no stage; this one must start at {end}", place)
-            if start < end:
-                raise self._wrong(f"{_blocks(start, end)} two stages; this one must start at {end}", place)
+            if start != end:
+                number, (low, high) = ("no stage", (end, start)) if start > end else ("two stages", (start, end))
+                raise self._wrong(f"{_blocks(low, high)} {number}; this one must start at {end}", place)
             end = stop
         return end
-
-    def _check_chunks(self, pipelines: Sequence[PipelineLayout], schedule: Schedule) -> None:
-        for pipeline in pipelines:
-            for stage in pipeline.stages:
-                chunks = len(stage.block_ranges)
-                if schedule == "1f1b" and chunks > 1:
-                    raise self._wrong(
-                        "a stage with several chunks needs a schedule: write · interleaved or · zbv", stage.place
-                    )
-                if schedule != "1f1b" and chunks != len(pipelines[0].stages[0].block_ranges):
-                    raise self._wrong("all stages have equally many chunks", stage.place)
 
     def _unknown(self, expected: str) -> MarkedError:
         if self._looks_at(r"\s*…"):
@@ -373,8 +303,8 @@ class _Reader:
     def _wrong(self, message: str, place: int | None = None) -> MarkedError:
         return MarkedError(message, self.text, min(self.place if place is None else place, len(self.text)))
 
-    def _check_first(self, before: object, name: str, start: int) -> None:
-        if before is not None:
+    def _check_first(self, said: bool, name: str, start: int) -> None:
+        if said:
             raise self._wrong(f"{name}: given twice", start)
 
     def _positive(self, found: re.Match[str], group: int = 1) -> int:
@@ -388,10 +318,6 @@ class _Reader:
         if found:
             self.place = found.end()
         return found
-
-    def _after_separator(self) -> int:
-        self._match(r"\s*[·,;]?\s*")
-        return self.place
 
     def _looks_at(self, pattern: str) -> bool:
         return re.compile(pattern, re.IGNORECASE).match(self.text, self.place) is not None
@@ -433,30 +359,27 @@ def write_layout(layout: PlanLayout, *, shortened: bool = False) -> str:
 
 
 def _pipeline(pipeline: PipelineLayout, shortened: bool) -> str:
-    """``pp [A100-40 0-15 | V100-16 16-23]``; "4 × T4 0-7" are four stages of two blocks; "+" joins chunks."""
+    """``pp [A100-40 0-15 | V100-16 16-23]``; "4 × T4 0-7" are four stages of two blocks; "+" joins chunks.
+
+    Stages with several chunks share no part, to tell them apart.
+    """
     parts = []
-    for words, stages in _runs(pipeline.stages):
-        blocks = " + ".join(
-            str(start) if stop - start == 1 else f"{start}-{stop - 1}"
-            for start, stop in joined_ranges([stage.block_ranges for stage in stages])
-        )
-        parts.append(f"{f'{len(stages)} × ' if len(stages) > 1 else ''}{words} {blocks}")
-    if shortened and len(parts) > MAX_PARTS:
-        parts = [*parts[: MAX_PARTS - 2], "…", parts[-1]]
-    return f"pp [{' | '.join(parts)}]"
-
-
-def _runs(stages: Sequence[StageLayout]) -> list[tuple[str, list[StageLayout]]]:
-    """Neighboring stages that share a part, and its words; those with several chunks share none, to tell them apart."""
-    runs = itertools.groupby(
-        enumerate(stages),
+    for (words, *_), run in itertools.groupby(
+        enumerate(pipeline.stages),
         key=lambda each: (
             device_in_words(each[1].device, each[1].recompute),
             each[1].blocks_per_chunk,
             each[0] if len(each[1].block_ranges) > 1 else 0,
         ),
-    )
-    return [(words, [stage for _, stage in run]) for (words, _, _), run in runs]
+    ):
+        stages = [stage.block_ranges for _, stage in run]
+        blocks = " + ".join(
+            str(start) if stop - start == 1 else f"{start}-{stop - 1}" for start, stop in joined_ranges(stages)
+        )
+        parts.append(f"{f'{len(stages)} × ' if len(stages) > 1 else ''}{words} {blocks}")
+    if shortened and len(parts) > MAX_PARTS:
+        parts = [*parts[: MAX_PARTS - 2], "…", parts[-1]]
+    return f"pp [{' | '.join(parts)}]"
 
 
 def device_in_words(device: str, recompute: bool) -> str:
