@@ -10,8 +10,8 @@ from colossal_hetero.planner.cost.layout_line import given_layout
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.cost.price import price
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
-from colossal_hetero.planner.search.problem import Problem
-from colossal_hetero.planner.search.search import search
+from colossal_hetero.planner.solver.problem import Problem
+from colossal_hetero.planner.solver.search import search
 from colossal_hetero.planner.stages.rules import uniform_bounds
 
 __all__ = ["price_ranks", "simple_plan"]

@@ -13,8 +13,8 @@ import argparse
 from benchmarks.common import print_table
 from colossal_hetero.planner.cost.evaluate import evaluate_layout, evaluate_plan
 from colossal_hetero.planner.cost.layout_line import layout_of, read_layout, write_layout
-from colossal_hetero.planner.search.problem import Problem
-from colossal_hetero.planner.search.search import search
+from colossal_hetero.planner.solver.problem import Problem
+from colossal_hetero.planner.solver.search import search
 from tests.support.random_clusters import large_problem, small_problem
 
 ROUNDING = 1e-8

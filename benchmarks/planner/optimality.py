@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import print_table
-from colossal_hetero.planner.search.search import search
+from colossal_hetero.planner.solver.search import search
 from tests.support.every_form import EveryForm, wishes_to_prove
 from tests.support.every_plan import EveryPlan
 from tests.support.random_clusters import (

@@ -26,9 +26,9 @@ from colossal_hetero.planner.cost.draft import Draft, DraftBuilder
 from colossal_hetero.planner.cost.placement import NodeLinks, SlotPool
 from colossal_hetero.planner.cost.tp_groups import slot_kinds
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile
-from colossal_hetero.planner.search.problem import Problem
-from colossal_hetero.planner.search.search import search
-from colossal_hetero.planner.search.unequal_groups import MemberKind, effective_power, find_grouping
+from colossal_hetero.planner.solver.problem import Problem
+from colossal_hetero.planner.solver.search import search
+from colossal_hetero.planner.solver.unequal_groups import MemberKind, effective_power, find_grouping
 
 NAMES = ("A100-80", "H800", "H20")
 CLUSTERS = {

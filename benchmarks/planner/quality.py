@@ -24,8 +24,8 @@ from colossal_hetero.planner.cluster.gpu_catalog import GPUS
 from colossal_hetero.planner.cluster.topology import Channel, Device, Node, Topology
 from colossal_hetero.planner.profile.estimate import Transformer, estimated_profile
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
-from colossal_hetero.planner.search.problem import Problem
-from colossal_hetero.planner.search.search import search
+from colossal_hetero.planner.solver.problem import Problem
+from colossal_hetero.planner.solver.search import search
 from tests.support.random_clusters import large_problem, like_nodes_problem
 
 FROZEN = Path(__file__).parent / "frozen_prices.json"

@@ -24,7 +24,7 @@ from .common import (
 
 if TYPE_CHECKING:
     from ..planner.cost.pass_order import Schedule
-    from ..planner.search.gap_goal import Effort
+    from ..planner.solver.gap_goal import Effort
 
 __all__ = ["plan"]
 
@@ -136,8 +136,8 @@ def plan(
     from ..planner.cost.plan import save_plan
     from ..planner.report.launch_commands import training_call
     from ..planner.report.plan_table import one_line, render
-    from ..planner.search.problem import Problem
-    from ..planner.search.search import search
+    from ..planner.solver.problem import Problem
+    from ..planner.solver.search import search
 
     with errors_on_one_line():
         check_outputs(out, picture=plot)
@@ -174,7 +174,7 @@ def plan(
 
 def _effort(gap: float | None, time_limit: float) -> Effort:
     """Effort for a lower bound; ``gap`` is in percent."""
-    from ..planner.search.gap_goal import Effort
+    from ..planner.solver.gap_goal import Effort
 
     if gap is not None:
         return Effort(gap=gap / 100, bound_seconds=time_limit, search_seconds=time_limit)

@@ -25,7 +25,7 @@ from .common import (
 )
 
 if TYPE_CHECKING:
-    from ..planner.search.pareto_front import Objective
+    from ..planner.solver.pareto_front import Objective
 
 __all__ = ["rent"]
 
@@ -109,8 +109,8 @@ def rent(
     from ..planner.report.launch_commands import training_call
     from ..planner.report.plan_picture import plot_front
     from ..planner.report.plan_table import one_line, render, render_front
-    from ..planner.search.pareto_front import choose, node_types, pareto_front
-    from ..planner.search.problem import Problem
+    from ..planner.solver.pareto_front import choose, node_types, pareto_front
+    from ..planner.solver.problem import Problem
 
     with errors_on_one_line():
         for name, given in (("--budget", budget), ("--deadline", deadline)):

@@ -12,7 +12,7 @@ from .common import check_outputs, errors_on_one_line, make_console
 
 if TYPE_CHECKING:
     from ..planner.cost.plan import Plan
-    from ..planner.search.replan import Replanned
+    from ..planner.solver.replan import Replanned
     from ..planner.stages.event_simulation import Transfers
 
 __all__ = ["simulate"]
@@ -121,7 +121,7 @@ def _replanned(
     from ..planner.cluster.cluster_file import load_cluster
     from ..planner.profile.fitted_profiles import on_links
     from ..planner.profile.layer_profile import load_profile
-    from ..planner.search.replan import replan
+    from ..planner.solver.replan import replan
 
     found = [
         given or (path.parent / name if name else None)

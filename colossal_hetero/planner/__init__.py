@@ -5,10 +5,10 @@ from typing import Any
 
 _HOMES = {
     "Allocation": "batches.allocation",
-    "Answer": "search.search",
+    "Answer": "solver.search",
     "Curve": "batches.time_curve",
     "Plan": "cost.plan",
-    "Problem": "search.problem",
+    "Problem": "solver.problem",
     "Replica": "cost.plan",
     "Share": "batches.allocation",
     "StagePlan": "cost.plan",
@@ -17,7 +17,7 @@ _HOMES = {
     "load_plan": "cost.plan",
     "load_profile": "profile.layer_profile",
     "save_plan": "cost.plan",
-    "search": "search.search",
+    "search": "solver.search",
 }
 
 __all__ = sorted(_HOMES)

@@ -48,8 +48,8 @@ from colossal_hetero.planner.cost.price import price
 from colossal_hetero.planner.profile.fitted_profiles import as_profiled
 from colossal_hetero.planner.profile.layer_profile import ModelProfile, load_profile, save_profile
 from colossal_hetero.planner.report.plan_table import one_line
-from colossal_hetero.planner.search.problem import Problem
-from colossal_hetero.planner.search.search import search
+from colossal_hetero.planner.solver.problem import Problem
+from colossal_hetero.planner.solver.search import search
 from colossal_hetero.planner.stages.rules import uniform_bounds
 from colossal_hetero.profiling.layer_profiler import profile_layers
 from colossal_hetero.testing.in_process import repeat_passes

@@ -6,7 +6,7 @@ import hypothesis  # noqa: F401
 import pytest  # noqa: F401
 
 import colossal_hetero.layers
-import colossal_hetero.planner.search.search
+import colossal_hetero.planner.solver.search
 import colossal_hetero.plugin.hybrid.hybrid_plugin  # noqa: F401
 import tests.support.planning
 import tests.support.sharding

@@ -10,7 +10,7 @@ import numpy as np
 
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
-from colossal_hetero.planner.search.problem import Problem as SearchProblem
+from colossal_hetero.planner.solver.problem import Problem as SearchProblem
 from tests.support.layer_profiles import layer_times, small_sizes
 
 __all__ = [

@@ -18,7 +18,7 @@ PACKAGE = "colossal_hetero"
 MAX_ROOMS = 12
 MAX_MODULES = 25
 
-PLANNER = {"planner/cluster", "planner/profile", "planner/stages", "planner/cost", "planner/search"}
+PLANNER = {"planner/cluster", "planner/profile", "planner/stages", "planner/cost", "planner/solver"}
 
 RULES: dict[str, set[str]] = {
     "common": set(),
@@ -28,7 +28,7 @@ RULES: dict[str, set[str]] = {
     "planner/profile": {"common", "planner/cluster"},
     "planner/stages": {"planner/cluster", "planner/profile"},
     "planner/cost": {"common", "planner/cluster", "planner/profile", "planner/stages"},
-    "planner/search": {"common", "planner/cluster", "planner/profile", "planner/stages", "planner/cost"},
+    "planner/solver": {"common", "planner/cluster", "planner/profile", "planner/stages", "planner/cost"},
     "planner/batches": {"common", "planner/cluster"},
     "planner/report": {"common", "planner/batches", *PLANNER},
     "planner": {"planner/batches"},

@@ -36,8 +36,8 @@ from benchmarks.planner.peers.simulator import SailorPrice, SailorSimulator, loa
 from benchmarks.planner.published_clusters import CLUSTERS, DATA, MICRO_BATCHES, Case, published_cases, read_published
 from colossal_hetero.planner.cost.evaluate import EvaluatedPlan, evaluate_layout, evaluate_plan
 from colossal_hetero.planner.cost.layout_line import layout_of, read_layout, write_layout
-from colossal_hetero.planner.search.problem import Problem
-from colossal_hetero.planner.search.search import search
+from colossal_hetero.planner.solver.problem import Problem
+from colossal_hetero.planner.solver.search import search
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -28,7 +28,7 @@ from ..stages.event_simulation import Event
 from .plan_table import alike_replicas, layout, nodes_in_words, short_ranks
 
 if TYPE_CHECKING:
-    from ..search.pareto_front import FrontPoint, NodeType
+    from ..solver.pareto_front import FrontPoint, NodeType
 
 __all__ = ["Lane", "lanes", "plot_comparison", "plot_front", "plot_plan", "proved_edge", "windows"]
 

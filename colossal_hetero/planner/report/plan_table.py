@@ -21,7 +21,7 @@ from ..cost.simulate import PlanSimulation
 from ..profile.layer_profile import LayerTimes, ModelProfile
 
 if TYPE_CHECKING:
-    from ..search.pareto_front import FrontPoint, NodeType
+    from ..solver.pareto_front import FrontPoint, NodeType
 
 __all__ = [
     "alike_replicas",

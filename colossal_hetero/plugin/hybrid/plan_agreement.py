@@ -125,8 +125,8 @@ def best_plan(
     pp_size: int | None = None,
     unequal: bool = True,
 ) -> Plan:
-    from ...planner.search.problem import Problem
-    from ...planner.search.search import search
+    from ...planner.solver.problem import Problem
+    from ...planner.solver.search import search
 
     assert planning.global_batch_size is not None
     problem = Problem(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from colossal_hetero.planner.search.gap_goal import Effort
+from colossal_hetero.planner.solver.gap_goal import Effort
 from tests.support.planning import make_plans
 from tests.support.random_clusters import like_nodes_problem
 

@@ -13,7 +13,7 @@ import pytest
 from colossal_hetero.planner.cluster.topology import Channel, Device, Node, Topology
 from colossal_hetero.planner.cost.draft import DraftBuilder
 from colossal_hetero.planner.cost.placement import SlotPool
-from colossal_hetero.planner.search.gradient_bounds import GradientBounds
+from colossal_hetero.planner.solver.gradient_bounds import GradientBounds
 from tests.support.random_clusters import Problem, large_problem, like_nodes_problem
 from tests.support.random_examples import IS_THOROUGH
 

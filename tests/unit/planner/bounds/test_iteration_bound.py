@@ -11,11 +11,11 @@ import pytest
 from colossal_hetero.planner.cluster.topology import Channel, Device, Node, Topology
 from colossal_hetero.planner.cost.draft import Draft, DraftBuilder
 from colossal_hetero.planner.cost.runnable import NoPlanError
-from colossal_hetero.planner.search import iteration_bound as merging
-from colossal_hetero.planner.search.gap_goal import Effort
-from colossal_hetero.planner.search.gradient_bounds import GradientBounds
-from colossal_hetero.planner.search.iteration_bound import IterationBound, PipelineTypes, _Pool
-from colossal_hetero.planner.search.pipeline_bounds import BlockLimits, PipelineBounds, RelaxedPool
+from colossal_hetero.planner.solver import iteration_bound as merging
+from colossal_hetero.planner.solver.gap_goal import Effort
+from colossal_hetero.planner.solver.gradient_bounds import GradientBounds
+from colossal_hetero.planner.solver.iteration_bound import IterationBound, PipelineTypes, _Pool
+from colossal_hetero.planner.solver.pipeline_bounds import BlockLimits, PipelineBounds, RelaxedPool
 from tests.support.every_form import EveryForm
 from tests.support.every_plan import EveryPlan
 from tests.support.planning import make_plans

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from colossal_hetero.planner.search.iteration_bound import pack
+from colossal_hetero.planner.solver.iteration_bound import pack
 
 pytestmark = pytest.mark.unit
 

@@ -16,10 +16,10 @@ from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.cost.runnable import why_not_runnable
 from colossal_hetero.planner.cost.simulate import simulate_plan
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
-from colossal_hetero.planner.search.replan import replan
+from colossal_hetero.planner.solver.replan import replan
 from tests.support.planning import make_plans
 from tests.support.random_examples import examples
-from tests.unit.planner.search.test_search import FAST_LINK, cluster, profile
+from tests.unit.planner.solver.test_search import FAST_LINK, cluster, profile
 
 BLOCKS = 6
 

@@ -10,7 +10,7 @@ import pytest
 
 from colossal_hetero.planner.cost.evaluate import plan_cost
 from colossal_hetero.planner.cost.plan import Plan
-from colossal_hetero.planner.search.pareto_front import (
+from colossal_hetero.planner.solver.pareto_front import (
     choices,
     choose,
     node_types,

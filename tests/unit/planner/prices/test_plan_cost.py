@@ -9,7 +9,7 @@ import pytest
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from colossal_hetero.planner.cost.evaluate import check_prices, plan_cost
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile
-from colossal_hetero.planner.search.pareto_front import choices, node_types, taken
+from colossal_hetero.planner.solver.pareto_front import choices, node_types, taken
 from tests.support.layer_profiles import layer_times
 from tests.support.planning import predict_plan
 

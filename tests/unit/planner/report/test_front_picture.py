@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from colossal_hetero.planner.report.plan_picture import plot_front, proved_edge
-from colossal_hetero.planner.search.pareto_front import FrontPoint
+from colossal_hetero.planner.solver.pareto_front import FrontPoint
 
 
 def point(dollars: float, seconds: float, gap: float) -> FrontPoint:

@@ -14,8 +14,8 @@ from colossal_hetero.planner.cost.runnable import why_not_runnable, why_recomput
 from colossal_hetero.planner.cost.tp_groups import slot_kinds
 from colossal_hetero.planner.profile.layer_profile import load_profile
 from colossal_hetero.planner.report.plan_table import layout
-from colossal_hetero.planner.search.problem import Problem
-from colossal_hetero.planner.search.search import search
+from colossal_hetero.planner.solver.problem import Problem
+from colossal_hetero.planner.solver.search import search
 from tests.support.every_form import EveryForm, wishes_to_prove
 from tests.support.every_plan import EveryPlan
 from tests.support.paths import REPOSITORY

@@ -12,8 +12,8 @@ from colossal_hetero.planner.cost.draft import DraftBuilder
 from colossal_hetero.planner.cost.placed_pipelines import PlacedPipelines
 from colossal_hetero.planner.cost.placement import NodeLinks, SlotPool
 from colossal_hetero.planner.cost.tp_groups import slot_kinds
-from colossal_hetero.planner.search.neighbors import Neighborhood
-from colossal_hetero.planner.search.pipeline_bounds import PipelineBounds
+from colossal_hetero.planner.solver.neighbors import Neighborhood
+from colossal_hetero.planner.solver.pipeline_bounds import PipelineBounds
 from tests.support.random_clusters import random_cluster, random_model
 
 DEVICES = 6

@@ -11,9 +11,9 @@ import pytest
 from colossal_hetero.planner.cluster.topology import Topology
 from colossal_hetero.planner.cost.ranked_plan import RankedPlan
 from colossal_hetero.planner.cost.simulate import simulate_plan, slowed
-from colossal_hetero.planner.search import replan as replan_module
-from colossal_hetero.planner.search.replan import replan
-from colossal_hetero.planner.search.search import Answer
+from colossal_hetero.planner.solver import replan as replan_module
+from colossal_hetero.planner.solver.replan import replan
+from colossal_hetero.planner.solver.search import Answer
 from tests.support.planning import make_plans, predict_plan
 from tests.unit.planner.plans.test_predict import machines, profile
 

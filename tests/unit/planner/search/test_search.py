@@ -19,8 +19,8 @@ from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.cost.ranked_plan import MIN_GAIN
 from colossal_hetero.planner.cost.runnable import enough_micro_batches, why_not_runnable
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
-from colossal_hetero.planner.search.problem import Problem
-from colossal_hetero.planner.search.search import search
+from colossal_hetero.planner.solver.problem import Problem
+from colossal_hetero.planner.solver.search import search
 from colossal_hetero.planner.stages.pipeline import Pipeline, Slot, Split, evaluate
 from tests.support.layer_profiles import layer_times, small_sizes
 from tests.support.planning import make_plans

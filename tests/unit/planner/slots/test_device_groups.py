@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_hetero.planner.search.unequal_groups import MemberKind, effective_power, find_grouping
+from colossal_hetero.planner.solver.unequal_groups import MemberKind, effective_power, find_grouping
 from tests.support.random_examples import examples
 
 

@@ -52,7 +52,7 @@ class Neighborhood:
         self._options: dict[tuple[int, ...], list[tuple[float, float]]] = {}
 
     def starts(self, pipelines: int, stages: int) -> list[Draft]:
-        """The three fastest of some ways to give out the slots to equal pipelines; fewer if they do not fit in memory."""
+        """The three fastest of some ways to give out the slots to equal pipelines, as far as they fit in memory."""
         found: list[Draft] = []
         seen = set()
         for rows in starting_rows(self.builder.topology, self.pool, pipelines, stages):
