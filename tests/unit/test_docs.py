@@ -124,7 +124,7 @@ def test_examples_of_pure_functions_run() -> None:
         ):
             exec(compile(block, "docs/api.md", "exec"), {})
             ran += 1
-    assert ran == 2
+    assert ran == 3
 
 
 def test_make_targets_exist() -> None:
