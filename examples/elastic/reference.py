@@ -12,8 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from colossal_hetero.planner.cluster.cluster_file import save_cluster
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
-from colossal_hetero.planner.cost.layout_line import given_layout
-from colossal_hetero.planner.cost.price import price
+from colossal_hetero.planner.cost.price import price_ranks
 from colossal_hetero.planner.profile.layer_profile import ModelProfile, save_profile
 from colossal_hetero.profiling.layer_profiler import profile_layers
 from examples.common.flags.elastic import NODES, ElasticOptions
@@ -61,8 +60,7 @@ def _cluster(options: ElasticOptions, profile: ModelProfile) -> Topology:
     large = DeviceKind(LARGE, 10**12, 1e11)
     alone = Topology((Device(large, 0, 0),), (Node(NODES[0], 0, (0,), memory, (network,)),), ("here",))
     sizes = {"micro_batch": options.micro_batch, "global_batch": options.global_batch}
-    layout = given_layout(alone, [[[0]]], (0, profile.blocks), **sizes)
-    needed = price(alone, profile, layout, (((0,),),)).replicas[0].stages[0].memory_bytes
+    needed = price_ranks(alone, profile, [[[0]]], **sizes).replicas[0].stages[0].memory_bytes
     small = DeviceKind(SMALL, round(needed * SMALL_SHARE), 1e11)
     devices = tuple(Device(small if name == SMALL_NODE else large, number, 0) for number, name in enumerate(NODES))
     nodes = tuple(Node(name, 0, (number,), memory, (network,)) for number, name in enumerate(NODES))

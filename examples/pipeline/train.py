@@ -42,15 +42,13 @@ from colossalai.booster import Booster
 from colossal_hetero import HeteroHybridParallelPlugin, PlanConfig
 from colossal_hetero.cli.probe_ranks import probe_ranks
 from colossal_hetero.planner.cluster.topology import Topology
-from colossal_hetero.planner.cost.layout_line import given_layout
 from colossal_hetero.planner.cost.plan import Plan
-from colossal_hetero.planner.cost.price import price
+from colossal_hetero.planner.cost.price import price_ranks
 from colossal_hetero.planner.profile.fitted_profiles import as_profiled
 from colossal_hetero.planner.profile.layer_profile import ModelProfile, load_profile, save_profile
 from colossal_hetero.planner.report.plan_table import one_line
 from colossal_hetero.planner.solver.problem import Problem
 from colossal_hetero.planner.solver.search import search
-from colossal_hetero.planner.stages.rules import uniform_bounds
 from colossal_hetero.profiling.layer_profiler import profile_layers
 from colossal_hetero.testing.in_process import repeat_passes
 from examples.common.flags.slow_processes import slowdowns
@@ -128,10 +126,9 @@ def make_plan(options: PipelineOptions, way: str, profile: ModelProfile, topolog
     best plan for all ranks, of equal replicas or of any."""
     ranks = dist.get_world_size()
     if way == "uniform":
-        in_order = (tuple((rank,) for rank in range(ranks)),)
+        in_order = [[(rank,) for rank in range(ranks)]]
         sizes = {"micro_batch": options.micro_batch, "global_batch": options.global_batch}
-        layout = given_layout(topology, in_order, uniform_bounds(profile.blocks, ranks), **sizes)
-        return price(topology, profile, layout, in_order, method="uniform")
+        return price_ranks(topology, profile, in_order, **sizes, method="uniform")
     problem = Problem(
         topology=topology,
         profile=profile,

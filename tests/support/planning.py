@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from colossal_hetero import HeteroHybridParallelPlugin
 from colossal_hetero.planner.cluster.topology import Topology
-from colossal_hetero.planner.cost.layout_line import PipelineLayout, PlanLayout, StageLayout
 from colossal_hetero.planner.cost.plan import Plan, Replica, StagePlan
-from colossal_hetero.planner.cost.price import price
+from colossal_hetero.planner.cost.price import price_ranks
 from colossal_hetero.planner.cost.ranked_plan import RankedPlan
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from colossal_hetero.planner.solver.gap_goal import PLAIN, Effort
 from colossal_hetero.planner.solver.problem import Problem
 from colossal_hetero.planner.solver.search import search
-from colossal_hetero.planner.stages.rules import uniform_bounds
 from tests.support.training import Trained, boost, sgd, tiny_vit
 
 SECONDS = 1.0
@@ -95,32 +92,9 @@ def make_plans(
     return list(search(problem, keep=keep, compare=compare, effort=effort).plans)
 
 
-def predict_plan(
-    topology: Topology,
-    profile: ModelProfile,
-    ranks: Sequence[Sequence[Sequence[int]]],
-    *,
-    micro_batch: int,
-    global_batch: int,
-    bounds: Sequence[int] | None = None,
-    overlap: bool = False,
-) -> Plan:
-    """The 1F1B plan of equal replicas with these ranks; with equal stages if no ``bounds`` are given."""
-    cut = uniform_bounds(profile.blocks, len(ranks[0])) if bounds is None else bounds
-    steps, left = divmod(global_batch, micro_batch * len(ranks))
-    assert not left, "the global batch is not a multiple of the replicas' micro-batches"
-    pipelines = tuple(
-        PipelineLayout(
-            tuple(
-                StageLayout(topology.devices[group[0]].kind.name, (part,))
-                for group, part in zip(row, pairwise(cut), strict=True)
-            ),
-            steps,
-        )
-        for row in ranks
-    )
-    layout = PlanLayout(pipelines, micro_batch, tensor_parallel=len(ranks[0][0]))
-    return price(topology, profile, layout, ranks, overlap=overlap)  # type: ignore[arg-type]
+def predict_plan(*given: Any, **sizes: Any) -> Plan:
+    """The 1F1B plan of equal replicas with given ranks; arguments of :func:`.price_ranks`."""
+    return price_ranks(*given, **sizes)
 
 
 def unequal_plan(*replicas: Plan) -> Plan:

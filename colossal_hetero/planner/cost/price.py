@@ -15,16 +15,17 @@ import numpy as np
 from ...common.text import count
 from ..cluster.topology import Topology
 from ..profile.layer_profile import ModelProfile
+from ..stages.rules import uniform_bounds
 from .chunked_price import Ranks, price_chunks
 from .draft import Draft, DraftBuilder, write_plan
 from .gradient_times import divide_micro_batches
-from .layout_line import PlanLayout
+from .layout_line import PipelineLayout, PlanLayout, StageLayout
 from .pass_order import GraphSeconds
 from .placement import NodeLinks, Place, SlotPool, place, place_together
 from .plan import Plan
 from .tp_groups import SlotKind
 
-__all__ = ["Pricer", "available_slots", "exchanged_places", "first_places", "look", "price"]
+__all__ = ["Pricer", "available_slots", "exchanged_places", "first_places", "look", "price", "price_ranks"]
 
 
 METHOD = "given"
@@ -65,6 +66,35 @@ def price(
         slots.setdefault(kinds[0], []).append(tuple(group))
     pricer = Pricer(topology, profile, layout, slots, order_seconds=order_seconds, overlap=overlap)
     return pricer.plan(tuple(tuple(map(tuple, row)) for row in ranks)).model_copy(update={"method": method})
+
+
+def price_ranks(
+    topology: Topology,
+    profile: ModelProfile,
+    ranks: Sequence[Sequence[Sequence[int]]],
+    bounds: Sequence[int] | None = None,
+    *,
+    micro_batch: int,
+    global_batch: int,
+    overlap: bool = False,
+    method: str = METHOD,
+) -> Plan:
+    """The 1F1B plan of equal replicas with these ranks and bounds of stages, by default those of equal stages."""
+    steps, left = divmod(global_batch, micro_batch * len(ranks))
+    if left or not steps:
+        raise ValueError(
+            f"a global batch of {global_batch} samples cannot be divided into micro-batches of {micro_batch} for "
+            f"{count(len(ranks), 'replica')}; use a multiple of {micro_batch * len(ranks)}"
+        )
+    cut = list(itertools.pairwise(uniform_bounds(profile.blocks, len(ranks[0])) if bounds is None else bounds))
+    pipelines = []
+    for row in ranks:
+        kinds = [topology.devices[group[0]].kind.name for group in row]
+        stages = tuple(StageLayout(kind, (blocks,)) for kind, blocks in zip(kinds, cut, strict=True))
+        pipelines.append(PipelineLayout(stages, steps))
+    layout = PlanLayout(tuple(pipelines), micro_batch, tensor_parallel=len(ranks[0][0]))
+    given = tuple(tuple(map(tuple, row)) for row in ranks)
+    return price(topology, profile, layout, given, overlap=overlap, method=method)
 
 
 class Pricer:

@@ -130,8 +130,8 @@ def taken(topology: Topology, types: Sequence[NodeType], counts: Sequence[int]) 
 #   pipelines T ≥ ρ_min + (K − D) / P. A pipeline has as many stages as hold the model, so D is limited.
 # - Summing gradients. With D pipelines on n slots, some stage holds at least the share D / n of the gradients' bytes G.
 #   Its ring takes at least 2·(D − 1)/D · G·D/n over the bandwidth of the fastest link: inside a node if D slots are in
-#   one node, else between nodes. It is added to the other two. Without it, gaps on ``plans/clusters/prices.toml`` of
-#   the examples, with 64 to 512 samples, are 0.58 to 1.34 instead of 0.47 to 0.86 after five seconds.
+#   one node, else between nodes. It is added to the other two. Without it, gaps on the example with prices
+#   (``examples/plans``, 64 to 512 samples, five seconds) are 0.58 to 1.34 instead of 0.47 to 0.86.
 # - Memory. All slots together must hold all blocks.
 # The bound is the smallest over all D; for a range of D, the second one is that of its end, the third of its start.
 

@@ -129,6 +129,7 @@ def test_replicas_wait_for_the_slowest_gradient_synchronization():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
+        ({"global_batch": 9}, ["9 samples", "micro-batches of 2", "multiple of 4"]),
         ({"bounds": (0, 3, 7)}, ["7 blocks", "model has 6"]),
         ({"micro_batch": 4}, ["micro-batch 4", "1, 2"]),
         (
