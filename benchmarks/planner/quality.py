@@ -106,10 +106,10 @@ def main() -> None:
         rows.append(
             [
                 TITLES[group],
-                len(ratios),
+                str(len(ratios)),
                 f"{np.mean(ratios):.4f}",
                 f"{np.max(ratios):.4f}",
-                sum(ratio > 1.005 for ratio in ratios),
+                str(sum(ratio > 1.005 for ratio in ratios)),
                 f"{np.median(seconds):.2f}",
                 f"{np.max(seconds):.2f}",
             ]
