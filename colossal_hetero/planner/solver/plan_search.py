@@ -30,7 +30,7 @@ MAX_ROWS = 16
 """Rows that are built for a set of kinds of devices, in the order of their bounds."""
 MAX_LEFT_OUT = 2
 """Speeds of networks, from the slowest on, whose nodes are left out by turns."""
-MAX_GROUPED = 24
+MAX_GROUPED = 10
 """Pools for which unequal groups are formed, the shortest expected plans first."""
 STARTED, IMPROVED, NEIGHBORS = 1200, 192, 6400
 """Shapes of equal pipelines with starts, drafts whose neighborhoods are searched, and neighbors of each that are tried;
