@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -408,12 +409,7 @@ def _check_equally_long(part: Part, names: Sequence[str]) -> Part:
 
 
 def _duplicate(values: Sequence[Any]) -> Any:
-    seen = set()
-    for value in values:
-        if value in seen:
-            return value
-        seen.add(value)
-    return None
+    return next((value for value, number in Counter(values).items() if number > 1), None)
 
 
 def _in_words(device: str, tensor_parallel: int, micro_batch: int) -> str:
@@ -421,4 +417,4 @@ def _in_words(device: str, tensor_parallel: int, micro_batch: int) -> str:
 
 
 def _listed(values: Sequence[int]) -> str:
-    return ", ".join(str(value) for value in values)
+    return ", ".join(map(str, values))

@@ -319,7 +319,7 @@ def test_the_simulated_time_is_printed_with_the_closed_form(tmp_path: Path) -> N
     text = output("simulate", path)
     assert "iteration time by event simulation:" in text and "by the closed form:" in text
     assert "without slow ranks" not in text
-    busy = [float(line.split()[-5]) for line in text.splitlines() if "[" in line and "T4" in line and "×" not in line]
+    busy = [float(line.split()[-4]) for line in text.splitlines() if "[" in line and "T4" in line and "×" not in line]
     # Four micro-batches, two layers per stage, 10 ms forward and 20 ms backward per layer, and the update.
     assert busy == [pytest.approx(4 * 2 * 0.03 + 0.001, abs=1e-3)] * 3
 
