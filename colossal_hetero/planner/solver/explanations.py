@@ -112,7 +112,9 @@ def why_no_chunks(schedules: Sequence[Schedule], makes: ChunkedPlans) -> str:
 
 
 def why_nothing(problem: Problem, searches: Sequence[PlanSearch]) -> str:
-    profile, pools = problem.profile, searches[-1].pools if searches else problem.pools
+    if not searches:
+        return "ZeRO stage 1 is for several replicas, and these devices hold only one; also allow stage 0"
+    profile, pools = problem.profile, searches[-1].pools
     problems = {degree: text for each in reversed(searches) for degree, text in each.problems.items()}
     max_slots = max(sum(len(kind.slots) for kind in pool.kinds) for pool in pools)
     if problem.stages and min(problem.stages) > max_slots:

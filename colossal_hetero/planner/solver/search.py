@@ -86,7 +86,7 @@ def search(problem: Problem, *, keep: int = 5, compare: bool = False, effort: Ef
     chunked: list[RankedPlan] = []
     if set(problem.schedules) != {"1f1b"}:
         makes = ChunkedPlans(problem)
-        chunked = ranked_by_time(makes.plans(_pipelines_to_divide(problem, searches[0])), keep)
+        chunked = ranked_by_time(makes.plans(_pipelines_to_divide(problem, searches)), keep)
         if not chunked and "1f1b" not in problem.schedules:
             raise NoPlanError(why_no_chunks(problem.schedules, makes))
     if not drafts and not chunked:
@@ -195,7 +195,8 @@ def _sharded(problem: Problem, known: Sequence[Draft]) -> list[SlotPool]:
     fastest = max(channel.bytes_per_second for node in problem.topology.nodes for channel in (node.inside, *node.nics))
     found: list[tuple[float, int, SlotPool]] = []
     for plain in problem.pools:
-        if not _is_scarce(plain) and all(kind.costs.update_seconds.sum() == 0 for kind in plain.kinds):
+        gains = _is_scarce(plain) or any(kind.costs.update_seconds.any() for kind in plain.kinds)
+        if not gains and 0 in problem.zero_stages:
             continue
         most = min(plain.slots, plain.total_micro_batches)
         powers = {f * 2**p for f in (1, 3) for p in range(12)} | {number for *_, number in of_known}
@@ -270,13 +271,13 @@ MAX_NUMBERS_OF_STAGES = 8
 """Smallest numbers of stages for which pipelines to divide over chunks are searched."""
 
 
-def _pipelines_to_divide(problem: Problem, plain: PlanSearch) -> list[Candidate]:
+def _pipelines_to_divide(problem: Problem, searches: Sequence[PlanSearch]) -> list[Candidate]:
     """Pipelines that are alike, whose blocks can be divided over chunks: all of a few slots, else the best of 1F1B."""
     world = len(problem.topology.devices)
     max_slots = max(pool.slots for pool in problem.pools)
     max_stages = min(max_slots, problem.profile.blocks // 2)
     numbers = [n for n in range(2, max_stages + 1) if problem.stages is None or n in problem.stages]
-    drafts = plain.found()
+    drafts = [draft for each in searches for draft in each.found()]
     if max_slots > MAX_GROUPS:
         builder = DraftBuilder(problem.topology, "exact")
         for number, pool in itertools.product(numbers[:MAX_NUMBERS_OF_STAGES], problem.pools):

@@ -367,3 +367,10 @@ def test_reasons_name_what_takes_longer() -> None:
     slower = [each.reason for each in plans[1:] if each.plan.iteration_seconds > plans[0].plan.iteration_seconds]
     parts = "longest|in stage|filling and emptying|optimizer steps|sums of gradients"
     assert slower and all(re.fullmatch(rf"\d+\.\d % slower: .*({parts}).*, .+ instead of .+", each) for each in slower)
+
+
+def test_zero_stage_1_alone_is_for_several_replicas() -> None:
+    plans = make_plans(cluster({"fast": 2}), profile(), global_batch=8, zero_stages=(1,), keep=3)
+    assert {(each.plan.zero_stage, len(each.plan.replicas)) for each in plans} == {(1, 2)}
+    with pytest.raises(ValueError, match="ZeRO stage 1 is for several replicas"):
+        make_plans(cluster({"fast": 1}), profile(), global_batch=8, zero_stages=(1,))
