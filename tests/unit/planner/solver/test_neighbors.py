@@ -44,13 +44,13 @@ def test_nearly_the_best_of_all_arrangements_is_found(pipelines: int, stages: in
             if list(rows) == sorted(rows):  # each set of pipelines once
                 draft = placed.best(rows, best)
                 best = draft.seconds if draft is not None else best
-        start = neighborhood.start(pipelines, stages)
-        if best == np.inf or start is None:
+        starts = neighborhood.starts(pipelines, stages)
+        if best == np.inf or not starts:
             assert best == np.inf or len(slots) < DEVICES
             continue
-        found = neighborhood.improved(start, 400, equal=True)
-        assert found.seconds <= start.seconds
-        factors.append(found.seconds / best)
+        found = [neighborhood.improved(start, 400, equal=True).seconds for start in starts]
+        assert all(after <= start.seconds for after, start in zip(found, starts, strict=True))
+        factors.append(min(found) / best)
     assert len(factors) >= 4
-    assert max(factors) < 1.1
+    assert max(factors) < 1.05
     assert np.mean([factor < 1 + 1e-9 for factor in factors]) >= 0.8
