@@ -62,6 +62,8 @@ class PlanConfig:
         if self.global_batch_size is not None:
             _check_samples("global_batch_size", self.global_batch_size)
         _check_samples("min_replicas", self.min_replicas, "replicas")
+        if isinstance(self.zero_stages, int) or not self.zero_stages or set(self.zero_stages) - {0, 1}:
+            raise ValueError(f"zero_stages={self.zero_stages!r} cannot be planned; use (0,), (1,) or (0, 1)")
         if self.micro_batch_sizes is not None:
             if not self.micro_batch_sizes:
                 raise ValueError("micro_batch_sizes is empty; give at least one size, or leave it out to try all")

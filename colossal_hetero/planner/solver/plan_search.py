@@ -21,7 +21,7 @@ from .gradient_bounds import GradientBounds
 from .neighbors import Neighborhood
 from .pipeline_bounds import PipelineBounds
 from .problem import Problem
-from .unequal_groups import Groups, UnequalGroups
+from .unequal_groups import UnequalGroups
 
 __all__ = ["PlanSearch"]
 
@@ -57,7 +57,6 @@ class PlanSearch:
         self.bounds = [PipelineBounds.of_pool(pool) for pool in pools]
         self.rows = EqualRows(pools, self.bounds, problem.stages, below=below / self._factor)
         self._sums = [self._min_sums(pool) for pool in pools]
-        self._groups: dict[object, list[Groups]] = {}
         self.drafts: dict[object, Draft] = {}
         """Candidates that were built, by what they were built from."""
         self.problems: dict[int, str] = {}
@@ -166,12 +165,7 @@ class PlanSearch:
                 break
             if self.all_devices and each.pool.devices < len(self.topology.devices):
                 continue
-            key = each.pool, allowed
-            if key not in self._groups:
-                self._groups[key] = each.candidates(
-                    self.problem.stages, self._unequal_below, may_be_idle=not self.all_devices
-                )
-            for groups in self._groups[key]:
+            for groups in each.candidates(self.problem.stages, self._unequal_below, may_be_idle=not self.all_devices):
                 slots = int(np.sum(groups))
                 if self.all_devices and slots * each.pool.tensor_parallel < len(self.topology.devices):
                     continue

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.cost.runnable import NoPlanError, why_not_runnable
@@ -46,3 +47,9 @@ def test_elastic_training_has_simple_plans() -> None:
     names = [node.name for node in topology.nodes]
     planning = elastic_planning({"planning": PlanConfig(global_batch_size=8)}, topology, known, names)
     assert (planning.recompute, planning.zero_stages, planning.layer_sums) == (False, (0,), True)
+
+
+@pytest.mark.parametrize("stages", [1, (), (0, 2)])
+def test_zero_stages_that_cannot_be_planned(stages: Any) -> None:
+    with pytest.raises(ValueError, match=r"zero_stages=.* cannot be planned; use \(0,\), \(1,\) or \(0, 1\)"):
+        PlanConfig(zero_stages=stages)
