@@ -34,7 +34,8 @@ MAX_GROUPED = 10
 """Pools for which unequal groups are formed, the shortest expected plans first."""
 STARTED, IMPROVED, NEIGHBORS = 1200, 192, 6400
 """Shapes of equal pipelines with starts, drafts whose neighborhoods are searched, and neighbors of each that are tried;
-times devices, up to 100, 12 and 400: in clusters of a few devices, better plans are found within so many."""
+times devices, up to 100, 12 and 400: in clusters of a few devices, better plans are found within so many. Of up to 16
+devices three starts of a shape are improved, of more than 24 only the fastest."""
 NEAR, NEAR_KNOWN = 1.5, 1.05
 """Most times the best time, for drafts whose neighborhoods are searched; and if a plan is known from other pools."""
 
@@ -207,7 +208,7 @@ class PlanSearch:
                 self._add(("start", *shape), starts[0])
         chosen = sorted((shape for shape in best if shape in worth and best[shape]), key=lambda at: best[at][0].seconds)
         for shape in chosen[: self._limit(IMPROVED, 12)]:
-            for number, start in enumerate(best[shape]):
+            for number, start in enumerate(best[shape][: max(IMPROVED // (4 * world), 1)]):
                 if worth[shape] < self._below and start.seconds <= self._near * self._below:
                     draft = self._neighborhood(shape[0]).improved(start, self._limit(NEIGHBORS, 400), equal=True)
                     self._add(("exchanged", *shape, number), draft)
