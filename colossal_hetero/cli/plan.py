@@ -63,8 +63,8 @@ GROUPS = {
 @click.option(
     "--no-recompute",
     is_flag=True,
-    help="No stage runs its forward passes again in the backward passes. By default those do that do not fit "
-    "otherwise, in the schedule 1f1b.",
+    help="No stage recomputes its activations. By default, in the schedule 1f1b, a stage recomputes them if they do "
+    "not fit in memory.",
 )
 @click.option(
     "--equal",

@@ -134,8 +134,8 @@ def rent(
             limits["max_dollars"] = budget / iterations
         if iterations is not None and deadline is not None:
             limits["max_seconds"] = deadline * 3600 / iterations
-        wished: Objective = objective or ("cost" if deadline is not None else "time")
-        chosen = choose(front, wished, **limits, iterations=iterations)
+        least: Objective = objective or ("cost" if deadline is not None else "time")
+        chosen = choose(front, least, **limits, iterations=iterations)
         best = chosen.plan.model_copy(update={"cluster": cluster.name, "profile": profile.name})
         types = node_types(topology)
         if out is not None:

@@ -155,13 +155,14 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Surrounded:
-    """Forward pass of ``module`` in ``context()``, unless that is None; uncompiled if not ``compiles``. A pair of
-    hooks takes more than two microseconds, even if they do nothing. Copies of the module have the one from before."""
+    """The forward pass of ``module`` inside ``context()``; as it was if that is None. It replaces a pair of hooks,
+    which take more than two microseconds even if they do nothing. If not ``compiles``, torch does not compile it.
+    Copies of the module get the forward pass from before."""
 
     def __init__(self, module: nn.Module, context: Callable[[], Context | None], compiles: bool = True) -> None:
         self.__wrapped__, self._context = module.forward, context
         self._forward = module.forward if compiles else torch.compiler.disable(partial(module.forward))
-        self.func = vars(module).get("forward", context)  # tells whose it is, as that of a partial
+        self.func = vars(module).get("forward", context)  # as in a partial; `is_from` looks at what it calls
 
     @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -33,9 +33,9 @@ MAX_LEFT_OUT = 2
 MAX_GROUPED = 10
 """Pools for which unequal groups are formed, the shortest expected plans first."""
 STARTED, IMPROVED, NEIGHBORS = 1200, 192, 6400
-"""Shapes of equal pipelines with starts, drafts whose neighborhoods are searched, and neighbors of each that are tried;
-times devices, up to 100, 12 and 400: in clusters of a few devices, better plans are found within so many. Of up to 16
-devices three starts of a shape are improved, of more than 24 only the fastest."""
+"""Divided by the number of devices: shapes of equal pipelines for which starts are made (at most 100), drafts whose
+neighborhoods are searched (at most 12), and neighbors of each that are tried (at most 400). A quarter of IMPROVED,
+divided in the same way, is the number of starts that are improved for each shape (at least one)."""
 NEAR, NEAR_KNOWN = 1.5, 1.05
 """Most times the best time, for drafts whose neighborhoods are searched; and if a plan is known from other pools."""
 

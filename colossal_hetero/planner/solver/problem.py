@@ -29,7 +29,7 @@ class Problem:
     """What to plan for, and which plans are allowed.
 
     Raises:
-        ValueError: if a wish cannot be met by any machines, or the profile has no times for a kind of device.
+        ValueError: if the problem asks for what no machines can do, or the profile has no times for a kind of device.
     """
 
     topology: Topology

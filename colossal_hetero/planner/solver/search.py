@@ -71,7 +71,7 @@ def search(problem: Problem, *, keep: int = 5, compare: bool = False, effort: Ef
 
     Raises:
         NoPlanError: if no plan fits; the message says why, and what would make one possible.
-        ValueError: if a wish cannot be met by any machines.
+        ValueError: if the problem asks for what no machines can do.
     """
     if keep < 1:
         raise ValueError(f"keep={keep}: must be at least 1")
