@@ -14,10 +14,6 @@ sends b / D. The rings of a slot run one after the other, or (pipelines that are
   counted once for each slot, x ≥ y / min(s, D − 1), because the D slots that hold a block are not all in this node. And
   its slots need 2 (D − 1)/D · y / ch together. Over all nodes Σ y = D·G, so the time is at least 2 (D − 1)·G / Σ
   min(min(s, D − 1)·R / w, s·ch), and a latency.
-
-[Note: pipelines that leave a node] If all D pipelines have a slot in a node and another one in another node, each has a
-slot there that sends to another node. In the planner's model (``cluster/shared_hops.py``) w messages of each of these
-slots share the NICs of their network. So if there is one network, w·D messages share its bandwidth.
 """
 
 from __future__ import annotations
@@ -48,7 +44,6 @@ class GradientBounds:
         self._by_kind = by_kind
         self._slots = by_kind.sum(axis=1)
         self._channel, self._cards = self._rates()
-        self._crowded: dict[tuple[float, int], NDArray[np.float64]] = {}
 
     @property
     def slots_in_a_node(self) -> int:
@@ -92,32 +87,6 @@ class GradientBounds:
     def message_seconds(self, message_bytes: float) -> float:
         """Seconds of a message of every device of a slot to another node; infinite if there is no link."""
         return self._latency + message_bytes / self._slot_rate if self._slot_rate > 0 else np.inf
-
-    def crowded_message_seconds(self, message_bytes: float, pipelines: int) -> NDArray[np.float64]:
-        """By kind, :meth:`message_seconds` in [Note: pipelines that leave a node]; 0: not known."""
-        key = message_bytes, pipelines
-        if key not in self._crowded:
-            self._crowded[key] = self._crowded_seconds(message_bytes, pipelines)
-        return self._crowded[key]
-
-    def _crowded_seconds(self, message_bytes: float, pipelines: int) -> NDArray[np.float64]:
-        links, nodes = self._pool.links, self._topology.nodes
-        seconds = np.full(len(self._pool.kinds), np.inf)
-        for number, of_kind in enumerate(self._by_kind):
-            channels = links.from_kind(int(links.node_kind[number]))
-            networks = {channel.kind for channel in channels}
-            cards = sum(nic.bytes_per_second for nic in nodes[number].nics if nic.kind in networks)
-            for kind in np.flatnonzero(of_kind >= pipelines).tolist():
-                shortest = 0.0
-                if len(networks) == 1:
-                    shortest = min(
-                        channel.limited((cards or channel.bytes_per_second) / (pipelines * self._width)).seconds(
-                            message_bytes
-                        )
-                        for channel in channels
-                    )
-                seconds[kind] = min(seconds[kind], shortest)
-        return np.where(np.isfinite(seconds), seconds, 0.0)
 
     @cached_property
     def _slot_rate(self) -> float:

@@ -11,13 +11,6 @@ the micro-batches of all pipelines]):
   blocks. S is at least that of j blocks.
 - With one pipeline S is 0.
 
-In the second case, let a pipeline lie in one node, where at least B − j of its B blocks are summed. All D pipelines
-have these blocks there, each in at most L = s − D + 1 of the node's s slots. One of its stages has at least (B − j) / L
-of them, and one of the pipelines runs at least K / D micro-batches, which bounds P. Where this is enough, every
-pipeline leaves each node that sums a block, so messages from there share its NICs with those of all pipelines (see
-[Note: pipelines that leave a node]): of all stages in these nodes if L = 1, of all but a pipeline's first and last if L
-= 2. A pipeline enters all of these nodes but the first over such a link.
-
 P falls and S grows with D and with j. So of ranges of D and j, S at the beginning and P at the end give a bound. Ranges
 are halved, those with the lowest bound first, until no bound is below what was asked for. First Q may be any part of
 the kinds; where that is not enough, each set is looked at. Bounds grow in steps of 1 %: the prices of the range before
@@ -272,7 +265,7 @@ class _Pool:
     def improved(self, part: _Range, below: float, precision: float) -> _Range:
         """Range with a better bound by linear programming, which need not be the best if it is not below."""
         high = below - self.sums(part)
-        low, self._basis = self._types_of(part, below).least_seconds(
+        low, self._basis = self._types_of(part).least_seconds(
             self.available, part.pipelines[1], part.passes, high, self._basis, precision
         )
         return replace(part, passes=max(low, part.passes), precision=precision if low < high else np.inf)
@@ -318,13 +311,12 @@ class _Pool:
     def _tells_kinds(self) -> bool:
         return self.gradients.one_kind_per_node and len(self.available) <= MAX_KINDS_INSIDE
 
-    def _types_of(self, part: _Range, below: float) -> PipelineTypes:
-        """Types of pipelines that plans of the range can have, if they take less than so many seconds."""
+    def _types_of(self, part: _Range) -> PipelineTypes:
+        """Types of pipelines that plans of the range can have."""
         kinds = len(self.available)
         free, needed = np.full(kinds, self.bounds.blocks), np.zeros(kinds, dtype=np.int64)
         (pipelines, _), (_, crossing) = part.pipelines, part.blocks
-        together, message = self.bounds.blocks, 0.0
-        delays, undelayed = np.zeros(kinds), 0
+        together = self.bounds.blocks
         if part.inside is not None and part.pipelines[1] > 1:
             outside = [kind for kind in range(kinds) if kind not in part.inside]
             free[outside] = 0
@@ -337,46 +329,24 @@ class _Pool:
                 # In a node where all have a slot, this many are left for one of them.
                 left = self.gradients.most_in_a_node - pipelines + 1
                 free[inside] = (self.gradients.nodes_with(pipelines) * left)[inside]
-                if self._in_one_node(part) + self.sums(part) >= below:
-                    crowded = self.gradients.crowded_message_seconds(self._message, pipelines)
-                    message = float(crowded[inside].min())
-                    longer = [kind for kind in inside if left[kind] <= 2]
-                    delays[longer] = np.maximum(crowded[longer] - self.bounds.transfer_seconds, 0.0)
-                    undelayed = 2 if (left[longer] == 2).any() else 0
         held = self._held_by(part.pipelines[1])
-        key = id(held), free.tobytes(), delays.tobytes(), crossing, together, needed.tobytes(), message
+        key = id(held), free.tobytes(), crossing, together, needed.tobytes()
         if key not in self._types:
-            counts = self._compositions
-            able = held.fits & (counts >= needed).all(axis=1) & (counts.sum(axis=1) > (message > 0))
-            counts = counts[able]
-            limits = BlockLimits(
-                free, tuple(delays.tolist()), undelayed, crossing, self.gradients.nodes_with(1), together
-            )
+            able = held.fits & (self._compositions >= needed).all(axis=1)
+            counts = self._compositions[able]
+            limits = BlockLimits(free, crossing, self.gradients.nodes_with(1), together)
             first, further = held.bounds.options(counts, limits)
-            stages, nodes = counts.sum(axis=1), np.maximum(self._nodes(counts), 1 + (message > 0))
-            usual = min(max(self.gradients.message_seconds(self._message) - self.bounds.transfer_seconds, 0.0), NO_LINK)
-            entered = max(int(needed.sum()) - 1, 1) if message > 0 else 0
-            more = usual * np.maximum(nodes - 1 - entered, 0)
-            more += entered * max(message - self.bounds.transfer_seconds, usual)
-            first = first + 2 * more
-            if not delays.any():
-                # If a pipeline has one stage per node, its longest stage sends to another node too.
-                further = np.where((nodes == stages) & (stages > 1), further + usual, further)
+            stages, nodes = counts.sum(axis=1), np.maximum(self._nodes(counts), 1)
+            more = min(max(self.gradients.message_seconds(self._message) - self.bounds.transfer_seconds, 0.0), NO_LINK)
+            first = first + 2 * more * (nodes - 1)
+            # If a pipeline has one stage per node, its longest stage sends to another node too.
+            further = np.where((nodes == stages) & (stages > 1), further + more, further)
             first_of_all = np.full((len(first), len(able)), np.inf)
             further_of_all = np.ones_like(first_of_all)
             first_of_all[:, able], further_of_all[:, able] = first, further
             least = self._compositions.sum(axis=1)
             self._types[key] = PipelineTypes(self._counts, first_of_all, further_of_all, least, self.total)
         return self._types[key]
-
-    def _in_one_node(self, part: _Range) -> float:
-        """Least seconds of the passes if one of the pipelines lies in one node and a node sums a block."""
-        pipelines, blocks = part.pipelines[0], self.bounds.blocks - part.blocks[1]
-        if blocks < 1:
-            return 0.0
-        left = self.gradients.most_in_a_node - pipelines + 1
-        longest = min(self.bounds.min_seconds(kind, -(-blocks // int(left[kind]))) for kind in part.inside or ())
-        return -(-self.total // pipelines) * longest * (1 - ROUNDING)
 
     def _held_by(self, pipelines: int) -> _Held:
         pool = self._relaxed.of(pipelines)

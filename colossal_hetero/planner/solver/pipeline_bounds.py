@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +25,7 @@ __all__ = ["BlockLimits", "PipelineBounds", "RelaxedPool", "least_costs", "small
 # the sum of the stages' times is smallest if the fast kinds are filled first. It is piecewise linear in m, so the
 # minimum of sum + (K − 1)·m is at the smallest possible m, or where the fastest kinds alone do all the work. A stage
 # has at least the smallest f. Between two sums of blocks cap is constant, so the largest f of cap blocks limits shares.
-# Sending and the schedule take time at a cut, so a stage's blocks take at most m less the shortest such time. If *free*
-# stages (see BlockLimits) send longer by δ, each holds at most cap[t, m − δ] blocks, or as many as a limited one. The
-# first and the last stage may not send so long; they hold cap[t, m].
+# Sending and the schedule take time at a cut, so a stage's blocks take at most m less the shortest such time.
 
 
 WHOLE_LEVELS = 3
@@ -39,10 +38,6 @@ class BlockLimits:
 
     free: NDArray[np.int64]
     """Most free stages, by kind."""
-    delays: tuple[float, ...]
-    """Seconds by which a free stage sends longer than the shortest transfer, one way, by kind."""
-    undelayed: int
-    """Free stages that may send no longer than others."""
     in_a_node: int
     """Blocks of the limited stages in one node together."""
     nodes: NDArray[np.int64]
@@ -61,7 +56,6 @@ class _Levels:
     """Largest share of the work of a stage, if the longest one is shorter than the next level, ``[kinds, levels]``."""
     tables: list[NDArray[np.int64]]
     """Blocks of any stage, of one with the first block, and of one with the last block, ``[kinds, levels]`` each."""
-    delayed: list[NDArray[np.int64]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,9 +71,9 @@ class _Form:
         windows = np.stack([_min_sums(row) for row in ends])
         return cls((windows, ends[:, 1:], np.cumsum(seconds[:, ::-1], axis=1)), np.array(in_memory))
 
-    def capacities(self, place: int, grid: NDArray[np.float64], less: Sequence[float]) -> NDArray[np.int64]:
-        """Most blocks of stages, ``[kinds, levels]``, with by kind ``less`` seconds of ``grid`` not for blocks."""
-        rows = [np.searchsorted(row, grid - by, side="right") for row, by in zip(self.sums[place], less, strict=True)]
+    def capacities(self, place: int, grid: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Most blocks of stages, ``[kinds, levels]``."""
+        rows = [np.searchsorted(row, grid, side="right") for row in self.sums[place]]
         return np.minimum(np.stack(rows), self.in_memory[:, None])
 
 
@@ -116,30 +110,23 @@ class PipelineBounds:
             held_again = [self._held(*each) for each in recomputed]
             self._forms.append(_Form.of(longer, [each[0] for each in held_again]))
             held = [np.maximum(*each) for each in zip(held, held_again, strict=True)]
-        self._ends = np.unique(np.concatenate([np.ravel(rows) for form in self._forms for rows in form.sums]))
         self._min_share = float(shares.min())
         self._largest = np.concatenate([[0.0], -_min_sums(np.concatenate([[0.0], -np.cumsum(shares)]))])
-        self._of_delays: dict[tuple[float, ...], _Levels] = {}
         self._memory = np.array([[0, *np.cumsum(each)] for each in held])
         """Most blocks in the last n stages, ``[kinds, 1 + blocks]``; the n-th last keeps n micro-batches."""
         self._whole = np.array([self._holds_the_model(kind) for kind in self.kinds])
 
-    def _levels(self, delays: tuple[float, ...]) -> _Levels:
-        if delays not in self._of_delays:
-            ends = np.unique(np.concatenate([self._ends + delay for delay in {0.0, *delays}]))
-            grid = ends * (1 + 1e-12)
-            tables, delayed = (
-                [
-                    np.max([form.capacities(place, grid, by) for form in self._forms], axis=0)
-                    for place in range(len(self._forms[0].sums))
-                ]
-                for by in ((0.0,) * len(self.kinds), delays)
-            )
-            # A longest stage that has these capacities is shorter than the next level.
-            longest = np.append(grid[1:], np.inf)
-            shares = np.minimum(self._largest[tables[0]], longest / self._work[:, None])
-            self._of_delays[delays] = _Levels(ends, shares, tables, delayed)
-        return self._of_delays[delays]
+    @cached_property
+    def _levels(self) -> _Levels:
+        ends = np.unique(np.concatenate([np.ravel(rows) for form in self._forms for rows in form.sums]))
+        grid = ends * (1 + 1e-12)
+        tables = [
+            np.max([form.capacities(place, grid) for form in self._forms], axis=0)
+            for place in range(len(self._forms[0].sums))
+        ]
+        # A longest stage that has these capacities is shorter than the next level.
+        longest = np.append(grid[1:], np.inf)
+        return _Levels(ends, np.minimum(self._largest[tables[0]], longest / self._work[:, None]), tables)
 
     def _held(self, costs: LayerCosts, memory_bytes: float) -> NDArray[np.int64]:
         """Most blocks of a stage with 1, 2, … micro-batches in flight, ``[blocks]``."""
@@ -168,10 +155,6 @@ class PipelineBounds:
     @property
     def hold_the_model(self) -> NDArray[np.bool_]:
         return self._whole
-
-    def min_seconds(self, kind: int, blocks: int) -> float:
-        """Least seconds of a stage of so many blocks, at least one, in a slot of this kind; without transfers."""
-        return float(self._forms[0].sums[0][kind][blocks - 1])
 
     def fits(self, counts: NDArray[np.int64], micro_batches: NDArray[np.int64]) -> NDArray[np.bool_]:
         """True for rows that may hold the model, ``[rows]``: ``counts [rows, kinds]``, ``micro_batches [rows]``.
@@ -205,11 +188,10 @@ class PipelineBounds:
         K micro-batches take at least ``min(first + (K − 1) · further)`` over the options, without regard to memory in
         flight. ``counts`` are slots by kind, ``[rows, kinds]``, from one to as many as blocks in each row.
         """
-        limits = limits or self._no_limits
-        levels = self._levels(limits.delays)
+        levels = self._levels
         # Kinds come first: sums over them are then several times as fast.
         slots = np.ascontiguousarray(counts.T)
-        level = self._min_level(slots, limits, levels)
+        level = self._min_level(slots, limits or self._no_limits)
         last = len(levels.seconds) - 1
         balanced = 1.0 / ((1.0 / self._work) @ slots)
         steps, sums = [], []
@@ -249,38 +231,23 @@ class PipelineBounds:
     @property
     def _no_limits(self) -> BlockLimits:
         every = np.full(len(self.kinds), self.blocks)
-        return BlockLimits(every, (0.0,) * len(self.kinds), 0, 0, every, self.blocks)
+        return BlockLimits(every, 0, every, self.blocks)
 
-    def _min_level(self, slots: NDArray[np.int64], limits: BlockLimits, levels: _Levels) -> NDArray[np.int64]:
-        """Index in ``levels``, by row, of the shortest longest stage that holds all blocks; else its length."""
+    def _min_level(self, slots: NDArray[np.int64], limits: BlockLimits) -> NDArray[np.int64]:
+        """Index of the level, by row, of the shortest longest stage that holds all blocks; else their number."""
         kinds = len(self.kinds)
         free = np.minimum(slots, limits.free[:, None])
         slots = np.concatenate([free, slots - free])
         each = np.minimum(np.tile(self.blocks_per_stage, 2), [*[self.blocks] * kinds, *[limits.in_a_node] * kinds])
         of_kind = (limits.in_a_node * limits.nodes)[:, None]
-        tables = [np.minimum(np.tile(table, (2, 1)), each[:, None]) for table in levels.tables]
-        more = np.zeros(len(levels.seconds), dtype=np.int64)
-        capacities, heads, tails = tables
-        some = capacities
+        capacities, heads, tails = (np.minimum(np.tile(table, (2, 1)), each[:, None]) for table in self._levels.tables)
         headless, tailless = capacities - heads, capacities - tails
-        if any(limits.delays):
-            late = [
-                np.maximum(np.minimum(table, each[:kinds, None]), any_stage[kinds:])
-                for table, any_stage in zip(levels.delayed, tables, strict=True)
-            ]
-            if limits.undelayed:
-                more = limits.undelayed * (capacities[:kinds] - late[0]).max(axis=0)
-            else:
-                some = np.concatenate([late[0], capacities[kinds:]])
-                headless = np.concatenate([late[0] - late[1], headless[kinds:]])
-                tailless = np.concatenate([late[0] - late[2], tailless[kinds:]])
-            capacities = np.concatenate([late[0], capacities[kinds:]])
         absent = np.where(slots > 0, 0, self.blocks)
 
         # Each stage holds a block from some level on.
-        first = (some < 1).sum(axis=1)[:, None]
+        first = (capacities < 1).sum(axis=1)[:, None]
         low = np.where(slots > 0, first, 0).max(axis=0) - 1
-        high = np.full(slots.shape[1], len(levels.seconds))
+        high = np.full(slots.shape[1], len(self._levels.seconds))
         while (open_ := high - low > 1).any():
             middle = (low + high) // 2
             by_kind = slots * capacities.take(middle, axis=1)
@@ -291,7 +258,7 @@ class PipelineBounds:
             )
             held_limited = np.minimum(np.minimum(limited, of_kind).sum(axis=0), limits.together)
             total = held_free + np.minimum(limited.sum(axis=0) - ends, held_limited)
-            enough = total + more[middle] >= self.blocks
+            enough = total >= self.blocks
             high = np.where(open_ & enough, middle, high)
             low = np.where(open_ & ~enough, middle, low)
         return high

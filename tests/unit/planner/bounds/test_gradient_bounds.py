@@ -104,28 +104,6 @@ def test_no_plan_sums_faster(make: Callable[[int], Problem]) -> None:
     assert some > 10 and every > 50
 
 
-def test_no_message_leaves_a_crowded_node_faster() -> None:
-    """Random pipelines that all have a slot in a node, and another one in another node."""
-    compared, slower, sent = 0, 0, 1e8
-    for plan in random_plans(like_nodes_problem):
-        nodes = [[plan.builder.node(plan.pool, place) for place in row] for row in plan.rows]
-        kind_on = {
-            node: kind
-            for row, each in zip(plan.rows, nodes, strict=True)
-            for (kind, _), node in zip(row, each, strict=True)
-        }
-        left = set.intersection(*map(set, nodes)) if min(len(set(each)) for each in nodes) > 1 else set()
-        crowded = plan.bound.crowded_message_seconds(sent, len(nodes))
-        alone = plan.bound.crowded_message_seconds(sent, 1)
-        for where, hops in zip(nodes, plan.builder.hops(plan.pool, nodes), strict=True):
-            for ends, hop in zip(itertools.pairwise(where), hops, strict=True):
-                for node in left & set(ends) if ends[0] != ends[1] else ():
-                    assert crowded[kind_on[node]] <= plan.pool.links.channels[hop].seconds(sent) * (1 + 1e-9)
-                    slower += bool(crowded[kind_on[node]] > 1.01 * alone[kind_on[node]])
-                    compared += 1
-    assert compared > 50 and slower > 20
-
-
 def test_bounds_are_reached() -> None:
     """Two nodes with two slots each: each pair of slots in a node holds the same half of the model."""
     problem = like_nodes_problem(0)

@@ -13,7 +13,6 @@ from colossal_hetero.planner.cost.draft import Draft, DraftBuilder
 from colossal_hetero.planner.cost.runnable import NoPlanError
 from colossal_hetero.planner.solver import iteration_bound as merging
 from colossal_hetero.planner.solver.gap_goal import Effort
-from colossal_hetero.planner.solver.gradient_bounds import GradientBounds
 from colossal_hetero.planner.solver.iteration_bound import IterationBound, PipelineTypes, _Pool
 from colossal_hetero.planner.solver.pipeline_bounds import BlockLimits, PipelineBounds, RelaxedPool
 from tests.support.every_form import EveryForm
@@ -75,19 +74,16 @@ def test_no_plan_of_all_is_faster_with_recomputation_and_zero(wishes: dict[str, 
     assert np.median(ratios) > 0.8
 
 
-def test_no_plan_of_all_is_faster_where_pipelines_share_network_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_plan_of_all_is_faster_where_pipelines_share_network_cards() -> None:
     """Also where outputs differ between blocks: the bound is that of the smallest ones."""
-    higher = 0
+    ratios = []
     for seed in range(300 if IS_THOROUGH else 25):
         problem = two_nodes_problem(seed)
         best = EveryPlan(*problem).best_seconds(unequal=True)
         if best < np.inf:
-            bound = bound_of(problem, best)
-            assert bound <= best * (1 + ROUNDING), seed
-            with monkeypatch.context() as patched:
-                patched.setattr(GradientBounds, "crowded_message_seconds", lambda self, *_: 0.0 * self.most_in_a_node)
-                higher += bound > 1.001 * bound_of(problem, best)
-    assert higher > 1
+            ratios.append(bound_of(problem, best) / best)
+            assert ratios[-1] <= 1 + ROUNDING, seed
+    assert len(ratios) > 10
 
 
 @pytest.mark.parametrize("seed", range(60 if IS_THOROUGH else 4))
@@ -139,8 +135,8 @@ def test_pipelines_take_at_least_one_of_the_options() -> None:
     assert np.median(ratios) < 1.3
 
 
-def test_pipelines_whose_free_stages_send_longer() -> None:
-    """Random cuts: each free stage sends longer, except the first and the last one; the others hold few blocks."""
+def test_pipelines_some_of_whose_stages_hold_few_blocks() -> None:
+    """Random cuts, of which some stages are free."""
     ratios = []
     for seed in range(100 if IS_THOROUGH else 20):
         random = np.random.default_rng(seed)
@@ -156,11 +152,8 @@ def test_pipelines_whose_free_stages_send_longer() -> None:
                 blocks, free = np.diff(cut), random.random(stages) < 0.6
                 if (blocks > lower.blocks_per_stage[row]).any():
                     continue
-                delays, undelayed = random.uniform(0, 2, kinds), int(random.choice([0, 2]))
                 limits = BlockLimits(
                     np.bincount(row[free], minlength=kinds),
-                    tuple(delays.tolist()),
-                    undelayed,
                     int(blocks[~free].max(initial=0)),
                     np.full(kinds, stages),
                     int(blocks[~free].sum()),
@@ -168,12 +161,9 @@ def test_pipelines_whose_free_stages_send_longer() -> None:
                 work = np.array(
                     [pool.kinds[kind].block_seconds[a:b].sum() for kind, a, b in zip(row, cut, cut[1:], strict=False)]
                 )
-                late = np.where(free, delays[row], 0.0)
-                if undelayed:
-                    late[[0, -1]] = 0.0
                 first, further = lower.options(np.bincount(row, minlength=kinds)[None], limits)
                 micro_batches = int(random.integers(1, 20))
-                seconds = work.sum() + 2 * (stages - 1) * hop + (micro_batches - 1) * (work + late + hop).max()
+                seconds = work.sum() + 2 * (stages - 1) * hop + (micro_batches - 1) * (work + hop).max()
                 seconds += min(float(kind.costs.update_seconds.sum()) for kind in pool.kinds) / stages
                 bound = float((first + (micro_batches - 1) * further).min())
                 assert bound <= seconds * (1 + ROUNDING)
