@@ -12,10 +12,9 @@ import time
 from benchmarks.common import print_table
 from benchmarks.planner.planning import CLUSTERS, cluster, gpt
 from colossal_hetero.planner.cluster.topology import Topology
-from colossal_hetero.planner.solver.gap_goal import Effort
 from colossal_hetero.planner.solver.pareto_front import pareto_front
 from colossal_hetero.planner.solver.problem import Problem
-from colossal_hetero.planner.solver.search import search
+from colossal_hetero.planner.solver.search import Effort, search
 
 PRICES = {"A100-80": 2.2, "H800": 4.5, "H20": 1.6}
 """Dollars per hour and device."""

@@ -24,7 +24,7 @@ from .common import (
 
 if TYPE_CHECKING:
     from ..planner.cost.pass_order import Schedule
-    from ..planner.solver.gap_goal import Effort
+    from ..planner.solver.search import Effort
 
 __all__ = ["plan"]
 
@@ -174,8 +174,8 @@ def plan(
 
 def _effort(gap: float | None, time_limit: float) -> Effort:
     """Effort for a lower bound; ``gap`` is in percent."""
-    from ..planner.solver.gap_goal import Effort
+    from ..planner.solver.search import Effort
 
     if gap is not None:
-        return Effort(gap=gap / 100, bound_seconds=time_limit, search_seconds=time_limit)
+        return Effort(gap=gap / 100, bound_seconds=time_limit)
     return Effort(bound_seconds=PROOF_SECONDS)

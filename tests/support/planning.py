@@ -12,9 +12,8 @@ from colossal_hetero.planner.cost.plan import Plan, Replica, StagePlan
 from colossal_hetero.planner.cost.price import price_ranks
 from colossal_hetero.planner.cost.ranked_plan import RankedPlan
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
-from colossal_hetero.planner.solver.gap_goal import PLAIN, Effort
 from colossal_hetero.planner.solver.problem import Problem
-from colossal_hetero.planner.solver.search import search
+from colossal_hetero.planner.solver.search import PLAIN, Effort, search
 from tests.support.training import Trained, boost, sgd, tiny_vit
 
 SECONDS = 1.0

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,17 +30,39 @@ from .explanations import (
     why_no_chunks,
     why_nothing,
 )
-from .gap_goal import PLAIN, Effort, GapGoal
 from .iteration_bound import IterationBound
 from .pipeline_bounds import RelaxedPool
 from .plan_search import MAX_ROWS, PlanSearch
 from .problem import Problem
 
-__all__ = ["Answer", "search"]
+__all__ = ["PLAIN", "Answer", "Effort", "search"]
 
 
 MAX_SHARDED = 24
 """Pools with ZeRO stage 1 that are searched: the shortest expected plans."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """Effort to prove how good the plans are."""
+
+    bound_seconds: float = 0.0
+    """Time limit for a lower bound; 0: none is looked for."""
+    gap: float | None = None
+    """The search ends when no plan can be faster by more than this share (0.03: 3 %), or once there is a plan after
+    ``bound_seconds``; None: it does not end early."""
+
+    def __post_init__(self) -> None:
+        for name in ("bound_seconds", "gap"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise ValueError(f"{name}={value}: must be at least 0")
+        if self.gap is not None and self.bound_seconds == 0:
+            raise ValueError(f"gap={self.gap} without time to find a bound; give bound_seconds, such as 5")
+
+
+PLAIN = Effort()
+"""The whole search, and no bound."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +80,7 @@ class Answer:
     def of_files(self, cluster: Path, profile: Path) -> Answer:
         """The answer with the names of these files in each plan."""
         names = {"cluster": cluster.name, "profile": profile.name}
-        plans = tuple(replace(each, plan=each.plan.model_copy(update=names)) for each in self.plans)
-        return replace(self, plans=plans)
+        return replace(self, plans=tuple(_changed(each, **names) for each in self.plans))
 
 
 def search(problem: Problem, *, keep: int = 5, compare: bool = False, effort: Effort = PLAIN) -> Answer:
@@ -107,19 +129,17 @@ def search(problem: Problem, *, keep: int = 5, compare: bool = False, effort: Ef
         found = [draft for each in searches for draft in each.found()]
         best = _compared(problem, ranked, uniform, found)
         ranked = [replace(ranked[0], plan=best), *ranked[1:]]
-    changes: dict[str, Any] = {} if bound is None else {"bound_seconds": bound}
     return Answer(
         tuple(
-            replace(
-                each,
-                plan=each.plan.model_copy(
-                    update=changes | {"relative_error": prediction_error(each.plan, problem.profile) or None}
-                ),
-            )
+            _changed(each, bound_seconds=bound, relative_error=prediction_error(each.plan, problem.profile) or None)
             for each in ranked
         ),
         bound,
     )
+
+
+def _changed(ranked: RankedPlan, **changes: Any) -> RankedPlan:
+    return replace(ranked, plan=ranked.plan.model_copy(update=changes))
 
 
 def _uniform(problem: Problem) -> PlanSearch:
@@ -129,7 +149,7 @@ def _uniform(problem: Problem) -> PlanSearch:
     return uniform
 
 
-def _goal(problem: Problem, effort: Effort) -> GapGoal | None:
+def _goal(problem: Problem, effort: Effort) -> _Goal | None:
     """Bound of the effort; None if none is looked for, or none is known for these plans."""
     is_known = set(problem.schedules) == {"1f1b"} and not problem.overlap
     if effort.gap is not None and not is_known:
@@ -138,13 +158,40 @@ def _goal(problem: Problem, effort: Effort) -> GapGoal | None:
         )
     if effort.bound_seconds <= 0 or not is_known:
         return None
-    return GapGoal(IterationBound([RelaxedPool(problem, pool) for pool in problem.pools]), effort)
+    return _Goal(IterationBound([RelaxedPool(problem, pool) for pool in problem.pools]), effort)
+
+
+@dataclass(eq=False)
+class _Goal:
+    """Lower bound of one search, which is looked for only as far as needed."""
+
+    bound: IterationBound
+    effort: Effort
+    _begin: float = field(default_factory=time.monotonic)
+    _spent: float = 0.0
+
+    def is_enough(self, seconds: float) -> bool:
+        """True if a search that has found a plan of so many seconds may end."""
+        if self.effort.gap is None:
+            return False
+        if time.monotonic() - self._begin > self.effort.bound_seconds:
+            return True
+        enough = seconds / (1.0 + self.effort.gap)
+        return self.lower_bound(seconds, enough) >= enough
+
+    def lower_bound(self, seconds: float, enough: float = math.inf) -> float:
+        """Seconds that no plan is below, at most ``seconds``, the time of the fastest plan that was found."""
+        begin = time.monotonic()
+        left = max(self.effort.bound_seconds - self._spent, 0.0)
+        found = self.bound.seconds(seconds, enough=enough, time_limit_seconds=left)
+        self._spent += time.monotonic() - begin
+        return found
 
 
 # Pools of one search -------------------------------------------------------------------------------------------------
 
 
-def _drafts(problem: Problem, keep: int, goal: GapGoal | None) -> tuple[list[PlanSearch], list[Draft]]:
+def _drafts(problem: Problem, keep: int, goal: _Goal | None) -> tuple[list[PlanSearch], list[Draft]]:
     """Searches of simple plans, then with recomputation, then with ZeRO stage 1; and the plans of all."""
     builder = DraftBuilder(problem.topology, problem.method, overlap=problem.overlap)
     is_enough = goal.is_enough if goal is not None else None

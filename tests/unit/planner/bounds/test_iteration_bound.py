@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from scipy.optimize import linprog
 
 from colossal_hetero.planner.cluster.topology import Channel, Device, Node, Topology
 from colossal_hetero.planner.cost.draft import Draft, DraftBuilder
 from colossal_hetero.planner.cost.runnable import NoPlanError
 from colossal_hetero.planner.solver import iteration_bound as merging
-from colossal_hetero.planner.solver.gap_goal import Effort
-from colossal_hetero.planner.solver.iteration_bound import IterationBound, PipelineTypes, _Pool
+from colossal_hetero.planner.solver.iteration_bound import IterationBound, PipelineTypes, _Pool, pack
 from colossal_hetero.planner.solver.pipeline_bounds import BlockLimits, PipelineBounds, RelaxedPool
+from colossal_hetero.planner.solver.search import Effort
 from tests.support.every_form import EveryForm
 from tests.support.every_plan import EveryPlan
 from tests.support.planning import make_plans
@@ -267,3 +269,56 @@ def test_efforts_that_are_not_possible() -> None:
         Effort(gap=-1, bound_seconds=1)
     with pytest.raises(ValueError, match=r"gap=0.03 without time to find a bound; give bound_seconds, such as 5"):
         Effort(gap=0.03)
+
+
+def test_a_search_ends_when_a_plan_is_near_enough() -> None:
+    topology, profile, global_batch = like_nodes_problem(1)
+    wishes = dict(global_batch=global_batch, recompute=True, zero_stages=(0, 1))
+    early = make_plans(topology, profile, effort=Effort(gap=1000.0, bound_seconds=5), **wishes)[0]
+    whole = make_plans(topology, profile, **wishes)[0]
+    assert early.plan.iteration_seconds >= whole.plan.iteration_seconds
+    first, every = (int(re.findall(r"of the (\d+) plan", each.reason)[0]) for each in (early, whole))
+    assert first < every
+
+
+@pytest.mark.parametrize("options", [{"overlap": True}, {"schedules": ("1f1b", "zbv")}])
+def test_no_gap_is_proved_for_other_plans(options: dict[str, Any]) -> None:
+    topology, profile, global_batch = like_nodes_problem(1)
+    with pytest.raises(ValueError, match="for the schedule 1f1b without overlap only"):
+        make_plans(topology, profile, global_batch=global_batch, effort=Effort(gap=0.1, bound_seconds=1), **options)
+    plan = make_plans(topology, profile, global_batch=global_batch, effort=Effort(bound_seconds=1), **options)[0].plan
+    assert plan.bound_seconds is None
+
+
+# The linear program of slots and pipelines, compared with SciPy's solver
+
+
+def test_prices_prove_the_largest_sum() -> None:
+    """Random programs one after the other, each begun with the basis of the one before."""
+    random = np.random.default_rng(0)
+    for _ in range(30):
+        kinds, columns = int(random.integers(1, 6)), int(random.integers(1, 300))
+        counts = random.integers(0, 9, (columns, kinds)).astype(float)
+        basis: tuple[int, ...] = ()
+        for _ in range(5):
+            values = random.integers(0, 40, columns) * (random.random(columns) < 0.8).astype(float)
+            limits = np.append(random.integers(1, 100, kinds), random.integers(1, 30)).astype(float)
+            solved = linprog(-values, A_ub=np.vstack([counts.T, np.ones(columns)]), b_ub=limits)
+            assert solved.status == 0
+            most = -solved.fun
+            more = pack(counts, values, limits, most * (1 + 1e-7) + 1e-7, basis)
+            assert more.is_too_little
+            assert (more.prices >= 0).all()
+            worth = float((values - counts @ more.prices).max())
+            assert more.prices @ limits[:-1] + limits[-1] * max(worth, 0.0) <= most * (1 + 1e-7) + 1e-7
+            reached = pack(counts, values, limits, most * (1 - 1e-7), more.basis)
+            assert not reached.is_too_little
+            basis = reached.basis
+
+
+def test_columns_that_are_alike_and_worth_nothing() -> None:
+    counts = np.ones((50, 2))
+    alike = pack(counts, np.full(50, 3.0), np.array([4.0, 4.0, 4.0]), 12.001, ())
+    assert alike.is_too_little
+    assert not pack(counts, np.full(50, 3.0), np.array([4.0, 4.0, 4.0]), 12.0, alike.basis).is_too_little
+    assert pack(counts, np.zeros(50), np.array([4.0, 4.0, 4.0]), 1.0, alike.basis).is_too_little

@@ -17,11 +17,10 @@ from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind
 from colossal_hetero.planner.cost.gradient_times import divide_micro_batches
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.cost.ranked_plan import MIN_GAIN
-from colossal_hetero.planner.cost.runnable import enough_micro_batches, why_not_runnable
+from colossal_hetero.planner.cost.runnable import why_not_runnable
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from colossal_hetero.planner.solver.problem import Problem
 from colossal_hetero.planner.solver.search import search
-from colossal_hetero.planner.stages.pipeline import Pipeline, Slot, Split, evaluate
 from tests.support.layer_profiles import layer_times, small_sizes
 from tests.support.planning import make_plans
 from tests.support.random_examples import examples
@@ -136,79 +135,6 @@ def test_never_slower_than_with_only_one_kind(topology: Topology, unequal: bool)
             continue
         tolerance = MIN_GAIN if unequal else 1 + 1e-12
         assert together.iteration_seconds <= best.iteration_seconds * tolerance
-
-
-def exhaustive(topology: Topology, model: ModelProfile, global_batch: int) -> float:
-    """The time of the best plan of one node with equal replicas, found by trying all of them."""
-    counts = Counter(device.kind.name for device in topology.devices)
-    memory = {device.kind.name: device.kind.memory_bytes for device in topology.devices}
-    link = topology.nodes[0].inside
-    best = np.inf
-    for degree, size in itertools.product((1, 2), (1, 2)):
-        total, rest = divmod(global_batch, size)
-        if rest:
-            continue
-        available = [name for name, count in counts.items() for _ in range(count // degree)]
-        for replicas in range(1, len(available) + 1):
-            if total % replicas:
-                continue
-            for stages in range(1, min(len(available) // replicas, model.blocks) + 1):
-                if not enough_micro_batches(stages, total // replicas):
-                    continue
-                rows = set(itertools.permutations(available, replicas * stages))
-                buckets = 2 * model.blocks // degree if stages == 1 else 0
-                slots = {name: Slot(name, model.costs(name, degree, size), memory[name] - buckets) for name in counts}
-                layouts = {tuple(sorted(row[at : at + stages] for at in range(0, len(row), stages))) for row in rows}
-                for inner in itertools.combinations(range(1, model.blocks), stages - 1):
-                    cut = Split(tuple(range(stages)), (0, *inner, model.blocks))
-                    gradient = slots[available[0]].costs.gradient_bytes
-                    largest = max(gradient[a:b].sum() for a, b in itertools.pairwise(cut.bounds))
-                    step = largest / replicas / link.bytes_per_second + link.latency_seconds
-                    seconds = {}
-                    for names in {names for layout in layouts for names in layout}:
-                        pipeline = Pipeline(
-                            tuple(slots[name] for name in names), ((link,) * stages,) * stages, total // replicas
-                        )
-                        cost = evaluate(pipeline, cut)
-                        seconds[names] = cost.seconds if cost.fits else np.inf
-                    slowest = min(max(seconds[names] for names in layout) for layout in layouts)
-                    best = min(best, slowest + 2 * (replicas - 1) * step)
-    return float(best)
-
-
-@examples(ordinary=25, thorough=60)
-@given(
-    fast=st.integers(0, 3),
-    slow=st.integers(0, 3),
-    ratio=st.sampled_from([1.0, 1.7, 4.0]),
-    memory=st.sampled_from([(100, 100), (20, 45), (60, 14)]),
-    global_batch=st.sampled_from([2, 4, 6, 12]),
-    link=st.sampled_from([FAST_LINK, Channel("PCIe", 2e9, 0.05)]),
-    seed=st.integers(0, 1000),
-)
-def test_best_of_all_equal_plans(
-    fast: int,
-    slow: int,
-    ratio: float,
-    memory: tuple[int, int],
-    global_batch: int,
-    link: Channel,
-    seed: int,
-) -> None:
-    if fast + slow == 0:
-        return
-    node = {name: count for name, count in (("fast", fast), ("slow", slow)) if count}
-    topology = cluster(node, memory={"fast": memory[0], "slow": memory[1]}, inside=link)
-    model = profile(5, {"fast": 1.0, "slow": ratio}, seed=seed)
-    best = exhaustive(topology, model, global_batch)
-    if not np.isfinite(best):
-        with pytest.raises(ValueError, match=r"memory|hold"):
-            make_plans(topology, model, global_batch=global_batch, unequal=False)
-        return
-    found = make_plans(topology, model, global_batch=global_batch, unequal=False)[0].plan
-    assert found.iteration_seconds == pytest.approx(best, rel=1e-9)
-    free = make_plans(topology, model, global_batch=global_batch)[0].plan
-    assert free.iteration_seconds <= best * (1 + 1e-9)
 
 
 @examples(ordinary=50, thorough=100)
