@@ -15,8 +15,7 @@ import numpy as np
 
 from benchmarks.common import print_table
 from colossal_hetero.planner.solver.search import search
-from tests.support.every_form import EveryForm, wishes_to_prove
-from tests.support.every_plan import EveryPlan
+from tests.support.every_plan import EveryPlan, wishes_to_prove
 from tests.support.random_clusters import (
     CHANGES,
     Problem,
@@ -66,7 +65,7 @@ def against_all_forms(count: int, unequal: bool) -> tuple[object, ...]:
     factors = []
     for seed in range(count):
         problem, wishes = whole_space_problem(seed), wishes_to_prove(seed)
-        best = EveryForm(*problem, **wishes).best_seconds(unequal=unequal)
+        best = EveryPlan(*problem, **wishes).best_seconds(unequal=unequal)
         found = best_seconds(problem, unequal, **wishes)
         # No plan found and none possible counts as equal.
         if min(best, found) < np.inf:

@@ -17,7 +17,6 @@ from colossal_hetero.planner.solver import iteration_bound as merging
 from colossal_hetero.planner.solver.iteration_bound import IterationBound, PipelineTypes, _Pool, pack
 from colossal_hetero.planner.solver.pipeline_bounds import BlockLimits, PipelineBounds, RelaxedPool
 from colossal_hetero.planner.solver.search import Effort
-from tests.support.every_form import EveryForm
 from tests.support.every_plan import EveryPlan
 from tests.support.planning import make_plans
 from tests.support.random_clusters import (
@@ -68,7 +67,7 @@ def test_no_plan_of_all_is_faster_with_recomputation_and_zero(wishes: dict[str, 
     ratios = []
     for seed in range(300 if IS_THOROUGH else 25):
         problem = whole_space_problem(seed)
-        best = EveryForm(*problem, **wishes).best_seconds(unequal=True)
+        best = EveryPlan(*problem, **wishes).best_seconds(unequal=True)
         if best < np.inf:
             ratios.append(bound_of(problem, 3 * best, **wishes) / best)
             assert ratios[-1] <= 1 + ROUNDING, seed

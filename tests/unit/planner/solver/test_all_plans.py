@@ -16,8 +16,7 @@ from colossal_hetero.planner.profile.layer_profile import load_profile
 from colossal_hetero.planner.report.plan_table import layout
 from colossal_hetero.planner.solver.problem import Problem
 from colossal_hetero.planner.solver.search import search
-from tests.support.every_form import EveryForm, wishes_to_prove
-from tests.support.every_plan import EveryPlan
+from tests.support.every_plan import EveryPlan, wishes_to_prove
 from tests.support.paths import REPOSITORY
 from tests.support.planning import make_plans
 from tests.support.random_clusters import large_problem, small_problem, whole_space_problem
@@ -57,7 +56,7 @@ def test_no_plan_of_few_devices_is_better_with_recomputation_and_zero() -> None:
     for seed in range(FORMS):
         problem, wishes = whole_space_problem(seed), wishes_to_prove(seed)
         unequal = seed % 4 > 0
-        shortest = EveryForm(*problem, **wishes).best_seconds(unequal=unequal)
+        shortest = EveryPlan(*problem, **wishes).best_seconds(unequal=unequal)
         wished = problem.to_search(**wishes, unequal=unequal)
         if shortest == np.inf:
             impossible += 1
