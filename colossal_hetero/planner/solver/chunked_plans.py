@@ -179,11 +179,6 @@ def merged_by_time(one: Sequence[RankedPlan], other: Sequence[RankedPlan], keep:
     return [each if each in kept else replace(each, reason=_reason(each.plan, best.plan, "")) for each in both]
 
 
-def _ranking(ranked: RankedPlan) -> float:
-    plan = ranked.plan
-    return ranking_seconds(plan.iteration_seconds, equal=plan.symmetric, plain=plan.plain)
-
-
 def _reason(plan: Plan, best: Plan, of_best: str) -> str:
     if plan is best:
         return of_best

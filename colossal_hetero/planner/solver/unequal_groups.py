@@ -14,6 +14,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from ..cost.placement import SlotPool
+from ..cost.ranked_plan import MIN_GAIN
 from ..cost.tp_groups import number_of_compositions
 from .pipeline_bounds import PipelineBounds
 
@@ -276,9 +277,6 @@ def _grid(caps: Sequence[int], max_sum: int) -> NDArray[np.int64]:
     return rows
 
 
-MIN_IDLE_GAIN = 1.01
-"""Factor of the objective (AutoHet, Eq. 3a) from which on groups that leave devices idle are tried."""
-
 PRECISION = 1e-3
 """Share by which groups may be less balanced than the best ones: blocks cannot be divided so finely."""
 MIN_SHARE = 0.9
@@ -352,7 +350,7 @@ class UnequalGroups:
                 max_members=self.bounds.blocks,
                 groups=pool.pipelines,
                 max_groups=pool.total_micro_batches,
-                above=reached * MIN_IDLE_GAIN if idle else reached,
+                above=reached * MIN_GAIN if idle else reached,
                 precision=PRECISION,
                 cost=lambda groups: sums(groups) / pool.total_micro_batches,
             )
