@@ -29,9 +29,10 @@ from ...common.text import (
     spans,
     times,
 )  # fmt: skip
+from ..batches.adapt import AdaptPlan
 from ..batches.allocation import Allocation, Share
 from ..batches.batch_profile import UNITS, BatchProfile, DeviceProfile
-from ..batches.comparison import AdaptPlan, BatchComparison
+from ..batches.comparison import BatchComparison
 
 __all__ = ["DeviceLine", "as_json", "device_lines", "plot_report", "render", "save_report"]
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from colossal_hetero.planner import Curve
-from colossal_hetero.planner.batches.closed_loop import Redivision
-from colossal_hetero.planner.batches.replica_times import BatchDivider, GlobalBatchTime, Speed
+from colossal_hetero.planner.batches.closed_loop import BatchDivider, GlobalBatchTime, Redivision, Speed
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.simulated_replicas import SimulatedReplica, Simulation
 
