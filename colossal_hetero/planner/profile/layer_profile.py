@@ -6,17 +6,16 @@ one, its time is replaced by the shortest one of all larger ones, so that the pl
 
 from __future__ import annotations
 
-import functools
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from ...common.files import (
     ByteCount,
@@ -26,6 +25,7 @@ from ...common.files import (
     PositiveCount,
     Seconds,
     check_units,
+    first_repeated,
     load_json_file,
     write_json,
 )
@@ -78,8 +78,7 @@ class LayerTimes(FilePart):
     @field_validator("block_runs")
     @classmethod
     def _ascending(cls, runs: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
-        duplicate = _duplicate([run.blocks for run in runs])
-        if duplicate is not None:
+        if (duplicate := first_repeated([run.blocks for run in runs])) is not None:
             raise ValueError(f"there are two runs of {duplicate} blocks; keep one")
         return tuple(sorted(runs, key=lambda run: run.blocks))
 
@@ -150,7 +149,9 @@ class ModelProfile(FilePart):
     """Times and sizes of a model's layers, in their order. The model is cut into stages between its blocks."""
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
-    units: dict[str, str] = Field(default_factory=lambda: dict(UNITS))
+    units: Annotated[dict[str, str], AfterValidator(partial(check_units, read=UNITS))] = Field(
+        default_factory=lambda: dict(UNITS)
+    )
     name: str
     precision: str = "fp32"
     before: NonNegative = 1
@@ -172,20 +173,12 @@ class ModelProfile(FilePart):
     times: Annotated[tuple[LayerTimes, ...], Field(min_length=1)]
     sizes: Annotated[tuple[LayerSizes, ...], Field(min_length=1)]
 
-    @field_validator("units")
-    @classmethod
-    def _units_as_read(cls, units: dict[str, str]) -> dict[str, str]:
-        check_units(units, UNITS)
-        return units
-
     @model_validator(mode="after")
     def _consistent(self) -> ModelProfile:
         degrees = [sizes.tensor_parallel for sizes in self.sizes]
-        duplicate = _duplicate(degrees)
-        if duplicate is not None:
+        if (duplicate := first_repeated(degrees)) is not None:
             raise ValueError(f"sizes has two entries of tensor_parallel {duplicate}; keep one")
-        key = _duplicate([times.key for times in self.times])
-        if key is not None:
+        if (key := first_repeated([times.key for times in self.times])) is not None:
             raise ValueError(f"times has two entries of {_in_words(*key)}; keep one")
         named = [(f"sizes[{index}]", sizes.layers) for index, sizes in enumerate(self.sizes)]
         named += [(f"times[{index}]", times.layers) for index, times in enumerate(self.times)]
@@ -227,7 +220,7 @@ class ModelProfile(FilePart):
     def blocks(self) -> int:
         return self.layers - self.before - self.after
 
-    @functools.cached_property
+    @cached_property
     def devices(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(times.device for times in self.times))
 
@@ -285,11 +278,11 @@ class ModelProfile(FilePart):
             self._costs[key] = made
         return self._costs[key]
 
-    @functools.cached_property
+    @cached_property
     def _costs(self) -> dict[object, LayerCosts]:
         return {}
 
-    @functools.cached_property
+    @cached_property
     def _measured(self) -> dict[tuple[str, int], _Measured]:
         return {}
 
@@ -406,10 +399,6 @@ def _check_equally_long(part: Part, names: Sequence[str]) -> Part:
         counts = ", ".join(f"{length} {name}" for name, length in lengths.items())
         raise ValueError(f"there are {counts}; all lists have one value per layer")
     return part
-
-
-def _duplicate(values: Sequence[Any]) -> Any:
-    return next((value for value, number in Counter(values).items() if number > 1), None)
 
 
 def _in_words(device: str, tensor_parallel: int, micro_batch: int) -> str:

@@ -18,8 +18,8 @@ from benchmarks.planner.sailor_tables import (
     read_gpu_tables,
 )
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
-from colossal_hetero.planner.cluster.shared_hops import hop_channels
 from colossal_hetero.planner.cluster.topology import Channel
+from colossal_hetero.planner.cluster.transfers import hop_channels
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile, load_profile
 from tests.support.gpu_tables import LAYERS, REAL_TABLES, STEP_SECONDS, change
 from tests.support.paths import REPOSITORY
