@@ -51,10 +51,6 @@ class BlockRun(FilePart):
     forward_seconds: Seconds
     backward_seconds: Seconds
 
-    @property
-    def seconds(self) -> float:
-        return self.forward_seconds + self.backward_seconds
-
 
 class LayerTimes(FilePart):
     """Seconds per layer on one kind of device, for one tensor-parallel degree and micro-batch."""
@@ -93,17 +89,6 @@ class LayerTimes(FilePart):
     @property
     def layers(self) -> int:
         return len(self.forward_seconds)
-
-    def composed_seconds(self, blocks: int) -> float:
-        """Seconds of forward and backward of ``blocks`` blocks: ``T(n) = Σ α_i T(2^i)`` (AutoHet, Eq. 5)."""
-        left, seconds = blocks, 0.0
-        for run in reversed(self.block_runs):
-            count, left = divmod(left, run.blocks)
-            seconds += count * run.seconds
-        if left:
-            measured = ", ".join(str(run.blocks) for run in self.block_runs) or "none"
-            raise ValueError(f"{blocks} blocks are not a sum of measured runs ({measured} blocks)")
-        return seconds
 
 
 class LayerSizes(FilePart):
@@ -235,14 +220,6 @@ class ModelProfile(FilePart):
     def micro_batches(self, device: str, tensor_parallel: int) -> tuple[int, ...]:
         """Ascending; :meth:`costs` accepts all sizes from the first to the last."""
         return self._of(device, tensor_parallel).micro_batches
-
-    def times_of(self, device: str, tensor_parallel: int, micro_batch: int) -> LayerTimes:
-        measured = self._of(device, tensor_parallel)
-        for times in measured.times:
-            if times.micro_batch == micro_batch:
-                return times
-        place = _in_words(device, tensor_parallel, micro_batch)
-        raise ValueError(f"{place} was not measured; {_listed(measured.micro_batches)} were")
 
     def relative_error(self, device: str, tensor_parallel: int, micro_batch: int) -> float:
         """Standard error as a share of the times; between two measured micro-batches the larger one."""
