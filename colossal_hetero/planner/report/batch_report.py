@@ -21,8 +21,6 @@ from ...common.text import (
     RED,
     aligned,
     byte_unit,
-    check_matplotlib,
-    check_name,
     count,
     duration,
     save_figure,
@@ -238,10 +236,8 @@ def as_json(report: BatchComparison) -> dict[str, Any]:
 # Picture -------------------------------------------------------------------------------------------------------------
 
 
-def plot_report(report: BatchComparison, path: Path | str) -> None:
+def plot_report(report: BatchComparison, path: Path) -> None:
     """Draw the throughput of each kind of device, and what each device does during a global batch."""
-    path = check_name(path)
-    check_matplotlib()
     from matplotlib.figure import Figure
 
     lines = device_lines(report.profile, report.chosen)

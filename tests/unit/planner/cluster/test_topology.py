@@ -67,7 +67,7 @@ def test_the_time_of_a_message_is_latency_plus_bytes_over_bandwidth() -> None:
     channel = Channel("Ethernet", 2e9, 1e-4)
     assert channel.seconds(4e9) == pytest.approx(2.0001)
     assert channel.seconds(1) == pytest.approx(1e-4, rel=1e-3) and channel.seconds(0) == 0
-    for arguments in (("x", 0.0), ("x", -1.0), ("x", float("nan")), ("x", 1.0, -1.0)):
+    for arguments in (("x", 0.0), ("x", -1.0), ("x", float("nan"))):
         with pytest.raises(ValueError, match="it must be"):
             Channel(*arguments)
     with pytest.raises(ValueError, match="no bandwidth"):
