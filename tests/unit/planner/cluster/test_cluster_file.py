@@ -24,9 +24,11 @@ schema = 1
 memory_gb = 12
 memory_reserve_gb = 1.2
 tflops = 6.5
+dollars_per_hour = 0.5
 
 [kinds.A100-40]
 memory_gb = 39.5
+dollars_per_hour = 3.5
 
 [[clusters]]
 name = "east"
@@ -46,57 +48,25 @@ name = "west"
 
 [[clusters.nodes]]
 devices = [{ kind = "V100-16", count = 4 }]
+dollars_per_hour = 5
 
 [[links]]
 clusters = ["west", "east"]
 kind = "Ethernet"
 gigabits_per_second = 5
 latency_seconds = 0.01
-"""
-
-PRICES = """
-schema = 1
-
-[kinds.A100-40]
-dollars_per_hour = 3.5
-
-[[clusters]]
-name = "east"
-
-[[clusters.nodes]]
-name = "listed"
-devices = [{ kind = "A100-40", count = 4 }]
-nics = [{ kind = "Ethernet", gigabits_per_second = 10 }]
-
-[[clusters.nodes]]
-name = "priced"
-count = 2
-devices = [{ kind = "A100-40", count = 4 }]
-nics = [{ kind = "Ethernet", gigabits_per_second = 10 }]
-dollars_per_hour = 5
-
-[[clusters]]
-name = "west"
-
-[[clusters.nodes]]
-devices = [{ kind = "V100-16", count = 4 }]
-nics = [{ kind = "Ethernet", gigabits_per_second = 10 }]
-
-[[links]]
-clusters = ["west", "east"]
-kind = "Ethernet"
-gigabits_per_second = 5
 dollars_per_gigabyte = 0.08
 """
 
 
 def test_prices_are_read_and_written() -> None:
-    topology = parse_cluster(PRICES)
-    assert [node.dollars_per_hour for node in topology.nodes] == [14.0, 5.0, 5.0, None]
+    topology = parse_cluster(FILE)
+    assert [node.dollars_per_hour for node in topology.nodes] == [7.5, 7.5, 5.0]  # of two nodes, those of the devices
     assert topology.egress == ((1, 0, 0.08),)
     assert parse_cluster(write_cluster(topology)) == topology
+    assert parse_cluster(FILE.replace("dollars_per_hour = 5\n", "")).nodes[2].dollars_per_hour is None
     with pytest.raises(ValueError, match="dollars_per_hour"):
-        parse_cluster(PRICES.replace("dollars_per_hour = 5", "dollars_per_hour = -5"))
+        parse_cluster(FILE.replace("dollars_per_hour = 5\n", "dollars_per_hour = -5\n"))
 
 
 def test_all_fields_are_read() -> None:
