@@ -11,12 +11,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..cluster.group_networks import ETHERNET
 from ..cluster.topology import Channel, MeasuredLink, Topology
-from .allocation import Allocation, Share, allocate
+from .allocation import Allocation, Share, allocate, evaluate
 from .batch_profile import PASSES, BatchProfile
 from .time_curve import Curve
 
@@ -108,8 +110,6 @@ def _improve(seconds: NDArray[np.float64], ring: NDArray[np.int64]) -> NDArray[n
 
 
 # Links ---------------------------------------------------------------------------------------------------------------
-
-ETHERNET = "Ethernet"
 
 
 @dataclass(frozen=True)
@@ -274,22 +274,12 @@ def adapt(
     def plan(ranks: Sequence[int]) -> AdaptPlan:
         curves, seconds = curves_of(len(ranks)), network.seconds(ranks)
         ring = ring_order(seconds)
-        allocation = allocate(
-            [curves[rank] for rank in ranks],
-            global_batch_size,
-            stage,
-            accumulation=accumulation,
-            communication_seconds=ring_cost(seconds, ring)[0],
-        )
-        share = dict(zip(ranks, allocation.shares, strict=True))
-        busy = dict(zip(ranks, allocation.busy_seconds, strict=True))
-        whole = replace(
-            allocation,
-            method="adapt",
-            shares=tuple(share.get(rank, Share(())) for rank in everyone),
-            busy_seconds=tuple(busy.get(rank, 0.0) for rank in everyone),
-        )
-        return AdaptPlan(whole, tuple(ranks[index] for index in ring), network.protocol(ranks))
+        times: dict[str, Any] = {"accumulation": accumulation, "communication_seconds": ring_cost(seconds, ring)[0]}
+        divided = allocate([curves[rank] for rank in ranks], global_batch_size, stage, **times)
+        by_rank = dict(zip(ranks, divided.shares, strict=True))
+        shares = [by_rank.get(rank, Share(())) for rank in everyone]
+        allocation = evaluate(curves, shares, stage, method="adapt", **times)
+        return AdaptPlan(allocation, tuple(ranks[index] for index in ring), network.protocol(ranks))
 
     able = list(everyone)
     while unable(able):

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, TypeVar
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +41,19 @@ that the allocator cannot reuse. Iterations on GH200 needed this (``benchmarks/p
 
 UNITS = {"seconds": "s", "bytes": "B", "micro_batch": "samples"}
 
-Part = TypeVar("Part", bound=FilePart)
+
+class _ByLayer(FilePart):
+    """Lists with one value per layer; optional ones may be empty."""
+
+    @model_validator(mode="after")
+    def _equally_long(self) -> _ByLayer:
+        by_layer = {name: values for name, values in self if isinstance(values, tuple) and name != "block_runs"}
+        required = {name for name, field in type(self).model_fields.items() if field.is_required()}
+        lengths = {name: len(values) for name, values in by_layer.items() if values or name in required}
+        if len(set(lengths.values())) > 1:
+            counts = ", ".join(f"{length} {name}" for name, length in lengths.items())
+            raise ValueError(f"there are {counts}; all lists have one value per layer")
+        return self
 
 
 class BlockRun(FilePart):
@@ -52,7 +64,7 @@ class BlockRun(FilePart):
     backward_seconds: Seconds
 
 
-class LayerTimes(FilePart):
+class LayerTimes(_ByLayer):
     """Seconds per layer on one kind of device, for one tensor-parallel degree and micro-batch."""
 
     device: Annotated[str, Field(min_length=1)]
@@ -78,10 +90,6 @@ class LayerTimes(FilePart):
             raise ValueError(f"there are two runs of {duplicate} blocks; keep one")
         return tuple(sorted(runs, key=lambda run: run.blocks))
 
-    @model_validator(mode="after")
-    def _equally_long(self) -> LayerTimes:
-        return _check_equally_long(self, ("forward_seconds", "backward_seconds", "update_seconds"))
-
     @property
     def key(self) -> tuple[str, int, int]:
         return self.device, self.tensor_parallel, self.micro_batch
@@ -91,7 +99,7 @@ class LayerTimes(FilePart):
         return len(self.forward_seconds)
 
 
-class LayerSizes(FilePart):
+class LayerSizes(_ByLayer):
     """Bytes per layer and device, for one tensor-parallel degree."""
 
     tensor_parallel: PositiveCount = 1
@@ -121,13 +129,6 @@ class LayerSizes(FilePart):
             per_sample = TEMPORARY_SHARE * np.asarray(self.activation_bytes, dtype=float)
         fixed = np.asarray(self.fixed_temporary_bytes or 0, dtype=float)
         return np.asarray(per_sample * micro_batch + fixed)
-
-    @model_validator(mode="after")
-    def _equally_long(self) -> LayerSizes:
-        names = ("parameter_bytes", "activation_bytes", "output_bytes")
-        names_if_given = ("temporary_bytes", "fixed_temporary_bytes", "forward_sums", "backward_sums")
-        optional = [name for name in names_if_given if getattr(self, name)]
-        return _check_equally_long(self, (*names, *optional))
 
 
 class ModelProfile(FilePart):
@@ -368,14 +369,6 @@ def _other_kind(content: Mapping[str, object]) -> str | None:
 
 def save_profile(profile: ModelProfile, path: Path | str) -> None:
     write_json(profile.model_dump(mode="json", by_alias=True), path)
-
-
-def _check_equally_long(part: Part, names: Sequence[str]) -> Part:
-    lengths = {name: len(getattr(part, name)) for name in names}
-    if len(set(lengths.values())) > 1:
-        counts = ", ".join(f"{length} {name}" for name, length in lengths.items())
-        raise ValueError(f"there are {counts}; all lists have one value per layer")
-    return part
 
 
 def _in_words(device: str, tensor_parallel: int, micro_batch: int) -> str:
