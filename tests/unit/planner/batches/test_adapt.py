@@ -23,9 +23,9 @@ from colossal_hetero.planner.batches.adapt import (
     with_cluster_links,
 )
 from colossal_hetero.planner.batches.batch_profile import load_profile, save_profile
-from colossal_hetero.planner.batches.comparison import compare
 from colossal_hetero.planner.cluster.cluster_file import parse_cluster
 from colossal_hetero.planner.cluster.topology import MeasuredLink
+from colossal_hetero.planner.report.batch_report import compare
 from tests.support.command_line import failure, run
 from tests.support.random_examples import examples
 from tests.unit.planner.batches.test_batch_profile import device, profile

@@ -9,9 +9,8 @@ import pytest
 from rich.console import Console
 
 from colossal_hetero.common.text import spans
-from colossal_hetero.planner.batches.comparison import compare
 from colossal_hetero.planner.cluster.topology import MeasuredLink
-from colossal_hetero.planner.report.batch_report import as_json, device_lines, plot_report, render
+from colossal_hetero.planner.report.batch_report import as_json, compare, device_lines, plot_report, render
 from tests.support.figures import saved_figures
 from tests.unit.planner.batches.test_batch_profile import GIB, device, profile
 
