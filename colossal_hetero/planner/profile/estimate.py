@@ -31,10 +31,6 @@ class Transformer:
     heads: int
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "vocabulary", "sequence", "heads"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} must be a whole number, at least 1")
         if self.hidden % self.heads:
             raise ValueError(f"hidden={self.hidden} is not a multiple of heads={self.heads}")
 
@@ -56,7 +52,7 @@ class Transformer:
     def block_activation_bytes(self, tensor_parallel: int = 1) -> float:
         """Bytes that one sample keeps for backward in one block, per device, in half precision:
         ``s h (10 + 24/t + 5 a s/(h t))`` (Korthikanti et al., Table 2)."""
-        if tensor_parallel < 1 or self.heads % tensor_parallel:
+        if self.heads % tensor_parallel:
             raise ValueError(f"tensor_parallel={tensor_parallel} does not divide heads={self.heads}")
         row = self.sequence * self.hidden
         return row * (10.0 + (24.0 + 5.0 * self.heads * self.sequence / self.hidden) / tensor_parallel)
@@ -97,9 +93,6 @@ def estimated_profile(
         )
     if not devices:
         raise ValueError("no device to estimate for; name at least one kind, e.g. A100-40")
-    for what, values in (("micro_batches", micro_batches), ("tensor_parallel", tensor_parallel)):
-        if not values or min(values) < 1:
-            raise ValueError(f"{what}={tuple(values)}; give numbers of at least 1")
     return ModelProfile(
         name=f"gpt-{model.layers}x{model.hidden}",
         precision="bf16",

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from colossal_hetero.common.text import spans
 from colossal_hetero.planner.cluster.topology import MeasuredLink
-from colossal_hetero.planner.report.batch_report import as_json, compare, device_lines, plot_report, render
+from colossal_hetero.planner.report.batch_report import compare, device_lines, plot_report, render
 from tests.support.figures import saved_figures
 from tests.unit.planner.batches.test_batch_profile import GIB, device, profile
 
@@ -89,15 +89,6 @@ def test_what_is_printed() -> None:
     assert "measured at stage 0" in text and "fast was measured up to a micro-batch of 4; above it" in text
     odd = device("[bold]odd[/x]", host="node[3]")
     assert "[bold]odd[/x] (node[3])" in printed(compare(profile(kinds=[odd], ranks=[0], links=[]), 4))
-
-
-def test_dropped_ranks_stay_in_the_table_and_in_the_json() -> None:
-    ranks, kinds = [0, 0, 0, 1], [device(), SNAIL]
-    report = compare(profile(kinds=kinds, ranks=ranks, links=LINKS, communication_seconds=0.01), 8, method="adapt")
-    line = device_lines(report.profile, report.chosen)[-1]
-    assert not line.share.runs and line.ranks == (3,) and line.used_bytes == 0
-    assert "dropped because" in printed(report) and "rank 3 is the slowest" in " ".join(printed(report).split())
-    assert as_json(report)["adapt"]["dropped"] == (3,)
 
 
 def test_the_picture_has_a_curve_per_kind_and_a_row_per_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
