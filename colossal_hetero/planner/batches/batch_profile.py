@@ -229,9 +229,7 @@ class BatchProfile(FilePart):
             curves[kind] = self.kinds[kind].curve(batches[kind])
         return [curves[kind] for kind in self.ranks]
 
-    def check_fits(
-        self, devices: Sequence[str], model_digest: str, *, stage: int | None = None, precision: str | None = None
-    ) -> None:
+    def check_fits(self, devices: Sequence[str], model_digest: str, *, stage: int, precision: str) -> None:
         if len(devices) != len(self.ranks):
             raise ValueError(f"the profile is of {len(self.ranks)} ranks, but there are {len(devices)}; {REPROFILE}")
         for rank, (here, there) in enumerate(zip(devices, self.devices, strict=True)):
@@ -245,7 +243,7 @@ class BatchProfile(FilePart):
                 f"{self.model.digest}; the digest of this model is {model_digest}); {REPROFILE}"
             )
         for name, wanted, value in (("stage", stage, self.stage), ("precision", precision, self.precision)):
-            if wanted is not None and wanted != value:
+            if wanted != value:
                 raise ValueError(f"the profile was made at {name} {value}, not {wanted}; {REPROFILE}")
 
     def _does_not_fit(self, kind: int, stage: int) -> str:

@@ -147,7 +147,7 @@ def test_a_profile_of_another_run_is_rejected() -> None:
         (["fast", "slow", "fast", "slow"], "abc", {"precision": "bf16"}, "made at precision fp16, not bf16"),
     ):
         with pytest.raises(ValueError, match=f"{words}.*; make a new profile"):
-            mine.check_fits(devices, digest, **options)
+            mine.check_fits(devices, digest, **{"stage": 0, "precision": "fp16", **options})
 
 
 @pytest.mark.parametrize(
