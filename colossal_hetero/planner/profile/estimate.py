@@ -31,6 +31,9 @@ class Transformer:
     heads: int
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
         if self.hidden % self.heads:
             raise ValueError(f"hidden={self.hidden} is not a multiple of heads={self.heads}")
 
@@ -93,6 +96,9 @@ def estimated_profile(
         )
     if not devices:
         raise ValueError("no device to estimate for; name at least one kind, e.g. A100-40")
+    for what, values in (("micro_batches", micro_batches), ("tensor_parallel", tensor_parallel)):
+        if min(values, default=0) < 1:
+            raise ValueError(f"{what}={tuple(values)}; give numbers of at least 1")
     return ModelProfile(
         name=f"gpt-{model.layers}x{model.hidden}",
         precision="bf16",
