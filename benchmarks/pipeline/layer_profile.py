@@ -25,10 +25,12 @@ import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 
 from benchmarks.common import print_table
+from colossal_hetero.planner.profile.layer_profile import BlockRun
 from colossal_hetero.profiling.layer_passes import LayerPasses, clock
 from colossal_hetero.profiling.layer_profiler import profile_layers
 from colossal_hetero.profiling.model_layers import find_block_row
 from colossal_hetero.testing.stragglers import cpu_quota
+from tests.support.layer_profiles import times_of
 
 MODEL = partial(
     VisionTransformer,
@@ -52,7 +54,7 @@ def measure(seconds: float) -> dict[str, Any]:
     model = MODEL()
     batch = torch.randn(MICRO_BATCH, 3, 32, 32), torch.arange(MICRO_BATCH)
     profile = profile_layers(model, batch, F.cross_entropy, micro_batches=[MICRO_BATCH]).profile
-    times = profile.times_of("cpu", 1, MICRO_BATCH)
+    times = times_of(profile, "cpu", 1, MICRO_BATCH)
     costs = profile.costs("cpu", 1, MICRO_BATCH)
     passes = LayerPasses(model, find_block_row(model), F.cross_entropy, batch)
 
@@ -65,10 +67,23 @@ def measure(seconds: float) -> dict[str, Any]:
     return {
         "stages": dict(zip(STAGES, stages, strict=True)),
         "block": {count: count * block for count in STAGES},
-        "composed": {count: times.composed_seconds(count) for count in STAGES},
-        "runs": {run.blocks: run.seconds / run.blocks / block - 1 for run in times.block_runs},
+        "composed": {count: composed_seconds(times.block_runs, count) for count in STAGES},
+        "runs": {run.blocks: seconds_of(run) / run.blocks / block - 1 for run in times.block_runs},
         "whole": (float(costs.forward_seconds.sum() + costs.backward_seconds.sum()), whole_seconds),
     }
+
+
+def seconds_of(run: BlockRun) -> float:
+    return run.forward_seconds + run.backward_seconds
+
+
+def composed_seconds(runs: Sequence[BlockRun], blocks: int) -> float:
+    """Seconds of forward and backward of ``blocks`` blocks: ``T(n) = Σ α_i T(2^i)`` (AutoHet, Eq. 5)."""
+    left, seconds = blocks, 0.0
+    for run in reversed(runs):
+        count, left = divmod(left, run.blocks)
+        seconds += count * seconds_of(run)
+    return seconds
 
 
 def in_turn(calls: Sequence[Callable[[], Any]], seconds: float) -> list[float]:

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile
+from tests.support.layer_profiles import times_of
 
 PASSES = ("forward_seconds", "backward_seconds")
 """Fields of a layer's times that are fitted."""
@@ -116,7 +117,7 @@ def _points(
     sizes = _sizes(profile, degree)
     layer = (0, profile.layers // 2, profile.layers - 1)[kind]
     batches = [batch for batch in profile.micro_batches(device, degree) if batch <= max_micro_batch]
-    seconds = [getattr(profile.times_of(device, degree, batch), name)[layer] for batch in batches]
+    seconds = [getattr(times_of(profile, device, degree, batch), name)[layer] for batch in batches]
     # A smaller micro-batch cannot take longer than a larger one; if it was measured so, the measurement was disturbed.
     seconds = np.minimum.accumulate(seconds[::-1])[::-1].tolist()
     return [
@@ -150,7 +151,7 @@ def _error(
 
 def _step_per_byte(profile: ModelProfile, device: str, degree: int) -> float:
     """Seconds of the optimizer's step per byte of parameters."""
-    times = profile.times_of(device, degree, profile.micro_batches(device, degree)[0])
+    times = times_of(profile, device, degree, profile.micro_batches(device, degree)[0])
     return sum(times.update_seconds) / sum(_sizes(profile, degree).parameter_bytes)
 
 

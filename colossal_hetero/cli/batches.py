@@ -56,11 +56,10 @@ def batches(
 
     Prints each device's samples, compute time and waiting time, and compares the methods.
     """
+    from ..planner.batches.adapt import with_cluster_links
     from ..planner.batches.batch_profile import load_profile
-    from ..planner.batches.comparison import compare
-    from ..planner.batches.ring_order import with_cluster_links
     from ..planner.cluster.cluster_file import load_cluster
-    from ..planner.report.batch_report import plot_report, render, save_report
+    from ..planner.report.batch_report import compare, plot_report, render, save_report
 
     with errors_on_one_line():
         check_outputs(out, picture=plot)

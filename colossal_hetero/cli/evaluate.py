@@ -81,6 +81,7 @@ def evaluate(
     `colossal-hetero plan`. The devices of a layout are chosen as the planner does.
     """
     from ..planner.cost.plan import save_plan
+    from ..planner.cost.simulate import simulate_plan
     from ..planner.report.plan_picture import plot_comparison, plot_plan
     from ..planner.report.plan_table import render_comparison, render_evaluation
 
@@ -110,7 +111,7 @@ def evaluate(
         if plot is not None and others:
             plot_comparison(found, plot)
         elif plot is not None:
-            plot_plan(first.plan, plot)
+            plot_plan(simulate_plan(first.plan), plot)
     console = make_console()
     console.print(render_comparison(found) if others else render_evaluation(first, notes))
     for note in notes if others else ():

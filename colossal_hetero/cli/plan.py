@@ -160,10 +160,11 @@ def plan(
         if out is not None:
             save_plan(found.best, out)
         if plot is not None:
+            from ..planner.cost.simulate import simulate_plan
             from ..planner.report.plan_picture import plot_plan
 
             with status_line("drawing"):
-                plot_plan(found.best, plot)
+                plot_plan(simulate_plan(found.best), plot)
     console = make_console()
     console.print(render(found.plans))
     call = training_call(found.best, str(out or "plan.json"), overlap=overlap)

@@ -97,7 +97,7 @@ def simulate(
         if plot is not None:
             from ..planner.report.plan_picture import plot_plan
 
-            plot_plan(planned, plot, simulation=simulation)
+            plot_plan(simulation, plot)
     console = make_console()
     console.print(render_simulation(simulation, without))
     if replanned is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -27,6 +28,7 @@ __all__ = [
     "check_units",
     "errors_in_words",
     "field_names",
+    "first_repeated",
     "load_json_file",
     "read_json",
     "read_text",
@@ -94,13 +96,19 @@ def _fill(texts: Sequence[str]) -> list[str]:
     return lines
 
 
-def check_units(units: Mapping[str, str], read: Mapping[str, str]) -> None:
+def check_units(units: dict[str, str], read: Mapping[str, str]) -> dict[str, str]:
     if units != read:
         changed = next(name for name in [*read, *units] if units.get(name) != read.get(name))
         raise ValueError(
             f"{changed} is in {units.get(changed)!r}, but is read in {read.get(changed)!r}; "
             "the units cannot be chosen: convert the numbers, or leave the field out"
         )
+    return units
+
+
+def first_repeated(values: Iterable[Any]) -> Any:
+    """The first value that is there twice; None if there is none."""
+    return next((value for value, number in Counter(values).items() if number > 1), None)
 
 
 def errors_in_words(error: ValidationError, names: Iterable[str]) -> str:

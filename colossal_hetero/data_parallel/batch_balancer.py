@@ -14,8 +14,7 @@ from rich.console import Console
 
 from ..planner.batches.allocation import Allocation
 from ..planner.batches.batch_profile import BatchProfile
-from ..planner.batches.closed_loop import Redivision
-from ..planner.batches.replica_times import BatchDivider, GlobalBatchTime
+from ..planner.batches.closed_loop import BatchDivider, GlobalBatchTime, Redivision
 from ..planner.batches.time_curve import equal_devices, joint_curves, joint_seconds
 from .busy_timer import TimedGlobalBatch
 from .config import BatchConfig

@@ -2,8 +2,8 @@
 
 Runs of 1, 2, 4, 8 … consecutive blocks are timed forward and backward, the parts before and after the blocks
 separately. The time of a block is fitted to all runs together, and ``n`` blocks are predicted to take ``n`` times that,
-within the noise (``benchmarks/pipeline/layer_profile.py``); ``LayerTimes.composed_seconds`` adds runs up (Eq. 5). All
-ranks measure at once without communication, with micro-batches, threads and added gradients as in training.
+within the noise (``benchmarks/pipeline/layer_profile.py``, also for sums of runs, Eq. 5). All ranks measure at once
+without communication, with micro-batches, threads and added gradients as in training.
 
 With a CPU quota, a process runs until its share of a period (usually 100 ms) is used up and is then stopped, so the
 median of short passes would be the full speed; the mean over many periods is needed. With one thread, passes are

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes
+from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile
 
 
 def layer_times(
@@ -45,3 +45,7 @@ def small_sizes(blocks: int, degrees: Sequence[int], output_bytes: int) -> tuple
         )
         for degree in degrees
     )
+
+
+def times_of(profile: ModelProfile, device: str, tensor_parallel: int, micro_batch: int) -> LayerTimes:
+    return next(times for times in profile.times if times.key == (device, tensor_parallel, micro_batch))

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from colossal_hetero.planner import Curve
-from colossal_hetero.planner.batches.closed_loop import Redivision
-from colossal_hetero.planner.batches.replica_times import BatchDivider, GlobalBatchTime, Speed
+from colossal_hetero.planner.batches.closed_loop import BatchDivider, GlobalBatchTime, Redivision, Speed
 
 __all__ = ["SimulatedReplica", "Simulation"]
 

@@ -25,7 +25,7 @@ from colossal_hetero.cli.main import main as cli
 from colossal_hetero.data_parallel.config import BatchConfig
 from colossal_hetero.elastic.config import ElasticConfig
 from colossal_hetero.planner.batches import batch_profile
-from colossal_hetero.planner.cluster import cluster_schema, topology
+from colossal_hetero.planner.cluster import cluster_file, topology
 from colossal_hetero.planner.cost import plan
 from colossal_hetero.planner.profile import layer_profile
 from colossal_hetero.plugin.plan_config import PlanConfig
@@ -221,7 +221,7 @@ def file_parts(*modules: object) -> Iterator[tuple[str, str]]:
 
 def test_every_field_of_the_files_is_described() -> None:
     described = set(re.findall(r"`([a-z_0-9]+)`", PAGES["docs/file-formats.md"]))
-    fields = [*file_parts(cluster_schema, topology, batch_profile, layer_profile, plan, records)]
+    fields = [*file_parts(cluster_file, topology, batch_profile, layer_profile, plan, records)]
     fields += [("Costs", field.name) for field in dataclasses.fields(Costs)]
     assert len(fields) > 60
     # `kinds` of a cluster file are described by name.

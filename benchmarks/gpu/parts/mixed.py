@@ -29,9 +29,9 @@ from benchmarks.plans import price_ranks
 from colossal_hetero import HeteroHybridParallelPlugin, HeteroZeroPlugin
 from colossal_hetero.cli.probe_ranks import measure_links
 from colossal_hetero.planner.batches.batch_profile import load_profile
-from colossal_hetero.planner.batches.comparison import compare
 from colossal_hetero.planner.cluster.topology import MeasuredLink
 from colossal_hetero.planner.profile.fitted_profiles import as_profiled
+from colossal_hetero.planner.report.batch_report import compare
 
 GIB = 2**30
 CLASSES = 10

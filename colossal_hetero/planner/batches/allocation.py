@@ -119,7 +119,7 @@ def allocate(
         stage: stage of ZeRO, 0 to 3.
         method: ``exact`` has the smallest possible wall time and, among equal ones, the fewest micro-steps. ``uniform``
             (DeepSpeed) gives every rank the same number of samples, ``flops`` (Whale) divides in proportion to
-            ``flops``, ``adapt`` (ADAPT) in proportion to measured throughput; :func:`.comparison.adapt` also drops
+            ``flops``, ``adapt`` (ADAPT) in proportion to measured throughput; :func:`.adapt.adapt` also drops
             devices.
         accumulation: with ``shared`` all ranks run the same number of micro-steps, and the micro-batches of a rank
             differ by at most one sample. With ``per_rank`` rank i runs ``n_i // b_i`` micro-batches of ``b_i`` samples

@@ -7,11 +7,12 @@ times and sizes end with their unit.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from ...common.files import (
     ByteCount,
@@ -22,6 +23,7 @@ from ...common.files import (
     PositiveSeconds,
     Seconds,
     check_units,
+    first_repeated,
     load_json_file,
     write_json,
 )
@@ -99,10 +101,8 @@ class DeviceProfile(FilePart):
     @field_validator("points")
     @classmethod
     def _ascending(cls, points: tuple[TimedBatch, ...]) -> tuple[TimedBatch, ...]:
-        batches = [point.batch for point in points]
-        duplicates = sorted({batch for batch in batches if batches.count(batch) > 1})
-        if duplicates:
-            raise ValueError(f"duplicate batch {duplicates[0]}; keep one time for each size")
+        if (duplicate := first_repeated([point.batch for point in points])) is not None:
+            raise ValueError(f"duplicate batch {duplicate}; keep one time for each size")
         return tuple(sorted(points, key=lambda point: point.batch))
 
     @model_validator(mode="after")
@@ -143,7 +143,9 @@ class BatchProfile(FilePart):
     """Memory limits and times of every rank, for one model at one stage of ZeRO."""
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
-    units: dict[str, str] = Field(default_factory=lambda: dict(UNITS))
+    units: Annotated[dict[str, str], AfterValidator(partial(check_units, read=UNITS))] = Field(
+        default_factory=lambda: dict(UNITS)
+    )
     stage: Stage
     precision: str
     """``fp32``, ``fp16`` or ``bf16``."""
@@ -155,12 +157,6 @@ class BatchProfile(FilePart):
     """Each rank's index into ``kinds``, by rank."""
     links: tuple[MeasuredLink, ...] = ()
     """Measured links between ranks, needed to drop devices."""
-
-    @field_validator("units")
-    @classmethod
-    def _units_as_read(cls, units: dict[str, str]) -> dict[str, str]:
-        check_units(units, UNITS)
-        return units
 
     @model_validator(mode="after")
     def _indices(self) -> BatchProfile:
@@ -233,9 +229,7 @@ class BatchProfile(FilePart):
             curves[kind] = self.kinds[kind].curve(batches[kind])
         return [curves[kind] for kind in self.ranks]
 
-    def check_fits(
-        self, devices: Sequence[str], model_digest: str, *, stage: int | None = None, precision: str | None = None
-    ) -> None:
+    def check_fits(self, devices: Sequence[str], model_digest: str, *, stage: int, precision: str) -> None:
         if len(devices) != len(self.ranks):
             raise ValueError(f"the profile is of {len(self.ranks)} ranks, but there are {len(devices)}; {REPROFILE}")
         for rank, (here, there) in enumerate(zip(devices, self.devices, strict=True)):
@@ -249,7 +243,7 @@ class BatchProfile(FilePart):
                 f"{self.model.digest}; the digest of this model is {model_digest}); {REPROFILE}"
             )
         for name, wanted, value in (("stage", stage, self.stage), ("precision", precision, self.precision)):
-            if wanted is not None and wanted != value:
+            if wanted != value:
                 raise ValueError(f"the profile was made at {name} {value}, not {wanted}; {REPROFILE}")
 
     def _does_not_fit(self, kind: int, stage: int) -> str:

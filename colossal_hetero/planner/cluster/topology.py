@@ -38,8 +38,6 @@ class Channel:
     def __post_init__(self) -> None:
         if not self.bytes_per_second > 0:
             raise ValueError(f"a {self.kind} channel of {self.bytes_per_second} bytes per second; it must be above 0")
-        if not self.latency_seconds >= 0:
-            raise ValueError(f"a {self.kind} channel with a latency of {self.latency_seconds} s; it must be at least 0")
         if self.curve is not None and not math.isfinite(_fastest_message(self.curve, self.bytes_per_second)[0]):
             raise ValueError(f"a {self.kind} channel with curve {self.curve}, which gives large messages no bandwidth")
 
@@ -54,9 +52,7 @@ class Channel:
         share = bytes_per_second / self.bytes_per_second
         if share >= 1.0:
             return self
-        curve = self.curve
-        if curve is not None:
-            curve = (share * curve[0], share * curve[1], share * curve[2])
+        curve = self.curve and (share * self.curve[0], share * self.curve[1], share * self.curve[2])
         return replace(self, bytes_per_second=bytes_per_second, curve=curve)
 
     def bandwidth(self, message_bytes: float) -> float:
@@ -139,13 +135,6 @@ class Node:
     """Limit of all transfers between its devices together: a bus, a switch with few lanes, host memory."""
     dollars_per_hour: float | None = None
     """Of the whole node; None: unknown."""
-
-    def __post_init__(self) -> None:
-        if not self.inside_bytes_per_second > 0:
-            raise ValueError(
-                f"node {self.name}: all transfers inside share {self.inside_bytes_per_second} bytes per second; it "
-                "must be above 0"
-            )
 
 
 @dataclass(frozen=True)
@@ -234,9 +223,6 @@ def _find_channel(topology: Topology, a: int, b: int) -> Channel:
 
 def _kinds(node: Node) -> str:
     return ", ".join(nic.kind for nic in node.nics) or "no NIC"
-
-
-# Link ----------------------------------------------------------------------------------------------------------------
 
 
 class MeasuredLink(FilePart):

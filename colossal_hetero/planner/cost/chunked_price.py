@@ -11,9 +11,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cluster.all_reduce import concurrent_seconds
-from ..cluster.shared_hops import hop_channels
 from ..cluster.topology import Channel, Topology
+from ..cluster.transfers import concurrent_seconds, hop_channels
 from ..profile.layer_profile import ModelProfile
 from ..stages.fixed_order import all_bounds
 from ..stages.pipeline import Slot

@@ -11,8 +11,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cluster.all_reduce import ConcurrentRings, synchronization_seconds
 from ..cluster.topology import Topology
+from ..cluster.transfers import ConcurrentRings, synchronization_seconds
 from .tp_groups import cut_points
 
 __all__ = ["GradientTimes", "Summing", "divide_micro_batches"]

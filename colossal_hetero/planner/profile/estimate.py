@@ -31,31 +31,16 @@ class Transformer:
     heads: int
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "vocabulary", "sequence", "heads"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} must be a whole number, at least 1")
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
         if self.hidden % self.heads:
             raise ValueError(f"hidden={self.hidden} is not a multiple of heads={self.heads}")
-
-    @property
-    def embedding_parameters(self) -> int:
-        return (self.vocabulary + self.sequence) * self.hidden
 
     @property
     def block_parameters(self) -> int:
         """Parameters of a block: attention and MLP with their biases, and two layer norms."""
         return 12 * self.hidden**2 + 13 * self.hidden
-
-    @property
-    def head_parameters(self) -> int:
-        """Parameters of the logits, shared with the word embedding; copied if the last stage is not the first."""
-        return self.vocabulary * self.hidden
-
-    @property
-    def parameters(self) -> int:
-        """``P = 12 l h² (1 + 13/(12 h) + (V + s)/(12 l h))`` (Holmes, Eq. 5)."""
-        return self.layers * self.block_parameters + self.embedding_parameters
 
     @property
     def block_forward_flop(self) -> int:
@@ -67,32 +52,13 @@ class Transformer:
         """FLOP of one sample in the logits, forward: ``2 s h V``."""
         return 2 * self.sequence * self.hidden * self.vocabulary
 
-    def flop_per_iteration(self, batch: int) -> int:
-        """FLOP of forward, recomputation and backward of ``batch`` samples: ``F = 96 B s l h² (1 + s/(6 h) +
-        V/(16 l h))`` (Holmes, Eq. 6). The head is not recomputed."""
-        return batch * (self.layers * 4 * self.block_forward_flop + 3 * self.head_forward_flop)
-
     def block_activation_bytes(self, tensor_parallel: int = 1) -> float:
         """Bytes that one sample keeps for backward in one block, per device, in half precision:
         ``s h (10 + 24/t + 5 a s/(h t))`` (Korthikanti et al., Table 2)."""
-        if tensor_parallel < 1 or self.heads % tensor_parallel:
+        if self.heads % tensor_parallel:
             raise ValueError(f"tensor_parallel={tensor_parallel} does not divide heads={self.heads}")
         row = self.sequence * self.hidden
         return row * (10.0 + (24.0 + 5.0 * self.heads * self.sequence / self.hidden) / tensor_parallel)
-
-    @property
-    def embedding_activation_bytes(self) -> int:
-        """Bytes of the dropout mask of one sample: ``s h`` (Korthikanti et al. 2022, section 4.3)."""
-        return self.sequence * self.hidden
-
-    def head_activation_bytes(self, tensor_parallel: int = 1) -> float:
-        """Bytes of one sample in the head, ``4 s h (1 + V/(h t))``: final norm, input of the logits, logits in fp32."""
-        return 4.0 * self.sequence * (self.hidden + self.vocabulary / tensor_parallel)
-
-    @property
-    def output_bytes(self) -> int:
-        """Bytes that one sample sends from block to block, in half precision: ``2 s h``."""
-        return 2 * self.sequence * self.hidden
 
 
 EFFICIENCY = 0.4
@@ -131,7 +97,7 @@ def estimated_profile(
     if not devices:
         raise ValueError("no device to estimate for; name at least one kind, e.g. A100-40")
     for what, values in (("micro_batches", micro_batches), ("tensor_parallel", tensor_parallel)):
-        if not values or min(values) < 1:
+        if min(values, default=0) < 1:
             raise ValueError(f"{what}={tuple(values)}; give numbers of at least 1")
     return ModelProfile(
         name=f"gpt-{model.layers}x{model.hidden}",
@@ -168,17 +134,19 @@ def _times(model: Transformer, device: DeviceKind, degree: int, size: int, effic
 
 
 def _sizes(model: Transformer, degree: int) -> LayerSizes:
-    parameters = [model.embedding_parameters, *[model.block_parameters] * model.layers, model.head_parameters]
-    activations = [
-        model.embedding_activation_bytes,
-        *[model.block_activation_bytes(degree)] * model.layers,
-        model.head_activation_bytes(degree),
-    ]
+    row, words = model.sequence * model.hidden, model.vocabulary * model.hidden
+    # The logits have the parameters of the word embedding; they are copied if the last stage is not the first.
+    parameters = [words + row, *[model.block_parameters] * model.layers, words]
+    # The embedding keeps a dropout mask (Korthikanti et al., section 4.3), the head the final norm, the input of the
+    # logits and the logits in fp32: 4 s h (1 + V/(h t)).
+    head = 4.0 * model.sequence * (model.hidden + model.vocabulary / degree)
+    activations = [row, *[model.block_activation_bytes(degree)] * model.layers, head]
     return LayerSizes(
         tensor_parallel=degree,
         parameter_bytes=tuple(math.ceil(PARAMETER_BYTES * count / degree) for count in parameters),
         activation_bytes=tuple(math.ceil(each) for each in activations),
-        output_bytes=(*[model.output_bytes] * (model.layers + 1), 0),
+        # A block sends its output of one sample in half precision.
+        output_bytes=(*[2 * row] * (model.layers + 1), 0),
         forward_sums=() if degree == 1 else (1, *[2] * model.layers, 0),
         backward_sums=() if degree == 1 else (0, *[2] * model.layers, 1),
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..cluster.all_reduce import synchronization_seconds
 from ..cluster.topology import DeviceKind, Topology
+from ..cluster.transfers import synchronization_seconds
 from .layer_profile import LayerSizes, LayerTimes, ModelProfile
 
 __all__ = ["as_profiled", "on_links", "with_kind"]
@@ -55,24 +55,22 @@ def on_links(profile: ModelProfile, topology: Topology) -> ModelProfile:
     sizes = {each.tensor_parallel: each for each in profile.sizes if each.forward_sums or each.backward_sums}
     if not sizes:
         return profile
-    times = [
-        _with_sums(each, sizes[each.tensor_parallel], topology) if each.tensor_parallel in sizes else each
-        for each in profile.times
-    ]
-    known = [each.model_copy(update={"forward_sums": (), "backward_sums": ()}) for each in profile.sizes]
-    return profile.model_copy(update={"times": tuple(times), "sizes": tuple(known)})
+    times = tuple(_with_sums(each, sizes.get(each.tensor_parallel), topology) for each in profile.times)
+    known = tuple(each.model_copy(update={"forward_sums": (), "backward_sums": ()}) for each in profile.sizes)
+    return profile.model_copy(update={"times": times, "sizes": known})
 
 
-def _with_sums(times: LayerTimes, sizes: LayerSizes, topology: Topology) -> LayerTimes:
+def _with_sums(times: LayerTimes, sizes: LayerSizes | None, topology: Topology) -> LayerTimes:
+    if sizes is None:
+        return times
     seconds = _sum_seconds(times, max(sizes.output_bytes) * times.micro_batch, topology)
     forward = zip(times.forward_seconds, sizes.forward_sums, strict=True)
     backward = zip(times.backward_seconds, sizes.backward_sums, strict=True)
-    return times.model_copy(
-        update={
-            "forward_seconds": tuple(own + count * seconds for own, count in forward),
-            "backward_seconds": tuple(own + count * seconds for own, count in backward),
-        }
-    )
+    changes = {
+        "forward_seconds": tuple(own + count * seconds for own, count in forward),
+        "backward_seconds": tuple(own + count * seconds for own, count in backward),
+    }
+    return times.model_copy(update=changes)
 
 
 def _sum_seconds(times: LayerTimes, sum_bytes: float, topology: Topology) -> float:

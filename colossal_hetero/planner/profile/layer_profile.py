@@ -6,17 +6,16 @@ one, its time is replaced by the shortest one of all larger ones, so that the pl
 
 from __future__ import annotations
 
-import functools
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from ...common.files import (
     ByteCount,
@@ -26,6 +25,7 @@ from ...common.files import (
     PositiveCount,
     Seconds,
     check_units,
+    first_repeated,
     load_json_file,
     write_json,
 )
@@ -41,7 +41,19 @@ that the allocator cannot reuse. Iterations on GH200 needed this (``benchmarks/p
 
 UNITS = {"seconds": "s", "bytes": "B", "micro_batch": "samples"}
 
-Part = TypeVar("Part", bound=FilePart)
+
+class _ByLayer(FilePart):
+    """Lists with one value per layer; optional ones may be empty."""
+
+    @model_validator(mode="after")
+    def _equally_long(self) -> _ByLayer:
+        by_layer = {name: values for name, values in self if isinstance(values, tuple) and name != "block_runs"}
+        required = {name for name, field in type(self).model_fields.items() if field.is_required()}
+        lengths = {name: len(values) for name, values in by_layer.items() if values or name in required}
+        if len(set(lengths.values())) > 1:
+            counts = ", ".join(f"{length} {name}" for name, length in lengths.items())
+            raise ValueError(f"there are {counts}; all lists have one value per layer")
+        return self
 
 
 class BlockRun(FilePart):
@@ -51,12 +63,8 @@ class BlockRun(FilePart):
     forward_seconds: Seconds
     backward_seconds: Seconds
 
-    @property
-    def seconds(self) -> float:
-        return self.forward_seconds + self.backward_seconds
 
-
-class LayerTimes(FilePart):
+class LayerTimes(_ByLayer):
     """Seconds per layer on one kind of device, for one tensor-parallel degree and micro-batch."""
 
     device: Annotated[str, Field(min_length=1)]
@@ -78,14 +86,9 @@ class LayerTimes(FilePart):
     @field_validator("block_runs")
     @classmethod
     def _ascending(cls, runs: tuple[BlockRun, ...]) -> tuple[BlockRun, ...]:
-        duplicate = _duplicate([run.blocks for run in runs])
-        if duplicate is not None:
+        if (duplicate := first_repeated([run.blocks for run in runs])) is not None:
             raise ValueError(f"there are two runs of {duplicate} blocks; keep one")
         return tuple(sorted(runs, key=lambda run: run.blocks))
-
-    @model_validator(mode="after")
-    def _equally_long(self) -> LayerTimes:
-        return _check_equally_long(self, ("forward_seconds", "backward_seconds", "update_seconds"))
 
     @property
     def key(self) -> tuple[str, int, int]:
@@ -95,19 +98,8 @@ class LayerTimes(FilePart):
     def layers(self) -> int:
         return len(self.forward_seconds)
 
-    def composed_seconds(self, blocks: int) -> float:
-        """Seconds of forward and backward of ``blocks`` blocks: ``T(n) = Σ α_i T(2^i)`` (AutoHet, Eq. 5)."""
-        left, seconds = blocks, 0.0
-        for run in reversed(self.block_runs):
-            count, left = divmod(left, run.blocks)
-            seconds += count * run.seconds
-        if left:
-            measured = ", ".join(str(run.blocks) for run in self.block_runs) or "none"
-            raise ValueError(f"{blocks} blocks are not a sum of measured runs ({measured} blocks)")
-        return seconds
 
-
-class LayerSizes(FilePart):
+class LayerSizes(_ByLayer):
     """Bytes per layer and device, for one tensor-parallel degree."""
 
     tensor_parallel: PositiveCount = 1
@@ -138,19 +130,14 @@ class LayerSizes(FilePart):
         fixed = np.asarray(self.fixed_temporary_bytes or 0, dtype=float)
         return np.asarray(per_sample * micro_batch + fixed)
 
-    @model_validator(mode="after")
-    def _equally_long(self) -> LayerSizes:
-        names = ("parameter_bytes", "activation_bytes", "output_bytes")
-        names_if_given = ("temporary_bytes", "fixed_temporary_bytes", "forward_sums", "backward_sums")
-        optional = [name for name in names_if_given if getattr(self, name)]
-        return _check_equally_long(self, (*names, *optional))
-
 
 class ModelProfile(FilePart):
     """Times and sizes of a model's layers, in their order. The model is cut into stages between its blocks."""
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
-    units: dict[str, str] = Field(default_factory=lambda: dict(UNITS))
+    units: Annotated[dict[str, str], AfterValidator(partial(check_units, read=UNITS))] = Field(
+        default_factory=lambda: dict(UNITS)
+    )
     name: str
     precision: str = "fp32"
     before: NonNegative = 1
@@ -172,20 +159,12 @@ class ModelProfile(FilePart):
     times: Annotated[tuple[LayerTimes, ...], Field(min_length=1)]
     sizes: Annotated[tuple[LayerSizes, ...], Field(min_length=1)]
 
-    @field_validator("units")
-    @classmethod
-    def _units_as_read(cls, units: dict[str, str]) -> dict[str, str]:
-        check_units(units, UNITS)
-        return units
-
     @model_validator(mode="after")
     def _consistent(self) -> ModelProfile:
         degrees = [sizes.tensor_parallel for sizes in self.sizes]
-        duplicate = _duplicate(degrees)
-        if duplicate is not None:
+        if (duplicate := first_repeated(degrees)) is not None:
             raise ValueError(f"sizes has two entries of tensor_parallel {duplicate}; keep one")
-        key = _duplicate([times.key for times in self.times])
-        if key is not None:
+        if (key := first_repeated([times.key for times in self.times])) is not None:
             raise ValueError(f"times has two entries of {_in_words(*key)}; keep one")
         named = [(f"sizes[{index}]", sizes.layers) for index, sizes in enumerate(self.sizes)]
         named += [(f"times[{index}]", times.layers) for index, times in enumerate(self.times)]
@@ -227,7 +206,7 @@ class ModelProfile(FilePart):
     def blocks(self) -> int:
         return self.layers - self.before - self.after
 
-    @functools.cached_property
+    @cached_property
     def devices(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(times.device for times in self.times))
 
@@ -242,14 +221,6 @@ class ModelProfile(FilePart):
     def micro_batches(self, device: str, tensor_parallel: int) -> tuple[int, ...]:
         """Ascending; :meth:`costs` accepts all sizes from the first to the last."""
         return self._of(device, tensor_parallel).micro_batches
-
-    def times_of(self, device: str, tensor_parallel: int, micro_batch: int) -> LayerTimes:
-        measured = self._of(device, tensor_parallel)
-        for times in measured.times:
-            if times.micro_batch == micro_batch:
-                return times
-        place = _in_words(device, tensor_parallel, micro_batch)
-        raise ValueError(f"{place} was not measured; {_listed(measured.micro_batches)} were")
 
     def relative_error(self, device: str, tensor_parallel: int, micro_batch: int) -> float:
         """Standard error as a share of the times; between two measured micro-batches the larger one."""
@@ -285,11 +256,11 @@ class ModelProfile(FilePart):
             self._costs[key] = made
         return self._costs[key]
 
-    @functools.cached_property
+    @cached_property
     def _costs(self) -> dict[object, LayerCosts]:
         return {}
 
-    @functools.cached_property
+    @cached_property
     def _measured(self) -> dict[tuple[str, int], _Measured]:
         return {}
 
@@ -398,18 +369,6 @@ def _other_kind(content: Mapping[str, object]) -> str | None:
 
 def save_profile(profile: ModelProfile, path: Path | str) -> None:
     write_json(profile.model_dump(mode="json", by_alias=True), path)
-
-
-def _check_equally_long(part: Part, names: Sequence[str]) -> Part:
-    lengths = {name: len(getattr(part, name)) for name in names}
-    if len(set(lengths.values())) > 1:
-        counts = ", ".join(f"{length} {name}" for name, length in lengths.items())
-        raise ValueError(f"there are {counts}; all lists have one value per layer")
-    return part
-
-
-def _duplicate(values: Sequence[Any]) -> Any:
-    return next((value for value, number in Counter(values).items() if number > 1), None)
 
 
 def _in_words(device: str, tensor_parallel: int, micro_batch: int) -> str:

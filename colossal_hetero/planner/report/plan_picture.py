@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import itertools
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...common.text import (
-    BLUE,
-    GRAY,
-    LIGHT_BLUE,
-    ORANGE,
-    check_matplotlib,
-    check_name,
-    count,
-    save_figure,
-    spans,
-    times,
-)
+from ...common.text import BLUE, GRAY, LIGHT_BLUE, ORANGE, count, save_figure, spans, times
 from ..cost.evaluate import EvaluatedPlan, time_parts
 from ..cost.layout_line import device_in_words
-from ..cost.plan import Plan
-from ..cost.simulate import PlanSimulation, simulate_plan
+from ..cost.simulate import PlanSimulation
 from ..stages.event_simulation import Event
 from .plan_table import alike_replicas, layout, nodes_in_words, short_ranks
 
@@ -97,23 +85,14 @@ def windows(simulation: PlanSimulation) -> list[tuple[float, float]]:
     return [(0.0, end)] if fill + drain > 0.8 * end else [(0.0, fill), (end - drain, end)]
 
 
-def plot_plan(
-    plan: Plan,
-    path: Path | str,
-    *,
-    slow: Mapping[int, float] | None = None,
-    simulation: PlanSimulation | None = None,
-) -> None:
-    """Draw one iteration as a timeline for each stage, replicas that are alike once.
+def plot_plan(made: PlanSimulation, path: Path) -> None:
+    """Draw one simulated iteration as a timeline for each stage, replicas that are alike once.
 
     Bars are forward and backward passes with the number of their micro-batch, transfers, optimizer steps and gradient
     synchronization; white is waiting. Further chunks of a stage are hatched.
     """
-    path = check_name(path)
-    check_matplotlib()
     from matplotlib.figure import Figure
 
-    made = simulation or simulate_plan(plan, slow)
     all_lanes = lanes(made)
     shown, parts = all_lanes[:MAX_LANES], windows(made)
     figure = Figure(figsize=(14, 1.7 + (0.34 if len(shown) > 16 else 0.46) * max(len(shown), 2)), layout="constrained")

@@ -253,16 +253,10 @@ def _ranking(ranked: Sequence[RankedPlan]) -> Table:
     shown = [f"{ratio:.2f}" if round(ratio, 2) > 1 or math.isclose(ratio, 1.0) else f"{ratio:.4f}" for ratio in ratios]
     several = len({plan.precision for plan in plans}) > 1
     columns = [_words(""), _words("layout", 3), _number(f"iteration\n[{unit}]"), _number("× best\ntime")]
-    lines = [
-        (
-            str(index + 1),
-            f"{layout(each.plan)}{f' · {each.plan.precision}' if several else ''}",
-            seconds[index],
-            shown[index],
-            each.reason,
-        )
-        for index, each in enumerate(ranked)
-    ]
+    lines = []
+    for index, each in enumerate(ranked):
+        precision = f" · {each.plan.precision}" if several else ""
+        lines.append([str(index + 1), f"{layout(each.plan)}{precision}", seconds[index], shown[index], each.reason])
     return _table([*columns, _words("reason", 2)], lines, bold=0)
 
 
@@ -441,16 +435,10 @@ def _measured(profile: ModelProfile, measured: LayerTimes) -> list[str]:
     passes = zip(measured.forward_seconds, measured.backward_seconds, strict=True)
     seconds = [forward + backward for forward, backward in passes]
     stop = len(seconds) - profile.after
-    blocks = [_milliseconds(each(seconds[profile.before : stop])) for each in (min, max)]
-    values = (
-        sum(seconds[stop:]),
-        sum(seconds) / measured.micro_batch,
-        sum(measured.update_seconds),
-        measured.schedule_seconds,
-    )
-    before = _milliseconds(sum(seconds[: profile.before]))
-    counts = [str(measured.tensor_parallel), str(measured.micro_batch)]
-    return [*counts, before, " – ".join(dict.fromkeys(blocks)), *map(_milliseconds, values)]
+    blocks = " – ".join(dict.fromkeys(_milliseconds(each(seconds[profile.before : stop])) for each in (min, max)))
+    outer = [sum(seconds[: profile.before]), sum(seconds[stop:]), sum(seconds) / measured.micro_batch]
+    before, *values = map(_milliseconds, (*outer, sum(measured.update_seconds), measured.schedule_seconds))
+    return [str(measured.tensor_parallel), str(measured.micro_batch), before, blocks, *values]
 
 
 def _milliseconds(seconds: float) -> str:

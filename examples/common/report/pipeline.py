@@ -60,9 +60,10 @@ class PipelineReport(ComparisonReport[PipelineTraining]):
             if self._options.plan is not None:
                 save_plan(plan, self._options.plan)
             if self._options.plot is not None:
+                from colossal_hetero.planner.cost.simulate import simulate_plan
                 from colossal_hetero.planner.report.plan_picture import plot_plan
 
-                plot_plan(plan, self._options.plot)
+                plot_plan(simulate_plan(plan), self._options.plot)
         return super().finish()
 
     def _summary_of_run(self) -> dict[str, Any]:

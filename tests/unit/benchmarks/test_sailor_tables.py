@@ -18,10 +18,11 @@ from benchmarks.planner.sailor_tables import (
     read_gpu_tables,
 )
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
-from colossal_hetero.planner.cluster.shared_hops import hop_channels
 from colossal_hetero.planner.cluster.topology import Channel
+from colossal_hetero.planner.cluster.transfers import hop_channels
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile, load_profile
 from tests.support.gpu_tables import LAYERS, REAL_TABLES, STEP_SECONDS, change
+from tests.support.layer_profiles import times_of
 from tests.support.paths import REPOSITORY
 
 EXAMPLES = REPOSITORY / "examples" / "plans"
@@ -35,7 +36,7 @@ def test_times_and_sizes_are_read_unchanged(tables: Path) -> None:
     profile = read_gpu_tables(tables, "tiny").profile
     assert (profile.layers, profile.blocks, profile.before, profile.after) == (LAYERS, 3, 1, 1)
     assert profile.tensor_parallel_degrees("GH-96") == (1, 2)
-    assert profile.times_of("GH-96", 2, 2).backward_seconds == (0.02,) * LAYERS
+    assert times_of(profile, "GH-96", 2, 2).backward_seconds == (0.02,) * LAYERS
     costs = profile.costs("GH-96", 1, 2)
     assert costs.forward_seconds == pytest.approx([0.04, 0.02, 0.04])  # with embedding and head in the outer blocks
     assert costs.state_bytes == pytest.approx([4800, 600, 3600])  # 24 bytes per parameter of 4
@@ -45,7 +46,7 @@ def test_times_and_sizes_are_read_unchanged(tables: Path) -> None:
 def test_the_step_is_divided_by_parameters(tables: Path) -> None:
     """The step takes 28 ms for an embedding, two blocks and a head with 1,400 bytes; the third block takes as long as
     the others."""
-    update = read_gpu_tables(tables, "tiny").profile.times_of("GH-96", 1, 1).update_seconds
+    update = times_of(read_gpu_tables(tables, "tiny").profile, "GH-96", 1, 1).update_seconds
     assert update == pytest.approx([0.014, 0.002, 0.002, 0.002, 0.010])
 
 
@@ -60,7 +61,7 @@ def test_an_untimed_step_is_named(tables: Path) -> None:
     change(tables / "layer_times.csv", f",{STEP_SECONDS / 2}", ",0.0")
     read = read_gpu_tables(tables, "tiny")
     assert any("GH-96: the optimizer's step was not timed" in each for each in read.left_out)
-    assert not any(read.profile.times_of("GH-96", 1, 1).update_seconds)
+    assert not any(times_of(read.profile, "GH-96", 1, 1).update_seconds)
 
 
 def test_a_head_of_two_layers_is_after_the_blocks(tables: Path) -> None:
@@ -132,7 +133,7 @@ def test_an_estimate_is_the_fit_corrected_by_the_error_on_the_reference() -> Non
     estimated = estimate_times(wanted, [small, large], "new", reference="old", micro_batches=(1, 3))
     assert estimated.devices == ("old", "new")
     for batch in (1, 3):
-        times = estimated.times_of("new", 1, batch)
+        times = times_of(estimated, "new", 1, batch)
         block = 1.2 * 2 * (1e-3 + batch * (2e-3 * 0.4 + 3e-3))
         assert times.forward_seconds[1:3] == pytest.approx([block, block], rel=1e-4)
         assert times.update_seconds == pytest.approx([1e-4, 4e-4, 4e-4, 1e-4])
@@ -157,7 +158,7 @@ def test_published_steps_are_those_of_four_layers(gpu: str, rate: float) -> None
     for model in ("OPT-350", "GPT-Neo-2.7"):
         profile = read_gpu_tables(REAL_TABLES, model).profile
         parameters = sum(profile.sizes[0].parameter_bytes) / 4
-        update = sum(profile.times_of(gpu, 1, 1).update_seconds)
+        update = sum(times_of(profile, gpu, 1, 1).update_seconds)
         assert 28 * parameters / update == pytest.approx(rate, rel=0.02)
 
 

@@ -7,7 +7,7 @@ import pytest
 from colossal_hetero.data_parallel.batch_balancer import divider_of
 from colossal_hetero.data_parallel.config import BatchConfig
 from colossal_hetero.planner.batches.batch_profile import DeviceProfile
-from colossal_hetero.planner.batches.replica_times import Speed
+from colossal_hetero.planner.batches.closed_loop import Speed
 from tests.unit.planner.batches.test_batch_profile import device, profile
 
 

@@ -54,16 +54,10 @@ def profile(**changes: Any) -> BatchProfile:
     return BatchProfile(**{**values, **changes})
 
 
-@pytest.fixture
-def broken(tmp_path: Path) -> Callable[[Callable[[Any], None]], str]:
-    """A function that returns the error message for a profile after ``change``."""
-
-    def message(change: Callable[[Any], None]) -> str:
-        path = tmp_path / "broken.json"
-        save_profile(profile(), path)
-        return error_after(change, path, load_profile)
-
-    return message
+def broken(tmp_path: Path, change: Callable[[Any], None]) -> str:
+    """The error message for a profile after ``change``."""
+    save_profile(profile(), tmp_path / "broken.json")
+    return error_after(change, tmp_path / "broken.json", load_profile)
 
 
 def test_a_saved_profile_loads_unchanged(tmp_path: Path) -> None:
@@ -76,11 +70,22 @@ def test_a_saved_profile_loads_unchanged(tmp_path: Path) -> None:
     assert '{ "batch": 1, "seconds": 0.1, "forward_seconds": null }' in text  # one line per point, easy to edit
 
 
-def test_ranks_of_a_kind_share_a_curve() -> None:
+def test_curves_communication_and_flops_of_a_profile() -> None:
     curves = profile().curves(0)
     assert curves[0] is curves[2] and curves[1] is curves[3] and curves[0] is not curves[1]
     assert [curve.max_batch for curve in curves] == [4, 2, 4, 2]
     assert [curve.max_batch for curve in profile().curves(0, largest=3)] == [3, 2, 3, 2]
+    assert [profile().communication(stage) for stage in range(4)] == [0.5, 0.25, 0.25, 0.75]
+    assert profile(stage=2).communication(2) == 0.5
+    assert profile().flops == [1e12] * 4
+    assert profile(kinds=[device(), device("slow", flops=None)]).flops is None
+    points = [{"batch": 4, "seconds": 0.3}, {"batch": 1, "seconds": 0.1}]
+    assert [point.batch for point in device(points=points).points] == [1, 4]
+    with pytest.raises(ValueError, match="ZeRO has no stage 7; its stages are 0, 1, 2 and 3"):
+        profile().curves(7)
+    bad = device("bad", points=[{"batch": 1, "seconds": 0.5}, {"batch": 2, "seconds": 0.2}])
+    with pytest.raises(ValueError, match=r"device bad: .*batch 2 takes 0.2"):
+        profile(kinds=[device(), bad]).curves(0)
 
 
 def test_state_bytes_at_each_zero_stage() -> None:
@@ -131,33 +136,6 @@ def test_a_device_without_enough_memory_may_hold_a_sample_at_the_next_stage() ->
         tiny.curves(2)
 
 
-def test_the_communication_time_depends_on_the_stage() -> None:
-    assert [profile().communication(stage) for stage in range(4)] == [0.5, 0.25, 0.25, 0.75]
-    assert profile(stage=2).communication(2) == 0.5
-
-
-def test_flops_are_given_only_if_all_devices_have_them() -> None:
-    assert profile().flops == [1e12] * 4
-    assert profile(kinds=[device(), device("slow", flops=None)]).flops is None
-
-
-def test_there_are_four_stages() -> None:
-    with pytest.raises(ValueError, match="ZeRO has no stage 7; its stages are 0, 1, 2 and 3"):
-        profile().curves(7)
-
-
-@pytest.mark.parametrize(
-    ("points", "words"),
-    [
-        ([{"batch": 2, "seconds": 0.1}], "device bad: .*measure a second"),
-        ([{"batch": 1, "seconds": 0.5}, {"batch": 2, "seconds": 0.2}], "device bad: .*batch 2 takes 0.2"),
-    ],
-)
-def test_the_error_for_points_without_a_curve_names_the_device(points: list[Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        profile(kinds=[device(), device("bad", points=points)]).curves(0)
-
-
 def test_a_profile_of_another_run_is_rejected() -> None:
     mine = profile()
     mine.check_fits(["fast", "slow", "fast", "slow"], "abc", stage=0, precision="fp16")
@@ -169,12 +147,7 @@ def test_a_profile_of_another_run_is_rejected() -> None:
         (["fast", "slow", "fast", "slow"], "abc", {"precision": "bf16"}, "made at precision fp16, not bf16"),
     ):
         with pytest.raises(ValueError, match=f"{words}.*; make a new profile"):
-            mine.check_fits(devices, digest, **options)
-
-
-def test_points_are_sorted() -> None:
-    points = [{"batch": 4, "seconds": 0.3}, {"batch": 1, "seconds": 0.1}]
-    assert [point.batch for point in device(points=points).points] == [1, 4]
+            mine.check_fits(devices, digest, **{"stage": 0, "precision": "fp16", **options})
 
 
 @pytest.mark.parametrize(
@@ -208,20 +181,18 @@ def test_points_are_sorted() -> None:
         (put("links", 0, "bytes_per_second", value=0), r"links\[0\].bytes_per_second is 0: must be at least 1e-06"),
     ],
 )
-def test_error_messages_name_the_field(
-    broken: Callable[[Callable[[Any], None]], str], change: Callable[[Any], None], words: str
-) -> None:
-    message = broken(change)
+def test_error_messages_name_the_field(tmp_path: Path, change: Callable[[Any], None], words: str) -> None:
+    message = broken(tmp_path, change)
     assert re.search(words, message), message
 
 
-def test_all_errors_are_reported_at_once(broken: Callable[[Callable[[Any], None]], str]) -> None:
+def test_all_errors_are_reported_at_once(tmp_path: Path) -> None:
     def change(content: Any) -> None:
         content["stage"] = "two"
         content["kinds"][0]["points"][0]["batch"] = -1
         del content["precision"]
 
-    message = broken(change)
+    message = broken(tmp_path, change)
     assert message.count(";") == 2
     assert "precision is missing" in message and "stage is 'two'" in message and "batch is -1" in message
     assert "kinds is" not in message  # a list with a wrong element does not count as empty
@@ -233,10 +204,6 @@ def test_files_that_are_not_profiles(tmp_path: Path, text: str, words: str) -> N
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ValueError, match=words):
         load_profile(path)
-
-
-def test_missing_files(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no such file"):
-        load_profile(tmp_path / "nothing.json")
-    with pytest.raises(ValueError, match="cannot be read"):
-        load_profile(tmp_path)
+    for missing, reason in ((tmp_path / "nothing.json", "no such file"), (tmp_path, "cannot be read")):
+        with pytest.raises(ValueError, match=reason):
+            load_profile(missing)

@@ -46,12 +46,25 @@ def test_points_on_a_line_make_a_linear_curve(fixed: float, slope: float, batche
     np.testing.assert_allclose(curve.seconds[inside], fixed + slope * inside, rtol=1e-6)
 
 
-def test_a_curve_goes_through_rising_points() -> None:
+def test_curves_by_hand() -> None:
     points = {1: 1.0, 2: 1.1, 4: 1.9, 8: 4.5, 13: 6.0}
     curve = Curve.through(points, 20)
     assert {batch: curve.seconds[batch] for batch in points} == pytest.approx(points)
     # After the last point the curve is linear.
     assert np.diff(curve.seconds[13:], 2) == pytest.approx(np.zeros(6), abs=1e-12)
+    # The natural spline: its second derivative is 18/8 at 4, and 0 at 2 and 6.
+    curve = Curve.through({2: 1.0, 4: 2.0, 6: 9.0}, 6)
+    assert curve.seconds[5] == pytest.approx(18 / 8 / 12 + (2 / 2 - 18 / 8 / 3) + 9 / 2)
+    # Between two points it stays between their times, and below the first one no sample is faster than there.
+    curve = Curve.through({1: 1.0, 8: 1.0, 9: 5.0, 16: 5.0}, 16)
+    assert curve.seconds[1:9].tolist() == [1.0] * 8 and curve.seconds[9:].tolist() == [5.0] * 8
+    assert (Curve.through({4: 2.0, 8: 6.0}, 8).seconds[1:4] >= 2.0 * np.arange(1, 4) / 4 - 1e-12).all()
+    assert Curve.through({1: 0.5}, 1).seconds.tolist() == [0.5, 0.5]
+    curve = Curve.from_seconds([2.0, 2.0, 4.5, 5.0])
+    assert curve.peak_speed == 1.0 and curve.limited(0).peak_speed == 0.0
+    assert curve.limited(9) is curve and curve.limited(2).max_batch == 2 and curve.limited(0).max_batch == 0
+    with pytest.raises(ValueError):
+        curve.seconds[0] = 1.0
 
 
 def test_below_the_smallest_batch_the_curve_is_level() -> None:
@@ -67,22 +80,6 @@ def test_below_the_smallest_batch_the_curve_is_level() -> None:
         Curve([1.0, 1.0, 1.0], 4)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"must equal seconds\[2\]=2"):
         Curve([1.0, 1.0, 2.0], 2)  # type: ignore[arg-type]
-
-
-def test_the_spline_is_the_natural_one() -> None:
-    """By hand: the second derivative is 18/8 at 4, and 0 at 2 and 6."""
-    curve = Curve.through({2: 1.0, 4: 2.0, 6: 9.0}, 6)
-    assert curve.seconds[5] == pytest.approx(18 / 8 / 12 + (2 / 2 - 18 / 8 / 3) + 9 / 2)
-
-
-def test_the_curve_stays_between_neighboring_points() -> None:
-    curve = Curve.through({1: 1.0, 8: 1.0, 9: 5.0, 16: 5.0}, 16)
-    assert curve.seconds[1:9].tolist() == [1.0] * 8 and curve.seconds[9:].tolist() == [5.0] * 8
-
-
-def test_below_the_first_point_no_sample_is_faster() -> None:
-    curve = Curve.through({4: 2.0, 8: 6.0}, 8)
-    assert (curve.seconds[1:4] >= 2.0 * np.arange(1, 4) / 4 - 1e-12).all()
 
 
 def test_noise_is_averaged_and_larger_dips_are_errors() -> None:
@@ -128,18 +125,6 @@ def test_unusable_curves_are_named(seconds: list, message: str) -> None:
         Curve(np.array(seconds, dtype=float))
 
 
-def test_one_sample_needs_one_point() -> None:
-    assert Curve.through({1: 0.5}, 1).seconds.tolist() == [0.5, 0.5]
-
-
-def test_limited_curves_and_the_highest_speed() -> None:
-    curve = Curve.from_seconds([2.0, 2.0, 4.5, 5.0])
-    assert curve.peak_speed == 1.0 and curve.limited(0).peak_speed == 0.0
-    assert curve.limited(9) is curve and curve.limited(2).max_batch == 2 and curve.limited(0).max_batch == 0
-    with pytest.raises(ValueError):
-        curve.seconds[0] = 1.0
-
-
 def device_curve(factor: float, max_batch: int = 64, min_batch: int = 1) -> Curve:
     return Curve.from_seconds(factor * (0.2 + 0.1 * np.arange(1, max_batch + 1)), min_batch)
 
@@ -171,16 +156,12 @@ def test_devices_that_differ_by_more_than_noise_keep_their_curves() -> None:
     joint = joint_curves(curves, groups)
     assert joint[0] is joint[2] and joint[1] is joint[3]
     np.testing.assert_allclose(joint[0].seconds, 1.01 * curves[0].seconds)
-
-
-def test_a_group_is_never_wider_than_the_spread() -> None:
-    factors = [1.0, 1.08, 1.16, 1.24]
-    groups = equal_devices(["gpu"] * 4, [device_curve(factor) for factor in factors])
-    assert groups == [[0, 1], [2, 3]]
-
-
-def test_devices_of_different_names_are_never_equal() -> None:
+    # A group is never wider than the spread, and devices of different names are never equal.
+    assert equal_devices(["gpu"] * 4, [device_curve(factor) for factor in (1.0, 1.08, 1.16, 1.24)]) == [[0, 1], [2, 3]]
     assert equal_devices(["a", "b", "a"], [device_curve(1.0)] * 3) == [[0, 2], [1]]
+    both = [device_curve(1.0), Curve(np.ones(1))]
+    assert [each.max_batch for each in joint_curves(both, equal_devices(["gpu", "cpu"], both))] == [64, 0]
+    assert joint_seconds([1.0, 2.0, 4.0], [[0, 2], [1]]) == [2.5, 2.0, 2.5]
 
 
 def test_each_device_keeps_its_largest_micro_batch() -> None:
@@ -192,13 +173,3 @@ def test_each_device_keeps_its_largest_micro_batch() -> None:
     np.testing.assert_array_equal(joint[0].seconds[:41], joint[1].seconds)
     # The shorter curve was slower. Where it ends, the joint one does not become faster.
     np.testing.assert_allclose(joint[0].seconds, device_curve(np.mean([1.0, 1.03, 1.04]), 64, 2).seconds)
-
-
-def test_a_device_that_holds_nothing_is_alone_with_its_kind() -> None:
-    empty = Curve(np.ones(1))
-    joint = joint_curves([device_curve(1.0), empty], equal_devices(["gpu", "cpu"], [device_curve(1.0), empty]))
-    assert [each.max_batch for each in joint] == [64, 0]
-
-
-def test_seconds_of_a_group_are_its_mean() -> None:
-    assert joint_seconds([1.0, 2.0, 4.0], [[0, 2], [1]]) == [2.5, 2.0, 2.5]

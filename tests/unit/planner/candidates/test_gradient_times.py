@@ -8,8 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from colossal_hetero.planner.cluster.all_reduce import concurrent_seconds
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
+from colossal_hetero.planner.cluster.transfers import concurrent_seconds
 from colossal_hetero.planner.cost.gradient_times import GradientTimes
 from colossal_hetero.planner.cost.placement import NodeLinks
 from colossal_hetero.planner.cost.plan import exposed_seconds

@@ -11,51 +11,27 @@ from tests.support.paths import REPOSITORY
 
 MEASURED = REPOSITORY.parent / "shared" / "data" / "gpu-profiles" / "bandwidth.csv"
 
-NAMED = {
-    *("A100-40", "A100-80", "A800", "H800", "H20", "V100-16", "V100-32", "T4", "RTX-3090", "GTX-1080", "A6000"),
-    *("RTX-5000", "GH-96", "RTX-2080", "Titan-RTX"),
-    # What people have besides.
-    *("H100", "H100-PCIe", "H200", "B200", "A10", "A30", "A40", "L4", "L40S", "RTX-3080", "RTX-4080", "RTX-4090"),
-    *("RTX-5090", "MI250X-die", "MI300X"),
+SPEEDS = {
+    # FLOP per clock and core, CUDA cores, boost clock in GHz: 2 FLOP, and what tensor cores multiply them by.
+    **{"V100-16": (16, 5120, 1.53), "GTX-1080": (2, 2560, 1.733), "A100-40": (32, 6912, 1.41), "T4": (16, 2560, 1.59)},
+    **{"RTX-5000": (16, 3072, 1.815), "Titan-RTX": (16, 4608, 1.77), "RTX-2080": (8, 4352, 1.635)},
+    **{"RTX-3090": (4, 10496, 1.695), "A6000": (8, 10752, 1.8), "A10": (8, 9216, 1.695), "A30": (32, 3584, 1.44)},
+    **{"A40": (8, 10752, 1.74), "L4": (8, 7424, 2.04), "L40S": (8, 18176, 2.52), "RTX-3080": (4, 8704, 1.71)},
+    **{"RTX-4080": (4, 9728, 2.505), "RTX-4090": (4, 16384, 2.52), "RTX-5090": (4, 21760, 2.407)},
+    # By compute unit: a die of an MI250X has 110, an MI300X 304.
+    **{"MI250X-die": (1024, 110, 1.7), "MI300X": (2048, 304, 2.1)},
 }
-
-
-def test_all_named_gpus_have_presets() -> None:
-    assert set(GPUS) == set(INSIDE) == NAMED
-    assert all(name == kind.name for name, kind in GPUS.items())
-
-
-@pytest.mark.parametrize("name", ["A100-40", "A100-80", "V100-16", "V100-32", "GH-96"])
-def test_memory_is_what_the_name_says(name: str) -> None:
-    assert GPUS[name].memory_bytes == int(name.rpartition("-")[2]) * 10**9
 
 
 def test_speeds_follow_from_cores_and_clocks() -> None:
     flops = {name: kind.flops for name, kind in GPUS.items()}
-    # 2 FLOP × CUDA cores × boost clock; tensor cores multiply this, on Volta by 8.
-    assert flops["V100-16"] == pytest.approx(8 * 2 * 5120 * 1.53e9, rel=0.01)
-    assert flops["GTX-1080"] == pytest.approx(2 * 2560 * 1.733e9, rel=0.01)
-    assert flops["A100-40"] == pytest.approx(16 * 2 * 6912 * 1.41e9, rel=0.01)
-    assert flops["T4"] == pytest.approx(8 * 2 * 2560 * 1.59e9, rel=0.01)
-    assert flops["RTX-5000"] == pytest.approx(8 * 2 * 3072 * 1.815e9, rel=0.01)
-    assert flops["Titan-RTX"] == pytest.approx(8 * 2 * 4608 * 1.77e9, rel=0.01)
-    assert flops["RTX-2080"] == pytest.approx(4 * 2 * 4352 * 1.635e9, rel=0.01)
-    assert flops["RTX-3090"] == pytest.approx(2 * 2 * 10496 * 1.695e9, rel=0.01)
-    assert flops["A6000"] == pytest.approx(4 * 2 * 10752 * 1.8e9, rel=0.01)
-    assert flops["H800"] == pytest.approx(flops["GH-96"], rel=0.01)
-    assert flops["H800"] == flops["H100"] == flops["H200"]
-    assert flops["A10"] == pytest.approx(4 * 2 * 9216 * 1.695e9, rel=0.01)
-    assert flops["A30"] == pytest.approx(16 * 2 * 3584 * 1.44e9, rel=0.01)
-    assert flops["A40"] == pytest.approx(4 * 2 * 10752 * 1.74e9, rel=0.01)
-    assert flops["L4"] == pytest.approx(4 * 2 * 7424 * 2.04e9, rel=0.01)
-    assert flops["L40S"] == pytest.approx(4 * 2 * 18176 * 2.52e9, rel=0.01)
-    assert flops["RTX-3080"] == pytest.approx(2 * 2 * 8704 * 1.71e9, rel=0.01)
-    assert flops["RTX-4080"] == pytest.approx(2 * 2 * 9728 * 2.505e9, rel=0.01)
-    assert flops["RTX-4090"] == pytest.approx(2 * 2 * 16384 * 2.52e9, rel=0.01)
-    assert flops["RTX-5090"] == pytest.approx(2 * 2 * 21760 * 2.407e9, rel=0.01)
-    # A die of an MI250X has 110 compute units, an MI300X 304, with 1,024 and 2,048 operations per clock.
-    assert flops["MI250X-die"] == pytest.approx(1024 * 110 * 1.7e9, rel=0.01)
-    assert flops["MI300X"] == pytest.approx(2048 * 304 * 2.1e9, rel=0.01)
+    computed = {name: each * cores * gigahertz * 1e9 for name, (each, cores, gigahertz) in SPEEDS.items()}
+    assert {name: flops[name] for name in SPEEDS} == pytest.approx(computed, rel=0.01)
+    assert flops["H800"] == flops["H100"] == flops["H200"] == pytest.approx(flops["GH-96"], rel=0.01)
+    others = {"H800", "H100", "H100-PCIe", "H200", "H20", "B200", "GH-96", "A800", "A100-80", "V100-32"}
+    assert set(GPUS) == set(INSIDE) == others | set(SPEEDS)
+    for name in ("A100-40", "A100-80", "V100-16", "V100-32", "GH-96"):
+        assert GPUS[name].memory_bytes == int(name.rpartition("-")[2]) * 10**9
 
 
 @pytest.mark.skipif(not MEASURED.exists(), reason="needs the measured bandwidths beside the repository")

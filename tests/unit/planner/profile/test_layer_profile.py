@@ -1,4 +1,4 @@
-"""The profile file of layers: saving and loading, error messages, interpolation, and the cache of costs."""
+"""The profile file of layers: saving and loading, error messages, interpolation; costs of stages counted by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_hetero.planner.profile.layer_profile import (
-    BlockRun,
     LayerSizes,
     LayerTimes,
     ModelProfile,
@@ -23,6 +22,7 @@ from colossal_hetero.planner.profile.layer_profile import (
     save_profile,
 )
 from tests.support.changed_files import error_after, put
+from tests.support.layer_profiles import layer_times
 
 
 def times(device: str = "fast", micro_batch: int = 1, factor: float = 1.0, **fields: Any) -> dict[str, Any]:
@@ -111,42 +111,30 @@ def test_measured_temporaries_are_used() -> None:
     assert costs.memory_for_blocks(100, 2) == 60 and costs.memory_for_blocks(30, 2) == 0
     # A single stage also has buckets, which are as large as the parameters.
     assert costs.memory_for_blocks(100, 1) == 60 - sum(part["parameter_bytes"])
-
-
-def test_temporaries_that_do_not_grow_with_the_micro_batch() -> None:
-    each = {f"{what}_seconds": [1] * 5 for what in ("forward", "backward", "update")}
-    part = {f"{what}_bytes": [1, 2, 3, 2, 4] for what in ("parameter", "activation", "output")}
+    # Of those that do not grow with the micro-batch, the second block needs the most in both; the head needs 116 and
+    # 134, which the last stage adds.
     measured = {"temporary_bytes": [0, 10, 4, 2, 6], "fixed_temporary_bytes": [900, 10, 100, 0, 110]}
-    mine = profile(
-        times=[times(**each), times(micro_batch=4, **each)], sizes=[sizes(**part, **measured)], rank_devices=[]
-    )
+    both = [times(**each), times(micro_batch=4, **each)]
+    mine = profile(times=both, sizes=[sizes(**part, **measured)], rank_devices=[])
     one, four = (mine.costs("fast", 1, size) for size in (1, 4))
-    # The second block needs the most in both; the head needs 116 and 134, which the last stage adds.
     assert one.temporary_bytes == 104 and one.activation_bytes.tolist() == [3, 3, 6 + 12]
     assert four.temporary_bytes == 116 and four.activation_bytes.tolist() == [12, 12, 24 + 18]
-    with pytest.raises(ValueError, match="4 fixed_temporary_bytes"):
-        profile(sizes=[sizes(**part, fixed_temporary_bytes=[1] * 4)])
 
 
-def test_the_same_arguments_give_the_same_costs() -> None:
-    mine = profile()
-    assert mine.costs("fast", 1, 2) is mine.costs("fast", 1, 2)
-    assert mine.costs("fast", 1, 2) is not mine.costs("fast", 1, 2, speed=0.5)
-    assert mine.costs("fast", 1, 1) is not mine.costs("slow", 1, 1)
-    with pytest.raises(ValueError, match="read-only"):
-        mine.costs("fast", 1, 2).forward_seconds[0] = 0
-
-
-def test_a_changed_copy_has_separate_costs() -> None:
+def test_the_same_arguments_give_the_same_costs_and_a_changed_copy_others() -> None:
     mine = profile()
     before = mine.costs("fast", 1, 1)
+    assert mine.costs("fast", 1, 1) is before is not mine.costs("fast", 1, 1, speed=0.5)
+    assert before is not mine.costs("slow", 1, 1)
+    with pytest.raises(ValueError, match="read-only"):
+        before.forward_seconds[0] = 0
     changed = mine.model_copy(update={"times": (LayerTimes.model_validate(times("other", factor=2.0)),)})
     assert changed.devices == ("other",)
     np.testing.assert_allclose(changed.costs("other", 1, 1).forward_seconds, 2 * before.forward_seconds)
     assert mine.costs("fast", 1, 1) is before
 
 
-def test_half_the_speed_takes_twice_the_time_and_the_same_memory() -> None:
+def test_half_the_speed_and_a_micro_batch_in_between() -> None:
     whole, half = profile().costs("fast", 1, 1), profile().costs("fast", 1, 1, speed=0.5)
     for name in ("forward_seconds", "backward_seconds", "update_seconds"):
         np.testing.assert_allclose(getattr(half, name), 2 * getattr(whole, name))
@@ -154,9 +142,6 @@ def test_half_the_speed_takes_twice_the_time_and_the_same_memory() -> None:
         np.testing.assert_allclose(getattr(half, name), getattr(whole, name))
     with pytest.raises(ValueError, match=r"speed=0\.0.*above 0"):
         profile().costs("fast", 1, 1, speed=0.0)
-
-
-def test_between_measured_micro_batches_times_are_interpolated() -> None:
     costs = profile().costs("fast", 1, 3)
     # From factor 1 at one sample to factor 3 at four: 1 + 2·(2/3).
     np.testing.assert_allclose(costs.forward_seconds, np.array([1.5, 2.0, 3.25]) * (1 + 4 / 3))
@@ -188,7 +173,6 @@ def test_a_profile_lists_what_was_measured() -> None:
     assert mine.devices == ("fast", "slow")
     assert mine.tensor_parallel_degrees("slow") == (1, 2)
     assert mine.micro_batches("fast", 1) == (1, 4)
-    assert mine.times_of("fast", 1, 4).micro_batch == 4
     assert (mine.layers, mine.blocks) == (5, 3)
 
 
@@ -206,22 +190,6 @@ def test_a_profile_lists_what_was_measured() -> None:
 def test_the_error_for_unmeasured_costs_says_what_was_measured(arguments: tuple[str, int, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         profile().costs(*arguments)
-
-
-def test_times_of_an_unmeasured_micro_batch() -> None:
-    with pytest.raises(ValueError, match="micro-batch 2 on fast at tensor_parallel 1 was not measured; 1, 4 were"):
-        profile().times_of("fast", 1, 2)
-
-
-def test_many_blocks_are_composed_of_powers_of_two() -> None:
-    runs = [BlockRun(blocks=n, forward_seconds=s, backward_seconds=2 * s) for n, s in ((4, 3.5), (1, 1.0), (2, 1.9))]
-    mine = LayerTimes.model_validate(times(block_runs=runs))
-    assert [run.blocks for run in mine.block_runs] == [1, 2, 4]
-    # 3 = 2 + 1, 7 = 4 + 2 + 1, 13 = 3·4 + 1
-    for blocks, forward in ((1, 1.0), (3, 2.9), (7, 6.4), (13, 11.5)):
-        assert mine.composed_seconds(blocks) == pytest.approx(3 * forward)
-    with pytest.raises(ValueError, match=r"3 blocks are not a sum of measured runs .*\(2 blocks\)"):
-        LayerTimes.model_validate(times(block_runs=runs[2:])).composed_seconds(3)
 
 
 @pytest.mark.parametrize(
@@ -292,6 +260,65 @@ def test_a_profile_of_batches_is_rejected(tmp_path: Path) -> None:
         load_profile(path)
 
 
-def test_lists_of_sizes_must_have_equal_lengths() -> None:
-    with pytest.raises(ValueError, match="2 parameter_bytes, 1 activation_bytes"):
-        LayerSizes(parameter_bytes=(1, 2), activation_bytes=(1,), output_bytes=(1, 2))
+# Recomputation and ZeRO -----------------------------------------------------------------------------------------------
+
+
+def model(**changes: Any) -> ModelProfile:
+    """An embedding, three blocks and a head, measured with 1, 2 and 8 samples; a block takes as long as it has samples,
+    backward twice as long."""
+    times = tuple(
+        layer_times(
+            "gpu",
+            (0.5, *(float(size),) * 3, 0.25),
+            micro_batch=size,
+            update_seconds=(0.0, 6.0, 6.0, 6.0, 0.0),
+            schedule_seconds=0.1 * size,
+        )
+        for size in (1, 2, 8)
+    )
+    sizes = LayerSizes(
+        parameter_bytes=(10, 100, 100, 100, 20),
+        activation_bytes=(1, 40, 50, 60, 90),
+        output_bytes=(3, 5, 6, 7, 0),
+        temporary_bytes=(0, 11, 12, 13, 0),
+    )
+    return ModelProfile(name="net", times=times, sizes=(sizes,), **{"state_factor": 8.0, **changes})
+
+
+def test_a_stage_that_recomputes_keeps_the_inputs_of_its_blocks() -> None:
+    profile = model()
+    plain = profile.costs("gpu", 1, 2)
+    again = profile.costs("gpu", 1, 2, recompute=True)
+    np.testing.assert_allclose(again.forward_seconds, [2.5, 2.0, 2.25])
+    np.testing.assert_allclose(again.backward_seconds, [5.0 + 2.5, 4.0 + 2.0, 4.5 + 2.25])
+    # The last block needs 2 · (60 + 90) bytes for a moment, of which 2 · 50 are in the temporary bytes of all stages.
+    np.testing.assert_allclose(again.activation_bytes, [2 * 5, 2 * 5, 2 * 6 + 2 * 100])
+    assert again.temporary_bytes == plain.temporary_bytes + 2 * 50
+    assert (again.state_bytes == plain.state_bytes).all() and (again.update_seconds == plain.update_seconds).all()
+    assert again is profile.costs("gpu", 1, 2, recompute=True)
+    assert not again.activation_bytes.flags.writeable
+    both = model(precision="bf16").costs("gpu", 1, 2, recompute=True, zero_shards=2)
+    np.testing.assert_allclose(both.state_bytes, [550, 500, 600])
+    np.testing.assert_allclose(both.activation_bytes, [10, 10, 212])
+
+
+def test_shards_of_the_optimizer_state() -> None:
+    profile = model(precision="bf16")
+    costs = profile.costs("gpu", 1, 2, zero_shards=3)
+    # Parameters and gradients are whole; the other six eighths are in three parts.
+    np.testing.assert_allclose(costs.state_bytes, [110 * (2 + 6 / 3), 100 * 4.0, 120 * 4.0])
+    np.testing.assert_allclose(costs.update_seconds, [2.0, 2.0, 2.0])
+    assert costs is profile.costs("gpu", 1, 2, zero_shards=3)
+    # A model whose optimizer keeps nothing has nothing to divide.
+    nothing = model(state_factor=2.0, precision="bf16")
+    without = nothing.costs("gpu", 1, 2, zero_shards=3)
+    np.testing.assert_allclose(without.state_bytes, [220, 200, 240])
+
+
+def test_zero_in_fp32_copies_its_part_of_the_parameters() -> None:
+    costs = model(state_factor=4.0).costs("gpu", 1, 2, zero_shards=2)
+    # Two moments in stage 0; with ZeRO also the copy.
+    np.testing.assert_allclose(costs.state_bytes, [110 * (2 + 3 / 2), 100 * 3.5, 120 * 3.5])
+    counted = model(state_factor=5.0, master_copies=True)
+    costs = counted.costs("gpu", 1, 2, zero_shards=2)
+    np.testing.assert_allclose(costs.state_bytes, [110 * (2 + 3 / 2), 100 * 3.5, 120 * 3.5])

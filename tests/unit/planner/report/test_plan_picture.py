@@ -1,16 +1,20 @@
-"""The simulation and the picture of a plan: the bars of every stage, and long iterations in two windows."""
+"""Pictures: the bars of every stage of a simulated plan, long iterations in two windows, and a front of prices."""
 
 from __future__ import annotations
 
+import random
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
 
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.cost.simulate import simulate_plan, slowed
-from colossal_hetero.planner.report.plan_picture import MAX_LANES, lanes, plot_plan, windows
+from colossal_hetero.planner.report.plan_picture import MAX_LANES, lanes, plot_front, plot_plan, proved_edge, windows
+from colossal_hetero.planner.solver.pareto_front import FrontPoint
 from tests.support.figures import saved_figures
 from tests.unit.planner.plans.test_plan import plan, replica, stage
 from tests.unit.planner.report.test_plan_table import large, unequal
@@ -43,10 +47,12 @@ def test_every_micro_batch_is_in_every_stage_of_every_kind_of_replica(made: Plan
         assert update.stop - update.start == pytest.approx(timed.update_seconds)
 
 
-def test_one_stage_takes_as_long_as_the_closed_form_predicts() -> None:
+def test_one_stage_takes_as_long_as_the_closed_form_predicts_and_equal_replicas_are_simulated_once() -> None:
     made = plan(replica(stage(0, 6, (0,), transfer_seconds=0.0)))
     assert simulate_plan(made).seconds == pytest.approx(made.iteration_seconds)
     assert made.iteration_seconds == pytest.approx(8 * (0.06 + 0.12) + 0.001)
+    timelines = simulate_plan(large(16, 4)).timelines
+    assert len(timelines) == 16 and len({id(timeline) for timeline in timelines}) == 1
 
 
 def test_a_slow_rank_slows_its_group_and_the_stages_that_wait_for_it() -> None:
@@ -70,17 +76,15 @@ def test_a_slow_rank_slows_its_group_and_the_stages_that_wait_for_it() -> None:
     assert simulate_plan(made, {1: 0.5, 0: 1.0}).seconds == simulate_plan(made).seconds
 
 
-def test_invalid_slow_ranks_are_rejected() -> None:
+def test_invalid_simulations_are_rejected() -> None:
     with pytest.raises(ValueError, match="rank 9 is not in the plan, which uses ranks 0-3"):
         simulate_plan(plan(), {9: 2.0})
     for factor in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=r"rank 0 cannot be .* times as slow"):
             simulate_plan(plan(), {0: factor})
-
-
-def test_equal_replicas_are_simulated_once() -> None:
-    timelines = simulate_plan(large(16, 4)).timelines
-    assert len(timelines) == 16 and len({id(timeline) for timeline in timelines}) == 1
+    made = plan(replica(stage(0, 4, (0,)), stage(4, 6, (1,), "T4"), micro_batches=1_000_001))
+    with pytest.raises(ValueError, match="1,000,001 micro-batches are too many to simulate; at most 1,000,000"):
+        simulate_plan(made)
 
 
 def test_long_iterations_have_two_windows() -> None:
@@ -97,13 +101,12 @@ def test_long_iterations_have_two_windows() -> None:
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures that were saved."""
     return saved_figures(monkeypatch)
 
 
 def test_the_picture_has_a_row_per_stage_and_a_number_per_micro_batch(tmp_path: Path, figures: list[Figure]) -> None:
     path = tmp_path / "plan.svg"
-    plot_plan(unequal(), path)
+    plot_plan(simulate_plan(unequal()), path)
     assert list(tmp_path.iterdir()) == [path]
     (axis,) = figures[0].axes
     names = [label.get_text() for label in axis.get_yticklabels()]
@@ -120,30 +123,57 @@ def test_the_picture_has_a_row_per_stage_and_a_number_per_micro_batch(tmp_path: 
     assert [text for text in texts if text.isdigit()].count("11") == 2 * 2
 
 
-def test_pictures_of_long_and_large_plans_are_limited(tmp_path: Path, figures: list[Figure]) -> None:
-    plot_plan(long(), tmp_path / "long.png")
+def test_pictures_of_long_large_and_slowed_plans(tmp_path: Path, figures: list[Figure]) -> None:
+    plot_plan(simulate_plan(long()), tmp_path / "long.png")
     assert (tmp_path / "long.png").read_bytes().startswith(b"\x89PNG")
     left, right = figures[0].axes
     assert left.get_xlim()[1] < right.get_xlim()[0]
     many = replica(*(stage(s, s + 1, (s,)) for s in range(60)), micro_batches=6)
-    plot_plan(plan(many), tmp_path / "many.pdf")
+    plot_plan(simulate_plan(plan(many)), tmp_path / "many.pdf")
     assert all(len(axis.get_yticklabels()) == MAX_LANES for axis in figures[1].axes)
     assert f"{MAX_LANES} of 60 stages" in figures[1].get_suptitle()
-
-
-def test_a_picture_names_slow_ranks(tmp_path: Path, figures: list[Figure]) -> None:
-    plot_plan(plan(), tmp_path / "slow.svg", slow={1: 2.0})
-    assert "rank 1 slowed 2 ×" in figures[0].get_suptitle()
+    plot_plan(simulate_plan(plan(), {1: 2.0}), tmp_path / "slow.svg")
+    assert "rank 1 slowed 2 ×" in figures[2].get_suptitle()
     # Replica 1 is not slow, so it has its own rows.
-    assert len(figures[0].axes[0].get_yticklabels()) == 4
+    assert len(figures[2].axes[0].get_yticklabels()) == 4
 
 
-def test_unknown_picture_formats_are_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"end the name in \.png, \.pdf, \.svg"):
-        plot_plan(plan(), tmp_path / "plan.doc")
+# Front of prices ------------------------------------------------------------------------------------------------------
 
 
-def test_too_many_micro_batches_to_simulate() -> None:
-    made = plan(replica(stage(0, 4, (0,)), stage(4, 6, (1,), "T4"), micro_batches=1_000_001))
-    with pytest.raises(ValueError, match="1,000,001 micro-batches are too many to simulate; at most 1,000,000"):
-        simulate_plan(made)
+def point(dollars: float, seconds: float, gap: float) -> FrontPoint:
+    """A point with this cost of 1,000 iterations."""
+    plan: Any = SimpleNamespace(iteration_seconds=seconds)
+    cost: Any = SimpleNamespace(dollars_per_iteration=dollars / 1000)
+    return FrontPoint(plan, cost, (1,), gap)
+
+
+def height(edge: list[tuple[float, float]], dollars: float) -> float:
+    """Of the edge that is drawn: that of the next corner on the right."""
+    return next((seconds for corner, seconds in edge if dollars < corner), 0.0)
+
+
+def test_nothing_is_drawn_as_excluded_that_is_not() -> None:
+    draw = random.Random(0)
+    for _ in range(200):
+        front = [point(draw.uniform(1, 9), draw.uniform(1, 9), draw.choice((0.0, 0.1, 1.0))) for _ in range(4)]
+        edge = proved_edge(front)
+        assert edge == sorted(edge)
+        for _ in range(50):
+            dollars, seconds = draw.uniform(0, 10), draw.uniform(0, 10)
+            excluded = any(
+                dollars * (1 + each.gap) < 1000 * each.cost.dollars_per_iteration
+                and seconds * (1 + each.gap) < each.plan.iteration_seconds
+                for each in front
+            )
+            assert excluded == (seconds < height(edge, dollars))
+
+
+def test_plans_are_drawn_as_in_the_table(tmp_path: Path, figures: list[Figure]) -> None:
+    front = [point(70, 4, 0.2), point(60, 8, 0.1)]
+    types: Any = [SimpleNamespace(name="a100")]
+    plot_front(front, types, front[0], tmp_path / "front.png")
+    found, proved, chosen = figures[0].axes[0].lines
+    assert [list(each) for each in found.get_data()] == [[60, 70], [8, 4]]
+    assert [list(each) for each in chosen.get_data()] == [[70], [4]]
+    assert list(proved.get_xdata()) == [60 / 1.1, 70 / 1.2]

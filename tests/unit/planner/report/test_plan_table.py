@@ -57,6 +57,12 @@ def test_a_layout_on_one_line() -> None:
         "tp 1 · dp 2 = pp [A100-40 0-3 | V100-16 4-5] × 12 + pp [3 × T4 0-5] × 4 · micro-batch 2"
     )
     assert layout(large()) == "tp 2 · dp 16 × pp [32 × A100-80 0-31] · micro-batch 2 × 64"
+    assert [short_ranks(ranks) for ranks in (range(4), [0, 1, 8, 9], [0, 1, 8, 9, 16, 17])] == [
+        *("0-3", "0-1, 8-9", "0-1 … 17 (6)"),
+    ]
+    made = plan(replica(stage(0, 4, (0,)), stage(4, 6, (1,), recompute=True)))
+    assert "A100-40 0-3 | A100-40 (recompute) 4-5" in one_line(made)
+    assert [row.device for row in rows(made)] == ["A100-40", "A100-40 (recompute)"]
 
 
 def test_layouts_of_many_different_parts_stay_short() -> None:
@@ -76,11 +82,7 @@ def test_similar_replicas_share_rows() -> None:
     assert len(rows(unequal())) == 5
     slower = [replica(stage(0, 6, (r,), forward_seconds=seconds)) for r, seconds in enumerate((1.0, 1.0001, 1.1))]
     assert [row.replicas for row in rows(plan(*slower))] == [(0, 1), (2,)]
-
-
-def test_every_rank_is_in_one_row_of_a_large_plan() -> None:
-    made = large()
-    (row,) = rows(made)
+    (row,) = rows(large())
     assert row.ranks == list(range(1024)) and row.numbers == tuple(range(32)) and row.layers == "[0, 32)"
     assert len({stage.node for stage in row.everywhere}) == 256
 
@@ -112,12 +114,6 @@ def test_the_next_plans_are_listed_with_reasons_and_names_are_not_markup() -> No
     text = printed(RankedPlan(odd, "first [b]"), RankedPlan(plan(), "because [c]"))
     for words in ("[bold]T4[/x]", "[red]note[/q]", "because [c]", "first [b]"):
         assert words in text
-
-
-def test_short_ranks() -> None:
-    assert short_ranks(range(4)) == "0-3"
-    assert short_ranks([0, 1, 8, 9]) == "0-1, 8-9"
-    assert short_ranks([0, 1, 8, 9, 16, 17]) == "0-1 … 17 (6)"
 
 
 def plugin_arguments(text: str, name: str) -> dict[str, Any] | None:
@@ -165,14 +161,12 @@ def test_the_chunks_of_stages_are_shown() -> None:
 
 
 def test_the_layers_of_many_stages_are_written_out() -> None:
-    arguments = plugin_arguments(training_call(large()), "HybridParallelPlugin")
-    assert arguments is not None and arguments["num_layers_per_stage"] == [1] * 32
     sizes = [3] * 6 + [2, 1] + [2] * 7
     bounds = [sum(sizes[:s]) for s in range(len(sizes) + 1)]
     made = plan(replica(*(stage(bounds[s], bounds[s + 1], (s,)) for s in range(15)), micro_batches=15))
-    text = training_call(made)
-    arguments = plugin_arguments(text, "HybridParallelPlugin")
-    assert arguments is not None and arguments["num_layers_per_stage"] == sizes
+    for each, expected in ((large(), [1] * 32), (made, sizes)):
+        arguments = plugin_arguments(training_call(each), "HybridParallelPlugin")
+        assert arguments is not None and arguments["num_layers_per_stage"] == expected
 
 
 def ordered(dp: int, pp: int, ranks: Any) -> Plan:
@@ -202,7 +196,7 @@ def test_the_text_says_why_a_plan_cannot_be_run() -> None:
     assert "Plugin(" not in few and all(line.startswith("#") for line in few.splitlines())
 
 
-def test_only_our_plugin_runs_replicas_that_are_not_alike() -> None:
+def test_only_our_plugin_runs_unlike_replicas_and_stages_that_recompute() -> None:
     text = training_call(unequal(), "u.json", overlap=True)
     assert plugin_arguments(text, "HeteroHybridParallelPlugin") == {
         "plan": "u.json",
@@ -212,6 +206,9 @@ def test_only_our_plugin_runs_replicas_that_are_not_alike() -> None:
     }
     assert "gives the replicas 24, 8 samples of each step, in micro-batches of 2" in text
     assert plugin_arguments(text, "HybridParallelPlugin") is None and "its replicas are not alike" in text
+    text = training_call(plan(replica(stage(0, 4, (0,)), stage(4, 6, (1,), recompute=True))))
+    assert plugin_arguments(text, "HeteroHybridParallelPlugin") is not None
+    assert "gradient_checkpoint_config" in text
 
 
 def test_without_a_pipeline_only_colossalais_loop_accumulates() -> None:
@@ -235,18 +232,15 @@ def test_every_node_has_a_command_with_its_number_of_ranks() -> None:
         "torchrun --nnodes 10 --node-rank $N --nproc-per-node 2 --master-addr a0 train.py  # on a0, …, a8: N = 0, …, 8",
         "torchrun --nnodes 10 --node-rank 9 --nproc-per-node 1 --master-addr a0 train.py  # on b",
     ]
+    line, command = launch_lines(plan(replica(stage(0, 3, (4,)), stage(3, 6, (6,)))))
+    assert line.startswith("# only the cluster's devices 4, 6 are used") and "as ranks 0-1" in line
+    assert command == "torchrun --nproc-per-node 2 train.py"
 
 
 def on_nodes(*nodes: tuple[str, int]) -> Plan:
     """A plan on these nodes with one stage per rank."""
     names = [name for name, ranks in nodes for _ in range(ranks)]
     return plan(replica(*(stage(rank, rank + 1, (rank,), node=name) for rank, name in enumerate(names))))
-
-
-def test_devices_that_are_left_out_are_not_launched() -> None:
-    line, command = launch_lines(plan(replica(stage(0, 3, (4,)), stage(3, 6, (6,)))))
-    assert line.startswith("# only the cluster's devices 4, 6 are used") and "as ranks 0-1" in line
-    assert command == "torchrun --nproc-per-node 2 train.py"
 
 
 def test_zero_stage_1_of_a_plan_is_an_argument_of_colossalais_plugin() -> None:
@@ -259,15 +253,3 @@ def test_zero_stage_1_of_a_plan_is_an_argument_of_colossalais_plugin() -> None:
     text = training_call(plan(precision="fp32", zero_stage=1))
     assert plugin_arguments(text, "HeteroHybridParallelPlugin") is not None
     assert "it refuses ZeRO in fp32" in text
-
-
-def test_stages_that_recompute_are_run_by_the_plugin_of_this_package() -> None:
-    text = training_call(plan(replica(stage(0, 4, (0,)), stage(4, 6, (1,), recompute=True))))
-    assert plugin_arguments(text, "HeteroHybridParallelPlugin") is not None
-    assert "gradient_checkpoint_config" in text
-
-
-def test_forms_of_stages_are_shown() -> None:
-    made = plan(replica(stage(0, 4, (0,)), stage(4, 6, (1,), recompute=True)))
-    assert "A100-40 0-3 | A100-40 (recompute) 4-5" in one_line(made)
-    assert [row.device for row in rows(made)] == ["A100-40", "A100-40 (recompute)"]

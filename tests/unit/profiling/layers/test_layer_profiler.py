@@ -18,6 +18,7 @@ from colossal_hetero.profiling.layer_passes import resized
 from colossal_hetero.profiling.layer_profiler import profile_layers
 from colossal_hetero.profiling.progress import LayerProgress
 from tests.support.counted_memory import CountedMemory
+from tests.support.layer_profiles import times_of
 from tests.support.simulated_layers import CLASSES, PERIOD, WIDTH, Model, SimulatedClock, SlowSGD, batch, use_clock
 
 
@@ -40,11 +41,13 @@ def test_layer_times_are_those_of_the_simulated_clock(clock: SimulatedClock) -> 
     profile = measure(Model(clock, (0.002, 0.005), blocks, (0.004, 0.001)), clock).profile
     assert profile.devices == ("cpu",) and profile.micro_batches("cpu", 1) == (2, 3) and profile.blocks == 5
     for size in (2, 3):
-        times = profile.times_of("cpu", 1, size)
+        times = times_of(profile, "cpu", 1, size)
         np.testing.assert_allclose(times.forward_seconds, size * np.array([0.002, *[0.003] * 5, 0.004]))
         np.testing.assert_allclose(times.backward_seconds, size * np.array([0.005, *[0.006] * 5, 0.001]))
         assert [run.blocks for run in times.block_runs] == [1, 2, 4]
-        np.testing.assert_allclose([run.seconds for run in times.block_runs], size * 0.009 * np.array([1, 2, 4]))
+        np.testing.assert_allclose(
+            [run.forward_seconds + run.backward_seconds for run in times.block_runs], size * 0.009 * np.array([1, 2, 4])
+        )
         assert times.relative_error < 1e-9
         # The weight and the bias of the linear layer and of the norm.
         np.testing.assert_allclose(times.update_seconds, [4 * SlowSGD.SECONDS] * 7)
@@ -59,7 +62,7 @@ def test_a_cpu_quota_slows_layers_by_its_share(monkeypatch: pytest.MonkeyPatch, 
     use_clock(clock, monkeypatch)
     seconds = 6.0 if threads == 1 else 20.0
     profile = measure(Model(clock, (0.002, 0.005), after=(0.004, 0.001)), clock, min_seconds=seconds).profile
-    times = profile.times_of("cpu", 1, 2)
+    times = times_of(profile, "cpu", 1, 2)
     if threads == 2:  # by wall time, which has the pauses
         assert 0.001 < times.relative_error < 0.5
     # The measurement may contain one period more or less; with two threads, each part that shares the time may.
@@ -75,7 +78,7 @@ def test_a_cpu_quota_slows_layers_by_its_share(monkeypatch: pytest.MonkeyPatch, 
 def test_the_time_of_a_block_is_the_mean_over_all_runs(clock: SimulatedClock) -> None:
     """Blocks of one kind that do not take equally long: runs of 1, 2 and 4 blocks take 3, 4 and 8 ms."""
     blocks = tuple((0.001 * each, 0.002 * each) for each in (3.0, 1.0, 2.0, 2.0, 5.0))
-    times = measure(Model(clock, blocks=blocks), clock, micro_batches=[1]).profile.times_of("cpu", 1, 1)
+    times = times_of(measure(Model(clock, blocks=blocks), clock, micro_batches=[1]).profile, "cpu", 1, 1)
     np.testing.assert_allclose([run.forward_seconds for run in times.block_runs], [0.003, 0.004, 0.008])
     np.testing.assert_allclose(times.forward_seconds[1:-1], [0.015 / 7] * 5)
     np.testing.assert_allclose(times.backward_seconds[1:-1], [0.030 / 7] * 5)
@@ -98,7 +101,7 @@ def test_blocks_of_two_kinds_are_measured_separately(clock: SimulatedClock) -> N
     blocks = ((0.003, 0.006), (0.009, 0.001), (0.003, 0.006), (0.009, 0.001))
     model = Model(clock, blocks=blocks, block=Wide)
     profile = measure(model, clock, micro_batches=[1]).profile
-    times = profile.times_of("cpu", 1, 1)
+    times = times_of(profile, "cpu", 1, 1)
     np.testing.assert_allclose(times.forward_seconds[1:-1], [each[0] for each in blocks])
     np.testing.assert_allclose(times.backward_seconds[1:-1], [each[1] for each in blocks])
     parameters = profile.sizes[0].parameter_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile
 from colossal_hetero.profiling.merge_ranks import MeasuredLayers, merge_degrees
+from tests.support.layer_profiles import times_of
 
 
 def measured(degree: int, devices: tuple[str, ...], seconds: dict[str, float]) -> tuple[int, MeasuredLayers]:
@@ -32,9 +33,9 @@ def test_groups_have_the_kind_of_their_members() -> None:
     profile = merged.profile
     assert remarks == () and merged.devices == profile.rank_devices == ("cpu", "cpu", "cpu-2", "cpu-2")
     assert profile.tensor_parallel_degrees("cpu") == profile.tensor_parallel_degrees("cpu-2") == (1, 2)
-    assert profile.times_of("cpu", 1, 1).forward_seconds[0] == 1.0
-    assert profile.times_of("cpu", 2, 1).forward_seconds[0] == 0.6
-    assert profile.times_of("cpu-2", 2, 1).forward_seconds[0] == 1.7
+    assert times_of(profile, "cpu", 1, 1).forward_seconds[0] == 1.0
+    assert times_of(profile, "cpu", 2, 1).forward_seconds[0] == 0.6
+    assert times_of(profile, "cpu-2", 2, 1).forward_seconds[0] == 1.7
     assert [each.parameter_bytes[0] for each in profile.sizes] == [8, 4]
 
 
@@ -42,7 +43,7 @@ def test_of_several_groups_of_a_kind_the_slowest_counts() -> None:
     alone = measured(1, ("cpu",) * 4, {"cpu": 1.0})
     for devices in (("cpu", "cpu", "cpu-2", "cpu-2"), ("cpu-2", "cpu-2", "cpu", "cpu")):
         merged, _ = merge_degrees([alone, measured(2, devices, {"cpu": 0.9, "cpu-2": 0.6})])
-        assert merged.profile.times_of("cpu", 2, 1).forward_seconds[0] == 0.9
+        assert times_of(merged.profile, "cpu", 2, 1).forward_seconds[0] == 0.9
 
 
 def test_groups_of_several_kinds_are_left_out() -> None:

@@ -15,6 +15,7 @@ from colossal_hetero.profiling.layer_passes import LayerPasses
 from colossal_hetero.profiling.layer_profiler import profile_layers
 from colossal_hetero.profiling.model_layers import find_block_row
 from colossal_hetero.profiling.schedule_loop import ScheduleLoop, loopback
+from tests.support.layer_profiles import times_of
 from tests.support.simulated_layers import WIDTH, Model, SimulatedClock, batch, use_clock
 
 SEND, RECEIVE = 0.002, 0.003
@@ -79,7 +80,7 @@ def test_the_profile_has_the_schedule_under_the_quota(monkeypatch: pytest.Monkey
     model = Model(clock)
     profile: ModelProfile = profile_layers(model, batch(), F.cross_entropy, micro_batches=[1, 2]).profile
     for size in (1, 2):
-        times = profile.times_of("cpu", 1, size)
+        times = times_of(profile, "cpu", 1, size)
         assert times.schedule_seconds == pytest.approx((SEND + RECEIVE) / quota, rel=0.08)
         assert times.forward_seconds[1] == pytest.approx(size * 0.003 / quota, rel=0.08)
 

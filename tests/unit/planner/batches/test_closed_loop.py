@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from colossal_hetero.planner import Curve
-from colossal_hetero.planner.batches.closed_loop import Redivision
-from colossal_hetero.planner.batches.replica_times import BatchDivider, GlobalBatchTime, Speed
+from colossal_hetero.planner.batches.closed_loop import BatchDivider, GlobalBatchTime, Redivision, Speed
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.simulated_replicas import SimulatedReplica, Simulation
 
@@ -221,21 +220,15 @@ def test_skipped_global_batches_are_not_judged() -> None:
     assert redivision.speeds == (Speed(1.0), Speed(2.0))
 
 
-def test_few_or_short_global_batches_are_not_judged() -> None:
+def test_what_does_not_lead_to_a_new_division() -> None:
     redivision = loop()
     assert not redivision.observe(constant([1.0, 3.0], redivision, 2))
-    assert redivision.observe(constant([1.0, 3.0], redivision, 1))
-    redivision = loop()
-    assert not redivision.observe(constant([0.001, 0.003], redivision, 10))
-
-
-def test_equal_slowdowns_of_all_replicas_change_nothing() -> None:
-    redivision = loop(3)
-    assert not redivision.observe(constant([2.0, 2.0, 2.0], redivision, 10))
-    assert not redivision.observe(constant([1.0, 1.0, 1.0], redivision, 10))
-
-
-def test_a_gain_must_be_above_the_least_gain() -> None:
-    redivision = loop(min_gain=0.4)
-    assert not redivision.observe(constant([1.0, 1.3], redivision, 10))
+    assert redivision.observe(constant([1.0, 3.0], redivision, 1))  # together they are enough
+    for speeds, count, options in (
+        ([0.001, 0.003], 10, {}),  # too short
+        ([2.0, 2.0, 2.0], 10, {"ranks": 3}),  # equal slowdowns of all
+        ([1.0, 1.3], 10, {"min_gain": 0.4}),
+    ):
+        redivision = loop(**options)
+        assert not redivision.observe(constant(speeds, redivision, count))
     assert redivision.observe(constant([1.0, 3.0], redivision, 10))

@@ -1,4 +1,4 @@
-"""The order of devices in a ring all-reduce, their protocol and links (ADAPT, chapter 5; docs/algorithms.md, 2.4).
+"""ADAPT (chapter 5; docs/algorithms.md, 2.4): devices that take part, their order in a ring all-reduce, their batches.
 
 All devices of a ring send at the same time, so the slowest link decides. The best ring is the tour whose *longest* edge
 is shortest (a bottleneck traveling-salesman tour) and, among these, the one with the least total time. ADAPT searches
@@ -7,17 +7,22 @@ for the least total time, but states the longest edge as its cost.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..cluster.group_networks import ETHERNET
 from ..cluster.topology import Channel, MeasuredLink, Topology
+from .allocation import Allocation, Share, allocate, evaluate
 from .batch_profile import PASSES, BatchProfile
+from .time_curve import Curve
 
-__all__ = ["EXACT_DEVICES", "RingNetwork", "ring_cost", "ring_order", "with_cluster_links"]
+__all__ = ["AdaptPlan", "AdaptStep", "RingNetwork", "adapt", "ring_cost", "ring_order", "with_cluster_links"]
 
 EXACT_DEVICES = 12
 STARTS = 8
@@ -105,8 +110,6 @@ def _improve(seconds: NDArray[np.float64], ring: NDArray[np.int64]) -> NDArray[n
 
 
 # Links ---------------------------------------------------------------------------------------------------------------
-
-ETHERNET = "Ethernet"
 
 
 @dataclass(frozen=True)
@@ -207,3 +210,125 @@ def _channel(topology: Topology, a: int, b: int, protocol: str) -> Channel:
             fastest = [max(each, key=lambda nic: nic.bytes_per_second) for each in cards]
             return min(fastest, key=lambda nic: nic.bytes_per_second)
     return topology.channel(a, b)
+
+
+# Device dropping -----------------------------------------------------------------------------------------------------
+# If a device is dropped, the others run its samples; that is faster if it costs more communication than it saves
+# compute, for example if it is the only one without NCCL. The paper's cost, ``max_d B_d·S_d + max_d Comm(d, next(d))``
+# (Eq. 5.3), is here the wall time of :mod:`.allocation`, with the ring's longest edge as the time of a synchronization.
+
+
+@dataclass(frozen=True)
+class AdaptStep:
+    without: tuple[int, ...]
+    """The ranks that it drops, in addition to those dropped before."""
+    reason: str
+    protocol: str
+    cost_seconds: float
+    """Predicted time per global batch; infinite if the remaining ranks cannot hold a sample each."""
+    kept: bool
+    """True if the configuration was better than those before it."""
+
+
+@dataclass(frozen=True)
+class AdaptPlan:
+    allocation: Allocation
+    """The division over all ranks; a dropped rank has ``runs == ()`` and ``busy_seconds == 0``."""
+    ring: tuple[int, ...]
+    """Ranks in sending order; the last one sends to the first."""
+    protocol: str
+    steps: tuple[AdaptStep, ...] = ()
+    """Configurations that were tried, in order; the first one keeps all devices that hold a sample."""
+
+    @property
+    def dropped(self) -> tuple[int, ...]:
+        return tuple(rank for rank, share in enumerate(self.allocation.shares) if not share.runs)
+
+    @property
+    def cost_seconds(self) -> float:
+        return self.allocation.wall_seconds
+
+
+def adapt(
+    curves_of: Callable[[int], Sequence[Curve]],
+    global_batch_size: int,
+    stage: int,
+    network: RingNetwork,
+    accumulation: str = "shared",
+) -> AdaptPlan:
+    """Drop devices as long as that reduces the predicted time per global batch.
+
+    Each round tries to drop, in this order (the paper tries one of the first two):
+
+    1. the busiest device of those whose communication with both ring neighbors takes longer than their compute;
+    2. the device with the fewest samples per second (parts in proportion to speed take equally long);
+    3. all devices without NCCL at once: with two CPUs, dropping one does not make NCCL possible.
+
+    ``curves_of`` returns the curves of all ranks if so many of them take part.
+    """
+    everyone = range(len(network.protocols))
+
+    def unable(ranks: Sequence[int]) -> list[int]:
+        return [rank for rank in ranks if curves_of(len(ranks))[rank].max_batch < 1]
+
+    def plan(ranks: Sequence[int]) -> AdaptPlan:
+        curves, seconds = curves_of(len(ranks)), network.seconds(ranks)
+        ring = ring_order(seconds)
+        times: dict[str, Any] = {"accumulation": accumulation, "communication_seconds": ring_cost(seconds, ring)[0]}
+        divided = allocate([curves[rank] for rank in ranks], global_batch_size, stage, **times)
+        by_rank = dict(zip(ranks, divided.shares, strict=True))
+        shares = [by_rank.get(rank, Share(())) for rank in everyone]
+        allocation = evaluate(curves, shares, stage, method="adapt", **times)
+        return AdaptPlan(allocation, tuple(ranks[index] for index in ring), network.protocol(ranks))
+
+    able = list(everyone)
+    while unable(able):
+        able = [rank for rank in able if rank not in unable(able)]
+    if not able:
+        raise ValueError(
+            f"none of {len(everyone)} devices holds one sample in stage {stage}; use a higher stage, or free memory"
+        )
+    current = plan(able)
+    reason = f"cannot hold one sample: {_names(current.dropped)}" if current.dropped else "all devices"
+    steps = [AdaptStep(current.dropped, reason, current.protocol, current.cost_seconds, True)]
+    improved = True
+    while improved:
+        improved = False
+        for without, reason in _drop_candidates(current, curves_of(len(everyone)), network):
+            rest = [rank for rank in sorted(current.ring) if rank not in without]
+            if unable(rest):
+                steps.append(AdaptStep(without, reason, network.protocol(rest), math.inf, False))
+                continue
+            tried = plan(rest)
+            improved = tried.cost_seconds < current.cost_seconds
+            steps.append(AdaptStep(without, reason, tried.protocol, tried.cost_seconds, improved))
+            if improved:
+                current = tried
+                break
+    return replace(current, steps=tuple(steps))
+
+
+def _drop_candidates(
+    current: AdaptPlan, curves: Sequence[Curve], network: RingNetwork
+) -> list[tuple[tuple[int, ...], str]]:
+    """The ranks to try to drop, in order, each with the reason."""
+    ring, busy = current.ring, current.allocation.busy_seconds
+    if len(ring) == 1:
+        return []
+    edges = network.seconds(ring) * (1 if current.allocation.stage < 2 else current.allocation.steps)
+    near = {rank: min(edges[i - 1, i], edges[i, (i + 1) % len(ring)]) for i, rank in enumerate(ring)}
+    found: dict[tuple[int, ...], str] = {}
+    bound = [rank for rank in ring if near[rank] > busy[rank]]
+    if bound:
+        rank = min(bound, key=lambda rank: (-busy[rank], rank))
+        found[rank,] = f"rank {rank} communicates longer ({near[rank]:.3g} s) than it computes ({busy[rank]:.3g} s)"
+    rank = min(ring, key=lambda rank: (curves[rank].peak_speed, rank))
+    found.setdefault((rank,), f"rank {rank} is the slowest ({curves[rank].peak_speed:.3g} samples/s)")
+    lacking = tuple(rank for rank in sorted(ring) if "nccl" not in network.protocols[rank])
+    if current.protocol != "nccl" and 0 < len(lacking) < len(ring):
+        found.setdefault(lacking, f"without {_names(lacking)} the others use nccl instead of {current.protocol}")
+    return list(found.items())
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

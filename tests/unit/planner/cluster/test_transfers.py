@@ -1,0 +1,235 @@
+"""Rings and hops: against a computation step by step, against the bytes that a card carries, and by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
+from colossal_hetero.planner.cluster.transfers import (
+    concurrent_seconds,
+    hop_channels,
+    ring_hops,
+    synchronization_seconds,
+)
+from colossal_hetero.planner.cost.placement import NodeLinks
+from tests.support.machines import GIGABIT, NVLINK, Nodes, machines
+from tests.support.random_examples import examples
+
+LATENCY = 5e-6
+
+
+def walked(topology: Topology, group: list[int], gradient_bytes: float) -> float:
+    """The time of a ring in which a device begins a step only after it has received the previous message."""
+    count = len(group)
+    ready = [0.0] * count
+    for _ in range(2 * (count - 1)):
+        arrives = [
+            ready[i] + topology.channel(group[i], group[(i + 1) % count]).seconds(gradient_bytes / count)
+            for i in range(count)
+        ]
+        ready = [max(arrives[i - 1], arrives[i]) for i in range(count)]
+    return max(ready)
+
+
+@examples(ordinary=70, thorough=200)
+@given(
+    st.lists(
+        st.builds(Nodes, st.sampled_from(["InfiniBand", "RoCE"]), st.lists(st.integers(1, 4), min_size=1, max_size=3)),
+        min_size=1,
+        max_size=3,
+    ),
+    st.data(),
+)
+def test_a_ring_takes_as_long_as_its_steps(clusters: list[Nodes], data: st.DataObject) -> None:
+    topology = machines(*clusters)
+    numbers = range(len(topology.devices))
+    group = sorted(data.draw(st.sets(st.sampled_from(numbers), min_size=1)))
+    size = data.draw(st.floats(1, 1e10))
+    assume(len(group) > 1)
+    assert synchronization_seconds(topology, group, size) == pytest.approx(walked(topology, group, size))
+
+
+def test_the_formula() -> None:
+    """Of a ring that leaves nodes, with 30 steps of a sixteenth: fourteen hops on NVLink, and two over the NIC."""
+    topology = machines(Nodes("InfiniBand", [1, 1, 1]), Nodes("RoCE", [1]))
+    inside = synchronization_seconds(topology, [0, 1, 2], 3e9)
+    assert inside == pytest.approx(2 * 2 / 3 * 3e9 / (200 * GIGABIT) + 4 * LATENCY)
+    across = synchronization_seconds(topology, [0, 1, 2, 3], 3e9)
+    assert across == pytest.approx(2 * 3 / 4 * 3e9 / (25 * GIGABIT) + 6 * LATENCY)
+    assert synchronization_seconds(topology, [2], 1e9) == synchronization_seconds(topology, [0, 3], 0) == 0.0
+    topology = machines(Nodes("InfiniBand", [8, 8]), latency_seconds=0.0)
+    assert ring_hops(topology, range(16)) == ((0, 1), (1, 0))
+    assert synchronization_seconds(topology, range(16), 16e9) == pytest.approx(30 * 1e9 / (200 * GIGABIT))
+    assert synchronization_seconds(topology, range(8), 8e9) == pytest.approx(14 * 1e9 / NVLINK.bytes_per_second)
+
+
+def test_rings_share_the_bus_of_a_node() -> None:
+    """A ring of four inside a node has four messages at once; one that leaves the node has three inside."""
+    whole = machines(Nodes("InfiniBand", [4, 4]))
+    nodes = tuple(dataclasses.replace(node, inside_bytes_per_second=8e9) for node in whole.nodes)
+    topology = dataclasses.replace(whole, nodes=nodes)
+    latency = whole.nodes[0].inside.latency_seconds
+    inside = 6 * (1e9 / (8e9 / 4) + latency)
+    assert synchronization_seconds(topology, [0, 1, 2, 3], 4e9) == pytest.approx(inside)
+    assert concurrent_seconds(topology, [[0, 1], [2, 3]], [2e9, 2e9]) == pytest.approx((inside / 3,) * 2)
+    assert synchronization_seconds(topology, [0, 1], 2e9, sharing=2) == pytest.approx(inside / 3)
+    both = concurrent_seconds(topology, [range(8)], [8e9])
+    assert both == pytest.approx((14 * (1e9 / (8e9 / 3) + latency),))
+    assert synchronization_seconds(topology, [0, 4], 2e9) == synchronization_seconds(whole, [0, 4], 2e9)
+
+
+def test_the_bandwidth_depends_on_the_message_size() -> None:
+    """Each step sends one part of the gradients: 1 GB, if four devices have 4 GB."""
+    topology = machines(Nodes("InfiniBand", [1] * 4))
+    curved = Channel("InfiniBand", 25e9, 0.0, (0.0, 1.0, 2.0))
+    nodes = tuple(dataclasses.replace(node, nics=(curved,)) for node in topology.nodes)
+    topology = dataclasses.replace(topology, nodes=nodes)
+    assert synchronization_seconds(topology, range(4), 4e9) == pytest.approx(6 * curved.seconds(1e9))
+
+
+def test_rings_share_a_nic() -> None:
+    """Eight rings between two nodes of eight devices. If each node has one NIC, they take eight times as long as one
+    ring; with eight NICs each ring uses a separate NIC; with two NICs four rings share one."""
+    for nics, factor in ((1, 8), (8, 1), (2, 4)):
+        topology = machines(Nodes("InfiniBand", [8, 8], nics), latency_seconds=0.0)
+        groups = [(device, device + 8) for device in range(8)]
+        alone = synchronization_seconds(topology, groups[0], 1e9)
+        assert alone == pytest.approx(1e9 / (200 * GIGABIT))
+        assert concurrent_seconds(topology, groups, [1e9] * 8) == pytest.approx([factor * alone] * 8)
+        assert synchronization_seconds(topology, groups[0], 1e9, sharing=8) == pytest.approx(factor * alone)
+
+
+def test_rings_on_different_networks_do_not_slow_each_other() -> None:
+    """One ring stays in its cluster on InfiniBand; the other one leaves the same node over Ethernet."""
+    topology = machines(Nodes("InfiniBand", [2, 2]), Nodes("RoCE", [2, 2]))
+    groups = [(0, 2), (1, 4)]
+    assert concurrent_seconds(topology, groups, [1e9, 1e9]) == pytest.approx(
+        [synchronization_seconds(topology, group, 1e9) for group in groups]
+    )
+    # Two rings on Ethernet slow each other where they share a NIC: node 0 sends both.
+    both = concurrent_seconds(topology, [(0, 4), (1, 6)], [1e9, 1e9])
+    assert both == pytest.approx([synchronization_seconds(topology, (0, 4), 1e9, sharing=2)] * 2)
+    # A ring without gradients takes no bandwidth.
+    assert concurrent_seconds(topology, [(0, 4), (1, 6)], [1e9, 0])[0] < both[0]
+
+
+def test_a_ring_uses_one_network() -> None:
+    """A ring over both clusters uses Ethernet for all hops, also for those inside a cluster."""
+    topology = machines(Nodes("InfiniBand", [2, 2]), Nodes("RoCE", [2]), latency_seconds=0.0)
+    seconds = concurrent_seconds(topology, [(0, 2, 4), (1, 5)], [3e9, 3e9])
+    # Nodes 0 and 2 send and receive both rings, so each ring gets half of the bandwidth there.
+    assert seconds[0] == pytest.approx(4 * 1e9 / (25 * GIGABIT) * 2)
+    # A ring that stays on InfiniBand shares no NIC with a ring on Ethernet.
+    assert concurrent_seconds(topology, [(0, 2), (1, 5)], [1e9, 1e9])[0] == pytest.approx(1e9 / (200 * GIGABIT))
+
+
+@pytest.mark.parametrize(
+    ("group", "size", "words"),
+    [((0, 9), 1.0, "device 9"), ((0, 0), 1.0, "names a device twice"), ((0, 1), -1.0, "gradient_bytes=-1")],
+)
+def test_impossible_groups(group: tuple[int, ...], size: float, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        synchronization_seconds(machines(Nodes("RoCE", [2, 2])), group, size)
+
+
+# Hops ----------------------------------------------------------------------------------------------------------------
+
+INSIDE, FAST, SLOW = Channel("PCIe", 16e9), Channel("InfiniBand", 25e9, 1e-5), Channel("Ethernet", 1e9, 1e-4)
+
+
+def cluster(*nodes: tuple[int, tuple[Channel, ...]], inside_total: float = math.inf) -> Topology:
+    """One cluster; each node has this number of devices and these NICs. Transfers inside a node share a bandwidth."""
+    devices: list[Device] = []
+    made = []
+    for number, (count, nics) in enumerate(nodes):
+        ranks = tuple(range(len(devices), len(devices) + count))
+        made.append(Node(f"n{number}", 0, ranks, INSIDE, nics, inside_total))
+        devices += [Device(DeviceKind("gpu", 10**10, 1e12), number, 0)] * count
+    return Topology(tuple(devices), tuple(made), ("here",))
+
+
+def test_hops_of_pipelines_share_cards_and_buses() -> None:
+    far = cluster((8, (SLOW,)), (8, (SLOW,)))
+    for replicas in (1, 2, 4, 8):
+        hops = hop_channels(far, [(device, 8 + device) for device in range(replicas)])
+        assert hops == [[Channel("Ethernet", 1e9 / replicas, 1e-4)]] * replicas
+    # A stage between two others takes part in one exchange at a time.
+    assert hop_channels(cluster((1, (SLOW,)), (1, (SLOW,)), (1, (SLOW,))), [(0, 1, 2)]) == [[SLOW, SLOW]]
+    # Hops inside a node and over another network share nothing.
+    topology = cluster((4, (FAST, SLOW)), (2, (FAST, SLOW)), (2, (SLOW,)))
+    half = Channel("Ethernet", 0.5e9, 1e-4)
+    assert hop_channels(topology, [(0, 1, 4), (2, 6), (3, 7)]) == [[INSIDE, FAST], [half], [half]]
+    # Two pipelines inside the node and one that leaves it: four devices send inside at the same time.
+    hops = hop_channels(cluster((5, (SLOW,)), (1, (SLOW,)), inside_total=8e9), [(0, 1), (2, 3), (4, 5)])
+    assert hops == [[Channel("PCIe", 2e9)], [Channel("PCIe", 2e9)], [SLOW]]
+    assert hop_channels(cluster((2, ()), inside_total=40e9), [(0, 1)]) == [[INSIDE]]
+    # A card that is faster than the other end serves several.
+    faster = cluster((2, (Channel("Ethernet", 5e9),)), (1, (SLOW,)), (1, (SLOW,)))
+    assert hop_channels(faster, [(0, 2), (1, 3)]) == [[SLOW], [SLOW]]
+
+
+def test_bandwidth_that_depends_on_the_size_is_shared_alike() -> None:
+    curved = Channel("Ethernet", 4e9, 1e-4, (0.01, 0.1, 1.0))
+    topology = cluster((2, (curved,)), (2, (curved,)))
+    ((hop,), _) = hop_channels(topology, [(0, 2), (1, 3)])
+    for size in (1e5, 1e6, 1e7, 1e9):
+        assert hop.bandwidth(size) == pytest.approx(curved.bandwidth(size) / 2)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[Topology, list[tuple[int, ...]]]:
+    nics = st.sampled_from([(SLOW,), (FAST, SLOW), (Channel("Ethernet", 5e9),)])
+    nodes = draw(st.lists(st.tuples(st.integers(1, 4), nics), min_size=1, max_size=4))
+    topology = cluster(*nodes, inside_total=draw(st.sampled_from([math.inf, 40e9, 3e9])))
+    order = draw(st.permutations(range(len(topology.devices))))
+    cuts = sorted(draw(st.sets(st.integers(1, len(order)), max_size=4)) | {0})
+    return topology, [tuple(order[start:stop]) for start, stop in pairwise(cuts)] or [tuple(order)]
+
+
+@examples(ordinary=100, thorough=2000)
+@given(layouts(), st.integers(1, 10))
+def test_no_card_carries_more_than_it_can(case: tuple[Topology, list[tuple[int, ...]]], size: int) -> None:
+    """In the time of the slowest stage's transfers, every card must be able to carry the messages of all pipelines."""
+    topology, pipelines = case
+    hops = hop_channels(topology, pipelines)
+    sent: Counter[tuple[int, str]] = Counter()
+    longest = 0.0
+    for pipeline, channels in zip(pipelines, hops, strict=True):
+        nodes = [topology.devices[device].node for device in pipeline]
+        seconds = [channel.seconds(size * 1e6) for channel in channels]
+        longest = max([longest, *(before + behind for before, behind in pairwise([0.0, *seconds, 0.0]))])
+        for (a, b), channel in zip(pairwise(nodes), channels, strict=True):
+            # Activations leave a, gradients leave b.
+            sent[a, channel.kind if a != b else "inside"] += 1
+            sent[b, channel.kind if a != b else "inside"] += 1
+    for (node, kind), messages in sent.items():
+        rate = sum(nic.bytes_per_second for nic in topology.nodes[node].nics if nic.kind == kind)
+        if kind == "inside":
+            rate = topology.nodes[node].inside_bytes_per_second
+        assert messages * size * 1e6 / rate <= longest * (1 + 1e-9)
+
+
+@examples(ordinary=60, thorough=1000)
+@given(layouts(), st.integers(1, 4))
+def test_the_search_shares_as_the_prediction_does(case: tuple[Topology, list[tuple[int, ...]]], width: int) -> None:
+    topology, pipelines = case
+    expected = hop_channels(topology, [pipeline for pipeline in pipelines for _ in range(width)])[::width]
+    links = NodeLinks(topology, 1e6)
+    nodes = [np.array([topology.devices[device].node for device in pipeline]) for pipeline in pipelines]
+    load = links.load(nodes, width)
+    looked_up = links.hops([row.tolist() for row in nodes], width)
+    for row, channels, same in zip(nodes, expected, looked_up, strict=True):
+        numbers = links.shared(row[:-1], row[1:], load, width)
+        assert numbers.tolist() == same
+        for number, channel in zip(numbers.tolist(), channels, strict=True):
+            found = links.channels[number]
+            assert (found.kind, found.latency_seconds) == (channel.kind, channel.latency_seconds)
+            assert found.bytes_per_second == pytest.approx(channel.bytes_per_second)
