@@ -20,19 +20,16 @@ from ..stages.pipeline import Slot
 from ..stages.rules import uniform_bounds
 from .draft import finished_plan
 from .pass_order import (
-    WEIGHT_SHARE,
-    ChunkTimes,
     GraphSeconds,
     PassOrder,
     Schedule,
     interleaved,
-    simulate_passes,
     stages_of_chunks,
     why_not_schedulable,
     zero_bubble_v,
 )
 from .plan import ChunkPlan, Plan, Replica, StagePlan
-from .simulate import MAX_PASSES
+from .simulate import MAX_PASSES, WEIGHT_SHARE, ChunkTimes, simulate_passes
 
 __all__ = [
     *("MAX_GROUPS", "ChunkDivision", "ChunkedPipeline", "Ranks", "all_arrangements", "divide_blocks", "most_in_flight"),

@@ -23,8 +23,7 @@ from ...common.text import (
 from ..cost.evaluate import EvaluatedPlan, time_parts
 from ..cost.layout_line import device_in_words
 from ..cost.plan import Plan
-from ..cost.simulate import PlanSimulation, simulate_plan
-from ..stages.event_simulation import Event
+from ..cost.simulate import Event, PlanSimulation, simulate_plan
 from .plan_table import alike_replicas, layout, nodes_in_words, short_ranks
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ in one node. Slots are interchangeable if they share one ``LayerCosts`` object a
 
 `[Note: closed form]`  The time of an iteration is estimated by AutoHet's Eq. 1, ``C = Σ t + (K − 1)·max t``: the first
 micro-batch passes through the empty pipeline, and each further one takes one period of the longest stage. Compared with
-the event simulation (``event_simulation.py``), where F and B are a stage's forward and backward time, each with half of
+the event simulation (``cost/simulate.py``), where F and B are a stage's forward and backward time, each with half of
 the time of the schedule itself, t = F + B + the hops over its two cuts, for K micro-batches and P stages:
 
 - The period is exact: every cycle in the graph of dependencies has as many forwards as backwards of each stage.
