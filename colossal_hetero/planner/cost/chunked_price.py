@@ -17,7 +17,7 @@ from ..cluster.topology import Channel, Topology
 from ..profile.layer_profile import ModelProfile
 from ..stages.fixed_order import all_bounds
 from ..stages.pipeline import Slot
-from ..stages.rules import uniform_bounds
+from ..stages.split_methods import uniform_bounds
 from .draft import finished_plan
 from .pass_order import (
     GraphSeconds,

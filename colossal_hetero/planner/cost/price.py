@@ -15,7 +15,7 @@ import numpy as np
 from ...common.text import count
 from ..cluster.topology import Topology
 from ..profile.layer_profile import ModelProfile
-from ..stages.rules import uniform_bounds
+from ..stages.split_methods import uniform_bounds
 from .chunked_price import Ranks, price_chunks
 from .draft import Draft, DraftBuilder, write_plan
 from .gradient_times import divide_micro_batches

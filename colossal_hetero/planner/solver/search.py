@@ -20,7 +20,7 @@ from ..cost.placement import SlotPool
 from ..cost.plan import Plan
 from ..cost.ranked_plan import RankedPlan, prediction_error, ties_resolved
 from ..cost.runnable import NoPlanError
-from ..stages.rules import uniform_bounds
+from ..stages.split_methods import uniform_bounds
 from .chunked_plans import Candidate, ChunkedPlans, merged_by_time, ranked_by_time
 from .explanations import (
     against_equal_replicas,

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from colossal_hetero.planner.cluster.topology import Channel
 from colossal_hetero.planner.profile.layer_costs import LayerCosts
 from colossal_hetero.planner.stages.pipeline import Pipeline, Slot, Split, evaluate
-from colossal_hetero.planner.stages.rules import adapt
-from colossal_hetero.planner.stages.split_methods import METHODS, split, uniform_bounds
+from colossal_hetero.planner.stages.split_methods import METHODS, adapt, split, uniform_bounds
 from tests.support.random_examples import IS_THOROUGH, examples
 
 ROUNDING = 1e-9
