@@ -18,7 +18,7 @@ from ..profile.layer_profile import ModelProfile
 from ..stages.fixed_order import all_bounds
 from ..stages.pipeline import Slot
 from ..stages.split_methods import uniform_bounds
-from .draft import finished_plan
+from .draft import finished_plan, planned_stage
 from .pass_order import (
     GraphSeconds,
     PassOrder,
@@ -28,7 +28,7 @@ from .pass_order import (
     why_not_schedulable,
     zero_bubble_v,
 )
-from .plan import ChunkPlan, Plan, Replica, StagePlan
+from .plan import ChunkPlan, Plan, Replica
 from .simulate import MAX_PASSES, WEIGHT_SHARE, ChunkTimes, simulate_passes
 
 __all__ = [
@@ -104,7 +104,17 @@ def price_chunks(
         for slot, stage in zip(pipelines[0].slots, written[0].stages, strict=True)
     ]
     synchronization = summing_seconds(topology, ranks, gradient_bytes)
-    return finished_plan(profile, written, method, degree, micro_batch, synchronization, notes, schedule, order_seconds)
+    return finished_plan(
+        profile,
+        written,
+        synchronization,
+        micro_batch,
+        method=method,
+        schedule=schedule,
+        order_seconds=order_seconds,
+        tensor_parallel=degree,
+        notes=tuple(notes),
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,10 +242,12 @@ def _replica(
     stages = []
     for number, (group, slot) in enumerate(zip(groups, pipeline.slots, strict=True)):
         own = [chunk for chunk, stage in enumerate(stage_of) if stage == number]
-        kind = topology.devices[group[0]].kind
-        overhead = kind.memory_bytes - slot.memory_bytes
         stages.append(
-            StagePlan(
+            planned_stage(
+                topology,
+                group,
+                float(memory[number]),
+                slot.memory_bytes,
                 chunks=tuple(
                     ChunkPlan(
                         blocks=(bounds[chunk], bounds[chunk + 1]),
@@ -246,17 +258,11 @@ def _replica(
                     )
                     for chunk in own
                 ),
-                device=slot.name,
-                ranks=tuple(group),
-                node=topology.nodes[topology.devices[group[0]].node].name,
                 forward_seconds=sum(forward[chunk] for chunk in own),
                 backward_seconds=sum(backward[chunk] for chunk in own),
                 transfer_seconds=sum(hops[chunk] + (hops[chunk - 1] if chunk else 0.0) for chunk in own),
                 schedule_seconds=sum(schedule[chunk] for chunk in own),
                 update_seconds=float(times.update_seconds[number, 0]),
-                memory_bytes=float(memory[number]) + overhead,
-                memory_overhead_bytes=overhead,
-                memory_available_bytes=kind.memory_bytes,
             )
         )
     seconds = float(pipeline.seconds(cut)[0])
