@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from colossal_hetero.planner.cluster.all_reduce import concurrent_seconds, synchronization_seconds
-from colossal_hetero.planner.cluster.shared_hops import hop_channels
 from colossal_hetero.planner.cluster.topology import Channel, Topology
 from colossal_hetero.planner.cost.ranked_plan import MIN_GAIN
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from colossal_hetero.planner.stages.pipeline import Pipeline, PipelineCost, Slot, Split, evaluate
+from tests.support.shared_hops import hop_channels
 
 __all__ = ["EveryPlan", "arrangements", "last_end"]
 

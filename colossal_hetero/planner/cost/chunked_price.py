@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cluster.all_reduce import concurrent_seconds
-from ..cluster.shared_hops import hop_channels
 from ..cluster.topology import Channel, Topology
 from ..profile.layer_profile import ModelProfile
 from ..stages.fixed_order import all_bounds
@@ -28,6 +27,7 @@ from .pass_order import (
     why_not_schedulable,
     zero_bubble_v,
 )
+from .placement import NodeLinks
 from .plan import ChunkPlan, Plan, Replica
 from .simulate import MAX_PASSES, WEIGHT_SHARE, ChunkTimes, simulate_passes
 
@@ -139,18 +139,22 @@ class _Lines:
     ) -> _Lines:
         stages, degree = len(ranks[0]), len(ranks[0][0])
         stage_of = stages_of_chunks(schedule, stages, chunks)
-        lanes = _hop_lanes(ranks)
-        # The last stage sends to the first; of two stages that is the same channel as from the first to the last.
-        goes_round = schedule == "interleaved" and stages > 2
-        channels = hop_channels(topology, [[*lane, lane[0]] if goes_round else lane for lane in lanes])[::degree]
+        nodes = [[topology.devices[group[0]].node for group in groups] for groups in ranks]
+        if schedule == "interleaved" and stages > 2:
+            # The last stage sends to the first; of two stages that is the same channel as from the first to the last.
+            nodes = [[*row, row[0]] for row in nodes]
+        links = NodeLinks(topology, 0.0)
         order = PassOrder(stage_of, ((),) * stages)
-        rows = tuple(
-            ChunkedPipeline(
-                stage_slots(topology, profile, groups, degree, micro_batch), _hops(stage_of, stages, row), order
-            )
-            for groups, row in zip(ranks, channels, strict=True)
-        )
-        return cls(schedule, chunks, rows)
+        rows = []
+        for groups, numbers, where in zip(ranks, links.hops(nodes, degree), nodes, strict=True):
+            # Without a link, the topology raises an error that says so.
+            channels = [
+                links.channels[number] if number >= 0 else topology.node_channel(*hop)
+                for number, hop in zip(numbers, pairwise(where), strict=True)
+            ]
+            slots = stage_slots(topology, profile, groups, degree, micro_batch)
+            rows.append(ChunkedPipeline(slots, _hops(stage_of, stages, channels), order))
+        return cls(schedule, chunks, tuple(rows))
 
     def order(self, micro_batches: int, order_seconds: GraphSeconds | None) -> PassOrder:
         stages = len(self.rows[0].slots)
@@ -294,11 +298,6 @@ def _equal_micro_batches(global_batch: int, micro_batch: int, replicas: int) -> 
             f"{replicas} replicas; use a multiple of {micro_batch * replicas}"
         )
     return micro_batches
-
-
-def _hop_lanes(ranks: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
-    """The ranks that send to each other from stage to stage: a lane per replica and place in the group."""
-    return [[group[place] for group in groups] for groups in ranks for place in range(len(groups[0]))]
 
 
 def stage_slots(

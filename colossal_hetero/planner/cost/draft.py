@@ -245,9 +245,10 @@ class DraftBuilder:
 
     def _matrices(self, pool: SlotPool, places: Rows) -> list[NDArray[np.int64]]:
         """The channels between each two slots of each pipeline if its other stages are in this order."""
-        rows = [np.array([self.node(pool, place) for place in row]) for row in places]
+        rows = [[self.node(pool, place) for place in row] for row in places]
         load = pool.links.load(rows, pool.tensor_parallel)
-        return [pool.links.shared(row[:, None], row[None, :], load, pool.tensor_parallel) for row in rows]
+        nodes = map(np.array, rows)
+        return [pool.links.shared(row[:, None], row[None, :], load, pool.tensor_parallel) for row in nodes]
 
     def _price(
         self,

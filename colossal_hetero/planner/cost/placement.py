@@ -3,6 +3,14 @@
 AutoHet, section III-C: tensor parallelism gets the fastest links, inside a node, data parallelism the next, and
 pipelines the slowest (:func:`place`). If gradients are small and activations large, pipelines need fast links more than
 data parallelism does (:func:`place_together`). Kinds with less computing power get the earlier stages.
+
+[Note: shared hops] Pipelines that are alike send over the same cut at the same time. A stage takes part in one exchange
+at a time, in which each of its devices sends one message and receives one. So at most as many messages go through a
+node's NICs of a kind, in each direction (full duplex), as it has devices whose stage has a neighbor over that network.
+Each message gets an equal share, at most the bandwidth of the channel. This is an upper bound on the time: if stages
+have one such neighbor or two, or pipelines differ, fewer messages may be sent at times. Hops inside a node share its
+inside bandwidth; both devices of a hop send at once. As in ``all_reduce.py``, a link between clusters has the bandwidth
+of one pair of nodes.
 """
 
 from __future__ import annotations
@@ -96,16 +104,29 @@ class NodeLinks:
         same_node = np.asarray(nodes_a == nodes_b).astype(int)
         return np.asarray(self._number[self.node_kind[nodes_a], self.node_kind[nodes_b], same_node])
 
-    def load(self, pipelines: Sequence[NDArray[np.int64]], width: int) -> NDArray[np.int64]:
+    def load(self, pipelines: Sequence[Sequence[int]], width: int) -> NDArray[np.int64]:
         """Messages that share a node's NICs of a kind or its inside, ``[kinds + 1, nodes]``; see Note: shared hops."""
         load = np.zeros(self._node_rate.shape, dtype=np.int64)
-        for nodes in pipelines:
-            crosses = nodes[:-1] != nodes[1:]
-            kind = np.where(crosses, self._kind_of[self.numbers(nodes[:-1], nodes[1:])], self._inside)
-            before, behind = np.append(-1, kind), np.append(kind, -1)
-            for used, counts in ((before, before >= 0), (behind, (behind >= 0) & (behind != before))):
-                np.add.at(load, (used[counts], nodes[counts]), width)
+        for place, messages in self._load(pipelines, width)[0].items():
+            load[place] = messages
         return load
+
+    def _load(
+        self, pipelines: Sequence[Sequence[int]], width: int
+    ) -> tuple[Counter[tuple[int, int]], list[tuple[int, int, int]]]:
+        """:meth:`load` by place, and for each hop its nodes and the kind of its NICs, or of the inside of its node."""
+        load: Counter[tuple[int, int]] = Counter()
+        hops = []
+        for nodes in pipelines:
+            kind_before = -1
+            for a, b in pairwise(nodes):
+                kind = self._inside if a == b else self._network(a, b)
+                if kind != kind_before:
+                    load[kind, a] += width
+                load[kind, b] += width
+                hops.append((a, b, kind))
+                kind_before = kind
+        return load, hops
 
     def shared(
         self, nodes_a: NDArray[np.int64], nodes_b: NDArray[np.int64], load: NDArray[np.int64], width: int
@@ -133,17 +154,7 @@ class NodeLinks:
     def hops(self, pipelines: Sequence[Sequence[int]], width: int) -> list[list[int]]:
         """The numbers of the channels between neighboring stages, ``[pipelines][stages − 1]``, as from :meth:`load` and
         :meth:`shared`; −1 where there is no link. For many calls with few stages: each channel is computed once."""
-        load: Counter[tuple[int, int]] = Counter()
-        hops = []
-        for nodes in pipelines:
-            kind_before = -1
-            for a, b in pairwise(nodes):
-                kind = self._inside if a == b else self._network(a, b)
-                if kind != kind_before:
-                    load[kind, a] += width
-                load[kind, b] += width
-                hops.append((a, b, kind))
-                kind_before = kind
+        load, hops = self._load(pipelines, width)
         numbers = iter([self._shared_number(a, b, kind, load, width) for a, b, kind in hops])
         return [list(islice(numbers, len(nodes) - 1)) for nodes in pipelines]
 

@@ -16,7 +16,7 @@ sends b / D. The rings of a slot run one after the other, or (pipelines that are
   min(min(s, D − 1)·R / w, s·ch), and a latency.
 
 [Note: pipelines that leave a node] If all D pipelines have a slot in a node and another one in another node, each has a
-slot there that sends to another node. In the planner's model (``cluster/shared_hops.py``) w messages of each of these
+slot there that sends to another node. In the planner's model (``cost/placement.py``) w messages of each of these
 slots share the NICs of their network. So if there is one network, w·D messages share its bandwidth.
 """
 

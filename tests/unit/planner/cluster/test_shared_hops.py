@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -11,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_hetero.planner.cluster.shared_hops import hop_channels
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from colossal_hetero.planner.cost.placement import NodeLinks
 from tests.support.random_examples import examples
+from tests.support.shared_hops import hop_channels
 
 INSIDE, FAST, SLOW = Channel("PCIe", 16e9), Channel("InfiniBand", 25e9, 1e-5), Channel("Ethernet", 1e9, 1e-4)
 
@@ -30,21 +31,28 @@ def machines(*nodes: tuple[int, tuple[Channel, ...]], inside_total: float = math
     return Topology(tuple(devices), tuple(made), ("here",))
 
 
+def shared_channels(topology: Topology, pipelines: Sequence[Sequence[int]]) -> list[list[Channel]]:
+    """Channel of each hop, ``[pipelines][stages − 1]``."""
+    links = NodeLinks(topology, 1e6)
+    rows = links.hops([[topology.devices[device].node for device in pipeline] for pipeline in pipelines], 1)
+    return [[links.channels[number] for number in row] for row in rows]
+
+
 @pytest.mark.parametrize("replicas", [1, 2, 4, 8])
 def test_replicas_share_the_card_of_their_node(replicas: int) -> None:
     topology = machines((8, (SLOW,)), (8, (SLOW,)))
-    hops = hop_channels(topology, [(device, 8 + device) for device in range(replicas)])
+    hops = shared_channels(topology, [(device, 8 + device) for device in range(replicas)])
     assert hops == [[Channel("Ethernet", 1e9 / replicas, 1e-4)]] * replicas
 
 
 def test_a_stage_between_two_others_takes_part_in_one_exchange_at_a_time() -> None:
     topology = machines((1, (SLOW,)), (1, (SLOW,)), (1, (SLOW,)))
-    assert hop_channels(topology, [(0, 1, 2)]) == [[SLOW, SLOW]]
+    assert shared_channels(topology, [(0, 1, 2)]) == [[SLOW, SLOW]]
 
 
 def test_hops_inside_a_node_and_over_another_network_share_nothing() -> None:
     topology = machines((4, (FAST, SLOW)), (2, (FAST, SLOW)), (2, (SLOW,)))
-    hops = hop_channels(topology, [(0, 1, 4), (2, 6), (3, 7)])
+    hops = shared_channels(topology, [(0, 1, 4), (2, 6), (3, 7)])
     half = Channel("Ethernet", 0.5e9, 1e-4)
     assert hops == [[INSIDE, FAST], [half], [half]]
 
@@ -52,20 +60,20 @@ def test_hops_inside_a_node_and_over_another_network_share_nothing() -> None:
 def test_hops_inside_a_node_share_its_bus() -> None:
     """Two pipelines inside the node and one that leaves it: four devices send inside at the same time."""
     topology = machines((5, (SLOW,)), (1, (SLOW,)), inside_total=8e9)
-    hops = hop_channels(topology, [(0, 1), (2, 3), (4, 5)])
+    hops = shared_channels(topology, [(0, 1), (2, 3), (4, 5)])
     assert hops == [[Channel("PCIe", 2e9)], [Channel("PCIe", 2e9)], [SLOW]]
-    assert hop_channels(machines((2, ()), inside_total=40e9), [(0, 1)]) == [[INSIDE]]
+    assert shared_channels(machines((2, ()), inside_total=40e9), [(0, 1)]) == [[INSIDE]]
 
 
 def test_a_card_that_is_faster_than_the_other_end_serves_several() -> None:
     topology = machines((2, (Channel("Ethernet", 5e9),)), (1, (SLOW,)), (1, (SLOW,)))
-    assert hop_channels(topology, [(0, 2), (1, 3)]) == [[SLOW], [SLOW]]
+    assert shared_channels(topology, [(0, 2), (1, 3)]) == [[SLOW], [SLOW]]
 
 
 def test_bandwidth_that_depends_on_the_size_is_shared_alike() -> None:
     curved = Channel("Ethernet", 4e9, 1e-4, (0.01, 0.1, 1.0))
     topology = machines((2, (curved,)), (2, (curved,)))
-    ((hop,), _) = hop_channels(topology, [(0, 2), (1, 3)])
+    ((hop,), _) = shared_channels(topology, [(0, 2), (1, 3)])
     for size in (1e5, 1e6, 1e7, 1e9):
         assert hop.bandwidth(size) == pytest.approx(curved.bandwidth(size) / 2)
 
@@ -85,7 +93,7 @@ def layouts(draw: st.DrawFn) -> tuple[Topology, list[tuple[int, ...]]]:
 def test_no_card_carries_more_than_it_can(case: tuple[Topology, list[tuple[int, ...]]], size: int) -> None:
     """In the time of the slowest stage's transfers, every card must be able to carry the messages of all pipelines."""
     topology, pipelines = case
-    hops = hop_channels(topology, pipelines)
+    hops = shared_channels(topology, pipelines)
     sent: Counter[tuple[int, str]] = Counter()
     longest = 0.0
     for pipeline, channels in zip(pipelines, hops, strict=True):
@@ -110,7 +118,7 @@ def test_the_search_shares_as_the_prediction_does(case: tuple[Topology, list[tup
     expected = hop_channels(topology, [pipeline for pipeline in pipelines for _ in range(width)])[::width]
     links = NodeLinks(topology, 1e6)
     nodes = [np.array([topology.devices[device].node for device in pipeline]) for pipeline in pipelines]
-    load = links.load(nodes, width)
+    load = links.load([row.tolist() for row in nodes], width)
     looked_up = links.hops([row.tolist() for row in nodes], width)
     for row, channels, same in zip(nodes, expected, looked_up, strict=True):
         numbers = links.shared(row[:-1], row[1:], load, width)

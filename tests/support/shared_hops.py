@@ -1,13 +1,4 @@
-"""Channels over which pipelines send from stage to stage, when they share network cards.
-
-[Note: shared hops] Pipelines that are alike send over the same cut at the same time. A stage takes part in one exchange
-at a time, in which each of its devices sends one message and receives one. So at most as many messages go through a
-node's NICs of a kind, in each direction (full duplex), as it has devices whose stage has a neighbor over that network.
-Each message gets an equal share, at most the bandwidth of the channel. This is an upper bound on the time: if stages
-have one such neighbor or two, or pipelines differ, fewer messages may be sent at times. Hops inside a node share its
-inside bandwidth; both devices of a hop send at once. As in ``all_reduce.py``, a link between clusters has the bandwidth
-of one pair of nodes.
-"""
+"""The channels of hops that share network cards, worked out one by one; see Note: shared hops in ``placement.py``."""
 
 from __future__ import annotations
 
@@ -15,14 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
-from .all_reduce import INSIDE, nic_bandwidth
-from .topology import Channel, Topology
-
-__all__ = ["hop_channels"]
+from colossal_hetero.planner.cluster.all_reduce import INSIDE, nic_bandwidth
+from colossal_hetero.planner.cluster.topology import Channel, Topology
 
 
 def hop_channels(topology: Topology, pipelines: Sequence[Sequence[int]]) -> list[list[Channel]]:
-    """Channel of each hop, ``[pipelines][stages − 1]``, with a message's share of the bandwidth (Note: shared hops)."""
+    """Channel of each hop, ``[pipelines][stages − 1]``, with a message's share of the bandwidth."""
     nodes = [[topology.devices[device].node for device in pipeline] for pipeline in pipelines]
     plain = [[topology.node_channel(*hop) for hop in pairwise(row)] for row in nodes]
     load: Counter[tuple[int, str]] = Counter()
