@@ -117,7 +117,7 @@ def test_no_message_leaves_a_crowded_node_faster() -> None:
         left = set.intersection(*map(set, nodes)) if min(len(set(each)) for each in nodes) > 1 else set()
         crowded = plan.bound.crowded_message_seconds(sent, len(nodes))
         alone = plan.bound.crowded_message_seconds(sent, 1)
-        for where, hops in zip(nodes, plan.builder.hops(plan.pool, nodes), strict=True):
+        for where, hops in zip(nodes, plan.builder.hops(plan.pool, plan.rows), strict=True):
             for ends, hop in zip(itertools.pairwise(where), hops, strict=True):
                 for node in left & set(ends) if ends[0] != ends[1] else ():
                     assert crowded[kind_on[node]] <= plan.pool.links.channels[hop].seconds(sent) * (1 + 1e-9)
