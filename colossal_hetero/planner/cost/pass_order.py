@@ -26,6 +26,7 @@ __all__ = [
     "Pass",
     "PassOrder",
     "Schedule",
+    "chunked_order",
     "interleaved",
     "one_forward_one_backward",
     "stages_of_chunks",
@@ -207,6 +208,13 @@ def _alternating(forward: list[int], backward: list[int], warm_up: int) -> tuple
         passes += [following("forward", chunk), following("backward", back)]
     passes += [following("backward", chunk) for chunk in backward[steady:]]
     return tuple(passes)
+
+
+def chunked_order(stages: int, chunks: int, micro_batches: int, seconds: GraphSeconds | None) -> PassOrder:
+    """The order of ``chunks`` chunks in all: with ``seconds`` that of the schedule ``zbv``, else ``interleaved``."""
+    if seconds is not None:
+        return zero_bubble_v(stages, micro_batches, seconds)
+    return interleaved(stages, chunks // stages, micro_batches)
 
 
 # Zero bubble ---------------------------------------------------------------------------------------------------------

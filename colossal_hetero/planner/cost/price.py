@@ -16,7 +16,7 @@ from ...common.text import count
 from ..cluster.topology import Topology
 from ..profile.layer_profile import ModelProfile
 from ..stages.split_methods import uniform_bounds
-from .chunked_price import Ranks, price_chunks
+from .chunked_price import Ranks, equal_micro_batches, kind_of_group, price_chunks
 from .draft import Draft, DraftBuilder, write_plan
 from .gradient_times import divide_micro_batches
 from .layout_line import PipelineLayout, PlanLayout, StageLayout
@@ -57,13 +57,7 @@ def price(
     """
     slots: dict[str, list[tuple[int, ...]]] = {}
     for group in itertools.chain.from_iterable(ranks):
-        kinds = sorted({topology.devices[rank].kind.name for rank in group})
-        if len(kinds) > 1 or len(group) != layout.tensor_parallel:
-            raise ValueError(
-                f"ranks {tuple(group)} ({', '.join(kinds)}) are not a tensor-parallel group of "
-                f"{layout.tensor_parallel} devices of one kind"
-            )
-        slots.setdefault(kinds[0], []).append(tuple(group))
+        slots.setdefault(kind_of_group(topology, group, layout.tensor_parallel), []).append(tuple(group))
     pricer = Pricer(topology, profile, layout, slots, order_seconds=order_seconds, overlap=overlap)
     return pricer.plan(tuple(tuple(map(tuple, row)) for row in ranks)).model_copy(update={"method": method})
 
@@ -80,12 +74,7 @@ def price_ranks(
     method: str = METHOD,
 ) -> Plan:
     """The 1F1B plan of equal replicas with these ranks and bounds of stages, by default those of equal stages."""
-    steps, left = divmod(global_batch, micro_batch * len(ranks))
-    if left or not steps:
-        raise ValueError(
-            f"a global batch of {global_batch} samples cannot be divided into micro-batches of {micro_batch} for "
-            f"{count(len(ranks), 'replica')}; use a multiple of {micro_batch * len(ranks)}"
-        )
+    steps = equal_micro_batches(global_batch, micro_batch, len(ranks))
     cut = list(itertools.pairwise(uniform_bounds(profile.blocks, len(ranks[0])) if bounds is None else bounds))
     pipelines = []
     for row in ranks:

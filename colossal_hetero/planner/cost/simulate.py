@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...common.text import spans
-from .pass_order import Pass, PassOrder, interleaved, one_forward_one_backward, zero_bubble_v
+from .pass_order import Pass, PassOrder, chunked_order, one_forward_one_backward
 from .plan import Plan, Replica, StagePlan
 
 __all__ = [
@@ -263,16 +263,14 @@ def _times(replica: Replica) -> tuple[tuple[float, ...], ...]:
 
 def order_of(plan: Plan, replica: Replica) -> PassOrder:
     """The passes of each stage of a replica."""
-    stages, chunks, micro_batches = len(replica.stages), plan.chunks_per_stage, replica.micro_batches
-    passes = stages * chunks * micro_batches * (2 if plan.order_seconds is None else 3)
+    stages, micro_batches, chunks = len(replica.stages), replica.micro_batches, len(replica.layers_per_chunk)
+    passes = chunks * micro_batches * (2 if plan.order_seconds is None else 3)
     most = MAX_PASSES_1F1B if plan.schedule == "1f1b" else MAX_PASSES
     if passes > most:
         raise ValueError(f"{passes:,} passes are too many to simulate; at most {most:,} are allowed")
     if plan.schedule == "1f1b":
         return one_forward_one_backward(stages, micro_batches)
-    if plan.order_seconds is not None:
-        return zero_bubble_v(stages, micro_batches, plan.order_seconds)
-    return interleaved(stages, chunks, micro_batches)
+    return chunked_order(stages, chunks, micro_batches, plan.order_seconds)
 
 
 def slowed(plan: Plan, slow: Mapping[int, float]) -> Plan:
