@@ -154,7 +154,7 @@ def _ordered(
 
 def _distinct(rows: Sequence[ChunkedPipeline]) -> list[ChunkedPipeline]:
     """Pipelines without those that are as fast as another one."""
-    return list({(tuple(slot.kind for slot in row.slots), row.hops): row for row in rows}.values())
+    return list({(row.slots, row.hops): row for row in rows}.values())
 
 
 def _mean_seconds(row: ChunkedPipeline, cut: NDArray[np.int64]) -> GraphSeconds:

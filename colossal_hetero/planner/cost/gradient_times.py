@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from ..cluster.all_reduce import ConcurrentRings, synchronization_seconds
 from ..cluster.topology import Topology
-from .tp_groups import cut_points
 
 __all__ = ["GradientTimes", "Summing", "divide_micro_batches"]
 
@@ -34,17 +33,6 @@ class GradientTimes:
         self.node_of = [device.node for device in topology.devices]
         self._alike: dict[object, _EqualCuts] = {}
         self._rings: dict[object, float] = {}
-
-    def seconds(
-        self,
-        node_kind: NDArray[np.int64],
-        groups: Groups,
-        bounds: Sequence[tuple[int, ...]],
-        gradient_bytes: NDArray[np.float64],
-    ) -> float:
-        """Seconds until every stage has summed the gradients of its blocks, all stages at once. Blocks that the same
-        stages hold are summed together."""
-        return Summing(self, node_kind, groups, gradient_bytes).seconds(bounds)
 
     def equal_cuts(self, node_kind: NDArray[np.int64], rings: Sequence[Ring], width: int) -> _EqualCuts:
         """The rings of pipelines that are cut alike: ``width`` equal ones for each stage."""
@@ -85,7 +73,7 @@ class _EqualCuts:
 
 
 class Summing:
-    """The sums of given pipelines, for any cuts; arguments as for :meth:`GradientTimes.seconds`."""
+    """The sums of gradients of given pipelines, for any cuts. Blocks that the same stages hold are summed together."""
 
     def __init__(
         self, times: GradientTimes, node_kind: NDArray[np.int64], groups: Groups, gradient_bytes: NDArray[np.float64]
@@ -97,6 +85,7 @@ class Summing:
         self._bytes_of: dict[tuple[int, int], float] = {}
 
     def seconds(self, bounds: Sequence[tuple[int, ...]]) -> float:
+        """Seconds until every stage has summed the gradients of its blocks, all stages at once."""
         if len(self._groups) == 1:
             return 0.0
         return self._of_equal_cuts(bounds[0]) if len(set(bounds)) == 1 else self._of_any_cuts(bounds)
@@ -121,7 +110,7 @@ class Summing:
 
     def _of_any_cuts(self, bounds: Sequence[tuple[int, ...]]) -> float:
         slots_on = Counter(itertools.chain.from_iterable(self._nodes))
-        cuts = cut_points(bounds)
+        cuts = sorted(set(itertools.chain.from_iterable(bounds)))
         total = np.concatenate([[0.0], np.cumsum(self._gradient_bytes)])
         stage_of = np.array([np.searchsorted(cut, cuts[:-1], side="right") - 1 for cut in bounds])
         spent: Counter[tuple[int, int]] = Counter()

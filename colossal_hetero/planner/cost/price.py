@@ -23,7 +23,7 @@ from .layout_line import PipelineLayout, PlanLayout, StageLayout
 from .pass_order import GraphSeconds
 from .placement import NodeLinks, Place, SlotPool, place, place_together
 from .plan import Plan
-from .tp_groups import SlotKind
+from .tp_groups import SlotKind, tensor_parallel_groups
 
 __all__ = ["Pricer", "available_slots", "exchanged_places", "first_places", "look", "price", "price_ranks"]
 
@@ -241,6 +241,7 @@ def available_slots(topology: Topology, layout: PlanLayout) -> dict[str, tuple[t
     first = {stage.device: stage for stage in reversed(stages)}
     needed = Counter(stage.device for stage in stages)
     kinds = Counter(device.kind.name for device in topology.devices)
+    every = tensor_parallel_groups(topology, degree)
     slots: dict[str, tuple[tuple[int, ...], ...]] = {}
     for device in first:
         if device not in kinds:
@@ -254,11 +255,10 @@ def available_slots(topology: Topology, layout: PlanLayout) -> dict[str, tuple[t
                 f"{missing:,} are missing",
                 first[device],
             )
-        groups = []
-        for node in topology.nodes:
-            ranks = [rank for rank in node.devices if topology.devices[rank].kind.name == device]
-            ranks.sort(key=lambda rank: (-topology.devices[rank].speed, rank))
-            groups += [tuple(sorted(ranks[at : at + degree])) for at in range(0, len(ranks) - degree + 1, degree)]
+        # By node, the fastest first.
+        by_speed = [(-speed, group) for (kind, speed), each in every.items() if kind == device for group in each]
+        by_speed.sort(key=lambda each: (topology.devices[each[1][0]].node, each[0]))
+        groups = [group for _, group in by_speed]
         if len(groups) < needed[device]:
             layout.wrong(
                 f"the layout needs {count(needed[device], 'group')} of {degree} × {device}, each inside a node, but "

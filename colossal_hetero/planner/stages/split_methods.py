@@ -172,7 +172,7 @@ def autohet(pipeline: Pipeline, order: Sequence[int] | None) -> Split | None:
     lengths = np.arange(1, pipeline.blocks - len(order) + 2)
     candidates = np.unique(lengths / by_stage[:, None])
     earliest = [
-        earliest_starts(pipeline.slots[slot].kind, min(pipeline.micro_batches, len(order) - stage))
+        earliest_starts(pipeline.slots[slot], min(pipeline.micro_batches, len(order) - stage))
         for stage, slot in enumerate(order)
     ]
     first, last = 0, len(candidates)

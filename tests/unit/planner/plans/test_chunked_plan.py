@@ -72,7 +72,7 @@ CHUNKS = ("replicas", 0, "stages", 1, "chunks")
     "schedule, changed, words",
     [
         ("interleaved", change(*CHUNKS, 0, "blocks", value=[2, 4]), "but the chunk before it, in stage 1, ends at 4"),
-        ("interleaved", change(*CHUNKS, 1, "blocks", value=[6, 6]), "[6, 6) has no block; a chunk [a, b) needs"),
+        ("interleaved", change(*CHUNKS, 1, "blocks", value=[6, 6]), "[6, 6) has no block; [a, b) needs"),
         ("interleaved", change(*CHUNKS, 1, "blocks", value="all"), "chunks[1].blocks"),
         (
             "interleaved",
