@@ -79,7 +79,6 @@ class NodeLinks:
             ]
         )
         self._inside = len(kinds_of_channel)
-        self._limited: dict[tuple[int, float], int] = {}
         self._hops: dict[object, int] = {}
 
     def number(self, channel: Channel) -> int:
@@ -147,7 +146,8 @@ class NodeLinks:
         if not limited.any():
             return numbers
         distinct, place = np.unique(np.stack([numbers[limited], share[limited]]), axis=1, return_inverse=True)
-        new = [self._limited_number(int(number), each) for number, each in distinct.T.tolist()]
+        channels = [(self.channels[int(number)], each) for number, each in distinct.T.tolist()]
+        new = [self.number(channel.limited(each * channel.bytes_per_second)) for channel, each in channels]
         numbers[limited] = np.array(new, dtype=np.int64)[place.reshape(-1)]
         return numbers
 
@@ -172,15 +172,6 @@ class NodeLinks:
             loads[kind, [a, b]] = load[kind, a], load[kind, b]
             self._hops[key] = int(self.shared(np.array([a]), np.array([b]), loads, width)[0])
         return self._hops[key]
-
-    def _limited_number(self, number: int, share: float) -> int:
-        key = number, share
-        if key not in self._limited:
-            channel = self.channels[number]
-            self._limited[key] = len(self.channels)
-            self.channels.append(channel.limited(share * channel.bytes_per_second))
-            self._seconds.append(self.channels[-1].seconds(self.message_bytes))
-        return self._limited[key]
 
     def slowest(self, numbers: NDArray[np.int64], axis: int) -> NDArray[np.int64]:
         """The number of the slowest channel along an axis."""
@@ -236,9 +227,7 @@ def place(
     for kind, available in enumerate(slots):
         needed = [int(group[kind]) for group in groups]
         assert sum(needed) <= len(available), "more slots are needed than there are"
-        free: dict[int, list[int]] = {}
-        for slot, ranks in enumerate(available):
-            free.setdefault(node_of[ranks[0]], []).append(slot)
+        free = _by_node(available, node_of)
         while needed and min(needed) > 0:
             for pipeline, slot in zip(pipelines, _take(free, len(groups), cluster_of), strict=True):
                 pipeline.append((kind, slot))
@@ -256,12 +245,7 @@ def place_together(
 ) -> list[list[Place]]:
     """:func:`place`, but with the slots of each pipeline in as few nodes as possible, the longest pipeline first. Of
     each kind, a pipeline first takes slots from nodes that it is in already."""
-    free: list[dict[int, list[int]]] = []
-    for available in slots:
-        by_node: dict[int, list[int]] = {}
-        for slot, ranks in enumerate(available):
-            by_node.setdefault(node_of[ranks[0]], []).append(slot)
-        free.append(by_node)
+    free = [_by_node(available, node_of) for available in slots]
     pipelines: list[list[Place]] = [[] for _ in groups]
     for pipeline in sorted(range(len(groups)), key=lambda pipeline: (-sum(groups[pipeline]), pipeline)):
         own: set[int] = set()
@@ -274,6 +258,13 @@ def place_together(
             pipelines[pipeline] += [(kind, slot) for slot in taken]
             own |= {node_of[slots[kind][slot][0]] for slot in taken}
     return pipelines
+
+
+def _by_node(slots: Sequence[tuple[int, ...]], node_of: Sequence[int]) -> dict[int, list[int]]:
+    by_node: dict[int, list[int]] = {}
+    for slot, ranks in enumerate(slots):
+        by_node.setdefault(node_of[ranks[0]], []).append(slot)
+    return by_node
 
 
 def _take(free: dict[int, list[int]], count: int, cluster_of: Sequence[int]) -> list[int]:

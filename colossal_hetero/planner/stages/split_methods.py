@@ -7,7 +7,7 @@ Colossal-AI's equal parts, Holmes' partition by speed, AutoHet's balance, ADAPT'
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -235,13 +235,25 @@ def adapt(pipeline: Pipeline, order: Sequence[int] | None, nodes: int = ADAPT_NO
     slot must be used here. As in the paper, interchangeable devices are treated as different. The search takes
     exponential time: after ``nodes`` nodes it returns the best split so far, which may not be the best of all.
     """
-    search = _DepthFirstSearch(pipeline, order, nodes)
-    search.run()
-    if search.best is None and search.visited >= nodes:
+    tree = _Tree(pipeline, order)
+    firsts = range(tree.stages) if order is None else order[:1]
+    root = _Node(0.0, 0, (), (), 0.0, 0.0, 0.0, 0.0, 0.0)
+    waiting = tree.by_promise([tree.child(root, device, inf) for device in firsts])
+    best, best_cost, visited = None, inf, 0
+    while waiting and visited < nodes:
+        node = waiting.pop()
+        visited += 1
+        if node.cost >= best_cost:
+            continue
+        if node.placed == tree.blocks:
+            best, best_cost = Split(node.order, (*node.bounds, tree.blocks)), node.cost
+        else:
+            waiting += tree.by_promise([tree.child(node, device, best_cost) for device in tree.devices(node)])
+    if best is None and visited >= nodes:
         raise ValueError(
             f"method 'adapt' stopped after {nodes:,} nodes without a split that fits in memory; use method 'exact'"
         )
-    return search.best
+    return best
 
 
 class _Node(NamedTuple):
@@ -263,15 +275,11 @@ class _Node(NamedTuple):
     """For one micro-batch."""
 
 
-class _DepthFirstSearch:
-    """State of the search: the number of visited nodes and the best split so far."""
+class _Tree:
+    """The partial splits of a pipeline."""
 
-    def __init__(self, pipeline: Pipeline, order: Sequence[int] | None, nodes: int) -> None:
+    def __init__(self, pipeline: Pipeline, order: Sequence[int] | None) -> None:
         self.order = order
-        self.nodes = nodes
-        self.visited = 0
-        self.best: Split | None = None
-        self.best_cost = inf
         self.blocks, self.stages = pipeline.blocks, len(pipeline.slots)
         self.micro_batches = pipeline.micro_batches
         self.memory = [slot.memory_bytes for slot in pipeline.slots]
@@ -286,46 +294,32 @@ class _DepthFirstSearch:
             for a, cost in enumerate(costs)
         ]
 
-    def run(self) -> None:
-        firsts = range(self.stages) if self.order is None else self.order[:1]
-        root = _Node(0.0, 0, (), (), 0.0, 0.0, 0.0, 0.0, 0.0)
-        waiting = self._sorted(self._child(root, device, new=True) for device in firsts)
-        while waiting and self.visited < self.nodes:
-            node = waiting.pop()
-            self.visited += 1
-            if node.cost >= self.best_cost:
-                continue
-            if node.placed == self.blocks:
-                self.best, self.best_cost = Split(node.order, (*node.bounds, self.blocks)), node.cost
-                continue
-            waiting.extend(self._sorted(self._children(node)))
+    def by_promise(self, children: Sequence[_Node | None]) -> list[_Node]:
+        """The children that are not pruned, most promising last: the search takes the last one first. First counts the
+        longest stage if the remaining devices divide the remaining layers perfectly, then the cost."""
 
-    def _sorted(self, children: Iterable[_Node | None]) -> list[_Node]:
-        """The children, most promising last: the search takes the last one first."""
-        return sorted((child for child in children if child is not None), key=self._promise, reverse=True)
+        def promise(node: _Node) -> tuple[float, float]:
+            speed = self.all_speed - sum(self.speed[device] for device in node.order)
+            rest = (self.blocks - node.placed) / speed if len(node.order) < self.stages else 0.0
+            return max(node.longest, node.time, rest), node.cost
 
-    def _promise(self, node: _Node) -> tuple[float, float]:
-        """Sort key: the longest stage if the remaining devices divide the remaining layers perfectly, then the cost."""
-        speed = self.all_speed - sum(self.speed[device] for device in node.order)
-        rest = (self.blocks - node.placed) / speed if len(node.order) < self.stages else 0.0
-        return max(node.longest, node.time, rest), node.cost
+        return sorted((child for child in children if child is not None), key=promise, reverse=True)
 
-    def _children(self, node: _Node) -> Iterator[_Node | None]:
-        """The partial splits with one more layer; None for each that is pruned."""
-        if self.blocks - node.placed > self.stages - len(node.order):
-            yield self._child(node, node.order[-1], new=False)
-        if len(node.order) < self.stages:
-            after = range(self.stages) if self.order is None else (self.order[len(node.order)],)
-            for device in after:
-                if device not in node.order:
-                    yield self._child(node, device, new=True)
+    def devices(self, node: _Node) -> list[int]:
+        """The devices that the next layer may go to."""
+        stage = len(node.order)
+        devices = [node.order[-1]] if self.blocks - node.placed > self.stages - stage else []
+        if stage < self.stages:
+            after = range(self.stages) if self.order is None else (self.order[stage],)
+            devices += [device for device in after if device not in node.order]
+        return devices
 
-    def _child(self, node: _Node, device: int, new: bool) -> _Node | None:
+    def child(self, node: _Node, device: int, below: float) -> _Node | None:
         """The partial split with the next layer on ``device``; None if it is pruned."""
         layer = node.placed
         order, bounds, finished, longest = node.order, node.bounds, node.finished, node.longest
         time, state, activation = node.time, node.state_bytes, node.activation_bytes
-        if new:
+        if not order or device != order[-1]:
             hop = self.hops[order[-1]][device][layer] if order else 0.0
             order, bounds = (*order, device), (*bounds, layer)
             finished, longest = finished + time + hop, max(longest, time)
@@ -334,10 +328,8 @@ class _DepthFirstSearch:
         state += self.states[device][layer]
         activation += self.activations[device][layer]
         in_flight = min(self.micro_batches, self.stages - len(order) + 1)
-        if state + in_flight * activation > self.memory[device]:
-            return None
         cost = finished + time + (self.micro_batches - 1) * max(longest, time)
-        if cost >= self.best_cost:
+        if state + in_flight * activation > self.memory[device] or cost >= below:
             return None
         return _Node(cost, layer + 1, order, bounds, finished, longest, time, state, activation)
 
