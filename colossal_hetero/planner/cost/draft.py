@@ -245,10 +245,16 @@ class DraftBuilder:
 
     def _matrices(self, pool: SlotPool, places: Rows) -> list[NDArray[np.int64]]:
         """The channels between each two slots of each pipeline if its other stages are in this order."""
+        links, width = pool.links, pool.tensor_parallel
         rows = [[self.node(pool, place) for place in row] for row in places]
-        load = pool.links.load(rows, pool.tensor_parallel)
-        nodes = map(np.array, rows)
-        return [pool.links.shared(row[:, None], row[None, :], load, pool.tensor_parallel) for row in nodes]
+        load = links.load(rows, width)
+        matrices = []
+        for row in rows:
+            nodes = sorted(set(row))
+            of_nodes = np.array([[links.shared(a, b, load, width) for b in nodes] for a in nodes])
+            number = np.searchsorted(nodes, row)
+            matrices.append(of_nodes[np.ix_(number, number)])
+        return matrices
 
     def _price(
         self,

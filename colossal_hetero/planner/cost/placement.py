@@ -19,11 +19,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations_with_replacement, islice, pairwise
+from itertools import combinations_with_replacement, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..cluster.all_reduce import INSIDE
 from ..cluster.topology import Channel, Topology
 from .tp_groups import SlotKind
 
@@ -46,7 +47,7 @@ class NodeLinks:
             ]
         )
         self._kinds: list[int] = self.node_kind.tolist()
-        self.node_of = np.array([device.node for device in topology.devices])
+        self._nodes = topology.nodes
         self.message_bytes = message_bytes
         size = len(kinds)
         examples = [np.flatnonzero(self.node_kind == kind) for kind in range(size)]
@@ -65,20 +66,9 @@ class NodeLinks:
             except ValueError:
                 continue
             self._number[a, b, 0] = self._number[b, a, 0] = self.number(channel)
-        kinds_of_channel = sorted({channel.kind for channel in self.channels})
-        self._kind_of = np.array([kinds_of_channel.index(channel.kind) for channel in self.channels])
-        self._rate = np.array([channel.bytes_per_second for channel in self.channels])
-        # Bandwidth of a node's NICs by kind, in the last row of its inside, [kinds + 1, nodes]; 0 without such a NIC.
-        self._node_rate = np.array(
-            [
-                *(
-                    [sum(nic.bytes_per_second for nic in node.nics if nic.kind == kind) for node in topology.nodes]
-                    for kind in kinds_of_channel
-                ),
-                [node.inside_bytes_per_second for node in topology.nodes],
-            ]
-        )
-        self._inside = len(kinds_of_channel)
+        # Without a link, number −1, the last kind stands for all.
+        self._networks = [channel.kind for channel in self.channels]
+        self._kind_between: dict[tuple[int, int], str] = {}
         self._hops: dict[object, int] = {}
 
     def number(self, channel: Channel) -> int:
@@ -98,80 +88,59 @@ class NodeLinks:
         numbers = np.unique(self._number[kind, :, 0])
         return [self.channels[number] for number in numbers.tolist() if number >= 0]
 
-    def numbers(self, nodes_a: NDArray[np.int64], nodes_b: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Channel numbers between nodes, element by element; -1 where there is no link."""
-        same_node = np.asarray(nodes_a == nodes_b).astype(int)
-        return np.asarray(self._number[self.node_kind[nodes_a], self.node_kind[nodes_b], same_node])
-
-    def load(self, pipelines: Sequence[Sequence[int]], width: int) -> NDArray[np.int64]:
-        """Messages that share a node's NICs of a kind or its inside, ``[kinds + 1, nodes]``; see Note: shared hops."""
-        load = np.zeros(self._node_rate.shape, dtype=np.int64)
-        for place, messages in self._load(pipelines, width)[0].items():
-            load[place] = messages
-        return load
-
-    def _load(
-        self, pipelines: Sequence[Sequence[int]], width: int
-    ) -> tuple[Counter[tuple[int, int]], list[tuple[int, int, int]]]:
-        """:meth:`load` by place, and for each hop its nodes and the kind of its NICs, or of the inside of its node."""
-        load: Counter[tuple[int, int]] = Counter()
-        hops = []
+    def load(self, pipelines: Sequence[Sequence[int]], width: int) -> Counter[tuple[str, int]]:
+        """Messages that share a node's NICs of a kind or its inside, by kind and node; see Note: shared hops."""
+        load: Counter[tuple[str, int]] = Counter()
         for nodes in pipelines:
-            kind_before = -1
+            kind_before = ""
             for a, b in pairwise(nodes):
-                kind = self._inside if a == b else self._network(a, b)
+                kind = self._network(a, b)
                 if kind != kind_before:
                     load[kind, a] += width
                 load[kind, b] += width
-                hops.append((a, b, kind))
                 kind_before = kind
-        return load, hops
-
-    def shared(
-        self, nodes_a: NDArray[np.int64], nodes_b: NDArray[np.int64], load: NDArray[np.int64], width: int
-    ) -> NDArray[np.int64]:
-        """:meth:`numbers` of the channels with the bandwidth that is left if NICs are shared by ``load`` messages."""
-        numbers = self.numbers(nodes_a, nodes_b)
-        same = nodes_a == nodes_b
-        kind, rate = np.where(same, self._inside, self._kind_of[numbers]), self._rate[numbers]
-        # In a hop inside a node both ends send.
-        least = np.where(same, 2 * width, width)
-        share = np.ones(numbers.shape)
-        for nodes in (nodes_a, nodes_b):
-            nodes = np.broadcast_to(nodes, numbers.shape)
-            shared = np.where(self._node_rate[kind, nodes] > 0, self._node_rate[kind, nodes], rate)
-            share = np.minimum(share, shared / (np.maximum(load[kind, nodes], least) * rate))
-        share[numbers < 0] = 1.0
-        limited = share < 1.0
-        if not limited.any():
-            return numbers
-        distinct, place = np.unique(np.stack([numbers[limited], share[limited]]), axis=1, return_inverse=True)
-        channels = [(self.channels[int(number)], each) for number, each in distinct.T.tolist()]
-        new = [self.number(channel.limited(each * channel.bytes_per_second)) for channel, each in channels]
-        numbers[limited] = np.array(new, dtype=np.int64)[place.reshape(-1)]
-        return numbers
+        return load
 
     def hops(self, pipelines: Sequence[Sequence[int]], width: int) -> list[list[int]]:
-        """The numbers of the channels between neighboring stages, ``[pipelines][stages − 1]``, as from :meth:`load` and
-        :meth:`shared`; −1 where there is no link. For many calls with few stages: each channel is computed once."""
-        load, hops = self._load(pipelines, width)
-        numbers = iter([self._shared_number(a, b, kind, load, width) for a, b, kind in hops])
-        return [list(islice(numbers, len(nodes) - 1)) for nodes in pipelines]
+        """The numbers of the channels between neighboring stages, ``[pipelines][stages − 1]``, see :meth:`shared`."""
+        load = self.load(pipelines, width)
+        return [[self.shared(a, b, load, width) for a, b in pairwise(nodes)] for nodes in pipelines]
 
-    def _network(self, node_a: int, node_b: int) -> int:
-        key = self._kinds[node_a], self._kinds[node_b]
+    def shared(self, a: int, b: int, load: Mapping[tuple[str, int], int], width: int) -> int:
+        """The number of the channel between two nodes with the bandwidth that is left if NICs are shared by ``load``
+        messages; −1 if there is no link. Each channel is computed once."""
+        kind = self._network(a, b)
+        loads = load.get((kind, a), 0), load.get((kind, b), 0)
+        key = self._kinds[a], self._kinds[b], a == b, loads, width
         if key not in self._hops:
-            self._hops[key] = int(self._kind_of[self.numbers(np.array(node_a), np.array(node_b))])
+            number = self._between(a, b)
+            # In a hop inside a node both ends send.
+            least = 2 * width if a == b else width
+            channel, share = self.channels[number], 1.0
+            for node, messages in zip((a, b), loads, strict=True):
+                rate = self._rate(node, kind) or channel.bytes_per_second
+                share = min(share, rate / (max(messages, least) * channel.bytes_per_second))
+            if number >= 0 and share < 1.0:
+                number = self.number(channel.limited(share * channel.bytes_per_second))
+            self._hops[key] = number
         return self._hops[key]
 
-    def _shared_number(self, a: int, b: int, kind: int, load: Mapping[tuple[int, int], int], width: int) -> int:
-        """The number of a channel whose ends are shared by so many messages."""
-        key = self._kinds[a], self._kinds[b], a == b, load[kind, a], load[kind, b], width
-        if key not in self._hops:
-            loads = np.zeros(self._node_rate.shape, dtype=np.int64)
-            loads[kind, [a, b]] = load[kind, a], load[kind, b]
-            self._hops[key] = int(self.shared(np.array([a]), np.array([b]), loads, width)[0])
-        return self._hops[key]
+    def _rate(self, node: int, kind: str) -> float:
+        """Bandwidth of a node's NICs of a kind, or of its inside; 0 without such a NIC."""
+        if kind == INSIDE:
+            return self._nodes[node].inside_bytes_per_second
+        return sum(nic.bytes_per_second for nic in self._nodes[node].nics if nic.kind == kind)
+
+    def _network(self, a: int, b: int) -> str:
+        if a == b:
+            return INSIDE
+        key = self._kinds[a], self._kinds[b]
+        if key not in self._kind_between:
+            self._kind_between[key] = self._networks[self._between(a, b)]
+        return self._kind_between[key]
+
+    def _between(self, a: int, b: int) -> int:
+        return int(self._number[self._kinds[a], self._kinds[b], int(a == b)])
 
     def slowest(self, numbers: NDArray[np.int64], axis: int) -> NDArray[np.int64]:
         """The number of the slowest channel along an axis."""

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -117,13 +116,11 @@ def test_the_search_shares_as_the_prediction_does(case: tuple[Topology, list[tup
     topology, pipelines = case
     expected = hop_channels(topology, [pipeline for pipeline in pipelines for _ in range(width)])[::width]
     links = NodeLinks(topology, 1e6)
-    nodes = [np.array([topology.devices[device].node for device in pipeline]) for pipeline in pipelines]
-    load = links.load([row.tolist() for row in nodes], width)
-    looked_up = links.hops([row.tolist() for row in nodes], width)
-    for row, channels, same in zip(nodes, expected, looked_up, strict=True):
-        numbers = links.shared(row[:-1], row[1:], load, width)
-        assert numbers.tolist() == same
-        for number, channel in zip(numbers.tolist(), channels, strict=True):
+    nodes = [[topology.devices[device].node for device in pipeline] for pipeline in pipelines]
+    load = links.load(nodes, width)
+    for row, channels, numbers in zip(nodes, expected, links.hops(nodes, width), strict=True):
+        assert numbers == [links.shared(a, b, load, width) for a, b in pairwise(row)]
+        for number, channel in zip(numbers, channels, strict=True):
             found = links.channels[number]
             assert (found.kind, found.latency_seconds) == (channel.kind, channel.latency_seconds)
             assert found.bytes_per_second == pytest.approx(channel.bytes_per_second)
