@@ -368,11 +368,10 @@ class Plan(FilePart):
 
 
 def load_plan(path: Path | str) -> Plan:
-    return load_json_file(path, Plan, kind="plan", schema=SCHEMA, remedy="plan again", other_kind=_other_kind)
+    def other_kind(content: Mapping[str, object]) -> str | None:
+        return None if "replicas" in content else 'it has no "replicas"; `colossal-hetero plan --out` writes one'
 
-
-def _other_kind(content: Mapping[str, object]) -> str | None:
-    return None if "replicas" in content else 'it has no "replicas"; `colossal-hetero plan --out` writes one'
+    return load_json_file(path, Plan, kind="plan", schema=SCHEMA, remedy="plan again", other_kind=other_kind)
 
 
 def save_plan(plan: Plan, path: Path | str) -> None:

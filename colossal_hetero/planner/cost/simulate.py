@@ -127,7 +127,7 @@ class Timeline:
                 for stage in stage_of[chunk : chunk + 2]:
                     by_stage[stage].append(Event(kind, number, start, stop))
 
-        _run(self.order, self.times, self.transfers, record)
+        simulate_passes(self.order, self.times, self.transfers, record)
         ends = zip(by_stage, self.stage_seconds.tolist(), self.times.update_seconds.tolist(), strict=True)
         for events, end, update in ends:
             if update > 0:
@@ -135,18 +135,14 @@ class Timeline:
         return tuple(map(tuple, by_stage))
 
 
-def simulate_passes(order: PassOrder, times: ChunkTimes, transfers: Transfers = "blocking") -> NDArray[np.float64]:
-    """Seconds until each stage has finished its last pass, ``[stages]`` or ``[stages, divisions]``."""
-    return _run(order, times, transfers)
-
-
-def _run(
+def simulate_passes(
     order: PassOrder,
     times: ChunkTimes,
-    transfers: Transfers,
+    transfers: Transfers = "blocking",
     record: Callable[[Pass, float, float], None] | None = None,
 ) -> NDArray[np.float64]:
-    """:func:`simulate_passes`; ``record`` is called with the start and the stop of every pass and transfer."""
+    """Seconds until each stage has finished its last pass, ``[stages]`` or ``[stages, divisions]``. ``record`` gets the
+    start and the stop of every pass and transfer."""
     if transfers not in ("blocking", "overlapped"):
         raise ValueError(f"unknown transfers {transfers!r}: valid are 'blocking' and 'overlapped'")
     # A time is a number, or one of each division.
