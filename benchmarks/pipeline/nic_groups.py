@@ -25,9 +25,9 @@ import torch.distributed as dist
 from benchmarks.common import print_table
 from benchmarks.pipeline.namespace_ranks import run_in_namespaces
 from benchmarks.pipeline.namespaces import missing, nodes, payload_bytes_per_second
+from colossal_hetero.planner.cluster.all_reduce import concurrent_seconds
 from colossal_hetero.planner.cluster.group_networks import Adapter, group_network
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
-from colossal_hetero.planner.cluster.transfers import concurrent_seconds
 from colossal_hetero.plugin.hybrid.planned_mesh import make_group
 
 CPU = DeviceKind("cpu", 1 << 30, 1e11)

@@ -15,8 +15,9 @@ import numpy as np
 
 from benchmarks.common import print_table
 from colossal_hetero.planner.cluster.topology import Channel
+from colossal_hetero.planner.cost.pass_order import one_forward_one_backward
+from colossal_hetero.planner.cost.simulate import ChunkTimes, Timeline, Transfers, simulate_passes
 from colossal_hetero.planner.profile.layer_costs import LayerCosts
-from colossal_hetero.planner.stages.event_simulation import simulate, simulate_times
 from colossal_hetero.planner.stages.pipeline import Pipeline, Slot, Split, evaluate
 from colossal_hetero.planner.stages.split_methods import METHODS, split
 
@@ -135,6 +136,14 @@ def methods(pipelines: int, seed: int) -> list[tuple[object, ...]]:
     return rows
 
 
+def simulated_seconds(pipeline: Pipeline, division: Split) -> float:
+    """Time of an iteration by the event simulation."""
+    cost = evaluate(pipeline, division)
+    parts = (cost.forward_seconds, cost.backward_seconds, cost.schedule_seconds, (*cost.hop_seconds, 0.0))
+    times = ChunkTimes(*map(np.array, (*parts, cost.update_seconds)))
+    return Timeline(one_forward_one_backward(len(pipeline.slots), pipeline.micro_batches), times).seconds
+
+
 def under_simulation(pipelines: int, seed: int) -> list[tuple[object, ...]]:
     """Table of the closed form and of `exact` under the event simulation."""
     rows = []
@@ -143,9 +152,9 @@ def under_simulation(pipelines: int, seed: int) -> list[tuple[object, ...]]:
         closed, exact = [], []
         for _ in range(pipelines):
             pipeline = mixed(random, stages, 2, 9, count)
-            best = min(simulate(pipeline, one).seconds for one in all_splits(pipeline) if evaluate(pipeline, one).fits)
+            best = min(simulated_seconds(pipeline, one) for one in all_splits(pipeline) if evaluate(pipeline, one).fits)
             found = split(pipeline)
-            simulated = simulate(pipeline, found).seconds
+            simulated = simulated_seconds(pipeline, found)
             closed.append(evaluate(pipeline, found).seconds / simulated)
             exact.append(simulated / best)
         rows.append((stages, count, mean(closed), mean(exact), max(exact)))
@@ -172,15 +181,18 @@ def split_times(repeats: int, seed: int) -> list[tuple[object, ...]]:
 def simulation_times(repeats: int, seed: int) -> list[tuple[object, ...]]:
     """Table of the seconds that the event simulation takes."""
     rows = []
-    for stages, replicas, count in ((64, 64, 512), (512, 8, 2048), (4096, 1, 8192)):
+    modes: tuple[Transfers, ...] = ("blocking", "overlapped")
+    for stages, replicas, count in ((8, 64, 64), (64, 8, 512), (256, 1, 1024)):
         random = np.random.default_rng(seed)
-        for transfers in ("blocking", "overlapped"):
+        for transfers in modes:
             seconds = []
             for _ in range(repeats):
                 times = random.uniform(0.5, 1.5, (replicas, stages))
                 start = time.perf_counter()
                 for forward in times:
-                    simulate_times(forward, 2 * forward, forward[1:] / 10, count, transfers=transfers)
+                    none = np.zeros(stages)
+                    given = ChunkTimes(forward, 2 * forward, none, forward / 10, none)
+                    simulate_passes(one_forward_one_backward(stages, count), given, transfers)
                 seconds.append(time.perf_counter() - start)
             rows.append((stages * replicas, stages, replicas, count, transfers, max(seconds)))
     return rows

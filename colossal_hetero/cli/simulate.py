@@ -12,8 +12,8 @@ from .common import check_outputs, errors_on_one_line, make_console
 
 if TYPE_CHECKING:
     from ..planner.cost.plan import Plan
+    from ..planner.cost.simulate import Transfers
     from ..planner.solver.replan import Replanned
-    from ..planner.stages.event_simulation import Transfers
 
 __all__ = ["simulate"]
 

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from colossal_hetero.planner.cluster.all_reduce import concurrent_seconds, synchronization_seconds
 from colossal_hetero.planner.cluster.topology import Channel, Topology
-from colossal_hetero.planner.cluster.transfers import concurrent_seconds, hop_channels, synchronization_seconds
 from colossal_hetero.planner.cost.ranked_plan import MIN_GAIN
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from colossal_hetero.planner.stages.pipeline import Slot, evaluate_stages
+from tests.support.shared_hops import hop_channels
 
 __all__ = ["EveryPlan", "wishes_to_prove"]
 

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from .all_reduce import ring_hops, ring_network
 from .topology import Topology
-from .transfers import ring_hops, ring_network
 
 __all__ = ["ETHERNET", "Adapter", "Network", "group_network", "process_environment"]
 

@@ -11,36 +11,37 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from ...common.text import count
+from ..cluster.all_reduce import concurrent_seconds
 from ..cluster.topology import Channel, Topology
-from ..cluster.transfers import concurrent_seconds, hop_channels
 from ..profile.layer_profile import ModelProfile
 from ..stages.fixed_order import all_bounds
 from ..stages.pipeline import Slot
-from ..stages.rules import uniform_bounds
-from .draft import finished_plan
+from ..stages.split_methods import uniform_bounds
+from .draft import finished_plan, planned_stage
 from .pass_order import (
-    WEIGHT_SHARE,
-    ChunkTimes,
     GraphSeconds,
     PassOrder,
     Schedule,
-    interleaved,
-    simulate_passes,
+    chunked_order,
     stages_of_chunks,
     why_not_schedulable,
-    zero_bubble_v,
 )
-from .plan import ChunkPlan, Plan, Replica, StagePlan
-from .simulate import MAX_PASSES
+from .placement import NodeLinks
+from .plan import ChunkPlan, Plan, Replica
+from .simulate import MAX_PASSES, WEIGHT_SHARE, ChunkTimes, simulate_passes
 
 __all__ = [
-    *("MAX_GROUPS", "ChunkDivision", "ChunkedPipeline", "Ranks", "all_arrangements", "divide_blocks", "most_in_flight"),
+    *("MAX_GROUPS", "ChunkDivision", "ChunkedPipeline", "Ranks", "all_arrangements", "divide_blocks"),
+    *("equal_micro_batches", "kind_of_group", "most_in_flight"),
     *("price_chunks", "proportional_bounds", "stage_slots", "summing_seconds"),
 ]
 
 
 Ranks = tuple[tuple[tuple[int, ...], ...], ...]
 """``[replicas][stages][tensor parallel]``."""
+Groups = Sequence[Sequence[Sequence[int]]]
+""":data:`Ranks` of any sequences."""
 
 MAX_PASSES_TO_DIVIDE = 10_000
 """Passes above which the blocks are divided for fewer micro-batches."""
@@ -52,7 +53,7 @@ forward times than the mean is sometimes better."""
 def price_chunks(
     topology: Topology,
     profile: ModelProfile,
-    ranks: Sequence[Sequence[Sequence[int]]],
+    ranks: Groups,
     *,
     schedule: Schedule,
     chunks: int,
@@ -65,7 +66,7 @@ def price_chunks(
 ) -> Plan:
     """The plan with these ranks in these places, with its simulated time and its memory."""
     stages, degree = len(ranks[0]), len(ranks[0][0])
-    micro_batches = _equal_micro_batches(global_batch, micro_batch, len(ranks))
+    micro_batches = equal_micro_batches(global_batch, micro_batch, len(ranks))
     problem = why_not_schedulable(schedule, stages, micro_batches)
     if problem is not None:
         raise ValueError(f"{micro_batches} micro-batches for {stages} stages: {problem}")
@@ -80,9 +81,9 @@ def price_chunks(
             f"{micro_batches:,} micro-batches in {total} chunks are too many passes to simulate; use larger "
             "micro-batches"
         )
-    lines = _Lines.of(topology, profile, ranks, schedule, chunks, micro_batch)
+    rows = _pipelines(topology, profile, ranks, schedule, chunks, micro_batch)
     if bounds is None:
-        bounds, order_seconds = _divided(lines, micro_batches, method)
+        bounds, order_seconds = _divided(rows, schedule, micro_batches, method)
     elif len(bounds) != total + 1 or list(bounds) != sorted({0, *bounds, profile.blocks}):
         raise ValueError(
             f"bounds={list(bounds)} do not cut {profile.blocks} blocks into {total} chunks; give {total + 1} numbers "
@@ -91,12 +92,10 @@ def price_chunks(
     cut = np.array([bounds], dtype=np.int64)
     if schedule == "zbv" and order_seconds is None:
         order_seconds = min(
-            _variants(lines.mean_seconds(cut)),
-            key=lambda each: max(
-                float(row.seconds(cut)[0]) for row in lines.distinct(lines.order(micro_batches, each))
-            ),
+            _variants(_mean_seconds(rows[0], cut)),
+            key=lambda each: float(_prices(_ordered(_distinct(rows), micro_batches, each), cut)[1][0]),
         )
-    pipelines = lines.pipelines(lines.order(micro_batches, order_seconds))
+    pipelines = _ordered(rows, micro_batches, order_seconds)
     written = [
         _replica(topology, groups, pipeline, cut, micro_batches)
         for groups, pipeline in zip(ranks, pipelines, strict=True)
@@ -106,101 +105,85 @@ def price_chunks(
         for slot, stage in zip(pipelines[0].slots, written[0].stages, strict=True)
     ]
     synchronization = summing_seconds(topology, ranks, gradient_bytes)
-    return finished_plan(profile, written, method, degree, micro_batch, synchronization, notes, schedule, order_seconds)
+    return finished_plan(
+        profile,
+        written,
+        synchronization,
+        micro_batch,
+        method=method,
+        schedule=schedule,
+        order_seconds=order_seconds,
+        tensor_parallel=degree,
+        notes=tuple(notes),
+    )
 
 
-@dataclass(frozen=True, eq=False)
-class _Lines:
-    """The pipelines of all replicas without an order of passes."""
-
-    schedule: Schedule
-    chunks: int
-    """Chunks per stage."""
-    rows: tuple[ChunkedPipeline, ...]
-    """Pipeline of each replica; its order says which stage has which chunk, and has no passes."""
-
-    @classmethod
-    def of(
-        cls,
-        topology: Topology,
-        profile: ModelProfile,
-        ranks: Sequence[Sequence[Sequence[int]]],
-        schedule: Schedule,
-        chunks: int,
-        micro_batch: int,
-    ) -> _Lines:
-        stages, degree = len(ranks[0]), len(ranks[0][0])
-        stage_of = stages_of_chunks(schedule, stages, chunks)
-        lanes = _hop_lanes(ranks)
+def _pipelines(
+    topology: Topology, profile: ModelProfile, ranks: Groups, schedule: Schedule, chunks: int, micro_batch: int
+) -> list[ChunkedPipeline]:
+    """The pipeline of each replica; its order says which stage has which chunk, and has no passes."""
+    stages, degree = len(ranks[0]), len(ranks[0][0])
+    stage_of = stages_of_chunks(schedule, stages, chunks)
+    nodes = [[topology.devices[group[0]].node for group in groups] for groups in ranks]
+    if schedule == "interleaved" and stages > 2:
         # The last stage sends to the first; of two stages that is the same channel as from the first to the last.
-        goes_round = schedule == "interleaved" and stages > 2
-        channels = hop_channels(topology, [[*lane, lane[0]] if goes_round else lane for lane in lanes])[::degree]
-        order = PassOrder(stage_of, ((),) * stages)
-        rows = tuple(
-            ChunkedPipeline(
-                stage_slots(topology, profile, groups, degree, micro_batch), _hops(stage_of, stages, row), order
-            )
-            for groups, row in zip(ranks, channels, strict=True)
+        nodes = [[*row, row[0]] for row in nodes]
+    links = NodeLinks(topology, 0.0)
+    rows = []
+    for groups, numbers, where in zip(ranks, links.hops(nodes, degree), nodes, strict=True):
+        # Without a link, the topology raises an error that says so.
+        channels = [
+            links.channels[number] if number >= 0 else topology.node_channel(*hop)
+            for number, hop in zip(numbers, pairwise(where), strict=True)
+        ]
+        hops = tuple(
+            None if a == b else channels[min(a, b) if abs(a - b) == 1 else stages - 1] for a, b in pairwise(stage_of)
         )
-        return cls(schedule, chunks, rows)
-
-    def order(self, micro_batches: int, order_seconds: GraphSeconds | None) -> PassOrder:
-        stages = len(self.rows[0].slots)
-        if order_seconds is not None:
-            return zero_bubble_v(stages, micro_batches, order_seconds)
-        return interleaved(stages, self.chunks, micro_batches)
-
-    def pipelines(self, order: PassOrder) -> list[ChunkedPipeline]:
-        return [replace(row, order=order) for row in self.rows]
-
-    def distinct(self, order: PassOrder) -> list[ChunkedPipeline]:
-        """Pipelines without those that are as fast as another one."""
-        found = {(tuple(slot.kind for slot in row.slots), row.hops): row for row in self.rows}
-        return [replace(row, order=order) for row in found.values()]
-
-    def mean_seconds(self, cut: NDArray[np.int64]) -> GraphSeconds:
-        """Mean times of the chunks ``[1, chunks + 1]`` of the first replica, and of the messages between stages."""
-        times = self.rows[0].times(cut)
-        schedule = float(times.schedule_seconds.mean()) / 2
-        backward = float(times.backward_seconds.mean())
-        hops = times.hop_seconds[[number for number, hop in enumerate(self.rows[0].hops) if hop is not None]]
-        return GraphSeconds(
-            forward=float(times.forward_seconds.mean()) + schedule,
-            input_gradient=backward * (1 - WEIGHT_SHARE) + schedule,
-            weight_gradient=backward * WEIGHT_SHARE,
-            transfer=float(hops.mean()),
-        )
+        slots = stage_slots(topology, profile, groups, degree, micro_batch)
+        rows.append(ChunkedPipeline(slots, hops, PassOrder(stage_of, ((),) * stages)))
+    return rows
 
 
-def _hops(stage_of: Sequence[int], stages: int, channels: Sequence[Channel]) -> tuple[Channel | None, ...]:
-    """The channel over the cut behind each chunk except the last; ``channels[s]`` is behind stage s."""
-    hops: list[Channel | None] = []
-    for here, there in pairwise(stage_of):
-        if here == there:
-            hops.append(None)
-        elif abs(here - there) == 1:
-            hops.append(channels[min(here, there)])
-        else:
-            hops.append(channels[stages - 1])
-    return tuple(hops)
+def _ordered(
+    rows: Sequence[ChunkedPipeline], micro_batches: int, order_seconds: GraphSeconds | None
+) -> list[ChunkedPipeline]:
+    """The pipelines with the passes of so many micro-batches."""
+    order = chunked_order(rows[0].order.stages, rows[0].order.chunks, micro_batches, order_seconds)
+    return [replace(row, order=order) for row in rows]
 
 
-def _divided(lines: _Lines, micro_batches: int, method: str) -> tuple[tuple[int, ...], GraphSeconds | None]:
+def _distinct(rows: Sequence[ChunkedPipeline]) -> list[ChunkedPipeline]:
+    """Pipelines without those that are as fast as another one."""
+    return list({(row.slots, row.hops): row for row in rows}.values())
+
+
+def _mean_seconds(row: ChunkedPipeline, cut: NDArray[np.int64]) -> GraphSeconds:
+    """Mean times of the chunks ``[1, chunks + 1]``, and of the messages between stages."""
+    times = row.times(cut)
+    schedule = float(times.schedule_seconds.mean()) / 2
+    backward = float(times.backward_seconds.mean())
+    hops = times.hop_seconds[[number for number, hop in enumerate(row.hops) if hop is not None]]
+    return GraphSeconds(
+        forward=float(times.forward_seconds.mean()) + schedule,
+        input_gradient=backward * (1 - WEIGHT_SHARE) + schedule,
+        weight_gradient=backward * WEIGHT_SHARE,
+        transfer=float(hops.mean()),
+    )
+
+
+def _divided(
+    rows: Sequence[ChunkedPipeline], schedule: Schedule, micro_batches: int, method: str
+) -> tuple[tuple[int, ...], GraphSeconds | None]:
     """The bounds of the chunks, and the times from which the passes of ``zbv`` are ordered."""
-    first = lines.rows[0]
-    stages, total = len(first.slots), first.order.chunks
+    first, distinct = rows[0], _distinct(rows)
+    stages, total = first.order.stages, first.order.chunks
     start = np.array(uniform_bounds(first.blocks, total)) if method == "uniform" else proportional_bounds(first)
-    means = lines.mean_seconds(start[None]) if lines.schedule == "zbv" else None
+    means = _mean_seconds(first, start[None]) if schedule == "zbv" else None
     fewer = min(micro_batches, stages * max(MAX_PASSES_TO_DIVIDE // (3 * total * stages), 1))
     best: tuple[float, tuple[int, ...], GraphSeconds | None] | None = None
     for seconds in _variants(means):
-        pipelines = lines.distinct(lines.order(fewer, seconds))
-        if method == "uniform":
-            excess = max(float(pipeline.excess_bytes(start[None])[0]) for pipeline in pipelines)
-            took = max(float(pipeline.seconds(start[None])[0]) for pipeline in pipelines)
-            found = ChunkDivision(tuple(start.tolist()), took) if excess == 0 else None
-        else:
-            found = divide_blocks(pipelines)
+        pipelines = _ordered(distinct, fewer, seconds)
+        found = _best(pipelines, start[None]) if method == "uniform" else divide_blocks(pipelines)
         if found is not None and (best is None or found.seconds < best[0]):
             best = found.seconds, found.bounds, seconds
     if best is None:
@@ -234,10 +217,12 @@ def _replica(
     stages = []
     for number, (group, slot) in enumerate(zip(groups, pipeline.slots, strict=True)):
         own = [chunk for chunk, stage in enumerate(stage_of) if stage == number]
-        kind = topology.devices[group[0]].kind
-        overhead = kind.memory_bytes - slot.memory_bytes
         stages.append(
-            StagePlan(
+            planned_stage(
+                topology,
+                group,
+                float(memory[number]),
+                slot.memory_bytes,
                 chunks=tuple(
                     ChunkPlan(
                         blocks=(bounds[chunk], bounds[chunk + 1]),
@@ -248,17 +233,11 @@ def _replica(
                     )
                     for chunk in own
                 ),
-                device=slot.name,
-                ranks=tuple(group),
-                node=topology.nodes[topology.devices[group[0]].node].name,
                 forward_seconds=sum(forward[chunk] for chunk in own),
                 backward_seconds=sum(backward[chunk] for chunk in own),
                 transfer_seconds=sum(hops[chunk] + (hops[chunk - 1] if chunk else 0.0) for chunk in own),
                 schedule_seconds=sum(schedule[chunk] for chunk in own),
                 update_seconds=float(times.update_seconds[number, 0]),
-                memory_bytes=float(memory[number]) + overhead,
-                memory_overhead_bytes=overhead,
-                memory_available_bytes=kind.memory_bytes,
             )
         )
     seconds = float(pipeline.seconds(cut)[0])
@@ -282,19 +261,14 @@ def all_arrangements(groups: Sequence[tuple[int, ...]]) -> Iterator[Ranks]:
                     yield chosen
 
 
-def _equal_micro_batches(global_batch: int, micro_batch: int, replicas: int) -> int:
+def equal_micro_batches(global_batch: int, micro_batch: int, replicas: int) -> int:
     micro_batches, left = divmod(global_batch, micro_batch * replicas)
     if left or not micro_batches:
         raise ValueError(
             f"a global batch of {global_batch} samples cannot be divided into micro-batches of {micro_batch} for "
-            f"{replicas} replicas; use a multiple of {micro_batch * replicas}"
+            f"{count(replicas, 'replica')}; use a multiple of {micro_batch * replicas}"
         )
     return micro_batches
-
-
-def _hop_lanes(ranks: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
-    """The ranks that send to each other from stage to stage: a lane per replica and place in the group."""
-    return [[group[place] for group in groups] for groups in ranks for place in range(len(groups[0]))]
 
 
 def stage_slots(
@@ -303,22 +277,24 @@ def stage_slots(
     """The slot of each stage, by the ranks of its tensor-parallel group."""
     slots = []
     for group in groups:
+        kind = kind_of_group(topology, group, degree)
         devices = [topology.devices[rank] for rank in group]
-        kinds = sorted({device.kind.name for device in devices})
-        if len(kinds) > 1 or len(group) != degree:
-            raise ValueError(
-                f"ranks {tuple(group)} ({', '.join(kinds)}) are not a tensor-parallel group of {degree} devices of one "
-                "kind"
-            )
-        speed = min(device.speed for device in devices)
-        costs = profile.costs(kinds[0], degree, micro_batch, speed)
-        slots.append(Slot(kinds[0], costs, costs.memory_for_blocks(devices[0].kind.usable_bytes, len(groups))))
+        costs = profile.costs(kind, degree, micro_batch, min(device.speed for device in devices))
+        slots.append(Slot(kind, costs, costs.memory_for_blocks(devices[0].kind.usable_bytes, len(groups))))
     return tuple(slots)
 
 
-def summing_seconds(
-    topology: Topology, ranks: Sequence[Sequence[Sequence[int]]], gradient_bytes: Sequence[float]
-) -> float:
+def kind_of_group(topology: Topology, ranks: Sequence[int], degree: int) -> str:
+    """The kind of device of a tensor-parallel group; an error if it is none."""
+    kinds = sorted({topology.devices[rank].kind.name for rank in ranks})
+    if len(kinds) > 1 or len(ranks) != degree:
+        raise ValueError(
+            f"ranks {tuple(ranks)} ({', '.join(kinds)}) are not a tensor-parallel group of {degree} devices of one kind"
+        )
+    return kinds[0]
+
+
+def summing_seconds(topology: Topology, ranks: Groups, gradient_bytes: Sequence[float]) -> float:
     """Seconds until all stages have summed their gradients over the replicas, all at the same time."""
     groups, sizes = [], []
     for stage, size in enumerate(gradient_bytes):

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cluster.topology import Topology
+from ..cluster.topology import Channel, Topology
+from ..profile.layer_costs import LayerCosts
 from ..profile.layer_profile import ModelProfile
-from ..stages.pipeline import PipelineCost, Slot, Split
+from ..stages.fixed_order import split_in_order
+from ..stages.pipeline import Pipeline, PipelineCost, Slot, Split, evaluate_stages
+from ..stages.split_methods import split
 from .gradient_times import GradientTimes, Summing, divide_micro_batches
-from .pass_order import GraphSeconds, Schedule
-from .pipeline_prices import NO_LINK, Hops, Kinds, PipelinePrices
 from .placement import Place, SlotPool, place, place_together
 from .plan import Plan, Replica, StagePlan, exposed_seconds
 from .ranked_plan import ranking_seconds
 
-__all__ = ["Draft", "DraftBuilder", "finished_plan", "write_plan"]
+__all__ = ["Draft", "DraftBuilder", "finished_plan", "planned_stage", "write_plan"]
+
+NO_LINK = Channel("none", 1e-6)
+"""Between nodes that cannot reach each other. A draft in which stages send over it is rejected."""
+
+Kinds = tuple[tuple[int, ...], ...]
+"""Kind of each slot of a pipeline. If several pipelines are cut alike: the kinds that it has in any of them."""
+Hops = tuple[int, ...]
+"""Numbers of the channels between neighboring slots of a pipeline; −1 where there is no link."""
+Rows = Sequence[Sequence[Place]]
+"""Slots of each pipeline, in the order of its stages except where a method chooses it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,25 +38,25 @@ class Draft:
     """A complete candidate of the search; lists have one entry per pipeline. :func:`write_plan` makes it a plan."""
 
     pool: SlotPool
-    groups: list[tuple[int, ...]]
-    """Number of slots of each kind, ``[pipelines][kinds]``."""
-    places: list[list[Place]]
-    """``[pipelines][slots]``; ``splits[p].order`` says which of them runs which stage."""
-    splits: list[Split]
+    rows: list[list[Place]]
+    """The slots of each pipeline in the order of the stages."""
+    bounds: list[tuple[int, ...]]
+    """Stage s of pipeline p runs blocks ``[bounds[p][s], bounds[p][s + 1])``."""
     micro_batches: list[int]
     costs: list[PipelineCost]
     synchronization_seconds: float
     """Sums of gradients over the pipelines, per iteration; with overlap only what no pass hides."""
 
     @property
-    def rows(self) -> list[list[Place]]:
-        """The slots of each pipeline in the order of the stages."""
-        return _in_order(self.places, self.splits)
+    def used(self) -> tuple[int, ...]:
+        """Number of slots of each kind."""
+        kinds = [kind for row in self.rows for kind, _ in row]
+        return tuple(np.bincount(kinds, minlength=len(self.pool.kinds)).tolist())
 
     @property
     def is_equal(self) -> bool:
         """True if all pipelines are cut alike and run equally many micro-batches."""
-        return len({cut.bounds for cut in self.splits}) == 1 and len(set(self.micro_batches)) == 1
+        return len(set(self.bounds)) == 1 and len(set(self.micro_batches)) == 1
 
     @property
     def is_plain(self) -> bool:
@@ -54,7 +65,7 @@ class Draft:
 
     @property
     def devices(self) -> int:
-        return sum(map(len, self.places)) * self.pool.tensor_parallel
+        return sum(map(len, self.rows)) * self.pool.tensor_parallel
 
     @property
     def pipeline_seconds(self) -> float:
@@ -72,16 +83,21 @@ class Draft:
 
 
 class DraftBuilder:
-    """Builds drafts. Results for slots that are alike are computed once and then looked up."""
+    """Builds drafts. Splits and costs of pipelines are computed once: among the thousands of candidates of a search,
+    few pipelines differ in what matters, the kinds of their slots and the channels between neighboring stages."""
 
     def __init__(self, topology: Topology, method: str, *, overlap: bool = False) -> None:
         self.topology = topology
         self.method = method
         self.overlap = overlap
+        self._chooses_order = method in ("exact", "adapt")
         self._node_of = [device.node for device in topology.devices]
         self._cluster_of = [node.cluster for node in topology.nodes]
-        self._prices = PipelinePrices(method)
         self._gradients = GradientTimes(topology)
+        self._splits_in_order: dict[object, Split | None] = {}
+        self._splits: dict[object, Split | str] = {}
+        self._costs: dict[object, PipelineCost] = {}
+        self._slots: dict[object, Slot] = {}
 
     @property
     def chooses_cuts(self) -> bool:
@@ -89,7 +105,7 @@ class DraftBuilder:
         return self.method == "exact"
 
     def build(self, pool: SlotPool, groups: Sequence[Sequence[int]], *, symmetric: bool = False) -> Draft | str:
-        """The draft with these groups, or in words why there is none."""
+        """The draft with these numbers of slots, ``[pipelines][kinds]``, or in words why there is none."""
         drafts: dict[object, Draft | str] = {}
         for placed in (place, place_together):
             places = placed(groups, [kind.slots for kind in pool.kinds], self._node_of, self._cluster_of)
@@ -100,16 +116,10 @@ class DraftBuilder:
         return min(found, key=lambda draft: draft.seconds) if found else next(iter(drafts.values()))
 
     def build_placed(
-        self,
-        pool: SlotPool,
-        places: Sequence[Sequence[Place]],
-        *,
-        symmetric: bool = False,
-        in_order: bool = False,
+        self, pool: SlotPool, places: Rows, *, symmetric: bool = False, in_order: bool = False
     ) -> Draft | str:
-        """The draft with these slots, or in words why there is none; further arguments as in :meth:`build`."""
-        nodes = [[self.node(pool, place) for place in pipeline] for pipeline in places]
-        sequences: list[Kinds] = [tuple((kind,) for kind, _ in pipeline) for pipeline in places]
+        """The draft with these slots, or in words why there is none. If ``symmetric``, all pipelines are cut alike; if
+        ``in_order``, the stages are in the order of the slots."""
         total = pool.total_micro_batches
         minimum = list(map(len, places))
         if symmetric:
@@ -118,33 +128,28 @@ class DraftBuilder:
             return f"{total} micro-batches are too few for the stages of all replicas"
         else:
             counts = [max(each, round(total / len(places))) for each in minimum]
-        while True:
-            splits = self._splits(pool, nodes, sequences, counts, symmetric, in_order)
-            if isinstance(splits, str):
-                return splits
-            priced = self._priced(pool, nodes, sequences, splits)
-            costs = priced(counts)
-            if symmetric:
-                break
+        splits = self._split(pool, places, counts, symmetric, in_order)
+        if isinstance(splits, str):
+            return splits
+        rows = [[each[slot] for slot in cut.order] for each, cut in zip(places, splits, strict=True)]
+        bounds = [cut.bounds for cut in splits]
+        costs = self._price(pool, rows, bounds, counts)
+        if not symmetric:
             steps = [max(cost.stage_seconds) for cost in costs]
             fill = [cost.seconds - (count - 1) * step for cost, count, step in zip(costs, counts, steps, strict=True)]
-            divided_counts = divide_micro_batches(fill, steps, total, minimum)
-            # With more micro-batches than a split was made for, more memory may be needed. Then split again for more.
-            again = priced(divided_counts)
+            divided = divide_micro_batches(fill, steps, total, minimum)
+            # With more micro-batches than a split was made for, more memory may be needed.
+            again = self._price(pool, rows, bounds, divided)
             if all(cost.fits for cost in again):
-                counts, costs = divided_counts, again
-                break
-            if all(count >= len(sequence) for count, sequence in zip(counts, sequences, strict=True)):
-                break
-            counts = [max(count, len(sequence)) for count, sequence in zip(counts, sequences, strict=True)]
-        if not symmetric and all(cost.fits for cost in costs) and sum(counts) != total:
-            return "a stage has too little memory for its micro-batches in flight"
-        return self._draft(pool, places, splits, counts, costs)
+                counts, costs = divided, again
+            elif all(cost.fits for cost in costs) and sum(counts) != total:
+                return "a stage has too little memory for its micro-batches in flight"
+        return self._draft(pool, rows, bounds, counts, costs)
 
     def build_cut(
         self,
         pool: SlotPool,
-        rows: Sequence[Sequence[Place]],
+        rows: Rows,
         bounds: Sequence[tuple[int, ...]],
         micro_batches: Sequence[int],
         below: float = np.inf,
@@ -152,82 +157,18 @@ class DraftBuilder:
         must_fit: bool = True,
     ) -> Draft | str:
         """The draft in which nothing is left to choose, or in words why there is none."""
-        nodes = [[self.node(pool, place) for place in row] for row in rows]
-        sequences: list[Kinds] = [tuple((kind,) for kind, _ in row) for row in rows]
-        splits = [Split(tuple(range(len(row))), cut) for row, cut in zip(rows, bounds, strict=True)]
-        costs = self._priced(pool, nodes, sequences, splits)(micro_batches, below)
+        costs = self._price(pool, rows, bounds, micro_batches, below)
         if not costs[-1].seconds < below:
             return "a pipeline takes too long"
-        return self._draft(pool, rows, splits, micro_batches, costs, must_fit=must_fit)
-
-    def _splits(
-        self,
-        pool: SlotPool,
-        nodes: Sequence[Sequence[int]],
-        sequences: Sequence[Kinds],
-        counts: Sequence[int],
-        symmetric: bool,
-        in_order: bool,
-    ) -> list[Split] | str:
-        """A split for each pipeline, or in words why there is none. If the pipelines are cut alike, it is one split,
-        made for the slowest link between two stages and the slowest slot of each."""
-        hops: Sequence[Hops] = [()] * len(nodes)
-        if self._prices.chooses_order:
-            hops = self.hops(pool, nodes)
-        matrices: list[NDArray[np.int64]] | None = None
-        kinds = sequences
-        if symmetric:
-            kinds = [sequences[0]]
-            if len(set(sequences)) > 1:
-                kinds = [tuple(tuple(sorted(set().union(*stage))) for stage in zip(*sequences, strict=True))]
-            if len(set(hops)) > 1:
-                hops = [tuple(pool.links.slowest(np.array(hops), axis=0).tolist())]
-        splits: list[Split] = []
-        for number, each in enumerate(kinds):
-            found = self._prices.split_in_order(pool, each, hops[number], counts[number])
-            if found is None and in_order:
-                return "no split in this order fits in memory"
-            if found is None:
-                if matrices is None:
-                    matrices = self._matrices(pool, nodes)
-                    if symmetric:
-                        matrices = [pool.links.slowest(np.stack(matrices), axis=0)]
-                found = self._prices.split(pool, each, matrices[number], counts[number])
-            if isinstance(found, str):
-                return found
-            splits.append(found)
-        return splits * len(nodes) if symmetric else splits
-
-    def _priced(
-        self,
-        pool: SlotPool,
-        nodes: Sequence[Sequence[int]],
-        sequences: Sequence[Kinds],
-        splits: Sequence[Split],
-    ) -> Callable[..., list[PipelineCost]]:
-        """A function from numbers of micro-batches, and a limit in seconds, to the costs of the pipelines. The list
-        ends with the first pipeline that does not take less than the limit."""
-        ordered = [[row[slot] for slot in cut.order] for row, cut in zip(nodes, splits, strict=True)]
-        kinds = [tuple(each[slot] for slot in cut.order) for each, cut in zip(sequences, splits, strict=True)]
-        rows = list(zip(kinds, self.hops(pool, ordered), [cut.bounds for cut in splits], strict=True))
-
-        def priced(counts: Sequence[int], below: float = np.inf) -> list[PipelineCost]:
-            costs = []
-            for (each, hops, bounds), count in zip(rows, counts, strict=True):
-                costs.append(self._prices.cost(pool, each, hops, count, bounds))
-                if not costs[-1].seconds < below:
-                    break
-            return costs
-
-        return priced
+        return self._draft(pool, rows, bounds, micro_batches, costs, must_fit=must_fit)
 
     def _draft(
         self,
         pool: SlotPool,
-        places: Sequence[Sequence[Place]],
-        splits: Sequence[Split],
+        rows: Rows,
+        bounds: Sequence[tuple[int, ...]],
         counts: Sequence[int],
-        costs: Sequence[PipelineCost],
+        costs: list[PipelineCost],
         *,
         must_fit: bool = True,
     ) -> Draft | str:
@@ -236,65 +177,171 @@ class DraftBuilder:
         if any(max(cost.transfer_seconds) >= 1.0 / NO_LINK.bytes_per_second for cost in costs):
             return "consecutive stages have no link"
         try:
-            synchronization = self.synchronize(pool, _in_order(places, splits), [cut.bounds for cut in splits])
+            synchronization = self.summing(pool, rows).seconds(bounds)
         except ValueError as error:
             return str(error)
         if self.overlap:
             passes = [each for cost in costs for each in zip(cost.forward_seconds, cost.backward_seconds, strict=True)]
-            equal = len({cut.bounds for cut in splits}) == 1 and len(set(counts)) == 1
+            equal = len(set(bounds)) == 1 and len(set(counts)) == 1
             synchronization = exposed_seconds(synchronization, passes, equal=equal)
-        groups = [tuple(np.bincount([kind for kind, _ in each], minlength=len(pool.kinds)).tolist()) for each in places]
-        return Draft(
-            pool, groups, [list(each) for each in places], list(splits), list(counts), list(costs), synchronization
-        )
+        return Draft(pool, list(map(list, rows)), list(bounds), list(counts), costs, synchronization)
 
-    def synchronize(self, pool: SlotPool, rows: Sequence[Sequence[Place]], bounds: Sequence[tuple[int, ...]]) -> float:
-        """Seconds until every slot has summed the gradients of its blocks, see :class:`.GradientTimes`."""
-        return self.summing(pool, rows).seconds(bounds)
+    def _split(
+        self, pool: SlotPool, places: Rows, counts: Sequence[int], symmetric: bool, in_order: bool
+    ) -> list[Split] | str:
+        """A split for each pipeline, or in words why there is none. If the pipelines are cut alike, it is one split,
+        made for the slowest link between two stages and the slowest slot of each."""
+        kinds = [_kinds(row) for row in places]
+        hops = self.hops(pool, places) if self._chooses_order else []
+        if symmetric:
+            if len(set(kinds)) > 1:
+                kinds = [tuple(tuple(sorted(set().union(*stage))) for stage in zip(*kinds, strict=True))]
+            if len(set(hops)) > 1:
+                hops = [tuple(pool.links.slowest(np.array(hops), axis=0).tolist())]
+            kinds = kinds[:1]
+        matrices: list[NDArray[np.int64]] = []
+        splits: list[Split] = []
+        for number, each in enumerate(kinds):
+            found: Split | str | None = None
+            if self._chooses_order:
+                found = self._split_in_order(pool, each, hops[number], counts[number])
+                if found is None and in_order:
+                    return "no split in this order fits in memory"
+                if found is None and not matrices:
+                    matrices = self._matrices(pool, places)
+                    if symmetric:
+                        matrices = [pool.links.slowest(np.stack(matrices), axis=0)]
+            if found is None:
+                # Methods that do not choose the order do not look at channels.
+                matrix = matrices[number] if matrices else np.full((len(each), len(each)), -1)
+                found = self._split_by_method(pool, each, matrix, counts[number])
+            if isinstance(found, str):
+                return found
+            splits.append(found)
+        return splits * len(places) if symmetric else splits
 
-    def summing(self, pool: SlotPool, rows: Sequence[Sequence[Place]]) -> Summing:
-        """The sums of gradients of these pipelines for any cuts; ``rows`` as for :meth:`synchronize`."""
+    def _split_in_order(self, pool: SlotPool, kinds: Kinds, hops: Hops, micro_batches: int) -> Split | None:
+        """The blocks of each slot if each runs the stage of its place; None if no split fits in memory."""
+        key = (pool, kinds, hops, micro_batches)
+        if key not in self._splits_in_order:
+            slots = [self.slot(pool, each, len(kinds)) for each in kinds]
+            self._splits_in_order[key] = split_in_order(slots, _channels(pool, hops), micro_batches)
+        return self._splits_in_order[key]
+
+    def _split_by_method(
+        self, pool: SlotPool, kinds: Kinds, matrix: NDArray[np.int64], micro_batches: int
+    ) -> Split | str:
+        """The blocks of each slot, and their order if the method chooses it; or in words why there is no split."""
+        key = (pool, kinds, matrix.tobytes(), micro_batches)
+        if key not in self._splits:
+            slots = tuple(self.slot(pool, each, len(kinds)) for each in kinds)
+            rows = tuple(tuple(_channels(pool, row)) for row in matrix.tolist())
+            order = None if self._chooses_order else range(len(kinds))
+            try:
+                self._splits[key] = split(Pipeline(slots, rows, micro_batches), self.method, order=order)
+            except ValueError as error:
+                self._splits[key] = str(error)
+        return self._splits[key]
+
+    def _matrices(self, pool: SlotPool, places: Rows) -> list[NDArray[np.int64]]:
+        """The channels between each two slots of each pipeline if its other stages are in this order."""
+        links, width = pool.links, pool.tensor_parallel
+        rows = [[self.node(pool, place) for place in row] for row in places]
+        load = links.load(rows, width)
+        matrices = []
+        for row in rows:
+            nodes = sorted(set(row))
+            of_nodes = np.array([[links.shared(a, b, load, width) for b in nodes] for a in nodes])
+            number = np.searchsorted(nodes, row)
+            matrices.append(of_nodes[np.ix_(number, number)])
+        return matrices
+
+    def _price(
+        self,
+        pool: SlotPool,
+        rows: Rows,
+        bounds: Sequence[tuple[int, ...]],
+        counts: Sequence[int],
+        below: float = np.inf,
+    ) -> list[PipelineCost]:
+        """Costs of the pipelines, up to the first one that does not take less than ``below``."""
+        costs: list[PipelineCost] = []
+        for row, hops, cut, count in zip(rows, self.hops(pool, rows), bounds, counts, strict=True):
+            kinds = _kinds(row)
+            key = (pool, kinds, hops, count, cut)
+            if key not in self._costs:
+                slots = [self.slot(pool, each, len(kinds)) for each in kinds]
+                self._costs[key] = evaluate_stages(slots, _channels(pool, hops), count, cut)
+            costs.append(self._costs[key])
+            if not costs[-1].seconds < below:
+                break
+        return costs
+
+    def summing(self, pool: SlotPool, rows: Rows) -> Summing:
+        """The sums of gradients of these pipelines for any cuts."""
         groups = [[pool.kinds[kind].slots[slot] for kind, slot in row] for row in rows]
         return Summing(self._gradients, pool.links.node_kind, groups, pool.kinds[0].costs.gradient_bytes)
 
-    def hops(self, pool: SlotPool, nodes: Sequence[Sequence[int]]) -> list[Hops]:
+    def hops(self, pool: SlotPool, rows: Rows) -> list[Hops]:
         """The channels between neighboring slots of each pipeline, which share NICs with the other pipelines."""
+        nodes = [[self.node(pool, place) for place in row] for row in rows]
         return [tuple(row) for row in pool.links.hops(nodes, pool.tensor_parallel)]
-
-    def _matrices(self, pool: SlotPool, nodes: Sequence[Sequence[int]]) -> list[NDArray[np.int64]]:
-        """The channels between each two slots of each pipeline if its other stages are in this order."""
-        rows = [np.array(row) for row in nodes]
-        load = pool.links.load(rows, pool.tensor_parallel)
-        return [pool.links.shared(row[:, None], row[None, :], load, pool.tensor_parallel) for row in rows]
 
     def node(self, pool: SlotPool, place: Place) -> int:
         kind, slot = place
         return self._node_of[pool.kinds[kind].slots[slot][0]]
 
     def slot(self, pool: SlotPool, kinds: tuple[int, ...], stages: int) -> Slot:
-        return self._prices.slot(pool, kinds, stages)
+        """A slot that takes as long and needs as much memory, per block, as the worst of these kinds."""
+        key = (pool, kinds, stages == 1)
+        if key not in self._slots:
+            several = [pool.kinds[kind] for kind in kinds]
+            name = " or ".join(dict.fromkeys(kind.device for kind in several))
+            again = [form for kind in several if (form := kind.recomputed_in_pipeline(stages)) is not None]
+            self._slots[key] = Slot(
+                name,
+                _worst([kind.costs for kind in several]),
+                min(kind.memory_in_pipeline(stages) for kind in several),
+                (_worst([costs for costs, _ in again]), min(memory for _, memory in again)) if again else None,
+            )
+        return self._slots[key]
 
 
-def _in_order(places: Sequence[Sequence[Place]], splits: Sequence[Split]) -> list[list[Place]]:
-    return [[each[slot] for slot in cut.order] for each, cut in zip(places, splits, strict=True)]
+def _kinds(row: Sequence[Place]) -> Kinds:
+    return tuple((kind,) for kind, _ in row)
+
+
+def _channels(pool: SlotPool, numbers: Sequence[int]) -> list[Channel]:
+    return [pool.links.channels[number] if number >= 0 else NO_LINK for number in numbers]
+
+
+def _worst(costs: Sequence[LayerCosts]) -> LayerCosts:
+    """Longest time and largest size of each block."""
+    if len(costs) == 1:
+        return costs[0]
+    names = [field.name for field in fields(LayerCosts)]
+    return LayerCosts(**{name: np.max([getattr(each, name) for each in costs], axis=0) for name in names})
+
+
+# Plans ---------------------------------------------------------------------------------------------------------------
 
 
 def write_plan(draft: Draft, topology: Topology, profile: ModelProfile, method: str, notes: Sequence[str]) -> Plan:
-    replicas = tuple(_replica(draft, number, topology) for number in range(len(draft.costs)))
+    pool = draft.pool
     return finished_plan(
         profile,
-        replicas,
-        method,
-        draft.pool.tensor_parallel,
-        draft.pool.micro_batch,
+        [_replica(draft, number, topology) for number in range(len(draft.costs))],
         draft.synchronization_seconds,
-        notes,
-        zero_stage=0 if draft.pool.pipelines is None else 1,
+        pool.micro_batch,
+        method=method,
+        tensor_parallel=pool.tensor_parallel,
+        zero_stage=0 if pool.pipelines is None else 1,
+        notes=tuple(notes),
     )
 
 
 def _replica(draft: Draft, number: int, topology: Topology) -> Replica:
-    cost, bounds, row = draft.costs[number], draft.splits[number].bounds, draft.rows[number]
+    cost, bounds, row = draft.costs[number], draft.bounds[number], draft.rows[number]
     stages = []
     for stage, (kind, index) in enumerate(row):
         slots = draft.pool.kinds[kind]
@@ -302,54 +349,54 @@ def _replica(draft: Draft, number: int, topology: Topology) -> Replica:
         again = bool(cost.recompute) and cost.recompute[stage]
         if again and (form := slots.recomputed_in_pipeline(len(row))) is not None:
             block_bytes = form[1]
-        device = topology.devices[slots.slots[index][0]]
-        overhead = device.kind.memory_bytes - block_bytes
         stages.append(
-            StagePlan(
+            planned_stage(
+                topology,
+                slots.slots[index],
+                cost.memory_bytes[stage],
+                block_bytes,
                 blocks=(bounds[stage], bounds[stage + 1]),
-                device=slots.device,
-                ranks=slots.slots[index],
                 recompute=again,
-                node=topology.nodes[device.node].name,
                 forward_seconds=cost.forward_seconds[stage],
                 backward_seconds=cost.backward_seconds[stage],
                 transfer_seconds=cost.transfer_seconds[stage],
                 schedule_seconds=cost.schedule_seconds[stage],
                 update_seconds=cost.update_seconds[stage],
-                memory_bytes=cost.memory_bytes[stage] + overhead,
-                memory_overhead_bytes=overhead,
-                memory_available_bytes=device.kind.memory_bytes,
             )
         )
     return Replica(stages=tuple(stages), micro_batches=draft.micro_batches[number], pipeline_seconds=cost.seconds)
 
 
+def planned_stage(
+    topology: Topology, ranks: Sequence[int], memory_bytes: float, available_bytes: float, **values: Any
+) -> StagePlan:
+    """The stage of these ranks, whose blocks need ``memory_bytes`` of the ``available_bytes`` that a device has for
+    blocks."""
+    device = topology.devices[ranks[0]]
+    overhead = device.kind.memory_bytes - available_bytes
+    return StagePlan(
+        device=device.kind.name,
+        ranks=tuple(ranks),
+        node=topology.nodes[device.node].name,
+        memory_bytes=memory_bytes + overhead,
+        memory_overhead_bytes=overhead,
+        memory_available_bytes=device.kind.memory_bytes,
+        **values,
+    )
+
+
 def finished_plan(
-    profile: ModelProfile,
-    replicas: Sequence[Replica],
-    method: str,
-    tensor_parallel: int,
-    micro_batch: int,
-    synchronization_seconds: float,
-    notes: Sequence[str] = (),
-    schedule: Schedule = "1f1b",
-    order_seconds: GraphSeconds | None = None,
-    zero_stage: Literal[0, 1] = 0,
+    profile: ModelProfile, replicas: Sequence[Replica], synchronization_seconds: float, micro_batch: int, **values: Any
 ) -> Plan:
     """The plan of these replicas. Its iteration takes as long as the slowest pipeline and the synchronization."""
     return Plan(
         model=profile.name,
         precision=profile.precision,
         blocks=profile.blocks,
-        method=method,
-        schedule=schedule,
-        order_seconds=order_seconds,
-        tensor_parallel=tensor_parallel,
-        zero_stage=zero_stage,
         micro_batch=micro_batch,
         global_batch=micro_batch * sum(replica.micro_batches for replica in replicas),
         replicas=tuple(replicas),
         synchronization_seconds=synchronization_seconds,
         iteration_seconds=max(replica.pipeline_seconds for replica in replicas) + synchronization_seconds,
-        notes=tuple(notes),
+        **values,
     )

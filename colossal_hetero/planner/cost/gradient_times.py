@@ -5,15 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..cluster.all_reduce import ConcurrentRings, synchronization_seconds
 from ..cluster.topology import Topology
-from ..cluster.transfers import ConcurrentRings, synchronization_seconds
-from .tp_groups import cut_points
 
 __all__ = ["GradientTimes", "Summing", "divide_micro_batches"]
 
@@ -32,22 +31,14 @@ class GradientTimes:
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
         self.node_of = [device.node for device in topology.devices]
-        self._alike: dict[object, _EqualCuts] = {}
+        self._alike: dict[object, Callable[[int, float], float]] = {}
         self._rings: dict[object, float] = {}
 
-    def seconds(
-        self,
-        node_kind: NDArray[np.int64],
-        groups: Groups,
-        bounds: Sequence[tuple[int, ...]],
-        gradient_bytes: NDArray[np.float64],
-    ) -> float:
-        """Seconds until every stage has summed the gradients of its blocks, all stages at once. Blocks that the same
-        stages hold are summed together."""
-        return Summing(self, node_kind, groups, gradient_bytes).seconds(bounds)
-
-    def equal_cuts(self, node_kind: NDArray[np.int64], rings: Sequence[Ring], width: int) -> _EqualCuts:
-        """The rings of pipelines that are cut alike: ``width`` equal ones for each stage."""
+    def equal_cuts(
+        self, node_kind: NDArray[np.int64], rings: Sequence[Ring], width: int
+    ) -> Callable[[int, float], float]:
+        """The seconds of each stage for so many bytes, if pipelines are cut alike and all stages sum something:
+        ``width`` equal rings for each."""
         nodes = sorted(set(itertools.chain.from_iterable(rings)))
         number = {node: place for place, node in enumerate(nodes)}
         key = (
@@ -56,7 +47,8 @@ class GradientTimes:
             tuple(tuple(map(number.__getitem__, ring)) for ring in rings),
         )
         if key not in self._alike:
-            self._alike[key] = _EqualCuts(self.topology, rings, width)
+            concurrent = ConcurrentRings(self.topology, [ring for ring in rings for _ in range(width)])
+            self._alike[key] = cache(lambda stage, size: concurrent.seconds(rings[stage], size))
         return self._alike[key]
 
     def ring_seconds(self, node_kind: NDArray[np.int64], ranks: Sequence[int], size: float, sharing: int) -> float:
@@ -69,23 +61,8 @@ class GradientTimes:
         return self._rings[key]
 
 
-class _EqualCuts:
-    """The rings of pipelines that are cut alike; all sum something."""
-
-    def __init__(self, topology: Topology, rings: Sequence[Ring], width: int) -> None:
-        self._rings = rings
-        self._concurrent = ConcurrentRings(topology, [ring for ring in rings for _ in range(width)])
-        self._seconds: dict[tuple[int, float], float] = {}
-
-    def seconds(self, stage: int, size: float) -> float:
-        key = stage, size
-        if key not in self._seconds:
-            self._seconds[key] = self._concurrent.seconds(self._rings[stage], size)
-        return self._seconds[key]
-
-
 class Summing:
-    """The sums of given pipelines, for any cuts; arguments as for :meth:`GradientTimes.seconds`."""
+    """The sums of gradients of given pipelines, for any cuts. Blocks that the same stages hold are summed together."""
 
     def __init__(
         self, times: GradientTimes, node_kind: NDArray[np.int64], groups: Groups, gradient_bytes: NDArray[np.float64]
@@ -97,6 +74,7 @@ class Summing:
         self._bytes_of: dict[tuple[int, int], float] = {}
 
     def seconds(self, bounds: Sequence[tuple[int, ...]]) -> float:
+        """Seconds until every stage has summed the gradients of its blocks, all stages at once."""
         if len(self._groups) == 1:
             return 0.0
         return self._of_equal_cuts(bounds[0]) if len(set(bounds)) == 1 else self._of_any_cuts(bounds)
@@ -108,7 +86,7 @@ class Summing:
             used = [(ring, size) for ring, size in zip(self._rings, sizes, strict=True) if size > 0]
             concurrent = ConcurrentRings(self._times.topology, [ring for ring, _ in used for _ in range(self._width)])
             return max((concurrent.seconds(ring, size) for ring, size in used), default=0.0)
-        return max(self._equal_cuts.seconds(stage, size) for stage, size in enumerate(sizes))
+        return max(self._equal_cuts(stage, size) for stage, size in enumerate(sizes))
 
     @cached_property
     def _rings(self) -> list[Ring]:
@@ -116,12 +94,12 @@ class Summing:
         return [tuple(sorted(members)) for members in zip(*self._nodes, strict=True)]
 
     @cached_property
-    def _equal_cuts(self) -> _EqualCuts:
+    def _equal_cuts(self) -> Callable[[int, float], float]:
         return self._times.equal_cuts(self._node_kind, self._rings, self._width)
 
     def _of_any_cuts(self, bounds: Sequence[tuple[int, ...]]) -> float:
         slots_on = Counter(itertools.chain.from_iterable(self._nodes))
-        cuts = cut_points(bounds)
+        cuts = sorted(set(itertools.chain.from_iterable(bounds)))
         total = np.concatenate([[0.0], np.cumsum(self._gradient_bytes)])
         stage_of = np.array([np.searchsorted(cut, cuts[:-1], side="right") - 1 for cut in bounds])
         spent: Counter[tuple[int, int]] = Counter()

@@ -37,10 +37,6 @@ class StageLayout:
     place: int = field(default=0, compare=False)
     """Its start in the line that was read."""
 
-    @property
-    def blocks_per_chunk(self) -> tuple[int, ...]:
-        return tuple(stop - start for start, stop in self.block_ranges)
-
 
 @dataclass(frozen=True)
 class PipelineLayout:
@@ -368,7 +364,7 @@ def _pipeline(pipeline: PipelineLayout, shortened: bool) -> str:
         enumerate(pipeline.stages),
         key=lambda each: (
             device_in_words(each[1].device, each[1].recompute),
-            each[1].blocks_per_chunk,
+            tuple(stop - start for start, stop in each[1].block_ranges),
             each[0] if len(each[1].block_ranges) > 1 else 0,
         ),
     ):

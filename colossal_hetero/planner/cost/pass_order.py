@@ -1,4 +1,4 @@
-"""The order in which each stage runs its passes, in Colossal-AI's schedules, and the simulation of that order.
+"""The order in which each stage runs its passes, in Colossal-AI's schedules.
 
 The model is cut into chunks, which are numbered in the order of the model. With p stages, stage s holds chunk s
 (``1f1b``), the chunks s, s + p, s + 2p, … (``interleaved``), or s and 2p − 1 − s, in the shape of a V (``zbv``). In
@@ -10,33 +10,25 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NamedTuple, cast
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ...common.files import FilePart, Seconds
 from ...common.text import count
-from ..stages.event_simulation import Event, StageShare, Transfers
 
 __all__ = [
     "CHUNKED",
     "SCHEDULES",
-    "WEIGHT_SHARE",
-    "ChunkTimes",
     "GraphSeconds",
     "Pass",
     "PassOrder",
-    "PassTimeline",
     "Schedule",
+    "chunked_order",
     "interleaved",
     "one_forward_one_backward",
-    "simulate_passes",
     "stages_of_chunks",
     "why_not_schedulable",
     "zero_bubble_nodes",
@@ -51,15 +43,17 @@ SCHEDULES: tuple[Schedule, ...] = ("1f1b", "interleaved", "zbv")
 CHUNKED: tuple[Schedule, ...] = ("interleaved", "zbv")
 """Schedules in which a stage holds several chunks."""
 
-PassKind = Literal["forward", "backward", "weight"]
+PassKind = Literal["forward", "backward", "weight", "transfer"]
 
 
 class Pass(NamedTuple):
     kind: PassKind
-    """``weight``: only the gradients of the weights; ``backward`` is without them then."""
+    """``weight``: only the gradients of the weights; ``backward`` is without them then. ``transfer``: no pass, but
+    messages over the cut behind the chunk that two stages exchange at the same time, between their passes."""
     chunk: int
     """Number in the order of the model."""
     micro_batch: int
+    """Of a transfer, its number among those over its cut."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +62,7 @@ class PassOrder:
 
     stage_of_chunk: tuple[int, ...]
     passes: tuple[tuple[Pass, ...], ...]
+    """A transfer is in the lists of both of its stages."""
     receives_late: bool = False
     """True if a stage asks for the input of a pass only when it has run the pass of that kind before."""
 
@@ -85,18 +80,31 @@ class PassOrder:
         return any(each.kind == "weight" for each in self.passes[0])
 
     @cached_property
+    def exchanges(self) -> bool:
+        """True if stages send messages between their passes, and not while they run passes."""
+        return any(each.kind == "transfer" for each in self.passes[0])
+
+    @cached_property
     def sequence(self) -> tuple[Pass, ...]:
         """All passes, each behind those that it waits for: the one that its stage runs before it, and the forward of
-        the chunk before it or the backward of the chunk behind it."""
+        the chunk before it or the backward of the chunk behind it. Transfers are behind all that both stages run before
+        them."""
         places = [0] * self.stages
-        done: set[Pass] = set()
+        done: set[Pass | None] = {None}
+        reached: dict[Pass, int] = {}
         ordered: list[Pass] = []
-        total = sum(map(len, self.passes))
-        while len(ordered) < total:
+        while places != list(map(len, self.passes)):
             before = len(ordered)
             for stage, passes in enumerate(self.passes):
-                while places[stage] < len(passes) and self._waits_for(passes[places[stage]]) <= done:
+                while places[stage] < len(passes):
                     each = passes[places[stage]]
+                    if each.kind == "transfer":
+                        other = reached.setdefault(each, stage)
+                        if other == stage:
+                            break
+                        places[other] += 1
+                    elif self._source(each) not in done:
+                        break
                     done.add(each)
                     ordered.append(each)
                     places[stage] += 1
@@ -107,14 +115,14 @@ class PassOrder:
                 raise ValueError(f"the order cannot be run: {waiting} waits for a pass that waits for it")
         return tuple(ordered)
 
-    def _waits_for(self, each: Pass) -> set[Pass]:
-        if each.kind == "forward":
-            return {each._replace(chunk=each.chunk - 1)} if each.chunk else set()
-        if each.kind == "weight":
-            return {each._replace(kind="backward")}
-        if each.chunk + 1 == self.chunks:
-            return {each._replace(kind="forward")}
-        return {each._replace(chunk=each.chunk + 1)}
+    def _source(self, each: Pass) -> Pass | None:
+        """The pass whose result a pass needs."""
+        kind, chunk, number = each
+        if kind == "forward":
+            return Pass("forward", chunk - 1, number) if chunk else None
+        if kind == "weight":
+            return Pass("backward", chunk, number)
+        return Pass("forward", chunk, number) if chunk + 1 == self.chunks else Pass("backward", chunk + 1, number)
 
 
 def stages_of_chunks(schedule: Schedule, stages: int, chunks_per_stage: int) -> tuple[int, ...]:
@@ -139,16 +147,32 @@ def why_not_schedulable(schedule: Schedule, stages: int, micro_batches: int) -> 
     return None
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def one_forward_one_backward(stages: int, micro_batches: int) -> PassOrder:
-    """Passes of ``OneForwardOneBackwardSchedule.run_forward_backward``."""
-    return PassOrder(
-        stages_of_chunks("1f1b", stages, 1),
-        tuple(
-            _alternating([stage] * micro_batches, [stage] * micro_batches, min(stages - stage - 1, micro_batches))
-            for stage in range(stages)
-        ),
-    )
+    """Passes of ``OneForwardOneBackwardSchedule.run_forward_backward``: of P stages, stage s first does
+    ``min(P − s − 1, K)`` warm-up forwards, then one forward and one backward in turn, then the other backwards.
+
+    Stages send in ``batch_isend_irecv`` before or behind a pass: an activation, a gradient, or an activation one way
+    and a gradient the other way. These exchanges are numbered by the micro-batch whose activation they carry. The
+    gradients of micro-batch m go back over cut s in exchange ``m + P − 1 − s``, from number K on without an activation.
+    """
+    rows = []
+    for stage in range(stages):
+        row: list[Pass] = []
+        chunks = [stage] * micro_batches
+        for each in _alternating(chunks, chunks, min(stages - stage - 1, micro_batches)):
+            number, forward = each.micro_batch, each.kind == "forward"
+            before = Pass("transfer", stage - 1, number if forward else number + stages - stage)
+            behind = Pass("transfer", stage, number if forward else number + stages - 1 - stage)
+            received, sent = (before, behind) if forward else (behind, before)
+            # With the message that it receives, a stage sends what it has to send to the same stage.
+            if 0 <= received.chunk < stages - 1 and received not in row[-1:]:
+                row.append(received)
+            row.append(each)
+            if 0 <= sent.chunk < stages - 1:
+                row.append(sent)
+        rows.append(tuple(row))
+    return PassOrder(stages_of_chunks("1f1b", stages, 1), tuple(rows))
 
 
 @lru_cache(maxsize=64)
@@ -184,6 +208,13 @@ def _alternating(forward: list[int], backward: list[int], warm_up: int) -> tuple
         passes += [following("forward", chunk), following("backward", back)]
     passes += [following("backward", chunk) for chunk in backward[steady:]]
     return tuple(passes)
+
+
+def chunked_order(stages: int, chunks: int, micro_batches: int, seconds: GraphSeconds | None) -> PassOrder:
+    """The order of ``chunks`` chunks in all: with ``seconds`` that of the schedule ``zbv``, else ``interleaved``."""
+    if seconds is not None:
+        return zero_bubble_v(stages, micro_batches, seconds)
+    return interleaved(stages, chunks // stages, micro_batches)
 
 
 # Zero bubble ---------------------------------------------------------------------------------------------------------
@@ -261,132 +292,3 @@ def _module() -> ModuleType:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
-
-
-# Pass simulation -----------------------------------------------------------------------------------------------------
-# A pass starts when its stage is free and its input has arrived. Messages are sent while stages compute, as in
-# Colossal-AI's interleaved and zero-bubble schedules; those from one stage to another go one after the other. There are
-# two models of when a message leaves. ``blocking``: when the receiver has asked for it, as with NCCL. The interleaved
-# schedule asks for the input of a forward when the forward before it has ended, and so for backwards; the zero-bubble
-# schedule asks early. ``overlapped``: at once, as with Gloo and this package's corrections, because sends are buffered.
-
-
-WEIGHT_SHARE = 0.5
-"""Share of a backward pass that computes the gradients of weights, where they have passes of their own: a matrix
-product has two gradients of equal cost (Qi et al., Zero Bubble Pipeline Parallelism, 2024). It is not measured."""
-
-
-@dataclass(frozen=True, eq=False)
-class ChunkTimes:
-    """Times of the chunks per micro-batch, ``[chunks]``, or ``[chunks, divisions]`` to simulate divisions together."""
-
-    forward_seconds: NDArray[np.float64]
-    backward_seconds: NDArray[np.float64]
-    """Whole backward pass, with the gradients of the weights."""
-    schedule_seconds: NDArray[np.float64]
-    """Time of the schedule itself, half with the forward and half with the backward."""
-    hop_seconds: NDArray[np.float64]
-    """Message over the cut behind the chunk, one way; 0 behind the last one, and inside a stage."""
-    update_seconds: NDArray[np.float64]
-    """Optimizer step of each stage, ``[stages]`` or ``[stages, divisions]``."""
-
-
-@dataclass(frozen=True, eq=False)
-class PassTimeline:
-    """A simulated iteration of one pipeline; times are ``[chunks]``."""
-
-    order: PassOrder
-    times: ChunkTimes
-    transfers: Transfers
-    stage_seconds: NDArray[np.float64]
-    """Time until each stage has finished its last pass, ``[stages]``."""
-
-    @classmethod
-    def of(cls, order: PassOrder, times: ChunkTimes, transfers: Transfers = "blocking") -> PassTimeline:
-        return cls(order, times, transfers, simulate_passes(order, times, transfers))
-
-    @property
-    def seconds(self) -> float:
-        """Time from the start of the iteration until all stages have finished their updates."""
-        return float((self.stage_seconds + self.times.update_seconds).max())
-
-    @cached_property
-    def shares(self) -> tuple[StageShare, ...]:
-        """Shares of the iteration by stage, ``[stages]``. Messages do not occupy a stage."""
-        whole = self.seconds or 1.0
-        compute = [sum(event.stop - event.start for event in events) / whole for events in self.events]
-        return tuple(StageShare(share, 0.0, max(1.0 - share, 0.0)) for share in compute)
-
-    @cached_property
-    def events(self) -> tuple[tuple[Event, ...], ...]:
-        by_stage: list[list[Event]] = [[] for _ in range(self.order.stages)]
-
-        def record(each: Pass, start: NDArray[np.float64], stop: NDArray[np.float64]) -> None:
-            stage = self.order.stage_of_chunk[each.chunk]
-            place = self.order.stage_of_chunk[: each.chunk].count(stage)
-            by_stage[stage].append(Event(each.kind, each.micro_batch, float(start[0]), float(stop[0]), place))
-
-        _run(self.order, self.times, self.transfers, record)
-        for events, end, update in zip(by_stage, self.stage_seconds, self.times.update_seconds, strict=True):
-            if update > 0:
-                events.append(Event("update", 0, float(end), float(end + update)))
-        return tuple(tuple(events) for events in by_stage)
-
-
-def simulate_passes(order: PassOrder, times: ChunkTimes, transfers: Transfers = "blocking") -> NDArray[np.float64]:
-    """Seconds until each stage has finished its last pass, ``[stages]`` or ``[stages, divisions]``."""
-    ends = _run(order, times, transfers)
-    return ends if times.forward_seconds.ndim == 2 else ends[:, 0]
-
-
-def _run(
-    order: PassOrder,
-    times: ChunkTimes,
-    transfers: Transfers,
-    record: Callable[[Pass, NDArray[np.float64], NDArray[np.float64]], None] | None = None,
-) -> NDArray[np.float64]:
-    """:func:`simulate_passes`; ``record`` is called with the start and the stop of every pass, each ``[divisions]``."""
-
-    def columns(values: NDArray[np.float64]) -> NDArray[np.float64]:
-        return np.asarray(values.reshape(len(values), -1))
-
-    weight = columns(times.backward_seconds) * (WEIGHT_SHARE if order.splits_backward else 0.0)
-    schedule = columns(times.schedule_seconds) / 2
-    duration = {
-        "forward": columns(times.forward_seconds) + schedule,
-        "backward": columns(times.backward_seconds) - weight + schedule,
-        "weight": weight,
-    }
-    hops, stage_of, last = columns(times.hop_seconds), order.stage_of_chunk, order.chunks - 1
-    zero = np.zeros(weight.shape[1])
-    free = [zero] * order.stages
-    asked: dict[tuple[int, str], NDArray[np.float64]] = {}
-    channel_free: dict[tuple[int, int], NDArray[np.float64]] = {}
-    inputs: dict[Pass, NDArray[np.float64]] = {}
-    """Time when the input of each pass has arrived, or was ready if it is still to be sent."""
-    waits = transfers == "blocking" and order.receives_late
-
-    def arrival(ready: NDArray[np.float64], chunk: int, to_chunk: int) -> NDArray[np.float64]:
-        channel = stage_of[chunk], stage_of[to_chunk]
-        if channel[0] == channel[1]:
-            return ready
-        begin = np.maximum(ready, channel_free.get(channel, zero))
-        channel_free[channel] = begin + hops[min(chunk, to_chunk)]
-        return channel_free[channel]
-
-    for each in order.sequence:
-        kind, chunk, _ = each
-        stage, step = stage_of[chunk], {"forward": 1, "backward": -1, "weight": 0}[kind]
-        start = free[stage]
-        if each in inputs:
-            there = inputs.pop(each)
-            if waits:
-                there = arrival(np.maximum(there, asked.get((stage, kind), zero)), chunk - step, chunk)
-            start = np.maximum(start, there)
-        stop = start + duration[kind][chunk]
-        free[stage] = asked[stage, kind] = stop
-        if record is not None:
-            record(each, start, stop)
-        if step and 0 <= chunk + step <= last:
-            inputs[each._replace(chunk=chunk + step)] = stop if waits else arrival(stop, chunk, chunk + step)
-    return np.array(free)

@@ -3,12 +3,11 @@ account the slots and links of all pipelines, which may have to be cut alike, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cluster.topology import Channel
 from ..stages.fixed_order import AllCuts, CutTimes, all_bounds
 from ..stages.pipeline import Slot
 from .draft import Draft, DraftBuilder
@@ -131,25 +130,18 @@ class PlacedPipelines:
     def _times(self, rows: Rows) -> list[CutTimes] | None:
         """Times of each pipeline; None if neighboring stages have no link or there are too many cuts."""
         times = []
-        for row, hops in zip(rows, self._hops(rows), strict=True):
+        channels = self.pool.links.channels
+        for row, hops in zip(rows, self.builder.hops(self.pool, rows), strict=True):
             bounds = all_bounds(self.blocks, len(row))
-            if hops is None or bounds is None:
+            if -1 in hops or bounds is None:
                 return None
-            key = tuple(kind for kind, _ in row), tuple(hops)
+            key = tuple(kind for kind, _ in row), hops
             if key not in self._cut_times:
                 slots: list[Slot] = [self.builder.slot(self.pool, (kind,), len(row)) for kind, _ in row]
                 cuts = self._cuts.setdefault(len(row), AllCuts(bounds))
-                self._cut_times[key] = cuts.times(slots, hops)
+                self._cut_times[key] = cuts.times(slots, [channels[number] for number in hops])
             times.append(self._cut_times[key])
         return times
-
-    def _hops(self, rows: Rows) -> Iterator[list[Channel] | None]:
-        """Channels between the neighbors in each pipeline; None where there is no link."""
-        where = [[self.builder.node(self.pool, place) for place in row] for row in rows]
-        hops = self.builder.hops(self.pool, where)
-        channels = self.pool.links.channels
-        for numbers in hops:
-            yield None if -1 in numbers else [channels[number] for number in numbers]
 
     def _summing(self, rows: Rows) -> Callable[[Sequence[NDArray[np.int64]]], float]:
         """A function that gives the seconds of sums for cuts; infinite if slots cannot reach each other."""

@@ -3,6 +3,14 @@
 AutoHet, section III-C: tensor parallelism gets the fastest links, inside a node, data parallelism the next, and
 pipelines the slowest (:func:`place`). If gradients are small and activations large, pipelines need fast links more than
 data parallelism does (:func:`place_together`). Kinds with less computing power get the earlier stages.
+
+[Note: shared hops] Pipelines that are alike send over the same cut at the same time. A stage takes part in one exchange
+at a time, in which each of its devices sends one message and receives one. So at most as many messages go through a
+node's NICs of a kind, in each direction (full duplex), as it has devices whose stage has a neighbor over that network.
+Each message gets an equal share, at most the bandwidth of the channel. This is an upper bound on the time: if stages
+have one such neighbor or two, or pipelines differ, fewer messages may be sent at times. Hops inside a node share its
+inside bandwidth; both devices of a hop send at once. As in ``all_reduce.py``, a link between clusters has the bandwidth
+of one pair of nodes.
 """
 
 from __future__ import annotations
@@ -11,11 +19,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations_with_replacement, islice, pairwise
+from itertools import combinations_with_replacement, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..cluster.all_reduce import INSIDE
 from ..cluster.topology import Channel, Topology
 from .tp_groups import SlotKind
 
@@ -38,7 +47,7 @@ class NodeLinks:
             ]
         )
         self._kinds: list[int] = self.node_kind.tolist()
-        self.node_of = np.array([device.node for device in topology.devices])
+        self._nodes = topology.nodes
         self.message_bytes = message_bytes
         size = len(kinds)
         examples = [np.flatnonzero(self.node_kind == kind) for kind in range(size)]
@@ -57,21 +66,9 @@ class NodeLinks:
             except ValueError:
                 continue
             self._number[a, b, 0] = self._number[b, a, 0] = self.number(channel)
-        kinds_of_channel = sorted({channel.kind for channel in self.channels})
-        self._kind_of = np.array([kinds_of_channel.index(channel.kind) for channel in self.channels])
-        self._rate = np.array([channel.bytes_per_second for channel in self.channels])
-        # Bandwidth of a node's NICs by kind, in the last row of its inside, [kinds + 1, nodes]; 0 without such a NIC.
-        self._node_rate = np.array(
-            [
-                *(
-                    [sum(nic.bytes_per_second for nic in node.nics if nic.kind == kind) for node in topology.nodes]
-                    for kind in kinds_of_channel
-                ),
-                [node.inside_bytes_per_second for node in topology.nodes],
-            ]
-        )
-        self._inside = len(kinds_of_channel)
-        self._limited: dict[tuple[int, float], int] = {}
+        # Without a link, number −1, the last kind stands for all.
+        self._networks = [channel.kind for channel in self.channels]
+        self._kind_between: dict[tuple[int, int], str] = {}
         self._hops: dict[object, int] = {}
 
     def number(self, channel: Channel) -> int:
@@ -91,85 +88,59 @@ class NodeLinks:
         numbers = np.unique(self._number[kind, :, 0])
         return [self.channels[number] for number in numbers.tolist() if number >= 0]
 
-    def numbers(self, nodes_a: NDArray[np.int64], nodes_b: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Channel numbers between nodes, element by element; -1 where there is no link."""
-        same_node = np.asarray(nodes_a == nodes_b).astype(int)
-        return np.asarray(self._number[self.node_kind[nodes_a], self.node_kind[nodes_b], same_node])
-
-    def load(self, pipelines: Sequence[NDArray[np.int64]], width: int) -> NDArray[np.int64]:
-        """Messages that share a node's NICs of a kind or its inside, ``[kinds + 1, nodes]``; see Note: shared hops."""
-        load = np.zeros(self._node_rate.shape, dtype=np.int64)
+    def load(self, pipelines: Sequence[Sequence[int]], width: int) -> Counter[tuple[str, int]]:
+        """Messages that share a node's NICs of a kind or its inside, by kind and node; see Note: shared hops."""
+        load: Counter[tuple[str, int]] = Counter()
         for nodes in pipelines:
-            crosses = nodes[:-1] != nodes[1:]
-            kind = np.where(crosses, self._kind_of[self.numbers(nodes[:-1], nodes[1:])], self._inside)
-            before, behind = np.append(-1, kind), np.append(kind, -1)
-            for used, counts in ((before, before >= 0), (behind, (behind >= 0) & (behind != before))):
-                np.add.at(load, (used[counts], nodes[counts]), width)
-        return load
-
-    def shared(
-        self, nodes_a: NDArray[np.int64], nodes_b: NDArray[np.int64], load: NDArray[np.int64], width: int
-    ) -> NDArray[np.int64]:
-        """:meth:`numbers` of the channels with the bandwidth that is left if NICs are shared by ``load`` messages."""
-        numbers = self.numbers(nodes_a, nodes_b)
-        same = nodes_a == nodes_b
-        kind, rate = np.where(same, self._inside, self._kind_of[numbers]), self._rate[numbers]
-        # In a hop inside a node both ends send.
-        least = np.where(same, 2 * width, width)
-        share = np.ones(numbers.shape)
-        for nodes in (nodes_a, nodes_b):
-            nodes = np.broadcast_to(nodes, numbers.shape)
-            shared = np.where(self._node_rate[kind, nodes] > 0, self._node_rate[kind, nodes], rate)
-            share = np.minimum(share, shared / (np.maximum(load[kind, nodes], least) * rate))
-        share[numbers < 0] = 1.0
-        limited = share < 1.0
-        if not limited.any():
-            return numbers
-        distinct, place = np.unique(np.stack([numbers[limited], share[limited]]), axis=1, return_inverse=True)
-        new = [self._limited_number(int(number), each) for number, each in distinct.T.tolist()]
-        numbers[limited] = np.array(new, dtype=np.int64)[place.reshape(-1)]
-        return numbers
-
-    def hops(self, pipelines: Sequence[Sequence[int]], width: int) -> list[list[int]]:
-        """The numbers of the channels between neighboring stages, ``[pipelines][stages − 1]``, as from :meth:`load` and
-        :meth:`shared`; −1 where there is no link. For many calls with few stages: each channel is computed once."""
-        load: Counter[tuple[int, int]] = Counter()
-        hops = []
-        for nodes in pipelines:
-            kind_before = -1
+            kind_before = ""
             for a, b in pairwise(nodes):
-                kind = self._inside if a == b else self._network(a, b)
+                kind = self._network(a, b)
                 if kind != kind_before:
                     load[kind, a] += width
                 load[kind, b] += width
-                hops.append((a, b, kind))
                 kind_before = kind
-        numbers = iter([self._shared_number(a, b, kind, load, width) for a, b, kind in hops])
-        return [list(islice(numbers, len(nodes) - 1)) for nodes in pipelines]
+        return load
 
-    def _network(self, node_a: int, node_b: int) -> int:
-        key = self._kinds[node_a], self._kinds[node_b]
+    def hops(self, pipelines: Sequence[Sequence[int]], width: int) -> list[list[int]]:
+        """The numbers of the channels between neighboring stages, ``[pipelines][stages − 1]``, see :meth:`shared`."""
+        load = self.load(pipelines, width)
+        return [[self.shared(a, b, load, width) for a, b in pairwise(nodes)] for nodes in pipelines]
+
+    def shared(self, a: int, b: int, load: Mapping[tuple[str, int], int], width: int) -> int:
+        """The number of the channel between two nodes with the bandwidth that is left if NICs are shared by ``load``
+        messages; −1 if there is no link. Each channel is computed once."""
+        kind = self._network(a, b)
+        loads = load.get((kind, a), 0), load.get((kind, b), 0)
+        key = self._kinds[a], self._kinds[b], a == b, loads, width
         if key not in self._hops:
-            self._hops[key] = int(self._kind_of[self.numbers(np.array(node_a), np.array(node_b))])
+            number = self._between(a, b)
+            # In a hop inside a node both ends send.
+            least = 2 * width if a == b else width
+            channel, share = self.channels[number], 1.0
+            for node, messages in zip((a, b), loads, strict=True):
+                rate = self._rate(node, kind) or channel.bytes_per_second
+                share = min(share, rate / (max(messages, least) * channel.bytes_per_second))
+            if number >= 0 and share < 1.0:
+                number = self.number(channel.limited(share * channel.bytes_per_second))
+            self._hops[key] = number
         return self._hops[key]
 
-    def _shared_number(self, a: int, b: int, kind: int, load: Mapping[tuple[int, int], int], width: int) -> int:
-        """The number of a channel whose ends are shared by so many messages."""
-        key = self._kinds[a], self._kinds[b], a == b, load[kind, a], load[kind, b], width
-        if key not in self._hops:
-            loads = np.zeros(self._node_rate.shape, dtype=np.int64)
-            loads[kind, [a, b]] = load[kind, a], load[kind, b]
-            self._hops[key] = int(self.shared(np.array([a]), np.array([b]), loads, width)[0])
-        return self._hops[key]
+    def _rate(self, node: int, kind: str) -> float:
+        """Bandwidth of a node's NICs of a kind, or of its inside; 0 without such a NIC."""
+        if kind == INSIDE:
+            return self._nodes[node].inside_bytes_per_second
+        return sum(nic.bytes_per_second for nic in self._nodes[node].nics if nic.kind == kind)
 
-    def _limited_number(self, number: int, share: float) -> int:
-        key = number, share
-        if key not in self._limited:
-            channel = self.channels[number]
-            self._limited[key] = len(self.channels)
-            self.channels.append(channel.limited(share * channel.bytes_per_second))
-            self._seconds.append(self.channels[-1].seconds(self.message_bytes))
-        return self._limited[key]
+    def _network(self, a: int, b: int) -> str:
+        if a == b:
+            return INSIDE
+        key = self._kinds[a], self._kinds[b]
+        if key not in self._kind_between:
+            self._kind_between[key] = self._networks[self._between(a, b)]
+        return self._kind_between[key]
+
+    def _between(self, a: int, b: int) -> int:
+        return int(self._number[self._kinds[a], self._kinds[b], int(a == b)])
 
     def slowest(self, numbers: NDArray[np.int64], axis: int) -> NDArray[np.int64]:
         """The number of the slowest channel along an axis."""
@@ -225,9 +196,7 @@ def place(
     for kind, available in enumerate(slots):
         needed = [int(group[kind]) for group in groups]
         assert sum(needed) <= len(available), "more slots are needed than there are"
-        free: dict[int, list[int]] = {}
-        for slot, ranks in enumerate(available):
-            free.setdefault(node_of[ranks[0]], []).append(slot)
+        free = _by_node(available, node_of)
         while needed and min(needed) > 0:
             for pipeline, slot in zip(pipelines, _take(free, len(groups), cluster_of), strict=True):
                 pipeline.append((kind, slot))
@@ -245,12 +214,7 @@ def place_together(
 ) -> list[list[Place]]:
     """:func:`place`, but with the slots of each pipeline in as few nodes as possible, the longest pipeline first. Of
     each kind, a pipeline first takes slots from nodes that it is in already."""
-    free: list[dict[int, list[int]]] = []
-    for available in slots:
-        by_node: dict[int, list[int]] = {}
-        for slot, ranks in enumerate(available):
-            by_node.setdefault(node_of[ranks[0]], []).append(slot)
-        free.append(by_node)
+    free = [_by_node(available, node_of) for available in slots]
     pipelines: list[list[Place]] = [[] for _ in groups]
     for pipeline in sorted(range(len(groups)), key=lambda pipeline: (-sum(groups[pipeline]), pipeline)):
         own: set[int] = set()
@@ -263,6 +227,13 @@ def place_together(
             pipelines[pipeline] += [(kind, slot) for slot in taken]
             own |= {node_of[slots[kind][slot][0]] for slot in taken}
     return pipelines
+
+
+def _by_node(slots: Sequence[tuple[int, ...]], node_of: Sequence[int]) -> dict[int, list[int]]:
+    by_node: dict[int, list[int]] = {}
+    for slot, ranks in enumerate(slots):
+        by_node.setdefault(node_of[ranks[0]], []).append(slot)
+    return by_node
 
 
 def _take(free: dict[int, list[int]], count: int, cluster_of: Sequence[int]) -> list[int]:

@@ -7,7 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from ...common.files import (
     Amount,
@@ -33,14 +40,14 @@ UNITS = {"seconds": "s", "bytes": "B", "micro_batch": "samples"}
 Name = Annotated[str, Field(min_length=1)]
 
 
-BlockRange = tuple[NonNegative, NonNegative]
-"""``[a, b)``: block numbers; embedding and head go with the first and the last block."""
-
-
-def _at_least_one(blocks: tuple[int, int], part: str) -> tuple[int, int]:
+def _some_blocks(blocks: tuple[int, int]) -> tuple[int, int]:
     if blocks[0] >= blocks[1]:
-        raise ValueError(f"[{blocks[0]}, {blocks[1]}) has no block; a {part} [a, b) needs at least one, so a < b")
+        raise ValueError(f"[{blocks[0]}, {blocks[1]}) has no block; [a, b) needs at least one, so a < b")
     return blocks
+
+
+BlockRange = Annotated[tuple[NonNegative, NonNegative], AfterValidator(_some_blocks)]
+"""``[a, b)``: block numbers; embedding and head go with the first and the last block."""
 
 
 def without_defaults(part: FilePart, content: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -60,11 +67,6 @@ class ChunkPlan(FilePart):
     """Time of the schedule itself, beyond its passes and transfers."""
     hop_seconds: Seconds = 0.0
     """One way over the cut behind the chunk; 0 behind the last one and inside a stage."""
-
-    @field_validator("blocks")
-    @classmethod
-    def _some_blocks(cls, blocks: tuple[int, int]) -> tuple[int, int]:
-        return _at_least_one(blocks, "chunk")
 
 
 class StagePlan(FilePart):
@@ -92,11 +94,6 @@ class StagePlan(FilePart):
     memory_overhead_bytes: Amount = 0.0
     """Part that does not depend on the stage's blocks: the device's reserve, and what passes need for a moment."""
     memory_available_bytes: Amount
-
-    @field_validator("blocks")
-    @classmethod
-    def _some_blocks(cls, blocks: tuple[int, int]) -> tuple[int, int]:
-        return _at_least_one(blocks, "stage")
 
     @model_validator(mode="after")
     def _range_of_the_chunks(self) -> StagePlan:
@@ -138,33 +135,26 @@ class Replica(FilePart):
 
     @model_validator(mode="after")
     def _one_after_the_other(self) -> Replica:
-        if any(stage.chunks for stage in self.stages):
-            return self._chunks_one_after_the_other()
-        start = 0
-        for index, stage in enumerate(self.stages):
-            if stage.blocks[0] != start:
-                before = f"stage {index - 1} ends at {start}" if index else "the first stage starts at 0"
-                raise ValueError(
-                    f"stage {index} has blocks [{stage.blocks[0]}, {stage.blocks[1]}), but {before}; "
-                    f"every block belongs to one stage, so it must start at {start}"
-                )
-            start = stage.blocks[1]
-        return self
-
-    def _chunks_one_after_the_other(self) -> Replica:
         numbers = [len(stage.chunks) for stage in self.stages]
         if len(set(numbers)) > 1:
             raise ValueError(
                 f"the stages have {', '.join(map(str, numbers))} chunks; all stages of a replica have equally many"
             )
-        start, before = 0, "the first chunk starts at 0"
-        for stage, chunk in self.chunks:
-            if chunk.blocks[0] != start:
+        what, has = ("chunk", "a chunk of blocks") if numbers[0] else ("stage", "blocks")
+        start, before = 0, f"the first {what} starts at 0"
+        for stage, part in self.chunks or enumerate(self.stages):
+            first, stop = part.blocks
+            if first != start:
                 raise ValueError(
-                    f"stage {stage} has a chunk of blocks [{chunk.blocks[0]}, {chunk.blocks[1]}), but {before}; every "
-                    f"block belongs to one chunk, so one must start at {start}"
+                    f"stage {stage} has {has} [{first}, {stop}), but {before}; every block belongs to one {what}, so "
+                    f"{'one' if numbers[0] else 'it'} must start at {start}"
                 )
-            start, before = chunk.blocks[1], f"the chunk before it, in stage {stage}, ends at {chunk.blocks[1]}"
+            start = stop
+            before = (
+                f"the chunk before it, in stage {stage}, ends at {stop}"
+                if numbers[0]
+                else f"stage {stage} ends at {stop}"
+            )
         return self
 
     @property
@@ -378,11 +368,10 @@ class Plan(FilePart):
 
 
 def load_plan(path: Path | str) -> Plan:
-    return load_json_file(path, Plan, kind="plan", schema=SCHEMA, remedy="plan again", other_kind=_other_kind)
+    def other_kind(content: Mapping[str, object]) -> str | None:
+        return None if "replicas" in content else 'it has no "replicas"; `colossal-hetero plan --out` writes one'
 
-
-def _other_kind(content: Mapping[str, object]) -> str | None:
-    return None if "replicas" in content else 'it has no "replicas"; `colossal-hetero plan --out` writes one'
+    return load_json_file(path, Plan, kind="plan", schema=SCHEMA, remedy="plan again", other_kind=other_kind)
 
 
 def save_plan(plan: Plan, path: Path | str) -> None:

@@ -15,15 +15,15 @@ import numpy as np
 from ...common.text import count
 from ..cluster.topology import Topology
 from ..profile.layer_profile import ModelProfile
-from ..stages.rules import uniform_bounds
-from .chunked_price import Ranks, price_chunks
+from ..stages.split_methods import uniform_bounds
+from .chunked_price import Ranks, equal_micro_batches, kind_of_group, price_chunks
 from .draft import Draft, DraftBuilder, write_plan
 from .gradient_times import divide_micro_batches
 from .layout_line import PipelineLayout, PlanLayout, StageLayout
 from .pass_order import GraphSeconds
 from .placement import NodeLinks, Place, SlotPool, place, place_together
 from .plan import Plan
-from .tp_groups import SlotKind
+from .tp_groups import SlotKind, tensor_parallel_groups
 
 __all__ = ["Pricer", "available_slots", "exchanged_places", "first_places", "look", "price", "price_ranks"]
 
@@ -57,13 +57,7 @@ def price(
     """
     slots: dict[str, list[tuple[int, ...]]] = {}
     for group in itertools.chain.from_iterable(ranks):
-        kinds = sorted({topology.devices[rank].kind.name for rank in group})
-        if len(kinds) > 1 or len(group) != layout.tensor_parallel:
-            raise ValueError(
-                f"ranks {tuple(group)} ({', '.join(kinds)}) are not a tensor-parallel group of "
-                f"{layout.tensor_parallel} devices of one kind"
-            )
-        slots.setdefault(kinds[0], []).append(tuple(group))
+        slots.setdefault(kind_of_group(topology, group, layout.tensor_parallel), []).append(tuple(group))
     pricer = Pricer(topology, profile, layout, slots, order_seconds=order_seconds, overlap=overlap)
     return pricer.plan(tuple(tuple(map(tuple, row)) for row in ranks)).model_copy(update={"method": method})
 
@@ -80,12 +74,7 @@ def price_ranks(
     method: str = METHOD,
 ) -> Plan:
     """The 1F1B plan of equal replicas with these ranks and bounds of stages, by default those of equal stages."""
-    steps, left = divmod(global_batch, micro_batch * len(ranks))
-    if left or not steps:
-        raise ValueError(
-            f"a global batch of {global_batch} samples cannot be divided into micro-batches of {micro_batch} for "
-            f"{count(len(ranks), 'replica')}; use a multiple of {micro_batch * len(ranks)}"
-        )
+    steps = equal_micro_batches(global_batch, micro_batch, len(ranks))
     cut = list(itertools.pairwise(uniform_bounds(profile.blocks, len(ranks[0])) if bounds is None else bounds))
     pipelines = []
     for row in ranks:
@@ -252,6 +241,7 @@ def available_slots(topology: Topology, layout: PlanLayout) -> dict[str, tuple[t
     first = {stage.device: stage for stage in reversed(stages)}
     needed = Counter(stage.device for stage in stages)
     kinds = Counter(device.kind.name for device in topology.devices)
+    every = tensor_parallel_groups(topology, degree)
     slots: dict[str, tuple[tuple[int, ...], ...]] = {}
     for device in first:
         if device not in kinds:
@@ -265,11 +255,10 @@ def available_slots(topology: Topology, layout: PlanLayout) -> dict[str, tuple[t
                 f"{missing:,} are missing",
                 first[device],
             )
-        groups = []
-        for node in topology.nodes:
-            ranks = [rank for rank in node.devices if topology.devices[rank].kind.name == device]
-            ranks.sort(key=lambda rank: (-topology.devices[rank].speed, rank))
-            groups += [tuple(sorted(ranks[at : at + degree])) for at in range(0, len(ranks) - degree + 1, degree)]
+        # By node, the fastest first.
+        by_speed = [(-speed, group) for (kind, speed), each in every.items() if kind == device for group in each]
+        by_speed.sort(key=lambda each: (topology.devices[each[1][0]].node, each[0]))
+        groups = [group for _, group in by_speed]
         if len(groups) < needed[device]:
             layout.wrong(
                 f"the layout needs {count(needed[device], 'group')} of {degree} × {device}, each inside a node, but "

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..profile.layer_profile import ModelProfile
-from .plan import Plan, Replica, StagePlan
+from .plan import Plan
 
 __all__ = [
     "CERTAIN",
@@ -135,7 +135,8 @@ def _logarithms(plan: Plan, profile: ModelProfile) -> NDArray[np.float64]:
     for replica in shapes.values():
         passes = np.array([stage.forward_seconds + stage.backward_seconds for stage in replica.stages])
         whole = np.array([stage.micro_batch_seconds for stage in replica.stages])
-        factors = np.stack([_factors(_measured(plan, stage), profile) for stage in replica.stages])
+        measured = [(stage.device, plan.tensor_parallel, plan.micro_batch) for stage in replica.stages]
+        factors = np.stack([_factors(each, profile) for each in measured])
         seconds = whole[:, None] + passes[:, None] * (factors - 1.0)
         update = np.array([stage.update_seconds for stage in replica.stages])[:, None] * factors
         pipelines.append(seconds.sum(axis=0) + (replica.micro_batches - 1) * seconds.max(axis=0) + update.max(axis=0))
@@ -148,10 +149,6 @@ def _factors(measured: Measured, profile: ModelProfile) -> NDArray[np.float64]:
     return np.exp(profile.relative_error(*measured) * np.concatenate([half, -half]))
 
 
-def _measured(plan: Plan, stage: StagePlan) -> Measured:
-    return stage.device, plan.tensor_parallel, plan.micro_batch
-
-
 def _complexity(plan: Plan) -> tuple[bool, bool, bool, int, int, bool, int]:
     return (
         not plan.plain,
@@ -159,11 +156,6 @@ def _complexity(plan: Plan) -> tuple[bool, bool, bool, int, int, bool, int]:
         plan.schedule != "1f1b",
         max(len(replica.stages) for replica in plan.replicas),
         plan.tensor_parallel,
-        not all(map(_has_equal_stages, plan.replicas)),
+        any(max(each.layers_per_stage) - min(each.layers_per_stage) > 1 for each in plan.replicas),
         plan.world_size,
     )
-
-
-def _has_equal_stages(replica: Replica) -> bool:
-    layers = replica.layers_per_stage
-    return max(layers) - min(layers) <= 1

@@ -1,25 +1,212 @@
-"""Event simulation of a plan, as planned or with ranks that became slow."""
+"""Event simulation of an iteration of a plan, as planned or with ranks that became slow.
+
+A pass starts when its stage is free and its input has arrived. There are two models of messages between stages:
+
+- ``blocking``, as with NCCL. 1F1B has ``overlap_p2p=False``, each ``wait`` makes the compute stream wait for the
+  transfer, and a send ends when the receiver takes it: both stages of an exchange wait from when the later of them is
+  ready until the messages have arrived. In the other schedules messages are sent while stages compute, those from one
+  stage to another one after the other. The interleaved schedule asks for the input of a forward when the forward before
+  it has ended, and so for backwards, and the message leaves then; the zero-bubble schedule asks early.
+- ``overlapped``, as with Gloo and this package's corrections (``colossalai_support/cpu.py``), because sends are
+  buffered: messages leave at once, the sender continues, and the receiver waits until the message has arrived.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...common.text import spans
-from ..stages.event_simulation import PipelineTimeline, Transfers, simulate_times, with_schedule
-from .pass_order import ChunkTimes, PassOrder, PassTimeline, interleaved, zero_bubble_v
+from .pass_order import Pass, PassOrder, chunked_order, one_forward_one_backward
 from .plan import Plan, Replica, StagePlan
 
-__all__ = ["MAX_PASSES", "PlanSimulation", "chunked_order", "simulate_plan", "slowed"]
+__all__ = [
+    *("MAX_PASSES", "WEIGHT_SHARE", "ChunkTimes", "Event", "PlanSimulation", "StageShare", "Timeline", "Transfers"),
+    *("order_of", "simulate_passes", "simulate_plan", "slowed"),
+]
 
-MAX_MICRO_BATCHES = 1_000_000
-"""Maximum number of micro-batches of a replica: simulating them takes about 15 seconds on one core."""
+Transfers = Literal["blocking", "overlapped"]
+
+WEIGHT_SHARE = 0.5
+"""Share of a backward pass that computes the gradients of weights, where they have passes of their own: a matrix
+product has two gradients of equal cost (Qi et al., Zero Bubble Pipeline Parallelism, 2024). It is not measured."""
+
 MAX_PASSES = 200_000
-"""Maximum number of passes of a pipeline whose stages hold several chunks; they are simulated one by one."""
+"""Maximum number of passes of a pipeline whose stages hold several chunks, of which the search simulates many."""
+MAX_PASSES_1F1B = 1_000_000
+"""Maximum number of passes of a 1F1B pipeline: simulating them takes about 15 seconds on one core, and 0.5 GB."""
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkTimes:
+    """Times of the chunks per micro-batch, ``[chunks]``, or ``[chunks, divisions]`` to simulate divisions together."""
+
+    forward_seconds: NDArray[np.float64]
+    backward_seconds: NDArray[np.float64]
+    """Whole backward pass, with the gradients of the weights."""
+    schedule_seconds: NDArray[np.float64]
+    """Time of the schedule itself, half with the forward and half with the backward."""
+    hop_seconds: NDArray[np.float64]
+    """Message over the cut behind the chunk, one way; 0 behind the last one, and inside a stage."""
+    update_seconds: NDArray[np.float64]
+    """Optimizer step of each stage, ``[stages]`` or ``[stages, divisions]``."""
+
+
+class Event(NamedTuple):
+    """One thing that a stage does without interruption."""
+
+    kind: Literal["forward", "backward", "weight", "transfer", "update", "synchronization"]
+    """See :class:`.Pass`."""
+    micro_batch: int
+    """Number of the micro-batch, or of the transfer; of the update, 0."""
+    start: float
+    """Seconds since the start of the iteration."""
+    stop: float
+    chunk: int = 0
+    """Place of the chunk in its stage."""
+
+
+class StageShare(NamedTuple):
+    """Shares of the iteration that a stage spends on each activity; they sum to 1. Compute includes the update."""
+
+    compute: float
+    transfer: float
+    """0 if messages are sent while stages compute: they do not occupy a stage."""
+    bubble: float
+    """Waiting, for another stage or for a message that has not arrived."""
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """A simulated iteration of one pipeline; ``times`` are ``[chunks]``."""
+
+    order: PassOrder
+    times: ChunkTimes
+    transfers: Transfers = "blocking"
+
+    @cached_property
+    def stage_seconds(self) -> NDArray[np.float64]:
+        """Time until each stage has finished its last pass and transfer, ``[stages]``."""
+        return simulate_passes(self.order, self.times, self.transfers)
+
+    @property
+    def seconds(self) -> float:
+        """Time from the start of the iteration until all stages have finished their updates."""
+        return float((self.stage_seconds + self.times.update_seconds).max())
+
+    @cached_property
+    def shares(self) -> tuple[StageShare, ...]:
+        """Shares of each stage, ``[stages]``."""
+        whole, shares = self.seconds or 1.0, []
+        for events in self.events:
+            compute, transfer = (
+                sum(event.stop - event.start for event in events if (event.kind == "transfer") == is_transfer) / whole
+                for is_transfer in (False, True)
+            )
+            shares.append(StageShare(compute, transfer, max(1.0 - compute - transfer, 0.0)))
+        return tuple(shares)
+
+    @cached_property
+    def events(self) -> tuple[tuple[Event, ...], ...]:
+        """Events of each stage in order of time, without transfers that take no time."""
+        stage_of = self.order.stage_of_chunk
+        by_stage: list[list[Event]] = [[] for _ in range(self.order.stages)]
+
+        def record(each: Pass, start: float, stop: float) -> None:
+            kind, chunk, number = each
+            if kind != "transfer":
+                place = stage_of[:chunk].count(stage_of[chunk])
+                by_stage[stage_of[chunk]].append(Event(kind, number, start, stop, place))
+            elif stop > start:
+                for stage in stage_of[chunk : chunk + 2]:
+                    by_stage[stage].append(Event(kind, number, start, stop))
+
+        simulate_passes(self.order, self.times, self.transfers, record)
+        ends = zip(by_stage, self.stage_seconds.tolist(), self.times.update_seconds.tolist(), strict=True)
+        for events, end, update in ends:
+            if update > 0:
+                events.append(Event("update", 0, end, end + update))
+        return tuple(map(tuple, by_stage))
+
+
+def simulate_passes(
+    order: PassOrder,
+    times: ChunkTimes,
+    transfers: Transfers = "blocking",
+    record: Callable[[Pass, float, float], None] | None = None,
+) -> NDArray[np.float64]:
+    """Seconds until each stage has finished its last pass, ``[stages]`` or ``[stages, divisions]``. ``record`` gets the
+    start and the stop of every pass and transfer."""
+    if transfers not in ("blocking", "overlapped"):
+        raise ValueError(f"unknown transfers {transfers!r}: valid are 'blocking' and 'overlapped'")
+    # A time is a number, or one of each division.
+    is_number = times.forward_seconds.ndim == 1
+    later: Callable[[Any, Any], Any] = max if is_number else np.maximum
+    zero: Any = 0.0 if is_number else np.zeros(times.forward_seconds.shape[1])
+
+    def by_chunk(values: NDArray[np.float64]) -> list[Any]:
+        return values.tolist() if is_number else list(values)
+
+    weight = times.backward_seconds * (WEIGHT_SHARE if order.splits_backward else 0.0)
+    schedule = times.schedule_seconds / 2
+    duration = {
+        "forward": by_chunk(times.forward_seconds + schedule),
+        "backward": by_chunk(times.backward_seconds - weight + schedule),
+        "weight": by_chunk(weight),
+    }
+    steps = {"forward": 1, "backward": -1, "weight": 0, "transfer": 0}
+    hops, stage_of, last = by_chunk(times.hop_seconds), order.stage_of_chunk, order.chunks - 1
+    free = [zero] * order.stages
+    asked: dict[tuple[int, str], Any] = {}
+    channel_free: dict[tuple[int, int], Any] = {}
+    inputs: dict[Pass, Any] = {}
+    """Time when the input of each pass has arrived, or was ready if it is still to be sent."""
+    waits = transfers == "blocking" and order.receives_late
+    both_wait = transfers == "blocking" and order.exchanges
+
+    def arrival(ready: Any, chunk: int, to_chunk: int) -> Any:
+        channel = stage_of[chunk], stage_of[to_chunk]
+        if channel[0] == channel[1]:
+            return ready
+        hop = hops[min(chunk, to_chunk)]
+        if order.exchanges:
+            return ready + hop
+        channel_free[channel] = later(ready, channel_free.get(channel, zero)) + hop
+        return channel_free[channel]
+
+    for each in order.sequence:
+        kind, chunk, number = each
+        stage, step = stage_of[chunk], steps[kind]
+        start = free[stage]
+        if kind == "transfer":
+            if both_wait:
+                other = stage_of[chunk + 1]
+                start = later(start, free[other])
+                free[stage] = free[other] = stop = start + hops[chunk]
+                if record is not None:
+                    record(each, start, stop)
+            continue
+        if each in inputs:
+            there = inputs.pop(each)
+            if waits:
+                there = arrival(later(there, asked.get((stage, kind), zero)), chunk - step, chunk)
+            start = later(start, there)
+        free[stage] = asked[stage, kind] = stop = start + duration[kind][chunk]
+        if record is not None:
+            record(each, start, stop)
+        # A transfer for which both stages wait ends before the pass that needs its message.
+        if step and 0 <= chunk + step <= last and not both_wait:
+            inputs[Pass(kind, chunk + step, number)] = stop if waits else arrival(stop, chunk, chunk + step)
+    return np.array(free)
+
+
+# Plans ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +215,7 @@ class PlanSimulation:
 
     plan: Plan
     """The plan with the simulated stage times, to compare its prediction with the simulation."""
-    timelines: tuple[PipelineTimeline | PassTimeline, ...]
+    timelines: tuple[Timeline, ...]
     """Timeline of each replica; replicas with the same times share one object."""
     slow: Mapping[int, float] = field(default_factory=dict)
     """Factor by which the work of each slow rank takes longer."""
@@ -43,68 +230,43 @@ def simulate_plan(
     plan: Plan, slow: Mapping[int, float] | None = None, transfers: Transfers = "blocking"
 ) -> PlanSimulation:
     """Simulate an iteration of every replica of ``plan``."""
-    micro_batches = max(replica.micro_batches for replica in plan.replicas)
-    if micro_batches > MAX_MICRO_BATCHES:
-        raise ValueError(
-            f"{micro_batches:,} micro-batches are too many to simulate; at most {MAX_MICRO_BATCHES:,} are allowed"
-        )
     plan = slowed(plan, slow or {})
-    if plan.schedule != "1f1b":
-        return PlanSimulation(plan, _chunked_timelines(plan, transfers), dict(slow or {}))
-    known: dict[object, PipelineTimeline] = {}
+    known: dict[object, Timeline] = {}
     timelines = []
     for replica in plan.replicas:
-        forward, backward, schedule, update = (
-            tuple(getattr(stage, f"{name}_seconds") for stage in replica.stages)
-            for name in ("forward", "backward", "schedule", "update")
-        )
-        forward, backward = with_schedule(forward, schedule), with_schedule(backward, schedule)
-        key = (forward, backward, update, replica.hop_seconds, replica.micro_batches)
+        key = replica.micro_batches, _times(replica)
         if key not in known:
-            known[key] = simulate_times(
-                forward,
-                backward,
-                replica.hop_seconds,
-                replica.micro_batches,
-                update_seconds=update,
-                transfers=transfers,
-            )
+            known[key] = _timeline(plan, replica, transfers)
         timelines.append(known[key])
     return PlanSimulation(plan, tuple(timelines), dict(slow or {}))
 
 
-def _chunked_timelines(plan: Plan, transfers: Transfers) -> tuple[PassTimeline, ...]:
-    known: dict[object, PassTimeline] = {}
-    timelines = []
-    for replica in plan.replicas:
-        key = tuple(stage.update_seconds for stage in replica.stages), replica.chunks, replica.micro_batches
-        if key not in known:
-            known[key] = _simulate_chunks(plan, replica, transfers)
-        timelines.append(known[key])
-    return tuple(timelines)
+def _timeline(plan: Plan, replica: Replica, transfers: Transfers = "blocking") -> Timeline:
+    return Timeline(order_of(plan, replica), ChunkTimes(*map(np.array, _times(replica))), transfers)
 
 
-def _simulate_chunks(plan: Plan, replica: Replica, transfers: Transfers) -> PassTimeline:
-    chunks = [chunk for _, chunk in replica.chunks]
-    times = ChunkTimes(
-        np.array([chunk.forward_seconds for chunk in chunks]),
-        np.array([chunk.backward_seconds for chunk in chunks]),
-        np.array([chunk.schedule_seconds for chunk in chunks]),
-        np.array([chunk.hop_seconds for chunk in chunks]),
-        np.array([stage.update_seconds for stage in replica.stages]),
+def _times(replica: Replica) -> tuple[tuple[float, ...], ...]:
+    """The values of :class:`ChunkTimes`; without chunks, those of the stages."""
+    parts = [chunk for _, chunk in replica.chunks] or replica.stages
+    return (
+        tuple(part.forward_seconds for part in parts),
+        tuple(part.backward_seconds for part in parts),
+        tuple(part.schedule_seconds for part in parts),
+        (*replica.hop_seconds, 0.0),
+        tuple(stage.update_seconds for stage in replica.stages),
     )
-    return PassTimeline.of(chunked_order(plan, replica.micro_batches), times, transfers)
 
 
-def chunked_order(plan: Plan, micro_batches: int) -> PassOrder:
-    """The passes of each stage of a plan whose stages hold several chunks."""
-    stages, chunks = len(plan.layers_per_stage), plan.chunks_per_stage
-    passes = stages * chunks * micro_batches * (2 if plan.order_seconds is None else 3)
-    if passes > MAX_PASSES:
-        raise ValueError(f"{passes:,} passes are too many to simulate; at most {MAX_PASSES:,} are allowed")
-    if plan.order_seconds is not None:
-        return zero_bubble_v(stages, micro_batches, plan.order_seconds)
-    return interleaved(stages, chunks, micro_batches)
+def order_of(plan: Plan, replica: Replica) -> PassOrder:
+    """The passes of each stage of a replica."""
+    stages, micro_batches, chunks = len(replica.stages), replica.micro_batches, len(replica.layers_per_chunk)
+    passes = chunks * micro_batches * (2 if plan.order_seconds is None else 3)
+    most = MAX_PASSES_1F1B if plan.schedule == "1f1b" else MAX_PASSES
+    if passes > most:
+        raise ValueError(f"{passes:,} passes are too many to simulate; at most {most:,} are allowed")
+    if plan.schedule == "1f1b":
+        return one_forward_one_backward(stages, micro_batches)
+    return chunked_order(stages, chunks, micro_batches, plan.order_seconds)
 
 
 def slowed(plan: Plan, slow: Mapping[int, float]) -> Plan:
@@ -137,7 +299,7 @@ def _slowed_replica(plan: Plan, replica: Replica, slow: Mapping[int, float]) -> 
     stages = tuple(_slowed_stage(stage, max(slow.get(rank, 1.0) for rank in stage.ranks)) for stage in replica.stages)
     if plan.schedule != "1f1b":
         replica = replica.model_copy(update={"stages": stages})
-        return replica.model_copy(update={"pipeline_seconds": _simulate_chunks(plan, replica, "blocking").seconds})
+        return replica.model_copy(update={"pipeline_seconds": _timeline(plan, replica).seconds})
     times = [stage.micro_batch_seconds for stage in stages]
     seconds = sum(times) + (replica.micro_batches - 1) * max(times) + max(stage.update_seconds for stage in stages)
     return replica.model_copy(update={"stages": stages, "pipeline_seconds": seconds})

@@ -6,9 +6,8 @@ A *slot* is a tensor-parallel group of devices of one kind in one node; it can r
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -22,14 +21,12 @@ from ..profile.layer_profile import ModelProfile
 
 __all__ = [
     "SlotKind",
-    "by_power",
     "compositions",
-    "cut_points",
     "divisors",
     "number_of_compositions",
-    "slot_kind",
     "slot_kinds",
     "tensor_parallel_degrees",
+    "tensor_parallel_groups",
 ]
 
 
@@ -125,39 +122,19 @@ def slot_kinds(
     recompute: bool = False,
     pipelines: int | None = None,
 ) -> list[SlotKind]:
-    """Slots by kind, the least computing power first, without the kinds for which :func:`slot_kind` gives None."""
-    kinds = [
-        slot_kind(topology, profile, key, slots, degree, micro_batch, recompute=recompute, pipelines=pipelines)
-        for key, slots in tensor_parallel_groups(topology, degree).items()
-    ]
-    return by_power(kind for kind in kinds if kind is not None)
-
-
-def by_power(kinds: Iterable[SlotKind]) -> list[SlotKind]:
+    """Slots by kind, the least computing power first, without the kinds of which so many samples were not measured with
+    this degree."""
+    usable = {device.kind.name: device.kind.usable_bytes for device in reversed(topology.devices)}
+    kinds = []
+    for (name, speed), slots in tensor_parallel_groups(topology, degree).items():
+        if degree not in profile.tensor_parallel_degrees(name):
+            continue
+        measured = profile.micro_batches(name, degree)
+        if measured[0] <= micro_batch <= measured[-1]:
+            costs = partial(profile.costs, name, degree, micro_batch, speed, zero_shards=pipelines or 1)
+            recomputed = costs(recompute=True) if recompute else None
+            kinds.append(SlotKind(name, speed, usable[name], costs(), tuple(slots), recomputed))
     return sorted(kinds, key=lambda kind: (-kind.model_seconds, kind.device, kind.speed))
-
-
-def slot_kind(
-    topology: Topology,
-    profile: ModelProfile,
-    key: tuple[str, float],
-    slots: Sequence[tuple[int, ...]],
-    degree: int,
-    micro_batch: int,
-    *,
-    recompute: bool = False,
-    pipelines: int | None = None,
-) -> SlotKind | None:
-    """The kind of these slots; None if so many samples were not measured with this degree."""
-    name, speed = key
-    if degree not in profile.tensor_parallel_degrees(name):
-        return None
-    measured = profile.micro_batches(name, degree)
-    if not measured[0] <= micro_batch <= measured[-1]:
-        return None
-    costs = partial(profile.costs, name, degree, micro_batch, speed, zero_shards=pipelines or 1)
-    usable = next(device.kind.usable_bytes for device in topology.devices if device.kind.name == name)
-    return SlotKind(name, speed, usable, costs(), tuple(slots), costs(recompute=True) if recompute else None)
 
 
 def compositions(seconds: Sequence[float], available: Sequence[int], max_stages: int) -> NDArray[np.int64]:
@@ -239,8 +216,3 @@ def number_of_compositions(choices: Sequence[NDArray[np.int64]], max_stages: int
 def divisors(number: int) -> list[int]:
     small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
     return sorted({*small, *(number // each for each in small)})
-
-
-def cut_points(bounds: Sequence[Sequence[int]]) -> list[int]:
-    """Block numbers at which at least one of several pipelines is cut, with both ends of the model; ascending."""
-    return sorted(set(itertools.chain.from_iterable(bounds)))

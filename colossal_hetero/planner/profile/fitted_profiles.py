@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from ..cluster.all_reduce import synchronization_seconds
 from ..cluster.topology import DeviceKind, Topology
-from ..cluster.transfers import synchronization_seconds
 from .layer_profile import LayerSizes, LayerTimes, ModelProfile
 
 __all__ = ["as_profiled", "on_links", "with_kind"]

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...common.text import BLUE, GRAY, LIGHT_BLUE, ORANGE, count, save_figure, spans, times
 from ..cost.evaluate import EvaluatedPlan, time_parts
 from ..cost.layout_line import device_in_words
-from ..cost.simulate import PlanSimulation
-from ..stages.event_simulation import Event
+from ..cost.simulate import Event, PlanSimulation
 from .plan_table import alike_replicas, layout, nodes_in_words, short_ranks
 
 if TYPE_CHECKING:

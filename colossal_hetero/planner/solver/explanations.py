@@ -82,7 +82,7 @@ def _parts(draft: Draft) -> dict[str, float]:
 
 def _longest_stage(draft: Draft) -> str:
     number = _slowest(draft)
-    times, row, bounds = draft.costs[number].stage_seconds, draft.rows[number], draft.splits[number].bounds
+    times, row, bounds = draft.costs[number].stage_seconds, draft.rows[number], draft.bounds[number]
     stage = int(np.argmax(times))
     device = draft.pool.kinds[row[stage][0]].device
     blocks = f"blocks {bounds[stage]} to {bounds[stage + 1] - 1}"

@@ -104,18 +104,17 @@ class Neighborhood:
 
     def _cuts_stay(self, draft: Draft) -> bool:
         """True if there are too many cuts to try them all; exchanges keep them then."""
-        bounds = draft.splits[0].bounds
+        bounds = draft.bounds[0]
         return not self.builder.chooses_cuts or all_bounds(bounds[-1], len(bounds) - 1) is None
 
     def _better_equal(self, draft: Draft, rows: Rows, in_order: bool) -> Draft | None:
         below = draft.seconds * (1 - LEAST_GAIN)
         if not self._cuts_stay(draft):
             return self._placed.best(rows, below)
-        bounds = [cut.bounds for cut in draft.splits]
         found = (
             self.builder.build_placed(self.pool, rows, symmetric=True, in_order=True)
             if in_order
-            else self.builder.build_cut(self.pool, rows, bounds, draft.micro_batches, below)
+            else self.builder.build_cut(self.pool, rows, draft.bounds, draft.micro_batches, below)
         )
         return found if isinstance(found, Draft) and found.seconds < below else None
 

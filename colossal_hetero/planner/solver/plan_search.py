@@ -192,7 +192,7 @@ class PlanSearch:
         best: dict[tuple[SlotPool, int, int], list[Draft]] = {}
         for draft in self.found():
             if draft.is_equal:
-                best.setdefault((draft.pool, len(draft.splits), len(draft.splits[0].order)), [draft])
+                best.setdefault((draft.pool, len(draft.rows), len(draft.rows[0])), [draft])
         world = len(self.topology.devices)
         if self._near < NEAR and not any(draft.seconds <= self._near * self._below for (draft,) in best.values()):
             return
@@ -219,11 +219,11 @@ class PlanSearch:
             return
         best: dict[tuple[SlotPool, int], Draft] = {}
         for draft in self.found():
-            best.setdefault((draft.pool, len(draft.splits)), draft)
+            best.setdefault((draft.pool, len(draft.rows)), draft)
         for draft in list(best.values())[: self._limit(IMPROVED, 12)]:
             if draft.ranking_seconds <= self._near * self.best_ranking:
                 better = self._neighborhood(draft.pool).improved(draft, self._limit(NEIGHBORS, 400), equal=False)
-                self._add(("moved", draft.pool, len(draft.splits)), better)
+                self._add(("moved", draft.pool, len(draft.rows)), better)
 
     def _neighborhood(self, pool: SlotPool) -> Neighborhood:
         number = self.pools.index(pool)
@@ -306,8 +306,7 @@ def _diverse(ranked: Sequence[Draft], keep: int) -> list[Draft]:
     """Best plan for each combination of degree, number of pipelines and devices in use, then the best others."""
     chosen: dict[object, Draft] = {}
     for draft in ranked:
-        used = tuple(np.array(draft.groups).sum(axis=0).tolist())
-        chosen.setdefault((draft.pool.tensor_parallel, len(draft.groups), *used), draft)
+        chosen.setdefault((draft.pool.tensor_parallel, len(draft.rows), *draft.used), draft)
     kept = sorted(chosen.values(), key=lambda draft: draft.ranking_seconds)[:keep]
     kept += [draft for draft in ranked if not any(draft is each for each in kept)][: keep - len(kept)]
     return sorted(kept, key=lambda draft: draft.ranking_seconds)

@@ -11,10 +11,9 @@ from ..cost.layout_line import layout_of
 from ..cost.plan import Plan
 from ..cost.price import price
 from ..cost.ranked_plan import ranking_seconds
-from ..cost.simulate import PlanSimulation, simulate_plan, slowed
+from ..cost.simulate import PlanSimulation, Transfers, simulate_plan, slowed
 from ..profile.fitted_profiles import as_profiled
 from ..profile.layer_profile import ModelProfile
-from ..stages.event_simulation import Transfers
 from .problem import Problem
 from .search import search
 

@@ -21,7 +21,7 @@ from ..cost.placement import SlotPool
 from ..cost.plan import Plan
 from ..cost.ranked_plan import RankedPlan, prediction_error, ties_resolved
 from ..cost.runnable import NoPlanError
-from ..stages.rules import uniform_bounds
+from ..stages.split_methods import uniform_bounds
 from .chunked_plans import Candidate, ChunkedPlans, merged_by_time, ranked_by_time
 from .explanations import (
     against_equal_replicas,
@@ -238,7 +238,7 @@ def _is_scarce(pool: SlotPool) -> bool:
 def _sharded(problem: Problem, known: Sequence[Draft]) -> list[SlotPool]:
     """Pools with ZeRO stage 1 of the best plans that are known, and those that are expected to have shorter ones."""
     below = known[0].ranking_seconds if known else math.inf
-    of_known = {(draft.pool.tensor_parallel, draft.pool.micro_batch, len(draft.splits)) for draft in known[:MAX_ROWS]}
+    of_known = {(draft.pool.tensor_parallel, draft.pool.micro_batch, len(draft.rows)) for draft in known[:MAX_ROWS]}
     fastest = max(channel.bytes_per_second for node in problem.topology.nodes for channel in (node.inside, *node.nics))
     found: list[tuple[float, int, SlotPool]] = []
     for plain in problem.pools:
@@ -277,7 +277,7 @@ def _different(drafts: Sequence[Draft]) -> list[Draft]:
     """First of plans that differ only by devices of a kind, or by ZeRO stage 1 that gains nothing."""
     kept: dict[object, Draft] = {}
     for draft in drafts:
-        look = f"{draft.seconds:.6g}", draft.pool.tensor_parallel, tuple(cut.bounds for cut in draft.splits)
+        look = f"{draft.seconds:.6g}", draft.pool.tensor_parallel, tuple(draft.bounds)
         kept.setdefault((*look, tuple(draft.micro_batches)), draft)
     return list(kept.values())
 

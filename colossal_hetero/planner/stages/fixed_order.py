@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ..cluster.topology import Channel
 from ..profile.layer_costs import LayerCosts
-from .pipeline import Pipeline, Slot, SlotForm, Split, evaluate
+from .pipeline import Pipeline, Slot, Split, evaluate
 
 __all__ = ["MAX_CUTS", "AllCuts", "CutTimes", "all_bounds", "exact", "split_in_order"]
 
@@ -96,20 +96,20 @@ def _stage_seconds(slots: Sequence[Slot], hops: Sequence[Channel], micro_batches
     seconds = []
     for stage, (slot, after) in enumerate(zip(slots, [*hops, None], strict=True)):
         in_flight = min(micro_batches, stages - stage)
-        seconds.append(_seconds_of_stage(slot.kind, in_flight, before, after))
+        seconds.append(_seconds_of_stage(slot, in_flight, before, after))
         before = None if after is None else (slot.costs, after)
     return np.stack(seconds)
 
 
 @functools.lru_cache(maxsize=512)
 def _seconds_of_stage(
-    form: SlotForm,
+    slot: Slot,
     in_flight: int,
     before: tuple[LayerCosts, Channel] | None,
     after: Channel | None,
 ) -> _Floats:
     """One stage of :func:`_stage_seconds`, ``[a, b]``."""
-    costs = form.costs
+    costs = slot.costs
     blocks = len(costs.forward_seconds)
     nothing = np.zeros(blocks + 1)
     received = nothing if before is None else before[0].hop_seconds(before[1])
@@ -118,10 +118,10 @@ def _seconds_of_stage(
     each = (work + sent)[None, :] - (work - received)[:, None]
     each += costs.schedule_seconds * ((before is not None) + (after is not None))
     some = np.triu(np.ones(each.shape, dtype=bool), 1)
-    seconds = np.where(some & _fit(costs, form.memory_bytes, in_flight), each, np.inf)
-    if form.recomputed is not None:
+    seconds = np.where(some & _fit(costs, slot.memory_bytes, in_flight), each, np.inf)
+    if slot.recomputed is not None:
         again = costs.cumulative.forward_seconds
-        possible = some & _fit(*form.recomputed, in_flight) & ~np.isfinite(seconds)
+        possible = some & _fit(*slot.recomputed, in_flight) & ~np.isfinite(seconds)
         seconds = np.where(possible, each + (again[None, :] - again[:, None]), seconds)
     return seconds
 
@@ -235,7 +235,7 @@ class AllCuts:
         return CutTimes(total + update, longest, most)
 
     def _stage(self, stage: int, slot: Slot) -> _StageTimes:
-        key = stage, slot.kind
+        key = stage, slot
         if key not in self._stages:
             stages = self.bounds.shape[1] - 1
             start, stop = self.bounds[:, stage], self.bounds[:, stage + 1]

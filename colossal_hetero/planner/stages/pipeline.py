@@ -6,7 +6,7 @@ in one node. Slots are interchangeable if they share one ``LayerCosts`` object a
 
 `[Note: closed form]`  The time of an iteration is estimated by AutoHet's Eq. 1, ``C = Σ t + (K − 1)·max t``: the first
 micro-batch passes through the empty pipeline, and each further one takes one period of the longest stage. Compared with
-the event simulation (``event_simulation.py``), where F and B are a stage's forward and backward time, each with half of
+the event simulation (``cost/simulate.py``), where F and B are a stage's forward and backward time, each with half of
 the time of the schedule itself, t = F + B + the hops over its two cuts, for K micro-batches and P stages:
 
 - The period is exact: every cycle in the graph of dependencies has as many forwards as backwards of each stage.
@@ -28,8 +28,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,17 +36,7 @@ from numpy.typing import NDArray
 from ..cluster.topology import Channel
 from ..profile.layer_costs import LayerCosts
 
-__all__ = ["Pipeline", "PipelineCost", "Slot", "SlotForm", "Split", "earliest_starts", "evaluate", "evaluate_stages"]
-
-
-class SlotForm(NamedTuple):
-    """Costs of the blocks and memory per device, which decide a stage's time. It can be a dictionary key, because
-    ``LayerCosts`` objects are compared by identity."""
-
-    costs: LayerCosts
-    memory_bytes: float
-    recomputed: tuple[LayerCosts, float] | None = None
-    """Both if the stage recomputes; see [Note: recomputation]. None: it may not."""
+__all__ = ["Pipeline", "PipelineCost", "Slot", "Split", "earliest_starts", "evaluate", "evaluate_stages"]
 
 
 # [Note: recomputation] A stage that runs its forward passes again in the backward passes needs less memory and never
@@ -55,22 +44,18 @@ class SlotForm(NamedTuple):
 # optimizer's step depend on it.
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Slot:
-    """A tensor-parallel group that can run one stage."""
+    """A tensor-parallel group that can run one stage. Equal slots are interchangeable, except for their channels;
+    ``LayerCosts`` objects are compared by identity."""
 
-    name: str
+    name: str = field(compare=False)
     """Name in error messages."""
     costs: LayerCosts
     memory_bytes: float
     """Memory that may be used on each device."""
     recomputed: tuple[LayerCosts, float] | None = None
     """Costs and memory if the stage recomputes; see [Note: recomputation]. None: it may not."""
-
-    @property
-    def kind(self) -> SlotForm:
-        """Slots with equal values are interchangeable, except for their channels."""
-        return SlotForm(self.costs, self.memory_bytes, self.recomputed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,10 +179,10 @@ def _seconds_sent(channel: Channel, message_bytes: float) -> float:
     return channel.seconds(message_bytes)
 
 
-def earliest_starts(form: SlotForm, in_flight: int) -> NDArray[np.int_]:
+def earliest_starts(slot: Slot, in_flight: int) -> NDArray[np.int_]:
     """First block that a stage can have, by memory, for each end of the stage, ``[blocks + 1]``."""
-    total = form.costs.cumulative.state_bytes + in_flight * form.costs.cumulative.activation_bytes
-    earliest = np.searchsorted(total, total - form.memory_bytes, side="left")
-    if form.recomputed is not None:
-        earliest = np.minimum(earliest, earliest_starts(SlotForm(*form.recomputed), in_flight))
+    total = slot.costs.cumulative.state_bytes + in_flight * slot.costs.cumulative.activation_bytes
+    earliest = np.searchsorted(total, total - slot.memory_bytes, side="left")
+    if slot.recomputed is not None:
+        earliest = np.minimum(earliest, earliest_starts(Slot(slot.name, *slot.recomputed), in_flight))
     return np.asarray(earliest)

@@ -19,11 +19,11 @@ from benchmarks.planner.sailor_tables import (
 )
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
 from colossal_hetero.planner.cluster.topology import Channel
-from colossal_hetero.planner.cluster.transfers import hop_channels
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile, load_profile
 from tests.support.gpu_tables import LAYERS, REAL_TABLES, STEP_SECONDS, change
 from tests.support.layer_profiles import times_of
 from tests.support.paths import REPOSITORY
+from tests.support.shared_hops import hop_channels
 
 EXAMPLES = REPOSITORY / "examples" / "plans"
 real = pytest.mark.skipif(not REAL_TABLES.exists(), reason="needs the published tables")

@@ -16,7 +16,7 @@ from colossal_hetero import PlanConfig
 from colossal_hetero.planner.cost.chunked_price import price_chunks
 from colossal_hetero.planner.cost.pass_order import GraphSeconds, Pass, interleaved, zero_bubble_nodes
 from colossal_hetero.planner.cost.plan import Plan
-from colossal_hetero.planner.cost.simulate import chunked_order
+from colossal_hetero.planner.cost.simulate import order_of
 from tests.parallel.plugin.hybrid.test_plan_agreement import BLOCKS, cluster, profile
 from tests.parallel.plugin.hybrid.test_planned_run import images_and_labels, train_alone, train_planned
 from tests.support.harness import run_ranks
@@ -72,7 +72,7 @@ def check_run(plans: list[Plan], expected: list[float], weights: dict[str, Tenso
     for plan in plans:
         plugin = planned(plan)
         stage = int(plugin.pg_mesh.coordinate(plugin.pp_axis))
-        order = chunked_order(plan, plan.replicas[0].micro_batches)
+        order = order_of(plan, plan.replicas[0])
         numbers = [number for number, other in enumerate(order.stage_of_chunk) if other == stage]
         run = boost(plugin, tiny_vit(depth=plan.blocks), sgd)
         passes = recorded(plugin.scheduler, numbers)

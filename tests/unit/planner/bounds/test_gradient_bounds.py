@@ -89,7 +89,7 @@ def test_no_plan_sums_faster(make: Callable[[int], Problem]) -> None:
     some = every = 0
     for plan in random_plans(make):
         try:
-            seconds = plan.builder.synchronize(plan.pool, plan.rows, plan.cuts)
+            seconds = plan.builder.summing(plan.pool, plan.rows).seconds(plan.cuts)
         except ValueError:
             continue
         nodes = nodes_by_block(plan.builder.topology, plan.pool, plan.rows, plan.cuts)
@@ -116,7 +116,7 @@ def test_bounds_are_reached() -> None:
     blocks = problem.profile.blocks
     # Four pipelines of one stage: every node sends the whole model, each device a quarter of it at a time.
     rows = [[(0, slot)] for slot in range(4)]
-    seconds = DraftBuilder(topology, "exact").synchronize(pool, rows, [(0, blocks)] * 4)
+    seconds = DraftBuilder(topology, "exact").summing(pool, rows).seconds([(0, blocks)] * 4)
     assert seconds == pytest.approx(2 * 3 * (model_bytes / 4 / 1e9 + 1e-3))
     assert lower.of_blocks(4, blocks) == pytest.approx(seconds)
     assert lower.of_pipelines(4) == pytest.approx(seconds)

@@ -8,11 +8,10 @@ import math
 import numpy as np
 import pytest
 
+from colossal_hetero.planner.cluster.all_reduce import concurrent_seconds
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
-from colossal_hetero.planner.cluster.transfers import concurrent_seconds
-from colossal_hetero.planner.cost.gradient_times import GradientTimes
+from colossal_hetero.planner.cost.gradient_times import GradientTimes, Summing
 from colossal_hetero.planner.cost.placement import NodeLinks
-from colossal_hetero.planner.cost.plan import exposed_seconds
 from colossal_hetero.plugin.replicas.replica_gradients import HeldParameter, divide_into_buckets
 from tests.support.random_clusters import random_cluster
 
@@ -24,9 +23,8 @@ def test_rings_of_unequal_cuts_share_the_bus_of_a_node(shared: float) -> None:
     kind = DeviceKind("gpu", 10**10, 1e12)
     node = Node("n", 0, (0, 1, 2, 3), Channel("PCIe", 16e9), (), shared)
     topology = Topology((Device(kind, 0, 0),) * 4, (node,), ("here",))
-    found = GradientTimes(topology).seconds(
-        np.array([0]), [[(0,), (1,)], [(2,), (3,)]], [(0, 1, 4), (0, 2, 4)], np.full(4, 1e9)
-    )
+    summing = Summing(GradientTimes(topology), np.array([0]), [[(0,), (1,)], [(2,), (3,)]], np.full(4, 1e9))
+    found = summing.seconds([(0, 1, 4), (0, 2, 4)])
     # Rank 1 holds three blocks; in a ring of two, each device sends the bytes of its gradients once.
     assert found == pytest.approx(3e9 / min(16e9, shared / 4))
 
@@ -53,19 +51,11 @@ def test_each_layer_is_summed_by_the_ranks_that_hold_it() -> None:
         size = 4 * elements * len(bucket.names)
         for rank in bucket.ranks:
             spent[rank] += 2 * 2 / 3 * size / min(rates[each] for each in bucket.ranks)
-    found = GradientTimes(topology).seconds(
-        np.arange(6),
-        [[(rank,) for rank in ranks] for ranks, _ in cuts],
-        [cut for _, cut in cuts],
-        np.full(blocks, 4.0 * elements),
-    )
+    groups = [[(rank,) for rank in ranks] for ranks, _ in cuts]
+    summing = Summing(GradientTimes(topology), np.arange(6), groups, np.full(blocks, 4.0 * elements))
+    found = summing.seconds([cut for _, cut in cuts])
     assert {bucket.ranks for bucket in buckets} == {(0, 1, 3), (0, 1, 4), (0, 1, 5), (0, 2, 5)}
     assert found == pytest.approx(max(spent.values()))
-
-
-def test_parameters_of_replicas_that_are_not_alike_are_gathered_after_the_step() -> None:
-    # Half of the time is hidden behind a backward pass of 2 s; the gathers of the other 3 s are not.
-    assert exposed_seconds(6.0, [(1.0, 2.0)], equal=False) == pytest.approx(1.0 + 3.0)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -98,5 +88,5 @@ def test_what_is_looked_up_is_what_rings_take(seed: int) -> None:
             [ring for stage in rings for ring in stage],
             [size for size, stage in zip(bytes_of, rings, strict=True) for _ in stage],
         )
-        found = times.seconds(links.node_kind, groups, [bounds] * pipelines, sizes)
+        found = Summing(times, links.node_kind, groups, sizes).seconds([bounds] * pipelines)
         assert found == pytest.approx(max(expected), rel=1e-12)

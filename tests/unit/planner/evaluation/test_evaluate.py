@@ -142,53 +142,30 @@ def test_slow_devices_are_left_out(cluster: Topology, profile: ModelProfile) -> 
     assert used == set(range(4, 12)) - {4, 9}
 
 
-@pytest.mark.parametrize(
-    ("line", "at", "words"),
-    [
-        (
-            "dp 4 x pp [3 x V100-16 0-8 | A100-40 9-23], micro-batch 1 x 8",
-            "V100",
-            "needs 12 × V100-16, but the cluster has",
-        ),
-        (
-            "dp 1 x pp [V100-15 0-23], micro-batch 1 x 8",
-            "V100",
-            "the cluster has no V100-15; it has A100-40, V100-16; did you",
-        ),
-        (
-            "tp 8, pp [V100-16 0-23], micro-batch 1 x 8",
-            "V100",
-            "needs 1 group of 8 × V100-16, each inside a node, but the nodes of the cluster have only 0",
-        ),
-        ("dp 1 x pp [A100-40 0-11 | V100-16 12-22], micro-batch 1 x 8", "V100", "has 23 blocks, but OPT-350 has 24"),
-    ],
-)
-def test_errors_of_layouts(cluster: Topology, profile: ModelProfile, line: str, at: str, words: str) -> None:
-    with pytest.raises(MarkedError, match=re.escape(words)) as caught:
-        evaluate_layout(cluster, profile, read_layout(line))
-    assert caught.value.place == line.index(at)
+MANY, WHOLE = "dp 4 x pp [3 x V100-16 0-8 | A100-40 9-23]", "[A100-40 0-23]"
 
 
 @pytest.mark.parametrize(
-    ("line", "global_batch", "words"),
+    ("line", "global_batch", "at", "words"),
     [
-        ("[A100-40 0-23]", None, "does not say how large a micro-batch is"),
-        ("[A100-40 0-23], micro-batch 2", None, "does not say how many micro-batches there are"),
-        ("[A100-40 0-23], micro-batch 2", 7, "a global batch of 7 samples cannot be divided into micro-batches of 2"),
-        (
-            "[A100-40 0-23], micro-batch 2 x 8",
-            32,
-            "8 micro-batches of 2, which are 16 samples, not a global batch of 32",
-        ),
-        ("[A100-40 0-23] x 2 + [A100-40 0-23], micro-batch 2", 32, "some pipelines of the layout have a number"),
-        ("[A100-40 0-23], micro-batch 64 x 2", None, "micro-batch 64 on A100-40 at tensor_parallel 1 is outside"),
+        (f"{MANY}, micro-batch 1 x 8", None, "V100", "needs 12 × V100-16, but the cluster has"),
+        ("[V100-15 0-23], micro-batch 1 x 8", None, "V100", "no V100-15; it has A100-40, V100-16; did you"),
+        ("tp 8, [V100-16 0-23], micro-batch 1 x 8", None, "V100", "needs 1 group of 8 × V100-16, each inside a node,"),
+        ("[A100-40 0-11 | V100-16 12-22], micro-batch 1 x 8", None, "V100", "has 23 blocks, but OPT-350 has 24"),
+        (WHOLE, None, None, "does not say how large a micro-batch is"),
+        (f"{WHOLE}, micro-batch 2", None, None, "does not say how many micro-batches there are"),
+        (f"{WHOLE}, micro-batch 2", 7, None, "a global batch of 7 samples cannot be divided into micro-batches of 2"),
+        (f"{WHOLE}, micro-batch 2 x 8", 32, None, "micro-batches of 2, which are 16 samples, not a global batch of 32"),
+        (f"{WHOLE} x 2 + {WHOLE}, micro-batch 2", 32, None, "some pipelines of the layout have a number"),
+        (f"{WHOLE}, micro-batch 64 x 2", None, None, "micro-batch 64 on A100-40 at tensor_parallel 1 is outside"),
     ],
 )
-def test_errors_of_batches(
-    cluster: Topology, profile: ModelProfile, line: str, global_batch: int | None, words: str
+def test_errors_of_layouts(
+    cluster: Topology, profile: ModelProfile, line: str, global_batch: int | None, at: str | None, words: str
 ) -> None:
-    with pytest.raises(ValueError, match=re.escape(words)):
+    with pytest.raises(ValueError, match=re.escape(words)) as caught:
         evaluate_layout(cluster, profile, read_layout(line), global_batch=global_batch)
+    assert at is None or (isinstance(caught.value, MarkedError) and caught.value.place == line.index(at))
 
 
 def test_plans_of_other_machines(cluster: Topology, profile: ModelProfile) -> None:

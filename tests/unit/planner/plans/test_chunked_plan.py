@@ -12,6 +12,7 @@ import pytest
 from colossal_hetero.planner.cost.pass_order import GraphSeconds
 from colossal_hetero.planner.cost.plan import ChunkPlan, Plan, StagePlan, load_plan, save_plan
 from colossal_hetero.planner.cost.runnable import why_not_runnable
+from tests.support.changed_files import error_after, put
 from tests.unit.planner.plans.test_plan import plan, replica, stage
 
 GRAPH = GraphSeconds(forward=0.01, input_gradient=0.01, weight_gradient=0.01, transfer=0.0)
@@ -49,59 +50,38 @@ def test_a_saved_plan_with_chunks_loads_unchanged(tmp_path: Path, schedule: str)
     assert (made.chunks_per_stage, made.symmetric) == (2, True)
 
 
-def test_1f1b_plans_are_written_without_chunks(tmp_path: Path) -> None:
-    save_plan(plan(), tmp_path / "plan.json")
-    content = json.loads((tmp_path / "plan.json").read_text())
-    assert content["schedule"] == "1f1b" and "order_seconds" not in content
-    assert all("chunks" not in each and "blocks" in each for each in content["replicas"][0]["stages"])
-
-
-def change(*place: Any, value: Any) -> Callable[[Any], None]:
-    def changed(content: Any) -> None:
-        for key in place[:-1]:
-            content = content[key]
-        content[place[-1]] = value
-
-    return changed
-
-
 CHUNKS = ("replicas", 0, "stages", 1, "chunks")
 
 
 @pytest.mark.parametrize(
     "schedule, changed, words",
     [
-        ("interleaved", change(*CHUNKS, 0, "blocks", value=[2, 4]), "but the chunk before it, in stage 1, ends at 4"),
-        ("interleaved", change(*CHUNKS, 1, "blocks", value=[6, 6]), "[6, 6) has no block; a chunk [a, b) needs"),
-        ("interleaved", change(*CHUNKS, 1, "blocks", value="all"), "chunks[1].blocks"),
+        ("interleaved", put(*CHUNKS, 0, "blocks", value=[2, 4]), "but the chunk before it, in stage 1, ends at 4"),
+        ("interleaved", put(*CHUNKS, 1, "blocks", value=[6, 6]), "[6, 6) has no block; [a, b) needs"),
+        ("interleaved", put(*CHUNKS, 1, "blocks", value="all"), "chunks[1].blocks"),
         (
             "interleaved",
-            change("schedule", value="zbv"),
+            put("schedule", value="zbv"),
             "in the stages 0, 1, 0, 1; the schedule 'zbv' needs 0, 1, 1, 0",
         ),
-        ("zbv", change("schedule", value="interleaved"), "in the stages 0, 1, 1, 0; the schedule 'interleaved' needs"),
-        ("interleaved", change("schedule", value="1f1b"), "have chunks; with them the schedule is 'interleaved' or"),
-        ("zbv", change("order_seconds", value=None), "schedule='zbv' needs order_seconds"),
+        ("zbv", put("schedule", value="interleaved"), "in the stages 0, 1, 1, 0; the schedule 'interleaved' needs"),
+        ("interleaved", put("schedule", value="1f1b"), "have chunks; with them the schedule is 'interleaved' or"),
+        ("zbv", put("order_seconds", value=None), "schedule='zbv' needs order_seconds"),
         (
             "interleaved",
-            change("order_seconds", value=GRAPH.model_dump()),
+            put("order_seconds", value=GRAPH.model_dump()),
             "order_seconds belong to schedule='zbv' only",
         ),
-        ("interleaved", change("blocks", value=7), "hold blocks 0 to 5, but the model has 7"),
-        ("interleaved", change("schedule", value="gpipe"), "schedule"),
+        ("interleaved", put("blocks", value=7), "hold blocks 0 to 5, but the model has 7"),
+        ("interleaved", put("schedule", value="gpipe"), "schedule"),
     ],
 )
 def test_errors_of_plans_with_chunks(tmp_path: Path, schedule: str, changed: Callable[[Any], None], words: str) -> None:
     save_plan(chunked(schedule), tmp_path / "plan.json")
-    content = json.loads((tmp_path / "plan.json").read_text())
-    changed(content)
-    (tmp_path / "plan.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError) as error:
-        load_plan(tmp_path / "plan.json")
-    assert words in str(error.value)
+    assert words in error_after(changed, tmp_path / "plan.json", load_plan)
 
 
-def test_stages_need_equally_many_chunks(tmp_path: Path) -> None:
+def test_stages_need_equally_many_chunks() -> None:
     with pytest.raises(ValueError, match=r"have 2, 1 chunks; all stages of a replica have equally many"):
         replica(chunked_stage(0, [(0, 2), (3, 6)]), chunked_stage(1, [(2, 3)]))
     with pytest.raises(

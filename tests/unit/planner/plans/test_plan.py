@@ -221,26 +221,16 @@ def test_ranks_are_renumbered_where_devices_are_left_out() -> None:
     assert some.world_size == 4
 
 
-def test_stages_of_other_forms(tmp_path: Path) -> None:
-    made = plan(
-        replica(stage(0, 4, (0, 1)), stage(4, 6, (2, 3), recompute=True)),
-        tensor_parallel=2,
-        zero_stage=1,
-    )
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_recomputation_and_zero_are_in_files_of_plans_that_use_them(tmp_path: Path, precision: str) -> None:
     path = tmp_path / "plan.json"
+    stages = stage(0, 4, (0, 1)), stage(4, 6, (2, 3), recompute=True)
+    made = plan(replica(*stages), tensor_parallel=2, zero_stage=1, precision=precision)
+    assert why_not_runnable(made) is None
     save_plan(made, path)
     assert load_plan(path) == made
-    assert made.world_size == 4
-
-
-def test_files_do_not_mention_forms_that_they_do_not_use(tmp_path: Path) -> None:
-    save_plan(plan(), tmp_path / "plan.json")
-    content = json.loads((tmp_path / "plan.json").read_text())
-    assert "zero_stage" not in content
-    assert "recompute" not in content["replicas"][0]["stages"][0]
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_zero_stage_1_and_recomputation_can_be_run(precision: str) -> None:
-    second = stage(4, 6, (1,), recompute=True)
-    assert why_not_runnable(plan(replica(stage(0, 4, (0,)), second), zero_stage=1, precision=precision)) is None
+    save_plan(plan(), path)
+    content = json.loads(path.read_text())
+    assert content["schedule"] == "1f1b" and not {"zero_stage", "order_seconds"} & content.keys()
+    stages = content["replicas"][0]["stages"]
+    assert all("blocks" in each and not {"recompute", "chunks"} & each.keys() for each in stages)

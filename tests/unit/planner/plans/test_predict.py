@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
+from colossal_hetero.planner.cost.plan import exposed_seconds
 from colossal_hetero.planner.cost.simulate import simulate_plan, slowed
 from colossal_hetero.planner.profile.fitted_profiles import as_profiled
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile
@@ -183,3 +184,42 @@ def test_at_least_the_measured_context_is_reserved():
     assert all(stage.memory_overhead_bytes >= 10**9 for each in plan.replicas for stage in each.stages)
     with pytest.raises(ValueError, match=r"20 GB of slow are in use .* gives it 10 GB of memory; correct one"):
         make_plans(topology, profile(context_bytes={"slow": 2 * 10**10}), global_batch=4)
+
+
+@pytest.mark.parametrize(
+    ("synchronization", "passes", "equal", "expected"),
+    [
+        (0.0, [(1.0, 2.0)], True, 0.0),
+        (2.0, [(1.0, 2.0)], True, 0.0),
+        # 3 s of gradients behind 2 s, and 3 s of parameters behind 1 s.
+        (6.0, [(1.0, 2.0)], True, 3.0),
+        # The second stage hides 1 s less of each.
+        (6.0, [(1.0, 2.0), (0.0, 1.0)], True, 5.0),
+        # A long backward pass does not hide parameters.
+        (4.0, [(0.5, 100.0)], True, 1.5),
+        (4.0, [(0.0, 0.0)], True, 4.0),
+        # Of replicas that are not alike, parameters are gathered after the step.
+        (6.0, [(1.0, 2.0)], False, 1.0 + 3.0),
+    ],
+)
+def test_passes_hide_what_is_not_longer(
+    synchronization: float, passes: list[tuple[float, float]], equal: bool, expected: float
+) -> None:
+    assert exposed_seconds(synchronization, passes, equal=equal) == pytest.approx(expected)
+
+
+def test_a_prediction_counts_what_is_not_hidden() -> None:
+    topology, ranks = machines("fast", "slow", bandwidth=1e8), [[[0], [1]], [[2], [3]]]
+    sizes = dict(micro_batch=1, global_batch=8, bounds=[0, 4, 6])
+    plain, overlapped = (predict_plan(topology, profile(), ranks, **sizes, overlap=on) for on in (False, True))
+    stages = [stage for replica in plain.replicas for stage in replica.stages]
+    passes = [(stage.forward_seconds, stage.backward_seconds) for stage in stages]
+    expected = exposed_seconds(plain.synchronization_seconds, passes)
+    assert overlapped.synchronization_seconds == pytest.approx(expected)
+    assert 0 < expected < plain.synchronization_seconds
+    pipelines = plain.iteration_seconds - plain.synchronization_seconds
+    assert overlapped.iteration_seconds == pytest.approx(pipelines + expected)
+    best = make_plans(topology, profile(), global_batch=8, overlap=True)[0].plan
+    assert best.iteration_seconds <= make_plans(topology, profile(), global_batch=8)[0].plan.iteration_seconds
+    with pytest.raises(ValueError, match="1f1b only, not for 1f1b, zbv"):
+        make_plans(topology, profile(), global_batch=8, schedules=("1f1b", "zbv"), overlap=True)

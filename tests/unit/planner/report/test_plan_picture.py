@@ -60,8 +60,8 @@ def test_a_slow_rank_slows_its_group_and_the_stages_that_wait_for_it() -> None:
     slow = simulate_plan(made, {3: 3.0})
     first, second = slow.timelines
     assert second.seconds == simulate_plan(made).timelines[1].seconds
-    assert first.forward_seconds == pytest.approx([0.04, 3 * 0.02])
-    assert first.backward_seconds == pytest.approx([0.08, 3 * 0.04])
+    assert first.times.forward_seconds == pytest.approx([0.04, 3 * 0.02])
+    assert first.times.backward_seconds == pytest.approx([0.08, 3 * 0.04])
     assert slow.seconds == pytest.approx(first.seconds + made.synchronization_seconds)
     # The same plan, made with the slower times.
     expected = replica(
@@ -82,8 +82,8 @@ def test_invalid_simulations_are_rejected() -> None:
     for factor in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=r"rank 0 cannot be .* times as slow"):
             simulate_plan(plan(), {0: factor})
-    made = plan(replica(stage(0, 4, (0,)), stage(4, 6, (1,), "T4"), micro_batches=1_000_001))
-    with pytest.raises(ValueError, match="1,000,001 micro-batches are too many to simulate; at most 1,000,000"):
+    made = plan(replica(stage(0, 4, (0,)), stage(4, 6, (1,), "T4"), micro_batches=250_001))
+    with pytest.raises(ValueError, match="1,000,004 passes are too many to simulate; at most 1,000,000"):
         simulate_plan(made)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations, pairwise, permutations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +13,7 @@ from hypothesis import strategies as st
 from colossal_hetero.planner.cluster.topology import Channel
 from colossal_hetero.planner.profile.layer_costs import LayerCosts
 from colossal_hetero.planner.stages.pipeline import Pipeline, Slot, Split, evaluate
-from colossal_hetero.planner.stages.rules import adapt
-from colossal_hetero.planner.stages.split_methods import METHODS, split, uniform_bounds
+from colossal_hetero.planner.stages.split_methods import METHODS, adapt, split, uniform_bounds
 from tests.support.random_examples import IS_THOROUGH, examples
 
 ROUNDING = 1e-9
@@ -258,35 +258,26 @@ def test_exact_without_an_order_gets_a_good_split():
     assert np.mean(ratios) < 1.1
 
 
-def test_unknown_method():
-    with pytest.raises(ValueError, match=r"'best'.*exact, uniform, holmes, adapt, autohet"):
-        split(pipeline_of([1.0], 1), "best")
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_more_stages_than_blocks(method):
-    with pytest.raises(ValueError, match="3 stages for 2 blocks"):
-        split(pipeline_of([1.0] * 3, 2), method)
-
-
-def test_no_micro_batches():
-    with pytest.raises(ValueError, match="0 micro-batches"):
-        split(pipeline_of([1.0], 1, count=0))
-
-
-def test_bad_order():
-    with pytest.raises(ValueError, match="not a permutation"):
-        split(pipeline_of([1.0, 1.0], 2), order=[0, 0])
-
-
-def test_a_block_that_fits_in_no_slot():
-    pipeline = pipeline_of([1.0, 2.0], 4, memory=[1.5, 1.6])
-    # The first stage holds the activations of two micro-batches: 1 + 2·1.
-    with pytest.raises(ValueError, match=r"block 0 alone needs 3e-09 GB in slot slot 1, which has 1\.6e-09 GB"):
-        split(pipeline)
-
-
-def test_blocks_that_do_not_fit_together():
-    pipeline = pipeline_of([1.0, 2.0], 8, memory=[6.0, 6.0])
-    with pytest.raises(ValueError, match=r"blocks .* in slot .* as stage 1, with 1 micro-batch in flight, need"):
-        split(pipeline)
+@pytest.mark.parametrize(
+    ("pipeline", "options", "words"),
+    [
+        (pipeline_of([1.0], 1), dict(method="best"), r"'best'.*exact, uniform, holmes, adapt, autohet"),
+        *((pipeline_of([1.0] * 3, 2), dict(method=method), "3 stages for 2 blocks") for method in METHODS),
+        (pipeline_of([1.0], 1, count=0), {}, "0 micro-batches"),
+        (pipeline_of([1.0, 1.0], 2), dict(order=[0, 0]), "not a permutation"),
+        # The first stage holds the activations of two micro-batches: 1 + 2·1.
+        (
+            pipeline_of([1.0, 2.0], 4, memory=[1.5, 1.6]),
+            {},
+            r"block 0 alone needs 3e-09 GB in slot slot 1, which has 1\.6e-09 GB",
+        ),
+        (
+            pipeline_of([1.0, 2.0], 8, memory=[6.0, 6.0]),
+            {},
+            r"blocks .* in slot .* as stage 1, with 1 micro-batch in flight, need",
+        ),
+    ],
+)
+def test_what_cannot_be_split(pipeline: Pipeline, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        split(pipeline, **options)

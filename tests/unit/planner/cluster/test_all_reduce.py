@@ -5,23 +5,23 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 
-import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
-from colossal_hetero.planner.cluster.transfers import (
+from colossal_hetero.planner.cluster.all_reduce import (
     concurrent_seconds,
-    hop_channels,
     ring_hops,
     synchronization_seconds,
 )
+from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from colossal_hetero.planner.cost.placement import NodeLinks
 from tests.support.machines import GIGABIT, NVLINK, Nodes, machines
 from tests.support.random_examples import examples
+from tests.support.shared_hops import hop_channels
 
 LATENCY = 5e-6
 
@@ -156,30 +156,37 @@ def cluster(*nodes: tuple[int, tuple[Channel, ...]], inside_total: float = math.
     return Topology(tuple(devices), tuple(made), ("here",))
 
 
+def shared_channels(topology: Topology, pipelines: Sequence[Sequence[int]]) -> list[list[Channel]]:
+    """Channel of each hop, ``[pipelines][stages − 1]``."""
+    links = NodeLinks(topology, 1e6)
+    rows = links.hops([[topology.devices[device].node for device in pipeline] for pipeline in pipelines], 1)
+    return [[links.channels[number] for number in row] for row in rows]
+
+
 def test_hops_of_pipelines_share_cards_and_buses() -> None:
     far = cluster((8, (SLOW,)), (8, (SLOW,)))
     for replicas in (1, 2, 4, 8):
-        hops = hop_channels(far, [(device, 8 + device) for device in range(replicas)])
+        hops = shared_channels(far, [(device, 8 + device) for device in range(replicas)])
         assert hops == [[Channel("Ethernet", 1e9 / replicas, 1e-4)]] * replicas
     # A stage between two others takes part in one exchange at a time.
-    assert hop_channels(cluster((1, (SLOW,)), (1, (SLOW,)), (1, (SLOW,))), [(0, 1, 2)]) == [[SLOW, SLOW]]
+    assert shared_channels(cluster((1, (SLOW,)), (1, (SLOW,)), (1, (SLOW,))), [(0, 1, 2)]) == [[SLOW, SLOW]]
     # Hops inside a node and over another network share nothing.
     topology = cluster((4, (FAST, SLOW)), (2, (FAST, SLOW)), (2, (SLOW,)))
     half = Channel("Ethernet", 0.5e9, 1e-4)
-    assert hop_channels(topology, [(0, 1, 4), (2, 6), (3, 7)]) == [[INSIDE, FAST], [half], [half]]
+    assert shared_channels(topology, [(0, 1, 4), (2, 6), (3, 7)]) == [[INSIDE, FAST], [half], [half]]
     # Two pipelines inside the node and one that leaves it: four devices send inside at the same time.
-    hops = hop_channels(cluster((5, (SLOW,)), (1, (SLOW,)), inside_total=8e9), [(0, 1), (2, 3), (4, 5)])
+    hops = shared_channels(cluster((5, (SLOW,)), (1, (SLOW,)), inside_total=8e9), [(0, 1), (2, 3), (4, 5)])
     assert hops == [[Channel("PCIe", 2e9)], [Channel("PCIe", 2e9)], [SLOW]]
-    assert hop_channels(cluster((2, ()), inside_total=40e9), [(0, 1)]) == [[INSIDE]]
+    assert shared_channels(cluster((2, ()), inside_total=40e9), [(0, 1)]) == [[INSIDE]]
     # A card that is faster than the other end serves several.
     faster = cluster((2, (Channel("Ethernet", 5e9),)), (1, (SLOW,)), (1, (SLOW,)))
-    assert hop_channels(faster, [(0, 2), (1, 3)]) == [[SLOW], [SLOW]]
+    assert shared_channels(faster, [(0, 2), (1, 3)]) == [[SLOW], [SLOW]]
 
 
 def test_bandwidth_that_depends_on_the_size_is_shared_alike() -> None:
     curved = Channel("Ethernet", 4e9, 1e-4, (0.01, 0.1, 1.0))
     topology = cluster((2, (curved,)), (2, (curved,)))
-    ((hop,), _) = hop_channels(topology, [(0, 2), (1, 3)])
+    ((hop,), _) = shared_channels(topology, [(0, 2), (1, 3)])
     for size in (1e5, 1e6, 1e7, 1e9):
         assert hop.bandwidth(size) == pytest.approx(curved.bandwidth(size) / 2)
 
@@ -199,7 +206,7 @@ def layouts(draw: st.DrawFn) -> tuple[Topology, list[tuple[int, ...]]]:
 def test_no_card_carries_more_than_it_can(case: tuple[Topology, list[tuple[int, ...]]], size: int) -> None:
     """In the time of the slowest stage's transfers, every card must be able to carry the messages of all pipelines."""
     topology, pipelines = case
-    hops = hop_channels(topology, pipelines)
+    hops = shared_channels(topology, pipelines)
     sent: Counter[tuple[int, str]] = Counter()
     longest = 0.0
     for pipeline, channels in zip(pipelines, hops, strict=True):
@@ -223,13 +230,11 @@ def test_the_search_shares_as_the_prediction_does(case: tuple[Topology, list[tup
     topology, pipelines = case
     expected = hop_channels(topology, [pipeline for pipeline in pipelines for _ in range(width)])[::width]
     links = NodeLinks(topology, 1e6)
-    nodes = [np.array([topology.devices[device].node for device in pipeline]) for pipeline in pipelines]
+    nodes = [[topology.devices[device].node for device in pipeline] for pipeline in pipelines]
     load = links.load(nodes, width)
-    looked_up = links.hops([row.tolist() for row in nodes], width)
-    for row, channels, same in zip(nodes, expected, looked_up, strict=True):
-        numbers = links.shared(row[:-1], row[1:], load, width)
-        assert numbers.tolist() == same
-        for number, channel in zip(numbers.tolist(), channels, strict=True):
+    for row, channels, numbers in zip(nodes, expected, links.hops(nodes, width), strict=True):
+        assert numbers == [links.shared(a, b, load, width) for a, b in pairwise(row)]
+        for number, channel in zip(numbers, channels, strict=True):
             found = links.channels[number]
             assert (found.kind, found.latency_seconds) == (channel.kind, channel.latency_seconds)
             assert found.bytes_per_second == pytest.approx(channel.bytes_per_second)

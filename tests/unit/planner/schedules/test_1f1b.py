@@ -1,9 +1,9 @@
-"""The event simulation compared with a slow and simple one, in which ranks run programs from a queue of events."""
+"""The simulation of 1F1B compared with a slow and simple one, in which ranks run programs from a queue of events, and
+with the closed form."""
 
 from __future__ import annotations
 
 import heapq
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -11,14 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_hetero.planner.cluster.topology import Channel
-from colossal_hetero.planner.profile.layer_costs import LayerCosts
-from colossal_hetero.planner.stages.event_simulation import PipelineTimeline, simulate, simulate_times
-from colossal_hetero.planner.stages.pipeline import Pipeline, Slot, Split, evaluate
+from colossal_hetero.planner.cost.pass_order import one_forward_one_backward
+from colossal_hetero.planner.cost.simulate import ChunkTimes, Timeline
 from tests.support.random_examples import examples
 
 TRANSFERS = ["blocking", "overlapped"]
 ROUNDING = 1e-9
+
+
+def simulated(forward, backward, hops, count: int, transfers="blocking", schedule=0.0, update=0.0) -> Timeline:
+    each = np.ones(len(forward))
+    times = ChunkTimes(np.array(forward), np.array(backward), schedule * each, np.array([*hops, 0.0]), update * each)
+    return Timeline(one_forward_one_backward(len(forward), count), times, transfers)
 
 
 def program(stage: int, stages: int, count: int) -> list[tuple[str, ...]]:
@@ -130,7 +134,7 @@ def closed_form(forward, backward, hops, count: int) -> tuple[list[float], float
 @examples(ordinary=60, thorough=400)
 @given(pipelines())
 def test_ends_equal_those_of_a_queue_of_events(transfers, case):
-    timeline = simulate_times(*case, transfers=transfers)
+    timeline = simulated(*case, transfers)
     assert timeline.stage_seconds == pytest.approx(slow_ends(*case, transfers), rel=ROUNDING, abs=1e-12)
 
 
@@ -139,7 +143,7 @@ def test_ends_equal_those_of_a_queue_of_events(transfers, case):
 @given(pipelines())
 def test_events_follow_the_schedule(transfers, case):
     forward, backward, _, count = case
-    timeline = simulate_times(*case, transfers=transfers)
+    timeline = simulated(*case, transfers)
     for stage, events in enumerate(timeline.events):
         assert all(one.stop <= other.start + ROUNDING for one, other in pairwise(events))
         # A transfer that takes no time has no event, but a stage may wait for it.
@@ -169,7 +173,7 @@ def test_events_follow_the_schedule(transfers, case):
 def test_closed_form_is_below_only_where_the_note_allows_it(case):
     forward, backward, _, count = case
     times, closed = closed_form(*case)
-    blocking, overlapped = (simulate_times(*case, transfers=transfers).seconds for transfers in TRANSFERS)
+    blocking, overlapped = (simulated(*case, transfers).seconds for transfers in TRANSFERS)
     slack = ROUNDING * max(closed, 1.0)
     assert overlapped <= blocking + slack
 
@@ -179,7 +183,7 @@ def test_closed_form_is_below_only_where_the_note_allows_it(case):
     assert closed <= blocking + behind + slack
     assert sum(times) - slack <= overlapped
 
-    for simulated, max_forward, max_backward in (
+    for found, max_forward, max_backward in (
         (
             blocking,
             max(t - b for t, b in zip(times, backward, strict=True)),
@@ -189,9 +193,9 @@ def test_closed_form_is_below_only_where_the_note_allows_it(case):
     ):
         excess = max_forward + max_backward - max(times)
         beyond = max(sum(excess - t for t in times[len(times) - last :]) for last in range(len(times)))
-        assert simulated <= closed + beyond + slack
+        assert found <= closed + beyond + slack
         if all(t >= excess for t in times[1:]):
-            assert simulated <= closed + slack
+            assert found <= closed + slack
 
 
 @examples(ordinary=80, thorough=200)
@@ -200,84 +204,35 @@ def test_closed_form_is_never_below_with_one_ratio_without_transfers(case):
     forward, _, _, count = case
     hops = [0.0] * (len(forward) - 1)
     times, closed = closed_form(forward, [2 * f for f in forward], hops, count)
-    simulated = simulate_times(forward, [2 * f for f in forward], hops, count).seconds
-    assert simulated <= closed * (1 + ROUNDING)
+    seconds = simulated(forward, [2 * f for f in forward], hops, count).seconds
+    assert seconds <= closed * (1 + ROUNDING)
     if times[-1] == max(times) or count == 1 or len(set(times)) == 1:
-        assert simulated == pytest.approx(closed)
+        assert seconds == pytest.approx(closed)
 
 
 def test_closed_form_can_be_below():
     # The longest forward and the longest backward are in different stages.
     forward, backward, count = [10.0, 0.0, 0.0], [0.0, 10.0, 0.0], 50
     assert closed_form(forward, backward, [0.0, 0.0], count)[1] == 510
-    assert simulate_times(forward, backward, [0.0, 0.0], count).seconds == 520
+    assert simulated(forward, backward, [0.0, 0.0], count).seconds == 520
 
 
 @pytest.mark.parametrize("transfers", TRANSFERS)
 def test_equal_stages_without_transfers_take_the_known_time(transfers):
-    timeline = simulate_times([1.0] * 8, [2.0] * 8, [0.0] * 7, 32, transfers=transfers)
+    timeline = simulated([1.0] * 8, [2.0] * 8, [0.0] * 7, 32, transfers)
     assert timeline.seconds == 3 * (32 + 7)
     assert [share.bubble for share in timeline.shares] == pytest.approx([7 / 39] * 8)
 
 
-def test_512_stages_of_2048_micro_batches():
-    timeline = simulate_times([1.0] * 512, [2.0] * 512, [0.0] * 511, 2048)
-    assert timeline.seconds == 3 * (2048 + 511)
-
-
-def pipeline_of(work: list[float], count: int, update: float = 0.0) -> tuple[Pipeline, Split]:
-    """A pipeline with one block per stage, and its split."""
-    each = np.array(work)
-    same = np.ones(len(work))
-    costs = LayerCosts(each, 2 * each, update * each, same, same, same, same)
-    slots = tuple(Slot(f"slot {number}", costs, 1e9) for number in range(len(work)))
-    channels = ((Channel("Ethernet", 10.0),) * len(work),) * len(work)
-    split = Split(tuple(range(len(work))), tuple(range(len(work) + 1)))
-    return Pipeline(slots, channels, count), split
-
-
-def test_a_pipeline_and_its_split():
-    pipeline, split = pipeline_of([1.0, 3.0, 2.0], 5, update=0.5)
-    timeline = simulate(pipeline, split)
-    alike = simulate_times([1.0, 3.0, 2.0], [2.0, 6.0, 4.0], [0.1, 0.1], 5, update_seconds=[0.5, 1.5, 1.0])
-    assert isinstance(timeline, PipelineTimeline)
-    assert timeline.seconds == alike.seconds == max(np.array([0.5, 1.5, 1.0]) + timeline.stage_seconds)
+def test_updates_are_at_the_end_and_half_of_the_schedule_with_each_pass():
+    case = ([1.0, 3.0, 2.0], [2.0, 6.0, 4.0], [0.1, 0.1], 5)
+    timeline = simulated(*case, schedule=0.4, update=0.5)
+    alike = simulated([1.2, 3.2, 2.2], [2.2, 6.2, 4.2], *case[2:])
+    assert timeline.stage_seconds == pytest.approx(alike.stage_seconds)
+    assert timeline.seconds == pytest.approx(alike.seconds + 0.5)
     assert [events[-1].kind for events in timeline.events] == ["update"] * 3
-    assert timeline.seconds <= evaluate(pipeline, split).seconds * (1 + ROUNDING)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (([1.0], [1.0], [], 0), "0 micro-batches"),
-        (([1.0, 1.0], [1.0, 1.0], [], 1), "P − 1 hops"),
-        (([1.0, 1.0], [1.0], [0.1], 1), "1 backward"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        simulate_times(*arguments)
 
 
 def test_bad_transfers():
     with pytest.raises(ValueError, match="'blocking' and 'overlapped'"):
-        simulate_times([1.0], [1.0], [], 1, transfers="magic")  # type: ignore[arg-type]
-
-
-def test_the_time_of_the_schedule_is_half_with_forward_and_half_with_backward():
-    pipeline, split = pipeline_of([1.0, 3.0, 2.0], 5)
-    slots = tuple(replace(slot, costs=replace(slot.costs, schedule_seconds=0.4)) for slot in pipeline.slots)
-    timeline = simulate(replace(pipeline, slots=slots), split)
-    # The stage in the middle has a cut on both sides.
-    alike = simulate_times([1.2, 3.4, 2.2], [2.2, 6.4, 4.2], [0.1, 0.1], 5)
-    assert timeline.seconds == pytest.approx(alike.seconds)
-    cost = evaluate(replace(pipeline, slots=slots), split)
-    assert cost.schedule_seconds == pytest.approx((0.4, 0.8, 0.4))
-    assert cost.seconds == pytest.approx(evaluate(pipeline, split).seconds + (0.4 + 0.8 + 0.4) + 4 * 0.8)
-
-
-def test_one_stage_has_no_schedule():
-    pipeline, split = pipeline_of([1.0], 5)
-    costs = replace(pipeline.slots[0].costs, schedule_seconds=0.4)
-    slow = replace(pipeline, slots=(replace(pipeline.slots[0], costs=costs),))
-    assert evaluate(slow, split).seconds == evaluate(pipeline, split).seconds == 15
+        _ = simulated([1.0], [1.0], [], 1, "magic").seconds

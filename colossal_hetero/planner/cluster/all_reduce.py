@@ -1,4 +1,4 @@
-"""Transfers that share networks: sums of gradients in rings, and hops between the stages of pipelines.
+"""Time in which replicas sum their gradients, over networks that they share.
 
 A ring all-reduce of n devices takes ``2 (n−1)/n · bytes/bandwidth + 2 (n−1) · latency`` on its slowest hop (Patarasuk
 and Yuan 2009). A ring visits its devices node by node, in ascending order. It has one communicator, hence one network
@@ -10,28 +10,22 @@ the node through them. If a ring ends early, its share is not given to the other
 is an upper bound. Devices in a node share ``Node.inside_bytes_per_second``; without it each pair has the whole
 bandwidth, as behind a switch. A link between clusters is shared by rings that cross it from the same node, but not by
 those of other nodes.
-
-[Note: shared hops] Pipelines that are alike send over the same cut at the same time. A stage takes part in one exchange
-at a time, in which each of its devices sends one message and receives one. So at most as many messages go through a
-node's NICs of a kind, in each direction, as it has devices whose stage has a neighbor over that network. Each gets an
-equal share, at most the bandwidth of the channel. This is an upper bound on the time: if stages have one such neighbor
-or two, or pipelines differ, fewer messages may be sent at times. Hops inside a node share its inside bandwidth; both
-devices of a hop send at once. A link between clusters has the bandwidth of one pair of nodes.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 from .topology import Channel, Topology
 
 __all__ = [
+    "INSIDE",
     "ConcurrentRings",
+    "Hop",
     "concurrent_seconds",
-    "hop_channels",
+    "nic_bandwidth",
     "ring_hops",
     "ring_network",
     "synchronization_seconds",
@@ -169,30 +163,10 @@ def _hop_channel(topology: Topology, hop: Hop, kind: str) -> Channel:
     return min(ends, key=lambda nic: nic.bytes_per_second) if len(ends) == 2 else channel
 
 
+def nic_bandwidth(topology: Topology, node: int, channel: Channel) -> float:
+    """Bytes per second of all NICs in a node that have the channel's kind; of the channel itself if there are none."""
+    return sum(nic.bytes_per_second for nic in _nics(topology, node, channel))
+
+
 def _nics(topology: Topology, node: int, channel: Channel) -> tuple[Channel, ...]:
-    """All NICs of a node that have the channel's kind; the channel itself if there are none."""
     return tuple(nic for nic in topology.nodes[node].nics if nic.kind == channel.kind) or (channel,)
-
-
-def hop_channels(topology: Topology, pipelines: Sequence[Sequence[int]]) -> list[list[Channel]]:
-    """Channel of each hop, ``[pipelines][stages − 1]``, with a message's share of the bandwidth (Note: shared hops)."""
-    nodes = [[topology.devices[device].node for device in pipeline] for pipeline in pipelines]
-    plain = [[topology.node_channel(*hop) for hop in pairwise(row)] for row in nodes]
-    load: Counter[tuple[int, str]] = Counter()
-    for row, channels in zip(nodes, plain, strict=True):
-        used = [channel.kind if a != b else INSIDE for (a, b), channel in zip(pairwise(row), channels, strict=True)]
-        for node, before, behind in zip(row, ["", *used], [*used, ""], strict=True):
-            for kind in {before, behind} - {""}:
-                load[node, kind] += 1
-
-    def shared(channel: Channel, hop: tuple[int, int]) -> Channel:
-        if hop[0] == hop[1]:
-            return channel.limited(topology.nodes[hop[0]].inside_bytes_per_second / load[hop[0], INSIDE])
-        nics = [(node, _nics(topology, node, channel)) for node in hop]
-        shares = (sum(nic.bytes_per_second for nic in each) / load[node, channel.kind] for node, each in nics)
-        return channel.limited(min(shares))
-
-    return [
-        [shared(channel, hop) for channel, hop in zip(channels, pairwise(row), strict=True)]
-        for row, channels in zip(nodes, plain, strict=True)
-    ]
