@@ -1,7 +1,8 @@
-"""Start ranks on this machine, one process each, and end all of them if one fails."""
+"""Start ranks on this machine, one process each, and end all of them if one fails or their parent ends."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["STARTED_HERE", "is_rank", "local_devices", "local_gpu", "start_ranks"]
+__all__ = ["STARTED_HERE", "end_with_parent", "is_rank", "local_devices", "local_gpu", "start_ranks"]
 
 STARTED_HERE = "COLOSSAL_HETERO_STARTED_HERE"
 """Environment variable of ranks that :func:`start_ranks` started."""
@@ -26,6 +27,12 @@ STARTED_HERE = "COLOSSAL_HETERO_STARTED_HERE"
 
 def is_rank() -> bool:
     return "RANK" in os.environ
+
+
+def end_with_parent() -> None:
+    """Let this process be killed when its parent ends, also after ``exec``. Forks of it are not. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def local_devices(ranks_on_cpu: int = 1) -> int:

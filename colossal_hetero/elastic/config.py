@@ -19,7 +19,7 @@ class ElasticConfig:
 
     recovery: Literal["in-process", "restart"] = "in-process"
     """Way of recovery. "in-process": the same processes form another group. "restart": all processes end when one is
-    lost, and torchrun or ``colossal-hetero launch`` starts them again."""
+    lost, and torchrun starts them again."""
     memory: str | Path | None = None
     """Folder in each node's memory that outlives processes, for "restart". None: ``/dev/shm/colossal_hetero-UID``."""
     memory_every: int = 1

@@ -14,7 +14,17 @@ import torch.distributed as dist
 from .job_store import JobStore, WorldConnections
 from .process_groups import LaunchedState, ProcessGroups
 from .rendezvous import Rendezvous, Roster, exits_key
-from .world import NEW, Failure, Formation, JoinTimeoutError, Member, MembershipTiming, StoreLostError, World
+from .world import (
+    NEW,
+    Failure,
+    Formation,
+    JoinTimeoutError,
+    Member,
+    MembershipError,
+    MembershipTiming,
+    StoreLostError,
+    World,
+)
 
 __all__ = ["Membership", "Monitor", "WorldEnds"]
 
@@ -157,6 +167,7 @@ class Membership:
         timing: MembershipTiming | None = None,
         seed: int = 1024,
         node_order: Sequence[str] = (),
+        launcher: str = "",
     ) -> None:
         if not 1 <= min_members <= max_members:
             raise ValueError(
@@ -168,7 +179,7 @@ class Membership:
                 raise ValueError(f"the name of the {name} is empty; give it one")
         self._timing = timing or MembershipTiming()
         self._places = {name: place for place, name in enumerate(node_order)}
-        self._job, self._max_members = job, max_members
+        self._job, self._max_members, self._launcher = job, max_members, launcher
         self._store = JobStore(store_host, store_port, job, self._timing.store_limit_seconds)
         self._ends = WorldEnds(self._store)
         self._rendezvous = Rendezvous(self._store, job, min_members, max_members, self._timing)
@@ -204,6 +215,8 @@ class Membership:
                 "torch.distributed.init_process_group"
             )
         self.leave()
+        if self._roster is None:
+            self._claim_node()
         before, failure = self._roster, self.failure
         notice_seconds = self._monitor.notice_seconds if self._monitor is not None else 0.0
         rendezvous_seconds, attempts = 0.0, 0
@@ -300,6 +313,21 @@ class Membership:
     def count(self, name: str, number: int) -> int:
         """Add to a number that all members share, which is 0 at first; the sum."""
         return self._store.add(f"counted/{name}", number)
+
+    def _claim_node(self) -> None:
+        """Check that no other launcher has members with this node's name, if the store has the name of another one."""
+        key, node = f"node/{self._me.node}", self._me.node
+        holder = self._store.compare_set(key, "", self._launcher).decode()
+        if holder != self._launcher:
+            time.sleep(self._timing.dead_wait_seconds)  # until members that have ended without a word count as dead
+            if not self._rendezvous.is_there(node):
+                self._store.compare_set(key, holder, self._launcher)
+            holder = self._store.get(key).decode()  # another worker of this launcher may have replaced it
+        if holder != self._launcher:
+            raise MembershipError(
+                f"node {node!r} is already in job {self._job!r}: {holder} has this name. Each node of a job needs a "
+                "name of its own: give another one in COLOSSAL_HETERO_NODE, or another job in COLOSSAL_HETERO_JOB"
+            )
 
     def _initialize(self, roster: Roster) -> World:
         members = sorted(roster.members, key=lambda each: self._places.get(each.node, len(self._places)))

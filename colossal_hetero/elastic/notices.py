@@ -11,23 +11,19 @@ import os
 import signal
 import threading
 import time
+from multiprocessing.util import register_after_fork
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
 
-__all__ = ["AnyNotice", "FileNotice", "Notice", "SignalNotice"]
-
-
-class Notice(Protocol):
-    def is_given(self) -> bool:
-        """True if the notice has been given. Once true, always true. Quick, and does not communicate with ranks."""
+__all__ = ["FileNotice", "SignalNotice"]
 
 
 class SignalNotice:
     """The notice is a signal to this process, by default SIGTERM. A second signal has its usual effect.
 
-    Signals within ``same_within_seconds`` count as one: a worker may get SIGTERM directly and from ``colossal-hetero
-    launch``. Forked processes, such as those of a data loader, react as before: who sends it to them wants to end them.
+    Signals within ``same_within_seconds`` count as one: a worker may get SIGTERM directly and from torchrun. Forked
+    processes, such as those of a data loader, react as before: who sends it to them wants to end them. But torchrun
+    sends it to a worker's whole process group, which those that multiprocessing forks leave therefore.
     """
 
     def __init__(self, number: int = signal.SIGTERM, same_within_seconds: float = 1.0) -> None:
@@ -41,6 +37,7 @@ class SignalNotice:
         self._process = os.getpid()
         self._first_at: float | None = None
         self._before = signal.signal(number, self._receive)
+        register_after_fork(self, lambda _: os.setpgrp())
 
     def is_given(self) -> bool:
         return self._first_at is not None
@@ -73,11 +70,3 @@ class FileNotice:
     def is_given(self) -> bool:
         self._is_given = self._is_given or self._path.exists()
         return self._is_given
-
-
-class AnyNotice:
-    def __init__(self, *notices: Notice) -> None:
-        self._notices = notices
-
-    def is_given(self) -> bool:
-        return any(notice.is_given() for notice in self._notices)

@@ -104,7 +104,7 @@ def _node_main(pipe: Any, port: int, name: str, options: dict[str, Any], has_wor
             time.sleep(0.002)
 
     try:
-        membership = Membership("127.0.0.1", port, "job", name, **options)
+        membership = Membership("127.0.0.1", port, "job", **{"node": name, **options})
         tell("up")
         while True:
             membership.form()
@@ -160,11 +160,11 @@ class Nodes:
         self._processes[name], self._pipes[name] = process, receiver
         return process
 
-    def start(self, *names: str) -> None:
-        """Start nodes, without a wait."""
+    def start(self, *names: str, **options: Any) -> None:
+        """Start nodes, without a wait; ``options`` are more options of their ``Membership``."""
         for name in names:
             self.events[name] = []
-            self._start(name, _node_main, self._port, name, self._options, self._has_worker)
+            self._start(name, _node_main, self._port, name, self._options | options, self._has_worker)
 
     def signal(self, name: str, number: int) -> float:
         """Send a signal to a node, or to ``store``; the time."""

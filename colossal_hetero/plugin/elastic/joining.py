@@ -49,7 +49,7 @@ def own_kind(cluster: Topology, node: str, local_rank: int) -> str:
         raise ValueError(
             f"this process is on node {node}, which is not in the cluster file; it has {', '.join(names)}. Add the "
             "node to the cluster file of all nodes and start the job again, or start this process with one of these "
-            "names (colossal-hetero launch --node)"
+            "names (COLOSSAL_HETERO_NODE)"
         )
     devices = cluster.nodes[names.index(node)].devices
     if local_rank >= len(devices):

@@ -9,11 +9,12 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from ...colossalai_support.accelerator import get_accelerator
+from ...common.launch import end_with_parent
 from ...elastic.config import ElasticConfig
 from ...elastic.environment import ElasticEnvironment, TorchrunPlace
 from ...elastic.handshake import find_each_other
 from ...elastic.membership import Membership
-from ...elastic.notices import AnyNotice, FileNotice, Notice, SignalNotice
+from ...elastic.notices import FileNotice, SignalNotice
 from ...elastic.process_groups import LaunchedState, ProcessGroups
 from ...elastic.world import JobEndedError, MembershipTiming, World
 from ...planner.cluster.topology import Topology
@@ -26,10 +27,11 @@ KEEP_ALIVE_ATTEMPTS = 4
 
 
 class JobMember:
-    """A member of the job that the environment names (``colossal-hetero launch`` sets it)."""
+    """A worker of torchrun that is a member of the job whose store the environment names."""
 
     def __init__(self, config: ElasticConfig, cluster: Topology) -> None:
         place = ElasticEnvironment.from_environ()
+        end_with_parent()  # if torchrun is killed, nobody would end this process
         assert config.last_call_seconds is not None
         self.kind = own_kind(cluster, place.node, place.local_rank)
         node_order = [node.name for node in cluster.nodes]
@@ -50,13 +52,13 @@ class JobMember:
             max_members=config.max_members or len(cluster.devices),
             timing=timing,
             node_order=node_order,
+            launcher=place.launcher,
         )
         self._expected, self._start_seconds = config.max_members or len(cluster.devices), config.start_seconds
         self._has_formed = False
-        notices: list[Notice] = [SignalNotice()]
+        self._notices: list[FileNotice | SignalNotice] = []
         if config.notice_file is not None:
-            notices.append(FileNotice(config.notice_file))
-        self._notice = AnyNotice(*notices)
+            self._notices.append(FileNotice(config.notice_file))
 
     @property
     def board(self) -> Membership:
@@ -78,6 +80,7 @@ class JobMember:
         if not self._has_formed:
             a_world_has_formed(self.membership)
             self._has_formed = True
+            self._notices.append(SignalNotice())  # a process that is in no world yet ends by SIGTERM at once
         return nodes
 
     def seal(self) -> None:
@@ -102,7 +105,7 @@ class JobMember:
         return self.membership.is_somebody_waiting()
 
     def is_leaving(self) -> bool:
-        return self._notice.is_given()
+        return any(notice.is_given() for notice in self._notices)
 
 
 # Restarted member ----------------------------------------------------------------------------------------------------

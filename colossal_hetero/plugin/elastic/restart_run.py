@@ -1,7 +1,7 @@
 """Training whose processes end when a member is lost or comes, and continue when they are started again.
 
-[Note: recovery by restart] Whoever has started the processes, torchrun or ``colossal-hetero launch``, starts them
-again, in a world that may be another one. They do what a process does that joins (see [Note: between two worlds] in
+[Note: recovery by restart] torchrun, which has started the processes, starts them again, in a world that may be another
+one. They do what a process does that joins (see [Note: between two worlds] in
 ``elastic_run.py``), but what each rank holds comes out of the memory files that its node's former processes have left.
 A step that only some ranks have made does not count if they do not have all of its state.
 """
@@ -261,7 +261,7 @@ def _say(words: str) -> None:
 
 def members_of(config: ElasticConfig, cluster: Topology) -> JobMember | RestartedMember:
     """Make this process a member of its job, as its options and whoever has started it say."""
-    if config.recovery == "in-process" or STORE in os.environ:  # started by colossal-hetero launch
+    if config.recovery == "in-process" or STORE in os.environ:
         return JobMember(config, cluster)
     return RestartedMember(config, cluster)
 

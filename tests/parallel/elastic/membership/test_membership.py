@@ -151,6 +151,17 @@ def test_the_job_ends_for_spares() -> None:
         assert nodes.wait_for("b", "ended").value.startswith("JobEndedError: job job has ended")
 
 
+def test_a_second_launcher_with_the_name_of_a_node_is_refused_until_the_first_has_ended() -> None:
+    with running_nodes("ab", max_members=3, timing=TIMING, launcher="torchrun 1") as nodes:
+        nodes.start("c", node="a", launcher="torchrun 2")
+        assert nodes.wait_for("c", "ended").value.startswith(
+            "MembershipError: node 'a' is already in job 'job': torchrun 1 has this name. Each node of a job needs a"
+        )
+        nodes.kill("a")
+        nodes.start("c", node="a", launcher="torchrun 2")
+        assert nodes.wait_for("c", "formed").value[-1].world.nodes == ("b", "a")
+
+
 def test_too_few_members() -> None:
     timing = MembershipTiming(join_limit_seconds=0.5)
     nodes = Nodes(min_members=3, max_members=3, timing=timing)
