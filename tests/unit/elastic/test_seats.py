@@ -7,8 +7,7 @@ import random
 
 import pytest
 
-from colossal_hetero.elastic.held_layers import HeldLayers, layers_by_rank, missing_bytes
-from colossal_hetero.elastic.seats import with_fewest_moves
+from colossal_hetero.elastic.held_layers import HeldLayers, layers_by_rank, missing_bytes, with_fewest_moves
 from tests.support.machines import Nodes, machines
 from tests.support.planning import make_plan, unequal_plan
 
