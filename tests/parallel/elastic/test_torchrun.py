@@ -19,7 +19,7 @@ from tests.support.torchrun_nodes import TRAINING, TorchrunNodes
 WARNED = """
 import multiprocessing, os, sys, time
 from pathlib import Path
-from colossal_hetero.elastic.notices import SignalNotice
+from colossal_hetero.elastic.signals import SignalNotice
 
 folder, place = Path(sys.argv[1]), ".".join(os.environ[name] for name in ("TORCHELASTIC_RESTART_COUNT", "LOCAL_RANK"))
 

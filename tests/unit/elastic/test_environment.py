@@ -75,7 +75,7 @@ def test_wrong_environments_are_refused_in_words(changes: dict[str, str | None],
 
 def test_the_notices_and_the_command_line_need_no_torch() -> None:
     code = (
-        "import sys, colossal_hetero.cli.main, colossal_hetero.elastic.notices, colossal_hetero.elastic.environment\n"
+        "import sys, colossal_hetero.cli.main, colossal_hetero.elastic.signals, colossal_hetero.elastic.environment\n"
         "print([name for name in ('torch', 'colossalai', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

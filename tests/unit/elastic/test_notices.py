@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from colossal_hetero.elastic.notices import FileNotice, SignalNotice
+from colossal_hetero.elastic.signals import FileNotice, SignalNotice
 
 
 @pytest.fixture
