@@ -80,7 +80,7 @@ def _node_main(pipe: Any, port: int, name: str, options: dict[str, Any], has_wor
     from colossal_hetero.elastic.world import MembershipError
 
     torch.set_num_threads(1)
-    os.environ.pop("LOCAL_RANK", None)
+    os.environ["LOCAL_RANK"] = "0"
     warned: list[int] = []
     formations: list[Formation] = []
     for number in (signal.SIGTERM, signal.SIGUSR1):
