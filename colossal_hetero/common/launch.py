@@ -23,6 +23,8 @@ __all__ = ["STARTED_HERE", "end_with_parent", "is_rank", "local_devices", "local
 
 STARTED_HERE = "COLOSSAL_HETERO_STARTED_HERE"
 """Environment variable of ranks that :func:`start_ranks` started."""
+PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)  # here, because a process that was just forked must not load it
 
 
 def is_rank() -> bool:
@@ -32,7 +34,7 @@ def is_rank() -> bool:
 def end_with_parent() -> None:
     """Let this process be killed when its parent ends, also after ``exec``. Forks of it are not. Linux only."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def local_devices(ranks_on_cpu: int = 1) -> int:
