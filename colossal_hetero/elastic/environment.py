@@ -19,7 +19,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ElasticEnvironment", "TorchrunPlace", "format_address", "launcher_name", "parse_address", "runs_launcher"]
+__all__ = [
+    "ElasticEnvironment",
+    "TorchrunPlace",
+    "check_torchrun",
+    "format_address",
+    "launcher_name",
+    "parse_address",
+    "runs_launcher",
+]
 
 STORE = "COLOSSAL_HETERO_STORE"
 JOB = "COLOSSAL_HETERO_JOB"
@@ -88,6 +96,15 @@ class ElasticEnvironment:
         # torchrun's port, unlike its process, is the same for workers that a wrapper starts.
         launcher = f"torchrun on {socket.gethostname()} (MASTER_PORT {environ.get('MASTER_PORT', 'not set')})"
         return cls(host, port, job, node, int(environ["LOCAL_RANK"]), launcher)
+
+
+def check_torchrun(environ: Mapping[str, str]) -> None:
+    """End this process if its torchrun has ended since it started this process, so that it would have no parent."""
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        try:
+            socket.create_connection((environ["MASTER_ADDR"], int(environ["MASTER_PORT"])), 5).close()
+        except OSError as error:
+            raise SystemExit(f"the torchrun of this process has ended before it joined its job: {error}") from None
 
 
 # Torchrun place ------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from torch.distributed import TCPStore
 from ...colossalai_support.accelerator import get_accelerator
 from ...common.launch import end_with_parent
 from ...elastic.config import ElasticConfig
-from ...elastic.environment import ElasticEnvironment, TorchrunPlace
+from ...elastic.environment import ElasticEnvironment, TorchrunPlace, check_torchrun
 from ...elastic.handshake import find_each_other
 from ...elastic.membership import Membership
 from ...elastic.process_groups import LaunchedState, ProcessGroups
@@ -50,6 +51,7 @@ class JobMember:
     def __init__(self, config: ElasticConfig, cluster: Topology) -> None:
         place = ElasticEnvironment.from_environ()
         end_with_parent()  # if torchrun is killed, nobody would end this process
+        check_torchrun(os.environ)
         assert config.last_call_seconds is not None
         self.kind = own_kind(cluster, place.node, place.local_rank)
         timing = MembershipTiming(

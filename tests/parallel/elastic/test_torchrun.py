@@ -99,6 +99,16 @@ def test_a_store_is_killed(tmp_path: Path) -> None:
         assert "StoreLostError: the store at 127.0.0.1:" in job.errors("small-0")
 
 
+def test_a_torchrun_is_killed_while_its_worker_starts(tmp_path: Path) -> None:
+    with TorchrunNodes(tmp_path) as job:
+        job.start("big-0", "--standalone", TRAINING, tmp_path, 10**6, variables=job.start_store() | {"MEMBERS": "1"})
+        job.wait(lambda: len(job.processes("big-0")) == 2)
+        job.agents["big-0"].kill()
+        job.wait(lambda: not job.processes("big-0"))
+        assert "the torchrun of this process has ended before it joined its job" in job.errors("big-0")
+        assert not job.told()
+
+
 def test_a_warned_worker_ends_by_itself_and_keeps_its_loader(tmp_path: Path) -> None:
     """torchrun sends SIGTERM to the others when a worker fails, and to all when it gets it."""
     (tmp_path / "script.py").write_text(WARNED)
