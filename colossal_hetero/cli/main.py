@@ -8,7 +8,7 @@ from .. import __version__
 from .batches import batches
 from .estimate import estimate
 from .evaluate import evaluate
-from .jobs import checkpoint, launch, store
+from .jobs import checkpoint, store
 from .plan import plan
 from .probe import probe
 from .profile import profile
@@ -21,13 +21,13 @@ __all__ = ["main"]
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(__version__, prog_name="colossal-hetero")
 def main() -> None:
-    """Plan and launch training on devices that are not equally fast, and look after checkpoints."""
+    """Plan training on devices that are not equally fast, and look after checkpoints."""
 
 
 for command in (
     *(probe, profile, estimate),
     *(plan, rent, evaluate, simulate, batches),
-    *(checkpoint, launch, store),
+    *(checkpoint, store),
 ):
     main.add_command(command)
 

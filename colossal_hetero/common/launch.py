@@ -1,7 +1,8 @@
-"""Start ranks on this machine, one process each, and end all of them if one fails."""
+"""Start ranks on this machine, one process each, and end all of them if one fails or their parent ends."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -18,14 +19,22 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["STARTED_HERE", "is_rank", "local_devices", "local_gpu", "start_ranks"]
+__all__ = ["STARTED_HERE", "end_with_parent", "is_rank", "local_devices", "local_gpu", "start_ranks"]
 
 STARTED_HERE = "COLOSSAL_HETERO_STARTED_HERE"
 """Environment variable of ranks that :func:`start_ranks` started."""
+PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)  # here, because a process that was just forked must not load it
 
 
 def is_rank() -> bool:
     return "RANK" in os.environ
+
+
+def end_with_parent() -> None:
+    """Let this process be killed when its parent ends, also after ``exec``. Forks of it are not. Linux only."""
+    if sys.platform == "linux":
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def local_devices(ranks_on_cpu: int = 1) -> int:

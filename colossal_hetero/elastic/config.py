@@ -1,14 +1,14 @@
-"""Options of elastic training, and the members of a job."""
+"""Options of elastic training."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-__all__ = ["ElasticConfig", "Members"]
+__all__ = ["ElasticConfig"]
 
 LAST_CALL_SECONDS = {"in-process": 1.0, "restart": 30.0}
 
@@ -19,7 +19,7 @@ class ElasticConfig:
 
     recovery: Literal["in-process", "restart"] = "in-process"
     """Way of recovery. "in-process": the same processes form another group. "restart": all processes end when one is
-    lost, and torchrun or ``colossal-hetero launch`` starts them again."""
+    lost, and torchrun starts them again."""
     memory: str | Path | None = None
     """Folder in each node's memory that outlives processes, for "restart". None: ``/dev/shm/colossal_hetero-UID``."""
     memory_every: int = 1
@@ -75,41 +75,3 @@ class ElasticConfig:
         for name in ("dead_seconds", "last_call_seconds", "timeout_seconds", "join_seconds"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a positive number of seconds")
-
-
-# Members -------------------------------------------------------------------------------------------------------------
-
-
-class Members(Protocol):
-    """Members of a job; :class:`.Membership` has those that survive each other."""
-
-    @property
-    def board(self) -> Any:
-        """Board on which all processes of the job publish texts; None if each of them is in one world only."""
-
-    def form(self) -> Sequence[str]:
-        """Form a world; returns the node of each member, by rank."""
-
-    def seal(self) -> None:
-        """Note that all groups of this world exist."""
-
-    def fail(self, reason: str) -> None:
-        """Tell the others that this world is broken."""
-
-    def is_broken(self) -> bool:
-        """True if a member of this world is known to be lost."""
-
-    def leave(self) -> None:
-        """Drop all groups of this world."""
-
-    def is_somebody_waiting(self) -> bool:
-        """True if a process waits to join."""
-
-    def depart(self) -> None:
-        """Leave the job for good."""
-
-    def end_job(self) -> None:
-        """End the job: processes that come later end at once."""
-
-    def is_leaving(self) -> bool:
-        """True if this member was told that it will be taken away."""

@@ -1,12 +1,13 @@
-"""Environment variables through which ``colossal-hetero launch`` tells a worker its place. Without torch.
+"""Place of a worker in its job: variables of torchrun, SLURM and this package. Without torch.
+
+torchrun starts the workers of a node (``--nnodes 1``), and the variables of this package, which it passes on, name the
+job that several nodes share:
 
 | variable | meaning |
 | --- | --- |
-| ``COLOSSAL_HETERO_STORE`` | ``HOST:PORT`` of the store |
-| ``COLOSSAL_HETERO_JOB`` | name of the job; jobs with different names can share a store |
-| ``COLOSSAL_HETERO_NODE`` | name of the node, unique in the job |
-| ``LOCAL_RANK`` | number of the worker on its node, from 0 |
-| ``LOCAL_WORLD_SIZE`` | number of workers on the node |
+| ``COLOSSAL_HETERO_STORE`` | ``HOST:PORT`` of the store, which ``colossal-hetero store`` prints |
+| ``COLOSSAL_HETERO_JOB`` | name of the job, by default "default"; jobs with different names can share a store |
+| ``COLOSSAL_HETERO_NODE`` | name of the node, unique in the job; default: that of SLURM, else that of the host |
 """
 
 from __future__ import annotations
@@ -18,15 +19,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ElasticEnvironment", "TorchrunPlace", "format_address", "launcher_name", "parse_address", "runs_launcher"]
+__all__ = [
+    "ElasticEnvironment",
+    "TorchrunPlace",
+    "check_torchrun",
+    "format_address",
+    "launcher_name",
+    "parse_address",
+    "runs_launcher",
+]
 
 STORE = "COLOSSAL_HETERO_STORE"
 JOB = "COLOSSAL_HETERO_JOB"
 NODE = "COLOSSAL_HETERO_NODE"
-LOCAL_RANK = "LOCAL_RANK"
-LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
+SLURM_NODE = "SLURMD_NODENAME"
 
-_OTHER_START = "Start the script with `colossal-hetero launch --store HOST:PORT`, or use recovery='restart'"
+_START = (
+    f"Run `colossal-hetero store` on a machine that stays, set {STORE} to the address that it prints, and start the "
+    "script with `torchrun --standalone --nproc-per-node N --max-restarts 100` on each node"
+)
+
+
+def node_name(environ: Mapping[str, str]) -> str:
+    return environ.get(NODE) or environ.get(SLURM_NODE) or socket.gethostname()
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -46,71 +61,50 @@ def format_address(host: str, port: int) -> str:
 
 @dataclass(frozen=True)
 class ElasticEnvironment:
-    """Place of a worker of an elastic job, and address of its store. See the table above."""
+    """Place of a worker of an elastic job, and address of its store."""
 
     store_host: str
     store_port: int
     job: str
     node: str
     local_rank: int
-    local_world_size: int
-
-    def __post_init__(self) -> None:
-        for what, name in (("job", self.job), ("node", self.node)):
-            if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
-                raise ValueError(
-                    f"{name!r} cannot be the name of a {what}: valid are letters, digits, '.', '_' and '-'"
-                )
-        if not 1 <= self.store_port <= 65535:
-            raise ValueError(f"port {self.store_port} of the store does not exist; valid are 1 to 65535")
-        if not 0 <= self.local_rank < self.local_world_size:
-            raise ValueError(
-                f"local rank {self.local_rank} is not possible with {self.local_world_size} workers on the node; valid "
-                f"are 0 to {LOCAL_WORLD_SIZE} - 1, and at least one worker"
-            )
+    launcher: str
+    """Name of the torchrun that has started this worker; the same after it has started its workers again."""
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] | None = None) -> ElasticEnvironment:
-        """Read the variables in the table above from ``environ``, by default those of this process."""
         environ = os.environ if environ is None else environ
-        if "TORCHELASTIC_RUN_ID" in environ:
-            raise ValueError(
-                "this process was started by torchrun (TORCHELASTIC_RUN_ID is set), which ends all workers of a node "
-                f"when one ends, so they cannot go on in the same processes. {_OTHER_START}"
-            )
         if STORE not in environ:
-            found = "only MASTER_ADDR is set, which names one fixed world" if "MASTER_ADDR" in environ else "not set"
-            raise ValueError(f"{STORE}, the address of the store, is missing ({found}). {_OTHER_START}")
-        missing = [name for name in (JOB, NODE, LOCAL_RANK, LOCAL_WORLD_SIZE) if name not in environ]
-        if missing:
-            raise ValueError(f"{STORE} is set, but {', '.join(missing)} is not. {_OTHER_START}, which sets all of them")
+            raise ValueError(f"{STORE}, the address of the store, is not set. {_START}")
+        if "LOCAL_RANK" not in environ:
+            raise ValueError(f"LOCAL_RANK is not set, so this process is not a worker of torchrun. {_START}")
+        if (nodes := environ.get("GROUP_WORLD_SIZE", "1")) != "1":
+            raise ValueError(
+                f"one torchrun job has {nodes} nodes, and ends the workers of all of them when one ends, so they "
+                f"cannot go on. {_START}, alone, without --nnodes, or use recovery='restart' without {STORE}"
+            )
         try:
             host, port = parse_address(environ[STORE])
         except ValueError as error:
             raise ValueError(f"{STORE}: {error}") from None
-        return cls(
-            store_host=host,
-            store_port=port,
-            job=environ[JOB],
-            node=environ[NODE],
-            local_rank=_whole_number(environ, LOCAL_RANK),
-            local_world_size=_whole_number(environ, LOCAL_WORLD_SIZE),
-        )
-
-    def variables(self) -> dict[str, str]:
-        return {
-            STORE: format_address(self.store_host, self.store_port),
-            JOB: self.job,
-            NODE: self.node,
-            LOCAL_RANK: str(self.local_rank),
-            LOCAL_WORLD_SIZE: str(self.local_world_size),
-        }
+        job, node = environ.get(JOB, "default"), node_name(environ)
+        for what, name in (("job", job), ("node", node)):
+            if not re.fullmatch(r"[A-Za-z0-9._-]+", name):
+                raise ValueError(
+                    f"{name!r} cannot be the name of a {what}: valid are letters, digits, '.', '_' and '-'"
+                )
+        # torchrun's port, unlike its process, is the same for workers that a wrapper starts.
+        launcher = f"torchrun on {socket.gethostname()} (MASTER_PORT {environ.get('MASTER_PORT', 'not set')})"
+        return cls(host, port, job, node, int(environ["LOCAL_RANK"]), launcher)
 
 
-def _whole_number(environ: Mapping[str, str], name: str) -> int:
-    if not re.fullmatch(r"[0-9]+", environ[name]):
-        raise ValueError(f"{name}={environ[name]!r} is not a whole number; valid are 0, 1, 2, …")
-    return int(environ[name])
+def check_torchrun(environ: Mapping[str, str]) -> None:
+    """End this process if its torchrun has ended since it started this process, so that it would have no parent."""
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        try:
+            socket.create_connection((environ["MASTER_ADDR"], int(environ["MASTER_PORT"])), 5).close()
+        except OSError as error:
+            raise SystemExit(f"the torchrun of this process has ended before it joined its job: {error}") from None
 
 
 # Torchrun place ------------------------------------------------------------------------------------------------------
@@ -137,7 +131,7 @@ class TorchrunPlace:
     hosts_store: bool
     """True if this worker has to start that store, because no agent of torchrun has."""
     node: str
-    """Name of the node: ``COLOSSAL_HETERO_NODE``, else the name of the host."""
+    """Name of the node, as in :class:`ElasticEnvironment`."""
     job: str
     """Name that only the restarted processes of this job share: ``--rdzv-id``, else the name of torchrun's process."""
 
@@ -148,7 +142,7 @@ class TorchrunPlace:
         if missing:
             raise ValueError(
                 f"{', '.join(missing)} is not set, so this process is not a worker of torchrun. Start the script with "
-                "`torchrun --max-restarts 100 ...`, or with `colossal-hetero launch --store HOST:PORT`"
+                "`torchrun --max-restarts 100 ...`"
             )
         rank = int(environ["RANK"])
         run = environ.get(RUN_ID, "")
@@ -159,7 +153,7 @@ class TorchrunPlace:
             host=environ["MASTER_ADDR"],
             port=int(environ["MASTER_PORT"]),
             hosts_store=rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-            node=environ.get(NODE) or socket.gethostname(),
+            node=node_name(environ),
             job=launcher_name(os.getppid()) if run in NO_RUN_ID else run,
         )
 

@@ -12,24 +12,11 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-__all__ = ["Greeting", "KeyStore", "find_each_other"]
+__all__ = ["Greeting", "find_each_other"]
 
 PAUSE_SECONDS = 0.02
-
-
-class KeyStore(Protocol):
-    """The part of torch's ``Store`` that is used."""
-
-    def set(self, key: str, value: str) -> None:
-        """Write a key."""
-
-    def get(self, key: str) -> bytes:
-        """Read a key that is there."""
-
-    def check(self, keys: list[str]) -> bool:
-        """True if all keys are there."""
 
 
 class Greeting(NamedTuple):
@@ -39,8 +26,8 @@ class Greeting(NamedTuple):
     """Node of each rank, as torchrun counts ranks."""
 
 
-def find_each_other(store: KeyStore, rank: int, size: int, node: str, limit_seconds: float) -> Greeting:
-    """Find the other workers; all of them call it at once. See [Note: handshake]."""
+def find_each_other(store: Any, rank: int, size: int, node: str, limit_seconds: float) -> Greeting:
+    """Find the other workers through torch's ``store``; all of them call it at once. See [Note: handshake]."""
     deadline = time.monotonic() + limit_seconds
     own = f"{secrets.token_hex(8)} {node}"
     store.set(_key(size, f"here/{rank}"), own)
@@ -50,7 +37,7 @@ def find_each_other(store: KeyStore, rank: int, size: int, node: str, limit_seco
     return greeting
 
 
-def _invite(store: KeyStore, size: int, deadline: float) -> Greeting | None:
+def _invite(store: Any, size: int, deadline: float) -> Greeting | None:
     keys, there, token = [_key(size, f"here/{rank}") for rank in range(size)], list[str](), ""
     while time.monotonic() < deadline:
         if store.check(keys):
@@ -65,7 +52,7 @@ def _invite(store: KeyStore, size: int, deadline: float) -> Greeting | None:
     return None
 
 
-def _answer(store: KeyStore, rank: int, size: int, own: str, deadline: float) -> Greeting | None:
+def _answer(store: Any, rank: int, size: int, own: str, deadline: float) -> Greeting | None:
     confirmed = ""
     while time.monotonic() < deadline:
         if store.check([_key(size, "world")]):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
 
 from ..checkpoint.pieces import RunState, TensorPiece
 from ..planner.cluster.topology import Device, Node, Topology
@@ -24,6 +28,7 @@ __all__ = [
     "layers_by_rank",
     "missing_bytes",
     "surviving_topology",
+    "with_fewest_moves",
 ]
 
 
@@ -60,6 +65,54 @@ def missing_bytes(held: HeldLayers | None, needed: HeldLayers | None, block_byte
 
 def _blocks(layers: HeldLayers) -> set[int]:
     return {block for start, stop in layers.ranges for block in range(start, stop)}
+
+
+# Fewest bytes -------------------------------------------------------------------------------------------------------
+
+
+def with_fewest_moves(
+    plan: Plan, topology: Topology, held: Sequence[HeldLayers | None], block_bytes: Sequence[float]
+) -> Plan:
+    """The plan with the fewest bytes to move of those with the same predictions, in which alike devices change places.
+
+    SciPy's Hungarian algorithm finds it. Devices are alike if they are in one node, or in one-device nodes with the
+    same network cards.
+    """
+    needed, ranks = layers_by_rank(plan), range(len(held))
+    kinds = [_kind(topology, rank) for rank in ranks]
+    costs = [
+        [
+            round(missing_bytes(held[rank], needed[place], block_bytes)) if kinds[rank] == kinds[place] else math.inf
+            for place in ranks
+        ]
+        for rank in ranks
+    ]
+    rows, columns = linear_sum_assignment(np.array(costs))
+    rank_at = dict(zip(columns.tolist(), rows.tolist(), strict=True))
+    replicas = tuple(
+        replica.model_copy(
+            update={
+                "stages": tuple(
+                    stage.model_copy(
+                        update={
+                            "ranks": tuple(rank_at[place] for place in stage.ranks),
+                            "node": topology.nodes[topology.devices[rank_at[stage.ranks[0]]].node].name,
+                        }
+                    )
+                    for stage in replica.stages
+                )
+            }
+        )
+        for replica in plan.replicas
+    )
+    return plan.model_copy(update={"replicas": replicas})
+
+
+def _kind(topology: Topology, rank: int) -> Hashable:
+    device = topology.devices[rank]
+    node = topology.nodes[device.node]
+    place: Hashable = device.node if len(node.devices) > 1 else (node.cluster, node.nics)
+    return device.kind, device.speed, place
 
 
 # Held state ----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,16 @@ import torch.distributed as dist
 from .job_store import JobStore, WorldConnections
 from .process_groups import LaunchedState, ProcessGroups
 from .rendezvous import Rendezvous, Roster, exits_key
-from .world import NEW, Failure, Formation, JoinTimeoutError, Member, MembershipTiming, StoreLostError, World
+from .world import (
+    NEW,
+    Failure,
+    JoinTimeoutError,
+    Member,
+    MembershipError,
+    MembershipTiming,
+    StoreLostError,
+    World,
+)
 
 __all__ = ["Membership", "Monitor", "WorldEnds"]
 
@@ -28,24 +37,21 @@ class WorldEnds:
 
     def report(self, round_: int, node: str, reason: str) -> Failure:
         """Report that a world is broken; the first report of that world, which may be another member's."""
-        value = json.dumps([node, reason, time.time()])
+        value = json.dumps([node, reason])
         return Failure(*json.loads(self._store.compare_set(f"fail/{round_}", "", value)))
 
     def failure(self, round_: int) -> Failure | None:
         key = f"fail/{round_}"
         return Failure(*json.loads(self._store.get(key))) if self._store.check([key]) else None
 
-    def leave(self, round_: int, member: Member, for_good: bool) -> None:
+    def leave(self, round_: int, member: Member, joins_again: bool) -> None:
         """Say that a member leaves a world on purpose, before it does so."""
-        self._store.set(f"left/{round_}/{member.number}", "for good" if for_good else "joins again")
-        if not for_good:
+        self._store.set(f"left/{round_}/{member.number}", "")
+        if joins_again:
             self._store.add(exits_key(round_), 1)
 
     def has_left(self, round_: int, member: Member) -> bool:
         return self._store.check([f"left/{round_}/{member.number}"])
-
-    def has_departed(self, round_: int, member: Member) -> bool:
-        return self.has_left(round_, member) and self._store.get(f"left/{round_}/{member.number}") == b"for good"
 
 
 # Monitor -------------------------------------------------------------------------------------------------------------
@@ -73,8 +79,6 @@ class Monitor:
         self.roster = roster
         self.failure: Failure | None = None
         """End of the world, once this member has noticed it."""
-        self.notice_seconds = 0.0
-        """Time from the report of the failure until this member noticed it."""
         self.lost: StoreLostError | None = None
         """Last error of the store, which has ended the thread."""
         self._watching = True
@@ -127,7 +131,6 @@ class Monitor:
 
     def _notice(self, failure: Failure | None) -> None:
         if failure is not None and self.failure is None:
-            self.notice_seconds = max(0.0, time.time() - failure.seconds)
             self.failure = failure
 
 
@@ -157,6 +160,7 @@ class Membership:
         timing: MembershipTiming | None = None,
         seed: int = 1024,
         node_order: Sequence[str] = (),
+        launcher: str = "",
     ) -> None:
         if not 1 <= min_members <= max_members:
             raise ValueError(
@@ -168,7 +172,7 @@ class Membership:
                 raise ValueError(f"the name of the {name} is empty; give it one")
         self._timing = timing or MembershipTiming()
         self._places = {name: place for place, name in enumerate(node_order)}
-        self._job, self._max_members = job, max_members
+        self._job, self._max_members, self._launcher = job, max_members, launcher
         self._store = JobStore(store_host, store_port, job, self._timing.store_limit_seconds)
         self._ends = WorldEnds(self._store)
         self._rendezvous = Rendezvous(self._store, job, min_members, max_members, self._timing)
@@ -180,10 +184,8 @@ class Membership:
         self._connections: WorldConnections | None = None
         self._roster: Roster | None = None
         self._is_inside = False
-        self._left_seconds = 0.0
         self._has_departed = False
         self.world: World | None = None
-        self.formations: list[Formation] = []
 
     @property
     def failure(self) -> Failure | None:
@@ -204,42 +206,21 @@ class Membership:
                 "torch.distributed.init_process_group"
             )
         self.leave()
-        before, failure = self._roster, self.failure
-        notice_seconds = self._monitor.notice_seconds if self._monitor is not None else 0.0
-        rendezvous_seconds, attempts = 0.0, 0
-        while True:
-            attempts += 1
-            start = time.monotonic()
-            self._exit(for_good=False)
-            roster = self._rendezvous.join(self._me, before.members if before else ())
-            joined = time.monotonic()
-            rendezvous_seconds += joined - start
+        if self._roster is None:
+            self._claim_node()
+        before, cause = self._roster.members if self._roster else (), None
+        for _ in range(MAX_ATTEMPTS):
+            self._exit(joins_again=True)
+            roster = self._rendezvous.join(self._me, before)
             try:
                 self.world = self._initialize(roster)
-                break
+                return self.world
             except RuntimeError as error:
                 self.fail(f"a member has gone while the world formed: {error}")
                 self.leave()
-                if attempts == MAX_ATTEMPTS:
-                    raise JoinTimeoutError(
-                        f"job {self._job}: {MAX_ATTEMPTS} worlds in a row broke before they were initialized"
-                    ) from error
-        gone, departed, new = self._changes(before, roster)
-        self.formations.append(
-            Formation(
-                world=self.world,
-                failure=failure,
-                gone=gone,
-                departed=departed,
-                joined=new,
-                attempts=attempts,
-                notice_seconds=notice_seconds,
-                destruction_seconds=self._left_seconds,
-                rendezvous_seconds=rendezvous_seconds,
-                initialization_seconds=time.monotonic() - joined,
-            )
-        )
-        return self.world
+                cause = error
+        words = f"job {self._job}: {MAX_ATTEMPTS} worlds in a row broke before they were initialized"
+        raise JoinTimeoutError(words) from cause
 
     def seal(self) -> None:
         """Note that all groups of this world exist: connections opened from now on are not cut when it breaks."""
@@ -256,7 +237,6 @@ class Membership:
         """Drop the world's groups and connections; until :meth:`form`, others do not wait for or miss this member."""
         if self._connections is None or self._monitor is None:
             return
-        start = time.monotonic()
         self._monitor.stop_watching()
         if self._monitor.failure is not None or self._monitor.lost is not None:
             self._connections.cut()
@@ -265,12 +245,11 @@ class Membership:
         self._groups.destroy()
         self._connections.cut()  # of groups that somebody still refers to
         self._connections = self.world = None
-        self._left_seconds = time.monotonic() - start
 
     def depart(self) -> None:
         """Leave the world and the job for good. The others do not wait for this member. Call it when all leave."""
         self.leave()
-        self._exit(for_good=True)
+        self._exit(joins_again=False)
         self._store.close()
         self._has_departed = True
 
@@ -301,6 +280,21 @@ class Membership:
         """Add to a number that all members share, which is 0 at first; the sum."""
         return self._store.add(f"counted/{name}", number)
 
+    def _claim_node(self) -> None:
+        """Check that no other launcher has members with this node's name, if the store has the name of another one."""
+        key, node = f"node/{self._me.node}", self._me.node
+        holder = self._store.compare_set(key, "", self._launcher).decode()
+        if holder != self._launcher:
+            time.sleep(self._timing.dead_wait_seconds)  # until members that have ended without a word count as dead
+            if not self._rendezvous.is_there(node):
+                self._store.compare_set(key, holder, self._launcher)
+            holder = self._store.get(key).decode()  # another worker of this launcher may have replaced it
+        if holder != self._launcher:
+            raise MembershipError(
+                f"node {node!r} is already in job {self._job!r}: {holder} has this name. Each node of a job needs a "
+                "name of its own: give another one in COLOSSAL_HETERO_NODE, or another job in COLOSSAL_HETERO_JOB"
+            )
+
     def _initialize(self, roster: Roster) -> World:
         members = sorted(roster.members, key=lambda each: self._places.get(each.node, len(self._places)))
         roster = roster._replace(members=tuple(members))
@@ -317,10 +311,10 @@ class Membership:
         self._launched.enter(world)
         return world
 
-    def _exit(self, for_good: bool) -> None:
+    def _exit(self, joins_again: bool) -> None:
         self._stop_monitor()
         if self._is_inside and self._roster is not None:
-            self._ends.leave(self._roster.round, self._me, for_good)
+            self._ends.leave(self._roster.round, self._me, joins_again)
             self._is_inside = False
         self._rendezvous.exit()
 
@@ -334,15 +328,3 @@ class Membership:
         if self._connections is None:
             raise RuntimeError("there is no world; call form() first")
         return self._connections
-
-    def _changes(self, before: Roster | None, now: Roster) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-        """Nodes of members that have gone without a word, that have departed, and that have joined."""
-        if before is None:
-            return (), (), ()
-        there = {member.number for member in now.members}
-        missing = [member for member in before.members if member.number not in there]
-        departed = [member for member in missing if self._ends.has_departed(before.round, member)]
-        gone = tuple(member.node for member in missing if member not in departed)
-        known = {member.number for member in before.members}
-        new = tuple(member.node for member in now.members if member.number not in known)
-        return gone, tuple(member.node for member in departed), new

@@ -59,16 +59,11 @@ class LaunchedState:
 
     def __init__(self, host: str, port: int, seed: int) -> None:
         self._address = {"MASTER_ADDR": host, "MASTER_PORT": str(port)}
-        self._launcher_places = "LOCAL_RANK" in os.environ
         self._seed: int | None = seed
 
     def enter(self, world: World) -> None:
-        """Set what a launcher and ``colossalai.launch`` set. A launcher's LOCAL_RANK, which names the device, stays."""
+        """Set what torchrun and ``colossalai.launch`` set. torchrun's LOCAL_RANK, which names the device, stays."""
         os.environ.update(self._address, RANK=str(world.rank), WORLD_SIZE=str(world.size))
-        if not self._launcher_places:
-            node = world.nodes[world.rank]
-            os.environ["LOCAL_RANK"] = str(world.nodes[: world.rank].count(node))
-            os.environ["LOCAL_WORLD_SIZE"] = str(world.nodes.count(node))
         if self._seed is not None:
             if get_accelerator().support_set_device:
                 get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))

@@ -189,6 +189,13 @@ class Rendezvous:
         self._run(_RendezvousKeepAliveOp(), self._timing.join_limit_seconds)
         return self._roster()
 
+    def is_there(self, node: str) -> bool:
+        """True if a living member of this node takes part or waits. This member need not have joined."""
+        self._holder.sync()
+        state = self._holder.state
+        everyone = (*state.participants, *state.wait_list, *state.redundancy_list)
+        return any(member_of(each).node == node for each in everyone)
+
     def exit(self) -> None:
         if self._node is not None:
             self._run(_RendezvousExitOp(), self._timing.join_limit_seconds)

@@ -1,4 +1,4 @@
-"""Worlds, their members, ends and formations, and the limits of all waits."""
+"""Worlds, their members and ends, and the limits of all waits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import NamedTuple
 __all__ = [
     "NEW",
     "Failure",
-    "Formation",
     "JobEndedError",
     "JoinTimeoutError",
     "Member",
@@ -54,29 +53,6 @@ class Failure(NamedTuple):
 
     node: str
     reason: str
-    seconds: float
-    """Time of the report by that member's clock, in seconds since 1970."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Formation:
-    """Formation of a world, and end of the one before; times are those of this member, in seconds."""
-
-    world: World
-    failure: Failure | None
-    """End of the world before; None if that was planned, or if there was none."""
-    gone: tuple[str, ...]
-    """Nodes of members that have gone silently, departed, or joined since the world before; empty in the first."""
-    departed: tuple[str, ...]
-    joined: tuple[str, ...]
-    attempts: int
-    """Number of rendezvous; more than 1 if a member died between a rendezvous and the end of the initialization."""
-    notice_seconds: float
-    """Time from the report of the failure to the moment in which this member cut its connections."""
-    destruction_seconds: float
-    rendezvous_seconds: float
-    """Time until dead members are known to be dead, and until the members of the new world are there."""
-    initialization_seconds: float
 
 
 # Errors --------------------------------------------------------------------------------------------------------------

@@ -1,10 +1,11 @@
 """Train as a member of an elastic job: other members may die, leave and join meanwhile.
 
-    colossal-hetero store --port 29400
-    colossal-hetero launch --store HOST:29400 examples/elastic/train.py --cluster cluster.toml --profile profile.json
+    colossal-hetero store --port 29400  # on a machine that stays; then on each node:
+    export COLOSSAL_HETERO_STORE=HOST:29400 COLOSSAL_HETERO_NODE=node-0
+    torchrun --standalone --max-restarts 3 examples/elastic/train.py --cluster cluster.toml --profile profile.json
 
-The second command runs on each node. ``make elastic`` does all of it on this machine (``demo.py``). Nothing in this
-file treats a change of the members: the plugin does, inside ``execute_pipeline`` and ``optimizer.step``.
+``make elastic`` does all of it on this machine (``demo.py``). Nothing in this file treats a change of the members: the
+plugin does, inside ``execute_pipeline`` and ``optimizer.step``.
 """
 
 from __future__ import annotations

@@ -12,11 +12,20 @@ from contextlib import contextmanager
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
-from colossal_hetero.elastic.world import Formation, World
+from colossal_hetero.elastic.world import Failure, World
 from tests.support.harness import _context
 
 SUMS = 3
 """A node tells its world when it has added up so many times."""
+
+
+class Formation(NamedTuple):
+    """A world of a node, and how the one before has ended."""
+
+    world: World
+    failure: Failure | None
+    gone: tuple[str, ...]
+    joined: tuple[str, ...]
 
 
 class Event(NamedTuple):
@@ -71,8 +80,9 @@ def _node_main(pipe: Any, port: int, name: str, options: dict[str, Any], has_wor
     from colossal_hetero.elastic.world import MembershipError
 
     torch.set_num_threads(1)
-    os.environ.pop("LOCAL_RANK", None)
+    os.environ["LOCAL_RANK"] = "0"
     warned: list[int] = []
+    formations: list[Formation] = []
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda number, frame: warned.append(number))
 
@@ -98,16 +108,20 @@ def _node_main(pipe: Any, port: int, name: str, options: dict[str, Any], has_wor
             assert word[0] == world.size * (world.size + 1) / 2, word
             step += 1
             if step == SUMS:
-                tell("formed", membership.formations)
+                tell("formed", formations)
             if word[1] or word[2]:
                 return
             time.sleep(0.002)
 
     try:
-        membership = Membership("127.0.0.1", port, "job", name, **options)
+        membership = Membership("127.0.0.1", port, "job", **{"node": name, **options})
         tell("up")
         while True:
-            membership.form()
+            failure, before = membership.failure, formations[-1].world.nodes if formations else None
+            now = membership.form()
+            gone = tuple(node for node in before or () if node not in now.nodes)
+            joined = tuple(node for node in now.nodes if before is not None and node not in before)
+            formations.append(Formation(now, failure, gone, joined))
             try:
                 add_up(membership)
             except RuntimeError as error:
@@ -160,11 +174,11 @@ class Nodes:
         self._processes[name], self._pipes[name] = process, receiver
         return process
 
-    def start(self, *names: str) -> None:
-        """Start nodes, without a wait."""
+    def start(self, *names: str, **options: Any) -> None:
+        """Start nodes, without a wait; ``options`` are more options of their ``Membership``."""
         for name in names:
             self.events[name] = []
-            self._start(name, _node_main, self._port, name, self._options, self._has_worker)
+            self._start(name, _node_main, self._port, name, self._options | options, self._has_worker)
 
     def signal(self, name: str, number: int) -> float:
         """Send a signal to a node, or to ``store``; the time."""

@@ -56,9 +56,10 @@ BENCHMARK = re.compile(
 OTHER_FLAGS = {
     *("--standalone", "--nnodes", "--nproc-per-node", "--nproc_per_node", "--numprocesses"),
     *("--rdzv-backend", "--rdzv-conf", "--rdzv-endpoint", "--rdzv-id"),
+    *("--max-restarts", "--tee", "--nodes", "--ntasks-per-node", "--gpus-per-node", "--no-kill", "--kill-on-bad-exit"),
     "--timing-log-level",
 }
-"""Flags of torchrun, colossalai, Megatron-LM and pytest, which the pages show as well."""
+"""Flags of torchrun, SLURM, colossalai, Megatron-LM and pytest, which the pages show as well."""
 
 
 def blocks(page: str, language: str | None = None) -> list[str]:

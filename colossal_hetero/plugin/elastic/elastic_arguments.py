@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...elastic.config import ElasticConfig
-from ...elastic.held_layers import HeldLayers, surviving_topology
-from ...elastic.seats import with_fewest_moves
+from ...elastic.held_layers import HeldLayers, surviving_topology, with_fewest_moves
 from ...planner.cluster.cluster_file import load_cluster
 from ...planner.cluster.topology import Topology
 from ...planner.cost.plan import Plan

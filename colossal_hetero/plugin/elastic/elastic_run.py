@@ -32,7 +32,7 @@ from ...checkpoint.layer_checkpoint import Start
 from ...checkpoint.model_outline import outline_of
 from ...common.ranks import is_lost_connection
 from ...data_parallel.loader import HeteroDataLoader
-from ...elastic.config import ElasticConfig, Members
+from ...elastic.config import ElasticConfig
 from ...elastic.held_layers import CatchUp, Held, HeldLayers, Recovery, RecoveryDecision, Standing, agree
 from ...layers.seeded_passes import SeededPasses
 from ...planner.cost.runnable import NoPlanError
@@ -52,6 +52,7 @@ from .evaluations import (
     restore,
 )
 from .joining import WaitForNodes
+from .members import Members
 
 __all__ = ["Build", "ElasticRun"]
 
@@ -438,6 +439,7 @@ class ElasticRun(PluginPart):
             self._members.fail(reason)
         with suppress(RuntimeError):
             self._members.leave()
+        assert self._members.board is not None
         steps = int(self._members.board.published("steps") or 0)
         if self._holds and steps > self.version + 1:
             raise self._left_behind(steps)

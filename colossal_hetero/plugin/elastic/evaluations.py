@@ -131,7 +131,7 @@ class Template:
 
 
 START_AGAIN = (
-    "all processes must start again, and continue from the latest checkpoint (colossal-hetero launch does that)"
+    "all processes must start again, and continue from the latest checkpoint (torchrun --max-restarts does that)"
 )
 
 NOTHING = Held([], {}, None)  # of a process that joins

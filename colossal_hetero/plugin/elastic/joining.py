@@ -7,57 +7,18 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
-from ...elastic.config import Members
-from ...planner.cluster.topology import Topology
+from ...elastic.membership import Membership
 from ...planner.profile.fitted_profiles import with_kind
 from ...planner.profile.layer_profile import ModelProfile
+from .members import Members
 
-__all__ = [
-    "Board",
-    "KnownKinds",
-    "TooFewNodes",
-    "WaitForNodes",
-    "a_world_has_formed",
-    "own_kind",
-    "wait_for_the_first_world",
-]
-
+__all__ = ["KnownKinds", "TooFewNodes", "WaitForNodes"]
 
 SECONDS_PER_LOOK = 0.1  # between two looks whether another process has measured
-
-
-class Board(Protocol):
-    """Texts and numbers that all members of a job can read; see ``Membership``."""
-
-    def published(self, name: str) -> str | None:
-        """The text with this name; None if there is none."""
-
-    def publish(self, name: str, text: str) -> None:
-        """Show a text to all members."""
-
-    def count(self, name: str, number: int) -> int:
-        """Add to a number that all share, which is 0 at first; the sum."""
-
-
-def own_kind(cluster: Topology, node: str, local_rank: int) -> str:
-    names = [each.name for each in cluster.nodes]
-    if node not in names:
-        raise ValueError(
-            f"this process is on node {node}, which is not in the cluster file; it has {', '.join(names)}. Add the "
-            "node to the cluster file of all nodes and start the job again, or start this process with one of these "
-            "names (colossal-hetero launch --node)"
-        )
-    devices = cluster.nodes[names.index(node)].devices
-    if local_rank >= len(devices):
-        raise ValueError(
-            f"this process is number {local_rank + 1} on node {node}, which has {len(devices)} "
-            f"device{'s' if len(devices) > 1 else ''} in the cluster file; start at most one process for each device"
-        )
-    return cluster.devices[devices[local_rank]].kind.name
 
 
 class KnownKinds:
@@ -66,7 +27,7 @@ class KnownKinds:
     def __init__(
         self,
         profile: ModelProfile,
-        board: Board | None,
+        board: Membership | None,
         measure: Callable[[], ModelProfile] | None,
         limit_seconds: float,
     ) -> None:
@@ -105,7 +66,7 @@ class KnownKinds:
         finally:
             self._board.count(_name(kind) + "/measuring", -1)
 
-    def _measure_and_publish(self, kind: str, measure: Callable[[], ModelProfile], board: Board) -> None:
+    def _measure_and_publish(self, kind: str, measure: Callable[[], ModelProfile], board: Membership) -> None:
         _say(f"{kind} is not in the profile of {self._profile.name}: measuring its layers before this process joins")
         begin = time.monotonic()
         try:
@@ -132,35 +93,6 @@ def _name(kind: str) -> str:
 
 def _say(text: str) -> None:
     print(f"colossal_hetero: {text}", file=sys.stderr, flush=True)
-
-
-# First world ---------------------------------------------------------------------------------------------------------
-
-
-STARTED, FORMED = "started", "in a world"  # numbers of processes: come before the first world, been in one
-
-
-def a_world_has_formed(board: Board) -> None:
-    """Let processes that come from now on not wait for others."""
-    board.count(FORMED, 1)
-
-
-def wait_for_the_first_world(board: Board, expected: int, limit_seconds: float) -> None:
-    """Wait until ``expected`` processes are there (as the first one says), a world formed, or the limit is over."""
-    if limit_seconds <= 0 or board.count(FORMED, 0):
-        return
-    number, deadline, shown = board.count(STARTED, 1), time.monotonic() + limit_seconds, 0
-    while True:
-        there = board.count(STARTED, 0)
-        if number == 1 and there != shown:
-            shown = there
-            left = max(deadline - time.monotonic(), 0.0)
-            waits = f"; waiting up to {left:.0f} s for the others" if there < expected else ""
-            words = f"colossal_hetero: {there} of {expected} members are there{waits}"
-            print(words, file=sys.stderr, flush=True)
-        if there >= expected or time.monotonic() > deadline or board.count(FORMED, 0):
-            return
-        time.sleep(SECONDS_PER_LOOK)
 
 
 # Waiting -------------------------------------------------------------------------------------------------------------

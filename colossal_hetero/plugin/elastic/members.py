@@ -2,37 +2,58 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from ...colossalai_support.accelerator import get_accelerator
+from ...common.launch import end_with_parent
 from ...elastic.config import ElasticConfig
-from ...elastic.environment import ElasticEnvironment, TorchrunPlace
+from ...elastic.environment import ElasticEnvironment, TorchrunPlace, check_torchrun
 from ...elastic.handshake import find_each_other
 from ...elastic.membership import Membership
-from ...elastic.notices import AnyNotice, FileNotice, Notice, SignalNotice
 from ...elastic.process_groups import LaunchedState, ProcessGroups
+from ...elastic.signals import FileNotice, SignalNotice
 from ...elastic.world import JobEndedError, MembershipTiming, World
 from ...planner.cluster.topology import Topology
-from .joining import a_world_has_formed, own_kind, wait_for_the_first_world
 
-__all__ = ["JobMember", "RestartedMember"]
+__all__ = ["JobMember", "Members", "RestartedMember"]
 
 
 KEEP_ALIVE_ATTEMPTS = 4
+SECONDS_PER_LOOK = 0.1  # between two looks who else has started
+
+
+def own_kind(cluster: Topology, node: str, local_rank: int) -> str:
+    names = [each.name for each in cluster.nodes]
+    if node not in names:
+        raise ValueError(
+            f"this process is on node {node}, which is not in the cluster file; it has {', '.join(names)}. Add the "
+            "node to the cluster file of all nodes and start the job again, or start this process with one of these "
+            "names (COLOSSAL_HETERO_NODE)"
+        )
+    devices = cluster.nodes[names.index(node)].devices
+    if local_rank >= len(devices):
+        raise ValueError(
+            f"this process is number {local_rank + 1} on node {node}, which has {len(devices)} "
+            f"device{'s' if len(devices) > 1 else ''} in the cluster file; start at most one process for each device"
+        )
+    return cluster.devices[devices[local_rank]].kind.name
 
 
 class JobMember:
-    """A member of the job that the environment names (``colossal-hetero launch`` sets it)."""
+    """A worker of torchrun that is a member of the job whose store the environment names."""
 
     def __init__(self, config: ElasticConfig, cluster: Topology) -> None:
         place = ElasticEnvironment.from_environ()
+        end_with_parent()  # if torchrun is killed, nobody would end this process
+        check_torchrun(os.environ)
         assert config.last_call_seconds is not None
         self.kind = own_kind(cluster, place.node, place.local_rank)
-        node_order = [node.name for node in cluster.nodes]
         timing = MembershipTiming(
             keep_alive_seconds=config.dead_seconds / KEEP_ALIVE_ATTEMPTS,
             keep_alive_attempts=KEEP_ALIVE_ATTEMPTS,
@@ -49,14 +70,14 @@ class JobMember:
             min_members=config.min_members,
             max_members=config.max_members or len(cluster.devices),
             timing=timing,
-            node_order=node_order,
+            node_order=[node.name for node in cluster.nodes],
+            launcher=place.launcher,
         )
         self._expected, self._start_seconds = config.max_members or len(cluster.devices), config.start_seconds
         self._has_formed = False
-        notices: list[Notice] = [SignalNotice()]
+        self._notices: list[FileNotice | SignalNotice] = []
         if config.notice_file is not None:
-            notices.append(FileNotice(config.notice_file))
-        self._notice = AnyNotice(*notices)
+            self._notices.append(FileNotice(config.notice_file))
 
     @property
     def board(self) -> Membership:
@@ -78,6 +99,7 @@ class JobMember:
         if not self._has_formed:
             a_world_has_formed(self.membership)
             self._has_formed = True
+            self._notices.append(SignalNotice())  # a process that is in no world yet ends by SIGTERM at once
         return nodes
 
     def seal(self) -> None:
@@ -102,7 +124,36 @@ class JobMember:
         return self.membership.is_somebody_waiting()
 
     def is_leaving(self) -> bool:
-        return self._notice.is_given()
+        return any(notice.is_given() for notice in self._notices)
+
+
+# First world ---------------------------------------------------------------------------------------------------------
+
+
+STARTED, FORMED = "started", "in a world"  # numbers of processes: come before the first world, been in one
+
+
+def a_world_has_formed(board: Membership) -> None:
+    """Let processes that come from now on not wait for others."""
+    board.count(FORMED, 1)
+
+
+def wait_for_the_first_world(board: Membership, expected: int, limit_seconds: float) -> None:
+    """Wait until ``expected`` processes are there (as the first one says), a world formed, or the limit is over."""
+    if limit_seconds <= 0 or board.count(FORMED, 0):
+        return
+    number, deadline, shown = board.count(STARTED, 1), time.monotonic() + limit_seconds, 0
+    while True:
+        there = board.count(STARTED, 0)
+        if number == 1 and there != shown:
+            shown = there
+            left = max(deadline - time.monotonic(), 0.0)
+            waits = f"; waiting up to {left:.0f} s for the others" if there < expected else ""
+            words = f"colossal_hetero: {there} of {expected} members are there{waits}"
+            print(words, file=sys.stderr, flush=True)
+        if there >= expected or time.monotonic() > deadline or board.count(FORMED, 0):
+            return
+        time.sleep(SECONDS_PER_LOOK)
 
 
 # Restarted member ----------------------------------------------------------------------------------------------------
@@ -140,7 +191,7 @@ class RestartedMember:
             )
         store = TCPStore(place.host, place.port, is_master=place.hosts_store, wait_for_workers=False)
         limit = config.join_seconds
-        found = find_each_other(store, place.rank, place.world_size, place.node, limit)  # type: ignore[arg-type]
+        found = find_each_other(store, place.rank, place.world_size, place.node, limit)
         order = sorted(range(place.world_size), key=lambda rank: (self._number(found.nodes[rank]), rank))
         nodes = tuple(found.nodes[rank] for rank in order)
         world = World(order.index(place.rank), place.world_size, 0, nodes)
@@ -179,3 +230,6 @@ class RestartedMember:
     def is_leaving(self) -> bool:
         """False: only torchrun knows what SIGTERM means, which all workers get whenever it starts them again."""
         return False
+
+
+Members = JobMember | RestartedMember

@@ -1,7 +1,7 @@
 """Training whose processes end when a member is lost or comes, and continue when they are started again.
 
-[Note: recovery by restart] Whoever has started the processes, torchrun or ``colossal-hetero launch``, starts them
-again, in a world that may be another one. They do what a process does that joins (see [Note: between two worlds] in
+[Note: recovery by restart] torchrun, which has started the processes, starts them again, in a world that may be another
+one. They do what a process does that joins (see [Note: between two worlds] in
 ``elastic_run.py``), but what each rank holds comes out of the memory files that its node's former processes have left.
 A step that only some ranks have made does not count if they do not have all of its state.
 """
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 from colossalai.checkpoint_io import CheckpointIO
@@ -28,7 +28,7 @@ from ...checkpoint.layer_checkpoint import Start
 from ...checkpoint.optimizer_memory import state_entries
 from ...checkpoint.pieces import TensorPiece
 from ...checkpoint.run_states import run_state_of
-from ...elastic.config import ElasticConfig, Members
+from ...elastic.config import ElasticConfig
 from ...elastic.environment import STORE
 from ...elastic.held_layers import CatchUp, Held, RecoveryDecision
 from ...elastic.memory_file import (
@@ -40,15 +40,15 @@ from ...elastic.memory_file import (
     newest_whole_state,
     read_memory_file,
 )
+from ...elastic.signals import AbortWatch, TerminationWatch
 from ...elastic.state_keeper import StateKeeper
-from ...elastic.termination import AbortWatch, TerminationWatch
 from ...planner.cluster.topology import Topology
 from ..part import TrainingObjects
 from ..replicas.replica_gradients import Commit
 from .elastic_run import Build, ElasticRun
-from .members import JobMember, RestartedMember
+from .members import JobMember, Members, RestartedMember
 
-__all__ = ["PresentCheckpointIO", "RestartMembers", "RestartRun", "elastic_run_of", "members_of"]
+__all__ = ["PresentCheckpointIO", "RestartRun", "elastic_run_of", "members_of"]
 
 
 T = TypeVar("T")
@@ -59,26 +59,14 @@ SIGTERM_SECONDS = 20.0
 30 s after SIGTERM."""
 
 
-class RestartMembers(Members, Protocol):
-    """The members of a job; also says which memory files are theirs."""
-
-    @property
-    def job(self) -> str:
-        """A name that no other job on this node has."""
-
-    @property
-    def node(self) -> str:
-        """Name of this node."""
-
-
 class RestartRun(ElasticRun):
     """Lets a hybrid plugin go on in other processes; see [Note: recovery by restart]."""
 
     rejoins = False
 
-    def __init__(self, config: ElasticConfig, members: RestartMembers, build: Build, watches: bool) -> None:
+    def __init__(self, config: ElasticConfig, members: Members, build: Build, watches: bool) -> None:
         super().__init__(members, build, config)
-        self._config, self._job = config, members
+        self._config = config
         self._watches = watches
         self._keeper: StateKeeper | None = None
         self._end_watches: list[AbortWatch | TerminationWatch] = []
@@ -93,7 +81,7 @@ class RestartRun(ElasticRun):
     def form(self) -> None:
         """Form the world, find the newest whole state in memory files, and make the plugin."""
         nodes = self._members.form()
-        self._folder = MemoryFolder(self._config.memory or default_memory(), self._job.job, self._job.node)
+        self._folder = MemoryFolder(self._config.memory or default_memory(), self._members.job, self._members.node)
         self._folder.prepare()
         files = self._own_files(nodes)
         everyone: list[Any] = [None] * len(nodes)
@@ -228,7 +216,7 @@ class RestartRun(ElasticRun):
             self._plugin.give_up_saves()
         if os.environ.get("LOCAL_RANK") == "0":
             kept = f"; the state after step {version} is in {self._folder.path}" if is_written else ""
-            _say(f"the processes of node {self._job.node} end, to be started again: {reason}{kept}")
+            _say(f"the processes of node {self._members.node} end, to be started again: {reason}{kept}")
         with suppress(RuntimeError):
             self._members.fail(reason)
             self._members.depart()
@@ -259,14 +247,14 @@ def _say(words: str) -> None:
 # Recoveries ----------------------------------------------------------------------------------------------------------
 
 
-def members_of(config: ElasticConfig, cluster: Topology) -> JobMember | RestartedMember:
+def members_of(config: ElasticConfig, cluster: Topology) -> Members:
     """Make this process a member of its job, as its options and whoever has started it say."""
-    if config.recovery == "in-process" or STORE in os.environ:  # started by colossal-hetero launch
+    if config.recovery == "in-process" or STORE in os.environ:
         return JobMember(config, cluster)
     return RestartedMember(config, cluster)
 
 
-def elastic_run_of(config: ElasticConfig, members: JobMember | RestartedMember, build: Build) -> ElasticRun:
+def elastic_run_of(config: ElasticConfig, members: Members, build: Build) -> ElasticRun:
     if config.recovery == "in-process":
         return ElasticRun(members, build, config)
     return RestartRun(config, members, build, watches=isinstance(members, RestartedMember))

@@ -83,7 +83,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> ElasticOptions:
     """
     parser = OneLineParser(
         "Train a vision transformer as a member of an elastic job.",
-        "colossal-hetero launch starts it on each node.",
+        "torchrun starts it on each node.",
     )
     job = parser.add_argument_group("job")
     job.add_argument("--cluster", type=Path, required=True, metavar="FILE.toml", help="all nodes that may be members")

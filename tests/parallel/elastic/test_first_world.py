@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import signal
 import time
 from typing import Any
 from unittest.mock import patch
@@ -29,3 +30,14 @@ def test_a_member_that_comes_late_is_in_the_first_world() -> None:
         outcome = run_until_all_end(job, lambda *_: None)
     assert outcome.errors == [] and outcome.recoveries == [(), ()]
     check_parameters(outcome)
+
+
+def test_a_member_that_is_in_no_world_yet_ends_by_sigterm_at_once() -> None:
+    """torchrun waits for it before it starts the node again."""
+    with Job(0, script=(train_together,)) as job:
+        job.start("big-0")
+        while not job._server.check(["elastic/test/counted/started"]):
+            time.sleep(0.05)
+        job.members[0].terminate()
+        job.members[0].join(20)
+        assert job.members[0].exitcode == -signal.SIGTERM

@@ -67,7 +67,7 @@ def test_all_processes_get_sigterm(tmp_path: Path) -> None:
 
 
 def train_again(memory: Path, kill: Kill | None, told: Any) -> None:
-    """The script of a member that ``colossal-hetero launch`` has started."""
+    """The script of a member of a job with a store."""
     elastic = ElasticConfig(recovery="restart", memory=memory, max_members=3, dead_seconds=1.0, last_call_seconds=4.0)
     train(STEPS, kill, None, (), told, elastic)
 
@@ -97,7 +97,7 @@ def test_a_launched_member_that_is_warned_hands_over_what_only_it_holds(tmp_path
 
 
 def test_members_of_a_launched_job_end_and_start_again(tmp_path: Path) -> None:
-    """When a member joins, and when one is killed; as ``colossal-hetero launch`` does it."""
+    """When a member joins, and when one is killed, and all are started again."""
     memory, ends = tmp_path / "memory", list[int]()
     with Job(STEPS) as job:
         job._script = (train_again, memory, None)

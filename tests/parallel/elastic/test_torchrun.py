@@ -1,4 +1,4 @@
-"""Under torchrun, with a process for each node's agent: a worker or a whole node is killed, and training continues."""
+"""Under torchrun: workers, whole nodes, torchrun itself and the store are killed, and training continues."""
 
 from __future__ import annotations
 
@@ -6,106 +6,172 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
-import time
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support.command_line import failure
 from tests.support.elastic_jobs import undisturbed
-from tests.support.launched_nodes import processes_with
-from tests.support.paths import REPOSITORY
 from tests.support.random_examples import IS_THOROUGH
+from tests.support.torchrun_nodes import TRAINING, TorchrunNodes
 
-LIMIT_SECONDS = 240.0
-MARK = "MARK_OF_TEST"
+WARNED = """
+import multiprocessing, os, sys, time
+from pathlib import Path
+from colossal_hetero.elastic.signals import SignalNotice
 
+folder, place = Path(sys.argv[1]), ".".join(os.environ[name] for name in ("TORCHELASTIC_RESTART_COUNT", "LOCAL_RANK"))
 
-class Agents:
-    """``torchrun`` on the nodes ``big-0``, where its store is, and ``small-0``."""
+def note(what, process):
+    (folder / f"{what}.{place}").write_text(str(process.pid))
 
-    def __init__(self, folder: Path, steps: int) -> None:
-        self._folder = folder
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
-        self._options = ["--nnodes", "1:2", "--max-restarts", "5", "--rdzv-backend", "c10d", "--rdzv-id", folder.name]
-        self._options += ["--rdzv-endpoint", f"127.0.0.1:{port}"]
-        self._script = [str(REPOSITORY / "tests/support/restarted_script.py"), str(folder), str(steps)]
-        self.agents: dict[str, subprocess.Popen[bytes]] = {}
-
-    def start(self, node: str, workers: int) -> None:
-        """Start a node."""
-        more = ["--rdzv-conf", f"last_call_timeout=3,is_host={str(node == 'big-0').lower()}"]
-        more += ["--nproc-per-node", str(workers)]
-        self.agents[node] = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *self._options, *more, *self._script],
-            env=os.environ | {"PYTHONPATH": str(REPOSITORY), "COLOSSAL_HETERO_NODE": node, MARK: self._mark(node)},
-            stderr=(self._folder / f"errors.{node}").open("w"),
-            start_new_session=True,
-        )
-
-    def _mark(self, node: str) -> str:
-        return f"{self._folder}/{node}"
-
-    def __enter__(self) -> Agents:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for node in self.agents:
-            self.kill(node)
-
-    def kill(self, node: str) -> None:
-        """End everything on a node, as if it lost power."""
-        while processes := processes_with(f"{MARK}={self._mark(node)}"):
-            for process in processes:
-                with suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
-            self.agents[node].poll()
-
-    def told(self) -> list[list[int]]:
-        """Of each process, the oldest first: after which step it has begun, and the steps that it has made."""
-        found = []
-        for path in sorted(self._folder.glob("told.*"), key=lambda path: path.stat().st_mtime_ns):
-            messages = [json.loads(line) for line in path.read_text().splitlines()]
-            found.append([content[0] for kind, *content in messages if kind in ("started", "step")])
-        return found
-
-    def wait(self, is_true: Callable[[], bool]) -> None:
-        """Wait until the job is as far as a test wants."""
-        deadline = time.monotonic() + LIMIT_SECONDS
-        while not is_true():
-            assert time.monotonic() < deadline, f"{self.told()} {(self._folder / 'errors.big-0').read_text()[-3000:]}"
-            time.sleep(0.05)
+if __name__ == "__main__":
+    notice = SignalNotice()
+    loader = multiprocessing.get_context("fork").Process(target=time.sleep, args=(300,), daemon=True)
+    loader.start()
+    while os.getpgid(loader.pid) != loader.pid:
+        time.sleep(0.01)
+    note("started", loader)
+    while not notice.is_given():
+        time.sleep(0.01)
+        if (folder / f"fail.{place}").exists():
+            sys.exit(7)
+    time.sleep(0.3)
+    if loader.is_alive():
+        note("left", loader)
+"""
+"""Writes what a worker sees of the signals that torchrun sends."""
 
 
-def check(folder: Path, job: Agents, nodes: list[str], steps: int, worlds: int) -> str:
-    """Wait for the end of these nodes, and check what they have trained; returns what ``big-0`` has printed."""
-    job.wait(lambda: all(job.agents[node].poll() is not None for node in nodes))
-    errors = (folder / "errors.big-0").read_text()
-    assert {job.agents[node].returncode for node in nodes} == {0}, errors
-    starts, ends = {each[0] for each in job.told() if each}, {each[-1] for each in job.told() if each}
-    assert len(starts) == worlds
-    assert starts - {0} == ends - {steps}  # nothing but the running iteration is done again
+def is_running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def check_parameters(folder: Path, steps: int) -> None:
     _, expected = undisturbed(steps)
     files = list(folder.glob("parameters.*"))
     assert files
     for name, found in (item for path in files for item in torch.load(path, weights_only=False).items()):
         reference = expected.get(name, expected["transformer.wte.weight"])
         torch.testing.assert_close(torch.from_numpy(found)[: len(reference)], reference, rtol=1e-9, atol=1e-9)
-    assert not (folder / "memory" / folder.name / "big-0").exists()
-    return errors
+
+
+# A torchrun for each node ------------------------------------------------------------------------------------------
+
+
+def test_a_worker_and_a_torchrun_are_killed_while_another_node_goes_on(tmp_path: Path) -> None:
+    steps = 12
+    (tmp_path / "kill.small-0").write_text(json.dumps(dict(version=3, phase="sums")))
+    with TorchrunNodes(tmp_path) as job:
+        store = job.start_store()
+        for node, workers in (("big-0", 1), ("small-0", 2)):
+            options = ("--standalone", "--nproc-per-node", workers, "--max-restarts", 1)
+            job.start(node, *options, TRAINING, tmp_path, steps, variables=store)
+        job.wait(lambda: sum(9 in each for each in job.told()) == 3)
+        torchrun = job.agents["small-0"]
+        workers = set(job.processes("small-0")) - {torchrun.pid}
+        assert len(workers) == 2
+        torchrun.kill()
+        job.wait(lambda: not any(map(is_running, workers)))
+        assert job.end("big-0") == 0
+        assert job.told("big-0") == [list(range(steps + 1))]
+        *killed_and_warned, third, fourth = job.told("small-0")
+        assert killed_and_warned[0] == [0, 1, 2, 3] and killed_and_warned[1][:5] == [0, 1, 2, 3, 4]
+        assert third[0] >= 6 and fourth[0] >= 6, "torchrun has started both workers again"
+        errors = job.errors("big-0")
+        assert "3 members became 2 after step 3" in errors and "2 members became 1 after step" in errors
+        assert "3 members became 1 after step 9" in errors
+    check_parameters(tmp_path, steps)
+
+
+def test_a_store_is_killed(tmp_path: Path) -> None:
+    with TorchrunNodes(tmp_path) as job:
+        variables = job.start_store() | {"MEMBERS": "2"}
+        job.start("small-0", "--standalone", "--nproc-per-node", 2, TRAINING, tmp_path, 10**6, variables=variables)
+        job.wait(lambda: sum(2 in each for each in job.told()) == 2)
+        job.agents["store"].kill()
+        assert job.end("small-0") == 1
+        assert not job.processes("small-0")
+        assert "StoreLostError: the store at 127.0.0.1:" in job.errors("small-0")
+
+
+def test_a_torchrun_is_killed_while_its_worker_starts(tmp_path: Path) -> None:
+    with TorchrunNodes(tmp_path) as job:
+        job.start("big-0", "--standalone", TRAINING, tmp_path, 10**6, variables=job.start_store() | {"MEMBERS": "1"})
+        job.wait(lambda: len(job.processes("big-0")) == 2)
+        job.agents["big-0"].kill()
+        job.wait(lambda: not job.processes("big-0"))
+        assert "the torchrun of this process has ended before it joined its job" in job.errors("big-0")
+        assert not job.told()
+
+
+def test_a_warned_worker_ends_by_itself_and_keeps_its_loader(tmp_path: Path) -> None:
+    """torchrun sends SIGTERM to the others when a worker fails, and to all when it gets it."""
+    (tmp_path / "script.py").write_text(WARNED)
+    with TorchrunNodes(tmp_path) as job:
+        job.start("a", "--standalone", "--nproc-per-node", 2, "--max-restarts", 1, tmp_path / "script.py", tmp_path)
+        job.wait(lambda: len(list(tmp_path.glob("started.0.*"))) == 2)
+        (tmp_path / "fail.0.1").touch()
+        job.wait(lambda: len(list(tmp_path.glob("started.1.*"))) == 2)
+        assert [path.name for path in tmp_path.glob("left.*")] == ["left.0.0"]
+        job.agents["a"].send_signal(signal.SIGTERM)
+        assert job.end("a") == 1
+        assert sorted(path.name for path in tmp_path.glob("left.*")) == ["left.0.0", "left.1.0", "left.1.1"]
+        assert not job.processes("a")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_store_runs_until_a_signal_comes(tmp_path: Path, number: int) -> None:
+    with TorchrunNodes(tmp_path) as job:
+        host, port = job.start_store()["COLOSSAL_HETERO_STORE"].split(":")
+        socket.create_connection((host, int(port))).close()
+        options = ("store", "--host", host, "--port", port)
+        assert f"no store can listen on {host}:{port}: Address already in use" in failure(*options)
+        os.kill(job.agents["store"].pid, number)
+        assert job.end("store") == 0
+    assert "port 65536 does not exist; valid are 1 to 65535" in failure("store", "--port", 65536)
+
+
+# One torchrun job of all nodes, whose processes end when one ends ----------------------------------------------------
+
+
+class Restarted(TorchrunNodes):
+    """torchrun on the nodes ``big-0``, where its store is, and ``small-0``."""
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        super().__init__(folder)
+        self._steps = steps
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self._port = listener.getsockname()[1]
+
+    def join(self, node: str, workers: int) -> None:
+        """Start a node."""
+        options = ["--nnodes", "1:2", "--max-restarts", "5", "--rdzv-backend", "c10d", "--rdzv-id", self.folder.name]
+        options += ["--rdzv-endpoint", f"127.0.0.1:{self._port}", "--nproc-per-node", str(workers)]
+        options += ["--rdzv-conf", f"last_call_timeout=3,is_host={str(node == 'big-0').lower()}"]
+        self.start(node, *options, TRAINING, self.folder, self._steps)
+
+    def check(self, nodes: list[str], worlds: int) -> str:
+        """Wait for the end of these nodes, and check what they have trained; returns what ``big-0`` has printed."""
+        assert {self.end(node) for node in nodes} == {0}, self.errors("big-0")
+        starts, ends = {each[0] for each in self.told() if each}, {each[-1] for each in self.told() if each}
+        assert len(starts) == worlds
+        assert starts - {0} == ends - {self._steps}  # nothing but the running iteration is done again
+        check_parameters(self.folder, self._steps)
+        assert not (self.folder / "memory" / self.folder.name / "big-0").exists()
+        return self.errors("big-0")
 
 
 def test_a_worker_is_killed(tmp_path: Path) -> None:
     (tmp_path / "kill.small-0").write_text(json.dumps(dict(version=3, phase="sums")))
-    with Agents(tmp_path, 10) as job:
-        job.start("big-0", 1)
-        job.start("small-0", 1)
-        errors = check(tmp_path, job, ["big-0", "small-0"], 10, worlds=2)
+    with Restarted(tmp_path, 10) as job:
+        job.join("big-0", 1)
+        job.join("small-0", 1)
+        errors = job.check(["big-0", "small-0"], worlds=2)
     assert "the state after step 3 is in" in errors
     assert "training continues after step 3, whose state was in memory; members: 2" in errors
 
@@ -114,11 +180,11 @@ def test_a_worker_is_killed(tmp_path: Path) -> None:
 def test_a_node_joins_and_is_lost(tmp_path: Path) -> None:
     """The workers of the node that joins have been started less often than the others."""
     (tmp_path / "kill.big-0").write_text(json.dumps(dict(version=3, phase="sums")))
-    with Agents(tmp_path, 600) as job:
-        job.start("big-0", 1)
+    with Restarted(tmp_path, 600) as job:
+        job.join("big-0", 1)
         job.wait(lambda: any(each and each[0] for each in job.told()))
-        job.start("small-0", 2)
+        job.join("small-0", 2)
         job.wait(lambda: sum(len(each) > 10 for each in job.told()) == 4)
         job.kill("small-0")
-        errors = check(tmp_path, job, ["big-0"], 600, worlds=4)
+        errors = job.check(["big-0"], worlds=4)
     assert "members: 3" in errors

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from colossal_hetero.elastic.notices import AnyNotice, FileNotice, SignalNotice
+from colossal_hetero.elastic.signals import FileNotice, SignalNotice
 
 
 @pytest.fixture
@@ -75,11 +75,3 @@ def test_a_file_is_a_notice_that_remains_and_several_ranks_see_it(tmp_path: Path
     assert first.is_given() and second.is_given()
     path.unlink()
     assert first.is_given() and not FileNotice(path).is_given()
-
-
-def test_any_of_several_notices(tmp_path: Path) -> None:
-    notice = AnyNotice(FileNotice(tmp_path / "a"), FileNotice(tmp_path / "b"))
-    assert not notice.is_given()
-    (tmp_path / "b").touch()
-    assert notice.is_given()
-    assert not AnyNotice().is_given()

@@ -117,7 +117,7 @@ def test_a_warned_departure_and_a_frozen_process() -> None:
         nodes.signal("b", signal.SIGTERM)
         nodes.wait_for("b", "departed")
         formations = nodes.wait_for_world("a", "c")
-        assert [formations["a"].departed, formations["a"].gone, formations["a"].failure] == [("b",), (), None]
+        assert (formations["a"].gone, formations["a"].failure) == (("b",), None)
         assert "error" not in nodes.kinds("a") + nodes.kinds("b") + nodes.kinds("c"), "it was planned"
         nodes.start("d")
         first, second, third = nodes.wait_for_world("a", "c", "d")["d"].world.nodes
@@ -149,6 +149,17 @@ def test_the_job_ends_for_spares() -> None:
         nodes.signal("a", signal.SIGUSR1)
         nodes.wait_for("a", "departed")
         assert nodes.wait_for("b", "ended").value.startswith("JobEndedError: job job has ended")
+
+
+def test_a_second_launcher_with_the_name_of_a_node_is_refused_until_the_first_has_ended() -> None:
+    with running_nodes("ab", max_members=3, timing=TIMING, launcher="torchrun 1") as nodes:
+        nodes.start("c", node="a", launcher="torchrun 2")
+        assert nodes.wait_for("c", "ended").value.startswith(
+            "MembershipError: node 'a' is already in job 'job': torchrun 1 has this name. Each node of a job needs a"
+        )
+        nodes.kill("a")
+        nodes.start("c", node="a", launcher="torchrun 2")
+        assert nodes.wait_for("c", "formed").value[-1].world.nodes == ("b", "a")
 
 
 def test_too_few_members() -> None:

@@ -12,7 +12,7 @@ from tests.support.paths import REPOSITORY
 
 SCRIPT = """
 import ctypes, os, signal, sys, time
-from colossal_hetero.elastic.termination import TerminationWatch
+from colossal_hetero.elastic.signals import TerminationWatch
 watch = TerminationWatch(lambda: print("acted", flush=True))
 what = sys.argv[1]
 if what == "closed":
@@ -61,7 +61,7 @@ def test_what_a_process_does(what: str, code: int, output: str) -> None:
 
 ABORTING = """
 import ctypes, os, sys, threading, time
-from colossal_hetero.elastic.termination import AbortWatch
+from colossal_hetero.elastic.signals import AbortWatch
 
 def act():
     time.sleep(0.5)

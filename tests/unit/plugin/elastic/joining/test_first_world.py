@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from colossal_hetero.plugin.elastic.joining import a_world_has_formed, wait_for_the_first_world
+from colossal_hetero.plugin.elastic.members import a_world_has_formed, wait_for_the_first_world
 from tests.unit.plugin.elastic.joining.test_new_kinds import SharedBoard
 
 

@@ -1,7 +1,8 @@
-"""A script that torchrun starts, and starts again: ``restarted_script.py FOLDER STEPS``.
+"""A script that torchrun starts, and starts again: ``torchrun_script.py FOLDER STEPS``.
 
 It trains what the members of :mod:`tests.support.elastic_jobs` train, and writes into the folder, by process, what it
 has done. A file ``kill.NODE`` there says after which step a worker of a node ends itself, and where; one does so, once.
+With a store of the job, processes recover, and wait for others after the steps that :func:`hold` says.
 """
 
 from __future__ import annotations
@@ -9,16 +10,21 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (lets Colossal-AI work on a CPU, without its warnings)
 
 # isort: split
 from colossal_hetero import ElasticConfig
 from tests.support.elastic_jobs import Kill, cluster, train
+
+WORKERS = 3
+HELD, LAST_HELD = 6, 9
 
 
 class Told:
@@ -47,13 +53,34 @@ def planned_end(folder: Path, node: str) -> Kill | None:
     return Kill(**json.loads((folder / f"killed.{node}").read_text()))
 
 
+def hold(booster: Any, _: Any) -> None:
+    """Let a worker join before each of the steps up to ``LAST_HELD``, and let one be lost then, if all are there."""
+    run = booster.plugin._elastic
+    if dist.get_rank() or not HELD <= run.version <= LAST_HELD:
+        return
+    if dist.get_world_size() < WORKERS:
+        while not run._members.is_somebody_waiting():
+            time.sleep(0.05)
+    elif run.version == LAST_HELD:
+        while not run.is_broken():
+            time.sleep(0.05)
+
+
 def main(folder: Path, steps: int) -> None:
     """Train to the end, or until a member is lost."""
     torch.set_num_threads(1)
     node = os.environ["COLOSSAL_HETERO_NODE"]
-    elastic = ElasticConfig(recovery="restart", memory=folder / "memory", timeout_seconds=20)
     topology = cluster(["big-0", "small-0"], [1, 2])
-    train(steps, planned_end(folder, node), None, (), Told(folder, node), elastic, topology)
+    told, kill = Told(folder, node), planned_end(folder, node)
+    if "COLOSSAL_HETERO_STORE" in os.environ:
+        members = int(os.environ.get("MEMBERS", WORKERS))
+        # On a busy machine, members need longer than the default limits.
+        elastic = ElasticConfig(max_members=members, start_seconds=120, dead_seconds=5, last_call_seconds=5)
+        more = {"after_step": hold} if members == WORKERS else {}
+        train(steps, kill, None, (), told, elastic, topology, **more)
+    else:
+        elastic = ElasticConfig(recovery="restart", memory=folder / "memory", timeout_seconds=20)
+        train(steps, kill, None, (), told, elastic, topology)
 
 
 if __name__ == "__main__":

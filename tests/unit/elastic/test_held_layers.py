@@ -1,0 +1,116 @@
+"""What devices hold, whose state counts after a world has broken, and who takes which place of a new plan."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from colossal_hetero.elastic.held_layers import (
+    CatchUp,
+    HeldLayers,
+    Standing,
+    agree,
+    layers_by_rank,
+    missing_bytes,
+    surviving_topology,
+    with_fewest_moves,
+)
+from tests.support.machines import Nodes, machines
+from tests.support.planning import make_plan, unequal_plan
+
+BLOCK_BYTES = [10.0, 20.0, 30.0, 40.0, 50.0, 60.0]
+
+
+def moved(plan, held) -> float:
+    return sum(missing_bytes(held[rank], needed, BLOCK_BYTES) for rank, needed in layers_by_rank(plan).items())
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("sizes", [(1,) * 6, (2, 2, 1, 1)])
+def test_the_fewest_bytes_move(seed: int, sizes: tuple[int, ...]) -> None:
+    chance = random.Random(seed)
+    topology = machines(Nodes("InfiniBand", sizes))
+    plan = unequal_plan(
+        make_plan([[[0], [1], [2]]], [1, 2, 3]), make_plan([[[3], [4]]], [2, 4]), make_plan([[[5]]], [6])
+    )
+    held = [
+        None if chance.random() < 0.2 else HeldLayers((tuple(sorted(chance.sample(range(7), 2))),))  # type: ignore[arg-type]
+        for _ in range(6)
+    ]
+    found = with_fewest_moves(plan, topology, held, BLOCK_BYTES)
+    assert sorted(layers_by_rank(found)) == list(range(6))
+    # Devices of a node may change places, and so may nodes with one device.
+    classes = [device.node if len(topology.nodes[device.node].devices) > 1 else -1 for device in topology.devices]
+    needed = layers_by_rank(plan)
+    best = min(
+        sum(missing_bytes(held[rank], needed[place], BLOCK_BYTES) for rank, place in enumerate(places))
+        for places in itertools.permutations(range(6))
+        if all(classes[rank] == classes[place] for rank, place in enumerate(places))
+    )
+    assert moved(found, held) == best
+    for stage in (stage for replica in found.replicas for stage in replica.stages):
+        assert stage.node == topology.nodes[topology.devices[stage.ranks[0]].node].name
+
+
+def test_a_plan_that_everybody_has_stays() -> None:
+    plan = make_plan([[[0], [1]], [[2], [3]]], [2, 4])
+    held = [layers_by_rank(plan)[rank] for rank in range(4)]
+    topology = machines(Nodes("RoCE", (1,) * 4))
+    assert layers_by_rank(with_fewest_moves(plan, topology, held, BLOCK_BYTES)) == layers_by_rank(plan)
+
+
+# Versions --------------------------------------------------------------------------------------------------------
+
+
+NEW = Standing(None, False, None)
+
+
+def test_new_ranks_agree_that_there_is_nothing() -> None:
+    assert agree([NEW, NEW]) is None
+
+
+def test_the_running_step_is_given_up_if_nobody_has_made_it() -> None:
+    agreed = agree([Standing(4, True, "four"), Standing(4, False, "four"), NEW])
+    assert agreed is not None and agreed.version == 4
+    assert agreed.catch_ups == (CatchUp.KEEP, CatchUp.KEEP, CatchUp.FORGET)
+
+
+def test_a_step_that_somebody_has_made_is_made_by_all() -> None:
+    agreed = agree([Standing(4, True, "four"), Standing(5, False, "five")])
+    assert agreed is not None and (agreed.version, agreed.commit) == (5, "five")
+    assert agreed.catch_ups == (CatchUp.STEP, CatchUp.KEEP)
+
+
+def test_a_rank_that_was_left_behind_forgets() -> None:
+    agreed = agree([Standing(3, True, "three"), Standing(4, False, "four"), Standing(5, False, "five")])
+    assert agreed is not None
+    assert agreed.catch_ups == (CatchUp.FORGET, CatchUp.FORGET, CatchUp.KEEP)
+
+
+# Survivors -------------------------------------------------------------------------------------------------------
+
+
+CLUSTER = machines(Nodes("InfiniBand", (2, 1)), Nodes("RoCE", (3,)))
+
+
+def test_devices_are_those_of_the_members() -> None:
+    found = surviving_topology(CLUSTER, ["node-0", "node-2", "node-2"])
+    assert [node.name for node in found.nodes] == ["node-0", "node-2"]
+    assert [node.devices for node in found.nodes] == [(0,), (1, 2)]
+    assert [device.node for device in found.devices] == [0, 1, 1]
+    assert found.channel(0, 1).kind == "Ethernet" and found.channel(1, 2).kind == "NVLink"
+
+
+def test_all_members_give_the_cluster() -> None:
+    assert surviving_topology(CLUSTER, ["node-0"] * 2 + ["node-1"] + ["node-2"] * 3) == CLUSTER
+
+
+@pytest.mark.parametrize(
+    ("nodes", "message"),
+    [(["node-9"], "node node-9 is not in the cluster file"), (["node-1"] * 2, "1 devices .* but 2 members")],
+)
+def test_members_that_the_cluster_lacks_are_named(nodes: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        surviving_topology(CLUSTER, nodes)
