@@ -41,7 +41,7 @@ import tests.support.checkpoint_runs as runs
 from benchmarks.common import describe_machine, print_table
 from colossal_hetero import CheckpointConfig
 from colossal_hetero.checkpoint import loading
-from colossal_hetero.checkpoint.found import FolderPlace
+from colossal_hetero.checkpoint.places import Place
 from colossal_hetero.checkpoint.transfers import Read
 from tests.support.harness import run_ranks
 
@@ -94,21 +94,21 @@ def bytes_of(clock: Path) -> float:
 @contextmanager
 def throttled(root: Path, cloud_bytes_per_second: float) -> Iterator[None]:
     """In the block, reading from the folders in ``root`` takes as long as with these bandwidths."""
-    read = FolderPlace.read
+    read = Place.read
 
     @wraps(read)
-    def slow(place: FolderPlace, file: str, offsets: Any, length: int) -> Any:
+    def slow(place: Place, file: str, start: int, length: int) -> bytearray:
         folder = Path(place.name).relative_to(root).parts[0]
         speed = cloud_bytes_per_second * (1.0 if folder == "shared" else DISK_BY_CLOUD)
-        content = read(place, file, offsets, length)
-        take_turn(root / f"{folder}.clock", content.nbytes, speed)
+        content = read(place, file, start, length)
+        take_turn(root / f"{folder}.clock", len(content), speed)
         return content
 
-    FolderPlace.read = slow  # type: ignore[method-assign]
+    Place.read = slow  # type: ignore[method-assign]
     try:
         yield
     finally:
-        FolderPlace.read = read  # type: ignore[method-assign]
+        Place.read = read  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -116,11 +116,7 @@ def reading_alone() -> Iterator[None]:
     """In the block, each rank reads all that it needs itself."""
 
     def alone(fetches: Any, node_of: Any) -> tuple[dict[int, list[Read]], list[Any]]:
-        reads = {
-            rank: [Read(fetch.layer, fetch.key, fetch.box, fetch.location) for fetch in found]
-            for rank, found in fetches.items()
-        }
-        return reads, []
+        return {rank: list(dict.fromkeys(fetch.read for fetch in found)) for rank, found in fetches.items()}, []
 
     sharing = loading.reads_and_transfers
     loading.reads_and_transfers = alone

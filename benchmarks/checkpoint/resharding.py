@@ -5,9 +5,10 @@
 For every pair, a run with the first plan trains two steps and saves. A run with the second plan, in other processes and
 often with another number of them, trains one step, so that it has other values, and resumes. Then the tensors of all
 its ranks are put together and compared with those of the first run: parameters, moments and counts of steps. "Read" is
-what a rank reads from the checkpoint's files, with check sums, over what it needs; the largest of all ranks. The last
-column is the difference of the losses of the next two steps from those of the first run: bits may differ, because other
-plans sum in another order.
+what all ranks read from the checkpoint's files over what they need; "busiest" is the same of the rank with the largest
+share: a box in a file is read whole, by one rank, which sends others what they need of it. The last column is the
+difference of the losses of the next two steps from those of the first run: bits may differ, because other plans sum in
+another order.
 
 Aim: every tensor equal, and at most 1.05 of the need read.
 """
@@ -33,7 +34,7 @@ WIDTHS: dict[str, dict[str, Any]] = {
     "llama": dict(hidden_size=384, intermediate_size=480),
     "vit": dict(embed_dim=384, mlp_ratio=2.0),
 }
-"""Wider than the models of the tests: the files of small tensors have more check sums."""
+"""Wider than the models of the tests: what each rank reads is more even."""
 MICRO_BATCH = 4
 """A replica with one stage has two of them, one with two stages four: together a global batch."""
 MAX_LOSS_DIFFERENCE = {"fp32": 1e-5, "bf16": 2e-2}
@@ -150,14 +151,14 @@ class Outcome(NamedTuple):
     tensors: int
     different: int
     read_share: float
-    """Bytes of tensors that are read, over those that are needed, on the rank with the largest."""
-    checked_share: float
-    """The same with check sums."""
+    """Bytes of tensors that are read, over those that are needed, by all ranks."""
+    busiest_share: float
+    """The same, of the rank with the largest share."""
     loss_difference: float
 
     def misses(self, precision: str) -> bool:
         limit = MAX_LOSS_DIFFERENCE[precision]
-        return bool(self.different) or self.checked_share > MAX_READ_SHARE or self.loss_difference > limit
+        return bool(self.different) or self.read_share > MAX_READ_SHARE or self.loss_difference > limit
 
 
 def reshard(pair: Pair, width: dict[str, Any]) -> Outcome:
@@ -167,10 +168,10 @@ def reshard(pair: Pair, width: dict[str, Any]) -> Outcome:
         loaded = run_ranks(pair.loaded.ranks, load, pair, Path(folder), width)
     found, losses, _, _ = loaded[0]
     different = runs.different_tensors(found, expected)
-    read = max(start.read_bytes / needed for _, _, needed, start in loaded)
-    checked = max((start.read_bytes + start.check_bytes) / needed for _, _, needed, start in loaded)
+    read = sum(start.read_bytes for *_, start in loaded) / sum(needed for _, _, needed, _ in loaded)
+    busiest = max(start.read_bytes / needed for _, _, needed, start in loaded)
     difference = max(abs(own / other - 1) for own, other in zip(losses, expected_losses, strict=True))
-    return Outcome(len(expected.tensors), len(different), read, checked, difference)
+    return Outcome(len(expected.tensors), len(different), read, busiest, difference)
 
 
 @click.command()
@@ -190,14 +191,15 @@ def main(pairs: str) -> None:
                 str(pair.saved),
                 str(pair.loaded),
                 f"{outcome.tensors - outcome.different} of {outcome.tensors}",
-                f"{outcome.checked_share:.3f}",
+                f"{outcome.read_share:.3f}",
+                f"{outcome.busiest_share:.3f}",
                 f"{outcome.loss_difference:.1e}",
             )
         )
         click.echo(f"pair {number}: {outcome}", err=True)
     print_table(
         "Loading under another plan",
-        ("pair", "model", "saved", "loaded", "equal tensors", "read / needed", "loss difference"),
+        ("pair", "model", "saved", "loaded", "equal tensors", "read / needed", "busiest", "loss difference"),
         rows,
     )
     click.echo(f"{len(rows) - missed} of {len(rows)} pairs reach the aim")

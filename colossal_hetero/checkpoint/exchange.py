@@ -1,10 +1,11 @@
-"""Send boxes of tensors between ranks, layer after layer."""
+"""Read boxes of tensors and send them between ranks, layer after layer."""
 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,18 +14,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..colossalai_support.accelerator import get_accelerator
+from .config import CheckpointError
 from .pieces import Box, TensorPiece
-from .reader import ReadAhead
 from .transfers import Read, Transfer
 
-__all__ = ["AHEAD", "BoxMemory", "Received", "exchange"]
+__all__ = ["AHEAD", "BoxMemory", "LayerRead", "ReadAhead", "Received", "exchange"]
 
 
 # Box memory ----------------------------------------------------------------------------------------------------------
 
 
 class BoxMemory:
-    """The memory of boxes: parts of the rank's pieces, or memory of their own for those that it only sends."""
+    """The memory of boxes: parts of the rank's pieces, or memory of their own where it needs only a part or none."""
 
     def __init__(
         self, pieces: Iterable[TensorPiece], shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str]
@@ -34,35 +35,117 @@ class BoxMemory:
             assert not any(piece.box.intersection(other.box) for other in self._pieces[piece.key]), piece.key
             self._pieces[piece.key].append(piece)
         self._shapes, self._dtypes = shapes, dtypes
-        self._to_send: dict[tuple[str, Box], Tensor] = {}
+        self._lent: dict[str, list[TensorPiece]] = defaultdict(list)
 
     def holds(self, key: str, box: Box) -> bool:
-        return self._piece(key, box) is not None
+        return _holder(self._pieces.get(key, ()), box) is not None
 
     def to_read(self, read: Read) -> TensorPiece:
         """The memory to read a box into; allocated now if it is not part of a piece."""
-        piece = self._piece(read.key, read.box)
+        piece = _holder(self._pieces.get(read.key, ()), read.box)
         if piece is not None:
             return replace(piece, box=read.box, data=_part(piece, read.box))
         data = torch.empty(read.box.sizes, dtype=getattr(torch, self._dtypes[read.key]))
-        self._to_send[read.key, read.box] = data
-        return TensorPiece(read.layer, read.key, self._shapes[read.key], read.box, data, "")
+        lent = TensorPiece(read.layer, read.key, self._shapes[read.key], read.box, data, "")
+        self._lent[read.key].append(lent)
+        return lent
+
+    def keep(self, read: TensorPiece) -> None:
+        """Copy what this rank needs of a box that is not part of a piece, after it was read."""
+        if self.holds(read.key, read.box):
+            return
+        for piece in self._pieces.get(read.key, ()):
+            common = piece.box.intersection(read.box)
+            if common is not None:
+                _part(piece, common).copy_(_part(read, common))
 
     def tensor(self, key: str, box: Box) -> Tensor:
         """The elements of a box that was read or is received: ``[box.sizes]``."""
-        piece = self._piece(key, box)
-        return self._to_send[key, box] if piece is None else _part(piece, box)
+        piece = _holder(self._pieces.get(key, ()), box) or _holder(self._lent[key], box)
+        assert piece is not None, (key, box)
+        return _part(piece, box)
 
-    def free(self, key: str, box: Box) -> None:
-        """Free the memory of a box that was sent, unless it is part of a piece."""
-        self._to_send.pop((key, box), None)
+    def free(self, key: str) -> None:
+        """Free the memory of boxes of a tensor, unless it is part of a piece."""
+        self._lent.pop(key, None)
 
-    def _piece(self, key: str, box: Box) -> TensorPiece | None:
-        return next((piece for piece in self._pieces.get(key, ()) if piece.box.intersection(box) == box), None)
+
+def _holder(pieces: Iterable[TensorPiece], box: Box) -> TensorPiece | None:
+    return next((piece for piece in pieces if piece.box.intersection(box) == box), None)
 
 
 def _part(piece: TensorPiece, box: Box) -> Tensor:
-    return piece.data[piece.box.slices_of(box)] if box.sizes else piece.data
+    return piece.data[piece.box.slices_of(box)]
+
+
+# Read ahead ----------------------------------------------------------------------------------------------------------
+
+
+class LayerRead(NamedTuple):
+    layer: str
+    is_sent: bool
+    """True if this takes memory until it is sent."""
+    read: Callable[[], None]
+
+
+class ReadAhead:
+    """Thread that reads from one place. Leave its ``with`` block to stop it."""
+
+    def __init__(self, layers: Sequence[LayerRead], ahead: int) -> None:
+        self._layers = layers
+        self._done = {layer.layer: threading.Event() for layer in layers}
+        self._sent = {layer.layer for layer in layers if layer.is_sent}
+        self._room = threading.Semaphore(ahead)
+        self._stopped = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="read checkpoint", daemon=True)
+        self.problems: dict[str, str] = {}
+        """Reasons why layers could not be read."""
+
+    def __enter__(self) -> ReadAhead:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped = True
+        self._room.release()
+
+    def wait(self, layer: str) -> str | None:
+        """Wait until a layer is read: None, or why it could not be read. None if there is nothing to read of it."""
+        if layer not in self._done:
+            return None
+        self._done[layer].wait()
+        if self._error is not None:
+            raise self._error
+        return self.problems.get(layer)
+
+    def has_sent(self, layer: str) -> None:
+        if layer in self._sent:
+            self._room.release()
+
+    def wait_for_all(self) -> None:
+        for layer in self._done:
+            self.wait(layer)
+
+    def _run(self) -> None:
+        try:
+            for layer in self._layers:
+                if layer.is_sent:
+                    self._room.acquire()
+                if self._stopped:
+                    return
+                try:
+                    layer.read()
+                except CheckpointError as error:
+                    self.problems[layer.layer] = str(error)
+                self._done[layer.layer].set()
+        except BaseException as error:  # raised where somebody waits
+            self._error = error
+            for done in self._done.values():
+                done.set()
+
+
+# Exchange ------------------------------------------------------------------------------------------------------------
 
 
 AHEAD = 2
@@ -115,7 +198,7 @@ def exchange(
                 missing.extend(message.parts)
         for message in layer.outgoing:
             for part in message.parts:
-                memory.free(part.key, part.box)
+                memory.free(part.key)
         if layer.outgoing:
             for reader in readers:
                 reader.has_sent(layer.layer)

@@ -9,7 +9,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,13 +18,12 @@ import torch.distributed as dist
 
 from ..common.ranks import on_every_rank, own_address
 from .config import CheckpointConfig, CheckpointError
-from .copies import NodeCopy, SavedIndex, WholeCheckpoint, copies_of, index_of, newest_whole
-from .found import Copy, FolderPlace, Place, content_of, find_checkpoints
 from .held_pieces import agreed_buffers, pieces_of
 from .loading import load_pieces
 from .model_outline import ModelOutline
 from .participants import Participants, gather_participants, holdings_of
 from .pieces import RunState, TensorPiece, step_of
+from .places import Checkpoint, Copy, NodeCopy, Place, find_checkpoints, newest_whole
 from .reader import CheckpointReader
 from .records import FileCheck
 from .restoring import Restoring, wait_for_parameters
@@ -46,20 +45,20 @@ class _Damaged(NamedTuple):
     check: FileCheck
 
 
-def repair(reader: CheckpointReader, step: int, nodes: Sequence[str]) -> None:
+def repair(reader: CheckpointReader, nodes: Sequence[str]) -> None:
     """Replace damaged files by whole copies of another folder or node, if possible. Every rank calls it."""
     rank = dist.get_rank()
     left: dict[str, tuple[Copy, str]] = {}
-    for bad, name in reader.damaged(step):
-        good = reader.whole(step, name, bad.check(name))
-        if good is None or not reader.replace(bad, name, content_of(good, name), good.place.name):
-            left[f"{bad.place.name}/{bad.path(name)}"] = bad, name
+    for bad, name in reader.damaged():
+        good = reader.whole(name, bad.check(name))
+        if good is None or not reader.replace(bad, name, good.content(name), good.place.name):
+            left[bad.full_name(name)] = bad, name
     requests: list[Any] = [None] * len(nodes)
     own = [_Damaged(rank, nodes[rank], path, name, bad.check(name)) for path, (bad, name) in left.items()]
     dist.all_gather_object(requests, own)
     first = {(each.node, each.path): each for of_rank in reversed(requests) for each in of_rank}
     for request in sorted(first.values(), key=lambda each: (each.rank, each.path)):
-        good = reader.whole(step, request.name, request.check)
+        good = reader.whole(request.name, request.check)
         offers: list[Any] = [None] * len(nodes)
         dist.all_gather_object(offers, good is not None)
         if not any(offers):
@@ -80,7 +79,7 @@ def _send(good: Copy, request: _Damaged) -> None:
     """Send a file piece by piece; then None, or why it is not whole."""
     end: str | None = None
     try:
-        for piece in content_of(good, request.name):
+        for piece in good.content(request.name):
             dist.send_object_list([bytes(piece)], request.rank)
     except DamagedCopy as error:
         end = str(error)
@@ -116,7 +115,7 @@ class Training(NamedTuple):
 
 @dataclass(frozen=True)
 class Start:
-    """State from which training continues. Bytes are this rank's: of tensors, of check sums, from other nodes."""
+    """State from which training continues. Bytes are this rank's: read from files, and received from other ranks."""
 
     step: int = 0
     """Number of optimizer steps that are done."""
@@ -126,29 +125,7 @@ class Start:
     """True if every rank has the same part of the model as in the run that saved. Then the run continues bit for bit as
     without the interruption; otherwise sums are in another order, and dropout draws other masks."""
     read_bytes: int = 0
-    check_bytes: int = 0
     received_bytes: int = 0
-
-
-class _OneFolder(FolderPlace):
-    def __init__(self, root: Path | str, folder: str) -> None:
-        super().__init__(root)
-        self._only = folder
-
-    def folders(self) -> list[str]:
-        return [self._only]
-
-
-def _state(reader: CheckpointReader, index: SavedIndex, rank: int) -> RunState:
-    manifest = index.manifest
-    return RunState(
-        epoch=manifest.epoch,
-        plan=manifest.plan,
-        param_groups=manifest.param_groups,
-        common=manifest.common,
-        rank=manifest.ranks[rank],
-        binary=reader.binary(manifest.step, rank),
-    )
 
 
 class LayerCheckpoint:
@@ -176,103 +153,75 @@ class LayerCheckpoint:
         model, optimizer, lr_scheduler, loader, outline = training
         check_loader(loader)
         self.wait()
-        node = self._config.node or socket.gethostname()
-        copies, nodes, torn = self._everyones_copies(node)
+        own, copies, nodes, torn = self._everyones_copies()
         damaged: list[str] = []  # the same on all ranks
         while True:
             try:
-                found = newest_whole(copies, step)
+                found, skipped = newest_whole(copies, step)
             except FileNotFoundError as error:
                 raise CheckpointError("; ".join([*damaged, str(error)])) from None
-            if found is None:
+            if not found:
                 if damaged or torn:
                     reasons = "; ".join([*damaged, *torn.values()])
                     raise CheckpointError(f"no checkpoint is whole: {reasons}. Name another folder to begin anew")
                 return Start()
-            reader = CheckpointReader(self._places(node, found))
+            newest = found[0]
             try:
-                index, states = self._index(reader, found)
-                check_optimizer(optimizer, index.common["optimizer"])
-                restoring = Restoring(model, optimizer, outline, index.shapes, index.common["state"])
-                received = load_pieces(restoring.pieces, found, index, reader, nodes)
+                reader, states = _open(own.get(newest.id), newest.step)
+                saved = reader.checkpoint
+                check_optimizer(optimizer, saved.manifest.common["optimizer"])
+                restoring = Restoring(model, optimizer, outline, saved.shapes, saved.manifest.common["state"])
+                received = load_pieces(restoring.pieces, found, reader, nodes)
                 break
             except CheckpointError as error:  # on all ranks
-                damaged.append(f"that of step {found.step} is damaged: {error}")
-                copies = [copy for copy in copies if copy.id != found.id]
+                damaged.append(f"that of step {newest.step} is damaged: {error}")
+                copies = [copy for copy in copies if copy.id != newest.id]
                 if step is not None:
                     raise
-        torn = {number: why for number, why in torn.items() if number > found.step}
-        lost = [*damaged, *found.skipped, *(f"that of step {number}: {why}" for number, why in sorted(torn.items()))]
+        torn = {number: why for number, why in torn.items() if number > newest.step}
+        lost = [*damaged, *skipped, *(f"that of step {number}: {why}" for number, why in sorted(torn.items()))]
         if lost and dist.get_rank() == 0:
             warnings.warn(
                 f"a newer checkpoint is not whole and not loaded: {'; '.join(lost)}. Training continues from that of "
-                f"step {found.step}; what came after it is trained again",
+                f"step {newest.step}; what came after it is trained again",
                 stacklevel=2,
             )
-        repair(reader, found.step, nodes)
+        repair(reader, nodes)
         for problem in reader.problems:
             warnings.warn(f"a checkpoint is damaged: {problem}", stacklevel=2)
         restoring.finish()
-        same = restore_run(model, optimizer, lr_scheduler, loader, outline, restoring.pieces, states, step=found.step)
-        return Start(found.step, index.manifest.epoch, same, reader.bytes_read, reader.check_bytes_read, received)
+        same = restore_run(model, optimizer, lr_scheduler, loader, outline, restoring.pieces, states, step=newest.step)
+        return Start(newest.step, saved.manifest.epoch, same, reader.bytes_read, received)
 
     def newest_step(self, step: int | None = None) -> int | None:
         """Step of the checkpoint that :meth:`resume` would load; None without a whole one. Every rank calls it."""
-        copies, *_ = self._everyones_copies(self._config.node or socket.gethostname())
+        _, copies, *_ = self._everyones_copies()
         try:
-            found = newest_whole(copies, step)
+            found, _ = newest_whole(copies, step)
         except FileNotFoundError:
             return None
-        return None if found is None else found.step
+        return found[0].step if found else None
 
-    def _everyones_copies(self, node: str) -> tuple[list[NodeCopy], list[str], dict[int, str]]:
-        """Copies that all ranks find; the node of each rank; by step, why folders are no checkpoints."""
-        shared = None if self._config.shared is None else FolderPlace(self._config.shared)
-        local = None if self._config.local is None else FolderPlace(self._config.local)
+    def _everyones_copies(self) -> tuple[dict[str, Checkpoint], list[NodeCopy], list[str], dict[int, str]]:
+        """Checkpoints that this rank finds, by identity; copies that all ranks find; the node of each rank; by step,
+        why folders are no checkpoints."""
+        node = self._config.node or socket.gethostname()
+        roots = (node, self._config.local), ("", self._config.shared)
+        places = {name: Place(root) for name, root in roots if root is not None}
+        own: dict[str, Checkpoint] = {}
 
         def look() -> tuple[str, list[NodeCopy], dict[int, str]]:
-            places = [place for place in (local, shared) if place is not None]
-            search = find_checkpoints(places)
-            torn = {step_of(Path(folder).name) or 0: reason for folder, reason in search.torn.items()}
-            return node, copies_of(search.checkpoints, None if shared is None else shared.name, node), torn
+            search = find_checkpoints(list(places.values()))
+            own.update((each.manifest.id, each) for each in search.checkpoints)
+            names = {place: name for name, place in places.items()}
+            copies = [NodeCopy.of(copy, names[copy.place]) for each in search.checkpoints for copy in each.copies]
+            return node, copies, {step_of(Path(folder).name) or 0: reason for folder, reason in search.torn.items()}
 
         everyone = on_every_rank(look, "looking for checkpoints")
         copies = [copy for _, found, _ in everyone for copy in found]
         torn = {step: why for *_, of_rank in everyone for step, why in of_rank.items()}
         whole = {copy.step for copy in copies}
-        return copies, [name for name, *_ in everyone], {step: torn[step] for step in torn.keys() - whole}
-
-    def _places(self, node: str, found: WholeCheckpoint) -> list[Place]:
-        places: list[Place] = []
-        for root, name in ((self._config.local, node), (self._config.shared, "")):
-            folder = found.folder(name)
-            if root is not None and folder is not None:
-                places.append(_OneFolder(root, folder))
-        return places
-
-    def _index(self, reader: CheckpointReader, found: WholeCheckpoint) -> tuple[SavedIndex, list[RunState]]:
-        """The index and the states of all ranks that saved; from another rank if this one has no whole copy."""
-        own: tuple[SavedIndex, list[RunState]] | None = None
-        problem = ""
-        try:
-            checkpoints = reader.checkpoints()
-            if checkpoints:
-                index = index_of(checkpoints[0])
-                own = index, [_state(reader, index, rank) for rank in range(index.manifest.world_size)]
-        except CheckpointError as error:
-            problem = str(error)
-        outcomes = on_every_rank(lambda: (own is not None, problem), f"reading the index of step {found.step}")
-        complete = [is_complete for is_complete, _ in outcomes]
-        if not any(complete):
-            raise CheckpointError("; ".join(problem for _, problem in outcomes if problem))
-        if not all(complete):
-            sent: list[Any] = [own]
-            dist.broadcast_object_list(sent, src=complete.index(True))
-            own = own or sent[0]
-        if problem:
-            warnings.warn(f"a checkpoint is damaged: {problem}; read from another node instead", stacklevel=2)
-        assert own is not None
-        return own
+        return own, copies, [name for name, *_ in everyone], {step: torn[step] for step in torn.keys() - whole}
 
     def give_up(self) -> None:
         """End the threads that write; other ranks may be gone. What is not written is not there."""
@@ -331,14 +280,36 @@ class LayerCheckpoint:
         return self._saver, ready
 
 
+def _open(own: Checkpoint | None, step: int) -> tuple[CheckpointReader, list[RunState]]:
+    """A reader, and the states of all ranks that saved; from another rank if this one has no whole copy of them."""
+    reader = None if own is None else CheckpointReader(own)
+    states: list[RunState] = []
+    problem = ""
+    try:
+        states = [] if reader is None else reader.states()
+    except CheckpointError as error:
+        problem = str(error)
+    outcomes = on_every_rank(lambda: (bool(states), problem), f"reading the index of step {step}")
+    complete = [is_complete for is_complete, _ in outcomes]
+    if not any(complete):
+        raise CheckpointError("; ".join(problem for _, problem in outcomes if problem))
+    if not all(complete):
+        sent: list[Any] = [None if own is None else replace(own, copies=()), states]
+        dist.broadcast_object_list(sent, src=complete.index(True))
+        reader, states = reader or CheckpointReader(sent[0]), states or sent[1]
+    if problem:
+        warnings.warn(f"a checkpoint is damaged: {problem}; read from another node instead", stacklevel=3)
+    assert reader is not None
+    return reader, states
+
+
 def _is_loopback(address: str) -> bool:
     return address.startswith(("127.", "::1"))
 
 
 def _new_store() -> dist.Store | None:
-    """Store of threads that save, which must not use the default one; None if rank 0's address is unknown."""
-    address = os.environ.get("MASTER_ADDR")
-    if address is None or dist.get_world_size() == 1:
+    """Store of threads that save, which must not use the default one; None for one rank."""
+    if dist.get_world_size() == 1:
         return None
     timeout = timedelta(seconds=STORE_SECONDS)
     place: list[Any] = [None, None]
@@ -346,7 +317,7 @@ def _new_store() -> dist.Store | None:
     if dist.get_rank() == 0:
         # In elastic training rank 0 need not be on the machine of MASTER_ADDR.
         own = own_address()
-        address = address if _is_loopback(own) else own
+        address = os.environ.get("MASTER_ADDR", own) if _is_loopback(own) else own
         store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         place = [address, store.port]
     dist.broadcast_object_list(place, src=0)

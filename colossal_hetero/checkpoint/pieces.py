@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MANIFEST",
-    "METADATA",
     "REPLACED",
     "STATES",
     "TEMPORARY",
@@ -31,7 +30,6 @@ __all__ = [
     "cover",
     "is_replaced",
     "layer_file",
-    "meeting_folder",
     "part_file",
     "removed_folder",
     "step_folder",
@@ -63,13 +61,11 @@ class RunState:
 
 MANIFEST = "manifest.json"
 """Written last: a folder without it is no checkpoint."""
-METADATA = ".metadata"
-"""The index of torch's distributed checkpoints, for torch's own tools."""
 STATES = "states.bin"
 REPLACED = ".replaced"
 """Ending of a checkpoint's folder while another checkpoint of the same step takes its place."""
-TEMPORARY = (".unfinished-step-", ".removed-step-", ".meeting-")
-"""Beginnings of names of folders that are being written, or removed, or hold messages between ranks."""
+TEMPORARY = (".unfinished-step-", ".removed-step-")
+"""Beginnings of names of folders that are being written or removed."""
 STEP = re.compile(rf"step-(\d{{8,}})({re.escape(REPLACED)})?")
 
 
@@ -87,10 +83,6 @@ def removed_folder(folder: str) -> str:
     return f".removed-{folder}"
 
 
-def meeting_folder(run: str) -> str:
-    return f".meeting-{run}"
-
-
 def step_of(folder: str) -> int | None:
     """The step of a checkpoint's folder; None if it is another folder."""
     found = STEP.fullmatch(folder)
@@ -103,8 +95,8 @@ def is_replaced(folder: str) -> bool:
 
 
 def layer_file(layer: str, shard: str) -> str:
-    """File of a layer's shard, e.g. ``block-0007.tp0of2.distcp``."""
-    return f"{quote(layer, safe='')}.{quote(shard, safe='')}.distcp"
+    """File of a layer's shard, e.g. ``block-0007.tp0of2.safetensors``."""
+    return f"{quote(layer, safe='')}.{quote(shard, safe='')}.safetensors"
 
 
 def part_file(node: str) -> str:
@@ -145,14 +137,6 @@ class Box:
     def _stops(self) -> tuple[int, ...]:
         return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
 
-    @property
-    def is_empty(self) -> bool:
-        return 0 in self.sizes
-
-    def moved(self, origin: tuple[int, ...]) -> Box:
-        """The box with offsets counted from ``origin`` instead of the first element of the tensor."""
-        return Box(tuple(own - start for own, start in zip(self.offsets, origin, strict=True)), self.sizes)
-
     def pieces(self, numel: int) -> list[Box]:
         """Cut this box along its first dimension that is not 1 into boxes of about ``numel`` elements, in order."""
         dimension = next((index for index, size in enumerate(self.sizes) if size > 1), None)
@@ -191,7 +175,7 @@ def whole(shape: tuple[int, ...]) -> Box:
 def cover(needed: Box, boxes: Sequence[Box]) -> tuple[list[tuple[int, Box]], list[Box]]:
     """Disjoint parts of ``needed``, each with the index of the box that holds it; and what no box holds."""
     parts: list[tuple[int, Box]] = []
-    left = [] if needed.is_empty else [needed]
+    left = [] if 0 in needed.sizes else [needed]
     for index, box in enumerate(boxes):
         if not left:
             break
@@ -243,21 +227,21 @@ class Location(NamedTuple):
 
 
 class Bitmap:
-    """The locations of each box of each tensor, by step and layer."""
+    """The locations of each box of each tensor, by layer."""
 
-    def __init__(self) -> None:
-        self._boxes: dict[tuple[int, str, str], dict[Box, set[Location]]] = defaultdict(dict)
+    def __init__(self, step: int = 0) -> None:
+        self.step = step
+        self._boxes: dict[tuple[str, str], dict[Box, set[Location]]] = defaultdict(dict)
 
-    def add(self, step: int, layer: str, key: str, box: Box, location: Location) -> None:
-        self._boxes[step, layer, key].setdefault(box, set()).add(location)
+    def add(self, layer: str, key: str, box: Box, location: Location) -> None:
+        self._boxes[layer, key].setdefault(box, set()).add(location)
 
-    def discard(self, step: int, layer: str, location: Location) -> None:
+    def discard(self, layer: str, location: Location) -> None:
         """Note that ``location`` has nothing of a layer any more, for example because its file is damaged."""
-        for (of_step, of_layer, _), boxes in self._boxes.items():
-            if (of_step, of_layer) == (step, layer):
+        for (of_layer, _), boxes in self._boxes.items():
+            if of_layer == layer:
                 for locations in boxes.values():
                     locations.discard(location)
 
-    def boxes(self, step: int, layer: str, key: str) -> Iterator[tuple[Box, frozenset[Location]]]:
-        for box, locations in sorted(self._boxes.get((step, layer, key), {}).items()):
-            yield box, frozenset(locations)
+    def boxes(self, layer: str, key: str) -> list[tuple[Box, frozenset[Location]]]:
+        return [(box, frozenset(locations)) for box, locations in sorted(self._boxes.get((layer, key), {}).items())]

@@ -33,35 +33,29 @@ def checksum(data: Any, start: int = 0) -> int:
 
 
 class CheckpointPart(FilePart):
-    """A part of a file. Infinite numbers in the states of a run stay what they are."""
+    """A part of a file. Infinite numbers in the states of a run stay what they are; bytes are in base 64."""
 
-    model_config = ConfigDict(ser_json_inf_nan="constants")
+    model_config = ConfigDict(ser_json_inf_nan="constants", ser_json_bytes="base64", val_json_bytes="base64")
 
 
 class FileCheck(CheckpointPart):
+    """Size and CRC-32 of a file, or of a part of it."""
+
     bytes: int
     crc32: int
 
 
-class ItemRecord(CheckpointPart):
+class ItemRecord(FileCheck):
     """A box of a tensor in a file. ``shape`` is that of the tensor, ``offsets`` and ``sizes`` are those of the box."""
 
     key: str
     dtype: str
     """Type of its elements, as torch names it, e.g. "float32"."""
-    element_bytes: int
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    archive_offset: int
-    """Start of its archive, as ``torch.save`` writes it, in the file, in bytes."""
-    archive_bytes: int
-    data_offset: int
+    start: int
     """Start of its elements in the file, in bytes; they are stored row by row."""
-    cells: tuple[int, ...]
-    """Elements of a cell, by dimension. See :mod:`.cells`."""
-    checks_offset: int
-    """Start of the check sums of its cells in the file, in bytes."""
 
     @property
     def box(self) -> Box:
@@ -112,11 +106,11 @@ class Manifest(CheckpointPart):
         return json.dumps({**content, "crc32": _content_checksum(content)}, indent=1, ensure_ascii=False) + "\n"
 
 
-def parse_part(name: str, text: bytes) -> NodePart:
+def parse_part(name: str, text: bytes | bytearray) -> NodePart:
     return check_file(name, _content(name, text), text.decode(), NodePart, kind="part of a checkpoint", schema=SCHEMA)
 
 
-def parse_manifest(name: str, text: bytes) -> Manifest:
+def parse_manifest(name: str, text: bytes | bytearray) -> Manifest:
     content = _content(name, text)
     manifest = check_file(name, content, text.decode(), Manifest, kind="manifest of a checkpoint", schema=SCHEMA)
     if manifest.crc32 != _content_checksum(content):
@@ -124,7 +118,7 @@ def parse_manifest(name: str, text: bytes) -> Manifest:
     return manifest
 
 
-def _content(name: str, text: bytes) -> Any:
+def _content(name: str, text: bytes | bytearray) -> Any:
     try:
         return json.loads(text.decode())
     except (UnicodeDecodeError, json.JSONDecodeError) as error:

@@ -18,9 +18,9 @@ from torch.distributed import Store
 
 from .config import CheckpointError
 from .layer_files import copy_file, write_layer_file
-from .meeting import FolderMeeting, Interruption, Meeting, MemoryMeeting, Stopped, StoreMeeting, wait_for
+from .message_store import Interruption, MessageStore, Stopped
 from .participants import Participants, ShardFile, divide_files, holdings_of
-from .pieces import RunState, TensorPiece, layer_file, meeting_folder, step_folder
+from .pieces import RunState, TensorPiece, layer_file, step_folder
 from .records import FileRecord
 from .staging import StagingBuffer, Worker
 from .storage import FileOperations
@@ -63,6 +63,8 @@ class LayerCheckpointSaver:
             raise ValueError("a checkpoint needs a folder: give local, shared, or both")
         if keep < 1:
             raise ValueError(f"keep is {keep}: at least 1 checkpoint must be kept")
+        if store is None and len(participants.nodes) > 1:
+            raise ValueError(f"{len(participants.nodes)} ranks need a store to tell each other what they have written")
         self._participants, self._log = participants, log
         self._time_limit, self._patience_seconds = time_limit_seconds, patience_seconds
         self._files = files or FileOperations()
@@ -71,13 +73,10 @@ class LayerCheckpointSaver:
         self._first_files = (division.local if local is not None else division.shared).get(participants.rank, ())
         self._uploads = division.shared.get(participants.rank, ())
         self._own_holdings = frozenset(each for each in participants.holdings if each.rank == participants.rank)
-        self._meeting_folder: FolderMeeting | None = None
-        self._meeting = self._make_meeting(store, local, shared)
+        self._messages = MessageStore(store, self._stop)
 
         def tier(name: str, folder: Path | str) -> Tier:
-            return Tier(
-                name, Path(folder), participants, self._meeting, self._files, keep, time_limit_seconds, self._stop
-            )  # fmt: skip
+            return Tier(name, Path(folder), participants, self._messages, self._files, keep, time_limit_seconds)
 
         self._first = tier("local", local) if local is not None else tier("shared", str(shared))
         self._second = tier("shared", shared) if local is not None and shared is not None else None
@@ -186,23 +185,23 @@ class LayerCheckpointSaver:
         if len(ranks) == 1:
             return failures
         self._rounds += 1
-        meeting, late = self._meeting, max(deadline, time.monotonic()) + GRACE_SECONDS
+        messages, late = self._messages, max(deadline, time.monotonic()) + GRACE_SECONDS
         for what in (f"said-{rank}", f"heard-{rank}", *(["answer"] if rank == 0 else [])):
-            meeting.discard(self._round(self._rounds - 2, what))
+            messages.discard(self._round(self._rounds - 2, what))
         if rank == 0:
             names = [self._round(self._rounds, f"said-{each}") for each in ranks[1:]]
-            found = wait_for(meeting, names, late, self._stop)
+            found = messages.wait_for(names, late)
             said = [json.loads(found[name]) if name in found else None for name in names]
             for each, words in enumerate(said, 1):
                 failures = failures or (
                     [f"rank {each} does not wait for its checkpoints, or has ended"] if words is None else words
                 )
-            meeting.put(self._round(self._rounds, "answer"), json.dumps(failures).encode())
+            messages.put(self._round(self._rounds, "answer"), json.dumps(failures).encode())
             return failures
-        meeting.put(self._round(self._rounds, f"said-{rank}"), json.dumps(failures).encode())
+        messages.put(self._round(self._rounds, f"said-{rank}"), json.dumps(failures).encode())
         name = self._round(self._rounds, "answer")
-        answer = wait_for(meeting, [name], late + GRACE_SECONDS, self._stop).get(name)
-        meeting.put(self._round(self._rounds, f"heard-{rank}"), b"")
+        answer = messages.wait_for([name], late + GRACE_SECONDS).get(name)
+        messages.put(self._round(self._rounds, f"heard-{rank}"), b"")
         if answer is None:
             return failures or ["rank 0 does not wait for its checkpoints, or has ended"]
         agreed: list[str] = json.loads(answer)
@@ -223,27 +222,11 @@ class LayerCheckpointSaver:
                 if self._rounds and self._participants.rank == 0:
                     ranks = range(1, len(self._participants.nodes))
                     heard = [self._round(self._rounds, f"heard-{rank}") for rank in ranks]
-                    wait_for(self._meeting, heard, deadline, self._stop)
+                    self._messages.wait_for(heard, deadline)
         self._stop.set()
         for worker in (self._writer, self._uploader):
             if worker is not None:
                 worker.close()
-        if self._meeting_folder is not None and self._participants.rank == 0:
-            self._meeting_folder.close()
-
-    def _make_meeting(self, store: Store | None, local: Path | str | None, shared: Path | str | None) -> Meeting:
-        if len(self._participants.nodes) == 1:
-            return MemoryMeeting()
-        if store is not None:
-            return StoreMeeting(store)
-        folder = local if len(set(self._participants.nodes)) == 1 and local is not None else shared
-        if folder is None:
-            raise ValueError(
-                f"ranks on {len(set(self._participants.nodes))} nodes with local folders only need a store, e.g. a "
-                "TCPStore, or a shared folder, to tell each other what they have written"
-            )
-        self._meeting_folder = FolderMeeting(Path(folder) / meeting_folder(self._participants.run), self._files)
-        return self._meeting_folder
 
     def _check(self, pieces: Sequence[TensorPiece]) -> None:
         given = frozenset(holdings_of(self._participants.rank, self._participants.node, pieces))

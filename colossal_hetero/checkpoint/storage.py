@@ -7,7 +7,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-from .pieces import MANIFEST, METADATA, TEMPORARY, is_replaced, removed_folder, step_folder, step_of
+from .pieces import MANIFEST, TEMPORARY, is_replaced, removed_folder, step_folder, step_of
 from .records import Manifest, parse_manifest
 
 __all__ = [
@@ -112,7 +112,7 @@ def folder_names(root: Path) -> list[str]:
 
 
 def is_complete(folder: Path) -> bool:
-    return (folder / METADATA).is_file() and (folder / MANIFEST).is_file()
+    return (folder / MANIFEST).is_file()
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -132,7 +132,7 @@ def complete_folders(root: Path) -> list[tuple[str, Manifest]]:
     return sorted(found, key=lambda each: (each[1].saved_at, each[1].step))
 
 
-def remove_leftovers(files: FileOperations, root: Path, in_use: tuple[str, ...]) -> None:
+def remove_leftovers(files: FileOperations, root: Path, in_use: str) -> None:
     try:
         names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False))
     except FileNotFoundError:

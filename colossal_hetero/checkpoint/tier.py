@@ -2,43 +2,22 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import pickle
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import Field
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from .config import CheckpointError
-from .meeting import Interruption, Meeting, Stopped, wait_for
+from .message_store import MessageStore, Stopped
 from .participants import Participants
-from .pieces import (
-    MANIFEST,
-    METADATA,
-    REPLACED,
-    STATES,
-    RunState,
-    meeting_folder,
-    part_file,
-    step_folder,
-    unfinished_folder,
-)
+from .pieces import MANIFEST, REPLACED, STATES, RunState, part_file, step_folder, unfinished_folder
 from .records import SCHEMA, CheckpointPart, FileCheck, FileRecord, Manifest, NodePart, checksum
 from .storage import (
     FileOperations,
@@ -51,26 +30,10 @@ from .storage import (
     write_file,
 )
 
-__all__ = ["Index", "RankPart", "Save", "Tier", "make_index", "rank_part"]
+__all__ = ["Save", "Tier"]
 
 
 # Index ---------------------------------------------------------------------------------------------------------------
-
-
-def dcp_metadata(files: Iterable[FileRecord]) -> bytes:
-    """The content of ``.metadata`` for these files. A box that several files hold is read from the first."""
-    tensors: dict[str, TensorStorageMetadata] = {}
-    places: dict[MetadataIndex, _StorageInfo] = {}
-    for file in files:
-        for item in file.items:
-            if item.key not in tensors:
-                properties = TensorProperties(dtype=getattr(torch, item.dtype))
-                tensors[item.key] = TensorStorageMetadata(properties, torch.Size(item.shape), [])
-            index = MetadataIndex(item.key, item.offsets)
-            if index not in places:
-                places[index] = _StorageInfo(file.name, item.archive_offset, item.archive_bytes)
-                tensors[item.key].chunks.append(ChunkStorageMetadata(torch.Size(item.offsets), torch.Size(item.sizes)))
-    return pickle.dumps(Metadata({**tensors}, planner_data={key: (key,) for key in tensors}, storage_data=places))
 
 
 class RankPart(CheckpointPart):
@@ -79,32 +42,14 @@ class RankPart(CheckpointPart):
     error: str | None = None
     files: tuple[FileRecord, ...] = ()
     state: Any = None
-    binary: dict[str, str] = Field(default_factory=dict)
+    binary: Mapping[str, bytes] = Field(default_factory=dict)
 
 
-def rank_part(files: Sequence[FileRecord], state: RunState) -> RankPart:
-    binary = {name: base64.b64encode(content).decode() for name, content in state.binary.items()}
-    return RankPart(files=tuple(files), state=dict(state.rank), binary=binary)
+class Index(CheckpointPart):
+    """Content of the files of a checkpoint that have no tensors."""
 
-
-class IndexMessage(CheckpointPart):
     manifest: Manifest
-    contents: dict[str, str]
-
-
-@dataclass(frozen=True)
-class Index:
-    manifest: Manifest
-    contents: Mapping[str, bytes]
-
-    def message(self) -> bytes:
-        contents = {name: base64.b64encode(content).decode() for name, content in self.contents.items()}
-        return IndexMessage(manifest=self.manifest, contents=contents).model_dump_json(by_alias=True).encode()
-
-    @classmethod
-    def from_message(cls, message: bytes) -> Index:
-        read = IndexMessage.model_validate_json(message)
-        return cls(read.manifest, {name: base64.b64decode(content) for name, content in read.contents.items()})
+    contents: dict[str, bytes]
 
 
 def make_index(
@@ -119,12 +64,10 @@ def make_index(
         .encode()
         for node, written in files.items()
     }
-    contents[METADATA] = dcp_metadata(record for written in files.values() for record in written)
     places, states = [], b""
     for part in parts:
         own = {}
-        for name, text in part.binary.items():
-            content = base64.b64decode(text)
+        for name, content in part.binary.items():
             own[name] = (len(states), len(content))
             states += content
         places.append(own)
@@ -146,7 +89,7 @@ def make_index(
         files={name: FileCheck(bytes=len(data), crc32=checksum(data)) for name, data in sorted(contents.items())},
         crc32=0,
     )
-    return Index(manifest, contents)
+    return Index(manifest=manifest, contents=contents)
 
 
 @dataclass(frozen=True)
@@ -166,11 +109,10 @@ class Tier:
     name: str
     folder: Path
     participants: Participants
-    meeting: Meeting
+    messages: MessageStore
     files: FileOperations
     keep: int
     time_limit_seconds: float
-    stop: Interruption
     numbers: list[int] = field(default_factory=list)
     """Numbers of the saves about which this rank has left messages."""
 
@@ -195,7 +137,7 @@ class Tier:
         if self.numbers and self.participants.rank == 0:
             heard = [self._name(self.numbers[-1], f"heard-{rank}") for rank in range(1, len(self.participants.nodes))]
             with suppress(Stopped):
-                wait_for(self.meeting, heard, deadline, self.stop)
+                self.messages.wait_for(heard, deadline)
 
     def _save(self, save: Save, write: Callable[[Path], Sequence[FileRecord]]) -> tuple[bool, str | None]:
         rank, leader = self.participants.rank, self.leader
@@ -204,7 +146,8 @@ class Tier:
             if rank == leader:
                 self._remove_leftovers(save)
             self.files.make_folder(unfinished)
-            part = rank_part(write(unfinished), save.state)
+            written = tuple(write(unfinished))
+            part = RankPart(files=written, state=dict(save.state.rank), binary=save.state.binary)
             self._report(save.number, part)
         except Exception as problem:  # of the disk, or of a state that is not JSON
             part = RankPart(error=self._in_words(problem))
@@ -226,7 +169,7 @@ class Tier:
         self._leave(number, f"part-{self.participants.rank}", message)
 
     def _leave(self, number: int, what: str, message: bytes) -> None:
-        self.meeting.put(self._name(number, what), message)
+        self.messages.put(self._name(number, what), message)
 
     def _name(self, number: int, what: str) -> str:
         return f"{self.participants.run}/{self.name}/{number}/{what}"
@@ -241,7 +184,7 @@ class Tier:
             try:
                 identity = f"{self.participants.run}-{save.number}"
                 index = make_index(save.step, identity, self._time(), self.participants.nodes, parts, save.state)
-                self._leave(save.number, "index", index.message())
+                self._leave(save.number, "index", index.model_dump_json(by_alias=True).encode())
             except Exception as fault:  # of the disk, or of a state that is not JSON
                 error = self._in_words(fault)
         self._leave(save.number, "verdict", json.dumps(error).encode())
@@ -252,7 +195,7 @@ class Tier:
         deadline, parts, errors = self._deadline(), [own], [own.error]
         for rank in range(1, len(self.participants.nodes)):
             name = self._name(save.number, f"part-{rank}")
-            message = wait_for(self.meeting, [name], deadline, self.stop).get(name)
+            message = self.messages.wait_for([name], deadline).get(name)
             if message is None:
                 where = f"rank {rank} on node {self.participants.nodes[rank]}"
                 errors.append(f"{where} has not written its files in {self.time_limit_seconds:g} s")
@@ -264,7 +207,7 @@ class Tier:
     def _hear(self, save: Save) -> str | None:
         name = self._name(save.number, "verdict")
         # Rank 0 may itself wait as long for the last part.
-        message = wait_for(self.meeting, [name], self._deadline() + self.time_limit_seconds, self.stop).get(name)
+        message = self.messages.wait_for([name], self._deadline() + self.time_limit_seconds).get(name)
         if message is None:
             return f"rank 0 has not answered in {2 * self.time_limit_seconds:g} s"
         error: str | None = json.loads(message)
@@ -275,11 +218,11 @@ class Tier:
         target = self.folder / step_folder(save.step)
         old = target.with_name(target.name + REPLACED)
         name = self._name(save.number, "index")
-        message = self.meeting.get(name)  # rank 0 has put it there before its verdict
+        message = self.messages.get(name)  # rank 0 has put it there before its verdict
         try:
             if message is None:
                 raise CheckpointError("the index of the checkpoint was removed before it was read")
-            self._write_index(Index.from_message(message), unfinished)
+            self._write_index(Index.model_validate_json(message), unfinished)
             self.files.sync_folder(unfinished)
             if target.exists():
                 self._check_replaceable(target, save)
@@ -324,7 +267,7 @@ class Tier:
         """Wait until this rank's folder is finished; on rank 0, until all are."""
         leaders = self.leaders if self.participants.rank == 0 else [self.leader]
         names = {self._name(save.number, f"done-{leader}"): leader for leader in leaders}
-        answers = wait_for(self.meeting, names, self._deadline(), self.stop)
+        answers = self.messages.wait_for(names, self._deadline())
         for name, leader in names.items():
             if name not in answers:
                 return f"rank {leader} has not finished the folder of its node in {self.time_limit_seconds:g} s"
@@ -342,8 +285,7 @@ class Tier:
         return now.isoformat(timespec="microseconds")
 
     def _remove_leftovers(self, save: Save) -> None:
-        run = self.participants.run
-        in_use = unfinished_folder(save.step, run, save.number, ""), meeting_folder(run)
+        in_use = unfinished_folder(save.step, self.participants.run, save.number, "")
         with suppress(OSError):  # leftovers take space but do no harm
             remove_leftovers(self.files, self.folder, in_use)
 
@@ -354,7 +296,7 @@ class Tier:
     def _forget(self, number: int) -> None:
         own = [f"{what}-{self.participants.rank}" for what in ("part", "done", "heard")]
         for what in [*own, *(["verdict", "index"] if self.participants.rank == 0 else [])]:
-            self.meeting.discard(self._name(number, what))
+            self.messages.discard(self._name(number, what))
 
     def _in_words(self, error: Exception) -> str:
         text = str(error) or type(error).__name__

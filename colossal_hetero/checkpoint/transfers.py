@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from .pieces import Bitmap, Box, Location, StorageTier
+from .pieces import Bitmap, Box, Location, StorageTier, cover
 
 __all__ = ["Fetch", "Need", "Read", "Transfer", "choose_sources", "layer_order", "reads_and_transfers"]
 
@@ -21,16 +21,25 @@ class Need(NamedTuple):
     element_bytes: int
 
 
-class Fetch(NamedTuple):
+class Read(NamedTuple):
+    """A box that a rank reads: because it needs elements of it, to send them, or both."""
+
     layer: str
     key: str
     box: Box
     location: Location
+
+
+class Fetch(NamedTuple):
+    box: Box
+    """What a rank needs of the box that is read."""
     bytes: int
+    read: Read
+    """A box in a file is read whole: it has one check sum."""
 
 
 def choose_sources(
-    step: int, needs: Mapping[int, Sequence[Need]], node_of: Mapping[int, str], bitmap: Bitmap
+    needs: Mapping[int, Sequence[Need]], node_of: Mapping[int, str], bitmap: Bitmap
 ) -> dict[int, list[Fetch]]:
     """Choose where each rank gets each of its boxes; the same arguments give the same answer on all ranks.
 
@@ -45,24 +54,25 @@ def choose_sources(
             left = [need.box]
             candidates = [
                 (_distance(location, node_of[rank]), box, location)
-                for box, locations in bitmap.boxes(step, need.layer, need.key)
+                for box, locations in bitmap.boxes(need.layer, need.key)
                 for location in locations
             ]
             while left:
                 box = left.pop()
                 usable = [
-                    (distance, given[location.node], location, -common.numel, common)
+                    (distance, given[location.node], location, -common.numel, common, other)
                     for distance, other, location in candidates
                     if (common := other.intersection(box)) is not None
                 ]
                 if not usable:
                     raise LookupError(
-                        f"no node and no shared folder has {need.key} of step {step} at {box.offsets} with sizes "
-                        f"{box.sizes}"
+                        f"no node and no shared folder has {need.key} of step {bitmap.step} at {box.offsets} with "
+                        f"sizes {box.sizes}"
                     )
-                distance, _, location, _, common = min(usable)
+                distance, _, location, _, common, stored = min(usable)
                 size = common.numel * need.element_bytes
-                chosen[rank].append(Fetch(need.layer, need.key, common, location, size))
+                source = common if location.tier == StorageTier.MEMORY else stored
+                chosen[rank].append(Fetch(common, size, Read(need.layer, need.key, source, location)))
                 if distance >= _FROM_PEERS and location.node:
                     given[location.node] += size
                 left += box.without(common)
@@ -78,15 +88,6 @@ def _distance(location: Location, node: str) -> int:
     return location.tier if location.node == node else _FROM_PEERS + location.tier
 
 
-class Read(NamedTuple):
-    """A box that a rank reads: because it needs it, to send it, or both."""
-
-    layer: str
-    key: str
-    box: Box
-    location: Location
-
-
 class Transfer(NamedTuple):
     sender: int
     receiver: int
@@ -100,37 +101,68 @@ def reads_and_transfers(
 ) -> tuple[dict[int, list[Read]], list[Transfer]]:
     """Boxes that each rank reads, and what it sends.
 
-    Ranks read what their own node has. What another node has, one rank there reads once and sends to all that need it:
-    if possible one that needs it as well, and of these the one that has sent the fewest bytes. From the shared folder,
-    the rank that has read the fewest bytes of those that need a box reads it once, and sends it to the others.
+    Ranks read boxes of their own node that they need whole. Other boxes are read once, by the rank that has read the
+    fewest bytes: of those on the node that need a part, else of the node; for the shared folder, of all that need a
+    part. It sends each rank what that needs. What several readers can send, the one sends that has sent the fewest.
     """
-    receivers: dict[tuple[Read, int], list[int]] = defaultdict(list)
-    for rank in sorted(fetches):
-        for fetch in fetches[rank]:
-            receivers[Read(fetch.layer, fetch.key, fetch.box, fetch.location), fetch.bytes].append(rank)
     ranks_of: dict[str, list[int]] = defaultdict(list)
     for rank, node in sorted(node_of.items()):
         ranks_of[node].append(rank)
     reads: dict[int, list[Read]] = {rank: [] for rank in fetches}
     transfers: list[Transfer] = []
-    read_from_shared: dict[int, int] = defaultdict(int)
+    bytes_read: dict[int, int] = defaultdict(int)
     sent: dict[int, int] = defaultdict(int)
-    for (read, size), ranks in receivers.items():
-        if read.location.tier == StorageTier.SHARED:
-            sender = min(ranks, key=lambda rank: (read_from_shared[rank], rank))
-            read_from_shared[sender] += size
-            readers = [sender]
-        else:
-            readers = [rank for rank in ranks if node_of[rank] == read.location.node]
-            sender = min(readers or ranks_of[read.location.node], key=lambda rank: (sent[rank], rank))
-            readers = readers or [sender]
+    groups = _once(fetches)
+    for read, parts in sorted(groups.items(), key=lambda group: -_bytes(*group)):
+        here = [rank for rank in ranks_of[read.location.node]] or sorted(fetches)
+        readers = [rank for rank, fetch in parts if rank in here and fetch.box == read.box]
+        if read.location.tier == StorageTier.SHARED or not readers:
+            needing = [rank for rank, _ in parts if rank in here]
+            readers = [min(needing or here, key=lambda rank: (bytes_read[rank], rank))]
         for rank in readers:
             reads[rank].append(read)
-        for rank in ranks:
+            bytes_read[rank] += _bytes(read, parts)
+        sender = min(readers, key=lambda rank: (sent[rank], rank))
+        for rank, fetch in parts:
             if rank not in readers:
-                sent[sender] += size
-                transfers.append(Transfer(sender, rank, read.layer, read.key, read.box))
+                sent[sender] += fetch.bytes
+                transfers.append(Transfer(sender, rank, read.layer, read.key, fetch.box))
     return reads, transfers
+
+
+_Group = list[tuple[int, Fetch]]
+"""Ranks that need a box or a part of it, and what they need."""
+
+
+def _bytes(read: Read, parts: _Group) -> int:
+    fetch = parts[0][1]
+    return fetch.bytes // fetch.box.numel * read.box.numel
+
+
+def _once(fetches: Mapping[int, Sequence[Fetch]]) -> dict[Read, _Group]:
+    """Fetches by what is read. A box on the disks of several nodes that need only a part of it is read on one of them,
+    so that no more is read than is needed."""
+    groups: dict[Read, _Group] = defaultdict(list)
+    for rank in sorted(fetches):
+        for fetch in fetches[rank]:
+            groups[fetch.read].append((rank, fetch))
+    alike: dict[tuple[str, Box], list[Read]] = defaultdict(list)
+    for read in groups:
+        alike[read.key, read.box].append(read)
+    load: dict[Location, int] = defaultdict(int)
+    for reads in alike.values():
+        partial = [read for read in reads if cover(read.box, [fetch.box for _, fetch in groups[read]])[1]]
+        if not partial or len(reads) == 1:
+            continue
+        target = min(
+            [read for read in reads if read not in partial] or partial,
+            key=lambda read: (load[read.location], read.location),
+        )
+        load[target.location] += target.box.numel
+        for read in partial:
+            if read != target:
+                groups[target] += groups.pop(read)
+    return groups
 
 
 def layer_order(reads: Mapping[int, Sequence[Read]]) -> list[str]:

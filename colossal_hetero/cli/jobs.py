@@ -14,7 +14,7 @@ from .common import check_outputs, errors_on_one_line, make_console
 __all__ = ["checkpoint", "store"]
 
 if TYPE_CHECKING:
-    from ..checkpoint.verify import Entry
+    from ..checkpoint.places import Entry
 
 
 folder_argument = click.argument("folder", type=click.Path(path_type=Path))
@@ -31,7 +31,7 @@ def list_checkpoints(folder: Path) -> None:
     """List the checkpoints in FOLDER: step, time, size, plan, and whether they are complete."""
     from rich.table import Table
 
-    from ..checkpoint.verify import entries
+    from ..checkpoint.places import entries
 
     with errors_on_one_line():
         found = entries(folder)
@@ -52,7 +52,7 @@ def verify(folder: Path, step: int | None) -> None:
 
     Names damaged files. The exit code is 1 if there are any, or if a checkpoint is not complete.
     """
-    from ..checkpoint.verify import damaged_files, entries
+    from ..checkpoint.places import damaged_files, entries
 
     damaged = False
     with errors_on_one_line():
@@ -77,7 +77,7 @@ def verify(folder: Path, step: int | None) -> None:
 def export_checkpoint(folder: Path, step: int | None, out: Path | None) -> None:
     """Write the parameters of a checkpoint in FOLDER to one file, as a plain state dict of Hugging Face or timm."""
     with errors_on_one_line():
-        from ..checkpoint.export import default_ending, export
+        from ..checkpoint.reader import default_ending, export
 
         target = out or Path(f"model{default_ending()}")
         check_outputs(target)

@@ -10,15 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checkpoint.exchange import AHEAD, BoxMemory, exchange
+from ..checkpoint.exchange import AHEAD, BoxMemory, LayerRead, ReadAhead, exchange
 from ..checkpoint.pieces import Bitmap, Box, Location, StorageTier, TensorPiece, cover
-from ..checkpoint.reader import LayerRead, ReadAhead
 from ..checkpoint.transfers import Need, Read, choose_sources, layer_order, reads_and_transfers
 
 __all__ = ["HeldBox", "HoldingsLost", "all_holdings", "empty_piece", "inheritance", "move_pieces"]
 
-STEP = 0
-"""All holdings are of the same step."""
 COPIES = 2
 """Ranks that take what a leaving member holds."""
 
@@ -89,7 +86,7 @@ def move_pieces(
     needs: list[Any] = [None] * len(holdings)
     dist.all_gather_object(needs, own)
     try:
-        fetches = choose_sources(STEP, dict(enumerate(needs)), node_of, bitmap)
+        fetches = choose_sources(dict(enumerate(needs)), node_of, bitmap)
     except LookupError as error:
         raise HoldingsLost(str(error)) from None
     reads, transfers = reads_and_transfers(fetches, node_of)
@@ -121,7 +118,7 @@ def _bitmap(holdings: Sequence[Sequence[HeldBox]]) -> tuple[Bitmap, dict[str, tu
     bitmap, shapes, dtypes = Bitmap(), {}, {}
     for rank, of_rank in enumerate(holdings):
         for each in of_rank:
-            bitmap.add(STEP, each.layer, each.key, each.box, Location(str(rank), StorageTier.MEMORY))
+            bitmap.add(each.layer, each.key, each.box, Location(str(rank), StorageTier.MEMORY))
             shapes[each.key], dtypes[each.key] = each.shape, each.dtype
     return bitmap, shapes, dtypes
 

@@ -144,7 +144,7 @@ def compare(options: ElasticOptions, folder: Path, history: Any, undisturbed: An
 
     import torch
 
-    from colossal_hetero.checkpoint.export import export
+    from colossal_hetero.checkpoint.reader import export
     from examples.common.report.elastic import Comparison
     from examples.elastic.reference import accuracy
 

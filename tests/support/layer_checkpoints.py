@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossal_hetero.checkpoint.found import FolderPlace
 from colossal_hetero.checkpoint.participants import Participants, holdings_of
 from colossal_hetero.checkpoint.pieces import Box, TensorPiece, whole
+from colossal_hetero.checkpoint.places import Place, find_checkpoints
 from colossal_hetero.checkpoint.reader import CheckpointReader
 from colossal_hetero.checkpoint.saver import LayerCheckpointSaver
 
@@ -89,15 +89,23 @@ def save_steps(folder: Path, *steps: int, **options: Any) -> None:
             saver.wait()
 
 
-def reader_of(*folders: Path) -> CheckpointReader:
-    return CheckpointReader([FolderPlace(folder) for folder in folders])
+def reader_of(*folders: Path, step: int | None = None) -> CheckpointReader:
+    """A reader of the checkpoint of a step; default: of the newest complete one."""
+    search = find_checkpoints([Place(folder) for folder in folders])
+    checkpoint = search.newest() if step is None else search.of_step(step)
+    return CheckpointReader(checkpoint, search.checkpoints)
 
 
-def assert_loads(reader: CheckpointReader, step: int, degree: int = 1, rank: int = 0, layers: str = "") -> int:
+def newest_step(*folders: Path) -> int:
+    return reader_of(*folders).checkpoint.step
+
+
+def assert_loads(reader: CheckpointReader, degree: int = 1, rank: int = 0, layers: str = "") -> int:
     """Load what a rank needs, and compare it with what was saved. Returns how many bytes the rank needs."""
+    step = reader.checkpoint.step
     blank = {key: torch.full_like(value, float("nan")) for key, value in tensors(step).items()}
     wanted = pieces_of(blank, degree, rank, layers)
-    reader.load(wanted, step)
+    reader.load(wanted)
     expected = pieces_of(tensors(step), degree, rank, layers)
     for found, right in zip(wanted, expected, strict=True):
         assert torch.equal(found.data, right.data), f"{found.key} {found.box}"

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from colossal_hetero.checkpoint.storage import FileOperations
-from tests.support.layer_checkpoints import assert_loads, one_saver, pieces_of, reader_of, tensors
+from tests.support.layer_checkpoints import assert_loads, newest_step, one_saver, pieces_of, reader_of, tensors
 
 KILLED = 9
 
@@ -133,16 +133,16 @@ def check_killed(root: Path, *, operation: int | None = None, seconds: float | N
     before = 30 if again else 20
     for folder in (root / "local", root / "shared"):
         reader = reader_of(folder)
-        found = reader.latest()
+        found = reader.checkpoint.step
         assert found in (before, 30) and (ended == "killed" or found == 30), found
-        assert_loads(reader, found)
+        assert_loads(reader)
         assert not reader.problems, reader.problems
-    local = reader_of(root / "local").latest()
+    local = newest_step(root / "local")
     save(root, "third", 40)
     for folder in (root / "local", root / "shared"):
         reader = reader_of(folder)
-        assert reader.latest() == 40
-        assert_loads(reader, 40)
+        assert reader.checkpoint.step == 40
+        assert_loads(reader)
         names = sorted(path.name for path in folder.iterdir())
         assert len(names) == 2 and all(name.startswith("step-") for name in names), names
     return f"{local} {ended}"

@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 
 from colossal_hetero.checkpoint.config import CheckpointError
-from colossal_hetero.checkpoint.exchange import AHEAD, BoxMemory, Received, exchange
+from colossal_hetero.checkpoint.exchange import AHEAD, BoxMemory, LayerRead, ReadAhead, Received, exchange
 from colossal_hetero.checkpoint.pieces import Bitmap, Box, Location, StorageTier, TensorPiece
-from colossal_hetero.checkpoint.reader import LayerRead, ReadAhead
 from colossal_hetero.checkpoint.transfers import Need, Read, choose_sources, layer_order, reads_and_transfers
 from tests.support.harness import run_ranks
 
@@ -29,10 +28,10 @@ def exchanged(unreadable: str | None) -> tuple[Received, dict[str, torch.Tensor]
     bitmap, rank = Bitmap(), dist.get_rank()
     for layer in LAYERS:
         for row in range(3):
-            bitmap.add(1, layer, f"param.{layer}", Box((row, 0), (1, 6)), Location("a", StorageTier.DISK))
-        bitmap.add(1, layer, f"param.{layer}", Box((0, 0), (4, 3)), Location("b", StorageTier.DISK))
+            bitmap.add(layer, f"param.{layer}", Box((row, 0), (1, 6)), Location("a", StorageTier.DISK))
+        bitmap.add(layer, f"param.{layer}", Box((0, 0), (4, 3)), Location("b", StorageTier.DISK))
     needs = {each: [Need(layer, f"param.{layer}", box, 4) for layer in LAYERS] for each, box in NEEDED.items()}
-    reads, transfers = reads_and_transfers(choose_sources(1, needs, NODES, bitmap), NODES)
+    reads, transfers = reads_and_transfers(choose_sources(needs, NODES, bitmap), NODES)
     data = {layer: torch.full(NEEDED[rank].sizes, -1.0) for layer in LAYERS}
     pieces = [TensorPiece(layer, f"param.{layer}", (4, 6), NEEDED[rank], data[layer], "whole") for layer in LAYERS]
     memory = BoxMemory(pieces, {piece.key: piece.shape for piece in pieces}, {piece.key: "float32" for piece in pieces})
@@ -42,15 +41,19 @@ def exchanged(unreadable: str | None) -> tuple[Received, dict[str, torch.Tensor]
         by_layer[read.layer].append(read)
 
     def fill(layer: str) -> None:
-        targets = [memory.to_read(read).data for read in by_layer[layer]]
+        targets = [memory.to_read(read) for read in by_layer[layer]]
         if layer == unreadable and rank == 2:
             raise CheckpointError("damaged")
-        for read, target in zip(by_layer[layer], targets, strict=True):
-            target.copy_(VALUES[layer][WHOLE.slices_of(read.box)])
+        for target in targets:
+            target.data.copy_(VALUES[layer][WHOLE.slices_of(target.box)])
+            memory.keep(target)
 
     order = layer_order(reads)
+    sent = {each.layer for each in transfers if each.sender == rank}
     layers = [
-        LayerRead(layer, not all(memory.holds(*read[1:3]) for read in by_layer[layer]), partial(fill, layer))
+        LayerRead(
+            layer, layer in sent and not all(memory.holds(*read[1:3]) for read in by_layer[layer]), partial(fill, layer)
+        )
         for layer in order
         if layer in by_layer
     ]

@@ -18,8 +18,7 @@ HELD = [(2, 0, ""), (2, 1, ""), (1, 0, "block"), (1, 0, "")]
 NODES = ["a", "a", "b", "c"]
 
 
-def save_and_load(root: str) -> tuple[int, int]:
-    """Save with one division, and load with another; returns the bytes that were read, and those that were needed."""
+def save_and_load(root: str) -> None:
     rank, folder = dist.get_rank(), Path(root)
     node, degree, shard, layers = NODES[rank], *HELD[rank]
     pieces = pieces_of(tensors(10), degree, shard, layers)
@@ -33,13 +32,11 @@ def save_and_load(root: str) -> tuple[int, int]:
     saver.close()
     dist.barrier()
     reader = reader_of(folder / node, folder / "shared")
-    assert reader.latest() == 20
-    assert reader.binary(20, rank)["rng"] == torch.get_rng_state().numpy().tobytes()
-    needed = assert_loads(reader, 20, 4, rank)
+    assert reader.checkpoint.step == 20
+    assert reader.states()[rank].binary["rng"] == torch.get_rng_state().numpy().tobytes()
+    assert_loads(reader, 4, rank)
     assert not reader.problems
-    return reader.bytes_read, needed
 
 
 def test_what_one_division_saves_another_loads(tmp_path: Path) -> None:
-    for read, needed in run_ranks(4, save_and_load, str(tmp_path)):
-        assert read == needed
+    run_ranks(4, save_and_load, str(tmp_path))

@@ -13,12 +13,12 @@ import pytest
 import torch.distributed as dist
 
 from colossal_hetero import CheckpointConfig
-from colossal_hetero.checkpoint.found import FolderPlace
+from colossal_hetero.checkpoint.places import Place
 from tests.support.checkpoint_runs import Run, boosted, different_tensors, gathered, hybrid, train
 from tests.support.harness import run_ranks
 
 STEP = "step-00000001"
-DAMAGED = ("block-0002.whole.distcp", "states.bin")
+DAMAGED = ("block-0002.whole.safetensors", "states.bin")
 
 
 def on_two_nodes(folder: Path, shared: bool = False, **options: Any) -> Run:
@@ -38,6 +38,7 @@ def save(folder: Path, options: dict[str, Any], shared: bool = False) -> Any:
 
 
 def check_other_plans(folder: Path, saved_in: dict[str, Any], loaded_in: Sequence[dict[str, Any]]) -> list[int]:
+    """Bytes that this rank has received, for each plan."""
     saved, received = save(folder, saved_in), []
     for options in loaded_in:
         run = on_two_nodes(folder, **options)
@@ -45,6 +46,9 @@ def check_other_plans(folder: Path, saved_in: dict[str, Any], loaded_in: Sequenc
         assert different_tensors(gathered(run), saved) == []
         needed = sum(piece.data.numel() * piece.data.element_size() for piece in run.pieces)
         assert start.read_bytes + start.received_bytes >= needed
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (start.read_bytes, needed))
+        assert sum(read for read, _ in everyone) <= sum(needed for _, needed in everyone)
         received.append(start.received_bytes)
     return received
 
@@ -107,12 +111,12 @@ def check_full_disk(folder: Path) -> list[str]:
         flipped(folder / "a" / STEP / DAMAGED[0])
     dist.barrier()
 
-    def replace(place: FolderPlace, file: str, content: Iterable[memoryview]) -> None:
+    def replace(place: Place, file: str, content: Iterable[memoryview]) -> None:
         next(iter(content))
         raise OSError("no space left")
 
     run = on_two_nodes(folder)
-    with patch.object(FolderPlace, "replace", replace), warnings.catch_warnings(record=True) as caught:
+    with patch.object(Place, "replace", replace), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run.plugin.resume(run.model, run.optimizer)
     return [str(each.message) for each in caught if "replaced" in str(each.message)]
@@ -140,4 +144,4 @@ def check_loss(folder: Path) -> str:
 def test_layers_that_are_lost_are_named(tmp_path: Path) -> None:
     for message in run_ranks(2, check_loss, tmp_path):
         assert "no checkpoint is whole" in message
-        assert "that of step 1 lacks block-0002.whole.distcp and" in message and "node a" in message
+        assert "that of step 1 lacks block-0002.whole.safetensors and" in message and "node a" in message

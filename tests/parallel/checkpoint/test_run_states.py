@@ -17,8 +17,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import Sampler, TensorDataset
 
 from colossal_hetero import CheckpointConfig, HeteroZeroPlugin
-from colossal_hetero.checkpoint.export import export
 from colossal_hetero.checkpoint.layer_checkpoint import Start
+from colossal_hetero.checkpoint.reader import export
 from tests.parallel.plugin.zero.test_zero_plugin import full_parameters
 from tests.support.checkpoint_runs import MODELS, boosted, different_tensors, gathered, saving, train
 from tests.support.harness import run_ranks

@@ -10,8 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from colossal_hetero import CheckpointConfig
-from colossal_hetero.checkpoint.found import FolderPlace
-from colossal_hetero.checkpoint.reader import CheckpointReader
+from colossal_hetero.checkpoint.places import Place, find_checkpoints
 from colossal_hetero.checkpoint.storage import FileOperations
 from tests.support.checkpoint_runs import boosted, different_tensors, gathered, hybrid, train
 from tests.support.harness import run_ranks
@@ -48,7 +47,7 @@ def train_with_slow_disk(folder: Path, seconds: float) -> None:
                 dist.all_gather_object(everyone, results)
                 assert all(each == results for each in everyone), case
                 for place in [shared, *([local] if local else [])]:
-                    assert CheckpointReader([FolderPlace(place)]).checkpoints()[0].step == STEPS, case
+                    assert find_checkpoints([Place(place)]).checkpoints[0].step == STEPS, case
                 resumed = boosted("vit", hybrid(checkpoints=CheckpointConfig(shared=shared)))
                 assert resumed.plugin.resume(resumed.model, resumed.optimizer).step == STEPS, case
                 assert different_tensors(gathered(resumed), gathered(run)) == [], case

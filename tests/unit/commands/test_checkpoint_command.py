@@ -12,7 +12,7 @@ import torch
 from tests.support import command_line
 from tests.support.layer_checkpoints import save_steps, tensors
 
-BLOCK = "block-0001.tp0of1.distcp"
+BLOCK = "block-0001.tp0of1.safetensors"
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_the_list_tells_complete_checkpoints_from_others(folder: Path) -> None:
 def test_verify_reads_every_byte_and_names_damaged_files(folder: Path) -> None:
     result = command_line.run("checkpoint", "verify", folder)
     assert result.exit_code == 0 and result.output == "step-00000020: whole\nstep-00000010: whole\n"
-    for name in (BLOCK, "states.bin", ".metadata", "part-a.json", "manifest.json"):
+    for name in (BLOCK, "states.bin", "part-a.json", "manifest.json"):
         path = folder / "step-00000010" / name
         original = path.read_bytes()
         for changed in range(0, len(original), max(1, len(original) // 7)):

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from colossal_hetero.checkpoint.config import CheckpointError
-from colossal_hetero.checkpoint.found import FolderPlace, content_of
 from colossal_hetero.checkpoint.pieces import Box, TensorPiece
-from colossal_hetero.checkpoint.reader import CheckpointReader
-from tests.support.layer_checkpoints import assert_loads, reader_of, save_steps, tensors
+from colossal_hetero.checkpoint.places import Place, find_checkpoints
+from colossal_hetero.checkpoint.storage import DamagedCopy
+from tests.support.layer_checkpoints import assert_loads, newest_step, reader_of, save_steps, tensors
+from tests.support.random_examples import IS_THOROUGH
 
-STEP, BLOCK = "step-00000020", "block-0001.tp0of1.distcp"
+STEP, BLOCK = "step-00000020", "block-0001.tp0of1.safetensors"
 
 
 @pytest.fixture
@@ -39,13 +40,28 @@ DAMAGES = {"flipped": (flip, "check sum"), "cut off": (cut_off, "bytes instead o
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 4])
-def test_every_division_loads_reading_exactly_what_it_needs(folders: tuple[Path, Path], degree: int) -> None:
+def test_every_division_loads_and_reads_no_box_twice(folders: tuple[Path, Path], degree: int) -> None:
     for rank in range(degree):
         reader = reader_of(*folders)
-        assert reader.latest() == 20
-        needed = assert_loads(reader, 20, degree, rank)
-        assert reader.bytes_read == needed
+        assert_loads(reader, degree, rank)
+        assert reader.bytes_read == sum(tensor.nbytes for tensor in tensors(20).values())
         assert reader.problems == []
+
+
+def test_every_changed_byte_of_a_box_is_noticed(tmp_path: Path) -> None:
+    save_steps(tmp_path, 20)
+    (copy,) = find_checkpoints([Place(tmp_path)]).checkpoints[0].copies
+    file = tmp_path / STEP / BLOCK
+    original = file.read_bytes()
+    items = copy.files[BLOCK].items
+    assert sum(item.bytes for item in items) == len(original) - 8 - int.from_bytes(original[:8], "little")
+    for item in items:
+        for changed in range(item.start, item.start + item.bytes, 1 if IS_THOROUGH else 7):
+            content = bytearray(original)
+            content[changed] ^= 1 << changed % 8
+            file.write_bytes(content)
+            with pytest.raises(DamagedCopy, match=f"{BLOCK} is damaged: the check sum of elements"):
+                copy.item(BLOCK, item)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -54,16 +70,16 @@ def test_a_damaged_file_is_read_from_another_copy_and_replaced(folders: tuple[Pa
     harm, word = DAMAGES[damage]
     harm(local / STEP / BLOCK)
     reader = reader_of(local, shared)
-    assert_loads(reader, 20)
+    assert_loads(reader)
     (problem,) = reader.problems
     assert BLOCK in problem and word in problem
-    ((bad, name),) = reader.damaged(20)
-    good = reader.whole(20, name, bad.check(name))
+    ((bad, name),) = reader.damaged()
+    good = reader.whole(name, bad.check(name))
     assert name == BLOCK and bad.place.name == str(local) and good is not None and good.place.name == str(shared)
-    assert reader.replace(bad, name, content_of(good, name), "the shared folder")
+    assert reader.replace(bad, name, good.content(name), "the shared folder")
     assert "the damaged file was replaced by that of the shared folder" in reader.problems[-1]
-    assert reader.damaged(20) == []
-    assert_loads(reader_of(local), 20)
+    assert reader.damaged() == []
+    assert_loads(reader_of(local, step=20))
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -75,10 +91,10 @@ def test_without_another_copy_the_error_names_the_file_and_a_complete_checkpoint
     harm(local / STEP / BLOCK)
     harm(shared / STEP / BLOCK)
     with pytest.raises(CheckpointError) as error:
-        assert_loads(reader_of(local, shared), 20)
+        assert_loads(reader_of(local, shared, step=20))
     for text in (f"{local}/{STEP}/{BLOCK}", f"{shared}/{STEP}/{BLOCK}", word, "the checkpoint of step 10 is complete"):
         assert text in str(error.value)
-    assert_loads(reader_of(local, shared), 20, layers="block-0000")  # what is not damaged still loads
+    assert_loads(reader_of(local, shared, step=20), layers="block-0000")  # what is not damaged still loads
 
 
 def test_damaged_indices_are_noticed(folders: tuple[Path, Path]) -> None:
@@ -86,23 +102,22 @@ def test_damaged_indices_are_noticed(folders: tuple[Path, Path]) -> None:
     manifest, part = local / STEP / "manifest.json", local / STEP / "part-a.json"
     text = manifest.read_text()
     manifest.write_text(text.replace('"epoch": 0', '"epoch": 8'))
-    reader = reader_of(local)
-    assert reader.latest() == 10
-    assert "check sum differs" in reader.problems[0]
-    assert_loads(reader_of(local, shared), 20)
+    search = find_checkpoints([Place(local)])
+    assert search.newest().step == 10
+    assert "check sum differs" in search.torn[f"{local}/{STEP}"]
+    assert_loads(reader_of(local, shared, step=20))
     manifest.write_text(text)
-    part.write_text(part.read_text().replace('"data_offset":384', '"data_offset":448', 1))
-    assert reader_of(local).latest() == 10
-    assert_loads(reader_of(local, shared), 20)
+    part.write_text(part.read_text().replace('"start":', '"start":1', 1))
+    assert newest_step(local) == 10
+    assert_loads(reader_of(local, shared, step=20))
 
 
-@pytest.mark.parametrize("missing", ["manifest.json", ".metadata"])
-def test_a_torn_checkpoint_is_not_loaded(folders: tuple[Path, Path], missing: str) -> None:
+def test_a_torn_checkpoint_is_not_loaded(folders: tuple[Path, Path]) -> None:
     local, _ = folders
-    (local / STEP / missing).unlink()
-    assert reader_of(local).latest() == 10
-    with pytest.raises(CheckpointError, match=rf"no checkpoint of step 20; there are: 10; .*it has no {missing}"):
-        assert_loads(reader_of(local), 20)
+    (local / STEP / "manifest.json").unlink()
+    assert newest_step(local) == 10
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 20; there are: 10; .*it has no manifest.json"):
+        assert_loads(reader_of(local, step=20))
 
 
 def test_checkpoints_of_one_step_from_two_runs_are_not_mixed(tmp_path: Path) -> None:
@@ -111,23 +126,23 @@ def test_checkpoints_of_one_step_from_two_runs_are_not_mixed(tmp_path: Path) -> 
     save_steps(new, 20, run="second")
     (new / STEP / BLOCK).unlink()
     with pytest.raises(CheckpointError, match="no other copy"):
-        assert_loads(reader_of(new, old), 20)
+        assert_loads(reader_of(new, old, step=20))
 
 
 def test_an_empty_place_says_so(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no complete checkpoint in .*: there is no folder of a checkpoint"):
-        reader_of(tmp_path / "nothing").latest()
+        newest_step(tmp_path / "nothing")
 
 
 def test_what_cannot_be_loaded_is_said(folders: tuple[Path, Path]) -> None:
-    reader = CheckpointReader([FolderPlace(folders[0])])
+    reader = reader_of(folders[0])
 
     def piece(key: str, shape: tuple[int, ...], dtype: torch.dtype, box: Box) -> TensorPiece:
         return TensorPiece("x", key, shape, box, torch.empty(box.sizes, dtype=dtype), "y")
 
     with pytest.raises(CheckpointError, match=r"the checkpoint of step 20 has no param\.other"):
-        reader.load([piece("param.other", (2,), torch.float32, Box((0,), (2,)))], 20)
+        reader.load([piece("param.other", (2,), torch.float32, Box((0,), (2,)))])
     with pytest.raises(ValueError, match=r"param.scale was saved as bfloat16 \[\], .* into float32 \[\]"):
-        reader.load([piece("param.scale", (), torch.float32, Box((), ()))], 20)
+        reader.load([piece("param.scale", (), torch.float32, Box((), ()))])
     with pytest.raises(CheckpointError, match=r"lacks elements \(12,\) to \+\(1,\) of param\.blocks\.0\.norm"):
-        reader.load([piece("param.blocks.0.norm", (12,), torch.bfloat16, Box((0,), (13,)))], 20)
+        reader.load([piece("param.blocks.0.norm", (12,), torch.bfloat16, Box((0,), (13,)))])

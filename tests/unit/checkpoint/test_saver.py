@@ -11,23 +11,25 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed import HashStore
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from colossal_hetero.checkpoint import layer_files
 from colossal_hetero.checkpoint import saver as saver_module
 from colossal_hetero.checkpoint.config import CheckpointError
-from colossal_hetero.checkpoint.pieces import RunState
+from colossal_hetero.checkpoint.pieces import RunState, TensorPiece, whole
 from colossal_hetero.checkpoint.saver import LayerCheckpointSaver
 from colossal_hetero.checkpoint.storage import FileOperations
 from tests.support.harness import run_alone
 from tests.support.layer_checkpoints import (
     assert_loads,
+    newest_step,
     one_saver,
     participants,
     pieces_of,
@@ -40,8 +42,8 @@ NODES = "aab"
 HELD = [(2, 0, ""), (2, 1, ""), (2, 0, "block")]
 """By rank: tensor-parallel degree and rank, and layers. Node b holds copies of some files of node a."""
 
-FILES = {f"{layer}.tp{rank}of2.distcp" for layer in ("block-0000", "block-0001") for rank in (0, 1)}
-FILES |= {f"{layer}.tp{rank}of2.distcp" for layer in ("embedding", "head") for rank in (0, 1)}
+FILES = {f"{layer}.tp{rank}of2.safetensors" for layer in ("block-0000", "block-0001") for rank in (0, 1)}
+FILES |= {f"{layer}.tp{rank}of2.safetensors" for layer in ("embedding", "head") for rank in (0, 1)}
 
 
 class Run:
@@ -104,7 +106,7 @@ class Run:
             saver.close()
 
     def files(self, folder: str, step: int) -> set[str]:
-        return {path.name for path in (self.root / folder / f"step-{step:08d}").glob("*.distcp")}
+        return {path.name for path in (self.root / folder / f"step-{step:08d}").glob("*.safetensors")}
 
     def steps(self, folder: str) -> list[int]:
         return sorted(int(path.name[5:]) for path in (self.root / folder).iterdir())
@@ -126,53 +128,54 @@ def test_each_node_keeps_its_files_and_each_file_is_uploaded_once(run: Run, tier
     if "local" in tiers:
         assert run.files("local-a", 10) == FILES
         assert run.files("local-b", 10) == on_b
-        assert_loads(reader_of(run.root / "local-b"), 10, 2, 0, "block")
-        assert_loads(reader_of(run.root / "local-b", run.root / "local-a"), 10)
+        assert_loads(reader_of(run.root / "local-b", step=10), 2, 0, "block")
+        assert_loads(reader_of(run.root / "local-b", run.root / "local-a", step=10))
     if "shared" in tiers:
         assert run.files("shared", 10) == FILES
         parts = [json.loads(path.read_text()) for path in (run.root / "shared/step-00000010").glob("part-*.json")]
         uploaded = {part["node"]: {file["name"] for file in part["files"]} for part in parts}
         assert uploaded["b"] and uploaded["a"] | uploaded["b"] == FILES and not uploaded["a"] & uploaded["b"]
-        assert_loads(reader_of(run.root / "shared"), 10)
-        assert_loads(reader_of(run.root / "shared"), 10, 3, 1)
-    reader = reader_of(run.root / ("local-a" if "local" in tiers else "shared"))
-    manifest = reader.manifest(10)
+        assert_loads(reader_of(run.root / "shared", step=10))
+        assert_loads(reader_of(run.root / "shared", step=10), 3, 1)
+    reader = reader_of(run.root / ("local-a" if "local" in tiers else "shared"), step=10)
+    manifest = reader.checkpoint.manifest
     assert (manifest.epoch, manifest.common, manifest.world_size) == (1, {"step": 10, "best": math.inf}, 3)
-    assert [manifest.ranks[rank] for rank in range(3)] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
-    assert [reader.binary(10, rank) for rank in range(3)] == [{"rng": b"\0"}, {"rng": b"\1"}, {"rng": b"\2"}]
+    assert [state.rank for state in reader.states()] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+    assert [state.binary for state in reader.states()] == [{"rng": b"\0"}, {"rng": b"\1"}, {"rng": b"\2"}]
     assert run.logs[0].getvalue() == ""
 
 
-def test_torchs_own_tools_read_the_shared_folder(run: Run) -> None:
-    run.save(10)
-    assert run.wait() == ""
-    target = run.root / "whole.pt"
-    dcp_to_torch_save(run.root / "shared/step-00000010", target)
-    found = torch.load(target, weights_only=True)
+def test_safetensors_reads_the_files_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also large boxes, which are written as several."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    save_steps(tmp_path, 10)
+    files = [safetensors.load_file(path) for path in (tmp_path / "step-00000010").glob("*.safetensors")]
+    found = {name: tensor for file in files for name, tensor in file.items()}
     assert found.keys() == tensors(10).keys()
     assert all(torch.equal(found[key], value) for key, value in tensors(10).items())
-
-
-def test_large_boxes_are_written_as_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_files, "MAX_ARCHIVE_BYTES", 100)
-    save_steps(tmp_path, 10)
+    monkeypatch.setattr(layer_files, "MAX_BOX_BYTES", 480)
+    save_steps(tmp_path, 20, run="again")
+    found = safetensors.load_file(tmp_path / "step-00000020/embedding.tp0of1.safetensors")
+    parts = [found[f"exp_avg.embedding.weight[{rows},0:12]"] for rows in ("0:10", "10:20", "20:30")]
+    assert torch.equal(torch.cat(parts), tensors(20)["exp_avg.embedding.weight"])
     for rank in range(3):
-        reader = reader_of(tmp_path)
-        assert assert_loads(reader, 10, 3, rank) == reader.bytes_read
-    dcp_to_torch_save(tmp_path / "step-00000010", tmp_path / "whole.pt")
-    found = torch.load(tmp_path / "whole.pt", weights_only=True)
-    assert all(torch.equal(found[key], value) for key, value in tensors(10).items())
+        assert_loads(reader_of(tmp_path), 3, rank)
 
 
-def test_messages_as_files_take_the_place_of_a_store(run: Run) -> None:
-    run.start("second", store=None)
-    run.save(10)
-    assert run.wait() == ""
-    run.close()  # removes the messages
-    assert run.steps("shared") == [10]
-    assert_loads(reader_of(run.root / "shared"), 10)
-    with pytest.raises(ValueError, match=r"ranks on 2 nodes with local folders only need a store"):
-        run.start("third", "local", store=None)
+@pytest.mark.parametrize("dtype", layer_files.TYPES)
+def test_every_type_is_saved_and_loaded(dtype: torch.dtype, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    for shape in [(), (3,), (5, 7), (2, 3, 4)]:
+        data = (3 * torch.randn(shape, generator=torch.Generator().manual_seed(0))).to(dtype)
+        content = data.reshape(-1).view(torch.uint8).numpy()
+        piece = TensorPiece("layer", "buffer.x", shape, whole(shape), data, "whole")
+        layer_files.write_layer_file(FileOperations(), tmp_path / "file", [(piece, content)])
+        (found,) = safetensors.load_file(tmp_path / "file").values()
+        assert found.dtype == dtype and found.shape == data.shape
+        assert torch.equal(found.reshape(-1).view(torch.uint8), data.reshape(-1).view(torch.uint8))
+    with pytest.raises(ValueError, match=r"buffer.x is of type torch.complex128"):
+        other = replace(piece, data=data.to(torch.complex128))
+        layer_files.write_layer_file(FileOperations(), tmp_path / "file", [(other, np.zeros(384, np.uint8))])
 
 
 def test_what_changes_after_a_save_is_not_saved(tmp_path: Path) -> None:
@@ -182,7 +185,7 @@ def test_what_changes_after_a_save_is_not_saved(tmp_path: Path) -> None:
         for value in values.values():
             value.zero_()
         saver.wait()
-    assert_loads(reader_of(tmp_path), 10)
+    assert_loads(reader_of(tmp_path, step=10))
 
 
 def test_the_newest_are_kept_also_after_a_return_to_an_earlier_step(tmp_path: Path) -> None:
@@ -195,17 +198,17 @@ def test_the_newest_are_kept_also_after_a_return_to_an_earlier_step(tmp_path: Pa
     (tmp_path / "step-00000007").mkdir()  # of another program
     save_steps(tmp_path, 35, run="again")
     assert steps() == [7, 35, 40, 50]
-    assert reader_of(tmp_path).latest() == 35
+    assert newest_step(tmp_path) == 35
     save_steps(tmp_path, 50, keep=1, run="once more")
     assert steps() == [7, 50]
-    assert_loads(reader_of(tmp_path), 50)
+    assert_loads(reader_of(tmp_path, step=50))
 
 
 class FullDisk(FileOperations):
     """A disk that takes no more than some bytes of the files of layers, until it is freed."""
 
     def __init__(self) -> None:
-        self.free: float = 5000
+        self.free: float = 1000
 
     def write(self, descriptor: int, data: memoryview) -> int:
         if self.free < len(data):
@@ -230,14 +233,14 @@ def test_a_full_disk_is_reported_and_the_next_save_works(run: Run, rank: int) ->
     disk.free = float("inf")
     run.save(20)
     assert run.wait() == ""
-    assert_loads(reader_of(run.root / "shared"), 20)
+    assert_loads(reader_of(run.root / "shared", step=20))
     assert run.logs[1].getvalue() == run.logs[2].getvalue() == ""
 
 
 def save_with_limited_files(folder: Path) -> str:
     """A real limit of the operating system, instead of a full disk; returns the error, and loads the next save."""
     with one_saver(folder, log=io.StringIO()) as saver:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
         saver.save(10, pieces_of(tensors(10)), ready=(True, True))
         with pytest.raises(CheckpointError) as error:
             saver.wait()
@@ -245,7 +248,7 @@ def save_with_limited_files(folder: Path) -> str:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         saver.save(20, pieces_of(tensors(20)), ready=(True, True))
         saver.wait()
-    assert_loads(reader_of(folder), 20)
+    assert_loads(reader_of(folder, step=20))
     return str(error.value)
 
 
@@ -261,7 +264,7 @@ class HangingFolder(FileOperations):
         self.hangs = threading.Event()
 
     def create(self, path: Path) -> int:
-        if "shared" in path.parts and path.suffix == ".distcp" and not self.is_back.is_set():
+        if "shared" in path.parts and path.suffix == ".safetensors" and not self.is_back.is_set():
             self.hangs.set()
             self.is_back.wait()
         return super().create(path)
@@ -277,9 +280,9 @@ def test_a_shared_folder_that_hangs_does_not_stop_local_checkpoints(run: Run, ra
     for step in (20, 30):
         assert run.save(step) == [True] * 3
         deadline = time.monotonic() + 20
-        while reader_of(run.root / "local-a").latest() != step and time.monotonic() < deadline:
+        while newest_step(run.root / "local-a") != step and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert reader_of(run.root / "local-a").latest() == step
+        assert newest_step(run.root / "local-a") == step
     start = time.monotonic()
     assert "step 10" in run.wait()
     assert time.monotonic() - start < 5
@@ -290,7 +293,7 @@ def test_a_shared_folder_that_hangs_does_not_stop_local_checkpoints(run: Run, ra
     run.become_idle()
     run.save(40)
     assert run.wait() == ""
-    assert reader_of(run.root / "shared").latest() == 40
+    assert newest_step(run.root / "shared") == 40
     assert run.steps("shared")[-1] == 40
 
 
@@ -307,7 +310,7 @@ def test_a_shared_folder_alone_that_hangs_does_not_stop_training(run: Run) -> No
     run.become_idle()
     run.save(50)
     assert run.wait() == ""
-    assert reader_of(run.root / "shared").latest() == 50
+    assert newest_step(run.root / "shared") == 50
 
 
 def test_nobody_waits_for_a_rank_that_is_lost(run: Run) -> None:
@@ -326,7 +329,7 @@ class SlowFolder(FileOperations):
     """Each file takes some time."""
 
     def create(self, path: Path) -> int:
-        time.sleep(0.02 if path.suffix == ".distcp" else 0.0)
+        time.sleep(0.02 if path.suffix == ".safetensors" else 0.0)
         return super().create(path)
 
 
@@ -344,7 +347,7 @@ def test_a_rank_that_saves_slowly_loses_neither_other_saves_nor_the_last(
     assert run.wait() == ""
     for folder in [each for each in ("local-a", "local-b", "shared") if each.partition("-")[0] in tiers.split()]:
         assert run.steps(folder)[-1] == last
-    assert_loads(reader_of(run.root / ("shared" if "shared" in tiers else "local-a")), last)
+    assert_loads(reader_of(run.root / ("shared" if "shared" in tiers else "local-a"), step=last))
     lines = run.logs[0].getvalue().splitlines()
     assert all("is still being written on some rank; until it is, others are skipped" in line for line in lines)
 
@@ -356,7 +359,7 @@ def test_the_end_of_a_script_makes_the_last_checkpoint(run: Run, rank: int) -> N
         run.save(step)
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(LayerCheckpointSaver._at_exit, run.savers))
-    assert_loads(reader_of(run.root / "shared"), 29)
+    assert_loads(reader_of(run.root / "shared", step=29))
 
 
 def test_no_rank_waits_for_ever_for_one_that_has_ended(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +370,7 @@ def test_no_rank_waits_for_ever_for_one_that_has_ended(run: Run, monkeypatch: py
         for waited in [pool.submit(run.savers[rank].wait) for rank in (0, 2)]:
             with pytest.raises(CheckpointError, match="rank 1 does not wait for its checkpoints, or has ended"):
                 waited.result()
-    assert_loads(reader_of(run.root / "shared"), 10)
+    assert_loads(reader_of(run.root / "shared", step=10))
 
 
 def test_a_save_waits_in_memory_for_a_slow_one(run: Run) -> None:
@@ -434,6 +437,8 @@ def test_wrong_arguments_are_said(tmp_path: Path) -> None:
         LayerCheckpointSaver(alone)
     with pytest.raises(ValueError, match="keep is 0"):
         LayerCheckpointSaver(alone, local=tmp_path, keep=0)
+    with pytest.raises(ValueError, match="2 ranks need a store"):
+        LayerCheckpointSaver(participants("ab", [pieces_of(tensors(0))] * 2)[0], local=tmp_path)
     with one_saver(tmp_path) as saver:
         with pytest.raises(ValueError, match="step is -1"):
             saver.save(-1, pieces_of(tensors(0)), ready=(True, True))

@@ -1,0 +1,141 @@
+"""Which place each box comes from, who reads it, and who sends it to whom: the nearest place, nothing twice, evenly."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from colossal_hetero.checkpoint.pieces import Bitmap, Box, Location, StorageTier
+from colossal_hetero.checkpoint.transfers import (
+    Fetch,
+    Need,
+    Read,
+    choose_sources,
+    layer_order,
+    reads_and_transfers,
+)
+
+SHARED = Location("", StorageTier.SHARED)
+LAYERS = [f"block-{number:04d}" for number in range(6)]
+
+
+def disk(node: str) -> Location:
+    return Location(node, StorageTier.DISK)
+
+
+def rows(start: int, stop: int) -> Box:
+    return Box((start, 0), (stop - start, 4))
+
+
+def chosen(box: Box, *entries: tuple[Box, Location]) -> list[tuple[Box, Location]]:
+    """What rank 0 on node "here" gets, and from where."""
+    bitmap = Bitmap(7)
+    for held, location in entries:
+        bitmap.add("block-0000", "param.w", held, location)
+    fetches = choose_sources({0: [Need("block-0000", "param.w", box, 2)]}, {0: "here"}, bitmap)[0]
+    assert all(
+        each.read.box == (each.box if each.read.location.tier == StorageTier.MEMORY else held)
+        for each in fetches
+        for held, location in entries
+        if location == each.read.location and held.intersection(each.box) == each.box
+    )
+    return [(fetch.box, fetch.read.location) for fetch in fetches]
+
+
+def test_each_part_comes_from_the_nearest_place() -> None:
+    entries = (
+        (rows(0, 2), Location("here", StorageTier.MEMORY)),
+        (rows(0, 4), disk("here")),
+        (rows(2, 6), Location("there", StorageTier.MEMORY)),
+        (rows(0, 8), SHARED),
+    )
+    assert sorted(chosen(rows(1, 8), *entries)) == [
+        (box, location)
+        for box, (_, location) in zip((rows(1, 2), rows(2, 4), rows(4, 6), rows(6, 8)), entries, strict=True)
+    ]
+
+
+def test_other_nodes_give_evenly() -> None:
+    fetched = chosen(rows(0, 12), *((rows(row, row + 1), disk(node)) for row in range(12) for node in "abc"))
+    assert Counter(location.node for _, location in fetched) == {"a": 4, "b": 4, "c": 4}
+
+
+def test_a_box_that_is_nowhere_is_named() -> None:
+    with pytest.raises(LookupError, match=r"param.w of step 7 at \(2, 0\) with sizes \(1, 4\)"):
+        chosen(rows(0, 3), (rows(0, 2), disk("a")))
+
+
+def fetch(layer: str, location: Location, start: int = 0, stop: int = 10) -> Fetch:
+    box = Box((start,), (stop - start,))
+    return Fetch(box, 4 * box.numel, Read(layer, f"param.{layer}", Box((0,), (10,)), location))
+
+
+def test_what_the_shared_folder_has_is_read_once_and_evenly() -> None:
+    fetches = {rank: [fetch(layer, SHARED) for layer in LAYERS] for rank in range(3)}
+    reads, transfers = reads_and_transfers(fetches, dict(enumerate("aab")))
+    assert sorted(read.layer for of_rank in reads.values() for read in of_rank) == LAYERS
+    assert [len(reads[rank]) for rank in range(3)] == [2, 2, 2]
+    assert len(transfers) == 12
+    for each in transfers:
+        assert each.layer in {read.layer for read in reads[each.sender]} and each.sender != each.receiver
+
+
+def test_ranks_read_their_own_disk_and_one_of_them_sends() -> None:
+    """Ranks 0 and 1 have the disk of node a, and need what it has; ranks 2 and 3 need it too."""
+    fetches = {rank: [fetch(layer, disk("a")) for layer in LAYERS[:4]] for rank in range(4)}
+    reads, transfers = reads_and_transfers(fetches, dict(enumerate("aabb")))
+    assert [len(reads[rank]) for rank in range(4)] == [4, 4, 0, 0]
+    assert Counter((each.layer, each.receiver) for each in transfers) == dict.fromkeys(
+        ((layer, rank) for layer in LAYERS[:4] for rank in (2, 3)), 1
+    )
+    assert Counter(each.sender for each in transfers) == {0: 4, 1: 4}
+    for layer in LAYERS[:4]:
+        assert len({each.sender for each in transfers if each.layer == layer}) == 1
+
+
+def test_a_node_that_does_not_need_a_box_reads_it_once_to_send_it() -> None:
+    fetches = {0: [], 1: [fetch("head", disk("a"))], 2: [fetch("head", disk("a"))]}
+    reads, transfers = reads_and_transfers(fetches, dict(enumerate("abc")))
+    assert [len(reads[rank]) for rank in range(3)] == [1, 0, 0]
+    assert {(each.sender, each.receiver) for each in transfers} == {(0, 1), (0, 2)}
+
+
+@given(st.data())
+def test_all_get_what_they_need_and_no_more_is_read_than_is_needed(data: st.DataObject) -> None:
+    """Files of two halves of tensors, on some of three nodes or in the shared folder alone."""
+    node_of = dict(enumerate(data.draw(st.lists(st.sampled_from("abc"), min_size=1, max_size=5))))
+    bitmap, needs = Bitmap(), defaultdict(list)
+    for layer in LAYERS[:3]:
+        for half in (rows(0, 4), rows(4, 8)):
+            nodes = data.draw(st.sets(st.sampled_from(sorted(set(node_of.values())))))
+            for location in [disk(node) for node in nodes] or [SHARED]:
+                bitmap.add(layer, layer, half, location)
+        cuts = [0, *sorted(data.draw(st.sets(st.integers(1, 7), max_size=3))), 8]
+        for start, stop in itertools.pairwise(cuts):
+            for rank in data.draw(st.sets(st.sampled_from(sorted(node_of)), min_size=1)):
+                needs[rank].append(Need(layer, layer, rows(start, stop), 4))
+    fetches = choose_sources({rank: needs[rank] for rank in node_of}, node_of, bitmap)
+    reads, transfers = reads_and_transfers(fetches, node_of)
+    for rank, of_rank in fetches.items():
+        own = [(read.key, read.box) for read in reads[rank]]
+        assert len(own) == len(set(own))
+        assert all(read.location.node in (node_of[rank], "") for read in reads[rank])
+        received = [(each.key, each.box) for each in transfers if each.receiver == rank]
+        for each in of_rank:
+            is_read = (each.read.key, each.read.box) in own
+            assert is_read + received.count((each.read.key, each.box)) == 1
+    for each in transfers:
+        assert any(read.key == each.key and read.box.intersection(each.box) == each.box for read in reads[each.sender])
+    needed = sum(need.box.numel for of_rank in needs.values() for need in of_rank)
+    assert sum(read.box.numel for of_rank in reads.values() for read in of_rank) <= needed
+
+
+def test_layers_in_different_places_take_turns() -> None:
+    """Otherwise the disk of one node would wait for that of the other."""
+    places = {"block-0000": "a", "block-0001": "a", "block-0002": "b", "block-0003": "b"}
+    reads = {0: [Read(layer, "x", Box((0,), (1,)), disk(node)) for layer, node in places.items()]}
+    assert layer_order(reads) == ["block-0000", "block-0002", "block-0001", "block-0003"]
