@@ -40,7 +40,7 @@ import torch.distributed as dist
 import tests.support.checkpoint_runs as runs
 from benchmarks.common import describe_machine, print_table
 from colossal_hetero import CheckpointConfig
-from colossal_hetero.checkpoint import loading
+from colossal_hetero.checkpoint import exchange
 from colossal_hetero.checkpoint.places import Place
 from colossal_hetero.checkpoint.transfers import Read
 from tests.support.harness import run_ranks
@@ -118,12 +118,12 @@ def reading_alone() -> Iterator[None]:
     def alone(fetches: Any, node_of: Any) -> tuple[dict[int, list[Read]], list[Any]]:
         return {rank: list(dict.fromkeys(fetch.read for fetch in found)) for rank, found in fetches.items()}, []
 
-    sharing = loading.reads_and_transfers
-    loading.reads_and_transfers = alone
+    sharing = exchange.reads_and_transfers
+    exchange.reads_and_transfers = alone
     try:
         yield
     finally:
-        loading.reads_and_transfers = sharing
+        exchange.reads_and_transfers = sharing
 
 
 def boosted(scenario: Scenario, root: Path, width: int, local: bool) -> runs.Run:

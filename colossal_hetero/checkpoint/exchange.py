@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,10 +18,10 @@ from torch import Tensor
 
 from ..colossalai_support.accelerator import get_accelerator
 from .config import CheckpointError
-from .pieces import Box, TensorPiece
-from .transfers import Read, Transfer
+from .pieces import Box, Location, TensorPiece
+from .transfers import Fetch, Need, Read, Transfer, layer_order, reads_and_transfers
 
-__all__ = ["AHEAD", "BoxMemory", "LayerRead", "ReadAhead", "Received", "exchange"]
+__all__ = ["BoxMemory", "Outcome", "fetch_boxes"]
 
 
 # Box memory ----------------------------------------------------------------------------------------------------------
@@ -81,68 +84,50 @@ def _part(piece: TensorPiece, box: Box) -> Tensor:
 # Read ahead ----------------------------------------------------------------------------------------------------------
 
 
-class LayerRead(NamedTuple):
-    layer: str
-    is_sent: bool
-    """True if this takes memory until it is sent."""
-    read: Callable[[], None]
+class _ReadAhead:
+    """Thread that reads layers from one place. Leave its ``with`` block to stop it."""
 
-
-class ReadAhead:
-    """Thread that reads from one place. Leave its ``with`` block to stop it."""
-
-    def __init__(self, layers: Sequence[LayerRead], ahead: int) -> None:
-        self._layers = layers
-        self._done = {layer.layer: threading.Event() for layer in layers}
-        self._sent = {layer.layer for layer in layers if layer.is_sent}
-        self._room = threading.Semaphore(ahead)
+    def __init__(self, reads: Mapping[str, Callable[[], None]], sent: Collection[str]) -> None:
+        self._reads, self._sent = reads, sent
+        self._done: dict[str, Future[None]] = {layer: Future() for layer in reads}
+        self._room = threading.Semaphore(AHEAD + 1)
         self._stopped = False
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="read checkpoint", daemon=True)
-        self.problems: dict[str, str] = {}
-        """Reasons why layers could not be read."""
 
-    def __enter__(self) -> ReadAhead:
-        self._thread.start()
+    def __enter__(self) -> _ReadAhead:
+        threading.Thread(target=self._run, name="read checkpoint", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stopped = True
         self._room.release()
 
-    def wait(self, layer: str) -> str | None:
-        """Wait until a layer is read: None, or why it could not be read. None if there is nothing to read of it."""
-        if layer not in self._done:
-            return None
-        self._done[layer].wait()
-        if self._error is not None:
-            raise self._error
-        return self.problems.get(layer)
+    def wait(self, layer: str) -> bool:
+        """Wait until a layer is read; false if it could not be read."""
+        error = self._done[layer].exception() if layer in self._done else None
+        if error is not None and not isinstance(error, CheckpointError):
+            raise error
+        return error is None
 
     def has_sent(self, layer: str) -> None:
         if layer in self._sent:
             self._room.release()
 
-    def wait_for_all(self) -> None:
-        for layer in self._done:
-            self.wait(layer)
+    def problems(self) -> dict[str, str]:
+        """Reasons why layers could not be read, after waiting for all."""
+        return {layer: str(done.exception()) for layer, done in self._done.items() if not self.wait(layer)}
 
     def _run(self) -> None:
-        try:
-            for layer in self._layers:
-                if layer.is_sent:
-                    self._room.acquire()
-                if self._stopped:
-                    return
-                try:
-                    layer.read()
-                except CheckpointError as error:
-                    self.problems[layer.layer] = str(error)
-                self._done[layer.layer].set()
-        except BaseException as error:  # raised where somebody waits
-            self._error = error
-            for done in self._done.values():
-                done.set()
+        for layer, read in self._reads.items():
+            if layer in self._sent:
+                self._room.acquire()
+            if self._stopped:
+                return
+            try:
+                read()
+            except BaseException as error:  # raised where somebody waits
+                self._done[layer].set_exception(error)
+            else:
+                self._done[layer].set_result(None)
 
 
 # Exchange ------------------------------------------------------------------------------------------------------------
@@ -152,10 +137,59 @@ AHEAD = 2
 """Layers that are sent at the same time."""
 
 
-class Received(NamedTuple):
-    bytes: int
-    missing: list[Transfer]
-    """Boxes that the sender could not read."""
+class Outcome(NamedTuple):
+    problems: list[tuple[str, Location, str]]
+    """Layers that this rank could not read, their locations, and the reasons."""
+    left: list[Need]
+    """What this rank did not get, because it or a sender could not read it."""
+    received_bytes: int = 0
+
+
+def fetch_boxes(
+    fetches: Mapping[int, Sequence[Fetch]],
+    node_of: Mapping[int, str],
+    memory: BoxMemory,
+    fill: Callable[[Sequence[TensorPiece]], None],
+) -> Outcome:
+    """Read boxes of this rank's node with ``fill``, and exchange them with other ranks.
+
+    Every rank calls it, with the same fetches. One layer after the other is on its way, so that memory for few layers
+    is needed.
+    """
+    rank = dist.get_rank()
+    reads, transfers = reads_and_transfers(fetches, node_of)
+    order = layer_order(reads)
+    sending = {each.layer for each in transfers if each.sender == rank}
+    by_location: dict[Location, dict[str, list[Read]]] = defaultdict(lambda: defaultdict(list))
+    for read in sorted(reads[rank], key=lambda read: (read.location, order.index(read.layer))):
+        by_location[read.location][read.layer].append(read)
+
+    @torch.no_grad()
+    def load(of_layer: Sequence[Read]) -> None:
+        targets = [memory.to_read(read) for read in of_layer]
+        fill(targets)
+        for target in targets:
+            memory.keep(target)
+            if target.layer not in sending:
+                memory.free(target.key)
+
+    lent = {each.layer for each in reads[rank] if not memory.holds(each.key, each.box)}
+    with ExitStack() as stack:
+        readers = {}
+        for location, by_layer in by_location.items():
+            tasks = {layer: partial(load, of_layer) for layer, of_layer in by_layer.items()}
+            readers[location] = stack.enter_context(_ReadAhead(tasks, sending & lent))
+        received, missing = _exchange(order, transfers, memory, list(readers.values()))
+        found = {location: reader.problems() for location, reader in readers.items()}
+    problems = [(layer, location, why) for location, of_location in found.items() for layer, why in of_location.items()]
+    unread = {(layer, location) for layer, location, _ in problems}
+    unsent = {(each.key, each.box) for each in missing}
+    left = [
+        Need(read.layer, read.key, box, size // box.numel)
+        for box, size, read in fetches[rank]
+        if (read.layer, read.location) in unread or (read.key, box) in unsent
+    ]
+    return Outcome(problems, left, received)
 
 
 class _Message(NamedTuple):
@@ -171,12 +205,12 @@ class _Layer(NamedTuple):
     works: list[dist.Work]
 
 
-def exchange(
-    order: Sequence[str], transfers: Sequence[Transfer], memory: BoxMemory, readers: Sequence[ReadAhead]
-) -> Received:
+def _exchange(
+    order: Sequence[str], transfers: Sequence[Transfer], memory: BoxMemory, readers: Sequence[_ReadAhead]
+) -> tuple[int, list[Transfer]]:
     """Send what this rank reads and others need, and receive what it needs. Order and transfers are equal on all ranks.
 
-    In each layer, two ranks exchange one message at most. A rank needs memory for :data:`AHEAD` layers and one more.
+    In each layer, two ranks exchange one message at most. Returns the bytes received, and what could not be sent.
     """
     rank = dist.get_rank()
     by_layer: dict[str, list[Transfer]] = {layer: [] for layer in order}
@@ -210,16 +244,16 @@ def exchange(
             finish()
     while on_their_way:
         finish()
-    return Received(received, missing)
+    return received, missing
 
 
 def _start(
-    layer: str, transfers: Sequence[Transfer], rank: int, memory: BoxMemory, readers: Sequence[ReadAhead]
+    layer: str, transfers: Sequence[Transfer], rank: int, memory: BoxMemory, readers: Sequence[_ReadAhead]
 ) -> _Layer:
     device = _device()
     is_read = True
     if any(each.sender == rank for each in transfers):
-        is_read = not any([reader.wait(layer) for reader in readers])
+        is_read = all([reader.wait(layer) for reader in readers])
     operations: list[dist.P2POp] = []
     incoming, outgoing = [], []
     for sender, parts in _by(transfers, "sender", "receiver", rank):

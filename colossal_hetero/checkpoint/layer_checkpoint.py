@@ -7,22 +7,23 @@ import socket
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from ..common.ranks import on_every_rank, own_address
 from .config import CheckpointConfig, CheckpointError
+from .exchange import BoxMemory, Outcome, fetch_boxes
 from .held_pieces import agreed_buffers, pieces_of
-from .loading import load_pieces
 from .model_outline import ModelOutline
 from .participants import Participants, gather_participants, holdings_of
-from .pieces import RunState, TensorPiece, step_of
+from .pieces import Bitmap, Location, RunState, StorageTier, TensorPiece, step_of
 from .places import Checkpoint, Copy, NodeCopy, Place, find_checkpoints, newest_whole
 from .reader import CheckpointReader
 from .records import FileCheck
@@ -30,6 +31,7 @@ from .restoring import Restoring, wait_for_parameters
 from .run_states import check_loader, check_optimizer, restore_run, run_state_of
 from .saver import LayerCheckpointSaver
 from .storage import DamagedCopy
+from .transfers import Need, choose_sources
 
 __all__ = ["LayerCheckpoint", "Start", "Training", "repair"]
 
@@ -95,6 +97,69 @@ def _receive(sender: int) -> Iterator[memoryview]:
         yield memoryview(received[0])
     if received[0] is not None:
         raise DamagedCopy(received[0])
+
+
+# Loading -------------------------------------------------------------------------------------------------------------
+
+
+def load_pieces(
+    pieces: Sequence[TensorPiece], copies: Sequence[NodeCopy], reader: CheckpointReader, nodes: Sequence[str]
+) -> int:
+    """Fill the pieces of this rank; returns the bytes received from other ranks. Every rank calls it.
+
+    Each box comes from the nearest place: the disk of this node, disks of other nodes, the shared folder. All are read
+    at the same time; what is read once is sent to all that need it. If a file is damaged, another copy is used.
+    """
+    checkpoint = reader.checkpoint
+    as_saved = [_as_saved(piece, checkpoint.dtypes) for piece in pieces]
+    memory = BoxMemory(as_saved, checkpoint.shapes, checkpoint.dtypes)
+    bitmap = _bitmap(copies, checkpoint, set(nodes))
+    node_of = dict(enumerate(nodes))
+    outcome = Outcome([], [Need(each.layer, each.key, each.box, each.data.element_size()) for each in as_saved])
+    received, problems = 0, list[str]()
+    while True:
+        outcomes: list[Any] = [None] * len(nodes)
+        dist.all_gather_object(outcomes, outcome)
+        for layer, location, problem in (each for of_rank in outcomes for each in of_rank.problems):
+            bitmap.discard(layer, location)
+            problems.append(problem)
+        needs = {rank: of_rank.left for rank, of_rank in enumerate(outcomes)}
+        if not any(needs.values()):
+            break
+        try:
+            fetches = choose_sources(needs, node_of, bitmap)
+        except LookupError as error:
+            raise CheckpointError("; ".join([*problems, str(error)])) from None
+        outcome = fetch_boxes(fetches, node_of, memory, reader.load)
+        received += outcome.received_bytes
+        for _, _, problem in outcome.problems:
+            warnings.warn(f"a checkpoint is damaged: {problem}; other copies are looked for", stacklevel=2)
+    for piece, saved in zip(pieces, as_saved, strict=True):
+        if saved is not piece:
+            piece.data.copy_(saved.data)
+    return received
+
+
+def _as_saved(piece: TensorPiece, dtypes: Mapping[str, str]) -> TensorPiece:
+    dtype = getattr(torch, dtypes[piece.key])
+    if piece.data.dtype == dtype:
+        return piece
+    return replace(piece, data=torch.empty(piece.box.sizes, dtype=dtype))
+
+
+def _bitmap(copies: Sequence[NodeCopy], checkpoint: Checkpoint, nodes: set[str]) -> Bitmap:
+    bitmap = Bitmap(checkpoint.step)
+    for copy in copies:
+        if copy.node and copy.node not in nodes:
+            continue
+        location = Location(copy.node, StorageTier.DISK if copy.node else StorageTier.SHARED)
+        for file in (checkpoint.files[name] for name in copy.files):
+            for item in file.items:
+                bitmap.add(file.layer, item.key, item.box, location)
+    return bitmap
+
+
+# Runs ----------------------------------------------------------------------------------------------------------------
 
 
 STORE_SECONDS = 60.0

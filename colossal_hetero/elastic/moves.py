@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from ..checkpoint.exchange import AHEAD, BoxMemory, LayerRead, ReadAhead, exchange
+from ..checkpoint.exchange import BoxMemory, fetch_boxes
 from ..checkpoint.pieces import Bitmap, Box, Location, StorageTier, TensorPiece, cover
-from ..checkpoint.transfers import Need, Read, choose_sources, layer_order, reads_and_transfers
+from ..checkpoint.transfers import Need, choose_sources
 
 __all__ = ["HeldBox", "HoldingsLost", "all_holdings", "empty_piece", "inheritance", "move_pieces"]
 
@@ -80,7 +79,7 @@ def move_pieces(
     What a rank holds itself is copied, other elements come from the rank that gives the fewest bytes. One layer after
     the other is on its way, so that memory for few layers is needed.
     """
-    rank, node_of = dist.get_rank(), {number: str(number) for number in range(len(holdings))}
+    node_of = {number: str(number) for number in range(len(holdings))}
     bitmap, shapes, dtypes = _bitmap(holdings)
     own = [Need(each.layer, each.key, each.box, each.data.element_size()) for each in needed]
     needs: list[Any] = [None] * len(holdings)
@@ -89,29 +88,12 @@ def move_pieces(
         fetches = choose_sources(dict(enumerate(needs)), node_of, bitmap)
     except LookupError as error:
         raise HoldingsLost(str(error)) from None
-    reads, transfers = reads_and_transfers(fetches, node_of)
-    order = layer_order(reads)
-    memory = BoxMemory(needed, shapes, dtypes)
-    by_layer: dict[str, list[Read]] = {}
-    for read in reads[rank]:
-        by_layer.setdefault(read.layer, []).append(read)
     sources: dict[str, list[TensorPiece]] = {}
     for piece in held:
         sources.setdefault(piece.key, []).append(piece)
-    layers = [
-        LayerRead(
-            layer,
-            is_sent=not all(memory.holds(read.key, read.box) for read in by_layer[layer]),
-            read=partial(_copy, by_layer[layer], memory, sources),
-        )
-        for layer in order
-        if layer in by_layer
-    ]
-    with ReadAhead(layers, AHEAD + 1) as reader:
-        received = exchange(order, transfers, memory, [reader])
-        reader.wait_for_all()
-    assert not received.missing
-    return received.bytes
+    outcome = fetch_boxes(fetches, node_of, BoxMemory(needed, shapes, dtypes), partial(_copy, held=sources))
+    assert not outcome.left and not outcome.problems
+    return outcome.received_bytes
 
 
 def _bitmap(holdings: Sequence[Sequence[HeldBox]]) -> tuple[Bitmap, dict[str, tuple[int, ...]], dict[str, str]]:
@@ -123,15 +105,11 @@ def _bitmap(holdings: Sequence[Sequence[HeldBox]]) -> tuple[Bitmap, dict[str, tu
     return bitmap, shapes, dtypes
 
 
-@torch.no_grad()
-def _copy(reads: Sequence[Read], memory: BoxMemory, held: Mapping[str, Sequence[TensorPiece]]) -> None:
-    for read in reads:
-        target = memory.to_read(read).data
-        parts, left = cover(read.box, [piece.box for piece in held[read.key]])
-        assert not left, read
+def _copy(targets: Sequence[TensorPiece], held: Mapping[str, Sequence[TensorPiece]]) -> None:
+    for target in targets:
+        sources = held[target.key]
+        parts, left = cover(target.box, [piece.box for piece in sources])
+        assert not left, target
         for index, part in parts:
-            _part(target, read.box, part).copy_(_part(held[read.key][index].data, held[read.key][index].box, part))
-
-
-def _part(data: Tensor, box: Box, part: Box) -> Tensor:
-    return data[box.slices_of(part)] if part.sizes else data
+            source = sources[index]
+            target.data[target.box.slices_of(part)].copy_(source.data[source.box.slices_of(part)])

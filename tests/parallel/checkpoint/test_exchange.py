@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Sequence
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from colossal_hetero.checkpoint.config import CheckpointError
-from colossal_hetero.checkpoint.exchange import AHEAD, BoxMemory, LayerRead, ReadAhead, Received, exchange
+from colossal_hetero.checkpoint.exchange import BoxMemory, Outcome, fetch_boxes
 from colossal_hetero.checkpoint.pieces import Bitmap, Box, Location, StorageTier, TensorPiece
-from colossal_hetero.checkpoint.transfers import Need, Read, choose_sources, layer_order, reads_and_transfers
+from colossal_hetero.checkpoint.transfers import Need, choose_sources
 from tests.support.harness import run_ranks
 
 NODES = {0: "a", 1: "a", 2: "b"}
@@ -23,7 +21,7 @@ VALUES = {layer: torch.arange(24, dtype=torch.float32).view(4, 6) + 100 * n for 
 NEEDED = {0: Box((0, 0), (4, 3)), 1: Box((3, 1), (1, 2)), 2: Box((0, 0), (3, 6))}
 
 
-def exchanged(unreadable: str | None) -> tuple[Received, dict[str, torch.Tensor]]:
+def exchanged(unreadable: str | None) -> tuple[Outcome, dict[str, torch.Tensor]]:
     """Node a has the rows and node b the columns of a grid; every rank needs other parts of it."""
     bitmap, rank = Bitmap(), dist.get_rank()
     for layer in LAYERS:
@@ -31,46 +29,28 @@ def exchanged(unreadable: str | None) -> tuple[Received, dict[str, torch.Tensor]
             bitmap.add(layer, f"param.{layer}", Box((row, 0), (1, 6)), Location("a", StorageTier.DISK))
         bitmap.add(layer, f"param.{layer}", Box((0, 0), (4, 3)), Location("b", StorageTier.DISK))
     needs = {each: [Need(layer, f"param.{layer}", box, 4) for layer in LAYERS] for each, box in NEEDED.items()}
-    reads, transfers = reads_and_transfers(choose_sources(needs, NODES, bitmap), NODES)
     data = {layer: torch.full(NEEDED[rank].sizes, -1.0) for layer in LAYERS}
     pieces = [TensorPiece(layer, f"param.{layer}", (4, 6), NEEDED[rank], data[layer], "whole") for layer in LAYERS]
     memory = BoxMemory(pieces, {piece.key: piece.shape for piece in pieces}, {piece.key: "float32" for piece in pieces})
-    by_layer: dict[str, list[Read]] = defaultdict(list)
-    for read in reads[rank]:
-        assert read.location.node == NODES[rank]
-        by_layer[read.layer].append(read)
 
-    def fill(layer: str) -> None:
-        targets = [memory.to_read(read) for read in by_layer[layer]]
-        if layer == unreadable and rank == 2:
-            raise CheckpointError("damaged")
+    def fill(targets: Sequence[TensorPiece]) -> None:
         for target in targets:
-            target.data.copy_(VALUES[layer][WHOLE.slices_of(target.box)])
-            memory.keep(target)
+            if target.layer == unreadable and rank == 2:
+                raise CheckpointError("damaged")
+            target.data.copy_(VALUES[target.layer][WHOLE.slices_of(target.box)])
 
-    order = layer_order(reads)
-    sent = {each.layer for each in transfers if each.sender == rank}
-    layers = [
-        LayerRead(
-            layer, layer in sent and not all(memory.holds(*read[1:3]) for read in by_layer[layer]), partial(fill, layer)
-        )
-        for layer in order
-        if layer in by_layer
-    ]
-    with ExitStack() as stack:
-        reader = stack.enter_context(ReadAhead(layers, AHEAD + 1))
-        received = exchange(order, transfers, memory, [reader])
-        reader.wait_for_all()
-    return received, data
+    return fetch_boxes(choose_sources(needs, NODES, bitmap), NODES, memory, fill), data
 
 
 def check_exchange(unreadable: str | None) -> tuple[int, int]:
-    received, data = exchanged(unreadable)
+    outcome, data = exchanged(unreadable)
     for layer in LAYERS:
         if layer != unreadable:
             assert torch.equal(data[layer], VALUES[layer][WHOLE.slices_of(NEEDED[dist.get_rank()])])
-    assert all(each.layer == unreadable for each in received.missing)
-    return received.bytes, len(received.missing)
+    assert all(each.layer == unreadable for each in outcome.left)
+    found = [(unreadable, Location("b", StorageTier.DISK), "damaged")] if dist.get_rank() == 2 and unreadable else []
+    assert outcome.problems == found
+    return outcome.received_bytes, len(outcome.left)
 
 
 @pytest.mark.parametrize("unreadable", [None, LAYERS[1]])
@@ -78,5 +58,5 @@ def test_ranks_get_what_only_other_nodes_have(unreadable: str | None) -> None:
     # Ranks 0 and 1 lack a part of the last row, and rank 2 the right half of three rows.
     layers = len(LAYERS) - (unreadable is not None)
     lost = int(unreadable is not None)
-    expected = [(layers * 4 * 3, lost), (layers * 4 * 2, lost), (len(LAYERS) * 4 * 9, 0)]
+    expected = [(layers * 4 * 3, lost), (layers * 4 * 2, lost), (len(LAYERS) * 4 * 9, lost)]
     assert run_ranks(3, check_exchange, unreadable) == expected
