@@ -21,20 +21,12 @@ from .pieces import Box, TensorPiece
 
 __all__ = [
     "HeldTensor",
-    "LocalPart",
-    "TensorDivision",
     "agreed_buffers",
-    "bare_model",
     "buffer_pieces",
-    "divided",
-    "division_of",
-    "flat_boxes",
     "held_parameters",
     "pieces_of",
     "pieces_of_memory",
     "scalar_piece",
-    "sliced",
-    "whole",
 ]
 
 

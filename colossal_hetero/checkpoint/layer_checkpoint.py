@@ -33,7 +33,7 @@ from .saver import LayerCheckpointSaver
 from .storage import DamagedCopy
 from .transfers import Need, choose_sources
 
-__all__ = ["LayerCheckpoint", "Start", "Training", "repair"]
+__all__ = ["LayerCheckpoint", "Start", "Training"]
 
 
 # Repair --------------------------------------------------------------------------------------------------------------

@@ -13,17 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from ..profiling.aborted_step import find_zero_optimizer
 from ..profiling.preserved_state import inner_optimizer
 
-__all__ = [
-    "NUMBER",
-    "PARAMETER",
-    "SCALAR",
-    "Master",
-    "as_scalar",
-    "check_stage",
-    "masters_of",
-    "state_entries",
-    "states_of",
-]
+__all__ = ["NUMBER", "PARAMETER", "Master", "as_scalar", "check_stage", "masters_of", "state_entries", "states_of"]
 
 PARAMETER, SCALAR, NUMBER = "parameter", "scalar", "number"
 """Kinds of entries of an optimizer's state: a tensor with the parameter's shape, a tensor without dimensions, a number

@@ -13,16 +13,7 @@ import torch.distributed as dist
 
 from .pieces import Box, TensorPiece, layer_file
 
-__all__ = [
-    "FileDivision",
-    "Holding",
-    "Participants",
-    "ShardFile",
-    "divide_files",
-    "gather_participants",
-    "holdings_of",
-    "spread",
-]
+__all__ = ["Participants", "ShardFile", "divide_files", "gather_participants", "holdings_of"]
 
 
 # File division -------------------------------------------------------------------------------------------------------

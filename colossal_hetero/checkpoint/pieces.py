@@ -16,27 +16,7 @@ from urllib.parse import quote
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "MANIFEST",
-    "REPLACED",
-    "STATES",
-    "TEMPORARY",
-    "Bitmap",
-    "Box",
-    "Location",
-    "RunState",
-    "StorageTier",
-    "TensorPiece",
-    "cover",
-    "is_replaced",
-    "layer_file",
-    "part_file",
-    "removed_folder",
-    "step_folder",
-    "step_of",
-    "unfinished_folder",
-    "whole",
-]
+__all__ = ["Bitmap", "Box", "Location", "RunState", "StorageTier", "TensorPiece", "cover", "whole"]
 
 
 # Run state -----------------------------------------------------------------------------------------------------------

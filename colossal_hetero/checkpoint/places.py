@@ -19,7 +19,6 @@ __all__ = [
     "Entry",
     "NodeCopy",
     "Place",
-    "Search",
     "damaged_files",
     "entries",
     "find_checkpoints",

@@ -18,7 +18,7 @@ from .model_outline import ModelOutline
 from .optimizer_memory import NUMBER, PARAMETER, check_stage
 from .pieces import TensorPiece
 
-__all__ = ["Restoring", "check_same_model"]
+__all__ = ["Restoring", "wait_for_parameters"]
 
 
 def check_same_model(outline: ModelOutline, saved: Mapping[str, Sequence[int]]) -> None:

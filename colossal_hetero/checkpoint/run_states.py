@@ -24,22 +24,7 @@ from .model_outline import ModelOutline
 from .optimizer_memory import state_entries
 from .pieces import RunState, TensorPiece
 
-__all__ = [
-    "as_bytes",
-    "check_loader",
-    "check_optimizer",
-    "from_bytes",
-    "group_options",
-    "place_digest",
-    "random_state_of",
-    "restore_group_options",
-    "restore_random_state",
-    "restore_run",
-    "restore_scaler",
-    "run_state_of",
-    "scaler_state",
-    "share_random_state",
-]
+__all__ = ["check_loader", "check_optimizer", "restore_run", "run_state_of"]
 
 
 # Random state --------------------------------------------------------------------------------------------------------

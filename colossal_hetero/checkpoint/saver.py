@@ -19,7 +19,7 @@ from torch.distributed import Store
 from .config import CheckpointError
 from .layer_files import copy_file, write_layer_file
 from .message_store import Interruption, MessageStore, Stopped
-from .participants import Participants, ShardFile, divide_files, holdings_of
+from .participants import Participants, ShardFile, divide_files
 from .pieces import RunState, TensorPiece, layer_file, step_folder
 from .records import FileRecord
 from .staging import StagingBuffer, Worker
@@ -59,10 +59,6 @@ class LayerCheckpointSaver:
         files: FileOperations | None = None,
         log: TextIO | None = None,
     ) -> None:
-        if local is None and shared is None:
-            raise ValueError("a checkpoint needs a folder: give local, shared, or both")
-        if keep < 1:
-            raise ValueError(f"keep is {keep}: at least 1 checkpoint must be kept")
         if store is None and len(participants.nodes) > 1:
             raise ValueError(f"{len(participants.nodes)} ranks need a store to tell each other what they have written")
         self._participants, self._log = participants, log
@@ -72,8 +68,7 @@ class LayerCheckpointSaver:
         division = divide_files(participants.holdings, with_local=local is not None)
         self._first_files = (division.local if local is not None else division.shared).get(participants.rank, ())
         self._uploads = division.shared.get(participants.rank, ())
-        self._own_holdings = frozenset(each for each in participants.holdings if each.rank == participants.rank)
-        self._messages = MessageStore(store, self._stop)
+        self._messages = MessageStore(store, participants.run, participants.rank, len(participants.nodes), self._stop)
 
         def tier(name: str, folder: Path | str) -> Tier:
             return Tier(name, Path(folder), participants, self._messages, self._files, keep, time_limit_seconds)
@@ -108,7 +103,6 @@ class LayerCheckpointSaver:
         """Save what this rank holds now; false if it is held in memory until the next save or :meth:`wait`."""
         if step < 0:
             raise ValueError(f"step is {step}: it must be at least 0")
-        self._check(pieces)
         written, uploaded = ready
         self._settled = False
         wanted = set(self._first_files)
@@ -185,59 +179,33 @@ class LayerCheckpointSaver:
         if len(ranks) == 1:
             return failures
         self._rounds += 1
-        messages, late = self._messages, max(deadline, time.monotonic()) + GRACE_SECONDS
-        for what in (f"said-{rank}", f"heard-{rank}", *(["answer"] if rank == 0 else [])):
-            messages.discard(self._round(self._rounds - 2, what))
+        messages, number, late = self._messages, self._rounds, max(deadline, time.monotonic()) + GRACE_SECONDS
         if rank == 0:
-            names = [self._round(self._rounds, f"said-{each}") for each in ranks[1:]]
-            found = messages.wait_for(names, late)
-            said = [json.loads(found[name]) if name in found else None for name in names]
-            for each, words in enumerate(said, 1):
-                failures = failures or (
-                    [f"rank {each} does not wait for its checkpoints, or has ended"] if words is None else words
-                )
-            messages.put(self._round(self._rounds, "answer"), json.dumps(failures).encode())
+            found = messages.wait_for("wait", number, [f"said-{each}" for each in ranks[1:]], late)
+            for each in ranks[1:]:
+                words = found.get(f"said-{each}")
+                gone = [f"rank {each} does not wait for its checkpoints, or has ended"]
+                failures = failures or (gone if words is None else json.loads(words))
+            messages.put("wait", number, "answer", json.dumps(failures).encode())
             return failures
-        messages.put(self._round(self._rounds, f"said-{rank}"), json.dumps(failures).encode())
-        name = self._round(self._rounds, "answer")
-        answer = messages.wait_for([name], late + GRACE_SECONDS).get(name)
-        messages.put(self._round(self._rounds, f"heard-{rank}"), b"")
-        if answer is None:
+        messages.put("wait", number, f"said-{rank}", json.dumps(failures).encode())
+        found = messages.wait_for("wait", number, ["answer"], late + GRACE_SECONDS)
+        messages.say_heard("wait", number)
+        if not found:
             return failures or ["rank 0 does not wait for its checkpoints, or has ended"]
-        agreed: list[str] = json.loads(answer)
+        agreed: list[str] = json.loads(found["answer"])
         return agreed
-
-    def _round(self, number: int, what: str) -> str:
-        return f"{self._participants.run}/wait/{number}/{what}"
 
     def close(self, *, others_are_there: bool = True) -> None:
         """End the threads; what is not written is given up. Rank 0 waits until others know how the last save went."""
         atexit.unregister(self._at_exit)
         if others_are_there and self.is_idle:
             with suppress(Exception):  # other ranks, or the way to them, may be gone
-                deadline = time.monotonic() + min(GRACE_SECONDS, self._time_limit)
-                for tier in (self._first, self._second):
-                    if tier is not None:
-                        tier.wait_until_heard(deadline)
-                if self._rounds and self._participants.rank == 0:
-                    ranks = range(1, len(self._participants.nodes))
-                    heard = [self._round(self._rounds, f"heard-{rank}") for rank in ranks]
-                    self._messages.wait_for(heard, deadline)
+                self._messages.wait_until_heard(time.monotonic() + min(GRACE_SECONDS, self._time_limit))
         self._stop.set()
         for worker in (self._writer, self._uploader):
             if worker is not None:
                 worker.close()
-
-    def _check(self, pieces: Sequence[TensorPiece]) -> None:
-        given = frozenset(holdings_of(self._participants.rank, self._participants.node, pieces))
-        if given != self._own_holdings:
-            other = min(given ^ self._own_holdings)
-            word = "not announced" if other in given else "announced, but is missing"
-            raise ValueError(
-                f"elements {other.box.offsets} to +{other.box.sizes} of {other.key}, {other.bytes} bytes in shard "
-                f"{other.shard} of {other.layer}: this piece was {word}; make "
-                "another saver when what a rank holds has changed"
-            )
 
     def _begin(self, step: int, state: RunState, staged: Staged, staging: StagingBuffer, *, upload: bool) -> None:
         """Give a save to the thread that writes. All ranks have finished the one before."""

@@ -10,16 +10,7 @@ from pathlib import Path
 from .pieces import MANIFEST, TEMPORARY, is_replaced, removed_folder, step_folder, step_of
 from .records import Manifest, parse_manifest
 
-__all__ = [
-    "DamagedCopy",
-    "FileOperations",
-    "complete_folders",
-    "folder_names",
-    "is_complete",
-    "read_manifest",
-    "remove_leftovers",
-    "remove_old",
-]
+__all__ = ["DamagedCopy", "FileOperations"]
 
 PIECE_BYTES = 16 * 1024 * 1024
 """Bytes that are written at a time."""

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import Field
 
 from .config import CheckpointError
-from .message_store import MessageStore, Stopped
+from .message_store import MessageStore
 from .participants import Participants
 from .pieces import MANIFEST, REPLACED, STATES, RunState, part_file, step_folder, unfinished_folder
 from .records import SCHEMA, CheckpointPart, FileCheck, FileRecord, Manifest, NodePart, checksum
@@ -113,8 +113,6 @@ class Tier:
     files: FileOperations
     keep: int
     time_limit_seconds: float
-    numbers: list[int] = field(default_factory=list)
-    """Numbers of the saves about which this rank has left messages."""
 
     @property
     def leader(self) -> int:
@@ -129,15 +127,7 @@ class Tier:
         try:
             return self._save(save, write)
         finally:
-            if self.participants.rank != 0:
-                self._leave(save.number, f"heard-{self.participants.rank}", b"")
-
-    def wait_until_heard(self, deadline: float) -> None:
-        """Let rank 0 wait until all ranks know how the last save went, since the messages may be gone soon."""
-        if self.numbers and self.participants.rank == 0:
-            heard = [self._name(self.numbers[-1], f"heard-{rank}") for rank in range(1, len(self.participants.nodes))]
-            with suppress(Stopped):
-                self.messages.wait_for(heard, deadline)
+            self.messages.say_heard(self.name, save.number)
 
     def _save(self, save: Save, write: Callable[[Path], Sequence[FileRecord]]) -> tuple[bool, str | None]:
         rank, leader = self.participants.rank, self.leader
@@ -148,31 +138,21 @@ class Tier:
             self.files.make_folder(unfinished)
             written = tuple(write(unfinished))
             part = RankPart(files=written, state=dict(save.state.rank), binary=save.state.binary)
-            self._report(save.number, part)
+            self._put(save, f"part-{rank}", part)
         except Exception as problem:  # of the disk, or of a state that is not JSON
             part = RankPart(error=self._in_words(problem))
-            self._report(save.number, part)
+            self._put(save, f"part-{rank}", part)
         error = self._decide(save, part) if rank == 0 else self._hear(save)
         if rank == leader:
             fault = error or self._finish(save, unfinished)
-            self._leave(save.number, f"done-{rank}", json.dumps(fault).encode())
+            self._put(save, f"done-{rank}", fault)
             if fault is not None:
                 self._discard(unfinished)
         return error is None, error or self._errors_of_leaders(save)
 
-    def _report(self, number: int, part: RankPart) -> None:
-        message = part.model_dump_json(by_alias=True).encode()
-        if number not in self.numbers:
-            self.numbers.append(number)
-        while len(self.numbers) > 2:  # no save begins before all ranks have finished the one before
-            self._forget(self.numbers.pop(0))
-        self._leave(number, f"part-{self.participants.rank}", message)
-
-    def _leave(self, number: int, what: str, message: bytes) -> None:
-        self.messages.put(self._name(number, what), message)
-
-    def _name(self, number: int, what: str) -> str:
-        return f"{self.participants.run}/{self.name}/{number}/{what}"
+    def _put(self, save: Save, what: str, message: CheckpointPart | str | None) -> None:
+        text = message.model_dump_json(by_alias=True) if isinstance(message, CheckpointPart) else json.dumps(message)
+        self.messages.put(self.name, save.number, what, text.encode())
 
     def _deadline(self) -> float:
         return time.monotonic() + self.time_limit_seconds
@@ -184,18 +164,18 @@ class Tier:
             try:
                 identity = f"{self.participants.run}-{save.number}"
                 index = make_index(save.step, identity, self._time(), self.participants.nodes, parts, save.state)
-                self._leave(save.number, "index", index.model_dump_json(by_alias=True).encode())
+                self._put(save, "index", index)
             except Exception as fault:  # of the disk, or of a state that is not JSON
                 error = self._in_words(fault)
-        self._leave(save.number, "verdict", json.dumps(error).encode())
+        self._put(save, "verdict", error)
         return error
 
     def _collect(self, save: Save, own: RankPart) -> tuple[list[RankPart], str | None]:
         # Also after an error all parts are waited for: then nobody writes any more, and the leaders can clean up.
         deadline, parts, errors = self._deadline(), [own], [own.error]
         for rank in range(1, len(self.participants.nodes)):
-            name = self._name(save.number, f"part-{rank}")
-            message = self.messages.wait_for([name], deadline).get(name)
+            name = f"part-{rank}"
+            message = self.messages.wait_for(self.name, save.number, [name], deadline).get(name)
             if message is None:
                 where = f"rank {rank} on node {self.participants.nodes[rank]}"
                 errors.append(f"{where} has not written its files in {self.time_limit_seconds:g} s")
@@ -205,20 +185,19 @@ class Tier:
         return parts, next((error for error in errors if error is not None), None)
 
     def _hear(self, save: Save) -> str | None:
-        name = self._name(save.number, "verdict")
         # Rank 0 may itself wait as long for the last part.
-        message = self.messages.wait_for([name], self._deadline() + self.time_limit_seconds).get(name)
-        if message is None:
+        deadline = self._deadline() + self.time_limit_seconds
+        answers = self.messages.wait_for(self.name, save.number, ["verdict"], deadline)
+        if not answers:
             return f"rank 0 has not answered in {2 * self.time_limit_seconds:g} s"
-        error: str | None = json.loads(message)
+        error: str | None = json.loads(answers["verdict"])
         return error
 
     def _finish(self, save: Save, unfinished: Path) -> str | None:
         """Write the index, give the folder its name, remove old checkpoints. Returns what went wrong."""
         target = self.folder / step_folder(save.step)
         old = target.with_name(target.name + REPLACED)
-        name = self._name(save.number, "index")
-        message = self.messages.get(name)  # rank 0 has put it there before its verdict
+        message = self.messages.get(self.name, save.number, "index")  # rank 0 has put it there before its verdict
         try:
             if message is None:
                 raise CheckpointError("the index of the checkpoint was removed before it was read")
@@ -266,12 +245,13 @@ class Tier:
     def _errors_of_leaders(self, save: Save) -> str | None:
         """Wait until this rank's folder is finished; on rank 0, until all are."""
         leaders = self.leaders if self.participants.rank == 0 else [self.leader]
-        names = {self._name(save.number, f"done-{leader}"): leader for leader in leaders}
-        answers = self.messages.wait_for(names, self._deadline())
-        for name, leader in names.items():
-            if name not in answers:
+        answers = self.messages.wait_for(
+            self.name, save.number, [f"done-{leader}" for leader in leaders], self._deadline()
+        )
+        for leader in leaders:
+            if f"done-{leader}" not in answers:
                 return f"rank {leader} has not finished the folder of its node in {self.time_limit_seconds:g} s"
-            error: str | None = json.loads(answers[name])
+            error: str | None = json.loads(answers[f"done-{leader}"])
             if error is not None:
                 return error
         return None
@@ -292,11 +272,6 @@ class Tier:
     def _discard(self, unfinished: Path) -> None:
         with suppress(OSError):  # another rank still writes there; the next save removes it
             remove_all(self.files, unfinished)
-
-    def _forget(self, number: int) -> None:
-        own = [f"{what}-{self.participants.rank}" for what in ("part", "done", "heard")]
-        for what in [*own, *(["verdict", "index"] if self.participants.rank == 0 else [])]:
-            self.messages.discard(self._name(number, what))
 
     def _in_words(self, error: Exception) -> str:
         text = str(error) or type(error).__name__

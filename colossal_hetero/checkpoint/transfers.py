@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .pieces import Bitmap, Box, Location, StorageTier, cover
 
-__all__ = ["Fetch", "Need", "Read", "Transfer", "choose_sources", "layer_order", "reads_and_transfers"]
+__all__ = ["Fetch", "Need", "Read", "Transfer", "choose_sources"]
 
 
 # Sources -------------------------------------------------------------------------------------------------------------

@@ -432,15 +432,7 @@ def test_nodes_need_folders_of_their_own(tmp_path: Path) -> None:
 
 
 def test_wrong_arguments_are_said(tmp_path: Path) -> None:
-    (alone,) = participants("a", [pieces_of(tensors(0))])
-    with pytest.raises(ValueError, match="give local, shared, or both"):
-        LayerCheckpointSaver(alone)
-    with pytest.raises(ValueError, match="keep is 0"):
-        LayerCheckpointSaver(alone, local=tmp_path, keep=0)
     with pytest.raises(ValueError, match="2 ranks need a store"):
         LayerCheckpointSaver(participants("ab", [pieces_of(tensors(0))] * 2)[0], local=tmp_path)
-    with one_saver(tmp_path) as saver:
-        with pytest.raises(ValueError, match="step is -1"):
-            saver.save(-1, pieces_of(tensors(0)), ready=(True, True))
-        with pytest.raises(ValueError, match=r"of param\.embedding\.weight, .* was announced, but is missing"):
-            saver.save(1, pieces_of(tensors(0))[1:], ready=(True, True))
+    with one_saver(tmp_path) as saver, pytest.raises(ValueError, match="step is -1"):
+        saver.save(-1, pieces_of(tensors(0)), ready=(True, True))
