@@ -5,10 +5,10 @@
 For every pair, a run with the first plan trains two steps and saves. A run with the second plan, in other processes and
 often with another number of them, trains one step, so that it has other values, and resumes. Then the tensors of all
 its ranks are put together and compared with those of the first run: parameters, moments and counts of steps. "Read" is
-what all ranks read from the checkpoint's files over what they need; "busiest" is the same of the rank with the largest
-share: a box in a file is read whole, by one rank, which sends others what they need of it. The last column is the
-difference of the losses of the next two steps from those of the first run: bits may differ, because other plans sum in
-another order.
+what all ranks read from the checkpoint's files over what they need; "busiest" is the most that a rank reads over the
+most that a rank needs: a box in a file is read whole, by one rank, which sends others what they need of it. The last
+column is the difference of the losses of the next two steps from those of the first run: bits may differ, because other
+plans sum in another order.
 
 Aim: every tensor equal, and at most 1.05 of the need read.
 """
@@ -153,7 +153,7 @@ class Outcome(NamedTuple):
     read_share: float
     """Bytes of tensors that are read, over those that are needed, by all ranks."""
     busiest_share: float
-    """The same, of the rank with the largest share."""
+    """The most that is read by a rank, over the most that is needed by one."""
     loss_difference: float
 
     def misses(self, precision: str) -> bool:
@@ -169,7 +169,7 @@ def reshard(pair: Pair, width: dict[str, Any]) -> Outcome:
     found, losses, _, _ = loaded[0]
     different = runs.different_tensors(found, expected)
     read = sum(start.read_bytes for *_, start in loaded) / sum(needed for _, _, needed, _ in loaded)
-    busiest = max(start.read_bytes / needed for _, _, needed, start in loaded)
+    busiest = max(start.read_bytes for *_, start in loaded) / max(needed for _, _, needed, _ in loaded)
     difference = max(abs(own / other - 1) for own, other in zip(losses, expected_losses, strict=True))
     return Outcome(len(expected.tensors), len(different), read, busiest, difference)
 

@@ -122,6 +122,10 @@ def moved(box: Box, part: LocalPart) -> Box:
 # Tensor parallel -----------------------------------------------------------------------------------------------------
 
 
+WHOLE = "whole"
+"""Shard of what all ranks of a tensor-parallel group and of a ZeRO group hold."""
+
+
 class TensorDivision(NamedTuple):
     parts: tuple[LocalPart, ...]
     shard: str
@@ -131,46 +135,31 @@ class TensorDivision(NamedTuple):
 
 
 def division_of(tensor: Tensor, module: nn.Module, shape: Sequence[int], name: str) -> TensorDivision:
-    shape = tuple(shape)
     given: Any = tensor
-    padded = 0
-    if is_padded_tensor(given):
-        padded = given._current_length
+    dim, sections, group, padded = 0, [], None, given._current_length if is_padded_tensor(given) else 0
     if is_distributed_tensor(given) and tuple(given.shape) != tuple(given.dist_layout.global_shape):
-        dim = get_shard_dim_1d(given)
-        group = given.dist_layout.device_mesh.get_process_group(axis=0)
+        dim, group = get_shard_dim_1d(given), given.dist_layout.device_mesh.get_process_group(axis=0)
         sections = [given.dist_layout.global_shape[dim]]
     elif is_customized_distributed_tensor(given) and hasattr(module, "split_sizes"):
         # Conv1D has the transposed weight of Linear, and a row-parallel layer divides the inputs.
         dim = -1 if isinstance(module, GPT2FusedLinearConv1D_Col | FusedLinear1D_Row) else 0
         group, sections = module.process_group, list(module.split_sizes)  # type: ignore[assignment]
     elif padded:
-        dim = given._padding_dim
-        division = TensorDivision(divided(shape, dim, [padded], 0, 1, padded), "whole", True)
-        return _checked(division, tensor, shape, name)
-    else:
-        return _checked(TensorDivision(whole(shape), "whole", False), tensor, shape, name)
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    parts = divided(shape, dim, sections, rank, ranks, padded)
-    return _checked(TensorDivision(parts, f"tp{rank}of{ranks}", padded > 0), tensor, shape, name)
-
-
-def _checked(division: TensorDivision, tensor: Tensor, shape: tuple[int, ...], name: str) -> TensorDivision:
-    stops = [part.local.offsets[dim] + part.local.sizes[dim] for part in division.parts for dim in range(tensor.dim())]
+        dim, sections = given._padding_dim, [padded]
+    rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    parts = divided(shape, dim, sections, rank, ranks, padded) if sections else whole(shape)
+    shard = WHOLE if group is None else f"tp{rank}of{ranks}"
+    stops = [part.local.offsets[axis] + part.local.sizes[axis] for part in parts for axis in range(tensor.dim())]
     fits = len(shape) == tensor.dim() and all(
         stop <= tensor.shape[number % tensor.dim()] for number, stop in enumerate(stops)
     )
-    found = sum(part.local.numel for part in division.parts)
-    if not fits or (found != tensor.numel() and not division.is_padded):
+    found = sum(part.local.numel for part in parts)
+    if not fits or (found != tensor.numel() and not padded):
         raise ValueError(
             f"{name} has shape {list(shape)} in the model and {list(tensor.shape)} on this rank, which is not a "
             "division that layer checkpoints know; save this model with booster.save_model"
         )
-    return division
-
-
-WHOLE = "whole"
-"""Shard of what all ranks of a tensor-parallel group and of a ZeRO group hold."""
+    return TensorDivision(parts, shard, padded > 0)
 
 
 class HeldTensor(NamedTuple):

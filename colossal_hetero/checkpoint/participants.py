@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from .pieces import Box, TensorPiece, layer_file
+from .pieces import Box, TensorPiece
 
 __all__ = ["Participants", "ShardFile", "divide_files", "gather_participants", "holdings_of"]
 
@@ -99,14 +99,6 @@ def divide_files(holdings: Iterable[Holding], *, with_local: bool = True) -> Fil
                     "its shard different names"
                 )
         sizes[file] = held[first, file]
-    names = {layer_file(*file): file for file in sizes}
-    for file in sizes:
-        other = names[layer_file(*file)]
-        if other != file:
-            raise ValueError(
-                f"shard {file.shard} of {file.layer} and shard {other.shard} of {other.layer} would have one file; use "
-                "names without dots"
-            )
     by_node = {
         node: {file: [rank for rank in boxes[file] if nodes[rank] == node] for file in sizes}
         for node in sorted(set(nodes.values()))

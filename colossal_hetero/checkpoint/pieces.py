@@ -59,10 +59,6 @@ def unfinished_folder(step: int, run: str, number: int, leader: int | str) -> st
     return f".unfinished-{step_folder(step)}.{run}.{number}.{leader}"
 
 
-def removed_folder(folder: str) -> str:
-    return f".removed-{folder}"
-
-
 def step_of(folder: str) -> int | None:
     """The step of a checkpoint's folder; None if it is another folder."""
     found = STEP.fullmatch(folder)
@@ -75,8 +71,8 @@ def is_replaced(folder: str) -> bool:
 
 
 def layer_file(layer: str, shard: str) -> str:
-    """File of a layer's shard, e.g. ``block-0007.tp0of2.safetensors``."""
-    return f"{quote(layer, safe='')}.{quote(shard, safe='')}.safetensors"
+    """File of a layer's shard, e.g. ``block-0007.tp0of2.safetensors``. Shards have dots, layers have none."""
+    return f"{quote(layer, safe='').replace('.', '%2E')}.{quote(shard, safe='')}.safetensors"
 
 
 def part_file(node: str) -> str:

@@ -108,27 +108,21 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
-        self._idle = threading.Event()
-        self._idle.set()
-        self._lock = threading.Lock()
-        self._pending = 0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     @property
     def is_idle(self) -> bool:
-        return self._idle.is_set()
+        return self._jobs.unfinished_tasks == 0
 
     def submit(self, job: Callable[[], None]) -> None:
         """Run ``job``, which must not raise an error, after those before it."""
-        with self._lock:
-            self._pending += 1
-            self._idle.clear()
         self._jobs.put(job)
 
     def wait(self, deadline: float) -> bool:
         """True if all jobs are done before ``deadline``, a time of :func:`time.monotonic`."""
-        return self._idle.wait(max(0.0, deadline - time.monotonic()))
+        with self._jobs.all_tasks_done:
+            return self._jobs.all_tasks_done.wait_for(lambda: self.is_idle, max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
         """End the thread after its jobs, if no write hangs: in a store of torch, it would abort the process's end."""
@@ -140,7 +134,4 @@ class Worker:
             try:
                 job()
             finally:
-                with self._lock:
-                    self._pending -= 1
-                    if self._pending == 0:
-                        self._idle.set()
+                self._jobs.task_done()

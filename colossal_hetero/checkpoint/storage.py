@@ -7,13 +7,17 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-from .pieces import MANIFEST, TEMPORARY, is_replaced, removed_folder, step_folder, step_of
+from .pieces import MANIFEST, TEMPORARY, is_replaced, step_folder, step_of
 from .records import Manifest, parse_manifest
 
 __all__ = ["DamagedCopy", "FileOperations"]
 
 PIECE_BYTES = 16 * 1024 * 1024
 """Bytes that are written at a time."""
+
+
+class DamagedCopy(Exception):
+    """One copy of a file is missing, too short, or its check sums differ; another copy may be whole."""
 
 
 class FileOperations:
@@ -143,14 +147,7 @@ def remove_old(files: FileOperations, root: Path, keep: int, used: Collection[in
 
 def _remove(files: FileOperations, root: Path, name: str) -> None:
     # It gets another name first: a folder of which some files are removed must not look like a checkpoint.
-    gone = root / removed_folder(name)
+    gone = root / f".removed-{name}"
     remove_all(files, gone)
     files.rename(root / name, gone)
     remove_all(files, gone)
-
-
-# Errors --------------------------------------------------------------------------------------------------------------
-
-
-class DamagedCopy(Exception):
-    """One copy of a file is missing, too short, or its check sums differ; another copy may be whole."""

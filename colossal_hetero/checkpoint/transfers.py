@@ -112,13 +112,17 @@ def reads_and_transfers(
     transfers: list[Transfer] = []
     bytes_read: dict[int, int] = defaultdict(int)
     sent: dict[int, int] = defaultdict(int)
-    groups = _once(fetches)
-    for read, parts in sorted(groups.items(), key=lambda group: -_bytes(*group)):
-        here = [rank for rank in ranks_of[read.location.node]] or sorted(fetches)
-        readers = [rank for rank, fetch in parts if rank in here and fetch.box == read.box]
-        if read.location.tier == StorageTier.SHARED or not readers:
-            needing = [rank for rank, _ in parts if rank in here]
-            readers = [min(needing or here, key=lambda rank: (bytes_read[rank], rank))]
+    groups = []
+    for read, parts in _once(fetches).items():
+        here = ranks_of[read.location.node] or sorted(fetches)
+        needing = [rank for rank, _ in parts if rank in here]
+        whole = [rank for rank, fetch in parts if rank in here and fetch.box == read.box]
+        is_shared = read.location.tier == StorageTier.SHARED
+        groups.append((read, parts, [] if is_shared else whole, needing or here))
+    # First those of which it is clear who reads them; then the reads can be spread evenly.
+    groups.sort(key=lambda group: (not group[2], len(set(group[3])), -_bytes(*group[:2])))
+    for read, parts, whole, able in groups:
+        readers = whole or [min(able, key=lambda rank: (bytes_read[rank], rank))]
         for rank in readers:
             reads[rank].append(read)
             bytes_read[rank] += _bytes(read, parts)
