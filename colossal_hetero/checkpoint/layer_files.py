@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 
 from .pieces import Box, TensorPiece, whole
 from .records import FileRecord, ItemRecord, checksum
-from .storage import PIECE_BYTES, DamagedCopy, FileOperations, write_all
+from .storage import PIECE_BYTES, DamagedCopy, FileOperations, write_all, written
 
 __all__ = ["copy_file", "write_layer_file"]
 
@@ -58,17 +57,6 @@ class _CheckedStream:
         self.bytes += view.nbytes
 
 
-@contextmanager
-def _written(files: FileOperations, path: Path) -> Iterator[_CheckedStream]:
-    """A new file, which is on the disk when the block ends."""
-    descriptor = files.create(path)
-    try:
-        yield _CheckedStream(files, descriptor)
-        files.sync(descriptor)
-    finally:
-        files.close(descriptor)
-
-
 def write_layer_file(
     files: FileOperations, path: Path, pieces: Sequence[tuple[TensorPiece, NDArray[uint8]]]
 ) -> FileRecord:
@@ -78,7 +66,8 @@ def write_layer_file(
     the folder of ``path`` yet.
     """
     parts = sorted(_parts(pieces), key=lambda part: -part[0].data.element_size())  # each starts at a multiple of it
-    with _written(files, path) as stream:
+    with written(files, path) as descriptor:
+        stream = _CheckedStream(files, descriptor)
         stream.write(_header(parts))
         items = []
         for piece, box, data in parts:
@@ -126,7 +115,8 @@ def _header(parts: Sequence[_Part]) -> bytes:
 
 def copy_file(files: FileOperations, source: Path, target: Path, record: FileRecord) -> None:
     """Copy a file, which is on the disk when this returns."""
-    with _written(files, target) as stream, open(source, "rb", buffering=0) as original:
+    with written(files, target) as descriptor, open(source, "rb", buffering=0) as original:
+        stream = _CheckedStream(files, descriptor)
         while content := original.read(PIECE_BYTES):
             stream.write(content)
     if stream.bytes != record.bytes:

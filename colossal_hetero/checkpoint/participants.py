@@ -147,15 +147,15 @@ def holdings_of(rank: int, node: str, pieces: Iterable[TensorPiece]) -> tuple[Ho
     )
 
 
-def gather_participants(pieces: Sequence[TensorPiece], node: str | None = None, group: Any = None) -> Participants:
+def gather_participants(pieces: Sequence[TensorPiece], node: str | None = None) -> Participants:
     """Exchange what each rank holds. All ranks call it, before the first save and when that has changed."""
     node = node or socket.gethostname()
     run = secrets.token_hex(4)
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return Participants(0, (node,), holdings_of(0, node, pieces), run)
-    rank = dist.get_rank(group)
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (node, holdings_of(rank, node, pieces), run), group=group)
+    rank = dist.get_rank()
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (node, holdings_of(rank, node, pieces), run))
     return Participants(
         rank,
         tuple(node for node, _, _ in everyone),

@@ -11,7 +11,7 @@ from pathlib import Path
 from .config import CheckpointError
 from .pieces import MANIFEST, TEMPORARY
 from .records import FileCheck, FileRecord, ItemRecord, Manifest, checksum, parse_manifest, parse_part
-from .storage import PIECE_BYTES, DamagedCopy, FileOperations, folder_names, write_all
+from .storage import PIECE_BYTES, DamagedCopy, FileOperations, folder_names, write_file
 
 __all__ = [
     "Checkpoint",
@@ -32,9 +32,8 @@ __all__ = [
 class Place:
     """A folder of checkpoints. A file is named by its folder and its name, e.g. ``step-00000120/manifest.json``."""
 
-    def __init__(self, folder: Path | str, files: FileOperations | None = None) -> None:
+    def __init__(self, folder: Path | str) -> None:
         self._folder = Path(folder)
-        self._files = files or FileOperations()
 
     @property
     def name(self) -> str:
@@ -71,19 +70,7 @@ class Place:
 
     def replace(self, file: str, content: Iterable[memoryview]) -> None:
         """Write a file; readers see the old one or the complete new one."""
-        path = self._folder / file
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        descriptor = self._files.create(temporary)
-        try:
-            for piece in content:
-                write_all(self._files, descriptor, piece)
-            self._files.sync(descriptor)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        finally:
-            self._files.close(descriptor)
-        self._files.rename(temporary, path)
+        write_file(FileOperations(), self._folder / file, content)
 
 
 @dataclass(frozen=True)

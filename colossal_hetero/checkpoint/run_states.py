@@ -106,12 +106,12 @@ def _option(name: str, value: Any) -> Any:
 def restore_group_options(
     optimizer: Any,
     outline: ModelOutline,
-    saved_groups: Sequence[Sequence[str]],
-    saved_options: Sequence[Mapping[str, Any]],
+    saved: Sequence[Mapping[str, Any]],
 ) -> None:
-    sources = matching_groups(outline, saved_groups)
+    sources = matching_groups(outline, [group["names"] for group in saved])
     for group, source in zip(inner_optimizer(optimizer).param_groups, sources, strict=True):
-        for name, value in ({} if source is None else saved_options[source]).items():
+        options = {} if source is None else {name: value for name, value in saved[source].items() if name != "names"}
+        for name, value in options.items():
             present = group.get(name)
             if isinstance(present, Tensor):  # such as a learning rate of compiled steps
                 present.fill_(value)
@@ -291,9 +291,7 @@ def restore_run(
     True if every rank has the same part of the model as then; else dropout draws other masks.
     """
     first = saved[0]
-    groups: list[Mapping[str, Any]] = list(first.param_groups)
-    options = [{name: value for name, value in group.items() if name != "names"} for group in groups]
-    restore_group_options(optimizer, outline, [group["names"] for group in groups], options)
+    restore_group_options(optimizer, outline, first.param_groups)
     restore_scaler(optimizer, from_bytes(first.binary[SCALER]) if SCALER in first.binary else None)
     if lr_scheduler is not None and SCHEDULER in first.binary:
         lr_scheduler.load_state_dict(from_bytes(first.binary[SCHEDULER]))

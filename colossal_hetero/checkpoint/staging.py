@@ -6,7 +6,7 @@ import mmap
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -79,7 +79,10 @@ class StagingBuffer:
                 copied = self._memory[start : start + source.numel() * source.element_size()]
                 copied.view(source.dtype).view(source.shape).copy_(source, non_blocking=True)
                 copies.append(copied.numpy())
-        self._events = _record(devices)
+        self._events = []
+        for device in devices:
+            self._events.append(torch.cuda.Event())
+            self._events[-1].record(torch.cuda.current_stream(device))
         return copies
 
     def finish(self) -> None:
@@ -89,15 +92,6 @@ class StagingBuffer:
 
     def __del__(self) -> None:
         self.finish()  # a GPU may still copy to the memory, which is unmapped now
-
-
-def _record(devices: Iterable[torch.device]) -> list[Any]:
-    events = []
-    for device in devices:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(device))
-        events.append(event)
-    return events
 
 
 # Worker --------------------------------------------------------------------------------------------------------------

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .pieces import MANIFEST, TEMPORARY, is_replaced, step_folder, step_of
@@ -64,15 +64,27 @@ def write_all(files: FileOperations, descriptor: int, data: memoryview) -> None:
         position += files.write(descriptor, data[position : position + PIECE_BYTES])
 
 
-def write_file(files: FileOperations, path: Path, content: bytes) -> None:
-    """Write a whole file, which is on the disk when this returns. It replaces an old one in one step."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = files.create(temporary)
+@contextmanager
+def written(files: FileOperations, path: Path) -> Iterator[int]:
+    """The descriptor of a new file, which is on the disk when the block ends."""
+    descriptor = files.create(path)
     try:
-        write_all(files, descriptor, memoryview(content))
+        yield descriptor
         files.sync(descriptor)
     finally:
         files.close(descriptor)
+
+
+def write_file(files: FileOperations, path: Path, content: Iterable[memoryview]) -> None:
+    """Write a whole file, which is on the disk when this returns. It replaces an old one in one step."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with written(files, temporary) as descriptor:
+            for piece in content:
+                write_all(files, descriptor, piece)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     files.rename(temporary, path)
 
 

@@ -134,7 +134,9 @@ class Tier:
         unfinished = self.folder / unfinished_folder(save.step, self.participants.run, save.number, leader)
         try:
             if rank == leader:
-                self._remove_leftovers(save)
+                in_use = unfinished_folder(save.step, self.participants.run, save.number, "")
+                with suppress(OSError):  # leftovers take space but do no harm
+                    remove_leftovers(self.files, self.folder, in_use)
             self.files.make_folder(unfinished)
             written = tuple(write(unfinished))
             part = RankPart(files=written, state=dict(save.state.rank), binary=save.state.binary)
@@ -147,7 +149,8 @@ class Tier:
             fault = error or self._finish(save, unfinished)
             self._put(save, f"done-{rank}", fault)
             if fault is not None:
-                self._discard(unfinished)
+                with suppress(OSError):  # another rank still writes there; the next save removes it
+                    remove_all(self.files, unfinished)
         return error is None, error or self._errors_of_leaders(save)
 
     def _put(self, save: Save, what: str, message: CheckpointPart | str | None) -> None:
@@ -201,7 +204,11 @@ class Tier:
         try:
             if message is None:
                 raise CheckpointError("the index of the checkpoint was removed before it was read")
-            self._write_index(Index.model_validate_json(message), unfinished)
+            index = Index.model_validate_json(message)
+            held_by = self.participants.node if self.name == "local" else None
+            manifest = index.manifest.model_copy(update={"held_by": held_by}).text().encode()
+            for file, content in {**index.contents, MANIFEST: manifest}.items():
+                write_file(self.files, unfinished / file, [memoryview(content)])
             self.files.sync_folder(unfinished)
             if target.exists():
                 self._check_replaceable(target, save)
@@ -221,13 +228,6 @@ class Tier:
             used = {step for step in (save.uploading, save.step) if step is not None}
             remove_old(self.files, self.folder, self.keep, used)
         return None
-
-    def _write_index(self, index: Index, folder: Path) -> None:
-        for name, content in index.contents.items():
-            write_file(self.files, folder / name, content)
-        held_by = self.participants.node if self.name == "local" else None
-        manifest = index.manifest.model_copy(update={"held_by": held_by})
-        write_file(self.files, folder / MANIFEST, manifest.text().encode())
 
     def _check_replaceable(self, target: Path, save: Save) -> None:
         if not is_complete(target):
@@ -263,15 +263,6 @@ class Tier:
         if saved:
             now = max(now, datetime.fromisoformat(saved[-1][1].saved_at) + timedelta(microseconds=1))
         return now.isoformat(timespec="microseconds")
-
-    def _remove_leftovers(self, save: Save) -> None:
-        in_use = unfinished_folder(save.step, self.participants.run, save.number, "")
-        with suppress(OSError):  # leftovers take space but do no harm
-            remove_leftovers(self.files, self.folder, in_use)
-
-    def _discard(self, unfinished: Path) -> None:
-        with suppress(OSError):  # another rank still writes there; the next save removes it
-            remove_all(self.files, unfinished)
 
     def _in_words(self, error: Exception) -> str:
         text = str(error) or type(error).__name__
