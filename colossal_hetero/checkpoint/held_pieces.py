@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -149,10 +149,8 @@ def division_of(tensor: Tensor, module: nn.Module, shape: Sequence[int], name: s
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     parts = divided(shape, dim, sections, rank, ranks, padded) if sections else whole(shape)
     shard = WHOLE if group is None else f"tp{rank}of{ranks}"
-    stops = [part.local.offsets[axis] + part.local.sizes[axis] for part in parts for axis in range(tensor.dim())]
-    fits = len(shape) == tensor.dim() and all(
-        stop <= tensor.shape[number % tensor.dim()] for number, stop in enumerate(stops)
-    )
+    local = Box((0,) * tensor.dim(), tuple(tensor.shape))
+    fits = len(shape) == tensor.dim() and all(part.local.intersection(local) == part.local for part in parts)
     found = sum(part.local.numel for part in parts)
     if not fits or (found != tensor.numel() and not padded):
         raise ValueError(
@@ -218,23 +216,17 @@ def pieces_of(model: nn.Module, optimizer: Any, outline: ModelOutline) -> list[T
 def held_parameters(model: nn.Module, optimizer: Any, outline: ModelOutline) -> Iterator[HeldTensor]:
     """Parameters that this rank has a part of, in the order of the model; tied ones once."""
     masters = masters_of(optimizer)
-    seen: set[int] = set()
-    for module_name, module in bare_model(model).named_modules(remove_duplicate=False):
-        for own_name, parameter in module._parameters.items():
-            if parameter is None or id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            name = _name(module_name, own_name, outline)
-            shape = outline.shapes[name]
-            yield HeldTensor(
-                name=name,
-                layer=outline.layers[name],
-                shape=shape,
-                tensor=parameter,
-                division=division_of(parameter, module, shape, name),
-                is_tied=name in outline.tied,
-                master=masters.get(id(parameter)),
-            )
+    for module, name, parameter in _tensors(model, outline, lambda module: module._parameters.items()):
+        shape = outline.shapes[name]
+        yield HeldTensor(
+            name=name,
+            layer=outline.layers[name],
+            shape=shape,
+            tensor=parameter,
+            division=division_of(parameter, module, shape, name),
+            is_tied=name in outline.tied,
+            master=masters.get(id(parameter)),
+        )
 
 
 def pieces_of_memory(held: HeldTensor, entry: str, memory: Tensor) -> list[TensorPiece]:
@@ -269,29 +261,32 @@ def scalar_piece(held: HeldTensor, entry: str, scalar: Tensor) -> TensorPiece:
 
 def buffer_pieces(model: nn.Module, outline: ModelOutline) -> list[TensorPiece]:
     pieces: list[TensorPiece] = []
-    seen: set[int] = set()
-    for module_name, module in bare_model(model).named_modules(remove_duplicate=False):
-        for own_name, buffer in persistent_buffers(module):
-            if id(buffer) in seen:
-                continue
-            seen.add(id(buffer))
-            name = _name(module_name, own_name, outline)
-            shape = outline.shapes[name]
-            division_of(buffer, module, shape, name)  # buffers are never divided: checks the shape
-            if buffer.numel():
-                box = whole(shape)[0].whole
-                pieces.append(TensorPiece(outline.layers[name], f"buffer.{name}", shape, box, buffer.detach(), WHOLE))
+    for module, name, buffer in _tensors(model, outline, persistent_buffers):
+        shape = outline.shapes[name]
+        for part in division_of(buffer, module, shape, name).parts:  # one or none: buffers are not divided
+            pieces.append(
+                TensorPiece(outline.layers[name], f"buffer.{name}", shape, part.whole, buffer.detach(), WHOLE)
+            )
     return pieces
 
 
-def _name(module: str, own: str, outline: ModelOutline) -> str:
-    name = plain_name(f"{module}.{own}" if module else own)
-    if name not in outline.names:
-        raise ValueError(
-            f"the model has a tensor {name} that it did not have before booster.boost, so that other plans would not "
-            "find it in a layer checkpoint; save this model with booster.save_model"
-        )
-    return outline.names[name]
+def _tensors(
+    model: nn.Module, outline: ModelOutline, of_module: Callable[[nn.Module], Iterable[tuple[str, Tensor | None]]]
+) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Each tensor once, with its module and its name in the model of one process."""
+    seen: set[int] = set()
+    for module_name, module in bare_model(model).named_modules(remove_duplicate=False):
+        for own_name, tensor in of_module(module):
+            if tensor is None or id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            name = plain_name(f"{module_name}.{own_name}" if module_name else own_name)
+            if name not in outline.names:
+                raise ValueError(
+                    f"the model has a tensor {name} that it did not have before booster.boost, so that other plans "
+                    "would not find it in a layer checkpoint; save this model with booster.save_model"
+                )
+            yield module, outline.names[name], tensor
 
 
 def agreed_buffers(pieces: list[TensorPiece], outline: ModelOutline) -> list[TensorPiece]:

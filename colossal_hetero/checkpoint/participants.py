@@ -99,21 +99,19 @@ def divide_files(holdings: Iterable[Holding], *, with_local: bool = True) -> Fil
                     "its shard different names"
                 )
         sizes[file] = held[first, file]
-    by_node = {
-        node: {file: [rank for rank in boxes[file] if nodes[rank] == node] for file in sizes}
-        for node in sorted(set(nodes.values()))
-    }
     uploading = spread(sizes, {file: sorted({nodes[rank] for rank in boxes[file]}) for file in sizes})
     local: dict[int, list[ShardFile]] = defaultdict(list)
     shared: dict[int, list[ShardFile]] = defaultdict(list)
-    for node, ranks in by_node.items():
-        on_node = {file: size for file, size in sizes.items() if ranks[file]}
-        uploads = {file: size for file, size in on_node.items() if uploading[file] == node}
-        writers = spread(on_node, ranks) if with_local else {}
-        for file, rank in writers.items():
-            local[rank].append(file)
-        for file, rank in (spread(uploads, ranks) if not with_local else {f: writers[f] for f in uploads}).items():
-            shared[rank].append(file)
+    for node in sorted(set(nodes.values())):
+        ranks = {file: [rank for rank in boxes[file] if nodes[rank] == node] for file in sizes}
+        written = {
+            file: size for file, size in sizes.items() if ranks[file] and (with_local or uploading[file] == node)
+        }
+        for file, rank in spread(written, ranks).items():
+            if with_local:
+                local[rank].append(file)
+            if uploading[file] == node:
+                shared[rank].append(file)
     return FileDivision(
         {rank: tuple(sorted(files)) for rank, files in sorted(local.items())},
         {rank: tuple(sorted(files)) for rank, files in sorted(shared.items())},

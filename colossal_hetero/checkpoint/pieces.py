@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from operator import add, sub
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
@@ -97,10 +98,9 @@ class Box:
     def intersection(self, other: Box) -> Box | None:
         """Elements that both boxes, of the same tensor, have; None if there are none."""
         starts = tuple(map(max, self.offsets, other.offsets))
-        stops = tuple(map(min, self._stops, other._stops))
-        if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
-            return None
-        return Box(starts, tuple(stop - start for start, stop in zip(starts, stops, strict=True)))
+        stops = map(min, map(add, self.offsets, self.sizes), map(add, other.offsets, other.sizes))
+        sizes = tuple(map(sub, stops, starts))
+        return None if min(sizes, default=1) <= 0 else Box(starts, sizes)
 
     def slices_of(self, part: Box) -> tuple[slice, ...]:
         """Slices of ``part``, which lies in this box, in a tensor that holds this box."""
@@ -108,10 +108,6 @@ class Box:
             slice(start - offset, start - offset + size)
             for start, offset, size in zip(part.offsets, self.offsets, part.sizes, strict=True)
         )
-
-    @property
-    def _stops(self) -> tuple[int, ...]:
-        return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
 
     def pieces(self, numel: int) -> list[Box]:
         """Cut this box along its first dimension that is not 1 into boxes of about ``numel`` elements, in order."""

@@ -90,7 +90,6 @@ class Manifest(CheckpointPart):
     """The node on whose local disk the folder is; null for a folder that has the files of all nodes."""
     plan: str
     world_size: int
-    layers: tuple[str, ...]
     param_groups: Any
     common: Any
     ranks: tuple[Any, ...]

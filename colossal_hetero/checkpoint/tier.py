@@ -81,7 +81,6 @@ def make_index(
         held_by=None,
         plan=state.plan,
         world_size=len(parts),
-        layers=tuple(sorted({record.layer for written in files.values() for record in written})),
         param_groups=state.param_groups,
         common=dict(state.common),
         ranks=tuple(part.state for part in parts),
