@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from colossal_hetero.checkpoint.storage import FileOperations
 from tests.support.layer_checkpoints import assert_loads, newest_step, one_saver, pieces_of, reader_of, tensors
@@ -20,55 +23,21 @@ class EndingFiles(FileOperations):
         self.count = 0
         self._last = last
 
-    def _reach(self) -> bool:
+    def __getattribute__(self, name: str) -> Any:
+        operation = super().__getattribute__(name)
+        return partial(self._reach, operation) if name in OPERATIONS else operation
+
+    def _reach(self, operation: Callable[..., Any], *arguments: Any) -> Any:
         self.count += 1
-        return self.count == self._last
-
-    def create(self, path: Path) -> int:
-        if self._reach():
+        if self.count == self._last:
+            if operation.__name__ == "write":
+                descriptor, data = arguments
+                operation(descriptor, data[: len(data) // 2])
             os._exit(KILLED)
-        return super().create(path)
+        return operation(*arguments)
 
-    def write(self, descriptor: int, data: memoryview) -> int:
-        if self._reach():
-            super().write(descriptor, data[: len(data) // 2])
-            os._exit(KILLED)
-        return super().write(descriptor, data)
 
-    def sync(self, descriptor: int) -> None:
-        if self._reach():
-            os._exit(KILLED)
-        super().sync(descriptor)
-
-    def close(self, descriptor: int) -> None:
-        if self._reach():
-            os._exit(KILLED)
-        super().close(descriptor)
-
-    def sync_folder(self, path: Path) -> None:
-        if self._reach():
-            os._exit(KILLED)
-        super().sync_folder(path)
-
-    def rename(self, old: Path, new: Path) -> None:
-        if self._reach():
-            os._exit(KILLED)
-        super().rename(old, new)
-
-    def make_folder(self, path: Path) -> None:
-        if self._reach():
-            os._exit(KILLED)
-        super().make_folder(path)
-
-    def remove_file(self, path: Path) -> None:
-        if self._reach():
-            os._exit(KILLED)
-        super().remove_file(path)
-
-    def remove_folder(self, path: Path) -> None:
-        if self._reach():
-            os._exit(KILLED)
-        super().remove_folder(path)
+OPERATIONS = {name for name in vars(FileOperations) if not name.startswith("_")}
 
 
 def save(root: Path, run: str, *steps: int, files: FileOperations | None = None) -> None:
@@ -114,13 +83,7 @@ def check_killed(root: Path, *, operation: int | None = None, seconds: float | N
     The local folder loads step 20 or 30, bitwise; the shared folder too. The next save removes what was left. Half of
     the runs save a step again that is there.
 
-    Args:
-        root: an empty folder.
-        operation: the operation on files at which the process ends.
-        seconds: the time after which it is killed.
-
-    Returns:
-        The step that the local folder had, and whether the process was killed, for a table.
+    Returns the step that the local folder had, and whether the process was killed.
     """
     again = root.name.endswith("again")
     child = start_save(root, again, operation)

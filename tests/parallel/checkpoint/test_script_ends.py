@@ -7,9 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.random_examples import IS_THOROUGH
 from tests.support.three_plugins import STEPS
 
-ROUNDS = 3
+ROUNDS = 3 if IS_THOROUGH else 2
 """The disk of rank 0, of rank 1 and of no rank is slow; in the second round the scripts do not wait for their saves."""
 
 

@@ -70,10 +70,8 @@ def run(plan: Plan, folder: Path, options: dict[str, Any], resumes: bool, keeps_
     ("saved", "loaded", "options"),
     [
         (PLANS["1+2"], PLANS["1+2"], {}),
-        (PLANS["1+2"], PLANS["splits"], {}),
         (PLANS["tp2 1+2"], PLANS["1+2"], {}),
         (EQUAL, PLANS["1+2"], {}),
-        (PLANS["1+2"], EQUAL, {}),
         (PLANS["1+2"], PLANS["splits"], dict(zero_stage=1, precision="bf16")),
     ],
 )
