@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -256,15 +255,21 @@ def _start(
         is_read = all([reader.wait(layer) for reader in readers])
     operations: list[dist.P2POp] = []
     incoming, outgoing = [], []
-    for sender, parts in _by(transfers, "sender", "receiver", rank):
-        size = sum(tensor.numel() * tensor.element_size() for tensor in (memory.tensor(*each[3:]) for each in parts))
-        incoming.append(_Message(parts, torch.empty(size + 1, dtype=torch.uint8, device=device)))
-        operations.append(dist.P2POp(dist.irecv, incoming[-1].content, sender))
-    for receiver, parts in _by(transfers, "receiver", "sender", rank):
-        tensors = [memory.tensor(*each[3:]).contiguous().view(-1).view(torch.uint8) for each in parts]
-        state = torch.tensor([is_read], dtype=torch.uint8, device=tensors[0].device)
-        outgoing.append(_Message(parts, torch.cat([*tensors, state]).to(device)))
-        operations.append(dist.P2POp(dist.isend, outgoing[-1].content, receiver))
+    by_rank: dict[tuple[bool, int], list[Transfer]] = defaultdict(list)
+    for each in sorted(transfers):
+        is_sent = each.sender == rank
+        by_rank[is_sent, each.receiver if is_sent else each.sender].append(each)
+    for (is_sent, other), parts in sorted(by_rank.items()):
+        tensors = [memory.tensor(part.key, part.box) for part in parts]
+        if is_sent:
+            state = torch.tensor([is_read], dtype=torch.uint8, device=tensors[0].device)
+            flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+            outgoing.append(_Message(parts, torch.cat([*flat, state]).to(device)))
+            operations.append(dist.P2POp(dist.isend, outgoing[-1].content, other))
+        else:
+            size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            incoming.append(_Message(parts, torch.empty(size + 1, dtype=torch.uint8, device=device)))
+            operations.append(dist.P2POp(dist.irecv, incoming[-1].content, other))
     return _Layer(layer, incoming, outgoing, dist.batch_isend_irecv(operations))
 
 
@@ -281,14 +286,6 @@ def _unpack(message: _Message, memory: BoxMemory) -> bool:
             target.copy_(values)
             start += size
     return True
-
-
-def _by(transfers: Sequence[Transfer], other: str, own: str, rank: int) -> list[tuple[int, list[Transfer]]]:
-    """Transfers in which this rank has the role ``own``, by the rank with the role ``other``, ascending."""
-    mine = sorted(
-        (each for each in transfers if getattr(each, own) == rank), key=lambda each: (getattr(each, other), each)
-    )
-    return [(number, list(parts)) for number, parts in itertools.groupby(mine, key=lambda each: getattr(each, other))]
 
 
 def _device() -> torch.device:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 from torch.distributed import HashStore, Store
 
-__all__ = ["Interruption", "MessageStore", "Stopped"]
+__all__ = ["MessageStore", "Stopped"]
 
 PAUSES_SECONDS = (0.002, 0.1)
 """Pauses between two looks for messages: the shortest, which doubles up to the longest."""
@@ -19,19 +19,6 @@ class Stopped(Exception):
     """The saver was closed, or other ranks were lost, while this rank waited."""
 
 
-class Interruption:
-    def __init__(self, is_broken: Callable[[], bool] = lambda: False) -> None:
-        self._closed = threading.Event()
-        self.is_broken = is_broken
-
-    def set(self) -> None:
-        self._closed.set()
-
-    def wait(self, seconds: float) -> bool:
-        """True if waits end, after ``seconds`` at most."""
-        return self.is_broken() or self._closed.wait(seconds)
-
-
 class MessageStore:
     """Messages of all ranks, in a store of torch or in memory: by channel, number of the save or round, and name.
 
@@ -39,9 +26,10 @@ class MessageStore:
     the one before.
     """
 
-    def __init__(self, store: Store | None, run: str, rank: int, ranks: int, stop: Interruption) -> None:
+    def __init__(self, store: Store | None, run: str, rank: int, ranks: int, is_broken: Callable[[], bool]) -> None:
         self._store: Store = HashStore() if store is None else store
-        self._run, self._rank, self._ranks, self._stop = run, rank, ranks, stop
+        self._run, self._rank, self._ranks, self.is_broken = run, rank, ranks, is_broken
+        self._closed = threading.Event()
         self._own: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
         self._lock = threading.Lock()
 
@@ -72,7 +60,7 @@ class MessageStore:
                     missing.remove(name)
             if not missing or time.monotonic() > deadline:
                 return found
-            if self._stop.wait(pause):
+            if self.is_broken() or self._closed.wait(pause):
                 raise Stopped
             pause = min(2 * pause, PAUSES_SECONDS[1])
 
@@ -86,6 +74,10 @@ class MessageStore:
         if self._rank == 0:
             for channel, numbers in self._own.items():
                 self.wait_for(channel, max(numbers), [f"heard-{rank}" for rank in range(1, self._ranks)], deadline)
+
+    def close(self) -> None:
+        """End all waits."""
+        self._closed.set()
 
     def _name(self, channel: str, number: int, what: str) -> str:
         return f"{self._run}/{channel}/{number}/{what}"

@@ -44,7 +44,9 @@ def outline_of(model: nn.Module, optimizer: Any = None) -> ModelOutline:
     names: dict[str, str] = {}
     first: dict[int, str] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
-        for own_name, tensor in _own_tensors(module):
+        for own_name, tensor in (*module._parameters.items(), *persistent_buffers(module)):
+            if tensor is None:
+                continue
             name = plain_name(f"{module_name}.{own_name}" if module_name else own_name)
             names[name] = first.setdefault(id(tensor), name)
             if names[name] == name:
@@ -74,11 +76,6 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, buffer in module._buffers.items():
         if buffer is not None and name not in module._non_persistent_buffers_set:
             yield name, buffer
-
-
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from ((name, parameter) for name, parameter in module._parameters.items() if parameter is not None)
-    yield from persistent_buffers(module)
 
 
 def _layers(model: nn.Module) -> dict[str, str]:

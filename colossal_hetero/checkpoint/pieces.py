@@ -66,19 +66,9 @@ def step_of(folder: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def is_replaced(folder: str) -> bool:
-    """True if this is the old one of two checkpoints of the same step."""
-    return folder.endswith(REPLACED)
-
-
 def layer_file(layer: str, shard: str) -> str:
     """File of a layer's shard, e.g. ``block-0007.tp0of2.safetensors``. Shards have dots, layers have none."""
     return f"{quote(layer, safe='').replace('.', '%2E')}.{quote(shard, safe='')}.safetensors"
-
-
-def part_file(node: str) -> str:
-    """File that lists what a node has written, e.g. ``part-gpu-3.json``."""
-    return f"part-{quote(node, safe='')}.json"
 
 
 # Box -----------------------------------------------------------------------------------------------------------------

@@ -1,8 +1,7 @@
-"""Reader of a layer checkpoint: each box from the nearest whole copy."""
+"""Reader of a layer checkpoint: each box from the nearest whole copy; export of the parameters to one file."""
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from .places import Checkpoint, Copy, Place, find_checkpoints
 from .records import FileCheck, FileRecord, ItemRecord
 from .storage import DamagedCopy
 
-__all__ = ["CheckpointReader", "default_ending", "export"]
+__all__ = ["CheckpointReader", "export"]
 
 
 class CheckpointReader:
@@ -112,20 +111,17 @@ class CheckpointReader:
             raise ValueError(
                 f"{piece.key} was saved as {dtype} {list(shape)}, which cannot be loaded into {own} {list(piece.shape)}"
             )
-        # Nearest places first; of files in the same place, those that hold most of the box.
+        copies = self.checkpoint.copies
         nearest = {
-            file.name: min(
-                (
-                    index
-                    for index, copy in enumerate(self.checkpoint.copies)
-                    if file.name in copy.files and self._fault(copy, file.name) is None
-                ),
-                default=len(self.checkpoint.copies),
+            file.name: next(
+                (n for n, copy in enumerate(copies) if file.name in copy.files and not self._fault(copy, file.name)),
+                len(copies),
             )
             for file, _ in saved
         }
 
         def preference(each: tuple[FileRecord, ItemRecord]) -> tuple[int, int]:
+            """Nearest places first; of files in the same place, those that hold most of the box."""
             common = piece.box.intersection(each[1].box)
             return nearest[each[0].name], -(common.numel if common else 0)
 
@@ -178,15 +174,8 @@ class CheckpointReader:
         return CheckpointError("; ".join([*reasons, "there is no other copy", *advice]))
 
 
-# Export --------------------------------------------------------------------------------------------------------------
-
-
 MODEL = ("param.", "buffer.")
 """Beginnings of the keys of tensors that belong to the model, not to the optimizer."""
-
-
-def default_ending() -> str:
-    return ".pt" if importlib.util.find_spec("safetensors") is None else ".safetensors"
 
 
 def export(folder: Path, out: Path, step: int | None = None) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from torch.distributed import Store
 
 from .config import CheckpointError
 from .layer_files import copy_file, write_layer_file
-from .message_store import Interruption, MessageStore, Stopped
+from .message_store import MessageStore, Stopped
 from .participants import Participants, ShardFile, divide_files
 from .pieces import RunState, TensorPiece, layer_file, step_folder
 from .records import FileRecord
@@ -64,11 +64,10 @@ class LayerCheckpointSaver:
         self._participants, self._log = participants, log
         self._time_limit, self._patience_seconds = time_limit_seconds, patience_seconds
         self._files = files or FileOperations()
-        self._stop = Interruption(is_broken)
         division = divide_files(participants.holdings, with_local=local is not None)
         self._first_files = (division.local if local is not None else division.shared).get(participants.rank, ())
         self._uploads = division.shared.get(participants.rank, ())
-        self._messages = MessageStore(store, participants.run, participants.rank, len(participants.nodes), self._stop)
+        self._messages = MessageStore(store, participants.run, participants.rank, len(participants.nodes), is_broken)
 
         def tier(name: str, folder: Path | str) -> Tier:
             return Tier(name, Path(folder), participants, self._messages, self._files, keep, time_limit_seconds)
@@ -202,7 +201,7 @@ class LayerCheckpointSaver:
         if others_are_there and self.is_idle:
             with suppress(Exception):  # other ranks, or the way to them, may be gone
                 self._messages.wait_until_heard(time.monotonic() + min(GRACE_SECONDS, self._time_limit))
-        self._stop.set()
+        self._messages.close()
         for worker in (self._writer, self._uploader):
             if worker is not None:
                 worker.close()
@@ -265,7 +264,7 @@ class LayerCheckpointSaver:
         try:
             written, error = tier.save(save, write)
         except Stopped:
-            if self._stop.is_broken():
+            if self._messages.is_broken():
                 self._fail(save, tier, "a rank was lost")
             return False
         except Exception as fault:  # e.g. the store is gone

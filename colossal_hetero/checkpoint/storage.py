@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from .pieces import MANIFEST, TEMPORARY, is_replaced, step_folder, step_of
+from .pieces import MANIFEST, REPLACED, TEMPORARY, step_folder, step_of
 from .records import Manifest, parse_manifest
 
 __all__ = ["DamagedCopy", "FileOperations"]
@@ -115,7 +115,7 @@ def folder_names(root: Path) -> list[str]:
         names = {entry.name for entry in os.scandir(root) if entry.is_dir() and step_of(entry.name) is not None}
     except FileNotFoundError:
         return []
-    return sorted(name for name in names if not (is_replaced(name) and step_folder(step_of(name) or 0) in names))
+    return sorted(name for name in names if not (name.endswith(REPLACED) and step_folder(step_of(name) or 0) in names))
 
 
 def is_complete(folder: Path) -> bool:
@@ -147,7 +147,7 @@ def remove_leftovers(files: FileOperations, root: Path, in_use: str) -> None:
     for name in names:
         if name.startswith(TEMPORARY) and not name.startswith(in_use):
             remove_all(files, root / name)
-        elif is_replaced(name) and is_complete(root / step_folder(step_of(name) or 0)):
+        elif name.endswith(REPLACED) and is_complete(root / step_folder(step_of(name) or 0)):
             _remove(files, root, name)
 
 

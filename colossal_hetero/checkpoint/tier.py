@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from pydantic import Field
 
 from .config import CheckpointError
 from .message_store import MessageStore
 from .participants import Participants
-from .pieces import MANIFEST, REPLACED, STATES, RunState, part_file, step_folder, unfinished_folder
+from .pieces import MANIFEST, REPLACED, STATES, RunState, step_folder, unfinished_folder
 from .records import SCHEMA, CheckpointPart, FileCheck, FileRecord, Manifest, NodePart, checksum
 from .storage import (
     FileOperations,
@@ -59,7 +60,7 @@ def make_index(
     for node, part in zip(nodes, parts, strict=True):
         files[node] += part.files
     contents = {
-        part_file(node): NodePart(schema=SCHEMA, node=node, files=tuple(written))
+        f"part-{quote(node, safe='')}.json": NodePart(schema=SCHEMA, node=node, files=tuple(written))
         .model_dump_json(by_alias=True)
         .encode()
         for node, written in files.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,9 +78,9 @@ def verify(folder: Path, step: int | None) -> None:
 def export_checkpoint(folder: Path, step: int | None, out: Path | None) -> None:
     """Write the parameters of a checkpoint in FOLDER to one file, as a plain state dict of Hugging Face or timm."""
     with errors_on_one_line():
-        from ..checkpoint.reader import default_ending, export
+        from ..checkpoint.reader import export
 
-        target = out or Path(f"model{default_ending()}")
+        target = out or Path("model.pt" if find_spec("safetensors") is None else "model.safetensors")
         check_outputs(target)
         step, tensors = export(folder, target, step)
     click.echo(f"{target}: {count(tensors, 'tensor')} of step {step}")
