@@ -130,8 +130,13 @@ def test_all_get_what_they_need_and_no_more_is_read_than_is_needed(data: st.Data
             assert is_read + received.count((each.read.key, each.box)) == 1
     for each in transfers:
         assert any(read.key == each.key and read.box.intersection(each.box) == each.box for read in reads[each.sender])
-    needed = sum(need.box.numel for of_rank in needs.values() for need in of_rank)
-    assert sum(read.box.numel for of_rank in reads.values() for read in of_rank) <= needed
+    needed, read_elements = Counter[tuple[str, Box]](), Counter[tuple[str, Box]]()
+    for of_rank in fetches.values():
+        for each in of_rank:
+            needed[each.read.key, each.read.box] += each.box.numel
+    for read in (read for of_rank in reads.values() for read in of_rank):
+        read_elements[read.key, read.box] += read.box.numel
+    assert all(read_elements[each] <= needed[each] for each in needed)
 
 
 def test_layers_in_different_places_take_turns() -> None:
