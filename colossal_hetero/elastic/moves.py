@@ -15,8 +15,6 @@ from ..checkpoint.pieces import Bitmap, Box, Location, StorageTier, TensorPiece,
 from ..checkpoint.reader import LayerRead, ReadAhead
 from ..checkpoint.transfers import Need, Read, choose_sources, layer_order, reads_and_transfers
 
-__all__ = ["HeldBox", "HoldingsLost", "all_holdings", "empty_piece", "inheritance", "move_pieces"]
-
 STEP = 0
 """All holdings are of the same step."""
 COPIES = 2

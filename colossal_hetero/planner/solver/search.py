@@ -35,9 +35,6 @@ from .pipeline_bounds import RelaxedPool
 from .plan_search import MAX_ROWS, PlanSearch
 from .problem import Problem
 
-__all__ = ["PLAIN", "Answer", "Effort", "search"]
-
-
 MAX_SHARDED = 24
 """Pools with ZeRO stage 1 that are searched: the shortest expected plans."""
 
