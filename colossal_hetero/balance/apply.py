@@ -31,8 +31,6 @@ from .plan import BalancePlan, Traffic
 from .pruning import Columns, ColumnSelector, Prunable, Pruning, Units
 from .resharding import Resharding
 
-__all__ = ["Applier", "Shares", "columns_stay"]
-
 
 @dataclass(frozen=True)
 class Shares:

@@ -26,8 +26,6 @@ from .config import BalanceConfig
 from .host_messages import make_groups
 from .resharding import OptimizerMemory, Resharding
 
-__all__ = ["attach_balancer", "make_copyable"]
-
 
 def attach_balancer(
     model: nn.Module,

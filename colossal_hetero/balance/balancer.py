@@ -33,8 +33,6 @@ from .resharding import Resharding
 from .timeline import RankSegments, SampledIterations, Timelines, TimelineSampler, choose_timelines
 from .work_times import EqualWork
 
-__all__ = ["Balancer"]
-
 log = logging.getLogger(__name__)
 
 MAX_RECORDS = 100_000

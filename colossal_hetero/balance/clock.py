@@ -32,8 +32,6 @@ import torch
 from ..layers.workload import Part
 from .timeline import Segment
 
-__all__ = ["CpuClock", "CudaClock", "IterationClock", "IterationTimes", "KindTimes", "make_clock"]
-
 
 class KindTimes(NamedTuple):
     """Seconds that a rank worked in one iteration for the layers of one kind."""

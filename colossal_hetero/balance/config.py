@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-__all__ = ["BalanceConfig", "Migration", "Mode", "Priority", "Reference", "Resizing"]
-
 Mode = Literal["off", "resize", "migrate", "semi", "auto"]
 Migration = Literal["block", "broadcast-reduce", "scatter-gather"]
 Resizing = Literal["column", "block"]

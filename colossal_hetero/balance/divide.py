@@ -11,20 +11,6 @@ from functools import cached_property
 
 from .plan import BalancePlan, Traffic, Volume
 
-__all__ = [
-    "BlockShape",
-    "Division",
-    "LayerShape",
-    "Move",
-    "Port",
-    "block_ports",
-    "busiest_port",
-    "column_traffic",
-    "divide",
-    "divide_counts",
-    "effective_grain",
-]
-
 GRAINS = 32
 """Minimum number of grains per rank, so that rounding to a grain changes at most 3 % of its work."""
 

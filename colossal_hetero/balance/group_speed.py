@@ -16,8 +16,6 @@ from .plan import RankTimes
 from .ratios import Line
 from .work_times import MAX_OVERHEAD, Damping, WorkLine
 
-__all__ = ["GroupSpeed", "KindWork"]
-
 WINDOW = 256
 """Maximum number of iterations from which speeds are computed."""
 FEW = 8

@@ -14,8 +14,6 @@ import torch.distributed as dist
 
 from ..common.ranks import world_timeout
 
-__all__ = ["MIGRATION_CTAS", "VOTE_TIMEOUT", "Exchange", "Groups", "launch_obstacle", "make_groups"]
-
 MIGRATION_CTAS = 4
 """Largest number of a GPU's processors (of 132 on an H100) that NCCL uses for migrated work."""
 VOTE_TIMEOUT = timedelta(minutes=5)

@@ -15,22 +15,6 @@ from .optimum import optimal_plan, semi_plan
 from .plan import BalancePlan, Costs, Counts, RankTimes, predicted_seconds
 from .ratios import Line, UnitKind, divisible_seconds, fastest_counts, moved_units, resize_ratios, slowest_seconds
 
-__all__ = [
-    "MIN_GAIN",
-    "KindProblem",
-    "LayerKind",
-    "Speeds",
-    "decide",
-    "decide_counts",
-    "decide_units",
-    "iteration_seconds",
-    "relieved_for",
-    "relieved_ranks",
-    "stays_resharded",
-    "wants_resharding",
-]
-
-
 # Division ------------------------------------------------------------------------------------------------------------
 
 MIN_GAIN = 0.005

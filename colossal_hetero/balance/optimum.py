@@ -10,16 +10,6 @@ import numpy as np
 from .plan import BalancePlan, Costs, RankTimes
 from .ratios import resize_ratios
 
-__all__ = [
-    "RESERVE",
-    "divide_stragglers",
-    "fastest_division",
-    "migrating_stragglers",
-    "optimal_plan",
-    "resize_and_migrate",
-    "semi_plan",
-]
-
 RESERVE = 1e-3
 """Minimum share of its work that a rank keeps, so that its speed can still be measured."""
 CANDIDATES = 32

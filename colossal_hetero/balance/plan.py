@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 from numpy.typing import ArrayLike
 
-__all__ = ["BalancePlan", "Costs", "Counts", "RankTimes", "Traffic", "Volume", "fit_affine", "predicted_seconds"]
-
 Counts = tuple[tuple[int, ...], ...]
 """Number of units that each rank computes, for each kind of blocks."""
 

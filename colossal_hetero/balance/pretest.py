@@ -34,19 +34,6 @@ from ..layers.workload import impute
 from .config import BalanceConfig
 from .plan import Costs, Traffic, Volume, fit_affine
 
-__all__ = [
-    "CostCache",
-    "FittedLink",
-    "ProductShape",
-    "default_folder",
-    "fit_link",
-    "fit_receive_factor",
-    "fit_resize",
-    "measure_costs",
-    "prepare_costs",
-]
-
-
 # Cost cache ----------------------------------------------------------------------------------------------------------
 
 SCHEMA = 1

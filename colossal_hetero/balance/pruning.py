@@ -16,20 +16,6 @@ from ..layers.linear import HeteroLinear
 from .config import BalanceConfig, Priority
 from .ratios import layer_ratios
 
-__all__ = [
-    "ColumnSelector",
-    "Columns",
-    "LateNumbers",
-    "NormProduct",
-    "Prunable",
-    "Pruning",
-    "RandomColumns",
-    "Units",
-    "WeightVariation",
-    "make_selector",
-]
-
-
 # Column selection ----------------------------------------------------------------------------------------------------
 # Selectors of the contraction columns that a resized layer keeps (SEMI, Sec. III-B, Algorithm 1), in ascending order.
 # None makes the host wait for the device, so they use neither boolean indices nor copies from the host.

@@ -11,17 +11,6 @@ from numpy.typing import ArrayLike
 
 from .config import BalanceConfig
 
-__all__ = [
-    "Line",
-    "UnitKind",
-    "divisible_seconds",
-    "fastest_counts",
-    "layer_ratios",
-    "moved_units",
-    "resize_ratios",
-    "slowest_seconds",
-]
-
 
 def resize_ratios(
     work_seconds: ArrayLike, matmul_seconds: ArrayLike, reference_seconds: float, max_resize: float

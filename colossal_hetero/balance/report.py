@@ -11,24 +11,6 @@ import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-__all__ = [
-    "BalanceReport",
-    "IterationRecord",
-    "LocalRecord",
-    "RankRecord",
-    "RankSummary",
-    "WhatIf",
-    "comparison_text",
-    "ideal_ratio",
-    "lossless_seconds",
-    "merge_records",
-    "moved_shares",
-    "rank_table",
-    "report",
-    "what_if",
-]
-
-
 # Records -------------------------------------------------------------------------------------------------------------
 
 

@@ -17,8 +17,6 @@ from ..layers.transport import Transport, check_room
 from ..layers.unit_mover import Holding, StateSlot, UnitMover, holdings, ordinary_holdings, unit_count
 from .host_messages import Exchange
 
-__all__ = ["OptimizerMemory", "Resharding"]
-
 Arrangement = dict[int, tuple[Holding, ...]]
 """Holdings of all ranks by number of a block; blocks that are left out have ordinary shards."""
 

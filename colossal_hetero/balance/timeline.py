@@ -8,26 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from ..common.text import BLUE, FORMATS, GRAY, LIGHT_BLUE, ORANGE, RED, check_matplotlib, check_name, save_figure
-
-__all__ = [
-    "FORMATS",
-    "KIND_NAMES",
-    "SAMPLE_EVERY",
-    "IterationTimeline",
-    "Kind",
-    "RankSegments",
-    "SampledIterations",
-    "Segment",
-    "TimelineSampler",
-    "Timelines",
-    "check_matplotlib",
-    "choose_timelines",
-    "chrome_trace",
-    "merge_segments",
-    "plot_timelines",
-]
-
+from ..common.text import BLUE, GRAY, LIGHT_BLUE, ORANGE, RED, check_matplotlib, check_name, save_figure
 
 # Timeline sampler ----------------------------------------------------------------------------------------------------
 

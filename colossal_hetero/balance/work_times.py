@@ -9,8 +9,6 @@ from statistics import mean
 from .plan import RankTimes
 from .ratios import Line
 
-__all__ = ["MAX_OVERHEAD", "MAX_PATIENCE", "RELAX_AFTER", "Damping", "EqualWork", "WorkLine"]
-
 MAX_OVERHEAD = 0.15
 """Largest time that extracting columns, imputing and handling others' units can add, as a share of full products."""
 MIN_RECEIVED = 0.85

@@ -8,8 +8,6 @@ import click
 
 from .common import check_outputs, errors_on_one_line, make_console
 
-__all__ = ["batches"]
-
 
 @click.command()
 @click.argument("profile", type=click.Path(path_type=Path))

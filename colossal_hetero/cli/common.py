@@ -15,29 +15,6 @@ from ..checkpoint.config import CheckpointError
 from ..common.atomic_files import check_writable
 from ..common.text import MarkedError, check_matplotlib, check_name
 
-__all__ = [
-    "MAX_AMOUNT",
-    "MAX_LAYERS",
-    "Choices",
-    "Finite",
-    "GroupedCommand",
-    "Numbers",
-    "Quotas",
-    "Whole",
-    "check_outputs",
-    "degrees_option",
-    "errors_on_one_line",
-    "global_batch_option",
-    "load_inputs",
-    "make_console",
-    "memory_reserve_option",
-    "micro_batch_option",
-    "profile_out_option",
-    "show_profile",
-    "sizes_option",
-    "status_line",
-]
-
 if TYPE_CHECKING:
     from rich.console import Console
 

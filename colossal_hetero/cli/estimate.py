@@ -22,8 +22,6 @@ from .common import (
 if TYPE_CHECKING:
     from ..planner.cluster.topology import DeviceKind
 
-__all__ = ["estimate", "write_estimate"]
-
 SIZES = ("layers", "hidden", "heads", "vocabulary")
 
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ..planner.cost.evaluate import EvaluatedPlan
     from ..planner.profile.layer_profile import ModelProfile
 
-__all__ = ["evaluate"]
-
 GROUPS = {
     "Batches of layouts": ("micro_batch", "micro_batches", "global_batch", "overlap"),
     "Machines": ("memory_reserve",),

@@ -12,8 +12,6 @@ import click
 from ..common.text import byte_unit, count
 from .common import check_outputs, errors_on_one_line, make_console
 
-__all__ = ["checkpoint", "store"]
-
 if TYPE_CHECKING:
     from ..checkpoint.places import Entry
 

@@ -15,8 +15,6 @@ from .profile import profile
 from .rent import rent
 from .simulate import simulate
 
-__all__ = ["main"]
-
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(__version__, prog_name="colossal-hetero")

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ..planner.cost.pass_order import Schedule
     from ..planner.solver.search import Effort
 
-__all__ = ["plan"]
-
 PROOF_SECONDS = 2.0
 GROUPS = {
     "What to train": ("global_batch", "memory_reserve"),

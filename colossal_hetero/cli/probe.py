@@ -16,9 +16,6 @@ import click
 from ..common.launch import STARTED_HERE, local_gpu
 from .common import Finite, check_outputs, errors_on_one_line, make_console
 
-__all__ = ["probe", "probe_as_rank"]
-
-
 # Probe command -------------------------------------------------------------------------------------------------------
 
 if TYPE_CHECKING:

@@ -19,9 +19,6 @@ from ..planner.cluster.group_networks import ETHERNET
 from ..planner.cluster.topology import MeasuredLink, Topology
 from .rank_facts import Nic, RankFacts, make_topology, pairs_to_measure
 
-__all__ = ["find_nics", "measure_links", "probe_ranks", "probe_this_rank", "sustained_flops"]
-
-
 # This machine --------------------------------------------------------------------------------------------------------
 
 WINDOW_SECONDS = 0.3

@@ -19,8 +19,6 @@ from .common import (
     show_profile,
 )
 
-__all__ = ["profile"]
-
 
 def _settings(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, Any]:
     settings = {}

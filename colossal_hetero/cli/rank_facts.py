@@ -11,8 +11,6 @@ from ..planner.cluster.gpu_catalog import GPUS, INSIDE, kind_name, usual_memory_
 from ..planner.cluster.group_networks import ETHERNET
 from ..planner.cluster.topology import Channel, Device, DeviceKind, MeasuredLink, Node, Topology
 
-__all__ = ["Nic", "RankFacts", "check_patterns", "make_topology", "pairs_to_measure"]
-
 TOLERANCE = 0.1
 """Share by which speeds of devices of a kind may differ to count as equal."""
 MEMORY_TOLERANCE = 0.25

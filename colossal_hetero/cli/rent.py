@@ -27,8 +27,6 @@ from .common import (
 if TYPE_CHECKING:
     from ..planner.solver.pareto_front import Objective
 
-__all__ = ["rent"]
-
 GROUPS = {
     "What to train": ("global_batch", "samples", "memory_reserve"),
     "Limits": ("objective", "budget", "deadline", "at_most"),

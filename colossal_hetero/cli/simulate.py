@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ..planner.cost.simulate import Transfers
     from ..planner.solver.replan import Replanned
 
-__all__ = ["simulate"]
-
 
 class Slow(click.ParamType):
     """RANK:FACTOR[,RANK:FACTOR…]: ranks that are slow, and by how much."""

@@ -21,8 +21,6 @@ from typing import Any
 import psutil
 import torch
 
-__all__ = ["SET_CONNECTIONS_LATE", "HeteroCpuAccelerator", "HostEvent", "HostStream", "quiet_import"]
-
 
 def _is_not_kernel_notice(record: logging.LogRecord) -> bool:
     return not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")

@@ -26,18 +26,6 @@ from colossalai.zero.low_level import LowLevelZeroOptimizer
 from torch import Tensor
 from torch.autograd import Function
 
-__all__ = [
-    "correct_colossalai",
-    "correct_empty_groups",
-    "correct_gradient_norm",
-    "correct_layout_cache",
-    "correct_padded_vocabulary",
-    "correct_second_derivatives",
-    "tp_partition_dim",
-    "without_second_derivatives",
-]
-
-
 # Second derivatives --------------------------------------------------------------------------------------------------
 
 

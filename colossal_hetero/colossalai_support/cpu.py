@@ -23,20 +23,6 @@ from colossalai.zero.low_level import LowLevelZeroOptimizer
 
 from .corrections import ModuleProxy
 
-__all__ = [
-    "Messages",
-    "forget_messages",
-    "patch_collectives",
-    "patch_colossalai",
-    "patch_layers",
-    "patch_models",
-    "patch_point_to_point",
-    "patch_zero",
-    "reduce_scatter",
-    "sent_directly",
-]
-
-
 # Collectives ---------------------------------------------------------------------------------------------------------
 
 TAG = 7083

@@ -21,8 +21,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from . import cpu
 from .accelerator import get_accelerator
 
-__all__ = ["batch_through_host", "is_gpu_over_gloo", "support_gpus_over_gloo", "through_host"]
-
 Group = dist.ProcessGroup | None
 NeedsHost = Callable[[Tensor, Group], bool]
 """True if a tensor has to be copied to the host to communicate over a group."""

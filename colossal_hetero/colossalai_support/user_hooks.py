@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["OWN_PACKAGES", "is_from", "user_hooks"]
-
 OWN_PACKAGES = ("colossal_hetero", "colossalai")
 
 

@@ -13,28 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .atomic_files import replacing
 
-__all__ = [
-    "Amount",
-    "ByteCount",
-    "BytesPerSecond",
-    "Factor",
-    "FilePart",
-    "Flops",
-    "NonNegative",
-    "PositiveCount",
-    "PositiveSeconds",
-    "Seconds",
-    "check_file",
-    "check_units",
-    "errors_in_words",
-    "field_names",
-    "first_repeated",
-    "load_json_file",
-    "read_json",
-    "read_text",
-    "write_json",
-]
-
 
 def read_json(path: Path | str) -> tuple[str, Any]:
     text = read_text(path, "JSON")

@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["STARTED_HERE", "end_with_parent", "is_rank", "local_devices", "local_gpu", "start_ranks"]
-
 STARTED_HERE = "COLOSSAL_HETERO_STARTED_HERE"
 """Environment variable of ranks that :func:`start_ranks` started."""
 PR_SET_PDEATHSIG = 1

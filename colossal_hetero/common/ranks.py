@@ -28,19 +28,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 
-__all__ = [
-    "Address",
-    "RankWatch",
-    "destroy_without_lock",
-    "is_lost_connection",
-    "name_ended_ranks",
-    "naming_ended_ranks",
-    "on_every_rank",
-    "own_address",
-    "watch_ranks",
-    "world_timeout",
-]
-
 PATIENCE_SECONDS = 1.0
 """Longest search for an ended rank: a connection may be closed a moment before the process has ended."""
 PAUSE_SECONDS = 0.02

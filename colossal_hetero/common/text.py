@@ -10,26 +10,6 @@ from typing import Any
 
 from .atomic_files import replacing
 
-__all__ = [
-    "BLUE",
-    "FORMATS",
-    "GRAY",
-    "LIGHT_BLUE",
-    "ORANGE",
-    "RED",
-    "MarkedError",
-    "aligned",
-    "byte_unit",
-    "check_matplotlib",
-    "check_name",
-    "count",
-    "duration",
-    "parse_rank_factors",
-    "save_figure",
-    "spans",
-    "times",
-]
-
 
 def count(number: int, noun: str) -> str:
     """A number with its noun, e.g. "1 rank", "1,024 ranks", "2 batches"."""

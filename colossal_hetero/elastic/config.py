@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["ElasticConfig"]
-
 LAST_CALL_SECONDS = {"in-process": 1.0, "restart": 30.0}
 
 

@@ -19,16 +19,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = [
-    "ElasticEnvironment",
-    "TorchrunPlace",
-    "check_torchrun",
-    "format_address",
-    "launcher_name",
-    "parse_address",
-    "runs_launcher",
-]
-
 STORE = "COLOSSAL_HETERO_STORE"
 JOB = "COLOSSAL_HETERO_JOB"
 NODE = "COLOSSAL_HETERO_NODE"

@@ -14,8 +14,6 @@ import secrets
 import time
 from typing import Any, NamedTuple
 
-__all__ = ["Greeting", "find_each_other"]
-
 PAUSE_SECONDS = 0.02
 
 

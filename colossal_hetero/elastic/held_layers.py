@@ -17,20 +17,6 @@ from ..checkpoint.pieces import RunState, TensorPiece
 from ..planner.cluster.topology import Device, Node, Topology
 from ..planner.cost.plan import Plan
 
-__all__ = [
-    "CatchUp",
-    "Held",
-    "HeldLayers",
-    "Recovery",
-    "RecoveryDecision",
-    "Standing",
-    "agree",
-    "layers_by_rank",
-    "missing_bytes",
-    "surviving_topology",
-    "with_fewest_moves",
-]
-
 
 class HeldLayers(NamedTuple):
     """Blocks on one device, with optimizer state, or tensor-parallel part ``part`` of ``parts`` of each."""

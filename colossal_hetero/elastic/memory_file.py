@@ -26,21 +26,6 @@ from ..checkpoint.pieces import Box, RunState, TensorPiece, cover, whole
 from .environment import runs_launcher
 from .held_layers import HeldLayers
 
-__all__ = [
-    "FileName",
-    "FoundState",
-    "KeptBox",
-    "KeptState",
-    "MemoryFile",
-    "MemoryFolder",
-    "StateName",
-    "default_memory",
-    "newest_whole_state",
-    "read_memory_file",
-    "write_memory_file",
-]
-
-
 # Newest memory -------------------------------------------------------------------------------------------------------
 
 

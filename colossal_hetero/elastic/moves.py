@@ -13,8 +13,6 @@ from ..checkpoint.exchange import BoxMemory, fetch_boxes
 from ..checkpoint.pieces import Bitmap, Box, Location, StorageTier, TensorPiece, cover
 from ..checkpoint.transfers import Need, choose_sources
 
-__all__ = ["HeldBox", "HoldingsLost", "all_holdings", "empty_piece", "inheritance", "move_pieces"]
-
 COPIES = 2
 """Ranks that take what a leaving member holds."""
 

@@ -15,8 +15,6 @@ from ..colossalai_support.accelerator import get_accelerator, quiet_import
 from ..colossalai_support.cpu import forget_messages
 from .world import World
 
-__all__ = ["LaunchedState", "ProcessGroups"]
-
 
 class ProcessGroups:
     """torch's groups in the worlds of this process. Initialize and destroy them by turns."""

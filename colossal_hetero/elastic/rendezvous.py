@@ -34,9 +34,6 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from .job_store import JobStore
 from .world import JobEndedError, JoinTimeoutError, Member, MembershipTiming
 
-__all__ = ["SECONDS_PER_NOTICE", "Rendezvous", "Roster", "described", "member_of", "missing_message", "next_action"]
-
-
 # Joining -------------------------------------------------------------------------------------------------------------
 # torch decides most of it. Added: survivors go first, because layers that only a survivor has would be lost if spares
 # took the places; a world is complete, without the last call, as soon as all survivors and those who wait are there; a

@@ -28,8 +28,6 @@ from multiprocessing.util import register_after_fork
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["AbortWatch", "FileNotice", "SignalNotice", "TerminationWatch"]
-
 
 class SignalNotice:
     """The notice is a signal to this process, by default SIGTERM. A second signal has its usual effect.

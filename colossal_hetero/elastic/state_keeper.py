@@ -23,8 +23,6 @@ from ..checkpoint.pieces import TensorPiece
 from ..checkpoint.staging import Worker, pinned_memory
 from .memory_file import FileName, KeptState, MemoryFolder, write_memory_file
 
-__all__ = ["StateKeeper"]
-
 LOOK_SECONDS = 60.0
 CHUNK = 8 << 20
 """Most bytes that a GPU copies at once."""

@@ -6,18 +6,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = [
-    "NEW",
-    "Failure",
-    "JobEndedError",
-    "JoinTimeoutError",
-    "Member",
-    "MembershipError",
-    "MembershipTiming",
-    "StoreLostError",
-    "World",
-]
-
 NEW = 2
 """The age of a member that was in no world. Rounds count from 0, so all other ages are below 1."""
 

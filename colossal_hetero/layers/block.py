@@ -26,9 +26,6 @@ from .linear import HeteroLinear
 from .unit_layout import UnitPlace, UnitShare
 from .workload import Context, Selector, Surrounded, is_recorded, uncompiled, values_of
 
-__all__ = ["Block", "BlockWorkload", "Fetch", "ReturnGradients", "asks_for_heads", "attach_blocks", "is_seen"]
-
-
 # Views ---------------------------------------------------------------------------------------------------------------
 # Units of a block must not migrate if somebody sees what a rank computes inside of it: a caller who asks for attention
 # maps or keys, a hook, a replaced forward pass, or a module of the user's own, which may keep what it sees.

@@ -30,16 +30,6 @@ from .product import WeightLayout, run
 from .transport import Pending, Started, Transport
 from .workload import Clock, Lineage, Part, Slowdown, matrix_view
 
-__all__ = [
-    "COLUMN_EXCHANGES",
-    "BroadcastReduce",
-    "ColumnExchange",
-    "ColumnMigration",
-    "MovedRange",
-    "ScatterGather",
-    "migrated_product",
-]
-
 
 class MovedRange(Protocol):
     """Columns (or units) ``[start, stop)`` of ``sender``, which ``receiver`` computes."""

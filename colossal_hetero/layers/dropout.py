@@ -21,8 +21,6 @@ from torch.overrides import TorchFunctionMode
 
 from .workload import uncompiled
 
-__all__ = ["UnitDropout", "UnitRange", "draw_residual_dropout_equally", "randomizers_of", "repeated_dropout"]
-
 MAX_GROUPS = 16
 """Maximum number of draws for a rank's mask. A rank that computes a part of a group of units draws the whole group."""
 

@@ -26,18 +26,6 @@ from .linear import HeteroVocabParallelLMHead1D
 from .unit_layout import UnitPlace
 from .workload import Clock, is_recorded, uncompiled
 
-__all__ = [
-    "HeadBlock",
-    "OwnLogits",
-    "OwnRows",
-    "VocabularyRows",
-    "accept_any_rows",
-    "attach_head_blocks",
-    "end_expecting",
-    "expect_rows",
-]
-
-
 # Own logits ----------------------------------------------------------------------------------------------------------
 # Every rank keeps the head's input and the weights of its own rows. So while a plan lets it compute other rows, it can
 # compute the logits of its own ones when they are first used, without a message.

@@ -44,18 +44,6 @@ from .product import (
 from .unit_layout import UnitShare
 from .workload import Clock, Lineage, Slowdown, Workload, is_recorded, matrix_view, uncompiled, values_of
 
-__all__ = [
-    "HeteroFusedLinear1D_Col",
-    "HeteroFusedLinear1D_Row",
-    "HeteroGPT2FusedLinearConv1D_Col",
-    "HeteroGPT2FusedLinearConv1D_Row",
-    "HeteroLinear",
-    "HeteroLinear1D_Col",
-    "HeteroLinear1D_Row",
-    "HeteroVocabParallelLMHead1D",
-    "hetero_layers",
-]
-
 _OF_BALANCING = {"clock", "slow_down", "kind", "block", "_workload", "_migration", "_lineage", "_previous"}
 """Attributes that a copy of a layer does not have."""
 

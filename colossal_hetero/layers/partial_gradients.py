@@ -24,8 +24,6 @@ from colossalai.shardformer.layer import (
 from colossalai.tensor.d_tensor import is_customized_distributed_tensor, is_distributed_tensor
 from torch import Tensor, nn
 
-__all__ = ["Shapes", "shapes_of", "sum_partial_gradients"]
-
 _ROW = (Linear1D_Row, FusedLinear1D_Row, GPT2FusedLinearConv1D_Row)
 _COLUMN = (Linear1D_Col, FusedLinear1D_Col, GPT2FusedLinearConv1D_Col)
 _EMBEDDING = (Embedding1D, VocabParallelEmbedding1D)

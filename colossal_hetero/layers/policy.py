@@ -36,8 +36,6 @@ from .linear import (
 from .partial_gradients import Shapes, shapes_of, sum_partial_gradients
 from .timm_vit import TimmViTPolicy
 
-__all__ = ["HETERO_LAYERS", "hetero_policy"]
-
 HETERO_LAYERS: dict[type, type] = {
     Linear1D_Col: HeteroLinear1D_Col,
     Linear1D_Row: HeteroLinear1D_Row,

@@ -27,19 +27,6 @@ from ..colossalai_support.corrections import without_second_derivatives
 from .unit_layout import UnitShare
 from .workload import Clock, Lineage, Part, Slowdown, matrix_view
 
-__all__ = [
-    "CONV1D_LAYOUT",
-    "LINEAR_LAYOUT",
-    "ProductContext",
-    "SequenceParts",
-    "WeightLayout",
-    "parallel_product",
-    "run",
-    "sum_outputs",
-    "sum_parts",
-]
-
-
 # Sequence parallel ---------------------------------------------------------------------------------------------------
 # Outside of blocks each of ``e`` ranks holds a part of the sequence of ``S`` positions (Colossal-AI's modes
 # ``split_gather`` and ``ring``). ``ring`` overlaps the gathering with the product; here both compute it afterwards::

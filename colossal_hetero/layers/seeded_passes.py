@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from .dropout import randomizers_of
 
-__all__ = ["SeededPasses"]
-
 AFTER_BLOCKS = 1
 """Added to a micro-batch's even seed after a block, so that dropout after all blocks differs from that before them."""
 

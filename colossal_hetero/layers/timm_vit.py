@@ -61,8 +61,6 @@ from torch.utils.checkpoint import checkpoint
 
 from .partial_gradients import Shapes, shapes_of, sum_partial_gradients
 
-__all__ = ["TimmViTPolicy", "inputs_of"]
-
 _BLOCKS = (Block, ResPostBlock, ParallelThingsBlock)
 _MLPS = (Mlp, GluMlp, SwiGLU)
 

@@ -11,9 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Pending", "SentMessages", "Started", "Transport", "check_room", "is_out_of_memory"]
-
-
 # Out of memory -------------------------------------------------------------------------------------------------------
 
 

@@ -34,8 +34,6 @@ from .unit_transfers import (
 )
 from .workload import Clock, Part, Selector
 
-__all__ = ["Purpose", "UnitExchange"]
-
 Purpose = Literal["training", "evaluation"]
 
 

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from .workload import matrix_view
 
-__all__ = ["UnitPlace", "UnitShare", "split_message"]
-
 
 @dataclass(frozen=True)
 class UnitPlace:

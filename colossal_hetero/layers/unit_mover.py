@@ -17,20 +17,6 @@ from .transport import Transport, is_out_of_memory
 from .unit_layout import UnitPlace
 from .workload import values_of
 
-__all__ = [
-    "Holding",
-    "Piece",
-    "SlotsOf",
-    "StateSlot",
-    "UnitMover",
-    "holdings",
-    "ordinary_holdings",
-    "pieces_of",
-    "put_data",
-    "unit_count",
-]
-
-
 # Holdings ------------------------------------------------------------------------------------------------------------
 # A *holding* lists the units that a rank holds, in the order of its tensors. Ordinarily every rank holds its own.
 

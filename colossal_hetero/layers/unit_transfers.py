@@ -12,11 +12,6 @@ from .column_migration import MovedRange
 from .transport import Pending, Started
 from .unit_layout import split_message
 
-__all__ = [
-    *("MESSAGE_BYTES", "BlockTransfer", "Bucket", "PeerUnits", "bucket_numbers", "check_backward_memory"),
-    *("peak_growth", "unpack", "weights_for"),
-]
-
 MESSAGE_BYTES = 4 << 20
 """Blocks are added to a bucket until their moved weights reach this size; larger messages would not be faster."""
 

@@ -13,22 +13,6 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "IMPUTATIONS",
-    "Clock",
-    "Imputation",
-    "Lineage",
-    "Part",
-    "Selector",
-    "Slowdown",
-    "Surrounded",
-    "Workload",
-    "impute",
-    "kept_count",
-    "uncompiled",
-    "values_of",
-]
-
 Imputation = Literal["zero", "average", "same"]
 IMPUTATIONS: tuple[str, ...] = get_args(Imputation)
 

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from ..layers.linear import HeteroLinear
 
-__all__ = ["InProcessLinear", "InProcessShard", "repeat_passes", "shard_in_process"]
-
 
 class InProcessShard(HeteroLinear):
     """One rank's part of an :class:`InProcessLinear`, with the interface of a real rank's layer."""

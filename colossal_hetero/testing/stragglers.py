@@ -20,9 +20,6 @@ from torch import Tensor, nn
 
 from ..common.text import parse_rank_factors
 
-__all__ = ["Schedule", "Stragglers", "cpu_quota", "inject_stragglers", "parse_slowdowns"]
-
-
 Schedule = Literal["constant", "round-robin", "random"]
 Period = Literal["iteration", "epoch"]
 Means = Literal["repeat", "sleep"]

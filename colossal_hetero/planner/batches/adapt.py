@@ -22,8 +22,6 @@ from .allocation import Allocation, Share, allocate, evaluate
 from .batch_profile import PASSES, BatchProfile
 from .time_curve import Curve
 
-__all__ = ["AdaptPlan", "AdaptStep", "RingNetwork", "adapt", "ring_cost", "ring_order", "with_cluster_links"]
-
 EXACT_DEVICES = 12
 STARTS = 8
 """Nearest-neighbor tours that the local search improves."""

@@ -24,18 +24,6 @@ from numpy.typing import NDArray
 from .exact_search import Runs, exact_per_rank, exact_shared, exact_synchronized, split_evenly, split_per_rank
 from .time_curve import Curve
 
-__all__ = [
-    "ACCUMULATIONS",
-    "METHODS",
-    "Allocation",
-    "Share",
-    "allocate",
-    "divide_micro_batches",
-    "evaluate",
-    "largest_remainders",
-    "micro_batch_seconds",
-]
-
 ACCUMULATIONS = ("shared", "per_rank")
 """Numbers of micro-steps per global batch: the same on all ranks, or each rank's own."""
 METHODS = ("exact", "uniform", "flops", "adapt")

@@ -31,17 +31,6 @@ from ...common.text import spans
 from ..cluster.topology import MeasuredLink
 from .time_curve import Curve
 
-__all__ = [
-    "SCHEMA",
-    "BatchProfile",
-    "DeviceProfile",
-    "ModelIdentity",
-    "TimedBatch",
-    "load_profile",
-    "save_profile",
-    "state_bytes",
-]
-
 SCHEMA = 1
 UNITS = {"seconds": "s", "bytes": "B", "batch": "samples", "flops": "FLOP/s", "bytes_per_second": "B/s"}
 PASSES = (2, 1, 1, 3)

@@ -34,9 +34,6 @@ import numpy as np
 from .allocation import Allocation, Share, allocate, evaluate
 from .time_curve import Curve
 
-__all__ = ["BatchDivider", "GlobalBatchTime", "Redivision", "Speed"]
-
-
 # Replica speeds ------------------------------------------------------------------------------------------------------
 
 

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from .time_curve import Curve
 
-__all__ = ["Runs", "exact_per_rank", "exact_shared", "exact_synchronized", "split_evenly", "split_per_rank"]
-
 Runs = tuple[tuple[int, int], ...]
 """One rank's micro-batches in running order: pairs (samples, number of such micro-batches)."""
 

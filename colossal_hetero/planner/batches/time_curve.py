@@ -11,8 +11,6 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["MAX_DIP", "MAX_SPREAD", "Curve", "equal_devices", "joint_curves", "joint_seconds"]
-
 MAX_DIP = 0.1
 """Share of its time by which a larger batch may be faster than a smaller one by noise."""
 

@@ -20,17 +20,6 @@ from typing import NamedTuple
 
 from .topology import Channel, Topology
 
-__all__ = [
-    "INSIDE",
-    "ConcurrentRings",
-    "Hop",
-    "concurrent_seconds",
-    "nic_bandwidth",
-    "ring_hops",
-    "ring_network",
-    "synchronization_seconds",
-]
-
 INSIDE = "inside"
 """Network name of transfers inside a node."""
 

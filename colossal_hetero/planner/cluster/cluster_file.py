@@ -24,8 +24,6 @@ from ...common.files import BytesPerSecond, Factor, FilePart, Flops, Seconds, ch
 from .gpu_catalog import GPUS, INSIDE, usual_memory_reserve
 from .topology import Channel, Device, DeviceKind, Node, Topology
 
-__all__ = ["load_cluster", "parse_cluster", "save_cluster", "write_cluster"]
-
 SCHEMA = 1
 
 NETWORKS = ("InfiniBand", "RoCE", "Ethernet")

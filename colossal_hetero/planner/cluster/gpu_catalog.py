@@ -9,8 +9,6 @@ import re
 
 from .topology import Channel, DeviceKind
 
-__all__ = ["GPUS", "INSIDE", "kind_name", "usual_memory_reserve"]
-
 NVLINK, PCIE, FABRIC = "NVLink", "PCIe", "Infinity-Fabric"
 
 _KINDS = (

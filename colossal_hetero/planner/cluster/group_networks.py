@@ -16,8 +16,6 @@ from typing import Literal
 from .all_reduce import ring_hops, ring_network
 from .topology import Topology
 
-__all__ = ["ETHERNET", "Adapter", "Network", "group_network", "process_environment"]
-
 RDMA = ("InfiniBand", "RoCE")
 ETHERNET = "Ethernet"
 

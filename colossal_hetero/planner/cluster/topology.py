@@ -12,9 +12,6 @@ from pydantic import Field, field_validator
 
 from ...common.files import BytesPerSecond, FilePart, NonNegative, Seconds
 
-__all__ = ["Channel", "Device", "DeviceKind", "MeasuredLink", "Node", "Topology"]
-
-
 MEGABYTE = 1e6
 SMALLEST_EXPONENT, LARGEST_EXPONENT = -20, 30
 """Range of message sizes that are searched, as exponents of two, in megabytes."""

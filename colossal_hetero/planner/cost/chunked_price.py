@@ -31,13 +31,6 @@ from .placement import NodeLinks
 from .plan import ChunkPlan, Plan, Replica
 from .simulate import MAX_PASSES, WEIGHT_SHARE, ChunkTimes, simulate_passes
 
-__all__ = [
-    *("MAX_GROUPS", "ChunkDivision", "ChunkedPipeline", "Ranks", "all_arrangements", "divide_blocks"),
-    *("equal_micro_batches", "kind_of_group", "most_in_flight"),
-    *("price_chunks", "proportional_bounds", "stage_slots", "summing_seconds"),
-]
-
-
 Ranks = tuple[tuple[tuple[int, ...], ...], ...]
 """``[replicas][stages][tensor parallel]``."""
 Groups = Sequence[Sequence[Sequence[int]]]

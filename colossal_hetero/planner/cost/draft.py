@@ -20,8 +20,6 @@ from .placement import Place, SlotPool, place, place_together
 from .plan import Plan, Replica, StagePlan, exposed_seconds
 from .ranked_plan import ranking_seconds
 
-__all__ = ["Draft", "DraftBuilder", "finished_plan", "planned_stage", "write_plan"]
-
 NO_LINK = Channel("none", 1e-6)
 """Between nodes that cannot reach each other. A draft in which stages send over it is rejected."""
 

@@ -18,20 +18,6 @@ from .price import Pricer, available_slots, exchanged_places, first_places, look
 from .runnable import why_not_runnable
 from .simulate import simulate_plan
 
-__all__ = [
-    "EvaluatedPlan",
-    "PlanCost",
-    "check_prices",
-    "devices_in_words",
-    "differences",
-    "evaluate_layout",
-    "evaluate_plan",
-    "plan_cost",
-    "time_parts",
-    "why_other_devices",
-]
-
-
 # Differences ---------------------------------------------------------------------------------------------------------
 
 

@@ -14,9 +14,6 @@ from numpy.typing import NDArray
 from ..cluster.all_reduce import ConcurrentRings, synchronization_seconds
 from ..cluster.topology import Topology
 
-__all__ = ["GradientTimes", "Summing", "divide_micro_batches"]
-
-
 Groups = Sequence[Sequence[tuple[int, ...]]]
 """Ranks of the tensor-parallel group of each stage of each pipeline."""
 

@@ -13,17 +13,6 @@ from ...common.text import MarkedError, count
 from .pass_order import SCHEDULES, Schedule
 from .plan import Plan
 
-__all__ = [
-    "PipelineLayout",
-    "PlanLayout",
-    "StageLayout",
-    "device_in_words",
-    "joined_ranges",
-    "layout_of",
-    "read_layout",
-    "write_layout",
-]
-
 
 @dataclass(frozen=True)
 class StageLayout:

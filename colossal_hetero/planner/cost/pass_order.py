@@ -19,23 +19,6 @@ from typing import Any, Literal, NamedTuple, cast
 from ...common.files import FilePart, Seconds
 from ...common.text import count
 
-__all__ = [
-    "CHUNKED",
-    "SCHEDULES",
-    "GraphSeconds",
-    "Pass",
-    "PassOrder",
-    "Schedule",
-    "chunked_order",
-    "interleaved",
-    "one_forward_one_backward",
-    "stages_of_chunks",
-    "why_not_schedulable",
-    "zero_bubble_nodes",
-    "zero_bubble_v",
-]
-
-
 Schedule = Literal["1f1b", "interleaved", "zbv"]
 """Colossal-AI's ``pp_style``."""
 

@@ -13,8 +13,6 @@ from ..stages.pipeline import Slot
 from .draft import Draft, DraftBuilder
 from .placement import Place, SlotPool
 
-__all__ = ["PlacedPipelines", "Rows"]
-
 Rows = tuple[tuple[Place, ...], ...]
 """The slots of each pipeline in the order of the stages."""
 

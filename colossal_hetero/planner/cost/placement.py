@@ -28,8 +28,6 @@ from ..cluster.all_reduce import INSIDE
 from ..cluster.topology import Channel, Topology
 from .tp_groups import SlotKind
 
-__all__ = ["NodeLinks", "Place", "SlotPool", "place", "place_together"]
-
 Place = tuple[int, int]
 """A slot: its kind, and which of that kind's slots."""
 

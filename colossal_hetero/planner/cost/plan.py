@@ -30,9 +30,6 @@ from ...common.files import (
 from ...common.text import count
 from .pass_order import GraphSeconds, Schedule, stages_of_chunks
 
-__all__ = ["SCHEMA", "ChunkPlan", "Plan", "Replica", "StagePlan", "exposed_seconds", "load_plan", "save_plan"]
-
-
 SCHEMA = 1
 
 UNITS = {"seconds": "s", "bytes": "B", "micro_batch": "samples"}

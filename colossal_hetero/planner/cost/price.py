@@ -25,9 +25,6 @@ from .placement import NodeLinks, Place, SlotPool, place, place_together
 from .plan import Plan
 from .tp_groups import SlotKind, tensor_parallel_groups
 
-__all__ = ["Pricer", "available_slots", "exchanged_places", "first_places", "look", "price", "price_ranks"]
-
-
 METHOD = "given"
 """Method of plans whose stages nobody looked for."""
 

@@ -13,19 +13,6 @@ from numpy.typing import NDArray
 from ..profile.layer_profile import ModelProfile
 from .plan import Plan
 
-__all__ = [
-    "CERTAIN",
-    "MIN_GAIN",
-    "ROUNDING",
-    "RankedPlan",
-    "compared",
-    "difference_error",
-    "prediction_error",
-    "ranking_seconds",
-    "ties_resolved",
-]
-
-
 MIN_GAIN = 1.01
 """Factor by which a plan whose replicas are not alike must be faster than one with equal replicas to come before it,
 and one with ZeRO stage 1 or recomputation than one without: predicted times are wrong by more than 1 %

@@ -15,8 +15,6 @@ from ...common.text import count, spans
 from .pass_order import why_not_schedulable
 from .plan import Plan
 
-__all__ = ["NoPlanError", "enough_micro_batches", "why_not_runnable", "why_recomputes"]
-
 MAX_REPLICAS_SHOWN = 4
 MAX_STAGES_SHOWN = 12
 

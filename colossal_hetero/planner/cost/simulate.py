@@ -26,11 +26,6 @@ from ...common.text import spans
 from .pass_order import Pass, PassOrder, chunked_order, one_forward_one_backward
 from .plan import Plan, Replica, StagePlan
 
-__all__ = [
-    *("MAX_PASSES", "WEIGHT_SHARE", "ChunkTimes", "Event", "PlanSimulation", "StageShare", "Timeline", "Transfers"),
-    *("order_of", "simulate_passes", "simulate_plan", "slowed"),
-]
-
 Transfers = Literal["blocking", "overlapped"]
 
 WEIGHT_SHARE = 0.5

@@ -19,17 +19,6 @@ from ..cluster.topology import Topology
 from ..profile.layer_costs import LayerCosts
 from ..profile.layer_profile import ModelProfile
 
-__all__ = [
-    "SlotKind",
-    "compositions",
-    "divisors",
-    "number_of_compositions",
-    "slot_kinds",
-    "tensor_parallel_degrees",
-    "tensor_parallel_groups",
-]
-
-
 MAX_COMPOSITIONS = 200_000
 """Compositions up to which none is left out, see :func:`compositions`."""
 MIN_CHOICES = 5

@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from ..cluster.topology import DeviceKind
 from .layer_profile import LayerSizes, LayerTimes, ModelProfile
 
-__all__ = ["EFFICIENCY", "IMAGE_SIZE", "VITS", "Transformer", "VitSizes", "estimated_profile"]
-
-
 # Gpt -----------------------------------------------------------------------------------------------------------------
 #
 # Parameters and operations: Holmes, Eq. 5 and 6 (Narayanan et al., "Efficient large-scale language model training on

@@ -8,8 +8,6 @@ from ..cluster.all_reduce import synchronization_seconds
 from ..cluster.topology import DeviceKind, Topology
 from .layer_profile import LayerSizes, LayerTimes, ModelProfile
 
-__all__ = ["as_profiled", "on_links", "with_kind"]
-
 
 def as_profiled(topology: Topology, profile: ModelProfile) -> Topology:
     """``topology`` in which each device has the kind under which the profile measured its rank, and full speed.

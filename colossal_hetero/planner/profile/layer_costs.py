@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from ..cluster.topology import Channel
 
-__all__ = ["CumulativeCosts", "LayerCosts"]
-
 
 class CumulativeCosts(NamedTuple):
     """Costs of the first n blocks together, arrays ``[blocks + 1]`` for n = 0, 1, …"""

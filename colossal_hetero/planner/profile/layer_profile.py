@@ -31,8 +31,6 @@ from ...common.files import (
 )
 from .layer_costs import LayerCosts
 
-__all__ = ["SCHEMA", "BlockRun", "LayerSizes", "LayerTimes", "ModelProfile", "load_profile", "save_profile"]
-
 SCHEMA = 1
 
 TEMPORARY_SHARE = 2.0

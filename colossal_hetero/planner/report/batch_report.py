@@ -33,8 +33,6 @@ from ..batches.allocation import Allocation, Share, allocate
 from ..batches.batch_profile import UNITS, BatchProfile, DeviceProfile
 from ..batches.time_curve import Curve
 
-__all__ = ["as_json", "compare", "device_lines", "plot_report", "render", "save_report"]
-
 MAX_GLOBAL_BATCH = 2**20
 """Largest global batch, in samples: the exact search needs about 60 bytes for each."""
 MAX_SIZES = 2**22

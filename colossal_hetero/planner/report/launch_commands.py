@@ -11,8 +11,6 @@ from ...common.text import count, spans
 from ..cost.plan import Plan
 from ..cost.runnable import why_not_runnable, why_recomputes
 
-__all__ = ["launch_lines", "training_call"]
-
 MAX_NODES = 4
 """Number of consecutive nodes with equally many ranks above which they share a command."""
 MAX_REPLICAS = 12

@@ -17,8 +17,6 @@ from .plan_table import alike_replicas, layout, nodes_in_words, short_ranks
 if TYPE_CHECKING:
     from ..solver.pareto_front import FrontPoint, NodeType
 
-__all__ = ["Lane", "lanes", "plot_comparison", "plot_front", "plot_plan", "proved_edge", "windows"]
-
 MAX_LANES = 48
 SHOWN_STEPS = 8
 """Micro-batches in steady state that are drawn at the beginning of a long iteration; half as many at its end."""

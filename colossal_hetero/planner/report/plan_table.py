@@ -23,22 +23,6 @@ from ..profile.layer_profile import LayerTimes, ModelProfile
 if TYPE_CHECKING:
     from ..solver.pareto_front import FrontPoint, NodeType
 
-__all__ = [
-    "alike_replicas",
-    "layout",
-    "nodes_in_words",
-    "one_line",
-    "render",
-    "render_comparison",
-    "render_evaluation",
-    "render_front",
-    "render_profile",
-    "render_replanning",
-    "render_simulation",
-    "rows",
-    "short_ranks",
-]
-
 MAX_ROWS = 16
 """Number of stages above which consecutive ones of one kind with equally many layers share a row."""
 

@@ -14,9 +14,6 @@ from ..cost.plan import Plan
 from ..cost.ranked_plan import RankedPlan, compared, ranking_seconds
 from .problem import Problem
 
-__all__ = ["Candidate", "ChunkedPlans", "merged_by_time", "ranked_by_time"]
-
-
 MAX_TRIED = 64
 """Pipelines whose blocks are divided, for each schedule and number of chunks."""
 MAX_EXCHANGED = 2

@@ -13,8 +13,6 @@ from ..cost.runnable import enough_micro_batches
 from ..cost.tp_groups import compositions, divisors
 from .pipeline_bounds import PipelineBounds
 
-__all__ = ["EqualRows", "Shape", "shapes"]
-
 
 class Shape(NamedTuple):
     """Equal pipelines, ordered by the lower bound."""

@@ -17,11 +17,6 @@ from .chunked_plans import ChunkedPlans
 from .plan_search import PlanSearch
 from .problem import Problem
 
-__all__ = [
-    *("against_equal_replicas", "impossible_degrees", "reason", "why_no_chunks"),
-    "why_nothing",
-]
-
 
 def impossible_degrees(searches: Sequence[PlanSearch]) -> list[str]:
     """Tensor-parallel degrees that are not possible in any of the searches, with the reason in the first one."""

@@ -14,8 +14,6 @@ from ..cost.placement import Place, SlotPool
 from ..cost.runnable import enough_micro_batches
 from .pipeline_bounds import PipelineBounds
 
-__all__ = ["MAX_EQUAL", "FewSlots"]
-
 MAX_EQUAL, MAX_UNEQUAL = 5, 4
 """Most slots for which all plans are tried: 5 slots form equal pipelines in up to 411 ways, and others in 1,031."""
 

@@ -26,8 +26,6 @@ from numpy.typing import NDArray
 from ..cluster.topology import Topology
 from ..cost.placement import SlotPool
 
-__all__ = ["GradientBounds"]
-
 
 class GradientBounds:
     """Lower bounds for the slots of one pool, see [Note: a lower bound on sums of gradients]."""

@@ -35,9 +35,6 @@ from ..cost.tp_groups import SlotKind, compositions, number_of_compositions
 from .gradient_bounds import GradientBounds
 from .pipeline_bounds import BlockLimits, PipelineBounds, RelaxedPool, least_costs, smallest_message
 
-__all__ = ["Basis", "IterationBound", "Packed", "PipelineTypes", "few_kinds", "pack"]
-
-
 # Packing -------------------------------------------------------------------------------------------------------------
 #
 # Solves max Σ v·x with Σ n[k]·x ≤ N[k] for each kind k, Σ x ≤ D, x ≥ 0: linear programs with few rows and thousands of

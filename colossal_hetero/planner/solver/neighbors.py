@@ -20,8 +20,6 @@ from ..cost.ranked_plan import ranking_seconds
 from ..stages.fixed_order import all_bounds
 from .pipeline_bounds import PipelineBounds
 
-__all__ = ["Neighborhood", "starting_rows"]
-
 LEAST_GAIN = 1e-9
 """Relative gain of a change, above rounding."""
 

@@ -28,20 +28,6 @@ from .pipeline_bounds import PipelineBounds, RelaxedPool
 from .problem import Problem
 from .search import search
 
-__all__ = [
-    "FrontPoint",
-    "NodeType",
-    "Objective",
-    "choices",
-    "choose",
-    "node_types",
-    "pareto_front",
-    "taken",
-    "time_bounds",
-    "within",
-]
-
-
 # Node choice ---------------------------------------------------------------------------------------------------------
 
 

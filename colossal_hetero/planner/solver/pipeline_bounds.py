@@ -14,9 +14,6 @@ from ..cost.tp_groups import SlotKind
 from ..profile.layer_costs import LayerCosts
 from .problem import Problem
 
-__all__ = ["BlockLimits", "PipelineBounds", "RelaxedPool", "least_costs", "smallest_message"]
-
-
 # [Note: a lower bound on a pipeline's time] Let w[t, b] be the time of block b on kind t, f any weights of the blocks
 # with Σ f = 1, and ρ[t] = min_b w[t, b] / f[b]. A stage of kind t that takes at most m does at most a share m / ρ[t] of
 # the work, and holds at most cap[t, m] whole blocks: those that fit in memory beside the activations of one micro-batch

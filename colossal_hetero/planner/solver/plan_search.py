@@ -23,9 +23,6 @@ from .pipeline_bounds import PipelineBounds
 from .problem import Problem
 from .unequal_groups import UnequalGroups
 
-__all__ = ["PlanSearch"]
-
-
 MAX_ROWS = 16
 """Rows that are built for a set of kinds of devices, in the order of their bounds."""
 MAX_LEFT_OUT = 2

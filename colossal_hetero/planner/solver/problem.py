@@ -16,8 +16,6 @@ from ..profile.fitted_profiles import as_profiled, on_links
 from ..profile.layer_profile import ModelProfile
 from ..stages.split_methods import METHODS
 
-__all__ = ["Problem"]
-
 DIVISION_METHODS = ("exact", "uniform")
 """Methods of plans with chunks."""
 MAX_SAMPLES = 10**9

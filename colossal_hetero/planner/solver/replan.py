@@ -17,8 +17,6 @@ from ..profile.layer_profile import ModelProfile
 from .problem import Problem
 from .search import search
 
-__all__ = ["Replanned", "replan"]
-
 TRIED = 5
 """Best plans by the closed form that are simulated."""
 

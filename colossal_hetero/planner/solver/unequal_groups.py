@@ -18,9 +18,6 @@ from ..cost.ranked_plan import MIN_GAIN
 from ..cost.tp_groups import number_of_compositions
 from .pipeline_bounds import PipelineBounds
 
-__all__ = ["Grouping", "Groups", "MemberKind", "UnequalGroups", "effective_power", "find_grouping"]
-
-
 # Device groups -------------------------------------------------------------------------------------------------------
 #
 # AutoHet, Eq. 2 and 3: maximizes the number of groups times the smallest *effective computing power* of a group.

@@ -22,9 +22,6 @@ from ..cluster.topology import Channel
 from ..profile.layer_costs import LayerCosts
 from .pipeline import Pipeline, Slot, Split, evaluate
 
-__all__ = ["MAX_CUTS", "AllCuts", "CutTimes", "all_bounds", "exact", "split_in_order"]
-
-
 LIMITS = 16
 """Number of limits that are tried at once."""
 

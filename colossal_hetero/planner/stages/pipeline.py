@@ -36,9 +36,6 @@ from numpy.typing import NDArray
 from ..cluster.topology import Channel
 from ..profile.layer_costs import LayerCosts
 
-__all__ = ["Pipeline", "PipelineCost", "Slot", "Split", "earliest_starts", "evaluate", "evaluate_stages"]
-
-
 # [Note: recomputation] A stage that runs its forward passes again in the backward passes needs less memory and never
 # less time, so it recomputes if it fits only so. This holds for each stage alone, because neither what it sends nor its
 # optimizer's step depend on it.

@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 from .fixed_order import exact
 from .pipeline import Pipeline, Split, earliest_starts
 
-__all__ = ["METHODS", "adapt", "split", "uniform_bounds"]
-
 
 def split(pipeline: Pipeline, method: str = "exact", *, order: Sequence[int] | None = None) -> Split:
     """Divide the model over the slots.

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from colossal_hetero.balance import Costs
-from colossal_hetero.balance.pretest import CostCache, default_folder
+from colossal_hetero.balance.pretest import CostCache
+from colossal_hetero.common.atomic_files import default_folder
 
 HERE = {"device": ["a CPU"], "ranks": 2, "shapes": ((512, 1024),)}
 COSTS = Costs(0.01, 0.02, 1e-3, 2e-3, 1.1)

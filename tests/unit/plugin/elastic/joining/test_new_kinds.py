@@ -11,7 +11,7 @@ from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from colossal_hetero.plugin.elastic.joining import KnownKinds
 from colossal_hetero.plugin.elastic.members import own_kind
 from tests.support.machines import Nodes, machines
-from tests.unit.planner.profile.test_more_kinds import profile
+from tests.unit.planner.profile.test_fitted_profiles import profile
 
 
 class SharedBoard:
