@@ -20,9 +20,6 @@ from .config import CheckpointError
 from .pieces import Box, Location, TensorPiece
 from .transfers import Fetch, Need, Read, Transfer, layer_order, reads_and_transfers
 
-__all__ = ["BoxMemory", "Outcome", "fetch_boxes"]
-
-
 # Box memory ----------------------------------------------------------------------------------------------------------
 
 

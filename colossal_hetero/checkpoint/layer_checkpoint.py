@@ -33,9 +33,6 @@ from .saver import LayerCheckpointSaver
 from .storage import DamagedCopy
 from .transfers import Need, choose_sources
 
-__all__ = ["LayerCheckpoint", "Start", "Training"]
-
-
 # Repair --------------------------------------------------------------------------------------------------------------
 
 

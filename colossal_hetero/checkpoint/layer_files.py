@@ -16,8 +16,6 @@ from .pieces import Box, TensorPiece, whole
 from .records import FileRecord, ItemRecord, checksum
 from .storage import PIECE_BYTES, DamagedCopy, FileOperations, write_all, written
 
-__all__ = ["copy_file", "write_layer_file"]
-
 MAX_BOX_BYTES = 16 * 1024 * 1024
 """Bytes above which a box is written as several: each is read whole, since it has one check sum."""
 TYPES = {

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable
 
 from torch.distributed import HashStore, Store
 
-__all__ = ["MessageStore", "Stopped"]
-
 PAUSES_SECONDS = (0.002, 0.1)
 """Pauses between two looks for messages: the shortest, which doubles up to the longest."""
 

@@ -12,8 +12,6 @@ from torch.distributed.fsdp._common_utils import clean_tensor_name
 from ..profiling.model_layers import find_block_row
 from ..profiling.preserved_state import inner_optimizer
 
-__all__ = ["ModelOutline", "outline_of", "persistent_buffers", "plain_name"]
-
 FIRST, LAST = "embedding", "head"
 
 

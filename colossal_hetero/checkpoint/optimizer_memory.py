@@ -13,8 +13,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from ..profiling.aborted_step import find_zero_optimizer
 from ..profiling.preserved_state import inner_optimizer
 
-__all__ = ["NUMBER", "PARAMETER", "Master", "as_scalar", "check_stage", "masters_of", "state_entries", "states_of"]
-
 PARAMETER, SCALAR, NUMBER = "parameter", "scalar", "number"
 """Kinds of entries of an optimizer's state: a tensor with the parameter's shape, a tensor without dimensions, a number
 of Python. The latter two are followed by a dot and the type in which they are saved: ``scalar.float32``."""

@@ -13,9 +13,6 @@ import torch.distributed as dist
 
 from .pieces import Box, TensorPiece
 
-__all__ = ["Participants", "ShardFile", "divide_files", "gather_participants", "holdings_of"]
-
-
 # File division -------------------------------------------------------------------------------------------------------
 
 

@@ -17,9 +17,6 @@ from urllib.parse import quote
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Bitmap", "Box", "Location", "RunState", "StorageTier", "TensorPiece", "cover", "whole"]
-
-
 # Run state -----------------------------------------------------------------------------------------------------------
 
 

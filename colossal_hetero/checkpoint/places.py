@@ -13,19 +13,6 @@ from .pieces import MANIFEST, TEMPORARY
 from .records import FileCheck, FileRecord, ItemRecord, Manifest, checksum, parse_manifest, parse_part
 from .storage import PIECE_BYTES, DamagedCopy, FileOperations, folder_names, write_file
 
-__all__ = [
-    "Checkpoint",
-    "Copy",
-    "Entry",
-    "NodeCopy",
-    "Place",
-    "damaged_files",
-    "entries",
-    "find_checkpoints",
-    "newest_whole",
-]
-
-
 # Places --------------------------------------------------------------------------------------------------------------
 
 

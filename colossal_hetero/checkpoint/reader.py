@@ -16,8 +16,6 @@ from .places import Checkpoint, Copy, Place, find_checkpoints
 from .records import FileCheck, FileRecord, ItemRecord
 from .storage import DamagedCopy
 
-__all__ = ["CheckpointReader", "export"]
-
 
 class CheckpointReader:
     """Reads a checkpoint of any plan from its nearest whole copies. Several threads may call :meth:`load`.

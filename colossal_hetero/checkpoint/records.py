@@ -11,19 +11,6 @@ from pydantic import ConfigDict, Field
 from ..common.files import FilePart, check_file
 from .pieces import Box
 
-__all__ = [
-    "SCHEMA",
-    "CheckpointPart",
-    "FileCheck",
-    "FileRecord",
-    "ItemRecord",
-    "Manifest",
-    "NodePart",
-    "checksum",
-    "parse_manifest",
-    "parse_part",
-]
-
 SCHEMA = 1
 
 

@@ -18,8 +18,6 @@ from .model_outline import ModelOutline
 from .optimizer_memory import NUMBER, PARAMETER, check_stage
 from .pieces import TensorPiece
 
-__all__ = ["Restoring", "wait_for_parameters"]
-
 
 def check_same_model(outline: ModelOutline, saved: Mapping[str, Sequence[int]]) -> None:
     kept = {key.split(".", 1)[1]: tuple(shape) for key, shape in saved.items() if key.startswith(("param.", "buffer."))}

@@ -24,9 +24,6 @@ from .model_outline import ModelOutline
 from .optimizer_memory import state_entries
 from .pieces import RunState, TensorPiece
 
-__all__ = ["check_loader", "check_optimizer", "restore_run", "run_state_of"]
-
-
 # Random state --------------------------------------------------------------------------------------------------------
 
 

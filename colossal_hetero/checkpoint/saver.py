@@ -26,8 +26,6 @@ from .staging import StagingBuffer, Worker
 from .storage import FileOperations
 from .tier import Save, Tier
 
-__all__ = ["LayerCheckpointSaver"]
-
 GRACE_SECONDS = 10.0
 """Time that a rank may take to hear that a save has ended."""
 EXIT_SECONDS = 60.0

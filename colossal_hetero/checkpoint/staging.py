@@ -17,8 +17,6 @@ from torch import Tensor
 
 from .pieces import TensorPiece
 
-__all__ = ["StagingBuffer", "Worker", "pinned_memory"]
-
 ALIGNMENT = 64
 
 

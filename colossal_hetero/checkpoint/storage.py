@@ -10,8 +10,6 @@ from pathlib import Path
 from .pieces import MANIFEST, REPLACED, TEMPORARY, step_folder, step_of
 from .records import Manifest, parse_manifest
 
-__all__ = ["DamagedCopy", "FileOperations"]
-
 PIECE_BYTES = 16 * 1024 * 1024
 """Bytes that are written at a time."""
 

@@ -8,9 +8,6 @@ from typing import NamedTuple
 
 from .pieces import Bitmap, Box, Location, StorageTier, cover
 
-__all__ = ["Fetch", "Need", "Read", "Transfer", "choose_sources"]
-
-
 # Sources -------------------------------------------------------------------------------------------------------------
 
 
