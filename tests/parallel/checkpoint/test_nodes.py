@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -9,7 +10,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch.distributed as dist
 
 from colossal_hetero import CheckpointConfig
@@ -96,13 +96,22 @@ def check_damage(folder: Path, shared: bool, damage: Callable[[Path], None]) -> 
     return start.received_bytes
 
 
-@pytest.mark.parametrize("damage", [flipped, cut_off, Path.unlink])
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_damaged_file_is_replaced_by_that_of_another_node_or_the_shared_folder(
-    tmp_path: Path, shared: bool, damage: Callable[[Path], None]
-) -> None:
-    received = run_ranks(2, check_damage, tmp_path, shared, damage)
-    assert (received[0] > 0) == (not shared or damage is not flipped) and received[1] == 0
+def check_damages(folder: Path) -> list[int]:
+    """Bytes that this rank has received in each case."""
+    return [
+        check_damage(folder / f"{damage.__name__}-{shared}", shared, damage) for damage, shared in DAMAGES_AND_FOLDERS
+    ]
+
+
+DAMAGES_AND_FOLDERS = list(itertools.product([flipped, cut_off, Path.unlink], [False, True]))
+
+
+def test_a_damaged_file_is_replaced_by_that_of_another_node_or_the_shared_folder(tmp_path: Path) -> None:
+    own, other = run_ranks(2, check_damages, tmp_path)
+    assert [received > 0 for received in own] == [
+        not shared or damage is not flipped for damage, shared in DAMAGES_AND_FOLDERS
+    ]
+    assert other == [0] * len(DAMAGES_AND_FOLDERS)
 
 
 def check_full_disk(folder: Path) -> list[str]:
