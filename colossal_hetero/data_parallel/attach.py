@@ -97,8 +97,6 @@ def profile_for(
         profile = _still_right(setup, cached, trial)
     if profile is None:
         profile = profile_ranks(
-            trial.model,
-            trial.optimizer,
             trial,
             description,
             stage=setup.stage,

@@ -10,7 +10,6 @@ from statistics import fmean
 from typing import Any, Protocol
 
 import torch.distributed as dist
-from rich.console import Console
 
 from ..planner.batches.allocation import Allocation
 from ..planner.batches.batch_profile import BatchProfile
@@ -20,6 +19,7 @@ from ..planner.batches.time_curve import equal_devices, joint_curves, joint_seco
 from .busy_timer import TimedGlobalBatch
 from .config import BatchConfig
 from .loader import HeteroDataLoader
+from .saved_profile import print_on_rank_0
 
 __all__ = ["BatchBalancer", "GlobalBatchTimer", "changes_in_words", "division_in_words", "slow_data_in_words"]
 
@@ -100,7 +100,7 @@ class BatchBalancer:
         self._named: set[int] = set()
         self.reallocations = 0
         self._divide()
-        _print_on_rank_0(
+        print_on_rank_0(
             f"{division_in_words(self.allocation, profile.devices)}; {self.allocation.wall_seconds:.3g} s predicted, "
             f"{self.allocation.samples_per_second:.3g} samples/s"
         )
@@ -154,7 +154,7 @@ class BatchBalancer:
             moves.append(new.seconds(*part) / old.seconds(*part))
         words = changes_in_words(before, self.allocation, moves, self._profile.devices)
         if words is not None:
-            _print_on_rank_0(words)
+            print_on_rank_0(words)
 
     def _against_profile(self, replica: int, timed: TimedGlobalBatch) -> GlobalBatchTime:
         """Measured and profiled time. In stage 0, other ranks wait for the step; see [Note: what a rank waits for]."""
@@ -169,7 +169,7 @@ class BatchBalancer:
             share = data / (data + fmean(each.work_seconds for each in times))
             if share > SLOW_DATA and rank not in self._named:
                 self._named.add(rank)
-                _print_on_rank_0(slow_data_in_words(rank, data, self._loader.num_workers))
+                print_on_rank_0(slow_data_in_words(rank, data, self._loader.num_workers))
             elif share < SLOW_DATA / 2:
                 self._named.discard(rank)
 
@@ -218,8 +218,3 @@ def _by_replica(by_rank: Sequence[Sequence[GlobalBatchTime]], replica_of: Sequen
         [max(each, key=lambda time: time.work_seconds + time.data_seconds) for each in zip(*ranks, strict=True)]
         for ranks in replicas
     ]
-
-
-def _print_on_rank_0(message: str) -> None:
-    if dist.get_rank() == 0:
-        Console(stderr=True).print(message, soft_wrap=True, highlight=False)

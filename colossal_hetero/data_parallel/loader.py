@@ -195,8 +195,8 @@ class HeteroDataLoader(DataLoader[Any]):
     def set_placeholders(self, samples: int) -> None:
         self._global_sampler.placeholders = samples
 
-    def divide_by(self, division: Division, *, from_global_batch: int = 0) -> None:
-        self._global_sampler.divide_by(division, from_global_batch=from_global_batch)
+    def divide_by(self, division: Division) -> None:
+        self._global_sampler.divide_by(division)
 
     def redivide(self, division: Division, drawn_global_batch: int) -> None:
         self._global_sampler.divide_by(division, from_global_batch=drawn_global_batch + 1)

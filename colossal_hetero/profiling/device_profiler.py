@@ -22,7 +22,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 from typing import NamedTuple
@@ -32,9 +31,9 @@ import torch
 from ..colossalai_support.accelerator import get_accelerator
 from ..planner.batches.batch_profile import DeviceProfile, TimedBatch
 from .memory import is_out_of_memory, memory_limit, peak_bytes, recover, reserved_memory, reset_peak, used_bytes
-from .progress import Action, BatchProgress, seconds_left
+from .progress import SEARCHING, TIMING, Progress, seconds_left
 
-__all__ = ["RESERVE", "LargestBatch", "Timing", "device_name", "largest_batch", "peak_flops", "profile_device"]
+__all__ = ["RESERVE", "Timing", "device_name", "largest_batch", "peak_flops", "profile_device"]
 
 
 # Largest batch -------------------------------------------------------------------------------------------------------
@@ -49,14 +48,6 @@ GUIDED = 2
 # most 2k + 2 + GUIDED ≤ 2·log2 L + 4 trials, and k + 4 with a good estimate.
 
 
-@dataclass(frozen=True)
-class LargestBatch:
-    largest: int
-    """Samples of the largest batch that ran; 0 if not even the smallest fits."""
-    tried: tuple[tuple[int, bool], ...]
-    """All trials in order: the batch, and whether it fits."""
-
-
 def largest_batch(
     fits: Callable[[int], bool],
     cap: int,
@@ -64,11 +55,11 @@ def largest_batch(
     *,
     smallest: int = 1,
     may_exceed_estimate: bool = True,
-) -> LargestBatch:
-    """Find the largest batch in ``smallest``..``cap`` that fits, in at most ``2·log2(largest) + 4`` trials."""
+) -> int:
+    """The largest batch in ``smallest``..``cap`` that fits, found in at most ``2·log2(largest) + 4`` trials; 0 if not
+    even the smallest fits."""
     if not 1 <= smallest <= cap:
         raise ValueError(f"smallest={smallest} and cap={cap} must be at least 1 sample, and cap not below smallest")
-    tried: list[tuple[int, bool]] = []
     largest, failed = 0, cap + 1
 
     def expected() -> int | None:
@@ -81,9 +72,7 @@ def largest_batch(
 
     def attempt(batch: int) -> None:
         nonlocal largest, failed
-        fitted = fits(batch)
-        tried.append((batch, fitted))
-        if fitted:
+        if fits(batch):
             largest = batch
         else:
             failed = batch
@@ -95,7 +84,7 @@ def largest_batch(
         # If the estimate grows a little with each trial, the search takes many; end it after two below double.
         held_back += batch < double
         if batch <= largest or held_back > 2:
-            return LargestBatch(largest, tuple(tried))
+            return largest
         attempt(batch)
 
     guided = 0
@@ -110,7 +99,7 @@ def largest_batch(
         if batch <= largest:
             break
         attempt(batch)
-    return LargestBatch(largest, tuple(tried))
+    return largest
 
 
 MIN_SECONDS = 0.5
@@ -151,7 +140,7 @@ def profile_device(
     device: torch.device,
     smallest: int = 1,
     repeats: int = 3,
-    on_progress: Callable[[BatchProgress], None] | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
     abort: Callable[[], None] = lambda: None,
     flops: float | None = None,
 ) -> DeviceProfile:
@@ -210,7 +199,7 @@ class _Trials:
         run: Run,
         device: torch.device,
         cap: int,
-        on_progress: Callable[[BatchProgress], None] | None,
+        on_progress: Callable[[Progress], None] | None,
         abort: Callable[[], None],
     ) -> None:
         self._run = run
@@ -218,10 +207,9 @@ class _Trials:
         self._cap = cap
         self._on_progress = on_progress
         self._abort = abort
-        self._runs = 0
         self._failed: int | None = None
         self._held = 0
-        self._action: Action = "searching"
+        self._action = SEARCHING
         self._timings: dict[int, list[Timing]] = {}
         self._timed: set[int] = set()
         self._peaks: dict[int, int] = {}
@@ -241,9 +229,9 @@ class _Trials:
                 self._held = 0
 
     def find(self, cap: int, smallest: int, repeats: int, *, may_exceed_estimate: bool) -> int:
-        self._action = "searching"
+        self._action = SEARCHING
         largest_batch(self.attempt, cap, self.expected, smallest=smallest, may_exceed_estimate=may_exceed_estimate)
-        self._action = "timing"
+        self._action = TIMING
         return self._time_sizes(repeats)
 
     def attempt(self, batch: int, keep: bool = True) -> bool:
@@ -251,8 +239,7 @@ class _Trials:
         if self._on_progress is not None:
             known = {size: min(timings).seconds for size, timings in self._timings.items() if timings}
             left = seconds_left(self._action, batch, known, self._cap, self._failed, STEADY_SECONDS)
-            self._on_progress(BatchProgress(self._action, batch, max(known, default=0), self._runs, left))
-        self._runs += 1
+            self._on_progress(Progress(self._action, batch, left))
         reset_peak(self._device)
         timing = None
         try:

@@ -31,19 +31,25 @@ from ..planner.cluster.gpu_catalog import kind_name
 from .device_profiler import device_name
 from .layer_memory import measure_memory
 from .layer_passes import Duration, LayerPasses, clock, resized
-from .memory import allocator_of, is_out_of_memory, memory_limit, recover
+from .memory import is_out_of_memory, memory_limit, outside_bytes, recover
 from .merge_ranks import MeasuredLayers, RankLayers, merge_ranks
 from .model_layers import BlockRow, LayerDescription, describe_layers, find_block_row
 from .preserved_state import preserved_state
-from .progress import MIN_ROUNDS, WARM_UP_ROUNDS, LayerProgress, layer_seconds_left, relative_error
+from .progress import MIN_ROUNDS, WARM_UP_ROUNDS, Progress, layer_seconds_left
 from .schedule_loop import Loopback, ScheduleLoop, loopback
 
-__all__ = ["MeasuredLayers", "profile_layers"]
+__all__ = ["MeasuredLayers", "profile_layers", "relative_error"]
 
 MIN_SECONDS = 3.0
 """Shortest measurement of each micro-batch size: 30 periods of a quota, so one more or less is an error of 3 %."""
 
 UPDATES = 5
+
+SPREAD_OF_QUARTILES = 1.349
+"""Distance of the quartiles of a normal distribution, in standard deviations."""
+MEDIAN_AGAINST_MEAN = math.sqrt(math.pi / 2)
+"""Standard error of the median of many normal values, in standard errors of their mean."""
+MAX_ERROR = 0.99
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -70,7 +76,7 @@ def profile_layers(
     tensor_parallel: int = 1,
     group: dist.ProcessGroup | None = None,
     name: str | None = None,
-    on_progress: Callable[[LayerProgress], None] | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
 ) -> MeasuredLayers:
     """Measure the layers of ``model`` on every rank's device. All ranks call it; it also works without ranks.
     Parameters, gradients, buffers, modes and random state are restored. Meanwhile passes add gradients, and a copy of
@@ -125,7 +131,7 @@ class _Measurement:
         max_run: int,
         min_seconds: float,
         group: dist.ProcessGroup | None,
-        on_progress: Callable[[LayerProgress], None] | None,
+        on_progress: Callable[[Progress], None] | None,
     ) -> None:
         self._model = model
         self._layers = layers
@@ -149,14 +155,14 @@ class _Measurement:
         # The same name as in the cluster file that `probe` writes.
         result = RankLayers(kind_name(device_name(self._device), memory_bytes), memory_bytes)
         times: dict[int, dict[Part, list[tuple[Duration, Duration]]]] = {}
-        allocator = allocator_of(self._device)
+        counting = None if outside_bytes(self._device) is None else self._device
         with loopback(self._device) as messages:
             for index, size in enumerate(sizes):
                 try:
                     times[size] = self._time(sizes, index, messages)
                     passes = LayerPasses(self._model, self._layers.row, self._criterion, resized(self._batch, size))
                     singles = {kind: block for kind, (_, block, _) in self._singles.items()}
-                    memory = measure_memory(passes, self._model, self._kinds, singles, allocator)
+                    memory = measure_memory(passes, self._model, self._kinds, singles, counting)
                     result.activations, result.outputs = (
                         [math.ceil(each / size) for each in values] for values in (memory.kept, memory.outputs)
                     )
@@ -168,8 +174,7 @@ class _Measurement:
                     times.pop(size, None)
                     recover(error)
                     break
-        if allocator is not None:
-            result.context_bytes = allocator.outside_bytes()
+        result.context_bytes = outside_bytes(self._device)
         update, state_factor = self._update(precision)
         # The ratio over the whole measurement, because it then covers as many periods of a quota as possible.
         pace = self._loop.wall / self._loop.cpu if self._by_cpu_time else 1.0
@@ -208,7 +213,8 @@ class _Measurement:
         def round_of_all(rounds: int) -> None:
             nonlocal spent, left
             if self._on_progress is not None:
-                self._on_progress(LayerProgress(size, index, len(sizes), max(rounds - WARM_UP_ROUNDS, 0), left))
+                which = f" ({index + 1} of {len(sizes)})" if len(sizes) > 1 else ""
+                self._on_progress(Progress(f"measuring micro-batches{which}", size, left))
             begin = clock()
             for part in order.sample([ENDS, SCHEDULE, *self._parts], len(self._parts) + 2):
                 if part == ENDS:
@@ -323,6 +329,19 @@ class _Measurement:
             masters = single + (single - size)
         took = statistics.median(each.cpu if self._by_cpu_time else each.wall for each in durations)
         return took, 2 * size + masters + state, size
+
+
+def relative_error(values: Sequence[float], *, of_median: bool) -> float:
+    """Standard error of the median or mean of independent values, as a share of it; 0 for fewer than three values. That
+    of a median is computed from the quartiles, so that a few disturbed values do not change it."""
+    if len(values) < 3:
+        return 0.0
+    if not of_median:
+        error = statistics.stdev(values) / statistics.fmean(values)
+    else:
+        low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+        error = MEDIAN_AGAINST_MEAN * (high - low) / SPREAD_OF_QUARTILES / middle
+    return min(error / math.sqrt(len(values)), MAX_ERROR)
 
 
 def _kinds_of_blocks(row: BlockRow) -> list[int]:

@@ -20,7 +20,7 @@ from .aborted_step import abort_step, find_zero_optimizer
 from colossalai.interface import OptimizerWrapper
 from colossalai.shardformer.layer.utils import Randomizer
 
-__all__ = ["inner_optimizer", "preserved_state"]
+__all__ = ["inner_optimizer", "preserved_state", "random_state"]
 
 Restore = Callable[[], None]
 
@@ -42,7 +42,7 @@ def preserved_state(
         *_gradients(optimizer, tensors),
         *_optimizer(optimizer),
         *_modules(model),
-        _random_state(),
+        random_state(),
     ]
     try:
         yield
@@ -58,7 +58,8 @@ def inner_optimizer(optimizer: torch.optim.Optimizer | OptimizerWrapper) -> torc
     return optimizer
 
 
-def _random_state() -> Restore:
+def random_state() -> Restore:
+    """The random state of Python, NumPy, torch and the accelerator; call the result to restore it."""
     accelerator = get_accelerator()
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     device = None if accelerator.name == "cpu" else accelerator.get_rng_state()
