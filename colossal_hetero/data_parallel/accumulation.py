@@ -33,7 +33,7 @@ from ..colossalai_support.user_hooks import user_hooks
 from ..profiling.preserved_state import inner_optimizer
 from .loader import HeteroDataLoader
 from .loss_weights import TotalWeight
-from .progress import LoopProgress, MicroBatch, averages_of, schedules_of, step_with_optimizer, update_with_optimizer
+from .progress import LoopProgress, MicroBatch, averages_of, pause_within_global_batch, schedules_of
 from .tagged_tensor import micro_batches_of, share_of_samples, untagged
 from .unsummed_steps import CLIPPING, GradientGuard, prepare_sums
 
@@ -177,7 +177,7 @@ class GradientAccumulation:
         for name in ("clip_grad_by_norm", "clip_grad_by_value", "unscale_grad"):
             setattr(optimizer, name, self._between_global_batches(optimizer, getattr(optimizer, name)))
         if lr_scheduler is not None:
-            step_with_optimizer(lr_scheduler, self.progress)
+            pause_within_global_batch(lr_scheduler, self.progress)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -234,10 +234,9 @@ class GradientAccumulation:
         """Find the schedules not passed to ``booster.boost``, when a step is left out for the first time."""
         if not self._knows_schedules:
             self._knows_schedules = True
-            for schedule in schedules_of(optimizer):
-                step_with_optimizer(schedule, self.progress)
-            for average in averages_of(self._model):
-                update_with_optimizer(average, self.progress)
+            owners: list[LRScheduler | nn.Module] = [*schedules_of(optimizer), *averages_of(self._model)]
+            for each in owners:
+                pause_within_global_batch(each, self.progress)
 
     def _weighted(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(backward)

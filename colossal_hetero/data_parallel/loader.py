@@ -43,7 +43,6 @@ class HeteroDataLoader(DataLoader[Any]):
     ``sampler`` and ``batch_sampler`` are both the :class:`GlobalBatchSampler`, so ``set_epoch`` works on all three."""
 
     def __init__(self, dataset: Dataset[Any], batch_sampler: GlobalBatchSampler, **kwargs: Any) -> None:
-        _check_dataset(dataset)
         if not kwargs.get("in_order", True):
             raise ValueError("in_order=False is not possible, because it mixes samples of global batches; leave it out")
         if kwargs.get("collate_fn") not in (None, default_collate):
@@ -79,11 +78,6 @@ class HeteroDataLoader(DataLoader[Any]):
         for progress in self._followers:  # each notes that the loop has asked
             is_last = progress.is_last()
         return is_last
-
-    @property
-    def micro_step(self) -> int:
-        """Index of :attr:`current` in its global batch, on this rank; -1 if there is none."""
-        return -1 if self.current is None else self.current.step
 
     def mean(self, value: Any, name: str = "loss") -> float | None:
         """The mean of a value, such as the loss, over the global batch and all ranks; None before its last micro-batch.

@@ -45,9 +45,6 @@ class Loopback(Protocol):
     def receive(self, buffer: Tensor) -> None:
         """Wait for the next message."""
 
-    def finish(self) -> None:
-        """Wait until all messages are sent."""
-
 
 class _SocketLoopback:
     """Messages over a TCP connection to this process itself, as Gloo sends them, by one thread. Two of Gloo's groups in
@@ -71,9 +68,6 @@ class _SocketLoopback:
             with suppress(BlockingIOError):
                 missing = missing[self._in.recv_into(missing) :]
             self._push()
-
-    def finish(self) -> None:
-        assert not self._unsent
 
     def close(self) -> None:
         self._out.close()
@@ -104,9 +98,6 @@ class _DeviceLoopback:
 
     def receive(self, buffer: Tensor) -> None:
         buffer.detach().copy_(self._sent.popleft())
-
-    def finish(self) -> None:
-        assert not self._sent
 
 
 @contextmanager
@@ -212,7 +203,6 @@ class ScheduleLoop:
             self._schedule.forward_backward_step(self._stage, iter([batch]), None, self._stage)
             whole = clock() - begin
         self._messages.receive(torch.empty_like(self._hidden))
-        self._messages.finish()
         own = whole - self._stage.inside()
         parts = MICRO_BATCHES * CUTS
         return Duration(max(own.wall, 0.0) / parts, max(own.cpu, 0.0) / parts)
