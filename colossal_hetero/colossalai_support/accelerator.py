@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import torch
 
-__all__ = ["SET_CONNECTIONS_LATE", "HeteroCpuAccelerator", "HostEvent", "HostStream", "quiet_import"]
+__all__ = ["SET_CONNECTIONS_LATE", "HeteroCpuAccelerator", "HostEvent", "HostStream", "quiet_import", "recorded_event"]
 
 
 def _is_not_kernel_notice(record: logging.LogRecord) -> bool:
@@ -236,6 +236,13 @@ class HeteroCpuAccelerator(CpuAccelerator):
         self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True
     ) -> AbstractContextManager[Any]:
         return torch.autocast("cpu", dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+
+
+def recorded_event() -> Any:
+    """An event that marks this moment in the order of the current device's work, so that the host does not wait."""
+    event = get_accelerator().Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def _set_up_cpu() -> None:

@@ -32,7 +32,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..colossalai_support.user_hooks import user_hooks
 from ..profiling.preserved_state import inner_optimizer
 from .loader import HeteroDataLoader
-from .loss_weights import TotalWeight
+from .loss_weights import SampleTotal
 from .progress import LoopProgress, MicroBatch, averages_of, pause_within_global_batch, schedules_of
 from .tagged_tensor import micro_batches_of, share_of_samples, untagged
 from .unsummed_steps import CLIPPING, GradientGuard, prepare_sums
@@ -119,7 +119,7 @@ class GradientAccumulation:
         self,
         loader: HeteroDataLoader,
         synchronize: Callable[[bool], None],
-        total: TotalWeight,
+        total: SampleTotal,
         *,
         weight_by: Any = "samples",
         stage: int,
@@ -138,7 +138,7 @@ class GradientAccumulation:
         self._leaves = leaves
         self._max_norm = max_norm
         self._on_step = on_step
-        self._drop_gradients: Callable[[], None] = lambda: None
+        self._drop_gradients: Callable[..., None] = lambda: None
         self._param_groups: list[dict[str, Any]] = []
         self._rates: list[Any] = []
         self._may_synchronize = self._is_synchronized = True
@@ -294,10 +294,10 @@ class GradientAccumulation:
         if self._guard.open() and not self.within_global_batch:
             self._drop()
 
-    def _drop(self) -> None:
+    def _drop(self, *args: Any, **kwargs: Any) -> None:
         self._guard.open(check=False)
         self._guarded_for, self._is_unscaled = None, False
-        self._drop_gradients()
+        self._drop_gradients(*args, **kwargs)
         self._total.forget()
 
     def _watch_backward(self, model: nn.Module) -> None:
@@ -373,12 +373,8 @@ class GradientAccumulation:
     def _dropping(self, zero_grad: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(zero_grad)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if self.within_global_batch:
-                return None
-            self.progress.drop()
-            self._guard.open(check=False)
-            self._guarded_for, self._is_unscaled = None, False
-            self._total.forget()
-            return zero_grad(*args, **kwargs)
+            if not self.within_global_batch:
+                self.progress.drop()
+                self._drop(*args, **kwargs)
 
         return run

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -16,12 +16,12 @@ from ..planner.batches.batch_profile import BatchProfile
 from ..planner.batches.closed_loop import Redivision
 from ..planner.batches.replica_times import BatchDivider, GlobalBatchTime
 from ..planner.batches.time_curve import equal_devices, joint_curves, joint_seconds
-from .busy_timer import TimedGlobalBatch
+from .busy_timer import BusyTimer, ForwardOnlyTimer, TimedGlobalBatch
 from .config import BatchConfig
 from .loader import HeteroDataLoader
 from .saved_profile import print_on_rank_0
 
-__all__ = ["BatchBalancer", "GlobalBatchTimer", "changes_in_words", "division_in_words", "slow_data_in_words"]
+__all__ = ["BatchBalancer", "changes_in_words", "division_in_words", "slow_data_in_words"]
 
 
 # Batch messages ------------------------------------------------------------------------------------------------------
@@ -70,11 +70,6 @@ SLOW_DATA = 0.2
 """Share of its own time from which on a rank that waits for data is named."""
 
 
-class GlobalBatchTimer(Protocol):
-    def take(self) -> list[TimedGlobalBatch]:
-        """The global batches that were finished since the last call."""
-
-
 class BatchBalancer:
     """Adapts the division of a loader's global batches to the speed of the ranks; it is the same on all of them."""
 
@@ -84,7 +79,7 @@ class BatchBalancer:
         profile: BatchProfile,
         stage: int,
         loader: HeteroDataLoader,
-        timer: GlobalBatchTimer,
+        timer: BusyTimer | ForwardOnlyTimer,
         replica_of: Sequence[int],
     ) -> None:
         self._config = config

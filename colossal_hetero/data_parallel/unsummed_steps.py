@@ -303,16 +303,8 @@ def _guard_shards(sums: _GradientSums, model: ModelWrapper, optimizer: Any) -> N
         (names.get(id(group[0]), "a parameter"), group[0]) for group in groups if group
     )
 
-    def opening(function: Any) -> Any:
-        @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with sums.opened_gradients():
-                return function(*args, **kwargs)
-
-        return run
-
     for name in ("clip_grad_by_norm", "clip_grad_by_value"):
-        setattr(optimizer, name, opening(getattr(optimizer, name)))
+        setattr(optimizer, name, sums.opened_gradients()(getattr(optimizer, name)))
 
 
 def prepare_sums(replica: DistributedDataParallel, loss: Tensor) -> None:

@@ -104,6 +104,8 @@ def largest_batch(
 
 MIN_SECONDS = 0.5
 """Seconds that each size runs at least: a throttled device is fast in some short passes and slow in others."""
+REPEATS = 3
+"""Number of runs that each timed size has at least."""
 MAX_REPEATS = 30
 STEADY_SECONDS = 0.2
 """Seconds that are enough for equally long runs: a throttled device would have been stopped twice."""
@@ -139,7 +141,6 @@ def profile_device(
     state_bytes_to_come: int,
     device: torch.device,
     smallest: int = 1,
-    repeats: int = 3,
     on_progress: Callable[[Progress], None] | None = None,
     abort: Callable[[], None] = lambda: None,
     flops: float | None = None,
@@ -149,8 +150,6 @@ def profile_device(
     If not even the smallest fits, ``max_batch`` is 0 and there are no points. If exceeding the memory limit would end
     the process (:func:`.memory_limit`), no size that is expected to exceed it is tried. Calls no collective.
     """
-    if repeats < 1:
-        raise ValueError(f"repeats={repeats} must be at least 1")
     limit = memory_limit(device)
     state, sample, largest = used_bytes(device), 0, 0
     reserve = 0
@@ -166,9 +165,9 @@ def profile_device(
                 trials.limit = limit.bytes - reserve
                 # A limit that is not hard is kept by the estimate, so that nothing needs to be held.
                 with trials.held(reserve if limit.is_hard else 0):
-                    largest = trials.find(cap, smallest, repeats, may_exceed_estimate=limit.is_hard)
+                    largest = trials.find(cap, smallest, may_exceed_estimate=limit.is_hard)
                 if largest == 0:
-                    largest = trials.find(smallest, smallest, repeats, may_exceed_estimate=limit.is_hard)
+                    largest = trials.find(smallest, smallest, may_exceed_estimate=limit.is_hard)
                 sample = trials.sample_bytes(largest) if largest else 0
                 points = trials.points()
     except Exception as error:
@@ -228,11 +227,11 @@ class _Trials:
             finally:
                 self._held = 0
 
-    def find(self, cap: int, smallest: int, repeats: int, *, may_exceed_estimate: bool) -> int:
+    def find(self, cap: int, smallest: int, *, may_exceed_estimate: bool) -> int:
         self._action = SEARCHING
         largest_batch(self.attempt, cap, self.expected, smallest=smallest, may_exceed_estimate=may_exceed_estimate)
         self._action = TIMING
-        return self._time_sizes(repeats)
+        return self._time_sizes()
 
     def attempt(self, batch: int, keep: bool = True) -> bool:
         """Run a batch; True if it fits. With ``keep``, its time and memory are stored."""
@@ -280,53 +279,53 @@ class _Trials:
         before = max((batch for batch in self._peaks if batch < last), default=0)
         return last, (self._peaks[last] - self._peaks.get(before, self.base)) / (last - before)
 
-    def _time_sizes(self, repeats: int) -> int:
+    def _time_sizes(self) -> int:
         """Time the sizes that ran, as far as the curve needs them; returns the largest that runs reliably."""
         largest = max(self._timings, default=0)
-        while largest > 0 and not self._time(largest, repeats):
-            largest = self._step_down(largest, repeats)
+        while largest > 0 and not self._time(largest):
+            largest = self._step_down(largest)
         sizes = sorted(self._timings)
-        if sizes and self._time(sizes[0], repeats):
-            self._time_between(sizes, repeats)
+        if sizes and self._time(sizes[0]):
+            self._time_between(sizes)
         for _ in range(REPEATS_OF_A_DIP):
             for batch in self._dips():
                 before, self._timings[batch] = self._timings[batch], []
-                if not self._time(batch, repeats):
+                if not self._time(batch):
                     self._timings[batch] = before
         return largest
 
-    def _time(self, batch: int, repeats: int) -> bool:
-        while self._lacks_runs(batch, repeats):
+    def _time(self, batch: int) -> bool:
+        while self._lacks_runs(batch):
             # The memory may be fragmented; try again after the failed attempt has released its memory.
             if not (self.attempt(batch) or self.attempt(batch)):
                 return False
         self._timed.add(batch)
         return True
 
-    def _time_between(self, sizes: Sequence[int], repeats: int) -> None:
+    def _time_between(self, sizes: Sequence[int]) -> None:
         """Time sizes between the first and the last one, which are timed; see [Note: straight curves]."""
         if len(sizes) < 3:
             return
         middle = len(sizes) // 2
         first, last = self._typical(sizes[0]).seconds, self._typical(sizes[-1]).seconds
         slope = (last - first) / (sizes[-1] - sizes[0])
-        if not self._time(sizes[middle], repeats):
+        if not self._time(sizes[middle]):
             return
         predicted = first + slope * (sizes[middle] - sizes[0])
         if abs(self._typical(sizes[middle]).seconds - predicted) > STRAIGHT * predicted:
-            self._time_between(sizes[: middle + 1], repeats)
-            self._time_between(sizes[middle:], repeats)
+            self._time_between(sizes[: middle + 1])
+            self._time_between(sizes[middle:])
 
-    def _lacks_runs(self, batch: int, repeats: int) -> bool:
+    def _lacks_runs(self, batch: int) -> bool:
         timings = [timing.seconds for timing in self._timings[batch]]
-        if len(timings) < repeats:
+        if len(timings) < REPEATS:
             return True
         if len(timings) >= MAX_REPEATS or sum(timings) >= MIN_SECONDS:
             return False
         later = timings[1:] or timings
         return sum(timings) < STEADY_SECONDS or max(later) > STEADY_SPREAD * min(later)
 
-    def _step_down(self, batch: int, repeats: int) -> int:
+    def _step_down(self, batch: int) -> int:
         """Find a smaller size that runs reliably, and drop larger ones. Libraries keep memory for each size tried."""
         for other in [other for other in self._timings if other >= batch]:
             del self._timings[other]
@@ -336,7 +335,7 @@ class _Trials:
         while batch - step > reliable:
             batch -= step
             step *= 2
-            if all(self.attempt(batch) for _ in range(repeats)):
+            if all(self.attempt(batch) for _ in range(REPEATS)):
                 self._timed.add(batch)
                 return batch
             self._timings.pop(batch, None)

@@ -236,16 +236,15 @@ class ProfileRequest:
     tensor_parallel: Sequence[int] = (1,)
     """Degrees to measure, ascending."""
 
+    def build(self, device: torch.device | str) -> NamedModel:
+        return build_model(
+            self.model, image_size=self.image_size, sequence=self.sequence, options=self.options, device=device
+        )
+
 
 def check_request(request: ProfileRequest, ranks_per_node: int) -> int:
     """Check the request before any rank starts, without building weights; returns the number of blocks of the model."""
-    named = build_model(
-        request.model,
-        image_size=request.image_size,
-        sequence=request.sequence,
-        options=request.options,
-        device="meta",
-    )
+    named = request.build("meta")
     check_degrees(named.model, request.tensor_parallel, ranks_per_node)
     return len(describe_layers(named.model).row.blocks)
 
@@ -287,13 +286,7 @@ def _measure(
     request: ProfileRequest, degree: int, device: torch.device, on_progress: ProgressDisplay | None
 ) -> MeasuredLayers:
     torch.manual_seed(0)
-    named = build_model(
-        request.model,
-        image_size=request.image_size,
-        sequence=request.sequence,
-        options=request.options,
-        device=device,
-    )
+    named = request.build(device)
     model, batch, group = named.model, named.batch, None
     if degree > 1:
         check_degrees(model, [degree], int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

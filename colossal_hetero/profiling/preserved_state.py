@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -77,21 +78,12 @@ def random_state() -> Restore:
 def _modules(model: nn.Module) -> Iterator[Restore]:
     copies: dict[int, Tensor] = {}
     for module in model.modules():
-        yield _mode(module)
+        yield partial(setattr, module, "training", module.training)
         if module._buffers:
             yield _buffers(module, copies)
         for value in vars(module).values():
             if isinstance(value, Randomizer):
                 yield _attributes(value)
-
-
-def _mode(module: nn.Module) -> Restore:
-    training = module.training
-
-    def restore() -> None:
-        module.training = training
-
-    return restore
 
 
 def _buffers(module: nn.Module, copies: dict[int, Tensor]) -> Restore:

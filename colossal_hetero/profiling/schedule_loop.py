@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..colossalai_support.accelerator import get_accelerator
+from ..colossalai_support.accelerator import recorded_event
 from .layer_passes import Duration, LayerPasses, clock
 
 # isort: split
@@ -173,11 +173,7 @@ class _BlockStage(nn.Module):
 
     def _now(self) -> Any:
         """Now; on a device that computes asynchronously, an event in its order, so that the host does not wait."""
-        if self._on_cpu:
-            return clock()
-        event = get_accelerator().Event(enable_timing=True)
-        event.record()
-        return event
+        return clock() if self._on_cpu else recorded_event()
 
 
 class ScheduleLoop:

@@ -144,7 +144,6 @@ def profile_under_limits(model: nn.Module, optimizer: Any) -> tuple[int, bool, f
                 1 << 18 if dist.get_rank() == dist.get_world_size() - 1 else 20,
                 state_bytes_to_come=optimizer_state_bytes(optimizer),
                 device=CPU,
-                repeats=1,
                 abort=partial(abort_step, model, optimizer),
             )
     finally:
