@@ -19,15 +19,7 @@ from ..profiling.loss_mean import COMPARED, IGNORED, found_mean, ignored_labels,
 from ..profiling.training_step import TrialRun, with_dicts
 from .progress import MicroBatch
 
-__all__ = [
-    "WORDS",
-    "CountedTotal",
-    "SampleTotal",
-    "found_weight",
-    "refuse_ignored",
-    "samples_in",
-    "weight_function",
-]
+__all__ = ["WORDS", "CountedTotal", "SampleTotal", "found_weight", "refuse_ignored", "samples_in", "weight_function"]
 
 
 def tokens(batch: Any) -> int:

@@ -22,6 +22,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 from typing import NamedTuple
@@ -192,35 +193,30 @@ def profile_device(
     )
 
 
+@dataclass
 class _Trials:
-    def __init__(
-        self,
-        run: Run,
-        device: torch.device,
-        cap: int,
-        on_progress: Callable[[Progress], None] | None,
-        abort: Callable[[], None],
-    ) -> None:
-        self._run = run
-        self._device = device
-        self._cap = cap
-        self._on_progress = on_progress
-        self._abort = abort
+    run: Run
+    device: torch.device
+    cap: int
+    on_progress: Callable[[Progress], None] | None
+    abort: Callable[[], None]
+    base: int = 0
+    """Bytes in use between passes."""
+    limit: int = 0
+    """Bytes that may be in use during a pass."""
+
+    def __post_init__(self) -> None:
         self._failed: int | None = None
         self._held = 0
         self._action = SEARCHING
         self._timings: dict[int, list[Timing]] = {}
         self._timed: set[int] = set()
         self._peaks: dict[int, int] = {}
-        self.base = 0
-        """Bytes in use between passes."""
-        self.limit = 0
-        """Bytes that may be in use during a pass."""
 
     @contextmanager
     def held(self, size_bytes: int) -> Iterator[None]:
         """In the block, passes have ``size_bytes`` less memory. Peaks are stored without them."""
-        with reserved_memory(size_bytes, self._device):
+        with reserved_memory(size_bytes, self.device):
             self._held = size_bytes
             try:
                 yield
@@ -235,28 +231,28 @@ class _Trials:
 
     def attempt(self, batch: int, keep: bool = True) -> bool:
         """Run a batch; True if it fits. With ``keep``, its time and memory are stored."""
-        if self._on_progress is not None:
+        if self.on_progress is not None:
             known = {size: min(timings).seconds for size, timings in self._timings.items() if timings}
-            left = seconds_left(self._action, batch, known, self._cap, self._failed, STEADY_SECONDS)
-            self._on_progress(Progress(self._action, batch, left))
-        reset_peak(self._device)
+            left = seconds_left(self._action, batch, known, self.cap, self._failed, STEADY_SECONDS)
+            self.on_progress(Progress(self._action, batch, left))
+        reset_peak(self.device)
         timing = None
         try:
-            timing = Timing(*self._run(batch))
+            timing = Timing(*self.run(batch))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             recover(error)
         if timing is None:
             self._failed = min(batch, self._failed or batch)
-            self._abort()
+            self.abort()
             recover()
             return False
         if keep:
             self._timings.setdefault(batch, []).append(timing)
             # On a CPU the peak may not be resettable, and is useless after it has reached the limit once.
-            if self._device.type != "cpu" or self._failed is None:
-                self._peaks[batch] = max(peak_bytes(self._device) - self._held, self._peaks.get(batch, 0))
+            if self.device.type != "cpu" or self._failed is None:
+                self._peaks[batch] = max(peak_bytes(self.device) - self._held, self._peaks.get(batch, 0))
         return True
 
     def expected(self) -> int | None:

@@ -26,16 +26,7 @@ from .merge_ranks import merge_degrees
 from .model_layers import describe_layers
 from .progress import ProgressDisplay
 
-__all__ = [
-    "NamedModel",
-    "ProfileRequest",
-    "build_model",
-    "check_degrees",
-    "check_request",
-    "own_group",
-    "profile_named_model",
-    "shard",
-]
+__all__ = ["NamedModel", "ProfileRequest", "build_model", "check_request", "profile_named_model"]
 
 
 # Named models --------------------------------------------------------------------------------------------------------

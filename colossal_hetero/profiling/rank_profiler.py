@@ -27,19 +27,7 @@ from .preserved_state import preserved_state
 from .progress import Progress, ProgressDisplay
 from .training_step import TrialRun
 
-__all__ = [
-    "MAX_CHANGE",
-    "MAX_DIFFERENCE",
-    "ModelDescription",
-    "SpeedNow",
-    "changes",
-    "describe",
-    "is_too_few_samples",
-    "profile_ranks",
-    "size_to_check",
-    "smallest_batch",
-    "speed_now",
-]
+__all__ = ["ModelDescription", "changes", "describe", "profile_ranks", "smallest_batch", "speed_now"]
 
 
 # Smallest batch ------------------------------------------------------------------------------------------------------

@@ -152,25 +152,6 @@ def test_a_failing_model_is_not_changed(clock: SimulatedClock) -> None:
     assert equal(before, state(model))
 
 
-def test_profiling_does_not_change_the_training() -> None:
-    def train(interlude: bool) -> list[float]:
-        torch.manual_seed(3)
-        model = Model(SimulatedClock())
-        optimizer = torch.optim.AdamW(model.parameters())
-        losses = []
-        for step in range(4):
-            if interlude and step == 2:
-                measure(model, min_seconds=0.0)
-            loss = F.cross_entropy(model(batch()[0]), batch()[1])
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-    assert train(True) == train(False)
-
-
 @pytest.mark.parametrize(
     ("optimizer", "precision", "factor"),
     [("sgd", "fp32", 2.0), ("adam", "fp32", 4.0), ("adamw", "fp32", 4.0), ("adam", "bf16", 9.0), ("sgd", "fp16", 5.0)],
