@@ -1,4 +1,4 @@
-"""Profile a named model as one of several ranks, or without a launcher; used by ``colossal-hetero profile``."""
+"""Profile a named model as one of several ranks; used by ``colossal-hetero profile``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import nn
 
 from ..colossalai_support import accelerator  # noqa: F401  (a quiet import of what transformers needs)
 from ..colossalai_support.accelerator import get_accelerator
-from ..common.launch import is_rank, local_gpu
+from ..common.launch import local_gpu
 from ..layers.policy import hetero_policy
 from ..planner.profile.estimate import IMAGE_SIZE, VITS
 from ..planner.profile.layer_profile import save_profile
@@ -241,15 +241,11 @@ def check_request(request: ProfileRequest, ranks_per_node: int) -> int:
 
 
 def profile_named_model(request: ProfileRequest, console: Console) -> MeasuredLayers:
-    """Measure with all ranks of the launcher, or alone without one; rank 0 shows the progress and writes the file."""
-    rank, device = 0, torch.device("cpu")
-    if is_rank():
-        rank = int(os.environ["RANK"])
-        device = _device(rank)
-        torch.set_num_threads(max(int(os.environ.get("OMP_NUM_THREADS", "1")), 1))
-        dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
-    else:
-        device = _device(0)
+    """Measure with all ranks of the launcher; rank 0 shows the progress and writes the file."""
+    rank = int(os.environ["RANK"])
+    device = _device(rank)
+    torch.set_num_threads(max(int(os.environ.get("OMP_NUM_THREADS", "1")), 1))
+    dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
     try:
         with console.status(f"building {request.model}") as status:
             parts = []
@@ -262,15 +258,13 @@ def profile_named_model(request: ProfileRequest, console: Console) -> MeasuredLa
             for remark in remarks:
                 console.print(remark, markup=False, soft_wrap=True)
             save_profile(measured.profile, request.out)
-        if dist.is_initialized():
-            # No rank may leave while another still asks rank 0 for the addresses of the others.
-            dist.barrier()
+        # No rank may leave while another still asks rank 0 for the addresses of the others.
+        dist.barrier()
         return measured
     except RuntimeError as error:
         raise ValueError(str(error).splitlines()[0]) from error
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        dist.destroy_process_group()
 
 
 def _measure(
