@@ -59,7 +59,7 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
             [module.training for module in model.modules()],
             optimizer.state_dict(),
             random.getstate(),
-            np.random.get_state()[1].tolist(),
+            [np.random.get_state()[1].tolist(), np.random.get_state()[2]],
             torch.get_rng_state().tolist(),
         )
     )
