@@ -252,7 +252,7 @@ def change_speed(
     All the time its passes take ``bias`` times as long as in the profile, and its data ``data_seconds`` per sample.
     """
     said: list[str] = []
-    batch_balancer._print_on_rank_0 = said.append  # type: ignore[assignment]
+    batch_balancer.print_on_rank_0 = said.append  # type: ignore[assignment]
     data: Any
     if is_hybrid:
         settings = BatchConfig(global_batch_size=8, profile=path, check_every=check_every)
