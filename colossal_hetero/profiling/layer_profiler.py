@@ -39,8 +39,6 @@ from .preserved_state import preserved_state
 from .progress import MIN_ROUNDS, WARM_UP_ROUNDS, Progress, layer_seconds_left
 from .schedule_loop import Loopback, ScheduleLoop, loopback
 
-__all__ = ["MeasuredLayers", "profile_layers", "relative_error"]
-
 MIN_SECONDS = 3.0
 """Shortest measurement of each micro-batch size: 30 periods of a quota, so one more or less is an error of 3 %."""
 

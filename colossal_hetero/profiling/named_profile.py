@@ -21,8 +21,8 @@ from ..common.launch import local_gpu
 from ..layers.policy import hetero_policy
 from ..planner.profile.estimate import IMAGE_SIZE, VITS
 from ..planner.profile.layer_profile import save_profile
-from .layer_profiler import MIN_SECONDS, MeasuredLayers, profile_layers
-from .merge_ranks import merge_degrees
+from .layer_profiler import MIN_SECONDS, profile_layers
+from .merge_ranks import MeasuredLayers, merge_degrees
 from .model_layers import describe_layers
 from .progress import ProgressDisplay
 
