@@ -172,13 +172,12 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             )
         self._planned = None if plan is None else PlannedRun(plan, self.planning, arguments, batches)
         self._balancing = LayerBalancing(self.balance, is_elastic=self._elastic is not None)
-        self._uneven_batches = None if batches is None else self._make_uneven_batches(batches, arguments)
+        self._unequal = None if self._planned is None else self._planned.unequal
+        self._uneven_batches = self._make_uneven_batches(arguments)
         self._checkpoints = None if checkpoints is None else self._make_checkpoints(checkpoints)
         # In the order in which they attach, each around the parts before it. The plan's clock times only the passes.
         # Balancing ends an iteration when the optimizer steps; uneven batches, around it, step once per global batch.
-        self._unequal = None if self._planned is None else self._planned.unequal
-        elastic = self._elastic
-        parts = (self._checkpoints, self._planned, self._balancing, self._uneven_batches, self._unequal, elastic)
+        parts = (self._checkpoints, self._planned, self._balancing, self._uneven_batches, self._elastic)
         self._parts: tuple[PluginPart, ...] = tuple(part for part in parts if part is not None)
 
         if self._planned is not None:
@@ -215,7 +214,13 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         zero = f", ZeRO stage {self.zero_stage}" if self.zero_stage else ""
         return f"dp {self.dp_size}, pp {self.pp_size}, tp {self.tp_size}{zero}"
 
-    def _make_uneven_batches(self, batches: BatchConfig, arguments: Mapping[str, Any]) -> UnevenBatches:
+    def _make_uneven_batches(self, arguments: Mapping[str, Any]) -> UnevenBatches | None:
+        batches = self.batches
+        if self._unequal is not None and batches is None:
+            plan = self._unequal.plan
+            return PipelineBatches(BatchConfig(global_batch_size=plan.global_batch), plan.micro_batch, plan)
+        if batches is None:
+            return None
         pp_size = len(self._planned.plan.layers_per_stage) if self._planned is not None else arguments["pp_size"]
         if pp_size <= 1:
             return UnevenBatches(batches)
@@ -257,7 +262,8 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
 
     @property
     def replica_micro_batches(self) -> tuple[int, ...]:
-        """Micro-batches of a global batch, by replica; () without ``batches`` or pipeline, and before ``boost``."""
+        """Micro-batches of a global batch, by replica, with a plan of unequal replicas, or with ``batches`` and a
+        pipeline (after ``boost``); otherwise ()."""
         return self._uneven_batches.micro_batches if isinstance(self._uneven_batches, PipelineBatches) else ()
 
     def configure(
@@ -303,7 +309,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
     def _refuse_unsummed_steps(self, model: ModelWrapper, optimizer: OptimizerWrapper) -> None:
         """Refuse steps on gradients that are not summed, where uneven batches or unequal pipelines do not do it."""
         in_pipeline = self.scheduler is not None
-        checks_itself = self._unequal if in_pipeline else self._uneven_batches
+        checks_itself = self._unequal if in_pipeline else self.batches
         if checks_itself is not None:
             return
         if self.dp_size > 1 or self.zero_stage or self.enable_sequence_parallelism or model.shared_params:
@@ -325,12 +331,10 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         ``seed`` is also that of the order, as in all loaders of the package; by default it is Colossal-AI's."""
         make_loader = super().prepare_dataloader
         if self._uneven_batches is not None:
-            return self._uneven_batches.prepare_dataloader(self, make_loader, dataset, batch_size, *args, **kwargs)
-        if self._unequal is not None:
             if self._elastic is not None and batch_size is None:
                 # Samples are seeded one by one, and data sets with __getitems__ are asked for whole batches.
                 kwargs.setdefault("seeds_samples", not hasattr(dataset, "__getitems__"))
-            return self._unequal.prepare_dataloader(make_loader, dataset, batch_size, *args, **kwargs)
+            return self._uneven_batches.prepare_dataloader(self, make_loader, dataset, batch_size, *args, **kwargs)
         if self._planned is not None and batch_size is None:
             batch_size = self._planned.batch_size
         return make_even_loader(make_loader, dataset, batch_size, *args, **kwargs)
@@ -367,27 +371,20 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
     def _execute(
         self, data_iter: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any
     ) -> dict:
-        if torch.is_grad_enabled() and self._planned is not None and self.batches is None:
-            data_iter = self._planned.checked_batches(data_iter)
-        if self._unequal is not None and torch.is_grad_enabled():
-            with naming_ended_ranks():
-                return self._train_replica(data_iter, model, criterion, *args, **kwargs)
-        if self.scheduler is None:
-            return self._one_stage.forward_backward_step(model, data_iter, criterion, *args, **kwargs)
         if not torch.is_grad_enabled():
             return self._evaluate(data_iter, model, criterion, *args, **kwargs)
+        if self._planned is not None and self.batches is None:
+            data_iter = self._planned.checked_batches(data_iter)
 
-        optimizer = args[0] if args else kwargs.get("optimizer")
-
-        def execute(criterion: Callable) -> dict:
-            with noted_passes(model, optimizer), summing_in_passes(self.scheduler, optimizer):
-                return super(HeteroHybridParallelPlugin, self).execute_pipeline(
-                    data_iter, model, criterion, *args, **kwargs
-                )
+        def run_passes(batches: Iterator, criterion: Callable) -> dict:
+            return self._run_passes(batches, model, criterion, *args, **kwargs)
 
         with naming_ended_ranks():
-            uneven = self._uneven_batches
-            result = uneven.run(execute, criterion) if isinstance(uneven, PipelineBatches) else execute(criterion)
+            if isinstance(self._uneven_batches, PipelineBatches):
+                schedule = self.scheduler or self._one_stage
+                result = self._uneven_batches.run(schedule, run_passes, data_iter, criterion)
+            else:
+                result = run_passes(data_iter, criterion)
         if self._planned is not None:
             self._planned.after_passes()
         return result
@@ -395,6 +392,8 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
     def _evaluate(
         self, data_iter: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any
     ) -> dict:
+        if self.scheduler is None:
+            return self._one_stage.forward_backward_step(model, data_iter, criterion, *args, **kwargs)
         if isinstance(self.scheduler, ZeroBubbleVPipeScheduler):
             raise ValueError(
                 "Colossal-AI's zero-bubble schedule cannot evaluate; save the model, and evaluate it with another "
@@ -411,25 +410,24 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         ):
             return super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
 
-    def _train_replica(
+    def _run_passes(
         self, data_iter: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any
     ) -> dict:
-        assert self._unequal is not None and self._planned is not None
-        passes = super().execute_pipeline
+        """Train on a batch of this replica, with the sums that belong to its passes."""
         optimizer = args[0] if args else kwargs.get("optimizer")
+        if self._unequal is None:
+            if self.scheduler is None:
+                return self._one_stage.forward_backward_step(model, data_iter, criterion, *args, **kwargs)
+            with noted_passes(model, optimizer), summing_in_passes(self.scheduler, optimizer):
+                return super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
+        schedule = self.scheduler or self._one_stage
         sums = model.require_grad_sync and getattr(optimizer, "require_grad_sync", True)
-
-        def execute(batches: Iterator, weighted: Callable) -> dict:
+        with model.gradients.sums.passes((lambda: schedule.num_microbatches) if sums else None):
             if self.scheduler is not None:
-                return passes(batches, model, weighted, *args, **kwargs)
-            result = self._one_stage.forward_backward_step(model, batches, weighted, *args, **kwargs)
+                return super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
+            result = self._one_stage.forward_backward_step(model, data_iter, criterion, *args, **kwargs)
             if self.zero_stage == 0 and sums:
                 model.sync_dp_grads()
-            return result
-
-        schedule = self.scheduler or self._one_stage
-        result = self._unequal.run(schedule, execute, data_iter, model, criterion, sums)
-        self._planned.after_passes()
         return result
 
     def enable_lora(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -483,8 +481,8 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
 
     def micro_batch_place(self, number: int) -> tuple[int, int]:
         """First sample and number of samples of this rank's micro-batch ``number`` in the current global batch."""
-        assert self._unequal is not None
-        return self._unequal.first_sample(number), self._unequal.plan.micro_batch
+        assert self.plan is not None and isinstance(self._uneven_batches, PipelineBatches)
+        return self._uneven_batches.first_sample(number), self.plan.micro_batch
 
     def save_last(
         self, model: ModelWrapper, optimizer: OptimizerWrapper, lr_scheduler: Any, dataloader: Any, step: int
@@ -500,8 +498,8 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
 
     def adopt(self, model: ModelWrapper, dataloader: Any) -> None:
         """Let the script's model and loader be those of this plugin, which was made again."""
-        assert self._unequal is not None
-        self._unequal.continue_loader(dataloader)
+        assert isinstance(self._uneven_batches, PipelineBatches)
+        self._uneven_batches.continue_loader(self, dataloader)
         if self._checkpoints is not None:
             self._checkpoints.adopt(model)
 

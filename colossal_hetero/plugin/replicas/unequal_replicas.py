@@ -1,4 +1,4 @@
-"""The part of the hybrid plugin that runs replicas that are not alike: groups, sums of gradients, batches."""
+"""Replicas that are not alike, in the hybrid plugin: their groups, sums of gradients, and checkpoints."""
 
 from __future__ import annotations
 
@@ -11,12 +11,8 @@ import torch.distributed as dist
 from colossalai.checkpoint_io import HybridParallelCheckpointIO
 from torch import Tensor
 from torch.distributed.distributed_c10d import GroupMember
-from torch.utils.data import DataLoader, Dataset
 
-from ...data_parallel.loader import HeteroDataLoader
 from ...planner.cost.plan import Plan, Replica
-from ..part import PluginPart, TrainingObjects
-from .replica_batches import ReplicaBatches
 from .replica_mesh import groups_for_messages, make_replica_groups, replica_mesh
 from .replica_optimizers import replica_optimizers
 
@@ -66,7 +62,7 @@ def why_not_unequal(arguments: Mapping[str, Any], with_batches: bool) -> str | N
     return next((reason for applies, reason in reasons if applies), None)
 
 
-class UnequalReplicas(PluginPart):
+class UnequalReplicas:
     """Lets this rank run its own replica of a plan, and sums gradients layer by layer over all ranks that hold a layer.
     Made by all ranks at once."""
 
@@ -85,7 +81,6 @@ class UnequalReplicas(PluginPart):
             ranks for replica in plan.rank_order for ranks in groups_for_messages(replica) if len(ranks) > 1
         }
         self._sums = {ranks: group for ranks, group in self._groups.items() if ranks not in for_messages}
-        self._batches = ReplicaBatches(plan, self.index)
 
     @property
     def replica(self) -> Replica:
@@ -107,52 +102,6 @@ class UnequalReplicas(PluginPart):
                 # Sums are in the order of the plan, so that they are the same whichever rank computes what.
                 self._sums[ranks] = self._make_group(tuple(sorted(ranks, key=self._places.__getitem__)))
         return self._sums
-
-    # A training step ----------------------------------------------------------------------------------------------
-
-    def before_configure(self, plugin: Any, objects: TrainingObjects) -> TrainingObjects:
-        if objects.optimizer is not None:
-            self._batches.check_loader(objects.dataloader)
-        return objects
-
-    def attach(self, plugin: Any, objects: TrainingObjects) -> None:
-        self._batches.attach(objects.optimizer)
-
-    def prepare_dataloader(
-        self,
-        prepare: Callable[..., DataLoader],
-        dataset: Dataset,
-        batch_size: int | None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> DataLoader:
-        return self._batches.prepare_dataloader(prepare, dataset, batch_size, *args, **kwargs)
-
-    def first_sample(self, micro_batch: int) -> int:
-        return self._batches.first_sample(micro_batch)
-
-    def continue_loader(self, loader: HeteroDataLoader) -> None:
-        """Let a loader that another plan has used draw this replica's batches from now on."""
-        loader.continue_as(self.index, len(self.plan.replicas), self._batches.division)
-
-    def run(
-        self,
-        schedule: Any,
-        execute: Callable[[Iterator[Any], Callable], dict],
-        data_iter: Iterator[Any],
-        model: Any,
-        criterion: Callable,
-        sums: bool,
-    ) -> dict:
-        """Run the passes of this replica's share of a global batch; ``loss`` is the mean over its samples."""
-        if hasattr(schedule, "last_batch_size"):
-            # The schedule takes both from the batch, whose size it expects to stay.
-            schedule.num_microbatches = schedule.last_batch_size = None
-        weighted, mean = self._batches.weighted(criterion)
-        with model.gradients.sums.passes((lambda: schedule.num_microbatches) if sums else None):
-            result = execute(self._batches.checked(data_iter), weighted)
-        result["loss"] = mean(result["loss"])
-        return result
 
 
 # Replica checkpoints -------------------------------------------------------------------------------------------------
