@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -23,6 +23,7 @@ from ...balance.clock import IterationClock, make_clock
 from ...balance.config import BalanceConfig
 from ...balance.host_messages import launch_obstacle
 from ...colossalai_support.accelerator import SET_CONNECTIONS_LATE, get_accelerator
+from ...colossalai_support.corrections import replaced
 from ...colossalai_support.gpu_over_gloo import is_gpu_over_gloo
 from ...layers.block import asks_for_heads
 from ...layers.linear import hetero_layers
@@ -56,23 +57,18 @@ class LayerBalancing(PluginPart):
         self._balancers: list[ReferenceType[Balancer]] = []  # of all models
         self._shapes: WeakKeyDictionary[nn.Module, Shapes] = WeakKeyDictionary()  # whole shapes of its parameters
 
-    @contextmanager
-    def hetero_layers(self, plugin: HybridParallelPlugin, model: nn.Module) -> Iterator[None]:
+    def hetero_layers(self, plugin: HybridParallelPlugin, model: nn.Module) -> AbstractContextManager[None]:
         """Let ``plugin`` configure ``model`` with layers that can be balanced. Afterwards its policy is restored,
         because the next model may need another one. Raises ``ValueError`` if ``model`` was configured before."""
-        given_policy = plugin.custom_policy
-        if not isinstance(model, ModelWrapper):
-            if hetero_layers(model):
-                raise ValueError(
-                    f"this {type(model).__name__} was given to booster.boost before, which has divided its layers; to "
-                    "boost another optimizer, give booster.boost the model that it has returned"
-                )
-            self._shapes[model] = shapes_of(model)
-            plugin.custom_policy = hetero_policy(given_policy or model)
-        try:
-            yield
-        finally:
-            plugin.custom_policy = given_policy
+        if isinstance(model, ModelWrapper):
+            return nullcontext()
+        if hetero_layers(model):
+            raise ValueError(
+                f"this {type(model).__name__} was given to booster.boost before, which has divided its layers; to "
+                "boost another optimizer, give booster.boost the model that it has returned"
+            )
+        self._shapes[model] = shapes_of(model)
+        return replaced(plugin, custom_policy=hetero_policy(plugin.custom_policy or model))
 
     def attach(self, plugin: HybridParallelPlugin, objects: TrainingObjects) -> None:
         model, optimizer = objects.model, objects.optimizer

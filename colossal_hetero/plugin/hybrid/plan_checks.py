@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from colossalai.shardformer.layer import linear
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ...colossalai_support.corrections import replaced
 from ...common.text import count, spans
 from ...data_parallel.config import BatchConfig
 from ...planner.cost.plan import Plan
@@ -93,8 +94,7 @@ def check_one_row(stage_manager: PipelineStageManager, num_stages: int | None) -
         )
 
 
-@contextmanager
-def unequal_layer_counts() -> Iterator[None]:
+def unequal_layer_counts() -> AbstractContextManager[None]:
     """Let stages build different numbers of the layers that zero-bubble schedules use. Each such layer asks all ranks
     how many they have built, to choose the random state for new weights, and waits for ever if a rank builds fewer. The
     layers are made from layers that have weights and need no random state, so the question is left out."""
@@ -105,11 +105,7 @@ def unequal_layer_counts() -> Iterator[None]:
             offsets["offset_by_index"] = False
         return make(seed, process_group, **offsets)
 
-    linear.create_randomizer_with_offset = make_locally
-    try:
-        yield
-    finally:
-        linear.create_randomizer_with_offset = make
+    return replaced(linear, create_randomizer_with_offset=make_locally)
 
 
 def check_model(model: nn.Module, plan: Plan) -> None:

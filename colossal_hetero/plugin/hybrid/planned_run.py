@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from colossalai.pipeline.schedule import InterleavedSchedule
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ...colossalai_support.corrections import replaced
 from ...data_parallel.config import BatchConfig
 from ...layers.dropout import repeated_dropout
 from ...planner.cost.plan import Plan
@@ -149,7 +150,8 @@ class PlannedRun(PluginPart):
     def mesh(self, dp_outside: bool) -> AbstractContextManager[None]:
         """A context in which Colossal-AI's constructor puts every rank in the place that the plan gives it."""
         if self.unequal is not None:
-            return self.unequal.mesh(dp_outside)
+            own = [self.plan.rank_order[self.unequal.index]]
+            return planned_mesh(own, dp_outside, self.unequal.group_of, self.unequal.made)
         return planned_mesh(self.plan.rank_order, dp_outside, self._make_group)
 
     def check_plugin(self, plugin: HybridParallelPlugin) -> None:
@@ -204,16 +206,10 @@ class PlannedRun(PluginPart):
             self._watch.tick()
 
 
-@contextmanager
-def training_sizes_kept(schedule: object) -> Iterator[None]:
+def training_sizes_kept(schedule: object) -> AbstractContextManager[None]:
     """Let a 1F1B or interleaved schedule evaluate batches of another size, and train on as before. It would train with
     the number of micro-batches of the last evaluation, and asserts that all batches are as large as the last one."""
     number = "num_microbatch" if isinstance(schedule, InterleavedSchedule) else "num_microbatches"
-    sizes = (number, "microbatch_size", "batch_size", "last_batch_size")
+    sizes = (number, "microbatch_size", "batch_size", "last_batch_size", "enable_metadata_cache")
     shapes = ("send_tensor_metadata", "send_grad_metadata", "tensor_metadata_recv", "grad_metadata_recv")
-    before = {name: getattr(schedule, name) for name in (*sizes, "enable_metadata_cache", *shapes)}
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(schedule, name, value)
+    return replaced(schedule, **{name: getattr(schedule, name) for name in (*sizes, *shapes)})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ...colossalai_support.accelerator import get_accelerator
+from ...colossalai_support.corrections import replaced
 from ...common.text import count
 from ...data_parallel.config import BatchConfig
 from ...layers.timm_vit import inputs_of
@@ -106,17 +107,11 @@ def check_uneven_batches(batches: BatchConfig, plugin: HybridParallelPlugin) -> 
         )
 
 
-@contextmanager
-def zero_in_fp32(plugin: HybridParallelPlugin) -> Iterator[None]:
+def zero_in_fp32(plugin: HybridParallelPlugin) -> AbstractContextManager[None]:
     """Let ``configure`` of Colossal-AI's ``plugin`` accept ZeRO in fp32, which its optimizer can do, as in
     ``LowLevelZeroPlugin``. Where ``configure`` hands the precision on, only "fp16" and "bf16" matter."""
-    precision = plugin.precision
-    if precision == "fp32" and plugin.zero_stage:
-        plugin.precision = "float32"
-    try:
-        yield
-    finally:
-        plugin.precision = precision
+    is_exact = plugin.precision == "fp32" and plugin.zero_stage
+    return replaced(plugin, precision="float32" if is_exact else plugin.precision)
 
 
 # One stage -----------------------------------------------------------------------------------------------------------

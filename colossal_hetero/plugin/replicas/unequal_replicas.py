@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -12,8 +12,8 @@ from colossalai.checkpoint_io import HybridParallelCheckpointIO
 from torch import Tensor
 from torch.distributed.distributed_c10d import GroupMember
 
+from ...colossalai_support.corrections import replaced
 from ...planner.cost.plan import Plan, Replica
-from .replica_mesh import groups_for_messages, make_replica_groups, replica_mesh
 from .replica_optimizers import replica_optimizers
 
 __all__ = ["ReplicaCheckpointIO", "UnequalReplicas", "check_arguments", "why_layer_sums", "why_not_unequal"]
@@ -23,7 +23,35 @@ BUCKET_MIB = 8
 """Gradients of a sum, unless ``ddp_bucket_cap_mb`` is given. On a CPU, memory for larger ones would come from the
 system at each iteration, which takes as long as the copy into it."""
 
-MakeGroup = Callable[[tuple[int, ...]], Any]
+Ranks = tuple[int, ...]
+MakeGroup = Callable[[Ranks], Any]
+
+
+# Groups --------------------------------------------------------------------------------------------------------------
+# Colossal-AI's hybrid plugin has one mesh, in which all replicas have the same stages. Here each rank gets the mesh of
+# its replica, ``(1, stages, tensor parallel, 1)``. All ranks make the groups of all replicas, in the same order, because
+# making a group is collective over the world.
+
+
+def groups_of(replica: Sequence[Ranks]) -> list[Ranks]:
+    """Groups that Colossal-AI uses within a replica: ranks by stage and place in the tensor-parallel group."""
+    groups: list[Ranks] = list(replica)
+    groups += [(rank,) for stage in replica for rank in stage]
+    for column in groups_for_messages(replica):
+        groups.append(column)
+        groups.append((column[0], column[-1]) if len(column) > 1 else column)  # stages that share weights
+    groups.append(tuple(rank for stage in replica for rank in stage))
+    return groups
+
+
+def groups_for_messages(replica: Sequence[Ranks]) -> list[Ranks]:
+    """Groups over which stages send: by place in the tensor-parallel groups, all ranks there.
+
+    [Note: no sums beside messages] Gradients are not summed over these groups. A last stage starts sums before it sends
+    its last gradients back. With NCCL, what a group does is in one order on each rank, so the stage before would wait
+    for the gradients, and they for its sums.
+    """
+    return list(zip(*replica, strict=True))
 
 
 def why_layer_sums(plan: Plan) -> tuple[str, str]:
@@ -75,7 +103,9 @@ class UnequalReplicas:
         self._make_group = make_group
         in_plan = [rank for replica in plan.rank_order for stage in replica for rank in stage]
         self._places = {rank: place for place, rank in enumerate(in_plan)}
-        self._groups = make_replica_groups(plan.rank_order, make_group)
+        wanted = dict.fromkeys(ranks for replica in plan.rank_order for ranks in groups_of(replica))
+        self.made: list[Any] = []  # all groups
+        self._groups = {ranks: self._make(ranks) for ranks in wanted}
         # See [Note: no sums beside messages].
         for_messages = {
             ranks for replica in plan.rank_order for ranks in groups_for_messages(replica) if len(ranks) > 1
@@ -86,8 +116,13 @@ class UnequalReplicas:
     def replica(self) -> Replica:
         return self.plan.replicas[self.index]
 
-    def mesh(self, dp_outside: bool) -> AbstractContextManager[None]:
-        return replica_mesh(self.plan.rank_order[self.index], dp_outside, self._groups, self._sums)
+    def group_of(self, ranks: Ranks) -> Any:
+        """Colossal-AI's mesh of a replica asks for all groups along an axis, also those without this rank."""
+        return self._groups[ranks]
+
+    def _make(self, ranks: Ranks) -> Any:
+        self.made.append(self._make_group(ranks))
+        return self.made[-1]
 
     def optimizers(self, arguments: Mapping[str, Any]) -> AbstractContextManager[None]:
         if arguments.get("zero_stage"):
@@ -100,7 +135,7 @@ class UnequalReplicas:
         for ranks in wanted:
             if ranks not in self._sums:
                 # Sums are in the order of the plan, so that they are the same whichever rank computes what.
-                self._sums[ranks] = self._make_group(tuple(sorted(ranks, key=self._places.__getitem__)))
+                self._sums[ranks] = self._make(tuple(sorted(ranks, key=self._places.__getitem__)))
         return self._sums
 
 
@@ -134,17 +169,9 @@ class ReplicaCheckpointIO(HybridParallelCheckpointIO):
             return
         for key, state in state_dict.items():
             if int(key) in id_map:
-                with self._among(_holders(optimizer, id_map[int(key)])):
+                group = _holders(optimizer, id_map[int(key)])
+                with replaced(self, global_dp_size=dist.get_world_size(group), dp_rank=dist.get_rank(group)):
                     super().load_states_into_optimizer(optimizer, {key: state}, id_map)
-
-    @contextmanager
-    def _among(self, group: dist.ProcessGroup) -> Iterator[None]:
-        before = self.global_dp_size, self.dp_rank
-        self.global_dp_size, self.dp_rank = dist.get_world_size(group), dist.get_rank(group)
-        try:
-            yield
-        finally:
-            self.global_dp_size, self.dp_rank = before
 
     @contextmanager
     def _whole_states(self, optimizer: Any) -> Iterator[None]:
@@ -152,18 +179,12 @@ class ReplicaCheckpointIO(HybridParallelCheckpointIO):
         if not self.use_zero:
             yield
             return
-        sharded = optimizer.optim.state
         # All ranks gather in the order of the model's parameters.
         masters = [master for group in optimizer.optim.param_groups for master in group["params"]]
-        optimizer.optim.state = {
-            master: _gathered(sharded[master], optimizer, master) for master in masters if master in sharded
-        }
-        self.use_zero = False
-        try:
+        sharded = optimizer.optim.state
+        whole = {master: _gathered(sharded[master], optimizer, master) for master in masters if master in sharded}
+        with replaced(self, use_zero=False), replaced(optimizer.optim, state=whole):
             yield
-        finally:
-            self.use_zero = True
-            optimizer.optim.state = sharded
 
 
 def _holders(optimizer: Any, master: Tensor) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from colossal_hetero.plugin.replicas.replica_mesh import groups_of, make_replica_groups
+from colossal_hetero.plugin.replicas.unequal_replicas import groups_of
 
 pytestmark = pytest.mark.unit
 
@@ -17,9 +17,3 @@ def test_groups_of_a_replica() -> None:
         *((0, 4), (1, 5)),  # stages that share weights
         (0, 1, 2, 3, 4, 5),
     }
-
-
-def test_every_group_is_made_once() -> None:
-    made: list[tuple[int, ...]] = []
-    groups = make_replica_groups([[(0,), (1,)], [(2,)]], lambda ranks: made.append(ranks) or ranks)
-    assert len(made) == len(set(made)) == len(groups)
