@@ -31,7 +31,7 @@ from ..data_parallel.sync_batch_norm import synchronize_batch_norm
 from ..planner.batches.allocation import divide_micro_batches, micro_batch_seconds
 from ..planner.cost.plan import Plan
 from ..profiling.rank_profiler import describe
-from .part import PluginPart, TrainingObjects
+from .training_objects import TrainingObjects
 
 __all__ = ["PipelineBatches", "ReplicaPlugin", "UnevenBatches", "check_pipeline_batches"]
 
@@ -46,7 +46,7 @@ class ReplicaPlugin(Protocol):
         """The setup with which the configured objects train. Called by all ranks."""
 
 
-class UnevenBatches(PluginPart):
+class UnevenBatches:
     """Makes data loaders in which every replica has its own batches, measures the replicas, and divides the batches."""
 
     def __init__(self, config: BatchConfig) -> None:
@@ -90,8 +90,6 @@ class UnevenBatches(PluginPart):
         return loader
 
     def before_configure(self, plugin: ReplicaPlugin, objects: TrainingObjects) -> TrainingObjects:
-        if objects.optimizer is None:
-            return objects
         _check_step(objects.optimizer)
         loader = self._loader_to_train_with(plugin, objects.dataloader)
         check_same_order(loader)
@@ -259,8 +257,6 @@ class PipelineBatches(UnevenBatches):
     def before_configure(self, plugin: Any, objects: TrainingObjects) -> TrainingObjects:
         if self._plan is None:
             objects = super().before_configure(plugin, objects)
-        if objects.optimizer is None:
-            return objects
         self._index, self._replicas = plugin.replica()
         self._loader = objects.dataloader if isinstance(objects.dataloader, HeteroDataLoader) else None
         size = getattr(objects.dataloader, "batch_size", None)

@@ -43,8 +43,8 @@ from ...elastic.memory_file import (
 from ...elastic.state_keeper import StateKeeper
 from ...elastic.termination import AbortWatch, TerminationWatch
 from ...planner.cluster.topology import Topology
-from ..part import TrainingObjects
 from ..replicas.replica_gradients import Commit
+from ..training_objects import TrainingObjects
 from .elastic_run import Build, ElasticRun
 from .members import JobMember, RestartedMember
 

@@ -41,9 +41,9 @@ from ..elastic.elastic_arguments import check_elastic, cluster_of, elastic_plann
 from ..elastic.elastic_run import ElasticRun
 from ..elastic.joining import KnownKinds
 from ..elastic.restart_run import PresentCheckpointIO, elastic_run_of, members_of
-from ..part import PluginPart, TrainingObjects
 from ..plan_config import PlanConfig
 from ..replicas.unequal_replicas import ReplicaCheckpointIO, why_layer_sums
+from ..training_objects import TrainingObjects
 from ..uneven_batches import PipelineBatches, UnevenBatches, check_pipeline_batches
 from ..zero.elementwise_updates import check_sharding
 from ..zero.overlapped_optimizer import split_off_overlap, summing_in_passes
@@ -175,10 +175,6 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         self._unequal = None if self._planned is None else self._planned.unequal
         self._uneven_batches = self._make_uneven_batches(arguments)
         self._checkpoints = None if checkpoints is None else self._make_checkpoints(checkpoints)
-        # In the order in which they attach, each around the parts before it. The plan's clock times only the passes.
-        # Balancing ends an iteration when the optimizer steps; uneven batches, around it, step once per global batch.
-        parts = (self._checkpoints, self._planned, self._balancing, self._uneven_batches, self._elastic)
-        self._parts: tuple[PluginPart, ...] = tuple(part for part in parts if part is not None)
 
         if self._planned is not None:
             arguments = self._planned.arguments(arguments)
@@ -281,9 +277,16 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
 
     def _configure(self, objects: TrainingObjects) -> TrainingObjects:
         watch_ranks()
-        for part in self._parts:
-            objects = part.before_configure(self, objects)
-        if self.zero_stage and objects.optimizer is not None:
+        is_trained = objects.optimizer is not None
+        if self._checkpoints is not None and is_trained:
+            self._checkpoints.note(objects)
+        if self._planned is not None:
+            self._planned.check_objects(self, objects)
+        if self._uneven_batches is not None and is_trained:
+            objects = self._uneven_batches.before_configure(self, objects)
+        if self._elastic is not None:
+            self._elastic.before_configure(self, objects)
+        if self.zero_stage and is_trained:
             check_sharding(objects.optimizer, "zero_stage", self.zero_stage, distributed=self._unequal is None)
         with (
             self._balancing.hetero_layers(self, objects.model),
@@ -292,18 +295,22 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             zero_in_fp32(self),
         ):
             objects = TrainingObjects(*super().configure(*objects))
-        for part in self._parts:
-            part.change_model(self, objects)
-        if objects.optimizer is not None:
-            replica = replica_of(objects.model, objects.optimizer)
-            if replica is not None:
-                refuse_unfinished_sums(replica, objects.optimizer)
-            for part in self._parts:
-                part.measure(self, objects)
-            for part in self._parts:
+        if self._planned is not None:
+            self._planned.recompute(objects)
+        if not is_trained:
+            return objects
+        replica = replica_of(objects.model, objects.optimizer)
+        if replica is not None:
+            refuse_unfinished_sums(replica, objects.optimizer)
+        if self._uneven_batches is not None:
+            self._uneven_batches.measure(self, objects)  # before anything counts the trials as iterations
+        # Each attaches around those before it. The plan's clock times only the passes. Balancing ends an iteration when
+        # the optimizer steps; uneven batches, around it, step once per global batch.
+        for part in (self._checkpoints, self._planned, self._balancing, self._uneven_batches, self._elastic):
+            if part is not None:
                 part.attach(self, objects)
-            self._refuse_unsummed_steps(objects.model, objects.optimizer)
-            name_ended_ranks(objects.model, objects.optimizer)
+        self._refuse_unsummed_steps(objects.model, objects.optimizer)
+        name_ended_ranks(objects.model, objects.optimizer)
         return objects
 
     def _refuse_unsummed_steps(self, model: ModelWrapper, optimizer: OptimizerWrapper) -> None:

@@ -24,9 +24,9 @@ from ...data_parallel.config import BatchConfig
 from ...layers.dropout import repeated_dropout
 from ...planner.cost.plan import Plan
 from ...profiling.model_layers import find_block_row
-from ..part import PluginPart, TrainingObjects
 from ..plan_config import PlanConfig
 from ..replicas.unequal_replicas import UnequalReplicas, check_arguments, why_not_unequal
+from ..training_objects import TrainingObjects
 from .drift import DriftReport, DriftWatch
 from .plan_agreement import agree_on_plan, as_launched
 from .plan_checks import (
@@ -104,7 +104,7 @@ def _without_cache(holder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     return args, kwargs | ({"use_cache": False} if holder.training else {})
 
 
-class PlannedRun(PluginPart):
+class PlannedRun:
     """Runs the plan that all ranks agree on. Made by all ranks at once, before the plugin's process groups."""
 
     def __init__(
@@ -161,7 +161,7 @@ class PlannedRun(PluginPart):
         if self._batches is not None:
             check_global_batch(self.plan, self._batches)
 
-    def before_configure(self, plugin: HybridParallelPlugin, objects: TrainingObjects) -> TrainingObjects:
+    def check_objects(self, plugin: HybridParallelPlugin, objects: TrainingObjects) -> None:
         if objects.optimizer is not None and self._batches is None and self.unequal is None:
             check_batch_size(self.plan, getattr(objects.dataloader, "batch_size", None))
         if not isinstance(objects.model, ModelWrapper) and plugin.stage_manager is None:
@@ -170,9 +170,8 @@ class PlannedRun(PluginPart):
         stages = (stage for replica in self.plan.replicas for stage in replica.stages)
         if not isinstance(objects.model, ModelWrapper) and any(stage.recompute for stage in stages):
             self._recomputed = find_recomputable_blocks(objects.model)
-        return objects
 
-    def change_model(self, plugin: HybridParallelPlugin, objects: TrainingObjects) -> None:
+    def recompute(self, objects: TrainingObjects) -> None:
         rank = dist.get_rank()
         if self._recomputed is not None and any(
             stage.recompute and rank in stage.ranks for replica in self.plan.replicas for stage in replica.stages

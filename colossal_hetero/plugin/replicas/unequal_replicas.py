@@ -29,8 +29,8 @@ MakeGroup = Callable[[Ranks], Any]
 
 # Groups --------------------------------------------------------------------------------------------------------------
 # Colossal-AI's hybrid plugin has one mesh, in which all replicas have the same stages. Here each rank gets the mesh of
-# its replica, ``(1, stages, tensor parallel, 1)``. All ranks make the groups of all replicas, in the same order, because
-# making a group is collective over the world.
+# its replica, ``(1, stages, tensor parallel, 1)``. All ranks make the groups of all replicas, in the same order: making
+# a group is collective over the world.
 
 
 def groups_of(replica: Sequence[Ranks]) -> list[Ranks]:

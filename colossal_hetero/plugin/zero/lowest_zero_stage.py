@@ -22,7 +22,7 @@ from ...profiling.optimizer_state import optimizer_state_bytes
 from ...profiling.preserved_state import preserved_state
 from ...profiling.rank_profiler import smallest_batch
 from ...profiling.training_step import TrainingStep, TrialRun
-from ..part import TrainingObjects
+from ..training_objects import TrainingObjects
 
 __all__ = ["configure_lowest_stage"]
 

@@ -27,7 +27,7 @@ from ...data_parallel.batch_balancer import BatchBalancer
 from ...data_parallel.config import BatchConfig
 from ...planner.batches.allocation import Allocation
 from ..checkpoint_part import CheckpointMethods, Checkpoints, check_config
-from ..part import TrainingObjects
+from ..training_objects import TrainingObjects
 from ..uneven_batches import UnevenBatches
 from .elementwise_updates import check_sharding, why_not_sharded
 from .lowest_zero_stage import configure_lowest_stage
@@ -191,7 +191,7 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         devices = on_every_rank(device_of_this_rank, "asking for the device of each rank")
         self._stages = stages_for(shardable_stages(self._stages, optimizer), devices)
         if self._checkpoints is not None:
-            self._checkpoints.before_configure(self, objects)
+            self._checkpoints.note(objects)
         facts = parameter_facts(model, optimizer)
         check_owned(model, optimizer, self._stages)
         self.stage, self._inner, objects = configure_lowest_stage(
