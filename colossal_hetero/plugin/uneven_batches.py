@@ -33,7 +33,7 @@ from ..planner.cost.plan import Plan
 from ..profiling.rank_profiler import describe
 from .training_objects import TrainingObjects
 
-__all__ = ["PipelineBatches", "ReplicaPlugin", "UnevenBatches", "check_pipeline_batches"]
+__all__ = ["PipelineBatches", "ReplicaPlugin", "UnevenBatches", "check_batches", "check_pipeline_batches"]
 
 
 class ReplicaPlugin(Protocol):
@@ -44,6 +44,12 @@ class ReplicaPlugin(Protocol):
 
     def batch_setup(self, objects: TrainingObjects) -> BatchSetup:
         """The setup with which the configured objects train. Called by all ranks."""
+
+
+def check_batches(batches: Any) -> Any:
+    if not isinstance(batches, BatchConfig | None):
+        raise TypeError(f"batches={batches!r} is not a BatchConfig; write BatchConfig(global_batch_size=...)")
+    return batches
 
 
 class UnevenBatches:

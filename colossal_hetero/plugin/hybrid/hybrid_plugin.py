@@ -44,7 +44,7 @@ from ..elastic.restart_run import PresentCheckpointIO, elastic_run_of, members_o
 from ..plan_config import PlanConfig
 from ..replicas.unequal_replicas import ReplicaCheckpointIO, why_layer_sums
 from ..training_objects import TrainingObjects
-from ..uneven_batches import PipelineBatches, UnevenBatches, check_pipeline_batches
+from ..uneven_batches import PipelineBatches, UnevenBatches, check_batches, check_pipeline_batches
 from ..zero.elementwise_updates import check_sharding
 from ..zero.overlapped_optimizer import split_off_overlap, summing_in_passes
 from .drift import DriftReport
@@ -152,8 +152,6 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
     ) -> None:
         if not isinstance(balance, BalanceConfig | None):
             raise TypeError(f"balance={balance!r} is not a BalanceConfig; write BalanceConfig(mode=...)")
-        if not isinstance(batches, BatchConfig | None):
-            raise TypeError(f"batches={batches!r} is not a BatchConfig; write BatchConfig(global_batch_size=...)")
         if not isinstance(planning, PlanConfig | None):
             raise TypeError(f"planning={planning!r} is not a PlanConfig; write PlanConfig(cluster=..., profile=...)")
         check_config(checkpoints)
@@ -161,7 +159,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             missing = [name for name, size in (("tp_size", tp_size), ("pp_size", pp_size)) if size is None]
             raise TypeError(f"missing {' and '.join(missing)}, which may be left out only with a plan")
         self.balance = balance or BalanceConfig()
-        self.batches = batches
+        self.batches = check_batches(batches)
         self.planning = planning or PlanConfig()
         self.custom_policy: Policy | None
         arguments = arguments_by_name(args, kwargs) | dict(tp_size=tp_size, pp_size=pp_size)

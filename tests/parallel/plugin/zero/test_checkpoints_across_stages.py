@@ -15,10 +15,10 @@ from colossalai.interface import OptimizerWrapper
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from colossal_hetero import HeteroZeroPlugin
 from colossal_hetero.profiling.preserved_state import inner_optimizer
 from tests.parallel.plugin.zero.test_zero_plugin import Numbered, full_parameters, sizes_by_rank
 from tests.support.harness import run_ranks
+from tests.support.training import zero_plugin
 
 GLOBAL_BATCH = 8
 STEPS_AFTER = 3
@@ -87,7 +87,7 @@ class Run:
     def __init__(self, layout: str, kind: str, parts: str, folder: Path) -> None:
         stage, options = LAYOUTS[layout]
         profile = folder / f"profile {layout} {parts}.json"  # so that each is measured once
-        plugin = HeteroZeroPlugin(stage, GLOBAL_BATCH, max_micro_batch=8, profile=profile, **options)
+        plugin = zero_plugin(stage, GLOBAL_BATCH, max_micro_batch=8, profile=profile, **options)
         self.booster = Booster(plugin=plugin)
         loader = plugin.prepare_dataloader(Numbered())
         model = make_tower(parts)

@@ -15,9 +15,9 @@ from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import Dataset, default_collate
 
-from colossal_hetero import HeteroZeroPlugin
 from tests.parallel.plugin.zero.test_zero_plugin import full_parameters, sizes_by_rank
 from tests.support.harness import run_ranks
+from tests.support.training import zero_plugin
 
 SAMPLES, GLOBAL_BATCH = 32, 8
 BROKEN = {0, 3, 9, 12, 16, 28}
@@ -48,7 +48,7 @@ def net() -> nn.Module:
 
 def boost(stage: int, data: Dataset, division: Any, ranks: int = 2, **options: Any) -> Any:
     collate = options.pop("collate_fn", None)
-    plugin = HeteroZeroPlugin(
+    plugin = zero_plugin(
         stage, GLOBAL_BATCH, profile_cache="", reallocate_above=float("inf"), max_micro_batch=8, **options
     )
     model = net()
@@ -200,7 +200,7 @@ def train_with_mixup() -> list[list[int]]:
     mixup = Mixup(mixup_alpha=0.8, num_classes=3)
     found = []
     for stage in (0, 1, "auto"):
-        plugin = HeteroZeroPlugin(stage, 12, profile_cache="", training_step=mixed_step(mixup))  # type: ignore[arg-type]
+        plugin = zero_plugin(stage, 12, profile_cache="", training_step=mixed_step(mixup))  # type: ignore[arg-type]
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         booster = Booster(plugin=plugin)
@@ -215,7 +215,7 @@ def train_with_mixup() -> list[list[int]]:
         with pytest.raises(
             ValueError, match="the last global batch of an epoch has 8 samples, which is not a multiple of 3"
         ):
-            plugin = HeteroZeroPlugin(0, 12, profile_cache="", multiple_of=3)
+            plugin = zero_plugin(0, 12, profile_cache="", multiple_of=3)
             model = net()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             loader = plugin.prepare_dataloader(Images())

@@ -14,9 +14,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
-from colossal_hetero import HeteroZeroPlugin
 from tests.parallel.plugin.zero.test_zero_plugin import full_parameters, sizes_by_rank
 from tests.support.harness import run_ranks
+from tests.support.training import zero_plugin
 
 SAMPLES, GLOBAL_BATCH, LENGTH, WORDS = 16, 8, 9, 31
 IGNORED = -100
@@ -70,7 +70,7 @@ def batches(loader: Any) -> Iterator[dict[str, Tensor]]:
 def train(
     stage: int, model_name: str, division: list[list[int]], folder: str, weight_by: Any = None, every: int = 1
 ) -> dict[str, Any]:
-    plugin = HeteroZeroPlugin(
+    plugin = zero_plugin(
         stage, GLOBAL_BATCH, max_micro_batch=8, profile=f"{folder}/{stage}-{model_name}.json", weight_by=weight_by
     )
     booster = Booster(plugin=plugin)
@@ -171,7 +171,7 @@ class Rare(Sentences):
 
 
 def boost(dataset: Dataset, model: nn.Module, criterion: Any, **options: Any) -> Any:
-    plugin = HeteroZeroPlugin(0, GLOBAL_BATCH, max_micro_batch=8, **options)
+    plugin = zero_plugin(0, GLOBAL_BATCH, max_micro_batch=8, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return Booster(plugin=plugin).boost(model, optimizer, criterion, plugin.prepare_dataloader(dataset))
 

@@ -19,6 +19,7 @@ from torch import nn
 from colossal_hetero import HeteroZeroPlugin
 from tests.parallel.plugin.zero.test_zero_plugin import Numbered, full_parameters, make_model, make_optimizer
 from tests.support.harness import run_ranks
+from tests.support.training import zero_plugin
 
 
 class Noisy(nn.Module):
@@ -56,7 +57,7 @@ def measure_and_look() -> None:
 
 
 def measure_and_look_at(stage: int) -> None:
-    plugin = HeteroZeroPlugin(stage, 8)
+    plugin = zero_plugin(stage, 8)
     model = Noisy()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
@@ -81,7 +82,7 @@ def test_measuring_leaves_no_trace() -> None:
 
 
 def train_a_little(stage: int, profile: str | None, **options: Any) -> tuple[list[torch.Tensor], list[tuple[int, ...]]]:
-    plugin = HeteroZeroPlugin(stage, 8, profile=profile, **options)
+    plugin = zero_plugin(stage, 8, profile=profile, **options)
     model, optimizer, criterion, loader = boost(plugin, make_model(), shuffle=True)
     for inputs, targets in loader:
         optimizer.backward(criterion(model(inputs), targets))
@@ -156,7 +157,7 @@ def fail_on(rank: int) -> None:
             raise KeyError("no such column")
         return criterion(model(batch[0]), batch[1])
 
-    boost(HeteroZeroPlugin(1, 8, training_step=training_step), make_model())
+    boost(zero_plugin(1, 8, training_step=training_step), make_model())
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
@@ -185,7 +186,7 @@ class Wide(nn.Module):
 def train_within(more_mib: list[int], stage: int | str) -> None:
     """Train while each rank may use ``more_mib[rank]`` MiB more address space than before the model is made."""
     rank = torch.distributed.get_rank()
-    plugin = HeteroZeroPlugin(stage, 8, max_micro_batch=4)
+    plugin = zero_plugin(stage, 8, max_micro_batch=4)
     warm = nn.Linear(1024, 1024)
     warm(torch.randn(64, 1024)).sum().backward()
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -203,7 +204,7 @@ def train_above_each(cases: list[tuple[int, int | str, str]]) -> list[tuple[int,
 
 def train_above(highest: int, stage: int | str, precision: str) -> tuple[int, torch.Tensor]:
     """Train while the second rank reports a lack of memory at all stages up to ``highest``."""
-    plugin = HeteroZeroPlugin(stage, 8, precision=precision)
+    plugin = zero_plugin(stage, 8, precision=precision)
 
     def training_step(model: nn.Module, criterion: Any, batch: Any) -> torch.Tensor:
         loss = criterion(model(batch[0]), batch[1])

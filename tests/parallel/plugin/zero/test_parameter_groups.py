@@ -17,10 +17,10 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.data import default_collate
 from transformers.models.bert.modeling_bert import BertLayer
 
-from colossal_hetero import HeteroZeroPlugin
 from tests.parallel.plugin.zero.test_training_scripts import Sentences, boosted, make_transformer
 from tests.parallel.plugin.zero.test_zero_plugin import Numbered, full_parameters, make_model, sizes_by_rank
 from tests.support.harness import run_ranks
+from tests.support.training import zero_plugin
 
 GLOBAL_BATCH = 8
 DIVISION = {2: [[3, 2], [1, 2]], 3: [[2, 1], [1, 0], [3, 1]]}
@@ -58,7 +58,7 @@ def train_lora(
     Both must be equal, because the second one begins with what the first one began with.
     """
     options = {"auto_wrap_policy": ModuleWrapPolicy({BertLayer})} if in_layers else {}
-    plugin = HeteroZeroPlugin(stage, GLOBAL_BATCH, max_norm=max_norm, **options)
+    plugin = zero_plugin(stage, GLOBAL_BATCH, max_norm=max_norm, **options)
     booster = Booster(plugin=plugin)
     loader = plugin.prepare_dataloader(Sentences())
     model = make_lora(booster)
@@ -132,7 +132,7 @@ def train_a_part(stage: int) -> torch.Tensor:
     """Train with an optimizer that has the last layer only, although no parameter is frozen."""
     model = make_model()
     last = torch.optim.SGD(model.second.parameters(), lr=0.1, momentum=0.9)
-    plugin = HeteroZeroPlugin(stage, GLOBAL_BATCH)
+    plugin = zero_plugin(stage, GLOBAL_BATCH)
     loader = plugin.prepare_dataloader(Numbered())
     model, optimizer, criterion, loader, _ = Booster(plugin=plugin).boost(model, last, nn.CrossEntropyLoss(), loader)
     loader.divide_by(lambda samples: sizes_by_rank(DIVISION[2], samples))
@@ -175,13 +175,13 @@ class Angular(nn.Module):
 def refuse_optimizers() -> None:
     for stage in (0, 3, "auto"):
         model, criterion = make_model(), Angular()
-        plugin = HeteroZeroPlugin(stage, GLOBAL_BATCH)
+        plugin = zero_plugin(stage, GLOBAL_BATCH)
         optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.1)
         loader = plugin.prepare_dataloader(Numbered())
         with pytest.raises(ValueError, match="1 of 7 parameters of the optimizer are not in the model"):
             Booster(plugin=plugin).boost(model, optimizer, criterion, loader)
     for stage in (0, 1, 3):
-        plugin = HeteroZeroPlugin(stage, GLOBAL_BATCH)
+        plugin = zero_plugin(stage, GLOBAL_BATCH)
         booster = Booster(plugin=plugin)
         base = make_transformer(False, False)
         optimizer = torch.optim.SGD(base.parameters(), lr=0.1)
@@ -197,7 +197,7 @@ def test_optimizers_that_would_train_something_else_are_refused() -> None:
 def save_without_adapters(folder: str) -> None:
     model = boosted(3)[0]
     with pytest.raises(ValueError, match="no adapters to save"):
-        HeteroZeroPlugin(3, GLOBAL_BATCH).get_checkpoint_io().save_lora_as_pretrained(model, folder)
+        zero_plugin(3, GLOBAL_BATCH).get_checkpoint_io().save_lora_as_pretrained(model, folder)
 
 
 def test_a_model_without_adapters_has_none_to_save(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from colossalai.booster import Booster
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
-from colossal_hetero import HeteroZeroPlugin
 from tests.parallel.plugin.zero.test_zero_plugin import full_parameters, sizes_by_rank
 from tests.support.harness import run_ranks
+from tests.support.training import zero_plugin
 
 GLOBAL_BATCH = 8
 STEPS = 5
@@ -92,9 +92,7 @@ def train(stage: int, division: list[list[int]], optimizer_name: str, **options:
         options = dict(find_unused_parameters=True) | options
     if stage in (1, 2):
         options["reduce_bucket_size_in_m"] = 40 / 2**20
-    plugin = HeteroZeroPlugin(
-        stage, GLOBAL_BATCH, max_micro_batch=8, training_step=loss_of, profile_cache="", **options
-    )
+    plugin = zero_plugin(stage, GLOBAL_BATCH, max_micro_batch=8, training_step=loss_of, profile_cache="", **options)
     loader = plugin.prepare_dataloader(Mixed())
     model = make_model()
     optimizer = make_optimizer(model, optimizer_name)

@@ -14,10 +14,10 @@ from colossalai.booster import Booster
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from colossal_hetero import HeteroZeroPlugin
 from tests.parallel.plugin.zero.test_zero_plugin import Numbered, full_parameters, make_model, sizes_by_rank
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
+from tests.support.training import zero_plugin
 
 GLOBAL_BATCH = 8
 EPOCHS = 2
@@ -36,7 +36,7 @@ class Script:
 
     def __init__(self, stage: int, division: list[list[int]], folder: str, **options: Any) -> None:
         ranks = torch.distributed.get_world_size()
-        self.plugin = HeteroZeroPlugin(
+        self.plugin = zero_plugin(
             stage, GLOBAL_BATCH, max_micro_batch=8, profile=f"{folder}/{stage}-{ranks}.json", **options
         )
         self.booster = Booster(plugin=self.plugin)

@@ -19,7 +19,6 @@ from colossalai.nn.optimizer import Lamb
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from colossal_hetero import HeteroZeroPlugin
 from tests.parallel.plugin.zero.test_lowest_zero_stage import stage_of
 from tests.parallel.plugin.zero.test_zero_plugin import (
     Numbered,
@@ -30,6 +29,7 @@ from tests.parallel.plugin.zero.test_zero_plugin import (
 )
 from tests.support.harness import answer, run_ranks, start_ranks
 from tests.support.random_examples import IS_THOROUGH
+from tests.support.training import zero_plugin
 
 DIVISIONS = {2: [[3, 2], [1, 2]], 3: [[2, 1], [1, 0], [3, 1]]}
 """For each number of ranks, the sizes of the micro-batches of each rank for a global batch of 8."""
@@ -37,7 +37,7 @@ DIVISIONS = {2: [[3, 2], [1, 2]], 3: [[2, 1], [1, 0], [3, 1]]}
 
 def train_from(folder: str, stage: int | str, shard: bool, resume: bool) -> dict[str, Any]:
     """Train two epochs and save a checkpoint during the second; if ``resume``, continue from that checkpoint."""
-    plugin = HeteroZeroPlugin(stage, 8)
+    plugin = zero_plugin(stage, 8)
     booster = Booster(plugin=plugin)
     loader = plugin.prepare_dataloader(Numbered(), shuffle=True, seed=11)
     model = make_model()
@@ -127,7 +127,7 @@ def save_and_load(folder: str, stage: int | str, precision: str, fits: int) -> i
             raise MemoryError("no room")
         return criterion(model(batch[0]), batch[1])
 
-    plugin = HeteroZeroPlugin(stage, 8, precision=precision, training_step=step)
+    plugin = zero_plugin(stage, 8, precision=precision, training_step=step)
     booster = Booster(plugin=plugin)
     loader = plugin.prepare_dataloader(Numbered())
     model = make_model()
@@ -195,7 +195,7 @@ def make_transformer_optimizer(model: nn.Module, name: str, groups: bool) -> tor
 
 
 def fine_tune(stage: int, frozen: bool, groups: bool, recomputes: bool, name: str = "sgd") -> torch.Tensor:
-    plugin = HeteroZeroPlugin(stage, 8)
+    plugin = zero_plugin(stage, 8)
     booster = Booster(plugin=plugin)
     loader = plugin.prepare_dataloader(Sentences())
     model = make_transformer(frozen, recomputes)
@@ -255,7 +255,7 @@ def test_colossalais_distributed_optimizers_can_be_used() -> None:
 def boosted(
     stage: int | str, model: nn.Module | None = None, dataset: Dataset | None = None, **options: Any
 ) -> tuple[Any, Any, Any, Any]:
-    plugin = HeteroZeroPlugin(stage, 8, **options)
+    plugin = zero_plugin(stage, 8, **options)
     loader = plugin.prepare_dataloader(dataset or Numbered())
     model = model or make_model()
     optimizer = make_optimizer(model, "sgd")
@@ -287,9 +287,9 @@ def test_models_with_unused_parameters_can_be_trained() -> None:
 
 def refuse_options() -> None:
     with pytest.raises(TypeError, match=r"initial_scale: .* an option of TorchDDPPlugin"):
-        HeteroZeroPlugin(0, 8, initial_scale=1.0)
+        zero_plugin(0, 8, initial_scale=1.0)
     with pytest.raises(TypeError, match="buckets"):
-        HeteroZeroPlugin("auto", 8, buckets=1.0)
+        zero_plugin("auto", 8, buckets=1.0)
 
 
 def test_options_that_no_stage_has_are_refused() -> None:
@@ -319,7 +319,7 @@ def train_with_a_plain_loader() -> None:
 
 
 def train_with_a_plain_loader_at(stage: int) -> None:
-    plugin = HeteroZeroPlugin(stage, 8)
+    plugin = zero_plugin(stage, 8)
     plain = plugin.prepare_dataloader(Numbered(), batch_size=4, shuffle=True)
     evaluation = plugin.prepare_dataloader(Numbered(), batch_size=4)
     model = make_model()
@@ -350,7 +350,7 @@ def test_a_loader_with_a_batch_size_trains_with_chosen_batches_and_evaluates_wit
 
 def only_evaluate() -> None:
     for stage in (0, 2, 3):
-        model = Booster(plugin=HeteroZeroPlugin(stage, 8)).boost(make_model())[0]
+        model = Booster(plugin=zero_plugin(stage, 8)).boost(make_model())[0]
         model.eval()
         assert model(torch.zeros(2, 8)).shape == (2, 3), stage
 
@@ -465,7 +465,7 @@ def refused_optimizers() -> list[str]:
     answers = []
     for stage in (1, 2, 3, "auto"):
         model = make_model()
-        plugin = HeteroZeroPlugin(stage, 8, profile_cache="")
+        plugin = zero_plugin(stage, 8, profile_cache="")
         loader = plugin.prepare_dataloader(Numbered())
         optimizer = torch.optim.Adafactor(model.parameters(), lr=0.05)
         try:

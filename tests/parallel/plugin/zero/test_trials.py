@@ -14,7 +14,7 @@ from colossalai.shardformer.policies.base_policy import Policy
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin, HeteroZeroPlugin
+from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin
 from tests.parallel.plugin.zero.test_zero_plugin import (
     SAMPLES,
     Numbered,
@@ -23,6 +23,7 @@ from tests.parallel.plugin.zero.test_zero_plugin import (
     sizes_by_rank,
 )
 from tests.support.harness import run_ranks
+from tests.support.training import zero_plugin
 
 ZERO = (0, 1, 2, 3)
 PLUGINS = (*ZERO, "hybrid")
@@ -67,7 +68,7 @@ def boosted(kind: Any, model: nn.Module, samples: int = 8, criterion: Any = None
             custom_policy=Unchanged(),
         )
     else:
-        plugin = HeteroZeroPlugin(kind, samples, **options)
+        plugin = zero_plugin(kind, samples, **options)
     loader = plugin.prepare_dataloader(Numbered(), drop_last=drop_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     return (plugin, *Booster(plugin=plugin).boost(model, optimizer, criterion or nn.CrossEntropyLoss(), loader)[:4])

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
 
-from colossal_hetero import HeteroZeroPlugin
 from tests.parallel.plugin.zero.test_training_loops import GLOBAL_BATCH, PARTS, RATE, WHOLE, Script
 from tests.parallel.plugin.zero.test_zero_plugin import Numbered, full_parameters, make_model, sizes_by_rank
 from tests.support.harness import run_ranks
+from tests.support.training import zero_plugin
 
 NORM = 0.05
 """Below the norm of all gradients."""
@@ -346,7 +346,7 @@ def train_adversarially(folder: str) -> list[tuple[str, list[Tensor]]]:
     results, ranks = [], torch.distributed.get_world_size()
     for stage in (0, 1, 2):
         for division in (WHOLE[ranks], PARTS[ranks]):
-            plugin = HeteroZeroPlugin(
+            plugin = zero_plugin(
                 stage, GLOBAL_BATCH, max_micro_batch=8, weight_by="samples", profile_cache="", training_step=mean_square
             )
             booster, loader = Booster(plugin=plugin), plugin.prepare_dataloader(Numbered(24))
@@ -402,7 +402,7 @@ def refuse_each(folder: str) -> list[tuple[str, str, str]]:
 
 
 def boost_with_closures() -> str:
-    plugin, model = HeteroZeroPlugin(0, GLOBAL_BATCH, profile_cache=""), make_model()
+    plugin, model = zero_plugin(0, GLOBAL_BATCH, profile_cache=""), make_model()
     optimizer = torch.optim.LBFGS(model.parameters())
     with pytest.raises(ValueError) as raised:
         Booster(plugin=plugin).boost(model, optimizer, nn.CrossEntropyLoss(), plugin.prepare_dataloader(Numbered()))

@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 from colossal_hetero import HeteroZeroPlugin
 from tests.support.harness import run_ranks
+from tests.support.training import zero_plugin
 
 SAMPLES = 29
 EPOCHS = 2
@@ -90,7 +91,7 @@ def train(
     user_clip: float = 0.0,
 ) -> dict[str, Any]:
     """Train as a script does. Returns the samples of this rank, and the final parameters and learning rate."""
-    plugin = HeteroZeroPlugin(stage, global_batch_size, max_micro_batch=8, **(options or {}))
+    plugin = zero_plugin(stage, global_batch_size, max_micro_batch=8, **(options or {}))
     model, optimizer, criterion, loader, schedule = boosted(plugin, optimizer_name)
     loader.divide_by(lambda samples: sizes_by_rank(division, samples))
     batches: list[list[int]] = []
@@ -269,7 +270,7 @@ def leave_early_at_each_stage() -> list[dict[str, Any]]:
 
 def leave_early(stage: int) -> dict[str, Any]:
     """Leave an epoch in the middle of a global batch, then train. The incomplete global batch must have no effect."""
-    plugin = HeteroZeroPlugin(stage, 8, max_micro_batch=8)
+    plugin = zero_plugin(stage, 8, max_micro_batch=8)
     model, optimizer, criterion, loader, schedule = boosted(plugin, "sgd")
     loader.divide_by(lambda samples: sizes_by_rank([[3, 2], [1, 2]], samples))
     for inputs, targets in loader:
