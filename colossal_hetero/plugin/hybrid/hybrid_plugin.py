@@ -50,7 +50,13 @@ from ..zero.overlapped_optimizer import split_off_overlap, summing_in_passes
 from .drift import DriftReport
 from .layer_balancing import LayerBalancing
 from .plan_agreement import agree_on_next_plan
-from .plan_checks import check_lora, set_layers_per_chunk, split_off_layers_per_chunk, unequal_layer_counts
+from .plan_checks import (
+    check_lora,
+    check_model_at_division,
+    set_layers_per_chunk,
+    split_off_layers_per_chunk,
+    unequal_layer_counts,
+)
 from .planned_run import PlannedRun, training_sizes_kept
 from .plugin_arguments import OneStageSchedule, arguments_by_name, check_uneven_batches, check_world_size, zero_in_fp32
 
@@ -169,13 +175,14 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
                 "parts of them, which would have another precision; use mode 'off', or leave use_fp8 out"
             )
         self._planned = None if plan is None else PlannedRun(plan, self.planning, arguments, batches)
+        if self._planned is not None:
+            arguments = self._planned.arguments
         self._balancing = LayerBalancing(self.balance, is_elastic=self._elastic is not None)
         self._unequal = None if self._planned is None else self._planned.unequal
         self._uneven_batches = self._make_uneven_batches(arguments)
-        self._checkpoints = None if checkpoints is None else self._make_checkpoints(checkpoints)
-
-        if self._planned is not None:
-            arguments = self._planned.arguments(arguments)
+        is_broken = None if self._elastic is None else self._elastic.is_broken
+        changed, ordinary = self._balancing.weights_changed, self._balancing.ordinary_shards
+        self._checkpoints = None if checkpoints is None else Checkpoints(checkpoints, changed, is_broken, ordinary)
         if self._unequal is None:
             check_world_size(arguments["tp_size"], arguments["pp_size"])
         micro_batches = self._micro_batches(arguments)
@@ -193,16 +200,10 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             self.dp_size = len(self._unequal.plan.replicas)
         if layers_per_chunk is not None:
             set_layers_per_chunk(self.stage_manager, layers_per_chunk)
-        if batches is not None:
-            check_uneven_batches(batches, self)
-        if self._planned is not None:
-            self._planned.check_plugin(self)
+        if self._planned is not None and self.stage_manager is not None:
+            check_model_at_division(self.stage_manager, self._planned.plan)
         if self.balance.mode != "off" and self.tp_size == 1:
             warnings.warn(f"balance mode {self.balance.mode!r} has nothing to balance with tp_size=1", stacklevel=2)
-
-    def _make_checkpoints(self, config: CheckpointConfig) -> Checkpoints:
-        is_broken = None if self._elastic is None else self._elastic.is_broken
-        return Checkpoints(config, self._balancing.weights_changed, is_broken, self._balancing.ordinary_shards)
 
     def _plan_in_words(self) -> str:
         zero = f", ZeRO stage {self.zero_stage}" if self.zero_stage else ""
@@ -215,10 +216,10 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             return PipelineBatches(BatchConfig(global_batch_size=plan.global_batch), plan.micro_batch, plan)
         if batches is None:
             return None
-        pp_size = len(self._planned.plan.layers_per_stage) if self._planned is not None else arguments["pp_size"]
-        if pp_size <= 1:
+        check_uneven_batches(batches, arguments)
+        if arguments["pp_size"] <= 1:
             return UnevenBatches(batches)
-        check_pipeline_batches(batches, {**arguments, "pp_size": pp_size}, self._planned is not None)
+        check_pipeline_batches(batches, arguments, self._planned is not None)
         return PipelineBatches(batches, arguments["microbatch_size"])
 
     def _micro_batches(self, arguments: Mapping[str, Any]) -> tuple[int | None, int | None]:
@@ -378,7 +379,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
     ) -> dict:
         if not torch.is_grad_enabled():
             return self._evaluate(data_iter, model, criterion, *args, **kwargs)
-        if self._planned is not None and self.batches is None:
+        if self._planned is not None and self._uneven_batches is None:
             data_iter = self._planned.checked_batches(data_iter)
 
         def run_passes(batches: Iterator, criterion: Callable) -> dict:

@@ -94,15 +94,20 @@ def check_world_size(tp_size: int, pp_size: int) -> None:
         )
 
 
-def check_uneven_batches(batches: BatchConfig, plugin: HybridParallelPlugin) -> None:
-    if plugin.sp_size > 1:
+def check_uneven_batches(batches: BatchConfig, arguments: Mapping[str, Any]) -> None:
+    in_parts = arguments.get("enable_sequence_parallelism") and arguments.get("sequence_parallelism_mode") in (
+        *("all_to_all", "ring_attn"),
+    )
+    sp_size = (arguments.get("sp_size") or 1) if in_parts else 1
+    if sp_size > 1:
         raise ValueError(
-            f"batches cannot be combined with sp_size={plugin.sp_size}: gradients are averaged over parts of sequences "
-            "too; use sp_size=1, or leave batches out"
+            f"batches cannot be combined with sp_size={sp_size}: gradients are averaged over parts of sequences too; "
+            "use sp_size=1, or leave batches out"
         )
-    if batches.accumulation == "per_rank" and plugin.zero_stage > 1:
+    zero_stage = arguments.get("zero_stage", 0)
+    if batches.accumulation == "per_rank" and zero_stage > 1:
         raise ValueError(
-            f'accumulation="per_rank" needs zero_stage 0 or 1, not {plugin.zero_stage}, which synchronizes at every '
+            f'accumulation="per_rank" needs zero_stage 0 or 1, not {zero_stage}, which synchronizes at every '
             'micro-batch; use accumulation="shared"'
         )
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import GroupMember
 
 from ...colossalai_support.corrections import replaced
-from ...planner.cost.plan import Plan, Replica
+from ...planner.cost.plan import Plan
 from .replica_optimizers import replica_optimizers
 
 __all__ = ["ReplicaCheckpointIO", "UnequalReplicas", "check_arguments", "why_layer_sums", "why_not_unequal"]
@@ -111,10 +111,6 @@ class UnequalReplicas:
             ranks for replica in plan.rank_order for ranks in groups_for_messages(replica) if len(ranks) > 1
         }
         self._sums = {ranks: group for ranks, group in self._groups.items() if ranks not in for_messages}
-
-    @property
-    def replica(self) -> Replica:
-        return self.plan.replicas[self.index]
 
     def group_of(self, ranks: Ranks) -> Any:
         """Colossal-AI's mesh of a replica asks for all groups along an axis, also those without this rank."""

@@ -44,7 +44,7 @@ PRECISIONS = {
 _PLUGINS: dict[int, type] = {0: TorchDDPPlugin, 1: LowLevelZeroPlugin, 2: LowLevelZeroPlugin, 3: TorchFSDPPlugin}
 _OURS = {"stage", "precision", "max_norm"}  # HeteroZeroPlugin has its own arguments for them
 
-Configured = tuple[Any, Any, Callable | None, DataLoader | None, LRScheduler | None]
+Configured = tuple[Any, ...]  # the five objects of ``Plugin.configure``
 
 
 class _AutocastModel(ModelWrapper):
@@ -163,16 +163,9 @@ class _ShardedStates(LowLevelZeroPlugin):
         self._gathers_late = overlap_allgather and self._is_overlapped
         super().__init__(overlap_allgather=overlap_allgather and not self._is_overlapped, **options)
 
-    def configure(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
-        criterion: Callable | None = None,
-        dataloader: DataLoader | None = None,
-        lr_scheduler: LRScheduler | None = None,
-    ) -> Configured:
+    def configure(self, *objects: Any) -> Configured:
         with overlapped_optimizers(self._gathers_late) if self._is_overlapped else nullcontext():
-            return super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
+            return super().configure(*objects)
 
 
 def _clip_unscaled(optimizer: OptimizerWrapper, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -198,14 +191,7 @@ class _ShardedParameters(TorchFSDPPlugin):
             options.setdefault("mixed_precision", MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16))
         super().__init__(**options)
 
-    def configure(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
-        criterion: Callable | None = None,
-        dataloader: DataLoader | None = None,
-        lr_scheduler: LRScheduler | None = None,
-    ) -> Configured:
+    def configure(self, model: nn.Module, optimizer: Optimizer | None = None, *others: Any) -> Configured:
         device = get_accelerator().get_current_device()
         keeps = optimizer is not None and not _needs_flat_parameters(model, optimizer)
         sharded = TorchFSDPModel(model, device_id=device, use_orig_params=keeps, **self.fsdp_kwargs)
@@ -225,7 +211,7 @@ class _ShardedParameters(TorchFSDPPlugin):
                 optimizer.param_groups.clear()
                 optimizer.add_param_group({"params": list(sharded.parameters()), **options})
             optimizer = _ShardedOptimizer(optimizer, sharded)
-        return sharded, optimizer, criterion, dataloader, lr_scheduler
+        return sharded, optimizer, *others
 
     def get_checkpoint_io(self) -> CheckpointIO:
         return ShardedCheckpointIO()
