@@ -19,10 +19,10 @@ from torch.utils.data import Sampler, TensorDataset
 from colossal_hetero import CheckpointConfig
 from colossal_hetero.checkpoint.export import export
 from colossal_hetero.checkpoint.layer_checkpoint import Start
-from tests.parallel.plugin.zero.test_zero_plugin import full_parameters
 from tests.support.checkpoint_runs import MODELS, boosted, different_tensors, gathered, saving, train
 from tests.support.harness import run_ranks
 from tests.support.training import CLASSES, sgd, zero_plugin
+from tests.support.zero_runs import full_parameters
 
 DROPOUT = dict(pos_drop_rate=0.1, proj_drop_rate=0.1, attn_drop_rate=0.1, drop_path_rate=0.1)
 """Drawn equally on all ranks of a group, differently on each of them, and per sample."""

@@ -23,11 +23,11 @@ from colossal_hetero.plugin.zero import late_parameters
 from colossal_hetero.plugin.zero.late_parameters import LateParameter
 from colossal_hetero.plugin.zero.overlapped_optimizer import OverlappedZeroOptimizer
 from tests.parallel.plugin.hybrid.test_colossalai_on_cpu import zero_bubble
-from tests.parallel.plugin.zero.test_zero_plugin import Numbered, make_optimizer, sizes_by_rank
 from tests.support.harness import run_ranks
 from tests.support.language_models import gpt2, tokens
 from tests.support.training import assert_same_parameters, boost, ours, sgd, theirs, tiny_vit, zero_plugin
 from tests.support.training import train as train_vit
+from tests.support.zero_runs import Numbered, make_optimizer, sizes_by_rank
 
 EPOCHS = 7
 """Of three global batches each, and so of three steps."""

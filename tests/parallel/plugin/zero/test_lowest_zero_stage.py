@@ -17,9 +17,9 @@ from colossalai.booster.plugin.torch_fsdp_plugin import TorchFSDPModel
 from torch import nn
 
 from colossal_hetero import HeteroZeroPlugin
-from tests.parallel.plugin.zero.test_zero_plugin import Numbered, full_parameters, make_model, make_optimizer
 from tests.support.harness import run_ranks
 from tests.support.training import zero_plugin
+from tests.support.zero_runs import Numbered, fit, flat, make_model, make_optimizer
 
 
 class Noisy(nn.Module):
@@ -38,13 +38,11 @@ class Noisy(nn.Module):
         return self.second(self.drop(torch.relu(hidden)))
 
 
-def boost(plugin: HeteroZeroPlugin, model: nn.Module, **loader_arguments: Any) -> tuple[Any, Any, Any, Any]:
+def boost(plugin: HeteroZeroPlugin, model: nn.Module, **loader_arguments: Any) -> tuple[Any, Any, Any]:
     loader = plugin.prepare_dataloader(Numbered(), **loader_arguments)
     optimizer = make_optimizer(model, "adamw")
-    model, optimizer, criterion, loader, _ = Booster(plugin=plugin).boost(
-        model, optimizer, nn.CrossEntropyLoss(), loader
-    )
-    return model, optimizer, criterion, loader
+    model, optimizer, _, loader, _ = Booster(plugin=plugin).boost(model, optimizer, nn.CrossEntropyLoss(), loader)
+    return model, optimizer, loader
 
 
 def random_numbers() -> list[Any]:
@@ -61,19 +59,19 @@ def measure_and_look_at(stage: int) -> None:
     model = Noisy()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    expected = random_numbers()
+    numbers = random_numbers()
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    boosted, optimizer, _, loader = boost(plugin, model, shuffle=True)
-    assert random_numbers() == expected
+    boosted, optimizer, loader = boost(plugin, model, shuffle=True)
+    assert random_numbers() == numbers
     assert not optimizer.optim.state
-    after = full_parameters(boosted)
+    after = flat(boosted)
     parameters = [value for name, value in before.items() if "running" not in name and "num" not in name]
     if stage != 3:
         for name, value in model.state_dict().items():
             assert torch.equal(value, before[name]), f"stage {stage}: {name}"
         assert all(value.grad is None for value in boosted.parameters())
-    flat = torch.cat([value.flatten() for value in parameters])
-    assert torch.equal(torch.cat(after)[: len(flat)], flat)
+    expected = torch.cat([value.flatten() for value in parameters])
+    assert torch.equal(after[: len(expected)], expected)
     assert loader.current is None and loader.state_dict()["global_batches_done"] == 0
 
 
@@ -81,14 +79,10 @@ def test_measuring_leaves_no_trace() -> None:
     run_ranks(2, measure_and_look)
 
 
-def train_a_little(stage: int, profile: str | None, **options: Any) -> tuple[list[torch.Tensor], list[tuple[int, ...]]]:
+def train_a_little(stage: int, profile: str | None, **options: Any) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
     plugin = zero_plugin(stage, 8, profile=profile, **options)
-    model, optimizer, criterion, loader = boost(plugin, make_model(), shuffle=True)
-    for inputs, targets in loader:
-        optimizer.backward(criterion(model(inputs), targets))
-        optimizer.step()
-        optimizer.zero_grad()
-    return full_parameters(model), [share.sizes for share in plugin.allocation.shares]
+    trained = fit(*boost(plugin, make_model(), shuffle=True))
+    return trained, [share.sizes for share in plugin.allocation.shares]
 
 
 def train_twice(path: str) -> None:
@@ -99,7 +93,7 @@ def train_twice(path: str) -> None:
     again, same_sizes = train_a_little(1, path, reallocate_above=never)
     assert Path(path).read_text() == written
     assert sizes == same_sizes
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert torch.equal(first, again)
 
 
 def test_a_profile_is_written_and_used_again(tmp_path: Path) -> None:
@@ -191,11 +185,7 @@ def train_within(more_mib: list[int], stage: int | str) -> None:
     warm(torch.randn(64, 1024)).sum().backward()
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + more_mib[rank] * 2**20, resource.RLIM_INFINITY))
-    model, optimizer, criterion, loader = boost(plugin, Wide())
-    for inputs, targets in loader:
-        optimizer.backward(criterion(model(inputs), targets))
-        optimizer.step()
-        optimizer.zero_grad()
+    fit(*boost(plugin, Wide()))
 
 
 def train_above_each(cases: list[tuple[int, int | str, str]]) -> list[tuple[int, torch.Tensor]]:
@@ -214,14 +204,11 @@ def train_above(highest: int, stage: int | str, precision: str) -> tuple[int, to
 
     plugin.batches = dataclasses.replace(plugin.batches, training_step=training_step)
     torch.manual_seed(0)
-    model, optimizer, criterion, loader = boost(plugin, make_model())
+    model, optimizer, loader = boost(plugin, make_model())
     loader.divide_by(lambda samples: [[samples - 1], [1]])
-    for inputs, targets in loader:
-        optimizer.backward(criterion(model(inputs), targets))
-        optimizer.step()
-        optimizer.zero_grad()
+    trained = fit(model, optimizer, loader)
     assert isinstance(plugin.stage, int)
-    return plugin.stage, torch.cat(full_parameters(model))
+    return plugin.stage, trained
 
 
 def stage_of(model: nn.Module) -> int:

@@ -34,9 +34,9 @@ from colossal_hetero.planner.batches.batch_profile import (
     save_profile,
 )
 from colossal_hetero.profiling.rank_profiler import describe
-from tests.parallel.plugin.zero.test_zero_plugin import Net, Numbered, make_model, make_optimizer, sizes_by_rank
 from tests.support.harness import run_ranks
 from tests.support.training import CLASSES, tiny_vit, zero_plugin
+from tests.support.zero_runs import Net, Numbered, make_model, make_optimizer, sizes_by_rank
 
 FORWARD, BACKWARD, DATA, STEP, WAITING = 1.0, 2.0, 0.5, 7.0, 100.0
 """What a sample, an optimizer step and a collective take, in seconds of the test's clock."""
