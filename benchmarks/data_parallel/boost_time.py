@@ -25,7 +25,7 @@ from colossalai.booster import Booster
 from colossalai.booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin
 from colossalai.booster.plugin.dp_plugin_base import DPPluginBase
 
-from colossal_hetero import HeteroZeroPlugin
+from colossal_hetero import BatchConfig, HeteroZeroPlugin
 
 
 def seconds_of(plugin: DPPluginBase, batch: int | None, shape: tuple[int, int, int]) -> tuple[float, int]:
@@ -61,7 +61,9 @@ def main() -> None:
                 folders = [own]
                 dist.broadcast_object_list(folders)
                 for seconds in (measured, again):
-                    plugin = HeteroZeroPlugin(stage, arguments.batch, profile_cache=folders[0])
+                    plugin = HeteroZeroPlugin(
+                        stage, batches=BatchConfig(global_batch_size=arguments.batch, profile_cache=folders[0])
+                    )
                     spent, parameters = seconds_of(plugin, None, shape)
                     seconds.append(spent)
                 dist.barrier()

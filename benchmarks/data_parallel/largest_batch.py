@@ -34,7 +34,7 @@ from colossal_hetero.profiling.device_profiler import Timing, profile_device
 from colossal_hetero.profiling.memory import is_out_of_memory, recover
 from colossal_hetero.profiling.optimizer_state import optimizer_state_bytes, step_temporary_bytes
 from colossal_hetero.profiling.preserved_state import preserved_state
-from colossal_hetero.profiling.progress import BatchProgress
+from colossal_hetero.profiling.progress import SEARCHING, Progress
 from colossal_hetero.profiling.rank_profiler import smallest_batch
 from colossal_hetero.profiling.training_step import TrialRun, default_training_step
 
@@ -185,9 +185,9 @@ def every_size(trial: TrialRun) -> int:
 def profile(trial: TrialRun) -> dict[str, Any]:
     searched: list[int] = []
 
-    def count(progress: BatchProgress) -> None:
-        if progress.action == "searching":
-            searched.append(progress.batch)
+    def count(progress: Progress) -> None:
+        if progress.action == SEARCHING:
+            searched.append(progress.samples)
 
     def run(batch: int) -> Timing:
         seconds = trial(batch)

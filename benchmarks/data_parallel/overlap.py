@@ -36,7 +36,7 @@ from benchmarks.pipeline.namespaces import missing, nodes
 # isort: split
 from colossalai.booster import Booster
 
-from colossal_hetero import HeteroHybridParallelPlugin, HeteroZeroPlugin
+from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin, HeteroZeroPlugin
 
 RANKS = 2
 CLASSES = 10
@@ -128,10 +128,7 @@ def train_with_zero(batch: int, options: dict[str, bool], profile: str) -> Train
     """``profile`` is the file in which the measured speed is kept for the next call."""
     plugin = HeteroZeroPlugin(
         1,
-        RANKS * batch,
-        method="uniform",
-        profile=profile,
-        max_micro_batch=batch,
+        batches=BatchConfig(global_batch_size=RANKS * batch, method="uniform", profile=profile, max_micro_batch=batch),
         reduce_bucket_size_in_m=BUCKET,
         **options,
     )

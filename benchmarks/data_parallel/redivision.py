@@ -68,7 +68,7 @@ class Run(Turns):
 
 def make_run(arguments: argparse.Namespace, stage: int, data: Dataset, **settings: Any) -> Run:
     if arguments.plugin == "zero":
-        plugin: Any = HeteroZeroPlugin(stage, arguments.batch, **settings)
+        plugin: Any = HeteroZeroPlugin(stage, batches=BatchConfig(global_batch_size=arguments.batch, **settings))
     else:
         plugin = HeteroHybridParallelPlugin(
             1, 1, zero_stage=stage, precision="fp32" if stage == 0 else "bf16",

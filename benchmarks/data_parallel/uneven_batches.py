@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.common import print_table, start_ranks
 from benchmarks.tensor_parallel.uneven import Turns, digits, make_model, make_optimizer
-from colossal_hetero import HeteroZeroPlugin
+from colossal_hetero import BatchConfig, HeteroZeroPlugin
 from colossal_hetero.testing.stragglers import cpu_quota
 
 METHODS = ("exact", "uniform")
@@ -64,7 +64,10 @@ def measure(quota: float, stage: int, arguments: argparse.Namespace, folder: Pat
     variants = [
         Turns(
             method,
-            HeteroZeroPlugin(stage, batch, method=method, profile=folder / f"{quota}-{stage}.json"),
+            HeteroZeroPlugin(
+                stage,
+                batches=BatchConfig(global_batch_size=batch, method=method, profile=folder / f"{quota}-{stage}.json"),
+            ),
             make_model(*shape),
             data,
             None,

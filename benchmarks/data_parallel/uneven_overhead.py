@@ -19,7 +19,7 @@ from benchmarks.tensor_parallel.uneven import Turns, digits, make_model
 from colossalai.booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin
 from colossalai.booster.plugin.dp_plugin_base import DPPluginBase
 
-from colossal_hetero import HeteroZeroPlugin
+from colossal_hetero import BatchConfig, HeteroZeroPlugin
 
 
 def plain_plugin(stage: int) -> DPPluginBase:
@@ -45,11 +45,22 @@ def main() -> None:
             Turns("plain", plain_plugin(stage), make_model(*shape), data, arguments.batch // 2),
             Turns("plain again", plain_plugin(stage), make_model(*shape), data, arguments.batch // 2),
             # The plugin as users run it, with its check at the end of an epoch.
-            Turns("fitted", HeteroZeroPlugin(stage, arguments.batch, profile_cache=""), make_model(*shape), data, None),
+            Turns(
+                "fitted",
+                HeteroZeroPlugin(stage, batches=BatchConfig(global_batch_size=arguments.batch, profile_cache="")),
+                make_model(*shape),
+                data,
+                None,
+            ),
             # The same plugin with equal parts, whatever it measured.
             Turns(
                 "fitted, equal parts",
-                HeteroZeroPlugin(stage, arguments.batch, method="uniform", reallocate_above=math.inf, profile_cache=""),
+                HeteroZeroPlugin(
+                    stage,
+                    batches=BatchConfig(
+                        global_batch_size=arguments.batch, method="uniform", reallocate_above=math.inf, profile_cache=""
+                    ),
+                ),
                 make_model(*shape),
                 data,
                 None,

@@ -236,6 +236,13 @@ class HeteroCpuAccelerator(CpuAccelerator):
         return torch.autocast("cpu", dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
 
+def recorded_event() -> Any:
+    """An event that marks this moment in the order of the current device's work, so that the host does not wait."""
+    event = get_accelerator().Event(enable_timing=True)
+    event.record()
+    return event
+
+
 def _set_up_cpu() -> None:
     """Register the CPU accelerator and patch Colossal-AI, if there is no GPU or NPU. A plain ``CpuAccelerator`` that
     was chosen before is replaced; its users call ``get_accelerator`` each time."""

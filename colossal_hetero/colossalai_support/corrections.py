@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, wraps
 from types import ModuleType
 from typing import Any, NoReturn
@@ -225,3 +226,16 @@ class ModuleProxy:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
+
+
+@contextmanager
+def replaced(target: Any, **values: Any) -> Iterator[None]:
+    """In the block, these attributes of ``target``, a module or another object, have these values."""
+    before = {name: getattr(target, name) for name in values}
+    for name, value in values.items():
+        setattr(target, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(target, name, value)

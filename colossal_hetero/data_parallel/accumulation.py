@@ -32,13 +32,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..colossalai_support.user_hooks import user_hooks
 from ..profiling.preserved_state import inner_optimizer
 from .loader import HeteroDataLoader
-from .loss_weights import TotalWeight
-from .progress import LoopProgress, MicroBatch, averages_of, schedules_of, step_with_optimizer, update_with_optimizer
+from .loss_weights import SampleTotal
+from .progress import LoopProgress, MicroBatch, averages_of, pause_within_global_batch, schedules_of
 from .tagged_tensor import micro_batches_of, share_of_samples, untagged
 from .unsummed_steps import CLIPPING, GradientGuard, prepare_sums
-
-__all__ = ["GradientAccumulation", "HookCheck"]
-
 
 # Parameter hooks -----------------------------------------------------------------------------------------------------
 # A hook of ``parameter.register_hook`` gets the gradient of one micro-batch, times its weight. The sum over
@@ -119,7 +116,7 @@ class GradientAccumulation:
         self,
         loader: HeteroDataLoader,
         synchronize: Callable[[bool], None],
-        total: TotalWeight,
+        total: SampleTotal,
         *,
         weight_by: Any = "samples",
         stage: int,
@@ -138,7 +135,7 @@ class GradientAccumulation:
         self._leaves = leaves
         self._max_norm = max_norm
         self._on_step = on_step
-        self._drop_gradients: Callable[[], None] = lambda: None
+        self._drop_gradients: Callable[..., None] = lambda: None
         self._param_groups: list[dict[str, Any]] = []
         self._rates: list[Any] = []
         self._may_synchronize = self._is_synchronized = True
@@ -177,7 +174,7 @@ class GradientAccumulation:
         for name in ("clip_grad_by_norm", "clip_grad_by_value", "unscale_grad"):
             setattr(optimizer, name, self._between_global_batches(optimizer, getattr(optimizer, name)))
         if lr_scheduler is not None:
-            step_with_optimizer(lr_scheduler, self.progress)
+            pause_within_global_batch(lr_scheduler, self.progress)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -234,10 +231,9 @@ class GradientAccumulation:
         """Find the schedules not passed to ``booster.boost``, when a step is left out for the first time."""
         if not self._knows_schedules:
             self._knows_schedules = True
-            for schedule in schedules_of(optimizer):
-                step_with_optimizer(schedule, self.progress)
-            for average in averages_of(self._model):
-                update_with_optimizer(average, self.progress)
+            owners: list[LRScheduler | nn.Module] = [*schedules_of(optimizer), *averages_of(self._model)]
+            for each in owners:
+                pause_within_global_batch(each, self.progress)
 
     def _weighted(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(backward)
@@ -295,10 +291,10 @@ class GradientAccumulation:
         if self._guard.open() and not self.within_global_batch:
             self._drop()
 
-    def _drop(self) -> None:
+    def _drop(self, *args: Any, **kwargs: Any) -> None:
         self._guard.open(check=False)
         self._guarded_for, self._is_unscaled = None, False
-        self._drop_gradients()
+        self._drop_gradients(*args, **kwargs)
         self._total.forget()
 
     def _watch_backward(self, model: nn.Module) -> None:
@@ -374,12 +370,8 @@ class GradientAccumulation:
     def _dropping(self, zero_grad: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(zero_grad)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if self.within_global_batch:
-                return None
-            self.progress.drop()
-            self._guard.open(check=False)
-            self._guarded_for, self._is_unscaled = None, False
-            self._total.forget()
-            return zero_grad(*args, **kwargs)
+            if not self.within_global_batch:
+                self.progress.drop()
+                self._drop(*args, **kwargs)
 
         return run

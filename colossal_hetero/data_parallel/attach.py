@@ -20,7 +20,7 @@ from ..profiling.preserved_state import inner_optimizer, preserved_state
 from ..profiling.rank_profiler import ModelDescription, changes, profile_ranks, speed_now
 from ..profiling.training_step import TrialRun
 from .accumulation import GradientAccumulation
-from .batch_balancer import BatchBalancer, GlobalBatchTimer, divider_of
+from .batch_balancer import BatchBalancer, divider_of
 from .busy_timer import BusyTimer, ForwardOnlyTimer, forward_curve
 from .config import BatchConfig
 from .loader import HeteroDataLoader
@@ -28,7 +28,6 @@ from .loss_weights import (
     WORDS,
     CountedTotal,
     SampleTotal,
-    TotalWeight,
     found_weight,
     refuse_ignored,
     samples_in,
@@ -37,8 +36,6 @@ from .loss_weights import (
 from .out_of_memory import OutOfMemoryGuard
 from .saved_profile import CachedProfile, ProfileFile, context_of, print_on_rank_0
 from .sync_batch_norm import SampleWeightedBatchNorm
-
-__all__ = ["BatchSetup", "attach_batches", "profile_for", "trial_run"]
 
 
 @dataclass(frozen=True)
@@ -97,8 +94,6 @@ def profile_for(
         profile = _still_right(setup, cached, trial)
     if profile is None:
         profile = profile_ranks(
-            trial.model,
-            trial.optimizer,
             trial,
             description,
             stage=setup.stage,
@@ -194,7 +189,7 @@ def attach_batches(
     return balancer, accumulation
 
 
-def _total_weight(setup: BatchSetup, model: ModelWrapper, trial: TrialRun) -> tuple[Any, TotalWeight]:
+def _total_weight(setup: BatchSetup, model: ModelWrapper, trial: TrialRun) -> tuple[Any, SampleTotal]:
     """Kind of mean of losses, as the user wants or as found, and its weights, of which the trial's loader is told."""
     loader: Any = trial.loader
     weight_by = setup.config.weight_by
@@ -217,7 +212,7 @@ def _timer(
     model: ModelWrapper,
     optimizer: OptimizerWrapper,
     loader: HeteroDataLoader,
-) -> GlobalBatchTimer:
+) -> BusyTimer | ForwardOnlyTimer:
     """Timer of this rank's global batches, attached before accumulation, so that it sees the optimizer's steps only."""
     if setup.stage == 3 and get_accelerator().name != "cpu":
         replica = setup.replica_of[dist.get_rank()]

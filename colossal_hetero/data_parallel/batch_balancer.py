@@ -7,21 +7,18 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
-from rich.console import Console
 
 from ..planner.batches.allocation import Allocation
 from ..planner.batches.batch_profile import BatchProfile
 from ..planner.batches.closed_loop import BatchDivider, GlobalBatchTime, Redivision
 from ..planner.batches.time_curve import equal_devices, joint_curves, joint_seconds
-from .busy_timer import TimedGlobalBatch
+from .busy_timer import BusyTimer, ForwardOnlyTimer, TimedGlobalBatch
 from .config import BatchConfig
 from .loader import HeteroDataLoader
-
-__all__ = ["BatchBalancer", "GlobalBatchTimer", "changes_in_words", "division_in_words", "slow_data_in_words"]
-
+from .saved_profile import print_on_rank_0
 
 # Batch messages ------------------------------------------------------------------------------------------------------
 
@@ -69,11 +66,6 @@ SLOW_DATA = 0.2
 """Share of its own time from which on a rank that waits for data is named."""
 
 
-class GlobalBatchTimer(Protocol):
-    def take(self) -> list[TimedGlobalBatch]:
-        """The global batches that were finished since the last call."""
-
-
 class BatchBalancer:
     """Adapts the division of a loader's global batches to the speed of the ranks; it is the same on all of them."""
 
@@ -83,7 +75,7 @@ class BatchBalancer:
         profile: BatchProfile,
         stage: int,
         loader: HeteroDataLoader,
-        timer: GlobalBatchTimer,
+        timer: BusyTimer | ForwardOnlyTimer,
         replica_of: Sequence[int],
     ) -> None:
         self._config = config
@@ -99,7 +91,7 @@ class BatchBalancer:
         self._named: set[int] = set()
         self.reallocations = 0
         self._divide()
-        _print_on_rank_0(
+        print_on_rank_0(
             f"{division_in_words(self.allocation, profile.devices)}; {self.allocation.wall_seconds:.3g} s predicted, "
             f"{self.allocation.samples_per_second:.3g} samples/s"
         )
@@ -153,7 +145,7 @@ class BatchBalancer:
             moves.append(new.seconds(*part) / old.seconds(*part))
         words = changes_in_words(before, self.allocation, moves, self._profile.devices)
         if words is not None:
-            _print_on_rank_0(words)
+            print_on_rank_0(words)
 
     def _against_profile(self, replica: int, timed: TimedGlobalBatch) -> GlobalBatchTime:
         """Measured and profiled time. In stage 0, other ranks wait for the step; see [Note: what a rank waits for]."""
@@ -168,7 +160,7 @@ class BatchBalancer:
             share = data / (data + fmean(each.work_seconds for each in times))
             if share > SLOW_DATA and rank not in self._named:
                 self._named.add(rank)
-                _print_on_rank_0(slow_data_in_words(rank, data, self._loader.num_workers))
+                print_on_rank_0(slow_data_in_words(rank, data, self._loader.num_workers))
             elif share < SLOW_DATA / 2:
                 self._named.discard(rank)
 
@@ -217,8 +209,3 @@ def _by_replica(by_rank: Sequence[Sequence[GlobalBatchTime]], replica_of: Sequen
         [max(each, key=lambda time: time.work_seconds + time.data_seconds) for each in zip(*ranks, strict=True)]
         for ranks in replicas
     ]
-
-
-def _print_on_rank_0(message: str) -> None:
-    if dist.get_rank() == 0:
-        Console(stderr=True).print(message, soft_wrap=True, highlight=False)

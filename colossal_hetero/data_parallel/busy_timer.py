@@ -20,7 +20,7 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 from colossalai.interface import OptimizerWrapper
@@ -28,14 +28,11 @@ from scipy.optimize import isotonic_regression
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from ..colossalai_support.accelerator import get_accelerator
+from ..colossalai_support.accelerator import get_accelerator, recorded_event
 from ..planner.batches.batch_profile import DeviceProfile
 from ..planner.batches.time_curve import Curve
 from ..profiling.forward_timer import ForwardTimer
 from .loader import HeteroDataLoader
-
-__all__ = ["BusyTimer", "ForwardOnlyTimer", "TimedGlobalBatch", "WaitListener", "forward_curve", "tell_waits"]
-
 
 # Collective waits ----------------------------------------------------------------------------------------------------
 # Collectives are watched if called as attributes of ``torch.distributed``: by the script, ZeRO's optimizer, FSDP and
@@ -49,20 +46,10 @@ COLLECTIVES = (
 )
 
 
-class WaitListener(Protocol):
-    """Listener to this rank's collectives."""
-
-    def before_collective(self, group: dist.ProcessGroup | None) -> bool:
-        """Begin of a collective of ``group``; True if :meth:`after_collective` is to be called at its end."""
-
-    def after_collective(self) -> None:
-        """End of a collective, or of what was left of one that was started before."""
+_listener: BusyTimer | None = None
 
 
-_listener: WaitListener | None = None
-
-
-def tell_waits(listener: WaitListener | None) -> None:
+def tell_waits(listener: BusyTimer | None) -> None:
     """Tell only ``listener`` about collectives from now on; None: nobody."""
     global _listener
     _listener = listener
@@ -134,9 +121,7 @@ class _MarkedIteration:
         self.mark(None)
 
     def mark(self, part: _Part | None) -> None:
-        event = get_accelerator().Event(enable_timing=True)
-        event.record()
-        self.marks.append((part, event))
+        self.marks.append((part, recorded_event()))
 
     def times(self) -> TimedGlobalBatch:
         sums: dict[_Part, float] = {"data": 0.0, "work": 0.0, "waiting": 0.0, "step": 0.0}
@@ -192,6 +177,7 @@ class BusyTimer:
     # Called by collectives ----------------------------------------------------------------------------------------
 
     def before_collective(self, group: dist.ProcessGroup | None) -> bool:
+        """Begin of a collective of ``group``; True if :meth:`after_collective` is to be called at its end."""
         running = self._running
         if running is None or self._in_collective or not self._is_between_replicas(group):
             return False

@@ -11,8 +11,6 @@ from typing import Any
 from ..planner.batches.allocation import ACCUMULATIONS
 from ..profiling.training_step import TrainingStep, default_training_step
 
-__all__ = ["METHODS", "WEIGHTS", "BatchConfig"]
-
 WEIGHTS = ("samples", "tokens", "next_tokens")
 """Kinds of mean of a loss, by name."""
 METHODS = ("exact", "uniform", "flops")

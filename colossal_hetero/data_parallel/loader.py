@@ -22,9 +22,6 @@ from .progress import LoopProgress, MicroBatch
 from .sampler import Division, GlobalBatchSampler, SeededSamples
 from .tagged_tensor import shapes_of, tagged, untagged
 
-__all__ = ["ORDER_SEED", "WORKER_SEED", "HeteroDataLoader", "check_same_order", "make_loader"]
-
-
 ORDER_SEED, WORKER_SEED = 0, 1024
 """Seeds of order and workers in Colossal-AI's ``prepare_dataloader``, whose argument ``seed`` sets only the latter."""
 
@@ -43,7 +40,6 @@ class HeteroDataLoader(DataLoader[Any]):
     ``sampler`` and ``batch_sampler`` are both the :class:`GlobalBatchSampler`, so ``set_epoch`` works on all three."""
 
     def __init__(self, dataset: Dataset[Any], batch_sampler: GlobalBatchSampler, **kwargs: Any) -> None:
-        _check_dataset(dataset)
         if not kwargs.get("in_order", True):
             raise ValueError("in_order=False is not possible, because it mixes samples of global batches; leave it out")
         if kwargs.get("collate_fn") not in (None, default_collate):
@@ -79,11 +75,6 @@ class HeteroDataLoader(DataLoader[Any]):
         for progress in self._followers:  # each notes that the loop has asked
             is_last = progress.is_last()
         return is_last
-
-    @property
-    def micro_step(self) -> int:
-        """Index of :attr:`current` in its global batch, on this rank; -1 if there is none."""
-        return -1 if self.current is None else self.current.step
 
     def mean(self, value: Any, name: str = "loss") -> float | None:
         """The mean of a value, such as the loss, over the global batch and all ranks; None before its last micro-batch.
@@ -195,8 +186,8 @@ class HeteroDataLoader(DataLoader[Any]):
     def set_placeholders(self, samples: int) -> None:
         self._global_sampler.placeholders = samples
 
-    def divide_by(self, division: Division, *, from_global_batch: int = 0) -> None:
-        self._global_sampler.divide_by(division, from_global_batch=from_global_batch)
+    def divide_by(self, division: Division) -> None:
+        self._global_sampler.divide_by(division)
 
     def redivide(self, division: Division, drawn_global_batch: int) -> None:
         self._global_sampler.divide_by(division, from_global_batch=drawn_global_batch + 1)

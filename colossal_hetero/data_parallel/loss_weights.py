@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,17 +18,6 @@ from ..profiling.aborted_step import find_zero_optimizer
 from ..profiling.loss_mean import COMPARED, IGNORED, found_mean, ignored_labels, labels_of
 from ..profiling.training_step import TrialRun, with_dicts
 from .progress import MicroBatch
-
-__all__ = [
-    "WORDS",
-    "CountedTotal",
-    "SampleTotal",
-    "TotalWeight",
-    "found_weight",
-    "refuse_ignored",
-    "samples_in",
-    "weight_function",
-]
 
 
 def tokens(batch: Any) -> int:
@@ -156,13 +145,17 @@ def _counted(labels: Tensor) -> int:
 # Total weight --------------------------------------------------------------------------------------------------------
 
 
-class TotalWeight(Protocol):
-    """Weights of losses in the global batch."""
+class SampleTotal:
+    """Weights of losses in the global batch, by samples."""
 
-    is_estimated: bool
+    is_estimated = False
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
 
     def weighted(self, loss: Tensor, micro_batch: MicroBatch) -> Tensor:
         """``loss``, the mean over a micro-batch, times its weight."""
+        return loss * (micro_batch.samples * self._ranks / micro_batch.global_samples)
 
     def correct(self, optimizer: Any) -> None:
         """Correct the gradients before the step of a global batch, if the weights were estimated."""
@@ -171,28 +164,12 @@ class TotalWeight(Protocol):
         """Forget the gradients so far, which were dropped."""
 
 
-class SampleTotal:
-    is_estimated = False
-
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
-
-    def weighted(self, loss: Tensor, micro_batch: MicroBatch) -> Tensor:
-        return loss * (micro_batch.samples * self._ranks / micro_batch.global_samples)
-
-    def correct(self, optimizer: Any) -> None:
-        pass
-
-    def forget(self) -> None:
-        pass
-
-
-class CountedTotal:
+class CountedTotal(SampleTotal):
     """Weights by counts of each batch, such as tokens. If every rank has one micro-batch in a global batch, counts are
     summed before the backward pass. Otherwise all ranks use the same estimate, and correct gradients at the step."""
 
     def __init__(self, ranks: int, model: nn.Module, *, equal_steps: bool) -> None:
-        self._ranks = ranks
+        super().__init__(ranks)
         self._model = model
         self._equal_steps = equal_steps
         self._per_sample: float | None = None

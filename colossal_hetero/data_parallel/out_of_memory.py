@@ -23,14 +23,11 @@ from colossalai.interface import ModelWrapper, OptimizerWrapper
 from rich.console import Console
 from torch import Tensor, nn
 
-from ..colossalai_support.accelerator import get_accelerator
 from ..planner.batches.batch_profile import BatchProfile, load_profile, save_profile
 from ..profiling.local_collectives import local_collectives
 from ..profiling.memory import is_out_of_memory, recover
+from ..profiling.preserved_state import random_state
 from .loader import HeteroDataLoader
-
-__all__ = ["OutOfMemoryGuard", "stored_outside", "with_smaller_batch"]
-
 
 # Activation store ----------------------------------------------------------------------------------------------------
 # Tensors that forward saves for backward are kept in the host's memory (GPU) or in a temporary file (CPU). The results
@@ -130,7 +127,7 @@ class OutOfMemoryGuard:
             if self._outside_from is not None and samples >= self._outside_from:
                 with stored_outside(model):
                     return forward(*args, **kwargs)
-            random = _random_state()
+            restore_random_state = random_state()
             try:
                 return forward(*args, **kwargs)
             except Exception as error:
@@ -139,7 +136,7 @@ class OutOfMemoryGuard:
                 if not self._may_repeat:
                     raise self._failure("forward", samples) from error
                 recover(error)
-            _set_random_state(random)
+            restore_random_state()
             self._outside_from = samples
             self._tell(samples)
             try:
@@ -193,15 +190,3 @@ class OutOfMemoryGuard:
                 largest = changed.kinds[changed.ranks[self._replica]].max_batch
                 return f"The next run gives this rank at most {largest} samples (changed in {self._profile})."
         return f"For the next run, set max_micro_batch={smaller} or lower max_batch of this rank in the profile."
-
-
-def _random_state() -> tuple[torch.Tensor, torch.Tensor | None]:
-    accelerator = get_accelerator()
-    return torch.get_rng_state(), None if accelerator.name == "cpu" else accelerator.get_rng_state()
-
-
-def _set_random_state(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
-    host, device = state
-    torch.set_rng_state(host)
-    if device is not None:
-        get_accelerator().set_rng_state(device)

@@ -18,9 +18,6 @@ from torch.optim.swa_utils import AveragedModel
 
 from ..profiling.preserved_state import inner_optimizer
 
-__all__ = ["LoopProgress", "MicroBatch", "averages_of", "schedules_of", "step_with_optimizer", "update_with_optimizer"]
-
-
 # Micro batch ---------------------------------------------------------------------------------------------------------
 
 
@@ -262,39 +259,24 @@ def averages_of(model: nn.Module) -> list[nn.Module]:
     return [each for each in gc.get_objects() if issubclass(type(each), AVERAGES) and _averages(each, names)]
 
 
-def update_with_optimizer(average: nn.Module, progress: LoopProgress) -> None:
-    """Do not update an average of weights while a global batch is incomplete. A second call has no effect."""
-    kind = type(average)
-    if getattr(kind, "updates_with_optimizer", False):
+def pause_within_global_batch(owner: LRScheduler | nn.Module, progress: LoopProgress) -> None:
+    """Let the methods of a schedule or of an average of weights that follow the optimizer's steps do nothing while a
+    global batch is incomplete. A second call has no effect. The class is replaced, not the methods, because checkpoints
+    save the attributes of a schedule."""
+    kind = type(owner)
+    if getattr(kind, "pauses", False):
         return
 
-    def updating(update: Callable[..., Any]) -> Callable[..., Any]:
-        def run(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def paused(method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(self: Any, *args: Any, **kwargs: Any) -> None:
             if not progress.is_within_global_batch:
-                update(self, *args, **kwargs)
+                method(self, *args, **kwargs)
 
         return run
 
-    methods = {name: updating(getattr(kind, name)) for name in ("update", "update_parameters") if hasattr(kind, name)}
-    average.__class__ = type(kind.__name__, (kind,), {**methods, "updates_with_optimizer": True})
-
-
-def step_with_optimizer(schedule: LRScheduler, progress: LoopProgress) -> None:
-    """Let ``schedule.step()`` do nothing while a global batch is incomplete. A second call has no effect. The class is
-    replaced, not the method, because checkpoints save the attributes of the schedule."""
-    kind = type(schedule)
-    if getattr(kind, "steps_with_optimizer", False):
-        return
-
-    class SteppedWithOptimizer(kind):  # type: ignore[misc, valid-type]
-        steps_with_optimizer = True
-
-        def step(self, *args: Any, **kwargs: Any) -> None:
-            if not progress.is_within_global_batch:
-                super().step(*args, **kwargs)
-
-    SteppedWithOptimizer.__name__ = kind.__name__
-    schedule.__class__ = SteppedWithOptimizer
+    names = ["step"] if isinstance(owner, LRScheduler) else ["update", "update_parameters"]
+    methods = {name: paused(getattr(kind, name)) for name in names if hasattr(kind, name)}
+    owner.__class__ = type(kind.__name__, (kind,), {**methods, "pauses": True})
 
 
 def _averages(average: nn.Module, names: set[str]) -> bool:

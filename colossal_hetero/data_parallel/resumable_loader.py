@@ -11,8 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from .loader import WORKER_SEED
-
-__all__ = ["ResumableDataLoader", "make_even_loader", "make_resumable"]
+from .sampler import check_state
 
 
 class ResumableDataLoader(DataLoader[Any]):
@@ -65,16 +64,7 @@ class ResumableDataLoader(DataLoader[Any]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the position of ``state`` in the next iteration, if it is over the same epoch (``set_epoch``)."""
-        missing = [name for name in ("epoch", "global_batches_done", "global_batch_size") if name not in state]
-        if missing:
-            raise ValueError(f"not a data-loader state: missing {', '.join(missing)}")
-        others = [
-            f"{name} was {state.get(name)}, now it is {value}"
-            for name, value in self._identity().items()
-            if state.get(name) != value
-        ]
-        if others:
-            raise ValueError(f"the saved state of the data loader belongs to other data: {'; '.join(others)}")
+        check_state(state, self._identity())
         samples = int(state["global_batches_done"]) * int(state["global_batch_size"])
         first, rest = divmod(samples, self._samples_at_once)
         if rest:

@@ -24,9 +24,6 @@ from torch.utils.data import Dataset, Sampler
 
 from .progress import MicroBatch
 
-__all__ = ["Division", "DrawnSample", "GlobalBatchSampler", "SeededSamples", "drawn_sample", "seeded"]
-
-
 # Seeded samples ------------------------------------------------------------------------------------------------------
 # Random augmentation does not depend on the rank or worker that loads a sample: torch, NumPy and Python draw from a
 # seed that depends on its place in the order of the epoch.
@@ -377,19 +374,7 @@ class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration resume after the finished global batches of ``state``; a running one ends."""
-        missing = [key for key in ("epoch", "global_batches_done", *self.identity()) if key not in state]
-        if missing:
-            raise ValueError(f"not a data-loader state: missing {', '.join(missing)}")
-        others = [
-            f"{key} was {state[key]}, now it is {value}"
-            for key, value in self.identity().items()
-            if state[key] != value
-        ]
-        if others:
-            raise ValueError(
-                f"the saved state of the data loader belongs to other data: {'; '.join(others)}; "
-                "create the loader with the same arguments, or restart an epoch with set_epoch()"
-            )
+        check_state(state, self.identity())
         epoch, done = int(state["epoch"]), int(state["global_batches_done"])
         if epoch < 0 or not 0 <= done <= self.global_batches:
             raise ValueError(
@@ -469,6 +454,19 @@ class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
         if sum(totals) != samples:
             raise ValueError(f"the division has {sum(totals)} samples, but the global batch has {samples}")
         return _RankSlice(sum(totals[: self.rank]), shares[self.rank])
+
+
+def check_state(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` if ``state`` is no position in an epoch, or one of data with another ``identity``."""
+    missing = [key for key in ("epoch", "global_batches_done", "global_batch_size", *identity) if key not in state]
+    if missing:
+        raise ValueError(f"not a data-loader state: missing {', '.join(dict.fromkeys(missing))}")
+    others = [f"{key} was {state[key]}, now it is {value}" for key, value in identity.items() if state[key] != value]
+    if others:
+        raise ValueError(
+            f"the saved state of the data loader belongs to other data: {'; '.join(others)}; "
+            "create the loader with the same arguments, or restart an epoch with set_epoch()"
+        )
 
 
 def _digest(order: torch.Tensor) -> str:

@@ -22,8 +22,6 @@ from ..planner.batches.batch_profile import BatchProfile, load_profile, save_pro
 from ..profiling.device_profiler import device_name
 from ..profiling.rank_profiler import ModelDescription
 
-__all__ = ["CachedProfile", "ProfileFile", "caps_below", "context_of", "device_names"]
-
 T = TypeVar("T")
 
 

@@ -14,8 +14,6 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from ..common.ranks import world_timeout
 
-__all__ = ["SampleWeightedBatchNorm", "synchronize_batch_norm"]
-
 Samples = Callable[[], int | None]
 """Samples of this rank's current micro-batch; 0 for placeholders, None outside of training."""
 

@@ -14,8 +14,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .progress import MicroBatch
 
-__all__ = ["TaggedTensor", "micro_batches_of", "shapes_of", "share_of_samples", "tagged", "untagged"]
-
 
 class TaggedTensor(Tensor):
     """A tensor computed from batches of a loader. It behaves like a plain one, and is saved as a plain one."""

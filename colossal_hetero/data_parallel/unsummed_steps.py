@@ -19,18 +19,6 @@ from torch.utils._pytree import tree_leaves
 
 from ..profiling.preserved_state import inner_optimizer
 
-__all__ = [
-    "CLIPPING",
-    "GradientGuard",
-    "GuardedGradient",
-    "noted_passes",
-    "prepare_sums",
-    "refuse_unfinished_sums",
-    "refuse_unsummed_steps",
-    "replica_of",
-]
-
-
 # Guarded gradients ---------------------------------------------------------------------------------------------------
 # [Note: guarded gradients] After a backward pass, ``parameter.grad`` may lack micro-batches of the global batch, or
 # differ among ranks (ZeRO). A loop that computes with it would train to other weights. So these gradients get a class,
@@ -303,16 +291,8 @@ def _guard_shards(sums: _GradientSums, model: ModelWrapper, optimizer: Any) -> N
         (names.get(id(group[0]), "a parameter"), group[0]) for group in groups if group
     )
 
-    def opening(function: Any) -> Any:
-        @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with sums.opened_gradients():
-                return function(*args, **kwargs)
-
-        return run
-
     for name in ("clip_grad_by_norm", "clip_grad_by_value"):
-        setattr(optimizer, name, opening(getattr(optimizer, name)))
+        setattr(optimizer, name, sums.opened_gradients()(getattr(optimizer, name)))
 
 
 def prepare_sums(replica: DistributedDataParallel, loss: Tensor) -> None:

@@ -13,9 +13,7 @@ from ..checkpoint.config import CheckpointConfig
 from ..checkpoint.layer_checkpoint import LayerCheckpoint, Start, Training
 from ..checkpoint.model_outline import ModelOutline, outline_of
 from ..common.ranks import naming_ended_ranks
-from .part import PluginPart, TrainingObjects
-
-__all__ = ["CheckpointMethods", "Checkpoints", "check_config"]
+from .training_objects import TrainingObjects
 
 
 def check_config(config: Any) -> None:
@@ -23,7 +21,7 @@ def check_config(config: Any) -> None:
         raise TypeError(f"checkpoints={config!r} is not a CheckpointConfig; write CheckpointConfig(shared=...)")
 
 
-class Checkpoints(PluginPart):
+class Checkpoints:
     """Notes what a model is before it is divided, and saves and loads it afterwards."""
 
     def __init__(
@@ -39,10 +37,8 @@ class Checkpoints(PluginPart):
         self._ordinary_shards = ordinary_shards
         self._outlines: WeakKeyDictionary[nn.Module, ModelOutline] = WeakKeyDictionary()
 
-    def before_configure(self, plugin: Any, objects: TrainingObjects) -> TrainingObjects:
-        if objects.optimizer is not None:
-            self._outline = outline_of(objects.model, objects.optimizer)
-        return objects
+    def note(self, objects: TrainingObjects) -> None:
+        self._outline = outline_of(objects.model, objects.optimizer)
 
     def attach(self, plugin: Any, objects: TrainingObjects) -> None:
         self._outlines[objects.model] = self._outline

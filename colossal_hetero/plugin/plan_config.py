@@ -12,8 +12,6 @@ from ..planner.cluster.topology import Topology
 from ..planner.cost.pass_order import Schedule
 from ..planner.profile.layer_profile import ModelProfile
 
-__all__ = ["PlanConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:

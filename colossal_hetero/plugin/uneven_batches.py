@@ -1,4 +1,5 @@
-"""The part of a plugin that gives every replica of the model batches that fit its speed and memory."""
+"""The part of a plugin that gives every replica of the model batches that fit its speed and memory: micro-batches of a
+training loop (:class:`UnevenBatches`), or numbers of micro-batches of a schedule (:class:`PipelineBatches`)."""
 
 from __future__ import annotations
 
@@ -7,16 +8,17 @@ import math
 import statistics
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from colossalai.pipeline.schedule._utils import get_batch_size
 from rich.console import Console
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from ..colossalai_support.accelerator import get_accelerator
 from ..data_parallel.accumulation import GradientAccumulation
@@ -27,10 +29,9 @@ from ..data_parallel.loader import HeteroDataLoader, check_same_order, make_load
 from ..data_parallel.resumable_loader import make_even_loader
 from ..data_parallel.sync_batch_norm import synchronize_batch_norm
 from ..planner.batches.allocation import divide_micro_batches, micro_batch_seconds
+from ..planner.cost.plan import Plan
 from ..profiling.rank_profiler import describe
-from .part import PluginPart, TrainingObjects
-
-__all__ = ["PipelineBatches", "ReplicaPlugin", "UnevenBatches", "check_pipeline_batches"]
+from .training_objects import TrainingObjects
 
 
 class ReplicaPlugin(Protocol):
@@ -43,7 +44,13 @@ class ReplicaPlugin(Protocol):
         """The setup with which the configured objects train. Called by all ranks."""
 
 
-class UnevenBatches(PluginPart):
+def check_batches(batches: Any) -> Any:
+    if not isinstance(batches, BatchConfig | None):
+        raise TypeError(f"batches={batches!r} is not a BatchConfig; write BatchConfig(global_batch_size=...)")
+    return batches
+
+
+class UnevenBatches:
     """Makes data loaders in which every replica has its own batches, measures the replicas, and divides the batches."""
 
     def __init__(self, config: BatchConfig) -> None:
@@ -80,15 +87,13 @@ class UnevenBatches(PluginPart):
                     "loader to train with, or give a batch_size for a loader that is not trained with"
                 )
             return self._make_loader(plugin, dataset, arguments)
-        loader = make_even_loader(
-            prepare, dataset, batch_size, distributed_sampler_cls=distributed_sampler_cls, **arguments
-        )
+        arguments["distributed_sampler_cls"] = distributed_sampler_cls
+        loader = self._make_even_loader(plugin, prepare, dataset, batch_size, **arguments)
+        del arguments["distributed_sampler_cls"]
         self._even_loaders[id(loader)] = loader, arguments
         return loader
 
     def before_configure(self, plugin: ReplicaPlugin, objects: TrainingObjects) -> TrainingObjects:
-        if objects.optimizer is None:
-            return objects
         _check_step(objects.optimizer)
         loader = self._loader_to_train_with(plugin, objects.dataloader)
         check_same_order(loader)
@@ -136,6 +141,9 @@ class UnevenBatches(PluginPart):
         )
         return self._make_loader(plugin, dataloader.dataset, self._even_loaders[id(dataloader)][1])
 
+    def _make_even_loader(self, plugin: ReplicaPlugin, *args: Any, **kwargs: Any) -> DataLoader:
+        return make_even_loader(*args, **kwargs)
+
     def _make_loader(self, plugin: ReplicaPlugin, dataset: Dataset, arguments: dict[str, Any]) -> HeteroDataLoader:
         rank, size = plugin.replica()
         return make_loader(dataset, self._config.global_batch_size, rank, size, **arguments)
@@ -151,8 +159,9 @@ def _check_step(optimizer: Any) -> None:
 
 
 # Pipeline batches ----------------------------------------------------------------------------------------------------
-# Replicas are pipelines of equal depth. The loader gives each replica its part of a global batch at once, a multiple of
-# the micro-batch, and the schedule cuts it. Passes are timed while the model trains, without trials.
+# The loader gives each replica its part of a global batch at once, a multiple of the micro-batch, and the schedule cuts
+# it. A plan says how many micro-batches each replica takes. Without a plan, replicas are pipelines of equal depth, and
+# their passes are timed while the model trains, without trials.
 
 
 FIRST_CHECK = 4
@@ -194,90 +203,154 @@ def check_pipeline_batches(batches: BatchConfig, arguments: Mapping[str, Any], p
 
 
 class PipelineBatches(UnevenBatches):
-    """Divides global batches over pipelines by their measured speed. Gradients are exact: the loss of a micro-batch is
-    weighted such that the mean over replicas is the mean over the samples of the global batch ([Note: weights of
-    micro-batches] in ``data_parallel/accumulation.py``)."""
+    """Divides global batches over replicas in micro-batches of one size, as ``plan`` says, or by measured speed.
 
-    def __init__(self, config: BatchConfig, micro_batch: int) -> None:
+    Gradients are exact: the loss of a micro-batch is weighted such that the mean over replicas (with a plan, their sum)
+    is the mean over the samples of the global batch. See [Note: weights of micro-batches] in ``data_parallel``."""
+
+    def __init__(self, config: BatchConfig, micro_batch: int, plan: Plan | None = None) -> None:
         super().__init__(config)
         self.micro_batches: tuple[int, ...] = ()  # of a full global batch, by replica; () before ``booster.boost``
-        self._micro_batch = micro_batch
-        self._seconds: tuple[float, ...] = ()
+        self._micro_batch, self._plan = micro_batch, plan
+        self._loader: HeteroDataLoader | None = None
+        self._seconds: tuple[float, ...] = ()  # of a micro-batch, by replica
+        self._stages: list[int] = []  # by replica
+        self._weight = 1.0  # of the losses of the batch that runs
         self._times: deque[float] = deque(maxlen=KEPT_TIMES)
         self._unread: deque[tuple[Any, Any, int]] = deque(maxlen=KEPT_TIMES)  # start, end, and micro-batches
         self._steps = 0
         self._since_check = 0
         self._due = False
+        if plan is not None:
+            self.micro_batches = tuple(replica.micro_batches for replica in plan.replicas)
+            self._stages = [len(replica.stages) for replica in plan.replicas]
+            self._seconds = tuple(
+                max(stage.micro_batch_seconds for stage in replica.stages) for replica in plan.replicas
+            )
+
+    def _make_even_loader(self, plugin: ReplicaPlugin, *args: Any, **kwargs: Any) -> DataLoader:
+        if self._plan is None:
+            return super()._make_even_loader(plugin, *args, **kwargs)
+        prepare, *rest = args
+        index, replicas = plugin.replica()
+
+        def of_replica(*args: Any, distributed_sampler_cls: Any = None, **kwargs: Any) -> DataLoader:
+            # Colossal-AI's plugin knows one replica, and gives its number of replicas.
+            def sampler(data: Dataset, num_replicas: int, rank: int, shuffle: bool) -> Any:
+                kind = distributed_sampler_cls or DistributedSampler
+                return kind(data, num_replicas=replicas, rank=index, shuffle=shuffle)
+
+            return prepare(*args, distributed_sampler_cls=sampler, **kwargs)
+
+        return super()._make_even_loader(plugin, of_replica, *rest, **kwargs)
+
+    def _make_loader(self, plugin: Any, dataset: Dataset, arguments: dict[str, Any]) -> HeteroDataLoader:
+        loader = super()._make_loader(plugin, dataset, arguments)
+        if self._plan is None:
+            replicas = plugin.replica()[1]
+            self._stages, self._seconds = [plugin.pp_size] * replicas, (1.0,) * replicas
+            self._divide(self._config.global_batch_size)
+        sampler: Any = loader.batch_sampler
+        rest = 0 if sampler.drop_last else sampler.dataset_size % sampler.global_batch_size
+        if rest:
+            self._divide(rest)
+        if self._plan is not None:
+            loader.divide_by(self._division)
+        return loader
 
     def before_configure(self, plugin: Any, objects: TrainingObjects) -> TrainingObjects:
-        objects = super().before_configure(plugin, objects)
-        if objects.optimizer is None:
-            return objects
-        replicas = plugin.replica()[1]
-        divide_micro_batches([1.0] * replicas, self._config.global_batch_size // self._micro_batch, plugin.pp_size)
-        sampler = objects.dataloader.batch_sampler
-        rest = 0 if sampler.drop_last else sampler.dataset_size % sampler.global_batch_size
-        fewest = plugin.pp_size * replicas * self._micro_batch
-        if rest and (rest % self._micro_batch or rest < fewest):
-            raise ValueError(
-                f"the last global batch of an epoch has {rest} samples, which must be a multiple of "
-                f"microbatch_size={self._micro_batch} and at least {fewest} (a micro-batch for each stage of all "
-                "pipelines); use drop_last=True"
-            )
+        if self._plan is None:
+            objects = super().before_configure(plugin, objects)
+        self._index, self._replicas = plugin.replica()
+        self._loader = objects.dataloader if isinstance(objects.dataloader, HeteroDataLoader) else None
+        size = getattr(objects.dataloader, "batch_size", None)
+        if self._loader is None and size is not None:
+            self._weight_of(size)
         return objects
 
     def measure(self, plugin: Any, objects: TrainingObjects) -> None:
-        """Measure nothing: times are those of training."""
+        """Measure nothing: times are those of training, or of the plan."""
 
     def attach(self, plugin: Any, objects: TrainingObjects) -> None:
-        self._loader: HeteroDataLoader = objects.dataloader
-        self._schedule = plugin.scheduler
-        self._stages: int = plugin.pp_size
-        self._replica, replicas = plugin.replica()
-        self._replica_of: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(self._replica_of, self._replica)
-        self._seconds = (1.0,) * replicas
-        self._divide(-1)
         objects.optimizer.step = self._stepping(objects.optimizer.step)
-        if not hasattr(self._schedule.forward_backward_step, "times_batches"):
-            self._schedule.forward_backward_step = self._timed(self._schedule.forward_backward_step)
+        if self._plan is not None:
+            return
+        self._replica_of: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(self._replica_of, self._index)
+        self._seconds = (1.0,) * self._replicas
+        self._redivide(-1)
+        if not hasattr(plugin.scheduler.forward_backward_step, "times_batches"):
+            plugin.scheduler.forward_backward_step = self._timed(plugin.scheduler, plugin.pp_size)
 
-    def run(self, execute: Callable[[Callable[[Any, Any], Tensor]], dict], criterion: Callable) -> dict:
+    def first_sample(self, micro_batch: int) -> int:
+        """Number of samples of the current global batch before this replica's ``micro_batch``, counted from 0."""
+        current = None if self._loader is None else self._loader.current
+        first = sum(self.micro_batches[: self._index]) * self._micro_batch if current is None else current.first
+        return first + micro_batch * self._micro_batch
+
+    def continue_loader(self, plugin: ReplicaPlugin, loader: HeteroDataLoader) -> None:
+        """Let a loader that another plan has used draw this replica's batches from now on."""
+        loader.continue_as(*plugin.replica(), self._division)
+
+    def run(
+        self,
+        schedule: Any,
+        execute: Callable[[Iterator[Any], Callable[[Any, Any], Tensor]], dict],
+        batches: Iterator[Any],
+        criterion: Callable,
+    ) -> dict:
         """Train on this replica's part of the next global batch; ``loss`` is the mean over its samples."""
         if self._due:
             raise RuntimeError(
                 "the optimizer has not stepped since the last execute_pipeline, which ran a whole global batch; call "
                 "optimizer.step() and optimizer.zero_grad() after each, and set global_batch_size to accumulate more"
             )
-        schedule = self._schedule
-        # The schedule takes both from the batch, whose size it expects to stay.
-        schedule.num_microbatches = schedule.last_batch_size = None
+        if hasattr(schedule, "last_batch_size"):
+            # The schedule takes both from the batch, whose size it expects to stay.
+            schedule.num_microbatches = schedule.last_batch_size = None
 
-        def weighted(outputs: Any, inputs: Any) -> Tensor:
-            return criterion(outputs, inputs) * self._weight()
+        def weighted_batches() -> Iterator[Any]:
+            for batch in batches:
+                self._weight = self._weight_of(get_batch_size(batch))
+                yield batch
 
-        result = execute(weighted)
+        result = execute(weighted_batches(), lambda outputs, inputs: criterion(outputs, inputs) * self._weight)
         if result["loss"] is not None:
-            result["loss"] = result["loss"] / self._weight()
-        self._due = True
+            result["loss"] = result["loss"] / self._weight
+        self._due = self._plan is None
         return result
 
-    def _weight(self) -> float:
-        current = self._loader.current
-        if current is not None and 0 < self._schedule.batch_size < current.samples:
+    def _weight_of(self, samples: int) -> float:
+        """Weight of the mean loss over a batch of this replica."""
+        current = None if self._loader is None else self._loader.current
+        if current is not None and current.samples == samples:
+            share = current.samples / current.global_samples
+            return share if self._plan is not None else share * self._replicas
+        if self._plan is not None:
+            return self._planned_share(samples)
+        if current is not None and samples < current.samples:
             raise RuntimeError(
-                f"the batch has {self._schedule.batch_size} of the {current.samples} samples that were drawn for it; a "
-                "collate_fn that leaves samples out does not fit the micro-batches of a pipeline: take these samples "
-                "out of the dataset"
+                f"the batch has {samples} of the {current.samples} samples that were drawn for it; a collate_fn that "
+                "leaves samples out does not fit the micro-batches of a pipeline: take these samples out of the dataset"
             )
-        if current is None or current.samples != self._schedule.batch_size:
-            raise RuntimeError(
-                "this batch is not from the loader that plugin.prepare_dataloader made and that was passed to "
-                "booster.boost; train with iter(loader), one batch per execute_pipeline"
-            )
-        return current.samples * len(self._seconds) / current.global_samples
+        raise RuntimeError(
+            "this batch is not from the loader that plugin.prepare_dataloader made and that was passed to "
+            "booster.boost; train with iter(loader), one batch per execute_pipeline"
+        )
 
-    def _timed(self, passes: Callable[..., Any]) -> Callable[..., Any]:
+    def _planned_share(self, samples: int) -> float:
+        shares = [count * self._micro_batch for count in self.micro_batches]
+        if samples != shares[self._index]:
+            raise ValueError(
+                f"a batch of {samples} samples does not fit the plan: its replicas take "
+                f"{', '.join(map(str, shares))} samples of each global batch, and this is replica {self._index}; make "
+                "the loader with plugin.prepare_dataloader(dataset) without a batch_size"
+            )
+        return samples / sum(shares)
+
+    def _timed(self, schedule: Any, stages: int) -> Callable[..., Any]:
+        passes = schedule.forward_backward_step
+
         def event() -> Any:
             made = get_accelerator().Event(enable_timing=True)
             made.record()
@@ -287,13 +360,13 @@ class PipelineBatches(UnevenBatches):
         def run(*args: Any, **kwargs: Any) -> Any:
             begin = event()
             result = passes(*args, **kwargs)
-            if not self._schedule.forward_only:
-                self._unread.append((begin, event(), self._schedule.num_microbatches))
+            if not schedule.forward_only:
+                self._unread.append((begin, event(), schedule.num_microbatches))
             # Read when a GPU has passed them, because waiting for it here would leave it without work.
             while self._unread and self._unread[0][1].query():
                 first, last, micro_batches = self._unread.popleft()
                 elapsed = first.elapsed_time(last) * 1e-3
-                self._times.append(micro_batch_seconds(elapsed, micro_batches, self._stages))
+                self._times.append(micro_batch_seconds(elapsed, micro_batches, stages))
             return result
 
         run.times_batches = True  # type: ignore[attr-defined]
@@ -304,13 +377,16 @@ class PipelineBatches(UnevenBatches):
         def run(*args: Any, **kwargs: Any) -> Any:
             result = step(*args, **kwargs)
             self._due = False
-            self._loader.finish_global_batch()
-            self._count_step()
+            if self._loader is not None and (self._plan is None or self._loader.current is not None):
+                self._loader.finish_global_batch()
+            if self._plan is None:
+                self._count_step()
             return result
 
         return run
 
     def _count_step(self) -> None:
+        assert self._loader is not None
         self._steps += 1
         self._since_check += 1
         if self._steps == 1:
@@ -321,13 +397,13 @@ class PipelineBatches(UnevenBatches):
             return
         if self._steps == FIRST_CHECK or self._since_check >= max(every, 2):
             self._since_check = 0
-            self._check()
+            self._check(self._loader.drawn_global_batch)
 
-    def _check(self) -> None:
+    def _check(self, drawn_global_batch: int) -> None:
         """Divide again if the speed of a replica has changed; all ranks do the same, from the same numbers."""
         everyone: list[Any] = [None] * dist.get_world_size()
         measured = statistics.median(self._times) if self._times else None
-        dist.all_gather_object(everyone, (measured, self._loader.drawn_global_batch))
+        dist.all_gather_object(everyone, (measured, drawn_global_batch))
         self._times.clear()
         if any(each is None for each, _ in everyone):
             return
@@ -339,7 +415,7 @@ class PipelineBatches(UnevenBatches):
         if max(moves) / min(moves) - 1 <= self._config.reallocate_above:
             return
         before, self._seconds = self.micro_batches, tuple(now)
-        self._divide(max(drawn for _, drawn in everyone))
+        self._redivide(max(drawn for _, drawn in everyone))
         if before != self.micro_batches and dist.get_rank() == 0:
             changes = "; ".join(
                 f"replica {index}: {old} → {new} micro-batches ({seconds * 1e3:.3g} ms each)"
@@ -347,11 +423,22 @@ class PipelineBatches(UnevenBatches):
             )
             Console(stderr=True).print(f"global batches are divided again: {changes}", soft_wrap=True, highlight=False)
 
-    def _divide(self, drawn_global_batch: int) -> None:
-        seconds, stages, size = self._seconds, self._stages, self._micro_batch
+    def _redivide(self, drawn_global_batch: int) -> None:
+        assert self._loader is not None
+        self.micro_batches = self._divide(self._config.global_batch_size)
+        self._loader.redivide(self._division, drawn_global_batch)
 
-        def division(samples: int) -> Sequence[Sequence[int]]:
-            return [[count * size] for count in divide_micro_batches(seconds, samples // size, stages)]
+    def _division(self, samples: int) -> Sequence[Sequence[int]]:
+        """Samples of each replica in a global batch of so many."""
+        is_full = samples == self._config.global_batch_size and self.micro_batches
+        return [[count * self._micro_batch] for count in (self.micro_batches if is_full else self._divide(samples))]
 
-        self.micro_batches = divide_micro_batches(seconds, self._config.global_batch_size // size, stages)
-        self._loader.redivide(division, drawn_global_batch)
+    def _divide(self, samples: int) -> tuple[int, ...]:
+        fewest = sum(self._stages) * self._micro_batch
+        if samples != self._config.global_batch_size and (samples % self._micro_batch or samples < fewest):
+            raise ValueError(
+                f"the last global batch of an epoch has {samples} samples, which must be a multiple of the micro-batch "
+                f"of {self._micro_batch} and at least {fewest} (a micro-batch for each stage of all replicas); use "
+                "drop_last=True"
+            )
+        return divide_micro_batches(self._seconds, samples // self._micro_batch, self._stages)

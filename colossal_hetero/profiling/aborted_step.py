@@ -16,8 +16,6 @@ from ..colossalai_support.accelerator import get_accelerator
 from colossalai.interface import OptimizerWrapper
 from colossalai.zero.low_level import LowLevelZeroOptimizer
 
-__all__ = ["abort_step", "find_zero_optimizer"]
-
 
 def abort_step(model: nn.Module, optimizer: torch.optim.Optimizer | OptimizerWrapper | None = None) -> None:
     """Make ``model`` and ``optimizer`` ready for the next forward pass, at whatever point the last step stopped.

@@ -32,10 +32,7 @@ import torch
 from ..colossalai_support.accelerator import get_accelerator
 from ..planner.batches.batch_profile import DeviceProfile, TimedBatch
 from .memory import is_out_of_memory, memory_limit, peak_bytes, recover, reserved_memory, reset_peak, used_bytes
-from .progress import Action, BatchProgress, seconds_left
-
-__all__ = ["RESERVE", "LargestBatch", "Timing", "device_name", "largest_batch", "peak_flops", "profile_device"]
-
+from .progress import SEARCHING, TIMING, Progress, seconds_left
 
 # Largest batch -------------------------------------------------------------------------------------------------------
 
@@ -49,14 +46,6 @@ GUIDED = 2
 # most 2k + 2 + GUIDED ≤ 2·log2 L + 4 trials, and k + 4 with a good estimate.
 
 
-@dataclass(frozen=True)
-class LargestBatch:
-    largest: int
-    """Samples of the largest batch that ran; 0 if not even the smallest fits."""
-    tried: tuple[tuple[int, bool], ...]
-    """All trials in order: the batch, and whether it fits."""
-
-
 def largest_batch(
     fits: Callable[[int], bool],
     cap: int,
@@ -64,11 +53,11 @@ def largest_batch(
     *,
     smallest: int = 1,
     may_exceed_estimate: bool = True,
-) -> LargestBatch:
-    """Find the largest batch in ``smallest``..``cap`` that fits, in at most ``2·log2(largest) + 4`` trials."""
+) -> int:
+    """The largest batch in ``smallest``..``cap`` that fits, found in at most ``2·log2(largest) + 4`` trials; 0 if not
+    even the smallest fits."""
     if not 1 <= smallest <= cap:
         raise ValueError(f"smallest={smallest} and cap={cap} must be at least 1 sample, and cap not below smallest")
-    tried: list[tuple[int, bool]] = []
     largest, failed = 0, cap + 1
 
     def expected() -> int | None:
@@ -81,9 +70,7 @@ def largest_batch(
 
     def attempt(batch: int) -> None:
         nonlocal largest, failed
-        fitted = fits(batch)
-        tried.append((batch, fitted))
-        if fitted:
+        if fits(batch):
             largest = batch
         else:
             failed = batch
@@ -95,7 +82,7 @@ def largest_batch(
         # If the estimate grows a little with each trial, the search takes many; end it after two below double.
         held_back += batch < double
         if batch <= largest or held_back > 2:
-            return LargestBatch(largest, tuple(tried))
+            return largest
         attempt(batch)
 
     guided = 0
@@ -110,11 +97,13 @@ def largest_batch(
         if batch <= largest:
             break
         attempt(batch)
-    return LargestBatch(largest, tuple(tried))
+    return largest
 
 
 MIN_SECONDS = 0.5
 """Seconds that each size runs at least: a throttled device is fast in some short passes and slow in others."""
+REPEATS = 3
+"""Number of runs that each timed size has at least."""
 MAX_REPEATS = 30
 STEADY_SECONDS = 0.2
 """Seconds that are enough for equally long runs: a throttled device would have been stopped twice."""
@@ -150,8 +139,7 @@ def profile_device(
     state_bytes_to_come: int,
     device: torch.device,
     smallest: int = 1,
-    repeats: int = 3,
-    on_progress: Callable[[BatchProgress], None] | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
     abort: Callable[[], None] = lambda: None,
     flops: float | None = None,
 ) -> DeviceProfile:
@@ -160,8 +148,6 @@ def profile_device(
     If not even the smallest fits, ``max_batch`` is 0 and there are no points. If exceeding the memory limit would end
     the process (:func:`.memory_limit`), no size that is expected to exceed it is tried. Calls no collective.
     """
-    if repeats < 1:
-        raise ValueError(f"repeats={repeats} must be at least 1")
     limit = memory_limit(device)
     state, sample, largest = used_bytes(device), 0, 0
     reserve = 0
@@ -177,9 +163,9 @@ def profile_device(
                 trials.limit = limit.bytes - reserve
                 # A limit that is not hard is kept by the estimate, so that nothing needs to be held.
                 with trials.held(reserve if limit.is_hard else 0):
-                    largest = trials.find(cap, smallest, repeats, may_exceed_estimate=limit.is_hard)
+                    largest = trials.find(cap, smallest, may_exceed_estimate=limit.is_hard)
                 if largest == 0:
-                    largest = trials.find(smallest, smallest, repeats, may_exceed_estimate=limit.is_hard)
+                    largest = trials.find(smallest, smallest, may_exceed_estimate=limit.is_hard)
                 sample = trials.sample_bytes(largest) if largest else 0
                 points = trials.points()
     except Exception as error:
@@ -204,73 +190,66 @@ def profile_device(
     )
 
 
+@dataclass
 class _Trials:
-    def __init__(
-        self,
-        run: Run,
-        device: torch.device,
-        cap: int,
-        on_progress: Callable[[BatchProgress], None] | None,
-        abort: Callable[[], None],
-    ) -> None:
-        self._run = run
-        self._device = device
-        self._cap = cap
-        self._on_progress = on_progress
-        self._abort = abort
-        self._runs = 0
+    run: Run
+    device: torch.device
+    cap: int
+    on_progress: Callable[[Progress], None] | None
+    abort: Callable[[], None]
+    base: int = 0
+    """Bytes in use between passes."""
+    limit: int = 0
+    """Bytes that may be in use during a pass."""
+
+    def __post_init__(self) -> None:
         self._failed: int | None = None
         self._held = 0
-        self._action: Action = "searching"
+        self._action = SEARCHING
         self._timings: dict[int, list[Timing]] = {}
         self._timed: set[int] = set()
         self._peaks: dict[int, int] = {}
-        self.base = 0
-        """Bytes in use between passes."""
-        self.limit = 0
-        """Bytes that may be in use during a pass."""
 
     @contextmanager
     def held(self, size_bytes: int) -> Iterator[None]:
         """In the block, passes have ``size_bytes`` less memory. Peaks are stored without them."""
-        with reserved_memory(size_bytes, self._device):
+        with reserved_memory(size_bytes, self.device):
             self._held = size_bytes
             try:
                 yield
             finally:
                 self._held = 0
 
-    def find(self, cap: int, smallest: int, repeats: int, *, may_exceed_estimate: bool) -> int:
-        self._action = "searching"
+    def find(self, cap: int, smallest: int, *, may_exceed_estimate: bool) -> int:
+        self._action = SEARCHING
         largest_batch(self.attempt, cap, self.expected, smallest=smallest, may_exceed_estimate=may_exceed_estimate)
-        self._action = "timing"
-        return self._time_sizes(repeats)
+        self._action = TIMING
+        return self._time_sizes()
 
     def attempt(self, batch: int, keep: bool = True) -> bool:
         """Run a batch; True if it fits. With ``keep``, its time and memory are stored."""
-        if self._on_progress is not None:
+        if self.on_progress is not None:
             known = {size: min(timings).seconds for size, timings in self._timings.items() if timings}
-            left = seconds_left(self._action, batch, known, self._cap, self._failed, STEADY_SECONDS)
-            self._on_progress(BatchProgress(self._action, batch, max(known, default=0), self._runs, left))
-        self._runs += 1
-        reset_peak(self._device)
+            left = seconds_left(self._action, batch, known, self.cap, self._failed, STEADY_SECONDS)
+            self.on_progress(Progress(self._action, batch, left))
+        reset_peak(self.device)
         timing = None
         try:
-            timing = Timing(*self._run(batch))
+            timing = Timing(*self.run(batch))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             recover(error)
         if timing is None:
             self._failed = min(batch, self._failed or batch)
-            self._abort()
+            self.abort()
             recover()
             return False
         if keep:
             self._timings.setdefault(batch, []).append(timing)
             # On a CPU the peak may not be resettable, and is useless after it has reached the limit once.
-            if self._device.type != "cpu" or self._failed is None:
-                self._peaks[batch] = max(peak_bytes(self._device) - self._held, self._peaks.get(batch, 0))
+            if self.device.type != "cpu" or self._failed is None:
+                self._peaks[batch] = max(peak_bytes(self.device) - self._held, self._peaks.get(batch, 0))
         return True
 
     def expected(self) -> int | None:
@@ -293,53 +272,53 @@ class _Trials:
         before = max((batch for batch in self._peaks if batch < last), default=0)
         return last, (self._peaks[last] - self._peaks.get(before, self.base)) / (last - before)
 
-    def _time_sizes(self, repeats: int) -> int:
+    def _time_sizes(self) -> int:
         """Time the sizes that ran, as far as the curve needs them; returns the largest that runs reliably."""
         largest = max(self._timings, default=0)
-        while largest > 0 and not self._time(largest, repeats):
-            largest = self._step_down(largest, repeats)
+        while largest > 0 and not self._time(largest):
+            largest = self._step_down(largest)
         sizes = sorted(self._timings)
-        if sizes and self._time(sizes[0], repeats):
-            self._time_between(sizes, repeats)
+        if sizes and self._time(sizes[0]):
+            self._time_between(sizes)
         for _ in range(REPEATS_OF_A_DIP):
             for batch in self._dips():
                 before, self._timings[batch] = self._timings[batch], []
-                if not self._time(batch, repeats):
+                if not self._time(batch):
                     self._timings[batch] = before
         return largest
 
-    def _time(self, batch: int, repeats: int) -> bool:
-        while self._lacks_runs(batch, repeats):
+    def _time(self, batch: int) -> bool:
+        while self._lacks_runs(batch):
             # The memory may be fragmented; try again after the failed attempt has released its memory.
             if not (self.attempt(batch) or self.attempt(batch)):
                 return False
         self._timed.add(batch)
         return True
 
-    def _time_between(self, sizes: Sequence[int], repeats: int) -> None:
+    def _time_between(self, sizes: Sequence[int]) -> None:
         """Time sizes between the first and the last one, which are timed; see [Note: straight curves]."""
         if len(sizes) < 3:
             return
         middle = len(sizes) // 2
         first, last = self._typical(sizes[0]).seconds, self._typical(sizes[-1]).seconds
         slope = (last - first) / (sizes[-1] - sizes[0])
-        if not self._time(sizes[middle], repeats):
+        if not self._time(sizes[middle]):
             return
         predicted = first + slope * (sizes[middle] - sizes[0])
         if abs(self._typical(sizes[middle]).seconds - predicted) > STRAIGHT * predicted:
-            self._time_between(sizes[: middle + 1], repeats)
-            self._time_between(sizes[middle:], repeats)
+            self._time_between(sizes[: middle + 1])
+            self._time_between(sizes[middle:])
 
-    def _lacks_runs(self, batch: int, repeats: int) -> bool:
+    def _lacks_runs(self, batch: int) -> bool:
         timings = [timing.seconds for timing in self._timings[batch]]
-        if len(timings) < repeats:
+        if len(timings) < REPEATS:
             return True
         if len(timings) >= MAX_REPEATS or sum(timings) >= MIN_SECONDS:
             return False
         later = timings[1:] or timings
         return sum(timings) < STEADY_SECONDS or max(later) > STEADY_SPREAD * min(later)
 
-    def _step_down(self, batch: int, repeats: int) -> int:
+    def _step_down(self, batch: int) -> int:
         """Find a smaller size that runs reliably, and drop larger ones. Libraries keep memory for each size tried."""
         for other in [other for other in self._timings if other >= batch]:
             del self._timings[other]
@@ -349,7 +328,7 @@ class _Trials:
         while batch - step > reliable:
             batch -= step
             step *= 2
-            if all(self.attempt(batch) for _ in range(repeats)):
+            if all(self.attempt(batch) for _ in range(REPEATS)):
                 self._timed.add(batch)
                 return batch
             self._timings.pop(batch, None)

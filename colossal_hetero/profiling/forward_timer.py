@@ -13,9 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-from ..colossalai_support.accelerator import get_accelerator
+from ..colossalai_support.accelerator import get_accelerator, recorded_event
 
-__all__ = ["MAX_PASSES", "ForwardTimer"]
 MAX_PASSES = 1000
 """Number of passes kept: enough for a speed, and few enough for the memory of long epochs."""
 
@@ -68,21 +67,21 @@ class ForwardTimer:
 
     def _begin(self, module: nn.Module, _: Any) -> None:
         if module.training and torch.is_grad_enabled():
-            self._running = _Pass(self._samples(), _mark())
+            self._running = _Pass(self._samples(), recorded_event())
 
     def _end(self, module: nn.Module, _: Any, output: Any) -> None:
         if self._running is not None and output is not None:  # None: the pass failed, e.g. out of memory
-            self._running.end = _mark()
+            self._running.end = recorded_event()
             self._passes.append(self._running)
         self._running = None
 
     def _begin_gap(self, module: nn.Module, _: Any) -> None:
         if self._running is not None:
-            self._running.gaps.append([_mark()])
+            self._running.gaps.append([recorded_event()])
 
     def _end_gap(self, module: nn.Module, _: Any) -> None:
         if self._running is not None and len(self._running.gaps[-1]) == 1:
-            self._running.gaps[-1].append(_mark())
+            self._running.gaps[-1].append(recorded_event())
 
 
 def _innermost(model: nn.Module) -> nn.Module:
@@ -90,9 +89,3 @@ def _innermost(model: nn.Module) -> nn.Module:
     while hasattr(model, "module") and isinstance(model.module, nn.Module):
         model = model.module
     return model
-
-
-def _mark() -> Any:
-    event = get_accelerator().Event(enable_timing=True)
-    event.record()
-    return event

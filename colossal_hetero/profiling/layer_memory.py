@@ -13,10 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .layer_passes import LayerPasses
-from .memory import Allocator
-
-__all__ = ["LayerMemory", "SavedBytes", "measure_memory", "saved_bytes", "split_temporaries"]
-
+from .memory import peak_bytes, reset_peak, used_bytes
 
 # Activations ---------------------------------------------------------------------------------------------------------
 
@@ -60,7 +57,7 @@ class LayerMemory:
     kept: list[int]
     outputs: list[int]
     temporaries: list[int]
-    """Empty if the device has no allocator that counts."""
+    """Empty if they were not measured."""
 
 
 def measure_memory(
@@ -68,10 +65,10 @@ def measure_memory(
     model: nn.Module,
     kinds: Sequence[int],
     singles: Mapping[int, int],
-    allocator: Allocator | None,
+    counting: torch.device | None,
 ) -> LayerMemory:
     """Run each kind of block once (``singles``), and the parts before and after the blocks, of ``kinds`` ``[blocks]``.
-    Parameters must have gradients already. Without an ``allocator``, temporaries are not measured."""
+    Parameters must have gradients already. Temporaries are measured if ``counting``, the device, counts each tensor."""
     shared = [*model.parameters(), *model.buffers(), *passes.shared_tensors()]
     kept_of: dict[int, int] = {}
     temporaries_of: dict[int, int] = {}
@@ -84,8 +81,8 @@ def measure_memory(
             saved.add(hidden)
             kept_of[kind] = saved.total
         del output, hidden
-        if allocator is not None:
-            temporaries_of[kind] = _of_block(passes, block, own, allocator)
+        if counting is not None:
+            temporaries_of[kind] = _of_block(passes, block, own, counting)
     with saved_bytes(shared) as saved:
         halves: list[int] = []
         ends = passes.forward_ends(on_after=lambda: halves.append(saved.total))
@@ -93,8 +90,8 @@ def measure_memory(
         own_after = saved.total_without(ends.last) - before
     del ends
     temporaries = []
-    if allocator is not None:
-        first, last = _of_ends(passes, before, own_after, allocator)
+    if counting is not None:
+        first, last = _of_ends(passes, before, own_after, counting)
         temporaries = [first, *(temporaries_of[kind] for kind in kinds), last]
     handed_on = passes.hidden.numel() * passes.hidden.element_size()
     return LayerMemory(
@@ -102,26 +99,26 @@ def measure_memory(
     )
 
 
-def _of_block(passes: LayerPasses, block: int, kept_bytes: int, allocator: Allocator) -> int:
+def _of_block(passes: LayerPasses, block: int, kept_bytes: int, device: torch.device) -> int:
     hidden = passes.hidden.detach().requires_grad_()
-    held = allocator.used_bytes()
-    allocator.reset_peak()
+    held = used_bytes(device)
+    reset_peak(device)
     output = passes.forward(hidden, block, 1)
     output.backward(torch.ones_like(output))
-    return max(allocator.peak_bytes() - held - kept_bytes, 0)
+    return max(peak_bytes(device) - held - kept_bytes, 0)
 
 
-def _of_ends(passes: LayerPasses, kept_before: int, kept_after: int, allocator: Allocator) -> tuple[int, int]:
+def _of_ends(passes: LayerPasses, kept_before: int, kept_after: int, device: torch.device) -> tuple[int, int]:
     """Temporaries of the parts before and after the blocks; what they keep does not contain their inputs."""
-    held = [allocator.used_bytes()]
+    held = [used_bytes(device)]
     peaks: list[int] = []
 
     def next_part() -> None:
-        peaks.append(allocator.peak_bytes())
-        held.append(allocator.used_bytes())
-        allocator.reset_peak()
+        peaks.append(peak_bytes(device))
+        held.append(used_bytes(device))
+        reset_peak(device)
 
-    allocator.reset_peak()
+    reset_peak(device)
     ends = passes.forward_ends(on_before=next_part, on_after=next_part)
     next_part()
     ends.loss.backward()

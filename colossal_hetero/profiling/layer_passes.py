@@ -18,8 +18,6 @@ from ..colossalai_support.accelerator import get_accelerator
 from .model_layers import BlockRow, call_model
 from .training_step import default_training_step
 
-__all__ = ["Duration", "EndDurations", "LayerPasses", "clock", "resized"]
-
 GRADIENT_SCALE = 1e-3
 """Scale of the random gradients of a block's output; smaller ones could become denormal, which is slow on CPUs."""
 

@@ -19,6 +19,7 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,19 +32,23 @@ from ..planner.cluster.gpu_catalog import kind_name
 from .device_profiler import device_name
 from .layer_memory import measure_memory
 from .layer_passes import Duration, LayerPasses, clock, resized
-from .memory import allocator_of, is_out_of_memory, memory_limit, recover
+from .memory import is_out_of_memory, memory_limit, outside_bytes, recover
 from .merge_ranks import MeasuredLayers, RankLayers, merge_ranks
 from .model_layers import BlockRow, LayerDescription, describe_layers, find_block_row
 from .preserved_state import preserved_state
-from .progress import MIN_ROUNDS, WARM_UP_ROUNDS, LayerProgress, layer_seconds_left, relative_error
+from .progress import MIN_ROUNDS, WARM_UP_ROUNDS, Progress, layer_seconds_left
 from .schedule_loop import Loopback, ScheduleLoop, loopback
-
-__all__ = ["MeasuredLayers", "profile_layers"]
 
 MIN_SECONDS = 3.0
 """Shortest measurement of each micro-batch size: 30 periods of a quota, so one more or less is an error of 3 %."""
 
 UPDATES = 5
+
+SPREAD_OF_QUARTILES = 1.349
+"""Distance of the quartiles of a normal distribution, in standard deviations."""
+MEDIAN_AGAINST_MEAN = math.sqrt(math.pi / 2)
+"""Standard error of the median of many normal values, in standard errors of their mean."""
+MAX_ERROR = 0.99
 
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -70,7 +75,7 @@ def profile_layers(
     tensor_parallel: int = 1,
     group: dist.ProcessGroup | None = None,
     name: str | None = None,
-    on_progress: Callable[[LayerProgress], None] | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
 ) -> MeasuredLayers:
     """Measure the layers of ``model`` on every rank's device. All ranks call it; it also works without ranks.
     Parameters, gradients, buffers, modes and random state are restored. Meanwhile passes add gradients, and a copy of
@@ -114,31 +119,23 @@ AFTER: Part = ("after", 0, 0)
 SCHEDULE: Part = ("schedule", 0, 0)
 
 
+@dataclass
 class _Measurement:
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: LayerDescription,
-        criterion: Callable | None,
-        batch: Any,
-        factory: OptimizerFactory,
-        max_run: int,
-        min_seconds: float,
-        group: dist.ProcessGroup | None,
-        on_progress: Callable[[LayerProgress], None] | None,
-    ) -> None:
-        self._model = model
-        self._layers = layers
-        self._criterion = criterion
-        self._batch = batch
-        self._factory = factory
-        self._least_seconds = min_seconds
-        self._group = group
-        self._on_progress = on_progress
-        self._device = next(model.parameters()).device
-        count = len(layers.row.blocks)
-        self._kinds = _kinds_of_blocks(layers.row)
-        lengths = [2**power for power in range(count.bit_length()) if 2**power <= min(count, max(max_run, 1))]
+    model: nn.Module
+    layers: LayerDescription
+    criterion: Callable | None
+    batch: Any
+    factory: OptimizerFactory
+    max_run: int
+    least_seconds: float
+    group: dist.ProcessGroup | None
+    on_progress: Callable[[Progress], None] | None
+
+    def __post_init__(self) -> None:
+        self._device = next(self.model.parameters()).device
+        count = len(self.layers.row.blocks)
+        self._kinds = _kinds_of_blocks(self.layers.row)
+        lengths = [2**power for power in range(count.bit_length()) if 2**power <= min(count, max(self.max_run, 1))]
         self._runs: list[Part] = [("run", 0, length) for length in lengths]
         self._singles: dict[int, Part] = {kind: ("run", self._kinds.index(kind), 1) for kind in set(self._kinds)}
         self._parts = list(dict.fromkeys([*self._runs, *self._singles.values()]))
@@ -149,14 +146,14 @@ class _Measurement:
         # The same name as in the cluster file that `probe` writes.
         result = RankLayers(kind_name(device_name(self._device), memory_bytes), memory_bytes)
         times: dict[int, dict[Part, list[tuple[Duration, Duration]]]] = {}
-        allocator = allocator_of(self._device)
+        counting = None if outside_bytes(self._device) is None else self._device
         with loopback(self._device) as messages:
             for index, size in enumerate(sizes):
                 try:
                     times[size] = self._time(sizes, index, messages)
-                    passes = LayerPasses(self._model, self._layers.row, self._criterion, resized(self._batch, size))
+                    passes = LayerPasses(self.model, self.layers.row, self.criterion, resized(self.batch, size))
                     singles = {kind: block for kind, (_, block, _) in self._singles.items()}
-                    memory = measure_memory(passes, self._model, self._kinds, singles, allocator)
+                    memory = measure_memory(passes, self.model, self._kinds, singles, counting)
                     result.activations, result.outputs = (
                         [math.ceil(each / size) for each in values] for values in (memory.kept, memory.outputs)
                     )
@@ -168,8 +165,7 @@ class _Measurement:
                     times.pop(size, None)
                     recover(error)
                     break
-        if allocator is not None:
-            result.context_bytes = allocator.outside_bytes()
+        result.context_bytes = outside_bytes(self._device)
         update, state_factor = self._update(precision)
         # The ratio over the whole measurement, because it then covers as many periods of a quota as possible.
         pace = self._loop.wall / self._loop.cpu if self._by_cpu_time else 1.0
@@ -189,14 +185,14 @@ class _Measurement:
 
     @property
     def _by_cpu_time(self) -> bool:
-        return self._device.type == "cpu" and torch.get_num_threads() == 1 and self._group is None
+        return self._device.type == "cpu" and torch.get_num_threads() == 1 and self.group is None
 
     def _time(
         self, sizes: Sequence[int], index: int, messages: Loopback
     ) -> dict[Part, list[tuple[Duration, Duration]]]:
         """Durations of each part, forward and backward (of the schedule, all and 0), one per round of all parts."""
         size = sizes[index]
-        passes = LayerPasses(self._model, self._layers.row, self._criterion, resized(self._batch, size))
+        passes = LayerPasses(self.model, self.layers.row, self.criterion, resized(self.batch, size))
         schedule = ScheduleLoop(passes, messages)
         durations: dict[Part, list[tuple[Duration, Duration]]] = {}
 
@@ -207,8 +203,9 @@ class _Measurement:
 
         def round_of_all(rounds: int) -> None:
             nonlocal spent, left
-            if self._on_progress is not None:
-                self._on_progress(LayerProgress(size, index, len(sizes), max(rounds - WARM_UP_ROUNDS, 0), left))
+            if self.on_progress is not None:
+                which = f" ({index + 1} of {len(sizes)})" if len(sizes) > 1 else ""
+                self.on_progress(Progress(f"measuring micro-batches{which}", size, left))
             begin = clock()
             for part in order.sample([ENDS, SCHEDULE, *self._parts], len(self._parts) + 2):
                 if part == ENDS:
@@ -221,7 +218,7 @@ class _Measurement:
                     durations.setdefault(part, []).append(passes.run(*part[1:]))
             took = (clock() - begin).wall
             spent += took if rounds >= WARM_UP_ROUNDS else 0.0
-            left = layer_seconds_left(sizes, index, rounds + 1, spent, took, self._least_seconds)
+            left = layer_seconds_left(sizes, index, rounds + 1, spent, took, self.least_seconds)
 
         for rounds in range(WARM_UP_ROUNDS):
             round_of_all(rounds)
@@ -235,12 +232,12 @@ class _Measurement:
         return durations
 
     def _goes_on(self, rounds: int, seconds: float) -> bool:
-        more = rounds < (MIN_ROUNDS if self._least_seconds > 0 else 1) or seconds < self._least_seconds
-        if self._group is None:
+        more = rounds < (MIN_ROUNDS if self.least_seconds > 0 else 1) or seconds < self.least_seconds
+        if self.group is None:
             return more
         # If layers communicate, all ranks of the group must run the same number of rounds.
         flag = torch.tensor([float(more)], device=self._device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group)
         return bool(flag.item())
 
     def _typical(self, durations: Sequence[tuple[Duration, Duration]], pace: float) -> tuple[float, float]:
@@ -277,19 +274,19 @@ class _Measurement:
     def _update(self, precision: str) -> tuple[list[float], float]:
         """Seconds of the optimizer's step by layer (CPU time with one thread), and bytes of state per parameter byte.
         Copies are updated, of the longest run's parameters and those before and after the blocks."""
-        named = dict(self._model.named_parameters(remove_duplicate=False))
+        named = dict(self.model.named_parameters(remove_duplicate=False))
         count = self._runs[-1][2]
         groups = [
-            [named[name] for name in self._layers.before],
-            [parameter for block in self._layers.row.blocks[:count] for parameter in block.parameters()],
-            [named[name] for name in self._layers.after],
+            [named[name] for name in self.layers.before],
+            [parameter for block in self.layers.row.blocks[:count] for parameter in block.parameters()],
+            [named[name] for name in self.layers.after],
         ]
         seconds, held, of = [], 0, 0
         for group in groups:
             took, state, size = self._update_of([each for each in group if each.requires_grad], precision)
             seconds.append(took)
             held, of = held + state, of + size
-        sizes = [self._layers.parameter_bytes[index] for index in range(1, len(self._layers.parameter_bytes) - 1)]
+        sizes = [self.layers.parameter_bytes[index] for index in range(1, len(self.layers.parameter_bytes) - 1)]
         per_byte = seconds[1] / max(sum(sizes[:count]), 1)
         blocks = [per_byte * size for size in sizes]
         return [seconds[0], *blocks, seconds[2]], held / of if of else 1.0
@@ -303,9 +300,9 @@ class _Measurement:
         copies = [nn.Parameter(each.detach().float().clone()) for each in parameters]
         for each in copies:
             each.grad = torch.full_like(each, 1e-3)
-        optimizer = self._factory(copies)
+        optimizer = self.factory(copies)
         durations = []
-        for step in range(WARM_UP_ROUNDS + (UPDATES if self._least_seconds > 0 else 1)):
+        for step in range(WARM_UP_ROUNDS + (UPDATES if self.least_seconds > 0 else 1)):
             begin = clock()
             optimizer.step()
             if step >= WARM_UP_ROUNDS:
@@ -323,6 +320,19 @@ class _Measurement:
             masters = single + (single - size)
         took = statistics.median(each.cpu if self._by_cpu_time else each.wall for each in durations)
         return took, 2 * size + masters + state, size
+
+
+def relative_error(values: Sequence[float], *, of_median: bool) -> float:
+    """Standard error of the median or mean of independent values, as a share of it; 0 for fewer than three values. That
+    of a median is computed from the quartiles, so that a few disturbed values do not change it."""
+    if len(values) < 3:
+        return 0.0
+    if not of_median:
+        error = statistics.stdev(values) / statistics.fmean(values)
+    else:
+        low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+        error = MEDIAN_AGAINST_MEAN * (high - low) / SPREAD_OF_QUARTILES / middle
+    return min(error / math.sqrt(len(values)), MAX_ERROR)
 
 
 def _kinds_of_blocks(row: BlockRow) -> list[int]:

@@ -4,7 +4,9 @@ communication, while all buffers are allocated as in training."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,8 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
-
-__all__ = ["FinishedWork", "local_collectives"]
 
 Group = dist.ProcessGroup | None
 
@@ -58,13 +58,12 @@ def local_collectives(
     not synchronize. Point-to-point messages and DTensor's functional collectives are not covered.
     """
     modules = (dist, distributed_c10d)
-    saved = [(module, name, getattr(module, name)) for module in modules for name in _LOCAL if hasattr(module, name)]
+    saved = [(module, name, getattr(module, name)) for module in modules for name in _NAMES if hasattr(module, name)]
     replicas = [] if model is None else [part for part in model.modules() if isinstance(part, DistributedDataParallel)]
     synced = [(part.require_backward_grad_sync, part.require_forward_param_sync) for part in replicas]
     try:
-        for module, name, _ in saved:
-            local = _LOCAL[name]
-            setattr(module, name, local if doubled is None or name not in _DOUBLED else _double(name, local, doubled))
+        for module, name, function in saved:
+            setattr(module, name, _local(name, function, doubled))
         for replica in replicas:
             replica.require_backward_grad_sync = False
         yield
@@ -85,156 +84,87 @@ def _fill(output: Tensor, own: Tensor) -> None:
             piece.copy_(part[: piece.numel()])
 
 
-def _done(results: Sequence[Tensor], async_op: bool) -> FinishedWork | None:
-    return FinishedWork(results) if async_op else None
-
-
 def _own(pieces: Sequence[Tensor], group: Group) -> Tensor:
     return pieces[max(dist.get_rank(group), 0)]
 
 
-def _in_place(tensor: Tensor | Sequence[Tensor], *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-    """``all_reduce``, ``reduce``, ``broadcast`` and their coalesced versions; ``async_op`` is their last argument."""
-    in_flight = async_op or (bool(args) and args[-1] is True)
-    return _done([tensor] if isinstance(tensor, Tensor) else tensor, in_flight)
+Given = dict[str, Any]
+"""Arguments of a collective, by name."""
+
+_IN_PLACE = {"all_reduce": "tensor", "all_reduce_coalesced": "tensors", "reduce": "tensor", "broadcast": "tensor"}
+"""Arguments that keep their values."""
+_OBJECTS = {"all_gather_object": "object_list", "gather_object": "object_gather_list"}
+_FILLED: dict[str, Callable[[Given], Iterable[tuple[Tensor, Tensor]]]] = {
+    "all_gather": lambda given: [(each, given["tensor"]) for each in given["tensor_list"]],
+    "all_gather_coalesced": lambda given: [
+        pair
+        for outputs in given["output_tensor_lists"]
+        for pair in zip(outputs, given["input_tensor_list"], strict=True)
+    ],
+    "all_gather_into_tensor": lambda given: [(given["output_tensor"], given["input_tensor"])],
+    "reduce_scatter": lambda given: [(given["output"], _own(given["input_list"], given["group"]))],
+    "reduce_scatter_tensor": lambda given: [
+        (given["output"], _own(_pieces(given["input"], given["output"].numel()), given["group"]))
+    ],
+    "all_to_all": lambda given: zip(given["output_tensor_list"], given["input_tensor_list"], strict=True),
+    "all_to_all_single": lambda given: [(given["output"], given["input"])],
+    "gather": lambda given: [(each, given["tensor"]) for each in given["gather_list"] or ()],
+    "scatter": lambda given: [(given["tensor"], each) for each in (given["scatter_list"] or ())[:1]],
+}
+"""Outputs, each with the data of this rank that fills it."""
+_SAME = {"_all_gather_base": "all_gather_into_tensor", "_reduce_scatter_base": "reduce_scatter_tensor"}
+_NOTHING = ("broadcast_object_list", "_broadcast_coalesced", "barrier", "monitored_barrier")
+"""Objects and coalesced buffers that are broadcast keep their values on this rank."""
+_NAMES = (*_IN_PLACE, *_OBJECTS, *_FILLED, *_SAME, *_NOTHING)
+_DOUBLED = ("all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "all_gather_object")
 
 
-def _all_gather(
-    tensor_list: Sequence[Tensor], tensor: Tensor, group: Group = None, async_op: bool = False
-) -> FinishedWork | None:
-    for output in tensor_list:
-        _fill(output, tensor)
-    return _done(tensor_list, async_op)
+def _pieces(tensor: Tensor, size: int) -> Sequence[Tensor]:
+    return tensor.detach().reshape(-1).split(max(size, 1)) or [tensor]
 
 
-def _all_gather_into_tensor(
-    output_tensor: Tensor, input_tensor: Tensor, group: Group = None, async_op: bool = False
-) -> FinishedWork | None:
-    _fill(output_tensor, input_tensor)
-    return _done([output_tensor], async_op)
-
-
-def _all_gather_coalesced(
-    output_tensor_lists: Sequence[Sequence[Tensor]],
-    input_tensor_list: Sequence[Tensor],
-    group: Group = None,
-    async_op: bool = False,
-) -> FinishedWork | None:
-    for outputs in output_tensor_lists:
-        for output, own in zip(outputs, input_tensor_list, strict=True):
-            _fill(output, own)
-    return _done([output for outputs in output_tensor_lists for output in outputs], async_op)
-
-
-def _reduce_scatter(
-    output: Tensor, input_list: Sequence[Tensor], op: Any = None, group: Group = None, async_op: bool = False
-) -> FinishedWork | None:
-    _fill(output, _own(input_list, group))
-    return _done([output], async_op)
-
-
-def _reduce_scatter_tensor(
-    output: Tensor, input: Tensor, op: Any = None, group: Group = None, async_op: bool = False
-) -> FinishedWork | None:
-    _fill(output, _own(input.detach().reshape(-1).split(max(output.numel(), 1)) or [input], group))
-    return _done([output], async_op)
-
-
-def _all_to_all(
-    output_tensor_list: Sequence[Tensor],
-    input_tensor_list: Sequence[Tensor],
-    group: Group = None,
-    async_op: bool = False,
-) -> FinishedWork | None:
-    for output, own in zip(output_tensor_list, input_tensor_list, strict=True):
+def _results(name: str, given: Given) -> Sequence[Any]:
+    """Results of a collective, computed from the data of this rank."""
+    if name in _IN_PLACE:
+        kept = given[_IN_PLACE[name]]
+        return [kept] if isinstance(kept, Tensor) else kept
+    if name in _OBJECTS:
+        objects = given[_OBJECTS[name]]
+        if objects is not None:
+            objects[:] = [given["obj"]] * len(objects)
+        return objects or []
+    filled = list(_FILLED[name](given)) if name in _FILLED else []
+    for output, own in filled:
         _fill(output, own)
-    return _done(output_tensor_list, async_op)
+    return [output for output, _ in filled]
 
 
-def _all_to_all_single(
-    output: Tensor,
-    input: Tensor,
-    output_split_sizes: Sequence[int] | None = None,
-    input_split_sizes: Sequence[int] | None = None,
-    group: Group = None,
-    async_op: bool = False,
-) -> FinishedWork | None:
-    _fill(output, input)
-    return _done([output], async_op)
+def _local(name: str, function: Any, doubled: Callable[[str, Group], bool] | None) -> Callable[..., Any]:
+    """What runs instead of the collective ``function``; it doubles its results if ``doubled`` says so."""
+    signature = _signature(function)
 
-
-def _gather(
-    tensor: Tensor, gather_list: Sequence[Tensor] | None = None, *args: Any, async_op: bool = False, **kwargs: Any
-) -> FinishedWork | None:
-    for output in gather_list or ():
-        _fill(output, tensor)
-    return _done([tensor], async_op)
-
-
-def _scatter(
-    tensor: Tensor, scatter_list: Sequence[Tensor] | None = None, *args: Any, async_op: bool = False, **kwargs: Any
-) -> FinishedWork | None:
-    if scatter_list:
-        _fill(tensor, scatter_list[0])
-    return _done([tensor], async_op)
-
-
-def _all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> None:
-    object_list[:] = [obj] * len(object_list)
-
-
-def _gather_object(obj: Any, object_gather_list: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
-    if object_gather_list is not None:
-        object_gather_list[:] = [obj] * len(object_gather_list)
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Broadcast objects and coalesced buffers keep their values on this rank."""
-
-
-def _barrier(group: Group = None, async_op: bool = False, device_ids: Any = None) -> FinishedWork | None:
-    return _done([], async_op)
-
-
-def _double(name: str, local: Callable[..., Any], doubled: Callable[[str, Group], bool]) -> Callable[..., Any]:
-    """``local``, which doubles its result, the first argument, if ``doubled`` says so."""
-
-    def run(result: Any, *args: Any, **kwargs: Any) -> Any:
-        answer = local(result, *args, **kwargs)
-        groups = [each for each in (*args, kwargs.get("group")) if isinstance(each, dist.ProcessGroup)]
-        if doubled(name, groups[0] if groups else None):
-            for index, each in enumerate(result if isinstance(result, list) else [result]):
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> FinishedWork | None:
+        if signature is None:
+            return None
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        results = _results(_SAME.get(name, name), bound.arguments)
+        if doubled is not None and name in _DOUBLED and doubled(name, bound.arguments["group"]):
+            for index, each in enumerate(results):
                 if isinstance(each, Tensor):
                     each.detach().mul_(2)
-                elif isinstance(each, int | float) and isinstance(result, list):
-                    result[index] = each * 2
-        return answer
+                elif isinstance(each, int | float):
+                    results[index] = each * 2  # type: ignore[index]
+        return FinishedWork(results) if bound.arguments.get("async_op") else None
 
     return run
 
 
-_DOUBLED = ("all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "all_gather_object")
-
-_LOCAL: dict[str, Callable[..., Any]] = {
-    "all_reduce": _in_place,
-    "all_reduce_coalesced": _in_place,
-    "reduce": _in_place,
-    "broadcast": _in_place,
-    "all_gather": _all_gather,
-    "all_gather_coalesced": _all_gather_coalesced,
-    "all_gather_into_tensor": _all_gather_into_tensor,
-    "_all_gather_base": _all_gather_into_tensor,
-    "reduce_scatter": _reduce_scatter,
-    "reduce_scatter_tensor": _reduce_scatter_tensor,
-    "_reduce_scatter_base": _reduce_scatter_tensor,
-    "all_to_all": _all_to_all,
-    "all_to_all_single": _all_to_all_single,
-    "gather": _gather,
-    "scatter": _scatter,
-    "all_gather_object": _all_gather_object,
-    "gather_object": _gather_object,
-    "broadcast_object_list": _nothing,
-    "_broadcast_coalesced": _nothing,
-    "barrier": _barrier,
-    "monitored_barrier": _nothing,
-}
+@functools.lru_cache(maxsize=256)
+def _signature(function: Any) -> inspect.Signature | None:
+    """The signature of a collective; None if it is not written in Python, such as ``_broadcast_coalesced``."""
+    try:
+        return inspect.signature(function)
+    except ValueError:
+        return None

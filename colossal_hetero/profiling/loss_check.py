@@ -19,8 +19,6 @@ from .memory import is_out_of_memory, recover
 from .preserved_state import preserved_state
 from .training_step import TrialRun
 
-__all__ = ["LossKind", "Mode", "check_loss", "kind_of_loss", "set_mode", "uncompiled"]
-
 LossKind = Literal["mean", "sum", "not finite", "unknown"]
 """``unknown``: neither a mean nor a sum, or too random to tell."""
 Mode = Literal["evaluation", "training"]

@@ -26,12 +26,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..common.ranks import on_every_rank
 from .aborted_step import abort_step
 from .local_collectives import local_collectives
-from .loss_check import Mode, set_mode, uncompiled
+from .loss_check import MODES, Mode, set_mode, uncompiled
 from .memory import is_out_of_memory, recover
 from .preserved_state import preserved_state
 from .training_step import TrialRun, with_dicts
-
-__all__ = ["IGNORED", "Evidence", "FoundMean", "Pair", "decide", "found_mean", "ignored_labels", "labels_of"]
 
 LossMean = Literal["samples", "tokens", "next_tokens", "other", "undecided"]
 """``next_tokens``: over all tokens but the first of each sequence, which a causal language model does not predict."""
@@ -53,8 +51,6 @@ MAX_ERROR = 0.05
 """Pairs whose share is less certain than this show nothing."""
 TOLERANCE = 0.02
 """Difference of shares that counts as equal, in addition to their error: weights differ by less than 9 %."""
-MODES: tuple[Mode, ...] = ("evaluation", "training")
-"""Some models compute their loss in training only."""
 BY_CLASS = "the weights of classes: weight_by=lambda batch: criterion.weight[labels].sum()"
 
 SAME = 0.02

@@ -15,26 +15,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import psutil
 import torch
 import torch.distributed as dist
 
 from ..colossalai_support.accelerator import get_accelerator
-
-__all__ = [
-    "Allocator",
-    "MemoryLimit",
-    "allocator_of",
-    "is_out_of_memory",
-    "memory_limit",
-    "peak_bytes",
-    "recover",
-    "reserved_memory",
-    "reset_peak",
-    "used_bytes",
-]
 
 MARGIN = 0.1
 """If the limit is not hard, this share of the machine's available memory is left to other processes."""
@@ -115,68 +101,39 @@ def peak_bytes(device: torch.device) -> int:
     return int(get_accelerator().max_memory_allocated(device))
 
 
-class Allocator(Protocol):
-    """Counts of a device's allocator, in bytes. Unlike :func:`used_bytes`, they are exact for each tensor."""
-
-    def used_bytes(self) -> int:
-        """In use by tensors now."""
-
-    def reset_peak(self) -> None:
-        """Start measuring the peak."""
-
-    def peak_bytes(self) -> int:
-        """Largest number of bytes in use since :meth:`reset_peak`."""
-
-    def outside_bytes(self) -> int:
-        """In use on the device, but not by the allocator: the context, libraries, and other processes."""
+def outside_bytes(device: torch.device) -> int | None:
+    """Bytes in use on a GPU, but not by torch's allocator: the context, libraries, and other processes. None for other
+    devices, where no allocator counts the bytes of each tensor exactly."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return max(total - free - torch.cuda.memory_reserved(device), 0)
 
 
-class CudaAllocator:
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def used_bytes(self) -> int:
-        return torch.cuda.memory_allocated(self._device)
-
-    def reset_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
-
-    def peak_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device)
-
-    def outside_bytes(self) -> int:
-        free, total = torch.cuda.mem_get_info(self._device)
-        return max(total - free - torch.cuda.memory_reserved(self._device), 0)
-
-
-def allocator_of(device: torch.device) -> Allocator | None:
-    """The allocator of a GPU; None for other devices, whose tensors are not counted."""
-    return CudaAllocator(device) if device.type == "cuda" else None
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """``error``, its cause or context, and so on; each once."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """True if ``error`` or its cause is an out-of-memory error, of any of the types and messages of allocators."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
-            return True
-        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
-            return True
-        if isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _MESSAGES):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return any(
+        isinstance(each, (MemoryError, torch.cuda.OutOfMemoryError))
+        or (isinstance(each, OSError) and each.errno == errno.ENOMEM)
+        or (isinstance(each, RuntimeError) and any(words in str(each).lower() for words in _MESSAGES))
+        for each in causes(error)
+    )
 
 
 def recover(error: BaseException | None = None) -> None:
     """Release the memory of a failed step: variables in frames, its graph, and allocators' caches."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
+    for each in causes(error):
+        traceback.clear_frames(each.__traceback__)
+        each.__traceback__ = None
     gc.collect()
     get_accelerator().empty_cache()
     if _malloc_trim is not None:

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from ..planner.profile.layer_profile import BlockRun, LayerSizes, LayerTimes, ModelProfile
 from .layer_memory import split_temporaries
 
-__all__ = ["MeasuredLayers", "RankLayers", "merge_degrees", "merge_ranks"]
-
 ALIKE = 0.1
 """Ranks with the same device name whose times differ by at most this share are one kind."""
 

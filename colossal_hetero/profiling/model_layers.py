@@ -24,8 +24,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from .training_step import with_dicts
 
-__all__ = ["BlockRow", "LayerDescription", "call_model", "describe_layers", "find_block_row"]
-
 RIVAL_SHARE = 0.25
 """Share of the largest row's parameters from which on a second row makes it unclear which one to cut."""
 

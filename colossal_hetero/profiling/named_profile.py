@@ -1,4 +1,4 @@
-"""Profile a named model as one of several ranks, or without a launcher; used by ``colossal-hetero profile``."""
+"""Profile a named model as one of several ranks; used by ``colossal-hetero profile``."""
 
 from __future__ import annotations
 
@@ -17,26 +17,14 @@ from torch import nn
 
 from ..colossalai_support import accelerator  # noqa: F401  (a quiet import of what transformers needs)
 from ..colossalai_support.accelerator import get_accelerator
-from ..common.launch import is_rank, local_gpu
+from ..common.launch import local_gpu
 from ..layers.policy import hetero_policy
 from ..planner.profile.estimate import IMAGE_SIZE, VITS
 from ..planner.profile.layer_profile import save_profile
-from .layer_profiler import MIN_SECONDS, MeasuredLayers, profile_layers
-from .merge_ranks import merge_degrees
+from .layer_profiler import MIN_SECONDS, profile_layers
+from .merge_ranks import MeasuredLayers, merge_degrees
 from .model_layers import describe_layers
 from .progress import ProgressDisplay
-
-__all__ = [
-    "NamedModel",
-    "ProfileRequest",
-    "build_model",
-    "check_degrees",
-    "check_request",
-    "own_group",
-    "profile_named_model",
-    "shard",
-]
-
 
 # Named models --------------------------------------------------------------------------------------------------------
 
@@ -236,30 +224,25 @@ class ProfileRequest:
     tensor_parallel: Sequence[int] = (1,)
     """Degrees to measure, ascending."""
 
+    def build(self, device: torch.device | str) -> NamedModel:
+        return build_model(
+            self.model, image_size=self.image_size, sequence=self.sequence, options=self.options, device=device
+        )
+
 
 def check_request(request: ProfileRequest, ranks_per_node: int) -> int:
     """Check the request before any rank starts, without building weights; returns the number of blocks of the model."""
-    named = build_model(
-        request.model,
-        image_size=request.image_size,
-        sequence=request.sequence,
-        options=request.options,
-        device="meta",
-    )
+    named = request.build("meta")
     check_degrees(named.model, request.tensor_parallel, ranks_per_node)
     return len(describe_layers(named.model).row.blocks)
 
 
 def profile_named_model(request: ProfileRequest, console: Console) -> MeasuredLayers:
-    """Measure with all ranks of the launcher, or alone without one; rank 0 shows the progress and writes the file."""
-    rank, device = 0, torch.device("cpu")
-    if is_rank():
-        rank = int(os.environ["RANK"])
-        device = _device(rank)
-        torch.set_num_threads(max(int(os.environ.get("OMP_NUM_THREADS", "1")), 1))
-        dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
-    else:
-        device = _device(0)
+    """Measure with all ranks of the launcher; rank 0 shows the progress and writes the file."""
+    rank = int(os.environ["RANK"])
+    device = _device(rank)
+    torch.set_num_threads(max(int(os.environ.get("OMP_NUM_THREADS", "1")), 1))
+    dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
     try:
         with console.status(f"building {request.model}") as status:
             parts = []
@@ -272,28 +255,20 @@ def profile_named_model(request: ProfileRequest, console: Console) -> MeasuredLa
             for remark in remarks:
                 console.print(remark, markup=False, soft_wrap=True)
             save_profile(measured.profile, request.out)
-        if dist.is_initialized():
-            # No rank may leave while another still asks rank 0 for the addresses of the others.
-            dist.barrier()
+        # No rank may leave while another still asks rank 0 for the addresses of the others.
+        dist.barrier()
         return measured
     except RuntimeError as error:
         raise ValueError(str(error).splitlines()[0]) from error
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        dist.destroy_process_group()
 
 
 def _measure(
     request: ProfileRequest, degree: int, device: torch.device, on_progress: ProgressDisplay | None
 ) -> MeasuredLayers:
     torch.manual_seed(0)
-    named = build_model(
-        request.model,
-        image_size=request.image_size,
-        sequence=request.sequence,
-        options=request.options,
-        device=device,
-    )
+    named = request.build(device)
     model, batch, group = named.model, named.batch, None
     if degree > 1:
         check_degrees(model, [degree], int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

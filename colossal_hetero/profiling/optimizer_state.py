@@ -17,9 +17,6 @@ from ..colossalai_support.accelerator import get_accelerator
 from .memory import is_out_of_memory, recover
 from .preserved_state import inner_optimizer
 
-__all__ = ["optimizer_state_bytes", "optimizer_step_seconds", "step_temporary_bytes", "twin_of"]
-
-
 DISTRIBUTED_STATE_BYTES = 8
 """Largest state of Colossal-AI's distributed optimizers (Lamb, CAME, Adafactor, GaLore), per parameter: two moments."""
 
@@ -69,15 +66,18 @@ def twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return twin
 
 
+def _like(group: dict[str, Any], parameters: list[nn.Parameter]) -> dict[str, Any]:
+    """A group of ``parameters`` with copies of the options of ``group``."""
+    options = {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
+    return {**options, "params": parameters}
+
+
 def _state_after_a_step(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> int:
     twin = twin_of(optimizer)
-    options = {
-        name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items() if name != "params"
-    }
     try:
         stand_in = torch.nn.Parameter(torch.zeros_like(parameter))
         stand_in.grad = torch.zeros_like(stand_in)
-        twin.param_groups = [{**options, "params": [stand_in]}]
+        twin.param_groups = [_like(group, [stand_in])]
         twin.step()
         return _tensor_bytes(twin.state.get(stand_in), parameter.device)
     except Exception as error:
@@ -131,10 +131,7 @@ def optimizer_step_seconds(optimizer: torch.optim.Optimizer | OptimizerWrapper) 
                     stepped += count
                     copies.append(nn.Parameter(parameter.detach().reshape(-1)[:count].clone()))
                     copies[-1].grad = torch.zeros_like(copies[-1])
-            options = {
-                name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()
-            }
-            twin.param_groups.append({**options, "params": copies})
+            twin.param_groups.append(_like(group, copies))
         twin.step()  # makes its state
         while len(seconds) < MIN_STEPS or (sum(seconds) < MIN_SECONDS and len(seconds) < MAX_STEPS):
             get_accelerator().synchronize()

@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,6 @@ from .aborted_step import abort_step, find_zero_optimizer
 # isort: split
 from colossalai.interface import OptimizerWrapper
 from colossalai.shardformer.layer.utils import Randomizer
-
-__all__ = ["inner_optimizer", "preserved_state"]
 
 Restore = Callable[[], None]
 
@@ -42,7 +41,7 @@ def preserved_state(
         *_gradients(optimizer, tensors),
         *_optimizer(optimizer),
         *_modules(model),
-        _random_state(),
+        random_state(),
     ]
     try:
         yield
@@ -58,7 +57,8 @@ def inner_optimizer(optimizer: torch.optim.Optimizer | OptimizerWrapper) -> torc
     return optimizer
 
 
-def _random_state() -> Restore:
+def random_state() -> Restore:
+    """The random state of Python, NumPy, torch and the accelerator; call the result to restore it."""
     accelerator = get_accelerator()
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     device = None if accelerator.name == "cpu" else accelerator.get_rng_state()
@@ -76,21 +76,12 @@ def _random_state() -> Restore:
 def _modules(model: nn.Module) -> Iterator[Restore]:
     copies: dict[int, Tensor] = {}
     for module in model.modules():
-        yield _mode(module)
+        yield partial(setattr, module, "training", module.training)
         if module._buffers:
             yield _buffers(module, copies)
         for value in vars(module).values():
             if isinstance(value, Randomizer):
                 yield _attributes(value)
-
-
-def _mode(module: nn.Module) -> Restore:
-    training = module.training
-
-    def restore() -> None:
-        module.training = training
-
-    return restore
 
 
 def _buffers(module: nn.Module, copies: dict[int, Tensor]) -> Restore:

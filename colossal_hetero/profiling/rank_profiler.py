@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from colossalai.interface import ModelWrapper, OptimizerWrapper
 from rich.console import Console
 from torch import nn
 
@@ -22,26 +21,11 @@ from .aborted_step import abort_step
 from .device_profiler import STEADY_SECONDS, peak_flops, profile_device
 from .forward_timer import ForwardTimer
 from .local_collectives import local_collectives
-from .memory import is_out_of_memory, memory_limit, recover
+from .memory import causes, is_out_of_memory, memory_limit, recover
 from .optimizer_state import optimizer_state_bytes, optimizer_step_seconds, step_temporary_bytes
 from .preserved_state import preserved_state
-from .progress import BatchProgress, ProgressDisplay
+from .progress import Progress, ProgressDisplay
 from .training_step import TrialRun
-
-__all__ = [
-    "MAX_CHANGE",
-    "MAX_DIFFERENCE",
-    "ModelDescription",
-    "SpeedNow",
-    "changes",
-    "describe",
-    "is_too_few_samples",
-    "profile_ranks",
-    "size_to_check",
-    "smallest_batch",
-    "speed_now",
-]
-
 
 # Smallest batch ------------------------------------------------------------------------------------------------------
 # Batch normalization of inputs ``[N, C]`` needs two values per channel, so a model with such a layer cannot train with
@@ -56,13 +40,7 @@ _MESSAGE = "Expected more than 1 value per channel"
 
 def is_too_few_samples(error: BaseException | None) -> bool:
     """True if ``error``, or an error that caused it, says that a batch normalization had a single value per channel."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        if isinstance(error, ValueError) and _MESSAGE in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return any(isinstance(each, ValueError) and _MESSAGE in str(each) for each in causes(error))
 
 
 def smallest_batch(run: Callable[[int], object], cap: int, abort: Callable[[], None]) -> int:
@@ -121,8 +99,6 @@ def describe(model: nn.Module) -> ModelDescription:
 
 
 def profile_ranks(
-    model: ModelWrapper,
-    optimizer: OptimizerWrapper,
     trial: TrialRun,
     description: ModelDescription,
     *,
@@ -135,6 +111,7 @@ def profile_ranks(
 ) -> BatchProfile:
     """Measure every rank's largest micro-batch and times, all at once, and a synchronization (Poplar, Algorithm 1).
     Model, optimizer, buffers, gradients and random state are restored bit for bit."""
+    model, optimizer = trial.model, trial.optimizer
     size, cap = 1, cap // multiple_of
 
     def run(units: int) -> tuple[float, float]:
@@ -279,7 +256,7 @@ def _identity(description: ModelDescription, stage: int, precision: str, state_b
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[BatchProgress], None]]:
+def _progress() -> Iterator[Callable[[Progress], None]]:
     """Show on rank 0 what it measures and how long it takes; yields the function to call with the progress."""
     if dist.get_rank() != 0:
         yield lambda progress: None

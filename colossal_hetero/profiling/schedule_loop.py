@@ -21,14 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..colossalai_support.accelerator import get_accelerator
+from ..colossalai_support.accelerator import recorded_event
 from .layer_passes import Duration, LayerPasses, clock
 
 # isort: split
 from colossalai.pipeline import p2p
 from colossalai.pipeline.schedule import OneForwardOneBackwardSchedule
-
-__all__ = ["Loopback", "ScheduleLoop", "loopback"]
 
 MICRO_BATCHES = 4
 CUTS = 2
@@ -44,9 +42,6 @@ class Loopback(Protocol):
 
     def receive(self, buffer: Tensor) -> None:
         """Wait for the next message."""
-
-    def finish(self) -> None:
-        """Wait until all messages are sent."""
 
 
 class _SocketLoopback:
@@ -71,9 +66,6 @@ class _SocketLoopback:
             with suppress(BlockingIOError):
                 missing = missing[self._in.recv_into(missing) :]
             self._push()
-
-    def finish(self) -> None:
-        assert not self._unsent
 
     def close(self) -> None:
         self._out.close()
@@ -104,9 +96,6 @@ class _DeviceLoopback:
 
     def receive(self, buffer: Tensor) -> None:
         buffer.detach().copy_(self._sent.popleft())
-
-    def finish(self) -> None:
-        assert not self._sent
 
 
 @contextmanager
@@ -182,11 +171,7 @@ class _BlockStage(nn.Module):
 
     def _now(self) -> Any:
         """Now; on a device that computes asynchronously, an event in its order, so that the host does not wait."""
-        if self._on_cpu:
-            return clock()
-        event = get_accelerator().Event(enable_timing=True)
-        event.record()
-        return event
+        return clock() if self._on_cpu else recorded_event()
 
 
 class ScheduleLoop:
@@ -212,7 +197,6 @@ class ScheduleLoop:
             self._schedule.forward_backward_step(self._stage, iter([batch]), None, self._stage)
             whole = clock() - begin
         self._messages.receive(torch.empty_like(self._hidden))
-        self._messages.finish()
         own = whole - self._stage.inside()
         parts = MICRO_BATCHES * CUTS
         return Duration(max(own.wall, 0.0) / parts, max(own.cpu, 0.0) / parts)

@@ -19,8 +19,6 @@ from torch.utils.data import DataLoader
 from ..colossalai_support.accelerator import get_accelerator
 from .memory import reserved_memory
 
-__all__ = ["TrainingStep", "TrialRun", "default_training_step", "with_dicts"]
-
 TrainingStep = Callable[[nn.Module, "Callable | None", Any], torch.Tensor]
 """``(model, criterion, batch) -> mean loss over the batch``, with the batch on the device."""
 

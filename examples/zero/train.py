@@ -43,7 +43,7 @@ import colossalai
 from colossalai.accelerator import get_accelerator
 from colossalai.booster import Booster
 
-from colossal_hetero import HeteroZeroPlugin
+from colossal_hetero import BatchConfig, HeteroZeroPlugin
 from colossal_hetero.testing.in_process import repeat_passes
 from examples.common.flags.parser import UsageError
 from examples.common.flags.slow_processes import slowdowns
@@ -94,10 +94,8 @@ def train(
 
     plugin = HeteroZeroPlugin(
         stage=options.stage if options.stage == "auto" else int(options.stage),
-        global_batch_size=options.global_batch,
+        batches=BatchConfig(global_batch_size=options.global_batch, method=method, profile=profile),
         precision=options.precision,
-        method=method,
-        profile=profile,
     )
     loader = plugin.prepare_dataloader(
         train_images, shuffle=True, seed=options.seed, drop_last=True, collate_fn=whole_batch

@@ -73,7 +73,8 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     tensors += [value for entry in optimizer.state.values() for value in entry.values()]
     for tensor in tensors:
         state.update(tensor.numpy().tobytes())
-    rest = [random.getstate(), np.random.get_state()[1].tolist(), [module.training for module in model.modules()]]
+    rest: list[Any] = [random.getstate(), np.random.get_state()[1].tolist(), np.random.get_state()[2]]
+    rest.append([module.training for module in model.modules()])
     rest += [parameter.grad is None for parameter in model.parameters()]
     rest += [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     state.update(repr(rest).encode())

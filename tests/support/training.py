@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
-from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin
+from colossal_hetero import BalanceConfig, BatchConfig, HeteroHybridParallelPlugin, HeteroZeroPlugin
 from colossal_hetero.balance.clock import IterationTimes, KindTimes
 from colossal_hetero.layers import TimmViTPolicy
 from colossal_hetero.plugin.hybrid import layer_balancing
@@ -195,3 +196,10 @@ def assert_same_parameters(actual: dict[str, Tensor], expected: dict[str, Tensor
     assert list(actual) == list(expected), what
     for name in expected:
         assert torch.equal(actual[name], expected[name]), f"{what}: {name} differs"
+
+
+def zero_plugin(stage: int | str, global_batch_size: int, **options: Any) -> HeteroZeroPlugin:
+    """A plugin with these settings of batches and other options."""
+    names = {each.name for each in dataclasses.fields(BatchConfig)} & options.keys()
+    settings = {name: value for name in names if (value := options.pop(name)) is not None}
+    return HeteroZeroPlugin(stage, batches=BatchConfig(global_batch_size=global_batch_size, **settings), **options)

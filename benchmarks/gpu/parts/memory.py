@@ -118,8 +118,6 @@ def profiled(device: torch.device, search: BatchSearch) -> tuple[int, int, float
     rank = OneRank(device, search)
     begin = time.perf_counter()
     profile = profile_ranks(
-        rank.model,
-        rank.optimizer,
         rank.trial,
         rank.description,
         stage=search.stage,

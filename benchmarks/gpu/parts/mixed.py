@@ -26,7 +26,7 @@ from benchmarks.gpu.parts.profile import Work, host_bytes_per_second, measure_la
 from benchmarks.gpu.ranks import run_ranks
 from benchmarks.gpu.vit_training import Shape
 from benchmarks.plans import price_ranks
-from colossal_hetero import HeteroHybridParallelPlugin, HeteroZeroPlugin
+from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin, HeteroZeroPlugin
 from colossal_hetero.cli.probe_ranks import measure_links
 from colossal_hetero.planner.batches.batch_profile import load_profile
 from colossal_hetero.planner.cluster.topology import MeasuredLink
@@ -71,7 +71,13 @@ def train(device: torch.device, job: Job, stage: int, profile: str) -> Trained:
     model = job.shape.build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     plugin = HeteroZeroPlugin(
-        stage, job.shape.batch, profile=profile, max_micro_batch=job.max_micro_batch, reallocate_above=float("inf")
+        stage,
+        batches=BatchConfig(
+            global_batch_size=job.shape.batch,
+            profile=profile,
+            max_micro_batch=job.max_micro_batch,
+            reallocate_above=float("inf"),
+        ),
     )
     booster = Booster(plugin=plugin)
     loader = plugin.prepare_dataloader(_data(job))

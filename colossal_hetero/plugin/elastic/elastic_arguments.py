@@ -18,8 +18,6 @@ from ..plan_config import PlanConfig
 from ..replicas.unequal_replicas import why_not_unequal
 from .joining import KnownKinds
 
-__all__ = ["check_elastic", "cluster_of", "elastic_planning", "profile_of", "seated"]
-
 
 def check_elastic(elastic: Any, arguments: Mapping[str, Any]) -> None:
     if not isinstance(elastic, ElasticConfig):

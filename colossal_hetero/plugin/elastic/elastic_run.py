@@ -37,8 +37,8 @@ from ...elastic.held_layers import CatchUp, Held, HeldLayers, Recovery, Recovery
 from ...layers.seeded_passes import SeededPasses
 from ...planner.cost.runnable import NoPlanError
 from ...profiling.model_layers import find_block_row
-from ..part import PluginPart, TrainingObjects
 from ..replicas.replica_gradients import Commit, exchange
+from ..training_objects import TrainingObjects
 from .evaluations import (
     NOTHING,
     START_AGAIN,
@@ -54,8 +54,6 @@ from .evaluations import (
 from .joining import WaitForNodes
 from .members import Members
 
-__all__ = ["Build", "ElasticRun"]
-
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -66,7 +64,7 @@ Build = Callable[[Sequence[str], Sequence[HeldLayers | None], int | None], tuple
 MAX_FAILURES = 3  # of a step with the same members; then training ends
 
 
-class ElasticRun(PluginPart):
+class ElasticRun:
     rejoins = True  # this process can join another world, if a member is lost while it joins one
 
     def __init__(self, members: Members, build: Build, config: ElasticConfig) -> None:

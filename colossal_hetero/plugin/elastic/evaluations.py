@@ -28,20 +28,7 @@ from ...checkpoint.restoring import Restoring
 from ...checkpoint.run_states import restore_run, run_state_of
 from ...elastic.held_layers import CatchUp, Held, RecoveryDecision, Standing
 from ...elastic.moves import HoldingsLost, all_holdings, empty_piece, inheritance, move_pieces
-from ..part import TrainingObjects
-
-__all__ = [
-    "NOTHING",
-    "START_AGAIN",
-    "Evaluations",
-    "StateLost",
-    "Template",
-    "has_to_repeat",
-    "is_joined_inside",
-    "receive_state",
-    "release_state",
-    "restore",
-]
+from ..training_objects import TrainingObjects
 
 
 class Evaluations:

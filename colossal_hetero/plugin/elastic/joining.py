@@ -16,8 +16,6 @@ from ...planner.profile.fitted_profiles import with_kind
 from ...planner.profile.layer_profile import ModelProfile
 from .members import Members
 
-__all__ = ["KnownKinds", "TooFewNodes", "WaitForNodes"]
-
 SECONDS_PER_LOOK = 0.1  # between two looks whether another process has measured
 
 

@@ -21,9 +21,6 @@ from ...elastic.signals import FileNotice, SignalNotice
 from ...elastic.world import JobEndedError, MembershipTiming, World
 from ...planner.cluster.topology import Topology
 
-__all__ = ["JobMember", "Members", "RestartedMember"]
-
-
 KEEP_ALIVE_ATTEMPTS = 4
 SECONDS_PER_LOOK = 0.1  # between two looks who else has started
 

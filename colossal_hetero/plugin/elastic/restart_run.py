@@ -43,13 +43,10 @@ from ...elastic.memory_file import (
 from ...elastic.signals import AbortWatch, TerminationWatch
 from ...elastic.state_keeper import StateKeeper
 from ...planner.cluster.topology import Topology
-from ..part import TrainingObjects
 from ..replicas.replica_gradients import Commit
+from ..training_objects import TrainingObjects
 from .elastic_run import Build, ElasticRun
 from .members import JobMember, Members, RestartedMember
-
-__all__ = ["PresentCheckpointIO", "RestartRun", "elastic_run_of", "members_of"]
-
 
 T = TypeVar("T")
 

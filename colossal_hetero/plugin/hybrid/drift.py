@@ -27,8 +27,6 @@ from ...planner.profile.layer_profile import ModelProfile
 from ...planner.stages.pipeline import Pipeline, Slot, Split, evaluate
 from ...planner.stages.split_methods import split
 
-__all__ = ["DriftReport", "DriftWatch", "PassSeconds", "Proposal", "StageClock", "StageDrift", "compare"]
-
 
 @dataclass(frozen=True)
 class PassSeconds:

@@ -41,20 +41,24 @@ from ..elastic.elastic_arguments import check_elastic, cluster_of, elastic_plann
 from ..elastic.elastic_run import ElasticRun
 from ..elastic.joining import KnownKinds
 from ..elastic.restart_run import PresentCheckpointIO, elastic_run_of, members_of
-from ..part import PluginPart, TrainingObjects
 from ..plan_config import PlanConfig
 from ..replicas.unequal_replicas import ReplicaCheckpointIO, why_layer_sums
-from ..uneven_batches import PipelineBatches, UnevenBatches, check_pipeline_batches
+from ..training_objects import TrainingObjects
+from ..uneven_batches import PipelineBatches, UnevenBatches, check_batches, check_pipeline_batches
 from ..zero.elementwise_updates import check_sharding
 from ..zero.overlapped_optimizer import split_off_overlap, summing_in_passes
 from .drift import DriftReport
 from .layer_balancing import LayerBalancing
 from .plan_agreement import agree_on_next_plan
-from .plan_checks import check_lora, set_layers_per_chunk, split_off_layers_per_chunk, unequal_layer_counts
+from .plan_checks import (
+    check_lora,
+    check_model_at_division,
+    set_layers_per_chunk,
+    split_off_layers_per_chunk,
+    unequal_layer_counts,
+)
 from .planned_run import PlannedRun, training_sizes_kept
 from .plugin_arguments import OneStageSchedule, arguments_by_name, check_uneven_batches, check_world_size, zero_in_fp32
-
-__all__ = ["HeteroHybridParallelPlugin"]
 
 
 class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
@@ -152,8 +156,6 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
     ) -> None:
         if not isinstance(balance, BalanceConfig | None):
             raise TypeError(f"balance={balance!r} is not a BalanceConfig; write BalanceConfig(mode=...)")
-        if not isinstance(batches, BatchConfig | None):
-            raise TypeError(f"batches={batches!r} is not a BatchConfig; write BatchConfig(global_batch_size=...)")
         if not isinstance(planning, PlanConfig | None):
             raise TypeError(f"planning={planning!r} is not a PlanConfig; write PlanConfig(cluster=..., profile=...)")
         check_config(checkpoints)
@@ -161,7 +163,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             missing = [name for name, size in (("tp_size", tp_size), ("pp_size", pp_size)) if size is None]
             raise TypeError(f"missing {' and '.join(missing)}, which may be left out only with a plan")
         self.balance = balance or BalanceConfig()
-        self.batches = batches
+        self.batches = check_batches(batches)
         self.planning = planning or PlanConfig()
         self.custom_policy: Policy | None
         arguments = arguments_by_name(args, kwargs) | dict(tp_size=tp_size, pp_size=pp_size)
@@ -171,18 +173,14 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
                 "parts of them, which would have another precision; use mode 'off', or leave use_fp8 out"
             )
         self._planned = None if plan is None else PlannedRun(plan, self.planning, arguments, batches)
-        self._balancing = LayerBalancing(self.balance, is_elastic=self._elastic is not None)
-        self._uneven_batches = None if batches is None else self._make_uneven_batches(batches, arguments)
-        self._checkpoints = None if checkpoints is None else self._make_checkpoints(checkpoints)
-        # In the order in which they attach, each around the parts before it. The plan's clock times only the passes.
-        # Balancing ends an iteration when the optimizer steps; uneven batches, around it, step once per global batch.
-        self._unequal = None if self._planned is None else self._planned.unequal
-        elastic = self._elastic
-        parts = (self._checkpoints, self._planned, self._balancing, self._uneven_batches, self._unequal, elastic)
-        self._parts: tuple[PluginPart, ...] = tuple(part for part in parts if part is not None)
-
         if self._planned is not None:
-            arguments = self._planned.arguments(arguments)
+            arguments = self._planned.arguments
+        self._balancing = LayerBalancing(self.balance, is_elastic=self._elastic is not None)
+        self._unequal = None if self._planned is None else self._planned.unequal
+        self._uneven_batches = self._make_uneven_batches(arguments)
+        is_broken = None if self._elastic is None else self._elastic.is_broken
+        changed, ordinary = self._balancing.weights_changed, self._balancing.ordinary_shards
+        self._checkpoints = None if checkpoints is None else Checkpoints(checkpoints, changed, is_broken, ordinary)
         if self._unequal is None:
             check_world_size(arguments["tp_size"], arguments["pp_size"])
         micro_batches = self._micro_batches(arguments)
@@ -200,26 +198,26 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             self.dp_size = len(self._unequal.plan.replicas)
         if layers_per_chunk is not None:
             set_layers_per_chunk(self.stage_manager, layers_per_chunk)
-        if batches is not None:
-            check_uneven_batches(batches, self)
-        if self._planned is not None:
-            self._planned.check_plugin(self)
+        if self._planned is not None and self.stage_manager is not None:
+            check_model_at_division(self.stage_manager, self._planned.plan)
         if self.balance.mode != "off" and self.tp_size == 1:
             warnings.warn(f"balance mode {self.balance.mode!r} has nothing to balance with tp_size=1", stacklevel=2)
-
-    def _make_checkpoints(self, config: CheckpointConfig) -> Checkpoints:
-        is_broken = None if self._elastic is None else self._elastic.is_broken
-        return Checkpoints(config, self._balancing.weights_changed, is_broken, self._balancing.ordinary_shards)
 
     def _plan_in_words(self) -> str:
         zero = f", ZeRO stage {self.zero_stage}" if self.zero_stage else ""
         return f"dp {self.dp_size}, pp {self.pp_size}, tp {self.tp_size}{zero}"
 
-    def _make_uneven_batches(self, batches: BatchConfig, arguments: Mapping[str, Any]) -> UnevenBatches:
-        pp_size = len(self._planned.plan.layers_per_stage) if self._planned is not None else arguments["pp_size"]
-        if pp_size <= 1:
+    def _make_uneven_batches(self, arguments: Mapping[str, Any]) -> UnevenBatches | None:
+        batches = self.batches
+        if self._unequal is not None and batches is None:
+            plan = self._unequal.plan
+            return PipelineBatches(BatchConfig(global_batch_size=plan.global_batch), plan.micro_batch, plan)
+        if batches is None:
+            return None
+        check_uneven_batches(batches, arguments)
+        if arguments["pp_size"] <= 1:
             return UnevenBatches(batches)
-        check_pipeline_batches(batches, {**arguments, "pp_size": pp_size}, self._planned is not None)
+        check_pipeline_batches(batches, arguments, self._planned is not None)
         return PipelineBatches(batches, arguments["microbatch_size"])
 
     def _micro_batches(self, arguments: Mapping[str, Any]) -> tuple[int | None, int | None]:
@@ -257,7 +255,8 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
 
     @property
     def replica_micro_batches(self) -> tuple[int, ...]:
-        """Micro-batches of a global batch, by replica; () without ``batches`` or pipeline, and before ``boost``."""
+        """Micro-batches of a global batch, by replica, with a plan of unequal replicas, or with ``batches`` and a
+        pipeline (after ``boost``); otherwise ()."""
         return self._uneven_batches.micro_batches if isinstance(self._uneven_batches, PipelineBatches) else ()
 
     def configure(
@@ -275,9 +274,16 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
 
     def _configure(self, objects: TrainingObjects) -> TrainingObjects:
         watch_ranks()
-        for part in self._parts:
-            objects = part.before_configure(self, objects)
-        if self.zero_stage and objects.optimizer is not None:
+        is_trained = objects.optimizer is not None
+        if self._checkpoints is not None and is_trained:
+            self._checkpoints.note(objects)
+        if self._planned is not None:
+            self._planned.check_objects(self, objects)
+        if self._uneven_batches is not None and is_trained:
+            objects = self._uneven_batches.before_configure(self, objects)
+        if self._elastic is not None:
+            self._elastic.before_configure(self, objects)
+        if self.zero_stage and is_trained:
             check_sharding(objects.optimizer, "zero_stage", self.zero_stage, distributed=self._unequal is None)
         with (
             self._balancing.hetero_layers(self, objects.model),
@@ -286,24 +292,28 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             zero_in_fp32(self),
         ):
             objects = TrainingObjects(*super().configure(*objects))
-        for part in self._parts:
-            part.change_model(self, objects)
-        if objects.optimizer is not None:
-            replica = replica_of(objects.model, objects.optimizer)
-            if replica is not None:
-                refuse_unfinished_sums(replica, objects.optimizer)
-            for part in self._parts:
-                part.measure(self, objects)
-            for part in self._parts:
+        if self._planned is not None:
+            self._planned.recompute(objects)
+        if not is_trained:
+            return objects
+        replica = replica_of(objects.model, objects.optimizer)
+        if replica is not None:
+            refuse_unfinished_sums(replica, objects.optimizer)
+        if self._uneven_batches is not None:
+            self._uneven_batches.measure(self, objects)  # before anything counts the trials as iterations
+        # Each attaches around those before it. The plan's clock times only the passes. Balancing ends an iteration when
+        # the optimizer steps; uneven batches, around it, step once per global batch.
+        for part in (self._checkpoints, self._planned, self._balancing, self._uneven_batches, self._elastic):
+            if part is not None:
                 part.attach(self, objects)
-            self._refuse_unsummed_steps(objects.model, objects.optimizer)
-            name_ended_ranks(objects.model, objects.optimizer)
+        self._refuse_unsummed_steps(objects.model, objects.optimizer)
+        name_ended_ranks(objects.model, objects.optimizer)
         return objects
 
     def _refuse_unsummed_steps(self, model: ModelWrapper, optimizer: OptimizerWrapper) -> None:
         """Refuse steps on gradients that are not summed, where uneven batches or unequal pipelines do not do it."""
         in_pipeline = self.scheduler is not None
-        checks_itself = self._unequal if in_pipeline else self._uneven_batches
+        checks_itself = self._unequal if in_pipeline else self.batches
         if checks_itself is not None:
             return
         if self.dp_size > 1 or self.zero_stage or self.enable_sequence_parallelism or model.shared_params:
@@ -325,12 +335,10 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         ``seed`` is also that of the order, as in all loaders of the package; by default it is Colossal-AI's."""
         make_loader = super().prepare_dataloader
         if self._uneven_batches is not None:
-            return self._uneven_batches.prepare_dataloader(self, make_loader, dataset, batch_size, *args, **kwargs)
-        if self._unequal is not None:
             if self._elastic is not None and batch_size is None:
                 # Samples are seeded one by one, and data sets with __getitems__ are asked for whole batches.
                 kwargs.setdefault("seeds_samples", not hasattr(dataset, "__getitems__"))
-            return self._unequal.prepare_dataloader(make_loader, dataset, batch_size, *args, **kwargs)
+            return self._uneven_batches.prepare_dataloader(self, make_loader, dataset, batch_size, *args, **kwargs)
         if self._planned is not None and batch_size is None:
             batch_size = self._planned.batch_size
         return make_even_loader(make_loader, dataset, batch_size, *args, **kwargs)
@@ -367,27 +375,20 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
     def _execute(
         self, data_iter: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any
     ) -> dict:
-        if torch.is_grad_enabled() and self._planned is not None and self.batches is None:
-            data_iter = self._planned.checked_batches(data_iter)
-        if self._unequal is not None and torch.is_grad_enabled():
-            with naming_ended_ranks():
-                return self._train_replica(data_iter, model, criterion, *args, **kwargs)
-        if self.scheduler is None:
-            return self._one_stage.forward_backward_step(model, data_iter, criterion, *args, **kwargs)
         if not torch.is_grad_enabled():
             return self._evaluate(data_iter, model, criterion, *args, **kwargs)
+        if self._planned is not None and self._uneven_batches is None:
+            data_iter = self._planned.checked_batches(data_iter)
 
-        optimizer = args[0] if args else kwargs.get("optimizer")
-
-        def execute(criterion: Callable) -> dict:
-            with noted_passes(model, optimizer), summing_in_passes(self.scheduler, optimizer):
-                return super(HeteroHybridParallelPlugin, self).execute_pipeline(
-                    data_iter, model, criterion, *args, **kwargs
-                )
+        def run_passes(batches: Iterator, criterion: Callable) -> dict:
+            return self._run_passes(batches, model, criterion, *args, **kwargs)
 
         with naming_ended_ranks():
-            uneven = self._uneven_batches
-            result = uneven.run(execute, criterion) if isinstance(uneven, PipelineBatches) else execute(criterion)
+            if isinstance(self._uneven_batches, PipelineBatches):
+                schedule = self.scheduler or self._one_stage
+                result = self._uneven_batches.run(schedule, run_passes, data_iter, criterion)
+            else:
+                result = run_passes(data_iter, criterion)
         if self._planned is not None:
             self._planned.after_passes()
         return result
@@ -395,6 +396,8 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
     def _evaluate(
         self, data_iter: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any
     ) -> dict:
+        if self.scheduler is None:
+            return self._one_stage.forward_backward_step(model, data_iter, criterion, *args, **kwargs)
         if isinstance(self.scheduler, ZeroBubbleVPipeScheduler):
             raise ValueError(
                 "Colossal-AI's zero-bubble schedule cannot evaluate; save the model, and evaluate it with another "
@@ -411,25 +414,24 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         ):
             return super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
 
-    def _train_replica(
+    def _run_passes(
         self, data_iter: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any
     ) -> dict:
-        assert self._unequal is not None and self._planned is not None
-        passes = super().execute_pipeline
+        """Train on a batch of this replica, with the sums that belong to its passes."""
         optimizer = args[0] if args else kwargs.get("optimizer")
+        if self._unequal is None:
+            if self.scheduler is None:
+                return self._one_stage.forward_backward_step(model, data_iter, criterion, *args, **kwargs)
+            with noted_passes(model, optimizer), summing_in_passes(self.scheduler, optimizer):
+                return super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
+        schedule = self.scheduler or self._one_stage
         sums = model.require_grad_sync and getattr(optimizer, "require_grad_sync", True)
-
-        def execute(batches: Iterator, weighted: Callable) -> dict:
+        with model.gradients.sums.passes((lambda: schedule.num_microbatches) if sums else None):
             if self.scheduler is not None:
-                return passes(batches, model, weighted, *args, **kwargs)
-            result = self._one_stage.forward_backward_step(model, batches, weighted, *args, **kwargs)
+                return super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
+            result = self._one_stage.forward_backward_step(model, data_iter, criterion, *args, **kwargs)
             if self.zero_stage == 0 and sums:
                 model.sync_dp_grads()
-            return result
-
-        schedule = self.scheduler or self._one_stage
-        result = self._unequal.run(schedule, execute, data_iter, model, criterion, sums)
-        self._planned.after_passes()
         return result
 
     def enable_lora(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -483,8 +485,8 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
 
     def micro_batch_place(self, number: int) -> tuple[int, int]:
         """First sample and number of samples of this rank's micro-batch ``number`` in the current global batch."""
-        assert self._unequal is not None
-        return self._unequal.first_sample(number), self._unequal.plan.micro_batch
+        assert self.plan is not None and isinstance(self._uneven_batches, PipelineBatches)
+        return self._uneven_batches.first_sample(number), self.plan.micro_batch
 
     def save_last(
         self, model: ModelWrapper, optimizer: OptimizerWrapper, lr_scheduler: Any, dataloader: Any, step: int
@@ -500,8 +502,8 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
 
     def adopt(self, model: ModelWrapper, dataloader: Any) -> None:
         """Let the script's model and loader be those of this plugin, which was made again."""
-        assert self._unequal is not None
-        self._unequal.continue_loader(dataloader)
+        assert isinstance(self._uneven_batches, PipelineBatches)
+        self._uneven_batches.continue_loader(self, dataloader)
         if self._checkpoints is not None:
             self._checkpoints.adopt(model)
 

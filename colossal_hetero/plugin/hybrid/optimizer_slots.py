@@ -18,8 +18,6 @@ from ...checkpoint.optimizer_memory import masters_of
 from ...layers.unit_mover import StateSlot, put_data
 from ...profiling.preserved_state import inner_optimizer
 
-__all__ = ["ELEMENTWISE", "HybridOptimizerMemory"]
-
 ELEMENTWISE: tuple[type, ...] = (
     *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),
     *(torch.optim.RMSprop, FusedAdam, CPUAdam, HybridAdam),

@@ -18,8 +18,6 @@ from ...planner.profile.fitted_profiles import on_links
 from ...planner.profile.layer_profile import ModelProfile, load_profile
 from ..plan_config import PlanConfig
 
-__all__ = ["Agreement", "agree_on_next_plan", "agree_on_plan", "as_launched", "best_plan"]
-
 SEARCHED = 100  # of so many plans, the fastest with ``min_replicas`` is taken
 
 

@@ -1,39 +1,21 @@
-"""Checks that what is trained fits the plan: the model, the data loader, its batches, uneven batches, and LoRA."""
+"""Checks that a model fits the plan, and stages with chosen numbers of layers in every schedule."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from colossalai.pipeline.stage_manager import PipelineStageManager
 from colossalai.shardformer.layer import linear
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
-from ...common.text import count, spans
-from ...data_parallel.config import BatchConfig
+from ...colossalai_support.corrections import replaced
+from ...common.text import spans
 from ...planner.cost.plan import Plan
 from ...profiling.model_layers import find_block_row
-
-__all__ = [
-    "batches_to_evaluate",
-    "check_batch_size",
-    "check_global_batch",
-    "check_lora",
-    "check_model",
-    "check_model_at_division",
-    "check_one_row",
-    "checked_batches",
-    "set_layers_per_chunk",
-    "split_off_layers_per_chunk",
-    "unequal_layer_counts",
-    "valid_batch_sizes",
-]
-
 
 # Unequal chunks ------------------------------------------------------------------------------------------------------
 # Unequal stages in schedules with several chunks per stage. Of ``stages × chunks`` interleaved chunks, stage s holds s,
@@ -93,8 +75,7 @@ def check_one_row(stage_manager: PipelineStageManager, num_stages: int | None) -
         )
 
 
-@contextmanager
-def unequal_layer_counts() -> Iterator[None]:
+def unequal_layer_counts() -> AbstractContextManager[None]:
     """Let stages build different numbers of the layers that zero-bubble schedules use. Each such layer asks all ranks
     how many they have built, to choose the random state for new weights, and waits for ever if a rank builds fewer. The
     layers are made from layers that have weights and need no random state, so the question is left out."""
@@ -105,11 +86,7 @@ def unequal_layer_counts() -> Iterator[None]:
             offsets["offset_by_index"] = False
         return make(seed, process_group, **offsets)
 
-    linear.create_randomizer_with_offset = make_locally
-    try:
-        yield
-    finally:
-        linear.create_randomizer_with_offset = make
+    return replaced(linear, create_randomizer_with_offset=make_locally)
 
 
 def check_model(model: nn.Module, plan: Plan) -> None:
@@ -143,14 +120,6 @@ def _other_model(plan: Plan, num_layers: int) -> str:
     )
 
 
-def check_global_batch(plan: Plan, batches: BatchConfig) -> None:
-    if batches.global_batch_size != plan.global_batch:
-        raise ValueError(
-            f"global_batch_size={batches.global_batch_size} in batches contradicts the plan, which has "
-            f"{plan.global_batch}; use {plan.global_batch}, or make a plan for {batches.global_batch_size}"
-        )
-
-
 def check_lora(plan: Plan) -> None:
     """Raise ``ValueError`` if LoRA adapters could not be saved: rank 0 saves what the first stage gathers."""
     ranks = sorted(plan.rank_order[0][0])
@@ -158,55 +127,4 @@ def check_lora(plan: Plan) -> None:
         raise ValueError(
             f"LoRA adapters are saved by rank 0, which must be in the first stage, but that has rank {spans(ranks)}; "
             "launch the ranks in the order of the plan's stages, or train without LoRA"
-        )
-
-
-def valid_batch_sizes(plan: Plan) -> tuple[int, ...]:
-    """Samples that a replica's data loader may have in a batch, first those of a whole batch. Without a pipeline the
-    training loop may also accumulate gradients itself, so that the loader has micro-batches."""
-    whole = plan.micro_batch * plan.replicas[0].micro_batches
-    return (whole,) if len(plan.layers_per_stage) > 1 else (whole, plan.micro_batch)
-
-
-def check_batch_size(plan: Plan, batch_size: int | None) -> None:
-    """Raise ``ValueError`` if a replica's batch of ``batch_size`` samples does not fit ``plan``; None is unknown."""
-    _check_size(plan, batch_size, valid_batch_sizes(plan))
-
-
-def checked_batches(batches: Iterator[Any], plan: Plan) -> Iterator[Any]:
-    """Pass on a replica's ``batches``; raises ``ValueError`` if one does not have the size that the plan has."""
-    for batch in batches:
-        samples = _samples(batch)
-        if samples is not None:
-            _check_size(plan, samples, valid_batch_sizes(plan)[:1])
-        yield batch
-
-
-def batches_to_evaluate(batches: Iterator[Any], plan: Plan) -> Iterator[Any]:
-    """Pass on a replica's ``batches``; raises ``ValueError`` if the interleaved schedule cannot evaluate one. It
-    takes micro-batches in groups, one for each stage, and mixes up those of a smaller group."""
-    for batch in batches:
-        samples, stages = _samples(batch), len(plan.layers_per_stage)
-        if plan.schedule == "interleaved" and samples is not None:
-            micro_batches = -(-samples // plan.micro_batch)
-            if micro_batches % stages:
-                raise ValueError(
-                    f"a batch of {count(samples, 'sample')} is {count(micro_batches, 'micro-batch')} of "
-                    f"{plan.micro_batch}, but the interleaved schedule needs a multiple of {stages}, the number of "
-                    f"stages; evaluate a multiple of {stages * plan.micro_batch} samples"
-                )
-        yield batch
-
-
-def _samples(batch: Any) -> int | None:
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-    return len(tensors[0]) if tensors else None
-
-
-def _check_size(plan: Plan, batch_size: int | None, valid: tuple[int, ...]) -> None:
-    if batch_size is not None and batch_size not in valid:
-        raise ValueError(
-            f"a batch of {batch_size} samples does not fit the plan: each of its {len(plan.replicas)} replicas takes "
-            f"{count(plan.replicas[0].micro_batches, 'micro-batch')} of {plan.micro_batch}; use "
-            f"batch_size={' or '.join(map(str, valid))} (and drop_last=True)"
         )

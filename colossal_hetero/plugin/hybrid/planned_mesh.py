@@ -13,7 +13,7 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -22,41 +22,32 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from colossalai.booster.plugin import hybrid_parallel_plugin
-from colossalai.cluster import ProcessGroupMesh
+from colossalai.cluster import ProcessGroupMesh, process_group_mesh
+from numpy.typing import ArrayLike
 from torch.distributed import distributed_c10d
 
+from ...colossalai_support.corrections import ModuleProxy, replaced
 from ...colossalai_support.gpu_over_gloo import support_gpus_over_gloo
 from ...common.ranks import world_timeout
 from ...planner.cluster.group_networks import Adapter, Network, group_network, process_environment
 from ...planner.cluster.topology import Topology
 from ...planner.cost.plan import Plan
 
-__all__ = [
-    "PlannedMesh",
-    "environment",
-    "make_group",
-    "ordered_group",
-    "plan_groups",
-    "planned_mesh",
-    "set_adapter_variables",
-    "usable_network",
-]
-
-
-MakeGroup = Callable[[Sequence[int]], dist.ProcessGroup]
+MakeGroup = Callable[[tuple[int, ...]], Any]
+"""The group of these ranks, numbered in this order."""
 
 
 class PlannedMesh(ProcessGroupMesh):
-    """``ProcessGroupMesh`` with a given rank at each position."""
+    """``ProcessGroupMesh`` with a given rank at each position: all ranks, or those of one replica. What the parent
+    class calls a rank is a position; what it returns is a global rank. ``others``: further groups that end with it."""
 
-    def __init__(self, *size: int, ranks: Sequence[int], make_group: MakeGroup | None = None) -> None:
+    def __init__(
+        self, *size: int, ranks: Sequence[int], make_group: MakeGroup | None = None, others: Iterable[Any] = ()
+    ) -> None:
         super().__init__(*size)
-        world = dist.get_world_size()
-        if sorted(ranks) != list(range(world)):
-            raise ValueError(f"ranks={list(ranks)} must hold each of the {world} ranks 0 to {world - 1} once")
         self._ranks = tuple(int(rank) for rank in ranks)
-        self._make_group = make_group or ordered_group
-        # From here on, what the parent class calls a rank is a position.
+        self._make_group, self._others = make_group or ordered_group, others
+        self._ranks_to_group: dict[tuple[int, ...], Any] = {}
         self._rank = self._ranks.index(dist.get_rank())
         self._coord = ProcessGroupMesh.unravel(self._rank, self._shape)
 
@@ -71,18 +62,19 @@ class PlannedMesh(ProcessGroupMesh):
         return self._ranks[ProcessGroupMesh.ravel(coord, shape, mode)]
 
     def get_ranks_in_group(self, group: dist.ProcessGroup) -> list[int]:
-        return [self._ranks[position] for position in super().get_ranks_in_group(group)]
+        return list(dist.get_process_group_ranks(group))
 
-    def _get_group(self, ranks_in_group: Iterable[int], backend: str | None = None) -> dist.ProcessGroup:
-        """The group of these positions, made if it does not exist. (The parent class calls positions ranks.)"""
-        positions = tuple(sorted(ranks_in_group))
+    def _get_group(self, ranks_in_group: Iterable[int], backend: str | None = None) -> Any:
+        positions = tuple(sorted(set(ranks_in_group)))
         if positions not in self._ranks_to_group:
-            ranks = [self._ranks[position] for position in positions]
-            group = self._make_group(ranks) if backend is None else ordered_group(ranks, backend=backend)
-            self._ranks_to_group[positions] = group
-            if group is not dist.GroupMember.NON_GROUP_MEMBER:
-                self._group_to_ranks[group] = positions
+            self._ranks_to_group[positions] = self._make_group(tuple(self._ranks[each] for each in positions))
         return self._ranks_to_group[positions]
+
+    def destroy_mesh_process_groups(self) -> None:
+        # The parent class reads the values, and passes over groups that are destroyed already.
+        every = [*self._ranks_to_group.values(), *self._others]
+        self._ranks_to_group = {(number,): group for number, group in enumerate(every)}
+        super().destroy_mesh_process_groups()
 
 
 def ordered_group(ranks: Sequence[int], **options: Any) -> dist.ProcessGroup:
@@ -109,17 +101,25 @@ def _unsorted_ranks() -> Iterator[None]:
 
 @contextmanager
 def planned_mesh(
-    rank_order: Sequence[Sequence[Sequence[int]]], dp_outside: bool, make_group: MakeGroup | None = None
+    rank_order: ArrayLike, dp_outside: bool, make_group: MakeGroup | None = None, others: Iterable[Any] = ()
 ) -> Iterator[None]:
-    """Let hybrid-parallel plugins that are constructed inside have a :class:`PlannedMesh`."""
+    """Let hybrid-parallel plugins that are constructed inside have a :class:`PlannedMesh`, and see only the ranks in
+    ``rank_order``, ``[replicas, stages, tensor parallel]``: all, or those of one replica."""
     order = np.asarray(rank_order)
-    ranks = order if dp_outside else order.swapaxes(0, 1)
-    original: Any = hybrid_parallel_plugin.ProcessGroupMesh
-    hybrid_parallel_plugin.ProcessGroupMesh = partial(PlannedMesh, ranks=ranks.ravel().tolist(), make_group=make_group)
-    try:
+    ranks: list[int] = (order if dp_outside else order.swapaxes(0, 1)).ravel().tolist()
+    position = ranks.index(dist.get_rank())
+    mesh = partial(PlannedMesh, ranks=ranks, make_group=make_group, others=others)
+    with ExitStack() as stack:
+        for module in (hybrid_parallel_plugin, process_group_mesh):
+            whole = module.dist
+            seen = ModuleProxy(
+                whole,
+                get_world_size=lambda group=None: len(ranks) if group is None else dist.get_world_size(group),
+                get_rank=lambda group=None: position if group is None else dist.get_rank(group),
+            )
+            stack.enter_context(replaced(module, dist=seen))
+        stack.enter_context(replaced(hybrid_parallel_plugin, ProcessGroupMesh=mesh))
         yield
-    finally:
-        hybrid_parallel_plugin.ProcessGroupMesh = original
 
 
 # Communicators -------------------------------------------------------------------------------------------------------

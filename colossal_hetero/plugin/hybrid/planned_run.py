@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,32 +16,24 @@ import torch.distributed as dist
 from colossalai.booster.plugin import HybridParallelPlugin
 from colossalai.interface import ModelWrapper
 from colossalai.pipeline.schedule import InterleavedSchedule
+from colossalai.pipeline.schedule._utils import get_batch_size
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ...colossalai_support.corrections import replaced
+from ...common.text import count
 from ...data_parallel.config import BatchConfig
 from ...layers.dropout import repeated_dropout
 from ...planner.cost.plan import Plan
 from ...profiling.model_layers import find_block_row
-from ..part import PluginPart, TrainingObjects
 from ..plan_config import PlanConfig
 from ..replicas.unequal_replicas import UnequalReplicas, check_arguments, why_not_unequal
+from ..training_objects import TrainingObjects
 from .drift import DriftReport, DriftWatch
 from .plan_agreement import agree_on_plan, as_launched
-from .plan_checks import (
-    batches_to_evaluate,
-    check_batch_size,
-    check_global_batch,
-    check_model,
-    check_model_at_division,
-    checked_batches,
-    valid_batch_sizes,
-)
+from .plan_checks import check_model
 from .planned_mesh import ordered_group, plan_groups, planned_mesh, set_adapter_variables
 from .plugin_arguments import arguments_from_plan
-
-__all__ = ["PlannedRun", "find_recomputable_blocks", "recompute_blocks", "training_sizes_kept"]
-
 
 # Recomputation -------------------------------------------------------------------------------------------------------
 # A stage that recomputes keeps only the input of each block, whose forward pass runs again in the backward pass. The
@@ -103,8 +95,9 @@ def _without_cache(holder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     return args, kwargs | ({"use_cache": False} if holder.training else {})
 
 
-class PlannedRun(PluginPart):
-    """Runs the plan that all ranks agree on. Made by all ranks at once, before the plugin's process groups."""
+class PlannedRun:
+    """Runs the plan that all ranks agree on. Made by all ranks at once. All arguments are checked before the first
+    process group is made; ``arguments`` are those of Colossal-AI's plugin that run this rank's replica."""
 
     def __init__(
         self,
@@ -129,48 +122,53 @@ class PlannedRun(PluginPart):
             None if agreed.topology is None else plan_groups(agreed.plan, agreed.topology, planning.adapters)
         )
         layer_sums = planning.layer_sums or not self.plan.symmetric
+        self.arguments = self._checked_arguments(arguments, layer_sums)
         self.unequal = UnequalReplicas(self.plan, self._make_group or ordered_group) if layer_sums else None
 
     @property
     def batch_size(self) -> int:
-        return valid_batch_sizes(self.plan)[0]
+        """Samples of a replica's batch: all its micro-batches."""
+        return self.plan.micro_batch * self.plan.replicas[0].micro_batches
 
     @property
     def drift(self) -> DriftReport | None:
         """The last epoch's stages against the plan; None before the first epoch ends, and without a pipeline."""
         return None if self._watch is None else self._watch.report
 
-    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        if self.unequal is None:
-            return arguments_from_plan(self.plan, self.plan.replicas[0], given)
-        check_arguments(self.plan, given, self._batches is not None)
-        return arguments_from_plan(self.plan, self.unequal.replica, given)
+    def _checked_arguments(self, given: Mapping[str, Any], layer_sums: bool) -> dict[str, Any]:
+        replica = self.plan.replicas[0]
+        if layer_sums:
+            check_arguments(self.plan, given, self._batches is not None)
+            rank = dist.get_rank()
+            replica = next(each for each in self.plan.replicas if any(rank in stage.ranks for stage in each.stages))
+        if self._batches is not None and self._batches.global_batch_size != self.plan.global_batch:
+            batch, planned = self._batches.global_batch_size, self.plan.global_batch
+            raise ValueError(
+                f"global_batch_size={batch} in batches contradicts the plan, which has {planned}; use {planned}, or "
+                f"make a plan for {batch}"
+            )
+        return arguments_from_plan(self.plan, replica, given)
 
     def mesh(self, dp_outside: bool) -> AbstractContextManager[None]:
         """A context in which Colossal-AI's constructor puts every rank in the place that the plan gives it."""
         if self.unequal is not None:
-            return self.unequal.mesh(dp_outside)
+            own = [self.plan.rank_order[self.unequal.index]]
+            return planned_mesh(own, dp_outside, self.unequal.group_of, self.unequal.made)
         return planned_mesh(self.plan.rank_order, dp_outside, self._make_group)
 
-    def check_plugin(self, plugin: HybridParallelPlugin) -> None:
-        """Check ``plugin`` now, and the number of a model's blocks when it divides them."""
-        if plugin.stage_manager is not None:
-            check_model_at_division(plugin.stage_manager, self.plan)
-        if self._batches is not None:
-            check_global_batch(self.plan, self._batches)
-
-    def before_configure(self, plugin: HybridParallelPlugin, objects: TrainingObjects) -> TrainingObjects:
+    def check_objects(self, plugin: HybridParallelPlugin, objects: TrainingObjects) -> None:
         if objects.optimizer is not None and self._batches is None and self.unequal is None:
-            check_batch_size(self.plan, getattr(objects.dataloader, "batch_size", None))
+            # Without a pipeline the training loop may accumulate gradients itself, on a loader of micro-batches.
+            also_valid = () if len(self.plan.layers_per_stage) > 1 else (self.plan.micro_batch,)
+            self._check_size(getattr(objects.dataloader, "batch_size", None), *also_valid)
         if not isinstance(objects.model, ModelWrapper) and plugin.stage_manager is None:
             check_model(objects.model, self.plan)
         # All ranks, so that an error is one of all.
         stages = (stage for replica in self.plan.replicas for stage in replica.stages)
         if not isinstance(objects.model, ModelWrapper) and any(stage.recompute for stage in stages):
             self._recomputed = find_recomputable_blocks(objects.model)
-        return objects
 
-    def change_model(self, plugin: HybridParallelPlugin, objects: TrainingObjects) -> None:
+    def recompute(self, objects: TrainingObjects) -> None:
         rank = dist.get_rank()
         if self._recomputed is not None and any(
             stage.recompute and rank in stage.ranks for replica in self.plan.replicas for stage in replica.stages
@@ -194,26 +192,43 @@ class PlannedRun(PluginPart):
             self._watch.interval = objects.iterations_per_epoch
 
     def checked_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
-        return checked_batches(batches, self.plan) if self.unequal is None else batches
+        """Pass on a replica's ``batches``; raises ``ValueError`` if one does not have the size that the plan has."""
+        for batch in batches:
+            self._check_size(get_batch_size(batch))
+            yield batch
 
     def batches_to_evaluate(self, batches: Iterator[Any]) -> Iterator[Any]:
-        return batches_to_evaluate(batches, self.plan)
+        """Pass on a replica's ``batches``; raises ``ValueError`` if the interleaved schedule cannot evaluate one. It
+        takes micro-batches in groups, one for each stage, and mixes up those of a smaller group."""
+        size, stages = self.plan.micro_batch, len(self.plan.layers_per_stage)
+        for batch in batches:
+            samples = get_batch_size(batch)
+            if self.plan.schedule == "interleaved" and -(-samples // size) % stages:
+                raise ValueError(
+                    f"a batch of {count(samples, 'sample')} is {count(-(-samples // size), 'micro-batch')} of {size}, "
+                    f"but the interleaved schedule needs a multiple of {stages}, the number of stages; evaluate a "
+                    f"multiple of {stages * size} samples"
+                )
+            yield batch
+
+    def _check_size(self, samples: int | None, *also_valid: int) -> None:
+        valid = self.batch_size, *also_valid
+        if samples is not None and samples not in valid:
+            raise ValueError(
+                f"a batch of {samples} samples does not fit the plan: each of its {len(self.plan.replicas)} replicas "
+                f"takes {count(self.plan.replicas[0].micro_batches, 'micro-batch')} of {self.plan.micro_batch}; use "
+                f"batch_size={' or '.join(map(str, valid))} (and drop_last=True)"
+            )
 
     def after_passes(self) -> None:
         if self._watch is not None:
             self._watch.tick()
 
 
-@contextmanager
-def training_sizes_kept(schedule: object) -> Iterator[None]:
+def training_sizes_kept(schedule: object) -> AbstractContextManager[None]:
     """Let a 1F1B or interleaved schedule evaluate batches of another size, and train on as before. It would train with
     the number of micro-batches of the last evaluation, and asserts that all batches are as large as the last one."""
     number = "num_microbatch" if isinstance(schedule, InterleavedSchedule) else "num_microbatches"
-    sizes = (number, "microbatch_size", "batch_size", "last_batch_size")
+    sizes = (number, "microbatch_size", "batch_size", "last_batch_size", "enable_metadata_cache")
     shapes = ("send_tensor_metadata", "send_grad_metadata", "tensor_metadata_recv", "grad_metadata_recv")
-    before = {name: getattr(schedule, name) for name in (*sizes, "enable_metadata_cache", *shapes)}
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(schedule, name, value)
+    return replaced(schedule, **{name: getattr(schedule, name) for name in (*sizes, *shapes)})

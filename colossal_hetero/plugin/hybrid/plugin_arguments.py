@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,20 +24,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from ...colossalai_support.accelerator import get_accelerator
+from ...colossalai_support.corrections import replaced
 from ...common.text import count
 from ...data_parallel.config import BatchConfig
 from ...layers.timm_vit import inputs_of
 from ...planner.cost.pass_order import zero_bubble_nodes
 from ...planner.cost.plan import Plan, Replica
-
-__all__ = [
-    "OneStageSchedule",
-    "arguments_by_name",
-    "arguments_from_plan",
-    "check_uneven_batches",
-    "check_world_size",
-    "zero_in_fp32",
-]
 
 
 def arguments_by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -93,30 +85,29 @@ def check_world_size(tp_size: int, pp_size: int) -> None:
         )
 
 
-def check_uneven_batches(batches: BatchConfig, plugin: HybridParallelPlugin) -> None:
-    if plugin.sp_size > 1:
+def check_uneven_batches(batches: BatchConfig, arguments: Mapping[str, Any]) -> None:
+    in_parts = arguments.get("enable_sequence_parallelism") and arguments.get("sequence_parallelism_mode") in (
+        *("all_to_all", "ring_attn"),
+    )
+    sp_size = (arguments.get("sp_size") or 1) if in_parts else 1
+    if sp_size > 1:
         raise ValueError(
-            f"batches cannot be combined with sp_size={plugin.sp_size}: gradients are averaged over parts of sequences "
-            "too; use sp_size=1, or leave batches out"
+            f"batches cannot be combined with sp_size={sp_size}: gradients are averaged over parts of sequences too; "
+            "use sp_size=1, or leave batches out"
         )
-    if batches.accumulation == "per_rank" and plugin.zero_stage > 1:
+    zero_stage = arguments.get("zero_stage", 0)
+    if batches.accumulation == "per_rank" and zero_stage > 1:
         raise ValueError(
-            f'accumulation="per_rank" needs zero_stage 0 or 1, not {plugin.zero_stage}, which synchronizes at every '
+            f'accumulation="per_rank" needs zero_stage 0 or 1, not {zero_stage}, which synchronizes at every '
             'micro-batch; use accumulation="shared"'
         )
 
 
-@contextmanager
-def zero_in_fp32(plugin: HybridParallelPlugin) -> Iterator[None]:
+def zero_in_fp32(plugin: HybridParallelPlugin) -> AbstractContextManager[None]:
     """Let ``configure`` of Colossal-AI's ``plugin`` accept ZeRO in fp32, which its optimizer can do, as in
     ``LowLevelZeroPlugin``. Where ``configure`` hands the precision on, only "fp16" and "bf16" matter."""
-    precision = plugin.precision
-    if precision == "fp32" and plugin.zero_stage:
-        plugin.precision = "float32"
-    try:
-        yield
-    finally:
-        plugin.precision = precision
+    is_exact = plugin.precision == "fp32" and plugin.zero_stage
+    return replaced(plugin, precision="float32" if is_exact else plugin.precision)
 
 
 # One stage -----------------------------------------------------------------------------------------------------------

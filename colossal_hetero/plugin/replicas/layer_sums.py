@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["LayerSums", "SharedBucket", "all_reduce_gradients", "scatter_gradients"]
+from ..zero.gradient_buckets import packed_shards
 
 Finish = Callable[[], object]  # waits until a sum is complete, and puts it where it belongs
 
@@ -149,7 +149,8 @@ def all_reduce_gradients(bucket: SharedBucket) -> Finish:
     gradient on this rank count as zero."""
     if not bucket.is_shared:
         return lambda: None
-    flat = torch.cat([_gradient(parameter).flatten() for parameter in bucket.parameters])
+    gradients = (torch.zeros_like(each) if each.grad is None else each.grad.detach() for each in bucket.parameters)
+    flat = torch.cat([each.flatten() for each in gradients])
     parts = flat.split([parameter.numel() for parameter in bucket.parameters])
     for parameter, part in zip(bucket.parameters, parts, strict=True):
         parameter.grad = part.view_as(parameter)
@@ -160,18 +161,10 @@ def all_reduce_gradients(bucket: SharedBucket) -> Finish:
 def scatter_gradients(
     bucket: SharedBucket, deliver: Callable[[Parameter, Tensor], None], dtype: torch.dtype | None
 ) -> Finish:
-    """Start the sum of gradients, of which each of R holders keeps a shard, as ZeRO's optimizer uses them. A gradient
-    of n elements is padded with zeros to a multiple of R; holder r keeps the elements from ``r · ⌈n/R⌉``. ``deliver``
-    is called with a parameter and this rank's shard, ``[⌈n/R⌉]`` in the gradient's type; ``dtype`` is that of messages
-    (None: the gradients' own)."""
-    ranks = dist.get_world_size(bucket.group)
-    sizes = [-(-parameter.numel() // ranks) for parameter in bucket.parameters]
-    first = bucket.parameters[0]
-    sent = torch.zeros(ranks, sum(sizes), dtype=first.dtype, device=first.device)
-    for parameter, part in zip(bucket.parameters, sent.split(sizes, dim=1), strict=True):
-        flat = _gradient(parameter).flatten()
-        part.copy_(torch.nn.functional.pad(flat, (0, part.numel() - flat.numel())).view_as(part))
-        parameter.grad = None
+    """Start the sum of gradients, of which each of R holders keeps a shard, as ZeRO's optimizer uses them (see
+    :func:`.packed_shards`). ``deliver`` is called with a parameter and this rank's shard, ``[⌈n/R⌉]`` in the gradient's
+    type; ``dtype`` is that of messages (None: the gradients' own)."""
+    sent, sizes = packed_shards(bucket.parameters, dist.get_world_size(bucket.group))
     sent = sent.view(-1).to(dtype or sent.dtype)
     received, work = sent, None
     if bucket.is_shared:
@@ -186,7 +179,3 @@ def scatter_gradients(
             deliver(parameter, shard.to(parameter.dtype))
 
     return finish
-
-
-def _gradient(parameter: Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()

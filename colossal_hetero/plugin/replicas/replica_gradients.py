@@ -16,21 +16,6 @@ from torch.nn import Parameter
 from ...colossalai_support.accelerator import get_accelerator
 from .layer_sums import Finish, LayerSums, SharedBucket
 
-__all__ = [
-    "NOTHING",
-    "NOT_SUMMED",
-    "Commit",
-    "GroupFinder",
-    "HeldParameter",
-    "HolderBucket",
-    "ReplicaGradients",
-    "canonical_names",
-    "divide_into_buckets",
-    "exchange",
-    "find_shared_buckets",
-]
-
-
 # Commit --------------------------------------------------------------------------------------------------------------
 # [Note: commit] Before the optimizer steps, all ranks exchange a message, so that a step happens on all of them or on
 # none: the norm of all gradients, if a gradient is not finite, and which parameters got a gradient anywhere. No rank

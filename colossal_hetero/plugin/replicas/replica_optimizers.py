@@ -3,8 +3,8 @@ over the holders of each layer, clipped by the norm of the whole model, and all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from ...colossalai_support.corrections import replaced
 from ..zero.overlapped_optimizer import OverlappedHybridZeroOptimizer
 from .layer_sums import all_reduce_gradients, scatter_gradients
 from .replica_gradients import (
@@ -30,8 +31,6 @@ from .replica_gradients import (
     canonical_names,
     find_shared_buckets,
 )
-
-__all__ = ["ReplicaModule", "ReplicaOptimizer", "replica_optimizers"]
 
 
 class ReplicaModule(HybridParallelModule):
@@ -210,21 +209,13 @@ def _use_committed_overflow(mixed_precision: Any, overflow: Callable[[], bool]) 
     return True
 
 
-@contextmanager
-def replica_optimizers(find_groups: GroupFinder, max_elements: int, early: bool) -> Iterator[None]:
+def replica_optimizers(find_groups: GroupFinder, max_elements: int, early: bool) -> AbstractContextManager[None]:
     """In the block, Colossal-AI's hybrid plugin makes models and optimizers for replicas that are not alike."""
     sharing = dict(find_groups=find_groups, max_elements=max_elements, early=early)
-    replaced = {
-        "HybridParallelModule": ReplicaModule,
-        "HybridParallelNaiveOptimizer": partial(ReplicaNaiveOptimizer, sharing=sharing),
-        "HybridParallelAMPOptimizer": partial(ReplicaAMPOptimizer, sharing=sharing),
-        "HybridParallelZeroOptimizer": partial(ReplicaZeroOptimizer, sharing=sharing),
-    }
-    originals = {name: getattr(hybrid_parallel_plugin, name) for name in replaced}
-    for name, kind in replaced.items():
-        setattr(hybrid_parallel_plugin, name, kind)
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(hybrid_parallel_plugin, name, original)
+    return replaced(
+        hybrid_parallel_plugin,
+        HybridParallelModule=ReplicaModule,
+        HybridParallelNaiveOptimizer=partial(ReplicaNaiveOptimizer, sharing=sharing),
+        HybridParallelAMPOptimizer=partial(ReplicaAMPOptimizer, sharing=sharing),
+        HybridParallelZeroOptimizer=partial(ReplicaZeroOptimizer, sharing=sharing),
+    )

@@ -1,8 +1,8 @@
-"""The part of the hybrid plugin that runs replicas that are not alike: groups, sums of gradients, batches."""
+"""Replicas that are not alike, in the hybrid plugin: their groups, sums of gradients, and checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -11,23 +11,44 @@ import torch.distributed as dist
 from colossalai.checkpoint_io import HybridParallelCheckpointIO
 from torch import Tensor
 from torch.distributed.distributed_c10d import GroupMember
-from torch.utils.data import DataLoader, Dataset
 
-from ...data_parallel.loader import HeteroDataLoader
-from ...planner.cost.plan import Plan, Replica
-from ..part import PluginPart, TrainingObjects
-from .replica_batches import ReplicaBatches
-from .replica_mesh import groups_for_messages, make_replica_groups, replica_mesh
+from ...colossalai_support.corrections import replaced
+from ...planner.cost.plan import Plan
 from .replica_optimizers import replica_optimizers
-
-__all__ = ["ReplicaCheckpointIO", "UnequalReplicas", "check_arguments", "why_layer_sums", "why_not_unequal"]
-
 
 BUCKET_MIB = 8
 """Gradients of a sum, unless ``ddp_bucket_cap_mb`` is given. On a CPU, memory for larger ones would come from the
 system at each iteration, which takes as long as the copy into it."""
 
-MakeGroup = Callable[[tuple[int, ...]], Any]
+Ranks = tuple[int, ...]
+MakeGroup = Callable[[Ranks], Any]
+
+
+# Groups --------------------------------------------------------------------------------------------------------------
+# Colossal-AI's hybrid plugin has one mesh, in which all replicas have the same stages. Here each rank gets the mesh of
+# its replica, ``(1, stages, tensor parallel, 1)``. All ranks make the groups of all replicas, in the same order: making
+# a group is collective over the world.
+
+
+def groups_of(replica: Sequence[Ranks]) -> list[Ranks]:
+    """Groups that Colossal-AI uses within a replica: ranks by stage and place in the tensor-parallel group."""
+    groups: list[Ranks] = list(replica)
+    groups += [(rank,) for stage in replica for rank in stage]
+    for column in groups_for_messages(replica):
+        groups.append(column)
+        groups.append((column[0], column[-1]) if len(column) > 1 else column)  # stages that share weights
+    groups.append(tuple(rank for stage in replica for rank in stage))
+    return groups
+
+
+def groups_for_messages(replica: Sequence[Ranks]) -> list[Ranks]:
+    """Groups over which stages send: by place in the tensor-parallel groups, all ranks there.
+
+    [Note: no sums beside messages] Gradients are not summed over these groups. A last stage starts sums before it sends
+    its last gradients back. With NCCL, what a group does is in one order on each rank, so the stage before would wait
+    for the gradients, and they for its sums.
+    """
+    return list(zip(*replica, strict=True))
 
 
 def why_layer_sums(plan: Plan) -> tuple[str, str]:
@@ -66,7 +87,7 @@ def why_not_unequal(arguments: Mapping[str, Any], with_batches: bool) -> str | N
     return next((reason for applies, reason in reasons if applies), None)
 
 
-class UnequalReplicas(PluginPart):
+class UnequalReplicas:
     """Lets this rank run its own replica of a plan, and sums gradients layer by layer over all ranks that hold a layer.
     Made by all ranks at once."""
 
@@ -79,20 +100,22 @@ class UnequalReplicas(PluginPart):
         self._make_group = make_group
         in_plan = [rank for replica in plan.rank_order for stage in replica for rank in stage]
         self._places = {rank: place for place, rank in enumerate(in_plan)}
-        self._groups = make_replica_groups(plan.rank_order, make_group)
+        wanted = dict.fromkeys(ranks for replica in plan.rank_order for ranks in groups_of(replica))
+        self.made: list[Any] = []  # all groups
+        self._groups = {ranks: self._make(ranks) for ranks in wanted}
         # See [Note: no sums beside messages].
         for_messages = {
             ranks for replica in plan.rank_order for ranks in groups_for_messages(replica) if len(ranks) > 1
         }
         self._sums = {ranks: group for ranks, group in self._groups.items() if ranks not in for_messages}
-        self._batches = ReplicaBatches(plan, self.index)
 
-    @property
-    def replica(self) -> Replica:
-        return self.plan.replicas[self.index]
+    def group_of(self, ranks: Ranks) -> Any:
+        """Colossal-AI's mesh of a replica asks for all groups along an axis, also those without this rank."""
+        return self._groups[ranks]
 
-    def mesh(self, dp_outside: bool) -> AbstractContextManager[None]:
-        return replica_mesh(self.plan.rank_order[self.index], dp_outside, self._groups, self._sums)
+    def _make(self, ranks: Ranks) -> Any:
+        self.made.append(self._make_group(ranks))
+        return self.made[-1]
 
     def optimizers(self, arguments: Mapping[str, Any]) -> AbstractContextManager[None]:
         if arguments.get("zero_stage"):
@@ -105,54 +128,8 @@ class UnequalReplicas(PluginPart):
         for ranks in wanted:
             if ranks not in self._sums:
                 # Sums are in the order of the plan, so that they are the same whichever rank computes what.
-                self._sums[ranks] = self._make_group(tuple(sorted(ranks, key=self._places.__getitem__)))
+                self._sums[ranks] = self._make(tuple(sorted(ranks, key=self._places.__getitem__)))
         return self._sums
-
-    # A training step ----------------------------------------------------------------------------------------------
-
-    def before_configure(self, plugin: Any, objects: TrainingObjects) -> TrainingObjects:
-        if objects.optimizer is not None:
-            self._batches.check_loader(objects.dataloader)
-        return objects
-
-    def attach(self, plugin: Any, objects: TrainingObjects) -> None:
-        self._batches.attach(objects.optimizer)
-
-    def prepare_dataloader(
-        self,
-        prepare: Callable[..., DataLoader],
-        dataset: Dataset,
-        batch_size: int | None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> DataLoader:
-        return self._batches.prepare_dataloader(prepare, dataset, batch_size, *args, **kwargs)
-
-    def first_sample(self, micro_batch: int) -> int:
-        return self._batches.first_sample(micro_batch)
-
-    def continue_loader(self, loader: HeteroDataLoader) -> None:
-        """Let a loader that another plan has used draw this replica's batches from now on."""
-        loader.continue_as(self.index, len(self.plan.replicas), self._batches.division)
-
-    def run(
-        self,
-        schedule: Any,
-        execute: Callable[[Iterator[Any], Callable], dict],
-        data_iter: Iterator[Any],
-        model: Any,
-        criterion: Callable,
-        sums: bool,
-    ) -> dict:
-        """Run the passes of this replica's share of a global batch; ``loss`` is the mean over its samples."""
-        if hasattr(schedule, "last_batch_size"):
-            # The schedule takes both from the batch, whose size it expects to stay.
-            schedule.num_microbatches = schedule.last_batch_size = None
-        weighted, mean = self._batches.weighted(criterion)
-        with model.gradients.sums.passes((lambda: schedule.num_microbatches) if sums else None):
-            result = execute(self._batches.checked(data_iter), weighted)
-        result["loss"] = mean(result["loss"])
-        return result
 
 
 # Replica checkpoints -------------------------------------------------------------------------------------------------
@@ -185,17 +162,9 @@ class ReplicaCheckpointIO(HybridParallelCheckpointIO):
             return
         for key, state in state_dict.items():
             if int(key) in id_map:
-                with self._among(_holders(optimizer, id_map[int(key)])):
+                group = _holders(optimizer, id_map[int(key)])
+                with replaced(self, global_dp_size=dist.get_world_size(group), dp_rank=dist.get_rank(group)):
                     super().load_states_into_optimizer(optimizer, {key: state}, id_map)
-
-    @contextmanager
-    def _among(self, group: dist.ProcessGroup) -> Iterator[None]:
-        before = self.global_dp_size, self.dp_rank
-        self.global_dp_size, self.dp_rank = dist.get_world_size(group), dist.get_rank(group)
-        try:
-            yield
-        finally:
-            self.global_dp_size, self.dp_rank = before
 
     @contextmanager
     def _whole_states(self, optimizer: Any) -> Iterator[None]:
@@ -203,18 +172,12 @@ class ReplicaCheckpointIO(HybridParallelCheckpointIO):
         if not self.use_zero:
             yield
             return
-        sharded = optimizer.optim.state
         # All ranks gather in the order of the model's parameters.
         masters = [master for group in optimizer.optim.param_groups for master in group["params"]]
-        optimizer.optim.state = {
-            master: _gathered(sharded[master], optimizer, master) for master in masters if master in sharded
-        }
-        self.use_zero = False
-        try:
+        sharded = optimizer.optim.state
+        whole = {master: _gathered(sharded[master], optimizer, master) for master in masters if master in sharded}
+        with replaced(self, use_zero=False), replaced(optimizer.optim, state=whole):
             yield
-        finally:
-            self.use_zero = True
-            optimizer.optim.state = sharded
 
 
 def _holders(optimizer: Any, master: Tensor) -> Any:

@@ -19,8 +19,6 @@ from torch.nn import Parameter
 
 from ...colossalai_support.accelerator import get_accelerator
 
-__all__ = ["check_sharding", "why_not_sharded"]
-
 KNOWN = {
     *(optim.Adadelta, optim.Adam, optim.AdamW, optim.Adamax, optim.ASGD, optim.NAdam, optim.RAdam),
     *(optim.RMSprop, optim.Rprop, optim.SGD, CPUAdam, FusedAdam, FusedSGD, HybridAdam),

@@ -23,8 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-__all__ = ["GradientBuckets"]
-
 
 class _Launched(NamedTuple):
     parameters: list[Parameter]
@@ -35,8 +33,7 @@ class _Launched(NamedTuple):
 
 
 class GradientBuckets:
-    """Sums gradients over the ranks of a group. Each rank keeps its shard of every mean gradient: of n elements, padded
-    to a multiple of the number of ranks R, rank r keeps those from ``r · ⌈n/R⌉`` to ``(r + 1) · ⌈n/R⌉``.
+    """Sums gradients over the R ranks of a group. Each keeps its shard of every mean gradient (:func:`packed_shards`).
 
     Args:
         parameters: those with gradients, in an order that is the same on all ranks.
@@ -167,22 +164,13 @@ class GradientBuckets:
         if not self._bucket:
             return
         parameters = list(self._bucket.values())
-        sizes = [-(-parameter.numel() // self._ranks) for parameter in parameters]
-        sent = torch.empty(
-            self._ranks, sum(sizes) + len(parameters) + 1, dtype=parameters[0].dtype, device=parameters[0].device
-        )
-        *parts, flags = sent.split([*sizes, len(parameters) + 1], dim=1)
+        missing = [number for number, parameter in enumerate(parameters) if parameter.grad is None]
+        sent, sizes = packed_shards(parameters, self._ranks, extra=len(parameters) + 1)
+        flags = sent[:, sum(sizes) :]
         # Not copied from the host, which on a GPU would wait for all that was launched.
         flags.fill_(1)
-        for number, (parameter, part) in enumerate(zip(parameters, parts, strict=True)):
-            if parameter.grad is None:
-                part.zero_()
-                flags[:, number].zero_()
-                continue
-            flat = parameter.grad.detach().flatten()
-            padding = part.numel() - flat.numel()
-            part.copy_((torch.nn.functional.pad(flat, (0, padding)) if padding else flat).view_as(part))
-            parameter.grad = None
+        for number in missing:
+            flags[:, number].zero_()
         if parameters[-1] is not self.order[-1] or all(each.grad is None for each in self.order):
             flags[:, -1].zero_()  # none comes late
         sent.div_(self._ranks)
@@ -200,6 +188,24 @@ class GradientBuckets:
     def _reset(self) -> None:
         self._ready, self._passes, self._bucket = {}, {}, {}
         self._next = self._elements = 0
+
+
+def packed_shards(parameters: Sequence[Parameter], ranks: int, extra: int = 0) -> tuple[Tensor, list[int]]:
+    """Take the gradients of ``parameters`` into a message ``[R, elements + extra]`` to R ranks. Returns it and the
+    elements of each shard: a gradient of n elements (zeros if there is none) is padded with zeros to a multiple of R,
+    and the shard of rank r are those from ``r · ⌈n/R⌉``. The last ``extra`` columns are not set."""
+    sizes = [-(-parameter.numel() // ranks) for parameter in parameters]
+    first = parameters[0]
+    sent = torch.empty(ranks, sum(sizes) + extra, dtype=first.dtype, device=first.device)
+    for parameter, part in zip(parameters, sent[:, : sum(sizes)].split(sizes, dim=1), strict=True):
+        if parameter.grad is None:
+            part.zero_()
+            continue
+        flat = parameter.grad.detach().flatten()
+        padding = part.numel() - flat.numel()
+        part.copy_((torch.nn.functional.pad(flat, (0, padding)) if padding else flat).view_as(part))
+        parameter.grad = None
+    return sent, sizes
 
 
 def _last(withheld: Collection[int], parameters: list[Parameter]) -> list[Parameter]:

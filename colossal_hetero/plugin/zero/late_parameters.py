@@ -29,8 +29,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["LateParameter", "LateParameters", "UpdatedParameter"]
-
 SMALL = 1 << 16  # parameters with fewer elements are gathered together with others
 
 _PROPERTIES = ("grad", "requires_grad", "shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn", "is_cuda")

@@ -22,9 +22,7 @@ from ...profiling.optimizer_state import optimizer_state_bytes
 from ...profiling.preserved_state import preserved_state
 from ...profiling.rank_profiler import smallest_batch
 from ...profiling.training_step import TrainingStep, TrialRun
-from ..part import TrainingObjects
-
-__all__ = ["configure_lowest_stage"]
+from ..training_objects import TrainingObjects
 
 BROADCAST_BYTES = 250 * 2**20  # DDP allocates so much when it starts, in addition to the parameters, to broadcast them
 

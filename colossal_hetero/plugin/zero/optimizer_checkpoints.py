@@ -20,18 +20,6 @@ from ...common.ranks import on_every_rank
 from ...profiling.aborted_step import find_zero_optimizer
 from ...profiling.preserved_state import inner_optimizer
 
-__all__ = [
-    "NAMES",
-    "ParameterFacts",
-    "check_owned",
-    "load_optimizer",
-    "match_groups",
-    "name_groups",
-    "parameter_facts",
-    "plain_name",
-]
-
-
 # Parameter names -----------------------------------------------------------------------------------------------------
 # [Note: names in checkpoints] A checkpoint of an optimizer refers to a parameter by its number: its place in the
 # optimizer's groups. The stages number them differently: 1 and 2 leave out frozen parameters, and 3 with an

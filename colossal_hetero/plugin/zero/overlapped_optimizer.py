@@ -26,6 +26,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ...colossalai_support.accelerator import get_accelerator
+from ...colossalai_support.corrections import replaced
 
 # isort: split
 from colossalai.booster.plugin import hybrid_parallel_plugin, low_level_zero_plugin
@@ -35,14 +36,6 @@ from colossalai.zero.low_level import LowLevelZeroOptimizer
 
 from .gradient_buckets import GradientBuckets
 from .late_parameters import LateParameters, UpdatedParameter
-
-__all__ = [
-    "OverlappedHybridZeroOptimizer",
-    "OverlappedZeroOptimizer",
-    "overlapped_optimizers",
-    "split_off_overlap",
-    "summing_in_passes",
-]
 
 
 class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
@@ -84,16 +77,11 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
 
     # Gradients ----------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def reducing_in_last_pass(self, passes: Callable[[], int]) -> Iterator[None]:
+    def reducing_in_last_pass(self, passes: Callable[[], int]) -> AbstractContextManager[None]:
         """In the block, a gradient is summed when ``passes()`` backward passes have added to it, within ``no_sync``
         too; ``_sync_grad`` sums what is left. So a schedule of a pipeline, which runs several micro-batches without
         synchronization, sums gradients during the last of them."""
-        self._passes = passes
-        try:
-            yield
-        finally:
-            self._passes = None
+        return replaced(self, _passes=passes)
 
     def _withheld(self) -> set[int]:
         """``id`` of parameters whose gradients are changed between the last backward pass and ``_sync_grad``."""
@@ -173,17 +161,11 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
             if self._clip_value < math.inf:
                 gradient.clamp_(-self._clip_value, self._clip_value)
 
-    @contextmanager
-    def _own_pass(self) -> Iterator[None]:
+    def _own_pass(self) -> AbstractContextManager[None]:
         """A block for a backward pass of this optimizer, not of another one of the model. Stage 1 may run it without
         synchronization: whole gradients accumulate, which the parent refuses if gradients are sharded."""
-        sharded = self._partition_grads
-        self._partition_grads = sharded and (self.require_grad_sync or not self._may_accumulate)
-        self._runs_backward = True
-        try:
-            yield
-        finally:
-            self._partition_grads, self._runs_backward = sharded, False
+        sharded = self._partition_grads and (self.require_grad_sync or not self._may_accumulate)
+        return replaced(self, _partition_grads=sharded, _runs_backward=True)
 
     def backward(self, loss: Tensor, inputs: Any = None, retain_graph: bool = False) -> None:
         with self._own_pass():
@@ -310,16 +292,12 @@ def split_off_overlap(
 @contextmanager
 def overlapped_optimizers(overlap_allgather: bool) -> Iterator[None]:
     """In the block, Colossal-AI's plugins make overlapped optimizers."""
-    names = (low_level_zero_plugin, "LowLevelZeroOptimizer"), (hybrid_parallel_plugin, "HybridParallelZeroOptimizer")
-    originals = [getattr(module, name) for module, name in names]
 
     def make(kind: type[OverlappedZeroOptimizer]) -> Callable[..., OverlappedZeroOptimizer]:
         return lambda *args, **kwargs: kind(*args, **{**kwargs, "overlap_allgather": overlap_allgather})
 
-    low_level_zero_plugin.LowLevelZeroOptimizer = make(OverlappedZeroOptimizer)
-    hybrid_parallel_plugin.HybridParallelZeroOptimizer = make(OverlappedHybridZeroOptimizer)
-    try:
+    with (
+        replaced(low_level_zero_plugin, LowLevelZeroOptimizer=make(OverlappedZeroOptimizer)),
+        replaced(hybrid_parallel_plugin, HybridParallelZeroOptimizer=make(OverlappedHybridZeroOptimizer)),
+    ):
         yield
-    finally:
-        for (module, name), original in zip(names, originals, strict=True):
-            setattr(module, name, original)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,10 +15,9 @@ from peft import PeftModel
 from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType, _optim_utils
 
 from ...colossalai_support.accelerator import get_accelerator
+from ...colossalai_support.corrections import replaced
 from ...common.ranks import naming_ended_ranks
 from .optimizer_checkpoints import ParameterFacts, load_optimizer, plain_name
-
-__all__ = ["ShardedCheckpointIO", "StageCheckpointIO"]
 
 
 def _of_stage(name: str) -> Callable[..., Any]:
@@ -143,29 +142,21 @@ def _names_without_adapters(model: ModelWrapper) -> Iterator[None]:
         loading.remove()
 
 
-@contextmanager
-def _without_offload() -> Iterator[None]:
+def _without_offload() -> AbstractContextManager[None]:
     if get_accelerator().name != "cpu":
-        yield
-        return
+        return nullcontext()
 
     def in_place(offload_to_cpu: bool = False, rank0_only: bool = False) -> FullStateDictConfig:
         return FullStateDictConfig(offload_to_cpu=False, rank0_only=rank0_only)
 
-    torch_fsdp_plugin.FullStateDictConfig = in_place
-    try:
-        yield
-    finally:
-        torch_fsdp_plugin.FullStateDictConfig = FullStateDictConfig
+    return replaced(torch_fsdp_plugin, FullStateDictConfig=in_place)
 
 
-@contextmanager
-def _states_copied() -> Iterator[None]:
+def _states_copied() -> AbstractContextManager[None]:
     """In the block, FSDP copies the gathered states of parameters that it has kept. It gathers all in one buffer, and
     moves each to the CPU; on a CPU nothing moves, and all would be the one that was gathered last."""
     if get_accelerator().name != "cpu":
-        yield
-        return
+        return nullcontext()
     original = _optim_utils._unflatten_orig_param_states
 
     def copy(
@@ -173,8 +164,4 @@ def _states_copied() -> Iterator[None]:
     ) -> None:
         original(fsdp_param_info, output_states, state_name, shard_state, to_save, cpu_offload=False)
 
-    _optim_utils._unflatten_orig_param_states = copy
-    try:
-        yield
-    finally:
-        _optim_utils._unflatten_orig_param_states = original
+    return replaced(_optim_utils, _unflatten_orig_param_states=copy)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,8 +26,8 @@ from ...data_parallel.batch_balancer import BatchBalancer
 from ...data_parallel.config import BatchConfig
 from ...planner.batches.allocation import Allocation
 from ..checkpoint_part import CheckpointMethods, Checkpoints, check_config
-from ..part import TrainingObjects
-from ..uneven_batches import UnevenBatches
+from ..training_objects import TrainingObjects
+from ..uneven_batches import UnevenBatches, check_batches
 from .elementwise_updates import check_sharding, why_not_sharded
 from .lowest_zero_stage import configure_lowest_stage
 from .optimizer_checkpoints import ParameterFacts, check_owned, name_groups, parameter_facts
@@ -42,9 +41,6 @@ from .zero_stages import (
     plugin_of_stage,
     synchronizer,
 )
-
-__all__ = ["HeteroZeroPlugin", "RankDevice", "device_of_this_rank", "stages_for"]
-
 
 # Mixed devices -------------------------------------------------------------------------------------------------------
 
@@ -94,57 +90,38 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         stage: ZeRO stage. 0 shards nothing (uses ``TorchDDPPlugin``), 1 shards optimizer states, 2 also gradients (both
             use ``LowLevelZeroPlugin``), 3 also parameters (uses ``TorchFSDPPlugin``). ``"auto"``: the lowest stage at
             which every device can train with one sample.
-        global_batch_size: samples per optimizer step, over all ranks.
+        global_batch_size: samples per optimizer step, over all ranks; short for
+            ``batches=BatchConfig(global_batch_size=...)``.
+        batches: how to measure the devices and divide global batches.
         precision: ``fp32``, ``bf16`` or, below stage 3, ``fp16``.
         max_norm: clip gradients to this 2-norm; 0 for no clipping.
-        method, accumulation, profile, profile_cache, max_micro_batch, multiple_of, sync_batchnorm, reallocate_above,
-            check_every, training_step, weight_by: see :class:`.BatchConfig`.
         checkpoints: where :meth:`save` saves layer checkpoints, from which :meth:`resume` continues; stages 0 to 2.
         options: further arguments of the stage's plugin; with ``"auto"``, of the plugins of all stages that have them.
 
     Raises:
-        TypeError: the stage's plugin does not have an option.
+        TypeError: the stage's plugin does not have an option, or not exactly one of ``global_batch_size`` and
+            ``batches`` is given.
         ValueError: an argument has an impossible value; the message lists the possible ones.
     """
 
     def __init__(
         self,
         stage: int | str,
-        global_batch_size: int,
+        global_batch_size: int | None = None,
         *,
+        batches: BatchConfig | None = None,
         precision: str = "fp32",
         max_norm: float = 0.0,
-        method: str = "exact",
-        accumulation: str = "shared",
-        profile: str | Path | None = None,
-        profile_cache: str | Path | None = None,
-        max_micro_batch: int | None = None,
-        multiple_of: int | None = None,
-        sync_batchnorm: bool = False,
-        reallocate_above: float = 0.02,
-        check_every: int | None = None,
-        training_step: Callable | None = None,
-        weight_by: str | Callable | None = None,
         checkpoints: CheckpointConfig | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
         support_gpus_over_gloo()
-        chosen = {"training_step": training_step} if training_step is not None else {}
-        self.batches: BatchConfig = BatchConfig(
-            global_batch_size=global_batch_size,
-            method=method,
-            accumulation=accumulation,
-            profile=profile,
-            profile_cache=profile_cache,
-            max_micro_batch=max_micro_batch,
-            multiple_of=multiple_of,
-            sync_batchnorm=sync_batchnorm,
-            reallocate_above=reallocate_above,
-            check_every=check_every,
-            weight_by=weight_by,
-            **chosen,
-        )
+        if (global_batch_size is None) == (batches is None):
+            raise TypeError("give one of global_batch_size and batches=BatchConfig(global_batch_size=..., ...)")
+        if global_batch_size is not None:
+            batches = BatchConfig(global_batch_size=global_batch_size)
+        self.batches = check_batches(batches)
         if not max_norm >= 0:
             raise ValueError(f"max_norm={max_norm} must be 0 (no clipping) or above")
         check_config(checkpoints)
@@ -191,7 +168,7 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         devices = on_every_rank(device_of_this_rank, "asking for the device of each rank")
         self._stages = stages_for(shardable_stages(self._stages, optimizer), devices)
         if self._checkpoints is not None:
-            self._checkpoints.before_configure(self, objects)
+            self._checkpoints.note(objects)
         facts = parameter_facts(model, optimizer)
         check_owned(model, optimizer, self._stages)
         self.stage, self._inner, objects = configure_lowest_stage(

@@ -30,8 +30,6 @@ from ...profiling.preserved_state import inner_optimizer
 from .overlapped_optimizer import overlapped_optimizers
 from .zero_checkpoints import ShardedCheckpointIO
 
-__all__ = ["PRECISIONS", "STAGES", "flat_parameters", "options_by_stage", "plugin_of_stage", "synchronizer"]
-
 STAGES = (0, 1, 2, 3)
 PRECISIONS = {
     0: ("fp32", "fp16", "bf16"),
@@ -44,7 +42,7 @@ PRECISIONS = {
 _PLUGINS: dict[int, type] = {0: TorchDDPPlugin, 1: LowLevelZeroPlugin, 2: LowLevelZeroPlugin, 3: TorchFSDPPlugin}
 _OURS = {"stage", "precision", "max_norm"}  # HeteroZeroPlugin has its own arguments for them
 
-Configured = tuple[Any, Any, Callable | None, DataLoader | None, LRScheduler | None]
+Configured = tuple[Any, ...]  # the five objects of ``Plugin.configure``
 
 
 class _AutocastModel(ModelWrapper):
@@ -163,16 +161,9 @@ class _ShardedStates(LowLevelZeroPlugin):
         self._gathers_late = overlap_allgather and self._is_overlapped
         super().__init__(overlap_allgather=overlap_allgather and not self._is_overlapped, **options)
 
-    def configure(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
-        criterion: Callable | None = None,
-        dataloader: DataLoader | None = None,
-        lr_scheduler: LRScheduler | None = None,
-    ) -> Configured:
+    def configure(self, *objects: Any) -> Configured:
         with overlapped_optimizers(self._gathers_late) if self._is_overlapped else nullcontext():
-            return super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
+            return super().configure(*objects)
 
 
 def _clip_unscaled(optimizer: OptimizerWrapper, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -198,14 +189,7 @@ class _ShardedParameters(TorchFSDPPlugin):
             options.setdefault("mixed_precision", MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16))
         super().__init__(**options)
 
-    def configure(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
-        criterion: Callable | None = None,
-        dataloader: DataLoader | None = None,
-        lr_scheduler: LRScheduler | None = None,
-    ) -> Configured:
+    def configure(self, model: nn.Module, optimizer: Optimizer | None = None, *others: Any) -> Configured:
         device = get_accelerator().get_current_device()
         keeps = optimizer is not None and not _needs_flat_parameters(model, optimizer)
         sharded = TorchFSDPModel(model, device_id=device, use_orig_params=keeps, **self.fsdp_kwargs)
@@ -225,7 +209,7 @@ class _ShardedParameters(TorchFSDPPlugin):
                 optimizer.param_groups.clear()
                 optimizer.add_param_group({"params": list(sharded.parameters()), **options})
             optimizer = _ShardedOptimizer(optimizer, sharded)
-        return sharded, optimizer, criterion, dataloader, lr_scheduler
+        return sharded, optimizer, *others
 
     def get_checkpoint_io(self) -> CheckpointIO:
         return ShardedCheckpointIO()
@@ -238,7 +222,8 @@ def options_by_stage(stages: Sequence[int], options: Mapping[str, Any]) -> dict[
     if unknown:
         plugins = " or ".join(dict.fromkeys(_PLUGINS[stage].__name__.split("_")[0] for stage in stages))
         raise TypeError(
-            f"{', '.join(sorted(unknown))}: neither an argument of HeteroZeroPlugin nor an option of {plugins}"
+            f"{', '.join(sorted(unknown))}: neither an argument of HeteroZeroPlugin nor an option of {plugins} "
+            "(settings of batches belong into batches=BatchConfig(...))"
         )
     return {stage: {name: options[name] for name in options if name in known[stage]} for stage in stages}
 

@@ -12,10 +12,10 @@ from colossalai.nn.optimizer import Lamb
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from colossal_hetero import CheckpointConfig, HeteroZeroPlugin
+from colossal_hetero import CheckpointConfig
 from tests.support.checkpoint_runs import Run, boosted, different_tensors, gathered, hybrid, load, saving, train
 from tests.support.harness import run_ranks
-from tests.support.training import adamw, sgd
+from tests.support.training import adamw, sgd, zero_plugin
 
 
 def adafactor(model: nn.Module) -> torch.optim.Optimizer:
@@ -27,7 +27,7 @@ def lamb(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def boost_fully_sharded(folder: Path) -> tuple[Any, ...]:
-    plugin = HeteroZeroPlugin(3, 4, max_micro_batch=4, checkpoints=CheckpointConfig(shared=folder))
+    plugin = zero_plugin(3, 4, max_micro_batch=4, checkpoints=CheckpointConfig(shared=folder))
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
     data = TensorDataset(torch.randn(8, 3), torch.zeros(8, dtype=torch.int64))
     return plugin, *Booster(plugin=plugin).boost(

@@ -16,13 +16,13 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import Sampler, TensorDataset
 
-from colossal_hetero import CheckpointConfig, HeteroZeroPlugin
+from colossal_hetero import CheckpointConfig
 from colossal_hetero.checkpoint.layer_checkpoint import Start
 from colossal_hetero.checkpoint.reader import export
-from tests.parallel.plugin.zero.test_zero_plugin import full_parameters
 from tests.support.checkpoint_runs import MODELS, boosted, different_tensors, gathered, saving, train
 from tests.support.harness import run_ranks
-from tests.support.training import CLASSES, sgd
+from tests.support.training import CLASSES, sgd, zero_plugin
+from tests.support.zero_runs import full_parameters
 
 DROPOUT = dict(pos_drop_rate=0.1, proj_drop_rate=0.1, attn_drop_rate=0.1, drop_path_rate=0.1)
 """Drawn equally on all ranks of a group, differently on each of them, and per sample."""
@@ -154,7 +154,7 @@ def check_zero(folder: Path, stages: Sequence[int], precision: str, at: int) -> 
         Randomizer.reset_index()
         torch.manual_seed(seed)
         checkpoints = CheckpointConfig(shared=folder, save_every=at)
-        plugin = HeteroZeroPlugin(stage, 8, max_micro_batch=8, precision=precision, checkpoints=checkpoints)
+        plugin = zero_plugin(stage, 8, max_micro_batch=8, precision=precision, checkpoints=checkpoints)
         model = Net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         order = dict(sampler=Draws()) if precision == "fp16" else dict(shuffle=True)

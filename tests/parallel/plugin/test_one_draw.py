@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin, HeteroZeroPlugin
+from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin
 from tests.support.harness import run_ranks
 from tests.support.planning import make_plan, planned, unequal_plan
+from tests.support.training import zero_plugin
 
 SIZE, GLOBAL_BATCH = 51, 8
 KINDS = ("even", "planned", "unequal", "uneven", "ZeRO")
@@ -33,7 +34,7 @@ def loader_of(kind: str, seed: int | None, batch_size: int | None = None) -> Any
         config = BatchConfig(global_batch_size=GLOBAL_BATCH)
         plugin = HeteroHybridParallelPlugin(tp_size=1, pp_size=1, precision="fp32", batches=config)
     else:
-        plugin = HeteroZeroPlugin(1, GLOBAL_BATCH)
+        plugin = zero_plugin(1, GLOBAL_BATCH)
     loader = plugin.prepare_dataloader(data, **options)
     if batch_size is not None:
         return loader

@@ -15,9 +15,9 @@ from torch.utils.data import Dataset
 
 from colossal_hetero import BalanceConfig, BatchConfig, HeteroHybridParallelPlugin
 from colossal_hetero.layers import hetero_policy
-from tests.parallel.plugin.zero.test_zero_plugin import sizes_by_rank
 from tests.support.harness import run_ranks
 from tests.support.training import CLASSES, tiny_vit
+from tests.support.zero_runs import fit, global_batches, sizes_by_rank
 
 SAMPLES = 17
 GLOBAL_BATCH = 7
@@ -69,25 +69,15 @@ def train(
 
 def train_alone(max_norm: float = 0.0) -> Tensor:
     model = tiny_vit()
-    return fit(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), max_norm)
+    return train_on_whole_batches(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), max_norm)
 
 
-def fit(model: nn.Module, optimizer: Any, max_norm: float = 0.0) -> Tensor:
-    """Train on whole global batches. Returns the logits of all samples after training."""
-    data = Images()
-    for _ in range(2):
-        for begin in range(0, SAMPLES, GLOBAL_BATCH):
-            images = data.images[begin : begin + GLOBAL_BATCH]
-            labels = torch.arange(begin, begin + len(images)) % CLASSES
-            loss = cross_entropy(model(images), labels)
-            optimizer.backward(loss) if hasattr(optimizer, "backward") else loss.backward()
-            if max_norm:
-                nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-            optimizer.step()
-            optimizer.zero_grad()
+def train_on_whole_batches(model: nn.Module, optimizer: Any, max_norm: float = 0.0) -> Tensor:
+    """Returns the logits of all samples after training."""
+    fit(model, optimizer, global_batches(Images(), GLOBAL_BATCH) * 2, max_norm=max_norm)
     model.eval()
     with torch.no_grad():
-        return model(data.images)
+        return model(Images().images)
 
 
 def train_each(runs: list[tuple[list[list[int]], dict[str, Any]]], tp_size: int) -> list[dict[str, Any]]:
@@ -135,7 +125,7 @@ def train_with_colossalai(tp_size: int, max_norm: float) -> Tensor:
     plugin = HybridParallelPlugin(tp_size, 1, precision="fp32", max_norm=max_norm, custom_policy=hetero_policy(model))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model, optimizer, *_ = Booster(plugin=plugin).boost(model, optimizer)
-    return fit(model, optimizer)
+    return train_on_whole_batches(model, optimizer)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -172,62 +162,3 @@ def test_options_that_cannot_be_combined_are_refused() -> None:
         ),
     ]
     run_ranks(2, check_refused, cases)
-
-
-class RoutedHead(nn.Module):
-    """Heads of which each sample uses one, so that a rank does not use all of them in each micro-batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = nn.ModuleList(nn.Linear(tiny_vit().head.in_features, CLASSES) for _ in range(4))
-
-    def forward(self, features: Tensor) -> Tensor:
-        chosen = features.detach().argmax(-1) % len(self.heads)
-        return torch.cat([self.heads[index](each[None]) for index, each in zip(chosen.tolist(), features, strict=True)])
-
-
-def routed_vit() -> nn.Module:
-    model = tiny_vit()
-    torch.manual_seed(5)
-    model.head = RoutedHead()
-    return model
-
-
-def train_routed(divisions: list[list[list[int]]], options: dict[str, Any]) -> list[Tensor]:
-    found = []
-    for division in divisions:
-        batches = BatchConfig(global_batch_size=GLOBAL_BATCH, max_micro_batch=7, weight_by="samples", profile_cache="")
-        plugin = HeteroHybridParallelPlugin(1, 1, batches=batches, precision="fp32", **options)
-        loader, model = plugin.prepare_dataloader(Images()), routed_vit()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
-        model, optimizer, _, loader, _ = Booster(plugin=plugin).boost(model, optimizer, nn.CrossEntropyLoss(), loader)
-        loader.divide_by(lambda samples, division=division: sizes_by_rank(division, samples))
-        for _ in range(2):
-            for images, labels in loader:
-                optimizer.backward(cross_entropy(model(images), labels))
-                optimizer.step()
-                optimizer.zero_grad()
-        model.eval()
-        with torch.no_grad():
-            found.append(model(Images().images))
-    return found
-
-
-@pytest.mark.parametrize("divisions", [[[[5], [2]], [[1], [6]], [[2, 1], [3, 1]]], [[[4], [2], [1]]]])
-def test_heads_that_a_rank_does_not_use(divisions: list[list[list[int]]]) -> None:
-    model = routed_vit()
-    expected = fit(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1))
-    for found in run_ranks(len(divisions[0]), train_routed, divisions, dict(find_unused_parameters=True)):
-        for division, logits in zip(divisions, found, strict=True):
-            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5, msg=str(division))
-
-
-def refuse_without_search() -> str:
-    with pytest.raises(RuntimeError) as raised:
-        train_routed([[[5], [2]]], {})
-    return str(raised.value)
-
-
-def test_heads_that_a_rank_does_not_use_need_a_search() -> None:
-    for message in run_ranks(2, refuse_without_search):
-        assert message.startswith("this rank has not used all parameters"), message

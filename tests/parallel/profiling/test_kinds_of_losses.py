@@ -250,11 +250,6 @@ def find_each() -> list[str]:
     return wrong
 
 
-def test_kinds_of_losses() -> None:
-    for wrong in run_ranks(2, find_each):
-        assert not wrong, "\n".join(wrong)
-
-
 def over_all_ranks(count: Callable[[Tensor], Tensor]) -> TrainingStep:
     """The loss is divided by a count of all ranks."""
 
@@ -323,10 +318,6 @@ def ask_other_ranks() -> None:
     assert check_loss(trial_of(Case("log", classified, "", step=with_a_log)), world) == 1
 
 
-def test_losses_that_depend_on_other_ranks_are_refused() -> None:
-    run_ranks(2, ask_other_ranks)
-
-
 def mixed(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
     """As timm's Mixup: a sample is mixed with that at the same place from the end."""
     x, y = batch
@@ -371,10 +362,6 @@ def find_multiples() -> None:
         check_loss(trial_of(Case("multiple", classified, "", step=mixed)), world, multiple_of=3)
 
 
-def test_the_multiple_of_samples_that_a_step_needs_is_found() -> None:
-    run_ranks(2, find_multiples)
-
-
 def leaving_out(samples: list[Any]) -> Any:
     return torch.utils.data.default_collate([sample for sample in samples if sample[1] not in (0, 3)])
 
@@ -389,5 +376,14 @@ def find_with_samples_left_out() -> None:
     assert samples_in(trial_of(CASES[0])) is None
 
 
-def test_samples_that_collate_fn_leaves_out_are_counted() -> None:
-    run_ranks(2, find_with_samples_left_out)
+def find_all() -> list[str]:
+    ask_other_ranks()
+    find_multiples()
+    find_with_samples_left_out()
+    return find_each()
+
+
+def test_kinds_of_losses() -> None:
+    """What a loss is a mean over, dependence on other ranks, samples that a step needs at once, samples left out."""
+    for wrong in run_ranks(2, find_all):
+        assert not wrong, "\n".join(wrong)

@@ -78,16 +78,6 @@ def sharded(quotas: list[float]) -> Any:
     return measure(Model(clock, block=Summed), clock, tensor_parallel=2, group=dist.group.WORLD)
 
 
-def test_layers_that_communicate_are_measured_together() -> None:
-    results = run_ranks(2, sharded, [1.0, 0.5])
-    profile = results[0].profile
-    assert results[1].profile == profile
-    assert profile.rank_devices == ("cpu", "cpu")
-    assert profile.tensor_parallel_degrees("cpu") == (2,) and profile.sizes[0].tensor_parallel == 2
-    # The profile has the times of the slowest rank. The simulated clock does not count waiting in collectives.
-    assert times_of(profile, "cpu", 2, 2).forward_seconds[1] == pytest.approx(2 * 0.006, rel=0.2)
-
-
 def fails_on_one() -> str:
     clock = SimulatedClock()
     model = Model(clock)
@@ -98,11 +88,6 @@ def fails_on_one() -> str:
     except RuntimeError as error:
         return str(error)
     return "nothing"
-
-
-def test_if_a_rank_fails_all_ranks_raise_its_error() -> None:
-    for words in run_ranks(2, fails_on_one):
-        assert words.startswith("measuring layers failed on rank 1: RuntimeError: mat1 and mat2 shapes")
 
 
 def vision_transformer() -> nn.Module:
@@ -121,8 +106,22 @@ def shard_and_measure() -> Any:
     return measured.profile
 
 
-def test_a_sharded_model_is_measured_as_shards() -> None:
-    one, other = run_ranks(2, shard_and_measure)
+def measure_all() -> tuple[Any, str, Any]:
+    return sharded([1.0, 0.5]), fails_on_one(), shard_and_measure()
+
+
+def test_layers_that_communicate_are_measured_together() -> None:
+    results = run_ranks(2, measure_all)
+    for _, words, _ in results:
+        assert words.startswith("measuring layers failed on rank 1: RuntimeError: mat1 and mat2 shapes")
+    (summed, _, one), (other_summed, _, other) = results
+    profile = summed.profile
+    assert other_summed.profile == profile
+    assert profile.rank_devices == ("cpu", "cpu")
+    assert profile.tensor_parallel_degrees("cpu") == (2,) and profile.sizes[0].tensor_parallel == 2
+    # The profile has the times of the slowest rank. The simulated clock does not count waiting in collectives.
+    assert times_of(profile, "cpu", 2, 2).forward_seconds[1] == pytest.approx(2 * 0.006, rel=0.2)
+    # A real model is measured as its shards.
     assert one == other
     images = torch.randn(2, 3, 8, 8), torch.arange(2)
     whole = profile_layers(vision_transformer(), images, F.cross_entropy, micro_batches=[1], min_seconds=0.0).profile

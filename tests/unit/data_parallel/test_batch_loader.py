@@ -21,7 +21,6 @@ from torch.utils.data import (
 )
 
 from colossal_hetero.data_parallel.loader import HeteroDataLoader, make_loader
-from colossal_hetero.data_parallel.sampler import GlobalBatchSampler
 from tests.support.random_examples import IS_THOROUGH
 
 # `make test` gives each pytest process a share of the cores. If this is one core, torch warns about two workers.
@@ -79,7 +78,7 @@ def train(loader: HeteroDataLoader, global_batches: int | None = None) -> list[l
     found: list[list[int]] = []
     expected_step = 0
     for batch in loader:
-        assert loader.current is not None and loader.micro_step == expected_step
+        assert loader.current is not None and loader.current.step == expected_step
         if expected_step == 0:
             found.append([])
         assert len(batch) == max(loader.current.samples, 1)
@@ -167,19 +166,6 @@ def test_a_resumed_epoch_draws_no_random_number_of_the_training_process() -> Non
 
 
 @workers
-def test_loading_a_state_invalidates_the_iterator(workers: dict[str, Any]) -> None:
-    loader = loaders(**workers)[0]
-    state = loader.state_dict()
-    iterator = iter(loader)
-    first = next(iterator).tolist()
-    loader.load_state_dict(state)
-    assert loader.current is None
-    with pytest.raises(RuntimeError, match="no longer valid"):
-        next(iterator)
-    assert next(iter(loader)).tolist() == first
-
-
-@workers
 def test_a_new_division_within_an_epoch_keeps_the_global_batches(workers: dict[str, Any]) -> None:
     whole = [together([train(loader) for loader in made]) for made in [loaders(62, 6)] for _ in range(2)]
     made = loaders(62, 6, division=even, **workers)
@@ -209,33 +195,38 @@ def test_a_new_division_within_an_epoch_keeps_the_global_batches(workers: dict[s
 
 
 @workers
-def test_an_epoch_left_early_is_followed_by_the_next(workers: dict[str, Any]) -> None:
+def test_an_older_iteration_is_no_longer_valid(workers: dict[str, Any]) -> None:
+    """A loaded state begins the same epoch again; an epoch that is left early is followed by the next."""
     whole = [train(loader) for loader in [loaders()[0]] for _ in range(2)]
     loader = loaders(**workers)[0]
-    iterator = iter(loader)
-    for _ in range(5):
+    state, iterator = loader.state_dict(), iter(loader)
+    first = next(iterator).tolist()
+    loader.load_state_dict(state)
+    assert loader.current is None
+    with pytest.raises(RuntimeError, match="no longer valid"):
         next(iterator)
-        if loader.current.is_last:  # type: ignore[union-attr]
+    iterator = iter(loader)
+    assert next(iterator).tolist() == first
+    for _ in range(4):
+        if loader.is_last:
             loader.finish_global_batch()
-    assert loader.current.global_batch == 1 and loader.micro_step == 1  # type: ignore[union-attr]
+        next(iterator)
+    assert loader.current.global_batch == loader.current.step == 1  # type: ignore[union-attr]
     following = iter(loader)
-    assert loader.current is None and loader.micro_step == -1
+    assert loader.current is None
     with pytest.raises(RuntimeError, match="another one began"):
         next(iterator)
-    assert loader.current is None
-    batches = list(following)
+    assert torch.cat(list(following)).tolist() == flat(whole[1])
     assert loader.batch_sampler.epoch == 1  # type: ignore[union-attr]
-    assert torch.cat(batches).tolist() == flat(whole[1])
 
 
-@workers
-def test_reading_one_batch_before_training_changes_nothing(workers: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("size", "batch"), [(32, 9), (9, 9)], ids=["one of four", "all"])
+def test_reading_one_batch_before_training_changes_nothing(size: int, batch: int) -> None:
     """Also if the whole epoch was drawn ahead, and if only one rank does it."""
-    for size, batch in ((32, 9), (9, 9)):
-        whole = train(loaders(size, batch)[0])
-        loader = loaders(size, batch, **workers)[0]
-        next(iter(loader))
-        assert train(loader) == whole
+    whole = train(loaders(size, batch)[0])
+    loader = loaders(size, batch, **WORKERS[1])[0]
+    next(iter(loader))
+    assert train(loader) == whole
 
 
 def test_changes_after_an_epoch_has_begun() -> None:
@@ -273,7 +264,7 @@ def test_the_rest_of_an_epoch_has_an_entry_for_each_global_batch_that_is_left() 
     assert len(run(whole)) == len(epoch)
 
 
-def test_finishing_needs_the_last_micro_batch() -> None:
+def test_finishing_a_global_batch() -> None:
     loader = loaders()[0]
     with pytest.raises(RuntimeError, match="the latest micro-batch is None"):
         loader.finish_global_batch()
@@ -281,17 +272,10 @@ def test_finishing_needs_the_last_micro_batch() -> None:
     next(iterator)
     with pytest.raises(RuntimeError, match="before its last micro-batch"):
         loader.finish_global_batch()
-    next(iterator), next(iterator)
-    for _ in range(2):
-        loader.finish_global_batch()
-        assert loader.state_dict()["global_batches_done"] == 1
-
-
-def test_finishing_after_the_loop_has_ended() -> None:
-    loader = loaders()[0]
-    for _ in loader:
+    for _ in iterator:
         pass
-    loader.finish_global_batch()
+    for _ in range(2):
+        loader.finish_global_batch()  # after the loop has ended
     state = loader.state_dict()
     assert state["epoch"] == 0 and state["global_batches_done"] == loader.global_batches
     following = next(iter(loader)).tolist()
@@ -317,14 +301,11 @@ def test_a_batch_that_fails_ends_the_iteration(workers: dict[str, Any]) -> None:
         iterator._batches._shutdown_workers()  # type: ignore[attr-defined]
 
 
-def test_iterating_before_a_division_is_known() -> None:
+def test_the_length_means_optimizer_steps_and_batches_or_is_refused() -> None:
     loader = make_loader(Numbers(10), 4, 0, 2)
     assert len(loader) == 3
     with pytest.raises(RuntimeError, match=r"booster\.boost"):
-        iter(loader)
-
-
-def test_the_length_means_optimizer_steps_and_batches_or_is_refused() -> None:
+        iter(loader)  # not divided yet
     loader = loaders()[0]
     assert loader.micro_batches == len(list(loader)) == 10 and loader.global_batches == 4
     for ask in (len, lambda loader: len(iter(loader))):
@@ -428,29 +409,25 @@ def test_means_that_are_not_asked_for_in_every_micro_batch_are_refused() -> None
         loader.mean(1.0, "accuracy")
 
 
-@pytest.mark.parametrize(
-    "size, options, words",
-    [
-        (18, {}, "global_batch_size=9 is not a multiple of 3, the samples"),
-        (20, dict(drop_last=False), "the last global batch of an epoch has 2 samples, which is not a multiple of 3"),
-    ],
-)
-def test_global_batches_that_are_no_multiple_are_refused(size: int, options: dict[str, Any], words: str) -> None:
-    if not options:
-        words = words.replace("multiple of 3", "multiple of 2")
-    loader = make_loader(Numbers(size), 9, 0, 1, **options)
-    with pytest.raises(ValueError, match=words):
-        loader.set_multiple(3 if options else 2)
-    loader = make_loader(Numbers(size), 9, 0, 1, drop_last=True)
+def test_global_batches_that_are_no_multiple_are_refused() -> None:
+    with pytest.raises(ValueError, match="global_batch_size=9 is not a multiple of 2, the samples"):
+        make_loader(Numbers(18), 9, 0, 1).set_multiple(2)
+    with pytest.raises(ValueError, match="the last global batch of an epoch has 2 samples, which is not a multiple"):
+        make_loader(Numbers(20), 9, 0, 1).set_multiple(3)
+    loader = make_loader(Numbers(20), 9, 0, 1, drop_last=True)
     loader.set_multiple(3)
     assert loader.multiple_of == 3
 
 
-def test_a_collate_fn_that_fails_says_for_how_many_samples() -> None:
-    loader = make_loader(Numbers(10), 5, 0, 1, collate_fn=lambda samples: samples[7])
-    loader.divide_by(lambda samples: [[samples]])
-    with pytest.raises(RuntimeError, match=r"collate_fn failed for a micro-batch of 5 samples .IndexError"):
-        next(iter(loader))
+def test_collate_fn_is_called_and_named_if_it_fails() -> None:
+    for collate in (lambda samples: {"numbers": samples}, lambda samples: samples[7]):
+        loader = make_loader(Numbers(10), 5, 0, 1, collate_fn=collate, batch_size=None)
+        loader.divide_by(lambda samples: [[samples]])
+        if isinstance(collate(list(range(10))), dict):
+            assert next(iter(loader)) == {"numbers": [0, 1, 2, 3, 4]}
+            continue
+        with pytest.raises(RuntimeError, match=r"collate_fn failed for a micro-batch of 5 samples .IndexError"):
+            next(iter(loader))
 
 
 @pytest.mark.parametrize("options", [{}, {"worker_init_fn": lambda worker: random.seed(99)}], ids=["ours", "users"])
@@ -462,28 +439,6 @@ def test_workers_are_seeded(options: dict[str, Any]) -> None:
     if not options:
         assert found[1] == pytest.approx(np.random.RandomState(5).rand())
         assert found[2] == torch.rand((), generator=torch.Generator().manual_seed(5)).item()
-
-
-def test_arguments_of_the_data_loader_are_passed_on() -> None:
-    loader = make_loader(Numbers(8), 4, 0, 1, collate_fn=lambda samples: {"numbers": samples}, batch_size=None)
-    loader.divide_by(lambda samples: [[samples]])
-    assert next(iter(loader)) == {"numbers": [0, 1, 2, 3]}
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(10))
-
-
-class Endless(Dataset[int]):
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-@pytest.mark.parametrize("name, value", [("batch_size", 4), ("batch_sampler", [[0]])])
-def test_arguments_that_choose_samples_are_rejected(name: str, value: Any) -> None:
-    with pytest.raises(TypeError, match=f"{name} cannot be given.*global_batch_size"):
-        make_loader(Numbers(10), 4, 0, 1, **{name: value})
 
 
 @pytest.mark.parametrize("own_generator", [False, True])
@@ -508,22 +463,46 @@ def test_a_sampler_sets_the_order_of_all_ranks(own_generator: bool) -> None:
     assert together([train(loader) for loader in resumed]) == epochs[1][1:]
 
 
-def test_samplers_that_cannot_set_the_order() -> None:
-    data = Numbers(10)
-    with pytest.raises(ValueError, match="shuffle=True cannot be combined with SequentialSampler"):
-        make_loader(data, 4, 0, 1, sampler=SequentialSampler(data), shuffle=True)
-    with pytest.raises(ValueError, match="DistributedSampler gives each rank its own indices"):
-        make_loader(data, 4, 0, 1, sampler=DistributedSampler(data, 2, 0))
-    with pytest.raises(TypeError, match="generator has no length"):
-        make_loader(data, 4, 0, 1, sampler=(index for index in range(10)))
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
 
-    class Varying(SequentialSampler):
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(7))
 
-    loader = make_loader(data, 4, 0, 1, sampler=Varying(data))
-    loader.divide_by(lambda samples: [[samples]])
-    with pytest.raises(ValueError, match="Varying gave 7 indices for epoch 0, but its length is 10"):
+class Endless(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Varying(SequentialSampler):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(7))
+
+
+TEN = Numbers(10)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "error", "words"),
+    [
+        (Stream(), {}, TypeError, "Stream is an IterableDataset"),
+        (Endless(), {}, TypeError, "Endless has no length"),
+        (Numbers(3), {}, ValueError, "fewer than global_batch_size"),
+        (TEN, {"batch_size": 4}, TypeError, "batch_size cannot be given.*global_batch_size"),
+        (TEN, {"batch_sampler": [[0]]}, TypeError, "batch_sampler cannot be given.*global_batch_size"),
+        (TEN, {"in_order": False}, ValueError, "in_order=False"),
+        (
+            *(TEN, {"sampler": SequentialSampler(TEN), "shuffle": True}),
+            *(ValueError, "shuffle=True cannot be combined with SequentialSampler"),
+        ),
+        (TEN, {"sampler": DistributedSampler(TEN, 2, 0)}, ValueError, "DistributedSampler gives each rank its own"),
+        (TEN, {"sampler": (index for index in range(10))}, TypeError, "generator has no length"),
+        (TEN, {"sampler": Varying(TEN)}, ValueError, "Varying gave 7 indices for epoch 0, but its length is 10"),
+    ],
+)
+def test_bad_arguments(dataset: Any, options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        loader = make_loader(dataset, 4, 0, 1, **options)
+        loader.divide_by(lambda samples: [[samples]])
         iter(loader)
 
 
@@ -537,21 +516,6 @@ def test_weights_of_batches() -> None:
         loader.weigh_by(lambda batch, value=value: value)
         with pytest.raises(ValueError, match="weight_by gave"):
             next(iter(loader))
-
-
-def test_bad_datasets_and_options() -> None:
-    for make in (
-        lambda dataset: make_loader(dataset, 4, 0, 1),
-        lambda dataset: HeteroDataLoader(dataset, GlobalBatchSampler(10, 4, 0, 1, shuffle=False, seed=0)),
-    ):
-        with pytest.raises(TypeError, match="Stream is an IterableDataset"):
-            make(Stream())
-        with pytest.raises(TypeError, match="Endless has no length"):
-            make(Endless())
-    with pytest.raises(ValueError, match="in_order=False"):
-        make_loader(Numbers(10), 4, 0, 1, in_order=False)
-    with pytest.raises(ValueError, match="fewer than global_batch_size"):
-        make_loader(Numbers(3), 4, 0, 1)
 
 
 def test_the_load_timer_is_told_of_each_batch_and_of_the_end() -> None:

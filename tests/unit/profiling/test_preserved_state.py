@@ -1,10 +1,11 @@
-"""Trial steps leave the state unchanged, and the memory of the optimizer state is known before the first step."""
+"""Trial steps leave the state unchanged; an optimizer's memory and time are known before its first step."""
 
 from __future__ import annotations
 
 import copy
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from colossal_hetero.profiling.device_profiler import Timing, peak_flops, profile_device
-from colossal_hetero.profiling.optimizer_state import optimizer_state_bytes, step_temporary_bytes
+from colossal_hetero.profiling import optimizer_state
+from colossal_hetero.profiling.optimizer_state import (
+    optimizer_state_bytes,
+    optimizer_step_seconds,
+    step_temporary_bytes,
+)
 from colossal_hetero.profiling.preserved_state import preserved_state
-
-CPU = torch.device("cpu")
 
 
 class Model(nn.Module):
@@ -56,7 +59,7 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
             [module.training for module in model.modules()],
             optimizer.state_dict(),
             random.getstate(),
-            np.random.get_state()[1].tolist(),
+            [np.random.get_state()[1].tolist(), np.random.get_state()[2]],
             torch.get_rng_state().tolist(),
         )
     )
@@ -134,80 +137,43 @@ def test_the_temporary_memory_of_a_step() -> None:
     assert step_temporary_bytes(torch.optim.AdamW(model.parameters())) == 3 * 200 * 4
 
 
-def profile(seconds: Callable[[int, int], float], largest: int, cap: int, **arguments: Any) -> tuple[Any, list[int]]:
-    """Profile a device whose n-th run of a batch takes ``seconds(batch, n)``; return the result and all batches run."""
-    sizes: list[int] = []
-
-    def run(batch: int) -> Timing:
-        sizes.append(batch)
-        if batch > largest:
-            raise MemoryError
-        taken = seconds(batch, sizes.count(batch))
-        return Timing(taken, taken / 3)
-
-    return profile_device(run, cap, state_bytes_to_come=0, device=CPU, **arguments), sizes
+class Clock:
+    now = 0.0
 
 
-def test_a_single_slow_run_is_ignored() -> None:
-    result, sizes = profile(lambda batch, run: batch * (10.0 if run == 2 else 1.0), 11, 100)
-    assert result.max_batch == 11 and result.memory_bound
-    assert all(point.seconds == point.batch for point in result.points)
-    assert {1, 11} < {point.batch for point in result.points} <= set(sizes)
-    assert all(point.forward_seconds == pytest.approx(point.seconds / 3) for point in result.points)
+class Slow(torch.optim.AdamW):
+    """Takes a second per element on the clock."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        Clock.now += sum(each.numel() for group in self.param_groups for each in group["params"])
 
 
-def test_short_passes_of_a_throttled_device_are_averaged() -> None:
-    # Half of the passes wait for the next period of a CPU quota.
-    result, sizes = profile(lambda batch, run: batch * (0.01 if run % 2 else 0.03), 4, 4)
-    assert [point.seconds for point in result.points] == pytest.approx([0.02, 0.04, 0.08], rel=0.15)
-    assert sizes.count(1) > 20 > 10 > sizes.count(4)
+class Failing(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        raise IndexError("too few dimensions")
 
 
-def test_a_decrease_is_measured_again() -> None:
-    # Only the first three runs of batch 2 are slow.
-    result, sizes = profile(lambda batch, run: 9.0 if batch == 2 and run <= 3 else float(batch), 4, 4, repeats=3)
-    assert sizes.count(2) >= 6 and [point.seconds for point in result.points] == [1.0, 2.0, 4.0]
+@pytest.mark.parametrize("max_elements", [10, 1000])
+def test_the_time_is_that_of_all_parameters(max_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_state, "time", SimpleNamespace(perf_counter=lambda: Clock.now))
+    monkeypatch.setattr(optimizer_state, "MAX_ELEMENTS", max_elements)
+    first, second = nn.Linear(7, 3), nn.Linear(5, 2)
+    optimizer = Slow([{"params": first.parameters()}, {"params": second.parameters(), "lr": 0.5}])
+    for parameter in (*first.parameters(), *second.parameters()):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    groups = [dict(group) for group in optimizer.param_groups]
+    state = {key: {name: value.clone() for name, value in entry.items()} for key, entry in optimizer.state.items()}
+    before = [value.detach().clone() for value in (*first.parameters(), *second.parameters())]
+    assert optimizer_step_seconds(optimizer) == pytest.approx(7 * 3 + 3 + 5 * 2 + 2)
+    for value, former in zip((*first.parameters(), *second.parameters()), before, strict=True):
+        assert torch.equal(value, former) and torch.equal(value.grad, torch.ones_like(value))
+    assert [dict(group) for group in optimizer.param_groups] == groups
+    assert optimizer.state.keys() == state.keys()
+    for key, entry in optimizer.state.items():
+        assert all(torch.equal(value, state[key][name]) for name, value in entry.items())
 
 
-def test_a_decrease_that_remains_is_averaged() -> None:
-    result, _ = profile(lambda batch, run: {1: 1.0, 2: 3.0, 4: 2.0}[batch], 4, 4)
-    assert [point.seconds for point in result.points] == [1.0, 2.0, 2.0]
-
-
-def test_a_size_that_fits_only_once_is_rejected() -> None:
-    fitted: list[int] = []
-
-    def run(batch: int) -> Timing:
-        fitted.append(batch)
-        if batch > 7 or (batch == 7 and fitted.count(7) > 1):
-            raise MemoryError
-        return Timing(float(batch), 0.1)
-
-    abandoned: list[int] = []
-    result = profile_device(
-        run, 50, state_bytes_to_come=0, device=CPU, abort=lambda: abandoned.append(1), on_progress=lambda _: None
-    )
-    assert result.max_batch == 6 and result.points[-1].batch == 6 and result.memory_bound
-    assert len(abandoned) == fitted.count(8) + fitted.count(7) - 1 + sum(batch > 8 for batch in fitted)
-
-
-def test_progress_reports_the_next_run() -> None:
-    told: list[Any] = []
-    _, sizes = profile(lambda batch, run: float(batch), 5, 8, on_progress=told.append, repeats=2)
-    assert [progress.batch for progress in told] == sizes
-    assert [progress.runs for progress in told] == list(range(len(sizes)))
-    assert told[-1].largest == 5 and {progress.action for progress in told} == {"searching", "timing"}
-
-
-def test_other_errors_are_raised() -> None:
-    def run(batch: int) -> Timing:
-        raise ValueError("labels do not match")
-
-    with pytest.raises(ValueError, match="labels"):
-        profile_device(run, 4, state_bytes_to_come=0, device=CPU)
-    with pytest.raises(ValueError, match="repeats=0"):
-        profile_device(run, 4, state_bytes_to_come=0, device=CPU, repeats=0)
-
-
-def test_flops_are_measured() -> None:
-    assert 1e8 < peak_flops(CPU) < 1e15
+def test_an_optimizer_that_cannot_step_on_copies_has_no_time() -> None:
+    assert optimizer_step_seconds(Failing(nn.Linear(2, 2).parameters(), lr=0.1)) is None

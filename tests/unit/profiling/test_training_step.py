@@ -51,23 +51,30 @@ def test_a_pair_without_a_criterion_is_an_error() -> None:
         default_training_step(nn.Identity(), None, (torch.ones(2), torch.ones(2)))
 
 
-def test_any_number_of_samples_can_be_run() -> None:
+def trial(
+    model: nn.Module, step: Any, data: Any = None, backward: Any = torch.Tensor.backward, **options: Any
+) -> TrialRun:
+    """Trials on the samples 0, 1 and 2."""
+    loader = DataLoader(data or TensorDataset(torch.arange(3.0).unsqueeze(1)), batch_size=2, **options)
+    return TrialRun(model, SimpleNamespace(backward=backward), None, step, loader)  # type: ignore[arg-type]
+
+
+def test_any_number_of_samples_can_be_run_in_training_mode() -> None:
     """Also more samples than there are, because the largest micro-batch may be larger than a small data set."""
-    seen: list[torch.Tensor] = []
+    seen: list[tuple[list[float], bool]] = []
 
     def step(model: nn.Module, criterion: Any, batch: Any) -> torch.Tensor:
-        seen.append(batch[0])
+        seen.append((batch[0].flatten().tolist(), model.training and model[0].training))
         return model(batch[0]).mean()
 
-    model = nn.Linear(1, 1)
-    loader = DataLoader(TensorDataset(torch.arange(3.0).unsqueeze(1)), batch_size=2)
-    optimizer = SimpleNamespace(backward=lambda loss: loss.backward())
-    run = TrialRun(model, optimizer, None, step, loader)  # type: ignore[arg-type]
+    model = nn.Sequential(nn.Linear(1, 1)).eval()
+    run = trial(model, step)
     assert run(2) > 0
-    run(7)
-    run(1)
-    assert [batch.flatten().tolist() for batch in seen] == [[0, 1], [0, 1, 2, 0, 1, 2, 0], [0]]
-    assert model.weight.grad is not None
+    run(7), run(1)
+    model.eval()
+    assert run.loss([0]).shape == ()
+    assert seen == [([0, 1], True), ([0, 1, 2, 0, 1, 2, 0], True), ([0], True), ([0], False)]
+    assert model[0].weight.grad is not None
 
 
 class Outputs:
@@ -101,9 +108,8 @@ def test_trials_keep_outputs_as_the_names_of_a_loop_do() -> None:
         seen["reserved"].append(max(size_bytes, 0))
         yield
 
-    model = Net(1, 5)
-    loader = DataLoader(TensorDataset(torch.arange(3.0).unsqueeze(1)), batch_size=2)
-    run = TrialRun(model, SimpleNamespace(backward=backward), None, step, loader, step_bytes=77)  # type: ignore[arg-type]
+    run = trial(Net(1, 5), step, backward=backward)
+    run.step_bytes = 77
     with patch("colossal_hetero.profiling.training_step.reserved_memory", reserved):
         for samples in (2, 2, 8, 4):
             run(samples)
@@ -125,28 +131,12 @@ def test_a_failed_trial_keeps_nothing() -> None:
             raise MemoryError
         return loss
 
-    loader = DataLoader(TensorDataset(torch.arange(3.0).unsqueeze(1)), batch_size=2)
-    run = TrialRun(nn.Linear(1, 5), SimpleNamespace(backward=lambda loss: loss.backward()), None, step, loader)  # type: ignore[arg-type]
+    run = trial(nn.Linear(1, 5), step)
     run(2)
     assert run._kept
     with pytest.raises(MemoryError):
         run(3)
     assert not run._kept
-
-
-def test_trials_run_in_training_mode() -> None:
-    modes: list[bool] = []
-
-    def step(model: nn.Module, criterion: Any, batch: Any) -> torch.Tensor:
-        modes.append(model.training and model[0].training)
-        return model(batch[0]).mean()
-
-    loader = DataLoader(TensorDataset(torch.arange(3.0).unsqueeze(1)), batch_size=2)
-    model = nn.Sequential(nn.Linear(1, 1)).eval()
-    run = TrialRun(model, SimpleNamespace(backward=lambda loss: loss.backward()), None, step, loader)  # type: ignore[arg-type]
-    run(2)
-    model.eval()
-    assert modes == [True] and run.loss([0]).shape == () and modes == [True, False]
 
 
 def test_a_data_set_may_return_whole_batches() -> None:
@@ -160,7 +150,5 @@ def test_a_data_set_may_return_whole_batches() -> None:
         seen.append(batch)
         return model(batch).mean()
 
-    loader = DataLoader(Whole(torch.arange(3.0).unsqueeze(1)), batch_size=2, collate_fn=lambda batch: batch)
-    optimizer = SimpleNamespace(backward=lambda loss: loss.backward())
-    TrialRun(nn.Linear(1, 1), optimizer, None, step, loader)(4)  # type: ignore[arg-type]
+    trial(nn.Linear(1, 1), step, Whole(torch.arange(3.0).unsqueeze(1)), collate_fn=lambda batch: batch)(4)
     assert seen[0].flatten().tolist() == [0, 1, 2, 0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,10 @@ def batches(name: str) -> list[dict[str, Tensor]]:
     return [{"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)} for ids in tokens]
 
 
+Case = tuple[str, int, dict[str, Any]]
+"""Model, number of ranks, and arguments of the plugin."""
+
+
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
 
@@ -146,12 +150,14 @@ class Run:
         return None if loss is None else loss.item()
 
 
-def train_hybrid(name: str, directory: str, arguments: dict[str, Any]) -> list[float | None]:
-    """Train, and save the trained model to ``directory``. Returns the losses of this rank by step."""
-    run = Run(name, arguments)
-    losses = [run.step(batch) for batch in batches(name)]
-    run.booster.save_model(run.model, f"{directory}/model", shard=True)
-    return losses
+def train_hybrid(cases: list[Case], directory: str) -> list[list[float | None]]:
+    """Train each case, and save its model to ``directory``. Returns the losses of this rank by case and step."""
+    found = []
+    for number, (name, _, arguments) in enumerate(cases):
+        run = Run(name, {"precision": "fp32", **arguments})
+        found.append([run.step(batch) for batch in batches(name)])
+        run.booster.save_model(run.model, f"{directory}/{number}", shard=True)
+    return found
 
 
 def train_and_resume(name: str, directory: str, arguments: dict[str, Any], shard: bool) -> float:
@@ -179,7 +185,7 @@ def zero_bubble(microbatches: int) -> dict[str, Any]:
     return dict(pp_style="zbv", num_model_chunks=2, scheduler_nodes=schedule, num_microbatches=microbatches)
 
 
-CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+CASES: dict[str, Case] = {
     "tp2": ("vit", 2, dict(tp_size=2, pp_size=1)),
     "tp2 fused qkv": ("gpt2", 2, dict(tp_size=2, pp_size=1)),
     "pp2": ("llama", 2, dict(tp_size=1, pp_size=2, num_microbatches=4)),
@@ -197,7 +203,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "pp2 dp2": ("vit", 4, dict(tp_size=1, pp_size=2, num_microbatches=2)),
 }
 
-LOW_PRECISION_CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+LOW_PRECISION_CASES: dict[str, Case] = {
     "tp2 bf16": ("llama", 2, dict(tp_size=2, pp_size=1, precision="bf16")),
     "tp2 fp16": ("vit", 2, dict(tp_size=2, pp_size=1, precision="fp16", initial_scale=2**8)),
     "zero1": ("llama", 2, dict(tp_size=1, pp_size=1, zero_stage=1, precision="bf16")),
@@ -214,44 +220,54 @@ def mean_losses(by_rank: list[list[float | None]]) -> list[float]:
 
 
 def train_both(
-    case: tuple[str, int, dict[str, Any]], directory: Path, loss_tolerance: float
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Compare losses. Returns, by weight, the error of the hybrid run and the change by training in the reference."""
-    name, ranks, arguments = case
-    expected_losses, expected = train_alone(name)
-    losses = run_ranks(ranks, train_hybrid, name, str(directory), {"precision": "fp32", **arguments})
-    assert mean_losses(losses) == pytest.approx(expected_losses, rel=loss_tolerance)
-    trained = type(seeded(name)).from_pretrained(directory / "model").state_dict()
-    initial = seeded(name).state_dict()
-    assert trained.keys() == expected.keys()
-    return {key: (trained[key].float() - weight, weight - initial[key]) for key, weight in expected.items()}
+    cases: list[Case], directory: Path, loss_tolerance: float
+) -> Iterator[tuple[Case, dict[str, tuple[Tensor, Tensor]]]]:
+    """Compare losses. Yields each case and, by weight, the error of the hybrid run and the change by training in the
+    reference. Cases with as many ranks run in the same processes."""
+    for ranks in (2, 4):
+        together = [case for case in cases if case[1] == ranks]
+        by_rank = run_ranks(ranks, train_hybrid, together, str(directory))
+        for number, (case, losses) in enumerate(zip(together, zip(*by_rank, strict=True), strict=True)):
+            name = case[0]
+            expected_losses, expected = train_alone(name)
+            assert mean_losses(list(losses)) == pytest.approx(expected_losses, rel=loss_tolerance), case
+            trained = type(seeded(name)).from_pretrained(directory / str(number)).state_dict()
+            initial = seeded(name).state_dict()
+            assert trained.keys() == expected.keys()
+            yield (
+                case,
+                {key: (trained[key].float() - weight, weight - initial[key]) for key, weight in expected.items()},
+            )
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_training_equals_that_of_one_process(case: str, tmp_path: Path) -> None:
-    for key, (error, change) in train_both(CASES[case], tmp_path, loss_tolerance=1e-5).items():
-        assert error.norm() <= 1e-3 * change.norm() + 1e-6, key
+def test_training_equals_that_of_one_process(tmp_path: Path) -> None:
+    for case, pairs in train_both(list(CASES.values()), tmp_path, loss_tolerance=1e-5):
+        for key, (error, change) in pairs.items():
+            assert error.norm() <= 1e-3 * change.norm() + 1e-6, (case, key)
 
 
-@pytest.mark.parametrize("case", LOW_PRECISION_CASES)
-def test_training_in_low_precision_is_close_to_that_of_one_process(case: str, tmp_path: Path) -> None:
+def test_training_in_low_precision_is_close_to_that_of_one_process(tmp_path: Path) -> None:
     # Only the error over all weights is checked, because some weights change by less than 8 bits of mantissa resolve.
-    pairs = train_both(LOW_PRECISION_CASES[case], tmp_path, loss_tolerance=5e-3).values()
-    error, change = (torch.cat([pair[side].flatten() for pair in pairs]).norm() for side in (0, 1))
-    assert error <= 0.1 * change
+    for case, pairs in train_both(list(LOW_PRECISION_CASES.values()), tmp_path, loss_tolerance=5e-3):
+        error, change = (torch.cat([pair[side].flatten() for pair in pairs.values()]).norm() for side in (0, 1))
+        assert error <= 0.1 * change, case
+
+
+def resume_each(cases: list[tuple[str, bool]], directory: str) -> list[float]:
+    found = []
+    for number, (case, shard) in enumerate(cases):
+        name, _, arguments = (CASES | LOW_PRECISION_CASES)[case]
+        found.append(train_and_resume(name, f"{directory}/{number}", {"precision": "fp32", **arguments}, shard))
+    return found
 
 
 @pytest.mark.filterwarnings("ignore:You are using `torch.load`:FutureWarning")
-@pytest.mark.parametrize("shard", [True, False], ids=["sharded", "whole"])
-@pytest.mark.parametrize("case", ["tp2 fused qkv", "pp2"])
-def test_resuming_from_a_checkpoint_changes_nothing(case: str, shard: bool, tmp_path: Path) -> None:
-    name, ranks, arguments = CASES[case]
-    arguments = {"precision": "fp32", **arguments}
-    assert max(run_ranks(ranks, train_and_resume, name, str(tmp_path), arguments, shard)) == 0
-
-
-@pytest.mark.parametrize("case", ["zero1", "zero2"])
-def test_resuming_with_zero_is_as_exact_as_its_checkpoint(case: str, tmp_path: Path) -> None:
-    # The checkpoint holds the bf16 working weights; the fp32 master weights are rebuilt from them.
-    name, ranks, arguments = LOW_PRECISION_CASES[case]
-    assert max(run_ranks(ranks, train_and_resume, name, str(tmp_path), arguments, True)) <= 2**-7
+def test_resuming_from_a_checkpoint_changes_nothing(tmp_path: Path) -> None:
+    cases = [(case, shard) for case in ("tp2 fused qkv", "pp2") for shard in (True, False)]
+    # With ZeRO, the checkpoint holds the bf16 working weights; the fp32 master weights are rebuilt from them.
+    cases += [(case, True) for case in ("zero1", "zero2")]
+    for number in range(len(cases)):
+        (tmp_path / str(number)).mkdir()
+    for found in run_ranks(2, resume_each, cases, str(tmp_path)):
+        for case, difference in zip(cases, found, strict=True):
+            assert difference <= (2**-7 if "zero" in case[0] else 0), case

@@ -54,37 +54,29 @@ def check_groups(plan: Plan, topology: Topology, expected: list[float]) -> dict[
     return made
 
 
-@pytest.mark.parametrize(
-    "topology, across",
-    [
-        pytest.param(two_nodes(), "lo", id="ethernet"),
-        pytest.param(two_nodes(device="A100-40"), "lo", id="planned-for-gpus"),
+def check_each(cases: list[tuple[Plan, Topology]], expected: list[float]) -> list[dict[tuple[int, ...], str | None]]:
+    return [check_groups(plan, topology, expected) for plan, topology in cases]
+
+
+def test_groups_communicate_over_the_network_between_their_members() -> None:
+    # A plan that uses the first device of one node and all three of the other, so rank 1 is on device 3.
+    some_devices = make_plan([[[5], [4]], [[3], [0]]], (1, 3), MICRO_BATCH, MICRO_BATCHES)
+    cases = [
+        (PLAN, two_nodes()),
+        (PLAN, two_nodes(device="A100-40")),  # planned for GPUs
         # The nodes share no network, so none is chosen. Torch finds a connection or raises an error.
-        pytest.param(two_nodes(("InfiniBand", "RoCE")), None, id="no-way"),
-    ],
-)
-def test_groups_across_nodes_use_the_network_between_them(topology: Topology, across: str | None) -> None:
-    expected, _ = train_alone(PLAN.blocks, PLAN.global_batch)
-    for made in run_ranks(4, check_groups, PLAN, topology, expected):
-        assert {ranks: name for ranks, name in made.items() if len(ranks) > 1} == {
-            (1, 3): across,  # the replica of rank 0 comes first
-            (0, 2): across,
-            (3, 2): None,
-            (1, 0): None,
-        }
-
-
-def test_ranks_are_assigned_to_the_devices_that_the_plan_uses() -> None:
-    """The plan uses the first device of one node and all three of the other, so rank 1 is on device 3."""
-    plan = make_plan([[[5], [4]], [[3], [0]]], (1, 3), MICRO_BATCH, MICRO_BATCHES)
-    expected, _ = train_alone(plan.blocks, plan.global_batch)
-    for made in run_ranks(4, check_groups, plan, two_nodes(size=3), expected):
-        assert {ranks: name for ranks, name in made.items() if len(ranks) > 1} == {
-            (1, 3): None,
-            (0, 2): "lo",
-            (3, 2): None,
-            (1, 0): "lo",
-        }
+        (PLAN, two_nodes(("InfiniBand", "RoCE"))),
+        (some_devices, two_nodes(size=3)),
+    ]
+    expected: list[dict[tuple[int, ...], str | None]] = [
+        # The replica of rank 0 comes first.
+        *({(1, 3): across, (0, 2): across, (3, 2): None, (1, 0): None} for across in ("lo", "lo", None)),
+        {(1, 3): None, (0, 2): "lo", (3, 2): None, (1, 0): "lo"},
+    ]
+    losses, _ = train_alone(PLAN.blocks, PLAN.global_batch)
+    for found in run_ranks(4, check_each, cases, losses):
+        made_by_case = [{ranks: name for ranks, name in made.items() if len(ranks) > 1} for made in found]
+        assert made_by_case == expected
 
 
 def check_other_cluster() -> None:

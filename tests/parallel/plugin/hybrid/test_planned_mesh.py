@@ -1,4 +1,4 @@
-"""The mesh of a planned run, and its data, checkpoints, balancing and other schedules."""
+"""The mesh of a planned run, and its data, checkpoints and balancing."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 from colossalai.booster.plugin import hybrid_parallel_plugin
 from colossalai.cluster import ProcessGroupMesh
-from colossalai.pipeline.schedule.v_schedule import PipelineGraph
 from torch.utils.data import TensorDataset
 
-from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin
+from colossal_hetero import BalanceConfig
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.plugin.hybrid.plan_agreement import as_launched
 from colossal_hetero.plugin.hybrid.planned_mesh import PlannedMesh
@@ -55,8 +54,6 @@ def check_mesh() -> None:
     following = mesh.ravel((mesh.coordinate(0) + 1, mesh.coordinate(1)), mesh.shape, mode="wrap")
     order = mesh.get_ranks_in_group(mesh.get_group_along_axis(0))
     assert following == order[(order.index(rank) + 1) % len(order)]
-    with pytest.raises(ValueError, match="each of the 6 ranks 0 to 5 once"):
-        PlannedMesh(3, 2, ranks=[0, 1, 2, 3, 4, 4])
     mesh.destroy_mesh_process_groups()
 
 
@@ -167,32 +164,3 @@ def test_balancing_works_inside_the_stages_of_a_permuted_plan() -> None:
     # Ranks 0 and 2 form a tensor-parallel group, in which rank 0 comes first.
     assert given[0] == given[2] and given[0][0] == 0 and given[0][1] > 0, given
     assert given[1] == given[3] and not any(given[1]), given
-
-
-# The other schedules ---------------------------------------------------------------------------------------------
-
-
-def check_schedules(expected: list[float]) -> None:
-    graph = PipelineGraph(
-        n_stage=2, n_micro=4, f_cost=1, b_cost=1, w_cost=1, c_cost=1, f_mem=3, b_mem=-2, w_mem=-1
-    ).get_v_schedule()
-    tp_size = dist.get_world_size() // 2
-    sizes = make_plan([[list(range(tp_size)), list(range(tp_size, 2 * tp_size))]], (3, 3), MICRO_BATCH, MICRO_BATCHES)
-    schedules = [
-        dict(pp_style="interleaved", num_layers_per_stage=[1, 2, 1, 2]),
-        dict(pp_style="interleaved", num_layers_per_stage=[3, 1, 1, 1]),
-        dict(pp_style="zbv", scheduler_nodes=graph, num_layers_per_stage=[2, 1, 1, 2]),
-        dict(pp_style="zbv", scheduler_nodes=graph, num_layers_per_stage=[1, 3, 1, 1]),
-    ]
-    for schedule in schedules if tp_size == 1 else schedules[1:3]:
-        plugin = HeteroHybridParallelPlugin(
-            tp_size, 2, precision="fp32", num_model_chunks=2, num_microbatches=MICRO_BATCHES, **schedule
-        )
-        run = boost(plugin, tiny_vit(depth=6), sgd)
-        assert train_planned(run, sizes=sizes) == pytest.approx(expected, rel=1e-5), schedule
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_interleaved_and_zero_bubble_schedules_run_unequal_chunks(world: int) -> None:
-    expected, _ = train_alone(6, MICRO_BATCH * MICRO_BATCHES)
-    run_ranks(world, check_schedules, expected)

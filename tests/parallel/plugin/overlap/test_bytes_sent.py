@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.data import TensorDataset
 
-from colossal_hetero import HeteroZeroPlugin
 from colossal_hetero.planner.batches.batch_profile import PASSES
 from tests.support.harness import run_ranks
+from tests.support.training import zero_plugin
 
 WIDTH = 300
 RANKS = 2
@@ -58,7 +58,7 @@ def passes_sent(stage: int, options: dict[str, Any]) -> tuple[float, float]:
     """How often the bytes of the model cross the network: in the passes of a batch, and in the optimizer's step."""
     torch.manual_seed(3)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-    plugin = HeteroZeroPlugin(stage, 2 * RANKS, max_micro_batch=2, **options)
+    plugin = zero_plugin(stage, 2 * RANKS, max_micro_batch=2, **options)
     samples = TensorDataset(torch.randn(6 * RANKS, WIDTH), torch.arange(6 * RANKS))
     loader = plugin.prepare_dataloader(samples)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

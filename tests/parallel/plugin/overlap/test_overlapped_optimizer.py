@@ -19,16 +19,15 @@ import torch.distributed as dist
 from colossalai.booster import Booster
 from torch import Tensor, nn
 
-from colossal_hetero import HeteroZeroPlugin
 from colossal_hetero.plugin.zero import late_parameters
 from colossal_hetero.plugin.zero.late_parameters import LateParameter
 from colossal_hetero.plugin.zero.overlapped_optimizer import OverlappedZeroOptimizer
 from tests.parallel.plugin.hybrid.test_colossalai_on_cpu import zero_bubble
-from tests.parallel.plugin.zero.test_zero_plugin import Numbered, make_optimizer, sizes_by_rank
 from tests.support.harness import run_ranks
 from tests.support.language_models import gpt2, tokens
-from tests.support.training import assert_same_parameters, boost, ours, sgd, theirs, tiny_vit
+from tests.support.training import assert_same_parameters, boost, ours, sgd, theirs, tiny_vit, zero_plugin
 from tests.support.training import train as train_vit
+from tests.support.zero_runs import Numbered, make_optimizer, sizes_by_rank
 
 EPOCHS = 7
 """Of three global batches each, and so of three steps."""
@@ -96,7 +95,7 @@ def boosted(stage: int, optimizer_name: str, division: list[list[int]], **option
     """Model, optimizer, criterion and loader."""
     # Batches are not divided again: what a rank uses of the model follows from the division.
     fixed: dict[str, Any] = dict(max_micro_batch=8, reallocate_above=math.inf, reduce_bucket_size_in_m=BUCKET / 2**20)
-    plugin = HeteroZeroPlugin(stage, 11, **fixed, **options)
+    plugin = zero_plugin(stage, 11, **fixed, **options)
     loader = plugin.prepare_dataloader(Numbered(), shuffle=True, seed=11)
     model = make_net()
     booster = Booster(plugin=plugin)
@@ -249,7 +248,7 @@ def read_after_step(folder: str) -> dict[str, list[Tensor]]:
             type(optimizer).step(optimizer)
             return net.first.weight.detach().clone()
         if reader == "saved":
-            Booster(plugin=HeteroZeroPlugin(1, 11)).save_model(model, str(path))
+            Booster(plugin=zero_plugin(1, 11)).save_model(model, str(path))
             dist.barrier()
             return torch.load(path, weights_only=True)["first.weight"]
         # The gather does not overwrite what is written.

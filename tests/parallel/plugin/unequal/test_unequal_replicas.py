@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -162,24 +162,44 @@ PLANS: dict[str, Plan] = {
     "1+2+2": unequal_plan(replica([[4]], [4], 1), replica([[0], [1]], [1, 3], 2), replica([[3], [2]], [3, 1], 2)),
     "splits": unequal_plan(replica([[0], [1]], [1, 3], 3), replica([[2], [3]], [3, 1], 2)),
     "batches": unequal_plan(replica([[0]], [4], 1), replica([[1]], [4], 3)),
+    "pp2": replica([[1], [0]], [1, 3], 4),
+    "pp3": replica([[2], [0], [1]], [1, 2, 1], 4),
     "tp2 1+2": unequal_plan(replica([[0, 1]], [4], 3), replica([[2, 3], [4, 5]], [1, 3], 2)),
 }
 
 
-def check(
-    plan: str,
-    model: str,
-    kind: str = "sgd",
-    dtype: torch.dtype = torch.float64,
-    accumulation: int = 1,
-    no_sync: bool = False,
-    **options: Any,
-) -> None:
-    chosen = PLANS[plan]
-    max_norm = options.get("max_norm", 0.0)
-    losses, norms, expected = train_alone(model, chosen.global_batch * accumulation, kind, max_norm, dtype)
-    results = run_ranks(chosen.world_size, train_replicas, chosen, model, kind, dtype, options, accumulation, no_sync)
-    tolerance = dict(rtol=1e-9, atol=1e-9) if dtype == torch.float64 else dict(rtol=1e-5, atol=1e-5)
+class Case(NamedTuple):
+    plan: str
+    model: str
+    options: dict[str, Any] | None = None
+    kind: str = "sgd"
+    dtype: torch.dtype = torch.float64
+    accumulation: int = 1
+    no_sync: bool = False
+
+
+def train_each(cases: list[Case]) -> list[Any]:
+    return [
+        train_replicas(PLANS[plan], model, kind, dtype, options or {}, accumulation, no_sync)
+        for plan, model, options, kind, dtype, accumulation, no_sync in cases
+    ]
+
+
+def check(*cases: Case) -> None:
+    """Train each case, those of a world size in the same processes, and compare it with one process."""
+    for world in sorted({PLANS[case.plan].world_size for case in cases}):
+        together = [case for case in cases if PLANS[case.plan].world_size == world]
+        for case, results in zip(together, zip(*run_ranks(world, train_each, together), strict=True), strict=True):
+            compare(case, results)
+
+
+def compare(case: Case, results: Sequence[Any]) -> None:
+    chosen = PLANS[case.plan]
+    max_norm = (case.options or {}).get("max_norm", 0.0)
+    size = chosen.global_batch * case.accumulation
+    losses, norms, expected = train_alone(case.model, size, case.kind, max_norm, case.dtype)
+    is_double = case.dtype == torch.float64
+    tolerance = dict(rtol=1e-9, atol=1e-9) if is_double else dict(rtol=1e-5, atol=1e-5)
     weights = [each.micro_batches * chosen.micro_batch / chosen.global_batch for each in chosen.replicas]
     # The first replica is the one with rank 0.
     order = sorted(range(len(weights)), key=lambda number: 0 not in sum(chosen.rank_order[number], ()))
@@ -189,58 +209,69 @@ def check(
             if own[step] is not None:
                 shares[index] = own[step]
         found = sum(weights[order[index]] * share for index, share in shares.items())
-        assert found == pytest.approx(losses[step], rel=1e-6)  # Colossal-AI's schedules sum losses in fp32
+        assert found == pytest.approx(losses[step], rel=1e-6), case  # Colossal-AI's schedules sum losses in fp32
     copies: dict[str, Tensor] = {}
     for _, own_norms, whole, parts, _ in results:
         if max_norm:
-            assert own_norms == pytest.approx(norms, rel=tolerance["rtol"])
+            assert own_norms == pytest.approx(norms, rel=tolerance["rtol"]), case
         for name, each in whole.items():
-            if kind == "sgd" or dtype == torch.float64:
+            if case.kind == "sgd" or is_double:
                 reference = expected[name]
-                torch.testing.assert_close(each[: len(reference)], reference, **tolerance)
+                torch.testing.assert_close(
+                    each[: len(reference)], reference, **tolerance, msg=lambda text, n=name: f"{case}, {n}: {text}"
+                )
             first = copies.setdefault(name, each)
-            assert torch.equal(first, each), f"copies of {name} differ"
+            assert torch.equal(first, each), f"{case}: copies of {name} differ"
         assert parts.keys() == whole.keys()
 
 
-@pytest.mark.parametrize(
-    ("plan", "model"), [("1+2", "gpt2"), ("2+3", "llama"), ("1+2+2", "vit"), ("splits", "bert"), ("batches", "vit")]
-)
-def test_replicas_train_like_one_process(plan: str, model: str) -> None:
-    check(plan, model, max_norm=0.5)
+CLIPPED = dict(max_norm=0.5)
+PLANS_AND_MODELS = [("1+2", "gpt2"), ("2+3", "llama"), ("1+2+2", "vit"), ("splits", "bert"), ("batches", "vit")]
 
 
-@pytest.mark.parametrize(("plan", "zero_stage"), [("batches", 0), ("batches", 1), ("1+2+2", 0)])
-def test_layers_that_are_used_in_several_checkpoints(plan: str, zero_stage: int) -> None:
-    dtype = torch.float32 if zero_stage else torch.float64
-    check(plan, "shared", dtype=dtype, max_norm=0.5, zero_stage=zero_stage, ddp_bucket_cap_mb=1e-3)
+def test_replicas_train_like_one_process() -> None:
+    check(*(Case(plan, model, CLIPPED) for plan, model in PLANS_AND_MODELS))
 
 
-@pytest.mark.parametrize(
-    ("model", "dtype"), [("gpt2", torch.float32), ("llama", torch.float32), ("vit", torch.float64)]
-)
-def test_tensor_parallel_replicas_train_like_one_process(model: str, dtype: torch.dtype) -> None:
-    check("tp2 1+2", model, dtype=dtype, max_norm=0.5)
+def test_a_pipeline_whose_stages_share_a_weight_trains_like_one_process() -> None:
+    # Colossal-AI's norms are summed in fp32.
+    check(*(Case(plan, "gpt2", CLIPPED, dtype=torch.float32) for plan in ("pp2", "pp3")), Case("pp3", "gpt2"))
 
 
-@pytest.mark.parametrize(("plan", "model"), [("2+1", "gpt2"), ("1+2+2", "vit")])
-def test_zero_trains_like_one_process(plan: str, model: str) -> None:
-    check(plan, model, dtype=torch.float32, max_norm=0.5, zero_stage=1)
+def test_layers_that_are_used_in_several_checkpoints() -> None:
+    small = CLIPPED | dict(ddp_bucket_cap_mb=1e-3)
+    check(
+        *(Case(plan, "shared", small | dict(zero_stage=0)) for plan in ("batches", "1+2+2")),
+        Case("batches", "shared", small | dict(zero_stage=1), dtype=torch.float32),
+    )
 
 
-def test_zero_sums_at_the_end_too() -> None:
-    check("2+1", "vit", "adamw", dtype=torch.float32, zero_stage=1, overlap_communication=False)
+def test_tensor_parallel_replicas_train_like_one_process() -> None:
+    dtypes = {"gpt2": torch.float32, "llama": torch.float32, "vit": torch.float64}
+    check(*(Case("tp2 1+2", model, CLIPPED, dtype=dtype) for model, dtype in dtypes.items()))
 
 
-def test_lamb_without_zero() -> None:
-    check("1+2", "vit", "lamb", dtype=torch.float32)
+def test_zero_trains_like_one_process() -> None:
+    clipped, late = CLIPPED | dict(zero_stage=1), dict(zero_stage=1, overlap_communication=False)
+    check(
+        *(Case(plan, model, clipped, dtype=torch.float32) for plan, model in (("2+1", "gpt2"), ("1+2+2", "vit"))),
+        Case("2+1", "vit", late, "adamw", dtype=torch.float32),  # sums at the end too
+    )
 
 
-def test_adamw_in_fp32() -> None:
-    check("1+2", "llama", "adamw", dtype=torch.float32)
+def test_other_optimizers_without_zero() -> None:
+    check(*(Case("1+2", model, None, kind, torch.float32) for model, kind in (("vit", "lamb"), ("llama", "adamw"))))
 
 
-@pytest.mark.parametrize("no_sync", [False, True])
-@pytest.mark.parametrize("options", [{}, dict(zero_stage=1, dtype=torch.float32)])
-def test_gradients_of_several_global_batches_accumulate(options: dict[str, Any], no_sync: bool) -> None:
-    check("2+1", "gpt2", accumulation=3, no_sync=no_sync, **options)
+def test_gradients_of_several_global_batches_accumulate() -> None:
+    common = dict(accumulation=3)
+    check(
+        *(
+            case._replace(no_sync=no_sync)
+            for no_sync in (False, True)
+            for case in (
+                Case("2+1", "gpt2", **common),
+                Case("2+1", "gpt2", dict(zero_stage=1), dtype=torch.float32, **common),
+            )
+        )
+    )

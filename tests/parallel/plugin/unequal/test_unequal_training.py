@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,27 @@ def share(plugin: Any) -> slice:
     counts = [replica.micro_batches * 2 for replica in plugin.plan.replicas]
     index = plugin.replica()[0]
     return slice(sum(counts[:index]), sum(counts[: index + 1]))
+
+
+def train(run: Any, numbers: Iterable[int] = range(3), size: int = GLOBAL_BATCH) -> list[float]:
+    """Train on this replica's shares of the global batches with these numbers. Returns their mean losses."""
+    mine, losses = share(run.plugin), []
+    for number in numbers:
+        inputs, labels = images(number, size)
+        losses.append(of_world(step(run, iter([(inputs[mine], labels[mine])])), mine.stop - mine.start))
+    return losses
+
+
+def train_alone(model: nn.Module, optimizer: Any, numbers: Iterable[int] = range(3)) -> list[float]:
+    losses = []
+    for number in numbers:
+        inputs, labels = images(number, GLOBAL_BATCH)
+        loss = loss_of(model(inputs), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def images(number: int, size: int) -> tuple[Tensor, Tensor]:
@@ -163,9 +185,7 @@ def train_and_evaluate() -> tuple[list[float], list[float]]:
     """Losses of training, and of other batches evaluated in between."""
     run, trained, evaluated = boost(plugin_for(), vit(), sgd), [], []
     for number in range(3):
-        mine = share(run.plugin)
-        inputs, labels = images(number, GLOBAL_BATCH)
-        trained.append(of_world(step(run, iter([(inputs[mine], labels[mine])])), mine.stop - mine.start))
+        trained += train(run, [number])
         with torch.no_grad():
             result = run.booster.execute_pipeline(
                 iter([images(9, 4)]), run.model, lambda outputs, inputs: loss_of(outputs, inputs[1]), return_loss=True
@@ -178,12 +198,7 @@ def test_training_goes_on_after_an_evaluation() -> None:
     model = vit()
     optimizer, trained, evaluated = sgd(model), [], []
     for number in range(3):
-        inputs, labels = images(number, GLOBAL_BATCH)
-        loss = loss_of(model(inputs), labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        trained.append(loss.item())
+        trained += train_alone(model, optimizer, [number])
         with torch.no_grad():
             inputs, labels = images(9, 4)
             evaluated.append(loss_of(model(inputs), labels).item())
@@ -249,35 +264,36 @@ def train_precisely(options: dict[str, Any], scale: float | None) -> tuple[list[
     return losses, None if scale is None else mixed.loss_scale, changed
 
 
-def train_alone() -> list[float]:
-    model = vit()
-    optimizer, losses = sgd(model), []
-    for number in range(4):
-        inputs, labels = images(number, GLOBAL_BATCH)
-        loss = loss_of(model(inputs), labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+HALF = [(precision, zero_stage) for precision in ("bf16", "fp16") for zero_stage in (0, 1)]
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_trains_like_one_process(precision: str, zero_stage: int) -> None:
-    options = dict(precision=precision, zero_stage=zero_stage, max_norm=100.0, initial_scale=2.0**8)
-    for losses, _, changed in run_ranks(3, train_precisely, options, None):
-        assert losses == pytest.approx(train_alone(), rel=2e-2)
+def train_in_half_precision() -> list[list[float]]:
+    found = []
+    for precision, zero_stage in HALF:
+        options = dict(precision=precision, zero_stage=zero_stage, max_norm=100.0, initial_scale=2.0**8)
+        losses, _, changed = train_precisely(options, None)
         assert all(changed)
+        found.append(losses)
+    return found
+
+
+def test_half_precision_trains_like_one_process() -> None:
+    model = vit()
+    expected = train_alone(model, sgd(model), range(4))
+    for found in run_ranks(3, train_in_half_precision):
+        for case, losses in zip(HALF, found, strict=True):
+            assert losses == pytest.approx(expected, rel=2e-2), case
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1])
 def test_an_overflow_in_one_replica_stops_the_step_of_all(zero_stage: int) -> None:
     options = dict(precision="fp16", zero_stage=zero_stage, initial_scale=2.0**8, hysteresis=1)
+    model = vit()
+    expected = train_alone(model, sgd(model), range(3))
     for losses, scale, changed in run_ranks(3, train_precisely, options, 2.0**8):
         assert changed == [True, True, False, True]
         assert scale == 2.0**7
-        assert losses[3] == pytest.approx(train_alone()[2], rel=1e-1)  # trains on from the weights before
+        assert losses[3] == pytest.approx(expected[2], rel=1e-1)  # trains on from the weights before
 
 
 def train_equal(planning: PlanConfig, zero_stage: int) -> list[float]:
@@ -311,11 +327,7 @@ def train_partly(options: dict[str, Any]) -> tuple[list[float], bool]:
     booster = Booster(plugin=plugin)
     boosted, optimizer, *_ = booster.boost(model, optimizer)
     run = Trained([], boosted, optimizer, booster, plugin)
-    losses = []
-    for number in range(3):
-        mine = share(plugin)
-        inputs, labels = images(number, GLOBAL_BATCH)
-        losses.append(of_world(step(run, iter([(inputs[mine], labels[mine])])), mine.stop - mine.start))
+    losses = train(run)
     held = dict(run.model.unwrap().named_parameters())
     return losses, all(torch.equal(held[name], each) for name, each in still.items() if name in held)
 
@@ -325,14 +337,7 @@ def test_frozen_and_unused_parameters_stay(options: dict[str, Any]) -> None:
     results = run_ranks(3, train_partly, options)
     model = vit()
     model.patch_embed.requires_grad_(False)
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.5), []
-    for number in range(3):
-        inputs, labels = images(number, GLOBAL_BATCH)
-        loss = loss_of(model(inputs), labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = train_alone(model, torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.5))
     for found, stay in results:
         assert found == pytest.approx(losses, rel=1e-5)
         assert stay
@@ -381,11 +386,7 @@ def train_balanced(balance: BalanceConfig | None, checkpointing: bool) -> list[f
         if checkpointing:
             model.set_grad_checkpointing()
         run = boost(plugin, model, sgd)
-        losses = []
-        for number in range(6):
-            mine = share(plugin)
-            inputs, labels = images(number, PLANS["tp2 1+2"].global_batch)
-            losses.append(of_world(step(run, iter([(inputs[mine], labels[mine])])), mine.stop - mine.start))
+        losses = train(run, range(6), PLANS["tp2 1+2"].global_batch)
     if balance is not None and dist.get_rank() in (2, 3):
         assert max(plugin.balancer.plan.migrate) > 0
     return losses
@@ -426,14 +427,6 @@ def save_and_load(zero_stage: int, sharded: bool, folder: Path) -> tuple[list[fl
         plugin = exact_zero(PLANS["1+2"], zero_stage=1) if zero_stage else plugin_for()
         return boost(plugin, vit(), lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3))
 
-    def train(run: Trained, numbers: range) -> list[float]:
-        losses = []
-        for number in numbers:
-            mine = share(run.plugin)
-            inputs, labels = images(number, GLOBAL_BATCH)
-            losses.append(of_world(step(run, iter([(inputs[mine], labels[mine])])), mine.stop - mine.start))
-        return losses
-
     run = make()
     train(run, range(2))
     run.booster.save_model(run.model, str(folder / "model"), shard=sharded)
@@ -468,9 +461,7 @@ def interfaces() -> tuple[dict[tuple[int, ...], str | None], float]:
     plan = unequal_plan(make_plan([[[0]]], [4], 2, 3), make_plan([[[2], [3]]], [1, 3], 2, 2))
     with patch.object(planned_mesh, "ordered_group", recorded):
         run = boost(HeteroHybridParallelPlugin(plan=plan, planning=planning, precision="fp32"), vit(), sgd)
-        mine = share(run.plugin)
-        inputs, labels = images(0, GLOBAL_BATCH)
-        loss = of_world(step(run, iter([(inputs[mine], labels[mine])])), mine.stop - mine.start)
+        (loss,) = train(run, [0])
     return made, loss
 
 
@@ -489,54 +480,34 @@ def test_layers_are_summed_over_the_networks_of_the_plan() -> None:
 # What is refused ----------------------------------------------------------------------------------------------------
 
 
-def refused(options: dict[str, Any]) -> str:
-    try:
-        plugin_for(**options)
-    except ValueError as error:
-        return str(error)
-    return ""
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (dict(zero_stage=2, precision="bf16"), "replicas are not alike.*use 0 or 1"),
+    (
+        dict(enable_sequence_parallelism=True, sequence_parallelism_mode="all_to_all"),
+        "replicas are not alike.*sequence parallelism",
+    ),
+    (dict(use_fp8=True), "replicas are not alike.*fp8"),
+    (dict(zero_stage=1, precision="bf16", overlap_allgather=True), "replicas are not alike.*overlap_allgather"),
+]
 
 
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        (dict(zero_stage=2, precision="bf16"), "use 0 or 1"),
-        (dict(enable_sequence_parallelism=True, sequence_parallelism_mode="all_to_all"), "sequence parallelism"),
-        (dict(use_fp8=True), "fp8"),
-        (dict(zero_stage=1, precision="bf16", overlap_allgather=True), "overlap_allgather"),
-    ],
-)
-def test_what_cannot_be_run_is_refused(options: dict[str, Any], word: str) -> None:
-    for message in run_ranks(3, refused, options):
-        assert "replicas are not alike" in message and word in message
-
-
-def sharded_lamb() -> str:
+def check_refused() -> None:
+    for options, words in REFUSED:
+        with pytest.raises(ValueError, match=words):
+            plugin_for(**options)
+        dist.barrier()  # before groups are destroyed
     plugin = plugin_for(zero_stage=1, precision="bf16")
-    dist.barrier()
-    try:
+    with pytest.raises(ValueError, match="Lamb cannot be sharded"):
         boost(plugin, vit(), lambda model: Lamb(model.parameters(), lr=1e-3))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_optimizers_that_combine_shards_are_refused_with_zero() -> None:
-    assert all("Lamb cannot be sharded" in message for message in run_ranks(3, sharded_lamb))
-
-
-def clip_locally() -> str:
     run = boost(plugin_for(), vit(), sgd)
-    dist.barrier()
-    try:
+    with pytest.raises(NotImplementedError, match="max_norm"):
         run.optimizer.clip_grad_by_norm(1.0)
-    except NotImplementedError as error:
-        return str(error)
-    return ""
+    with pytest.raises(ValueError, match="6, 4 samples of each global batch"):
+        step(run, iter([images(0, 5)]))
 
 
-def test_clipping_by_a_rank_is_refused() -> None:
-    assert all("max_norm" in message for message in run_ranks(3, clip_locally))
+def test_what_cannot_be_run_is_refused() -> None:
+    run_ranks(3, check_refused)
 
 
 def clip_by_value() -> None:
@@ -562,40 +533,22 @@ def test_clipping_by_value_is_exact() -> None:
     run_ranks(3, clip_by_value)
 
 
-def train_on_wrong_batch() -> str:
-    run = boost(plugin_for(), vit(), sgd)
-    dist.barrier()
-    try:
-        step(run, iter([images(0, 5)]))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_batches_of_another_size_are_refused() -> None:
-    for message in run_ranks(3, train_on_wrong_batch):
-        assert "6, 4 samples of each global batch" in message
-
-
-def backward_outside(zero_stage: int, through_booster: bool) -> str:
-    plugin = exact_zero(PLANS["batches"], zero_stage=1) if zero_stage else plugin_for("batches")
-    run = boost(plugin, vit(), sgd)
-    dist.barrier()
+def backward_outside() -> None:
     inputs, labels = images(0, 2)
-    loss = loss_of(run.model(inputs), labels)
-    try:
-        if through_booster:
-            run.booster.backward(loss, run.optimizer)
-        else:
-            loss.backward()
-            run.optimizer.step()
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    for zero_stage in (0, 1):
+        for through_booster in (True, False):
+            plugin = exact_zero(PLANS["batches"], zero_stage=1) if zero_stage else plugin_for("batches")
+            run = boost(plugin, vit(), sgd)
+            dist.barrier()
+            loss = loss_of(run.model(inputs), labels)
+            with pytest.raises(RuntimeError, match="execute_pipeline"):
+                if through_booster:
+                    run.booster.backward(loss, run.optimizer)
+                else:
+                    loss.backward()
+                    run.optimizer.step()
+            dist.barrier()
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1])
-@pytest.mark.parametrize("through_booster", [True, False])
-def test_backward_passes_of_the_users_own_are_refused(zero_stage: int, through_booster: bool) -> None:
-    for message in run_ranks(2, backward_outside, zero_stage, through_booster):
-        assert "execute_pipeline" in message
+def test_backward_passes_of_the_users_own_are_refused() -> None:
+    run_ranks(2, backward_outside)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -15,9 +14,9 @@ from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import Dataset, default_collate
 
-from colossal_hetero import HeteroZeroPlugin
-from tests.parallel.plugin.zero.test_zero_plugin import full_parameters, sizes_by_rank
 from tests.support.harness import run_ranks
+from tests.support.training import zero_plugin
+from tests.support.zero_runs import assert_trained, fit, loss_of, sizes_by_rank
 
 SAMPLES, GLOBAL_BATCH = 32, 8
 BROKEN = {0, 3, 9, 12, 16, 28}
@@ -46,54 +45,44 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
-def boost(stage: int, data: Dataset, division: Any, ranks: int = 2, **options: Any) -> Any:
+def boost(stage: int, data: Dataset, division: Any, **options: Any) -> Any:
+    """Model, optimizer and loader."""
     collate = options.pop("collate_fn", None)
-    plugin = HeteroZeroPlugin(
+    plugin = zero_plugin(
         stage, GLOBAL_BATCH, profile_cache="", reallocate_above=float("inf"), max_micro_batch=8, **options
     )
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = plugin.prepare_dataloader(data, collate_fn=collate)
-    booster = Booster(plugin=plugin)
-    model, optimizer, criterion, loader, _ = booster.boost(model, optimizer, nn.CrossEntropyLoss(), loader)
+    model, optimizer, _, loader, _ = Booster(plugin=plugin).boost(model, optimizer, nn.CrossEntropyLoss(), loader)
     loader.divide_by(lambda samples: sizes_by_rank(division, samples))
-    return booster, model, optimizer, criterion, loader
+    return model, optimizer, loader
+
+
+def train_alone(batches: list[Any], loss_of: Any = loss_of) -> Tensor:
+    model = net()
+    return fit(model, torch.optim.SGD(model.parameters(), lr=0.1), batches, loss_of)
+
+
+def collated(data: Any, collate: Any) -> list[Any]:
+    return [collate([data[index] for index in range(first, first + 8)]) for first in range(0, SAMPLES, GLOBAL_BATCH)]
 
 
 DIVISIONS = {2: ([[5], [3]], [[3, 2], [2, 1]]), 3: ([[2], [4], [2]], [[2, 1], [2, 1], [1, 1]])}
 
 
-def train_with_broken_samples(ranks: int, stages: tuple[int, ...]) -> list[Tensor]:
-    found = []
-    for stage in stages:
-        for division in DIVISIONS[ranks]:
-            booster, model, optimizer, criterion, loader = boost(stage, Images(BROKEN), division, collate_fn=readable)
-            for inputs, targets in loader:
-                booster.backward(criterion(model(inputs), targets), optimizer)
-                optimizer.step()
-                optimizer.zero_grad()
-            found.append(torch.cat(full_parameters(model)))
-    return found
-
-
-def train_alone_with_broken_samples() -> Tensor:
-    model, data = net(), Images(BROKEN)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for first in range(0, SAMPLES, GLOBAL_BATCH):
-        inputs, targets = readable([data[index] for index in range(first, first + GLOBAL_BATCH)])
-        cross_entropy(model(inputs), targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return torch.cat([value.detach().flatten() for value in model.parameters()])
+def train_with_broken_samples(stages: tuple[int, ...]) -> list[Tensor]:
+    divisions = DIVISIONS[torch.distributed.get_world_size()]
+    cases = [(stage, division) for stage in stages for division in divisions]
+    return [fit(*boost(stage, Images(BROKEN), division, collate_fn=readable)) for stage, division in cases]
 
 
 @pytest.mark.parametrize("ranks, stages", [(2, (0, 1, 2, 3)), (3, (0, 1))])
 def test_samples_that_collate_fn_leaves_out_count_nothing(ranks: int, stages: tuple[int, ...]) -> None:
-    expected = train_alone_with_broken_samples()
-    for found in run_ranks(ranks, train_with_broken_samples, ranks, stages):
-        for parameters in found:
-            size = min(len(parameters), len(expected))  # FSDP pads
-            torch.testing.assert_close(parameters[:size], expected[:size], rtol=1e-4, atol=1e-6)
+    results = run_ranks(ranks, train_with_broken_samples, stages)
+    assert_trained(
+        results, [stage for stage in stages for _ in range(2)], train_alone(collated(Images(BROKEN), readable))
+    )
 
 
 class Sequences(Dataset):
@@ -112,74 +101,48 @@ def packed(samples: list[Any]) -> Any:
     return torch.cat(sequences), torch.tensor([len(each) for each in sequences]), torch.tensor(labels)
 
 
-def loss_of_packed(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
+def loss_of_packed(model: nn.Module, batch: Any) -> Tensor:
     rows, lengths, labels = batch
     means = torch.stack([each.mean(0) for each in model(rows).split(lengths.tolist())])
-    return criterion(means, labels)
+    return cross_entropy(means, labels)
 
 
-def train_packed(ranks: int) -> list[Tensor]:
-    found = []
-    for division in DIVISIONS[ranks]:
-        options = dict(collate_fn=packed, training_step=loss_of_packed, weight_by="samples")
-        booster, model, optimizer, criterion, loader = boost(0, Sequences(), division, ranks, **options)
-        for batch in loader:
-            booster.backward(loss_of_packed(model, criterion, batch), optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(torch.cat(full_parameters(model)))
-    return found
+def packed_step(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
+    return loss_of_packed(model, batch)
+
+
+def train_packed() -> list[Tensor]:
+    options = dict(collate_fn=packed, training_step=packed_step, weight_by="samples")
+    divisions = DIVISIONS[torch.distributed.get_world_size()]
+    return [fit(*boost(0, Sequences(), division, **options), loss_of_packed) for division in divisions]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_rows_of_packed_sequences_are_not_taken_for_samples(ranks: int) -> None:
-    model, data = net(), Sequences()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for first in range(0, SAMPLES, GLOBAL_BATCH):
-        batch = packed([data[index] for index in range(first, first + GLOBAL_BATCH)])
-        loss_of_packed(model, cross_entropy, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for found in run_ranks(ranks, train_packed, ranks):
-        for parameters in found:
-            torch.testing.assert_close(parameters, _flat(model), rtol=1e-4, atol=1e-6)
+    expected = train_alone(collated(Sequences(), packed), loss_of_packed)
+    assert_trained(run_ranks(ranks, train_packed), DIVISIONS[ranks], expected)
 
 
-def train_on_one_batch() -> Tensor:
-    options = dict(collate_fn=readable, accumulation="per_rank")
-    booster, model, optimizer, criterion, loader = boost(0, Images(BROKEN), [[5], [3]], **options)
-    inputs, targets = next(iter(loader))
-    for _ in range(3):
-        booster.backward(criterion(model(inputs), targets), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-    return torch.cat(full_parameters(model))
+def train_on_one_batch() -> list[Tensor]:
+    model, optimizer, loader = boost(0, Images(BROKEN), [[5], [3]], collate_fn=readable, accumulation="per_rank")
+    return [fit(model, optimizer, [next(iter(loader))] * 3)]
 
 
 def test_one_batch_can_be_trained_on_again() -> None:
-    model, data = net(), Images(BROKEN)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    inputs, targets = readable([data[index] for index in range(GLOBAL_BATCH)])
-    for _ in range(3):
-        cross_entropy(model(inputs), targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for parameters in run_ranks(2, train_on_one_batch):
-        torch.testing.assert_close(parameters, _flat(model), rtol=1e-4, atol=1e-6)
+    expected = train_alone(collated(Images(BROKEN), readable)[:1] * 3)
+    assert_trained(run_ranks(2, train_on_one_batch), ["one batch"], expected)
 
 
 def leave_out_in_the_loop() -> None:
     for stage in (0, 1):
-        booster, model, optimizer, criterion, loader = boost(stage, Images(), [[5], [3]])
-        for inputs, targets in loader:
-            for part in (slice(0, 1), slice(1, None)):  # in parts, but all of them
-                loss = criterion(model(inputs[part]), targets[part]) * len(inputs[part]) / len(inputs)
-                booster.backward(loss, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-            break
+        model, optimizer, loader = boost(stage, Images(), [[5], [3]])
         inputs, targets = next(iter(loader))
-        booster.backward(criterion(model(inputs[1:] * 2), targets[1:]), optimizer)
+        for part in (slice(0, 1), slice(1, None)):  # in parts, but all of them
+            optimizer.backward(cross_entropy(model(inputs[part]), targets[part]) * len(inputs[part]) / len(inputs))
+        optimizer.step()
+        optimizer.zero_grad()
+        inputs, targets = next(iter(loader))
+        optimizer.backward(cross_entropy(model(inputs[1:] * 2), targets[1:]))
         with pytest.raises(RuntimeError, match=r"the model was given \d+% of the samples of micro-batch 0"):
             optimizer.step()
 
@@ -196,11 +159,11 @@ def mixed_step(mixup: Mixup) -> Any:
     return step
 
 
-def train_with_mixup() -> list[list[int]]:
+def train_with_mixup() -> list[int]:
     mixup = Mixup(mixup_alpha=0.8, num_classes=3)
     found = []
     for stage in (0, 1, "auto"):
-        plugin = HeteroZeroPlugin(stage, 12, profile_cache="", training_step=mixed_step(mixup))  # type: ignore[arg-type]
+        plugin = zero_plugin(stage, 12, profile_cache="", training_step=mixed_step(mixup))  # type: ignore[arg-type]
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         booster = Booster(plugin=plugin)
@@ -215,17 +178,17 @@ def train_with_mixup() -> list[list[int]]:
         with pytest.raises(
             ValueError, match="the last global batch of an epoch has 8 samples, which is not a multiple of 3"
         ):
-            plugin = HeteroZeroPlugin(0, 12, profile_cache="", multiple_of=3)
+            plugin = zero_plugin(0, 12, profile_cache="", multiple_of=3)
             model = net()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             loader = plugin.prepare_dataloader(Images())
             Booster(plugin=plugin).boost(model, optimizer, nn.CrossEntropyLoss(), loader)
-    return [found]
+    return found
 
 
 def test_mixup_gets_even_batches() -> None:
     for found in run_ranks(2, train_with_mixup):
-        assert all(size % 2 == 0 for size in found[0]), found
+        assert all(size % 2 == 0 for size in found), found
 
 
 def average(model: nn.Module, kind: str) -> tuple[Any, Any]:
@@ -237,49 +200,36 @@ def average(model: nn.Module, kind: str) -> tuple[Any, Any]:
     return averaged.module, lambda model: averaged.update(model)
 
 
-def train_with_averages() -> list[tuple[str, Tensor]]:
+def train_with_average(batches: Any, model: nn.Module, optimizer: Any, kind: str, total_steps: int) -> Tensor:
+    """The average of weights, with a schedule that was not boosted."""
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        getattr(optimizer, "optim", optimizer), max_lr=0.5, total_steps=total_steps
+    )
+    inner = getattr(model, "module", model)
+    averaged, update = average(inner, kind)
+    for batch in batches:
+        fit(model, optimizer, [batch])
+        schedule.step()
+        update(inner)
+    return torch.cat([value.detach().flatten() for value in averaged.parameters()])
+
+
+AVERAGES = [(kind, division) for kind in ("torch", "timm") for division in DIVISIONS[2]]
+
+
+def train_with_averages() -> list[Tensor]:
     found = []
-    for division in DIVISIONS[2]:
-        booster, model, optimizer, criterion, loader = boost(1, Images(), division)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(
-            getattr(optimizer, "optim", optimizer), max_lr=0.5, total_steps=loader.global_batches
-        )
-        averages = {kind: average(model.module, kind) for kind in ("torch", "timm")}
-        for inputs, targets in loader:
-            booster.backward(criterion(model(inputs), targets), optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-            for _, update in averages.values():
-                update(model.module)
-        found += [(f"{kind} {division}", _flat(averaged)) for kind, (averaged, _) in averages.items()]
+    for kind, division in AVERAGES:
+        model, optimizer, loader = boost(1, Images(), division)
+        found.append(train_with_average(loader, model, optimizer, kind, loader.global_batches))
     return found
 
 
-def _flat(model: nn.Module) -> Tensor:
-    return torch.cat([value.detach().flatten() for value in model.parameters()])
-
-
-def train_alone_with_average(kind: str) -> Tensor:
-    model, data = net(), Images()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=SAMPLES // GLOBAL_BATCH)
-    averaged, update = average(model, kind)
-    for first in range(0, SAMPLES, GLOBAL_BATCH):
-        inputs, targets = default_collate([data[index] for index in range(first, first + GLOBAL_BATCH)])
-        cross_entropy(model(inputs), targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        update(model)
-    return _flat(copy.deepcopy(averaged))
-
-
 def test_schedules_and_averages_of_weights_count_steps() -> None:
-    for found in run_ranks(2, train_with_averages):
-        for case, parameters in found:
-            kind = case.split()[0]
-            expected = train_alone_with_average(kind)
-            torch.testing.assert_close(
-                parameters, expected, rtol=1e-4, atol=1e-6, msg=lambda text, case=case: f"{case}: {text}"
-            )
+    expected = []
+    for kind, _ in AVERAGES:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        batches = collated(Images(), default_collate)
+        expected.append(train_with_average(batches, model, optimizer, kind, len(batches)))
+    assert_trained(run_ranks(2, train_with_averages), AVERAGES, expected)

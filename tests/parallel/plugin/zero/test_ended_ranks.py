@@ -41,6 +41,8 @@ def train_until_killed(stage: int, victim: int, place: str) -> None:
         optimizer.backward(criterion(outputs, targets))
         if due and place == "step":
             kill_this_rank()
+        if due and place == "error":
+            raise KeyError("no such word")
         optimizer.step()
         steps += loader.current.is_last
         optimizer.zero_grad()
@@ -85,3 +87,10 @@ def test_the_others_name_a_rank_that_was_killed(place: str, victim: int) -> None
 @pytest.mark.parametrize("victim", range(RANKS))
 def test_the_others_name_a_rank_that_was_killed_while_it_measured(victim: int) -> None:
     assert_named(measure_until_killed, STAGES[victim], victim, "measuring")
+
+
+@pytest.mark.parametrize("stage", STAGES if IS_THOROUGH else (0, 3))
+def test_no_rank_waits_for_a_rank_that_has_failed(stage: int) -> None:
+    with start_ranks(2, train_until_killed, stage, 1, "error") as ranks:
+        assert ranks[0][1].poll(30), f"rank 0 waits for rank 1, which has failed, stage {stage}"
+        assert not answer(ranks[0][1])[0]

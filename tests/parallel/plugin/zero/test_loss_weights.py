@@ -14,9 +14,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
-from colossal_hetero import HeteroZeroPlugin
-from tests.parallel.plugin.zero.test_zero_plugin import full_parameters, sizes_by_rank
 from tests.support.harness import run_ranks
+from tests.support.training import zero_plugin
+from tests.support.zero_runs import assert_trained, flat, sizes_by_rank
 
 SAMPLES, GLOBAL_BATCH, LENGTH, WORDS = 16, 8, 9, 31
 IGNORED = -100
@@ -70,7 +70,7 @@ def batches(loader: Any) -> Iterator[dict[str, Tensor]]:
 def train(
     stage: int, model_name: str, division: list[list[int]], folder: str, weight_by: Any = None, every: int = 1
 ) -> dict[str, Any]:
-    plugin = HeteroZeroPlugin(
+    plugin = zero_plugin(
         stage, GLOBAL_BATCH, max_micro_batch=8, profile=f"{folder}/{stage}-{model_name}.json", weight_by=weight_by
     )
     booster = Booster(plugin=plugin)
@@ -90,7 +90,7 @@ def train(
             if steps % every == 0:
                 optimizer.step()
                 optimizer.zero_grad()
-    return {"parameters": torch.cat(full_parameters(model)), "means": means}
+    return {"parameters": flat(model), "means": means}
 
 
 def train_alone(model_name: str, every: int = 1) -> dict[str, Any]:
@@ -121,18 +121,13 @@ def test_tokens_are_found_and_counted_at_each_stage(tmp_path: Path) -> None:
     ]
     cases += [dict(stage=stage, model_name="causal", division=WHOLE, every=2) for stage in (0, 1)]
     cases += [dict(stage=1, model_name="masked", division=PARTS, weight_by=lambda_weight)]
-    for results in run_ranks(2, train_each, cases, str(tmp_path)):
-        for case, result in zip(cases, results, strict=True):
-            expected = train_alone(case["model_name"], case.get("every", 1))
-            size = min(len(expected["parameters"]), len(result["parameters"]))
-            torch.testing.assert_close(
-                result["parameters"][:size],
-                expected["parameters"][:size],
-                rtol=1e-4,
-                atol=1e-5,
-                msg=lambda text, case=case: f"{case}: {text}",
-            )
-            assert result["means"] == pytest.approx(expected["means"], rel=1e-4), case
+    expected = [train_alone(case["model_name"], case.get("every", 1)) for case in cases]
+    results = run_ranks(2, train_each, cases, str(tmp_path))
+    found = [[result["parameters"] for result in of_rank] for of_rank in results]
+    assert_trained(found, cases, [each["parameters"] for each in expected], atol=1e-5)
+    for of_rank in results:
+        for case, result, wanted in zip(cases, of_rank, expected, strict=True):
+            assert result["means"] == pytest.approx(wanted["means"], rel=1e-4), case
 
 
 def lambda_weight(batch: dict[str, Tensor]) -> Tensor:
@@ -171,7 +166,7 @@ class Rare(Sentences):
 
 
 def boost(dataset: Dataset, model: nn.Module, criterion: Any, **options: Any) -> Any:
-    plugin = HeteroZeroPlugin(0, GLOBAL_BATCH, max_micro_batch=8, **options)
+    plugin = zero_plugin(0, GLOBAL_BATCH, max_micro_batch=8, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return Booster(plugin=plugin).boost(model, optimizer, criterion, plugin.prepare_dataloader(dataset))
 

@@ -17,8 +17,9 @@ from colossalai.booster.plugin.torch_fsdp_plugin import TorchFSDPModel
 from torch import nn
 
 from colossal_hetero import HeteroZeroPlugin
-from tests.parallel.plugin.zero.test_zero_plugin import Numbered, full_parameters, make_model, make_optimizer
 from tests.support.harness import run_ranks
+from tests.support.training import zero_plugin
+from tests.support.zero_runs import Numbered, fit, flat, make_model, make_optimizer
 
 
 class Noisy(nn.Module):
@@ -37,13 +38,11 @@ class Noisy(nn.Module):
         return self.second(self.drop(torch.relu(hidden)))
 
 
-def boost(plugin: HeteroZeroPlugin, model: nn.Module, **loader_arguments: Any) -> tuple[Any, Any, Any, Any]:
+def boost(plugin: HeteroZeroPlugin, model: nn.Module, **loader_arguments: Any) -> tuple[Any, Any, Any]:
     loader = plugin.prepare_dataloader(Numbered(), **loader_arguments)
     optimizer = make_optimizer(model, "adamw")
-    model, optimizer, criterion, loader, _ = Booster(plugin=plugin).boost(
-        model, optimizer, nn.CrossEntropyLoss(), loader
-    )
-    return model, optimizer, criterion, loader
+    model, optimizer, _, loader, _ = Booster(plugin=plugin).boost(model, optimizer, nn.CrossEntropyLoss(), loader)
+    return model, optimizer, loader
 
 
 def random_numbers() -> list[Any]:
@@ -56,23 +55,23 @@ def measure_and_look() -> None:
 
 
 def measure_and_look_at(stage: int) -> None:
-    plugin = HeteroZeroPlugin(stage, 8)
+    plugin = zero_plugin(stage, 8)
     model = Noisy()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    expected = random_numbers()
+    numbers = random_numbers()
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    boosted, optimizer, _, loader = boost(plugin, model, shuffle=True)
-    assert random_numbers() == expected
+    boosted, optimizer, loader = boost(plugin, model, shuffle=True)
+    assert random_numbers() == numbers
     assert not optimizer.optim.state
-    after = full_parameters(boosted)
+    after = flat(boosted)
     parameters = [value for name, value in before.items() if "running" not in name and "num" not in name]
     if stage != 3:
         for name, value in model.state_dict().items():
             assert torch.equal(value, before[name]), f"stage {stage}: {name}"
         assert all(value.grad is None for value in boosted.parameters())
-    flat = torch.cat([value.flatten() for value in parameters])
-    assert torch.equal(torch.cat(after)[: len(flat)], flat)
+    expected = torch.cat([value.flatten() for value in parameters])
+    assert torch.equal(after[: len(expected)], expected)
     assert loader.current is None and loader.state_dict()["global_batches_done"] == 0
 
 
@@ -80,14 +79,10 @@ def test_measuring_leaves_no_trace() -> None:
     run_ranks(2, measure_and_look)
 
 
-def train_a_little(stage: int, profile: str | None, **options: Any) -> tuple[list[torch.Tensor], list[tuple[int, ...]]]:
-    plugin = HeteroZeroPlugin(stage, 8, profile=profile, **options)
-    model, optimizer, criterion, loader = boost(plugin, make_model(), shuffle=True)
-    for inputs, targets in loader:
-        optimizer.backward(criterion(model(inputs), targets))
-        optimizer.step()
-        optimizer.zero_grad()
-    return full_parameters(model), [share.sizes for share in plugin.allocation.shares]
+def train_a_little(stage: int, profile: str | None, **options: Any) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
+    plugin = zero_plugin(stage, 8, profile=profile, **options)
+    trained = fit(*boost(plugin, make_model(), shuffle=True))
+    return trained, [share.sizes for share in plugin.allocation.shares]
 
 
 def train_twice(path: str) -> None:
@@ -98,7 +93,7 @@ def train_twice(path: str) -> None:
     again, same_sizes = train_a_little(1, path, reallocate_above=never)
     assert Path(path).read_text() == written
     assert sizes == same_sizes
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert torch.equal(first, again)
 
 
 def test_a_profile_is_written_and_used_again(tmp_path: Path) -> None:
@@ -156,7 +151,7 @@ def fail_on(rank: int) -> None:
             raise KeyError("no such column")
         return criterion(model(batch[0]), batch[1])
 
-    boost(HeteroZeroPlugin(1, 8, training_step=training_step), make_model())
+    boost(zero_plugin(1, 8, training_step=training_step), make_model())
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
@@ -185,16 +180,12 @@ class Wide(nn.Module):
 def train_within(more_mib: list[int], stage: int | str) -> None:
     """Train while each rank may use ``more_mib[rank]`` MiB more address space than before the model is made."""
     rank = torch.distributed.get_rank()
-    plugin = HeteroZeroPlugin(stage, 8, max_micro_batch=4)
+    plugin = zero_plugin(stage, 8, max_micro_batch=4)
     warm = nn.Linear(1024, 1024)
     warm(torch.randn(64, 1024)).sum().backward()
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + more_mib[rank] * 2**20, resource.RLIM_INFINITY))
-    model, optimizer, criterion, loader = boost(plugin, Wide())
-    for inputs, targets in loader:
-        optimizer.backward(criterion(model(inputs), targets))
-        optimizer.step()
-        optimizer.zero_grad()
+    fit(*boost(plugin, Wide()))
 
 
 def train_above_each(cases: list[tuple[int, int | str, str]]) -> list[tuple[int, torch.Tensor]]:
@@ -203,7 +194,7 @@ def train_above_each(cases: list[tuple[int, int | str, str]]) -> list[tuple[int,
 
 def train_above(highest: int, stage: int | str, precision: str) -> tuple[int, torch.Tensor]:
     """Train while the second rank reports a lack of memory at all stages up to ``highest``."""
-    plugin = HeteroZeroPlugin(stage, 8, precision=precision)
+    plugin = zero_plugin(stage, 8, precision=precision)
 
     def training_step(model: nn.Module, criterion: Any, batch: Any) -> torch.Tensor:
         loss = criterion(model(batch[0]), batch[1])
@@ -213,14 +204,11 @@ def train_above(highest: int, stage: int | str, precision: str) -> tuple[int, to
 
     plugin.batches = dataclasses.replace(plugin.batches, training_step=training_step)
     torch.manual_seed(0)
-    model, optimizer, criterion, loader = boost(plugin, make_model())
+    model, optimizer, loader = boost(plugin, make_model())
     loader.divide_by(lambda samples: [[samples - 1], [1]])
-    for inputs, targets in loader:
-        optimizer.backward(criterion(model(inputs), targets))
-        optimizer.step()
-        optimizer.zero_grad()
+    trained = fit(model, optimizer, loader)
     assert isinstance(plugin.stage, int)
-    return plugin.stage, torch.cat(full_parameters(model))
+    return plugin.stage, trained
 
 
 def stage_of(model: nn.Module) -> int:

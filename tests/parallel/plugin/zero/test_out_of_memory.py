@@ -16,9 +16,17 @@ from torch import nn
 
 from colossal_hetero.data_parallel import out_of_memory
 from tests.parallel.plugin.zero.test_trials import boosted
-from tests.parallel.plugin.zero.test_zero_plugin import SAMPLES, Numbered, full_parameters, make_model, sizes_by_rank
 from tests.support.harness import answer, run_ranks, start_ranks
 from tests.support.limited import map_large_tensors
+from tests.support.zero_runs import (
+    Numbered,
+    assert_trained,
+    fit,
+    global_batches,
+    make_model,
+    make_optimizer,
+    sizes_by_rank,
+)
 
 DIVISION = [[3, 2], [1, 2]]
 
@@ -70,36 +78,18 @@ def train_on(failing: int, path: str | None = None, stages: tuple[int, ...] = (0
     with patch.object(out_of_memory, "stored_outside", noticed), patch.object(out_of_memory, "MIN_BYTES", 1):
         for stage in stages:
             Limited.phase = ""
-            _, model, optimizer, criterion, loader = boosted(stage, LimitedNet(), profile=path)
+            _, model, optimizer, _, loader = boosted(stage, LimitedNet(), profile=path)
             loader.divide_by(lambda samples: sizes_by_rank(DIVISION, samples))
             Limited.phase, Limited.largest = (phase, 1) if torch.distributed.get_rank() == failing else ("", 0)
-            for inputs, targets in loader:
-                optimizer.backward(criterion(model(inputs), targets))
-                optimizer.step()
-                optimizer.zero_grad()
-            trained.append(torch.cat(full_parameters(model)))
+            trained.append(fit(model, optimizer, loader))
     return trained
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_training_goes_on_as_if_there_were_enough_memory(failing: int) -> None:
-    data, model = Numbered(), make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for begin in range(0, SAMPLES, 8):
-        inputs, targets = zip(*(data[index] for index in range(begin, min(begin + 8, SAMPLES))), strict=True)
-        nn.functional.cross_entropy(model(torch.stack(inputs)), torch.stack(targets)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    expected = torch.cat([value.detach().flatten() for value in model.parameters()])
-    for results in run_ranks(2, train_on, failing):
-        for stage, actual in enumerate(results):
-            torch.testing.assert_close(
-                actual[: len(expected)],
-                expected,
-                rtol=1e-4,
-                atol=1e-6,
-                msg=lambda text, stage=stage: f"{stage}: {text}",
-            )
+    model = make_model()
+    expected = fit(model, make_optimizer(model, "sgd"), global_batches(Numbered(), 8))
+    assert_trained(run_ranks(2, train_on, failing), (0, 1, 2), expected)
 
 
 @pytest.mark.parametrize(("stage", "phase"), [(0, "backward"), (1, "backward"), (3, "forward"), (3, "backward")])
@@ -134,19 +124,15 @@ class Wide(nn.Module):
 
 
 def train_within(room: int | None) -> torch.Tensor:
-    _, model, optimizer, criterion, loader = boosted(0, Wide(), max_micro_batch=1, drop_last=True)
+    _, model, optimizer, _, loader = boosted(0, Wide(), max_micro_batch=1, drop_last=True)
     loader.divide_by(lambda samples: [[samples]])
     limits = resource.getrlimit(resource.RLIMIT_AS)
     if room is not None:
         resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + room, limits[1]))
     try:
-        for inputs, targets in loader:
-            optimizer.backward(criterion(model(inputs), targets))
-            optimizer.step()
-            optimizer.zero_grad()
+        return fit(model, optimizer, loader)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
-    return torch.cat(full_parameters(model))
 
 
 def train_with_and_without_a_limit() -> bool:

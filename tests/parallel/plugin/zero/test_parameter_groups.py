@@ -14,13 +14,12 @@ from colossalai.booster import Booster
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.utils.data import default_collate
 from transformers.models.bert.modeling_bert import BertLayer
 
-from colossal_hetero import HeteroZeroPlugin
 from tests.parallel.plugin.zero.test_training_scripts import Sentences, boosted, make_transformer
-from tests.parallel.plugin.zero.test_zero_plugin import Numbered, full_parameters, make_model, sizes_by_rank
 from tests.support.harness import run_ranks
+from tests.support.training import zero_plugin
+from tests.support.zero_runs import Numbered, assert_trained, fit, flat, global_batches, make_model, sizes_by_rank
 
 GLOBAL_BATCH = 8
 DIVISION = {2: [[3, 2], [1, 2]], 3: [[2, 1], [1, 0], [3, 1]]}
@@ -43,11 +42,8 @@ def make_lora_optimizer(model: nn.Module, all_parameters: bool) -> torch.optim.O
     )
 
 
-def steps_of(model: Any, optimizer: Any, booster: Booster, loader: Any) -> None:
-    for batch in loader:
-        booster.backward(model(**batch).loss, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+def own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return model(**batch).loss
 
 
 def train_lora(
@@ -58,7 +54,7 @@ def train_lora(
     Both must be equal, because the second one begins with what the first one began with.
     """
     options = {"auto_wrap_policy": ModuleWrapPolicy({BertLayer})} if in_layers else {}
-    plugin = HeteroZeroPlugin(stage, GLOBAL_BATCH, max_norm=max_norm, **options)
+    plugin = zero_plugin(stage, GLOBAL_BATCH, max_norm=max_norm, **options)
     booster = Booster(plugin=plugin)
     loader = plugin.prepare_dataloader(Sentences())
     model = make_lora(booster)
@@ -66,15 +62,13 @@ def train_lora(
     model, optimizer, _, loader, _ = booster.boost(model, optimizer, dataloader=loader)
     division = DIVISION[torch.distributed.get_world_size()]
     loader.divide_by(lambda samples: sizes_by_rank(division, samples))
-    steps_of(model, optimizer, booster, loader)
+    found = [fit(model, optimizer, loader, own_loss)]
     booster.save_lora_as_pretrained(model, f"{folder}/adapters")
     booster.save_model(model, f"{folder}/model.pt")
     booster.save_optimizer(optimizer, f"{folder}/optimizer", shard=True)
     torch.distributed.barrier()
-    found = [torch.cat(full_parameters(model))]
     for _ in range(2):
-        steps_of(model, optimizer, booster, loader)
-        found.append(torch.cat(full_parameters(model)))
+        found.append(fit(model, optimizer, loader, own_loss))
         booster.load_model(model, f"{folder}/model.pt")
         booster.load_optimizer(optimizer, f"{folder}/optimizer")
     return found
@@ -83,14 +77,7 @@ def train_lora(
 def train_lora_alone(epochs: int, max_norm: float) -> nn.Module:
     model = make_lora()
     optimizer = make_lora_optimizer(model, all_parameters=False)
-    data = Sentences()
-    for first in [*range(0, len(data), GLOBAL_BATCH)] * epochs:
-        batch = default_collate([data[index] for index in range(first, min(first + GLOBAL_BATCH, len(data)))])
-        model(**batch).loss.backward()
-        if max_norm:
-            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
+    fit(model, optimizer, global_batches(Sentences(), GLOBAL_BATCH) * epochs, own_loss, max_norm)
     return model
 
 
@@ -116,10 +103,9 @@ def test_adapters_are_trained_as_in_one_process(ranks: int, tmp_path: Path) -> N
     assert all(each == shapes[0] for each in shapes)
     for number, (stage, _, max_norm, _) in enumerate(LORA_CASES):
         models = [train_lora_alone(epochs, max_norm) for epochs in (1, 2)]
-        once, twice = (torch.cat([value.detach().flatten() for value in model.parameters()]) for model in models)
-        for found in (result[number] for result in results):
-            for actual, wanted in zip(found, (once, twice, twice), strict=True):
-                torch.testing.assert_close(actual[: len(wanted)], wanted, rtol=1e-4, atol=1e-5, msg=f"stage {stage}")
+        once, twice = map(flat, models)
+        cases = [f"stage {stage}, {when}" for when in ("saved", "trained on", "loaded and trained on")]
+        assert_trained([result[number] for result in results], cases, (once, twice, twice), atol=1e-5)
         saved = PeftModel.from_pretrained(make_transformer(False, False), str(tmp_path / str(number) / "adapters"))
         trained = {name: value for name, value in models[0].named_parameters() if value.requires_grad}
         there = dict(saved.named_parameters())
@@ -132,15 +118,11 @@ def train_a_part(stage: int) -> torch.Tensor:
     """Train with an optimizer that has the last layer only, although no parameter is frozen."""
     model = make_model()
     last = torch.optim.SGD(model.second.parameters(), lr=0.1, momentum=0.9)
-    plugin = HeteroZeroPlugin(stage, GLOBAL_BATCH)
+    plugin = zero_plugin(stage, GLOBAL_BATCH)
     loader = plugin.prepare_dataloader(Numbered())
-    model, optimizer, criterion, loader, _ = Booster(plugin=plugin).boost(model, last, nn.CrossEntropyLoss(), loader)
+    model, optimizer, _, loader, _ = Booster(plugin=plugin).boost(model, last, nn.CrossEntropyLoss(), loader)
     loader.divide_by(lambda samples: sizes_by_rank(DIVISION[2], samples))
-    for inputs, targets in loader:
-        optimizer.backward(criterion(model(inputs), targets))
-        optimizer.step()
-        optimizer.zero_grad()
-    return torch.cat(full_parameters(model))
+    return fit(model, optimizer, loader)
 
 
 def train_parts() -> list[torch.Tensor]:
@@ -148,17 +130,10 @@ def train_parts() -> list[torch.Tensor]:
 
 
 def test_parameters_that_are_not_in_the_optimizer_stay_as_they_are() -> None:
-    data, model = Numbered(), make_model()
+    model = make_model()
     optimizer = torch.optim.SGD(model.second.parameters(), lr=0.1, momentum=0.9)
-    for first in range(0, len(data), GLOBAL_BATCH):
-        inputs, targets = default_collate([data[i] for i in range(first, min(first + GLOBAL_BATCH, len(data)))])
-        nn.functional.cross_entropy(model(inputs), targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    wanted = torch.cat([value.detach().flatten() for value in model.parameters()])
-    for results in run_ranks(2, train_parts):
-        for actual in results:
-            torch.testing.assert_close(actual[: len(wanted)], wanted, rtol=1e-4, atol=1e-6)
+    expected = fit(model, optimizer, global_batches(Numbered(), GLOBAL_BATCH))
+    assert_trained(run_ranks(2, train_parts), (0, 3), expected)
 
 
 class Angular(nn.Module):
@@ -175,13 +150,13 @@ class Angular(nn.Module):
 def refuse_optimizers() -> None:
     for stage in (0, 3, "auto"):
         model, criterion = make_model(), Angular()
-        plugin = HeteroZeroPlugin(stage, GLOBAL_BATCH)
+        plugin = zero_plugin(stage, GLOBAL_BATCH)
         optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.1)
         loader = plugin.prepare_dataloader(Numbered())
         with pytest.raises(ValueError, match="1 of 7 parameters of the optimizer are not in the model"):
             Booster(plugin=plugin).boost(model, optimizer, criterion, loader)
     for stage in (0, 1, 3):
-        plugin = HeteroZeroPlugin(stage, GLOBAL_BATCH)
+        plugin = zero_plugin(stage, GLOBAL_BATCH)
         booster = Booster(plugin=plugin)
         base = make_transformer(False, False)
         optimizer = torch.optim.SGD(base.parameters(), lr=0.1)
@@ -197,7 +172,7 @@ def test_optimizers_that_would_train_something_else_are_refused() -> None:
 def save_without_adapters(folder: str) -> None:
     model = boosted(3)[0]
     with pytest.raises(ValueError, match="no adapters to save"):
-        HeteroZeroPlugin(3, GLOBAL_BATCH).get_checkpoint_io().save_lora_as_pretrained(model, folder)
+        zero_plugin(3, GLOBAL_BATCH).get_checkpoint_io().save_lora_as_pretrained(model, folder)
 
 
 def test_a_model_without_adapters_has_none_to_save(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ import pytest
 import torch
 from colossalai.booster import Booster
 from torch import Tensor, nn
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
-from colossal_hetero import HeteroZeroPlugin
-from tests.parallel.plugin.zero.test_zero_plugin import full_parameters, sizes_by_rank
 from tests.support.harness import run_ranks
+from tests.support.training import zero_plugin
+from tests.support.zero_runs import assert_trained, fit, global_batches, sizes_by_rank
 
 GLOBAL_BATCH = 8
 STEPS = 5
@@ -82,43 +82,36 @@ def make_optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.3)
 
 
-def loss_of(model: nn.Module, _: Any, batch: list[Tensor]) -> Tensor:
+def mixed_loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
     outputs, term = model(*batch[:3])
     return nn.functional.mse_loss(outputs, batch[3]) + term
 
 
-def train(stage: int, division: list[list[int]], optimizer_name: str, **options: Any) -> list[Tensor]:
+def training_step(model: nn.Module, _: Any, batch: list[Tensor]) -> Tensor:
+    return mixed_loss(model, batch)
+
+
+def train(stage: int, division: list[list[int]], optimizer_name: str, **options: Any) -> Tensor:
     if stage == 0:
         options = dict(find_unused_parameters=True) | options
     if stage in (1, 2):
         options["reduce_bucket_size_in_m"] = 40 / 2**20
-    plugin = HeteroZeroPlugin(
-        stage, GLOBAL_BATCH, max_micro_batch=8, training_step=loss_of, profile_cache="", **options
+    plugin = zero_plugin(
+        stage, GLOBAL_BATCH, max_micro_batch=8, training_step=training_step, profile_cache="", **options
     )
     loader = plugin.prepare_dataloader(Mixed())
     model = make_model()
     optimizer = make_optimizer(model, optimizer_name)
     model, optimizer, _, loader, _ = Booster(plugin=plugin).boost(model, optimizer, None, loader)
     loader.divide_by(lambda samples: sizes_by_rank(division, samples))
-    for _ in range(2):
-        for batch in loader:
-            optimizer.backward(loss_of(model, None, batch))
-            optimizer.step()
-            optimizer.zero_grad()
-    return full_parameters(model)
+    fit(model, optimizer, loader, mixed_loss)
+    return fit(model, optimizer, loader, mixed_loss)
 
 
-def train_alone(optimizer_name: str, max_norm: float = 0.0) -> list[Tensor]:
-    model, data = make_model(), Mixed()
+def train_alone(optimizer_name: str, max_norm: float = 0.0) -> Tensor:
+    model = make_model()
     optimizer = make_optimizer(model, optimizer_name)
-    for step in range(2 * STEPS):
-        first = step % STEPS * GLOBAL_BATCH
-        loss_of(model, None, default_collate([data[first + place] for place in range(GLOBAL_BATCH)])).backward()
-        if max_norm:
-            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-    return full_parameters(model)
+    return fit(model, optimizer, global_batches(Mixed(), GLOBAL_BATCH) * 2, mixed_loss, max_norm)
 
 
 CASES: list[tuple[int, str, dict[str, Any]]] = [
@@ -139,24 +132,16 @@ RUNS = [(case, sizes) for case in CASES for sizes in (WHOLE, PARTS)]
 RUNS += [((stage, "sgd", {}), REVERSED) for stage in range(4)]
 
 
-def train_each() -> list[list[Tensor]]:
+def train_each() -> list[Tensor]:
     ranks = torch.distributed.get_world_size()
     return [train(stage, sizes[ranks], name, **more) for (stage, name, more), sizes in RUNS]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_parameter_that_a_rank_does_not_use_counts_as_zero(ranks: int) -> None:
-    for results in run_ranks(ranks, train_each):
-        for ((stage, name, options), sizes), found in zip(RUNS, results, strict=True):
-            expected = torch.cat(train_alone(name, options.get("max_norm", 0.0)))
-            case = f"stage {stage}, {name}, {options}, {sizes[ranks]}"
-            torch.testing.assert_close(
-                torch.cat(found)[: len(expected)],
-                expected,
-                rtol=1e-4,
-                atol=1e-5,
-                msg=lambda text, case=case: f"{case}: {text}",
-            )
+    cases = [f"stage {stage}, {name}, {more}, {sizes[ranks]}" for (stage, name, more), sizes in RUNS]
+    expected = [train_alone(name, more.get("max_norm", 0.0)) for (_, name, more), _ in RUNS]
+    assert_trained(run_ranks(ranks, train_each), cases, expected, atol=1e-5)
 
 
 def refuse_without_search() -> str:

@@ -23,7 +23,7 @@ from torch.autograd import Variable
 from torch.utils.data import Dataset
 
 import colossal_hetero.colossalai_support.accelerator
-from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin, HeteroZeroPlugin
+from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin
 from colossal_hetero.data_parallel import batch_balancer, busy_timer
 from colossal_hetero.data_parallel.busy_timer import BusyTimer, TimedGlobalBatch
 from colossal_hetero.planner.batches.batch_profile import (
@@ -34,9 +34,9 @@ from colossal_hetero.planner.batches.batch_profile import (
     save_profile,
 )
 from colossal_hetero.profiling.rank_profiler import describe
-from tests.parallel.plugin.zero.test_zero_plugin import Net, Numbered, make_model, make_optimizer, sizes_by_rank
 from tests.support.harness import run_ranks
-from tests.support.training import CLASSES, tiny_vit
+from tests.support.training import CLASSES, tiny_vit, zero_plugin
+from tests.support.zero_runs import Net, Numbered, make_model, make_optimizer, sizes_by_rank
 
 FORWARD, BACKWARD, DATA, STEP, WAITING = 1.0, 2.0, 0.5, 7.0, 100.0
 """What a sample, an optimizer step and a collective take, in seconds of the test's clock."""
@@ -165,7 +165,7 @@ def measure_each(cases: list[tuple[int, list[list[int]], str]]) -> list[list[Tim
 
 def measure(stage: int, division: list[list[int]], path: str) -> list[TimedGlobalBatch]:
     """Train an epoch with this division; what the timer of this rank says."""
-    plugin = HeteroZeroPlugin(stage, 8, profile=path, reallocate_above=math.inf)
+    plugin = zero_plugin(stage, 8, profile=path, reallocate_above=math.inf)
     torch.manual_seed(3)
     data, model = SlowData(), SlowNet()
     loader = plugin.prepare_dataloader(data, shuffle=True)
@@ -252,14 +252,14 @@ def change_speed(
     All the time its passes take ``bias`` times as long as in the profile, and its data ``data_seconds`` per sample.
     """
     said: list[str] = []
-    batch_balancer._print_on_rank_0 = said.append  # type: ignore[assignment]
+    batch_balancer.print_on_rank_0 = said.append  # type: ignore[assignment]
     data: Any
     if is_hybrid:
         settings = BatchConfig(global_batch_size=8, profile=path, check_every=check_every)
         plugin: Any = HeteroHybridParallelPlugin(1, 1, precision="fp32", zero_stage=stage, batches=settings)
         model, data = tiny_vit(), NumberedImages()
     else:
-        plugin = HeteroZeroPlugin(stage, 8, profile=path, check_every=check_every)
+        plugin = zero_plugin(stage, 8, profile=path, check_every=check_every)
         model, data = make_model(), Numbered()
     model, optimizer, criterion, loader = boost(plugin, model, data)
     is_slow, slowdown = dist.get_rank() == slow, 1.0

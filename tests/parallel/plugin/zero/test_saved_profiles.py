@@ -15,8 +15,8 @@ from colossal_hetero.data_parallel import attach
 from colossal_hetero.profiling import rank_profiler
 from colossal_hetero.profiling.rank_profiler import SpeedNow, changes
 from tests.parallel.plugin.zero.test_trials import Normalized, boosted
-from tests.parallel.plugin.zero.test_zero_plugin import make_model
 from tests.support.harness import run_ranks
+from tests.support.zero_runs import make_model
 
 
 class Counted:

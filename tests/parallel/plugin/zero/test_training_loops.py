@@ -14,10 +14,10 @@ from colossalai.booster import Booster
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from colossal_hetero import HeteroZeroPlugin
-from tests.parallel.plugin.zero.test_zero_plugin import Numbered, full_parameters, make_model, sizes_by_rank
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
+from tests.support.training import zero_plugin
+from tests.support.zero_runs import Numbered, assert_trained, flat, make_model, sizes_by_rank
 
 GLOBAL_BATCH = 8
 EPOCHS = 2
@@ -36,7 +36,7 @@ class Script:
 
     def __init__(self, stage: int, division: list[list[int]], folder: str, **options: Any) -> None:
         ranks = torch.distributed.get_world_size()
-        self.plugin = HeteroZeroPlugin(
+        self.plugin = zero_plugin(
             stage, GLOBAL_BATCH, max_micro_batch=8, profile=f"{folder}/{stage}-{ranks}.json", **options
         )
         self.booster = Booster(plugin=self.plugin)
@@ -205,7 +205,7 @@ def run_each(stages: list[int], folder: str) -> list[tuple[str, str, dict[str, A
                 loop(script)
                 result = {
                     "batches": script.batches,
-                    "parameters": torch.cat(full_parameters(script.model)),
+                    "parameters": flat(script.model),
                     "means": script.means,
                 }
                 results.append((loop.__name__, f"stage {stage}, {division[ranks]}", result))
@@ -233,29 +233,33 @@ def train_alone(
     return torch.cat([value.detach().flatten() for value in model.parameters()]), means
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_loops_train_as_one_process_does(ranks: int, tmp_path: Path) -> None:
-    stages = [0, 1, 2, 3] if IS_THOROUGH or ranks == 2 else [1, 3]
-    for results in zip(*run_ranks(ranks, run_each, stages, str(tmp_path)), strict=True):
-        name, case, _ = results[0]
+def assert_as_alone(
+    results: list[list[Any]], alone: Callable[[str, list[list[int]]], tuple[Tensor, list[float]]], numbers: str
+) -> None:
+    """Assert, by case, that the ranks have trained as one process did on the same global batches. ``alone`` returns its
+    parameters, and the numbers that ranks may have under the name ``numbers``."""
+    for of_case in zip(*results, strict=True):
+        name, case, _ = of_case[0]
         together: dict[tuple[int, int], list[int]] = {}
-        for _, _, result in results:
+        for _, _, result in of_case:
             for epoch, index, *ids in result["batches"]:
                 together.setdefault((epoch, index), []).extend(ids)
         batches = [together[key] for key in sorted(together)]
-        assert [len(batch) for batch in batches] == [GLOBAL_BATCH] * len(batches) and len(batches) == 6
+        assert [len(batch) for batch in batches] == [GLOBAL_BATCH] * 6
+        expected, wanted = alone(name, batches)
+        assert_trained([[result["parameters"]] for _, _, result in of_case], [case], expected, 1e-5, 1e-6)
+        for _, _, result in of_case:
+            assert result[numbers] == pytest.approx(wanted if result[numbers] else [], rel=1e-5), case
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_loops_train_as_one_process_does(ranks: int, tmp_path: Path) -> None:
+    def alone(name: str, batches: list[list[int]]) -> tuple[Tensor, list[float]]:
         per_step, factor = next(value for loop, value in LOOPS.items() if loop.__name__ == name)
-        clip = CLIP_VALUE if name == clipped_by_value.__name__ else math.inf
-        expected, means = train_alone(batches, per_step, factor, clip)
-        for rank, (_, _, result) in enumerate(results):
-            torch.testing.assert_close(
-                result["parameters"][: len(expected)],
-                expected,
-                rtol=1e-5,
-                atol=1e-6,
-                msg=lambda text, rank=rank, name=name, case=case: f"{name}, {case}, rank {rank}: {text}",
-            )
-            assert result["means"] == pytest.approx(means if result["means"] else [], rel=1e-5), (name, case)
+        return train_alone(batches, per_step, factor, CLIP_VALUE if name == clipped_by_value.__name__ else math.inf)
+
+    stages = [0, 1, 2, 3] if IS_THOROUGH or ranks == 2 else [1, 3]
+    assert_as_alone(run_ranks(ranks, run_each, stages, str(tmp_path)), alone, "means")
 
 
 def plain_backward(script: Script) -> None:

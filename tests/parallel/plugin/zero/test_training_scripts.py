@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -17,19 +15,21 @@ from colossalai.booster import Booster
 from colossalai.nn.lr_scheduler import CosineAnnealingWarmupLR
 from colossalai.nn.optimizer import Lamb
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
-from colossal_hetero import HeteroZeroPlugin
 from tests.parallel.plugin.zero.test_lowest_zero_stage import stage_of
-from tests.parallel.plugin.zero.test_zero_plugin import (
+from tests.support.harness import run_ranks
+from tests.support.training import zero_plugin
+from tests.support.zero_runs import (
     Numbered,
-    full_parameters,
+    assert_trained,
+    fit,
+    flat,
+    global_batches,
     make_model,
     make_optimizer,
     sizes_by_rank,
 )
-from tests.support.harness import answer, run_ranks, start_ranks
-from tests.support.random_examples import IS_THOROUGH
 
 DIVISIONS = {2: [[3, 2], [1, 2]], 3: [[2, 1], [1, 0], [3, 1]]}
 """For each number of ranks, the sizes of the micro-batches of each rank for a global batch of 8."""
@@ -37,7 +37,7 @@ DIVISIONS = {2: [[3, 2], [1, 2]], 3: [[2, 1], [1, 0], [3, 1]]}
 
 def train_from(folder: str, stage: int | str, shard: bool, resume: bool) -> dict[str, Any]:
     """Train two epochs and save a checkpoint during the second; if ``resume``, continue from that checkpoint."""
-    plugin = HeteroZeroPlugin(stage, 8)
+    plugin = zero_plugin(stage, 8)
     booster = Booster(plugin=plugin)
     loader = plugin.prepare_dataloader(Numbered(), shuffle=True, seed=11)
     model = make_model()
@@ -79,7 +79,7 @@ def train_from(folder: str, stage: int | str, shard: bool, resume: bool) -> dict
                 booster.save_lr_scheduler(schedule, f"{folder}/schedule.pt")
                 if torch.distributed.get_rank() == 0:
                     torch.save(loader.state_dict(), f"{folder}/loader.pt")
-    return {"parameters": torch.cat(full_parameters(model)), "rates": rates, "stage": plugin.stage}
+    return {"parameters": flat(model), "rates": rates, "stage": plugin.stage}
 
 
 Case = tuple[int | str, bool]
@@ -103,20 +103,13 @@ def test_resuming_from_a_checkpoint(tmp_path: Path) -> None:
     for ranks, resumed in ((2, cases), (3, sharded)):
         for rank, results in enumerate(run_ranks(ranks, train_from_each, str(tmp_path), resumed, True)):
             for case, result in zip(resumed, results, strict=True):
-                what = f"{case}, rank {rank} of {ranks}"
-                assert result["stage"] == (0 if case[0] == "auto" else case[0]), what
-                assert result["rates"] == pytest.approx(whole[case]["rates"][-2:]), what
-                expected = whole[case]["parameters"]
-                size = min(len(expected), len(result["parameters"]))  # FSDP pads
-                # Sums in another order have other rounding errors, and AdamW amplifies them.
-                rtol, atol = (1e-3, 1e-4) if ranks != 2 else (1e-5, 1e-6)
-                torch.testing.assert_close(
-                    result["parameters"][:size],
-                    expected[:size],
-                    rtol=rtol,
-                    atol=atol,
-                    msg=lambda text, what=what: f"{what}: {text}",
-                )
+                assert result["stage"] == (0 if case[0] == "auto" else case[0]), (case, rank, ranks)
+                assert result["rates"] == pytest.approx(whole[case]["rates"][-2:]), (case, rank, ranks)
+            # Sums in another order have other rounding errors, and AdamW amplifies them.
+            rtol, atol = (1e-3, 1e-4) if ranks != 2 else (1e-5, 1e-6)
+            size = min(len(result["parameters"]) for result in (*results, *whole.values()))  # FSDP pads
+            expected = [whole[case]["parameters"][:size] for case in resumed]
+            assert_trained([[result["parameters"] for result in results]], resumed, expected, rtol, atol)
 
 
 def save_and_load(folder: str, stage: int | str, precision: str, fits: int) -> int:
@@ -127,25 +120,21 @@ def save_and_load(folder: str, stage: int | str, precision: str, fits: int) -> i
             raise MemoryError("no room")
         return criterion(model(batch[0]), batch[1])
 
-    plugin = HeteroZeroPlugin(stage, 8, precision=precision, training_step=step)
+    plugin = zero_plugin(stage, 8, precision=precision, training_step=step)
     booster = Booster(plugin=plugin)
     loader = plugin.prepare_dataloader(Numbered())
     model = make_model()
     model, optimizer, criterion, loader, _ = booster.boost(
         model, make_optimizer(model, "adamw"), nn.CrossEntropyLoss(), loader
     )
-    for inputs, targets in loader:
-        booster.backward(criterion(model(inputs), targets), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-    expected = torch.cat(full_parameters(model))
+    expected = fit(model, optimizer, loader, lambda model, batch: criterion(model(batch[0]), batch[1]))
     for shard in (False, True):
         booster.save_model(model, f"{folder}/model{shard}", shard=shard)
         booster.save_optimizer(optimizer, f"{folder}/optimizer{shard}", shard=shard)
         torch.distributed.barrier()
         booster.load_model(model, f"{folder}/model{shard}")
         booster.load_optimizer(optimizer, f"{folder}/optimizer{shard}")
-        assert torch.equal(torch.cat(full_parameters(model)), expected)
+        assert torch.equal(flat(model), expected)
     return plugin.stage
 
 
@@ -195,18 +184,18 @@ def make_transformer_optimizer(model: nn.Module, name: str, groups: bool) -> tor
 
 
 def fine_tune(stage: int, frozen: bool, groups: bool, recomputes: bool, name: str = "sgd") -> torch.Tensor:
-    plugin = HeteroZeroPlugin(stage, 8)
+    plugin = zero_plugin(stage, 8)
     booster = Booster(plugin=plugin)
     loader = plugin.prepare_dataloader(Sentences())
     model = make_transformer(frozen, recomputes)
     optimizer = make_transformer_optimizer(model, name, groups)
     model, optimizer, _, loader, _ = booster.boost(model, optimizer, dataloader=loader)
     loader.divide_by(lambda samples: sizes_by_rank([[3, 2], [1, 2]], samples))
-    for batch in loader:
-        optimizer.zero_grad()
-        booster.backward(model(**batch).loss, optimizer)
-        optimizer.step()
-    return torch.cat(full_parameters(model))
+    return fit(model, optimizer, loader, own_loss)
+
+
+def own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return model(**batch).loss
 
 
 def fine_tune_each(cases: list[tuple[int, bool, bool, bool]]) -> list[torch.Tensor]:
@@ -219,31 +208,14 @@ def test_fine_tuning_a_transformer_equals_that_of_one_process() -> None:
         *((stage, False, False, True) for stage in (0, 1, 2, 3)),
         *((3, True, False, True), (3, False, True, False)),
     ]
-    results = run_ranks(2, fine_tune_each, cases)
     expected = {case[1:]: fine_tune_alone(*case[1:]) for case in cases}
-    for rank, parameters in enumerate(results):
-        for case, actual in zip(cases, parameters, strict=True):
-            wanted = expected[case[1:]]
-            torch.testing.assert_close(
-                actual[: len(wanted)],
-                wanted,
-                rtol=1e-4,
-                atol=1e-5,
-                msg=lambda text, case=case, rank=rank: f"{case}, rank {rank}: {text}",
-            )
+    results = run_ranks(2, fine_tune_each, cases)
+    assert_trained(results, cases, [expected[case[1:]] for case in cases], atol=1e-5)
 
 
 def fine_tune_alone(frozen: bool, groups: bool, recomputes: bool) -> torch.Tensor:
-    """The parameters after training in one process."""
     model = make_transformer(frozen, recomputes)
-    optimizer = make_transformer_optimizer(model, "sgd", groups)
-    data = Sentences()
-    for first in range(0, len(data), 8):
-        optimizer.zero_grad()
-        batch = default_collate([data[index] for index in range(first, min(first + 8, len(data)))])
-        model(**batch).loss.backward()
-        optimizer.step()
-    return torch.cat([value.detach().flatten() for value in model.parameters()])
+    return fit(model, make_transformer_optimizer(model, "sgd", groups), global_batches(Sentences(), 8), own_loss)
 
 
 def test_colossalais_distributed_optimizers_can_be_used() -> None:
@@ -255,41 +227,18 @@ def test_colossalais_distributed_optimizers_can_be_used() -> None:
 def boosted(
     stage: int | str, model: nn.Module | None = None, dataset: Dataset | None = None, **options: Any
 ) -> tuple[Any, Any, Any, Any]:
-    plugin = HeteroZeroPlugin(stage, 8, **options)
+    plugin = zero_plugin(stage, 8, **options)
     loader = plugin.prepare_dataloader(dataset or Numbered())
     model = model or make_model()
     optimizer = make_optimizer(model, "sgd")
     return Booster(plugin=plugin).boost(model, optimizer, nn.CrossEntropyLoss(), loader)[:4]
 
 
-class PartlyUsed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.spare = make_model(), nn.Linear(2, 2)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.used(inputs)
-
-
-def train_partly(stage: int | str, options: dict[str, Any]) -> None:
-    model, optimizer, criterion, loader = boosted(stage, PartlyUsed(), **options)
-    for inputs, targets in loader:
-        optimizer.backward(criterion(model(inputs), targets))
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def test_models_with_unused_parameters_can_be_trained() -> None:
-    run_ranks(2, train_partly, 0, {"find_unused_parameters": True})
-    # If only some stages have an option, the search for a stage continues at the other stages.
-    run_ranks(2, train_partly, "auto", {"find_unused_parameters": True, "overlap_communication": False})
-
-
 def refuse_options() -> None:
     with pytest.raises(TypeError, match=r"initial_scale: .* an option of TorchDDPPlugin"):
-        HeteroZeroPlugin(0, 8, initial_scale=1.0)
+        zero_plugin(0, 8, initial_scale=1.0)
     with pytest.raises(TypeError, match="buckets"):
-        HeteroZeroPlugin("auto", 8, buckets=1.0)
+        zero_plugin("auto", 8, buckets=1.0)
 
 
 def test_options_that_no_stage_has_are_refused() -> None:
@@ -319,7 +268,7 @@ def train_with_a_plain_loader() -> None:
 
 
 def train_with_a_plain_loader_at(stage: int) -> None:
-    plugin = HeteroZeroPlugin(stage, 8)
+    plugin = zero_plugin(stage, 8)
     plain = plugin.prepare_dataloader(Numbered(), batch_size=4, shuffle=True)
     evaluation = plugin.prepare_dataloader(Numbered(), batch_size=4)
     model = make_model()
@@ -334,10 +283,7 @@ def train_with_a_plain_loader_at(stage: int) -> None:
     inputs, targets = next(iter(DataLoader(Numbered(), 4)))
     with pytest.raises(RuntimeError, match="no forward pass with a batch of the loader"):
         optimizer.backward(criterion(model(inputs), targets))
-    for inputs, targets in loader:
-        optimizer.backward(criterion(model(inputs), targets))
-        optimizer.step()
-        optimizer.zero_grad()
+    fit(model, optimizer, loader)
     assert loader.state_dict()["global_batches_done"] == 4
     model.eval()
     with torch.no_grad():
@@ -350,7 +296,7 @@ def test_a_loader_with_a_batch_size_trains_with_chosen_batches_and_evaluates_wit
 
 def only_evaluate() -> None:
     for stage in (0, 2, 3):
-        model = Booster(plugin=HeteroZeroPlugin(stage, 8)).boost(make_model())[0]
+        model = Booster(plugin=zero_plugin(stage, 8)).boost(make_model())[0]
         model.eval()
         assert model(torch.zeros(2, 8)).shape == (2, 3), stage
 
@@ -377,7 +323,7 @@ def train_without_labels_at(stage: int) -> bool:
         optimizer.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-    return bool(torch.cat(full_parameters(model)).isfinite().all())
+    return bool(flat(model).isfinite().all())
 
 
 def test_a_placeholder_whose_loss_is_not_a_number_has_no_effect() -> None:
@@ -413,59 +359,12 @@ def test_tensors_of_measuring_are_freed() -> None:
             assert made > 8 and left == 0, stage
 
 
-def die(stage: int, end: Callable[[], None], while_measuring: bool) -> None:
-    steps = 0
-
-    def step(model: nn.Module, criterion: Callable, batch: Any) -> torch.Tensor:
-        nonlocal steps
-        steps += torch.is_grad_enabled()  # the check of the loss, before measuring, runs without gradients
-        if torch.distributed.get_rank() == 1 and steps == 6:
-            end()
-        return criterion(model(batch[0]), batch[1])
-
-    options = {"training_step": step} if while_measuring else {}
-    model, optimizer, criterion, loader = boosted(stage, **options)
-    for batch in loader:
-        optimizer.backward(step(model, criterion, batch) if steps == 0 else criterion(model(batch[0]), batch[1]))
-        optimizer.step()
-        if torch.distributed.get_rank() == 1 and loader.current.is_last:
-            end()
-
-
-def leave() -> None:
-    os._exit(3)
-
-
-def fail() -> None:
-    raise KeyError("no such word")
-
-
-ENDS = [
-    *((0, leave, False), (0, fail, True), (1, leave, True), (1, fail, False), (3, leave, False), (3, fail, True)),
-    *([(0, leave, True), (0, fail, False), (1, leave, False), (1, fail, True)] if IS_THOROUGH else []),
-    *([(3, leave, True), (3, fail, False)] if IS_THOROUGH else []),
-]
-
-
-@pytest.mark.parametrize("stage, end, while_measuring", ENDS)
-def test_no_rank_waits_for_a_rank_that_has_ended(stage: int, end: Callable[[], None], while_measuring: bool) -> None:
-    start = time.monotonic()
-    with start_ranks(2, die, stage, end, while_measuring) as ranks:
-        pipe = ranks[0][1]
-        assert pipe.poll(30)
-        succeeded, words = answer(pipe)
-    assert not succeeded
-    assert time.monotonic() - start < 30
-    if while_measuring and end is fail:
-        assert "rank 1: KeyError: 'no such word'" in words
-
-
 def refused_optimizers() -> list[str]:
     """By stage, with an optimizer that looks at whole matrices: the stage that "auto" chooses, or the error."""
     answers = []
     for stage in (1, 2, 3, "auto"):
         model = make_model()
-        plugin = HeteroZeroPlugin(stage, 8, profile_cache="")
+        plugin = zero_plugin(stage, 8, profile_cache="")
         loader = plugin.prepare_dataloader(Numbered())
         optimizer = torch.optim.Adafactor(model.parameters(), lr=0.05)
         try:

@@ -14,15 +14,20 @@ from colossalai.shardformer.policies.base_policy import Policy
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin, HeteroZeroPlugin
-from tests.parallel.plugin.zero.test_zero_plugin import (
+from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin
+from tests.support.harness import run_ranks
+from tests.support.training import zero_plugin
+from tests.support.zero_runs import (
     SAMPLES,
     Numbered,
-    full_parameters,
+    assert_trained,
+    fit,
+    flat,
+    global_batches,
     make_model,
+    make_optimizer,
     sizes_by_rank,
 )
-from tests.support.harness import run_ranks
 
 ZERO = (0, 1, 2, 3)
 PLUGINS = (*ZERO, "hybrid")
@@ -67,7 +72,7 @@ def boosted(kind: Any, model: nn.Module, samples: int = 8, criterion: Any = None
             custom_policy=Unchanged(),
         )
     else:
-        plugin = HeteroZeroPlugin(kind, samples, **options)
+        plugin = zero_plugin(kind, samples, **options)
     loader = plugin.prepare_dataloader(Numbered(), drop_last=drop_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     return (plugin, *Booster(plugin=plugin).boost(model, optimizer, criterion or nn.CrossEntropyLoss(), loader)[:4])
@@ -80,36 +85,21 @@ def train_a_model_in_evaluation_mode() -> list[torch.Tensor]:
         model = make_model().eval()
         model.norm.train()  # modes of parts are restored, too
         handle = model.second.register_forward_hook(lambda module, *_, modes=modes: modes.append(module.training))
-        _, boosted_model, optimizer, criterion, loader = boosted(kind, model)
+        _, boosted_model, optimizer, _, loader = boosted(kind, model)
         handle.remove()
         assert any(modes), kind
         assert [module.training for module in model.modules()] == [False, False, True, False], kind
         boosted_model.train()
         loader.divide_by(lambda samples: sizes_by_rank([[5], [3]], samples))
-        for inputs, targets in loader:
-            optimizer.backward(criterion(boosted_model(inputs), targets))
-            optimizer.step()
-            optimizer.zero_grad()
-        trained.append(torch.cat(full_parameters(boosted_model)))
+        trained.append(fit(boosted_model, optimizer, loader))
     return trained
 
 
 def test_models_in_evaluation_mode_can_be_boosted() -> None:
     """``from_pretrained`` of transformers returns models in evaluation mode."""
-    batches = [list(range(begin, min(begin + 8, SAMPLES))) for begin in range(0, SAMPLES, 8)]
-    data, model = Numbered(), make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for batch in batches:
-        inputs, targets = zip(*(data[index] for index in batch), strict=True)
-        cross_entropy(model(torch.stack(inputs)), torch.stack(targets)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    expected = torch.cat([value.detach().flatten() for value in model.parameters()])
-    for results in run_ranks(2, train_a_model_in_evaluation_mode):
-        for kind, actual in zip(PLUGINS, results, strict=True):
-            torch.testing.assert_close(
-                actual[: len(expected)], expected, rtol=1e-4, atol=1e-6, msg=lambda text, kind=kind: f"{kind}: {text}"
-            )
+    model = make_model()
+    expected = fit(model, make_optimizer(model, "sgd"), global_batches(Numbered(), 8))
+    assert_trained(run_ranks(2, train_a_model_in_evaluation_mode), PLUGINS, expected)
 
 
 def summed(model: nn.Module, criterion: Any, batch: Any) -> torch.Tensor:
@@ -186,7 +176,7 @@ def train_normalized(division: list[list[int]]) -> list[torch.Tensor]:
             optimizer.backward(criterion(model(inputs), targets))
             optimizer.step()
             optimizer.zero_grad()
-        trained.append(torch.cat(full_parameters(model)))
+        trained.append(flat(model))
     return trained
 
 
@@ -202,17 +192,13 @@ def train_normalized_alone(division: list[list[int]]) -> torch.Tensor:
             done += size
         optimizer.step()
         optimizer.zero_grad()
-    return torch.cat([value.detach().flatten() for value in model.parameters()])
+    return flat(model)
 
 
 @pytest.mark.parametrize("division", [[[5], [3]], [[0], [8]], [[3, 0], [2, 3]], [[4], [0], [4]]])
 def test_batch_normalization_of_single_values_trains_with_two_samples_or_more(division: list[list[int]]) -> None:
     expected = train_normalized_alone(division)
-    for results in run_ranks(len(division), train_normalized, division):
-        for kind, actual in zip(ZERO, results, strict=True):
-            torch.testing.assert_close(
-                actual[: len(expected)], expected, rtol=1e-4, atol=1e-5, msg=lambda text, kind=kind: f"{kind}: {text}"
-            )
+    assert_trained(run_ranks(len(division), train_normalized, division), ZERO, expected, atol=1e-5)
 
 
 class Convolutions(nn.Module):
@@ -234,33 +220,23 @@ def train_synchronized(division: list[list[int]]) -> list[tuple[torch.Tensor, li
     trained = []
     for kind in PLUGINS:
         model = Convolutions()
-        _, boosted_model, optimizer, criterion, loader = boosted(kind, model, drop_last=True, sync_batchnorm=True)
+        _, boosted_model, optimizer, _, loader = boosted(kind, model, drop_last=True, sync_batchnorm=True)
         loader.divide_by(lambda samples: division)
-        for inputs, targets in loader:
-            optimizer.backward(criterion(boosted_model(inputs), targets))
-            optimizer.step()
-            optimizer.zero_grad()
+        parameters = fit(boosted_model, optimizer, loader)
         buffers = [value.detach().clone().float() for value in boosted_model.buffers()]
-        trained.append((torch.cat(full_parameters(boosted_model)), buffers))
+        trained.append((parameters, buffers))
     return trained
 
 
 @pytest.mark.parametrize("division", [[[5], [3]], [[0], [8]], [[7], [1]], [[4], [0], [4]]])
 def test_synchronized_batch_normalization_equals_that_of_one_process(division: list[list[int]]) -> None:
     """Also the running statistics, and if a rank has a single sample or none."""
-    data, model = Numbered(), Convolutions()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for begin in range(0, SAMPLES - SAMPLES % 8, 8):
-        inputs, targets = zip(*(data[index] for index in range(begin, begin + 8)), strict=True)
-        cross_entropy(model(torch.stack(inputs)), torch.stack(targets)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    expected = torch.cat([value.detach().flatten() for value in model.parameters()])
-    for results in run_ranks(len(division), train_synchronized, division):
-        for kind, (actual, buffers) in zip(PLUGINS, results, strict=True):
-            torch.testing.assert_close(
-                actual[: len(expected)], expected, rtol=1e-4, atol=1e-5, msg=lambda text, kind=kind: f"{kind}: {text}"
-            )
+    model = Convolutions()
+    expected = fit(model, make_optimizer(model, "sgd"), global_batches(Numbered(), 8)[: SAMPLES // 8])
+    results = run_ranks(len(division), train_synchronized, division)
+    assert_trained([[parameters for parameters, _ in found] for found in results], PLUGINS, expected, atol=1e-5)
+    for found in results:
+        for _, buffers in found:
             for buffer, wanted in zip(buffers, model.buffers(), strict=True):
                 torch.testing.assert_close(buffer, wanted.float(), rtol=1e-4, atol=1e-5)
 

@@ -9,67 +9,21 @@ import pytest
 import torch
 from colossalai.booster import Booster
 from torch import nn
-from torch.utils.data import Dataset
 
 from colossal_hetero import HeteroZeroPlugin
 from tests.support.harness import run_ranks
+from tests.support.training import zero_plugin
+from tests.support.zero_runs import (
+    SAMPLES,
+    Numbered,
+    assert_trained,
+    full_parameters,
+    make_model,
+    make_optimizer,
+    sizes_by_rank,
+)
 
-SAMPLES = 29
 EPOCHS = 2
-
-
-class Numbered(Dataset):
-    """Samples that contain their number, so that a test knows which rank trained on which samples."""
-
-    def __init__(self, samples: int = SAMPLES) -> None:
-        generator = torch.Generator().manual_seed(5)
-        self.inputs = torch.randn(samples, 7, generator=generator)
-        self.targets = torch.randint(3, (samples,), generator=generator)
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.cat([self.inputs[index], torch.tensor([float(index)])]), self.targets[index]
-
-
-class Net(nn.Module):
-    """A model whose sizes cannot be divided evenly among the ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(7, 13)
-        self.norm = nn.LayerNorm(13)
-        self.second = nn.Linear(13, 3)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.second(nn.functional.gelu(self.norm(self.first(inputs[:, :7]))))
-
-
-def make_model() -> Net:
-    torch.manual_seed(3)
-    return Net()
-
-
-def make_optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
-    if name == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-
-
-def sizes_by_rank(division: list[list[int]], samples: int) -> list[list[int]]:
-    """The ``division`` of a full global batch, or for fewer ``samples`` its first samples.
-
-    Each rank keeps its number of micro-steps.
-    """
-    left, result = samples, []
-    for sizes in division:
-        kept = []
-        for size in sizes:
-            kept.append(min(size, left))
-            left -= kept[-1]
-        result.append(kept)
-    return result
 
 
 def boosted(plugin: HeteroZeroPlugin, optimizer_name: str) -> Any:
@@ -88,11 +42,18 @@ def train(
     optimizer_name: str = "sgd",
     options: dict[str, Any] | None = None,
     user_clip: float = 0.0,
+    leaves_early: bool = False,
 ) -> dict[str, Any]:
-    """Train as a script does. Returns the samples of this rank, and the final parameters and learning rate."""
-    plugin = HeteroZeroPlugin(stage, global_batch_size, max_micro_batch=8, **(options or {}))
+    """Train as a script does, which may have left an epoch in the middle of a global batch before. Returns the samples
+    of this rank, and the final parameters and learning rate."""
+    plugin = zero_plugin(stage, global_batch_size, max_micro_batch=8, **(options or {}))
     model, optimizer, criterion, loader, schedule = boosted(plugin, optimizer_name)
     loader.divide_by(lambda samples: sizes_by_rank(division, samples))
+    if leaves_early:
+        inputs, targets = next(iter(loader))
+        optimizer.backward(criterion(model(inputs), targets))
+        optimizer.step()
+        schedule.step()
     batches: list[list[int]] = []
     for epoch in range(EPOCHS):
         loader.set_epoch(epoch)
@@ -100,6 +61,7 @@ def train(
             micro_batch = loader.current
             ids = inputs[:, 7].long().tolist() if micro_batch.samples else []
             batches.append([epoch, micro_batch.global_batch, *ids])
+            optimizer.zero_grad()
             if plugin.batches.accumulation == "shared":
                 # The loop has a collective of its own, as scripts have for their logs. All ranks must reach it.
                 torch.distributed.all_reduce(torch.zeros(1))
@@ -109,7 +71,6 @@ def train(
                 optimizer.clip_grad_by_norm(user_clip)
             optimizer.step()
             schedule.step()
-            optimizer.zero_grad()
     return {"batches": batches, "parameters": full_parameters(model), "lr": optimizer.param_groups[0]["lr"]}
 
 
@@ -121,17 +82,6 @@ def train_each(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def trained(cases: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """The results of :func:`train` by case and rank. All cases have the same number of ranks."""
     return list(zip(*run_ranks(len(cases[0]["division"]), train_each, cases), strict=True))
-
-
-def full_parameters(model: nn.Module) -> list[torch.Tensor]:
-    """All parameters of the model in order, unsharded, on every rank."""
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-
-    for module in model.modules():
-        if isinstance(module, FSDP):
-            with FSDP.summon_full_params(module):
-                return [value.detach().clone().flatten().float() for value in module.module.parameters()]
-    return [value.detach().clone().flatten().float() for value in model.parameters()]
 
 
 def train_alone(batches: list[list[int]], optimizer_name: str, max_norm: float = 0.0) -> tuple[torch.Tensor, float]:
@@ -187,12 +137,8 @@ def check(
     """Assert that the ranks trained like one process, up to the rounding of another order of summation."""
     batches = global_batches(results, case["global_batch_size"])
     expected, rate = train_alone(batches, case.get("optimizer_name", "sgd"), max_norm)
-    for rank, result in enumerate(results):
-        actual = torch.cat(result["parameters"])[: len(expected)]
-        torch.testing.assert_close(
-            actual, expected, rtol=rtol, atol=atol, msg=lambda text, rank=rank: f"{case}, rank {rank}: {text}"
-        )
-        assert result["lr"] == pytest.approx(rate), case
+    assert_trained([[torch.cat(result["parameters"])] for result in results], [case], expected, rtol, atol)
+    assert [result["lr"] for result in results] == [pytest.approx(rate)] * len(results), case
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -263,34 +209,9 @@ def test_if_loss_scaling_overflows_all_ranks_skip_the_step() -> None:
         assert torch.equal(one, other)
 
 
-def leave_early_at_each_stage() -> list[dict[str, Any]]:
-    return [leave_early(stage) for stage in (0, 1, 2, 3)]
-
-
-def leave_early(stage: int) -> dict[str, Any]:
-    """Leave an epoch in the middle of a global batch, then train. The incomplete global batch must have no effect."""
-    plugin = HeteroZeroPlugin(stage, 8, max_micro_batch=8)
-    model, optimizer, criterion, loader, schedule = boosted(plugin, "sgd")
-    loader.divide_by(lambda samples: sizes_by_rank([[3, 2], [1, 2]], samples))
-    for inputs, targets in loader:
-        optimizer.backward(criterion(model(inputs), targets))
-        optimizer.step()
-        schedule.step()
-        break
-    batches: list[list[int]] = []
-    for epoch in range(EPOCHS):
-        loader.set_epoch(epoch)
-        for inputs, targets in loader:
-            micro_batch = loader.current
-            ids = inputs[:, 7].long().tolist() if micro_batch.samples else []
-            batches.append([epoch, micro_batch.global_batch, *ids])
-            optimizer.zero_grad()
-            optimizer.backward(criterion(model(inputs), targets))
-            optimizer.step()
-            schedule.step()
-    return {"batches": batches, "parameters": full_parameters(model), "lr": optimizer.param_groups[0]["lr"]}
-
-
 def test_an_incomplete_global_batch_has_no_effect() -> None:
-    for stage, results in enumerate(zip(*run_ranks(2, leave_early_at_each_stage), strict=True)):
-        check(results, dict(stage=stage, global_batch_size=8))
+    cases = [
+        dict(stage=stage, global_batch_size=8, division=[[3, 2], [1, 2]], leaves_early=True) for stage in (0, 1, 2, 3)
+    ]
+    for case, results in zip(cases, trained(cases), strict=True):
+        check(results, case)

@@ -1,4 +1,4 @@
-"""Buckets of gradients: the same on all holders, in one order, and each parameter in one of them."""
+"""Groups of a replica, and buckets of gradients: the same on all holders, in one order, each parameter in one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_hetero.plugin.replicas.replica_gradients import HeldParameter, divide_into_buckets
+from colossal_hetero.plugin.replicas.unequal_replicas import groups_of
+
+
+def test_groups_of_a_replica() -> None:
+    assert set(groups_of([(0, 1), (2, 3), (4, 5)])) == {
+        *((0, 1), (2, 3), (4, 5)),  # tensor parallel
+        *((0,), (1,), (2,), (3,), (4,), (5,)),
+        *((0, 2, 4), (1, 3, 5)),  # pipelines
+        *((0, 4), (1, 5)),  # stages that share weights
+        (0, 1, 2, 3, 4, 5),
+    }
 
 
 def held(names: list[str], size: int = 4, dtype: str = "float32") -> list[HeldParameter]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import statistics
 from functools import partial
 from typing import Any
 
@@ -13,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from colossal_hetero.profiling import layer_memory
 from colossal_hetero.profiling.layer_memory import saved_bytes, split_temporaries
 from colossal_hetero.profiling.layer_passes import resized
-from colossal_hetero.profiling.layer_profiler import profile_layers
-from colossal_hetero.profiling.progress import LayerProgress
+from colossal_hetero.profiling.layer_profiler import profile_layers, relative_error
+from colossal_hetero.profiling.progress import Progress
 from tests.support.counted_memory import CountedMemory
 from tests.support.layer_profiles import times_of
 from tests.support.simulated_layers import CLASSES, PERIOD, WIDTH, Model, SimulatedClock, SlowSGD, batch, use_clock
@@ -153,25 +155,6 @@ def test_a_failing_model_is_not_changed(clock: SimulatedClock) -> None:
     assert equal(before, state(model))
 
 
-def test_profiling_does_not_change_the_training() -> None:
-    def train(interlude: bool) -> list[float]:
-        torch.manual_seed(3)
-        model = Model(SimulatedClock())
-        optimizer = torch.optim.AdamW(model.parameters())
-        losses = []
-        for step in range(4):
-            if interlude and step == 2:
-                measure(model, min_seconds=0.0)
-            loss = F.cross_entropy(model(batch()[0]), batch()[1])
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-    assert train(True) == train(False)
-
-
 @pytest.mark.parametrize(
     ("optimizer", "precision", "factor"),
     [("sgd", "fp32", 2.0), ("adam", "fp32", 4.0), ("adamw", "fp32", 4.0), ("adam", "bf16", 9.0), ("sgd", "fp16", 5.0)],
@@ -240,7 +223,9 @@ def test_activations_are_what_backward_needs() -> None:
 def test_temporaries_are_measured_where_the_allocator_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = {"x": batch()[0], "labels": batch()[1]}
     allocator = CountedMemory(outside_bytes=5 * 10**8)
-    monkeypatch.setattr(f"{profile_layers.__module__}.allocator_of", lambda device: allocator)
+    for name in ("used_bytes", "reset_peak", "peak_bytes"):
+        monkeypatch.setattr(layer_memory, name, lambda device, name=name: getattr(allocator, name)())
+    monkeypatch.setattr(f"{profile_layers.__module__}.outside_bytes", lambda device: allocator.outside_bytes())
     with allocator:
         profile = profile_layers(Transformed(), samples, micro_batches=[1, 4], min_seconds=0.0).profile
     assert profile.context_bytes == {"cpu": 5 * 10**8}
@@ -286,11 +271,10 @@ def test_micro_batches_that_do_not_fit_in_memory_are_left_out(clock: SimulatedCl
 
 
 def test_progress_is_reported(clock: SimulatedClock) -> None:
-    seen: list[LayerProgress] = []
+    seen: list[Progress] = []
     measure(Model(clock), clock, on_progress=seen.append)
-    assert {(each.micro_batch, each.index, each.sizes) for each in seen} == {(2, 0, 2), (3, 1, 2)}
-    # Two rounds warm up.
-    assert [each.rounds for each in seen if each.micro_batch == 2][:5] == [0, 0, 0, 1, 2]
+    sizes = [("measuring micro-batches (1 of 2)", 2), ("measuring micro-batches (2 of 2)", 3)]
+    assert list(dict.fromkeys((each.action, each.samples) for each in seen)) == sizes
     assert seen[0].seconds_left is None
     # The clock advances in the passes of the layers only, and each size is measured for 3 seconds.
     assert seen[1].seconds_left == pytest.approx(6, rel=0.25)
@@ -331,3 +315,25 @@ def test_models_that_cannot_be_measured() -> None:
     model.head = nn.Identity()  # type: ignore[assignment]
     with pytest.raises(ValueError, match=r"blocks.0 changes the shape .* \(2, 8\) to \(2, 4\); only blocks that"):
         measure(model, criterion=None)
+
+
+@pytest.mark.parametrize("of_median", [True, False])
+@pytest.mark.parametrize("count", [9, 40, 200])
+def test_typical_values_differ_as_much_as_it_says(of_median: bool, count: int) -> None:
+    random = np.random.default_rng(count)
+    samples = random.normal(2.0, 0.1, (3000, count))
+    typical = np.median(samples, axis=1) if of_median else samples.mean(axis=1)
+    errors = [relative_error(each.tolist(), of_median=of_median) for each in samples]
+    assert statistics.fmean(errors) == pytest.approx(typical.std() / 2.0, rel=0.15)
+
+
+def test_a_few_disturbed_passes_do_not_change_that_of_the_median() -> None:
+    values = np.random.default_rng(1).normal(2.0, 0.1, 100).tolist()
+    disturbed = [*values[:97], 50.0, 60.0, 70.0]
+    quiet = relative_error(values, of_median=True)
+    assert relative_error(disturbed, of_median=True) == pytest.approx(quiet, rel=0.15)
+    assert relative_error(disturbed, of_median=False) > 10 * quiet
+
+
+def test_two_values_say_nothing() -> None:
+    assert relative_error([1.0, 2.0], of_median=True) == 0.0

@@ -38,9 +38,6 @@ class TimedMessages:
         self.clock.advance(RECEIVE)
         assert buffer.shape == self.waiting.popleft().shape
 
-    def finish(self) -> None:
-        assert not self.waiting
-
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimulatedClock:
@@ -55,6 +52,7 @@ def test_two_messages_each_way_are_the_schedule_and_the_layers_are_not(clock: Si
     loop = ScheduleLoop(LayerPasses(model, find_block_row(model), F.cross_entropy, batch(3)), messages)
     before = clock.busy
     own = loop.run()
+    assert not messages.waiting
     # Per micro-batch an activation and a gradient are sent and two are received, half of them over each cut.
     assert tuple(own) == pytest.approx((SEND + RECEIVE, SEND + RECEIVE))
     # The first message to receive and the last one are beside the loop.
@@ -97,7 +95,6 @@ def test_messages_of_a_process_to_itself_arrive_in_order() -> None:
             message.zero_()  # a copy was sent
             messages.receive(buffer)
             assert torch.equal(buffer, expected)
-        messages.finish()
 
 
 def test_a_real_loop_takes_time() -> None:

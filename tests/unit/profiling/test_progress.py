@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from colossal_hetero.profiling.progress import LayerProgress, ProgressDisplay, layer_seconds_left
+from colossal_hetero.profiling.progress import Progress, ProgressDisplay, layer_seconds_left
 
 
 @pytest.mark.parametrize(
@@ -35,8 +35,8 @@ def display(terminal: bool) -> tuple[ProgressDisplay, io.StringIO, list[float]]:
     return ProgressDisplay(console, console.status("building"), now=lambda: time[0]), text, time
 
 
-def progress(left: float | None) -> LayerProgress:
-    return LayerProgress(micro_batch=2, index=1, sizes=4, rounds=3, seconds_left=left)
+def progress(left: float | None) -> Progress:
+    return Progress("measuring micro-batches (2 of 4)", 2, left)
 
 
 def test_without_a_terminal_a_line_now_and_then() -> None:
@@ -45,9 +45,9 @@ def test_without_a_terminal_a_line_now_and_then() -> None:
         time[0] = 100.0 + second
         show(progress(None if second < 4 else 160.5 - 2 * second))
     assert text.getvalue().splitlines() == [
-        "measuring micro-batches of 2 samples (2 of 4), about 3 min left",
-        "measuring micro-batches of 2 samples (2 of 4), about 3 min left",
-        "measuring micro-batches of 2 samples (2 of 4), about 2 min left",
+        "measuring micro-batches (2 of 4), 2 samples, about 3 min left",
+        "measuring micro-batches (2 of 4), 2 samples, about 3 min left",
+        "measuring micro-batches (2 of 4), 2 samples, about 2 min left",
     ]
     time[0] += 10.0
     show(progress(0.3))

@@ -1,18 +1,25 @@
-"""Every sample is drawn once, and no division changes the global batches. One sampler stands for each rank."""
+"""Every sample is drawn once, and no division changes the global batches, nor the augmentation of a sample. One sampler
+stands for each rank."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, DistributedSampler
+from torch import Tensor
+from torch.utils.data import Dataset, DistributedSampler
 
-from colossal_hetero.data_parallel.sampler import Division, GlobalBatchSampler
+from colossal_hetero.data_parallel.loader import make_loader
+from colossal_hetero.data_parallel.sampler import Division, GlobalBatchSampler, SeededSamples
 
 Drawn = list[tuple[Any, list[int]]]
 
@@ -160,6 +167,7 @@ def test_epochs_advance_automatically_or_are_set() -> None:
     assert list(sampler) == seen[2]
     (again,) = samplers(20, 6, 1)
     assert [list(again) for _ in range(3)] == seen
+    assert again.state_dict()["epoch"] == 2 and again.state_dict()["global_batches_done"] == 4
     (other,) = samplers(20, 6, 1, seed=8)
     assert list(other) != seen[0]
 
@@ -226,28 +234,6 @@ def test_the_first_division_after_resuming_applies_to_any_epoch() -> None:
     assert [indices[0] for indices in sampler] == [0, 6, 12, 18]
 
 
-def test_a_fully_drawn_epoch_is_finished() -> None:
-    (sampler,) = samplers(20, 6, 1)
-    list(sampler)
-    assert sampler.state_dict()["epoch"] == 0 and sampler.state_dict()["global_batches_done"] == 4
-
-
-def test_a_plain_data_loader_can_use_the_sampler() -> None:
-    data = torch.arange(10)
-    (sampler,) = samplers(10, 4, 1, salt=None)
-    sampler.divide_by(even_division(1))
-    loader: DataLoader[Any] = DataLoader(data, batch_sampler=sampler)  # type: ignore[arg-type]
-    epochs = [torch.cat(list(loader)) for _ in range(2)]
-    assert all(torch.equal(epoch.sort().values, data) for epoch in epochs) and not torch.equal(*epochs)
-
-
-def test_length_before_the_first_division() -> None:
-    (sampler,) = samplers(10, 4, 1, salt=None)
-    assert len(sampler) == sampler.global_batches == 3 and not sampler.is_divided
-    with pytest.raises(RuntimeError, match="divide_by"):
-        list(sampler)
-
-
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -283,6 +269,9 @@ def test_bad_divisions(division: Division, message: str) -> None:
 
 def test_bad_calls() -> None:
     (sampler,) = samplers(10, 4, 1, salt=None)
+    assert len(sampler) == sampler.global_batches == 3 and not sampler.is_divided
+    with pytest.raises(RuntimeError, match="divide_by"):
+        list(sampler)
     with pytest.raises(ValueError, match="from_global_batch=-1"):
         sampler.divide_by(even_division(1), from_global_batch=-1)
     with pytest.raises(ValueError, match="the global batches 0 to 1 would have no division"):
@@ -308,3 +297,75 @@ def test_states_that_do_not_fit(change: dict[str, Any], message: str) -> None:
         sampler.load_state_dict({**sampler.state_dict(), **change})
     with pytest.raises(ValueError, match="not a data-loader state: missing epoch, "):
         sampler.load_state_dict({})
+
+
+# Seeded samples ------------------------------------------------------------------------------------------------------
+
+
+class Noisy(Dataset[Tensor]):
+    """Each sample is its index and random numbers of torch, NumPy and Python."""
+
+    name = "noisy"
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Tensor:
+        noise = torch.rand(()), torch.tensor(np.random.rand()), torch.tensor(random.random())
+        return torch.stack([torch.tensor(float(index)), *(each.float() for each in noise)])
+
+
+def samples_of(division: Sequence[int], num_workers: int = 0, epoch: int = 0, seed: int = 7) -> Tensor:
+    """All samples of an epoch in its order, each loaded by its rank."""
+    parts = []
+    for rank in range(len(division)):
+        loader = make_loader(
+            *(Noisy(), 10, rank, len(division)), shuffle=True, seed=seed, num_workers=num_workers, seeds_samples=True
+        )
+        loader.divide_by(lambda samples: [[size] for size in division])
+        loader.set_epoch(epoch)
+        parts.append(list(loader))
+    return torch.cat([torch.cat(batches) for batches in zip(*parts, strict=True)])
+
+
+@pytest.mark.parametrize(("division", "num_workers"), [((3, 7), 0), ((5, 1, 4), 0), ((3, 7), 2)])
+def test_samples_do_not_depend_on_the_division(division: tuple[int, ...], num_workers: int) -> None:
+    whole = samples_of([10])
+    assert torch.equal(samples_of(division, num_workers), whole)
+    assert len(torch.unique(whole[:, 1])) == len(whole)
+
+
+def test_epochs_and_seeds_differ() -> None:
+    by_index = [
+        each[each[:, 0].argsort()] for each in (samples_of([10]), samples_of([10], epoch=1), samples_of([10], seed=8))
+    ]
+    for other in by_index[1:]:
+        assert torch.equal(by_index[0][:, 0], other[:, 0])
+        assert not (by_index[0][:, 1:] == other[:, 1:]).any()
+
+
+def test_a_resumed_epoch_draws_the_same() -> None:
+    loader = make_loader(Noisy(), 10, 0, 1, shuffle=True, seed=7, seeds_samples=True)
+    loader.divide_by(lambda samples: [[samples]])
+    loader.load_state_dict({**loader.state_dict(), "global_batches_done": 1})
+    assert torch.equal(torch.cat(list(loader)), samples_of([10])[10:])
+
+
+def test_the_random_states_of_the_process_are_kept() -> None:
+    def states() -> list[Any]:
+        return [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
+
+    loader = make_loader(Noisy(), 10, 0, 1, seeds_samples=True)
+    loader.divide_by(lambda samples: [[samples]])
+    batches = iter(loader)
+    before = states()
+    next(batches)
+    assert states() == before
+
+
+def test_a_wrapped_data_set_is_used_as_before() -> None:
+    data = SeededSamples(Noisy())
+    for each in (data, copy.deepcopy(data), pickle.loads(pickle.dumps(data))):
+        assert each.name == "noisy" and len(each) == 20 and each[3][0] == 3
+    with pytest.raises(AttributeError, match="other"):
+        _ = data.other

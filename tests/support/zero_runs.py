@@ -1,0 +1,133 @@
+"""What tests of ZeRO with uneven batches share: numbered samples, a small model, one training loop, and references."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from colossalai.interface import OptimizerWrapper
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.nn.functional import cross_entropy
+from torch.utils.data import Dataset, default_collate
+
+SAMPLES = 29
+
+
+class Numbered(Dataset):
+    """Samples that contain their number, so that a test knows which rank trained on which samples."""
+
+    def __init__(self, samples: int = SAMPLES) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.inputs = torch.randn(samples, 7, generator=generator)
+        self.targets = torch.randint(3, (samples,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.cat([self.inputs[index], torch.tensor([float(index)])]), self.targets[index]
+
+
+class Net(nn.Module):
+    """A model whose sizes cannot be divided evenly among the ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 13)
+        self.norm = nn.LayerNorm(13)
+        self.second = nn.Linear(13, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.second(nn.functional.gelu(self.norm(self.first(inputs[:, :7]))))
+
+
+def make_model() -> Net:
+    torch.manual_seed(3)
+    return Net()
+
+
+def make_optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def sizes_by_rank(division: list[list[int]], samples: int) -> list[list[int]]:
+    """The ``division`` of a full global batch, or for fewer ``samples`` its first samples.
+
+    Each rank keeps its number of micro-steps.
+    """
+    left, result = samples, []
+    for sizes in division:
+        kept = []
+        for size in sizes:
+            kept.append(min(size, left))
+            left -= kept[-1]
+        result.append(kept)
+    return result
+
+
+def full_parameters(model: nn.Module) -> list[torch.Tensor]:
+    """All parameters of the model in order, unsharded, on every rank."""
+    for module in model.modules():
+        if isinstance(module, FSDP):
+            with FSDP.summon_full_params(module):
+                return [value.detach().clone().flatten().float() for value in module.module.parameters()]
+    return [value.detach().clone().flatten().float() for value in model.parameters()]
+
+
+def flat(model: nn.Module) -> Tensor:
+    """All parameters of the model in one vector, on every rank. FSDP pads them with zeros."""
+    return torch.cat(full_parameters(model))
+
+
+def global_batches(data: Any, size: int) -> list[Any]:
+    """The global batches of an epoch, in order."""
+    return [
+        default_collate([data[index] for index in range(first, min(first + size, len(data)))])
+        for first in range(0, len(data), size)
+    ]
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    return cross_entropy(model(batch[0]), batch[1])
+
+
+def fit(
+    model: nn.Module,
+    optimizer: Any,
+    batches: Iterable[Any],
+    loss_of: Callable[[nn.Module, Any], Tensor] = loss_of,
+    max_norm: float = 0.0,
+) -> Tensor:
+    """Train as a usual script does, boosted or in one process. Returns the parameters."""
+    for batch in batches:
+        loss = loss_of(model, batch)
+        optimizer.backward(loss) if isinstance(optimizer, OptimizerWrapper) else loss.backward()
+        if max_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return flat(model)
+
+
+def assert_trained(
+    results: Iterable[Sequence[Tensor]],
+    cases: Sequence[Any],
+    expected: Tensor | Sequence[Tensor],
+    rtol: float = 1e-4,
+    atol: float = 1e-6,
+) -> None:
+    """Assert that the parameters, by rank and case, are those that are expected: of all cases, or by case."""
+    for rank, found in enumerate(results):
+        for number, (case, parameters) in enumerate(zip(cases, found, strict=True)):
+            wanted = expected if isinstance(expected, Tensor) else expected[number]
+            torch.testing.assert_close(
+                parameters[: len(wanted)],
+                wanted,
+                rtol=rtol,
+                atol=atol,
+                msg=lambda text, what=f"{case}, rank {rank}": f"{what}: {text}",
+            )

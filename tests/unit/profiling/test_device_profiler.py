@@ -1,0 +1,287 @@
+"""Profiling on a simulated device: which sizes it runs, how often, what it makes of their times, and how much memory it
+leaves free. The search for the largest batch is exact for every size, cap and estimate, in few trials."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from colossal_hetero.planner.batches.batch_profile import DeviceProfile
+from colossal_hetero.profiling import device_profiler
+from colossal_hetero.profiling.device_profiler import RESERVE, STEADY_SECONDS, largest_batch, peak_flops, profile_device
+from colossal_hetero.profiling.memory import MemoryLimit
+from colossal_hetero.profiling.progress import SEARCHING, TIMING, Progress
+from colossal_hetero.profiling.rank_profiler import is_too_few_samples, smallest_batch
+
+CPU = torch.device("cpu")
+
+# Search --------------------------------------------------------------------------------------------------------------
+
+
+def bound(largest: int) -> float:
+    return 2 * math.log2(largest) + 4 if largest else 1
+
+
+def check(true: int, cap: int, estimate: Callable[[], int | None] | None = None) -> int:
+    """Search where ``true`` samples fit; returns the number of trials."""
+    tried: list[int] = []
+
+    def fits(batch: int) -> bool:
+        tried.append(batch)
+        return batch <= true
+
+    found = largest_batch(fits, cap, estimate)
+    assert found == min(true, cap), (true, cap, tried)
+    assert len(tried) <= bound(found), (true, cap, tried)
+    assert len(set(tried)) == len(tried) and all(1 <= batch <= cap for batch in tried)
+    failed = [batch for batch in tried if batch > true]
+    assert min(failed, default=None) == (None if true >= cap else found + 1)
+    return len(tried)
+
+
+def test_every_size_and_cap() -> None:
+    for true in range(0, 70):
+        for cap in (*range(1, 70), 300):
+            check(true, cap)
+    with pytest.raises(ValueError, match="at least 1"):
+        largest_batch(lambda batch: True, 0)
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.3, 0.9, 1.0, 1.1, 3.0, 1e6])
+@pytest.mark.parametrize("offset", [-3, -1, 0, 1, 5])
+def test_no_estimate_changes_what_is_found(factor: float, offset: int) -> None:
+    for true in range(301):
+        trials = check(true, 400, lambda true=true: int(factor * true) + offset)
+        assert (factor, offset) != (1.0, 0) or not true or trials <= math.floor(math.log2(true)) + 4
+
+
+def test_estimates_that_change_or_are_missing() -> None:
+    generator = random.Random(0)
+    for true in range(301):
+        check(true, 350, lambda: generator.choice([None, generator.randint(-5, 500)]))
+
+
+def test_an_estimate_that_must_not_be_exceeded_is_not_exceeded() -> None:
+    for room in range(0, 120):
+        for true in (0, 1, 50, 1000):
+            tried: list[int] = []
+            found = largest_batch(
+                lambda batch, true=true, tried=tried: tried.append(batch) or batch <= true,
+                100,
+                lambda room=room: room,
+                may_exceed_estimate=False,
+            )
+            assert all(batch <= max(room, 1) for batch in tried)
+            assert found == min(max(room, 1), true, 100)
+            assert len(tried) <= bound(found) + (found == 0)
+
+
+def test_the_search_ends_if_the_estimate_rises_slowly() -> None:
+    tried = [0]
+    found = largest_batch(
+        lambda batch: tried.append(batch) or True, 10**6, lambda: max(tried) + 1, may_exceed_estimate=False
+    )
+    assert len(tried) <= 5 and found == max(tried)
+
+
+# Smallest batch ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("per_sample", "expected"), [(1, 2), (2, 4), (3, 8)])
+def test_more_samples_are_tried_until_a_batch_normalization_runs(per_sample: int, expected: int) -> None:
+    aborted: list[None] = []
+
+    def normalized(samples: int) -> torch.Tensor:
+        return nn.BatchNorm1d(3)(torch.randn(max(samples // per_sample, 1), 3))
+
+    assert smallest_batch(normalized, 64, lambda: aborted.append(None)) == expected
+    assert len(aborted) == [1, 2, 3, 4, 8].index(expected)
+    with pytest.raises(ValueError, match=r"micro-batches of at least 2 samples.*GroupNorm") as caught:
+        smallest_batch(normalized, 1, lambda: None)
+    assert is_too_few_samples(caught.value)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 4])
+def test_pairs_and_triplets(at_once: int) -> None:
+    def run(samples: int) -> None:
+        if samples % at_once:
+            raise ValueError(f"cannot be divided by {at_once}")
+
+    assert smallest_batch(run, 64, lambda: None) == at_once
+    if at_once > 1:
+        with pytest.raises(ValueError, match=f"divided by {at_once}"):
+            smallest_batch(run, at_once - 1, lambda: None)
+
+
+def test_other_errors_are_those_of_one_sample() -> None:
+    tried: list[int] = []
+
+    def fail(samples: int, error: type[Exception] = ValueError) -> None:
+        tried.append(samples)
+        raise error(f"no such label in {samples} samples")
+
+    with pytest.raises(ValueError, match="in 1 samples"):
+        smallest_batch(fail, 64, lambda: None)
+    assert tried == [1, 2, 3, 4]
+    with pytest.raises(MemoryError):
+        smallest_batch(lambda samples: fail(samples, MemoryError), 64, pytest.fail)
+
+
+# Device --------------------------------------------------------------------------------------------------------------
+
+
+class Device:
+    """A simulated device: 1,000 bytes of state, 10 bytes per sample, and the time of the n-th pass of a batch."""
+
+    def __init__(self, limit: int, seconds: Callable[[int, int], float], is_hard: bool = True) -> None:
+        self.limit, self.is_hard = limit, is_hard
+        self.held, self.peak = 0, 0
+        self.runs: list[int] = []
+        self._seconds = seconds
+
+    def run(self, batch: int) -> tuple[float, float]:
+        self.runs.append(batch)
+        self.peak = 1000 + self.held + 10 * batch
+        if self.peak > self.limit:
+            raise MemoryError
+        seconds = self._seconds(batch, self.runs.count(batch))
+        return seconds, seconds / 3
+
+    @contextmanager
+    def reserved(self, size_bytes: int, device: torch.device) -> Iterator[None]:
+        self.held += size_bytes
+        yield
+        self.held -= size_bytes
+
+
+LARGE = 10**6
+
+
+def profiled(device: Device, cap: int, **options: Any) -> DeviceProfile:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "memory_limit": lambda _: MemoryLimit(device.limit, device.is_hard, "a test"),
+            "used_bytes": lambda _: 1000 + device.held,
+            "peak_bytes": lambda _: device.peak,
+            "reset_peak": lambda _: None,
+            "reserved_memory": device.reserved,
+            "recover": lambda *_: None,
+        }.items():
+            patch.setattr(device_profiler, name, value)
+        return profile_device(device.run, cap, state_bytes_to_come=0, device=CPU, **options)
+
+
+def line(batch: int, run: int) -> float:
+    return 0.05 + 0.01 * batch
+
+
+@pytest.mark.parametrize("is_hard", [True, False])
+def test_a_share_of_the_memory_is_left_free(is_hard: bool) -> None:
+    device = Device(3000, line, is_hard)
+    found = profiled(device, 1000)
+    assert found.max_batch == int(200 * (1 - RESERVE)) and found.memory_bound
+    assert found.memory_bytes == 3000 - int(2000 * RESERVE)
+    assert (found.memory_bytes - found.state_bytes) // found.sample_bytes == found.max_batch
+    assert is_hard or max(device.runs) == found.max_batch
+
+
+def test_the_smallest_batch_is_accepted_without_a_reserve() -> None:
+    found = profiled(Device(1010, line), 8)
+    assert found.max_batch == 1 and found.memory_bound and found.points
+    assert profiled(Device(1009, line), 8).max_batch == 0
+    found = profiled(Device(1040, line), 8, smallest=4)
+    assert (found.max_batch, found.min_batch) == (4, 4)
+
+
+def test_sizes_that_a_straight_line_predicts_are_not_timed() -> None:
+    device = Device(LARGE, line)
+    found = profiled(device, 48)
+    assert (found.max_batch, found.memory_bound, found.searched_batch) == (48, False, 48)
+    assert [point.batch for point in found.points] == [1, 8, 48]
+    runs = Counter(device.runs)
+    assert all(runs[batch] == 1 for batch in (2, 4, 16, 32)) and runs[48] == 3
+    for batch in range(1, 49):
+        assert found.curve(48).seconds[batch] == pytest.approx(line(batch, 0))
+
+
+def test_sizes_at_a_bend_are_timed() -> None:
+    found = profiled(Device(LARGE, lambda batch, run: max(0.1, 0.01 * batch)), 64)
+    assert {1, 8, 16, 64} <= {point.batch for point in found.points}
+    for batch in (1, 8, 16, 32, 64):
+        assert found.curve(64).seconds[batch] == pytest.approx(max(0.1, 0.01 * batch), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (lambda batch, run: batch * (10.0 if run == 2 else 1.0), [1.0, 2.0, 4.0]),  # a single slow run is ignored
+        # Half of the passes wait for the next period of a CPU quota.
+        (lambda batch, run: batch * (0.01 if run % 2 else 0.03), [0.02, 0.04, 0.08]),
+        (lambda batch, run: 9.0 if batch == 2 and run <= 3 else float(batch), [1.0, 2.0, 4.0]),  # measured again
+        (lambda batch, run: {1: 1.0, 2: 3.0, 4: 2.0}[batch], [1.0, 2.0, 2.0]),  # a decrease that remains
+    ],
+)
+def test_typical_times(seconds: Callable[[int, int], float], expected: list[float]) -> None:
+    device = Device(LARGE, seconds)
+    points = profiled(device, 4).points
+    assert [point.batch for point in points] == [1, 2, 4]
+    assert [point.seconds for point in points] == pytest.approx(expected, rel=0.15 if expected[0] < 1 else 1e-9)
+    assert [point.forward_seconds for point in points] == pytest.approx([point.seconds / 3 for point in points])
+    if expected[0] < 1:
+        assert device.runs.count(1) > 20 > 10 > device.runs.count(4)
+
+
+def test_short_passes_are_repeated_until_a_pause_would_have_been_seen() -> None:
+    device = Device(LARGE, lambda batch, run: 0.02)
+    profiled(device, 1)
+    # The first pass allocates the gradients and is not timed.
+    assert (len(device.runs) - 1) * 0.02 == pytest.approx(STEADY_SECONDS, abs=0.021)
+
+
+def test_a_size_that_fits_only_once_is_rejected() -> None:
+    def seconds(batch: int, run: int) -> float:
+        if batch > 7 or (batch == 7 and run > 1):
+            raise MemoryError
+        return float(batch)
+
+    device, aborted = Device(LARGE, seconds), list[int]()
+    found = profiled(device, 50, abort=lambda: aborted.append(1))
+    assert found.max_batch == 6 and found.points[-1].batch == 6 and found.memory_bound
+    assert len(aborted) == device.runs.count(7) - 1 + sum(batch > 7 for batch in device.runs)
+
+
+def test_other_errors_are_raised() -> None:
+    def run(batch: int, _: int) -> float:
+        raise ValueError("labels do not match")
+
+    with pytest.raises(ValueError, match="labels"):
+        profiled(Device(LARGE, run), 4)
+
+
+def test_the_next_pass_and_the_time_left_are_told() -> None:
+    progress: list[Progress] = []
+    device = Device(LARGE, lambda batch, run: 0.1 * batch)
+    profiled(device, 32, on_progress=progress.append)
+    assert [each.samples for each in progress] == device.runs
+    assert {each.action for each in progress} == {SEARCHING, TIMING}
+    assert progress[0].seconds_left is None and progress[1].seconds_left is None
+    assert str(progress[1]).endswith("searching for the largest micro-batch, 1 sample")
+    assert str(progress[2]).endswith(" s left")
+    total, spent, known = 0.1 * sum(device.runs), 0.0, []
+    for batch, each in zip(device.runs, progress, strict=True):
+        if each.seconds_left is not None and each.action == SEARCHING:
+            known.append(each.seconds_left / (total - spent))
+        spent += 0.1 * batch
+    assert known and all(0.7 < ratio < 1.3 for ratio in known), known
+
+
+def test_flops_are_measured() -> None:
+    assert 1e8 < peak_flops(CPU) < 1e15
