@@ -11,6 +11,7 @@ from typing import NamedTuple
 from ..cost.chunked_price import Ranks, price_chunks, stage_slots, summing_seconds
 from ..cost.pass_order import Schedule, why_not_schedulable
 from ..cost.plan import Plan
+from ..cost.price import look
 from ..cost.ranked_plan import RankedPlan, compared, ranking_seconds
 from .problem import Problem
 
@@ -47,7 +48,7 @@ class ChunkedPlans:
         self.problems: dict[Schedule, str] = {}
 
     def plans(self, candidates: Sequence[Candidate]) -> list[Plan]:
-        distinct = {(self._look(ranks), size): (ranks, size) for ranks, size in reversed(candidates)}
+        distinct = {(look(self.topology, ranks), size): (ranks, size) for ranks, size in reversed(candidates)}
         estimates = [(self._estimate(each), each) for each in reversed(distinct.values())]
         estimated = sorted(estimates, key=lambda each: each[0].seconds)
         found: list[Plan] = []
@@ -95,7 +96,7 @@ class ChunkedPlans:
         self, candidate: Candidate, schedule: Schedule, chunks: int, made: dict[object, Plan | None]
     ) -> Plan | None:
         ranks, size = candidate
-        key = self._look(ranks), size
+        key = look(self.topology, ranks), size
         if key not in made:
             made[key] = None
             try:
@@ -119,7 +120,7 @@ class ChunkedPlans:
         while better:
             better = False
             for ranks in _exchanged(plan.rank_order):
-                if (self._look(ranks), plan.micro_batch) in made:
+                if (look(self.topology, ranks), plan.micro_batch) in made:
                     continue
                 if not left:
                     return
@@ -128,19 +129,6 @@ class ChunkedPlans:
                 if other is not None and other.iteration_seconds < plan.iteration_seconds * (1 - 1e-9):
                     plan, better = other, True
                     break
-
-    def _look(self, ranks: Ranks) -> object:
-        """Key that is equal only for pipelines that take equally long: of devices and nodes that are alike."""
-        devices, numbers = self.topology.devices, dict[int, int]()
-        look = []
-        for replica in ranks:
-            for group in replica:
-                first = devices[group[0]]
-                node = self.topology.nodes[first.node]
-                number = numbers.setdefault(first.node, len(numbers))
-                speed = min(devices[rank].speed for rank in group)
-                look.append((first.kind, speed, number, node.cluster, node.inside, node.nics))
-        return len(ranks), len(ranks[0][0]), tuple(look)
 
 
 def _by_time(plans: Iterable[Plan | None]) -> list[Plan]:
