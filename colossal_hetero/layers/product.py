@@ -211,7 +211,7 @@ class _ParallelProduct(torch.autograd.Function):
         return y, share.own_outputs(x)
 
     @staticmethod
-    def backward(  # type: ignore[override]
+    def backward(  # type: ignore[override]  # noqa: C901 - in the order of the passes; calls would take time
         ctx: Any, dy_or_none: Tensor | None, dy_own: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         how: ProductContext = ctx.how

@@ -72,7 +72,7 @@ def _check_launched(world: World) -> None:
         p2p.dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.ones(9), (world.rank + 1) % world.size)])
 
 
-def _node_main(pipe: Any, port: int, name: str, options: dict[str, Any], has_worker: bool) -> None:
+def _node_main(pipe: Any, port: int, name: str, options: dict[str, Any], has_worker: bool) -> None:  # noqa: C901
     import torch
     import torch.distributed as dist
 

@@ -269,13 +269,8 @@ def _check(
         raise ValueError(f"communication_seconds={communication_seconds} must be finite and at least 0")
     if method == "flops" and flops is None:
         raise ValueError("method='flops' needs flops, the FLOP/s of every rank; give them, or use another method")
-    for name, values in (("step_seconds", step_seconds), ("flops", flops if method == "flops" else None)):
-        if values is not None and len(values) != len(curves):
-            raise ValueError(f"{name} has {len(values)} values for {len(curves)} ranks: give one per rank")
-        for rank, number in enumerate(values or ()):
-            if number is None or not math.isfinite(number) or number < 0 or (name == "flops" and number == 0):
-                must = "a positive number of FLOP/s" if name == "flops" else "finite and at least 0"
-                raise ValueError(f"{name}[{rank}]={number} must be {must}")
+    _check_numbers(len(curves), "step_seconds", step_seconds)
+    _check_numbers(len(curves), "flops", flops if method == "flops" else None)
     for rank, curve in enumerate(curves):
         if curve.max_batch < 1:
             remedy = "use a higher stage, which shards more of the state," if stage < 3 else "free memory on its device"
@@ -298,6 +293,15 @@ def _check(
             f"accumulation='per_rank' is not possible with a model that trains with at least {min_batch} samples (it "
             "has a batch normalization), because a rank's last micro-batch may be smaller; use accumulation='shared'"
         )
+
+
+def _check_numbers(ranks: int, name: str, values: Sequence[float] | None) -> None:
+    if values is not None and len(values) != ranks:
+        raise ValueError(f"{name} has {len(values)} values for {ranks} ranks: give one per rank")
+    for rank, number in enumerate(values or ()):
+        if number is None or not math.isfinite(number) or number < 0 or (name == "flops" and number == 0):
+            must = "a positive number of FLOP/s" if name == "flops" else "finite and at least 0"
+            raise ValueError(f"{name}[{rank}]={number} must be {must}")
 
 
 # Pipeline replicas ---------------------------------------------------------------------------------------------------
