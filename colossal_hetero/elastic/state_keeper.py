@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -24,6 +25,8 @@ from ..checkpoint.staging import Worker, pinned_memory
 from .memory_file import FileName, KeptState, MemoryFolder, write_memory_file
 
 LOOK_SECONDS = 60.0
+COMMIT_SECONDS = 2.0
+"""Time in which a commit ends on all ranks, once the last rank has begun it."""
 CHUNK = 8 << 20
 """Most bytes that a GPU copies at once."""
 
@@ -37,7 +40,7 @@ class StateKeeper:
         self._noted: KeptState | None = None
         self._written: FileName | None = None
         self._copies: dict[torch.device, _HostCopies] = {}
-        self._has_failed = False
+        self._has_failed = self._commits = self._is_ending = False
         self._worker = Worker("memory files")
 
     @property
@@ -66,8 +69,22 @@ class StateKeeper:
         while not self._worker.wait(time.monotonic() + LOOK_SECONDS):
             pass
 
+    @contextmanager
+    def commit(self) -> Iterator[None]:
+        """The block agrees with all ranks on the next step, after which the noted state is about to change and is not
+        written. If the process ends, which another thread decides, no commit begins."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_ending)
+            self._commits = True
+        try:
+            yield
+            self.forget()
+        finally:
+            with self._changed:
+                self._commits = False
+                self._changed.notify_all()
+
     def forget(self) -> None:
-        """Let nothing be written: the noted state is about to change."""
         with self._changed:
             self._noted = None
 
@@ -89,9 +106,14 @@ class StateKeeper:
             return True
 
     def write_within(self, seconds: float) -> bool:
-        """Write the noted state; if a step is being made, the state after it."""
+        """Write the noted state before the process ends; if a step is being made, the state after it.
+
+        If this rank waits in a commit, the other ranks may have ended it already, and write the state after it.
+        """
         deadline = time.monotonic() + seconds
         with self._changed:
+            self._is_ending = True
+            self._changed.wait_for(lambda: not self._commits, min(seconds, COMMIT_SECONDS))
             while self._noted is None and time.monotonic() < deadline:
                 self._changed.wait(deadline - time.monotonic())
             return self.write()

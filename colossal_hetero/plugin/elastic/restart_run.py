@@ -189,9 +189,8 @@ class RestartRun(ElasticRun):
     def _exchange(self, squared_norm: Tensor, has_gradient: Sequence[bool], is_read: bool) -> Commit:
         assert self._keeper is not None
         self._keeper.settle()
-        commit = super()._exchange(squared_norm, has_gradient, is_read)
-        self._keeper.forget()
-        return commit
+        with self._keeper.commit():
+            return super()._exchange(squared_norm, has_gradient, is_read)
 
     def _change(self, plugin: Any, reason: str) -> None:
         """End all processes: a member is lost, leaves or joins. First take what only leaving ones hold."""

@@ -170,6 +170,31 @@ def test_a_state_is_not_changed_while_it_is_written(tmp_path: Path) -> None:
     keeper.close()
 
 
+def test_a_process_that_ends_during_a_commit_writes_what_the_others_write(tmp_path: Path) -> None:
+    """The others may have ended the commit already, and write the state after it."""
+    folder = MemoryFolder(tmp_path, "job", "node")
+    folder.prepare()
+    keeper = StateKeeper(folder, 0, 100, tidies=True)
+    keeper.note(kept(0))
+    keeper.settle()
+    with keeper.commit():
+        ending = threading.Thread(target=keeper.write_within, args=(10.0,))
+        ending.start()
+        time.sleep(0.1)
+    keeper.note(kept(1))
+    ending.join()
+    assert versions(folder)[-1] == ("w1", 1)
+
+    def commits() -> None:
+        with keeper.commit():
+            raise AssertionError("a commit begins after this rank has written its state")
+
+    late = threading.Thread(target=commits, daemon=True)
+    late.start()
+    late.join(0.2)
+    assert late.is_alive()
+
+
 def test_a_full_memory_is_told_once_and_training_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = MemoryFolder(tmp_path, "job", "node")
     folder.prepare()
