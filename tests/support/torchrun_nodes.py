@@ -71,12 +71,13 @@ class TorchrunNodes:
             self.agents[node].poll()
         self.agents[node].wait()
 
-    def processes(self, node: str) -> list[int]:
-        """Ids of all running processes that have inherited the environment of a node."""
+    def processes(self, node: str, variable: str = "") -> list[int]:
+        """Ids of all running processes that have inherited the environment of a node, and have a further variable."""
         found = []
         for path in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
-                if f"{MARK}={self._mark(node)}".encode() in (path / "environ").read_bytes().split(b"\0"):
+                variables = (path / "environ").read_text(errors="replace").split("\0")
+                if f"{MARK}={self._mark(node)}" in variables and any(each.startswith(variable) for each in variables):
                     found.append(int(path.name))
         return found
 
