@@ -102,6 +102,7 @@ class TerminationWatch:
         self._before = signal.signal(signal.SIGTERM, self._handle)
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+        register_after_fork(self, lambda _: os.setpgrp())  # as in SignalNotice
         threading.Thread(target=self._watch, name="termination", daemon=True).start()
 
     def close(self) -> None:

@@ -11,10 +11,22 @@ import pytest
 from tests.support.paths import REPOSITORY
 
 SCRIPT = """
-import ctypes, os, signal, sys, time
+import ctypes, multiprocessing, os, signal, sys, time
 from colossal_hetero.elastic.signals import TerminationWatch
-watch = TerminationWatch(lambda: print("acted", flush=True))
+
+def act():
+    print("acted", flush=True)
+    if what == "group":
+        time.sleep(0.3)
+        print(f"the forked process lives: {forked.is_alive()}", flush=True)
+        forked.kill()
+
 what = sys.argv[1]
+watch = TerminationWatch(act)
+if what == "group":
+    forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    forked.start()
+    time.sleep(0.3)
 if what == "closed":
     watch.close()
 if what == "child":
@@ -33,7 +45,7 @@ ctypes.CDLL(None).sleep(60)
 
 
 def run(what: str) -> tuple[int, str]:
-    """Exit code and output of a process that got SIGTERM."""
+    """Exit code and output of a process that got SIGTERM, alone or with its process group as from torchrun."""
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, what], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY, start_new_session=True
     )
@@ -41,7 +53,7 @@ def run(what: str) -> tuple[int, str]:
     number = process.pid
     if what == "child":
         (number,) = map(int, subprocess.check_output(["pgrep", "-P", str(number)], text=True).split())
-    subprocess.run(["kill", "-TERM", str(number)], check=True)
+    subprocess.run(["kill", "-TERM", "--", f"-{number}" if what == "group" else str(number)], check=True)
     output, _ = process.communicate(timeout=30)
     return process.returncode, output
 
@@ -51,6 +63,7 @@ def run(what: str) -> tuple[int, str]:
     [
         ("stuck", 128 + signal.SIGTERM, "acted\n"),
         ("sleeping", 128 + signal.SIGTERM, "acted\n"),
+        ("group", 128 + signal.SIGTERM, "acted\nthe forked process lives: True\n"),
         ("closed", -signal.SIGTERM, ""),
         ("child", 0, f"child ended by {int(signal.SIGTERM)}\n"),
     ],
