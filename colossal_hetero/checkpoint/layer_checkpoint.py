@@ -21,9 +21,10 @@ from ..common.ranks import on_every_rank, own_address
 from .config import CheckpointConfig, CheckpointError
 from .exchange import BoxMemory, Outcome, fetch_boxes
 from .held_pieces import agreed_buffers, pieces_of
+from .layer_files import TYPES
 from .model_outline import ModelOutline
 from .participants import Participants, gather_participants, holdings_of
-from .pieces import Bitmap, Location, RunState, StorageTier, TensorPiece, step_of
+from .pieces import STATES, Bitmap, Location, RunState, StorageTier, TensorPiece, step_of
 from .places import Checkpoint, Copy, NodeCopy, Place, find_checkpoints, newest_whole
 from .reader import CheckpointReader
 from .records import FileCheck
@@ -57,7 +58,8 @@ def repair(reader: CheckpointReader, nodes: Sequence[str]) -> None:
     dist.all_gather_object(requests, own)
     first = {(each.node, each.path): each for of_rank in reversed(requests) for each in of_rank}
     for request in sorted(first.values(), key=lambda each: (each.rank, each.path)):
-        good = reader.whole(request.name, request.check)
+        # A rank that has a whole copy and still asks could not write it.
+        good = None if rank == request.rank else reader.whole(request.name, request.check)
         offers: list[Any] = [None] * len(nodes)
         dist.all_gather_object(offers, good is not None)
         if not any(offers):
@@ -150,7 +152,7 @@ def _bitmap(copies: Sequence[NodeCopy], checkpoint: Checkpoint, nodes: set[str])
         if copy.node and copy.node not in nodes:
             continue
         location = Location(copy.node, StorageTier.DISK if copy.node else StorageTier.SHARED)
-        for file in (checkpoint.files[name] for name in copy.files):
+        for file in (checkpoint.files[name] for name in copy.files - {STATES}):
             for item in file.items:
                 bitmap.add(file.layer, item.key, item.box, location)
     return bitmap
@@ -206,6 +208,10 @@ class LayerCheckpoint:
         model, optimizer, lr_scheduler, loader, outline = training
         wait_for_parameters(optimizer)
         pieces = agreed_buffers(pieces_of(model, optimizer, outline), outline)
+        for piece in pieces:
+            if piece.data.dtype not in TYPES:
+                known = ", ".join(str(each).removeprefix("torch.") for each in TYPES)
+                raise ValueError(f"{piece.key} is of {piece.data.dtype}, which no file of safetensors has; use {known}")
         state = run_state_of(model, optimizer, lr_scheduler, loader, outline, pieces, epoch=epoch, plan=plan)
         saver, ready = self._saver_of(pieces)
         return saver.save(step, pieces, state, ready=ready)

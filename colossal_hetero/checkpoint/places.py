@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from .config import CheckpointError
-from .pieces import MANIFEST, TEMPORARY
+from .pieces import MANIFEST, STATES, TEMPORARY
 from .records import FileCheck, FileRecord, ItemRecord, Manifest, checksum, parse_manifest, parse_part
 from .storage import PIECE_BYTES, DamagedCopy, FileOperations, folder_names, write_file
 
@@ -147,12 +147,12 @@ class Checkpoint:
         return {key: boxes[0][1].dtype for key, boxes in self.items.items()}
 
     def copies_of(self, name: str) -> list[Copy]:
-        return [copy for copy in self.copies if name in copy.files]
+        return [copy for copy in self.copies if name == STATES or name in copy.files]
 
     def faults(self) -> list[str]:
         """Files that no place has whole, as far as names and sizes tell; empty if the checkpoint is complete."""
         faults = []
-        for name in self.files:
+        for name in (*self.files, STATES):
             found = [copy.fault(name) for copy in self.copies_of(name)]
             if None not in found:
                 faults.append("; ".join(filter(None, found)) or f"{name} is on other nodes only")
@@ -237,15 +237,15 @@ class NodeCopy:
     step: int
     saved_at: str
     files: frozenset[str]
-    """Names of the files in it that have their full sizes."""
+    """Names of the files in it that have their full sizes: those with tensors, and that of the other states."""
     expected: frozenset[str]
-    """Names of all files with tensors that the checkpoint has on all nodes."""
+    """Names of all such files that the checkpoint has on all nodes."""
 
     @classmethod
     def of(cls, copy: Copy, node: str) -> NodeCopy:
-        files = frozenset(name for name in copy.files if copy.fault(name) is None)
+        files = frozenset(name for name in (*copy.files, STATES) if copy.fault(name) is None)
         manifest = copy.manifest
-        return cls(node, manifest.id, manifest.step, manifest.saved_at, files, frozenset(copy.all_files))
+        return cls(node, manifest.id, manifest.step, manifest.saved_at, files, frozenset((*copy.all_files, STATES)))
 
 
 def newest_whole(copies: Iterable[NodeCopy], step: int | None = None) -> tuple[list[NodeCopy], list[str]]:
@@ -293,7 +293,7 @@ def entries(root: Path, step: int | None = None) -> list[Entry]:
     search = find_checkpoints([Place(root)])
     found = []
     for copy in (copy for checkpoint in search.checkpoints for copy in checkpoint.copies):
-        faults = tuple(filter(None, map(copy.fault, copy.files)))
+        faults = tuple(filter(None, map(copy.fault, (*copy.files, STATES))))
         found.append(Entry(copy.folder, copy, faults, _bytes(root / copy.folder)))
     others = [(Path(each).name, reason) for each, reason in search.torn.items()]
     unfinished = "left by a save that was interrupted, or is being written; the next save removes it"

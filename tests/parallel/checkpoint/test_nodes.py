@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch.distributed as dist
 
 from colossal_hetero import CheckpointConfig
-from colossal_hetero.checkpoint.places import Place
+from colossal_hetero.checkpoint.places import Place, entries
 from tests.support.checkpoint_runs import Run, boosted, different_tensors, gathered, hybrid, train
 from tests.support.harness import run_ranks
 
@@ -114,8 +115,8 @@ def test_a_damaged_file_is_replaced_by_that_of_another_node_or_the_shared_folder
     assert other == [0] * len(DAMAGES_AND_FOLDERS)
 
 
-def check_full_disk(folder: Path) -> list[str]:
-    save(folder, {})
+def check_full_disk(folder: Path, shared: bool) -> list[str]:
+    save(folder, {}, shared)
     if dist.get_rank() == 0:
         flipped(folder / "a" / STEP / DAMAGED[0])
     dist.barrier()
@@ -124,16 +125,17 @@ def check_full_disk(folder: Path) -> list[str]:
         next(iter(content))
         raise OSError("no space left")
 
-    run = on_two_nodes(folder)
+    run = on_two_nodes(folder, shared)
     with patch.object(Place, "replace", replace), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run.plugin.resume(run.model, run.optimizer)
     return [str(each.message) for each in caught if "replaced" in str(each.message)]
 
 
-def test_a_file_that_cannot_be_replaced_does_not_stop_the_run(tmp_path: Path) -> None:
-    own, other = run_ranks(2, check_full_disk, tmp_path)
-    assert len(own) == 1 and "could not be replaced by that of node b: no space left" in own[0]
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_file_that_cannot_be_replaced_does_not_stop_the_run(tmp_path: Path, shared: bool) -> None:
+    own, other = run_ranks(2, check_full_disk, tmp_path, shared)
+    assert "could not be replaced by that of node b: no space left" in own[-1]
     assert other == []
 
 
@@ -154,3 +156,19 @@ def test_layers_that_are_lost_are_named(tmp_path: Path) -> None:
     for message in run_ranks(2, check_loss, tmp_path):
         assert "no checkpoint is whole" in message
         assert "that of step 1 lacks block-0002.whole.safetensors and" in message and "node a" in message
+
+
+def check_states(folder: Path) -> int | None:
+    save(folder, {})
+    (folder / "ab"[dist.get_rank()] / STEP / "states.bin").unlink()
+    dist.barrier()
+    run = on_two_nodes(folder)
+    with pytest.raises(RuntimeError, match=r"that of step 1 lacks states\.bin"):
+        run.plugin.resume(run.model, run.optimizer)
+    (entry,) = entries(folder / "a")
+    assert len(entry.faults) == 1 and "states.bin is missing" in entry.faults[0]
+    return run.plugin._checkpoints.newest_step()
+
+
+def test_a_checkpoint_without_its_states_is_not_whole(tmp_path: Path) -> None:
+    assert run_ranks(2, check_states, tmp_path) == [None, None]
