@@ -169,12 +169,13 @@ def fetch_boxes(
             if target.layer not in sending:
                 memory.free(target.key)
 
-    lent = {each.layer for each in reads[rank] if not memory.holds(each.key, each.box)}
+    lent = {(each.location, each.layer) for each in reads[rank] if not memory.holds(each.key, each.box)}
     with ExitStack() as stack:
         readers = {}
         for location, by_layer in by_location.items():
             tasks = {layer: partial(load, of_layer) for layer, of_layer in by_layer.items()}
-            readers[location] = stack.enter_context(_ReadAhead(tasks, sending & lent))
+            sent = {layer for layer in sending if (location, layer) in lent}
+            readers[location] = stack.enter_context(_ReadAhead(tasks, sent))
         received, missing = _exchange(order, transfers, memory, list(readers.values()))
         found = {location: reader.problems() for location, reader in readers.items()}
     problems = [(layer, location, why) for location, of_location in found.items() for layer, why in of_location.items()]

@@ -122,8 +122,11 @@ class Worker:
         self._thread.join(1.0)
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while True:
+            job = self._jobs.get()
             try:
+                if job is None:
+                    return
                 job()
             finally:
                 self._jobs.task_done()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import time
 
 import pytest
 import torch
 from torch import Tensor
 
 from colossal_hetero.checkpoint.pieces import Box, TensorPiece
-from colossal_hetero.checkpoint.staging import StagingBuffer
+from colossal_hetero.checkpoint.staging import StagingBuffer, Worker
 from tests.support.fake_cuda import FakeCuda
 
 
@@ -62,3 +63,10 @@ def test_memory_that_cannot_be_registered_is_used_as_it_is(monkeypatch: pytest.M
     del staging
     gc.collect()
     assert cuda.memory == []
+
+
+def test_a_worker_that_is_closed_is_idle() -> None:
+    worker, done = Worker("test"), list[int]()
+    worker.submit(lambda: done.append(1))
+    worker.close()
+    assert done == [1] and worker.is_idle and worker.wait(time.monotonic() + 10.0)
