@@ -87,9 +87,13 @@ class UnevenBatches:
                     "loader to train with, or give a batch_size for a loader that is not trained with"
                 )
             return self._make_loader(plugin, dataset, arguments)
-        arguments["distributed_sampler_cls"] = distributed_sampler_cls
-        loader = self._make_even_loader(plugin, prepare, dataset, batch_size, **arguments)
-        del arguments["distributed_sampler_cls"]
+        loader = make_even_loader(
+            self._preparing(plugin, prepare),
+            dataset,
+            batch_size,
+            distributed_sampler_cls=distributed_sampler_cls,
+            **arguments,
+        )
         self._even_loaders[id(loader)] = loader, arguments
         return loader
 
@@ -141,8 +145,9 @@ class UnevenBatches:
         )
         return self._make_loader(plugin, dataloader.dataset, self._even_loaders[id(dataloader)][1])
 
-    def _make_even_loader(self, plugin: ReplicaPlugin, *args: Any, **kwargs: Any) -> DataLoader:
-        return make_even_loader(*args, **kwargs)
+    def _preparing(self, plugin: ReplicaPlugin, prepare: Callable[..., DataLoader]) -> Callable[..., DataLoader]:
+        """``prepare`` of Colossal-AI's plugin, for the replica of this rank."""
+        return prepare
 
     def _make_loader(self, plugin: ReplicaPlugin, dataset: Dataset, arguments: dict[str, Any]) -> HeteroDataLoader:
         rank, size = plugin.replica()
@@ -228,10 +233,9 @@ class PipelineBatches(UnevenBatches):
                 max(stage.micro_batch_seconds for stage in replica.stages) for replica in plan.replicas
             )
 
-    def _make_even_loader(self, plugin: ReplicaPlugin, *args: Any, **kwargs: Any) -> DataLoader:
+    def _preparing(self, plugin: ReplicaPlugin, prepare: Callable[..., DataLoader]) -> Callable[..., DataLoader]:
         if self._plan is None:
-            return super()._make_even_loader(plugin, *args, **kwargs)
-        prepare, *rest = args
+            return prepare
         index, replicas = plugin.replica()
 
         def of_replica(*args: Any, distributed_sampler_cls: Any = None, **kwargs: Any) -> DataLoader:
@@ -242,21 +246,25 @@ class PipelineBatches(UnevenBatches):
 
             return prepare(*args, distributed_sampler_cls=sampler, **kwargs)
 
-        return super()._make_even_loader(plugin, of_replica, *rest, **kwargs)
+        return of_replica
 
     def _make_loader(self, plugin: Any, dataset: Dataset, arguments: dict[str, Any]) -> HeteroDataLoader:
         loader = super()._make_loader(plugin, dataset, arguments)
-        if self._plan is None:
-            replicas = plugin.replica()[1]
-            self._stages, self._seconds = [plugin.pp_size] * replicas, (1.0,) * replicas
-            self._divide(self._config.global_batch_size)
+        if self._plan is None and not self._seconds:
+            self._start_equal(plugin)
         sampler: Any = loader.batch_sampler
         rest = 0 if sampler.drop_last else sampler.dataset_size % sampler.global_batch_size
-        if rest:
-            self._divide(rest)
+        for samples in (self._config.global_batch_size, rest):
+            if samples:
+                self._divide(samples)  # raises an error if that is not possible
         if self._plan is not None:
             loader.divide_by(self._division)
         return loader
+
+    def _start_equal(self, plugin: Any) -> None:
+        """Let all replicas count as equally fast until they are measured."""
+        replicas = plugin.replica()[1]
+        self._stages, self._seconds = [plugin.pp_size] * replicas, (1.0,) * replicas
 
     def before_configure(self, plugin: Any, objects: TrainingObjects) -> TrainingObjects:
         if self._plan is None:
@@ -277,7 +285,7 @@ class PipelineBatches(UnevenBatches):
             return
         self._replica_of: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(self._replica_of, self._index)
-        self._seconds = (1.0,) * self._replicas
+        self._start_equal(plugin)
         self._redivide(-1)
         if not hasattr(plugin.scheduler.forward_backward_step, "times_batches"):
             plugin.scheduler.forward_backward_step = self._timed(plugin.scheduler, plugin.pp_size)
@@ -434,6 +442,7 @@ class PipelineBatches(UnevenBatches):
         return [[count * self._micro_batch] for count in (self.micro_batches if is_full else self._divide(samples))]
 
     def _divide(self, samples: int) -> tuple[int, ...]:
+        """Micro-batches of each replica in a global batch of so many samples; ``ValueError`` if there are none."""
         fewest = sum(self._stages) * self._micro_batch
         if samples != self._config.global_batch_size and (samples % self._micro_batch or samples < fewest):
             raise ValueError(

@@ -86,9 +86,9 @@ def check_world_size(tp_size: int, pp_size: int) -> None:
 
 
 def check_uneven_batches(batches: BatchConfig, arguments: Mapping[str, Any]) -> None:
-    in_parts = arguments.get("enable_sequence_parallelism") and arguments.get("sequence_parallelism_mode") in (
-        *("all_to_all", "ring_attn"),
-    )
+    # Without a mode, it is all_to_all; these two split sequences over the tensor-parallel ranks.
+    mode = arguments.get("sequence_parallelism_mode")
+    in_parts = arguments.get("enable_sequence_parallelism") and mode not in ("split_gather", "ring")
     sp_size = (arguments.get("sp_size") or 1) if in_parts else 1
     if sp_size > 1:
         raise ValueError(

@@ -147,6 +147,26 @@ def test_a_slow_pipeline_gets_fewer_micro_batches(slow: int) -> None:
     assert_equal_to_one_process(list(uniform), "uniform")
 
 
+def check_loaders() -> None:
+    """A loader that another plugin has made is trained with, and a further loader changes nothing that is measured."""
+    other = boosted()[0]
+    plugin = HeteroHybridParallelPlugin(
+        1, STAGES, batches=BatchConfig(global_batch_size=GLOBAL_BATCH), precision="fp32", microbatch_size=MICRO_BATCH
+    )
+    model, loader = tiny_vit(), other.prepare_dataloader(Images())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, _, loader, _ = Booster(plugin=plugin).boost(model, optimizer, None, loader)
+    Booster(plugin=plugin).execute_pipeline(iter(loader), model, loss_of, optimizer)
+    batches: Any = plugin._uneven_batches
+    batches._seconds = (1.0, 2.0)
+    plugin.prepare_dataloader(Images())
+    assert batches._seconds == (1.0, 2.0) and batches._stages == [STAGES, STAGES]
+
+
+def test_loaders_of_other_plugins_and_further_loaders() -> None:
+    run_ranks(RANKS, check_loaders)
+
+
 def misuse() -> None:
     _, booster, model, optimizer, loader = boosted()
     batches = iter(loader)

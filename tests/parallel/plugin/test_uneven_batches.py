@@ -148,6 +148,9 @@ def check_refused(cases: list[tuple[dict[str, Any], dict[str, Any], str]]) -> No
         HeteroHybridParallelPlugin(1, 1, batches=8, precision="bf16")  # type: ignore[arg-type]
 
 
+SEQUENCES = dict(enable_sequence_parallelism=True, sp_size=2)
+
+
 def test_options_that_cannot_be_combined_are_refused() -> None:
     cases: list[Any] = [
         (
@@ -159,6 +162,13 @@ def test_options_that_cannot_be_combined_are_refused() -> None:
             {"tp_size": 1, "pp_size": 1, "zero_stage": 2},
             {"global_batch_size": 4, "accumulation": "per_rank"},
             'accumulation="per_rank" needs zero_stage 0 or 1, not 2',
+        ),
+        # Colossal-AI's default mode of sequence parallelism is all_to_all.
+        ({"tp_size": 1, "pp_size": 1, **SEQUENCES}, {"global_batch_size": 4}, "cannot be combined with sp_size=2"),
+        (
+            {"tp_size": 1, "pp_size": 1, "sequence_parallelism_mode": "ring_attn", **SEQUENCES},
+            {"global_batch_size": 4},
+            "cannot be combined with sp_size=2",
         ),
     ]
     run_ranks(2, check_refused, cases)
