@@ -259,10 +259,10 @@ def averages_of(model: nn.Module) -> list[nn.Module]:
     return [each for each in gc.get_objects() if issubclass(type(each), AVERAGES) and _averages(each, names)]
 
 
-def pause_within_global_batch(owner: LRScheduler | nn.Module, progress: LoopProgress) -> None:
-    """Let the methods of a schedule or of an average of weights that follow the optimizer's steps do nothing while a
-    global batch is incomplete. A second call has no effect. The class is replaced, not the methods, because checkpoints
-    save the attributes of a schedule."""
+def pause_within_global_batch(owner: Any, progress: LoopProgress) -> None:
+    """Let the methods of a schedule of any kind, or of an average of weights (a module), that follow the optimizer's
+    steps do nothing while a global batch is incomplete. A second call has no effect. The class is replaced, not the
+    methods, because checkpoints save the attributes of a schedule."""
     kind = type(owner)
     if getattr(kind, "pauses", False):
         return
@@ -274,7 +274,7 @@ def pause_within_global_batch(owner: LRScheduler | nn.Module, progress: LoopProg
 
         return run
 
-    names = ["step"] if isinstance(owner, LRScheduler) else ["update", "update_parameters"]
+    names = ["update", "update_parameters"] if isinstance(owner, nn.Module) else ["step"]
     methods = {name: paused(getattr(kind, name)) for name in names if hasattr(kind, name)}
     owner.__class__ = type(kind.__name__, (kind,), {**methods, "pauses": True})
 
