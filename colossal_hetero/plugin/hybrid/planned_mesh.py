@@ -39,7 +39,8 @@ MakeGroup = Callable[[tuple[int, ...]], Any]
 
 class PlannedMesh(ProcessGroupMesh):
     """``ProcessGroupMesh`` with a given rank at each position: all ranks, or those of one replica. What the parent
-    class calls a rank is a position; what it returns is a global rank. ``others``: further groups that end with it."""
+    class calls a rank is a position; what it returns is a global rank. ``others``: further groups that are destroyed
+    together with the mesh."""
 
     def __init__(
         self, *size: int, ranks: Sequence[int], make_group: MakeGroup | None = None, others: Iterable[Any] = ()
@@ -67,7 +68,9 @@ class PlannedMesh(ProcessGroupMesh):
     def _get_group(self, ranks_in_group: Iterable[int], backend: str | None = None) -> Any:
         positions = tuple(sorted(set(ranks_in_group)))
         if positions not in self._ranks_to_group:
-            self._ranks_to_group[positions] = self._make_group(tuple(self._ranks[each] for each in positions))
+            ranks = tuple(self._ranks[each] for each in positions)
+            made = self._make_group(ranks) if backend is None else ordered_group(ranks, backend=backend)
+            self._ranks_to_group[positions] = made
         return self._ranks_to_group[positions]
 
     def destroy_mesh_process_groups(self) -> None:

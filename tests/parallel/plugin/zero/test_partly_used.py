@@ -10,6 +10,8 @@ from colossalai.booster import Booster
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin
+from tests.parallel.plugin.zero.test_trials import Unchanged
 from tests.support.harness import run_ranks
 from tests.support.training import zero_plugin
 from tests.support.zero_runs import assert_trained, fit, global_batches, sizes_by_rank
@@ -96,9 +98,14 @@ def train(stage: int, division: list[list[int]], optimizer_name: str, **options:
         options = dict(find_unused_parameters=True) | options
     if stage in (1, 2):
         options["reduce_bucket_size_in_m"] = 40 / 2**20
-    plugin = zero_plugin(
-        stage, GLOBAL_BATCH, max_micro_batch=8, training_step=training_step, profile_cache="", **options
-    )
+    batches = dict(max_micro_batch=8, training_step=training_step, profile_cache="")
+    if options.pop("hybrid", False):
+        config = BatchConfig(global_batch_size=GLOBAL_BATCH, **batches)
+        plugin: Any = HeteroHybridParallelPlugin(
+            1, 1, batches=config, precision="fp32", custom_policy=Unchanged(), **options
+        )
+    else:
+        plugin = zero_plugin(stage, GLOBAL_BATCH, **batches, **options)
     loader = plugin.prepare_dataloader(Mixed())
     model = make_model()
     optimizer = make_optimizer(model, optimizer_name)
@@ -117,6 +124,7 @@ def train_alone(optimizer_name: str, max_norm: float = 0.0) -> Tensor:
 CASES: list[tuple[int, str, dict[str, Any]]] = [
     (0, "sgd", {}),
     (0, "adamw", {}),
+    (0, "adamw", dict(hybrid=True)),
     (1, "sgd", {}),
     (1, "adamw", dict(max_norm=0.3)),
     (1, "adamw", dict(overlap_communication=False)),
@@ -144,12 +152,13 @@ def test_a_parameter_that_a_rank_does_not_use_counts_as_zero(ranks: int) -> None
     assert_trained(run_ranks(ranks, train_each), cases, expected, atol=1e-5)
 
 
-def refuse_without_search() -> str:
+def refuse_without_search(hybrid: bool) -> str:
     with pytest.raises(RuntimeError) as raised:
-        train(0, WHOLE[2], "sgd", find_unused_parameters=False)
+        train(0, WHOLE[2], "sgd", find_unused_parameters=False, hybrid=hybrid)
     return str(raised.value)
 
 
-def test_stage_0_asks_for_the_search_for_unused_parameters() -> None:
-    for message in run_ranks(2, refuse_without_search):
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_stage_0_asks_for_the_search_for_unused_parameters(hybrid: bool) -> None:
+    for message in run_ranks(2, refuse_without_search, hybrid):
         assert "find_unused_parameters=True" in message and message.startswith("this rank has not used"), message
