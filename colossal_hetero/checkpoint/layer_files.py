@@ -63,7 +63,8 @@ def write_layer_file(
     ``pieces`` are boxes of one layer, at least one, each with its bytes ``[bytes]``, row by row. No reader looks into
     the folder of ``path`` yet.
     """
-    parts = sorted(_parts(pieces), key=lambda part: -part[0].data.element_size())  # each starts at a multiple of it
+    # The largest elements come first, so that each part starts at a multiple of its element's size.
+    parts = sorted(_parts(pieces), key=lambda part: -part[0].data.element_size())
     with written(files, path) as descriptor:
         stream = _CheckedStream(files, descriptor)
         stream.write(_header(parts))

@@ -89,7 +89,7 @@ class ElasticEnvironment:
 
 
 def check_torchrun(environ: Mapping[str, str]) -> None:
-    """End this process if its torchrun has ended since it started this process, so that it would have no parent."""
+    """End this process if its torchrun is gone: ``end_with_parent`` only notices a parent that ends later."""
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         try:
             socket.create_connection((environ["MASTER_ADDR"], int(environ["MASTER_PORT"])), 5).close()

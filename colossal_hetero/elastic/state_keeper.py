@@ -26,7 +26,7 @@ from .memory_file import FileName, KeptState, MemoryFolder, write_memory_file
 
 LOOK_SECONDS = 60.0
 COMMIT_SECONDS = 2.0
-"""Time in which a commit ends on all ranks, once the last rank has begun it."""
+"""Longest time from when the last rank begins a commit until it has ended on all ranks."""
 CHUNK = 8 << 20
 """Most bytes that a GPU copies at once."""
 
@@ -71,8 +71,8 @@ class StateKeeper:
 
     @contextmanager
     def commit(self) -> Iterator[None]:
-        """The block agrees with all ranks on the next step, after which the noted state is about to change and is not
-        written. If the process ends, which another thread decides, no commit begins."""
+        """In this block, all ranks agree on the next step. When it ends without an error, the noted state is forgotten,
+        because the step changes it. After :meth:`write_within`, this waits for ever: the process is about to end."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_ending)
             self._commits = True

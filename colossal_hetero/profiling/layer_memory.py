@@ -68,7 +68,8 @@ def measure_memory(
     counting: torch.device | None,
 ) -> LayerMemory:
     """Run each kind of block once (``singles``), and the parts before and after the blocks, of ``kinds`` ``[blocks]``.
-    Parameters must have gradients already. Temporaries are measured if ``counting``, the device, counts each tensor."""
+    Parameters must have gradients already. ``counting``: the device, if its allocator counts the bytes of each tensor;
+    None: temporaries are not measured."""
     shared = [*model.parameters(), *model.buffers(), *passes.shared_tensors()]
     kept_of: dict[int, int] = {}
     temporaries_of: dict[int, int] = {}

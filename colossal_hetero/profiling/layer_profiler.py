@@ -32,7 +32,7 @@ from ..planner.cluster.gpu_catalog import kind_name
 from .device_profiler import device_name
 from .layer_memory import measure_memory
 from .layer_passes import Duration, LayerPasses, clock, resized
-from .memory import is_out_of_memory, memory_limit, outside_bytes, recover
+from .memory import counts_bytes, is_out_of_memory, memory_limit, outside_bytes, recover
 from .merge_ranks import MeasuredLayers, RankLayers, merge_ranks
 from .model_layers import BlockRow, LayerDescription, describe_layers, find_block_row
 from .preserved_state import preserved_state
@@ -146,7 +146,7 @@ class _Measurement:
         # The same name as in the cluster file that `probe` writes.
         result = RankLayers(kind_name(device_name(self._device), memory_bytes), memory_bytes)
         times: dict[int, dict[Part, list[tuple[Duration, Duration]]]] = {}
-        counting = None if outside_bytes(self._device) is None else self._device
+        counting = self._device if counts_bytes(self._device) else None
         with loopback(self._device) as messages:
             for index, size in enumerate(sizes):
                 try:

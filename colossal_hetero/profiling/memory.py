@@ -101,10 +101,15 @@ def peak_bytes(device: torch.device) -> int:
     return int(get_accelerator().max_memory_allocated(device))
 
 
+def counts_bytes(device: torch.device) -> bool:
+    """True if the device's allocator counts the bytes of each tensor exactly."""
+    return device.type == "cuda"
+
+
 def outside_bytes(device: torch.device) -> int | None:
     """Bytes in use on a GPU, but not by torch's allocator: the context, libraries, and other processes. None for other
-    devices, where no allocator counts the bytes of each tensor exactly."""
-    if device.type != "cuda":
+    devices."""
+    if not counts_bytes(device):
         return None
     free, total = torch.cuda.mem_get_info(device)
     return max(total - free - torch.cuda.memory_reserved(device), 0)

@@ -258,7 +258,10 @@ def order_of(plan: Plan, replica: Replica) -> PassOrder:
     passes = chunks * micro_batches * (2 if plan.order_seconds is None else 3)
     most = MAX_PASSES_1F1B if plan.schedule == "1f1b" else MAX_PASSES
     if passes > most:
-        raise ValueError(f"{passes:,} passes are too many to simulate; at most {most:,} are allowed")
+        raise ValueError(
+            f"{passes:,} passes are too many to simulate; at most {most:,} are allowed, so use larger micro-batches or "
+            "a smaller global batch"
+        )
     if plan.schedule == "1f1b":
         return one_forward_one_backward(stages, micro_batches)
     return chunked_order(stages, chunks, micro_batches, plan.order_seconds)

@@ -171,13 +171,12 @@ class ElasticRun:
 
     # The plugin's moments -----------------------------------------------------------------------------------------
 
-    def before_configure(self, plugin: Any, objects: TrainingObjects) -> TrainingObjects:
+    def note(self, objects: TrainingObjects) -> None:
         if self._template is None and objects.optimizer is not None:
             self._outline = outline_of(objects.model, objects.optimizer)
             self._criterion = objects.criterion
             self._template = Template(objects.model, objects.optimizer, self._outline.groups)
             self._row = _row_name(objects.model)
-        return objects
 
     def attach(self, plugin: Any, objects: TrainingObjects) -> None:
         if self._objects is None:

@@ -282,7 +282,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         if self._uneven_batches is not None and is_trained:
             objects = self._uneven_batches.before_configure(self, objects)
         if self._elastic is not None:
-            self._elastic.before_configure(self, objects)
+            self._elastic.note(objects)
         if self.zero_stage and is_trained:
             check_sharding(objects.optimizer, "zero_stage", self.zero_stage, distributed=self._unequal is None)
         with (

@@ -110,7 +110,8 @@ class UnequalReplicas:
         self._sums = {ranks: group for ranks, group in self._groups.items() if ranks not in for_messages}
 
     def group_of(self, ranks: Ranks) -> Any:
-        """Colossal-AI's mesh of a replica asks for all groups along an axis, also those without this rank."""
+        """The group of these ranks, which was made before. Colossal-AI's mesh asks for all groups along an axis, also
+        for those without this rank."""
         return self._groups[ranks]
 
     def _make(self, ranks: Ranks) -> Any:

@@ -223,7 +223,7 @@ def options_by_stage(stages: Sequence[int], options: Mapping[str, Any]) -> dict[
         plugins = " or ".join(dict.fromkeys(_PLUGINS[stage].__name__.split("_")[0] for stage in stages))
         raise TypeError(
             f"{', '.join(sorted(unknown))}: neither an argument of HeteroZeroPlugin nor an option of {plugins} "
-            "(settings of batches belong into batches=BatchConfig(...))"
+            "(give settings of batches as batches=BatchConfig(...))"
         )
     return {stage: {name: options[name] for name in options if name in known[stage]} for stage in stages}
 

@@ -225,6 +225,7 @@ def test_temporaries_are_measured_where_the_allocator_counts(monkeypatch: pytest
     allocator = CountedMemory(outside_bytes=5 * 10**8)
     for name in ("used_bytes", "reset_peak", "peak_bytes"):
         monkeypatch.setattr(layer_memory, name, lambda device, name=name: getattr(allocator, name)())
+    monkeypatch.setattr(f"{profile_layers.__module__}.counts_bytes", lambda device: True)
     monkeypatch.setattr(f"{profile_layers.__module__}.outside_bytes", lambda device: allocator.outside_bytes())
     with allocator:
         profile = profile_layers(Transformed(), samples, micro_batches=[1, 4], min_seconds=0.0).profile

@@ -180,7 +180,8 @@ def test_a_process_that_ends_during_a_commit_writes_what_the_others_write(tmp_pa
     with keeper.commit():
         ending = threading.Thread(target=keeper.write_within, args=(10.0,))
         ending.start()
-        time.sleep(0.1)
+        while not keeper._is_ending:
+            time.sleep(0.01)
     keeper.note(kept(1))
     ending.join()
     assert versions(folder)[-1] == ("w1", 1)
