@@ -96,6 +96,7 @@ class DraftBuilder:
         self._splits: dict[object, Split | str] = {}
         self._costs: dict[object, PipelineCost] = {}
         self._slots: dict[object, Slot] = {}
+        self._last_hops: tuple[object, list[Hops]] = (None, [])
 
     @property
     def chooses_cuts(self) -> bool:
@@ -282,8 +283,12 @@ class DraftBuilder:
 
     def hops(self, pool: SlotPool, rows: Rows) -> list[Hops]:
         """The channels between neighboring slots of each pipeline, which share NICs with the other pipelines."""
-        nodes = [[self.node(pool, place) for place in row] for row in rows]
-        return [tuple(row) for row in pool.links.hops(nodes, pool.tensor_parallel)]
+        key = pool, tuple(map(tuple, rows))
+        if self._last_hops[0] != key:
+            node_of, kinds = self._node_of, pool.kinds
+            nodes = [[node_of[kinds[kind].slots[slot][0]] for kind, slot in row] for row in rows]
+            self._last_hops = key, [tuple(row) for row in pool.links.hops(nodes, pool.tensor_parallel)]
+        return self._last_hops[1]
 
     def node(self, pool: SlotPool, place: Place) -> int:
         kind, slot = place

@@ -15,7 +15,6 @@ of one pair of nodes.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,9 +63,10 @@ class NodeLinks:
             except ValueError:
                 continue
             self._number[a, b, 0] = self._number[b, a, 0] = self.number(channel)
-        # Without a link, number −1, the last kind stands for all.
-        self._networks = [channel.kind for channel in self.channels]
-        self._kind_between: dict[tuple[int, int], str] = {}
+        # Without a link, number −1, the last kind of network stands for all.
+        networks = [channel.kind for channel in self.channels]
+        self._network = [[networks[number] for number in row] for row in self._number[:, :, 0].tolist()]
+        """Kind of the network between nodes of two kinds."""
         self._hops: dict[object, int] = {}
 
     def number(self, channel: Channel) -> int:
@@ -86,16 +86,17 @@ class NodeLinks:
         numbers = np.unique(self._number[kind, :, 0])
         return [self.channels[number] for number in numbers.tolist() if number >= 0]
 
-    def load(self, pipelines: Sequence[Sequence[int]], width: int) -> Counter[tuple[str, int]]:
+    def load(self, pipelines: Sequence[Sequence[int]], width: int) -> dict[tuple[str, int], int]:
         """Messages that share a node's NICs of a kind or its inside, by kind and node; see Note: shared hops."""
-        load: Counter[tuple[str, int]] = Counter()
+        load: dict[tuple[str, int], int] = {}
+        network, kinds = self._network, self._kinds
         for nodes in pipelines:
             kind_before = ""
             for a, b in pairwise(nodes):
-                kind = self._network(a, b)
+                kind = INSIDE if a == b else network[kinds[a]][kinds[b]]
                 if kind != kind_before:
-                    load[kind, a] += width
-                load[kind, b] += width
+                    load[kind, a] = load.get((kind, a), 0) + width
+                load[kind, b] = load.get((kind, b), 0) + width
                 kind_before = kind
         return load
 
@@ -107,38 +108,31 @@ class NodeLinks:
     def shared(self, a: int, b: int, load: Mapping[tuple[str, int], int], width: int) -> int:
         """The number of the channel between two nodes with the bandwidth that is left if NICs are shared by ``load``
         messages; −1 if there is no link. Each channel is computed once."""
-        kind = self._network(a, b)
-        loads = load.get((kind, a), 0), load.get((kind, b), 0)
-        key = self._kinds[a], self._kinds[b], a == b, loads, width
-        if key not in self._hops:
-            number = self._between(a, b)
-            # In a hop inside a node both ends send.
-            least = 2 * width if a == b else width
-            channel, share = self.channels[number], 1.0
-            for node, messages in zip((a, b), loads, strict=True):
-                rate = self._rate(node, kind) or channel.bytes_per_second
-                share = min(share, rate / (max(messages, least) * channel.bytes_per_second))
-            if number >= 0 and share < 1.0:
-                number = self.number(channel.limited(share * channel.bytes_per_second))
-            self._hops[key] = number
-        return self._hops[key]
+        kind_a, kind_b = self._kinds[a], self._kinds[b]
+        kind = INSIDE if a == b else self._network[kind_a][kind_b]
+        key = kind_a, kind_b, a == b, load.get((kind, a), 0), load.get((kind, b), 0), width
+        number = self._hops.get(key)
+        if number is None:
+            number = self._hops[key] = self._limited(a, b, kind, load, width)
+        return number
+
+    def _limited(self, a: int, b: int, kind: str, load: Mapping[tuple[str, int], int], width: int) -> int:
+        number = int(self._number[self._kinds[a], self._kinds[b], int(a == b)])
+        # In a hop inside a node both ends send.
+        least = 2 * width if a == b else width
+        channel, share = self.channels[number], 1.0
+        for node in (a, b):
+            rate = self._rate(node, kind) or channel.bytes_per_second
+            share = min(share, rate / (max(load.get((kind, node), 0), least) * channel.bytes_per_second))
+        if number >= 0 and share < 1.0:
+            number = self.number(channel.limited(share * channel.bytes_per_second))
+        return number
 
     def _rate(self, node: int, kind: str) -> float:
         """Bandwidth of a node's NICs of a kind, or of its inside; 0 without such a NIC."""
         if kind == INSIDE:
             return self._nodes[node].inside_bytes_per_second
         return sum(nic.bytes_per_second for nic in self._nodes[node].nics if nic.kind == kind)
-
-    def _network(self, a: int, b: int) -> str:
-        if a == b:
-            return INSIDE
-        key = self._kinds[a], self._kinds[b]
-        if key not in self._kind_between:
-            self._kind_between[key] = self._networks[self._between(a, b)]
-        return self._kind_between[key]
-
-    def _between(self, a: int, b: int) -> int:
-        return int(self._number[self._kinds[a], self._kinds[b], int(a == b)])
 
     def slowest(self, numbers: NDArray[np.int64], axis: int) -> NDArray[np.int64]:
         """The number of the slowest channel along an axis."""

@@ -111,22 +111,33 @@ def _seconds_of_stage(
     nothing = np.zeros(blocks + 1)
     received = nothing if before is None else before[0].hop_seconds(before[1])
     sent = nothing if after is None else costs.hop_seconds(after)
-    work = np.concatenate([[0.0], np.cumsum(costs.forward_seconds + costs.backward_seconds)])
+    work = _from_zero(costs.forward_seconds + costs.backward_seconds)
     each = (work + sent)[None, :] - (work - received)[:, None]
     each += costs.schedule_seconds * ((before is not None) + (after is not None))
-    some = np.triu(np.ones(each.shape, dtype=bool), 1)
-    seconds = np.where(some & _fit(costs, slot.memory_bytes, in_flight), each, np.inf)
+    each += _seconds_to_fit(slot, in_flight)
+    return each
+
+
+@functools.lru_cache(maxsize=512)
+def _seconds_to_fit(slot: Slot, in_flight: int) -> _Floats:
+    """Seconds for recomputing the blocks ``[a, b)`` if they only fit then, ``[a, b]``; infinite if they never fit."""
+    seconds = np.where(_fit(slot.costs, slot.memory_bytes, in_flight), 0.0, np.inf)
     if slot.recomputed is not None:
-        again = costs.cumulative.forward_seconds
-        possible = some & _fit(*slot.recomputed, in_flight) & ~np.isfinite(seconds)
-        seconds = np.where(possible, each + (again[None, :] - again[:, None]), seconds)
+        again = slot.costs.cumulative.forward_seconds
+        possible = _fit(*slot.recomputed, in_flight) & ~np.isfinite(seconds)
+        seconds = np.where(possible, again[None, :] - again[:, None], seconds)
+    seconds[np.tril_indices_from(seconds)] = np.inf  # a stage has a block
     return seconds
 
 
 def _fit(costs: LayerCosts, memory_bytes: float, in_flight: int) -> NDArray[np.bool_]:
     """True if the blocks ``[a, b)`` fit in memory, ``[a, b]``."""
-    held = np.concatenate([[0.0], np.cumsum(costs.state_bytes + in_flight * costs.activation_bytes)])
+    held = _from_zero(costs.state_bytes + in_flight * costs.activation_bytes)
     return np.asarray(held[None, :] - held[:, None] <= memory_bytes)
+
+
+def _from_zero(values: _Floats) -> _Floats:
+    return np.concatenate([[0.0], np.cumsum(values)])
 
 
 def _min_longest(seconds: _Floats) -> float:
@@ -141,7 +152,9 @@ def _min_sums(seconds: _Floats, limits: _Floats) -> tuple[_Floats, list[list[int
     """For each limit, the smallest Σ t of the splits with no stage above the limit, ``[limits]``, and their bounds."""
     chosen = []
     sums = np.where(seconds[0, 0] <= limits[:, None], seconds[0, 0], np.inf)
-    for stage in seconds[1:]:
+    for number, stage in enumerate(seconds[1:], 2):
+        if number == len(seconds):
+            stage = stage[:, -1:]  # the last stage ends with the last block
         through = sums[:, :, None] + np.where(stage <= limits[:, None, None], stage, np.inf)
         chosen.append(through.argmin(axis=1))
         sums = through.min(axis=1)
@@ -149,7 +162,7 @@ def _min_sums(seconds: _Floats, limits: _Floats) -> tuple[_Floats, list[list[int
     for number in range(len(limits)):
         bounds = [seconds.shape[1] - 1]
         for starts in reversed(chosen):
-            bounds.append(int(starts[number, bounds[-1]]))
+            bounds.append(int(starts[number, bounds[-1] if len(bounds) > 1 else 0]))
         cuts.append([0, *reversed(bounds)])
     return sums[:, -1], cuts
 
