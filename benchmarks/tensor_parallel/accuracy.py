@@ -33,8 +33,8 @@ from colossal_hetero.balance.apply import Applier
 from colossal_hetero.balance.config import BalanceConfig
 from colossal_hetero.balance.pruning import ColumnSelector, make_selector
 from colossal_hetero.testing.in_process import shard_in_process
-from examples.common.flags.vit import parse_options
 from examples.common.images import load_data
+from examples.vit.options import parse_options
 
 MODEL = {"embed_dim": 128, "depth": 6, "num_heads": 4, "patch_size": 8, "img_size": 32, "num_classes": 10}
 Matrices = tuple[Tensor, Tensor]

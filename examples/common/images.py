@@ -13,9 +13,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate, pad
 from torch.utils.data import Dataset, default_collate
 
-from .flags.parser import IMAGE_SIZE, Options, UsageError
-
-__all__ = ["Augmentation", "DataInfo", "ImageSet", "find_data", "load_data", "padded_batches", "whole_batch"]
+from .options import IMAGE_SIZE, Options, UsageError
 
 MAX_HELD_BYTES = 2**30
 """Size up to which the decoded images of a folder are held in memory, per rank; larger ones are read batch by batch."""

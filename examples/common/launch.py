@@ -17,9 +17,7 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from .flags.parser import DEFAULT_RANKS, Options, UsageError
-
-__all__ = ["run_command", "started_here"]
+from .options import DEFAULT_RANKS, Options, UsageError
 
 RUN_ID = "colossal-hetero-example"
 """The run's name in the environment of ranks that this module started."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["warm_up_and_decay"]
-
 WARMUP_SHARE = 0.1
 """Share of all iterations in which the learning rate rises to its peak; after that it falls along a cosine."""
 

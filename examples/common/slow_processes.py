@@ -10,9 +10,7 @@ import torch.distributed as dist
 from colossal_hetero.colossalai_support.accelerator import get_accelerator
 from colossal_hetero.testing.stragglers import cpu_quota
 
-from .flags.parser import UsageError
-
-__all__ = ["quota_or_repeat"]
+from .options import UsageError
 
 PERIOD_US = 20_000
 """Period of the quota: shorter than the passes that are timed, so that each of them is slowed."""

@@ -17,8 +17,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, which holds the package "examples"
 
-from examples.common.flags.elastic import ElasticOptions, check_options, parse_demo_options, script_flags
-from examples.common.flags.parser import UsageError
+from examples.common.options import UsageError
+from examples.elastic.options import ElasticOptions, check_options, parse_demo_options, script_flags
 
 SCRIPT = Path(__file__).with_name("train.py")
 POLL_SECONDS = 0.1
@@ -56,7 +56,7 @@ def demonstrate(options: ElasticOptions, quiet: bool = False) -> dict[str, Any]:
     Raises:
         JobFailed: a node has failed.
     """
-    from examples.common.report.elastic import ElasticReport
+    from examples.elastic.report import ElasticReport
 
     with tempfile.TemporaryDirectory(prefix="elastic_") as name, ElasticReport(options, quiet) as report:
         folder = Path(name)
@@ -94,9 +94,9 @@ def make_undisturbed(options: ElasticOptions) -> Any:
 
 def run_job(options: ElasticOptions, folder: Path, steps: int, report: Any) -> Any:
     """Train on the nodes, do to them what the options say, and return what has happened."""
-    from examples.common.report.elastic import History
-    from examples.common.trace import TraceReader
+    from examples.elastic.loop_trace import TraceReader
     from examples.elastic.nodes import Nodes
+    from examples.elastic.report import History
 
     files = ("--cluster", folder / "cluster.toml", "--profile", folder / "profile.json")
     folders = ("--checkpoints", folder / "checkpoints", "--trace", folder / "trace")
@@ -145,8 +145,8 @@ def compare(options: ElasticOptions, folder: Path, history: Any, undisturbed: An
     import torch
 
     from colossal_hetero.checkpoint.reader import export
-    from examples.common.report.elastic import Comparison
     from examples.elastic.reference import accuracy
+    from examples.elastic.report import Comparison
 
     report.begin("undisturbed", undisturbed.steps_per_epoch * options.epochs)
     expected = {}

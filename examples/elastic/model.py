@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from examples.common.flags.elastic import ElasticOptions
 from examples.common.vit import build_vit
-
-__all__ = ["DTYPES", "loss_of", "make_model"]
+from examples.elastic.options import ElasticOptions
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 

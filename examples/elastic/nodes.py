@@ -14,8 +14,6 @@ import psutil
 
 from colossal_hetero.common.launch import end_with_parent
 
-__all__ = ["Nodes"]
-
 STORE = (sys.executable, "-m", "colossal_hetero.cli.main", "store", "--host", "127.0.0.1", "--port", "0")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "3")
 

@@ -15,12 +15,10 @@ from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind
 from colossal_hetero.planner.cost.price import price_ranks
 from colossal_hetero.planner.profile.layer_profile import ModelProfile, save_profile
 from colossal_hetero.profiling.layer_profiler import profile_layers
-from examples.common.flags.elastic import NODES, ElasticOptions
 from examples.common.images import ImageSet, load_data
 from examples.common.learning_rate import warm_up_and_decay
 from examples.elastic.model import DTYPES, make_model
-
-__all__ = ["Undisturbed", "accuracy", "make_files"]
+from examples.elastic.options import NODES, ElasticOptions
 
 LARGE, SMALL = "cpu", "small-cpu"
 SMALL_NODE = NODES[3]

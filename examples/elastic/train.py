@@ -27,11 +27,11 @@ from colossalai.accelerator import get_accelerator
 from colossalai.booster import Booster
 
 from colossal_hetero import CheckpointConfig, ElasticConfig, HeteroHybridParallelPlugin, PlanConfig
-from examples.common.flags.elastic import ElasticOptions, parse_options
 from examples.common.images import load_data, whole_batch
 from examples.common.learning_rate import warm_up_and_decay
-from examples.common.trace import LoopTrace
+from examples.elastic.loop_trace import LoopTrace
 from examples.elastic.model import DTYPES, loss_of, make_model
+from examples.elastic.options import ElasticOptions, parse_options
 
 
 def main(options: ElasticOptions) -> None:

@@ -13,13 +13,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, which holds the package "examples"
 
-from examples.common.checks import check_language
-from examples.common.flags.language import LanguageOptions, check_options, parse_options
 from examples.common.launch import run_command
+from examples.language.options import LanguageOptions, check_options, parse_options
 
 if __name__ == "__main__":
     # Starts the ranks; each of them imports this file and calls main().
-    sys.exit(run_command("examples.language.train", parse_options, check_language))
+    sys.exit(run_command("examples.language.train", parse_options, check_options))
 
 # What follows runs on every rank; it is what a training script of your own needs.
 
@@ -44,9 +43,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from colossal_hetero import CheckpointConfig, HeteroHybridParallelPlugin
 from colossal_hetero.testing.stragglers import inject_stragglers
+from examples.common.balancing_report import BalancingReport
 from examples.common.learning_rate import warm_up_and_decay
-from examples.common.report.balancing import BalancingReport
-from examples.common.text import BYTES, TextPieces, load_text
+from examples.language.text import BYTES, TextPieces, load_text
 
 
 def main(options: LanguageOptions) -> None:

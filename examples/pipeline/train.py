@@ -13,13 +13,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, which holds the package "examples"
 
-from examples.common.checks import check_pipeline
-from examples.common.flags.pipeline import PipelineOptions, parse_options
 from examples.common.launch import run_command
+from examples.pipeline.options import PipelineOptions, check, parse_options
 
 if __name__ == "__main__":
     # Starts the ranks; each of them imports this file and calls main().
-    sys.exit(run_command("examples.pipeline.train", parse_options, check_pipeline))
+    sys.exit(run_command("examples.pipeline.train", parse_options, check))
 
 # What follows runs on every rank; it is what a training script of your own needs.
 
@@ -51,12 +50,12 @@ from colossal_hetero.planner.solver.problem import Problem
 from colossal_hetero.planner.solver.search import search
 from colossal_hetero.profiling.layer_profiler import profile_layers
 from colossal_hetero.testing.in_process import repeat_passes
-from examples.common.flags.slow_processes import slowdowns
 from examples.common.images import ImageSet, find_data, load_data, padded_batches, whole_batch
 from examples.common.learning_rate import warm_up_and_decay
-from examples.common.report.pipeline import PipelineReport, PipelineTraining
+from examples.common.options import slowdowns
 from examples.common.slow_processes import quota_or_repeat
 from examples.common.vit import build_vit, describe_vit, loss_of, number_correct
+from examples.pipeline.report import PipelineReport, PipelineTraining
 
 
 def main(options: PipelineOptions) -> None:

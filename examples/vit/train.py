@@ -13,13 +13,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, which holds the package "examples"
 
-from examples.common.checks import check_vit
-from examples.common.flags.vit import VitOptions, check_options, parse_options
 from examples.common.launch import run_command
+from examples.vit.options import VitOptions, check, check_options, parse_options
 
 if __name__ == "__main__":
     # Starts the ranks; each of them imports this file and calls main().
-    sys.exit(run_command("examples.vit.train", parse_options, check_vit))
+    sys.exit(run_command("examples.vit.train", parse_options, check))
 
 # What follows runs on every rank; it is what a training script of your own needs.
 
@@ -45,11 +44,12 @@ from colossalai.booster.plugin import HybridParallelPlugin
 from colossal_hetero import HeteroHybridParallelPlugin
 from colossal_hetero.layers import TimmViTPolicy
 from colossal_hetero.testing.stragglers import inject_stragglers
-from examples.common.flags.tensor_parallel import Layout
+from examples.common.balancing_report import BalancingReport
 from examples.common.images import ImageSet, find_data, load_data, padded_batches, whole_batch
 from examples.common.learning_rate import warm_up_and_decay
-from examples.common.report.balancing import BalancingReport
-from examples.common.vit import build_chosen_vit, describe_chosen_vit, loss_of, number_correct
+from examples.common.tensor_parallel import Layout
+from examples.common.vit import loss_of, number_correct
+from examples.vit.model import build_chosen_vit, describe_chosen_vit
 
 
 def main(options: VitOptions) -> None:

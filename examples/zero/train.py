@@ -13,13 +13,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, which holds the package "examples"
 
-from examples.common.checks import check_zero
-from examples.common.flags.zero import ZeroOptions, parse_options
 from examples.common.launch import run_command
+from examples.zero.options import ZeroOptions, check, parse_options
 
 if __name__ == "__main__":
     # Starts the ranks; each of them imports this file and calls main().
-    sys.exit(run_command("examples.zero.train", parse_options, check_zero))
+    sys.exit(run_command("examples.zero.train", parse_options, check))
 
 # What follows runs on every rank; it is what a training script of your own needs.
 
@@ -45,13 +44,12 @@ from colossalai.booster import Booster
 
 from colossal_hetero import BatchConfig, HeteroZeroPlugin
 from colossal_hetero.testing.in_process import repeat_passes
-from examples.common.flags.parser import UsageError
-from examples.common.flags.slow_processes import slowdowns
 from examples.common.images import DataInfo, ImageSet, find_data, load_data, padded_batches, whole_batch
 from examples.common.learning_rate import warm_up_and_decay
-from examples.common.report.zero import ZeroReport, ZeroTraining
+from examples.common.options import UsageError, slowdowns
 from examples.common.slow_processes import quota_or_repeat
 from examples.common.vit import build_vit, describe_vit
+from examples.zero.report import ZeroReport, ZeroTraining
 
 
 def main(options: ZeroOptions) -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from examples.common.flags.elastic import Action, check_options, parse_demo_options
-from examples.common.flags.parser import UsageError
-from examples.common.report.elastic import Change, History, throughput
-from examples.common.trace import Finished, Loss, Step, TraceReader, World
+from examples.common.options import UsageError
 from examples.elastic import demo, reference
+from examples.elastic.loop_trace import Finished, Loss, Step, TraceReader, World
 from examples.elastic.nodes import Nodes
+from examples.elastic.options import Action, check_options, parse_demo_options
+from examples.elastic.report import Change, History, throughput
 from tests.support.paths import REPOSITORY
 
 SMALL = "--hidden 16 --depth 2 --heads 2 --patch 16 --global-batch 128 --micro-batch 16 --epochs 8"

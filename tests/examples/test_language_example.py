@@ -9,9 +9,9 @@ from unittest.mock import patch
 
 import pytest
 
-from examples.common.flags.language import check_options, parse_options
-from examples.common.flags.parser import UsageError
-from examples.common.text import TextPieces, load_text
+from examples.common.options import UsageError
+from examples.language.options import check_options, parse_options
+from examples.language.text import TextPieces, load_text
 from tests.support.harness import run_ranks
 
 SMALL = "--hidden 32 --depth 1 --heads 4 --context 16 --batch-size 16 --lr 1e-2 --steps 20"

@@ -25,7 +25,7 @@ from tests.support.paths import REPOSITORY
 
 SCRIPT = """
 import sys
-from examples.common.flags.parser import OneLineParser, Options, UsageError, add_ranks_flag
+from examples.common.options import OneLineParser, Options, UsageError, add_ranks_flag
 from examples.common.launch import run_command
 
 def parse():

@@ -8,8 +8,8 @@ import pytest
 
 from colossal_hetero.planner.cost.plan import load_plan
 from colossal_hetero.planner.profile.layer_profile import load_profile
-from examples.common.flags.parser import UsageError
-from examples.common.flags.pipeline import check_options, parse_options
+from examples.common.options import UsageError
+from examples.pipeline.options import check_options, parse_options
 from tests.support.comparison_examples import compared
 from tests.support.paths import REPOSITORY
 

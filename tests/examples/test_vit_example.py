@@ -33,7 +33,7 @@ TRACE_KEYS = {"iteration", "epoch", "seconds", "loss", "exchanged", "plan_change
 
 
 def _train(lines: list[str]) -> list[dict[str, Any] | None]:
-    from examples.common.flags.vit import parse_options
+    from examples.vit.options import parse_options
     from examples.vit.train import train
 
     return [train(parse_options(f"{SMALL} {line}".split()), quiet=True) for line in lines]
@@ -125,8 +125,8 @@ def test_the_timelines_show_the_run_before_and_after_balancing(two_ranks):
 def test_the_checkpoint_is_the_whole_model(two_ranks):
     import torch
 
-    from examples.common.flags.vit import parse_options
-    from examples.common.vit import build_chosen_vit
+    from examples.vit.model import build_chosen_vit
+    from examples.vit.options import parse_options
 
     weights = torch.load(two_ranks[1] / "saved" / "model.pt", weights_only=True)
     build_chosen_vit(parse_options(SMALL.split()), classes=10).load_state_dict(weights)

@@ -6,9 +6,8 @@ import json
 
 import pytest
 
-from examples.common.flags.parser import UsageError
-from examples.common.flags.slow_processes import slowdowns
-from examples.common.flags.zero import check_options, parse_options
+from examples.common.options import UsageError, slowdowns
+from examples.zero.options import check_options, parse_options
 from tests.support.comparison_examples import compared
 
 SMALL = "--hidden 16 --depth 1 --heads 2 --patch 16 --global-batch 128 --epochs 1"

@@ -24,7 +24,7 @@ WINDOW_SECONDS = 0.02
 
 
 def _compare(example: str, lines: list[str]) -> tuple[list[dict[str, Any] | None], str]:
-    parse = importlib.import_module(f"examples.common.flags.{example}").parse_options
+    parse = importlib.import_module(f"examples.{example}.options").parse_options
     module = importlib.import_module(f"examples.{example}.train")
     with ExitStack() as stack:
         # The launcher sets this for ranks of one machine. With it, both ways of training use the same profile.

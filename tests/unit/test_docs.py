@@ -151,7 +151,7 @@ def test_flags_of_commands_exist() -> None:
 
 def flags_of_example(name: str, parser: str = "parse_options") -> set[str]:
     """Flags in an example's help."""
-    module = importlib.import_module(f"examples.common.flags.{name}")
+    module = importlib.import_module(f"examples.{name}.options")
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), pytest.raises(SystemExit):
         getattr(module, parser)(["--help"])

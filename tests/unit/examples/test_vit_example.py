@@ -18,15 +18,14 @@ from colossal_hetero import BalanceConfig
 from colossal_hetero.balance.report import IterationRecord, RankRecord
 from colossal_hetero.balance.timeline import IterationTimeline, Segment, Timelines
 from colossal_hetero.profiling.named_profile import build_model
-from examples.common.flags.parser import UsageError
-from examples.common.flags.tensor_parallel import Layout
-from examples.common.flags.vit import VitOptions, check_options, parse_options
+from examples.common.balancing_report import BalancingReport
 from examples.common.images import Augmentation, DataInfo, ImageSet, find_data, load_data, padded_batches
-from examples.common.report.balancing import BalancingReport
-from examples.common.report.iteration_logs import TraceFile, write_timelines
-from examples.common.report.measurements import Measurements, summarize
-from examples.common.report.summary_file import write_json
-from examples.common.vit import build_chosen_vit, check_model
+from examples.common.measurements import Measurements, TraceFile, summarize, write_timelines
+from examples.common.options import UsageError
+from examples.common.tensor_parallel import Layout
+from examples.common.terminal import write_json
+from examples.vit.model import build_chosen_vit, check_model
+from examples.vit.options import VitOptions, check_options, parse_options
 
 
 def options(line: str = "") -> VitOptions:

@@ -10,19 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from colossal_hetero.common.text import check_matplotlib, check_name
-
-from .parser import (
+from examples.common.options import (
     OneLineParser,
     UsageError,
+    VitSizeOptions,
     add_data_flags,
     add_training_flags,
+    add_vit_size_flags,
     check_at_least_one,
     check_file,
     check_training,
+    check_vit_sizes,
 )
-from .vit_sizes import VitSizeOptions, add_vit_size_flags, check_vit_sizes
-
-__all__ = ["NODES", "Action", "ElasticOptions", "check_options", "parse_demo_options", "parse_options", "script_flags"]
 
 NODES = ("node-0", "node-1", "node-2", "node-3", "node-4")
 """Names of the nodes that may be members."""

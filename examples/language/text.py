@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-__all__ = ["BYTES", "TextPieces", "load_text"]
-
 BYTES = 256
 """Number of different tokens: a token is a byte."""
 

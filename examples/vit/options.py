@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from colossal_hetero.planner.profile.estimate import VITS
-
-from .parser import (
+from examples.common.options import (
     IMAGE_SIZE,
     OneLineParser,
     UsageError,
     add_data_flags,
     add_ranks_flag,
     add_training_flags,
+    check_patch,
 )
-from .tensor_parallel import (
+from examples.common.tensor_parallel import (
     Layout,
     TensorParallelOptions,
     add_balance_flags,
@@ -23,9 +23,6 @@ from .tensor_parallel import (
     add_plugin_flags,
     check_model_sizes,
 )
-from .vit_sizes import check_patch
-
-__all__ = ["VitOptions", "check_options", "parse_options"]
 
 DEFAULT_SHAPE = {"hidden": 384, "depth": 2, "heads": 8, "patch": 8}
 
@@ -117,3 +114,13 @@ def _check_sizes(options: VitOptions, layout: Layout) -> None:
         raise UsageError(f"--heads {heads} does not divide --hidden {hidden}; use a divisor of {hidden}")
     name = options.model or "this model"
     check_model_sizes(name, {"heads": {heads}, "MLP features": {4 * hidden}}, options.size("depth"), layout)
+
+
+def check(options: VitOptions, world_size: int) -> None:
+    """:func:`check_options`, and whether there are enough data and such a model, for which torch is loaded."""
+    layout = check_options(options, world_size)
+    from examples.common.images import find_data
+    from examples.vit.model import check_model
+
+    find_data(options, options.batch_size)
+    check_model(options, layout)

@@ -11,14 +11,10 @@ from statistics import median
 from typing import Any
 
 from colossal_hetero.common.text import BLUE, ORANGE, save_figure
+from examples.common.terminal import Terminal, compact_table, write_json
 
-from ..flags.elastic import Action, ElasticOptions
-from ..trace import Finished, Loss, Step, World
-from .summary_file import write_json
-from .terminal import Terminal, compact_table
-
-__all__ = ["Change", "Comparison", "ElasticReport", "History"]
-
+from .loop_trace import Finished, Loss, Step, World
+from .options import Action, ElasticOptions
 
 ENDS = {"kill": "killed", "leave": "left"}
 """What has become of a node, by the action."""

@@ -6,20 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from colossal_hetero.planner.batches.batch_profile import BatchProfile, load_profile
-
-from .comparison import (
+from examples.common.options import (
     ComparisonOptions,
+    OneLineParser,
+    UsageError,
+    add_data_flags,
     add_global_batch_flag,
     add_profile_flag,
+    add_ranks_flag,
+    add_straggler_flags,
+    add_training_flags,
+    add_vit_size_flags,
     check_comparison,
     check_outputs,
     existing_profile,
 )
-from .parser import OneLineParser, UsageError, add_data_flags, add_ranks_flag, add_training_flags
-from .slow_processes import add_straggler_flags
-from .vit_sizes import add_vit_size_flags
-
-__all__ = ["ZeroOptions", "check_options", "parse_options"]
 
 
 class ZeroOptions(ComparisonOptions):
@@ -98,3 +99,11 @@ def _check_profile(options: ZeroOptions, profile: BatchProfile, world_size: int)
     ):
         if wanted not in (found, "auto"):
             raise UsageError(f"{made} was made with --{name} {found}, not {wanted}; {remedy}")
+
+
+def check(options: ZeroOptions, world_size: int) -> None:
+    """:func:`check_options`, and whether there is enough data, for which torch is loaded."""
+    check_options(options, world_size)
+    from examples.common.images import find_data
+
+    find_data(options, options.global_batch, "--global-batch")

@@ -6,12 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from colossal_hetero.planner.batches.allocation import Allocation, Share
-
-from .comparison import ComparisonReport, Training
-from .summary_file import warmup_iterations
-from .terminal import compact_table
-
-__all__ = ["ZeroReport", "ZeroTraining"]
+from examples.common.comparison import ComparisonReport, Training
+from examples.common.terminal import compact_table, warmup_iterations
 
 
 @dataclass

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from .parser import OneLineParser, UsageError, add_ranks_flag, add_training_flags
-from .tensor_parallel import (
+from examples.common.options import OneLineParser, UsageError, add_ranks_flag, add_training_flags
+from examples.common.tensor_parallel import (
     Layout,
     TensorParallelOptions,
     add_balance_flags,
@@ -15,8 +15,6 @@ from .tensor_parallel import (
     add_plugin_flags,
     check_model_sizes,
 )
-
-__all__ = ["LanguageOptions", "check_options", "parse_options"]
 
 
 class LanguageOptions(TensorParallelOptions):

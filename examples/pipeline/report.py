@@ -9,11 +9,8 @@ from colossal_hetero.planner.cluster.topology import Topology
 from colossal_hetero.planner.cost.plan import Plan, save_plan
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from colossal_hetero.planner.report.plan_table import one_line
-
-from .comparison import ComparisonReport, Training
-from .terminal import compact_table
-
-__all__ = ["PipelineReport", "PipelineTraining"]
+from examples.common.comparison import ComparisonReport, Training
+from examples.common.terminal import compact_table
 
 
 @dataclass

@@ -13,8 +13,6 @@ import torch.distributed as dist
 
 from colossal_hetero.planner.report.plan_table import layout
 
-__all__ = ["Finished", "LoopTrace", "Loss", "Step", "TraceReader", "World"]
-
 
 @dataclass(frozen=True)
 class Loss:

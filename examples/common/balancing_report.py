@@ -14,13 +14,9 @@ from colossal_hetero.balance.report import comparison_text, moved_shares, rank_t
 from colossal_hetero.balance.timeline import Timelines
 from colossal_hetero.colossalai_support.accelerator import get_accelerator
 
-from ..flags.tensor_parallel import Layout, TensorParallelOptions
-from .iteration_logs import TensorBoardLog, TraceFile, write_timelines
-from .measurements import Measurements, summarize
-from .summary_file import peak_memory_by_rank, write_json
-from .terminal import Terminal
-
-__all__ = ["BalancingReport"]
+from .measurements import Measurements, TensorBoardLog, TraceFile, summarize, write_timelines
+from .tensor_parallel import Layout, TensorParallelOptions
+from .terminal import Terminal, peak_memory_by_rank, write_json
 
 
 class BalancingReport(Terminal):

@@ -13,11 +13,8 @@ import torch.distributed as dist
 
 from colossal_hetero.colossalai_support.accelerator import get_accelerator
 
-from ..flags.parser import Options
-from .summary_file import finite, peak_memory_by_rank, quantiles, warmup_iterations, write_json
-from .terminal import Terminal, compact_table
-
-__all__ = ["ComparisonReport", "Training"]
+from .options import Options
+from .terminal import Terminal, compact_table, finite, peak_memory_by_rank, quantiles, warmup_iterations, write_json
 
 
 @dataclass

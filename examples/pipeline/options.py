@@ -7,28 +7,23 @@ from pathlib import Path
 
 from colossal_hetero.common.text import check_matplotlib, check_name
 from colossal_hetero.planner.profile.layer_profile import load_profile
-
-from .comparison import (
+from examples.common.options import (
     ComparisonOptions,
-    add_global_batch_flag,
-    add_profile_flag,
-    check_comparison,
-    check_outputs,
-    existing_profile,
-)
-from .parser import (
     OneLineParser,
     UsageError,
     add_data_flags,
+    add_global_batch_flag,
+    add_profile_flag,
     add_ranks_flag,
+    add_straggler_flags,
     add_training_flags,
+    add_vit_size_flags,
     check_at_least_one,
+    check_comparison,
+    check_outputs,
+    existing_profile,
     flag,
 )
-from .slow_processes import add_straggler_flags
-from .vit_sizes import add_vit_size_flags
-
-__all__ = ["PipelineOptions", "check_options", "parse_options"]
 
 
 class PipelineOptions(ComparisonOptions):
@@ -131,3 +126,11 @@ def _check_files(options: PipelineOptions) -> None:
         for name in ("plan", "plot"):
             if getattr(options, name) is not None:
                 raise UsageError(f"{flag(name)} needs a plan, which --way uniform does not make; use --way planned")
+
+
+def check(options: PipelineOptions, world_size: int) -> None:
+    """:func:`check_options`, and whether there is enough data, for which torch is loaded."""
+    check_options(options, world_size)
+    from examples.common.images import find_data
+
+    find_data(options, options.global_batch, "--global-batch")

@@ -15,15 +15,10 @@ from typing import TYPE_CHECKING, get_args
 from colossal_hetero.balance.config import BalanceConfig, Imputation, Migration, Mode, Priority, Reference, Resizing
 from colossal_hetero.common.text import FORMATS, check_matplotlib, parse_rank_factors
 
-from .parser import Options, UsageError, attempt, check_at_least_one, check_file, check_training, flag
+from .options import Options, UsageError, attempt, check_at_least_one, check_file, check_training, flag
 
 if TYPE_CHECKING:
     from colossal_hetero.testing.stragglers import Stragglers
-
-__all__ = [
-    *("Layout", "TensorParallelOptions", "add_balance_flags", "add_batch_flags", "add_output_flags"),
-    *("add_plugin_flags", "check_model_sizes"),
-]
 
 
 @dataclass(frozen=True)
