@@ -50,7 +50,8 @@ class History:
         self._actions = actions
         self._steps: dict[int, list[Step]] = {}
         self._losses: dict[int, list[Loss]] = {}
-        self._worlds: dict[int, list[World]] = {}
+        self._worlds: dict[tuple[int, int], list[World]] = {}
+        """By the step after which it began, and a number if several did; an entry for each member."""
         self._starts: Counter[str] = Counter()
         self._times_started = 0
         self.finished: set[str] = set()
@@ -74,9 +75,16 @@ class History:
                         self._times_started += 1
                         self._forget_after(entry.since)
                 self.nodes.add(entry.node)
-                self._worlds.setdefault(entry.since, []).append(entry)
+                self._add_world(entry)
             elif isinstance(entry, Finished):
                 self.finished.add(entry.node)
+
+    def _add_world(self, entry: World) -> None:
+        for number in itertools.count():
+            world = self._worlds.setdefault((entry.since, number), [])
+            if all(each.members == entry.members and each.node != entry.node for each in world):
+                world.append(entry)
+                return
 
     def _forget_after(self, step: int) -> None:
         """All members have started again after this step."""
@@ -92,7 +100,7 @@ class History:
                 return {number: found for number, found in again.items() if found}
 
             self._steps, self._losses = kept(self._steps), kept(self._losses)
-            self._worlds = {since: worlds for since, worlds in self._worlds.items() if since <= step > 0}
+            self._worlds = {key: world for key, world in self._worlds.items() if key[0] <= step > 0}
 
     @property
     def newest_step(self) -> int:
@@ -129,9 +137,14 @@ class History:
         stepped: dict[int, set[str]] = {}
         for entry in itertools.chain.from_iterable(self._steps.values()):
             stepped.setdefault(entry.since, set()).add(entry.node)
-        for (began, before), (since, after) in itertools.pairwise(worlds):
-            old, new = ({world.node for world in each} for each in (before, after))
-            old |= stepped.get(began, set())  # a node that was killed may not have written that the world began
+        new: set[str] = set()
+        for ((began, _), before), ((since, _), after) in itertools.pairwise(worlds):
+            old = new if len(before) < before[0].members else set()
+            # A node that was killed may not have written that the world before began, or the one after.
+            old |= {world.node for world in before} | stepped.get(began, set())
+            new = {world.node for world in after}
+            if len(old | new) == after[0].members:
+                new |= old
             start, stop = times.get(since), times.get(since + 1)
             changes.append(
                 Change(
@@ -142,7 +155,7 @@ class History:
                         [
                             *(self._end_of(node, since) for node in sorted(old - new)),
                             *(f"{node} joined" for node in sorted(new - old)),
-                            *["all started again"] * all(world.started for world in after),
+                            *["all started again"] * all(world.started and not world.received_bytes for world in after),
                         ]
                     ),
                     plan=after[0].plan,

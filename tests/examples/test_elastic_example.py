@@ -17,7 +17,7 @@ from examples.elastic.options import Action, check_options, parse_demo_options
 from examples.elastic.report import Change, History, throughput
 from tests.support.paths import REPOSITORY
 
-SMALL = "--hidden 16 --depth 2 --heads 2 --patch 16 --global-batch 128 --micro-batch 16 --epochs 8"
+SMALL = "--hidden 16 --depth 2 --heads 2 --patch 16 --global-batch 128 --micro-batch 16 --epochs 16"
 
 
 def test_rank_0_is_killed(tmp_path, monkeypatch):
@@ -36,7 +36,7 @@ def test_rank_0_is_killed(tmp_path, monkeypatch):
     summary = demo.demonstrate(options, quiet=True)
     assert json.loads(files["summary.json"].read_text()) == summary
     assert files["plot.png"].stat().st_size > 5_000
-    assert summary["steps"] == 1438 // 128 * 8
+    assert summary["steps"] == 1438 // 128 * 16
     lost = next(change for change in summary["changes"] if "node-0 killed" in change["why"])
     assert (lost["before"], lost["after"]) == (2, 1) and lost["step"] >= 3
     comparison = summary["comparison"]
@@ -107,6 +107,23 @@ def test_changes_and_losses_of_a_history():
     assert (history.newest_step, history.members, history.finished) == (4, 3, {"b"})
     edges, rates = throughput(history.times(), 30)
     assert edges == [0, 10, 25, 35] and rates == [3, 2, 3]
+
+
+@pytest.mark.parametrize("killed", "ab")
+def test_two_changes_after_the_same_step(killed):
+    """Node b starts late, and one of both is killed before it has made a step; a before it has written this, too."""
+    history = History([Action("kill", killed, 2)])
+    history.add([World("a", 0, 1, "alone", started=True), Step("a", 1, 0, 10.0), Step("a", 2, 0, 20.0)])
+    if killed == "b":
+        history.add([World("a", 2, 2, "together")])
+    history.add([World("b", 2, 2, "together", received_bytes=4, started=True)])
+    left = "a" if killed == "b" else "b"
+    history.add([World(left, 2, 1, "alone again"), Step(left, 3, 2, 40.0)])
+    assert [(each.step, each.before, each.after, each.why) for each in history.changes()] == [
+        (2, 1, 2, "b joined"),
+        (2, 2, 1, f"{killed} killed"),
+    ]
+    assert history.members == 1 and history.restarts == []
 
 
 def test_a_member_that_dies_before_it_has_written_a_step_has_written_its_loss():

@@ -27,7 +27,7 @@ def _train() -> tuple[list[dict[str, Any] | None], bool]:
     """Train once per line. Returns the summaries, and whether the prediction of a byte depends on later bytes."""
     import torch
 
-    from examples.common import text
+    from examples.language import text
     from examples.language import train as example
 
     with patch.object(text, "HELD_OUT_SHARE", 0.005):  # a tenth of the default, to shorten the evaluation
