@@ -57,11 +57,6 @@ class Draft:
         return len(set(self.bounds)) == 1 and len(set(self.micro_batches)) == 1
 
     @property
-    def is_plain(self) -> bool:
-        """True without ZeRO stage 1 and recomputation."""
-        return self.pool.pipelines is None and not any(any(cost.recompute) for cost in self.costs)
-
-    @property
     def devices(self) -> int:
         return sum(map(len, self.rows)) * self.pool.tensor_parallel
 
@@ -77,7 +72,8 @@ class Draft:
     @property
     def ranking_seconds(self) -> float:
         """Seconds by which drafts are compared, see :func:`.ranking_seconds`."""
-        return ranking_seconds(self.seconds, equal=self.is_equal, plain=self.is_plain)
+        plain = self.pool.pipelines is None and not any(any(cost.recompute) for cost in self.costs)
+        return ranking_seconds(self.seconds, equal=self.is_equal, plain=plain)
 
 
 class DraftBuilder:

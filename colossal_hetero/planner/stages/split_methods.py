@@ -25,31 +25,16 @@ def split(pipeline: Pipeline, method: str = "exact", *, order: Sequence[int] | N
     memory, or of those in a few orders. ``adapt`` and ``autohet`` also respect memory; for ``uniform`` and ``holmes``,
     check ``evaluate(...).fits``.
     """
-    if method not in METHODS:
-        raise ValueError(f"unknown method {method!r}: valid are {', '.join(METHODS)}")
-    _check(pipeline, order)
-    found = _SPLITS[method](pipeline, None if order is None else tuple(order))
-    if found is None:
-        raise ValueError(_memory_message(pipeline, order))
-    return found
-
-
-def _check(pipeline: Pipeline, order: Sequence[int] | None) -> None:
     stages = len(pipeline.slots)
-    if stages == 0:
-        raise ValueError("no slots: a pipeline needs at least one")
     if stages > pipeline.blocks:
         raise ValueError(
             f"{stages} stages for {pipeline.blocks} blocks: each stage needs at least one block, so use at most "
             f"{pipeline.blocks} slots"
         )
-    different = sorted({len(slot.costs.forward_seconds) for slot in pipeline.slots})
-    if len(different) > 1:
-        raise ValueError(f"the slots have costs for different numbers of blocks: {different}; they must be the same")
-    if pipeline.micro_batches < 1:
-        raise ValueError(f"{pipeline.micro_batches} micro-batches: an iteration must have at least 1")
-    if order is not None and sorted(order) != list(range(stages)):
-        raise ValueError(f"order {list(order)} is not a permutation of the slots 0 to {stages - 1}")
+    found = _SPLITS[method](pipeline, None if order is None else tuple(order))
+    if found is None:
+        raise ValueError(_memory_message(pipeline, order))
+    return found
 
 
 def _memory_message(pipeline: Pipeline, order: Sequence[int] | None) -> str:
