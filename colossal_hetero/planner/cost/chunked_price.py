@@ -177,8 +177,8 @@ def _divided(
     for seconds in _variants(means):
         pipelines = _ordered(distinct, fewer, seconds)
         found = _best(pipelines, start[None]) if method == "uniform" else divide_blocks(pipelines)
-        if found is not None and (best is None or found.seconds < best[0]):
-            best = found.seconds, found.bounds, seconds
+        if found is not None and (best is None or found[0] < best[0]):
+            best = (*found, seconds)
     if best is None:
         raise ValueError(
             f"no division into {total} chunks that was tried fits into memory; use smaller micro-batches, more stages, "
@@ -372,11 +372,6 @@ class ChunkedPipeline:
         times = self.times(bounds)
         return np.asarray((simulate_passes(self.order, times) + times.update_seconds).max(axis=0))
 
-    def excess_bytes(self, bounds: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Bytes by which the fullest device exceeds its memory, ``[divisions]``; 0 if everything fits."""
-        available = np.array([slot.memory_bytes for slot in self.slots])
-        return np.asarray(np.maximum(self.memory_bytes(bounds) - available[:, None], 0.0).max(axis=0))
-
 
 # Chunk division ------------------------------------------------------------------------------------------------------
 # Divisions of the blocks over pipelines that are alike. If there are few, all are compared. Otherwise blocks are moved
@@ -392,15 +387,11 @@ MAX_PAIRS_OF_MOVES = 4_000
 ROUNDING = 1e-12
 
 
-@dataclass(frozen=True)
-class ChunkDivision:
-    """Blocks of each chunk, as bounds ``[chunks + 1]``, and seconds of the slowest pipeline."""
-
-    bounds: tuple[int, ...]
-    seconds: float
+Division = tuple[float, tuple[int, ...]]
+"""Seconds of the slowest pipeline, and blocks of each chunk, as bounds ``[chunks + 1]``."""
 
 
-def divide_blocks(pipelines: Sequence[ChunkedPipeline], max_compared: int = MAX_COMPARED) -> ChunkDivision | None:
+def divide_blocks(pipelines: Sequence[ChunkedPipeline], max_compared: int = MAX_COMPARED) -> Division | None:
     """The best division of the blocks that is found; None if none fits in memory, or there are too few blocks."""
     first = pipelines[0]
     chunks = first.order.chunks
@@ -412,12 +403,14 @@ def divide_blocks(pipelines: Sequence[ChunkedPipeline], max_compared: int = MAX_
     starts = [proportional_bounds(pipeline) for pipeline in pipelines]
     starts.append(np.asarray(uniform_bounds(first.blocks, chunks)))
     found = [_improved(pipelines, start) for start in np.unique(starts, axis=0)]
-    return min((each for each in found if each is not None), key=lambda each: each.seconds, default=None)
+    return min((each for each in found if each is not None), key=lambda each: each[0], default=None)
 
 
 def proportional_bounds(pipeline: ChunkedPipeline) -> NDArray[np.int64]:
     """Chunks of blocks in proportion to the speed of their stages, ``[chunks + 1]``; each has at least one."""
-    speeds = [1.0 / max(_work(pipeline, stage), 1e-30) for stage in pipeline.order.stage_of_chunk]
+    costs = [slot.costs for slot in pipeline.slots]
+    work = [float(each.forward_seconds.sum() + each.backward_seconds.sum()) for each in costs]
+    speeds = [1.0 / max(work[stage], 1e-30) for stage in pipeline.order.stage_of_chunk]
     ideal = np.cumsum(speeds) / sum(speeds) * pipeline.blocks
     chunks = len(speeds)
     bounds = np.concatenate([[0], np.rint(ideal)]).astype(np.int64)
@@ -426,12 +419,7 @@ def proportional_bounds(pipeline: ChunkedPipeline) -> NDArray[np.int64]:
     return bounds
 
 
-def _work(pipeline: ChunkedPipeline, stage: int) -> float:
-    costs = pipeline.slots[stage].costs
-    return float(costs.forward_seconds.sum() + costs.backward_seconds.sum())
-
-
-def _improved(pipelines: Sequence[ChunkedPipeline], start: NDArray[np.int64]) -> ChunkDivision | None:
+def _improved(pipelines: Sequence[ChunkedPipeline], start: NDArray[np.int64]) -> Division | None:
     sizes = np.diff(start)
     excess, seconds = (float(each[0]) for each in _prices(pipelines, start[None]))
     for _ in range(MAX_ROUNDS):
@@ -442,7 +430,7 @@ def _improved(pipelines: Sequence[ChunkedPipeline], start: NDArray[np.int64]) ->
         if found is None:
             break
         sizes, excess, seconds = found
-    return ChunkDivision((0, *np.cumsum(sizes).tolist()), seconds) if excess == 0 else None
+    return (seconds, (0, *np.cumsum(sizes).tolist())) if excess == 0 else None
 
 
 def _better(
@@ -471,18 +459,22 @@ def _moved(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.array(moved, dtype=np.int64).reshape(-1, chunks)
 
 
-def _best(pipelines: Sequence[ChunkedPipeline], bounds: NDArray[np.int64]) -> ChunkDivision | None:
+def _best(pipelines: Sequence[ChunkedPipeline], bounds: NDArray[np.int64]) -> Division | None:
     excess, seconds = _prices(pipelines, bounds)
     fits = np.flatnonzero(excess == 0)
     if not len(fits):
         return None
     best = fits[seconds[fits].argmin()]
-    return ChunkDivision(tuple(bounds[best].tolist()), float(seconds[best]))
+    return float(seconds[best]), tuple(bounds[best].tolist())
 
 
 def _prices(
     pipelines: Sequence[ChunkedPipeline], bounds: NDArray[np.int64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Bytes by which memory is exceeded, and seconds of the slowest pipeline, each ``[divisions]``."""
-    excess = np.max([pipeline.excess_bytes(bounds) for pipeline in pipelines], axis=0)
+    over = [
+        pipeline.memory_bytes(bounds) - np.array([slot.memory_bytes for slot in pipeline.slots])[:, None]
+        for pipeline in pipelines
+    ]
+    excess = np.maximum(np.max([each.max(axis=0) for each in over], axis=0), 0.0)
     return excess, np.max([pipeline.seconds(bounds) for pipeline in pipelines], axis=0)

@@ -261,10 +261,7 @@ def test_exact_without_an_order_gets_a_good_split():
 @pytest.mark.parametrize(
     ("pipeline", "options", "words"),
     [
-        (pipeline_of([1.0], 1), dict(method="best"), r"'best'.*exact, uniform, holmes, adapt, autohet"),
         *((pipeline_of([1.0] * 3, 2), dict(method=method), "3 stages for 2 blocks") for method in METHODS),
-        (pipeline_of([1.0], 1, count=0), {}, "0 micro-batches"),
-        (pipeline_of([1.0, 1.0], 2), dict(order=[0, 0]), "not a permutation"),
         # The first stage holds the activations of two micro-batches: 1 + 2·1.
         (
             pipeline_of([1.0, 2.0], 4, memory=[1.5, 1.6]),
