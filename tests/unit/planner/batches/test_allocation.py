@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from itertools import product
-from math import ceil, inf
+from math import inf
 
 import pytest
 from hypothesis import given
@@ -197,25 +197,6 @@ def test_the_order_of_ranks_and_equal_curves_do_not_matter(
         assert by_kind(curves, first) == by_kind([curves[rank] for rank in order], moved)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("stage, accumulation", SETTINGS)
-def test_edge_cases(stage: int, accumulation: str, method: str) -> None:
-    slow, fast, tight = (Curve.from_seconds(times) for times in ([3, 6, 9, 12], [1, 2, 3, 4], [1.5]))
-
-    def deal(curves: list[Curve], samples: int) -> Allocation:
-        found = allocate(curves, samples, stage, method=method, accumulation=accumulation, flops=[1.0] * len(curves))
-        check_sound(found, curves, samples, 0.0)
-        return found
-
-    few = deal([fast, slow, tight, fast], 2)
-    assert min(share.samples for share in few.shares) == 0 and few.shares[1].steps >= 1
-    assert deal([tight], 5).shares == (Share(((1, 5),)),)
-    alone = deal([slow], 9)
-    assert alone.shares[0].steps == 3 and alone.idle_seconds == (0.0,)
-    assert len({share.sizes for share in deal([fast] * 4, 16).shares}) == 1
-    deal([fast, tight, slow], 40)
-
-
 def test_of_equal_wall_times_the_fewest_micro_steps_are_chosen() -> None:
     """If times have no constant part, any number of micro-steps that fits takes equally long, except for rounding."""
     curve = Curve.from_seconds([0.1 * b for b in range(1, 9)])
@@ -269,19 +250,6 @@ def test_shares_that_do_not_fit_are_rejected() -> None:
         evaluate([CURVE, CURVE], [Share(((2, 1),)), Share(((3, 1),))], 0, method="exact")
     with pytest.raises(ValueError, match="all ranks must run the same number of micro-steps"):
         evaluate([CURVE, CURVE], [Share(((2, 1),)), Share(((2, 2),))], 2, method="exact")
-
-
-@pytest.mark.parametrize("stage, accumulation", SETTINGS)
-def test_a_thousand_ranks(stage: int, accumulation: str) -> None:
-    """The wall time is close to the bound from the best speeds; for the planning time see
-    benchmarks/data_parallel/allocation.py."""
-    kinds = [Curve.from_seconds([(0.01 + 0.02 * b) * slow for b in range(1, 65)]) for slow in (1, 1.5, 2, 3)]
-    curves = [kinds[rank % 4] for rank in range(1024)]
-    found = allocate(curves, 65536, stage, accumulation=accumulation)
-    check_sound(found, curves, 65536, 0.0)
-    bound = 65536 / sum(curve.peak_speed for curve in curves)
-    assert bound <= found.wall_seconds * ROUNDING and found.wall_seconds <= 1.05 * bound
-    assert found.steps >= ceil(65536 / (1024 * 64))
 
 
 @given(

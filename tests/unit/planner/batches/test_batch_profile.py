@@ -105,14 +105,6 @@ def test_a_smaller_state_leaves_memory_for_larger_batches() -> None:
     assert wasteful.kind_max_batches(3)[0] == 9
 
 
-def test_fewer_ranks_each_hold_more_of_the_state() -> None:
-    assert profile().state_bytes(0, 2) == profile().state_bytes(0)
-    assert profile().state_bytes(3, 2) == [8 * GIB, 8 * GIB]
-    assert profile().kind_max_batches(3, sharing_ranks=2) == [8, 6]
-    assert [curve.max_batch for curve in profile().curves(3, sharing_ranks=2)] == [8, 6, 8, 6]
-    assert profile().kind_max_batches(0, sharing_ranks=2) == [4, 2]
-
-
 def test_if_memory_was_not_the_limit_the_largest_batch_follows_from_memory() -> None:
     roomy = profile(kinds=[device(memory_bytes=30 * GIB, memory_bound=False)], ranks=[0] * 4, links=[])
     assert roomy.kind_max_batches(0)[0] == 4
@@ -184,18 +176,6 @@ def test_a_profile_of_another_run_is_rejected() -> None:
 def test_error_messages_name_the_field(tmp_path: Path, change: Callable[[Any], None], words: str) -> None:
     message = broken(tmp_path, change)
     assert re.search(words, message), message
-
-
-def test_all_errors_are_reported_at_once(tmp_path: Path) -> None:
-    def change(content: Any) -> None:
-        content["stage"] = "two"
-        content["kinds"][0]["points"][0]["batch"] = -1
-        del content["precision"]
-
-    message = broken(tmp_path, change)
-    assert message.count(";") == 2
-    assert "precision is missing" in message and "stage is 'two'" in message and "batch is -1" in message
-    assert "kinds is" not in message  # a list with a wrong element does not count as empty
 
 
 @pytest.mark.parametrize(("text", "words"), [("{", "is not JSON"), ("[]", "not a profile"), ("\udcff", "is not JSON")])

@@ -108,16 +108,6 @@ def test_a_quota_that_is_taken_off_when_batches_are_divided_again(slow: int, quo
         assert max(slow_by[AFTER:]) <= 1.035, (seed, slow_by)
 
 
-@pytest.mark.parametrize("quota", [0.5, 0.25])
-def test_iterations_as_short_as_a_few_periods_of_the_quota(quota: float) -> None:
-    """Then saved-up time is a large part of an iteration, and small steps in the wrong direction are tried."""
-    for seconds in (0.1, 0.25):
-        for seed in SEEDS:
-            (slow_by, _), (after, _) = put_a_quota_on_and_off(2, 1, quota, seconds, seed)
-            assert sum(slow_by[AFTER:]) / len(slow_by[AFTER:]) <= 1.2, (seconds, seed, slow_by)
-            assert after[-1] <= 1.03, (seconds, seed)
-
-
 @pytest.mark.parametrize("error", [0.75, 0.85, 1.15, 1.25])
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_wrong_profile_is_corrected(slow: int, error: float) -> None:
@@ -175,17 +165,6 @@ def test_slow_data_is_divided_by() -> None:
     simulation.train(20)
     assert slowness(simulation, 19, 20)[0] <= 1.03
     assert simulation.loop.speeds[1].data_seconds == pytest.approx(devices[1].data_seconds, rel=0.1)
-
-
-def test_a_device_that_saved_up_time_does_not_get_far_too_much_again_and_again() -> None:
-    """An iteration is as long as the period of the quota. A replica that waits is not stopped then, and looks as fast
-    as without a quota."""
-    devices = replicas(2, 0.1 / 24)
-    devices[1].quota = 0.5
-    simulation = Simulation(devices, 48, profile_errors=[1.0, 1.5], noise=0.01)
-    simulation.train(400)
-    late = simulation.walls[100:]
-    assert sum(late) / len(late) <= 1.1 * best_wall(simulation)
 
 
 def test_the_best_division_is_that_of_an_enumeration() -> None:

@@ -80,15 +80,6 @@ def test_layers_before_and_after_the_blocks_are_added_to_the_first_and_the_last_
     np.testing.assert_allclose(costs.output_bytes, [12, 16, 20])
 
 
-def test_the_time_of_the_schedule_is_interpolated_and_0_in_files_without_it() -> None:
-    assert profile().costs("fast", 1, 2).schedule_seconds == 0
-    mine = profile(
-        times=[times(schedule_seconds=0.2), times(micro_batch=4, factor=3.0, schedule_seconds=0.5)], rank_devices=[]
-    )
-    assert [mine.costs("fast", 1, size).schedule_seconds for size in (1, 2, 4)] == pytest.approx([0.2, 0.3, 0.5])
-    assert mine.costs("fast", 1, 2, speed=0.5).schedule_seconds == pytest.approx(0.6)
-
-
 def test_a_single_block_includes_the_layers_before_and_after() -> None:
     single = {
         "times": [times(**{f"{what}_seconds": [1, 2, 4] for what in ("forward", "backward", "update")})],
@@ -163,17 +154,6 @@ def test_smaller_micro_batches_never_take_longer(factors: list[float], batches: 
     for place, size in enumerate(measured):
         least = min(factors[place:])
         assert mine.costs("fast", 1, size).forward_seconds.sum() == pytest.approx(6.75 * least)
-
-
-def test_a_profile_lists_what_was_measured() -> None:
-    mine = profile(
-        times=[times(micro_batch=4), times(), times("slow"), times("slow", tensor_parallel=2)],
-        sizes=[sizes(), sizes(tensor_parallel=2)],
-    )
-    assert mine.devices == ("fast", "slow")
-    assert mine.tensor_parallel_degrees("slow") == (1, 2)
-    assert mine.micro_batches("fast", 1) == (1, 4)
-    assert (mine.layers, mine.blocks) == (5, 3)
 
 
 @pytest.mark.parametrize(

@@ -210,13 +210,6 @@ def test_closed_form_is_never_below_with_one_ratio_without_transfers(case):
         assert seconds == pytest.approx(closed)
 
 
-def test_closed_form_can_be_below():
-    # The longest forward and the longest backward are in different stages.
-    forward, backward, count = [10.0, 0.0, 0.0], [0.0, 10.0, 0.0], 50
-    assert closed_form(forward, backward, [0.0, 0.0], count)[1] == 510
-    assert simulated(forward, backward, [0.0, 0.0], count).seconds == 520
-
-
 @pytest.mark.parametrize("transfers", TRANSFERS)
 def test_equal_stages_without_transfers_take_the_known_time(transfers):
     timeline = simulated([1.0] * 8, [2.0] * 8, [0.0] * 7, 32, transfers)
@@ -231,8 +224,3 @@ def test_updates_are_at_the_end_and_half_of_the_schedule_with_each_pass():
     assert timeline.stage_seconds == pytest.approx(alike.stage_seconds)
     assert timeline.seconds == pytest.approx(alike.seconds + 0.5)
     assert [events[-1].kind for events in timeline.events] == ["update"] * 3
-
-
-def test_bad_transfers():
-    with pytest.raises(ValueError, match="'blocking' and 'overlapped'"):
-        _ = simulated([1.0], [1.0], [], 1, "magic").seconds

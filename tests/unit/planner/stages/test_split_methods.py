@@ -239,25 +239,6 @@ def test_adapt_stops_after_the_maximum_number_of_nodes():
         adapt(tight, None, nodes=2000)
 
 
-def test_exact_without_an_order_gets_a_good_split():
-    random = np.random.default_rng(6)
-    ratios = []
-    for _ in range(60 if IS_THOROUGH else 40):
-        pipeline = random_pipeline(random, max_slots=5, max_blocks=9)
-        best = min_seconds(pipeline)
-        try:
-            found = split(pipeline)
-        except ValueError:
-            continue
-        check(pipeline, found)
-        fits, seconds = plain_cost(pipeline, found)
-        assert fits
-        ratios.append(seconds / best)
-    assert len(ratios) > 15
-    assert min(ratios) > 1 - ROUNDING
-    assert np.mean(ratios) < 1.1
-
-
 @pytest.mark.parametrize(
     ("pipeline", "options", "words"),
     [

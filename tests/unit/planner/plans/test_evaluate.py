@@ -73,32 +73,6 @@ def test_plans_of_random_clusters(seed: int) -> None:
             assert evaluated.plan.iteration_seconds <= ranked.plan.iteration_seconds * (1 + 1e-8), line
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_stages_of_other_forms(seed: int) -> None:
-    """Recomputation and ZeRO, of plans that the planner finds in little memory."""
-    topology, profile, global_batch = (small_problem, large_problem)[seed % 2](seed)
-    if len(topology.devices) > 5:
-        return
-    scarce = {
-        device.kind: dataclasses.replace(
-            device.kind, memory_bytes=int(device.kind.memory_bytes * (1, 0.5, 0.3)[seed % 3])
-        )
-        for device in topology.devices
-    }
-    devices = tuple(dataclasses.replace(device, kind=scarce[device.kind]) for device in topology.devices)
-    topology = dataclasses.replace(topology, devices=devices)
-    try:
-        plans = make_plans(topology, profile, global_batch=global_batch, keep=3, recompute=True, zero_stages=(0, 1))
-    except ValueError:
-        return
-    for ranked in plans:
-        assert same_times(evaluate_plan(topology, profile, ranked.plan).plan, ranked.plan)
-        line = write_layout(layout_of(ranked.plan))
-        evaluated = evaluate_layout(topology, profile, read_layout(line))
-        assert layout_of(evaluated.plan) == layout_of(ranked.plan)
-        assert evaluated.plan.iteration_seconds <= ranked.plan.iteration_seconds * (1 + 1e-8), line
-
-
 def test_micro_batches_are_divided_for_the_earliest_end(cluster: Topology, profile: ModelProfile) -> None:
     line = "dp 2 = pp [A100-40 0-23] + pp [4 x V100-16 0-23]"
     free = evaluate_layout(cluster, profile, read_layout(line).with_batches(2), global_batch=48).plan
@@ -119,15 +93,6 @@ def test_what_does_not_fit_is_priced_and_named(cluster: Topology, profile: Model
     assert evaluated.fullest.memory_bytes > evaluated.fullest.memory_available_bytes
     few = evaluate_layout(cluster, profile, read_layout("dp 1 x pp [4 x V100-16 0-23], micro-batch 1 x 2"))
     assert few.problem is not None and "2 micro-batches for 4 stages" in few.problem
-
-
-def test_prices(cluster: Topology, profile: ModelProfile) -> None:
-    priced = dataclasses.replace(
-        cluster, nodes=tuple(dataclasses.replace(node, dollars_per_hour=3.0) for node in cluster.nodes)
-    )
-    evaluated = evaluate_layout(priced, profile, read_layout("dp 4 x pp [A100-40 0-23], micro-batch 2 x 8"))
-    assert evaluated.cost is not None and evaluated.cost.dollars_per_hour == 3.0
-    assert evaluated.cost.dollars_per_iteration == pytest.approx(3.0 * evaluated.plan.iteration_seconds / 3600)
 
 
 def test_slow_devices_are_left_out(cluster: Topology, profile: ModelProfile) -> None:

@@ -19,8 +19,7 @@ from colossal_hetero.planner.cost.layout_line import (
     read_layout,
     write_layout,
 )
-from tests.unit.planner.plans.test_chunked_plan import chunked
-from tests.unit.planner.plans.test_plan import plan
+from tests.unit.planner.plans.test_plan import chunked, plan
 
 DEVICES = ("A100-40", "V100-16", "3090", "x-2", "Xeon 2.4 GHz", "tp-kind")
 
@@ -100,13 +99,6 @@ def test_the_layout_of_a_plan_is_read_back() -> None:
     for made in (plan(), chunked("interleaved"), chunked("zbv")):
         line = write_layout(layout_of(made))
         assert read_layout(line) == layout_of(made), line
-
-
-def test_stages_with_chunks_are_written_one_by_one() -> None:
-    stages = tuple(StageLayout("A", ((2 * s, 2 * s + 2), (12 - 2 * s - 2, 12 - 2 * s))) for s in range(3))
-    layout = PlanLayout((PipelineLayout(stages, 6),), 1, "zbv")
-    assert "[A 0-1 + 10-11 | A 2-3 + 8-9 | A 4-5 + 6-7]" in write_layout(layout)
-    assert read_layout(write_layout(layout)) == layout
 
 
 @pytest.mark.parametrize(
