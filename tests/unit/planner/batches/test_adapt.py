@@ -109,14 +109,6 @@ def mesh(count: int, gloo: float, nccl: float | None = None, only: tuple[int, ..
     return found
 
 
-def test_equal_devices_are_all_kept() -> None:
-    plan = adapt([straight(1.0)] * 4, 32, 0, links=mesh(4, 1.0, 0.1), protocols=[GPU] * 4)
-    assert plan.dropped == () and plan.protocol == "nccl" and sorted(plan.ring) == [0, 1, 2, 3]
-    assert plan.cost_seconds == pytest.approx(8.1) == plan.allocation.wall_seconds
-    assert [step.kept for step in plan.steps] == [True, False]
-    assert plan.steps[0].reason == "all devices" and plan.steps[1].reason.startswith("rank 0 is the slowest")
-
-
 def test_a_cpu_that_requires_gloo_is_dropped_if_that_saves_time() -> None:
     curves = [straight(1.0), straight(1.0), straight(4.0)]
     for gloo, dropped in ((10.0, (2,)), (1.0, ())):  # 16 s + gloo with all, 18 s + 0.5 s without the CPU

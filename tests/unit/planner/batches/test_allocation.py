@@ -176,27 +176,6 @@ def test_exact_is_never_slower_than_the_simple_rules(
     assert not walls or walls["exact"] <= min(walls.values()) * ROUNDING
 
 
-@pytest.mark.parametrize("stage, accumulation", SETTINGS)
-@examples(ordinary=12, thorough=50)
-@given(clusters(4, 10), st.integers(1, 200), st.randoms(use_true_random=False))
-def test_the_order_of_ranks_and_equal_curves_do_not_matter(
-    stage: int, accumulation: str, curves: list[Curve], samples: int, random
-) -> None:
-    first = allocate(curves, samples, stage, accumulation=accumulation)
-    copies = [Curve(curve.seconds) for curve in curves]
-    assert allocate(copies, samples, stage, accumulation=accumulation) == first
-    order = random.sample(range(len(curves)), len(curves))
-    moved = allocate([curves[rank] for rank in order], samples, stage, accumulation=accumulation)
-    assert moved.wall_seconds == first.wall_seconds
-
-    def by_kind(ranks: list[Curve], allocation: Allocation) -> list[tuple]:
-        pairs = zip(ranks, allocation.shares, strict=True)
-        return sorted((tuple(curve.seconds[: samples + 1]), share.runs) for curve, share in pairs)
-
-    if stage < 2:
-        assert by_kind(curves, first) == by_kind([curves[rank] for rank in order], moved)
-
-
 def test_of_equal_wall_times_the_fewest_micro_steps_are_chosen() -> None:
     """If times have no constant part, any number of micro-steps that fits takes equally long, except for rounding."""
     curve = Curve.from_seconds([0.1 * b for b in range(1, 9)])

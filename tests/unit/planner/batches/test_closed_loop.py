@@ -85,29 +85,6 @@ def test_a_quota_that_is_put_on_and_taken_off(count: int, slow: int, quota: floa
                 assert passed <= 1.05, place
 
 
-@pytest.mark.parametrize("quota", [0.5, 0.25])
-@pytest.mark.parametrize("slow", [0, 1])
-def test_a_quota_that_is_taken_off_when_batches_are_divided_again(slow: int, quota: float) -> None:
-    """Then no time of the new division was measured under the quota."""
-    for seed in SEEDS:
-        devices = replicas(2, 2.0 / 192)
-        devices[slow].quota = quota
-        simulation = Simulation(devices, 192, noise=0.02, seed=seed, check_every=CHECK_EVERY)
-        lifted: list[int] = []
-
-        def before(iteration: int) -> None:
-            # The other device changes its speed, and the quota ends with the division that follows.
-            devices[1 - slow].sample_seconds = 2.0 / 192 / (1.3 if iteration >= 20 else 1.0)  # noqa: B023
-            if simulation.changes and simulation.changes[-1] >= 20 and not lifted:  # noqa: B023
-                lifted.append(iteration)  # noqa: B023
-                devices[slow].quota = 1.0  # noqa: B023
-
-        simulation.train(80, before)
-        assert lifted
-        slow_by = slowness(simulation, lifted[0], lifted[0] + 2 * AFTER)
-        assert max(slow_by[AFTER:]) <= 1.035, (seed, slow_by)
-
-
 @pytest.mark.parametrize("error", [0.75, 0.85, 1.15, 1.25])
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_wrong_profile_is_corrected(slow: int, error: float) -> None:
@@ -141,18 +118,6 @@ def test_a_spike_changes_nothing() -> None:
     simulation = Simulation(replicas(2, 0.3 * 2 / 96), 96, noise=0.01)
     simulation.train(60, lambda iteration: (1.0, 10.0) if iteration in (22, 38) else None)
     assert simulation.changes == []
-
-
-def test_a_speed_that_drifts_is_followed() -> None:
-    devices = replicas(2, 0.4 * 2 / 192)
-    simulation = Simulation(devices, 192, noise=0.02, seed=3)
-
-    def before(iteration: int) -> None:
-        devices[1].sample_seconds = devices[0].sample_seconds * (1.0 + iteration / 200)
-        if iteration >= 4 * CHECK_EVERY:
-            assert slowness(simulation, iteration - 1, iteration)[0] <= 1.06, iteration
-
-    simulation.train(200, before)
 
 
 def test_slow_data_is_divided_by() -> None:

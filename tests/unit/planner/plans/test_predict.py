@@ -84,9 +84,7 @@ def test_a_pipeline_costs_what_the_formula_says():
 
 
 def test_a_group_of_two_kinds_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"\(0, 2\) \(fast, slow\) are not a tensor-parallel group"
-    ):
+    with pytest.raises(ValueError, match=r"\(0, 2\) \(fast, slow\) are not a tensor-parallel group"):
         predict_plan(machines("slow", "fast"), profile(), [[[0, 2], [1, 3]]], micro_batch=2, global_batch=16)
 
 

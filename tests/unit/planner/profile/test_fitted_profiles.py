@@ -160,30 +160,6 @@ def test_counts_of_a_torch_block() -> None:
     assert backward.get_total_flops() == 3 * 2 * (model.block_forward_flop + model.head_forward_flop)
 
 
-def test_activation_memory() -> None:
-    """Korthikanti et al. 2022: inside the attention of a layer, GPT-3 keeps 80 sbh bytes (5as/h, section 5). Without
-    parallelism a layer keeps s h (34 + 5 a s/h) bytes per sample; with tensor parallelism 10 s h of these bytes remain
-    on every device."""
-    gpt3 = Transformer(layers=96, hidden=12288, vocabulary=51200, sequence=2048, heads=96)
-    row = 2048 * 12288
-    assert gpt3.block_activation_bytes() == row * (34 + 80)
-    assert gpt3.block_activation_bytes(8) == row * (10 + 104 / 8)
-
-
-def test_time_is_flop_over_flops() -> None:
-    profile = estimated_profile(SMALL, KINDS, efficiency=0.5, micro_batches=[4, 1])
-    assert profile.devices == ("A100-40", "V100-16")
-    assert profile.micro_batches("A100-40", 1) == (1, 4)
-    assert profile.blocks == 30
-    # Holmes, Eq. 6, of which blocks are recomputed for a quarter.
-    flop = flop_per_iteration(SMALL, 4) - 4 * 30 * SMALL.block_forward_flop
-    costs = profile.costs("A100-40", 1, 4)
-    seconds = costs.forward_seconds.sum() + costs.backward_seconds.sum()
-    assert seconds == pytest.approx(flop / (312e12 * 0.5), rel=1e-9)
-    slow = profile.costs("V100-16", 1, 4)
-    np.testing.assert_allclose(slow.forward_seconds / costs.forward_seconds, 312 / 125)
-
-
 def test_memory_is_eighteen_bytes_per_parameter() -> None:
     profile = estimated_profile(SMALL, KINDS, tensor_parallel=[1, 4])
     # Holmes: 3.6 B parameters; the head holds a second copy of the embedding.

@@ -7,7 +7,6 @@ import io
 import itertools
 from typing import Any
 
-import pytest
 from rich.console import Console
 
 from colossal_hetero.planner.cost.plan import Plan
@@ -84,17 +83,6 @@ def test_similar_replicas_share_rows() -> None:
     (row,) = rows(large())
     assert row.ranks == list(range(1024)) and row.numbers == tuple(range(32)) and row.layers == "[0, 32)"
     assert len({stage.node for stage in row.everywhere}) == 256
-
-
-@pytest.mark.parametrize("width", [80, 100, 140])
-@pytest.mark.parametrize("made", [plan(), unequal(), large(), large(4, 8)], ids=["two", "unequal", "large", "eight"])
-def test_tables_keep_the_width_and_do_not_cut_numbers(made: Plan, width: int) -> None:
-    text = printed(RankedPlan(made, "the least predicted time"), RankedPlan(unequal(), "1 % slower: why"), width=width)
-    assert max(map(len, text.splitlines())) <= width
-    for row in rows(made):
-        assert row.layers in text
-        assert "10.0 of" in text
-    assert "…" not in "".join(line for line in text.splitlines() if "of 40.0" in line).replace("… ", "")
 
 
 def test_the_next_plans_are_listed_with_reasons_and_names_are_not_markup() -> None:
@@ -220,15 +208,3 @@ def on_nodes(*nodes: tuple[str, int]) -> Plan:
     """A plan on these nodes with one stage per rank."""
     names = [name for name, ranks in nodes for _ in range(ranks)]
     return plan(replica(*(stage(rank, rank + 1, (rank,), node=name) for rank, name in enumerate(names))))
-
-
-def test_zero_stage_1_of_a_plan_is_an_argument_of_colossalais_plugin() -> None:
-    text = training_call(plan(precision="bf16", zero_stage=1))
-    assert "zero_stage" not in (plugin_arguments(text, "HeteroHybridParallelPlugin") or {})
-    assert (plugin_arguments(text, "HybridParallelPlugin") or {})["zero_stage"] == 1
-    assert "ZeRO 1" in one_line(plan(precision="bf16", zero_stage=1))
-    text = training_call(plan(precision="bf16", zero_stage=1), overlap=True)
-    assert (plugin_arguments(text, "HeteroHybridParallelPlugin") or {})["overlap_communication"]
-    text = training_call(plan(precision="fp32", zero_stage=1))
-    assert plugin_arguments(text, "HeteroHybridParallelPlugin") is not None
-    assert "it refuses ZeRO in fp32" in text

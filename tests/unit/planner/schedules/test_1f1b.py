@@ -138,36 +138,6 @@ def test_ends_equal_those_of_a_queue_of_events(transfers, case):
     assert timeline.stage_seconds == pytest.approx(slow_ends(*case, transfers), rel=ROUNDING, abs=1e-12)
 
 
-@pytest.mark.parametrize("transfers", TRANSFERS)
-@examples(ordinary=50, thorough=100)
-@given(pipelines())
-def test_events_follow_the_schedule(transfers, case):
-    forward, backward, _, count = case
-    timeline = simulated(*case, transfers)
-    for stage, events in enumerate(timeline.events):
-        assert all(one.stop <= other.start + ROUNDING for one, other in pairwise(events))
-        # A transfer that takes no time has no event, but a stage may wait for it.
-        assert max(event.stop for event in events) <= timeline.stage_seconds[stage]
-        assert all(event.start >= 0 for event in events)
-        work = [(event.kind, event.micro_batch) for event in events if event.kind != "transfer"]
-        wanted, done = [], {"forward": 0, "backward": 0}
-        for call, *_ in program(stage, len(forward), count):
-            if call in done:
-                wanted.append((call, done[call]))
-                done[call] += 1
-        assert work == wanted
-        lengths = {"forward": forward[stage], "backward": backward[stage]}
-        for event in events:
-            if event.kind in lengths:
-                assert event.stop - event.start == pytest.approx(lengths[event.kind], abs=1e-9)
-        spent = sum(event.stop - event.start for event in events if event.kind == "transfer")
-        whole = timeline.seconds or 1.0
-        share = timeline.shares[stage]
-        assert share.transfer * whole == pytest.approx(spent, abs=1e-7)
-        if timeline.seconds:
-            assert sum(share) == pytest.approx(1.0)
-
-
 @examples(ordinary=60, thorough=400)
 @given(pipelines(max_stages=7, max_micro_batches=12))
 def test_closed_form_is_below_only_where_the_note_allows_it(case):
