@@ -77,11 +77,6 @@ def price_chunks(
     rows = _pipelines(topology, profile, ranks, schedule, chunks, micro_batch)
     if bounds is None:
         bounds, order_seconds = _divided(rows, schedule, micro_batches, method)
-    elif len(bounds) != total + 1 or list(bounds) != sorted({0, *bounds, profile.blocks}):
-        raise ValueError(
-            f"bounds={list(bounds)} do not cut {profile.blocks} blocks into {total} chunks; give {total + 1} numbers "
-            f"that rise from 0 to {profile.blocks}"
-        )
     cut = np.array([bounds], dtype=np.int64)
     if schedule == "zbv" and order_seconds is None:
         order_seconds = min(
@@ -202,34 +197,22 @@ def _replica(
     micro_batches: int,
 ) -> Replica:
     times, memory = pipeline.times(cut), pipeline.memory_bytes(cut)[:, 0]
-    bounds, stage_of = cut[0].tolist(), pipeline.order.stage_of_chunk
-    forward, backward, schedule, hops = (
-        each[:, 0].tolist()
-        for each in (times.forward_seconds, times.backward_seconds, times.schedule_seconds, times.hop_seconds)
-    )
+    names = ("forward_seconds", "backward_seconds", "schedule_seconds", "hop_seconds")
+    by_chunk = zip(pairwise(cut[0].tolist()), *(getattr(times, name)[:, 0].tolist() for name in names), strict=True)
+    chunks = [ChunkPlan(blocks=blocks, **dict(zip(names, values, strict=True))) for blocks, *values in by_chunk]
+    received = [0.0, *(chunk.hop_seconds for chunk in chunks)]
     stages = []
     for number, (group, slot) in enumerate(zip(groups, pipeline.slots, strict=True)):
-        own = [chunk for chunk, stage in enumerate(stage_of) if stage == number]
+        own = [chunk for chunk, stage in enumerate(pipeline.order.stage_of_chunk) if stage == number]
         stages.append(
             planned_stage(
                 topology,
                 group,
                 float(memory[number]),
                 slot.memory_bytes,
-                chunks=tuple(
-                    ChunkPlan(
-                        blocks=(bounds[chunk], bounds[chunk + 1]),
-                        forward_seconds=forward[chunk],
-                        backward_seconds=backward[chunk],
-                        schedule_seconds=schedule[chunk],
-                        hop_seconds=hops[chunk],
-                    )
-                    for chunk in own
-                ),
-                forward_seconds=sum(forward[chunk] for chunk in own),
-                backward_seconds=sum(backward[chunk] for chunk in own),
-                transfer_seconds=sum(hops[chunk] + (hops[chunk - 1] if chunk else 0.0) for chunk in own),
-                schedule_seconds=sum(schedule[chunk] for chunk in own),
+                chunks=tuple(chunks[chunk] for chunk in own),
+                transfer_seconds=sum(chunks[chunk].hop_seconds + received[chunk] for chunk in own),
+                **{name: sum(getattr(chunks[chunk], name) for chunk in own) for name in names[:3]},
                 update_seconds=float(times.update_seconds[number, 0]),
             )
         )

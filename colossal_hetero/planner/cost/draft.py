@@ -85,6 +85,8 @@ class DraftBuilder:
         self.method = method
         self.overlap = overlap
         self._chooses_order = method in ("exact", "adapt")
+        self.chooses_cuts = method == "exact"
+        """True if the method looks for the fastest cuts by the closed form, so that all cuts may be compared."""
         self._node_of = [device.node for device in topology.devices]
         self._cluster_of = [node.cluster for node in topology.nodes]
         self._gradients = GradientTimes(topology)
@@ -92,11 +94,6 @@ class DraftBuilder:
         self._splits: dict[object, Split | str] = {}
         self._costs: dict[object, PipelineCost] = {}
         self._slots: dict[object, Slot] = {}
-
-    @property
-    def chooses_cuts(self) -> bool:
-        """True if the method looks for the fastest cuts by the closed form, so that all cuts may be compared."""
-        return self.method == "exact"
 
     def build(self, pool: SlotPool, groups: Sequence[Sequence[int]], *, symmetric: bool = False) -> Draft | str:
         """The draft with these numbers of slots, ``[pipelines][kinds]``, or in words why there is none."""
