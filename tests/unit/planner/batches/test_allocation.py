@@ -253,3 +253,9 @@ def test_pipelines_that_differ_in_speed_or_have_too_few_micro_batches() -> None:
     assert divide_micro_batches([2.0, 1.0], 12, 1) == (4, 8)
     with pytest.raises(ValueError, match="5 micro-batches are too few for 2 pipelines of 3 stages"):
         divide_micro_batches([1.0, 1.0], 5, 3)
+
+
+def test_the_last_micro_step_synchronizes_too() -> None:
+    """Two steps of 2 samples take 2 · (2 + 2) s; 3 samples and 1 take (4 + 2) + (1 + 2) s."""
+    found = allocate([Curve.from_seconds([1.0, 2.0, 4.0])], 4, 2, communication_seconds=2.0)
+    assert found.wall_seconds == 8.0 and found.shares[0].runs == ((2, 2),)
