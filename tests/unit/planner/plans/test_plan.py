@@ -157,6 +157,17 @@ def test_a_rank_twice_in_a_group() -> None:
         plan(replica(stage(0, 6, (3, 3))))
 
 
+def test_the_slowest_stage_waits_only_while_the_pipeline_fills_and_empties() -> None:
+    made = replica(
+        stage(0, 1, (0,), forward_seconds=1.0, backward_seconds=2.0, transfer_seconds=0.5, update_seconds=0.0),
+        stage(1, 2, (1,), forward_seconds=0.5, backward_seconds=1.0, transfer_seconds=0.5, update_seconds=0.0),
+        micro_batches=4,
+    )
+    # 3.5 + 2 + 3 × 3.5 seconds, of which the stages work 4 × 3.5 and 4 × 2.
+    assert made.pipeline_seconds == 16
+    assert made.bubble_shares == pytest.approx((2 / 16, 8 / 16))
+
+
 def test_plans_are_symmetric_if_their_replicas_have_equal_splits() -> None:
     assert plan().symmetric and plan().layers_per_stage == (4, 2)
     kinds = plan(replica(stage(0, 6, (0,), "A100-40")), replica(stage(0, 6, (1,), "T4")))
