@@ -1,4 +1,4 @@
-"""Random clusters and models, and clusters that are better than another in one respect."""
+"""Random clusters and models."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from colossal_hetero.planner.solver.problem import Problem as SearchProblem
 from tests.support.layer_profiles import layer_times, small_sizes
 
 __all__ = [
-    *("CHANGES", "Problem", "improved", "large_problem", "like_nodes_problem", "random_model", "small_problem"),
+    *("Problem", "large_problem", "like_nodes_problem", "random_model", "small_problem"),
     *("two_nodes_problem", "whole_space_problem"),
 ]
 
 KINDS = ("A", "B", "C")
-CHANGES = ("bandwidth", "memory", "speed", "device")
-"""What :func:`improved` can improve."""
 
 
 class Problem(NamedTuple):
@@ -188,51 +186,3 @@ def random_cluster(random: np.random.Generator, max_devices: int = 4, max_memory
         nics = networks[int(random.integers(3))]
         nodes.append(Node(f"n{len(nodes)}", 0, tuple(range(first, len(devices))), inside, nics))
     return Topology(tuple(devices), tuple(nodes), ("here",))
-
-
-def improved(topology: Topology, change: str, seed: int) -> Topology:
-    """The cluster with one better network, kind with more memory, faster device, or further device.
-
-    More bandwidth is that of the slowest cards, which then are at most twice as fast. The order of the kinds of cards
-    by bandwidth stays the same, because nodes use the kind with the most bandwidth, which need not be the best one.
-    """
-    random = np.random.default_rng([2, seed])
-    devices, nodes = list(topology.devices), list(topology.nodes)
-    if change == "bandwidth":
-        slowest = min(node.nics[0].bytes_per_second for node in nodes)
-        rate = slowest * float(random.choice([1.5, 2.0]))
-        nodes = [
-            dataclasses.replace(
-                node,
-                nics=tuple(
-                    dataclasses.replace(nic, bytes_per_second=rate) if nic.bytes_per_second == slowest else nic
-                    for nic in node.nics
-                ),
-            )
-            for node in nodes
-        ]
-    elif change == "memory":
-        name = devices[int(random.integers(len(devices)))].kind.name
-        factor = float(random.choice([1.2, 2.0]))
-        devices = [
-            dataclasses.replace(
-                device, kind=dataclasses.replace(device.kind, memory_bytes=int(device.kind.memory_bytes * factor))
-            )
-            if device.kind.name == name
-            else device
-            for device in devices
-        ]
-    elif change == "speed":
-        which = int(random.integers(len(devices)))
-        factor = float(random.choice([1.02, 1.1, 1.3]))
-        devices[which] = dataclasses.replace(devices[which], speed=devices[which].speed * factor)
-    elif random.random() < 0.5:
-        like = devices[int(random.integers(len(devices)))]
-        node = nodes[int(random.integers(len(nodes)))]
-        nodes.append(Node(f"n{len(nodes)}", 0, (len(devices),), node.inside, node.nics))
-        devices.append(Device(like.kind, len(nodes) - 1, 0, like.speed))
-    else:
-        # In the last node, so that the numbers of the others do not change.
-        devices.append(dataclasses.replace(devices[-1], speed=float(random.choice([1.0, 0.8]))))
-        nodes[-1] = dataclasses.replace(nodes[-1], devices=(*nodes[-1].devices, len(devices) - 1))
-    return Topology(tuple(devices), tuple(nodes), topology.clusters)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
-from colossal_hetero.planner.cluster.all_reduce import INSIDE, nic_bandwidth
+from colossal_hetero.planner.cluster.all_reduce import INSIDE
 from colossal_hetero.planner.cluster.topology import Channel, Topology
 
 
@@ -24,7 +24,10 @@ def hop_channels(topology: Topology, pipelines: Sequence[Sequence[int]]) -> list
     def shared(channel: Channel, hop: tuple[int, int]) -> Channel:
         if hop[0] == hop[1]:
             return channel.limited(topology.nodes[hop[0]].inside_bytes_per_second / load[hop[0], INSIDE])
-        shares = (nic_bandwidth(topology, node, channel) / load[node, channel.kind] for node in hop)
+        shares = []
+        for node in hop:
+            rates = [nic.bytes_per_second for nic in topology.nodes[node].nics if nic.kind == channel.kind]
+            shares.append((sum(rates) or channel.bytes_per_second) / load[node, channel.kind])
         return channel.limited(min(shares))
 
     return [

@@ -1,21 +1,8 @@
 """Decide when global batches are divided again: a closed loop on the times that replicas take for their present parts.
 
-[Note: the closed loop] After each interval of training, replicas' times until they begin to wait for others, relative
-to their time curves, are their speeds. The best division for these speeds replaces the present one if the gain is more
-than noise (docs/algorithms.md, 2.5). The next interval, measured in the new division, corrects errors.
-
-[Note: times of replicas that wait] A device whose time is limited (a CPU quota, a limit of power or temperature) may
-save up time while it waits, so the time of a replica that waits is optimistic, and that of a replica for which the
-others wait is reliable. The last reliable speed is remembered, and replaced by a better, optimistic one only if
-
-- the replica has become faster in the same division, or much faster with about as many samples as before: only a real
-  change explains that; or
-- it would be the slowest replica now, if the remembered speed were still right; or
-- it looked faster for :data:`PATIENCE` checks, in which no step was possible.
-
-Until then, a division is only chosen if the iteration is at most :data:`MAX_RISK` longer if the remembered speed is
-right. That is enough for a small step in the right direction, whose result decides. If the step was wrong, optimistic
-speeds of that replica are not used for so many checks.
+docs/algorithms.md, 2.5, has the rules. [Note: times of replicas that wait] A device whose time is limited (a CPU quota,
+a limit of power or temperature) may save up time while it waits, so the time of a replica that waits is optimistic, and
+that of a replica for which the others wait is reliable: the last reliable speed is remembered.
 
 Only operations are used that all processors round equally, so that all ranks compute the same.
 """
@@ -51,11 +38,6 @@ class Speed(NamedTuple):
     def curve(self, curve: Curve) -> Curve:
         samples = np.arange(1, curve.max_batch + 1)
         return Curve.from_seconds(self.factor * curve.seconds[1:] + self.data_seconds * samples, curve.min_batch)
-
-    def towards(self, other: Speed, share: float) -> Speed:
-        """The speed between this one (``share`` 0) and ``other`` (1)."""
-        factor = (1.0 - share) * self.factor + share * other.factor
-        return Speed(factor, (1.0 - share) * self.data_seconds + share * other.data_seconds)
 
 
 @dataclass(frozen=True)
@@ -409,4 +391,8 @@ class Redivision:
 
 
 def _between(measured: Sequence[Speed], cautious: Sequence[Speed], share: float) -> tuple[Speed, ...]:
-    return tuple(one.towards(other, share) for one, other in zip(measured, cautious, strict=True))
+    """Speeds between the measured (``share`` 0) and the cautious ones (1)."""
+    pairs = zip(measured, cautious, strict=True)
+    return tuple(
+        Speed(*((1.0 - share) * a + share * b for a, b in zip(one, other, strict=True))) for one, other in pairs
+    )

@@ -152,10 +152,6 @@ def _hop_channel(topology: Topology, hop: Hop, kind: str) -> Channel:
     return min(ends, key=lambda nic: nic.bytes_per_second) if len(ends) == 2 else channel
 
 
-def nic_bandwidth(topology: Topology, node: int, channel: Channel) -> float:
-    """Bytes per second of all NICs in a node that have the channel's kind; of the channel itself if there are none."""
-    return sum(nic.bytes_per_second for nic in _nics(topology, node, channel))
-
-
 def _nics(topology: Topology, node: int, channel: Channel) -> tuple[Channel, ...]:
+    """NICs of a node that have the channel's kind; the channel itself if there are none."""
     return tuple(nic for nic in topology.nodes[node].nics if nic.kind == channel.kind) or (channel,)

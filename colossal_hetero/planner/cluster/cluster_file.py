@@ -263,13 +263,9 @@ def _node_price(part: _Nodes, kinds: Mapping[str, _Kind]) -> float | None:
     """Dollars per hour; None if the price of one of its devices is not known."""
     if part.dollars_per_hour is not None:
         return part.dollars_per_hour
-    total = 0.0
-    for alike in part.devices:
-        price = kinds[alike.kind].dollars_per_hour if alike.kind in kinds else None
-        if price is None:
-            return None
-        total += alike.count * price
-    return total
+    prices = [kinds[alike.kind].dollars_per_hour if alike.kind in kinds else None for alike in part.devices]
+    each = [alike.count * price for alike, price in zip(part.devices, prices, strict=True) if price is not None]
+    return sum(each, 0.0) if len(each) == len(prices) else None
 
 
 def _described_kind(name: str, kind: _Kind) -> DeviceKind:

@@ -77,11 +77,6 @@ def price_chunks(
     rows = _pipelines(topology, profile, ranks, schedule, chunks, micro_batch)
     if bounds is None:
         bounds, order_seconds = _divided(rows, schedule, micro_batches, method)
-    elif len(bounds) != total + 1 or list(bounds) != sorted({0, *bounds, profile.blocks}):
-        raise ValueError(
-            f"bounds={list(bounds)} do not cut {profile.blocks} blocks into {total} chunks; give {total + 1} numbers "
-            f"that rise from 0 to {profile.blocks}"
-        )
     cut = np.array([bounds], dtype=np.int64)
     if schedule == "zbv" and order_seconds is None:
         order_seconds = min(
@@ -177,8 +172,8 @@ def _divided(
     for seconds in _variants(means):
         pipelines = _ordered(distinct, fewer, seconds)
         found = _best(pipelines, start[None]) if method == "uniform" else divide_blocks(pipelines)
-        if found is not None and (best is None or found.seconds < best[0]):
-            best = found.seconds, found.bounds, seconds
+        if found is not None and (best is None or found[0] < best[0]):
+            best = (*found, seconds)
     if best is None:
         raise ValueError(
             f"no division into {total} chunks that was tried fits into memory; use smaller micro-batches, more stages, "
@@ -202,34 +197,22 @@ def _replica(
     micro_batches: int,
 ) -> Replica:
     times, memory = pipeline.times(cut), pipeline.memory_bytes(cut)[:, 0]
-    bounds, stage_of = cut[0].tolist(), pipeline.order.stage_of_chunk
-    forward, backward, schedule, hops = (
-        each[:, 0].tolist()
-        for each in (times.forward_seconds, times.backward_seconds, times.schedule_seconds, times.hop_seconds)
-    )
+    names = ("forward_seconds", "backward_seconds", "schedule_seconds", "hop_seconds")
+    by_chunk = zip(pairwise(cut[0].tolist()), *(getattr(times, name)[:, 0].tolist() for name in names), strict=True)
+    chunks = [ChunkPlan(blocks=blocks, **dict(zip(names, values, strict=True))) for blocks, *values in by_chunk]
+    received = [0.0, *(chunk.hop_seconds for chunk in chunks)]
     stages = []
     for number, (group, slot) in enumerate(zip(groups, pipeline.slots, strict=True)):
-        own = [chunk for chunk, stage in enumerate(stage_of) if stage == number]
+        own = [chunk for chunk, stage in enumerate(pipeline.order.stage_of_chunk) if stage == number]
         stages.append(
             planned_stage(
                 topology,
                 group,
                 float(memory[number]),
                 slot.memory_bytes,
-                chunks=tuple(
-                    ChunkPlan(
-                        blocks=(bounds[chunk], bounds[chunk + 1]),
-                        forward_seconds=forward[chunk],
-                        backward_seconds=backward[chunk],
-                        schedule_seconds=schedule[chunk],
-                        hop_seconds=hops[chunk],
-                    )
-                    for chunk in own
-                ),
-                forward_seconds=sum(forward[chunk] for chunk in own),
-                backward_seconds=sum(backward[chunk] for chunk in own),
-                transfer_seconds=sum(hops[chunk] + (hops[chunk - 1] if chunk else 0.0) for chunk in own),
-                schedule_seconds=sum(schedule[chunk] for chunk in own),
+                chunks=tuple(chunks[chunk] for chunk in own),
+                transfer_seconds=sum(chunks[chunk].hop_seconds + received[chunk] for chunk in own),
+                **{name: sum(getattr(chunks[chunk], name) for chunk in own) for name in names[:3]},
                 update_seconds=float(times.update_seconds[number, 0]),
             )
         )
@@ -372,11 +355,6 @@ class ChunkedPipeline:
         times = self.times(bounds)
         return np.asarray((simulate_passes(self.order, times) + times.update_seconds).max(axis=0))
 
-    def excess_bytes(self, bounds: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Bytes by which the fullest device exceeds its memory, ``[divisions]``; 0 if everything fits."""
-        available = np.array([slot.memory_bytes for slot in self.slots])
-        return np.asarray(np.maximum(self.memory_bytes(bounds) - available[:, None], 0.0).max(axis=0))
-
 
 # Chunk division ------------------------------------------------------------------------------------------------------
 # Divisions of the blocks over pipelines that are alike. If there are few, all are compared. Otherwise blocks are moved
@@ -392,15 +370,11 @@ MAX_PAIRS_OF_MOVES = 4_000
 ROUNDING = 1e-12
 
 
-@dataclass(frozen=True)
-class ChunkDivision:
-    """Blocks of each chunk, as bounds ``[chunks + 1]``, and seconds of the slowest pipeline."""
-
-    bounds: tuple[int, ...]
-    seconds: float
+Division = tuple[float, tuple[int, ...]]
+"""Seconds of the slowest pipeline, and blocks of each chunk, as bounds ``[chunks + 1]``."""
 
 
-def divide_blocks(pipelines: Sequence[ChunkedPipeline], max_compared: int = MAX_COMPARED) -> ChunkDivision | None:
+def divide_blocks(pipelines: Sequence[ChunkedPipeline], max_compared: int = MAX_COMPARED) -> Division | None:
     """The best division of the blocks that is found; None if none fits in memory, or there are too few blocks."""
     first = pipelines[0]
     chunks = first.order.chunks
@@ -412,12 +386,14 @@ def divide_blocks(pipelines: Sequence[ChunkedPipeline], max_compared: int = MAX_
     starts = [proportional_bounds(pipeline) for pipeline in pipelines]
     starts.append(np.asarray(uniform_bounds(first.blocks, chunks)))
     found = [_improved(pipelines, start) for start in np.unique(starts, axis=0)]
-    return min((each for each in found if each is not None), key=lambda each: each.seconds, default=None)
+    return min((each for each in found if each is not None), key=lambda each: each[0], default=None)
 
 
 def proportional_bounds(pipeline: ChunkedPipeline) -> NDArray[np.int64]:
     """Chunks of blocks in proportion to the speed of their stages, ``[chunks + 1]``; each has at least one."""
-    speeds = [1.0 / max(_work(pipeline, stage), 1e-30) for stage in pipeline.order.stage_of_chunk]
+    costs = [slot.costs for slot in pipeline.slots]
+    work = [float(each.forward_seconds.sum() + each.backward_seconds.sum()) for each in costs]
+    speeds = [1.0 / max(work[stage], 1e-30) for stage in pipeline.order.stage_of_chunk]
     ideal = np.cumsum(speeds) / sum(speeds) * pipeline.blocks
     chunks = len(speeds)
     bounds = np.concatenate([[0], np.rint(ideal)]).astype(np.int64)
@@ -426,12 +402,7 @@ def proportional_bounds(pipeline: ChunkedPipeline) -> NDArray[np.int64]:
     return bounds
 
 
-def _work(pipeline: ChunkedPipeline, stage: int) -> float:
-    costs = pipeline.slots[stage].costs
-    return float(costs.forward_seconds.sum() + costs.backward_seconds.sum())
-
-
-def _improved(pipelines: Sequence[ChunkedPipeline], start: NDArray[np.int64]) -> ChunkDivision | None:
+def _improved(pipelines: Sequence[ChunkedPipeline], start: NDArray[np.int64]) -> Division | None:
     sizes = np.diff(start)
     excess, seconds = (float(each[0]) for each in _prices(pipelines, start[None]))
     for _ in range(MAX_ROUNDS):
@@ -442,7 +413,7 @@ def _improved(pipelines: Sequence[ChunkedPipeline], start: NDArray[np.int64]) ->
         if found is None:
             break
         sizes, excess, seconds = found
-    return ChunkDivision((0, *np.cumsum(sizes).tolist()), seconds) if excess == 0 else None
+    return (seconds, (0, *np.cumsum(sizes).tolist())) if excess == 0 else None
 
 
 def _better(
@@ -471,18 +442,22 @@ def _moved(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.array(moved, dtype=np.int64).reshape(-1, chunks)
 
 
-def _best(pipelines: Sequence[ChunkedPipeline], bounds: NDArray[np.int64]) -> ChunkDivision | None:
+def _best(pipelines: Sequence[ChunkedPipeline], bounds: NDArray[np.int64]) -> Division | None:
     excess, seconds = _prices(pipelines, bounds)
     fits = np.flatnonzero(excess == 0)
     if not len(fits):
         return None
     best = fits[seconds[fits].argmin()]
-    return ChunkDivision(tuple(bounds[best].tolist()), float(seconds[best]))
+    return float(seconds[best]), tuple(bounds[best].tolist())
 
 
 def _prices(
     pipelines: Sequence[ChunkedPipeline], bounds: NDArray[np.int64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Bytes by which memory is exceeded, and seconds of the slowest pipeline, each ``[divisions]``."""
-    excess = np.max([pipeline.excess_bytes(bounds) for pipeline in pipelines], axis=0)
+    over = [
+        pipeline.memory_bytes(bounds) - np.array([slot.memory_bytes for slot in pipeline.slots])[:, None]
+        for pipeline in pipelines
+    ]
+    excess = np.maximum(np.max([each.max(axis=0) for each in over], axis=0), 0.0)
     return excess, np.max([pipeline.seconds(bounds) for pipeline in pipelines], axis=0)

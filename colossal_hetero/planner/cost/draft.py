@@ -57,11 +57,6 @@ class Draft:
         return len(set(self.bounds)) == 1 and len(set(self.micro_batches)) == 1
 
     @property
-    def is_plain(self) -> bool:
-        """True without ZeRO stage 1 and recomputation."""
-        return self.pool.pipelines is None and not any(any(cost.recompute) for cost in self.costs)
-
-    @property
     def devices(self) -> int:
         return sum(map(len, self.rows)) * self.pool.tensor_parallel
 
@@ -77,7 +72,8 @@ class Draft:
     @property
     def ranking_seconds(self) -> float:
         """Seconds by which drafts are compared, see :func:`.ranking_seconds`."""
-        return ranking_seconds(self.seconds, equal=self.is_equal, plain=self.is_plain)
+        plain = self.pool.pipelines is None and not any(any(cost.recompute) for cost in self.costs)
+        return ranking_seconds(self.seconds, equal=self.is_equal, plain=plain)
 
 
 class DraftBuilder:
@@ -89,6 +85,8 @@ class DraftBuilder:
         self.method = method
         self.overlap = overlap
         self._chooses_order = method in ("exact", "adapt")
+        self.chooses_cuts = method == "exact"
+        """True if the method looks for the fastest cuts by the closed form, so that all cuts may be compared."""
         self._node_of = [device.node for device in topology.devices]
         self._cluster_of = [node.cluster for node in topology.nodes]
         self._gradients = GradientTimes(topology)
@@ -97,11 +95,6 @@ class DraftBuilder:
         self._costs: dict[object, PipelineCost] = {}
         self._slots: dict[object, Slot] = {}
         self._last_hops: tuple[object, list[Hops]] = (None, [])
-
-    @property
-    def chooses_cuts(self) -> bool:
-        """True if the method looks for the fastest cuts by the closed form, so that all cuts may be compared."""
-        return self.method == "exact"
 
     def build(self, pool: SlotPool, groups: Sequence[Sequence[int]], *, symmetric: bool = False) -> Draft | str:
         """The draft with these numbers of slots, ``[pipelines][kinds]``, or in words why there is none."""

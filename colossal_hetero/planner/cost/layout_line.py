@@ -93,15 +93,13 @@ def layout_of(plan: Plan) -> PlanLayout:
 
 TIMES = r"[×xX*]"
 RANGE = r"\d+(?:\s*[-–]\s*\d+)?"
-FORM = r"tp\s+(?P<tp>\d+)|(?P<recompute>recompute)"
-ONE_FORM = re.sub(r"\?P<\w+>", "?:", FORM)
 STAGE = re.compile(
     rf"(?:(?P<number>\d+)\s*{TIMES}\s*)?(?P<device>\S.*?)"
-    rf"(?P<form>\s+\(\s*(?:{ONE_FORM})(?:\s*,\s*(?:{ONE_FORM}))*\s*\)|(?:\s+(?:{ONE_FORM}))*)"
+    r"(?P<recompute>\s+(?:\(\s*recompute\s*\)|recompute))?"
     rf"\s+(?P<ranges>{RANGE}(?:\s*\+\s*{RANGE})*)",
     re.IGNORECASE,
 )
-"""A part of a pipeline: number of stages, device, its form in brackets or without, and ranges of blocks."""
+"""A part of a pipeline: number of stages, device, ``recompute`` in brackets or without, and ranges of blocks."""
 MAX_STAGES = 65_536
 """Stages of all pipelines together: as many as a cluster file may have devices."""
 
@@ -117,8 +115,6 @@ class _Reader:
     def __init__(self, text: str) -> None:
         self.text = text
         self.place = 0
-        self.degrees: list[tuple[int, int]] = []
-        """Degree of each stage that names one, and its place."""
 
     def layout(self) -> PlanLayout:
         if long := re.search(r"(?<![\w.])\d{16,}", self.text):
@@ -143,16 +139,13 @@ class _Reader:
                 continue
             else:
                 raise self._unknown(f"tp N, dp N × pp […], micro-batch N × K, ZeRO 1, or {', '.join(SCHEDULES)}")
-            self._check_first(name in said, name, start)
+            if name in said:
+                raise self._wrong(f"{name}: given twice", start)
             said[name] = value
         if "the pipelines" not in said:
             raise self._wrong("there are no pipelines; write them like dp 4 × pp [V100-16 0-9 | A100-40 10-23]")
-        degree = said.get("tp") or (self.degrees[0][0] if self.degrees else 1)
-        for other, place in self.degrees:
-            if other != degree:
-                raise self._wrong(f"tp {other} in a plan of tp {degree}; all stages have one degree", place)
         micro_batch, steps = said.get("micro-batch", (None, None))
-        forms = (said.get("the schedule", "1f1b"), said.get("ZeRO", 0), degree)
+        forms = (said.get("the schedule", "1f1b"), said.get("ZeRO", 0), said.get("tp", 1))
         return self._checked(PlanLayout(tuple(said["the pipelines"]), micro_batch, *forms, self.text), steps)
 
     def _replicas(self, number: int, sign: str, start: int) -> list[PipelineLayout]:
@@ -196,12 +189,12 @@ class _Reader:
         return [PipelineLayout(tuple(stages), self._positive(found) if found else None)] * number
 
     def _stages(self, part: str, start: int) -> list[StageLayout]:
-        """The stages of one part, e.g. of "4 × T4 tp 2 0-7"."""
+        """The stages of one part, e.g. of "4 × T4 0-7"."""
         start += len(part) - len(part.lstrip())
         found = STAGE.fullmatch(part.strip())
         if found is None:
             self.place = start
-            raise self._unknown("a kind of device and its blocks, like A100-40 0-9 or 2 × V100-16 tp 4 10-23")
+            raise self._unknown("a kind of device and its blocks, like A100-40 0-9 or 2 × V100-16 10-23")
         ranges = []
         for each in re.finditer(r"(\d+)(?:\s*[-–]\s*(\d+))?", found["ranges"]):
             first, last = int(each[1]), int(each[2] or each[1])
@@ -211,17 +204,8 @@ class _Reader:
                     start + found.start("ranges") + each.start(),
                 )
             ranges.append((first, last + 1))
-        named: set[str] = set()
-        for each in re.finditer(FORM, found["form"], re.IGNORECASE):
-            place, name = start + found.start("form") + each.start(), each.lastgroup or ""
-            self._check_first(name in named, name, place)
-            named.add(name)
-            if name == "tp":
-                self.degrees.append((int(each["tp"]), place))
-                if not self.degrees[-1][0]:
-                    raise self._wrong("tp 0: it is at least 1", place)
         number, blocks = int(found["number"] or 1), sum(stop - start for start, stop in ranges)
-        stage = StageLayout(found["device"], tuple(ranges), "recompute" in named, start + found.start("device"))
+        stage = StageLayout(found["device"], tuple(ranges), bool(found["recompute"]), start + found.start("device"))
         if number == 1:
             return [stage]
         if len(ranges) > 1:
@@ -287,10 +271,6 @@ class _Reader:
 
     def _wrong(self, message: str, place: int | None = None) -> MarkedError:
         return MarkedError(message, self.text, min(self.place if place is None else place, len(self.text)))
-
-    def _check_first(self, said: bool, name: str, start: int) -> None:
-        if said:
-            raise self._wrong(f"{name}: given twice", start)
 
     def _positive(self, found: re.Match[str], group: int = 1) -> int:
         number = int(found[group])

@@ -11,7 +11,6 @@ from pydantic import (
     AfterValidator,
     Field,
     SerializerFunctionWrapHandler,
-    field_validator,
     model_serializer,
     model_validator,
 )
@@ -23,16 +22,14 @@ from ...common.files import (
     PositiveCount,
     PositiveSeconds,
     Seconds,
-    check_units,
     load_json_file,
     write_json,
 )
 from ...common.text import count
+from ..profile.layer_profile import UNITS, Units
 from .pass_order import GraphSeconds, Schedule, stages_of_chunks
 
 SCHEMA = 1
-
-UNITS = {"seconds": "s", "bytes": "B", "micro_batch": "samples"}
 
 Name = Annotated[str, Field(min_length=1)]
 
@@ -192,7 +189,7 @@ class Plan(FilePart):
     """All that is needed to train, and the predicted times."""
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
-    units: dict[str, str] = Field(default_factory=lambda: dict(UNITS))
+    units: Units = Field(default_factory=lambda: dict(UNITS))
     model: str
     cluster: str = ""
     """Name of the cluster file that the plan was made for."""
@@ -226,12 +223,6 @@ class Plan(FilePart):
     """Decisions and their reasons, for readers."""
     replicas: Annotated[tuple[Replica, ...], Field(min_length=1)]
 
-    @field_validator("units")
-    @classmethod
-    def _units_as_read(cls, units: dict[str, str]) -> dict[str, str]:
-        check_units(units, UNITS)
-        return units
-
     @model_serializer(mode="wrap")
     def _without_what_it_does_not_use(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         names = ("order_seconds", "zero_stage", "relative_error", "bound_seconds")
@@ -250,7 +241,11 @@ class Plan(FilePart):
                 )
             for index, stage in enumerate(replica.stages):
                 place = f"replicas[{number}].stages[{index}]"
-                self._check_group(stage, place)
+                if len(stage.ranks) != self.tensor_parallel:
+                    raise ValueError(
+                        f"{place} has {count(len(stage.ranks), 'rank')} ({', '.join(map(str, stage.ranks))}), but "
+                        f"tensor_parallel={self.tensor_parallel}; every stage needs a group of that size"
+                    )
                 for rank in stage.ranks:
                     if rank in seen:
                         raise ValueError(
@@ -261,13 +256,6 @@ class Plan(FilePart):
                     seen[rank] = place
         self._check_samples()
         return self
-
-    def _check_group(self, stage: StagePlan, place: str) -> None:
-        if len(stage.ranks) != self.tensor_parallel:
-            raise ValueError(
-                f"{place} has {count(len(stage.ranks), 'rank')} ({', '.join(map(str, stage.ranks))}), but "
-                f"tensor_parallel={self.tensor_parallel}; every stage needs a group of that size"
-            )
 
     def _check_schedule(self) -> None:
         for number, replica in enumerate(self.replicas):

@@ -12,11 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...common.text import count, spans
+from .layout_line import layout_of, write_layout
 from .pass_order import why_not_schedulable
 from .plan import Plan
-
-MAX_REPLICAS_SHOWN = 4
-MAX_STAGES_SHOWN = 12
 
 
 class NoPlanError(ValueError):
@@ -53,9 +51,10 @@ def why_not_runnable(plan: Plan, ranks: int | None = None) -> str | None:
     if recomputes is not None and plan.schedule != "1f1b":
         return f"{recomputes}, which is possible with the schedule 1f1b only, not with {plan.schedule}"
     if not plan.symmetric and plan.schedule != "1f1b":
+        layout = write_layout(layout_of(plan), shortened=True)
         return (
-            f"the plan's {len(plan.replicas)} replicas are not alike ({_shapes(plan)}), which is possible with the "
-            f"schedule 1f1b only, not with {plan.schedule}; plan again with --schedule 1f1b"
+            f"the plan's {len(plan.replicas)} replicas are not alike ({layout}), "
+            f"which is possible with the schedule 1f1b only, not with {plan.schedule}; plan again with --schedule 1f1b"
         )
     for number, replica in enumerate(plan.replicas):
         stages, micro_batches = len(replica.stages), replica.micro_batches
@@ -76,20 +75,3 @@ def why_recomputes(plan: Plan) -> str | None:
             if stage.recompute:
                 return f"stage {index} of replica {number} runs its forward passes again in the backward passes"
     return None
-
-
-def _shapes(plan: Plan) -> str:
-    """The different kinds of replicas, e.g. "replica 0 has 4 + 2 layers and 2 micro-batches; replica 1 …"."""
-    shapes: dict[tuple[tuple[int, ...], int], int] = {}
-    for number, replica in enumerate(plan.replicas):
-        layers = tuple(sum(stop - start for start, stop in stage.block_ranges) for stage in replica.stages)
-        shapes.setdefault((layers, replica.micro_batches), number)
-    shown = []
-    for (layers, micro_batches), number in list(shapes.items())[:MAX_REPLICAS_SHOWN]:
-        sizes = [str(size) for size in layers]
-        if len(sizes) > MAX_STAGES_SHOWN:
-            sizes = [*sizes[: MAX_STAGES_SHOWN - 2], "…", sizes[-1]]
-        shown.append(f"replica {number} has {' + '.join(sizes)} layers and {count(micro_batches, 'micro-batch')}")
-    if len(shapes) > len(shown):
-        shown.append("…")
-    return "; ".join(shown)

@@ -138,8 +138,6 @@ def simulate_passes(
 ) -> NDArray[np.float64]:
     """Seconds until each stage has finished its last pass, ``[stages]`` or ``[stages, divisions]``. ``record`` gets the
     start and the stop of every pass and transfer."""
-    if transfers not in ("blocking", "overlapped"):
-        raise ValueError(f"unknown transfers {transfers!r}: valid are 'blocking' and 'overlapped'")
     # A time is a number, or one of each division.
     is_number = times.forward_seconds.ndim == 1
     later: Callable[[Any, Any], Any] = max if is_number else np.maximum

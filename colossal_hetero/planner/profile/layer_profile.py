@@ -38,6 +38,8 @@ TEMPORARY_SHARE = 2.0
 that the allocator cannot reuse. Iterations on GH200 needed this (``benchmarks/planner/measured_plans.py``)."""
 
 UNITS = {"seconds": "s", "bytes": "B", "micro_batch": "samples"}
+Units = Annotated[dict[str, str], AfterValidator(partial(check_units, read=UNITS))]
+"""Units of the numbers in profiles of layers and in plans."""
 
 
 class _ByLayer(FilePart):
@@ -133,9 +135,7 @@ class ModelProfile(FilePart):
     """Times and sizes of a model's layers, in their order. The model is cut into stages between its blocks."""
 
     schema_version: Literal[1] = Field(default=1, alias="schema")
-    units: Annotated[dict[str, str], AfterValidator(partial(check_units, read=UNITS))] = Field(
-        default_factory=lambda: dict(UNITS)
-    )
+    units: Units = Field(default_factory=lambda: dict(UNITS))
     name: str
     precision: str = "fp32"
     before: NonNegative = 1
@@ -342,27 +342,19 @@ class _Measured(NamedTuple):
 
     def interpolated(self, micro_batch: int) -> NDArray[np.float64]:
         below, above = self.around(micro_batch)
-        share = (micro_batch - self.micro_batches[below]) / max(
-            self.micro_batches[above] - self.micro_batches[below], 1
-        )
+        start, stop = self.micro_batches[below], self.micro_batches[above]
+        share = (micro_batch - start) / max(stop - start, 1)
         return np.asarray(self.seconds[below] + share * (self.seconds[above] - self.seconds[below]))
 
 
 def load_profile(path: Path | str) -> ModelProfile:
-    return load_json_file(
-        path,
-        ModelProfile,
-        kind="profile of layers",
-        schema=SCHEMA,
-        remedy="make a new profile",
-        other_kind=_other_kind,
-    )
+    def other_kind(content: Mapping[str, object]) -> str | None:
+        is_of_batches = "kinds" in content and "times" not in content
+        message = "it is a profile of batches; make a profile of layers with colossal-hetero profile"
+        return message if is_of_batches else None
 
-
-def _other_kind(content: Mapping[str, object]) -> str | None:
-    if "kinds" in content and "times" not in content:
-        return "it is a profile of batches; make a profile of layers with colossal-hetero profile"
-    return None
+    words = {"kind": "profile of layers", "remedy": "make a new profile"}
+    return load_json_file(path, ModelProfile, **words, schema=SCHEMA, other_kind=other_kind)
 
 
 def save_profile(profile: ModelProfile, path: Path | str) -> None:

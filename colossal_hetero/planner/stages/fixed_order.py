@@ -59,10 +59,10 @@ def split_in_order(slots: Sequence[Slot], hops: Sequence[Channel], micro_batches
     if stages == 1:
         return Split((0,), (0, blocks)) if np.isfinite(seconds[0, 0, blocks]) else None
     repetitions = micro_batches - 1
-    shortest = _min_longest(seconds)
+    shortest = min_longest(seconds)
     if not np.isfinite(shortest):
         return None
-    sums, cuts = _min_sums(seconds, np.array([shortest, np.inf]))
+    sums, cuts = min_sums(seconds, np.array([shortest, np.inf]))
     best, bounds = sums[0] + repetitions * shortest, cuts[0]
     # A limit is worth trying if it would be better with the smallest possible sum.
     limits = np.unique(seconds[np.isfinite(seconds) & (seconds > shortest)])
@@ -73,7 +73,7 @@ def split_in_order(slots: Sequence[Slot], hops: Sequence[Channel], micro_batches
         if not len(promising):
             break
         tried = promising[np.unique(np.linspace(0, len(promising) - 1, LIMITS).astype(int))]
-        found, cuts = _min_sums(seconds, limits[tried])
+        found, cuts = min_sums(seconds, limits[tried])
         totals = found + repetitions * limits[tried]
         if totals.min() < best:
             best, bounds = totals.min(), cuts[int(totals.argmin())]
@@ -140,7 +140,13 @@ def _from_zero(values: _Floats) -> _Floats:
     return np.concatenate([[0.0], np.cumsum(values)])
 
 
-def _min_longest(seconds: _Floats) -> float:
+def fits(slot: Slot, in_flight: int) -> NDArray[np.bool_]:
+    """:func:`_fit` of a slot, which recomputes if it must and may."""
+    fit = _fit(slot.costs, slot.memory_bytes, in_flight)
+    return fit if slot.recomputed is None else fit | _fit(*slot.recomputed, in_flight)
+
+
+def min_longest(seconds: _Floats) -> float:
     """The smallest possible ``max t`` of all splits, in seconds; infinite if no split fits."""
     reached = seconds[0, 0]
     for stage in seconds[1:]:
@@ -148,7 +154,7 @@ def _min_longest(seconds: _Floats) -> float:
     return float(reached[-1])
 
 
-def _min_sums(seconds: _Floats, limits: _Floats) -> tuple[_Floats, list[list[int]]]:
+def min_sums(seconds: _Floats, limits: _Floats) -> tuple[_Floats, list[list[int]]]:
     """For each limit, the smallest Σ t of the splits with no stage above the limit, ``[limits]``, and their bounds."""
     chosen = []
     sums = np.where(seconds[0, 0] <= limits[:, None], seconds[0, 0], np.inf)

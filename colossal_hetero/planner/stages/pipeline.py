@@ -30,9 +30,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ..cluster.topology import Channel
 from ..profile.layer_costs import LayerCosts
 
@@ -174,12 +171,3 @@ def evaluate_stages(
 @functools.lru_cache(maxsize=4096)
 def _seconds_sent(channel: Channel, message_bytes: float) -> float:
     return channel.seconds(message_bytes)
-
-
-def earliest_starts(slot: Slot, in_flight: int) -> NDArray[np.int_]:
-    """First block that a stage can have, by memory, for each end of the stage, ``[blocks + 1]``."""
-    total = slot.costs.cumulative.state_bytes + in_flight * slot.costs.cumulative.activation_bytes
-    earliest = np.searchsorted(total, total - slot.memory_bytes, side="left")
-    if slot.recomputed is not None:
-        earliest = np.minimum(earliest, earliest_starts(Slot(slot.name, *slot.recomputed), in_flight))
-    return np.asarray(earliest)

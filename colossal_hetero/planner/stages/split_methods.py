@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .fixed_order import exact
-from .pipeline import Pipeline, Split, earliest_starts
+from .fixed_order import exact, fits, min_longest, min_sums
+from .pipeline import Pipeline, Split
 
 
 def split(pipeline: Pipeline, method: str = "exact", *, order: Sequence[int] | None = None) -> Split:
@@ -25,31 +25,16 @@ def split(pipeline: Pipeline, method: str = "exact", *, order: Sequence[int] | N
     memory, or of those in a few orders. ``adapt`` and ``autohet`` also respect memory; for ``uniform`` and ``holmes``,
     check ``evaluate(...).fits``.
     """
-    if method not in METHODS:
-        raise ValueError(f"unknown method {method!r}: valid are {', '.join(METHODS)}")
-    _check(pipeline, order)
-    found = _SPLITS[method](pipeline, None if order is None else tuple(order))
-    if found is None:
-        raise ValueError(_memory_message(pipeline, order))
-    return found
-
-
-def _check(pipeline: Pipeline, order: Sequence[int] | None) -> None:
     stages = len(pipeline.slots)
-    if stages == 0:
-        raise ValueError("no slots: a pipeline needs at least one")
     if stages > pipeline.blocks:
         raise ValueError(
             f"{stages} stages for {pipeline.blocks} blocks: each stage needs at least one block, so use at most "
             f"{pipeline.blocks} slots"
         )
-    different = sorted({len(slot.costs.forward_seconds) for slot in pipeline.slots})
-    if len(different) > 1:
-        raise ValueError(f"the slots have costs for different numbers of blocks: {different}; they must be the same")
-    if pipeline.micro_batches < 1:
-        raise ValueError(f"{pipeline.micro_batches} micro-batches: an iteration must have at least 1")
-    if order is not None and sorted(order) != list(range(stages)):
-        raise ValueError(f"order {list(order)} is not a permutation of the slots 0 to {stages - 1}")
+    found = _SPLITS[method](pipeline, None if order is None else tuple(order))
+    if found is None:
+        raise ValueError(_memory_message(pipeline, order))
+    return found
 
 
 def _memory_message(pipeline: Pipeline, order: Sequence[int] | None) -> str:
@@ -163,51 +148,20 @@ def autohet(pipeline: Pipeline, order: Sequence[int] | None) -> Split | None:
     """AutoHet's balance (section III-C, Eq. 4): of the splits that fit in memory with the smallest ``max l/g``, with l
     a stage's blocks and g its speed, one with the smallest ``Σ l/g``; None if none fits. Without an order, slower slots
     come first. The printed ``max g/l`` is smallest if one stage does all the work; the text asks for balance."""
-    speed = _speeds(pipeline)
-    if order is None:
-        order = tuple(int(slot) for slot in np.argsort(speed, kind="stable"))
+    speed, blocks = _speeds(pipeline), np.arange(pipeline.blocks + 1)
+    order = tuple(np.argsort(speed, kind="stable").tolist()) if order is None else tuple(order)
     by_stage = speed[list(order)] / speed.sum() * pipeline.blocks
-    lengths = np.arange(1, pipeline.blocks - len(order) + 2)
-    candidates = np.unique(lengths / by_stage[:, None])
-    earliest = [
-        earliest_starts(pipeline.slots[slot], min(pipeline.micro_batches, len(order) - stage))
+    lengths = blocks - blocks[:, None]
+    possible = [
+        fits(pipeline.slots[slot], min(pipeline.micro_batches, len(order) - stage)) & (lengths > 0)
         for stage, slot in enumerate(order)
     ]
-    first, last = 0, len(candidates)
-    while first < last:
-        middle = (first + last) // 2
-        if _min_loads(pipeline, by_stage, earliest, float(candidates[middle])) is None:
-            first = middle + 1
-        else:
-            last = middle
-    if first == len(candidates):
+    loads = np.where(possible, lengths / by_stage[:, None, None], np.inf)
+    longest = min_longest(loads)
+    if longest == inf:
         return None
-    bounds = _min_loads(pipeline, by_stage, earliest, float(candidates[first]))
-    assert bounds is not None
-    return Split(tuple(order), bounds)
-
-
-def _min_loads(
-    pipeline: Pipeline, speed: NDArray[np.float64], earliest: Sequence[NDArray[np.int_]], limit: float
-) -> tuple[int, ...] | None:
-    """Bounds of the split with the smallest ``Σ l/g`` in which each ``l/g ≤ limit``; None if there is no such split."""
-    blocks = pipeline.blocks
-    place = np.arange(blocks + 1)
-    min_sums = np.full(blocks + 1, np.inf)
-    min_sums[0] = 0.0
-    chosen = []
-    for stage, rate in enumerate(speed):
-        loads = (place - place[:, None]) / rate
-        allowed = (loads > 0) & (loads <= limit * (1 + ROUNDING)) & (place[:, None] >= earliest[stage])
-        sums = np.where(allowed, min_sums[:, None] + loads, np.inf)
-        chosen.append(sums.argmin(axis=0))
-        min_sums = sums.min(axis=0)
-    if min_sums[-1] == np.inf:
-        return None
-    bounds = [blocks]
-    for starts in reversed(chosen):
-        bounds.append(int(starts[bounds[-1]]))
-    return tuple(reversed(bounds))
+    _, (bounds,) = min_sums(loads, np.array([longest * (1 + ROUNDING)]))
+    return Split(order, tuple(bounds))
 
 
 def _bounds(parts: NDArray[np.int_]) -> tuple[int, ...]:

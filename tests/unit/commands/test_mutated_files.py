@@ -22,7 +22,7 @@ from tests.support.random_examples import examples
 from tests.unit.commands.test_plan_command import CLUSTER
 from tests.unit.commands.test_plan_command import profile as layer_profile
 from tests.unit.planner.batches.test_batch_profile import profile as batch_profile
-from tests.unit.planner.plans.test_chunked_plan import chunked
+from tests.unit.planner.plans.test_plan import chunked
 from tests.unit.planner.report.test_plan_table import unequal
 
 ABSURD = (

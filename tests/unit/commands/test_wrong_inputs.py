@@ -33,8 +33,7 @@ def prices(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("dp 70000 x pp [A100-40 0-23], micro-batch 1 x 1", "70,000 pipelines of 1 stage are too many"),
         (f"dp 4 x pp [A100-40 0-{'9' * 5000}]", "column 22: numbers have at most 15 digits"),
         ("dp 4 x pp [A100-40 0-23], micro-batch 1 x 99999999999", "micro_batches is 99999999999: must be at most"),
-        ("dp 1 x pp [A100-40 (tp 2, tp 4) 0-23], micro-batch 1 x 8", "column 27: tp: given twice"),
-        ("dp 1 x pp [A100-40 recompute recompute 0-23], micro-batch 1 x 8", "recompute: given twice"),
+        ("dp 1 x pp [A100-40 tp 2 0-23], micro-batch 1 x 8", "column 12: the cluster has no A100-40 tp 2"),
     ],
 )
 def test_layouts(line: str, reason: str) -> None:

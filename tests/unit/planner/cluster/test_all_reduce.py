@@ -1,4 +1,4 @@
-"""Rings and hops: against a computation step by step, against the bytes that a card carries, and by hand."""
+"""Rings and hops: against a computation step by step, the bytes that a card carries, and the buckets of the plugin."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from colossal_hetero.planner.cluster.all_reduce import (
     concurrent_seconds,
-    ring_hops,
     synchronization_seconds,
 )
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
+from colossal_hetero.planner.cost.gradient_times import GradientTimes, Summing
 from colossal_hetero.planner.cost.placement import NodeLinks
-from tests.support.machines import GIGABIT, NVLINK, Nodes, machines
+from colossal_hetero.plugin.replicas.replica_gradients import HeldParameter, divide_into_buckets
+from tests.support.machines import GIGABIT, Nodes, machines
 from tests.support.random_examples import examples
 from tests.support.shared_hops import hop_channels
 
@@ -57,20 +59,6 @@ def test_a_ring_takes_as_long_as_its_steps(clusters: list[Nodes], data: st.DataO
     assert synchronization_seconds(topology, group, size) == pytest.approx(walked(topology, group, size))
 
 
-def test_the_formula() -> None:
-    """Of a ring that leaves nodes, with 30 steps of a sixteenth: fourteen hops on NVLink, and two over the NIC."""
-    topology = machines(Nodes("InfiniBand", [1, 1, 1]), Nodes("RoCE", [1]))
-    inside = synchronization_seconds(topology, [0, 1, 2], 3e9)
-    assert inside == pytest.approx(2 * 2 / 3 * 3e9 / (200 * GIGABIT) + 4 * LATENCY)
-    across = synchronization_seconds(topology, [0, 1, 2, 3], 3e9)
-    assert across == pytest.approx(2 * 3 / 4 * 3e9 / (25 * GIGABIT) + 6 * LATENCY)
-    assert synchronization_seconds(topology, [2], 1e9) == synchronization_seconds(topology, [0, 3], 0) == 0.0
-    topology = machines(Nodes("InfiniBand", [8, 8]), latency_seconds=0.0)
-    assert ring_hops(topology, range(16)) == ((0, 1), (1, 0))
-    assert synchronization_seconds(topology, range(16), 16e9) == pytest.approx(30 * 1e9 / (200 * GIGABIT))
-    assert synchronization_seconds(topology, range(8), 8e9) == pytest.approx(14 * 1e9 / NVLINK.bytes_per_second)
-
-
 def test_rings_share_the_bus_of_a_node() -> None:
     """A ring of four inside a node has four messages at once; one that leaves the node has three inside."""
     whole = machines(Nodes("InfiniBand", [4, 4]))
@@ -84,15 +72,6 @@ def test_rings_share_the_bus_of_a_node() -> None:
     both = concurrent_seconds(topology, [range(8)], [8e9])
     assert both == pytest.approx((14 * (1e9 / (8e9 / 3) + latency),))
     assert synchronization_seconds(topology, [0, 4], 2e9) == synchronization_seconds(whole, [0, 4], 2e9)
-
-
-def test_the_bandwidth_depends_on_the_message_size() -> None:
-    """Each step sends one part of the gradients: 1 GB, if four devices have 4 GB."""
-    topology = machines(Nodes("InfiniBand", [1] * 4))
-    curved = Channel("InfiniBand", 25e9, 0.0, (0.0, 1.0, 2.0))
-    nodes = tuple(dataclasses.replace(node, nics=(curved,)) for node in topology.nodes)
-    topology = dataclasses.replace(topology, nodes=nodes)
-    assert synchronization_seconds(topology, range(4), 4e9) == pytest.approx(6 * curved.seconds(1e9))
 
 
 def test_rings_share_a_nic() -> None:
@@ -163,34 +142,6 @@ def shared_channels(topology: Topology, pipelines: Sequence[Sequence[int]]) -> l
     return [[links.channels[number] for number in row] for row in rows]
 
 
-def test_hops_of_pipelines_share_cards_and_buses() -> None:
-    far = cluster((8, (SLOW,)), (8, (SLOW,)))
-    for replicas in (1, 2, 4, 8):
-        hops = shared_channels(far, [(device, 8 + device) for device in range(replicas)])
-        assert hops == [[Channel("Ethernet", 1e9 / replicas, 1e-4)]] * replicas
-    # A stage between two others takes part in one exchange at a time.
-    assert shared_channels(cluster((1, (SLOW,)), (1, (SLOW,)), (1, (SLOW,))), [(0, 1, 2)]) == [[SLOW, SLOW]]
-    # Hops inside a node and over another network share nothing.
-    topology = cluster((4, (FAST, SLOW)), (2, (FAST, SLOW)), (2, (SLOW,)))
-    half = Channel("Ethernet", 0.5e9, 1e-4)
-    assert shared_channels(topology, [(0, 1, 4), (2, 6), (3, 7)]) == [[INSIDE, FAST], [half], [half]]
-    # Two pipelines inside the node and one that leaves it: four devices send inside at the same time.
-    hops = shared_channels(cluster((5, (SLOW,)), (1, (SLOW,)), inside_total=8e9), [(0, 1), (2, 3), (4, 5)])
-    assert hops == [[Channel("PCIe", 2e9)], [Channel("PCIe", 2e9)], [SLOW]]
-    assert shared_channels(cluster((2, ()), inside_total=40e9), [(0, 1)]) == [[INSIDE]]
-    # A card that is faster than the other end serves several.
-    faster = cluster((2, (Channel("Ethernet", 5e9),)), (1, (SLOW,)), (1, (SLOW,)))
-    assert shared_channels(faster, [(0, 2), (1, 3)]) == [[SLOW], [SLOW]]
-
-
-def test_bandwidth_that_depends_on_the_size_is_shared_alike() -> None:
-    curved = Channel("Ethernet", 4e9, 1e-4, (0.01, 0.1, 1.0))
-    topology = cluster((2, (curved,)), (2, (curved,)))
-    ((hop,), _) = shared_channels(topology, [(0, 2), (1, 3)])
-    for size in (1e5, 1e6, 1e7, 1e9):
-        assert hop.bandwidth(size) == pytest.approx(curved.bandwidth(size) / 2)
-
-
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[Topology, list[tuple[int, ...]]]:
     nics = st.sampled_from([(SLOW,), (FAST, SLOW), (Channel("Ethernet", 5e9),)])
@@ -238,3 +189,32 @@ def test_the_search_shares_as_the_prediction_does(case: tuple[Topology, list[tup
             found = links.channels[number]
             assert (found.kind, found.latency_seconds) == (channel.kind, channel.latency_seconds)
             assert found.bytes_per_second == pytest.approx(channel.bytes_per_second)
+
+
+def test_each_layer_is_summed_by_the_ranks_that_hold_it() -> None:
+    """Replicas of 1, 2 and 3 stages on six nodes: the same groups, bytes and networks as the plugin's buckets have."""
+    blocks, elements = 6, 10**8
+    rates = [1e9, 4e9, 2e9, 8e9, 1e9, 4e9]
+    kind = DeviceKind("gpu", 10**10, 1e12)
+    inside = Channel("PCIe", 16e9)
+    nodes = [Node(f"n{at}", 0, (at,), inside, (Channel("Ethernet", rate),)) for at, rate in enumerate(rates)]
+    topology = Topology(tuple(Device(kind, at, 0) for at in range(6)), tuple(nodes), ("here",))
+    cuts = [((0,), (0, 6)), ((1, 2), (0, 4, 6)), ((3, 4, 5), (0, 1, 3, 6))]
+    held = {
+        rank: [HeldParameter(f"block {block}", elements, "fp32") for block in range(start, stop)]
+        for ranks, cut in cuts
+        for rank, start, stop in zip(ranks, cut[:-1], cut[1:], strict=True)
+    }
+    buckets = divide_into_buckets([f"block {block}" for block in range(blocks)], held, 2 * elements)
+    # A ring of three sends 4/3 of the bytes from each rank, all at the pace of the slowest card. A rank sums its
+    # buckets one after the other.
+    spent = dict.fromkeys(range(6), 0.0)
+    for bucket in buckets:
+        size = 4 * elements * len(bucket.names)
+        for rank in bucket.ranks:
+            spent[rank] += 2 * 2 / 3 * size / min(rates[each] for each in bucket.ranks)
+    groups = [[(rank,) for rank in ranks] for ranks, _ in cuts]
+    summing = Summing(GradientTimes(topology), np.arange(6), groups, np.full(blocks, 4.0 * elements))
+    found = summing.seconds([cut for _, cut in cuts])
+    assert {bucket.ranks for bucket in buckets} == {(0, 1, 3), (0, 1, 4), (0, 1, 5), (0, 2, 5)}
+    assert found == pytest.approx(max(spent.values()))

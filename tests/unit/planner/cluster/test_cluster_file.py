@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import tempfile
 from pathlib import Path
@@ -97,25 +96,6 @@ def test_examples_are_unchanged_after_writing_and_loading(path: Path, tmp_path: 
     assert [file.name for file in tmp_path.iterdir()] == ["copy.toml"]
 
 
-def test_what_is_written_is_short() -> None:
-    """Equal nodes share a table, numbers have the unit in which they are short, and usual reserves are left out."""
-    text = write_cluster(parse_cluster(FILE))
-    assert text.count("[[clusters.nodes]]") == 2 and "count = 2\n" in text
-    assert "latency_microseconds = 5" in text  # not 4.999999999999999
-    # 2 GB and 2.5 % of the memory, but at most 15 % of it; a given reserve of 0 is used and written.
-    without = parse_cluster(FILE.replace("memory_reserve_gb = 1.2\n", ""))
-    assert without.devices[2].kind.memory_reserve_bytes == 1_800_000_000
-    assert write_cluster(without).count("memory_reserve_gb") == 0
-    none = parse_cluster(FILE.replace("memory_reserve_gb = 1.2", "memory_reserve_gb = 0"))
-    assert none.devices[2].kind.usable_bytes == 12_000_000_000 and "memory_reserve_gb = 0\n" in write_cluster(none)
-    # What all transfers inside a node share.
-    text = FILE.replace("gigabytes_per_second = 16,", "gigabytes_per_second = 16, total_gigabits_per_second = 160,")
-    shared, node = parse_cluster(text), parse_cluster(FILE).nodes[0]
-    assert node.inside_bytes_per_second == math.inf
-    assert shared.nodes[0] == dataclasses.replace(node, inside_bytes_per_second=20e9)
-    assert "total_gigabytes_per_second = 20" in write_cluster(shared)
-
-
 names = st.text(st.characters(codec="utf-8", exclude_categories=("C",)), min_size=1, max_size=8)
 positive = st.floats(1e-6, 1e15) | st.integers(1, 1000).map(lambda n: n * 1e9)
 fast_kinds = st.sampled_from(["NVLink", "PCIe", "shared memory"])
@@ -178,7 +158,6 @@ MISTAKES = [
         "node west: there is no device kind V100; did you mean V100-",
         "[kinds.V100] with memory_gb and tflops",
     ),
-    ('kind = "V100-16"', 'kind = "v100-16"', "did you mean V100-16"),
     ("memory_gb = 12", "", "kinds.old has no memory_gb, and there is no preset"),
     ("memory_gb = 12", "memory_gb = 12\nmemory_bytes = 1", "either memory_gb or memory_b"),
     (
@@ -193,9 +172,7 @@ MISTAKES = [
         "gigabytes_per_second = 16, total_gigabytes_per_second = 16, total_bytes_per_second = 1",
         "give either total_gigabytes_per_second or total_bytes_per_second",
     ),
-    ("gigabytes_per_second = 16", "gigabytes_per_second = 0", "inside.gigabytes_per_second is 0"),
     (", gigabytes_per_second = 16", "", "clusters[0].nodes[0].inside: a bandwidth is missing"),
-    ("latency_microseconds = 5", "latency_microseconds = -5", "must be at least 0"),
     ("gigabytes_per_second = 16", "gigabytes_per_second = inf", "must be a finite number"),
     ("[-0.5, 2.0, 6.0]", "[-0.5, 0.0, -6.0]", "gives large messages no bandwidth"),
     (
@@ -210,19 +187,13 @@ MISTAKES = [
     ("[[clusters.nodes]]\ndevices", '[[clusters.nodes]]\nname = "e-1"\ndevices', "the name e-1"),
     ("count = 2\n", "count = 0\n", "clusters[0].nodes[0].count is 0: must be at least 1"),
     ("count = 4", "count = 4.5", "devices[0].count is 4.5: must be a whole number"),
-    ("memory_gb = 12", "memory_gb = 1e300", "memory_gb is 1e+300: must be at most"),
-    ("count = 2\n", "count = 100000000\n", "count is 100000000: must be at most 65536"),
     ("count = 4", "count = 65536", "these are 65542 devices; at most 65536 can be planned for"),
     ('[{ kind = "V100-16", count = 4 }]', "[]", "clusters[1].nodes[0].devices is []: must not be empty"),
-    ("speed = 0.25", "speed = 0", "must be at least 1e-09"),
     ("memory_gb = 12", "memory_gb 12", "is not TOML: ", "at line 5"),
     ("speed = 0.25", "sped = 0.25", "devices[1].sped is not a field; did you mean speed?"),
-    ("[[links]]", "[[link]]", "link is not a field; did you mean links?"),
     ('"RoCE"', '"ROCE"', "kind 'ROCE' is not known; did you mean RoCE?"),
     ("schema = 1", "schema = 2", "has schema 2, this version reads schema 1"),
     ("schema = 1", "", 'is not a cluster file: it has no "schema"'),
-    ('inside = { kind = "PCIe", gigabytes_per_second = 16, latency_microseconds = 5 }', "", "no inside"),
-    ("speed = 0.25", "speed = 2020-01-01", "must be a number"),
 ]
 
 
@@ -251,12 +222,6 @@ def test_files_that_cannot_be_loaded_and_a_byte_order_mark(tmp_path: Path) -> No
     assert load_cluster(path) == parse_cluster(FILE)
 
 
-def test_nodes_of_a_cluster_that_share_no_network() -> None:
-    text = FILE.replace("[[links]]", '[[clusters.nodes]]\nname = "w"\ndevices = [{ kind = "T4" }]\n\n[[links]]')
-    with pytest.raises(ValueError, match=r"no link between node west of cluster west .* and node w of cluster west"):
-        parse_cluster(text)
-
-
 def test_a_single_device_of_a_declared_kind_needs_no_inside() -> None:
     text = 'schema = 1\n[kinds.x]\nmemory_gb = 1\ntflops = 1\n[[clusters]]\nname = "a"\n[[clusters.nodes]]\n'
     assert len(parse_cluster(text + 'devices = [{ kind = "x" }]').devices) == 1
@@ -266,15 +231,3 @@ def test_a_single_device_of_a_declared_kind_needs_no_inside() -> None:
         parse_cluster(text + 'devices = [{ kind = "A100-40" }, { kind = "T4" }]')
     slower = parse_cluster(text + 'devices = [{ kind = "RTX-3090" }, { kind = "T4" }]').nodes[0].inside
     assert slower == INSIDE["T4"]
-
-
-def test_a_node_may_have_several_cards_of_a_kind() -> None:
-    """A message uses one of them, and they are all shared."""
-    cards = '{ kind = "Ethernet", gigabits_per_second = 8 }, { kind = "Ethernet", gigabits_per_second = 40 }'
-    topology = parse_cluster(FILE.replace('{ kind = "Ethernet", gigabits_per_second = 10 }', cards))
-    assert [(nic.kind, nic.bytes_per_second) for nic in topology.nodes[0].nics] == [
-        ("RoCE", 12.5e9),
-        ("Ethernet", 5e9),
-        ("Ethernet", 1e9),
-    ]
-    assert parse_cluster(write_cluster(topology)) == topology

@@ -1,8 +1,9 @@
-"""Channels: the time of a message, and the channel between two devices."""
+"""Channels of nodes and the networks of groups: by hand, and as measured; the presets of GPUs."""
 
 from __future__ import annotations
 
 import csv
+import dataclasses
 import itertools
 import pickle
 
@@ -12,7 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_hetero.planner.cluster.cluster_file import parse_cluster
-from colossal_hetero.planner.cluster.topology import Channel, Topology
+from colossal_hetero.planner.cluster.gpu_catalog import GPUS, INSIDE
+from colossal_hetero.planner.cluster.group_networks import Adapter, Network, group_network, process_environment
+from colossal_hetero.planner.cluster.topology import Channel, DeviceKind, Topology
+from tests.support.machines import Nodes, machines
 from tests.support.paths import REPOSITORY
 
 MEASURED = REPOSITORY.parent / "shared" / "data" / "gpu-profiles" / "bandwidth.csv"
@@ -141,10 +145,82 @@ def test_equal_topologies_have_equal_hashes_and_can_be_pickled(hybrid: Topology)
     assert pickle.loads(pickle.dumps(hybrid)) == hybrid
 
 
-def test_channels_are_found_once_per_pair_of_classes() -> None:
-    text = HYBRID.replace("count = 2\ndevices", "count = 256\ndevices")
-    topology = parse_cluster(text)
-    assert len(topology.devices) > 1000
-    for a, b in itertools.combinations(range(len(topology.nodes)), 2):
-        topology.node_channel(a, b)
-    assert len(topology._channels) <= 25  # five classes of nodes
+HOLMES = machines(Nodes("InfiniBand", [2, 2]), Nodes("RoCE", [2, 2]), Nodes("Ethernet", [2, 2]))
+
+
+@pytest.mark.parametrize(
+    ("group", "network"),
+    [
+        ((0,), Network("nccl", "")),
+        ((0, 1), Network("nccl", "NVLink")),
+        ((0, 2), Network("nccl", "InfiniBand", "IB")),
+        ((4, 5, 6, 7), Network("nccl", "RoCE", "IB")),
+        ((8, 10), Network("nccl", "Ethernet", "Socket")),
+        # InfiniBand and RoCE cannot communicate with each other, although NCCL calls both IB.
+        ((0, 4), Network("nccl", "Ethernet", "Socket")),
+        ((0, 1, 2, 8), Network("nccl", "Ethernet", "Socket")),
+    ],
+)
+def test_networks_of_gpus(group: tuple[int, ...], network: Network) -> None:
+    assert group_network(HOLMES, group) == network
+
+
+def test_a_group_with_a_cpu_uses_gloo() -> None:
+    devices = list(HOLMES.devices)
+    devices[2] = dataclasses.replace(devices[2], kind=DeviceKind("cpu-2", 1 << 30, 1e11))
+    topology = dataclasses.replace(HOLMES, devices=tuple(devices))
+    assert group_network(topology, (0, 2)) == Network("gloo", "InfiniBand")
+    assert group_network(topology, (2, 4)) == Network("gloo", "Ethernet")
+    assert group_network(topology, (2, 3)) == Network("gloo", "NVLink")
+    assert group_network(topology, (0, 3)).backend == "nccl"
+    with pytest.raises(ValueError, match="needs a device"):
+        group_network(HOLMES, ())
+    with pytest.raises(ValueError, match="device 12"):
+        group_network(HOLMES, (0, 12))
+
+
+def test_environment_of_a_group_and_of_a_process() -> None:
+    adapters = {"Ethernet": Adapter(interface="eth0"), "InfiniBand": Adapter(hca="=mlx5_0:1", interface="ib0")}
+    assert Network("nccl", "InfiniBand", "IB").environment(adapters) == {"NCCL_NET": "IB"}
+    assert Network("nccl", "Ethernet", "Socket").environment() == {"NCCL_NET": "Socket"}
+    assert Network("nccl", "NVLink").environment(adapters) == {}
+    assert Network("gloo", "InfiniBand").environment(adapters) == {"GLOO_SOCKET_IFNAME": "ib0"}
+    assert Network("gloo", "Ethernet").environment(adapters) == {"GLOO_SOCKET_IFNAME": "eth0"}
+    assert Network("gloo", "RoCE").environment(adapters) == Network("gloo", "Ethernet").environment() == {}
+    assert process_environment(adapters) == {"NCCL_IB_HCA": "=mlx5_0:1", "NCCL_SOCKET_IFNAME": "=eth0"}
+    roce = {"RoCE": Adapter(hca="mlx5_2", gid_index=3)}
+    assert process_environment(roce) == {"NCCL_IB_HCA": "mlx5_2", "NCCL_IB_GID_INDEX": "3"}
+    assert process_environment({"Ethernet": Adapter()}) == {}
+
+
+MEASURED = REPOSITORY.parent / "shared" / "data" / "gpu-profiles" / "bandwidth.csv"
+
+SPEEDS = {
+    # FLOP per clock and core, CUDA cores, boost clock in GHz: 2 FLOP, and what tensor cores multiply them by.
+    **{"V100-16": (16, 5120, 1.53), "GTX-1080": (2, 2560, 1.733), "A100-40": (32, 6912, 1.41), "T4": (16, 2560, 1.59)},
+    **{"RTX-5000": (16, 3072, 1.815), "Titan-RTX": (16, 4608, 1.77), "RTX-2080": (8, 4352, 1.635)},
+    **{"RTX-3090": (4, 10496, 1.695), "A6000": (8, 10752, 1.8), "A10": (8, 9216, 1.695), "A30": (32, 3584, 1.44)},
+    **{"A40": (8, 10752, 1.74), "L4": (8, 7424, 2.04), "L40S": (8, 18176, 2.52), "RTX-3080": (4, 8704, 1.71)},
+    **{"RTX-4080": (4, 9728, 2.505), "RTX-4090": (4, 16384, 2.52), "RTX-5090": (4, 21760, 2.407)},
+    # By compute unit: a die of an MI250X has 110, an MI300X 304.
+    **{"MI250X-die": (1024, 110, 1.7), "MI300X": (2048, 304, 2.1)},
+}
+
+
+def test_speeds_follow_from_cores_and_clocks() -> None:
+    flops = {name: kind.flops for name, kind in GPUS.items()}
+    computed = {name: each * cores * gigahertz * 1e9 for name, (each, cores, gigahertz) in SPEEDS.items()}
+    assert {name: flops[name] for name in SPEEDS} == pytest.approx(computed, rel=0.01)
+    assert flops["H800"] == flops["H100"] == flops["H200"] == pytest.approx(flops["GH-96"], rel=0.01)
+    others = {"H800", "H100", "H100-PCIe", "H200", "H20", "B200", "GH-96", "A800", "A100-80", "V100-32"}
+    assert set(GPUS) == set(INSIDE) == others | set(SPEEDS)
+    for name in ("A100-40", "A100-80", "V100-16", "V100-32", "GH-96"):
+        assert GPUS[name].memory_bytes == int(name.rpartition("-")[2]) * 10**9
+
+
+@pytest.mark.skipif(not MEASURED.exists(), reason="needs the measured bandwidths beside the repository")
+def test_no_measured_bandwidth_inside_a_node_is_above_the_preset() -> None:
+    for row in csv.DictReader(MEASURED.open()):
+        if row["where"] == "inside a node" and row["gpus"] == "2" and row["gpu"] != "RTX-3090":
+            measured, nominal = float(row["max_bytes_per_second"]), INSIDE[row["gpu"]].bytes_per_second
+            assert 0.3 * nominal < measured <= nominal

@@ -1,16 +1,19 @@
-"""Predictions for given layouts, compared with the planner's plans and with times computed by hand; wrong layouts."""
+"""Predictions for given ranks: by hand, and how sure they are, from profiles whose times are changed at random."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from typing import Any
 
+import numpy as np
 import pytest
 
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
-from colossal_hetero.planner.cost.plan import exposed_seconds
-from colossal_hetero.planner.cost.simulate import simulate_plan, slowed
+from colossal_hetero.planner.cost.plan import Plan, exposed_seconds
+from colossal_hetero.planner.cost.ranked_plan import difference_error, prediction_error
 from colossal_hetero.planner.profile.fitted_profiles import as_profiled
-from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile
+from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile
 from tests.support.layer_profiles import layer_times
 from tests.support.planning import make_plans, predict_plan
 
@@ -80,72 +83,9 @@ def test_a_pipeline_costs_what_the_formula_says():
     assert first.memory_bytes == pytest.approx(2 * (4 * 8 * MB + 2 * 2 * MB) + 2 * 2 * MB)
 
 
-def test_without_a_pipeline_gradients_are_also_in_buckets():
-    """A device has all 8 layers: 4 × 8 MB of state each, and 1 MB of activations and twice that in a backward pass."""
-    topology = machines("fast", devices_per_node=2)
-    for ranks in ([[[0]]], [[[0]], [[1]]]):
-        plan = predict_plan(topology, profile(), ranks, micro_batch=1, global_batch=2)
-        stage = plan.replicas[0].stages[0]
-        assert stage.memory_bytes == pytest.approx(8 * (4 * 8 * MB + MB) + 2 * MB + 8 * 8 * MB)
-        assert stage.memory_overhead_bytes == pytest.approx(2 * MB + 8 * 8 * MB)
-    # In half precision, parameters and buckets have two bytes, and gradients are summed in single precision.
-    half = profile(precision="bf16", state_factor=9.0, gradient_factor=2.0)
-    plan = predict_plan(topology, half, [[[0]], [[1]]], micro_batch=1, global_batch=2)
-    assert plan.replicas[0].stages[0].memory_overhead_bytes == pytest.approx(2 * MB + 8 * 8 * MB)
-
-
-def test_the_schedule_takes_time_in_predictions_and_plans():
-    slow_schedule = {"fast": 0.02, "slow": 0.1}
-    rows = [times.model_copy(update={"schedule_seconds": slow_schedule[times.device]}) for times in profile().times]
-    topology, mine = machines("slow", "fast", devices_per_node=1), profile().model_copy(update={"times": tuple(rows)})
-    plan = predict_plan(topology, mine, [[[0], [1]]], bounds=(0, 1, 6), micro_batch=2, global_batch=16)
-    slow, fast, hop = 2 * 2 * 0.09 + 0.1, 6 * 2 * 0.03 + 0.02, 2 * MB / 1e9
-    assert plan.iteration_seconds == pytest.approx(slow + fast + 2 * hop + 7 * (max(slow, fast) + hop))
-    assert [stage.schedule_seconds for stage in plan.replicas[0].stages] == pytest.approx([0.1, 0.02])
-    assert plan.replicas[0].bubble_shares[0] == pytest.approx(1 - 8 * (slow + hop) / plan.iteration_seconds)
-    # Two stages: blocking transfers, the first stage is not longer than the last.
-    assert simulate_plan(plan).seconds <= plan.iteration_seconds * (1 + 1e-9)
-    assert simulate_plan(plan).seconds >= 8 * (slow + hop)
-    twice = slowed(plan, {0: 2.0}).replicas[0].stages[0]
-    assert twice.schedule_seconds == pytest.approx(0.2)
-    assert slowed(plan, {0: 2.0}).iteration_seconds == pytest.approx(2 * slow + fast + 2 * hop + 7 * (2 * slow + hop))
-    # With a schedule that takes long on both, one device alone is faster.
-    settings = dict(global_batch=16, micro_batches=[2], unequal=False)
-    assert len(make_plans(topology, profile(), **settings)[0].plan.replicas[0].stages) == 2
-    rows = [times.model_copy(update={"schedule_seconds": 0.5}) for times in profile().times]
-    alone = profile().model_copy(update={"times": tuple(rows)})
-    assert len(make_plans(topology, alone, **settings)[0].plan.replicas[0].stages) == 1
-
-
-def test_replicas_wait_for_the_slowest_gradient_synchronization():
-    topology = machines("fast", "fast", devices_per_node=2, bandwidth=1e8)
-    inside = predict_plan(topology, profile(), [[[0], [2]], [[1], [3]]], micro_batch=1, global_batch=8)
-    across = predict_plan(topology, profile(), [[[0], [1]], [[2], [3]]], micro_batch=1, global_batch=8)
-    largest = 4 * 8 * MB
-    assert inside.synchronization_seconds == pytest.approx(largest / 1e11)
-    # Two rings share each node's NIC.
-    assert across.synchronization_seconds == pytest.approx(2 * largest / 1e8)
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"global_batch": 9}, ["9 samples", "micro-batches of 2", "multiple of 4"]),
-        ({"bounds": (0, 3, 7)}, ["7 blocks", "model has 6"]),
-        ({"micro_batch": 4}, ["micro-batch 4", "1, 2"]),
-        (
-            {"ranks": [[[0, 2], [1, 3]]]},
-            ["(0, 2)", "fast, slow", "not a tensor-parallel group of 2 devices of one kind"],
-        ),
-    ],
-)
-def test_impossible_plans_are_rejected(changes, says):
-    arguments = {"ranks": [[[0], [2]], [[1], [3]]], "bounds": (0, 3, 6), "micro_batch": 2, "global_batch": 16}
-    arguments |= changes
-    with pytest.raises(ValueError) as error:
-        predict_plan(machines("slow", "fast"), profile(), **arguments)
-    for text in says:
-        assert text in str(error.value)
+def test_a_group_of_two_kinds_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"\(0, 2\) \(fast, slow\) are not a tensor-parallel group"):
+        predict_plan(machines("slow", "fast"), profile(), [[[0, 2], [1, 3]]], micro_batch=2, global_batch=16)
 
 
 def test_devices_get_the_names_of_the_profile():
@@ -223,3 +163,73 @@ def test_a_prediction_counts_what_is_not_hidden() -> None:
     assert best.iteration_seconds <= make_plans(topology, profile(), global_batch=8)[0].plan.iteration_seconds
     with pytest.raises(ValueError, match="1f1b only, not for 1f1b, zbv"):
         make_plans(topology, profile(), global_batch=8, schedules=("1f1b", "zbv"), overlap=True)
+
+
+ERRORS = {"fast": 0.01, "slow": 0.02}
+DRAWS = 400
+
+
+def with_errors(known: ModelProfile, errors: dict[str, float]) -> ModelProfile:
+    times = tuple(each.model_copy(update={"relative_error": errors[each.device]}) for each in known.times)
+    return known.model_copy(update={"times": times})
+
+
+def drawn(known: ModelProfile, seed: int) -> ModelProfile:
+    """The profile with each entry's times multiplied by a random factor of its standard error."""
+    random = np.random.default_rng(seed)
+
+    def changed(entry: LayerTimes) -> LayerTimes:
+        factor = math.exp(entry.relative_error * random.normal())
+        fields = ("forward_seconds", "backward_seconds", "update_seconds")
+        return entry.model_copy(update={name: tuple(factor * s for s in getattr(entry, name)) for name in fields})
+
+    return ModelProfile(**{**dict(known), "times": tuple(map(changed, known.times))})
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "a pipeline of both kinds": dict(ranks=[[[0], [2]]], bounds=(0, 2, 6), micro_batch=2),
+    "another cut": dict(ranks=[[[0], [2]]], bounds=(0, 1, 6), micro_batch=2),
+    "smaller micro-batches": dict(ranks=[[[0], [2]]], bounds=(0, 2, 6), micro_batch=1),
+    "replicas": dict(ranks=[[[0], [2]], [[1], [3]]], bounds=(0, 2, 6), micro_batch=2),
+    "one kind": dict(ranks=[[[2], [3]]], bounds=(0, 3, 6), micro_batch=2),
+    "groups of two": dict(ranks=[[[0, 1], [2, 3]]], bounds=(0, 2, 6), micro_batch=2),
+}
+
+
+def predicted(known: ModelProfile, layout: str) -> Plan:
+    options = dict(LAYOUTS[layout])
+    return predict_plan(machines("slow", "fast"), known, options.pop("ranks"), global_batch=16, **options)
+
+
+@pytest.fixture(scope="module")
+def logarithms() -> dict[str, np.ndarray]:
+    """Logarithms of the predicted times by layout, for profiles that are drawn at random."""
+    known = with_errors(profile(), ERRORS)
+    draws = [drawn(known, seed) for seed in range(DRAWS)]
+    return {layout: np.log([predicted(each, layout).iteration_seconds for each in draws]) for layout in LAYOUTS}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_prediction_and_a_difference_are_as_sure_as_random_profiles_say(
+    layout: str, logarithms: dict[str, np.ndarray]
+) -> None:
+    known, first = with_errors(profile(), ERRORS), "a pipeline of both kinds"
+    error = prediction_error(predicted(known, layout), known)
+    assert error == pytest.approx(logarithms[layout].std(), rel=0.15)
+    difference = difference_error(predicted(known, first), predicted(known, layout), known)
+    assert difference == pytest.approx((logarithms[layout] - logarithms[first]).std(), rel=0.15, abs=1e-12)
+
+
+def test_the_simplest_of_the_plans_that_are_tied_comes_first() -> None:
+    topology = machines("slow", "fast")
+    exact = make_plans(topology, profile(), global_batch=16, keep=8)
+    unsure = make_plans(topology, with_errors(profile(), {"fast": 0.5, "slow": 0.5}), global_batch=16, keep=8)
+    assert [each.plan.iteration_seconds for each in exact] == sorted(each.plan.iteration_seconds for each in exact)
+    assert all(each.plan.relative_error is None for each in exact)
+    first = unsure[0]
+    assert first.plan.relative_error is not None and 0 < first.plan.relative_error < 1
+    assert first.plan.symmetric and not exact[0].plan.symmetric
+    assert first.plan.iteration_seconds > exact[0].plan.iteration_seconds
+    assert first.reason.startswith("the simplest of ")
+    assert unsure[1].plan.replicas == exact[0].plan.replicas
+    assert "a tie" in unsure[2].reason

@@ -45,15 +45,6 @@ def test_equal_ranks_with_equal_shares_share_a_line() -> None:
     assert len(device_lines(many.profile, many.chosen)) <= 6
 
 
-def test_memory_depends_on_the_stage_and_the_micro_batch() -> None:
-    report = compare(profile(ranks=[0] * 4, links=[]), 16, stage=3)
-    (line,) = device_lines(report.profile, report.chosen)
-    assert line.used_bytes == 4 * GIB + line.share.micro_batch * 2 * GIB
-    # A rank without samples still runs one placeholder sample.
-    few = compare(profile(ranks=[0] * 4, links=[]), 1)
-    assert {line.used_bytes for line in device_lines(few.profile, few.chosen)} == {18 * GIB}
-
-
 @pytest.mark.parametrize("stage", range(4))
 def test_all_methods_are_compared_and_none_is_faster_than_exact(stage: int) -> None:
     report = compare(profile(links=LINKS), 23, stage=stage)

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.cost.simulate import simulate_plan, slowed
-from colossal_hetero.planner.report.plan_picture import MAX_LANES, lanes, plot_front, plot_plan, proved_edge, windows
+from colossal_hetero.planner.report.plan_picture import MAX_LANES, lanes, plot_plan, proved_edge
 from colossal_hetero.planner.solver.pareto_front import FrontPoint
 from tests.support.figures import saved_figures
 from tests.unit.planner.plans.test_plan import plan, replica, stage
@@ -47,14 +47,6 @@ def test_every_micro_batch_is_in_every_stage_of_every_kind_of_replica(made: Plan
         assert update.stop - update.start == pytest.approx(timed.update_seconds)
 
 
-def test_one_stage_takes_as_long_as_the_closed_form_predicts_and_equal_replicas_are_simulated_once() -> None:
-    made = plan(replica(stage(0, 6, (0,), transfer_seconds=0.0)))
-    assert simulate_plan(made).seconds == pytest.approx(made.iteration_seconds)
-    assert made.iteration_seconds == pytest.approx(8 * (0.06 + 0.12) + 0.001)
-    timelines = simulate_plan(large(16, 4)).timelines
-    assert len(timelines) == 16 and len({id(timeline) for timeline in timelines}) == 1
-
-
 def test_a_slow_rank_slows_its_group_and_the_stages_that_wait_for_it() -> None:
     made = plan(replica(stage(0, 4, (0, 1)), stage(4, 6, (2, 3))), replica(stage(0, 4, (4, 5)), stage(4, 6, (6, 7))))
     slow = simulate_plan(made, {3: 3.0})
@@ -85,18 +77,6 @@ def test_invalid_simulations_are_rejected() -> None:
     made = plan(replica(stage(0, 4, (0,)), stage(4, 6, (1,), "T4"), micro_batches=250_001))
     with pytest.raises(ValueError, match="1,000,004 passes are too many to simulate; at most 1,000,000"):
         simulate_plan(made)
-
-
-def test_long_iterations_have_two_windows() -> None:
-    assert windows(simulate_plan(plan())) == [(0.0, simulate_plan(plan()).seconds)]
-    simulation = simulate_plan(long())
-    (start, stop), (again, end) = windows(simulation)
-    assert start == 0 and stop < again and end == simulation.seconds
-    for lane in lanes(simulation):
-        inside = [bar.micro_batch for bar in lane.bars if bar.kind == "backward" and bar.stop <= stop]
-        assert inside[:5] == [0, 1, 2, 3, 4]
-        inside = [bar.micro_batch for bar in lane.bars if bar.kind == "forward" and bar.start >= again]
-        assert inside[-1] == 299
 
 
 @pytest.fixture
@@ -167,13 +147,3 @@ def test_nothing_is_drawn_as_excluded_that_is_not() -> None:
                 for each in front
             )
             assert excluded == (seconds < height(edge, dollars))
-
-
-def test_plans_are_drawn_as_in_the_table(tmp_path: Path, figures: list[Figure]) -> None:
-    front = [point(70, 4, 0.2), point(60, 8, 0.1)]
-    types: Any = [SimpleNamespace(name="a100")]
-    plot_front(front, types, front[0], tmp_path / "front.png")
-    found, proved, chosen = figures[0].axes[0].lines
-    assert [list(each) for each in found.get_data()] == [[60, 70], [8, 4]]
-    assert [list(each) for each in chosen.get_data()] == [[70], [4]]
-    assert list(proved.get_xdata()) == [60 / 1.1, 70 / 1.2]

@@ -7,7 +7,6 @@ import io
 import itertools
 from typing import Any
 
-import pytest
 from rich.console import Console
 
 from colossal_hetero.planner.cost.plan import Plan
@@ -16,8 +15,7 @@ from colossal_hetero.planner.cost.simulate import simulate_plan
 from colossal_hetero.planner.report.launch_commands import launch_lines, training_call
 from colossal_hetero.planner.report.plan_picture import lanes
 from colossal_hetero.planner.report.plan_table import layout, one_line, render, rows, short_ranks
-from tests.unit.planner.plans.test_chunked_plan import chunked, chunked_stage
-from tests.unit.planner.plans.test_plan import plan, replica, stage
+from tests.unit.planner.plans.test_plan import chunked, chunked_stage, plan, replica, stage
 
 
 def printed(*candidates: RankedPlan, width: int = 140) -> str:
@@ -87,28 +85,6 @@ def test_similar_replicas_share_rows() -> None:
     assert len({stage.node for stage in row.everywhere}) == 256
 
 
-@pytest.mark.parametrize("width", [80, 100, 140])
-@pytest.mark.parametrize("made", [plan(), unequal(), large(), large(4, 8)], ids=["two", "unequal", "large", "eight"])
-def test_tables_keep_the_width_and_do_not_cut_numbers(made: Plan, width: int) -> None:
-    text = printed(RankedPlan(made, "the least predicted time"), RankedPlan(unequal(), "1 % slower: why"), width=width)
-    assert max(map(len, text.splitlines())) <= width
-    for row in rows(made):
-        assert row.layers in text
-        assert "10.0 of" in text
-    assert "…" not in "".join(line for line in text.splitlines() if "of 40.0" in line).replace("… ", "")
-
-
-def test_the_totals_show_the_parts_of_an_iteration() -> None:
-    made = plan(uniform_seconds=2 * plan().iteration_seconds)
-    text = " ".join(printed(RankedPlan(made, "")).split())
-    total = made.iteration_seconds
-    assert f"an iteration of {total:.3f} s, {32 / total:.2f} samples/s" in text
-    assert f"(pipeline {total - 0.05:.3f} s + synchronization 0.050 s; bubble" in text
-    assert "2.00 × as fast as the best plan with uniform stages" in text
-    alone = printed(RankedPlan(plan(replica(stage(0, 6, (0,)))), ""))
-    assert "synchronization" not in alone and "replica" not in alone.splitlines()[2]
-
-
 def test_the_next_plans_are_listed_with_reasons_and_names_are_not_markup() -> None:
     odd = plan(replica(stage(0, 6, (0,), "[bold]T4[/x]")), notes=("[red]note[/q]",))
     text = printed(RankedPlan(odd, "first [b]"), RankedPlan(plan(), "because [c]"))
@@ -158,15 +134,6 @@ def test_the_chunks_of_stages_are_shown() -> None:
     assert arguments is not None and (arguments["pp_style"], arguments["num_model_chunks"]) == ("interleaved", 2)
     text = training_call(chunked("zbv"))
     assert "the first stage has the loss" in text
-
-
-def test_the_layers_of_many_stages_are_written_out() -> None:
-    sizes = [3] * 6 + [2, 1] + [2] * 7
-    bounds = [sum(sizes[:s]) for s in range(len(sizes) + 1)]
-    made = plan(replica(*(stage(bounds[s], bounds[s + 1], (s,)) for s in range(15)), micro_batches=15))
-    for each, expected in ((large(), [1] * 32), (made, sizes)):
-        arguments = plugin_arguments(training_call(each), "HybridParallelPlugin")
-        assert arguments is not None and arguments["num_layers_per_stage"] == expected
 
 
 def ordered(dp: int, pp: int, ranks: Any) -> Plan:
@@ -241,15 +208,3 @@ def on_nodes(*nodes: tuple[str, int]) -> Plan:
     """A plan on these nodes with one stage per rank."""
     names = [name for name, ranks in nodes for _ in range(ranks)]
     return plan(replica(*(stage(rank, rank + 1, (rank,), node=name) for rank, name in enumerate(names))))
-
-
-def test_zero_stage_1_of_a_plan_is_an_argument_of_colossalais_plugin() -> None:
-    text = training_call(plan(precision="bf16", zero_stage=1))
-    assert "zero_stage" not in (plugin_arguments(text, "HeteroHybridParallelPlugin") or {})
-    assert (plugin_arguments(text, "HybridParallelPlugin") or {})["zero_stage"] == 1
-    assert "ZeRO 1" in one_line(plan(precision="bf16", zero_stage=1))
-    text = training_call(plan(precision="bf16", zero_stage=1), overlap=True)
-    assert (plugin_arguments(text, "HeteroHybridParallelPlugin") or {})["overlap_communication"]
-    text = training_call(plan(precision="fp32", zero_stage=1))
-    assert plugin_arguments(text, "HeteroHybridParallelPlugin") is not None
-    assert "it refuses ZeRO in fp32" in text

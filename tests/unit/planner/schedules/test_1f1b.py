@@ -138,36 +138,6 @@ def test_ends_equal_those_of_a_queue_of_events(transfers, case):
     assert timeline.stage_seconds == pytest.approx(slow_ends(*case, transfers), rel=ROUNDING, abs=1e-12)
 
 
-@pytest.mark.parametrize("transfers", TRANSFERS)
-@examples(ordinary=50, thorough=100)
-@given(pipelines())
-def test_events_follow_the_schedule(transfers, case):
-    forward, backward, _, count = case
-    timeline = simulated(*case, transfers)
-    for stage, events in enumerate(timeline.events):
-        assert all(one.stop <= other.start + ROUNDING for one, other in pairwise(events))
-        # A transfer that takes no time has no event, but a stage may wait for it.
-        assert max(event.stop for event in events) <= timeline.stage_seconds[stage]
-        assert all(event.start >= 0 for event in events)
-        work = [(event.kind, event.micro_batch) for event in events if event.kind != "transfer"]
-        wanted, done = [], {"forward": 0, "backward": 0}
-        for call, *_ in program(stage, len(forward), count):
-            if call in done:
-                wanted.append((call, done[call]))
-                done[call] += 1
-        assert work == wanted
-        lengths = {"forward": forward[stage], "backward": backward[stage]}
-        for event in events:
-            if event.kind in lengths:
-                assert event.stop - event.start == pytest.approx(lengths[event.kind], abs=1e-9)
-        spent = sum(event.stop - event.start for event in events if event.kind == "transfer")
-        whole = timeline.seconds or 1.0
-        share = timeline.shares[stage]
-        assert share.transfer * whole == pytest.approx(spent, abs=1e-7)
-        if timeline.seconds:
-            assert sum(share) == pytest.approx(1.0)
-
-
 @examples(ordinary=60, thorough=400)
 @given(pipelines(max_stages=7, max_micro_batches=12))
 def test_closed_form_is_below_only_where_the_note_allows_it(case):
@@ -210,13 +180,6 @@ def test_closed_form_is_never_below_with_one_ratio_without_transfers(case):
         assert seconds == pytest.approx(closed)
 
 
-def test_closed_form_can_be_below():
-    # The longest forward and the longest backward are in different stages.
-    forward, backward, count = [10.0, 0.0, 0.0], [0.0, 10.0, 0.0], 50
-    assert closed_form(forward, backward, [0.0, 0.0], count)[1] == 510
-    assert simulated(forward, backward, [0.0, 0.0], count).seconds == 520
-
-
 @pytest.mark.parametrize("transfers", TRANSFERS)
 def test_equal_stages_without_transfers_take_the_known_time(transfers):
     timeline = simulated([1.0] * 8, [2.0] * 8, [0.0] * 7, 32, transfers)
@@ -231,8 +194,3 @@ def test_updates_are_at_the_end_and_half_of_the_schedule_with_each_pass():
     assert timeline.stage_seconds == pytest.approx(alike.stage_seconds)
     assert timeline.seconds == pytest.approx(alike.seconds + 0.5)
     assert [events[-1].kind for events in timeline.events] == ["update"] * 3
-
-
-def test_bad_transfers():
-    with pytest.raises(ValueError, match="'blocking' and 'overlapped'"):
-        _ = simulated([1.0], [1.0], [], 1, "magic").seconds

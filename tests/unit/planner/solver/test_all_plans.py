@@ -1,25 +1,40 @@
-"""Plans for a few devices: none of all possible plans is better; and plans with recomputation and ZeRO."""
+"""Plans compared with all possible plans of a few devices, and with plans of more devices that are known."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
-from colossal_hetero.planner.cost.placement import place_together
+from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
+from colossal_hetero.planner.cost.draft import DraftBuilder
+from colossal_hetero.planner.cost.placed_pipelines import PlacedPipelines
+from colossal_hetero.planner.cost.placement import NodeLinks, SlotPool
+from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.cost.ranked_plan import ranking_seconds
 from colossal_hetero.planner.cost.runnable import why_not_runnable, why_recomputes
 from colossal_hetero.planner.cost.tp_groups import slot_kinds
-from colossal_hetero.planner.profile.layer_profile import load_profile
+from colossal_hetero.planner.profile.layer_profile import ModelProfile, load_profile
 from colossal_hetero.planner.report.plan_table import layout
+from colossal_hetero.planner.solver.neighbors import Neighborhood
+from colossal_hetero.planner.solver.pipeline_bounds import PipelineBounds
 from colossal_hetero.planner.solver.problem import Problem
 from colossal_hetero.planner.solver.search import search
 from tests.support.every_plan import EveryPlan, wishes_to_prove
 from tests.support.paths import REPOSITORY
-from tests.support.planning import make_plans
-from tests.support.random_clusters import large_problem, small_problem, whole_space_problem
+from tests.support.planning import make_plans, predict_plan
+from tests.support.random_clusters import (
+    large_problem,
+    random_cluster,
+    random_model,
+    small_problem,
+    whole_space_problem,
+)
 from tests.support.random_examples import IS_THOROUGH
 
 EXAMPLES = REPOSITORY / "examples/plans"
@@ -94,12 +109,83 @@ def test_no_plan_is_listed_twice() -> None:
     assert len(layouts) == 6 and len(set(layouts)) == 6
 
 
-def test_no_slot_is_placed_twice() -> None:
-    # The second kind has a slot in the node of the first and another one elsewhere; a pipeline takes both.
-    topology, profile, _ = small_problem(276)
-    kinds = slot_kinds(topology, profile, 1, 1)
-    nodes = [device.node for device in topology.devices]
-    groups = [tuple(len(kind.slots) for kind in kinds)]
-    (pipeline,) = place_together(groups, [kind.slots for kind in kinds], nodes, [0] * len(topology.nodes))
-    assert max(Counter(pipeline).values()) == 1
-    assert len(pipeline) == len(topology.devices)
+def nodes(sizes: Sequence[int], kinds: Sequence[str], bandwidths: Sequence[float]) -> Topology:
+    """Nodes with this number and kind of devices, and this bandwidth in bytes per second of their network cards."""
+    devices: list[Device] = []
+    made = []
+    for number, (size, kind, bandwidth) in enumerate(zip(sizes, kinds, bandwidths, strict=True)):
+        first = len(devices)
+        devices += [Device(DeviceKind(kind, 100, 1e12), number, 0)] * size
+        network = Channel("Ethernet", bandwidth, 1e-4)
+        inside = Channel("NVLink", 3e11, 1e-5)
+        made.append(Node(f"n{number}", 0, tuple(range(first, len(devices))), inside, (network,)))
+    return Topology(tuple(devices), tuple(made), ("here",))
+
+
+def best(
+    topology: Topology, model: ModelProfile, global_batch: int, *, method: str = "exact", unequal: bool = False
+) -> Plan:
+    return make_plans(topology, model, global_batch=global_batch, method=method, unequal=unequal, keep=1)[0].plan
+
+
+def test_six_replicas_that_do_not_divide_the_batch() -> None:
+    """Found by moving slots between pipelines only: 6 or 5 micro-batches for each."""
+    random = np.random.default_rng([7, 57])
+    model = random_model(random, max_blocks=8)
+    topology = nodes((4, 1, 2, 2), "AAAA", random.choice([1e8, 1e9, 1e10], 4))
+    plan = best(topology, model, 32, unequal=True)
+    assert sorted(replica.micro_batches for replica in plan.replicas) == [5, 5, 5, 5, 6, 6]
+    assert plan.iteration_seconds < 0.9 * best(topology, model, 32).iteration_seconds
+
+
+@pytest.mark.parametrize("seed", range(60 if IS_THOROUGH else 8))
+def test_no_slower_than_the_old_plan_if_a_device_became_slow(seed: int) -> None:
+    model = random_model(np.random.default_rng(seed), max_blocks=12)
+    before = nodes((4,), "A", (1e9,)) if seed % 2 else nodes((2, 4, 2), "AAB", (1e9, 1e9, 1e9))
+    old = best(before, model, 24)
+    devices = list(before.devices)
+    devices[1] = dataclasses.replace(devices[1], speed=0.8)
+    now = dataclasses.replace(before, devices=tuple(devices))
+    bounds = [0, *(stage.blocks[1] for stage in old.replicas[0].stages)]
+    kept = predict_plan(now, model, old.rank_order, micro_batch=old.micro_batch, global_batch=24, bounds=bounds)
+    assert best(now, model, 24).iteration_seconds <= kept.iteration_seconds * (1 + 1e-9)
+
+
+DEVICES = 6
+
+
+def pool_of(seed: int) -> tuple[Topology, SlotPool]:
+    random = np.random.default_rng(seed)
+    model = random_model(random)
+    topology = random_cluster(random, DEVICES)
+    kinds = slot_kinds(topology, model, 1, 1)
+    return topology, SlotPool(1, 1, tuple(kinds), 12, NodeLinks(topology, float(kinds[0].costs.output_bytes.max())))
+
+
+@pytest.mark.parametrize(("pipelines", "stages"), [(2, 3), (3, 2), (1, 4), (4, 1)])
+def test_nearly_the_best_of_all_arrangements_is_found(pipelines: int, stages: int) -> None:
+    factors = []
+    for seed in range(12):
+        topology, pool = pool_of(seed)
+        if stages > len(pool.kinds[0].costs.forward_seconds):
+            continue
+        builder = DraftBuilder(topology, "exact")
+        placed, bounds = PlacedPipelines(builder, pool), PipelineBounds.of_pool(pool)
+        neighborhood = Neighborhood(builder, pool, bounds, lambda _: 0.0, None, all_slots=False)
+        slots = [(kind, slot) for kind, each in enumerate(pool.kinds) for slot in range(len(each.slots))]
+        best = np.inf
+        for chosen in itertools.permutations(slots, pipelines * stages):
+            rows = tuple(chosen[first * stages : (first + 1) * stages] for first in range(pipelines))
+            if list(rows) == sorted(rows):  # each set of pipelines once
+                draft = placed.best(rows, best)
+                best = draft.seconds if draft is not None else best
+        starts = neighborhood.starts(pipelines, stages)
+        if best == np.inf or not starts:
+            assert best == np.inf or len(slots) < DEVICES
+            continue
+        found = [neighborhood.improved(start, 400, equal=True).seconds for start in starts]
+        assert all(after <= start.seconds for after, start in zip(found, starts, strict=True))
+        factors.append(min(found) / best)
+    assert len(factors) >= 4
+    assert max(factors) < 1.05
+    assert np.mean([factor < 1 + 1e-9 for factor in factors]) >= 0.8

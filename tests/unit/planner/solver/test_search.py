@@ -115,28 +115,6 @@ def test_plans_are_valid(topology: Topology, method: str, unequal: bool) -> None
     assert again == found
 
 
-@pytest.mark.parametrize("unequal", [True, False])
-@pytest.mark.parametrize("topology", [each for each in CLUSTERS if len({d.kind.name for d in each.devices}) > 1])
-def test_never_slower_than_with_only_one_kind(topology: Topology, unequal: bool) -> None:
-    model = profile()
-    together = make_plans(topology, model, global_batch=24, unequal=unequal)[0].plan
-    for name in ("fast", "slow"):
-        ranks = [rank for rank, device in enumerate(topology.devices) if device.kind.name == name]
-        nodes = [
-            Node(
-                node.name, 0, tuple(ranks.index(rank) for rank in node.devices if rank in ranks), node.inside, node.nics
-            )
-            for node in topology.nodes
-        ]
-        alone = Topology(tuple(topology.devices[rank] for rank in ranks), tuple(nodes), topology.clusters)
-        try:
-            best = make_plans(alone, model, global_batch=24, unequal=unequal)[0].plan
-        except ValueError:
-            continue
-        tolerance = MIN_GAIN if unequal else 1 + 1e-12
-        assert together.iteration_seconds <= best.iteration_seconds * tolerance
-
-
 @examples(ordinary=50, thorough=100)
 @given(
     pipelines=st.lists(st.tuples(st.floats(0.1, 9), st.floats(0.1, 4), st.integers(1, 4)), min_size=1, max_size=3),
@@ -178,15 +156,6 @@ def test_only_the_given_numbers_of_stages_are_used() -> None:
     for unequal in (True, False):
         found = make_plans(CLUSTERS[2], profile(), global_batch=24, stages=[2, 3], unequal=unequal, keep=20)
         assert {len(replica.stages) for each in found for replica in each.plan.replicas} <= {2, 3}
-
-
-def test_tensor_parallel_groups_have_devices_of_equal_speed() -> None:
-    topology = cluster({"fast": 4})
-    slow = Device(topology.devices[0].kind, 0, 0, speed=0.25)
-    throttled = Topology((slow, *topology.devices[1:3], slow), topology.nodes, topology.clusters)
-    plan = make_plans(throttled, profile(), global_batch=24, tensor_parallel=[2])[0].plan
-    groups = {stage.ranks for replica in plan.replicas for stage in replica.stages}
-    assert (1, 2) in groups and groups <= {(1, 2), (0, 3)}
 
 
 @pytest.mark.parametrize("unequal", [True, False])
@@ -279,13 +248,6 @@ def test_devices_that_are_not_enough(
     topology = cluster(devices, memory=dict.fromkeys(devices, memory))
     with pytest.raises(ValueError, match=message):
         make_plans(topology, profile(**changes), global_batch=8)
-
-
-def test_degrees_that_are_only_slower_are_not_noted() -> None:
-    # At degree 2 the only group has the two slow devices, so a plan with the fast device is much faster.
-    topology = cluster({"fast": 1, "slow": 2}, inside=Channel("PCIe", 1e6))
-    plan = make_plans(topology, profile(seconds={"fast": 1.0, "slow": 50.0}), global_batch=4)[0].plan
-    assert plan.tensor_parallel == 1 and not plan.notes
 
 
 def test_reasons_name_what_takes_longer() -> None:

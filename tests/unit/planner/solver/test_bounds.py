@@ -1,8 +1,9 @@
-"""No plan is faster than the lower bound."""
+"""No plan is faster than the lower bound, and no sums of gradients than theirs."""
 
 from __future__ import annotations
 
-import re
+import itertools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +12,13 @@ import pytest
 from scipy.optimize import linprog
 
 from colossal_hetero.planner.cluster.topology import Channel, Device, Node, Topology
-from colossal_hetero.planner.cost.draft import Draft, DraftBuilder
+from colossal_hetero.planner.cost.draft import DraftBuilder
+from colossal_hetero.planner.cost.placement import SlotPool
 from colossal_hetero.planner.cost.runnable import NoPlanError
 from colossal_hetero.planner.solver import iteration_bound as merging
-from colossal_hetero.planner.solver.iteration_bound import IterationBound, PipelineTypes, _Pool, pack
-from colossal_hetero.planner.solver.pipeline_bounds import BlockLimits, PipelineBounds, RelaxedPool
+from colossal_hetero.planner.solver.gradient_bounds import GradientBounds
+from colossal_hetero.planner.solver.iteration_bound import IterationBound, _Pool, pack
+from colossal_hetero.planner.solver.pipeline_bounds import RelaxedPool
 from colossal_hetero.planner.solver.search import Effort
 from tests.support.every_plan import EveryPlan
 from tests.support.planning import make_plans
@@ -28,8 +31,6 @@ from tests.support.random_clusters import (
     whole_space_problem,
 )
 from tests.support.random_examples import IS_THOROUGH
-
-pytestmark = pytest.mark.unit
 
 ROUNDING = 1e-9
 
@@ -111,100 +112,6 @@ def test_many_kinds_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compared
 
 
-def test_pipelines_take_at_least_one_of_the_options() -> None:
-    """Random pipelines of like nodes, by the closed form."""
-    compared, ratios = 0, []
-    for seed in range(100 if IS_THOROUGH else 20):
-        problem = like_nodes_problem(seed).to_search()
-        random, builder = np.random.default_rng(seed), DraftBuilder(problem.topology, "exact")
-        for pool in problem.pools:
-            lower = PipelineBounds.of_pool(pool)
-            slots = [(kind, slot) for kind, each in enumerate(pool.kinds) for slot in range(len(each.slots))]
-            for _ in range(10):
-                length = int(random.integers(1, min(len(slots), lower.blocks) + 1))
-                row = [slots[place] for place in random.choice(len(slots), length, replace=False)]
-                draft = builder.build_placed(pool, [row])
-                if not isinstance(draft, Draft):
-                    continue
-                counts = np.bincount([kind for kind, _ in row], minlength=len(pool.kinds))[None]
-                first, further = lower.options(counts)
-                bound = float((first + (pool.total_micro_batches - 1) * further).min())
-                assert bound <= draft.seconds * (1 + ROUNDING)
-                ratios.append(draft.seconds / bound)
-                compared += 1
-    assert compared > 100
-    assert np.median(ratios) < 1.3
-
-
-def test_pipelines_some_of_whose_stages_hold_few_blocks() -> None:
-    """Random cuts, of which some stages are free."""
-    ratios = []
-    for seed in range(100 if IS_THOROUGH else 20):
-        random = np.random.default_rng(seed)
-        for pool in like_nodes_problem(seed).to_search().pools:
-            lower, kinds = PipelineBounds.of_pool(pool), len(pool.kinds)
-            hop = lower.transfer_seconds + lower.schedule_seconds
-            for _ in range(20):
-                stages = int(random.integers(2, lower.blocks + 1)) if lower.blocks > 1 else 0
-                if not stages:
-                    continue
-                row = random.integers(0, kinds, stages)
-                cut = [0, *sorted(random.choice(np.arange(1, lower.blocks), stages - 1, replace=False)), lower.blocks]
-                blocks, free = np.diff(cut), random.random(stages) < 0.6
-                if (blocks > lower.blocks_per_stage[row]).any():
-                    continue
-                limits = BlockLimits(
-                    np.bincount(row[free], minlength=kinds),
-                    int(blocks[~free].max(initial=0)),
-                    np.full(kinds, stages),
-                    int(blocks[~free].sum()),
-                )
-                work = np.array(
-                    [pool.kinds[kind].block_seconds[a:b].sum() for kind, a, b in zip(row, cut, cut[1:], strict=False)]
-                )
-                first, further = lower.options(np.bincount(row, minlength=kinds)[None], limits)
-                micro_batches = int(random.integers(1, 20))
-                seconds = work.sum() + 2 * (stages - 1) * hop + (micro_batches - 1) * (work + hop).max()
-                seconds += min(float(kind.costs.update_seconds.sum()) for kind in pool.kinds) / stages
-                bound = float((first + (micro_batches - 1) * further).min())
-                assert bound <= seconds * (1 + ROUNDING)
-                ratios.append(seconds / bound)
-    assert len(ratios) > 100
-    assert np.median(ratios) < 1.6
-
-
-def test_prices_prove_no_more_than_all_combinations_allow() -> None:
-    """Few pipelines of random types: by brute force over all combinations of types."""
-    random, proved = np.random.default_rng(0), 0
-    for _ in range(60):
-        types, available, pipelines = int(random.integers(1, 6)), random.integers(1, 5, 2), int(random.integers(1, 4))
-        counts = np.maximum(random.integers(0, 3, (types, 2)), [[0, 1]])
-        first, further = random.uniform(1, 3, (1, types)), random.uniform(0.2, 1.0, (1, types))
-        needed = int(random.integers(2, 12))
-        kinds = PipelineTypes(counts, first, further, np.ones(types, dtype=np.int64), needed)
-        low, _ = kinds.least_seconds(available, pipelines, 0.0, 50.0, (), 1e-4)
-        times = np.linspace(0.5, 30, 400)
-        possible = [second for second in times if _runs(kinds, available, pipelines, needed, float(second))]
-        if possible:
-            proved += 1
-            assert low <= possible[0] * (1 + ROUNDING)
-    assert proved > 20
-
-
-def _runs(kinds: PipelineTypes, available: np.ndarray, pipelines: int, needed: int, seconds: float) -> bool:
-    worth = kinds.micro_batches(seconds)
-
-    def most(left: np.ndarray, pipelines: int, start: int) -> float:
-        found = 0.0
-        for number in range(start, len(worth)) if pipelines else ():
-            rest = left - kinds.counts[number]
-            if (rest >= 0).all():
-                found = max(found, worth[number] + most(rest, pipelines - 1, number))
-        return found
-
-    return most(available, pipelines, 0) >= needed
-
-
 def test_a_bound_that_is_asked_for_in_small_steps_is_as_good() -> None:
     """A step that is smaller than the precision once counted as proof that a range cannot be improved."""
     for seed in range(60 if IS_THOROUGH else 12):
@@ -270,16 +177,6 @@ def test_efforts_that_are_not_possible() -> None:
         Effort(gap=0.03)
 
 
-def test_a_search_ends_when_a_plan_is_near_enough() -> None:
-    topology, profile, global_batch = like_nodes_problem(1)
-    wishes = dict(global_batch=global_batch, recompute=True, zero_stages=(0, 1))
-    early = make_plans(topology, profile, effort=Effort(gap=1000.0, bound_seconds=5), **wishes)[0]
-    whole = make_plans(topology, profile, **wishes)[0]
-    assert early.plan.iteration_seconds >= whole.plan.iteration_seconds
-    first, every = (int(re.findall(r"of the (\d+) plan", each.reason)[0]) for each in (early, whole))
-    assert first < every
-
-
 @pytest.mark.parametrize("options", [{"overlap": True}, {"schedules": ("1f1b", "zbv")}])
 def test_no_gap_is_proved_for_other_plans(options: dict[str, Any]) -> None:
     topology, profile, global_batch = like_nodes_problem(1)
@@ -315,9 +212,54 @@ def test_prices_prove_the_largest_sum() -> None:
             basis = reached.basis
 
 
-def test_columns_that_are_alike_and_worth_nothing() -> None:
-    counts = np.ones((50, 2))
-    alike = pack(counts, np.full(50, 3.0), np.array([4.0, 4.0, 4.0]), 12.001, ())
-    assert alike.is_too_little
-    assert not pack(counts, np.full(50, 3.0), np.array([4.0, 4.0, 4.0]), 12.0, alike.basis).is_too_little
-    assert pack(counts, np.zeros(50), np.array([4.0, 4.0, 4.0]), 1.0, alike.basis).is_too_little
+PROBLEMS = 200 if IS_THOROUGH else 30
+PLANS = 40
+
+
+def random_plan(
+    random: np.random.Generator, pool: SlotPool, blocks: int
+) -> tuple[list[list[tuple[int, int]]], list[tuple[int, ...]]]:
+    """The slots of each of at least two pipelines, and their cuts; often all are cut alike."""
+    slots = [(kind, slot) for kind, each in enumerate(pool.kinds) for slot in range(len(each.slots))]
+    pipelines = int(random.integers(2, len(slots) + 1))
+    most = min(len(slots) // pipelines, blocks)
+    equal = bool(random.random() < 0.4)
+    lengths = [int(random.integers(1, most + 1))] * pipelines if equal else random.integers(1, most + 1, pipelines)
+    order = random.permutation(len(slots)).tolist() if random.random() < 0.5 else list(range(len(slots)))
+    rows, bounds = [], []
+    for length in lengths:
+        rows.append([slots[order.pop()] for _ in range(length)])
+        inner = sorted(random.choice(np.arange(1, blocks), length - 1, replace=False).tolist())
+        bounds.append((0, *inner, blocks))
+    return rows, [bounds[0]] * pipelines if equal else bounds
+
+
+@pytest.mark.parametrize("make", [large_problem, like_nodes_problem])
+def test_no_random_plan_sums_faster(make: Callable[[int], Problem]) -> None:
+    some = every = 0
+    for seed in range(PROBLEMS):
+        problem, random = make(seed).to_search(), np.random.default_rng(seed)
+        builder, blocks = DraftBuilder(problem.topology, "exact"), problem.profile.blocks
+        for pool in [each for each in problem.pools[::2] if each.slots > 1]:
+            bound = GradientBounds(problem.topology, pool)
+            for rows, cuts in [random_plan(random, pool, blocks) for _ in range(PLANS)]:
+                try:
+                    seconds = builder.summing(pool, rows).seconds(cuts)
+                except ValueError:
+                    continue
+                nodes = [
+                    {
+                        builder.node(pool, row[sum(at <= block for at in cut) - 1])
+                        for row, cut in zip(rows, cuts, strict=True)
+                    }
+                    for block in range(blocks)
+                ]
+                crossing = [each for each in nodes if len(each) > 1]
+                in_a_node = max(Counter(itertools.chain.from_iterable(crossing)).values(), default=0)
+                some += 0 < len(crossing) < blocks
+                assert bound.of_blocks(len(rows), in_a_node) <= seconds
+                assert len(crossing) <= bound.crossing_blocks(len(rows), in_a_node)
+                if len(crossing) == blocks:
+                    every += 1
+                    assert bound.of_pipelines(len(rows)) <= seconds
+    assert some > 10 and every > 50

@@ -1,7 +1,8 @@
-"""Groups of unequal devices compared with an exhaustive search."""
+"""Groups of unequal devices compared with an exhaustive search; compositions of a pipeline."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_hetero.planner.solver.unequal_groups import MemberKind, effective_power, find_grouping
+from colossal_hetero.planner.cost.tp_groups import MAX_COMPOSITIONS, compositions
+from colossal_hetero.planner.solver.unequal_groups import MemberKind, find_grouping
 from tests.support.random_examples import examples
 
 
@@ -82,23 +84,11 @@ def test_as_good_as_exhaustive_search(
         assert power_of(group, kinds, micro_batches) >= found.power * (1 - 1e-12)
 
 
-def test_power_is_eq_2() -> None:
-    # Two members of power 1 and one of 4, four micro-batches: bubbles take (3 − 1)/(4 + 3 − 1) = 1/3.
-    assert effective_power(np.array([[2, 1]]), [1.0, 4.0], 4)[0] == pytest.approx(6 * 2 / 3)
-
-
 def test_the_example_of_the_paper() -> None:
     # AutoHet, section V-A: one A100 and four H20 make two groups, A100 + H20 and three H20.
     kinds = [MemberKind(312.0, 80.0, 1), MemberKind(148.0, 96.0, 4)]
     found = find_grouping(kinds, 160.0, 16)
     assert found is not None and found.groups == ((1, 1), (0, 3))
-
-
-def test_weak_members_may_stay_idle() -> None:
-    kinds = [MemberKind(1.0, 1.0, 2), MemberKind(0.01, 1.0, 4)]
-    everybody, some = find_grouping(kinds, 1.0, 2), find_grouping(kinds, 1.0, 2, allow_idle=True)
-    assert everybody is not None and some is not None
-    assert some.groups == ((1, 0), (1, 0)) and some.objective > 1.5 * everybody.objective
 
 
 def test_micro_batches_by_number_of_groups() -> None:
@@ -114,3 +104,23 @@ def test_large_clusters_reach_the_bound() -> None:
     kinds = [MemberKind(312.0, 80.0, 352), MemberKind(990.0, 80.0, 352), MemberKind(148.0, 96.0, 320)]
     found = find_grouping(kinds, 1000.0, 64, groups=32)
     assert found is not None and set(found.groups) == {(11, 11, 10)}
+
+
+@pytest.mark.parametrize(("available", "stages"), [((3, 2, 1), 4), ((5,), 9), ((1, 1, 1, 1), 2), ((0, 2), 2)])
+def test_few_compositions_are_all_listed(available: Sequence[int], stages: int) -> None:
+    rows = compositions([float(len(available) - kind) for kind in range(len(available))], available, stages)
+    every = itertools.product(*(range(count + 1) for count in available))
+    assert sorted(map(tuple, rows.tolist())) == sorted(row for row in every if 1 <= sum(row) <= stages)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "each", "stages"), [(17, 1, 17), (18, 1, 18), (25, 1, 24), (60, 3, 96), (300, 1, 24), (4, 500, 96)]
+)
+def test_for_many_speeds_a_bounded_number_is_listed(kinds: int, each: int, stages: int) -> None:
+    available = [each] * kinds
+    rows = compositions(np.geomspace(4.0, 1.0, kinds).tolist(), available, stages)
+    assert 0 < len(rows) <= MAX_COMPOSITIONS
+    assert len({row.tobytes() for row in np.ascontiguousarray(rows)}) == len(rows)
+    assert (rows <= available).all() and (rows >= 0).all()
+    sums = rows.sum(axis=1)
+    assert sums.min() == 1 and sums.max() == min(stages, each * kinds)
