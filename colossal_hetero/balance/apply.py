@@ -28,7 +28,7 @@ from .divide import (
 )
 from .modes import LayerKind
 from .plan import BalancePlan, Traffic
-from .pruning import Columns, ColumnSelector, Prunable, Pruning, Units
+from .pruning import Columns, ColumnSelector, Prunable, Pruner, Units
 from .resharding import Resharding
 
 
@@ -73,7 +73,7 @@ class Applier:
         self._targets: list[Prunable] = [Columns(layer) for layer in self._layers]
         self._targets += [Units(block) for block in self._blocks]
         self._costs = [target.cost for target in self._targets]
-        self._pruning = Pruning(self._targets, config, iterations_per_interval)
+        self._pruning = Pruner(self._targets, config.rules, iterations_per_interval)
         self._transport = transport
         # Layers that are in no block migrate by the paper's method.
         self._column_method = "broadcast-reduce" if config.migration == "block" else config.migration
@@ -119,7 +119,7 @@ class Applier:
             if isinstance(first, Columns):
                 kinds.append(LayerKind(None, 1, weight))
             else:
-                kinds.append(LayerKind(first.columns, effective_grain(first.columns, self._config.grain), weight))
+                kinds.append(LayerKind(first.columns, effective_grain(first.columns), weight))
         return kinds
 
     def present_kinds(self, for_good: bool = False) -> list[LayerKind]:
@@ -263,12 +263,12 @@ class Applier:
         divisions = []
         for target, kind in zip(self._targets, self._kind_of, strict=True):
             if isinstance(target, Units) and target.block.is_fixed:
-                divisions.append(divide(target.columns, idle, self._config.grain))
+                divisions.append(divide(target.columns, idle))
             elif plan.units and isinstance(target, Units):
                 assert kind is not None
                 divisions.append(divide_counts(target.columns, plan.units[kind]))
             else:
-                divisions.append(divide(target.columns, idle if kind is None else plan, self._config.grain))
+                divisions.append(divide(target.columns, idle if kind is None else plan))
         return divisions
 
     def _assign_layers(self, ratios: np.ndarray, divisions: Sequence[Division]) -> None:
@@ -276,7 +276,7 @@ class Applier:
         for layer, ratio, division, selector in zip(self._layers, ratios, divisions, selectors, strict=False):
             workload = migration = None
             if selector is not None and ratio > 0:
-                workload = Workload(prune=float(ratio), select=selector, imputation=self._config.imputation)
+                workload = Workload(prune=float(ratio), select=selector, imputation=self._config.rules.imputation)
             if division.moves:
                 assert self._column_exchange is not None
                 migration = ColumnMigration(self._column_exchange, division.moves)

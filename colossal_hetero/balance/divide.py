@@ -11,6 +11,8 @@ from functools import cached_property
 
 from .plan import BalancePlan, Traffic, Volume
 
+GRAIN = 64
+"""Maximum number of units that are pruned or migrated together: matrix products are faster for round sizes."""
 GRAINS = 32
 """Minimum number of grains per rank, so that rounding to a grain changes at most 3 % of its work."""
 
@@ -68,12 +70,12 @@ class Division:
         return tuple((self.kept(rank) + self.taken(rank)) / self.units for rank in range(len(self.pruned)))
 
 
-def effective_grain(units: int, grain: int) -> int:
+def effective_grain(units: int, grain: int = GRAIN) -> int:
     """The largest power of two that is at most ``grain`` and with at least 32 grains in ``units``; else 1."""
     return 1 << (max(min(grain, units // GRAINS), 1).bit_length() - 1)
 
 
-def divide(units: int, plan: BalancePlan, grain: int = 64) -> Division:
+def divide(units: int, plan: BalancePlan, grain: int = GRAIN) -> Division:
     """The plan's shares in whole units, for a layer or block with ``units`` units per rank.
 
     A rank keeps a multiple of the :func:`effective_grain`, at least one grain, unless it keeps everything. Pruning is

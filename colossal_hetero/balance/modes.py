@@ -198,8 +198,8 @@ def decide(
     if config.mode == "off":
         return BalancePlan.idle(len(times))
     # The difference of two times is less certain than each of them.
-    difference = config.margin if uncertainty is None else math.sqrt(2.0) * uncertainty
-    margin = max(config.margin, difference)
+    difference = config.threshold if uncertainty is None else math.sqrt(2.0) * uncertainty
+    margin = max(config.threshold, difference)
     if config.mode == "resize":
         return _decide_resize(times, config, current, margin, max(difference, MIN_GAIN))
     if config.mode == "migrate":
@@ -207,10 +207,10 @@ def decide(
         costs = replace(costs, migrate_fixed_seconds=0.0, migrate_seconds_per_share=0.0)
         wanted = optimal_plan(times, costs, 0.0, margin)
     elif config.mode == "semi":
-        wanted = semi_plan(times, costs, config.max_resize, margin)
+        wanted = semi_plan(times, costs, config.rules.max_resize, margin)
     else:
-        wanted = optimal_plan(times, costs, config.max_resize, margin)
-    return _worth_changing(times, costs, config, current, _in_steps(wanted, config.max_resize))
+        wanted = optimal_plan(times, costs, config.rules.max_resize, margin)
+    return _worth_changing(times, costs, config, current, _in_steps(wanted, config.rules.max_resize))
 
 
 def _decide_resize(
@@ -221,15 +221,15 @@ def _decide_resize(
     work = np.array([rank.work_seconds for rank in times])
     matmul = np.array([rank.matmul_seconds for rank in times])
     now = np.array(current.resize)
-    reference = float(work.min() if config.reference == "minimum" else work.mean())
-    slow = work > (1 + np.where(now > 0, config.margin, margin)) * reference
-    if config.resize_ratio == "auto":
+    reference = float(work.min() if config.rules.reference == "minimum" else work.mean())
+    slow = work > (1 + np.where(now > 0, config.threshold, margin)) * reference
+    if config.rules.resize_ratio == "auto":
         # Pruning γ saves γ·M and costs the overhead, which is added to the excess time of Eq. 1. The times of a rank
         # that prunes already include it.
-        overhead = np.where(now > 0, 0.0, config.resize_overhead)
-        wanted = resize_ratios(work + overhead * matmul, matmul, reference, config.max_resize)
+        overhead = np.where(now > 0, 0.0, config.rules.resize_overhead)
+        wanted = resize_ratios(work + overhead * matmul, matmul, reference, config.rules.max_resize)
     else:
-        wanted = np.full(len(times), float(config.resize_ratio))
+        wanted = np.full(len(times), float(config.rules.resize_ratio))
     wanted = np.where(slow, wanted, 0.0)
     close_enough = (now > 0) & (wanted > 0) & (np.abs(wanted - now) * matmul <= precision * reference)
     return BalancePlan.resizing(tuple(float(ratio) for ratio in np.where(close_enough, now, wanted)))
@@ -239,7 +239,7 @@ def _worth_changing(
     times: Sequence[RankTimes], costs: Costs, config: BalanceConfig, current: BalancePlan, wanted: BalancePlan
 ) -> BalancePlan:
     """``wanted`` if it gains enough over ``current``; ``current`` is dropped if it relieves a rank that is not slow."""
-    slow_from = (1 + config.margin) * min(time.work_seconds for time in times)
+    slow_from = (1 + config.threshold) * min(time.work_seconds for time in times)
     idle = BalancePlan.idle(len(times))
     relief = zip(times, current.resize, current.migrate, strict=True)
     if any(resize + migrate > 0 and time.work_seconds <= slow_from for time, resize, migrate in relief):
@@ -248,7 +248,7 @@ def _worth_changing(
         return wanted
     before, after = (predicted_seconds(times, costs, plan) for plan in (current, wanted))
     # To start balancing, half of the gain that is needed to replace a balancing plan is enough.
-    if before - after > (config.margin / 2 if current == idle else config.margin) * before:
+    if before - after > (config.threshold / 2 if current == idle else config.threshold) * before:
         return wanted
     if current != idle:
         return current

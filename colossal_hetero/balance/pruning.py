@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..layers.block import Block
 from ..layers.linear import HeteroLinear
-from .config import BalanceConfig, Priority
+from .config import Priority, Pruning
 from .ratios import layer_ratios
 
 # Column selection ----------------------------------------------------------------------------------------------------
@@ -195,10 +195,10 @@ class Units:
             layer.kind = kind
 
 
-class Pruning:
-    def __init__(self, targets: Sequence[Prunable], config: BalanceConfig, iterations_per_interval: int) -> None:
+class Pruner:
+    def __init__(self, targets: Sequence[Prunable], rules: Pruning, iterations_per_interval: int) -> None:
         self._targets = targets
-        self._config = config
+        self._rules = rules
         self._interval = iterations_per_interval
         self._ratio = 0.0
         self._iterations = 0
@@ -218,15 +218,15 @@ class Pruning:
             self._iterations = 0
             self._candidates, self._new_candidates = [0.0] * len(self._targets), None
             self.selectors = [
-                make_selector(self._config.priority, target.matrix, self._config.seed + number)
+                make_selector(self._rules.priority, target.matrix, self._rules.seed + number)
                 for number, target in enumerate(self._targets)
             ]
 
     def ratios(self) -> np.ndarray:
         """γ of every target, float64 ``[targets]``."""
-        if self._ratio == 0.0 or self._config.priority != "priority-diff":
+        if self._ratio == 0.0 or self._rules.priority != "priority-diff":
             return np.full(len(self._targets), self._ratio)
-        return layer_ratios(self._ratio, self._candidates, [target.cost for target in self._targets], self._config)
+        return layer_ratios(self._ratio, self._candidates, [target.cost for target in self._targets], self._rules)
 
     def end_iteration(self) -> bool:
         """Count an iteration. Returns whether ratios may have changed, one iteration after the end of an interval of
@@ -240,8 +240,8 @@ class Pruning:
         if self._iterations % self._interval == 0:
             for selector, target in zip(self.selectors, self._targets, strict=True):
                 selector.end_interval(target.matrix)
-            if self._config.priority == "priority-diff":
-                threshold = self._interval * self._config.variation_threshold
+            if self._rules.priority == "priority-diff":
+                threshold = self._interval * self._rules.variation_threshold
                 shares = [selector.candidate_share(threshold) for selector in self.selectors]
                 self._new_candidates = LateNumbers(torch.stack(shares))
         return may_have_changed

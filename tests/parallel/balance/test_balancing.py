@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from colossalai.tensor.d_tensor import is_customized_distributed_tensor, is_distributed_tensor
 
-from colossal_hetero import BalanceConfig
+from colossal_hetero import BalanceConfig, Pruning
 from colossal_hetero.balance import balancer as balancer_module
 from colossal_hetero.balance import clock as clocks
 from colossal_hetero.balance.balancer import ALWAYS_MEASURED, Balancer
@@ -37,7 +37,12 @@ from tests.support.training import (
     train,
 )
 
-RESIZE = BalanceConfig(mode="resize", resizing="column", resize_overhead=0.0)
+
+def resizing(**rules: Any) -> BalanceConfig:
+    return BalanceConfig(mode="resize", pruning=Pruning(resizing="column", resize_overhead=0.0, **rules))
+
+
+RESIZE = resizing()
 SLOWDOWN = 4.0
 RATIO = 0.75  # (T − T_ref) / M = (χ − 1) / χ
 PHASE = 6
@@ -168,9 +173,8 @@ def test_each_pipeline_stage_has_its_own_plan() -> None:
 
 def check_forgotten_overflow() -> None:
     """Gradients of an iteration that overflowed are not imputed in the next ones, which would overflow as well."""
-    config = BalanceConfig(mode="resize", resizing="column", resize_overhead=0.0, imputation="same")
     with scripted(always(1)):
-        run = boost(ours(config, tp_size=2, precision="fp16", initial_scale=2**8, hysteresis=1))
+        run = boost(ours(resizing(imputation="same"), tp_size=2, precision="fp16", initial_scale=2**8, hysteresis=1))
     scaler = run.optimizer.mixed_precision.grad_scaler
     train(run, 6)
     assert run.plugin.balancer.shares.resized > 0.2 or dist.get_rank() == 0
@@ -209,13 +213,7 @@ VARIANTS: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
 def check_variants() -> None:
     for name, (choices, options) in VARIANTS[dist.get_world_size()].items():
         with scripted(always(1)):
-            run = boost(
-                ours(
-                    BalanceConfig(mode="resize", resizing="column", resize_overhead=0.0, **choices),
-                    tp_size=2,
-                    **options,
-                )
-            )
+            run = boost(ours(resizing(**choices), tp_size=2, **options))
         train(run, 12, same_batch=True)
         mine = RATIO if dist.get_rank() == 1 else 0.0
         assert run.plans[-1][dist.get_rank(run.plugin.tp_group)] == pytest.approx(mine), f"{name}: {run.plans[-1]}"
@@ -232,7 +230,7 @@ def test_training_with_a_straggler_converges_for_all_rules_and_precisions(world:
 
 def check_never() -> None:
     expected = train(boost(theirs(tp_size=2)), 8)
-    for balance in (BalanceConfig(), BalanceConfig(mode="resize", max_resize=0.0)):
+    for balance in (BalanceConfig(), BalanceConfig(mode="resize", pruning=Pruning(max_resize=0.0))):
         with scripted(always(1)):
             run = train(boost(ours(balance, tp_size=2)), 8)
         assert set(run.plans) == {(0.0, 0.0)}, balance
@@ -377,12 +375,7 @@ def check_checkpointing() -> None:
             model = tiny_vit()
             model.set_grad_checkpointing(checkpointing)
             with scripted(always(0, 2)):
-                run = boost(
-                    ours(
-                        BalanceConfig(mode="resize", resizing="column", resize_overhead=0.0, priority=rule), **options
-                    ),
-                    model,
-                )
+                run = boost(ours(resizing(priority=rule), **options), model)
             calls: list[int] = []
             next(iter(hetero_layers(run.model).values())).register_forward_pre_hook(
                 lambda module, inputs, calls=calls: calls.append(1)

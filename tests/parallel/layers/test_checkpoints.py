@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from colossal_hetero import BalanceConfig
+from colossal_hetero import BalanceConfig, Pruning
 from tests.support.checkpoints import load_checkpoint, save_checkpoint
 from tests.support.harness import run_ranks
 from tests.support.training import (
@@ -24,11 +24,9 @@ from tests.support.training import (
 
 RESIZE = BalanceConfig(
     mode="resize",
-    resizing="column",
-    resize_overhead=0.0,
-    priority="priority",
-    imputation="same",
-    priority_interval=2,
+    pruning=Pruning(
+        resizing="column", resize_overhead=0.0, priority="priority", imputation="same", priority_interval=2
+    ),
 )
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from colossalai.shardformer.layer import VocabParallelLMHead1D, cross_entropy_1d
 from torch import Tensor
 
-from colossal_hetero import BalanceConfig
+from colossal_hetero import BalanceConfig, Pruning
 from colossal_hetero.balance import BalancePlan
 from colossal_hetero.layers import HeteroVocabParallelLMHead1D
 from colossal_hetero.layers.language_head import OwnLogits
@@ -89,9 +89,8 @@ def test_without_a_plan_the_head_is_colossalais_bit_for_bit() -> None:
 def check_resizing() -> None:
     """The head of rank 1 sums over half of its columns; the gradients of the other columns are zero."""
     for family, model, more in CASES:
-        run = boosted(
-            family, dict(tie_word_embeddings=False) | model, more, mode="resize", resizing="column", priority="random"
-        )
+        columns = dict(mode="resize", pruning=Pruning(resizing="column", priority="random"))
+        run = boosted(family, dict(tie_word_embeddings=False) | model, more, **columns)
         run.plugin.balancer.follow(BalancePlan.resizing((0.0, 0.5)))
         before = head_of(run).matrix.clone()
         train_on_tokens(run, 1)

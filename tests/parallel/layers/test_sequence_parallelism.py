@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from colossal_hetero import BalanceConfig
+from colossal_hetero import BalanceConfig, Pruning
 from colossal_hetero.balance import BalancePlan
 from colossal_hetero.layers import block_rules, hetero_layers
 from tests.support.harness import run_ranks
@@ -78,7 +78,7 @@ def check_resizing() -> None:
     """A pruned block computes the same with sequence parallelism as without."""
     runs = []
     for mode in ("split_gather", "ring", None):
-        run = boosted("llama", mode, mode="resize", resizing="block")
+        run = boosted("llama", mode, mode="resize")
         run.plugin.balancer.follow(BalancePlan.resizing((0.0, 0.5)))
         runs.append(train_on_tokens(run, 5))
         assert (run.plugin.balancer.shares.resized > 0.2) == (dist.get_rank() == 1), run.plugin.balancer.shares
@@ -91,9 +91,11 @@ def test_blocks_are_resized_with_sequence_parallelism() -> None:
 
 
 def check_refused() -> None:
-    for mode, form in (("resize", "resizing='block'"), ("migrate", "migration='block'")):
+    for mode, form in (("resize", r"Pruning\(resizing='block'\)"), ("migrate", "migration='block'")):
         columns = (
-            dict(mode=mode, resizing="column") if mode == "resize" else dict(mode=mode, migration="broadcast-reduce")
+            dict(mode=mode, pruning=Pruning(resizing="column"))
+            if mode == "resize"
+            else dict(mode=mode, migration="broadcast-reduce")
         )
         with pytest.raises(ValueError, match=rf"{mode}.* columns .*seq_parallel_mode='split_gather'.*choose {form}"):
             boosted("gpt2", "split_gather", **columns)
