@@ -25,7 +25,7 @@ from .clock import IterationClock, IterationTimes, KindTimes
 from .config import BalanceConfig
 from .group_speed import GroupSpeed, KindWork
 from .host_messages import VOTE_TIMEOUT, Groups
-from .modes import LayerKind, decide, decide_units, relieved_for, stays_resharded, wants_resharding
+from .modes import LayerKind, decide, relieved_for, stays_resharded, wants_resharding
 from .plan import BalancePlan, Costs, Traffic
 from .pretest import ProductShape, prepare_costs
 from .report import IterationRecord, LocalRecord, merge_records
@@ -424,13 +424,9 @@ class Balancer:
     def _decide(self, uncertainty: float, for_good: bool = False) -> BalancePlan:
         """The plan for the present speeds, within the known memory of receivers; another one only if it saves a larger
         share of the time than ``uncertainty``. Units that are given away for good are sent at no cost."""
-        kinds = self._applier.present_kinds(for_good or self.has_resharded)
-        if self.config.is_exact and any(kind.units is not None for kind in kinds):
-            return decide_units(
-                self._speed, kinds, self._costs, self.config, self._plan, uncertainty, self._max_received
-            )
-        plan = decide(self._speed.equal_work(), self._costs, self.config, self._plan, uncertainty)
-        return plan.limited(self._max_received)
+        units = self._speed.unit_work(self._applier.present_kinds(for_good or self.has_resharded))
+        times = self._speed.equal_work()
+        return decide(times, self._costs, self.config, self._plan, uncertainty, units, self._max_received)
 
     def _adopt(self, plan: BalancePlan, for_good: bool = False) -> BalancePlan:
         """Apply ``plan``, or if receivers have too little memory one that migrates less; returns what was applied."""

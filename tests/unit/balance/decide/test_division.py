@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from colossal_hetero.balance import BalanceConfig, BalancePlan, Costs
-from colossal_hetero.balance.modes import KindProblem, LayerKind, decide_counts, decide_units, iteration_seconds
+from colossal_hetero.balance import BalanceConfig, BalancePlan, Costs, RankTimes, decide
+from colossal_hetero.balance.modes import KindProblem, LayerKind, UnitWork, decide_counts, iteration_seconds
 from colossal_hetero.balance.ratios import Line, UnitKind
 
 HEADS = UnitKind(8, 1, 8)
 NEURONS = UnitKind(64, 1, 64)
+FREE = Costs()
 
 
 def problem(kind: UnitKind, slowdowns: tuple[float, ...], per_unit: float = 0.0) -> KindProblem:
@@ -22,19 +25,26 @@ def problem(kind: UnitKind, slowdowns: tuple[float, ...], per_unit: float = 0.0)
     return KindProblem(kind, lines, per_unit)
 
 
-class Speeds:
-    """Two kinds, of which each rank's full share takes 1 s times its slowdown."""
-
-    scale = 1.0
-
-    def __init__(self, *slowdowns: float) -> None:
-        self._slowdowns = slowdowns
-
-    def lines(self, kind: int) -> list[Line]:
-        return list(problem((HEADS, NEURONS)[kind], self._slowdowns).lines)
-
-
 KINDS = [LayerKind(8, 1, 0.25), LayerKind(64, 1, 0.75)]
+
+
+def decide_units(
+    slowdowns: tuple[float, float],
+    current: BalancePlan,
+    uncertainty: float,
+    kinds: Sequence[LayerKind] = KINDS,
+    costs: Costs = FREE,
+    mode: str = "auto",
+    max_received: float = math.inf,
+) -> BalancePlan:
+    """The plan for two ranks, whose full share of each kind takes 1 s times the rank's slowdown."""
+    lines = [problem(UnitKind(kind.units or 0, 1, 64), slowdowns).lines for kind in kinds]
+    times = [RankTimes(2 * slowdown, 2 * slowdown) for slowdown in slowdowns]
+    config = BalanceConfig(mode=mode)  # type: ignore[arg-type]
+    return decide(times, costs, config, current, uncertainty, UnitWork(kinds, lines), max_received)
+
+
+IDLE = BalancePlan.idle(2)
 
 
 def test_the_time_is_a_sum_over_blocks_of_the_slowest_rank() -> None:
@@ -76,19 +86,18 @@ def test_a_division_stays_while_a_change_would_gain_too_little() -> None:
 
 
 def test_a_plan_has_whole_units_and_their_shares() -> None:
-    plan = decide_units(Speeds(4.0, 1.0), KINDS, Costs(), BalanceConfig(mode="auto"), BalancePlan.idle(2), 0.05)
+    plan = decide_units((4.0, 1.0), IDLE, 0.05)
     assert plan.units == ((3, 13), (25, 103))
     share = 0.25 * 5 / 8 + 0.75 * 39 / 64
     assert plan.migrate == pytest.approx((share, 0.0), abs=1e-5) and plan.receive == pytest.approx(
         (0.0, share), abs=1e-5
     )
-    again = decide_units(Speeds(4.1, 1.0), KINDS, Costs(), BalanceConfig(mode="auto"), plan, 0.05)
-    assert again == plan
-    assert decide_units(Speeds(1.0, 1.0), KINDS, Costs(), BalanceConfig(mode="auto"), plan, 0.05) == BalancePlan.idle(2)
+    assert decide_units((4.1, 1.0), plan, 0.05) == plan
+    assert decide_units((1.0, 1.0), plan, 0.05) == IDLE
 
 
 def test_memory_limits_what_a_rank_takes() -> None:
-    plan = decide_units(Speeds(4.0, 1.0), KINDS, Costs(), BalanceConfig(mode="auto"), BalancePlan.idle(2), 0.05, 0.25)
+    plan = decide_units((4.0, 1.0), IDLE, 0.05, max_received=0.25)
     assert plan.units == ((6, 10), (48, 80)) and plan.max_received == 0.25
     assert plan.note.startswith("receivers have memory for no more than 25% of their own work; migration pays")
 
@@ -96,7 +105,7 @@ def test_memory_limits_what_a_rank_takes() -> None:
 def test_auto_weighs_what_sending_costs_and_migrate_does_not() -> None:
     costs = Costs(migrate_seconds_per_share=10.0)
     for mode, migrates in (("auto", False), ("migrate", True)):
-        plan = decide_units(Speeds(2.0, 1.0), KINDS, costs, BalanceConfig(mode=mode), BalancePlan.idle(2), 0.05)  # type: ignore[arg-type]
+        plan = decide_units((2.0, 1.0), IDLE, 0.05, costs=costs, mode=mode)
         assert bool(plan.units) == migrates
 
 
@@ -104,16 +113,11 @@ def test_auto_weighs_what_sending_costs_and_migrate_does_not() -> None:
 def test_the_note_says_which_blocks_cannot_be_divided_evenly(heads: int, is_lost: bool) -> None:
     """Of two heads, a rank that is five times slower should keep two thirds of one."""
     kinds = [LayerKind(heads, 1, 0.5), LayerKind(64, 1, 0.5)]
-
-    class Fixed(Speeds):
-        def lines(self, kind: int) -> list[Line]:
-            return list(problem(UnitKind(kinds[kind].units or 0, 1, 64), (1.0, 5.0)).lines)
-
-    plan = decide_units(Fixed(), kinds, Costs(), BalanceConfig(mode="auto"), BalancePlan.idle(2), 0.0)
+    plan = decide_units((1.0, 5.0), IDLE, 0.0, kinds)
     assert ("blocks with 2 units per rank" in plan.note) == is_lost, plan.note
 
 
 def test_what_cannot_migrate_stays() -> None:
     kinds = [KINDS[0], replace(KINDS[1], moves=False)]
-    plan = decide_units(Speeds(1.0, 3.0), kinds, Costs(), BalanceConfig(mode="auto"), BalancePlan.idle(2), 0.0)
+    plan = decide_units((1.0, 3.0), IDLE, 0.0, kinds)
     assert plan.units[0] != (8, 8) and plan.units[1] == (64, 64), plan

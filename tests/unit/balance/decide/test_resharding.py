@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from colossal_hetero.balance import BalanceConfig, Costs
+from colossal_hetero.balance import BalanceConfig, Costs, RankTimes
 from colossal_hetero.balance.modes import (
     LayerKind,
-    decide_units,
+    UnitWork,
+    decide,
     relieved_for,
     relieved_ranks,
     stays_resharded,
@@ -86,20 +87,15 @@ def test_units_are_taken_back_when_only_other_ranks_are_slow(
 # What units cost that are moved once ----------------------------------------------------------------------------------
 
 
-class TwoRanks:
-    """Rank 1 takes four times as long for a unit."""
-
-    scale = 1.0
-
-    def lines(self, kind: int) -> list[Line]:
-        return [Line(64.0, 64.0, 1.0, 1.0, 64.0), Line(64.0, 256.0, 4.0, 4.0, 64.0)]
-
-
 def units_of_rank_1(seconds_per_share: float, fixed: float, *sends: bool) -> list[int]:
     """How many of its 64 units of each kind rank 1 keeps; ``sends``: whether each kind is sent in every iteration."""
     kinds = [LayerKind(64, 1, 1.0 / len(sends), sends=each) for each in sends]
     costs = Costs(migrate_seconds_per_share=seconds_per_share, migrate_fixed_seconds=fixed)
-    plan = decide_units(TwoRanks(), kinds, costs, BalanceConfig(mode="auto"), BalancePlan.idle(2), 0.0)
+    # Rank 1 takes four times as long for a unit.
+    lines = [Line(64.0, 64.0, 1.0, 1.0, 64.0), Line(64.0, 256.0, 4.0, 4.0, 64.0)]
+    work = UnitWork(kinds, [lines] * len(kinds))
+    times = [RankTimes(1.0, 1.0), RankTimes(4.0, 4.0)]
+    plan = decide(times, costs, BalanceConfig(mode="auto"), BalancePlan.idle(2), 0.0, work)
     return [counts[1] for counts in plan.units] if plan.units else [64] * len(kinds)
 
 
