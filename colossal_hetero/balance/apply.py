@@ -28,7 +28,7 @@ from .divide import (
 )
 from .modes import LayerKind
 from .plan import BalancePlan, Traffic
-from .pruning import Columns, ColumnSelector, Prunable, Pruner, Units
+from .pruning import ColumnSelector, Pruner, Target
 from .resharding import Resharding
 
 
@@ -70,8 +70,7 @@ class Applier:
         self._blocks = list(blocks)
         self._layers = [layer for layer in layers.values() if id(layer) not in inside]
         self._config = config
-        self._targets: list[Prunable] = [Columns(layer) for layer in self._layers]
-        self._targets += [Units(block) for block in self._blocks]
+        self._targets = [*map(Target, self._layers), *map(Target, self._blocks)]
         self._costs = [target.cost for target in self._targets]
         self._pruning = Pruner(self._targets, config.rules, iterations_per_interval)
         self._transport = transport
@@ -99,8 +98,8 @@ class Applier:
         self._kind_of = [None] * len(self._targets)
         numbers: dict[str, int] = {}
         # Kinds of blocks come first: a plan has their counts in this order.
-        for place, target in sorted(enumerate(self._targets), key=lambda item: isinstance(item[1], Columns)):
-            if isinstance(target, Units):
+        for place, target in sorted(enumerate(self._targets), key=lambda item: item[1].block is None):
+            if target.block is not None:
                 shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in target.block.parameters]
                 sizes = f"{target.columns} units of {shapes}"
             elif self._columns_stay:
@@ -116,7 +115,7 @@ class Applier:
             members = [place for place, kind in enumerate(self._kind_of) if kind == number]
             first = self._targets[members[0]]
             weight = sum(self._costs[place] for place in members) / total
-            if isinstance(first, Columns):
+            if first.block is None:
                 kinds.append(LayerKind(None, 1, weight))
             else:
                 kinds.append(LayerKind(first.columns, effective_grain(first.columns), weight))
@@ -252,7 +251,7 @@ class Applier:
         divisions = self._divide(self._plan)
         kept = []
         for target, ratio, division in zip(self._targets, ratios, divisions, strict=True):
-            share = 0.0 if isinstance(target, Units) and target.block.stays else float(ratio)
+            share = 0.0 if target.block is not None and target.block.stays else float(ratio)
             kept.append(max(1, kept_count(target.columns, share) - division.given(rank)))
         self._assign_layers(ratios, divisions)
         self._assign_blocks(kept, divisions)
@@ -262,9 +261,9 @@ class Applier:
         idle = BalancePlan.idle(len(plan.resize))
         divisions = []
         for target, kind in zip(self._targets, self._kind_of, strict=True):
-            if isinstance(target, Units) and target.block.is_fixed:
+            if target.block is not None and target.block.is_fixed:
                 divisions.append(divide(target.columns, idle))
-            elif plan.units and isinstance(target, Units):
+            elif plan.units and target.block is not None:
                 assert kind is not None
                 divisions.append(divide_counts(target.columns, plan.units[kind]))
             else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -136,67 +135,41 @@ class LateNumbers:
         return self._host.tolist()
 
 
-class Prunable(Protocol):
-    """A layer with its contraction columns, or a block with its units."""
+@dataclass(frozen=True)
+class Target:
+    """What is pruned: a layer by its contraction columns, or a block by its units."""
+
+    owner: HeteroLinear | Block
 
     @property
-    def columns(self) -> int: ...
+    def block(self) -> Block | None:
+        return self.owner if isinstance(self.owner, Block) else None
+
+    @property
+    def columns(self) -> int:
+        return self.owner.units if isinstance(self.owner, Block) else self.owner.contraction_columns
+
     @property
     def cost(self) -> int:
         """The work of its products, in any unit."""
+        if isinstance(self.owner, Block):
+            return self.owner.elements_per_unit * self.owner.units
+        return self.owner.matrix.numel()
 
     @property
     def matrix(self) -> Tensor:
         """The weights, ``[N, L]`` with one column per contraction column (or unit)."""
+        return self.owner.matrices[1] if isinstance(self.owner, Block) else self.owner.matrix
 
     def set_kind(self, kind: int) -> None:
         """Tell the layers which kind they mark in the clock."""
-
-
-@dataclass(frozen=True)
-class Columns:
-    layer: HeteroLinear
-
-    @property
-    def columns(self) -> int:
-        return self.layer.contraction_columns
-
-    @property
-    def cost(self) -> int:
-        return self.layer.matrix.numel()
-
-    @property
-    def matrix(self) -> Tensor:
-        return self.layer.matrix
-
-    def set_kind(self, kind: int) -> None:
-        self.layer.kind = kind
-
-
-@dataclass(frozen=True)
-class Units:
-    block: Block
-
-    @property
-    def columns(self) -> int:
-        return self.block.units
-
-    @property
-    def cost(self) -> int:
-        return self.block.elements_per_unit * self.block.units
-
-    @property
-    def matrix(self) -> Tensor:
-        return self.block.matrices[1]
-
-    def set_kind(self, kind: int) -> None:
-        self.block.kind = kind
-        for layer in self.block.layers:
+        self.owner.kind = kind
+        for layer in self.owner.layers if isinstance(self.owner, Block) else ():
             layer.kind = kind
 
 
 class Pruner:
-    def __init__(self, targets: Sequence[Prunable], rules: Pruning, iterations_per_interval: int) -> None:
+    def __init__(self, targets: Sequence[Target], rules: Pruning, iterations_per_interval: int) -> None:
         self._targets = targets
         self._rules = rules
         self._interval = iterations_per_interval

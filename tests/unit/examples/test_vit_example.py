@@ -325,6 +325,19 @@ def test_unusable_data_is_reported(line, says):
 # Results --------------------------------------------------------------------------------------------------
 
 
+def rank_record(rank: int, seconds: float, equal_seconds: float, **others: Any) -> RankRecord:
+    times = dict(
+        work_seconds=seconds,
+        matmul_seconds=seconds,
+        wait_seconds=0.0,
+        communication_seconds=0.0,
+        equal_work_seconds=equal_seconds,
+        equal_matmul_seconds=equal_seconds,
+        resized=0.0,
+    )
+    return RankRecord(rank=rank, **(times | others))
+
+
 def measured(line: str, iterations: int, note: str = "", **slow: Any) -> Measurements:
     """A run in which rank 1 takes three times as long and prunes half of its work; ``slow`` changes its record."""
     chosen = options(line)
@@ -333,8 +346,8 @@ def measured(line: str, iterations: int, note: str = "", **slow: Any) -> Measure
     for number in range(iterations):
         measurements.iteration(0, 0.2)
         ranks = (
-            RankRecord(0, 0.1, 0.1, 0.05, 0.05, 0.1, 0.1, 0.0),
-            dataclasses.replace(RankRecord(1, 0.15, 0.15, 0.0, 0.0, 0.3, 0.3, 0.5, relative_score=1 / 3), **slow),
+            rank_record(0, 0.1, 0.1, wait_seconds=0.05, communication_seconds=0.05),
+            rank_record(1, 0.15, 0.3, **(dict(resized=0.5, relative_score=1 / 3) | slow)),
         )
         records.append(IterationRecord(number, ranks, exchanged=False, plan_changed=False, note=note))
     measurements.epoch([2.0] * iterations, 0.5, records)
