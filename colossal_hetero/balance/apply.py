@@ -11,7 +11,7 @@ from ..layers.block import Block
 from ..layers.column_migration import COLUMN_EXCHANGES, ColumnExchange, ColumnMigration
 from ..layers.linear import HeteroLinear
 from ..layers.transport import Transport
-from ..layers.unit_exchange import Purpose, UnitExchange
+from ..layers.unit_exchange import UnitExchange
 from ..layers.unit_transfers import bucket_numbers
 from ..layers.workload import Clock, Workload, kept_count
 from .config import BalanceConfig
@@ -136,6 +136,12 @@ class Applier:
         ]
 
     @property
+    def units(self) -> UnitExchange:
+        """Messages of units, which need a transport."""
+        assert self._unit_exchange is not None
+        return self._unit_exchange
+
+    @property
     def shares(self) -> Shares:
         return self._shares
 
@@ -154,11 +160,6 @@ class Applier:
     @property
     def is_hooked(self) -> bool:
         return any(block.is_hooked for block in self._blocks)
-
-    def show_each_pass(self, hooks: bool) -> None:
-        """Return the gradients of migrated units in each pass of a schedule from now on, if any rank has ``hooks``."""
-        if self._unit_exchange is not None:
-            self._unit_exchange.are_hooked = hooks
 
     def seen(self, asks_for_heads: bool) -> list[bool]:
         """:meth:`.Block.is_seen` of each block on this rank."""
@@ -205,34 +206,9 @@ class Applier:
         shapes = [BlockShape(block.units, block.elements_per_unit, len(block.layers)) for block in self._blocks]
         numbers = bucket_numbers(self._blocks, moves)
         ports = block_ports(shapes, moves, numbers, self._transport.size, bytes_per_element)
-        if self._unit_exchange is None or self._unit_exchange.is_in_schedule:
+        if self.units.is_in_schedule:
             passes = 1
         return total + Traffic(point_to_point=busiest_port(ports)) * passes
-
-    def begin_pass(self, purpose: Purpose = "training", number: int = 1, passes: int = 1) -> None:
-        """See the methods of :class:`.UnitExchange` of the same names for this and the next five."""
-        if self._unit_exchange is not None:
-            self._unit_exchange.begin_pass(purpose, number, passes)
-
-    def end_schedule(self) -> None:
-        if self._unit_exchange is not None:
-            self._unit_exchange.end_schedule()
-
-    def end_pass(self) -> None:
-        if self._unit_exchange is not None:
-            self._unit_exchange.end_pass()
-
-    def begin_evaluation(self) -> None:
-        if self._unit_exchange is not None:
-            self._unit_exchange.begin_evaluation()
-
-    def weights_changed(self) -> None:
-        if self._unit_exchange is not None:
-            self._unit_exchange.weights_changed()
-
-    def before_step(self) -> None:
-        if self._unit_exchange is not None:
-            self._unit_exchange.before_step()
 
     def end_iteration(self) -> None:
         """Let layers choose columns again; at the end of an interval update the priorities."""

@@ -143,7 +143,7 @@ class Balancer:
             self._passes = 0
         self._passes += 1
         self._keep_seen(asks_for_heads)
-        self._applier.begin_pass("training", number, passes)
+        self._applier.units.begin_pass("training", number, passes)
 
     @property
     def _is_idle(self) -> bool:
@@ -210,22 +210,22 @@ class Balancer:
     def begin_evaluation_pass(self, asks_for_heads: bool = False) -> None:
         """Begin a forward pass without gradients, which belongs to no iteration."""
         self._keep_seen(asks_for_heads)
-        self._applier.begin_pass("evaluation")
+        self._applier.units.begin_pass("evaluation")
 
     def end_evaluation_pass(self) -> None:
-        self._applier.end_pass()
+        self._applier.units.end_pass()
 
     def begin_evaluation(self) -> None:
         """Take note that the model is switched to evaluation: its weights may be others from now on."""
-        self._applier.begin_evaluation()
+        self._applier.units.begin_evaluation()
 
     def weights_changed(self) -> None:
         """Take note of loaded weights, also during an iteration; call it on all ranks of the group."""
-        self._applier.weights_changed()
+        self._applier.units.weights_changed()
         self._running = False
 
     def end_schedule(self) -> None:
-        self._applier.end_schedule()
+        self._applier.units.end_schedule()
 
     def forget_gradients(self) -> None:
         """Take note that the loss scale has changed, or that gradients were not finite."""
@@ -233,7 +233,7 @@ class Balancer:
             layer.forget_gradients()
 
     def before_step(self) -> None:
-        self._applier.before_step()
+        self._applier.units.before_step()
 
     def tick(self) -> None:
         """End an iteration, after the optimizer step. Collective over the tensor-parallel group."""
@@ -431,7 +431,7 @@ class Balancer:
     def _adopt(self, plan: BalancePlan, for_good: bool = False) -> BalancePlan:
         """Apply ``plan``, or if receivers have too little memory one that migrates less; returns what was applied."""
         if sum(plan.migrate) > 0:
-            self._applier.show_each_pass(not self._exchange.all_agree(not self._applier.is_hooked))
+            self._applier.units.are_hooked = not self._exchange.all_agree(not self._applier.is_hooked)
         while True:
             try:
                 self._applier.apply(plan, for_good)

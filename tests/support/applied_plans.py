@@ -43,11 +43,11 @@ class Training:
         """Train; returns the loss of every step."""
         losses = []
         for number in range(count):
-            self.applier.begin_pass()
+            self.applier.units.begin_pass()
             images, labels = batch(number % 8)
             loss = loss_of(self.model(images), labels)
             self.booster.backward(loss, self.optimizer)
-            self.applier.before_step()
+            self.applier.units.before_step()
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.applier.end_iteration()

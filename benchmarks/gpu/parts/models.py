@@ -87,9 +87,9 @@ def _times(
     x, labels = shard.batch(images, device, dtype)
 
     def iterate() -> None:
-        applier.begin_pass()
+        applier.units.begin_pass()
         F.cross_entropy(model(x).float(), labels).backward()
-        applier.before_step()
+        applier.units.before_step()
         model.zero_grad()
         applier.end_iteration()
 

@@ -34,7 +34,7 @@ def _compare_with_sub_network(slow: int, priority: str) -> dict[str, float]:
 
         block._choose = remember
     images, labels = batch(0)
-    training.applier.begin_pass()
+    training.applier.units.begin_pass()
     loss = loss_of(training.model(images), labels)
     training.booster.backward(loss, training.optimizer)
     gradients = {name: parameter.grad for name, parameter in training.model.unwrap().named_parameters()}

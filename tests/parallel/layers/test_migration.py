@@ -95,11 +95,11 @@ def _order_of_sending() -> tuple[list[str], float]:
     from those of training without migration. The blocks of the second half do not run in the first iteration."""
 
     def train(training: Training) -> dict[str, Tensor]:
-        training.applier.begin_pass()
+        training.applier.units.begin_pass()
         blocks = training.model.unwrap().blocks
         x = torch.randn(BATCH, TOKENS, 36, generator=torch.Generator().manual_seed(0))
         training.booster.backward(blocks[0](x).square().mean(), training.optimizer)
-        training.applier.before_step()
+        training.applier.units.before_step()
         training.optimizer.step()
         training.optimizer.zero_grad()
         training.steps(2)
@@ -123,7 +123,7 @@ def _order_of_sending() -> tuple[list[str], float]:
     difference = largest_difference(train(training), expected)
     with patch.object(training.transport, "exchange", log_and_exchange):
         events.clear()
-        training.applier.begin_pass()
+        training.applier.units.begin_pass()
         training.model(batch()[0])
     return events, difference
 

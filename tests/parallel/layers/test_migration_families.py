@@ -99,7 +99,7 @@ class Migration:
         self._applier.apply(BalancePlan(resize=(0.0, 0.0), migrate=shares, receive=shares[::-1]), for_good)
         if not for_good:
             self._transport.reset()
-        self._applier.begin_pass()
+        self._applier.units.begin_pass()
         if not for_good:
             return None
         assert self._resharding is not None and self._resharding.is_active

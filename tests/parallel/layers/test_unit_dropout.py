@@ -163,7 +163,7 @@ def check_families() -> dict[str, Any]:
             def follow(migrate: tuple[float, ...], _: nn.Module, applier: Applier = applier) -> None:
                 applier.end_iteration()
                 applier.apply(BalancePlan(resize=(0.0, 0.0), migrate=migrate, receive=migrate[::-1]))
-                applier.begin_pass()
+                applier.units.begin_pass()
 
             plans = [partial(follow, shares) for shares in ((0.0, 0.0), (0.5, 0.0), (0.0, 0.5))]
             _assert_loss_and_gradients(sharded, family_loss(inputs), plans, loss, shares)
