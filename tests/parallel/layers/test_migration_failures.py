@@ -23,7 +23,7 @@ from colossal_hetero.balance.apply import Applier
 from colossal_hetero.balance.balancer import Balancer
 from colossal_hetero.balance.plan import BalancePlan
 from colossal_hetero.layers import unit_exchange
-from colossal_hetero.layers.column_migration import BroadcastReduce, ScatterGather
+from colossal_hetero.layers.column_migration import BroadcastReduce, ScatterGather, moved_count
 from colossal_hetero.layers.unit_exchange import UnitExchange
 from colossal_hetero.layers.unit_transfers import BlockTransfer, Bucket
 from tests.support.harness import answer, run_ranks, start_ranks
@@ -152,7 +152,7 @@ def check_refused_memory(errors: tuple[type[RuntimeError], str], most: float) ->
 
     def refuse(bucket: Bucket) -> None:
         if dist.get_rank() == 2 and any(
-            sum(units.count for units in transfer.taken) > most * transfer.block.units for transfer in bucket.transfers
+            moved_count(transfer.taken) > most * transfer.block.units for transfer in bucket.transfers
         ):
             raise kind(text)
         reserve(bucket)
