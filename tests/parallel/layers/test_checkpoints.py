@@ -77,10 +77,8 @@ def check_interchange(folder: Path, options: dict[str, Any], sharded: bool) -> N
     "options, sharded",
     [
         pytest.param(dict(tp_size=2), False, id="unsharded"),
-        pytest.param(dict(tp_size=2), True, id="sharded"),
         pytest.param(dict(tp_size=2, precision="bf16"), True, id="sharded-bf16"),
-        pytest.param(dict(tp_size=2, pp_size=2, num_microbatches=3), True, id="sharded-pipeline"),
     ],
 )
 def test_checkpoints_are_interchangeable(options: dict[str, Any], sharded: bool, tmp_path: Path) -> None:
-    run_ranks(options["tp_size"] * options.get("pp_size", 1), check_interchange, tmp_path, options, sharded)
+    run_ranks(2, check_interchange, tmp_path, options, sharded)

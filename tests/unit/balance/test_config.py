@@ -157,13 +157,6 @@ def test_rules_that_are_none() -> None:
         BalanceConfig(mode="resize", pruning=0.5)  # type: ignore[arg-type]
 
 
-def test_is_immutable_and_by_keyword() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        BalanceConfig().mode = "resize"  # type: ignore[misc]
-    with pytest.raises(TypeError):
-        BalanceConfig("resize")  # type: ignore[misc]
-
-
 def test_nothing_is_balanced_by_default() -> None:
     assert BalanceConfig().mode == "off"
 
