@@ -15,6 +15,7 @@ __all__ = [
     "HeteroHybridParallelPlugin",
     "HeteroZeroPlugin",
     "PlanConfig",
+    "Pruning",
 ]
 
 _HOMES = {
@@ -25,6 +26,7 @@ _HOMES = {
     "HeteroHybridParallelPlugin": "colossal_hetero.plugin.hybrid.hybrid_plugin",
     "HeteroZeroPlugin": "colossal_hetero.plugin.zero.zero_plugin",
     "PlanConfig": "colossal_hetero.plugin.plan_config",
+    "Pruning": "colossal_hetero.balance.config",
 }
 
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from benchmarks.common import print_table
 from colossal_hetero.balance.apply import Applier
-from colossal_hetero.balance.config import BalanceConfig
+from colossal_hetero.balance.config import BalanceConfig, Pruning
 from colossal_hetero.balance.pruning import ColumnSelector, make_selector
 from colossal_hetero.testing.in_process import shard_in_process
 from examples.common.images import load_data
@@ -148,8 +148,8 @@ def train(run: Run, directory: str) -> dict:
     else:
         shards = shard_in_process(model, run.ranks)
         if run.rule != "none":
-            rule = {"priority": run.rule, "imputation": run.imputation}
-            config = BalanceConfig(mode="resize", resizing="column", seed=run.seed, **rule)
+            rules = Pruning(resizing="column", seed=run.seed, priority=run.rule, imputation=run.imputation)
+            config = BalanceConfig(mode="resize", pruning=rules)
             resizer = Applier(shards[-1], [], config, iterations)
             resizer.prune(RATIO)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import replace
 from statistics import median
 
 import torch.distributed as dist
 
 from benchmarks.common import MODEL, Variant, print_table, start_ranks, take_turns
-from colossal_hetero import BalanceConfig
+from colossal_hetero import BalanceConfig, Pruning
 from colossal_hetero.balance.report import IterationRecord, RankRecord, lossless_seconds
 from colossal_hetero.layers.workload import kept_count
 from colossal_hetero.testing.stragglers import cpu_quota
@@ -37,11 +36,10 @@ def main() -> None:
     arguments = parser.parse_args()
     start_ranks(2)
     MODEL.update(embed_dim=arguments.hidden, depth=arguments.depth)
-    resize = BalanceConfig(mode="resize", reference="minimum")
     variants = [
         Variant("off", BalanceConfig(mode="off")),
-        Variant("resize, columns", replace(resize, resizing="column")),
-        Variant("resize, blocks", replace(resize, resizing="block")),
+        Variant("resize, columns", BalanceConfig(mode="resize", pruning=Pruning(resizing="column"))),
+        Variant("resize, blocks", BalanceConfig(mode="resize")),
         Variant("auto", BalanceConfig(mode="auto")),
     ]
     free = Variant("no quota, off", BalanceConfig(mode="off"))
@@ -72,17 +70,18 @@ def main() -> None:
     off = settled[1]
     communication = median(min(rank.communication_seconds for rank in record.ranks) for record in off)
     fixed = [typical(off, rank, lambda r: r.work_seconds - movable(r)) for rank in (0, 1)]
+    most = Pruning().max_resize
     in_blocks = variants[2].plugin.balancer.kinds
     # Whole heads cannot be pruned as finely as columns.
     most_of_blocks = sum(
-        kind.weight * (1 - kept_count(kind.units, resize.max_resize) / kind.units) for kind in in_blocks if kind.units
+        kind.weight * (1 - kept_count(kind.units, most) / kind.units) for kind in in_blocks if kind.units
     )
 
     def floor(pruned: float) -> float:
         return typical(off, 1, lambda r: r.work_seconds - pruned * r.matmul_seconds) + communication
 
     best = {
-        "resize, columns": floor(resize.max_resize),
+        "resize, columns": floor(most),
         "resize, blocks": floor(most_of_blocks),
         "auto": lossless_seconds(fixed, [typical(off, rank, movable) for rank in (0, 1)]) + communication,
     }

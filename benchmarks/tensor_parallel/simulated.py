@@ -18,7 +18,7 @@ from statistics import fmean
 from benchmarks.common import print_table
 from colossal_hetero.balance import BalanceConfig, BalancePlan, Costs
 from colossal_hetero.balance.group_speed import GroupSpeed, KindWork
-from colossal_hetero.balance.modes import LayerKind, decide_units
+from colossal_hetero.balance.modes import LayerKind, decide
 
 NOISE = 0.03
 ITERATIONS = 300
@@ -129,7 +129,8 @@ def balance(machine: Machine, iterations: int, length: Callable[[random.Random],
         plans.append(plan)
         measured = machine.measured(plan, length(machine.draw))
         if posted is not None and speed.observe(posted):
-            plan = decide_units(speed, machine.kinds, Costs(), config, plan, speed.uncertainty)
+            units = speed.unit_work(machine.kinds)
+            plan = decide(speed.equal_work(), Costs(), config, plan, speed.uncertainty, units)
         posted = measured
     return plans
 

@@ -52,7 +52,7 @@ def main() -> None:
     start_ranks(2)
     MODEL["embed_dim"] = arguments.hidden
     slow = Stragglers(slowdowns={1: arguments.slowdown})
-    resize = BalanceConfig(mode="resize", reference="minimum")
+    resize = BalanceConfig(mode="resize")
     variants = [
         Variant("no straggler, off", BalanceConfig(mode="off")),
         Variant("slow, off", BalanceConfig(mode="off"), slow),

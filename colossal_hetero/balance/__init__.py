@@ -1,7 +1,7 @@
 """Balancing between iterations: measure which ranks are slow, decide on a plan, apply it. :mod:`.balancer` runs once
 per optimizer step, :mod:`.modes` decides, :mod:`.apply` and :mod:`.resharding` carry plans out."""
 
-from .config import BalanceConfig
+from .config import BalanceConfig, Pruning
 from .divide import Division, Move, divide
 from .modes import decide
 from .plan import BalancePlan, Costs, RankTimes, predicted_seconds
@@ -13,6 +13,7 @@ __all__ = [
     "Costs",
     "Division",
     "Move",
+    "Pruning",
     "RankTimes",
     "decide",
     "divide",

@@ -11,7 +11,7 @@ from ..layers.block import Block
 from ..layers.column_migration import COLUMN_EXCHANGES, ColumnExchange, ColumnMigration
 from ..layers.linear import HeteroLinear
 from ..layers.transport import Transport
-from ..layers.unit_exchange import Purpose, UnitExchange
+from ..layers.unit_exchange import UnitExchange
 from ..layers.unit_transfers import bucket_numbers
 from ..layers.workload import Clock, Workload, kept_count
 from .config import BalanceConfig
@@ -28,7 +28,7 @@ from .divide import (
 )
 from .modes import LayerKind
 from .plan import BalancePlan, Traffic
-from .pruning import Columns, ColumnSelector, Prunable, Pruning, Units
+from .pruning import ColumnSelector, Pruner, Target
 from .resharding import Resharding
 
 
@@ -70,10 +70,9 @@ class Applier:
         self._blocks = list(blocks)
         self._layers = [layer for layer in layers.values() if id(layer) not in inside]
         self._config = config
-        self._targets: list[Prunable] = [Columns(layer) for layer in self._layers]
-        self._targets += [Units(block) for block in self._blocks]
+        self._targets = [*map(Target, self._layers), *map(Target, self._blocks)]
         self._costs = [target.cost for target in self._targets]
-        self._pruning = Pruning(self._targets, config, iterations_per_interval)
+        self._pruning = Pruner(self._targets, config.rules, iterations_per_interval)
         self._transport = transport
         # Layers that are in no block migrate by the paper's method.
         self._column_method = "broadcast-reduce" if config.migration == "block" else config.migration
@@ -99,8 +98,8 @@ class Applier:
         self._kind_of = [None] * len(self._targets)
         numbers: dict[str, int] = {}
         # Kinds of blocks come first: a plan has their counts in this order.
-        for place, target in sorted(enumerate(self._targets), key=lambda item: isinstance(item[1], Columns)):
-            if isinstance(target, Units):
+        for place, target in sorted(enumerate(self._targets), key=lambda item: item[1].block is None):
+            if target.block is not None:
                 shapes = [[tuple(tensor.shape) for tensor in tensors] for tensors in target.block.parameters]
                 sizes = f"{target.columns} units of {shapes}"
             elif self._columns_stay:
@@ -116,10 +115,10 @@ class Applier:
             members = [place for place, kind in enumerate(self._kind_of) if kind == number]
             first = self._targets[members[0]]
             weight = sum(self._costs[place] for place in members) / total
-            if isinstance(first, Columns):
+            if first.block is None:
                 kinds.append(LayerKind(None, 1, weight))
             else:
-                kinds.append(LayerKind(first.columns, effective_grain(first.columns, self._config.grain), weight))
+                kinds.append(LayerKind(first.columns, effective_grain(first.columns), weight))
         return kinds
 
     def present_kinds(self, for_good: bool = False) -> list[LayerKind]:
@@ -135,6 +134,12 @@ class Applier:
         return [
             replace(kind, moves=number not in fixed, sends=number not in once) for number, kind in enumerate(self.kinds)
         ]
+
+    @property
+    def units(self) -> UnitExchange:
+        """Messages of units, which need a transport."""
+        assert self._unit_exchange is not None
+        return self._unit_exchange
 
     @property
     def shares(self) -> Shares:
@@ -155,11 +160,6 @@ class Applier:
     @property
     def is_hooked(self) -> bool:
         return any(block.is_hooked for block in self._blocks)
-
-    def show_each_pass(self, hooks: bool) -> None:
-        """Return the gradients of migrated units in each pass of a schedule from now on, if any rank has ``hooks``."""
-        if self._unit_exchange is not None:
-            self._unit_exchange.are_hooked = hooks
 
     def seen(self, asks_for_heads: bool) -> list[bool]:
         """:meth:`.Block.is_seen` of each block on this rank."""
@@ -206,34 +206,9 @@ class Applier:
         shapes = [BlockShape(block.units, block.elements_per_unit, len(block.layers)) for block in self._blocks]
         numbers = bucket_numbers(self._blocks, moves)
         ports = block_ports(shapes, moves, numbers, self._transport.size, bytes_per_element)
-        if self._unit_exchange is None or self._unit_exchange.is_in_schedule:
+        if self.units.is_in_schedule:
             passes = 1
         return total + Traffic(point_to_point=busiest_port(ports)) * passes
-
-    def begin_pass(self, purpose: Purpose = "training", number: int = 1, passes: int = 1) -> None:
-        """See the methods of :class:`.UnitExchange` of the same names for this and the next five."""
-        if self._unit_exchange is not None:
-            self._unit_exchange.begin_pass(purpose, number, passes)
-
-    def end_schedule(self) -> None:
-        if self._unit_exchange is not None:
-            self._unit_exchange.end_schedule()
-
-    def end_pass(self) -> None:
-        if self._unit_exchange is not None:
-            self._unit_exchange.end_pass()
-
-    def begin_evaluation(self) -> None:
-        if self._unit_exchange is not None:
-            self._unit_exchange.begin_evaluation()
-
-    def weights_changed(self) -> None:
-        if self._unit_exchange is not None:
-            self._unit_exchange.weights_changed()
-
-    def before_step(self) -> None:
-        if self._unit_exchange is not None:
-            self._unit_exchange.before_step()
 
     def end_iteration(self) -> None:
         """Let layers choose columns again; at the end of an interval update the priorities."""
@@ -252,7 +227,7 @@ class Applier:
         divisions = self._divide(self._plan)
         kept = []
         for target, ratio, division in zip(self._targets, ratios, divisions, strict=True):
-            share = 0.0 if isinstance(target, Units) and target.block.stays else float(ratio)
+            share = 0.0 if target.block is not None and target.block.stays else float(ratio)
             kept.append(max(1, kept_count(target.columns, share) - division.given(rank)))
         self._assign_layers(ratios, divisions)
         self._assign_blocks(kept, divisions)
@@ -262,13 +237,13 @@ class Applier:
         idle = BalancePlan.idle(len(plan.resize))
         divisions = []
         for target, kind in zip(self._targets, self._kind_of, strict=True):
-            if isinstance(target, Units) and target.block.is_fixed:
-                divisions.append(divide(target.columns, idle, self._config.grain))
-            elif plan.units and isinstance(target, Units):
+            if target.block is not None and target.block.is_fixed:
+                divisions.append(divide(target.columns, idle))
+            elif plan.units and target.block is not None:
                 assert kind is not None
                 divisions.append(divide_counts(target.columns, plan.units[kind]))
             else:
-                divisions.append(divide(target.columns, idle if kind is None else plan, self._config.grain))
+                divisions.append(divide(target.columns, idle if kind is None else plan))
         return divisions
 
     def _assign_layers(self, ratios: np.ndarray, divisions: Sequence[Division]) -> None:
@@ -276,7 +251,7 @@ class Applier:
         for layer, ratio, division, selector in zip(self._layers, ratios, divisions, selectors, strict=False):
             workload = migration = None
             if selector is not None and ratio > 0:
-                workload = Workload(prune=float(ratio), select=selector, imputation=self._config.imputation)
+                workload = Workload(prune=float(ratio), select=selector, imputation=self._config.rules.imputation)
             if division.moves:
                 assert self._column_exchange is not None
                 migration = ColumnMigration(self._column_exchange, division.moves)

@@ -67,8 +67,7 @@ def _check_options(layers: Mapping[str, HeteroLinear], blocks: Sequence[Block], 
             continue
         choice = "leave sequence parallelism out, or choose mode 'auto', which balances only blocks"
         if not config.moves_blocks:
-            form = "resizing" if config.mode == "resize" else "migration"
-            choice = f"choose {form}='block'"
+            choice = "choose Pruning(resizing='block')" if config.mode == "resize" else "choose migration='block'"
         raise ValueError(
             f"balance mode {config.mode!r} would balance the columns of layer {name}, which is in no block; that "
             f"cannot be combined with {layer.column_obstacle()}, where a rank has only a part of the sequence: {choice}"

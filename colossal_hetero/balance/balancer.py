@@ -25,7 +25,7 @@ from .clock import IterationClock, IterationTimes, KindTimes
 from .config import BalanceConfig
 from .group_speed import GroupSpeed, KindWork
 from .host_messages import VOTE_TIMEOUT, Groups
-from .modes import LayerKind, decide, decide_units, relieved_for, stays_resharded, wants_resharding
+from .modes import LayerKind, decide, relieved_for, stays_resharded, wants_resharding
 from .plan import BalancePlan, Costs, Traffic
 from .pretest import ProductShape, prepare_costs
 from .report import IterationRecord, LocalRecord, merge_records
@@ -143,7 +143,7 @@ class Balancer:
             self._passes = 0
         self._passes += 1
         self._keep_seen(asks_for_heads)
-        self._applier.begin_pass("training", number, passes)
+        self._applier.units.begin_pass("training", number, passes)
 
     @property
     def _is_idle(self) -> bool:
@@ -210,22 +210,22 @@ class Balancer:
     def begin_evaluation_pass(self, asks_for_heads: bool = False) -> None:
         """Begin a forward pass without gradients, which belongs to no iteration."""
         self._keep_seen(asks_for_heads)
-        self._applier.begin_pass("evaluation")
+        self._applier.units.begin_pass("evaluation")
 
     def end_evaluation_pass(self) -> None:
-        self._applier.end_pass()
+        self._applier.units.end_pass()
 
     def begin_evaluation(self) -> None:
         """Take note that the model is switched to evaluation: its weights may be others from now on."""
-        self._applier.begin_evaluation()
+        self._applier.units.begin_evaluation()
 
     def weights_changed(self) -> None:
         """Take note of loaded weights, also during an iteration; call it on all ranks of the group."""
-        self._applier.weights_changed()
+        self._applier.units.weights_changed()
         self._running = False
 
     def end_schedule(self) -> None:
-        self._applier.end_schedule()
+        self._applier.units.end_schedule()
 
     def forget_gradients(self) -> None:
         """Take note that the loss scale has changed, or that gradients were not finite."""
@@ -233,7 +233,7 @@ class Balancer:
             layer.forget_gradients()
 
     def before_step(self) -> None:
-        self._applier.before_step()
+        self._applier.units.before_step()
 
     def tick(self) -> None:
         """End an iteration, after the optimizer step. Collective over the tensor-parallel group."""
@@ -424,18 +424,14 @@ class Balancer:
     def _decide(self, uncertainty: float, for_good: bool = False) -> BalancePlan:
         """The plan for the present speeds, within the known memory of receivers; another one only if it saves a larger
         share of the time than ``uncertainty``. Units that are given away for good are sent at no cost."""
-        kinds = self._applier.present_kinds(for_good or self.has_resharded)
-        if self.config.is_exact and any(kind.units is not None for kind in kinds):
-            return decide_units(
-                self._speed, kinds, self._costs, self.config, self._plan, uncertainty, self._max_received
-            )
-        plan = decide(self._speed.equal_work(), self._costs, self.config, self._plan, uncertainty)
-        return plan.limited(self._max_received)
+        units = self._speed.unit_work(self._applier.present_kinds(for_good or self.has_resharded))
+        times = self._speed.equal_work()
+        return decide(times, self._costs, self.config, self._plan, uncertainty, units, self._max_received)
 
     def _adopt(self, plan: BalancePlan, for_good: bool = False) -> BalancePlan:
         """Apply ``plan``, or if receivers have too little memory one that migrates less; returns what was applied."""
         if sum(plan.migrate) > 0:
-            self._applier.show_each_pass(not self._exchange.all_agree(not self._applier.is_hooked))
+            self._applier.units.are_hooked = not self._exchange.all_agree(not self._applier.is_hooked)
         while True:
             try:
                 self._applier.apply(plan, for_good)

@@ -11,6 +11,8 @@ from functools import cached_property
 
 from .plan import BalancePlan, Traffic, Volume
 
+GRAIN = 64
+"""Maximum number of units that are pruned or migrated together: matrix products are faster for round sizes."""
 GRAINS = 32
 """Minimum number of grains per rank, so that rounding to a grain changes at most 3 % of its work."""
 
@@ -68,12 +70,12 @@ class Division:
         return tuple((self.kept(rank) + self.taken(rank)) / self.units for rank in range(len(self.pruned)))
 
 
-def effective_grain(units: int, grain: int) -> int:
+def effective_grain(units: int, grain: int = GRAIN) -> int:
     """The largest power of two that is at most ``grain`` and with at least 32 grains in ``units``; else 1."""
     return 1 << (max(min(grain, units // GRAINS), 1).bit_length() - 1)
 
 
-def divide(units: int, plan: BalancePlan, grain: int = 64) -> Division:
+def divide(units: int, plan: BalancePlan, grain: int = GRAIN) -> Division:
     """The plan's shares in whole units, for a layer or block with ``units`` units per rank.
 
     A rank keeps a multiple of the :func:`effective_grain`, at least one grain, unless it keeps everything. Pruning is
@@ -205,34 +207,31 @@ def column_traffic(
     layer: LayerShape, moves: Sequence[Move], rows: int, passes: int, ranks: int, method: str, bytes_per_element: int
 ) -> Traffic:
     """One layer's traffic in an iteration of ``passes`` micro-batches of ``rows`` rows each, over the whole group."""
-    broadcast, reduce, direct = _Count(), _Count(), _Count()
+
+    def sent(messages: int, elements: int) -> Volume:
+        return Volume(messages * passes, elements * passes * bytes_per_element)
+
+    broadcast, reduce, direct = Volume(), Volume(), Volume()
     n, others = layer.outputs, ranks - 1
     for sender in sorted({move.sender for move in moves}):
-        parts = [move.stop - move.start for move in moves if move.sender == sender]
+        parts = [move.units for move in moves if move.sender == sender]
         c, q = sum(parts), len(parts)
         if method == "broadcast-reduce":
-            broadcast.add(others, n * c)
+            broadcast += sent(others, others * n * c)
             if layer.column_parallel:
-                reduce.add(others, rows * n)
-                broadcast.add(others, rows * n)
+                reduce += sent(others, others * rows * n)
+                broadcast += sent(others, others * rows * n)
             else:
-                broadcast.add(others, rows * c)
-                direct.add_parts(q, rows * c)
-            direct.add_parts(q, n * c)
+                broadcast += sent(others, others * rows * c)
+                direct += sent(q, rows * c)
+            direct += sent(q, n * c)
         else:
-            direct.add_parts(2 * q, 2 * n * c)
-            direct.add_parts(q, rows * c)
+            direct += sent(2 * q, 2 * n * c) + sent(q, rows * c)
             if layer.column_parallel:
-                direct.add(2 * q, rows * n)
+                direct += sent(2 * q, 2 * q * rows * n)
             else:
-                direct.add_parts(q, rows * c)
-                direct.add(q, rows * n)
-    scale = passes * bytes_per_element
-    return Traffic(
-        point_to_point=direct.volume(passes, scale),
-        broadcast=broadcast.volume(passes, scale),
-        reduce=reduce.volume(passes, scale),
-    )
+                direct += sent(q, rows * c) + sent(q, q * rows * n)
+    return Traffic(point_to_point=direct, broadcast=broadcast, reduce=reduce)
 
 
 @dataclass(frozen=True)
@@ -265,9 +264,7 @@ def block_ports(
                 continue
             weight_messages.update((bucket, move.receiver) for move in given)
             first = bucket if first is None else first
-            given_bytes, taken_bytes = (
-                bytes_per_unit * sum(move.stop - move.start for move in each) for each in (given, taken)
-            )
+            given_bytes, taken_bytes = (bytes_per_unit * sum(move.units for move in each) for each in (given, taken))
             sent += Volume(block.layers * len(taken), given_bytes + taken_bytes)
             waited += Volume(block.layers, given_bytes + taken_bytes)
             if bucket == first:
@@ -284,18 +281,3 @@ def block_ports(
 def busiest_port(ports: Sequence[Port]) -> Volume:
     """The messages and the bytes that the ranks wait for; all ranks wait for the one that has the most."""
     return Volume(max(port.waited.messages for port in ports), max(port.waited.bytes for port in ports))
-
-
-class _Count:
-    def __init__(self) -> None:
-        self._messages = self._elements = 0
-
-    def add(self, messages: int, elements_each: int) -> None:
-        self.add_parts(messages, messages * elements_each)
-
-    def add_parts(self, messages: int, elements: int) -> None:
-        self._messages += messages
-        self._elements += elements
-
-    def volume(self, passes: int, scale: int) -> Volume:
-        return Volume(messages=self._messages * passes, bytes=self._elements * scale)

@@ -12,8 +12,8 @@ from statistics import fmean, median, median_low
 from typing import NamedTuple
 
 from .config import BalanceConfig
+from .modes import LayerKind, UnitWork
 from .plan import RankTimes
-from .ratios import Line
 from .work_times import MAX_OVERHEAD, Damping, WorkLine
 
 WINDOW = 256
@@ -280,22 +280,28 @@ class GroupSpeed:
         # The median of n values has 1.25/√n of their standard deviation.
         return CERTAIN * 1.25 * self._noise / sqrt(max(1, len(self._window)))
 
-    def lines(self, kind: int) -> list[Line]:
-        """The work for a kind by rank, in seconds of a usual iteration."""
-        return [lines[kind].line(self._noise, self.receive_factor) for lines in self._lines]
+    def unit_work(self, kinds: Sequence[LayerKind]) -> UnitWork:
+        """The work for each of all ``kinds``."""
+        lines = [
+            [of_rank[kind].line(self._noise, self.receive_factor) for of_rank in self._lines]
+            for kind in range(len(kinds))
+        ]
+        return UnitWork(kinds, lines, self.scale)
 
     def equal_work(self) -> list[RankTimes]:
         """Times of all balanced layers with a rank's full share of their work, by rank."""
         times = []
         for rank in range(len(self._lines)):
             lines = [line.line(self._noise, self.receive_factor) for line in self._lines[rank]]
-            work = self.scale * fsum(line(line.full) for line in lines)
+            present = fsum(line.seconds for line in lines)
+            # A steep line through a much larger load may be below zero at the full share.
+            work = self.scale * max(fsum(line(line.full) for line in lines), 1e-3 * present)
             times.append(RankTimes(work, min(work, self.scale * fsum(line.slope * line.full for line in lines))))
         return times
 
     @property
     def scale(self) -> float:
-        """Seconds that a second of :meth:`lines` takes in the present iterations."""
+        """Seconds that a second of a usual iteration takes in the present ones."""
         return median(iteration.factor for iteration in self._window) if self._window else 1.0
 
     def relieved(self, shares: Sequence[float]) -> None:

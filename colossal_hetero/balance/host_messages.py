@@ -60,16 +60,14 @@ class Exchange:
 
     def check_same(self, *digests: int) -> None:
         """Check that the plans with these hashes are the same on all ranks, before they follow the last one."""
-        largest = torch.tensor([digests, [-digest for digest in digests]], dtype=torch.int64)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
-        if not torch.equal(largest[0], -largest[1]):
+        if not self.all_equal(*digests):
             raise RuntimeError(_DIFFERENT_PLANS)
 
-    def all_equal(self, number: int) -> bool:
-        """True if ``number``, below 2⁶³, is the same on every rank."""
-        largest = torch.tensor([number, -number], dtype=torch.int64)
+    def all_equal(self, *numbers: int) -> bool:
+        """True if the ``numbers``, below 2⁶³, are the same on every rank."""
+        largest = torch.tensor([numbers, [-number for number in numbers]], dtype=torch.int64)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
-        return bool(largest[0] == -largest[1])
+        return torch.equal(largest[0], -largest[1])
 
     def anywhere(self, conditions: Sequence[bool], timeout: timedelta | None = None) -> list[bool] | None:
         """True for conditions that are true on some rank; None if some rank has not asked within ``timeout``."""

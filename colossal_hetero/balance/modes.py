@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import fsum
-from typing import Protocol
 
 import numpy as np
 
@@ -90,30 +89,75 @@ class LayerKind:
         return 1.0 if self.units is None else float(self.units)
 
 
-class Speeds(Protocol):
-    def lines(self, kind: int) -> list[Line]:
-        """The work for a kind, by rank."""
+@dataclass(frozen=True)
+class UnitWork:
+    """The work of blocks by units, as :class:`RankTimes` are for shares of all work."""
 
-    @property
-    def scale(self) -> float:
-        """The seconds of a second of :meth:`lines`."""
+    kinds: Sequence[LayerKind]
+    lines: Sequence[Sequence[Line]]
+    """The work of each rank, by kind."""
+    scale: float = 1.0
+    """The seconds of a second of ``lines``."""
 
 
-def decide_units(
-    speeds: Speeds,
-    kinds: Sequence[LayerKind],
+def decide(
+    times: Sequence[RankTimes],
+    costs: Costs,
+    config: BalanceConfig,
+    current: BalancePlan,
+    uncertainty: float | None = None,
+    units: UnitWork | None = None,
+    max_received: float = math.inf,
+) -> BalancePlan:
+    """The plan for the group's equal-work ``times``; it is ``current`` if a change would gain too little. The plan has
+    whole units of each kind of blocks if nothing may be pruned and ``units`` are given, otherwise shares of all work.
+
+    A rank's work is reduced by shares only if it is slower than the fastest rank (in mode ``resize``: than T_ref) by
+    more than the threshold. A plan that reduces the work of a rank that is no longer slow is dropped.
+
+    Args:
+        times: by rank.
+        costs: of pruning and migrating.
+        config: the mode and its settings.
+        current: the plan so far.
+        uncertainty: of the times, as a share of them; the threshold if None. A plan is replaced only if that does not
+            explain the difference.
+        units: the work of blocks, by kind.
+        max_received: the largest share of its own work that a receiver has memory for.
+    """
+    if config.mode == "off":
+        return BalancePlan.idle(len(times))
+    if units is not None and config.is_exact and any(kind.units is not None for kind in units.kinds):
+        limit = config.threshold if uncertainty is None else uncertainty
+        return _decide_units(units, costs, config, current, limit, max_received)
+    # The difference of two times is less certain than each of them.
+    difference = config.threshold if uncertainty is None else math.sqrt(2.0) * uncertainty
+    margin = max(config.threshold, difference)
+    most = config.rules.max_resize
+    if config.mode == "resize":
+        return _decide_resize(times, config, current, margin, max(difference, MIN_GAIN))
+    if config.mode == "migrate":
+        # This mode migrates whatever sending costs.
+        costs = replace(costs, migrate_fixed_seconds=0.0, migrate_seconds_per_share=0.0)
+    plan_of = semi_plan if config.mode == "semi" else optimal_plan
+    wanted = _in_steps(plan_of(times, costs, most, margin), most)
+    return _worth_changing(times, costs, config, current, wanted).limited(max_received)
+
+
+def _decide_units(
+    work: UnitWork,
     costs: Costs,
     config: BalanceConfig,
     current: BalancePlan,
     uncertainty: float,
-    max_received: float = math.inf,
+    max_received: float,
 ) -> BalancePlan:
     """The fastest division of the whole units of each kind of blocks, which prunes nothing. Every block ends at a
     collective, so kinds are independent. Layers that are divided by columns get the resulting shares of all work."""
     ranks = len(current.resize)
     # Mode "migrate" migrates whatever sending costs.
-    sends = 0.0 if config.mode == "migrate" else costs.communication_scale / speeds.scale
-    blocks = [(number, kind) for number, kind in enumerate(kinds) if kind.units is not None]
+    sends = 0.0 if config.mode == "migrate" else costs.communication_scale / work.scale
+    blocks = [(number, kind) for number, kind in enumerate(work.kinds) if kind.units is not None]
     problems = []
     for number, kind in blocks:
         assert kind.units is not None
@@ -121,7 +165,7 @@ def decide_units(
         problems.append(
             KindProblem(
                 UnitKind(kind.units, kind.grain, int(most * kind.units)),
-                speeds.lines(number),
+                work.lines[number],
                 kind.sends * sends * costs.migrate_seconds_per_share * kind.weight / kind.units,
             )
         )
@@ -175,44 +219,6 @@ def _coarseness(problems: Sequence[KindProblem]) -> str:
     return f"; {most / total:.0%} of that is lost because {reason}, cannot be divided evenly"
 
 
-def decide(
-    times: Sequence[RankTimes],
-    costs: Costs,
-    config: BalanceConfig,
-    current: BalancePlan,
-    uncertainty: float | None = None,
-) -> BalancePlan:
-    """The plan for the group's equal-work ``times``; it is ``current`` if a change would gain too little.
-
-    A rank's work is reduced only if it is slower than the fastest rank (in mode ``resize``: than T_ref) by more than
-    the margin. A plan that reduces the work of a rank that is no longer slow is dropped.
-
-    Args:
-        times: by rank.
-        costs: of pruning and migrating.
-        config: the mode and its settings.
-        current: the plan so far.
-        uncertainty: of the times, as a share of them; the margin if None. A rank's work is reduced for the first time,
-            and a pruning ratio is corrected, only if that does not explain the difference.
-    """
-    if config.mode == "off":
-        return BalancePlan.idle(len(times))
-    # The difference of two times is less certain than each of them.
-    difference = config.margin if uncertainty is None else math.sqrt(2.0) * uncertainty
-    margin = max(config.margin, difference)
-    if config.mode == "resize":
-        return _decide_resize(times, config, current, margin, max(difference, MIN_GAIN))
-    if config.mode == "migrate":
-        # This mode migrates whatever sending costs.
-        costs = replace(costs, migrate_fixed_seconds=0.0, migrate_seconds_per_share=0.0)
-        wanted = optimal_plan(times, costs, 0.0, margin)
-    elif config.mode == "semi":
-        wanted = semi_plan(times, costs, config.max_resize, margin)
-    else:
-        wanted = optimal_plan(times, costs, config.max_resize, margin)
-    return _worth_changing(times, costs, config, current, _in_steps(wanted, config.max_resize))
-
-
 def _decide_resize(
     times: Sequence[RankTimes], config: BalanceConfig, current: BalancePlan, margin: float, precision: float
 ) -> BalancePlan:
@@ -221,15 +227,15 @@ def _decide_resize(
     work = np.array([rank.work_seconds for rank in times])
     matmul = np.array([rank.matmul_seconds for rank in times])
     now = np.array(current.resize)
-    reference = float(work.min() if config.reference == "minimum" else work.mean())
-    slow = work > (1 + np.where(now > 0, config.margin, margin)) * reference
-    if config.resize_ratio == "auto":
+    reference = float(work.min() if config.rules.reference == "minimum" else work.mean())
+    slow = work > (1 + np.where(now > 0, config.threshold, margin)) * reference
+    if config.rules.resize_ratio == "auto":
         # Pruning γ saves γ·M and costs the overhead, which is added to the excess time of Eq. 1. The times of a rank
         # that prunes already include it.
-        overhead = np.where(now > 0, 0.0, config.resize_overhead)
-        wanted = resize_ratios(work + overhead * matmul, matmul, reference, config.max_resize)
+        overhead = np.where(now > 0, 0.0, config.rules.resize_overhead)
+        wanted = resize_ratios(work + overhead * matmul, matmul, reference, config.rules.max_resize)
     else:
-        wanted = np.full(len(times), float(config.resize_ratio))
+        wanted = np.full(len(times), float(config.rules.resize_ratio))
     wanted = np.where(slow, wanted, 0.0)
     close_enough = (now > 0) & (wanted > 0) & (np.abs(wanted - now) * matmul <= precision * reference)
     return BalancePlan.resizing(tuple(float(ratio) for ratio in np.where(close_enough, now, wanted)))
@@ -239,7 +245,7 @@ def _worth_changing(
     times: Sequence[RankTimes], costs: Costs, config: BalanceConfig, current: BalancePlan, wanted: BalancePlan
 ) -> BalancePlan:
     """``wanted`` if it gains enough over ``current``; ``current`` is dropped if it relieves a rank that is not slow."""
-    slow_from = (1 + config.margin) * min(time.work_seconds for time in times)
+    slow_from = (1 + config.threshold) * min(time.work_seconds for time in times)
     idle = BalancePlan.idle(len(times))
     relief = zip(times, current.resize, current.migrate, strict=True)
     if any(resize + migrate > 0 and time.work_seconds <= slow_from for time, resize, migrate in relief):
@@ -248,7 +254,7 @@ def _worth_changing(
         return wanted
     before, after = (predicted_seconds(times, costs, plan) for plan in (current, wanted))
     # To start balancing, half of the gain that is needed to replace a balancing plan is enough.
-    if before - after > (config.margin / 2 if current == idle else config.margin) * before:
+    if before - after > (config.threshold / 2 if current == idle else config.threshold) * before:
         return wanted
     if current != idle:
         return current

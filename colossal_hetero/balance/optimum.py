@@ -7,13 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .plan import BalancePlan, Costs, RankTimes
+from .plan import BalancePlan, Costs, RankTimes, predicted_seconds
 from .ratios import resize_ratios
 
 RESERVE = 1e-3
 """Minimum share of its work that a rank keeps, so that its speed can still be measured."""
-CANDIDATES = 32
-"""Number of deadlines that are evaluated directly: those that are best by running sums."""
 
 # [Note: the optimum]
 # Every rank's work must be done by a deadline t. A slow rank i with T_i > t prunes a share γ and gives away a share μ,
@@ -114,14 +112,9 @@ class _Problem:
         if self.earliest >= self.latest:
             return self.latest, 0.0
         first = self._first_feasible()
-        corners, weights, jumps = self._demand_corners()
+        corners = self._demand_corners()
         inside = (corners > first) & (corners < self.latest)
-        candidates = np.append(corners[inside], first)
-        if slope > 0 and len(candidates) > CANDIDATES:
-            totals = candidates + slope * self._demand_by_sums(candidates, corners, weights, jumps)
-            candidates = candidates[np.argpartition(totals, CANDIDATES)[:CANDIDATES]]
-        elif slope == 0:
-            candidates = candidates[-1:]
+        candidates = np.append(corners[inside], first) if slope > 0 else np.array([first])
         shares = self.demand(candidates[:, None])
         # A smaller share is only rounding.
         moves = shares > 1e-9
@@ -130,8 +123,7 @@ class _Problem:
 
     def _first_feasible(self) -> float:
         """The earliest deadline with ``D ≤ C``."""
-        corners, _, _ = self._demand_corners()
-        points = np.unique(np.concatenate([corners, self.pruned_work, [self.earliest, self.latest]]))
+        points = np.unique(np.concatenate([self._demand_corners(), self.pruned_work, [self.earliest, self.latest]]))
         points = points[(points >= self.earliest) & (points <= self.latest)]
         low, high = -1, len(points) - 1
         while high - low > 1:
@@ -150,39 +142,17 @@ class _Problem:
             return float(points[high])
         return float(min(start + half * lack / (lack - lack_half), points[high]))
 
-    def _demand_corners(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Corners of D, where it jumps or changes its slope: positions, increases of the slope leftwards, jumps."""
-        slow, matmul = self.slow, self.safe
-        plain = slow & ~self.prunes
-        positions = [self.work[plain]]
-        weights = [1.0 / matmul[plain]]
-        jumps = [np.zeros(plain.sum())]
-        if self.prunes.any():
-            per_share, fixed = self.costs.resize_per_share, self.costs.resize_fixed
-            m, max_ratio = matmul[self.prunes], self.max_ratio[self.prunes]
-            work, late = self.work[self.prunes], self.pruned_work[self.prunes]
-            prune_less = self.full[self.prunes] + (fixed + per_share * max_ratio) * m  # R_i
-            # S_i: the rank does not prune at all from Ω2·γ left of R_i on, or earlier by what Ω1 amounts to.
-            prune_nothing = prune_less - per_share * m * (max_ratio - fixed / self.gain)
-            steep = (1.0 / per_share - 1.0) / m if per_share > 0 else np.zeros_like(m)
-            drop = np.zeros_like(m) if per_share > 0 else (work - late) / m
-            zero = np.zeros_like(m)
-            positions += [late, prune_less, prune_nothing]
-            weights += [1.0 / m, steep, -steep]
-            jumps += [zero, drop, zero]
-        return np.concatenate(positions), np.concatenate(weights), np.concatenate(jumps)
-
-    @staticmethod
-    def _demand_by_sums(
-        deadlines: np.ndarray, corners: np.ndarray, weights: np.ndarray, jumps: np.ndarray
-    ) -> np.ndarray:
-        """D at many deadlines: ``Σ weight·max(0, corner − t)`` and the jumps right of t. Rounding errors add up."""
-        order = np.argsort(-corners)
-        corners, weights, jumps = corners[order], weights[order], jumps[order]
-        count = np.searchsorted(-corners, -deadlines, side="left")
-        sums = [np.concatenate([[0.0], np.cumsum(each)]) for each in (weights, weights * corners, jumps)]
-        total: np.ndarray = sums[1][count] - deadlines * sums[0][count] + sums[2][count]
-        return total
+    def _demand_corners(self) -> np.ndarray:
+        """Deadlines at which D jumps or changes its slope."""
+        plain = self.work[self.slow & ~self.prunes]
+        if not self.prunes.any():
+            return plain
+        per_share, fixed = self.costs.resize_per_share, self.costs.resize_fixed
+        m, max_ratio = self.safe[self.prunes], self.max_ratio[self.prunes]
+        prune_less = self.full[self.prunes] + (fixed + per_share * max_ratio) * m  # R_i
+        # S_i: the rank does not prune at all from Ω2·γ left of R_i on, or earlier by what Ω1 amounts to.
+        prune_nothing = prune_less - per_share * m * (max_ratio - fixed / self.gain)
+        return np.concatenate([plain, self.pruned_work[self.prunes], prune_less, prune_nothing])
 
     def plan(self, deadline: float, share: float, note: str) -> BalancePlan:
         """The plan that meets ``deadline`` with ``share`` given away in total, and prunes as little as possible."""
@@ -244,8 +214,11 @@ def semi_plan(
         return BalancePlan.idle(len(times), "no rank is slow")
     if len(slowest) > 1:
         max_migrating = migrating_stragglers(times, costs, slowest)
-        count = fastest_division(times, costs, slowest, max_migrating, max_resize)
-        return divide_stragglers(times, slowest[:count], slowest, max_resize)
+        # Of equally fast divisions it is the one that prunes least.
+        divisions = [
+            divide_stragglers(times, slowest[:count], slowest, max_resize) for count in range(max_migrating, -1, -1)
+        ]
+        return min(divisions, key=lambda plan: predicted_seconds(times, costs, plan))
     (slow,) = slowest
     resized, migrated = resize_and_migrate(times, costs, slow, max_resize)
     taken = migrated / (len(times) - 1)
@@ -295,31 +268,6 @@ def migrating_stragglers(times: Sequence[RankTimes], costs: Costs, slowest: Sequ
         if saved - costs.phi1(moved) - costs.phi2(moved / len(receivers), receiver) <= 0.0:
             return x
     return len(slowest)
-
-
-def fastest_division(
-    times: Sequence[RankTimes], costs: Costs, slowest: Sequence[int], max_migrating: int, max_resize: float
-) -> int:
-    """Number of stragglers, ``slowest`` first and at most ``max_migrating``, that migrate for the shortest predicted
-    time; of equally fast ones the largest, with which the least is pruned."""
-    work = np.array([time.work_seconds for time in times])
-    matmul = np.array([time.matmul_seconds for time in times])
-    excess = _excess(times)[list(slowest)]
-    receivers = sorted(set(range(len(times))).difference(slowest))
-    slow_work, slow_matmul = work[list(slowest)], matmul[list(slowest)]
-    pruned = np.minimum(excess, max_resize)
-    omega = np.where(pruned > 0, costs.resize_fixed + costs.resize_per_share * pruned, 0.0)
-    resizing = slow_work + (omega - pruned) * slow_matmul
-    migrating = slow_work - excess * slow_matmul
-    moved = np.concatenate([[0.0], np.cumsum(excess)])[: max_migrating + 1]
-    taken = costs.phi2(1.0, 1.0) * moved / len(receivers)
-    # For each number x of migrating ranks: the times of the latest receiving, resizing and migrating ranks.
-    receiving = (work[receivers] + taken[:, None] * matmul[receivers]).max(axis=1)
-    latest_resizing = np.append(np.maximum.accumulate(resizing[::-1])[::-1], 0.0)[: max_migrating + 1]
-    latest_migrating = np.maximum.accumulate(np.append(0.0, migrating))[: max_migrating + 1]
-    latest = np.maximum(np.maximum(receiving, latest_resizing), latest_migrating)
-    seconds = latest + np.array([costs.phi1(float(share)) for share in moved])
-    return int(max_migrating - seconds[::-1].argmin())
 
 
 def divide_stragglers(

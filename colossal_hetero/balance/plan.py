@@ -135,8 +135,6 @@ class Volume:
     def __mul__(self, times: int) -> Volume:
         return Volume(self.messages * times, self.bytes * times)
 
-    __rmul__ = __mul__
-
 
 @dataclass(frozen=True)
 class Traffic:
@@ -153,8 +151,6 @@ class Traffic:
 
     def __mul__(self, times: int) -> Traffic:
         return Traffic(self.point_to_point * times, self.broadcast * times, self.reduce * times)
-
-    __rmul__ = __mul__
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import socket
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from rich.console import Console
-from rich.status import Status
 from torch import Tensor
 
 from ..common.atomic_files import default_folder, replacing
@@ -101,10 +100,8 @@ MIN_SIZE = 512
 MAX_ROUNDS = 11
 MESSAGE_SECONDS = 0.1
 """Time of a message after which no larger ones are timed."""
-SILENT_SECONDS = 1.0
 
 Form = Literal["column", "block"]
-Show = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -154,8 +151,9 @@ def prepare_costs(
                 "BalanceConfig(cost_cache=...) a file of a run that measured them, or use smaller batches"
             )
         return Costs()
-    with _Display(enabled=dist.get_rank() == 0) as display:
-        costs = measure_costs(group, shapes, rows, dtype, device, traffic, form, display.show)
+    shown = Console(stderr=True).status("Measuring the costs of balancing")
+    with shown if dist.get_rank() == 0 else nullcontext():
+        costs = measure_costs(group, shapes, rows, dtype, device, traffic, form)
     if first:
         cache.write(context, costs)
     return costs
@@ -169,19 +167,16 @@ def measure_costs(
     device: torch.device,
     traffic: Callable[[float], Traffic],
     form: Form,
-    show: Show | None = None,
 ) -> Costs:
     """Measure Ω1, Ω2, Φ1 and Φ2 on this device and network; all ranks get the same. Collective over ``group``."""
     if group.size() == 1:
         return Costs()
-    report = show or (lambda _: None)
-    resized, received = _time_products(shapes, rows, dtype, device, form, report)
+    resized, received = _time_products(shapes, rows, dtype, device, form)
     everyone = np.median(_gather([*resized, *received], group, device), axis=0)
     resize_fixed, resize_per_share = fit_resize(RESIZED_SHARES, everyone[: len(resized)])
     receive_factor = fit_receive_factor(RECEIVED_SHARES, everyone[len(resized) :])
     links = {}
     for kind, send in _message_kinds(group).items():
-        report(f"timing messages: {kind}")
         links[kind] = fit_link(*_time_messages(send, group, device))
     communication = []
     for share in MIGRATED_SHARES:
@@ -236,7 +231,7 @@ def _fit_everywhere(
 
 
 def _time_products(
-    shapes: Sequence[ProductShape], rows: int, dtype: torch.dtype, device: torch.device, form: Form, report: Show
+    shapes: Sequence[ProductShape], rows: int, dtype: torch.dtype, device: torch.device, form: Form
 ) -> tuple[list[float], list[float]]:
     """Times of resized and received products relative to dense ones; means over shapes, weighted by their work."""
     largest = sorted(set(shapes), key=lambda shape: (-shape.outputs * shape.columns, shape.outputs))[:SHAPES]
@@ -248,7 +243,6 @@ def _time_products(
     for shape in largest:
         if time.perf_counter() - start > PRODUCT_SECONDS / 2:
             break
-        report(f"timing products of {rows} × {shape.columns} × {shape.outputs}")
         ratios.append(_time_shape(shape, rows, dtype, device, form, PRODUCT_SECONDS / len(largest)))
         weights.append(shape.outputs * shape.columns)
     mean = np.average(ratios, axis=0, weights=weights).tolist()
@@ -446,27 +440,3 @@ def _device_name(device: torch.device) -> str:
             return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
-
-
-class _Display:
-    """Shows what is being measured, if it takes longer than :data:`SILENT_SECONDS`."""
-
-    def __init__(self, enabled: bool) -> None:
-        self._enabled = enabled
-        self._since = time.perf_counter()
-        self._status: Status | None = None
-
-    def __enter__(self) -> _Display:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._status is not None:
-            self._status.stop()
-
-    def show(self, text: str) -> None:
-        if not self._enabled or time.perf_counter() - self._since < SILENT_SECONDS:
-            return
-        if self._status is None:
-            self._status = Console(stderr=True).status("")
-            self._status.start()
-        self._status.update(f"Measuring the costs of balancing: {text}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from ..layers.block import Block
 from ..layers.linear import HeteroLinear
-from .config import BalanceConfig, Priority
+from .config import Priority, Pruning
 from .ratios import layer_ratios
 
 # Column selection ----------------------------------------------------------------------------------------------------
@@ -136,69 +135,43 @@ class LateNumbers:
         return self._host.tolist()
 
 
-class Prunable(Protocol):
-    """A layer with its contraction columns, or a block with its units."""
+@dataclass(frozen=True)
+class Target:
+    """What is pruned: a layer by its contraction columns, or a block by its units."""
+
+    owner: HeteroLinear | Block
 
     @property
-    def columns(self) -> int: ...
+    def block(self) -> Block | None:
+        return self.owner if isinstance(self.owner, Block) else None
+
+    @property
+    def columns(self) -> int:
+        return self.owner.units if isinstance(self.owner, Block) else self.owner.contraction_columns
+
     @property
     def cost(self) -> int:
         """The work of its products, in any unit."""
+        if isinstance(self.owner, Block):
+            return self.owner.elements_per_unit * self.owner.units
+        return self.owner.matrix.numel()
 
     @property
     def matrix(self) -> Tensor:
         """The weights, ``[N, L]`` with one column per contraction column (or unit)."""
+        return self.owner.matrices[1] if isinstance(self.owner, Block) else self.owner.matrix
 
     def set_kind(self, kind: int) -> None:
         """Tell the layers which kind they mark in the clock."""
-
-
-@dataclass(frozen=True)
-class Columns:
-    layer: HeteroLinear
-
-    @property
-    def columns(self) -> int:
-        return self.layer.contraction_columns
-
-    @property
-    def cost(self) -> int:
-        return self.layer.matrix.numel()
-
-    @property
-    def matrix(self) -> Tensor:
-        return self.layer.matrix
-
-    def set_kind(self, kind: int) -> None:
-        self.layer.kind = kind
-
-
-@dataclass(frozen=True)
-class Units:
-    block: Block
-
-    @property
-    def columns(self) -> int:
-        return self.block.units
-
-    @property
-    def cost(self) -> int:
-        return self.block.elements_per_unit * self.block.units
-
-    @property
-    def matrix(self) -> Tensor:
-        return self.block.matrices[1]
-
-    def set_kind(self, kind: int) -> None:
-        self.block.kind = kind
-        for layer in self.block.layers:
+        self.owner.kind = kind
+        for layer in self.owner.layers if isinstance(self.owner, Block) else ():
             layer.kind = kind
 
 
-class Pruning:
-    def __init__(self, targets: Sequence[Prunable], config: BalanceConfig, iterations_per_interval: int) -> None:
+class Pruner:
+    def __init__(self, targets: Sequence[Target], rules: Pruning, iterations_per_interval: int) -> None:
         self._targets = targets
-        self._config = config
+        self._rules = rules
         self._interval = iterations_per_interval
         self._ratio = 0.0
         self._iterations = 0
@@ -218,15 +191,15 @@ class Pruning:
             self._iterations = 0
             self._candidates, self._new_candidates = [0.0] * len(self._targets), None
             self.selectors = [
-                make_selector(self._config.priority, target.matrix, self._config.seed + number)
+                make_selector(self._rules.priority, target.matrix, self._rules.seed + number)
                 for number, target in enumerate(self._targets)
             ]
 
     def ratios(self) -> np.ndarray:
         """γ of every target, float64 ``[targets]``."""
-        if self._ratio == 0.0 or self._config.priority != "priority-diff":
+        if self._ratio == 0.0 or self._rules.priority != "priority-diff":
             return np.full(len(self._targets), self._ratio)
-        return layer_ratios(self._ratio, self._candidates, [target.cost for target in self._targets], self._config)
+        return layer_ratios(self._ratio, self._candidates, [target.cost for target in self._targets], self._rules)
 
     def end_iteration(self) -> bool:
         """Count an iteration. Returns whether ratios may have changed, one iteration after the end of an interval of
@@ -240,8 +213,8 @@ class Pruning:
         if self._iterations % self._interval == 0:
             for selector, target in zip(self.selectors, self._targets, strict=True):
                 selector.end_interval(target.matrix)
-            if self._config.priority == "priority-diff":
-                threshold = self._interval * self._config.variation_threshold
+            if self._rules.priority == "priority-diff":
+                threshold = self._interval * self._rules.variation_threshold
                 shares = [selector.candidate_share(threshold) for selector in self.selectors]
                 self._new_candidates = LateNumbers(torch.stack(shares))
         return may_have_changed

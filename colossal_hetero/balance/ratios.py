@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .config import BalanceConfig
+from .config import Pruning
 
 
 def resize_ratios(
@@ -24,9 +24,7 @@ def resize_ratios(
     return np.where(matmul > 0, ratios, 0.0)
 
 
-def layer_ratios(
-    ratio: float, candidate_shares: Sequence[float], costs: Sequence[float], config: BalanceConfig
-) -> np.ndarray:
+def layer_ratios(ratio: float, candidate_shares: Sequence[float], costs: Sequence[float], rules: Pruning) -> np.ndarray:
     """``γ_k`` per layer for the rank's ``ratio`` γ (SEMI, Sec. III-B, Algorithm 1 line 11); float64 ``[layers]``.
     ``candidate_shares`` are the shares of columns whose weights vary little, ``costs`` (c_k) the layers' matmul times
     in any unit. ``printed``: ``max(share, α·γ)``. ``budgeted`` scales these so that ``Σ c_k γ_k = γ Σ c_k`` with each
@@ -34,23 +32,23 @@ def layer_ratios(
     shares, cost = np.asarray(candidate_shares, dtype=float), np.asarray(costs, dtype=float)
     if ratio == 0.0 or len(shares) == 0:
         return np.zeros(len(shares))
-    printed = np.maximum(shares, config.decay * ratio)
-    if config.ratio_form == "printed":
-        limited: np.ndarray = np.minimum(printed, config.max_resize)
+    printed = np.maximum(shares, rules.decay * ratio)
+    if rules.ratio_form == "printed":
+        limited: np.ndarray = np.minimum(printed, rules.max_resize)
         return limited
-    assert ratio <= config.max_resize
+    assert ratio <= rules.max_resize
     full = np.zeros(len(shares), dtype=bool)
     while not full.all():
         # Layers at the maximum stay there; others share the rest in proportion to their printed ratio, or evenly.
         weight = np.where(full, 0.0, printed)
         free = weight / weight.max() if weight.any() else np.where(full, 0.0, 1.0)
-        rest = ratio * cost.sum() - config.max_resize * cost[full].sum()
-        ratios = np.where(full, config.max_resize, free * rest / (cost * free).sum())
-        over = ~full & (ratios > config.max_resize)
+        rest = ratio * cost.sum() - rules.max_resize * cost[full].sum()
+        ratios = np.where(full, rules.max_resize, free * rest / (cost * free).sum())
+        over = ~full & (ratios > rules.max_resize)
         if not over.any():
             return np.maximum(ratios, 0.0)
         full |= over
-    return np.full(len(shares), config.max_resize)
+    return np.full(len(shares), rules.max_resize)
 
 
 # Whole units ---------------------------------------------------------------------------------------------------------

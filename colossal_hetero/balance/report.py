@@ -14,11 +14,10 @@ from rich.table import Table
 # Records -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class LocalRecord:
-    """One iteration as measured by one rank. Times are in seconds, shares in [0, 1]."""
+@dataclass(frozen=True, kw_only=True)
+class _WorkRecord:
+    """A rank's part of an iteration as it measured it. Times are in seconds, shares and scores in [0, 1]."""
 
-    iteration: int
     work_seconds: float
     matmul_seconds: float
     communication_seconds: float
@@ -27,10 +26,6 @@ class LocalRecord:
     equal_matmul_seconds: float
     """``matmul_seconds`` at the rank's full share (the M of Eq. 1)."""
     resized: float
-    exchanged: bool
-    """True if the group decided on a plan at the end of this iteration."""
-    plan_changed: bool
-    """True if another plan applies from the iteration after this one on."""
     migrated: float = 0.0
     """Share of its work that other ranks did, for which it sent them weights."""
     resharded: float = 0.0
@@ -39,30 +34,29 @@ class LocalRecord:
     block_seconds: float = 0.0
     own_score: float = 1.0
     """The rank's shortest ``equal_work_seconds`` so far, divided by those of this iteration."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalRecord(_WorkRecord):
+    """One iteration as measured by one rank."""
+
+    iteration: int
+    exchanged: bool
+    """True if the group decided on a plan at the end of this iteration."""
+    plan_changed: bool
+    """True if another plan applies from the iteration after this one on."""
     note: str = ""
 
 
-@dataclass(frozen=True)
-class RankRecord:
-    """A rank's part of an iteration. Times are in seconds, shares and scores in [0, 1]."""
+@dataclass(frozen=True, kw_only=True)
+class RankRecord(_WorkRecord):
+    """A rank's part of an iteration, compared with the other ranks."""
 
     rank: int
-    work_seconds: float
-    matmul_seconds: float
     wait_seconds: float
     """Time spent in collectives beyond the shortest time there of any rank of its tensor-parallel group."""
-    communication_seconds: float
-    equal_work_seconds: float
-    equal_matmul_seconds: float
-    resized: float
-    migrated: float = 0.0
-    resharded: float = 0.0
-    received: float = 0.0
-    block_seconds: float = 0.0
     relative_score: float = 1.0
     """The shortest ``equal_work_seconds`` in its tensor-parallel group, divided by this rank's."""
-    own_score: float = 1.0
-    """The rank's shortest ``equal_work_seconds`` so far, divided by its present ones."""
 
 
 @dataclass(frozen=True)
@@ -101,19 +95,9 @@ def merge_records(per_rank: Sequence[Sequence[LocalRecord]], groups: Sequence[Se
 def _rank_record(rank: int, view: LocalRecord, group: Sequence[LocalRecord]) -> RankRecord:
     return RankRecord(
         rank=rank,
-        work_seconds=view.work_seconds,
-        matmul_seconds=view.matmul_seconds,
         wait_seconds=view.communication_seconds - min(other.communication_seconds for other in group),
-        communication_seconds=view.communication_seconds,
-        equal_work_seconds=view.equal_work_seconds,
-        equal_matmul_seconds=view.equal_matmul_seconds,
-        resized=view.resized,
-        migrated=view.migrated,
-        resharded=view.resharded,
-        received=view.received,
-        block_seconds=view.block_seconds,
         relative_score=min(other.equal_work_seconds for other in group) / view.equal_work_seconds,
-        own_score=view.own_score,
+        **{field.name: getattr(view, field.name) for field in fields(_WorkRecord)},
     )
 
 

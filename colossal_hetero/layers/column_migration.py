@@ -17,7 +17,7 @@ row-parallel     ``X_s[:, P]`` and ``W_s[:, P]`` are sent;          ``dY W_s[:, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..colossalai_support.corrections import without_second_derivatives
-from .product import WeightLayout, run
+from .product import ProductContext, run
 from .transport import Pending, Started, Transport
-from .workload import Clock, Lineage, Part, Slowdown, matrix_view
+from .workload import Slowdown, matrix_view
 
 
 class MovedRange(Protocol):
@@ -42,6 +42,11 @@ class MovedRange(Protocol):
     def start(self) -> int: ...
     @property
     def stop(self) -> int: ...
+
+
+def moved_count(moves: Iterable[MovedRange]) -> int:
+    """The number of columns (or units) of all ``moves``."""
+    return sum(move.stop - move.start for move in moves)
 
 
 class ColumnExchange(ABC):
@@ -197,26 +202,15 @@ class ColumnMigration:
 
     @property
     def given(self) -> int:
-        return sum(move.stop - move.start for move in self.moves if move.sender == self.rank)
+        return moved_count(move for move in self.moves if move.sender == self.rank)
 
 
-@dataclass(frozen=True)
-class MigratedProductContext:
-    """Settings of a migrated product, besides its operands."""
+@dataclass(slots=True, kw_only=True)
+class MigratedProductContext(ProductContext):
+    """``lineage`` has the kept columns of those that are not given away."""
 
-    layout: WeightLayout
     migration: ColumnMigration
     column_parallel: bool
-    group: dist.ProcessGroup | None
-    lineage: Lineage | None = None
-    """Kept columns of those that are not given away; None: all."""
-    clock: Clock | None = None
-    kind: int | None = None
-    slow_down: Slowdown | None = None
-
-    def mark(self, part: Part) -> None:
-        if self.clock is not None:
-            self.clock.mark(part, self.kind)
 
     def kept_part(self, matrix: Tensor, columns: int) -> Tensor:
         if self.lineage is not None:

@@ -199,6 +199,24 @@ class HeteroLinear:
         """True if the parent's forward runs, and no block has to be told that a pass begins."""
         return (self.block is None or self.block.before_forward is None) and self._passes_through()
 
+    @torch.compiler.disable(recursive=False)
+    def forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        self._check_autocast(input_)
+        if self._is_left_alone():
+            return super().forward(input_)  # type: ignore[misc]
+        return self._balanced_forward(input_)
+
+    @uncompiled
+    def _balanced_forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        self._begin_block()
+        if self._passes_through():
+            return super().forward(input_)  # type: ignore[misc]
+        return self._computed(input_)
+
+    def _computed(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """The layer's output by this package's products, as the parent's forward returns it."""
+        raise NotImplementedError
+
     def _multiply(self, x: Tensor, bias: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
         layer: Any = self
         sequence = self.sequence_parts if self._column_parallel else None
@@ -208,15 +226,17 @@ class HeteroLinear:
         migration = self._migration if self._migration is not None and self._is_balanced() else None
         lineage = self._columns_for(x)
         if migration is not None:
-            column_parallel = self._column_parallel
-            return migrated_product(
-                x,
-                layer.weight,
-                bias,
-                MigratedProductContext(
-                    self._layout, migration, column_parallel, group, lineage, self.clock, self.kind, self.slow_down
-                ),
+            context = MigratedProductContext(
+                self._layout,
+                group,
+                lineage,
+                clock=self.clock,
+                kind=self.kind,
+                slow_down=self.slow_down,
+                migration=migration,
+                column_parallel=self._column_parallel,
             )
+            return migrated_product(x, layer.weight, bias, context)
         block = self.block if self.block is not None and len(self.block.layers) > 1 else None
         how = ProductContext(
             self._layout,
@@ -274,20 +294,9 @@ class _HeteroColumnParallel(HeteroLinear):
 
     _column_parallel = True
 
-    @torch.compiler.disable(recursive=False)
-    def forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        self._check_autocast(input_)
-        if self._is_left_alone():
-            return super().forward(input_)  # type: ignore[misc]
-        return self._balanced_forward(input_)
-
-    @uncompiled
-    def _balanced_forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        self._begin_block()
-        if self._passes_through():
-            return super().forward(input_)  # type: ignore[misc]
+    def _computed(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         layer: Any = self
-        y = self._multiply(input_, None if layer.skip_bias_add else layer.bias, layer.process_group)
+        y = self._multiply(x, None if layer.skip_bias_add else layer.bias, layer.process_group)
         if layer.gather_output:
             y = self._gather(y)
             self._mark("communication")
@@ -307,22 +316,11 @@ class _HeteroRowParallel(HeteroLinear):
 
     _column_parallel = False
 
-    @torch.compiler.disable(recursive=False)
-    def forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        self._check_autocast(input_)
-        if self._is_left_alone():
-            return super().forward(input_)  # type: ignore[misc]
-        return self._balanced_forward(input_)
-
-    @uncompiled
-    def _balanced_forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        self._begin_block()
-        if self._passes_through():
-            return super().forward(input_)  # type: ignore[misc]
+    def _computed(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         layer: Any = self
         if not layer.parallel_input:
-            input_ = self._split(input_)
-        y = self._multiply(input_, None, None)
+            x = self._split(x)
+        y = self._multiply(x, None, None)
         sequence = self.sequence_parts
         y = sum_outputs(y, layer.process_group) if sequence is None else sum_parts(y, sequence, self._mark)
         self._mark("communication")

@@ -15,6 +15,7 @@ the same formulas apply to the units that this rank computes (:mod:`.unit_layout
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -152,7 +153,8 @@ LINEAR_LAYOUT = WeightLayout()
 CONV1D_LAYOUT = Conv1DLayout()
 
 
-class ProductContext(NamedTuple):
+@dataclass(slots=True)
+class ProductContext:
     """Settings of a product, besides its operands."""
 
     layout: WeightLayout

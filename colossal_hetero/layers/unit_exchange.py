@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 
 from .block import Block, BlockWorkload, Fetch, ReturnGradients
-from .column_migration import MovedRange
+from .column_migration import MovedRange, moved_count
 from .dropout import UnitRange
 from .transport import Started, Transport, check_room
 from .unit_layout import split_message
 from .unit_transfers import (
     BlockTransfer,
     Bucket,
-    PeerUnits,
     bucket_numbers,
     check_backward_memory,
     peak_growth,
@@ -93,15 +92,15 @@ class UnitExchange:
         self._numbers = bucket_numbers(blocks, moves)
         self._sent_frozen = None
         for block, moved, count, rule, number in zip(blocks, moves, kept, select, self._numbers, strict=True):
-            given = [PeerUnits(move.receiver, move.start, move.stop) for move in moved if move.sender == rank]
-            taken = [PeerUnits(move.sender, move.start, move.stop) for move in moved if move.receiver == rank]
+            given = [move for move in moved if move.sender == rank]
+            taken = [move for move in moved if move.receiver == rank]
             if count == block.units and not moved:
                 continue
             transfer = BlockTransfer(block, given, taken)
             transfer.clear_gradients()
             workload = BlockWorkload(
-                given=sum(units.count for units in given),
-                taken=tuple(UnitRange(units.other, units.start, units.stop) for units in taken),
+                given=moved_count(given),
+                taken=tuple(UnitRange(move.sender, move.start, move.stop) for move in taken),
                 kept=count,
                 select=rule,
             )
@@ -302,7 +301,7 @@ class UnitExchange:
             self._mark("other", transfer.block.kind)
             transfer.bucket.started.received.wait()
             self._mark("migration", transfer.block.kind)
-            return [unpack(transfer, units) for units in transfer.taken]
+            return [unpack(transfer, move) for move in transfer.taken]
 
         return receive
 
@@ -316,8 +315,10 @@ class UnitExchange:
             gradients = transfer.take_sum(layer)
             places, parameters = transfer.block.places[layer], transfer.block.parameters[layer]
             elements = sum(place.numel(tensor) for place, tensor in zip(places, parameters, strict=True))
-            sends = [(units.other, message) for units, message in zip(transfer.taken, gradients, strict=True)]
-            receives = [(units.other, parameters[0].new_empty(units.count * elements)) for units in transfer.given]
+            sends = [(move.sender, message) for move, message in zip(transfer.taken, gradients, strict=True)]
+            receives = [
+                (move.receiver, parameters[0].new_empty(moved_count([move]) * elements)) for move in transfer.given
+            ]
             if earlier := self._returning.get((transfer, layer)):
                 earlier[0].sent.wait()
             # Do not wait for the owner: it may be late, and this rank continues in the meantime.
@@ -329,8 +330,8 @@ class UnitExchange:
             started.received.wait()
             self._mark("migration", transfer.block.kind)
             return [
-                split_message(message, places, parameters, units.count)[0]
-                for units, (_, message) in zip(transfer.given, receives, strict=True)
+                split_message(message, places, parameters, moved_count([move]))[0]
+                for move, (_, message) in zip(transfer.given, receives, strict=True)
             ]
 
         return return_gradients

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .block import Block
-from .column_migration import MovedRange
+from .column_migration import MovedRange, moved_count
 from .dropout import UnitRange
 from .transport import Transport, is_out_of_memory
 from .unit_layout import UnitPlace
@@ -39,7 +39,7 @@ def unit_count(holding: Holding) -> int:
 
 def holdings(units: int, ranks: int, moves: Sequence[MovedRange]) -> tuple[Holding, ...]:
     """Holdings of all ranks after ``moves``, if each rank held its own ``units`` before."""
-    given = [sum(move.stop - move.start for move in moves if move.sender == rank) for rank in range(ranks)]
+    given = [moved_count(move for move in moves if move.sender == rank) for rank in range(ranks)]
     return tuple(
         (
             UnitRange(rank, 0, units - given[rank]),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from .block import Block
-from .column_migration import MovedRange
+from .column_migration import MovedRange, moved_count
 from .transport import Pending, Started
 from .unit_layout import split_message
 
@@ -16,25 +16,12 @@ MESSAGE_BYTES = 4 << 20
 """Blocks are added to a bucket until their moved weights reach this size; larger messages would not be faster."""
 
 
-@dataclass
-class PeerUnits:
-    """The units ``[start, stop)`` of one block that this rank sends to, or receives from, the rank ``other``."""
-
-    other: int
-    start: int
-    stop: int
-
-    @property
-    def count(self) -> int:
-        return self.stop - self.start
-
-
 @dataclass(eq=False)
 class BlockTransfer:
     block: Block
-    given: list[PeerUnits]
+    given: list[MovedRange]
     """Units of this rank that other ranks compute, in ascending order."""
-    taken: list[PeerUnits]
+    taken: list[MovedRange]
     bucket: Bucket | None = None
     passes: list[int] = field(default_factory=list)
     """Number of backward passes of each layer whose gradients have not returned."""
@@ -79,12 +66,15 @@ class Bucket:
 
     def reserve(self) -> None:
         like = self.transfers[0].block.parameters[0][0]
-        for buffers, direction in ((self.send_buffers, "given"), (self.receive_buffers, "taken")):
+        for buffers, direction, other in (
+            (self.send_buffers, "given", "receiver"),
+            (self.receive_buffers, "taken", "sender"),
+        ):
             lengths: dict[int, int] = {}
             for transfer in self.transfers:
-                for units in getattr(transfer, direction):
-                    elements = units.count * transfer.block.elements_per_unit
-                    lengths[units.other] = lengths.get(units.other, 0) + elements
+                for move in getattr(transfer, direction):
+                    elements = moved_count([move]) * transfer.block.elements_per_unit
+                    lengths[getattr(move, other)] = lengths.get(getattr(move, other), 0) + elements
             buffers.update({other: like.new_empty(length) for other, length in sorted(lengths.items())})
 
 
@@ -103,7 +93,7 @@ def bucket_numbers(blocks: Sequence[Block], moves: Sequence[Sequence[MovedRange]
         else:
             numbers.append(numbers[-1])
         last_dtype, last_frozen = dtype, frozen
-        size += sum(move.stop - move.start for move in moved) * block.elements_per_unit * dtype.itemsize
+        size += moved_count(moved) * block.elements_per_unit * dtype.itemsize
     return numbers
 
 
@@ -113,8 +103,8 @@ def peak_growth(transfers: Sequence[BlockTransfer]) -> tuple[int, float]:
     given = taken = own = 0
     for each in transfers:
         unit_bytes = each.block.elements_per_unit * each.block.parameters[0][0].element_size()
-        given += unit_bytes * sum(units.count for units in each.given)
-        taken += unit_bytes * sum(units.count for units in each.taken)
+        given += unit_bytes * moved_count(each.given)
+        taken += unit_bytes * moved_count(each.taken)
         own += unit_bytes * each.block.units
     return given + 3 * taken, taken / own if taken else 0.0
 
@@ -125,7 +115,7 @@ def check_backward_memory(transfers: Sequence[BlockTransfer]) -> None:
     depend on the batch, and are not included; on a GPU see :func:`peak_growth`."""
     room, largest = [], 0
     for transfer in transfers:
-        taken = sum(units.count for units in transfer.taken)
+        taken = moved_count(transfer.taken)
         for layer, tensors, places in zip(
             transfer.block.layers, transfer.block.parameters, transfer.block.places, strict=True
         ):
@@ -142,28 +132,28 @@ def check_backward_memory(transfers: Sequence[BlockTransfer]) -> None:
 def weights_for(bucket: Bucket, other: int) -> list[Tensor]:
     """Views of the bucket's units that are sent to rank ``other``, in the order of blocks, layers, tensors."""
     return [
-        place.view(tensor).narrow(place.unit_dim, units.start, units.count)
+        place.view(tensor).narrow(place.unit_dim, move.start, move.stop - move.start)
         for transfer in bucket.transfers
-        for units in transfer.given
-        if units.other == other
+        for move in transfer.given
+        if move.receiver == other
         for tensors, places in zip(transfer.block.parameters, transfer.block.places, strict=True)
         for tensor, place in zip(tensors, places, strict=True)
     ]
 
 
-def unpack(transfer: BlockTransfer, units: PeerUnits) -> list[list[Tensor]]:
-    """The weights of ``units`` by layer and tensor, as views of the message that contains them."""
+def unpack(transfer: BlockTransfer, move: MovedRange) -> list[list[Tensor]]:
+    """The weights of the moved units by layer and tensor, as views of the message that contains them."""
     assert transfer.bucket is not None
-    message = transfer.bucket.receive_buffers[units.other]
+    message = transfer.bucket.receive_buffers[move.sender]
     offset = 0
     for earlier in transfer.bucket.transfers:
         if earlier is transfer:
             break
-        count = sum(other.count for other in earlier.taken if other.other == units.other)
+        count = moved_count(other for other in earlier.taken if other.sender == move.sender)
         offset += count * earlier.block.elements_per_unit
     layers = []
     for tensors, places in zip(transfer.block.parameters, transfer.block.places, strict=True):
-        views, used = split_message(message[offset:], places, tensors, units.count)
+        views, used = split_message(message[offset:], places, tensors, moved_count([move]))
         layers.append(views)
         offset += used
     return layers

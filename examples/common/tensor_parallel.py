@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from colossal_hetero.balance.config import BalanceConfig, Imputation, Migration, Mode, Priority, Reference, Resizing
+from colossal_hetero.balance.config import (
+    BalanceConfig,
+    Imputation,
+    Migration,
+    Mode,
+    Priority,
+    Pruning,
+    Reference,
+    Resizing,
+)
 from colossal_hetero.common.text import FORMATS, check_matplotlib, parse_rank_factors
 
 from .options import Options, UsageError, attempt, check_at_least_one, check_file, check_training, flag
@@ -43,6 +52,10 @@ class Layout:
         return [list(range(first, first + self.tp)) for first in range(0, self.world_size, self.tp)]
 
 
+PRUNING = ("max_resize", "resizing", "priority", "imputation", "resize_ratio", "reference")
+"""Flags of :class:`Pruning`, None where they are not given."""
+
+
 class TensorParallelOptions(Options):
     """The command line of an example with tensor parallelism."""
 
@@ -52,22 +65,23 @@ class TensorParallelOptions(Options):
         Raises:
             UsageError: a value is outside the range that :class:`BalanceConfig` accepts.
         """
+        given = {name: getattr(self, name) for name in PRUNING if getattr(self, name) is not None}
         try:
-            ratio = "auto" if self.resize_ratio == "auto" else float(self.resize_ratio)
+            if given.get("resize_ratio", "auto") != "auto":
+                given["resize_ratio"] = float(given["resize_ratio"])
         except ValueError:
             raise UsageError(f"--resize-ratio {self.resize_ratio} is neither auto nor a number in [0, 1)") from None
         try:
-            return BalanceConfig(
-                mode=self.balance,
-                migration=self.migration,
-                resizing=self.resizing,
-                priority=self.priority,
-                imputation=self.imputation,
-                resize_ratio=ratio,  # type: ignore[arg-type]
-                max_resize=self.max_resize,
-                reference=self.reference,
-                seed=self.seed,
-            )
+            pruning = Pruning(**given, seed=self.seed)
+            if given and self.balance in ("off", "migrate"):
+                raise UsageError(
+                    f"{flag(next(iter(given)))} has no effect with --balance {self.balance}, which never prunes"
+                )
+            if given and self.balance == "auto" and self.max_resize is None:
+                raise UsageError(f"{flag(next(iter(given)))} has no effect with --balance auto without --max-resize")
+            if not given and self.balance not in ("resize", "semi"):
+                pruning = None
+            return BalanceConfig(mode=self.balance, migration=self.migration, pruning=pruning)
         except ValueError as error:
             raise UsageError(_in_flags(str(error))) from None
 
@@ -197,7 +211,7 @@ def _check_plot(path: Path) -> None:
 
 def _in_flags(message: str) -> str:
     """``resize_ratio=2 is …`` as ``--resize-ratio 2 is …``."""
-    names = "|".join(field.name for field in dataclasses.fields(BalanceConfig) if field.name != "mode")
+    names = "|".join(field.name for kind in (BalanceConfig, Pruning) for field in dataclasses.fields(kind))
     return re.sub(rf"\b({names})=", lambda match: f"{flag(match[1])} ", message)
 
 
@@ -237,7 +251,7 @@ def add_batch_flags(group: argparse._ArgumentGroup, batch_size: int, samples: st
 
 def add_balance_flags(parser: argparse.ArgumentParser) -> None:
     """Add what to do about slow ranks, and which ranks to make slow."""
-    default = {field.name: field.default for field in dataclasses.fields(BalanceConfig)}
+    default = {field.name: field.default for kind in (BalanceConfig, Pruning) for field in dataclasses.fields(kind)}
     balancing = parser.add_argument_group("balancing")
     balancing.add_argument(
         "--balance",
@@ -259,19 +273,21 @@ def add_balance_flags(parser: argparse.ArgumentParser) -> None:
         ("reference", Reference, "the time that slow ranks are brought down to"),
     ):
         balancing.add_argument(
-            f"--{name}", choices=get_args(kinds), default=default[name], help=f"{what} (default {default[name]})"
+            f"--{name}",
+            choices=get_args(kinds),
+            default=None if name in PRUNING else default[name],
+            help=f"{what} (default {default[name]})",
         )
     balancing.add_argument(
         "--resize-ratio",
         metavar="auto|SHARE",
-        default=str(default["resize_ratio"]),
         help="share of its columns that a slow rank prunes (default auto: by its measured time)",
     )
     balancing.add_argument(
         "--max-resize",
         type=float,
         metavar="SHARE",
-        help="largest share that a rank may prune (default 0.9; with --balance auto 0: never)",
+        help="largest share that a rank may prune (default 0.9; with --balance auto never to prune)",
     )
     stragglers = parser.add_argument_group("stragglers")
     stragglers.add_argument(

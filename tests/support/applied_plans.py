@@ -9,7 +9,7 @@ import torch.distributed as dist
 from colossalai.booster import Booster
 from torch import Tensor
 
-from colossal_hetero import BalanceConfig
+from colossal_hetero import BalanceConfig, Pruning
 from colossal_hetero.balance.apply import Applier
 from colossal_hetero.layers import hetero_layers
 from colossal_hetero.layers.block import Block, attach_blocks
@@ -35,7 +35,7 @@ class Training:
         self.layers = hetero_layers(self.model)
         self.transport = Transport(self.plugin.tp_group)
         self.blocks: list[Block] = attach_blocks(self.model) if method == "block" else []
-        config = BalanceConfig(mode="migrate", migration=method, priority=priority)
+        config = BalanceConfig(mode="semi", migration=method, pruning=Pruning(priority=priority))
         self.applier = Applier(self.layers, self.blocks, config, 100, self.transport)
         self._start = self.parameters
 
@@ -43,11 +43,11 @@ class Training:
         """Train; returns the loss of every step."""
         losses = []
         for number in range(count):
-            self.applier.begin_pass()
+            self.applier.units.begin_pass()
             images, labels = batch(number % 8)
             loss = loss_of(self.model(images), labels)
             self.booster.backward(loss, self.optimizer)
-            self.applier.before_step()
+            self.applier.units.before_step()
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.applier.end_iteration()

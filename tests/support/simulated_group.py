@@ -8,7 +8,7 @@ import numpy as np
 
 from colossal_hetero.balance import BalanceConfig, BalancePlan, Costs
 from colossal_hetero.balance.group_speed import GroupSpeed, KindWork
-from colossal_hetero.balance.modes import LayerKind, decide, decide_units
+from colossal_hetero.balance.modes import LayerKind, decide
 
 OTHER = 0.3
 """Seconds of work per rank and iteration that cannot be moved. The products of a rank take 0.7 s times its slowdown."""
@@ -56,9 +56,6 @@ class SimulatedGroup:
         if posted is None or not self.speed.observe(posted):
             return
         self.decisions += 1
-        if self.config.is_exact:
-            self.plan = decide_units(self.speed, self.kinds, Costs(), self.config, self.plan, self.speed.uncertainty)
-        else:
-            times = self.speed.equal_work()
-            self.plan = decide(times, Costs(), self.config, self.plan, self.speed.uncertainty)
+        times, units = self.speed.equal_work(), self.speed.unit_work(self.kinds)
+        self.plan = decide(times, Costs(), self.config, self.plan, self.speed.uncertainty, units)
         self.speed.relieved([a + b for a, b in zip(self.plan.resize, self.plan.migrate, strict=True)])

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from colossal_hetero import BalanceConfig
+from colossal_hetero import BalanceConfig, Pruning
 from colossal_hetero.balance.apply import Applier
 from colossal_hetero.colossalai_support.accelerator import get_accelerator
 from colossal_hetero.layers import hetero_layers, hetero_policy
@@ -82,14 +82,14 @@ def _times(
     whole = shard.build(device, dtype)
     model = with_parallel_layers(whole, hetero_policy(whole))
     blocks = attach_blocks(model) if form == "units" else []
-    config = BalanceConfig(mode="resize", resizing="block" if blocks else "column")
+    config = BalanceConfig(mode="resize", pruning=Pruning(resizing="block" if blocks else "column"))
     applier = Applier(hetero_layers(model), blocks, config, 100, Transport(dist.group.WORLD))  # type: ignore[arg-type]
     x, labels = shard.batch(images, device, dtype)
 
     def iterate() -> None:
-        applier.begin_pass()
+        applier.units.begin_pass()
         F.cross_entropy(model(x).float(), labels).backward()
-        applier.before_step()
+        applier.units.before_step()
         model.zero_grad()
         applier.end_iteration()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from colossal_hetero import Pruning
 from colossal_hetero.planner.profile.estimate import VitSizes
 
 from ..part import Case, Machine, Part, Row
@@ -34,14 +35,14 @@ is given relative to the first one's; the aim is 1.01. *Marks*: what the marks o
 in an iteration that is measured. In mode "off" a few iterations are.
 """
 
-COLUMNS: dict[str, Any] = {"mode": "resize", "resizing": "column"}
+COLUMNS: dict[str, Any] = {"mode": "resize", "pruning": Pruning(resizing="column")}
 CONFIGS: Mapping[str, Mapping[str, dict[str, Any] | None]] = {
     "nothing changed": {"Colossal-AI's plugin": None, "off": {"mode": "off"}},
     "resizing": {
         "units": {"mode": "resize"},
-        "units by priority": {"mode": "resize", "priority": "priority"},
+        "units by priority": {"mode": "resize", "pruning": Pruning(priority="priority")},
         "columns": COLUMNS,
-        "columns by priority-diff": COLUMNS | {"priority": "priority-diff"},
+        "columns by priority-diff": COLUMNS | {"pruning": Pruning(resizing="column", priority="priority-diff")},
     },
     "migrating": {
         "migrate units": {"mode": "migrate"},
@@ -51,14 +52,14 @@ CONFIGS: Mapping[str, Mapping[str, dict[str, Any] | None]] = {
     "both": {
         "semi": {"mode": "semi"},
         "semi, columns": {"mode": "semi", "migration": "scatter-gather"},
-        "auto, prunes up to 0.3": {"mode": "auto", "max_resize": 0.3},
+        "auto, prunes up to 0.3": {"mode": "auto", "pruning": Pruning(max_resize=0.3)},
     },
 }
 
 TINY_CONFIGS: Mapping[str, Mapping[str, dict[str, Any] | None]] = {
     "some modes": {
         "Colossal-AI's plugin": None,
-        "columns by priority-diff": COLUMNS | {"priority": "priority-diff"},
+        "columns by priority-diff": COLUMNS | {"pruning": Pruning(resizing="column", priority="priority-diff")},
         "semi": {"mode": "semi"},
     }
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (prepares C
 from colossalai.booster import Booster
 from colossalai.booster.plugin import HybridParallelPlugin
 
-from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin
+from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin, Pruning
 from colossal_hetero.balance.apply import Applier
 from colossal_hetero.layers import TimmViTPolicy
 from colossal_hetero.testing import Stragglers, inject_stragglers, shard_in_process
@@ -89,8 +89,10 @@ def _train(
     if choices is None:
         plugin = HybridParallelPlugin(custom_policy=TimmViTPolicy(), **arguments)
     else:
-        often = {"warmup_iterations": 1, "patience": 1, "measure_costs": False, "priority_interval": INTERVAL}
-        plugin = HeteroHybridParallelPlugin(balance=BalanceConfig(**often, **choices), **arguments)
+        config = BalanceConfig(warmup_iterations=1, patience=1, measure_costs=False, **choices)
+        if config.rules.priority in ("priority", "priority-diff"):
+            config = replace(config, pruning=replace(config.rules, priority_interval=INTERVAL))
+        plugin = HeteroHybridParallelPlugin(balance=config, **arguments)
     torch.manual_seed(0)
     whole = shard.build(device, torch.float32)
     booster = Booster(plugin=plugin)
@@ -130,7 +132,7 @@ def waits_by_rule(
     for rule in RULES:
         model = shard.build(device, dtype)
         pruning = shard_in_process(model, 4)[-1]
-        config = BalanceConfig(mode="resize", resizing="column", priority=rule)  # type: ignore[arg-type]
+        config = BalanceConfig(mode="resize", pruning=Pruning(resizing="column", priority=rule))  # type: ignore[arg-type]
         applier = Applier(pruning, [], config, INTERVAL)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         x, labels = shard.batch(images, device, dtype)

@@ -109,7 +109,7 @@ class LayerBalancing:
             self._config,
             clock,
             plugin.tp_group,
-            self._config.priority_interval or objects.iterations_per_epoch,
+            self._config.rules.priority_interval or objects.iterations_per_epoch,
             memory,
             obstacle,
         )

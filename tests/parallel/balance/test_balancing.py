@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from colossalai.tensor.d_tensor import is_customized_distributed_tensor, is_distributed_tensor
 
-from colossal_hetero import BalanceConfig
+from colossal_hetero import BalanceConfig, Pruning
 from colossal_hetero.balance import balancer as balancer_module
 from colossal_hetero.balance import clock as clocks
 from colossal_hetero.balance.balancer import ALWAYS_MEASURED, Balancer
@@ -22,7 +22,7 @@ from colossal_hetero.balance.pruning import NormProduct, RandomColumns
 from colossal_hetero.balance.timeline import SAMPLE_EVERY
 from colossal_hetero.layers import hetero_layers
 from colossal_hetero.testing import Stragglers, inject_stragglers, stragglers
-from tests.support.harness import run_ranks
+from tests.support.checks import Checks, of_all_ranks
 from tests.support.training import (
     ScriptedClock,
     Trained,
@@ -37,7 +37,14 @@ from tests.support.training import (
     train,
 )
 
-RESIZE = BalanceConfig(mode="resize", resizing="column", resize_overhead=0.0)
+checks = Checks()
+
+
+def resizing(**rules: Any) -> BalanceConfig:
+    return BalanceConfig(mode="resize", pruning=Pruning(resizing="column", resize_overhead=0.0, **rules))
+
+
+RESIZE = resizing()
 SLOWDOWN = 4.0
 RATIO = 0.75  # (T − T_ref) / M = (χ − 1) / χ
 PHASE = 6
@@ -128,9 +135,12 @@ def assert_follows(plans: list[tuple[float, ...]], ranks: list[int], world: int,
         assert all(ratio == 0 or max(now[i], before[i]) > 1 for i, ratio in enumerate(plan)), f"{iteration}: {plan}"
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_the_plan_follows_when_each_rank_is_the_straggler_in_turn(world: int) -> None:
-    results = run_ranks(world, check_every_rank_in_turn, RESIZE, dict(tp_size=world))
+@checks.on(2)
+@checks.on(3)
+@checks.on(4)
+def the_plan_follows_when_each_rank_is_the_straggler_in_turn() -> None:
+    world = dist.get_world_size()
+    results = of_all_ranks(check_every_rank_in_turn(RESIZE, dict(tp_size=world)))
     for plans, losses, _ in results:
         assert plans == results[0][0], "ranks have different plans"
         assert losses == results[0][1], "ranks have different losses"
@@ -147,8 +157,9 @@ def test_the_plan_follows_when_each_rank_is_the_straggler_in_turn(world: int) ->
         assert shares == pytest.approx(planned, abs=0.05), f"iteration {iteration}"
 
 
-def test_each_data_parallel_replica_has_its_own_plan() -> None:
-    results = run_ranks(4, check_every_rank_in_turn, RESIZE, dict(tp_size=2))
+@checks.on(4)
+def each_data_parallel_replica_has_its_own_plan() -> None:
+    results = of_all_ranks(check_every_rank_in_turn(RESIZE, dict(tp_size=2)))
     for ranks in ([0, 1], [2, 3]):
         for rank in ranks:
             assert results[rank][0] == results[ranks[0]][0], f"rank {rank} has another plan"
@@ -156,8 +167,9 @@ def test_each_data_parallel_replica_has_its_own_plan() -> None:
         assert results[ranks[0]][1][-1] < 0.5 * results[ranks[0]][1][0]
 
 
-def test_each_pipeline_stage_has_its_own_plan() -> None:
-    results = run_ranks(4, check_every_rank_in_turn, RESIZE, dict(tp_size=2, pp_size=2, num_microbatches=3))
+@checks.on(4)
+def each_pipeline_stage_has_its_own_plan() -> None:
+    results = of_all_ranks(check_every_rank_in_turn(RESIZE, dict(tp_size=2, pp_size=2, num_microbatches=3)))
     for ranks in ([0, 1], [2, 3]):
         for rank in ranks:
             assert results[rank][0] == results[ranks[0]][0], f"rank {rank} has another plan"
@@ -166,11 +178,11 @@ def test_each_pipeline_stage_has_its_own_plan() -> None:
     assert results[3][1][-1] < 0.5 * results[3][1][0]
 
 
-def check_forgotten_overflow() -> None:
+@checks.on(2)
+def an_overflow_is_not_imputed_in_later_iterations() -> None:
     """Gradients of an iteration that overflowed are not imputed in the next ones, which would overflow as well."""
-    config = BalanceConfig(mode="resize", resizing="column", resize_overhead=0.0, imputation="same")
     with scripted(always(1)):
-        run = boost(ours(config, tp_size=2, precision="fp16", initial_scale=2**8, hysteresis=1))
+        run = boost(ours(resizing(imputation="same"), tp_size=2, precision="fp16", initial_scale=2**8, hysteresis=1))
     scaler = run.optimizer.mixed_precision.grad_scaler
     train(run, 6)
     assert run.plugin.balancer.shares.resized > 0.2 or dist.get_rank() == 0
@@ -181,10 +193,6 @@ def check_forgotten_overflow() -> None:
     assert scaler.scale.item() == 2**7
     train(run, 4)
     assert scaler.scale.item() == 2**7
-
-
-def test_an_overflow_is_not_imputed_in_later_iterations() -> None:
-    run_ranks(2, check_forgotten_overflow)
 
 
 VARIANTS: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
@@ -206,16 +214,12 @@ VARIANTS: dict[int, dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
 }
 
 
-def check_variants() -> None:
+@checks.on(2)
+@checks.on(4)
+def training_with_a_straggler_converges_for_all_rules_and_precisions() -> None:
     for name, (choices, options) in VARIANTS[dist.get_world_size()].items():
         with scripted(always(1)):
-            run = boost(
-                ours(
-                    BalanceConfig(mode="resize", resizing="column", resize_overhead=0.0, **choices),
-                    tp_size=2,
-                    **options,
-                )
-            )
+            run = boost(ours(resizing(**choices), tp_size=2, **options))
         train(run, 12, same_batch=True)
         mine = RATIO if dist.get_rank() == 1 else 0.0
         assert run.plans[-1][dist.get_rank(run.plugin.tp_group)] == pytest.approx(mine), f"{name}: {run.plans[-1]}"
@@ -225,14 +229,10 @@ def check_variants() -> None:
         assert_replicas_are_equal(run, name)
 
 
-@pytest.mark.parametrize("world", VARIANTS)
-def test_training_with_a_straggler_converges_for_all_rules_and_precisions(world: int) -> None:
-    run_ranks(world, check_variants)
-
-
-def check_never() -> None:
+@checks.on(2)
+def mode_off_and_max_resize_0_never_prune() -> None:
     expected = train(boost(theirs(tp_size=2)), 8)
-    for balance in (BalanceConfig(), BalanceConfig(mode="resize", max_resize=0.0)):
+    for balance in (BalanceConfig(), BalanceConfig(mode="resize", pruning=Pruning(max_resize=0.0))):
         with scripted(always(1)):
             run = train(boost(ours(balance, tp_size=2)), 8)
         assert set(run.plans) == {(0.0, 0.0)}, balance
@@ -245,7 +245,8 @@ def check_never() -> None:
             assert any(r.exchanged for r in records) == (balance.mode != "off")
 
 
-def check_sampling() -> None:
+@checks.on(2)
+def mode_off_measures_only_some_iterations() -> None:
     """Count the marks of each iteration in mode "off"."""
     iterations = ALWAYS_MEASURED + SAMPLE_EVERY + 1
     expected = train(boost(theirs(tp_size=2), tiny_vit(depth=1)), iterations)
@@ -268,10 +269,6 @@ def check_sampling() -> None:
     assert records is None or [record.iteration for record in records] == measured
 
 
-def test_mode_off_measures_only_some_iterations() -> None:
-    run_ranks(2, check_sampling)
-
-
 EVERY, SLOW_FROM = 5, 42
 
 
@@ -292,8 +289,9 @@ def check_sampled_balancing() -> tuple[list[int], list[tuple[float, ...]]]:
     return measured, run.plans
 
 
-def test_a_clock_that_costs_time_measures_few_iterations_while_nothing_changes() -> None:
-    (measured, plans), other = run_ranks(2, check_sampled_balancing)
+@checks.on(2)
+def a_clock_that_costs_time_measures_few_iterations_while_nothing_changes() -> None:
+    (measured, plans), other = of_all_ranks(check_sampled_balancing())
     assert (measured, plans) == other
     settled = [number for number in measured if 15 <= number < SLOW_FROM]
     assert all(number % EVERY == 0 or number % SAMPLE_EVERY == 0 for number in settled)
@@ -336,8 +334,9 @@ def check_starved() -> tuple[list[int], list[tuple[float, ...]], list[str]]:
     return measured, run.plans, warnings
 
 
-def test_nothing_is_balanced_by_times_of_a_gpu_that_waits_for_its_host() -> None:
-    (measured, plans, warnings), (other_measured, other_plans, other_warnings) = run_ranks(2, check_starved)
+@checks.on(2)
+def nothing_is_balanced_by_times_of_a_gpu_that_waits_for_its_host() -> None:
+    (measured, plans, warnings), (other_measured, other_plans, other_warnings) = of_all_ranks(check_starved())
     assert (measured, plans) == (other_measured, other_plans)
     assert set(plans[:STARVED_TO]) == {(0.0, 0.0)}
     # Nor does the clock add to the host's work.
@@ -362,11 +361,10 @@ def test_balancing_is_refused_in_a_cuda_graph() -> None:
     off._measure.assert_called_once_with(False)
 
 
-def test_mode_off_and_max_resize_0_never_prune() -> None:
-    run_ranks(2, check_never)
-
-
-def check_checkpointing() -> None:
+@checks.on(2)
+@checks.on(4)
+def activation_checkpointing_changes_nothing() -> None:
+    """A recomputed forward pass uses the columns that the first one chose, also in a pipeline."""
     options = dict(tp_size=2) if dist.get_world_size() == 2 else dict(tp_size=2, pp_size=2, num_microbatches=3)
     rules = {"random": RandomColumns, "norm-product": NormProduct}
     if dist.get_world_size() > 2:
@@ -377,12 +375,7 @@ def check_checkpointing() -> None:
             model = tiny_vit()
             model.set_grad_checkpointing(checkpointing)
             with scripted(always(0, 2)):
-                run = boost(
-                    ours(
-                        BalanceConfig(mode="resize", resizing="column", resize_overhead=0.0, priority=rule), **options
-                    ),
-                    model,
-                )
+                run = boost(ours(resizing(priority=rule), **options), model)
             calls: list[int] = []
             next(iter(hetero_layers(run.model).values())).register_forward_pre_hook(
                 lambda module, inputs, calls=calls: calls.append(1)
@@ -409,16 +402,11 @@ def check_checkpointing() -> None:
         assert_same_parameters(checkpointed.parameters, plain.parameters, rule)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_activation_checkpointing_changes_nothing(world: int) -> None:
-    """A recomputed forward pass uses the columns that the first one chose, also in a pipeline."""
-    run_ranks(world, check_checkpointing)
-
-
 # What must not disturb the balancer --------------------------------------------------------------------------------
 
 
-def check_overflow() -> None:
+@checks.on(2)
+def a_straggler_is_found_while_an_overflow_skips_steps() -> None:
     # The loss scale starts at 2^32; gradients overflow until it has become small enough.
     with scripted(always(1)):
         run = boost(ours(RESIZE, tp_size=2, precision="fp16", initial_scale=2**32, hysteresis=1))
@@ -436,10 +424,6 @@ def check_overflow() -> None:
     assert all(math.isfinite(loss) for loss in run.losses) and run.losses[-1] < run.losses[0]
 
 
-def test_a_straggler_is_found_while_an_overflow_skips_steps() -> None:
-    run_ranks(2, check_overflow)
-
-
 class Seconds:
     """A clock that advances by a hundredth of a second each time it is read; tests advance it further."""
 
@@ -451,7 +435,8 @@ class Seconds:
         return self.now
 
 
-def check_evaluation() -> None:
+@checks.on(2)
+def evaluation_and_pauses_between_steps_do_not_count_as_work() -> None:
     seconds = Seconds()
     with patch.object(clocks, "time", seconds):
         run = boost(ours(RESIZE, tp_size=2))
@@ -482,11 +467,8 @@ def check_evaluation() -> None:
                 assert 0 < rank.work_seconds + rank.communication_seconds < 10, rank
 
 
-def test_evaluation_and_pauses_between_steps_do_not_count_as_work() -> None:
-    run_ranks(2, check_evaluation)
-
-
-def check_pipeline_waiting() -> None:
+@checks.on(4)
+def waiting_for_other_stages_does_not_count_as_work() -> None:
     seconds = Seconds()
     with patch.object(clocks, "time", seconds):
         run = boost(ours(RESIZE, tp_size=2, pp_size=2, num_microbatches=3))
@@ -513,10 +495,6 @@ def check_pipeline_waiting() -> None:
                 assert 0 < rank.matmul_seconds < rank.work_seconds < 20, rank
 
 
-def test_waiting_for_other_stages_does_not_count_as_work() -> None:
-    run_ranks(4, check_pipeline_waiting)
-
-
 # Real work -----------------------------------------------------------------------------------------------------------
 
 
@@ -533,16 +511,16 @@ class CpuSeconds:
         self.paused += seconds
 
 
-def check_found(means: str) -> list[tuple[float, ...]]:
+@checks.on(2, "repeat")
+@checks.on(2, "sleep")
+def an_injected_straggler_is_found(means: str) -> None:
     sizes = dict(embed_dim=192, num_heads=6, mlp_ratio=4, patch_size=2)
     seconds = CpuSeconds()
     with patch.object(clocks, "time", seconds), patch.object(stragglers, "time", seconds):
         run = boost(ours(RESIZE, tp_size=2), tiny_vit(**sizes))
         inject_stragglers(run.model, run.optimizer, Stragglers(slowdowns={1: 12.0}, means=means))
-        return train(run, 12, same_batch=True).plans
-
-
-@pytest.mark.parametrize("means", ["repeat", "sleep"])
-def test_an_injected_straggler_is_found(means: str) -> None:
-    plans = run_ranks(2, check_found, means)[0]
+        plans = train(run, 12, same_batch=True).plans
     assert max(plan[1] for plan in plans) > 0.3, plans
+
+
+test_on_ranks = checks.test()

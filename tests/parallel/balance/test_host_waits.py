@@ -11,21 +11,28 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.training.host_waits import host_waits
-from colossal_hetero import BalanceConfig
+from colossal_hetero import BalanceConfig, Pruning
 from colossal_hetero.balance.plan import BalancePlan
 from colossal_hetero.layers.language_head import VocabularyRows
 from tests.support.harness import run_ranks
 from tests.support.training import batch, boost, loss_of, ours, scripted, sgd
 
-COLUMNS: dict[str, Any] = {"mode": "resize", "resizing": "column"}
+RULES: dict[str, dict[str, Any]] = {
+    "random": dict(priority="random"),
+    "priority": dict(priority="priority", priority_interval=2),
+    "priority-diff": dict(priority="priority-diff", priority_interval=2),
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "off": {"mode": "off"},
-    **{f"resize columns by {rule}": COLUMNS | {"priority": rule} for rule in ("random", "priority", "priority-diff")},
-    "resize columns, same imputation": COLUMNS | {"imputation": "same"},
-    "resize blocks": {"mode": "resize", "priority": "priority"},
+    **{
+        f"resize columns by {name}": {"mode": "resize", "pruning": Pruning(resizing="column", **rule)}
+        for name, rule in RULES.items()
+    },
+    "resize columns, same imputation": {"mode": "resize", "pruning": Pruning(resizing="column", imputation="same")},
+    "resize blocks": {"mode": "resize", "pruning": Pruning(**RULES["priority"])},
     "migrate columns": {"mode": "migrate", "migration": "broadcast-reduce"},
-    "semi": {"mode": "semi", "priority": "priority"},
-    "auto": {"mode": "auto", "max_resize": 0.3, "priority": "priority-diff"},
+    "semi": {"mode": "semi", "pruning": Pruning(**RULES["priority"])},
+    "auto": {"mode": "auto", "pruning": Pruning(max_resize=0.3, **RULES["priority-diff"])},
 }
 ITERATIONS = 9
 
@@ -36,7 +43,7 @@ def slow_and_fast_again(rank: int, iteration: int) -> float:
 
 def _waits(choices: dict[str, Any]) -> tuple[list[str], int]:
     """Where the host would wait, and how many plans were followed."""
-    config = BalanceConfig(warmup_iterations=0, patience=1, measure_costs=False, priority_interval=2, **choices)
+    config = BalanceConfig(warmup_iterations=0, patience=1, measure_costs=False, **choices)
     with scripted(slow_and_fast_again):
         run = boost(ours(config, tp_size=2), make_optimizer=sgd)
     plans: list[BalancePlan] = [run.plugin.balancer.plan]

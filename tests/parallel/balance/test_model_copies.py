@@ -14,10 +14,13 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from colossal_hetero import BalanceConfig
-from tests.support.harness import run_ranks
+from tests.support.checks import Checks
 from tests.support.language_models import llama, tokens, train_on_tokens
 from tests.support.migration_runs import assert_equal, migrate, slow
 from tests.support.training import Trained, batch, boost, loss_of, ours, scripted, sgd, theirs, tiny_vit, train
+
+checks = Checks()
+
 
 STEPS = 6
 
@@ -45,7 +48,9 @@ def evaluated(run: Trained, outputs: Callable[[Any], Tensor]) -> Tensor:
     return result
 
 
-def check_averages() -> None:
+@checks.on(2)
+@checks.on(3)
+def averages_of_weights_are_exact() -> None:
     """Averages of the weights while a rank is slow; units would be given away for good after two steps."""
     ranks = dist.get_world_size()
     for sender in range(ranks):
@@ -84,12 +89,9 @@ def check_averages() -> None:
             train_one(run, 1)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_averages_of_weights_are_exact(ranks: int) -> None:
-    run_ranks(ranks, check_averages)
-
-
-def check_training_of_copies() -> None:
+@checks.on(2)
+@checks.on(3)
+def copies_can_be_trained() -> None:
     """A copy of a copy is trained, with slopes that all ranks have whole; the reference is one process."""
 
     def trained(model: nn.Module, optimizer: torch.optim.Optimizer, backward: Callable[[Tensor], Any]) -> list[Tensor]:
@@ -109,12 +111,8 @@ def check_training_of_copies() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_copies_can_be_trained(ranks: int) -> None:
-    run_ranks(ranks, check_training_of_copies)
-
-
-def check_given_away() -> None:
+@checks.on(2)
+def copies_keep_the_shapes_of_parameters() -> None:
     with scripted(slow(1)):
         run = boost(ours(migrate("block", reshard_after=2), tp_size=2), None, sgd)
     train(run, STEPS)
@@ -130,11 +128,8 @@ def check_given_away() -> None:
     assert not run.plugin.balancer.has_resharded and sum(run.plugin.balancer.plan.migrate) > 0.1
 
 
-def test_copies_keep_the_shapes_of_parameters() -> None:
-    run_ranks(2, check_given_away)
-
-
-def check_other_plugins() -> None:
+@checks.on(1)
+def models_of_one_rank_are_copied() -> None:
     """Without tensor parallelism; and hooks of the user's own are copied."""
     run = boost(ours(BalanceConfig(), tp_size=1), None, sgd)
     seen: list[nn.Module] = []
@@ -147,5 +142,4 @@ def check_other_plugins() -> None:
     assert seen == [made.blocks[0]]
 
 
-def test_models_of_one_rank_are_copied() -> None:
-    run_ranks(1, check_other_plugins)
+test_on_ranks = checks.test()

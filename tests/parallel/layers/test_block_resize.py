@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,16 +12,29 @@ from torch import Tensor
 from colossal_hetero.balance.plan import BalancePlan
 from colossal_hetero.balance.pruning import SAMPLED_ROWS
 from tests.support.applied_plans import Training
-from tests.support.harness import run_ranks
+from tests.support.checks import Checks
+from tests.support.random_examples import IS_THOROUGH
 from tests.support.sharding import own_share
 from tests.support.training import batch, loss_of, tiny_vit
 
+checks = Checks()
 
-def _compare_with_sub_network(slow: int, priority: str) -> dict[str, float]:
-    """Compare loss and gradients with a model in which the output weights of all pruned units are zero.
+CASES = ((2, 0), (2, 1), (3, 1), (4, 3))
+PRIORITIES = ("norm-product", "random", "priority")
 
-    Returns the absolute difference of the loss and, by parameter, the relative difference of the gradient.
-    """
+
+@checks.on(2)
+@checks.on(3)
+@checks.on(4)
+def loss_and_gradients_are_those_of_the_sub_network() -> None:
+    """That is the model in which the output weights of all pruned units are zero."""
+    slow = [rank for ranks, rank in CASES if ranks == dist.get_world_size()]
+    for number, (rank, priority) in enumerate(product(slow, PRIORITIES)):
+        if IS_THOROUGH or len(slow) > 1 or number == rank % len(PRIORITIES):
+            compare_with_sub_network(rank, priority)
+
+
+def compare_with_sub_network(slow: int, priority: str) -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     training = Training("block", priority=priority)
     training.applier.apply(BalancePlan.resizing([0.5 if other == slow else 0.0 for other in range(ranks)]))
@@ -34,7 +49,7 @@ def _compare_with_sub_network(slow: int, priority: str) -> dict[str, float]:
 
         block._choose = remember
     images, labels = batch(0)
-    training.applier.begin_pass()
+    training.applier.units.begin_pass()
     loss = loss_of(training.model(images), labels)
     training.booster.backward(loss, training.optimizer)
     gradients = {name: parameter.grad for name, parameter in training.model.unwrap().named_parameters()}
@@ -55,7 +70,7 @@ def _compare_with_sub_network(slow: int, priority: str) -> dict[str, float]:
             assert len(kept[block.name]) == block.units - round(0.5 * block.units) < block.units
     expected = loss_of(whole(images), labels)
     expected.backward()
-    differences = {"loss": abs(loss.item() - expected.item())}
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-4), priority
     for name, parameter in training.model.unwrap().named_parameters():
         wanted = own_share(parameter, whole.get_parameter(name).grad)
         if name.endswith(("proj.weight", "fc2.weight")) and "blocks" in name:
@@ -66,22 +81,15 @@ def _compare_with_sub_network(slow: int, priority: str) -> dict[str, float]:
             for unit in left_out:
                 view[:, unit] = 0.0
             wanted = view.flatten(1)
-        differences[name] = float((gradients[name] - wanted).norm() / (wanted.norm() + 1e-6))
-    return differences
+        difference = float((gradients[name] - wanted).norm() / (wanted.norm() + 1e-6))
+        assert difference <= 1e-4, f"{priority}, {name}"
 
 
-@pytest.mark.parametrize("priority", ["norm-product", "random", "priority"])
-@pytest.mark.parametrize(("ranks", "slow"), [(2, 0), (2, 1), (3, 1), (4, 3)])
-def test_loss_and_gradients_are_those_of_the_sub_network(ranks: int, slow: int, priority: str) -> None:
-    for differences in run_ranks(ranks, _compare_with_sub_network, slow, priority):
-        for name, difference in differences.items():
-            assert difference <= 1e-4, name
-
-
-def _kept_by_norm() -> list[tuple[list[int], list[int]]]:
+@checks.on(2)
+def units_of_the_largest_norms_are_kept() -> None:
     training = Training("block", priority="norm-product")
     training.applier.apply(BalancePlan.resizing([0.5, 0.0]))
-    results = []
+    compared = 0
     for block in training.blocks:
         x, weight = block.matrices
         if len(block.inputs) == 1 and block.places[0][0].parts == 1:
@@ -93,13 +101,9 @@ def _kept_by_norm() -> list[tuple[list[int], list[int]]]:
             continue
         by_hand = (x.norm(dim=0) * weight.norm(dim=0)).topk(block.units - round(0.5 * block.units)).indices
         if dist.get_rank() == 0:
-            chosen = block._choose()
-            results.append((chosen.tolist(), sorted(by_hand.tolist())))
-    return results
+            compared += 1
+            assert block._choose().tolist() == sorted(by_hand.tolist()), block.name
+    assert compared == 2 or dist.get_rank() != 0
 
 
-def test_units_of_the_largest_norms_are_kept() -> None:
-    results = run_ranks(2, _kept_by_norm)[0]
-    assert len(results) == 2
-    for chosen, by_hand in results:
-        assert chosen == by_hand
+test_on_ranks = checks.test()

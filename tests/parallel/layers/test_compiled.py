@@ -11,13 +11,16 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from colossal_hetero.layers import hetero_layers
-from tests.support.harness import run_ranks
+from tests.support.checks import Checks
 from tests.support.migration_runs import ITERATIONS, Watch, assert_equal, seeded_migrating_run, slow
 from tests.support.sharding import shard
 from tests.support.training import batch, no_straggler, tiny_vit, train
 
+checks = Checks()
 
-def check_compiled() -> None:
+
+@checks.on(2)
+def migration_is_exact_in_a_compiled_model() -> None:
     """The attention of this model has dropout inside, its MLP has not."""
 
     def make() -> nn.Module:
@@ -34,11 +37,8 @@ def check_compiled() -> None:
     assert counters["frames"]["ok"] > 0
 
 
-def test_migration_is_exact_in_a_compiled_model() -> None:
-    run_ranks(2, check_compiled)
-
-
-def check_idle() -> None:
+@checks.on(2)
+def idle_layers_of_a_compiled_model_compute_the_same() -> None:
     plain, compiled = (shard(tiny_vit(depth=1)) for _ in range(2))
     compiled.blocks[0].attn.compile(backend="eager")
     compiled.blocks[0].mlp.compile(backend="eager")
@@ -47,10 +47,6 @@ def check_idle() -> None:
         model(images).square().sum().backward()
     for expected, actual in zip(plain.parameters(), compiled.parameters(), strict=True):
         assert torch.equal(actual.grad, expected.grad)
-
-
-def test_idle_layers_of_a_compiled_model_compute_the_same() -> None:
-    run_ranks(2, check_idle)
 
 
 def files_that_run(layer: nn.Module) -> set[str]:
@@ -69,13 +65,13 @@ def files_that_run(layer: nn.Module) -> set[str]:
     return files
 
 
-def check_files() -> None:
+@checks.on(1)
+def an_idle_layer_does_not_switch_the_compiler_off() -> None:
+    """That would take the host as long as launching a kernel."""
     for layer in hetero_layers(shard(tiny_vit(depth=1))).values():
         files = files_that_run(layer)
         assert any(file.endswith("layers/linear.py") for file in files)
         assert not any(file.endswith("torch/_dynamo/eval_frame.py") for file in files), layer
 
 
-def test_an_idle_layer_does_not_switch_the_compiler_off() -> None:
-    """That would take the host as long as launching a kernel."""
-    run_ranks(1, check_files)
+test_on_ranks = checks.test()

@@ -16,9 +16,13 @@ import torch.distributed as dist
 from colossalai.tensor.d_tensor import is_customized_distributed_tensor, is_distributed_tensor
 from torch import Tensor, nn
 
-from tests.support.harness import run_ranks
+from tests.support.checks import Checks
 from tests.support.migration_runs import assert_equal, migrate, migrating_run, reference_run, slow
+from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import Trained, batch, boost, loss_of, ours, scripted, sgd, train
+
+checks = Checks()
+
 
 STEPS = 7
 
@@ -228,41 +232,29 @@ RESHARDED = (
 """Loops that keep no tensor of a parameter's shape from one step to the next."""
 
 
-def check_resharded_loops() -> None:
+@checks.on(2)
+@checks.on(3)
+def a_loop_may_do_anything_with_gradients() -> None:
+    """While units migrate, and after they were given away for good, except where hooks may hold their shapes."""
     world = dist.get_world_size()
-    for name in (*RESHARDED, "hooks"):
-        expected = reference_run(tp_size=world)
-        LOOPS[name](expected)
-        for sender in range(world):
-            with scripted(slow(sender)):
-                run = boost(ours(migrate("block", reshard_after=1), tp_size=world), None, sgd)
-            LOOPS[name](run)
-            # A hook may hold tensors of the shape that its parameter has.
-            assert run.plugin.balancer.has_resharded == (name in RESHARDED), name
-            with run.plugin.balancer.ordinary_shards():
-                assert_equal(run, expected, f"{name}, sender {sender}")
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_loop_may_do_anything_with_gradients_of_units_given_away_for_good(world: int) -> None:
-    run_ranks(world, check_resharded_loops, timeout_seconds=240)
-
-
-def check_loops() -> None:
-    world = dist.get_world_size()
-    for name, loop in LOOPS.items():
+    for number, (name, loop) in enumerate(LOOPS.items()):
+        if world > 2 and number % 2 and not IS_THOROUGH:
+            continue  # on more ranks each second loop
         expected = reference_run(tp_size=world)
         loop(expected)
-        for sender in range(world):
+        for sender in range(world) if IS_THOROUGH else (number % world,):
             run = migrating_run("block", slow(sender), tp_size=world)
             loop(run)
             assert run.plugin.balancer.plan.migrate[sender] > 0.1, name
             assert_equal(run, expected, f"{name}, sender {sender}")
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_loop_may_do_anything_with_gradients(world: int) -> None:
-    run_ranks(world, check_loops, timeout_seconds=240)
+            if name not in (*RESHARDED, "hooks"):
+                continue
+            with scripted(slow(sender)):
+                run = boost(ours(migrate("block", reshard_after=1), tp_size=world), None, sgd)
+            loop(run)
+            assert run.plugin.balancer.has_resharded == (name in RESHARDED), name
+            with run.plugin.balancer.ordinary_shards():
+                assert_equal(run, expected, f"{name}, sender {sender}, for good")
 
 
 # Pipelines -----------------------------------------------------------------------------------------------------------
@@ -278,7 +270,8 @@ def hook_gradients(run: Trained, on: Sequence[int]) -> Trained:
     return run
 
 
-def check_hooks_in_a_pipeline() -> None:
+@checks.on(4)
+def hooks_in_a_pipeline_see_each_micro_batch() -> None:
     everywhere, first = (0, 1, 2, 3), (0,)
     for on, sender in ((everywhere, 0), (everywhere, 1), (first, 0), (first, 1)):
         expected = train(hook_gradients(reference_run(**PIPELINE), on), STEPS)
@@ -293,7 +286,8 @@ def check_hooks_in_a_pipeline() -> None:
             train(run, 1)
 
 
-def check_left_out_blocks() -> None:
+@checks.on(4)
+def blocks_that_are_left_out_in_a_pipeline_are_refused() -> None:
     """A block that is left out of some micro-batches, as layerdrop does, while units migrate in a pipeline."""
     run = train(migrating_run("block", slow(0, 2), **PIPELINE), 4)
     assert run.plugin.balancer.plan.migrate[0] > 0.1
@@ -304,9 +298,4 @@ def check_left_out_blocks() -> None:
         train(run, 1)
 
 
-def test_blocks_that_are_left_out_in_a_pipeline_are_refused() -> None:
-    run_ranks(4, check_left_out_blocks)
-
-
-def test_hooks_in_a_pipeline_see_each_micro_batch() -> None:
-    run_ranks(4, check_hooks_in_a_pipeline, timeout_seconds=120)
+test_on_ranks = checks.test()

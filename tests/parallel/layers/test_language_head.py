@@ -16,16 +16,19 @@ import torch.distributed as dist
 from colossalai.shardformer.layer import VocabParallelLMHead1D, cross_entropy_1d
 from torch import Tensor
 
-from colossal_hetero import BalanceConfig
+from colossal_hetero import BalanceConfig, Pruning
 from colossal_hetero.balance import BalancePlan
 from colossal_hetero.layers import HeteroVocabParallelLMHead1D
 from colossal_hetero.layers.language_head import OwnLogits
-from tests.support.harness import run_ranks
+from tests.support.checks import Checks
 from tests.support.language_models import MODELS, plan_of, tokens, train_on_tokens
 from tests.support.migration_runs import assert_equal
 from tests.support.model_families import BUILDERS, SHARDING_OPTIONS, allow_cpu
 from tests.support.sharding import randomize
 from tests.support.training import Trained, assert_same_parameters, boost, ours, sgd, theirs
+
+checks = Checks()
+
 
 CASES: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
     ("gpt2", {}, {}),
@@ -53,7 +56,10 @@ def head_of(run: Trained) -> HeteroVocabParallelLMHead1D:
     return head
 
 
-def check_migration(steps: int) -> None:
+@checks.on(2, 4)
+@checks.on(3, 1)
+@checks.on(4, 1)
+def migrating_columns_of_the_head_is_exact(steps: int) -> None:
     """Each rank is the straggler in successive iterations: ``steps`` in the first case, at most two in the others."""
     ranks = dist.get_world_size()
     for number, (family, model, more) in enumerate(CASES if ranks == 2 else CASES[:1]):
@@ -67,12 +73,8 @@ def check_migration(steps: int) -> None:
         assert_equal(run, expected, f"{family}, {model}, {more}")
 
 
-@pytest.mark.parametrize(("ranks", "steps"), [(2, 10), (3, 1), (4, 1)])
-def test_migrating_columns_of_the_head_is_exact(ranks: int, steps: int) -> None:
-    run_ranks(ranks, check_migration, steps)
-
-
-def check_idle() -> None:
+@checks.on(2)
+def without_a_plan_the_head_is_colossalais_bit_for_bit() -> None:
     for family, model, more in CASES:
         for precision in ("fp32", "bf16"):
             both = more | dict(precision=precision)
@@ -82,16 +84,12 @@ def check_idle() -> None:
             assert_same_parameters(run.parameters, expected.parameters, f"{family}, {both}")
 
 
-def test_without_a_plan_the_head_is_colossalais_bit_for_bit() -> None:
-    run_ranks(2, check_idle)
-
-
-def check_resizing() -> None:
+@checks.on(2)
+def the_head_is_resized_by_its_columns() -> None:
     """The head of rank 1 sums over half of its columns; the gradients of the other columns are zero."""
     for family, model, more in CASES:
-        run = boosted(
-            family, dict(tie_word_embeddings=False) | model, more, mode="resize", resizing="column", priority="random"
-        )
+        columns = dict(mode="resize", pruning=Pruning(resizing="column", priority="random"))
+        run = boosted(family, dict(tie_word_embeddings=False) | model, more, **columns)
         run.plugin.balancer.follow(BalancePlan.resizing((0.0, 0.5)))
         before = head_of(run).matrix.clone()
         train_on_tokens(run, 1)
@@ -100,11 +98,10 @@ def check_resizing() -> None:
         assert torch.isfinite(torch.tensor(train_on_tokens(run, 2).losses)).all()
 
 
-def test_the_head_is_resized_by_its_columns() -> None:
-    run_ranks(2, check_resizing)
-
-
-def check_rows(steps: int) -> None:
+@checks.on(2, 4)
+@checks.on(3, 2)
+@checks.on(4, 1)
+def migrating_rows_of_the_head_is_exact(steps: int) -> None:
     """Rows of each rank's part of the vocabulary migrate in turn."""
     ranks = dist.get_world_size()
     families = (("gpt2", {}), ("gpt2", dict(tie_word_embeddings=False)), ("llama", {}))
@@ -120,12 +117,9 @@ def check_rows(steps: int) -> None:
         assert_equal(run, expected, f"{family}, {model}, case {number}")
 
 
-@pytest.mark.parametrize(("ranks", "steps"), [(2, 10), (3, 2), (4, 1)])
-def test_migrating_rows_of_the_head_is_exact(ranks: int, steps: int) -> None:
-    run_ranks(ranks, check_rows, steps)
-
-
-def check_logits() -> None:
+@checks.on(2)
+@checks.on(3)
+def logits_are_those_of_colossalai() -> None:
     """Only training passes with labels use the plan; there, a rank computes its logits when it is asked for them."""
     ranks = dist.get_world_size()
     inputs, labels = tokens(0)
@@ -154,11 +148,6 @@ def check_logits() -> None:
     without.plugin.balancer.follow(plan_of(0, 2))
     assert head_of(without).block is None and head_of(without)._migration is None
     torch.testing.assert_close(without.model(**with_labels).logits, expected.model(**with_labels).logits)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_logits_are_those_of_colossalai(ranks: int) -> None:
-    run_ranks(ranks, check_logits)
 
 
 def z_loss(output: Any, labels: Tensor, head: Any) -> Tensor:
@@ -196,10 +185,13 @@ def with_a_gradient_hook(output: Any, labels: Tensor, head: Any) -> Tensor:
 LOSSES = (z_loss, loss_of_logits_alone, both_losses, changed_in_place, with_a_gradient_hook)
 
 
-def check_losses() -> None:
+@checks.on(2)
+@checks.on(3)
+def gradients_of_own_losses_of_logits_are_exact() -> None:
     ranks = dist.get_world_size()
     families = ("gpt2", "llama") if ranks == 2 else ("llama",)
-    for family, sender, loss_of in itertools.product(families, range(ranks), LOSSES):
+    for number, (family, loss_of) in enumerate(itertools.product(families, LOSSES)):
+        sender = number % ranks
         runs = [reference(family, {}, {}), boosted(family, {}, {})]
         runs[1].plugin.balancer.follow(plan_of(sender, ranks))
         for run in runs:
@@ -216,12 +208,8 @@ def check_losses() -> None:
         assert_equal(runs[1], runs[0], f"{family}, rank {sender} slow, {loss_of.__name__}")
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_gradients_of_own_losses_of_logits_are_exact(ranks: int) -> None:
-    run_ranks(ranks, check_losses)
-
-
-def check_compiled() -> None:
+@checks.on(2)
+def a_compiled_model_has_the_loss_and_the_logits() -> None:
     """The whole model is compiled: what depends on the plan is not."""
     torch._dynamo.config.optimize_ddp = False
     runs = [reference("llama", {}, {}), boosted("llama", {}, {})]
@@ -239,10 +227,6 @@ def check_compiled() -> None:
             run.losses.append(loss.item())
     assert type(output.logits) is OwnLogits
     assert_equal(runs[1], runs[0], "compiled")
-
-
-def test_a_compiled_model_has_the_loss_and_the_logits() -> None:
-    run_ranks(2, check_compiled)
 
 
 def values(logits: Tensor) -> list[Any]:
@@ -276,7 +260,10 @@ def values(logits: Tensor) -> list[Any]:
     ]
 
 
-def check_values(asked_after_the_step: bool) -> None:
+@checks.on(2, False)
+@checks.on(2, True)
+@checks.on(3, True)
+def logits_can_be_used_like_a_tensor(asked_after_the_step: bool) -> None:
     """The logits of several micro-batches, first used before or after the step."""
     ranks = dist.get_world_size()
     model = dict(vocab_size=96, tie_word_embeddings=False)
@@ -308,12 +295,8 @@ def check_values(asked_after_the_step: bool) -> None:
                 output.logits.argmax(-1)
 
 
-@pytest.mark.parametrize(("ranks", "late"), [(2, False), (2, True), (3, True)])
-def test_logits_can_be_used_like_a_tensor(ranks: int, late: bool) -> None:
-    run_ranks(ranks, check_values, late)
-
-
-def check_families() -> None:
+@checks.on(2)
+def heads_whose_logits_or_loss_are_changed_stay_at_home() -> None:
     """Some models return other logits than their head does, or have a loss of their own: their heads stay at home."""
     allow_cpu()
     for family, precision in (
@@ -347,11 +330,8 @@ def check_families() -> None:
             assert (found - expected).norm() <= tolerance * expected.norm(), what
 
 
-def test_heads_whose_logits_or_loss_are_changed_stay_at_home() -> None:
-    run_ranks(2, check_families)
-
-
-def check_auto() -> None:
+@checks.on(2)
+def in_mode_auto_rows_of_the_head_can_migrate() -> None:
     """The head is a kind of its own, which can migrate once the model has computed a loss."""
     run = boosted("llama", {}, {}, mode="auto")
     balancer = run.plugin.balancer
@@ -366,5 +346,4 @@ def check_auto() -> None:
     assert all(kind.moves for kind in balancer._applier.present_kinds())
 
 
-def test_in_mode_auto_rows_of_the_head_can_migrate() -> None:
-    run_ranks(2, check_auto)
+test_on_ranks = checks.test()

@@ -25,10 +25,12 @@ from colossal_hetero.layers.column_migration import COLUMN_EXCHANGES, ColumnMigr
 from colossal_hetero.layers.transport import Transport
 from colossal_hetero.layers.unit_exchange import UnitExchange
 from tests.support.applied_plans import Training
-from tests.support.harness import run_ranks
+from tests.support.checks import Checks, of_all_ranks
 from tests.support.parallel_layers import KINDS, build, inputs, owned
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import BATCH, batch, boost, loss_of, ours, sgd
+
+checks = Checks()
 
 METHODS = ("broadcast-reduce", "scatter-gather", "block")
 TOKENS = 5  # four patches and the class token
@@ -61,11 +63,13 @@ def plans(ranks: int) -> Iterator[BalancePlan]:
         yield BalancePlan(resize=(0.0,) * ranks, migrate=(sum(uneven), *(0.0,) * (ranks - 1)), receive=tuple(uneven))
 
 
-def _differences_after_training(steps: int, depth: int) -> dict[tuple[str, BalancePlan], float]:
+@checks.on(2, 10, 2)
+@checks.on(3, 3, 1)
+@checks.on(4, 3, 1)
+def parameters_after_training_are_those_of_training_without_migration(steps: int, depth: int) -> None:
     ranks = dist.get_world_size()
     expected = Training(depth=depth)
     expected.steps(steps)
-    differences = {}
     for method in METHODS:
         training = Training(method, depth=depth)
         for number, plan in enumerate(plans(ranks)):
@@ -75,31 +79,23 @@ def _differences_after_training(steps: int, depth: int) -> dict[tuple[str, Balan
             training.transport.reset()
             training.applier.apply(plan)
             training.steps(steps)
-            differences[method, plan] = largest_difference(training.parameters, expected.parameters)
+            assert largest_difference(training.parameters, expected.parameters) <= 1e-5, f"{method}, {plan}"
             assert training.transport.sent["point_to_point"].messages > 0 or method == "broadcast-reduce"
-    return differences
-
-
-@pytest.mark.parametrize(("ranks", "steps", "depth"), [(2, 10, 2), (3, 3, 1), (4, 3, 1)])
-def test_parameters_after_training_are_those_of_training_without_migration(ranks: int, steps: int, depth: int) -> None:
-    for of_rank in run_ranks(ranks, _differences_after_training, steps, depth):
-        for (method, plan), difference in of_rank.items():
-            assert difference <= 1e-5, f"{method}, {plan}"
 
 
 # When weights are sent ------------------------------------------------------------------------------------------------
 
 
-def _order_of_sending() -> tuple[list[str], float]:
-    """Where in a forward pass each message of weights is posted if each block has its own, and how far parameters are
-    from those of training without migration. The blocks of the second half do not run in the first iteration."""
+@checks.on(3)
+def the_weights_of_a_block_are_sent_when_the_block_before_starts() -> None:
+    """If each block has its own message. The blocks of the second half do not run in the first iteration."""
 
     def train(training: Training) -> dict[str, Tensor]:
-        training.applier.begin_pass()
+        training.applier.units.begin_pass()
         blocks = training.model.unwrap().blocks
         x = torch.randn(BATCH, TOKENS, 36, generator=torch.Generator().manual_seed(0))
         training.booster.backward(blocks[0](x).square().mean(), training.optimizer)
-        training.applier.before_step()
+        training.applier.units.before_step()
         training.optimizer.step()
         training.optimizer.zero_grad()
         training.steps(2)
@@ -123,16 +119,10 @@ def _order_of_sending() -> tuple[list[str], float]:
     difference = largest_difference(train(training), expected)
     with patch.object(training.transport, "exchange", log_and_exchange):
         events.clear()
-        training.applier.begin_pass()
+        training.applier.units.begin_pass()
         training.model(batch()[0])
-    return events, difference
-
-
-def test_the_weights_of_a_block_are_sent_when_the_block_before_starts() -> None:
-    for events, difference in run_ranks(3, _order_of_sending):
-        wanted = ["post", "attention 0", "post", "mlp 0", "post", "attention 1", "post", "mlp 1"]
-        assert events == wanted
-        assert difference <= 1e-5
+    assert events == ["post", "attention 0", "post", "mlp 0", "post", "attention 1", "post", "mlp 1"]
+    assert difference <= 1e-5
 
 
 def _sums_before_messages() -> list[dict[int, list[int]]]:
@@ -180,17 +170,18 @@ def _sums_before_messages() -> list[dict[int, list[int]]]:
     return found
 
 
-def test_all_ranks_launch_messages_and_sums_in_one_order() -> None:
+@checks.on(3)
+@checks.on(4)
+def all_ranks_launch_messages_and_sums_in_one_order() -> None:
     """NCCL demands it of operations of two communicators."""
-    for ranks in (3, 4):
-        of_ranks = run_ranks(ranks, _sums_before_messages)
-        messages = 0
-        for rank, found in enumerate(of_ranks):
-            for plan, before in enumerate(found):
-                for other, sums in before.items():
-                    messages += len(sums)
-                    assert of_ranks[other][plan][rank] == sums, (ranks, plan, rank, other)
-        assert messages > 100
+    of_ranks = of_all_ranks(_sums_before_messages())
+    messages = 0
+    for rank, found in enumerate(of_ranks):
+        for plan, before in enumerate(found):
+            for other, sums in before.items():
+                messages += len(sums)
+                assert of_ranks[other][plan][rank] == sums, (plan, rank, other)
+    assert messages > 40
 
 
 class _Handle:
@@ -202,7 +193,8 @@ class _Handle:
         self.waits += 1
 
 
-def _waits_of_a_common_handle() -> list[int]:
+@checks.on(2)
+def memory_that_nccl_sends_from_is_not_used_again_before_it_has_been_sent() -> None:
     """Waits of a rank that sends and receives, and of one that only sends, which does not wait for its receivers."""
     transport, other, waits = Transport(dist.new_group()), 1 - dist.get_rank(), []
     for receives in ([(other, torch.zeros(1))], []):
@@ -212,11 +204,11 @@ def _waits_of_a_common_handle() -> list[int]:
         for pending in (started.received, started.sent):
             pending.wait()
             waits.append(handle.waits)
-    return waits
+    assert waits == [1, 2, 0, 1]
 
 
-def _connections() -> list[tuple[str, int]]:
-    """The messages by which a balancer connects the ranks at boost."""
+@checks.on(3)
+def all_pairs_of_ranks_are_connected_at_boost() -> None:
     messages = []
     batch = dist.batch_isend_irecv
 
@@ -226,18 +218,8 @@ def _connections() -> list[tuple[str, int]]:
 
     with patch.object(dist, "batch_isend_irecv", recorded):
         boost(ours(BalanceConfig(mode="auto"), tp_size=dist.get_world_size()), None, sgd)
-    return messages
-
-
-def test_all_pairs_of_ranks_are_connected_at_boost() -> None:
-    for rank, messages in enumerate(run_ranks(3, _connections)):
-        expected = [(operation, other) for other in range(3) for operation in ("isend", "irecv") if other != rank]
-        assert messages == expected
-
-
-def test_memory_that_nccl_sends_from_is_not_used_again_before_it_has_been_sent() -> None:
-    for waits in run_ranks(2, _waits_of_a_common_handle):
-        assert waits == [1, 2, 0, 1]
+    others = [rank for rank in range(3) if rank != dist.get_rank()]
+    assert messages == [(operation, other) for other in others for operation in ("isend", "irecv")]
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="this torch has no NCCL")
@@ -251,7 +233,8 @@ def test_messages_take_few_processors_of_a_gpu() -> None:
 # AdamW, which amplifies rounding errors of small gradients -----------------------------------------------------------
 
 
-def _losses_with_adamw() -> tuple[list[float], list[float], dict[str, list[float]]]:
+@checks.on(2)
+def losses_with_adamw_differ_no_more_than_with_another_order_of_summation() -> None:
     def adamw(parameters: Iterator[Tensor]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=3e-3)
 
@@ -270,11 +253,6 @@ def _losses_with_adamw() -> tuple[list[float], list[float], dict[str, list[float
         training = Training(method, adamw, depth=1)
         training.applier.apply(plan_for({dist.get_world_size() - 1: 0.6}, dist.get_world_size()))
         migrated[method] = training.steps(steps)
-    return plain, reordered, migrated
-
-
-def test_losses_with_adamw_differ_no_more_than_with_another_order_of_summation() -> None:
-    plain, reordered, migrated = run_ranks(2, _losses_with_adamw)[0]
 
     def difference_from_plain(losses: Sequence[float]) -> float:
         return max(abs(one - other) for one, other in zip(losses, plain, strict=True))
@@ -310,46 +288,48 @@ def _sent_in_one_step(method: str, plan: BalancePlan) -> tuple[dict[str, tuple[i
     return sent, expected
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("ranks", "senders"), [(2, {1: 0.6}), (3, {0: 0.5}), (4, {1: 0.4, 2: 0.7})])
-def test_messages_and_bytes_are_those_of_the_formula(method: str, ranks: int, senders: dict[int, float]) -> None:
-    results = run_ranks(ranks, _sent_in_one_step, method, plan_for(senders, ranks))
-    expected = results[0][1]
-    if isinstance(expected, list):
-        assert [Volume(*sent["point_to_point"]) for sent, _ in results] == [port.sent for port in expected]
-        assert all(port.sent.bytes > 0 for port in expected)
-        return
-    for name in ("point_to_point", "broadcast", "reduce"):
-        messages = sum(sent[name][0] for sent, _ in results)
-        size = sum(sent[name][1] for sent, _ in results)
-        assert Volume(messages, size) == getattr(expected, name), name
-    assert expected.point_to_point.bytes > 0
+@checks.on(2, {1: 0.6})
+@checks.on(3, {0: 0.5})
+@checks.on(4, {1: 0.4, 2: 0.7})
+def messages_and_bytes_are_those_of_the_formula(senders: dict[int, float]) -> None:
+    ranks = dist.get_world_size()
+    for method in METHODS:
+        own, expected = _sent_in_one_step(method, plan_for(senders, ranks))
+        sent = of_all_ranks(own)
+        if isinstance(expected, list):
+            assert [Volume(*each["point_to_point"]) for each in sent] == [port.sent for port in expected]
+            assert all(port.sent.bytes > 0 for port in expected)
+            continue
+        for name in ("point_to_point", "broadcast", "reduce"):
+            total = Volume(sum(each[name][0] for each in sent), sum(each[name][1] for each in sent))
+            assert total == getattr(expected, name), f"{method}, {name}"
+        assert expected.point_to_point.bytes > 0
 
 
 # Cost on the host ---------------------------------------------------------------------------------------------------
 
 
-def _layout_copies(method: str) -> int:
-    """How often Colossal-AI copies the layout of a parameter, with its device mesh, in an iteration with a plan."""
-    training = Training(method)
-    training.applier.apply(BalancePlan(resize=(0.0, 0.3), migrate=(0.0, 0.3), receive=(0.3, 0.0)))
-    training.steps(2)
-    with patch.object(api, "copy", Mock(wraps=copy)) as copies:
-        training.steps(1)
-    return copies.deepcopy.call_count
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_an_iteration_does_not_copy_the_layout_of_parameters(method: str) -> None:
+@checks.on(2)
+def an_iteration_does_not_copy_the_layout_of_parameters() -> None:
     """Each layer would make several copies of 0.13 ms in an iteration, while the device waits."""
-    assert run_ranks(2, _layout_copies, method) == [0, 0]
+    for method in METHODS:
+        training = Training(method)
+        training.applier.apply(BalancePlan(resize=(0.0, 0.3), migrate=(0.0, 0.3), receive=(0.3, 0.0)))
+        training.steps(2)
+        with patch.object(api, "copy", Mock(wraps=copy)) as copies:
+            training.steps(1)
+        assert copies.deepcopy.call_count == 0, method
 
 
 # Pruning and migrating at once ---------------------------------------------------------------------------------------
 
 
-def _pruned_and_migrated(form: str, sender: int) -> float:
-    """How far parameters after pruning units ``[k, l)`` and migrating ``[l, U)`` are from those after pruning alone."""
+@checks.on(2, "block", 0)
+@checks.on(2, "block", 1)
+@checks.on(2, "broadcast-reduce", 0)
+@checks.on(2, "broadcast-reduce", 1)
+def a_rank_can_prune_some_units_and_migrate_others(form: str, sender: int) -> None:
+    """Parameters after pruning units ``[k, l)`` and migrating ``[l, U)`` are those after pruning alone."""
     rank = dist.get_rank()
 
     def train(migrates: bool) -> dict[str, Tensor]:
@@ -386,13 +366,7 @@ def _pruned_and_migrated(form: str, sender: int) -> float:
                 layer.begin_iteration()
         return training.parameters
 
-    return largest_difference(train(True), train(False))
-
-
-@pytest.mark.parametrize("sender", [0, 1])
-@pytest.mark.parametrize("form", ["block", "broadcast-reduce"])
-def test_a_rank_can_prune_some_units_and_migrate_others(form: str, sender: int) -> None:
-    assert max(run_ranks(2, _pruned_and_migrated, form, sender)) <= 1e-5
+    assert largest_difference(train(True), train(False)) <= 1e-5
 
 
 # Each kind of layer --------------------------------------------------------------------------------------------------
@@ -426,11 +400,13 @@ def _train_layer(
     return results | {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
 
 
-def _differences_of_layers(steps: int) -> dict[str, float]:
+@checks.on(2, 3)
+@checks.on(3, 2)
+@checks.on(4, 2)
+def each_kind_of_layer_computes_the_same_as_colossalais(steps: int) -> None:
     ranks = dist.get_world_size()
     transport = Transport(dist.new_group())
-    differences = {}
-    for kind, (our_class, their_class) in KINDS.items():
+    for of_kind, (kind, (our_class, their_class)) in enumerate(KINDS.items()):
         for options in _layer_variants(kind):
             for checkpointed in (False, True):
                 if checkpointed and options:
@@ -439,21 +415,15 @@ def _differences_of_layers(steps: int) -> dict[str, float]:
                 # The effect of a layer's options does not depend on the sender.
                 every = list(plans(ranks))[: None if not (options or checkpointed) else 1]
                 for number, (plan, method) in enumerate(product(every, COLUMN_EXCHANGES)):
-                    if ranks > 2 and number % 4 in (1, 2) and not IS_THOROUGH:
-                        continue  # on more ranks each plan is checked with one of the two methods in turn
+                    if ranks > 2 and (number + of_kind) % 4 and not IS_THOROUGH:
+                        continue  # on more ranks each plan and method is checked with some kinds of layers
                     layer = build(our_class, kind, **options)
                     moves = divide(layer.contraction_columns, plan).moves
                     assert moves
                     layer.assign(None, ColumnMigration(COLUMN_EXCHANGES[method](transport), moves))
                     actual = _train_layer(layer, kind, options, checkpointed, steps)
                     what = f"{kind} {options} {method} {plan} {checkpointed=}"
-                    differences[what] = largest_difference(actual, expected)
-    return differences
+                    assert largest_difference(actual, expected) <= 1e-5, what
 
 
-@pytest.mark.parametrize(("ranks", "steps"), [(2, 6), (3, 2), (4, 2)])
-def test_each_kind_of_layer_computes_the_same_as_colossalais(ranks: int, steps: int) -> None:
-    for of_rank in run_ranks(ranks, _differences_of_layers, steps):
-        assert len(of_rank) >= 6 * (ranks + 3)
-        for what, difference in of_rank.items():
-            assert difference <= 1e-5, what
+test_on_ranks = checks.test()

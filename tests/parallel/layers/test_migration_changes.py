@@ -9,18 +9,16 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colossal_hetero.balance import pruning
+from colossal_hetero.balance import Pruning, pruning
 from colossal_hetero.layers import hetero_layers
-from tests.support.harness import run_ranks
+from tests.support.checks import Checks
 from tests.support.migration_runs import (
     IN_FORCE,
     ITERATIONS,
-    METHODS,
     Watch,
     assert_equal,
     methods_for,
@@ -42,6 +40,8 @@ from tests.support.training import (
     train,
 )
 
+checks = Checks()
+
 # A plan that changes -------------------------------------------------------------------------------------------------
 
 PHASE = 4
@@ -58,10 +58,16 @@ def one_rank_always_slow(rank: int, iteration: int) -> float:
     return 4.0 if iteration // PHASE == rank else 1.0
 
 
-def check_changing_plans(slowdown: SlowdownScript, phases: int) -> None:
-    depth = 2 if dist.get_world_size() == 2 else 1
+@checks.on(2, each_rank_slow_in_turn)
+@checks.on(3, each_rank_slow_in_turn)
+@checks.on(2, one_rank_always_slow)
+@checks.on(3, one_rank_always_slow)
+def stragglers_that_come_and_go_or_follow_each_other(slowdown: SlowdownScript) -> None:
+    world = dist.get_world_size()
+    depth = 2 if world == 2 else 1
+    phases = world if slowdown is one_rank_always_slow else 2 * world + 1
     expected = train(reference_run(tiny_vit(depth=depth), tp_size=dist.get_world_size()), PHASE * phases)
-    for method in METHODS:
+    for method in methods_for(phases):
         run = migrating_run(method, slowdown, tiny_vit(depth=depth), tp_size=dist.get_world_size())
         watch = Watch(run)
         train(run, PHASE * phases, each=watch)
@@ -69,16 +75,6 @@ def check_changing_plans(slowdown: SlowdownScript, phases: int) -> None:
         turns = [pair[1] for pair in zip([(), *senders], senders, strict=False) if pair[0] != pair[1] and pair[1]]
         assert turns == [(rank,) for rank in range(dist.get_world_size())], f"{method}: {senders}"
         assert_equal(run, expected, method)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_stragglers_that_come_and_go(world: int) -> None:
-    run_ranks(world, check_changing_plans, each_rank_slow_in_turn, 2 * world + 1)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_stragglers_that_follow_each_other_without_a_pause(world: int) -> None:
-    run_ranks(world, check_changing_plans, one_rank_always_slow, world)
 
 
 # Pruning and migrating at once ---------------------------------------------------------------------------------------
@@ -139,13 +135,14 @@ def _train_without(run: Trained, iterations: int, left_out: dict[str, tuple[int,
     return run
 
 
-def check_semi() -> None:
+@checks.on(2)
+def a_rank_that_prunes_and_migrates_trains_the_remaining_columns_exactly() -> None:
     for sender in (0, 1):
         for method in methods_for(sender):
             what = f"{method}, sender {sender}"
             with scripted(slow(sender)), patch.object(pruning, "make_selector", First):
                 # The part that may not be pruned is migrated.
-                run = boost(ours(migrate(method, mode="semi", max_resize=0.3), tp_size=2), None, sgd)
+                run = boost(ours(migrate(method, mode="semi", pruning=Pruning(max_resize=0.3)), tp_size=2), None, sgd)
                 train(run, IN_FORCE)
                 plan = run.plugin.balancer.plan
                 assert plan.resize[sender] > 0.1 and plan.migrate[sender] > 0.1, f"{what}: {plan}"
@@ -154,10 +151,6 @@ def check_semi() -> None:
             assert run.plugin.balancer.plan == plan, what
             expected = train(reference_run(tp_size=2), IN_FORCE)
             assert_equal(run, _train_without(expected, ITERATIONS, left_out), what)
-
-
-def test_a_rank_that_prunes_and_migrates_trains_the_remaining_columns_exactly() -> None:
-    run_ranks(2, check_semi)
 
 
 # Weights that change in the middle of an iteration ------------------------------------------------------------------
@@ -178,7 +171,8 @@ def _load_state_dict(run: Trained) -> None:
     model.load_state_dict({name: 1.1 * value for name, value in model.state_dict().items()})
 
 
-def check_changed_weights() -> None:
+@checks.on(2)
+def weights_that_change_in_the_middle_of_an_iteration_are_sent_again() -> None:
     def loop(run: Trained, change: Callable[[Trained], None]) -> Trained:
         for iteration in range(ITERATIONS):
             for micro in range(2):
@@ -199,10 +193,6 @@ def check_changed_weights() -> None:
             loop(run, change)
             assert run.plugin.balancer.plan.migrate[sender] > 0.1, method
             assert_equal(run, expected, f"{change.__name__}, {method}, sender {sender}")
-
-
-def test_weights_that_change_in_the_middle_of_an_iteration_are_sent_again() -> None:
-    run_ranks(2, check_changed_weights)
 
 
 # Frozen weights ------------------------------------------------------------------------------------------------------
@@ -227,7 +217,8 @@ def _train_and_change(run: Trained, each: Callable[[int], None] = lambda iterati
     return train(run, 2, each=each)
 
 
-def check_frozen() -> None:
+@checks.on(2)
+def frozen_weights_are_sent_again_only_when_they_change() -> None:
     expected = _train_and_change(reference_run(_partly_frozen_vit(), tp_size=2))
     for sender in (0, 1):
         run = migrating_run("block", slow(sender), _partly_frozen_vit(), tp_size=2)
@@ -247,5 +238,4 @@ def check_frozen() -> None:
             assert first == changed == trained == 2 * later == 2 * after, sent
 
 
-def test_frozen_weights_are_sent_again_only_when_they_change() -> None:
-    run_ranks(2, check_frozen)
+test_on_ranks = checks.test()

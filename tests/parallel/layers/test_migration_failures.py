@@ -21,11 +21,13 @@ from torch.cuda import OutOfMemoryError
 from colossal_hetero.balance import resharding
 from colossal_hetero.balance.apply import Applier
 from colossal_hetero.balance.balancer import Balancer
+from colossal_hetero.balance.host_messages import Exchange
 from colossal_hetero.balance.plan import BalancePlan
 from colossal_hetero.layers import unit_exchange
-from colossal_hetero.layers.column_migration import BroadcastReduce, ScatterGather
+from colossal_hetero.layers.column_migration import BroadcastReduce, ScatterGather, moved_count
 from colossal_hetero.layers.unit_exchange import UnitExchange
 from colossal_hetero.layers.unit_transfers import BlockTransfer, Bucket
+from tests.support.checks import Checks
 from tests.support.harness import answer, run_ranks, start_ranks
 from tests.support.migration_runs import (
     ITERATIONS,
@@ -39,6 +41,9 @@ from tests.support.migration_runs import (
 )
 from tests.support.training import boost, ours, scripted, sgd, tiny_vit, train
 
+checks = Checks()
+
+
 # Different plans -----------------------------------------------------------------------------------------------------
 
 
@@ -47,7 +52,9 @@ def _other(plan: BalancePlan) -> BalancePlan:
     return plan.limited(plan.max_received / 2)
 
 
-def check_different_decisions(culprit: int) -> None:
+@checks.on(3, 0)
+@checks.on(3, 2)
+def ranks_with_different_plans_stop_before_they_apply_them(culprit: int) -> None:
     decide = Balancer._decide
 
     def decide_otherwise(balancer: Balancer, uncertainty: float) -> BalancePlan:
@@ -64,23 +71,19 @@ def check_different_decisions(culprit: int) -> None:
             assert not any(sent.messages for sent in run.plugin.balancer.traffic.sent.values()), method
 
 
-@pytest.mark.parametrize("culprit", [0, 2])
-def test_ranks_with_different_plans_stop_before_they_apply_them(culprit: int) -> None:
-    run_ranks(3, check_different_decisions, culprit, timeout_seconds=60)
-
-
-def check_changed_plan() -> None:
+@checks.on(2)
+def ranks_whose_plans_become_different_stop_at_the_next_iteration() -> None:
     for method in METHODS:
         run = migrating_run(method, slow(1), tp_size=2)
-        train(run, ITERATIONS)
+        # Until no plan is decided on in the next iterations, which has a check of its own.
+        train(run, ITERATIONS + 10)
         if dist.get_rank() == 0:
             run.plugin.balancer._plan = _other(run.plugin.balancer.plan)
-        with pytest.raises(RuntimeError, match="have different balancing plans"):
+        with (
+            patch.object(Exchange, "check_same", lambda *_: None),
+            pytest.raises(RuntimeError, match="have different balancing plans"),
+        ):
             train(run, 2)
-
-
-def test_ranks_whose_plans_become_different_stop_at_the_next_iteration() -> None:
-    run_ranks(2, check_changed_plan, timeout_seconds=60)
 
 
 # Too little memory for received units --------------------------------------------------------------------------------
@@ -152,7 +155,7 @@ def check_refused_memory(errors: tuple[type[RuntimeError], str], most: float) ->
 
     def refuse(bucket: Bucket) -> None:
         if dist.get_rank() == 2 and any(
-            sum(units.count for units in transfer.taken) > most * transfer.block.units for transfer in bucket.transfers
+            moved_count(transfer.taken) > most * transfer.block.units for transfer in bucket.transfers
         ):
             raise kind(text)
         reserve(bucket)
@@ -171,17 +174,15 @@ def check_refused_memory(errors: tuple[type[RuntimeError], str], most: float) ->
     assert_equal(run, train(reference_run(tp_size=3), ITERATIONS), f"{text}, {most}")
 
 
-def check_all_refusals() -> None:
+@checks.on(3)
+def a_plan_shrinks_until_every_receiver_has_enough_memory() -> None:
     for errors in ((RuntimeError, "DefaultCPUAllocator: can't allocate memory"), (OutOfMemoryError, "CUDA")):
         for most in (0.25, 0.0):
             check_refused_memory(errors, most)
 
 
-def test_a_plan_shrinks_until_every_receiver_has_enough_memory() -> None:
-    run_ranks(3, check_all_refusals)
-
-
-def check_foreseen_peak() -> None:
+@checks.on(3)
+def a_plan_shrinks_until_the_next_peak_fits_on_every_receiver() -> None:
     """Rank 2 of three would have memory for the activations of 0.25 of its units more, or for nothing for good."""
 
     def check(device: torch.device, more_bytes: int, more_work: float) -> None:
@@ -204,7 +205,8 @@ def check_foreseen_peak() -> None:
     assert_equal(run, train(reference_run(tp_size=3), ITERATIONS), "a peak that does not fit")
 
 
-def check_growth() -> None:
+@checks.on(2)
+def memory_is_asked_for_only_on_top_of_what_has_run() -> None:
     """Rank 1 takes 0.2, 0.4 and 0.4 of the units of rank 0, in each iteration and then for good: it is asked whether it
     has memory for what comes on top of what has run."""
     asked: list[tuple[str, float]] = []
@@ -229,15 +231,8 @@ def check_growth() -> None:
         assert 0.1 < first < 0.3 and 0.1 < second < 0.3 and last == 0.0
 
 
-def test_memory_is_asked_for_only_on_top_of_what_has_run() -> None:
-    run_ranks(2, check_growth)
-
-
-def test_a_plan_shrinks_until_the_next_peak_fits_on_every_receiver() -> None:
-    run_ranks(3, check_foreseen_peak)
-
-
-def check_other_errors() -> None:
+@checks.on(2)
+def other_errors_are_not_treated_as_a_lack_of_memory() -> None:
     def fail(bucket: Bucket) -> None:
         raise RuntimeError("a mistake of our own")
 
@@ -245,10 +240,6 @@ def check_other_errors() -> None:
         run = migrating_run("block", slow(1), tp_size=2)
         with pytest.raises(RuntimeError, match="a mistake of our own"):
             train(run, ITERATIONS)
-
-
-def test_other_errors_are_not_treated_as_a_lack_of_memory() -> None:
-    run_ranks(2, check_other_errors, timeout_seconds=60)
 
 
 # A rank that dies ----------------------------------------------------------------------------------------------------
@@ -309,3 +300,6 @@ def test_if_a_rank_dies_the_other_ranks_end_and_say_why(world: int, method: str,
         assert any(
             "a rank of this tensor-parallel group stopped responding while migrated work" in error for error in errors
         ), errors
+
+
+test_on_ranks = checks.test()

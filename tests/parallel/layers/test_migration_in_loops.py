@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.support.harness import run_ranks
+from tests.support.checks import Checks
 from tests.support.migration_runs import (
     IN_FORCE,
     ITERATIONS,
-    METHODS,
     Watch,
     assert_equal,
     methods_for,
@@ -33,6 +32,8 @@ from tests.support.training import (
     loss_of,
     train,
 )
+
+checks = Checks()
 
 # Messages in an iteration of several micro-batches ---------------------------------------------------------------
 
@@ -94,16 +95,14 @@ def check_changing_accumulation() -> None:
         assert_equal(run, expected, f"sender {sender}")
 
 
-def check_accumulation() -> None:
+@checks.on(2)
+def weights_are_sent_and_gradients_return_in_each_pass() -> None:
     check_messages()
     check_changing_accumulation()
 
 
-def test_weights_are_sent_and_gradients_return_in_each_pass() -> None:
-    run_ranks(2, check_accumulation)
-
-
-def check_last_backward_under_no_sync() -> None:
+@checks.on(2)
+def a_step_without_all_gradients_is_refused() -> None:
     """ZeRO takes gradients as they appear, so they cannot be completed later."""
     options = dict(tp_size=2, precision="bf16", zero_stage=1)
     run = migrating_run("block", slow(1), **options)
@@ -125,14 +124,11 @@ def check_last_backward_under_no_sync() -> None:
     assert relative_difference(run.parameters, expected.parameters) <= 0.01
 
 
-def test_a_step_without_all_gradients_is_refused() -> None:
-    run_ranks(2, check_last_backward_under_no_sync)
-
-
-def check_abandoned() -> None:
+@checks.on(2)
+def discarded_gradients_leave_no_trace() -> None:
     """Discard the gradients of an incomplete iteration, as a loop does after a loss that is not a number, and go on."""
     runs = []
-    for method in (None, *METHODS):
+    for method in (None, *methods_for(0)):
         run = reference_run(tp_size=2) if method is None else migrating_run(method, slow(1), tp_size=2)
         train(run, IN_FORCE)
         images, labels = batch(40)
@@ -143,10 +139,6 @@ def check_abandoned() -> None:
         if method is not None:
             assert run.plugin.balancer.plan.migrate[1] > 0, method
             assert_equal(run, runs[0], method)
-
-
-def test_discarded_gradients_leave_no_trace() -> None:
-    run_ranks(2, check_abandoned)
 
 
 # Exceptions ----------------------------------------------------------------------------------------------------------
@@ -185,7 +177,8 @@ def train_with_failures(run: Trained, iterations: int, each: Callable[[int], Non
     return run
 
 
-def check_failures() -> None:
+@checks.on(2)
+def training_goes_on_after_an_exception_on_all_ranks() -> None:
     expected = train_with_failures(reference_run(tp_size=2), ITERATIONS)
     for sender, method in ((0, "block"), (1, "block"), (1, "broadcast-reduce")):
         run = migrating_run(method, slow(sender), tp_size=2)
@@ -193,10 +186,6 @@ def check_failures() -> None:
         train_with_failures(run, ITERATIONS, watch)
         watch.assert_migrated(sender, method)
         assert_equal(run, expected, f"{method}, sender {sender}")
-
-
-def test_training_goes_on_after_an_exception_on_all_ranks() -> None:
-    run_ranks(2, check_failures, timeout_seconds=60)
 
 
 # What a training loop may do -----------------------------------------------------------------------------------------
@@ -224,7 +213,8 @@ def train_in_an_unusual_loop(run: Trained, iterations: int) -> Trained:
     return run
 
 
-def check_unusual_loops() -> None:
+@checks.on(2)
+def migration_is_exact_in_an_unusual_training_loop() -> None:
     expected = train_in_an_unusual_loop(reference_run(tp_size=2), ITERATIONS)
     for sender in (0, 1):
         for method in methods_for(sender):
@@ -234,11 +224,8 @@ def check_unusual_loops() -> None:
             assert_equal(run, expected, f"{method}, sender {sender}")
 
 
-def test_migration_is_exact_in_an_unusual_training_loop() -> None:
-    run_ranks(2, check_unusual_loops)
-
-
-def check_calls_beside_the_boosted_model() -> None:
+@checks.on(2)
+def the_model_inside_the_boosted_one_can_be_called() -> None:
     """Call the model that was given to ``boost``, which is inside the boosted one, and switch its training mode."""
 
     def loop(run: Trained) -> Trained:
@@ -255,15 +242,11 @@ def check_calls_beside_the_boosted_model() -> None:
         return run
 
     expected = loop(reference_run(tp_size=2))
-    for method in METHODS:
+    for method in methods_for(1):
         run = migrating_run(method, slow(1), tp_size=2)
         loop(run)
         assert run.plugin.balancer.plan.migrate[1] > 0.1, method
         assert_equal(run, expected, method)
-
-
-def test_the_model_inside_the_boosted_one_can_be_called() -> None:
-    run_ranks(2, check_calls_beside_the_boosted_model)
 
 
 def evaluate(run: Trained, seen: list[Tensor]) -> None:
@@ -316,7 +299,9 @@ def _noting_widths(widths: list[int]) -> Callable[..., None]:
     return note
 
 
-def check_evaluation(world: int) -> None:
+@checks.on(2, 2)
+@checks.on(3, 3)
+def evaluation_uses_migrated_units_and_gives_the_logits_of_the_unbalanced_model(world: int) -> None:
     expected: list[Tensor] = []
     plain = train_and_evaluate(reference_run(tp_size=world), expected)
     for method in methods_for(1) if world == 2 else ("block",):
@@ -348,6 +333,4 @@ def check_evaluation(world: int) -> None:
         assert widths == [units, own] * 4, f"{method}: {widths} instead of {units}"
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_evaluation_uses_migrated_units_and_gives_the_logits_of_the_unbalanced_model(world: int) -> None:
-    run_ranks(world, check_evaluation, world)
+test_on_ranks = checks.test()

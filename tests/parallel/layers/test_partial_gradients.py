@@ -19,11 +19,15 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tests.parallel.layers.test_migration_families import Migration
+from tests.support.checks import Checks
 from tests.support.harness import run_ranks
 from tests.support.model_families import BUILDERS, allow_cpu, family_loss
 from tests.support.sharding import assert_same_as_unsharded, randomize
 from tests.support.training import Trained, batch, boost, ours, scripted, theirs, tiny_vit
 from tests.support.uneven_runs import AFTER, NEVER, config, slow_until
+
+checks = Checks()
+
 
 STEPS = AFTER + 5
 """Some with ordinary shards, some in which units migrate, and two after they were given away for good."""
@@ -174,7 +178,8 @@ def _with_images_in(dtype: torch.dtype, model: nn.Module, inputs: tuple[Tensor, 
     return tuple(each.to(dtype) for each in inputs)
 
 
-def _train_with_options() -> None:
+@checks.on(4)
+def options_of_the_plugin() -> None:
     """Over two replicas, in ZeRO stage 1 and in bf16: all ranks have equal slopes, those of one process."""
     expected = alone(MODELS["PReLU"])
     for options in (dict(), dict(zero_stage=1), dict(precision="bf16"), dict(precision="bf16", zero_stage=1)):
@@ -191,20 +196,13 @@ def _train_with_options() -> None:
                 assert float(value) == pytest.approx(float(expected.parameters[name]), abs=precision), options
 
 
-def test_options_of_the_plugin() -> None:
-    run_ranks(4, _train_with_options)
-
-
-def _train_with_colossalai() -> None:
+@checks.on(2)
+def colossalais_plugin_with_our_policy_trains_like_one_process() -> None:
     for name in ("PReLU", "own activation, norm of heads"):
         run = boost(theirs(tp_size=2), MODELS[name]().double(), sgd)
         assert type(run.plugin) is HybridParallelPlugin
         losses = train(run.model, run.optimizer, partial(run.booster.backward, optimizer=run.optimizer))
         assert_equal(run, losses, alone(MODELS[name]), name)
-
-
-def test_colossalais_plugin_with_our_policy_trains_like_one_process() -> None:
-    run_ranks(2, _train_with_colossalai)
 
 
 # Models of transformers ----------------------------------------------------------------------------------------------
@@ -225,7 +223,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def _check_families() -> None:
+@checks.on(2)
+def models_of_transformers_have_the_gradients_of_one_process() -> None:
     allow_cpu()
     for number, (family, options) in enumerate(FAMILIES.items()):
         model, inputs = _with_slopes(family, **options)
@@ -243,10 +242,6 @@ def _check_families() -> None:
     )
 
 
-def test_models_of_transformers_have_the_gradients_of_one_process() -> None:
-    run_ranks(2, _check_families)
-
-
 # Refused -------------------------------------------------------------------------------------------------------------
 
 
@@ -261,11 +256,11 @@ class Scales(nn.Module):
         return x * self.scales
 
 
-def _check_refused() -> None:
+@checks.on(2)
+def a_parameter_with_an_element_for_each_feature_is_refused() -> None:
     for make in (partial(Scales, 60), partial(nn.PReLU, 60)):
         with pytest.raises(ValueError, match=r"^blocks\.0\.mlp\.act\.\w+ has an element for each of the 60 features"):
             boost(ours(tp_size=2), tiny_vit(act_layer=make), sgd)
 
 
-def test_a_parameter_with_an_element_for_each_feature_is_refused() -> None:
-    run_ranks(2, _check_refused)
+test_on_ranks = checks.test()

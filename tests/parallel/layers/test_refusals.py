@@ -11,9 +11,11 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
 from colossal_hetero import BalanceConfig
-from tests.support.harness import run_ranks
+from tests.support.checks import Checks
 from tests.support.language_models import llama, plan_of, tokens
 from tests.support.training import Trained, batch, boost, loss_of, ours, sgd, theirs, tiny_vit
+
+checks = Checks()
 
 
 def runs(**options: Any) -> list[Trained]:
@@ -26,7 +28,8 @@ def runs(**options: Any) -> list[Trained]:
     return made
 
 
-def check_second_derivatives() -> None:
+@checks.on(2)
+def second_derivatives_are_refused() -> None:
     for run in runs():
         images, labels = batch()
         images.requires_grad_()
@@ -44,11 +47,8 @@ def check_second_derivatives() -> None:
         torch.autograd.grad(loss, list(run.model.parameters())[:1], create_graph=True)
 
 
-def test_second_derivatives_are_refused() -> None:
-    run_ranks(2, check_second_derivatives)
-
-
-def check_autocast() -> None:
+@checks.on(2)
+def autocast_around_training_passes_is_refused() -> None:
     for run in runs()[1:]:
         images, _ = batch()
         words = r"autocast to torch.bfloat16 .*precision='bf16'"
@@ -59,10 +59,6 @@ def check_autocast() -> None:
             cast = run.model(images)
         with torch.no_grad():
             torch.testing.assert_close(cast.float(), run.model(images), rtol=0.1, atol=0.1)
-
-
-def test_autocast_around_training_passes_is_refused() -> None:
-    run_ranks(2, check_autocast)
 
 
 def pruned(layer: nn.Module) -> None:
@@ -79,7 +75,8 @@ COMPUTED: tuple[Callable[[Any], Any], ...] = (
 )
 
 
-def check_computed_weights() -> None:
+@checks.on(2)
+def weights_computed_from_others_are_refused_at_boost() -> None:
     for change in COMPUTED:
         model = tiny_vit()
         change(model.blocks[0].mlp.fc1)
@@ -98,5 +95,4 @@ def check_computed_weights() -> None:
     run.booster.backward(loss_of(run.model(images), labels), run.optimizer)
 
 
-def test_weights_computed_from_others_are_refused_at_boost() -> None:
-    run_ranks(2, check_computed_weights)
+test_on_ranks = checks.test()

@@ -14,13 +14,16 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from colossal_hetero import BalanceConfig
+from colossal_hetero import BalanceConfig, Pruning
 from colossal_hetero.balance import BalancePlan
 from colossal_hetero.layers import block_rules, hetero_layers
-from tests.support.harness import run_ranks
+from tests.support.checks import Checks
 from tests.support.language_models import MODELS, gpt2, plan_of, train_on_tokens
 from tests.support.migration_runs import assert_equal
 from tests.support.training import Trained, assert_same_parameters, boost, ours, sgd, theirs
+
+checks = Checks()
+
 
 CASES = (("gpt2", "split_gather"), ("llama", "split_gather"), ("llama", "ring"))
 REFERENCE = {"gpt2": "split_gather", "llama": None}
@@ -37,7 +40,10 @@ def boosted(family: str, sequence: str | None, **choices: Any) -> Trained:
     return boost(ours(config, **options(sequence)), MODELS[family](), sgd)
 
 
-def check_parity(steps: int) -> None:
+@checks.on(2, 4)
+@checks.on(3, 2)
+@checks.on(4, 1)
+def migration_is_exact_with_sequence_parallelism(steps: int) -> None:
     """Each rank is the straggler in ``steps`` successive iterations; its units migrate in one of them, and are given
     away for good in the others."""
     ranks = dist.get_world_size()
@@ -56,12 +62,8 @@ def check_parity(steps: int) -> None:
             assert_equal(run, expected, what)
 
 
-@pytest.mark.parametrize(("ranks", "steps"), [(2, 10), (3, 2), (4, 1)])
-def test_migration_is_exact_with_sequence_parallelism(ranks: int, steps: int) -> None:
-    run_ranks(ranks, check_parity, steps)
-
-
-def check_idle() -> None:
+@checks.on(2)
+def without_a_plan_the_result_is_colossalais_bit_for_bit() -> None:
     for family, mode in CASES:
         expected = train_on_tokens(boost(theirs(custom_policy=None, **options(mode)), MODELS[family](), sgd), 2)
         # In mode "ring" only a balancer that balances nothing leaves the products as they are.
@@ -70,15 +72,12 @@ def check_idle() -> None:
         assert_same_parameters(run.parameters, expected.parameters, f"{family}, {mode}")
 
 
-def test_without_a_plan_the_result_is_colossalais_bit_for_bit() -> None:
-    run_ranks(2, check_idle)
-
-
-def check_resizing() -> None:
+@checks.on(2)
+def blocks_are_resized_with_sequence_parallelism() -> None:
     """A pruned block computes the same with sequence parallelism as without."""
     runs = []
     for mode in ("split_gather", "ring", None):
-        run = boosted("llama", mode, mode="resize", resizing="block")
+        run = boosted("llama", mode, mode="resize")
         run.plugin.balancer.follow(BalancePlan.resizing((0.0, 0.5)))
         runs.append(train_on_tokens(run, 5))
         assert (run.plugin.balancer.shares.resized > 0.2) == (dist.get_rank() == 1), run.plugin.balancer.shares
@@ -86,14 +85,13 @@ def check_resizing() -> None:
     assert_equal(runs[1], runs[2], "ring")
 
 
-def test_blocks_are_resized_with_sequence_parallelism() -> None:
-    run_ranks(2, check_resizing)
-
-
-def check_refused() -> None:
-    for mode, form in (("resize", "resizing='block'"), ("migrate", "migration='block'")):
+@checks.on(2)
+def columns_are_refused_with_sequence_parallelism() -> None:
+    for mode, form in (("resize", r"Pruning\(resizing='block'\)"), ("migrate", "migration='block'")):
         columns = (
-            dict(mode=mode, resizing="column") if mode == "resize" else dict(mode=mode, migration="broadcast-reduce")
+            dict(mode=mode, pruning=Pruning(resizing="column"))
+            if mode == "resize"
+            else dict(mode=mode, migration="broadcast-reduce")
         )
         with pytest.raises(ValueError, match=rf"{mode}.* columns .*seq_parallel_mode='split_gather'.*choose {form}"):
             boosted("gpt2", "split_gather", **columns)
@@ -107,5 +105,4 @@ def check_refused() -> None:
     train_on_tokens(run, 1)
 
 
-def test_columns_are_refused_with_sequence_parallelism() -> None:
-    run_ranks(2, check_refused)
+test_on_ranks = checks.test()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from colossalai.booster import Booster
 from colossalai.booster.plugin import HybridParallelPlugin
 from colossalai.pipeline.schedule.v_schedule import PipelineGraph
@@ -21,8 +23,10 @@ from timm.models.vision_transformer import (
 from torch.nn.functional import cross_entropy
 
 from colossal_hetero.layers import hetero_policy
-from tests.support.harness import run_ranks
+from tests.support.checks import Checks, of_all_ranks
 from tests.support.sharding import assert_same_as_unsharded, own_share, parallel_layer_counts, randomize, shard
+
+checks = Checks()
 
 
 def vit(**options: Any) -> VisionTransformer:
@@ -70,24 +74,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def _check_variants(names: list[str]) -> dict[str, dict[str, int]]:
-    counts = {}
-    for name in names:
+@checks.on(2)
+@checks.on(3)
+@checks.on(4)
+def loss_and_gradients_equal_those_of_the_unsharded_model() -> None:
+    for name in VARIANTS if dist.get_world_size() == 2 else ("plain", "qk_norm"):
         try:
-            counts[name] = parallel_layer_counts(assert_same_as_unsharded(vit(**VARIANTS[name]), loss_of))
+            sharded = assert_same_as_unsharded(vit(**VARIANTS[name]), loss_of)
         except Exception as error:
             raise AssertionError(f"variant {name!r}: {error}") from error
-    return counts
-
-
-PER_BLOCK = {"HeteroFusedLinear1D_Col": 1, "HeteroLinear1D_Col": 1, "HeteroLinear1D_Row": 2}
-
-
-@pytest.mark.parametrize("tp_size", [2, 3, 4])
-def test_loss_and_gradients_equal_those_of_the_unsharded_model(tp_size):
-    names = ["plain", "qk_norm"] if tp_size > 2 else list(VARIANTS)
-    for counts in run_ranks(tp_size, _check_variants, names):
-        assert counts["plain"] == {kind: 2 * count for kind, count in PER_BLOCK.items()}
+        if name == "plain":
+            counts = {"HeteroFusedLinear1D_Col": 2, "HeteroLinear1D_Col": 2, "HeteroLinear1D_Row": 4}
+            assert parallel_layer_counts(sharded) == counts
 
 
 # Randomness ---------------------------------------------------------------------------------------------------------
@@ -98,16 +96,13 @@ def _seeded_loss_of(model: VisionTransformer) -> torch.Tensor:
     return loss_of(model)
 
 
-def _check_drop_path() -> None:
+@checks.on(2)
+def drop_path_and_patch_drop_use_the_random_numbers_of_the_unsharded_model() -> None:
     drops = dict(drop_path_rate=0.6, patch_drop_rate=0.5, depth=4)
     assert_same_as_unsharded(vit(**drops), _seeded_loss_of)
     checkpointed = vit(**drops)
     checkpointed.set_grad_checkpointing()
     assert_same_as_unsharded(checkpointed, _seeded_loss_of)
-
-
-def test_drop_path_and_patch_drop_use_the_random_numbers_of_the_unsharded_model():
-    run_ranks(2, _check_drop_path)
 
 
 def _train_with_dropout(fused_attention: bool) -> dict[str, list[float]]:
@@ -134,9 +129,10 @@ def _train_with_dropout(fused_attention: bool) -> dict[str, list[float]]:
     }
 
 
-@pytest.mark.parametrize("fused_attention", [True, False])
-def test_dropout_is_equal_on_replicated_features_and_differs_on_divided_ones(fused_attention):
-    first, second = run_ranks(2, _train_with_dropout, fused_attention)
+@checks.on(2, True)
+@checks.on(2, False)
+def dropout_is_equal_on_replicated_features_and_differs_on_divided_ones(fused_attention: bool) -> None:
+    first, second = of_all_ranks(_train_with_dropout(fused_attention))
     for name in ("losses", "whole", "drop2"):
         assert first[name] == pytest.approx(second[name], rel=1e-6), name
     assert first["losses"][0] != first["losses"][1]
@@ -147,19 +143,8 @@ def test_dropout_is_equal_on_replicated_features_and_differs_on_divided_ones(fus
 # What cannot be sharded ---------------------------------------------------------------------------------------------
 
 
-def _error_of(options: dict[str, Any]) -> str:
-    try:
-        shard(vit(**options))
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
-def _errors_of(variants: list[dict[str, Any]]) -> list[str]:
-    return [_error_of(options) for options in variants]
-
-
-def test_the_error_names_the_part_that_cannot_be_sharded():
+@checks.on(2)
+def the_error_names_the_part_that_cannot_be_sharded() -> None:
     expected = {
         "tp_size=2 does not divide both the number of heads (3)": dict(num_heads=3),
         "hidden size (35)": dict(mlp_ratio=35 / 36),
@@ -170,9 +155,9 @@ def test_the_error_names_the_part_that_cannot_be_sharded():
         "blocks.0.attn is a DiffAttention": dict(attn_layer="diff", num_heads=6),
         "blocks.0.mlp is a _GrnMlp": dict(mlp_layer=_GrnMlp),
     }
-    errors = run_ranks(2, _errors_of, list(expected.values()))[0]
-    for part, error in zip(expected, errors, strict=True):
-        assert part in error
+    for part, options in expected.items():
+        with pytest.raises(ValueError, match=re.escape(part)):
+            shard(vit(**options))
 
 
 class _GrnMlp(GlobalResponseNormMlp):
@@ -226,18 +211,12 @@ def _blocks(names: list[str]) -> set[int]:
     return {int(name.split(".")[1]) for name in names if name.startswith("blocks.")}
 
 
-@pytest.mark.parametrize(
-    ("depth", "plugin_options", "blocks"),
-    [
-        (4, {}, [{0, 1}, {2, 3}]),
-        (4, dict(num_layers_per_stage=[1, 3]), [{0}, {1, 2, 3}]),
-        (4, dict(pp_style="interleaved", num_model_chunks=2), [{0, 2}, {1, 3}]),
-        (4, dict(pp_style="zbv", num_model_chunks=2), [{0, 3}, {1, 2}]),
-    ],
-    ids=["1f1b", "unequal stages", "interleaved", "zero bubble"],
-)
-def test_a_pipeline_computes_the_same_as_the_unsharded_model(depth, plugin_options, blocks):
-    first, last = run_ranks(2, _pipeline, 1, dict(depth=depth), plugin_options)
+@checks.on(2, {}, [{0, 1}, {2, 3}])
+@checks.on(2, dict(num_layers_per_stage=[1, 3]), [{0}, {1, 2, 3}])
+@checks.on(2, dict(pp_style="interleaved", num_model_chunks=2), [{0, 2}, {1, 3}])
+@checks.on(2, dict(pp_style="zbv", num_model_chunks=2), [{0, 3}, {1, 2}])
+def a_pipeline_computes_the_same_as_the_unsharded_model(plugin_options: dict[str, Any], blocks: list[set[int]]) -> None:
+    first, last = of_all_ranks(_pipeline(1, dict(depth=4), plugin_options))
     assert [_blocks(first), _blocks(last)] == blocks
     assert set(first) >= TOKENS
     assert not set(last) & TOKENS
@@ -246,32 +225,31 @@ def test_a_pipeline_computes_the_same_as_the_unsharded_model(depth, plugin_optio
     assert ("head.weight" in first, "head.weight" in last) == (zero_bubble, not zero_bubble)
 
 
-def test_tensor_parallel_stages_with_an_attention_pool_compute_the_same():
-    held = run_ranks(4, _pipeline, 2, dict(class_token=False, global_pool="map", qk_norm=True), {})
+@checks.on(4)
+def tensor_parallel_stages_with_an_attention_pool_compute_the_same() -> None:
+    held = of_all_ranks(_pipeline(2, dict(class_token=False, global_pool="map", qk_norm=True), {}))
     assert [_blocks(names) for names in held] == [{0}, {0}, {1}, {1}]
     assert any(name.startswith("attn_pool.mlp") for name in held[-1])
 
 
-def _stage_errors() -> list[str]:
+@checks.on(2)
+def models_that_cannot_be_divided_into_stages_are_refused() -> None:
     class Renamed(VisionTransformer):
         def forward_head(self, x: torch.Tensor, pre_logits: bool = False) -> torch.Tensor:
             return super().forward_head(x, pre_logits)
 
-    errors = []
-    for kind, plugin_options in ((Renamed, {}), (VisionTransformer, dict(num_layers_per_stage=[1, 2]))):
+    for kind, plugin_options, words in (
+        (Renamed, {}, "Renamed has its own forward_head"),
+        (VisionTransformer, dict(num_layers_per_stage=[1, 2]), "adds up to 3; the model has 2 blocks"),
+    ):
         model = vit()
         model.__class__ = kind
         policy = hetero_policy(model)
         plugin = HybridParallelPlugin(
             tp_size=1, pp_size=2, precision="fp32", microbatch_size=1, custom_policy=policy, **plugin_options
         )
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(ValueError, match=words):
             Booster(plugin=plugin).boost(model)
-        errors.append(str(error.value))
-    return errors
 
 
-def test_models_that_cannot_be_divided_into_stages_are_refused():
-    forward, layers = run_ranks(2, _stage_errors)[0]
-    assert "Renamed has its own forward_head" in forward
-    assert "num_layers_per_stage=[1, 2] adds up to 3; the model has 2 blocks" in layers
+test_on_ranks = checks.test()

@@ -21,12 +21,16 @@ from colossal_hetero.layers.block_rules import rule_for
 from colossal_hetero.layers.dropout import UnitDropout, UnitRange
 from colossal_hetero.layers.transport import Transport
 from colossal_hetero.layers.workload import Surrounded
+from tests.support.checks import Checks
 from tests.support.harness import run_ranks
 from tests.support.language import gpt2, train_gpt2
 from tests.support.migration_runs import ITERATIONS, Watch, assert_equal, migrate, seeded_migrating_run, slow
 from tests.support.model_families import BUILDERS, SHARDING_OPTIONS, allow_cpu, family_loss
 from tests.support.sharding import _assert_loss_and_gradients, _loss_and_gradients, own_share, randomize, shard
 from tests.support.training import no_straggler, tiny_vit, train
+
+checks = Checks()
+
 
 STEPS = 20
 
@@ -53,7 +57,10 @@ def each_rank_slow_in_turn(rank: int, iteration: int) -> float:
     return 4.0 if iteration * dist.get_world_size() // STEPS == rank else 1.0
 
 
-def check_plans() -> None:
+@checks.on(2)
+@checks.on(3)
+@checks.on(4)
+def training_with_dropout_in_blocks_does_not_depend_on_the_plan() -> None:
     allow_cpu()
     ranks = dist.get_world_size()
     # On more ranks a small model is enough: that masks are in the right places does not depend on the model.
@@ -71,12 +78,8 @@ def check_plans() -> None:
         assert_equal(run, expected, make.__name__)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_training_with_dropout_in_blocks_does_not_depend_on_the_plan(world: int) -> None:
-    run_ranks(world, check_plans)
-
-
-def check_checkpointing() -> None:
+@checks.on(2)
+def a_pass_that_checkpointing_repeats_drops_the_same() -> None:
     expected = train(seeded_migrating_run(lambda: checkpointed_vit(None), no_straggler), ITERATIONS, accumulation=2)
     for reentrant, sender in ((False, 0), (True, 1)):
         run = seeded_migrating_run(lambda reentrant=reentrant: checkpointed_vit(reentrant), slow(sender))
@@ -86,11 +89,8 @@ def check_checkpointing() -> None:
         assert_equal(run, expected, f"{reentrant=}")
 
 
-def test_a_pass_that_checkpointing_repeats_drops_the_same() -> None:
-    run_ranks(2, check_checkpointing)
-
-
-def check_unknown_kernel() -> None:
+@checks.on(2)
+def attention_whose_kernel_draws_the_masks_is_in_no_block() -> None:
     allow_cpu()
     with (
         pytest.warns(UserWarning, match=r"2 attention modules .*h\.0\.attn.* kernel")
@@ -99,10 +99,6 @@ def check_unknown_kernel() -> None:
     ):
         blocks = attach_blocks(shard(gpt2(), enable_flash_attention=True))
     assert [block.name for block in blocks] == ["transformer.h.0.mlp", "transformer.h.1.mlp"]
-
-
-def test_attention_whose_kernel_draws_the_masks_is_in_no_block() -> None:
-    run_ranks(2, check_unknown_kernel)
 
 
 # Each model family --------------------------------------------------------------------------------------------------
@@ -163,7 +159,7 @@ def check_families() -> dict[str, Any]:
             def follow(migrate: tuple[float, ...], _: nn.Module, applier: Applier = applier) -> None:
                 applier.end_iteration()
                 applier.apply(BalancePlan(resize=(0.0, 0.0), migrate=migrate, receive=migrate[::-1]))
-                applier.begin_pass()
+                applier.units.begin_pass()
 
             plans = [partial(follow, shares) for shares in ((0.0, 0.0), (0.5, 0.0), (0.0, 0.5))]
             _assert_loss_and_gradients(sharded, family_loss(inputs), plans, loss, shares)
@@ -176,3 +172,6 @@ def test_families_with_dropout_compute_the_same_as_their_unsharded_model_with_th
     for rank, outcome in enumerate(run_ranks(2, check_families)):
         failures = {name: found for name, found in outcome.items() if found != DROPOUTS[name]}
         assert not failures, "\n".join(f"{name}, rank {rank}:\n{found}" for name, found in failures.items())
+
+
+test_on_ranks = checks.test()

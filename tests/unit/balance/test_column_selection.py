@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from colossal_hetero.balance.apply import Applier
-from colossal_hetero.balance.config import BalanceConfig
+from colossal_hetero.balance.config import BalanceConfig, Pruning
 from colossal_hetero.balance.pruning import SAMPLED_ROWS, ColumnSelector, WeightVariation, make_selector
 from colossal_hetero.layers.workload import Workload
 
@@ -248,7 +248,7 @@ class PlainLayer:
 
 
 def resizer(layers: dict[str, PlainLayer], interval: int = 2, **options: Any) -> Applier:
-    return Applier(layers, [], BalanceConfig(mode="resize", resizing="column", **options), interval)  # type: ignore[arg-type]
+    return Applier(layers, [], BalanceConfig(mode="resize", pruning=Pruning(resizing="column", **options)), interval)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.5, 0.75])

@@ -10,50 +10,104 @@ from typing import Any
 
 import pytest
 
-from colossal_hetero.balance import BalanceConfig
+from colossal_hetero.balance import BalanceConfig, Pruning
 
-CHOICES = {
-    "mode": ("off", "resize", "migrate", "semi", "auto"),
-    "migration": ("block", "broadcast-reduce", "scatter-gather"),
-    "resizing": ("column", "block"),
-    "reference": ("minimum", "mean"),
-    "priority": ("random", "priority", "priority-diff", "norm-product"),
-    "imputation": ("zero", "average", "same"),
-    "ratio_form": ("budgeted", "printed"),
+CHOICES: dict[type, dict[str, tuple[str, ...]]] = {
+    BalanceConfig: {
+        "mode": ("off", "resize", "migrate", "semi", "auto"),
+        "migration": ("block", "broadcast-reduce", "scatter-gather"),
+    },
+    Pruning: {
+        "resizing": ("column", "block"),
+        "reference": ("minimum", "mean"),
+        "priority": ("random", "priority", "priority-diff", "norm-product"),
+        "imputation": ("zero", "average", "same"),
+        "ratio_form": ("budgeted", "printed"),
+    },
 }
 
 
-def assert_refused(*words: str, **options: Any) -> None:
-    """The error names each of ``words``."""
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in CHOICES.items() for name in names])
+def test_choices(kind: type, name: str) -> None:
+    for bad in ("fast", "", "Off", None, 1):
+        with pytest.raises(ValueError, match=rf"unknown {name} {bad!r}; valid are {', '.join(CHOICES[kind][name])}"):
+            kind(**{name: bad})
+    for choice in CHOICES[kind][name]:
+        # What an option needs to have an effect.
+        needed: dict[str, Any] = {"migration": {"mode": "migrate"}, "ratio_form": {"priority": "priority-diff"}}
+        assert getattr(kind(**(needed.get(name, {}) | {name: choice})), name) == choice
+
+
+NAN, INFINITE = float("nan"), float("inf")
+IMPOSSIBLE: list[tuple[type, dict[str, Any], list[str]]] = [
+    *(
+        (Pruning, {name: bad}, [f"{name}={bad} is outside [0, 1)"])
+        for name in ("max_resize", "resize_ratio", "resize_overhead")
+        for bad in (-0.1, 1.0, 1.5, NAN, INFINITE)
+    ),
+    *((Pruning, dict(decay=bad), [f"decay={bad} is outside [0, 1]"]) for bad in (-0.1, 1.1, NAN)),
+    *(
+        (Pruning, dict(variation_threshold=bad), [f"variation_threshold={bad} must be a number ≥ 0"])
+        for bad in (-1e-9, NAN, INFINITE)
+    ),
+    (Pruning, dict(priority_interval=0), ["priority_interval=0 must be at least 1"]),
+    (Pruning, dict(resize_ratio="half"), ["resize_ratio='half'", "'auto'", "[0, 1)"]),
+    (
+        Pruning,
+        dict(resize_ratio=0.8, max_resize=0.5),
+        ["resize_ratio=0.8", "max_resize=0.5", "lower it or raise that"],
+    ),
+    *(
+        (BalanceConfig, dict(threshold=bad), [f"threshold={bad} must be a positive number"])
+        for bad in (0.0, -0.1, NAN, INFINITE)
+    ),
+    (BalanceConfig, dict(patience=0), ["patience=0 must be at least 1"]),
+    (BalanceConfig, dict(warmup_iterations=-1), ["warmup_iterations=-1 must be at least 0"]),
+    (BalanceConfig, dict(reshard_after=0), ["reshard_after=0", "at least 1", "None for never"]),
+    (
+        BalanceConfig,
+        dict(mode="resize", pruning=Pruning(imputation="same")),
+        ["imputation='same'", "resizing='block'", "resizing='column'"],
+    ),
+    # Without an effect:
+    *((BalanceConfig, dict(mode=mode, pruning=Pruning()), ["pruning=", mode, "prunes"]) for mode in ("off", "migrate")),
+    *(
+        (BalanceConfig, dict(mode=mode, pruning=Pruning(**{name: value})), [f"{name}={value!r} has no effect", mode])
+        for mode in ("semi", "auto")
+        for name, value in dict(resizing="column", reference="mean", resize_ratio=0.5, resize_overhead=0.0).items()
+    ),
+    *(
+        (Pruning, {name: value}, [f"{name}={value!r} has no effect with priority='norm-product'"])
+        for name, value in dict(ratio_form="printed", decay=0.5, variation_threshold=0.1, priority_interval=3).items()
+    ),
+    *(
+        (BalanceConfig, dict(mode=mode, migration="scatter-gather"), ["migration='scatter-gather' has no effect", mode])
+        for mode in ("off", "resize")
+    ),
+    *(
+        (BalanceConfig, dict(mode=mode, cost_cache="costs"), ["cost_cache='costs' has no effect", mode])
+        for mode in ("off", "resize", "migrate")
+    ),
+    *(
+        (BalanceConfig, dict(reshard_after=9) | options, ["reshard_after=9 has no effect", "whole units"])
+        for options in (dict(mode="semi"), dict(mode="migrate", migration="broadcast-reduce"))
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "words"), IMPOSSIBLE)
+def test_impossible_settings(kind: type, options: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ValueError) as caught:
-        BalanceConfig(**options)
+        kind(**options)
     for word in words:
         assert word in str(caught.value), f"{word!r} is not in {caught.value}"
 
 
-@pytest.mark.parametrize("name", CHOICES)
-@pytest.mark.parametrize("bad", ["fast", "", "Off", None, 1])
-def test_unknown_choices(name: str, bad: Any) -> None:
-    assert_refused(f"unknown {name} {bad!r}", f"valid are {', '.join(CHOICES[name])}", **{name: bad})
-
-
-@pytest.mark.parametrize("name, choice", [(name, choice) for name, choices in CHOICES.items() for choice in choices])
-def test_known_choices(name: str, choice: str) -> None:
-    assert getattr(BalanceConfig(**{name: choice}), name) == choice
-
-
-@pytest.mark.parametrize("name", ["max_resize", "resize_ratio"])
-@pytest.mark.parametrize("bad", [-0.1, 1.0, 1.5, float("nan"), float("inf")])
-def test_shares_outside_their_range(name: str, bad: float) -> None:
-    assert_refused(f"{name}={bad} is outside [0, 1)", **{name: bad})
-
-
 def test_units_are_given_away_for_good_only_in_exact_modes_that_move_blocks() -> None:
-    assert_refused("reshard_after=0", "at least 1", "None for never", reshard_after=0)
     assert BalanceConfig(mode="auto").reshards and BalanceConfig(mode="migrate", reshard_after=1).reshards
     for options in (
         dict(reshard_after=None),
-        dict(max_resize=0.5),
+        dict(pruning=Pruning(max_resize=0.5)),
         dict(migration="broadcast-reduce"),
         dict(mode="semi"),
         dict(mode="off"),
@@ -61,62 +115,49 @@ def test_units_are_given_away_for_good_only_in_exact_modes_that_move_blocks() ->
         assert not BalanceConfig(**(dict(mode="auto") | options)).reshards, options  # type: ignore[arg-type]
 
 
-def test_imputation_of_whole_units() -> None:
-    assert_refused("imputation='same'", "resizing='block'", "resizing='column'", mode="resize", imputation="same")
-    assert BalanceConfig(mode="resize", resizing="column", imputation="same").imputation == "same"
+@pytest.mark.parametrize("mode, most", [("off", 0), ("resize", 0.9), ("migrate", 0), ("semi", 0.9), ("auto", 0)])
+def test_auto_is_exact_without_pruning(mode: Any, most: float) -> None:
+    assert BalanceConfig(mode=mode).rules.max_resize == most
+    assert BalanceConfig(mode=mode).is_exact == (mode in ("migrate", "auto"))
 
 
-def test_resize_ratio_that_is_no_number() -> None:
-    assert_refused("resize_ratio='half'", "'auto'", "[0, 1)", resize_ratio="half")
+def test_auto_prunes_if_it_is_given_rules() -> None:
+    config = BalanceConfig(mode="auto", pruning=Pruning(max_resize=0.5))
+    assert not config.is_exact
+    assert dataclasses.replace(config, mode="semi").rules.max_resize == 0.5
 
 
-def test_resize_ratio_above_the_cap() -> None:
-    assert_refused("resize_ratio=0.8", "max_resize=0.5", "lower it or raise that", resize_ratio=0.8, max_resize=0.5)
-    assert BalanceConfig(resize_ratio=0.5, max_resize=0.5).resize_ratio == 0.5
-
-
-@pytest.mark.parametrize("bad", [-0.1, 1.1, float("nan")])
-def test_decay(bad: float) -> None:
-    assert_refused(f"decay={bad} is outside [0, 1]", decay=bad)
-
-
-@pytest.mark.parametrize("bad", [-1e-9, float("nan"), float("inf")])
-def test_variation_threshold(bad: float) -> None:
-    assert_refused(f"variation_threshold={bad} must be a number ≥ 0", variation_threshold=bad)
-
-
-@pytest.mark.parametrize("name", ["threshold", "margin"])
-@pytest.mark.parametrize("bad", [0.0, -0.1, float("nan"), float("inf")])
-def test_tolerances(name: str, bad: float) -> None:
-    assert_refused(f"{name}={bad} must be a positive number", **{name: bad})
+def test_there_are_few_settings() -> None:
+    assert len(dataclasses.fields(BalanceConfig)) <= 10
 
 
 @pytest.mark.parametrize(
-    "name, bad, least", [("patience", 0, 1), ("warmup_iterations", -1, 0), ("priority_interval", 0, 1), ("grain", 0, 1)]
+    ("name", "mode", "priority", "ratio"),
+    [
+        ("zero-rd", "resize", "random", "auto"),
+        ("zero-pri", "resize", "priority", "auto"),
+        ("zero-pridiff-e", "resize", "priority-diff", 0.5),
+        ("zero-pridiff-r", "resize", "priority-diff", "auto"),
+        ("mig", "migrate", None, None),
+        ("semi", "semi", "priority-diff", "auto"),
+    ],
 )
-def test_counts(name: str, bad: int, least: int) -> None:
-    assert_refused(f"{name}={bad} must be at least {least}", **{name: bad})
+def test_presets_of_the_paper(name: str, mode: str, priority: str | None, ratio: Any) -> None:
+    config = BalanceConfig.paper(name, patience=3)
+    assert (config.mode, config.patience, config.moves_blocks) == (mode, 3, False)
+    assert config.is_exact == (mode == "migrate")
+    if priority:
+        assert (config.rules.priority, config.rules.resize_ratio) == (priority, ratio)
+    with pytest.raises(ValueError, match=r"unknown method 'zero'; valid are zero-rd, .*, mig, semi"):
+        BalanceConfig.paper("zero")
 
 
-@pytest.mark.parametrize("mode, most", [("off", 0.9), ("resize", 0.9), ("migrate", 0.9), ("semi", 0.9), ("auto", 0.0)])
-def test_auto_is_exact_by_default(mode: Any, most: float) -> None:
-    assert BalanceConfig(mode=mode).max_resize == most
-    assert BalanceConfig(mode=mode, max_resize=0.5).max_resize == 0.5
-    assert BalanceConfig(mode=mode) == BalanceConfig(mode=mode, max_resize=most)
+def test_rules_that_are_none() -> None:
+    with pytest.raises(TypeError, match=r"pruning=0\.5 is not a Pruning; write pruning=Pruning"):
+        BalanceConfig(mode="resize", pruning=0.5)  # type: ignore[arg-type]
 
 
-def test_a_copy_with_another_mode_keeps_the_share() -> None:
-    assert dataclasses.replace(BalanceConfig(mode="auto", max_resize=0.5), mode="semi").max_resize == 0.5
-
-
-def test_is_immutable_and_by_keyword() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        BalanceConfig().mode = "resize"  # type: ignore[misc]
-    with pytest.raises(TypeError):
-        BalanceConfig("resize")  # type: ignore[misc]
-
-
-def test_nothing_is_pruned_by_default() -> None:
+def test_nothing_is_balanced_by_default() -> None:
     assert BalanceConfig().mode == "off"
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from colossal_hetero import BalanceConfig
+from colossal_hetero import BalanceConfig, Pruning
 from colossal_hetero.balance.report import IterationRecord, RankRecord
 from colossal_hetero.balance.timeline import IterationTimeline, Segment, Timelines
 from colossal_hetero.profiling.named_profile import build_model
@@ -88,6 +88,10 @@ def test_tensor_parallel_groups_are_consecutive_ranks():
         ("--resize-ratio half", 2, ["--resize-ratio half", "auto"]),
         ("--max-resize -0.1", 2, ["--max-resize -0.1", "[0, 1)"]),
         ("--resize-ratio 0.8 --max-resize 0.5", 2, ["--resize-ratio 0.8", "--max-resize 0.5"]),
+        ("--balance migrate --max-resize 0.5", 2, ["--max-resize has no effect with --balance migrate"]),
+        ("--balance auto --priority random", 2, ["--priority has no effect", "without --max-resize"]),
+        ("--balance semi --reference mean", 2, ["--reference 'mean' has no effect in mode 'semi'"]),
+        ("--balance resize --migration scatter-gather", 2, ["--migration 'scatter-gather' has no effect", "'resize'"]),
         ("--balance auto --tp 1", 2, ["--balance auto", "--tp 1"]),
         ("--plot /nowhere/at/all.png", 2, ["--plot /nowhere/at/all.png", "no directory /nowhere/at"]),
         ("--plot /proc/timeline.png", 2, ["--plot /proc/timeline.png", "cannot be written"]),
@@ -120,13 +124,18 @@ def test_impossible_options_are_reported_in_one_line(line, world_size, says):
 
 @pytest.mark.parametrize("mode", ["off", "resize", "migrate", "semi", "auto"])
 def test_the_balancing_flags_reach_the_plugin(mode):
-    chosen = options(f"--balance {mode} --migration scatter-gather --resizing column --max-resize 0.25 --seed 3")
-    config = chosen.balance_config()
-    assert (config.mode, config.migration, config.resizing) == (mode, "scatter-gather", "column")
-    assert (config.max_resize, config.seed) == (0.25, 3)
+    migrates, prunes = mode in ("migrate", "semi", "auto"), mode in ("resize", "semi", "auto")
+    line = f"--balance {mode} --seed 3" + migrates * " --migration scatter-gather" + prunes * " --max-resize 0.25"
+    chosen = options(line + (mode == "resize") * " --resizing column --resize-ratio 0.2")
+    expected = BalanceConfig(mode=mode, migration="scatter-gather") if migrates else BalanceConfig(mode=mode)
+    if prunes:
+        expected = dataclasses.replace(expected, pruning=Pruning(max_resize=0.25, seed=3))
+    if mode == "resize":
+        columns = Pruning(max_resize=0.25, resizing="column", resize_ratio=0.2, seed=3)
+        expected = BalanceConfig(mode=mode, pruning=columns)
+    assert chosen.balance_config() == expected
     # Without the flags the defaults of the package apply.
-    assert options(f"--balance {mode}").balance_config() == BalanceConfig(mode=mode)
-    assert options().migration == "block" and options().resizing == "block" and options().max_resize is None
+    assert options(f"--balance {mode}").balance_config().rules == BalanceConfig(mode=mode).rules
 
 
 @pytest.mark.parametrize(
@@ -315,6 +324,19 @@ def test_unusable_data_is_reported(line, says):
 # Results --------------------------------------------------------------------------------------------------
 
 
+def rank_record(rank: int, seconds: float, equal_seconds: float, **others: Any) -> RankRecord:
+    times = dict(
+        work_seconds=seconds,
+        matmul_seconds=seconds,
+        wait_seconds=0.0,
+        communication_seconds=0.0,
+        equal_work_seconds=equal_seconds,
+        equal_matmul_seconds=equal_seconds,
+        resized=0.0,
+    )
+    return RankRecord(rank=rank, **(times | others))
+
+
 def measured(line: str, iterations: int, note: str = "", **slow: Any) -> Measurements:
     """A run in which rank 1 takes three times as long and prunes half of its work; ``slow`` changes its record."""
     chosen = options(line)
@@ -323,8 +345,8 @@ def measured(line: str, iterations: int, note: str = "", **slow: Any) -> Measure
     for number in range(iterations):
         measurements.iteration(0, 0.2)
         ranks = (
-            RankRecord(0, 0.1, 0.1, 0.05, 0.05, 0.1, 0.1, 0.0),
-            dataclasses.replace(RankRecord(1, 0.15, 0.15, 0.0, 0.0, 0.3, 0.3, 0.5, relative_score=1 / 3), **slow),
+            rank_record(0, 0.1, 0.1, wait_seconds=0.05, communication_seconds=0.05),
+            rank_record(1, 0.15, 0.3, **(dict(resized=0.5, relative_score=1 / 3) | slow)),
         )
         records.append(IterationRecord(number, ranks, exchanged=False, plan_changed=False, note=note))
     measurements.epoch([2.0] * iterations, 0.5, records)

@@ -150,7 +150,7 @@ def test_checkpoints_of_a_permuted_plan(sharded: bool, options: dict[str, Any], 
 
 
 def check_balancing(plan: Plan, expected: list[float]) -> list[tuple[float, ...]]:
-    config = BalanceConfig(mode="migrate", warmup_iterations=0, patience=1, measure_costs=False, grain=2)
+    config = BalanceConfig(mode="migrate", warmup_iterations=0, patience=1, measure_costs=False)
     with scripted(lambda rank, iteration: 4.0 if rank == 2 else 1.0):
         run = boost(planned(plan, balance=config), tiny_vit(depth=plan.blocks), sgd)
     assert train_planned(run, 6) == pytest.approx(expected, rel=1e-5)

@@ -11,6 +11,7 @@ from colossal_hetero.balance import (
     BalanceConfig,
     BalancePlan,
     Costs,
+    Pruning,
     RankTimes,
     layer_ratios,
     predicted_seconds,
@@ -19,7 +20,7 @@ from colossal_hetero.balance import (
 from colossal_hetero.balance.modes import decide
 
 FREE = Costs()
-RESIZE = BalanceConfig(mode="resize", reference="minimum")
+RESIZE = BalanceConfig(mode="resize")
 MODES = ("off", "resize", "migrate", "semi", "auto")
 MIGRATING = ("migrate", "semi", "auto")
 times = st.floats(1e-4, 1e3)
@@ -33,7 +34,7 @@ def groups(draw: st.DrawFn) -> list[RankTimes]:
 
 @given(groups(), st.floats(0, 0.99), st.sampled_from(["minimum", "mean"]), st.data())
 def test_ratios_stay_within_the_cap(group: list[RankTimes], cap: float, reference: str, data: st.DataObject) -> None:
-    config = BalanceConfig(mode="resize", max_resize=cap, reference=reference)
+    config = BalanceConfig(mode="resize", pruning=Pruning(max_resize=cap, reference=reference))
     current = BalancePlan.resizing(tuple(data.draw(st.floats(0, cap)) for _ in group))
     plan = decide(group, FREE, config, current)
     assert len(plan.resize) == len(group)
@@ -44,9 +45,9 @@ def test_ratios_stay_within_the_cap(group: list[RankTimes], cap: float, referenc
 
 @given(st.floats(1e-3, 10), st.integers(2, 8), st.sampled_from(MODES), st.data())
 def test_nothing_is_done_when_no_rank_is_slow(work: float, ranks: int, mode: str, data: st.DataObject) -> None:
-    noise = st.floats(1.0, 1.0 + RESIZE.margin)
+    noise = st.floats(1.0, 1.0 + RESIZE.threshold)
     group = [RankTimes(work * data.draw(noise), work / 2) for _ in range(ranks)]
-    config = BalanceConfig(mode=mode, max_resize=0.9)
+    config = BalanceConfig(mode=mode)
     current = BalancePlan((0.1, *(0.0,) * (ranks - 1)), (0.3, *(0.0,) * (ranks - 1)), (0.0, 0.3, *(0.0,) * (ranks - 2)))
     for before in (BalancePlan.idle(ranks), current):
         assert decide(group, FREE, config, before) == BalancePlan.idle(ranks)
@@ -62,12 +63,12 @@ def test_off_does_nothing(group: list[RankTimes]) -> None:
 @given(st.floats(1.2, 9), st.floats(0.3, 1.0), st.integers(2, 8), st.integers(0, 7))
 def test_eq1_brings_the_straggler_to_the_reference(slowdown: float, matmul_share: float, ranks: int, slow: int) -> None:
     slow %= ranks
-    config = BalanceConfig(mode="resize", max_resize=0.99, resize_overhead=0.0)
+    config = BalanceConfig(mode="resize", pruning=Pruning(max_resize=0.99, resize_overhead=0.0))
     group = [RankTimes(1.0, matmul_share)] * ranks
     group[slow] = RankTimes(1.0 - matmul_share + slowdown * matmul_share, slowdown * matmul_share)
     ratio = decide(group, FREE, config, BalancePlan.idle(ranks)).resize[slow]
     after = group[slow].work_seconds - ratio * group[slow].matmul_seconds
-    if group[slow].work_seconds > 1 + config.margin:
+    if group[slow].work_seconds > 1 + config.threshold:
         assert after == pytest.approx(1.0)
     else:
         assert ratio == 0
@@ -82,23 +83,21 @@ def test_eq1_by_hand() -> None:
 
 def test_mean_reference_prunes_less() -> None:
     group = [RankTimes(1.0, 1.0), RankTimes(4.0, 4.0)]
-    mean = decide(group, FREE, BalanceConfig(mode="resize", reference="mean", resize_overhead=0.0), BalancePlan.idle(2))
-    assert mean.resize == (0.0, 0.375)
+    config = BalanceConfig(mode="resize", pruning=Pruning(reference="mean", resize_overhead=0.0))
+    assert decide(group, FREE, config, BalancePlan.idle(2)).resize == (0.0, 0.375)
 
 
 def test_what_resizing_costs_is_pruned_as_well() -> None:
     group = [RankTimes(1.0, 1.0), RankTimes(4.0, 4.0)]
-    ratio = decide(group, FREE, BalanceConfig(mode="resize", resize_overhead=0.05), BalancePlan.idle(2)).resize[1]
+    config = BalanceConfig(mode="resize", pruning=Pruning(resize_overhead=0.05))
+    ratio = decide(group, FREE, config, BalancePlan.idle(2)).resize[1]
     assert (1 - ratio + 0.05) * 4.0 == pytest.approx(1.0)
 
 
 def test_fixed_ratio_goes_to_slow_ranks_only() -> None:
     group = [RankTimes(1.0, 1.0), RankTimes(4.0, 4.0), RankTimes(1.05, 1.0)]
-    assert decide(group, FREE, BalanceConfig(mode="resize", resize_ratio=0.5), BalancePlan.idle(3)).resize == (
-        0.0,
-        0.5,
-        0.0,
-    )
+    config = BalanceConfig(mode="resize", pruning=Pruning(resize_ratio=0.5))
+    assert decide(group, FREE, config, BalancePlan.idle(3)).resize == (0.0, 0.5, 0.0)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), -1.0, 0.0, float("inf")])
@@ -113,6 +112,10 @@ def test_impossible_times_are_refused(bad: float) -> None:
 # Plans that migrate ----------------------------------------------------------------------------------------------
 
 
+def without_pruning(mode: str) -> BalanceConfig:
+    return BalanceConfig(mode=mode, pruning=Pruning(max_resize=0.0) if mode == "semi" else None)
+
+
 def straggler(slowdown: float, ranks: int = 2, other: float = 0.0) -> list[RankTimes]:
     """Rank 0 is slow."""
     return [RankTimes(other + chi, chi) for chi in (slowdown, *(1.0,) * (ranks - 1))]
@@ -120,9 +123,9 @@ def straggler(slowdown: float, ranks: int = 2, other: float = 0.0) -> list[RankT
 
 @given(groups(), st.sampled_from(MIGRATING), st.floats(0, 0.9))
 def test_plans_are_possible_and_do_not_harm(group: list[RankTimes], mode: str, cap: float) -> None:
-    config = BalanceConfig(mode=mode, max_resize=cap)
-    plan = decide(group, FREE, config, BalancePlan.idle(len(group)))
     limit = 0.0 if mode == "migrate" else cap
+    config = BalanceConfig(mode=mode, pruning=Pruning(max_resize=cap) if limit else None)
+    plan = decide(group, FREE, config, BalancePlan.idle(len(group)))
     assert all(0 <= ratio <= limit + 1e-6 for ratio in plan.resize)
     assert sum(plan.migrate) == sum(plan.receive)
     assert all(plan.load(rank) > 0 for rank in range(len(group)))
@@ -133,10 +136,11 @@ def test_plans_are_possible_and_do_not_harm(group: list[RankTimes], mode: str, c
 def test_rounding_to_steps_does_not_exceed_the_cap(mode: str) -> None:
     """0.3 is no multiple of the steps; the next one is above it. Each layer's ratio must stay below the cap."""
     group = [RankTimes(1.0, 0.9), RankTimes(4.0, 3.9), RankTimes(4.0, 3.9)]
-    config = BalanceConfig(mode=mode, max_resize=0.3, priority="priority-diff")  # type: ignore[arg-type]
+    rules = Pruning(max_resize=0.3, priority="priority-diff")
+    config = BalanceConfig(mode=mode, pruning=rules)  # type: ignore[arg-type]
     ratio = max(decide(group, Costs(migrate_fixed_seconds=0.5), config, BalancePlan.idle(3)).resize)
     assert 0.29999 < ratio <= 0.3
-    assert layer_ratios(ratio, [0.5, 0.1], [1.0, 1.0], config) == pytest.approx([0.3, 0.3], rel=1e-5)
+    assert layer_ratios(ratio, [0.5, 0.1], [1.0, 1.0], rules) == pytest.approx([0.3, 0.3], rel=1e-5)
 
 
 @pytest.mark.parametrize("mode", ["migrate", "auto"])
@@ -160,7 +164,7 @@ def test_auto_migrates_only_if_that_pays_and_migrate_does_anyway() -> None:
 
 @pytest.mark.parametrize("mode", MIGRATING)
 def test_a_small_change_keeps_the_plan_and_a_large_one_does_not(mode: str) -> None:
-    config = BalanceConfig(mode=mode, max_resize=0.0)
+    config = without_pruning(mode)
     plan = decide(straggler(4.0), FREE, config, BalancePlan.idle(2))
     assert plan != BalancePlan.idle(2)
     for slowdown in (3.7, 4.0, 4.2):
@@ -174,7 +178,7 @@ def test_a_small_change_keeps_the_plan_and_a_large_one_does_not(mode: str) -> No
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_a_plan_goes_with_its_straggler(mode: str, ranks: int) -> None:
     """Also where many receivers hardly feel it."""
-    config = BalanceConfig(mode=mode, max_resize=0.0)
+    config = without_pruning(mode)
     plan = decide(straggler(1.5, ranks), FREE, config, BalancePlan.idle(ranks))
     assert plan != BalancePlan.idle(ranks)
     assert decide(straggler(1.05, ranks), FREE, config, plan) == BalancePlan.idle(ranks)
@@ -190,7 +194,7 @@ def test_a_plan_says_why_and_one_that_is_kept_still_does() -> None:
 
 
 def test_a_gain_that_is_too_small_is_said() -> None:
-    config = BalanceConfig(mode="auto", margin=0.2)
+    config = BalanceConfig(mode="auto", threshold=0.2)
     plan = decide(straggler(1.21, 2), FREE, config, BalancePlan.idle(2))
     assert plan == BalancePlan.idle(2)
     assert plan.note.startswith("balancing would gain too little: 1.1 s with, 1.21 s without")
@@ -253,21 +257,21 @@ def test_impossible_plans_are_refused(
     st.floats(0, 1),
 )
 def test_budgeted_layer_ratios_keep_the_budget(ratio: float, layers: list[tuple[float, float]], decay: float) -> None:
-    config = BalanceConfig(mode="resize", decay=decay)
+    rules = Pruning(priority="priority-diff", decay=decay)
     shares, costs = zip(*layers, strict=True)
-    ratios = layer_ratios(ratio, shares, costs, config)
-    assert (ratios >= 0).all() and (ratios <= config.max_resize + 1e-9).all()
+    ratios = layer_ratios(ratio, shares, costs, rules)
+    assert (ratios >= 0).all() and (ratios <= rules.max_resize + 1e-9).all()
     assert float(ratios @ np.array(costs)) == pytest.approx(ratio * sum(costs), rel=1e-6, abs=1e-9)
 
 
 @given(st.floats(0.01, 0.9), st.lists(st.floats(0, 1), min_size=1, max_size=12))
 def test_printed_layer_ratios_are_algorithm_1(ratio: float, shares: list[float]) -> None:
-    config = BalanceConfig(mode="resize", ratio_form="printed")
-    ratios = layer_ratios(ratio, shares, [1.0] * len(shares), config)
-    assert ratios == pytest.approx([min(max(share, 0.8 * ratio), config.max_resize) for share in shares])
+    rules = Pruning(priority="priority-diff", ratio_form="printed")
+    ratios = layer_ratios(ratio, shares, [1.0] * len(shares), rules)
+    assert ratios == pytest.approx([min(max(share, 0.8 * ratio), rules.max_resize) for share in shares])
 
 
 @pytest.mark.parametrize("form", ["printed", "budgeted"])
 def test_no_layer_is_pruned_at_ratio_zero(form: str) -> None:
-    config = BalanceConfig(mode="resize", ratio_form=form)
-    assert layer_ratios(0.0, [1.0, 0.5], [1.0, 1.0], config).tolist() == [0.0, 0.0]
+    rules = Pruning(priority="priority-diff", ratio_form=form)
+    assert layer_ratios(0.0, [1.0, 0.5], [1.0, 1.0], rules).tolist() == [0.0, 0.0]

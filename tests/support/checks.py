@@ -1,0 +1,65 @@
+"""Checks that share a start of ranks, because starting ranks takes longer than most checks."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.harness import run_ranks
+
+Check = Callable[..., None]
+Case = tuple[Check, tuple[Any, ...]]
+
+
+class Checks:
+    """The checks of a test module, each of which runs on all ranks of a world of some size::
+
+    checks = Checks()
+
+    @checks.on(2)
+    def sums_are_equal() -> None: ...
+
+    test_on_ranks = checks.test()
+    """
+
+    def __init__(self) -> None:
+        self._cases: dict[int, list[Case]] = {}
+
+    def on(self, ranks: int, *args: Any) -> Callable[[Check], Check]:
+        """Run the decorated function with ``args`` on so many ranks; it must be defined at the top of a module."""
+
+        def add(check: Check) -> Check:
+            self._cases.setdefault(ranks, []).append((check, args))
+            return check
+
+        return add
+
+    def test(self) -> Callable[[int], None]:
+        """The test of the checks so far, one start for each number of ranks. The first check that fails ends it."""
+
+        @pytest.mark.parametrize("ranks", sorted(self._cases))
+        def test(ranks: int) -> None:
+            run_ranks(ranks, _run_all, self._cases[ranks], timeout_seconds=600)
+
+        return test
+
+
+def _run_all(cases: Sequence[Case]) -> None:
+    for check, args in cases:
+        try:
+            check(*args)
+        except BaseException as error:
+            error.add_note(f"in {check.__module__}.{check.__qualname__}{args}")
+            raise
+        gc.collect()
+
+
+def of_all_ranks(value: Any) -> list[Any]:
+    """What each rank has for ``value``, by rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
