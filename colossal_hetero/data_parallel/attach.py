@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..colossalai_support.accelerator import get_accelerator
-from ..common.ranks import on_every_rank
+from ..common.ranks import on_every_rank, print_on_rank_0
 from ..planner.batches.batch_profile import BatchProfile
 from ..profiling.loss_check import check_loss
 from ..profiling.preserved_state import inner_optimizer, preserved_state
@@ -34,7 +34,7 @@ from .loss_weights import (
     weight_function,
 )
 from .out_of_memory import OutOfMemoryGuard
-from .saved_profile import CachedProfile, ProfileFile, context_of, print_on_rank_0
+from .saved_profile import CachedProfile, ProfileFile, context_of
 from .sync_batch_norm import SampleWeightedBatchNorm
 
 

@@ -7,10 +7,10 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 from statistics import fmean
-from typing import Any
 
 import torch.distributed as dist
 
+from ..common.ranks import of_every_rank, print_on_rank_0
 from ..planner.batches.allocation import Allocation
 from ..planner.batches.batch_profile import BatchProfile
 from ..planner.batches.closed_loop import BatchDivider, GlobalBatchTime, Redivision
@@ -18,7 +18,6 @@ from ..planner.batches.time_curve import equal_devices, joint_curves, joint_seco
 from .busy_timer import BusyTimer, ForwardOnlyTimer, TimedGlobalBatch
 from .config import BatchConfig
 from .loader import HeteroDataLoader
-from .saved_profile import print_on_rank_0
 
 # Batch messages ------------------------------------------------------------------------------------------------------
 
@@ -123,9 +122,8 @@ class BatchBalancer:
     def _check(self) -> None:
         replica = self._replica_of[dist.get_rank()]
         current = -1 if self._loader.current is None else self._loader.current.global_batch
-        everyone: list[Any] = [None] * dist.get_world_size()
         measured = [self._against_profile(replica, each) for each in self._timer.take()]
-        dist.all_gather_object(everyone, (measured, self._loader.drawn_global_batch))
+        everyone = of_every_rank((measured, self._loader.drawn_global_batch))
         by_rank = _complete([times for times, _ in everyone])
         if not by_rank[0]:
             return

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, default_collate
 
 from ..colossalai_support.accelerator import get_accelerator
-from ..common.ranks import naming_ended_ranks
+from ..common.ranks import naming_ended_ranks, of_every_rank
 from .progress import LoopProgress, MicroBatch
 from .sampler import Division, GlobalBatchSampler, SeededSamples
 from .tagged_tensor import shapes_of, tagged, untagged
@@ -395,8 +395,7 @@ def make_loader(
 
 
 def check_same_order(loader: HeteroDataLoader) -> None:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (loader._global_sampler.identity(), loader._global_sampler.digest()))
+    everyone = of_every_rank((loader._global_sampler.identity(), loader._global_sampler.digest()))
     others = [rank for rank, found in enumerate(everyone) if found != everyone[0]]
     if others:
         raise ValueError(

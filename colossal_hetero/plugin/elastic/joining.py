@@ -4,13 +4,13 @@ next process with such a device finds it too."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Collection
-from typing import Any
 
 import torch.distributed as dist
 
+from ...common.ranks import of_every_rank
+from ...common.text import say
 from ...elastic.membership import Membership
 from ...planner.profile.fitted_profiles import with_kind
 from ...planner.profile.layer_profile import ModelProfile
@@ -65,7 +65,7 @@ class KnownKinds:
             self._board.count(_name(kind) + "/measuring", -1)
 
     def _measure_and_publish(self, kind: str, measure: Callable[[], ModelProfile], board: Membership) -> None:
-        _say(f"{kind} is not in the profile of {self._profile.name}: measuring its layers before this process joins")
+        say(f"{kind} is not in the profile of {self._profile.name}: measuring its layers before this process joins")
         begin = time.monotonic()
         try:
             measured = measure()
@@ -79,7 +79,7 @@ class KnownKinds:
         size = merged.micro_batches(kind, min(merged.tensor_parallel_degrees(kind)))[0]
         costs = merged.costs(kind, min(merged.tensor_parallel_degrees(kind)), size)
         seconds = float((costs.forward_seconds + costs.backward_seconds).sum())
-        _say(
+        say(
             f"{kind} was measured in {time.monotonic() - begin:.1f} s: a micro-batch of {size} takes "
             f"{1e3 * seconds:.3g} ms; all members have it"
         )
@@ -87,10 +87,6 @@ class KnownKinds:
 
 def _name(kind: str) -> str:
     return f"layers of {kind}"
-
-
-def _say(text: str) -> None:
-    print(f"colossal_hetero: {text}", file=sys.stderr, flush=True)
 
 
 # Waiting -------------------------------------------------------------------------------------------------------------
@@ -121,13 +117,11 @@ class WaitForNodes:
         there = f"{size} member{'s' if size > 1 else ''}"
         if dist.get_rank() == 0:
             left = max(self._limit - waited, 0.0)
-            words = f"there is no plan for {there}; waiting up to {left:.0f} s for more nodes: {problem}"
-            print(f"colossal_hetero: {words}", file=sys.stderr, flush=True)
+            say(f"there is no plan for {there}; waiting up to {left:.0f} s for more nodes: {problem}")
         while True:
-            words_of_all: list[Any] = [None] * size
             comes = dist.get_rank() == 0 and self._members.is_somebody_waiting()
             waited = time.monotonic() - self._since
-            dist.all_gather_object(words_of_all, (comes, self._members.is_leaving(), waited))
+            words_of_all = of_every_rank((comes, self._members.is_leaving(), waited))
             if any(comes or leaves for comes, leaves, _ in words_of_all):
                 return
             if max(waited for *_, waited in words_of_all) > self._limit:

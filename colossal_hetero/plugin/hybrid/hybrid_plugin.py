@@ -26,7 +26,7 @@ from ...balance.config import BalanceConfig
 from ...checkpoint.config import CheckpointConfig
 from ...checkpoint.layer_checkpoint import Start
 from ...colossalai_support.gpu_over_gloo import support_gpus_over_gloo
-from ...common.ranks import name_ended_ranks, naming_ended_ranks, watch_ranks
+from ...common.ranks import name_ended_ranks, naming_ended_ranks, of_every_rank, watch_ranks
 from ...data_parallel.attach import BatchSetup
 from ...data_parallel.batch_balancer import BatchBalancer
 from ...data_parallel.config import BatchConfig
@@ -528,8 +528,6 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
     def batch_setup(self, objects: TrainingObjects) -> BatchSetup:
         assert self.batches is not None
         model, optimizer = objects.model, objects.optimizer
-        replicas: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(replicas, self.replica()[0])
 
         def synchronize(due: bool) -> None:
             model.require_grad_sync = due
@@ -542,6 +540,6 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             config=self.batches,
             stage=self.zero_stage,
             precision=self.precision,
-            replica_of=replicas,
+            replica_of=of_every_rank(self.replica()[0]),
             synchronize=synchronize,
         )

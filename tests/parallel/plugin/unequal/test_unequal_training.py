@@ -20,14 +20,15 @@ from torch.utils.data import Dataset
 
 from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin, PlanConfig
 from colossal_hetero.colossalai_support.corrections import ModuleProxy
+from colossal_hetero.common import ranks
 from colossal_hetero.planner.cluster.group_networks import Adapter
 from colossal_hetero.planner.cost.plan import Plan
-from colossal_hetero.plugin.hybrid import drift, planned_mesh
+from colossal_hetero.plugin.hybrid import planned_mesh
 from colossal_hetero.plugin.hybrid.planned_mesh import ordered_group
 from tests.parallel.plugin.hybrid.test_plan_groups import two_nodes
 from tests.parallel.plugin.unequal.test_unequal_replicas import PLANS, exact_zero, gpt2, samples
 from tests.support.harness import run_ranks
-from tests.support.planning import RecordingConsole, make_plan, unequal_plan
+from tests.support.planning import make_plan, unequal_plan
 from tests.support.training import Trained, boost, loss_of, scripted, sgd, tiny_vit
 
 GLOBAL_BATCH = PLANS["1+2"].global_batch
@@ -402,7 +403,7 @@ def test_a_stage_migrates_work_of_a_slow_rank() -> None:
 
 def train_and_watch() -> tuple[Any, list[str]]:
     printed: list[str] = []
-    with patch.object(drift, "Console", lambda **kwargs: RecordingConsole(printed)):
+    with patch.object(ranks, "print_words", printed.append):
         plugin = plugin_for()
         loader = plugin.prepare_dataloader(NumberedImages(5 * GLOBAL_BATCH))
         run = boost_with(loader, plugin)
