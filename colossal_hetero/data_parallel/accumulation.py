@@ -281,7 +281,6 @@ class GradientAccumulation:
 
     def _close_gradients(self) -> None:
         if self._guarded_for is not None:
-            self._guard.open(check=False)
             self._guard.close(self._guarded_for, fill=self._stage in (1, 2))
 
     def _open_gradients(self) -> None:

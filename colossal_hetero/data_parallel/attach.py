@@ -197,7 +197,7 @@ def _total_weight(setup: BatchSetup, model: ModelWrapper, trial: TrialRun) -> tu
         weight_by = found_weight(trial, setup.precision)
         print_on_rank_0(f"losses are weighted {WORDS[weight_by]}")
         if weight_by == "samples":
-            loader.check_by(refuse_ignored(trial.criterion))
+            loader.check = refuse_ignored(trial.criterion)
     replicas = max(setup.replica_of) + 1
     weight_of = samples_in(trial) if weight_by == "samples" else weight_function(weight_by)
     if weight_of is None:
@@ -219,7 +219,9 @@ def _timer(
         whole = divider_of(setup.config, profile, setup.stage, loader.multiple_of).curves[replica]
         forward = forward_curve(profile.kinds[profile.ranks[replica]], whole.max_batch)
         if forward is not None:
-            return ForwardOnlyTimer(model, loader, whole, forward)
+            return ForwardOnlyTimer(
+                model, lambda: 1 if loader.current is None else max(1, loader.current.samples), whole, forward
+            )
     timer = BusyTimer(setup.replica_of)
     timer.attach(optimizer)
     loader.load_timer = timer

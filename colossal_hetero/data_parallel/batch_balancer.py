@@ -170,7 +170,7 @@ class BatchBalancer:
         def division(samples: int) -> Sequence[Sequence[int]]:
             return [share.sizes for share in self._divider.divide(speeds, samples).shares]
 
-        self._loader.redivide(division, drawn_global_batch)
+        self._loader.divide_by(division, drawn_global_batch)
 
 
 def divider_of(config: BatchConfig, profile: BatchProfile, stage: int, multiple_of: int = 1) -> BatchDivider:

@@ -34,7 +34,6 @@ from ..common.methods import wrap_method
 from ..planner.batches.batch_profile import DeviceProfile
 from ..planner.batches.time_curve import Curve
 from ..profiling.forward_timer import ForwardTimer
-from .loader import HeteroDataLoader
 
 # Collective waits ----------------------------------------------------------------------------------------------------
 # Collectives are watched if called as attributes of ``torch.distributed``: by the script, ZeRO's optimizer, FSDP and
@@ -256,9 +255,9 @@ class BusyTimer:
 class ForwardOnlyTimer:
     """Times forward passes, by which whole micro-batches are judged, each as a global batch."""
 
-    def __init__(self, model: nn.Module, loader: HeteroDataLoader, whole: Curve, forward: Curve) -> None:
+    def __init__(self, model: nn.Module, samples: Callable[[], int], whole: Curve, forward: Curve) -> None:
         self._whole, self._forward = whole, forward
-        self._timer = ForwardTimer(model, lambda: 1 if loader.current is None else max(1, loader.current.samples))
+        self._timer = ForwardTimer(model, samples)
 
     def take(self) -> list[TimedGlobalBatch]:
         return [

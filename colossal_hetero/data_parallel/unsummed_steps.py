@@ -76,7 +76,8 @@ class GradientGuard:
         self._reason = ""
 
     def close(self, reason: str, *, fill: bool) -> None:
-        """Guard the gradients. With ``fill``, trained parameters without one get an empty one."""
+        """Guard the present gradients. With ``fill``, trained parameters without one get an empty one."""
+        self.open(check=False)
         self._reason = reason
         with torch._C.DisableTorchFunctionSubclass():
             for name, parameter in self._parameters:
@@ -145,7 +146,6 @@ class _GradientSums:
     def close_gradients(self, *_: Any) -> None:
         """Refuse functions of ``parameter.grad``, which is None: clipping by torch would do nothing."""
         for optimizer in self.sharded:
-            self.guards[optimizer].open(check=False)
             self.guards[optimizer].close(
                 f"at ZeRO stages 1 and 2 each rank has another part of it; {CLIPPING}", fill=True
             )

@@ -419,7 +419,7 @@ class PipelineBatches(UnevenBatches):
     def _redivide(self, drawn_global_batch: int) -> None:
         assert self._loader is not None
         self.micro_batches = self._divide(self._config.global_batch_size)
-        self._loader.redivide(self._division, drawn_global_batch)
+        self._loader.divide_by(self._division, drawn_global_batch)
 
     def _division(self, samples: int) -> Sequence[Sequence[int]]:
         """Samples of each replica in a global batch of so many."""

@@ -51,8 +51,8 @@ from .evaluations import (
     release_state,
     restore,
 )
-from .joining import WaitForNodes
 from .members import Members
+from .planning import WaitForNodes
 
 T = TypeVar("T")
 

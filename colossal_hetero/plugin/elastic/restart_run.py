@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
-from colossalai.checkpoint_io import CheckpointIO
 from torch import Tensor
 
 from ...checkpoint.held_pieces import pieces_of
@@ -249,14 +248,3 @@ def elastic_run_of(config: ElasticConfig, members: Members, build: Build) -> Ela
     if config.recovery == "in-process":
         return ElasticRun(members, build, config)
     return RestartRun(config, members, build, watches=isinstance(members, RestartedMember))
-
-
-# Present checkpoint io -----------------------------------------------------------------------------------------------
-
-
-class PresentCheckpointIO:
-    def __init__(self, make: Callable[[], CheckpointIO]) -> None:
-        self._make = make
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._make(), name)

@@ -36,11 +36,10 @@ from ...elastic.config import ElasticConfig
 from ...elastic.held_layers import HeldLayers, Recovery, layers_by_rank
 from ...planner.cost.plan import Plan
 from ...profiling.training_step import with_dicts
-from ..checkpoint_part import CheckpointMethods, Checkpoints, check_config
-from ..elastic.elastic_arguments import check_elastic, cluster_of, elastic_planning, profile_of, seated
+from ..checkpoint_part import CheckpointMethods, Checkpoints, PresentCheckpointIO, check_config
 from ..elastic.elastic_run import ElasticRun
-from ..elastic.joining import KnownKinds
-from ..elastic.restart_run import PresentCheckpointIO, elastic_run_of, members_of
+from ..elastic.planning import KnownKinds, check_elastic, cluster_of, elastic_planning, profile_of, seated
+from ..elastic.restart_run import elastic_run_of, members_of
 from ..plan_config import PlanConfig
 from ..replicas.unequal_replicas import ReplicaCheckpointIO, why_layer_sums
 from ..training_objects import TrainingObjects

@@ -11,7 +11,7 @@ import pytest
 
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.cost.runnable import NoPlanError, why_not_runnable
-from colossal_hetero.plugin.elastic.elastic_arguments import elastic_planning
+from colossal_hetero.plugin.elastic.planning import elastic_planning
 from colossal_hetero.plugin.hybrid.plan_agreement import best_plan
 from colossal_hetero.plugin.plan_config import PlanConfig
 from tests.support.random_clusters import random_cluster, random_model, whole_space_problem

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
-from colossal_hetero.plugin.elastic.joining import KnownKinds
 from colossal_hetero.plugin.elastic.members import own_kind
+from colossal_hetero.plugin.elastic.planning import KnownKinds
 from tests.support.machines import Nodes, machines
 from tests.unit.planner.profile.test_fitted_profiles import profile
 
