@@ -16,7 +16,7 @@ not known in advance, such as the number of tokens, an estimate takes its place,
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..colossalai_support.user_hooks import user_hooks
 from ..common.methods import wrap_method
 from ..profiling.preserved_state import inner_optimizer
+from .config import BatchSetup
 from .loader import HeteroDataLoader
 from .loss_weights import SampleTotal
 from .progress import LoopProgress, MicroBatch, averages_of, pause_within_global_batch, schedules_of
@@ -115,26 +116,18 @@ class GradientAccumulation:
 
     def __init__(
         self,
+        setup: BatchSetup,
         loader: HeteroDataLoader,
-        synchronize: Callable[[bool], None],
         total: SampleTotal,
-        *,
-        weight_by: Any = "samples",
-        stage: int,
-        is_scaled: bool = False,
-        leaves: Sequence[Tensor] = (),
-        max_norm: float = 0.0,
-        on_step: Callable[[], None] = lambda: None,
+        weight_by: Any,
+        on_step: Callable[[], None],
     ) -> None:
+        self._setup = setup
+        self._stage = setup.stage
         self._loader = loader
-        self._synchronize = synchronize
         self._total = total
         self._weight_by = weight_by
-        self._stage = stage
-        self._is_scaled = is_scaled
         self._is_unscaled = False
-        self._leaves = leaves
-        self._max_norm = max_norm
         self._on_step = on_step
         self._drop_gradients: Callable[..., None] = lambda: None
         self._param_groups: list[dict[str, Any]] = []
@@ -208,7 +201,7 @@ class GradientAccumulation:
                     self._drop()
                 self._check_rates(micro_batch)
                 self._is_synchronized = self._may_synchronize
-                self._synchronize(micro_batch.is_last and self._may_synchronize)
+                self._setup.synchronize(micro_batch.is_last and self._may_synchronize)
         return args, kwargs
 
     def _after_forward(self, *_: Any) -> None:
@@ -275,7 +268,7 @@ class GradientAccumulation:
             return "it is not summed over ranks, because the backward pass ran inside no_sync()"
         if self._total.is_estimated:
             return f"it is corrected before the step, when the sum of weights (weight_by) is known; {CLIPPING}"
-        if self._is_scaled and not self._is_unscaled:
+        if self._setup.precision == "fp16" and not self._is_unscaled:
             return f"it is multiplied by the loss scale; call optimizer.unscale_grad() before. {CLIPPING}"
         return None
 
@@ -306,7 +299,7 @@ class GradientAccumulation:
                     "loss.backward() does not. Freeze or detach what the losses of another model must not reach"
                 )
 
-        for leaf in self._leaves or model.parameters():
+        for leaf in self._setup.leaves or model.parameters():
             if leaf.requires_grad:
                 leaf.register_post_accumulate_grad_hook(check)
 
@@ -329,8 +322,8 @@ class GradientAccumulation:
             )
         self._open_gradients()
         self._total.correct(optimizer)
-        if self._max_norm > 0:
-            clip(self._max_norm)
+        if self._setup.max_norm > 0:
+            clip(self._setup.max_norm)
         result = step(*args, **kwargs)
         self._guarded_for, self._is_unscaled = self._why_guarded(), False
         self._close_gradients()

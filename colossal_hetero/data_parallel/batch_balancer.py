@@ -16,7 +16,7 @@ from ..planner.batches.batch_profile import BatchProfile
 from ..planner.batches.closed_loop import BatchDivider, GlobalBatchTime, Redivision
 from ..planner.batches.time_curve import equal_devices, joint_curves, joint_seconds
 from .busy_timer import BusyTimer, ForwardOnlyTimer, TimedGlobalBatch
-from .config import BatchConfig
+from .config import BatchConfig, BatchSetup
 from .loader import HeteroDataLoader
 
 # Batch messages ------------------------------------------------------------------------------------------------------
@@ -70,20 +70,18 @@ class BatchBalancer:
 
     def __init__(
         self,
-        config: BatchConfig,
+        setup: BatchSetup,
         profile: BatchProfile,
-        stage: int,
         loader: HeteroDataLoader,
         timer: BusyTimer | ForwardOnlyTimer,
-        replica_of: Sequence[int],
     ) -> None:
-        self._config = config
+        self._config = config = setup.config
         self._profile = profile
-        self._stage = stage
+        self._stage = setup.stage
         self._loader = loader
         self._timer = timer
-        self._replica_of = replica_of
-        self._divider = divider_of(config, profile, stage, loader.multiple_of)
+        self._replica_of = setup.replica_of
+        self._divider = divider_of(config, profile, setup.stage, loader.multiple_of)
         self._redivision = Redivision(self._divider, config.global_batch_size, config.reallocate_above)
         self._redivision.skip(FIRST_GLOBAL_BATCHES)
         self._since_check = 0
@@ -175,8 +173,7 @@ class BatchBalancer:
 
 def divider_of(config: BatchConfig, profile: BatchProfile, stage: int, multiple_of: int = 1) -> BatchDivider:
     """Divider of global batches by ``profile``. Equal devices get the mean of their times."""
-    largest = min(config.global_batch_size, config.max_micro_batch or config.global_batch_size)
-    curves, step_seconds = profile.curves(stage, largest), profile.step_seconds(stage)
+    curves, step_seconds = profile.curves(stage, config.largest_micro_batch), profile.step_seconds(stage)
     groups = equal_devices(profile.devices, curves)
     return BatchDivider(
         joint_curves(curves, groups),

@@ -45,22 +45,20 @@ def device_names(replica_of: Sequence[int]) -> list[str]:
 
 class ProfileFile:
     def __init__(self, path: Path | str) -> None:
-        self._path = Path(path)
+        self.path = Path(path)
 
     def read(
         self, replica_of: Sequence[int], description: ModelDescription, stage: int, precision: str, cap: int
     ) -> BatchProfile | None:
         """The checked profile; None if it does not exist or its search ended below ``cap``. Every rank calls it."""
-        found = of_every_rank(self._path.exists())
+        found = of_every_rank(self.path.exists())
         devices = device_names(replica_of)
         if not any(found):
             return None
         missing = [rank for rank, exists in enumerate(found) if not exists]
         if missing:
-            raise ValueError(
-                f"profile={str(self._path)!r} does not exist on ranks {missing}; copy it to their machines"
-            )
-        profile = from_rank_0(lambda: load_profile(self._path))
+            raise ValueError(f"profile={str(self.path)!r} does not exist on ranks {missing}; copy it to their machines")
+        profile = from_rank_0(lambda: load_profile(self.path))
         profile.check_fits(devices, description.digest, stage=stage, precision=precision)
         capped = caps_below(profile, cap)
         if capped is None:
@@ -68,12 +66,12 @@ class ProfileFile:
         largest, by_search = capped
         if by_search:
             print_on_rank_0(
-                f"the profile {self._path} was made with micro-batches of at most {largest} samples; it is made again, "
+                f"the profile {self.path} was made with micro-batches of at most {largest} samples; it is made again, "
                 f"with at most {cap}"
             )
             return None
         print_on_rank_0(
-            f"the profile {self._path} limits micro-batches to {largest} samples, though memory does not; remove the "
+            f"the profile {self.path} limits micro-batches to {largest} samples, though memory does not; remove the "
             "file to measure again"
         )
         return profile
@@ -81,9 +79,9 @@ class ProfileFile:
     def check_writable(self) -> None:
         """Check whether rank 0 can write the file. Every rank calls it."""
         try:
-            from_rank_0(lambda: check_writable(self._path))
+            from_rank_0(lambda: check_writable(self.path))
         except ValueError as error:
-            raise ValueError(f"profile={str(self._path)!r} cannot be written: {error}") from None
+            raise ValueError(f"profile={str(self.path)!r} cannot be written: {error}") from None
 
     def write(self, profile: BatchProfile) -> None:
         """Write the profile on rank 0, with links that a user added to the file. Every rank calls it."""
@@ -91,11 +89,11 @@ class ProfileFile:
         def store() -> None:
             links = profile.links
             with suppress(ValueError):
-                links = load_profile(self._path).links
+                links = load_profile(self.path).links
             try:
-                save_profile(profile.model_copy(update={"links": links}), self._path)
+                save_profile(profile.model_copy(update={"links": links}), self.path)
             except OSError as error:
-                raise ValueError(f"profile={str(self._path)!r} cannot be written: {error.strerror}") from error
+                raise ValueError(f"profile={str(self.path)!r} cannot be written: {error.strerror}") from error
 
         from_rank_0(store)
 

@@ -23,9 +23,9 @@ from ..colossalai_support.accelerator import recorded_event
 from ..common.methods import wrap_method
 from ..common.ranks import of_every_rank, print_on_rank_0
 from ..data_parallel.accumulation import GradientAccumulation
-from ..data_parallel.attach import BatchSetup, attach_batches, profile_for, trial_run
+from ..data_parallel.attach import MeasuredBatches
 from ..data_parallel.batch_balancer import BatchBalancer
-from ..data_parallel.config import BatchConfig
+from ..data_parallel.config import BatchConfig, BatchSetup
 from ..data_parallel.loader import HeteroDataLoader, check_same_order, make_loader
 from ..data_parallel.resumable_loader import make_even_loader
 from ..data_parallel.sync_batch_norm import synchronize_batch_norm
@@ -106,15 +106,11 @@ class UnevenBatches:
         return objects._replace(dataloader=loader, model=self._synchronized(plugin, objects.model, loader))
 
     def measure(self, plugin: ReplicaPlugin, objects: TrainingObjects) -> None:
-        self._setup = plugin.batch_setup(objects)
-        self._trial = trial_run(self._setup, objects.model, objects.optimizer, objects.criterion, objects.dataloader)
-        self._profile, self._profile_path = profile_for(self._setup, self._description, self._trial)
+        self._measured = MeasuredBatches(plugin.batch_setup(objects), self._description, *objects[:4])
 
     def attach(self, plugin: ReplicaPlugin, objects: TrainingObjects) -> None:
-        self.balancer, self._accumulations[objects.optimizer] = attach_batches(
-            self._setup, self._profile, self._trial, objects.lr_scheduler, self._profile_path
-        )
-        del self._trial
+        self.balancer, self._accumulations[objects.optimizer] = self._measured.attach(objects.lr_scheduler)
+        del self._measured
 
     def no_sync(self, optimizer: Any) -> AbstractContextManager[None]:
         if optimizer not in self._accumulations:

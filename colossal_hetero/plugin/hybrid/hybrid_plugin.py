@@ -27,9 +27,8 @@ from ...checkpoint.config import CheckpointConfig
 from ...checkpoint.layer_checkpoint import Start
 from ...colossalai_support.gpu_over_gloo import support_gpus_over_gloo
 from ...common.ranks import name_ended_ranks, naming_ended_ranks, of_every_rank, watch_ranks
-from ...data_parallel.attach import BatchSetup
 from ...data_parallel.batch_balancer import BatchBalancer
-from ...data_parallel.config import BatchConfig
+from ...data_parallel.config import BatchConfig, BatchSetup
 from ...data_parallel.resumable_loader import make_even_loader
 from ...data_parallel.unsummed_steps import noted_passes, refuse_unfinished_sums, refuse_unsummed_steps, replica_of
 from ...elastic.config import ElasticConfig
