@@ -18,6 +18,7 @@ from transformers.models.bert.modeling_bert import BertLayer
 
 from tests.parallel.plugin.zero.test_training_scripts import Sentences, boosted, make_transformer
 from tests.support.harness import run_ranks
+from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import zero_plugin
 from tests.support.zero_runs import Numbered, assert_trained, fit, flat, global_batches, make_model, sizes_by_rank
 
@@ -92,7 +93,7 @@ def train_each_lora(folder: str) -> list[list[torch.Tensor]]:
     return [train_lora(*case, f"{folder}/{number}") for number, case in enumerate(LORA_CASES)]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, 3] if IS_THOROUGH else [2])
 def test_adapters_are_trained_as_in_one_process(ranks: int, tmp_path: Path) -> None:
     for number in range(len(LORA_CASES)):
         (tmp_path / str(number)).mkdir()
