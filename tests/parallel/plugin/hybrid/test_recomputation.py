@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from colossalai.shardformer.layer.utils import Randomizer
 from torch import Tensor, nn
 
 from colossal_hetero import BalanceConfig
@@ -78,6 +79,7 @@ def train(plan: Plan, name: str, switched_on: bool = False) -> Result:
     """Losses of this rank's replica, its parameters, and the bytes that its first micro-batch keeps for backward."""
     allow_cpu()
     torch.manual_seed(3)
+    Randomizer.reset_index()  # an earlier model of this process has counted
     # Colossal-AI divides the vocabulary of tensor-parallel models; their own loss is in fp32.
     dtype = torch.float64 if plan.tensor_parallel == 1 else torch.float32
     module = MODELS[name]().to(dtype)

@@ -81,7 +81,7 @@ KILLED = [(place, victim, stage) for place in PLACES for victim in range(RANKS) 
 
 
 @pytest.mark.parametrize(
-    ("place", "victim", "stage"), KILLED if IS_THOROUGH else zip(PLACES, (2, 0, 1), STAGES, strict=True)
+    ("place", "victim", "stage"), KILLED if IS_THOROUGH else list(zip(PLACES, (2, 0, 1), STAGES, strict=True))
 )
 def test_the_others_name_a_rank_that_was_killed(place: str, victim: int, stage: int) -> None:
     assert_named(train_until_killed, stage, victim, place)

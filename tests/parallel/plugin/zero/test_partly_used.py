@@ -137,7 +137,7 @@ CASES: list[tuple[int, str, dict[str, Any]]] = [
 ]
 
 
-RUNS = [(case, sizes) for case in CASES for sizes in (WHOLE, PARTS)]
+RUNS = [(case, sizes) for case in CASES for sizes in ((WHOLE, PARTS) if IS_THOROUGH else (PARTS,))]
 RUNS += [((stage, "sgd", {}), REVERSED) for stage in range(4)]
 
 
