@@ -170,7 +170,7 @@ def run_each(folder: str) -> list[tuple[str, str, dict[str, Any]]]:
     results, ranks = [], torch.distributed.get_world_size()
     for name, (iteration, stages) in EXACT.items():
         for stage in stages:
-            for division in (WHOLE, PARTS):
+            for division in (WHOLE, PARTS) if IS_THOROUGH else (PARTS,):
                 script = Script(stage, division[ranks], folder, **OPTIONS.get(name, {}))
                 case = f"{name}, stage {stage}, {division[ranks]}"
                 try:
