@@ -21,12 +21,13 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import wraps
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
+
+from .text import print_words
 
 PATIENCE_SECONDS = 1.0
 """Longest search for an ended rank: a connection may be closed a moment before the process has ended."""
@@ -167,8 +168,7 @@ def watch_ranks() -> RankWatch:
     listener = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
     listener.bind((ip, 0))
     listener.listen(4096)
-    addresses: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(addresses, Address(socket.gethostname(), ip, listener.getsockname()[1]))
+    addresses = of_every_rank(Address(socket.gethostname(), ip, listener.getsockname()[1]))
     _watch = RankWatch(dist.get_rank(), listener, addresses)
     return _watch
 
@@ -226,7 +226,7 @@ def name_ended_ranks(model: nn.Module, optimizer: Any) -> None:
     """
     model.register_forward_hook(_name_in_forward, always_call=True)
     for name in METHODS:
-        setattr(optimizer, name, _naming(getattr(optimizer, name)))
+        setattr(optimizer, name, naming_ended_ranks()(getattr(optimizer, name)))
 
 
 def _name_in_forward(model: nn.Module, inputs: Any, output: Any) -> None:
@@ -235,18 +235,38 @@ def _name_in_forward(model: nn.Module, inputs: Any, output: Any) -> None:
         _name(error, _watch)
 
 
-def _naming(method: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(method)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with naming_ended_ranks():
-            return method(*args, **kwargs)
-
-    return run
-
-
 # Every rank ----------------------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
+
+
+def of_every_rank(value: T) -> list[T]:
+    """``value`` of each rank, by rank. Every rank calls it."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def from_rank_0(function: Callable[[], T], kind: type[ValueError] = ValueError) -> T:
+    """The result of ``function`` on rank 0. Every rank calls it. An error of rank 0 is raised on every rank: on the
+    others as one of ``kind``, if it is one, and otherwise as ``ValueError``."""
+    answer: list[Any] = [None, None, None]
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = function()
+        except Exception as error:  # any error: the other ranks wait for the answer
+            failure = error
+            answer[1:] = str(error), kind if isinstance(error, kind) else ValueError
+    dist.broadcast_object_list(answer)
+    if answer[1] is not None:
+        raise failure or answer[2](answer[1])
+    return answer[0]  # type: ignore[no-any-return]
+
+
+def print_on_rank_0(message: str) -> None:
+    if dist.get_rank() == 0:
+        print_words(message)
 
 
 def on_every_rank(function: Callable[[], T], purpose: str) -> list[T]:
@@ -257,9 +277,8 @@ def on_every_rank(function: Callable[[], T], purpose: str) -> list[T]:
         outcome = function(), None
     except Exception as error:
         failure, outcome = error, (None, f"{type(error).__name__}: {error}")
-    everyone: list[Any] = [None] * dist.get_world_size()
     with naming_ended_ranks():
-        dist.all_gather_object(everyone, outcome)
+        everyone: list[tuple[Any, str | None]] = of_every_rank(outcome)
     failures = [f"rank {rank}: {words}" for rank, (_, words) in enumerate(everyone) if words is not None]
     if failures:
         raise RuntimeError(f"{purpose} failed on {'; '.join(failures)}") from failure

@@ -1,12 +1,15 @@
-"""Numbers for people: plurals, and one unit and equally many decimals per column."""
+"""Numbers and messages for people: plurals, and one unit and equally many decimals per column."""
 
 from __future__ import annotations
 
 import importlib
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 from .atomic_files import replacing
 
@@ -125,3 +128,13 @@ def check_name(path: Path | str) -> Path:
 def save_figure(figure: Any, path: Path) -> None:
     with replacing(path) as temporary:
         figure.savefig(temporary, format=path.suffix[1:].lower(), dpi=150)
+
+
+def print_words(message: str) -> None:
+    """Print a message to the user on the error output, as it is."""
+    Console(stderr=True).print(message, soft_wrap=True, highlight=False, markup=False)
+
+
+def say(words: str) -> None:
+    """Print a message of one of many processes, whose outputs a launcher mixes."""
+    print(f"colossal_hetero: {words}", file=sys.stderr, flush=True)

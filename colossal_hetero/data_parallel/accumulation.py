@@ -16,9 +16,9 @@ not known in advance, such as the number of tokens, an estimate takes its place,
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -30,7 +30,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..colossalai_support.user_hooks import user_hooks
+from ..common.methods import wrap_method
 from ..profiling.preserved_state import inner_optimizer
+from .config import BatchSetup
 from .loader import HeteroDataLoader
 from .loss_weights import SampleTotal
 from .progress import LoopProgress, MicroBatch, averages_of, pause_within_global_batch, schedules_of
@@ -114,26 +116,18 @@ class GradientAccumulation:
 
     def __init__(
         self,
+        setup: BatchSetup,
         loader: HeteroDataLoader,
-        synchronize: Callable[[bool], None],
         total: SampleTotal,
-        *,
-        weight_by: Any = "samples",
-        stage: int,
-        is_scaled: bool = False,
-        leaves: Sequence[Tensor] = (),
-        max_norm: float = 0.0,
-        on_step: Callable[[], None] = lambda: None,
+        weight_by: Any,
+        on_step: Callable[[], None],
     ) -> None:
+        self._setup = setup
+        self._stage = setup.stage
         self._loader = loader
-        self._synchronize = synchronize
         self._total = total
         self._weight_by = weight_by
-        self._stage = stage
-        self._is_scaled = is_scaled
         self._is_unscaled = False
-        self._leaves = leaves
-        self._max_norm = max_norm
         self._on_step = on_step
         self._drop_gradients: Callable[..., None] = lambda: None
         self._param_groups: list[dict[str, Any]] = []
@@ -168,11 +162,12 @@ class GradientAccumulation:
         self._replica = next((each for each in model.modules() if isinstance(each, DistributedDataParallel)), None)
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         model.register_forward_hook(self._after_forward, always_call=True)
-        optimizer.backward = self._weighted(optimizer.backward)
-        optimizer.step = self._stepping(optimizer, optimizer.step)
-        optimizer.zero_grad = self._dropping(optimizer.zero_grad)
+        clip = optimizer.clip_grad_by_norm
+        wrap_method(optimizer, "backward", self._backward)
+        wrap_method(optimizer, "step", partial(self._step, optimizer, clip))
+        wrap_method(optimizer, "zero_grad", self._zero_grad)
         for name in ("clip_grad_by_norm", "clip_grad_by_value", "unscale_grad"):
-            setattr(optimizer, name, self._between_global_batches(optimizer, getattr(optimizer, name)))
+            wrap_method(optimizer, name, partial(self._between_global_batches, optimizer))
         if lr_scheduler is not None:
             pause_within_global_batch(lr_scheduler, self.progress)
 
@@ -206,7 +201,7 @@ class GradientAccumulation:
                     self._drop()
                 self._check_rates(micro_batch)
                 self._is_synchronized = self._may_synchronize
-                self._synchronize(micro_batch.is_last and self._may_synchronize)
+                self._setup.synchronize(micro_batch.is_last and self._may_synchronize)
         return args, kwargs
 
     def _after_forward(self, *_: Any) -> None:
@@ -235,23 +230,19 @@ class GradientAccumulation:
             for each in owners:
                 pause_within_global_batch(each, self.progress)
 
-    def _weighted(self, backward: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(backward)
-        def run(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-            self._open_gradients()
-            micro_batch = self.progress.backward(micro_batches_of(loss))
-            loss = self._total.weighted(untagged(loss), micro_batch)
-            self._prepare_sums(loss)
-            self._runs_backward = True
-            try:
-                result = backward(loss, *args, **kwargs)
-            finally:
-                self._runs_backward = False
-            self._guarded_for = self._why_guarded()
-            self._close_gradients()
-            return result
-
-        return run
+    def _backward(self, backward: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self._open_gradients()
+        micro_batch = self.progress.backward(micro_batches_of(loss))
+        loss = self._total.weighted(untagged(loss), micro_batch)
+        self._prepare_sums(loss)
+        self._runs_backward = True
+        try:
+            result = backward(loss, *args, **kwargs)
+        finally:
+            self._runs_backward = False
+        self._guarded_for = self._why_guarded()
+        self._close_gradients()
+        return result
 
     def _prepare_sums(self, loss: Tensor) -> None:
         forwards, self._forwards = self._forwards, 0
@@ -277,13 +268,12 @@ class GradientAccumulation:
             return "it is not summed over ranks, because the backward pass ran inside no_sync()"
         if self._total.is_estimated:
             return f"it is corrected before the step, when the sum of weights (weight_by) is known; {CLIPPING}"
-        if self._is_scaled and not self._is_unscaled:
+        if self._setup.precision == "fp16" and not self._is_unscaled:
             return f"it is multiplied by the loss scale; call optimizer.unscale_grad() before. {CLIPPING}"
         return None
 
     def _close_gradients(self) -> None:
         if self._guarded_for is not None:
-            self._guard.open(check=False)
             self._guard.close(self._guarded_for, fill=self._stage in (1, 2))
 
     def _open_gradients(self) -> None:
@@ -309,69 +299,58 @@ class GradientAccumulation:
                     "loss.backward() does not. Freeze or detach what the losses of another model must not reach"
                 )
 
-        for leaf in self._leaves or model.parameters():
+        for leaf in self._setup.leaves or model.parameters():
             if leaf.requires_grad:
                 leaf.register_post_accumulate_grad_hook(check)
 
-    def _stepping(self, optimizer: OptimizerWrapper, step: Callable[..., Any]) -> Callable[..., Any]:
-        clip = optimizer.clip_grad_by_norm
+    def _step(
+        self, optimizer: OptimizerWrapper, clip: Callable[..., Any], step: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if any(each is not None for each in (*args, *kwargs.values())):
+            raise ValueError(
+                "optimizer.step(closure) is not possible: a closure runs forward and backward passes inside the "
+                "step, and the step comes after those of all micro-batches of a global batch. Call the model, "
+                "booster.backward(loss, optimizer) and optimizer.step() one after the other"
+            )
+        if not self.progress.step():
+            self._find_schedules(optimizer)
+            return None
+        if not self._is_synchronized:
+            raise RuntimeError(
+                "optimizer.step() was called, but the last backward pass ran inside no_sync(), so the ranks have "
+                "different gradients; leave the last batch before a step out of no_sync()"
+            )
+        self._open_gradients()
+        self._total.correct(optimizer)
+        if self._setup.max_norm > 0:
+            clip(self._setup.max_norm)
+        result = step(*args, **kwargs)
+        self._guarded_for, self._is_unscaled = self._why_guarded(), False
+        self._close_gradients()
+        self.progress.finish()
+        self._loader.finish_global_batch()
+        self._on_step()
+        return result
 
-        @wraps(step)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if any(each is not None for each in (*args, *kwargs.values())):
-                raise ValueError(
-                    "optimizer.step(closure) is not possible: a closure runs forward and backward passes inside the "
-                    "step, and the step comes after those of all micro-batches of a global batch. Call the model, "
-                    "booster.backward(loss, optimizer) and optimizer.step() one after the other"
-                )
-            if not self.progress.step():
-                self._find_schedules(optimizer)
-                return None
-            if not self._is_synchronized:
-                raise RuntimeError(
-                    "optimizer.step() was called, but the last backward pass ran inside no_sync(), so the ranks have "
-                    "different gradients; leave the last batch before a step out of no_sync()"
-                )
+    def _between_global_batches(
+        self, optimizer: OptimizerWrapper, method: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Call ``method``, but not within a global batch. Clipping by norm returns the norm of the latest global batch
+        that was clipped, 0 before. All ranks call it, because they may have to correct their gradients."""
+        if method.__name__ == "unscale_grad" and self._is_unscaled:
+            return None
+        if not self.within_global_batch:
             self._open_gradients()
             self._total.correct(optimizer)
-            if self._max_norm > 0:
-                clip(self._max_norm)
-            result = step(*args, **kwargs)
-            self._guarded_for, self._is_unscaled = self._why_guarded(), False
+            result = method(*args, **kwargs)
+            self._latest_norm = self._latest_norm if result is None else result
+            # Optimizers that work on copies of the parameters clip scaled gradients.
+            self._is_unscaled = not isinstance(optimizer, MixedPrecisionOptimizer)
+            self._guarded_for = self._why_guarded()
             self._close_gradients()
-            self.progress.finish()
-            self._loader.finish_global_batch()
-            self._on_step()
-            return result
+        return self._latest_norm if method.__name__ == "clip_grad_by_norm" else None
 
-        return run
-
-    def _between_global_batches(self, optimizer: OptimizerWrapper, method: Callable[..., Any]) -> Callable[..., Any]:
-        """``method``, which does nothing within a global batch. Clipping by norm returns the norm of the latest global
-        batch that was clipped, 0 before. All ranks call it, because they may have to correct their gradients."""
-
-        @wraps(method)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if method.__name__ == "unscale_grad" and self._is_unscaled:
-                return None
-            if not self.within_global_batch:
-                self._open_gradients()
-                self._total.correct(optimizer)
-                result = method(*args, **kwargs)
-                self._latest_norm = self._latest_norm if result is None else result
-                # Optimizers that work on copies of the parameters clip scaled gradients.
-                self._is_unscaled = not isinstance(optimizer, MixedPrecisionOptimizer)
-                self._guarded_for = self._why_guarded()
-                self._close_gradients()
-            return self._latest_norm if method.__name__ == "clip_grad_by_norm" else None
-
-        return run
-
-    def _dropping(self, zero_grad: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(zero_grad)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if not self.within_global_batch:
-                self.progress.drop()
-                self._drop(*args, **kwargs)
-
-        return run
+    def _zero_grad(self, zero_grad: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        if not self.within_global_batch:
+            self.progress.drop()
+            self._drop(*args, **kwargs)

@@ -7,18 +7,17 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 from statistics import fmean
-from typing import Any
 
 import torch.distributed as dist
 
+from ..common.ranks import of_every_rank, print_on_rank_0
 from ..planner.batches.allocation import Allocation
 from ..planner.batches.batch_profile import BatchProfile
 from ..planner.batches.closed_loop import BatchDivider, GlobalBatchTime, Redivision
 from ..planner.batches.time_curve import equal_devices, joint_curves, joint_seconds
 from .busy_timer import BusyTimer, ForwardOnlyTimer, TimedGlobalBatch
-from .config import BatchConfig
+from .config import BatchConfig, BatchSetup
 from .loader import HeteroDataLoader
-from .saved_profile import print_on_rank_0
 
 # Batch messages ------------------------------------------------------------------------------------------------------
 
@@ -71,20 +70,18 @@ class BatchBalancer:
 
     def __init__(
         self,
-        config: BatchConfig,
+        setup: BatchSetup,
         profile: BatchProfile,
-        stage: int,
         loader: HeteroDataLoader,
         timer: BusyTimer | ForwardOnlyTimer,
-        replica_of: Sequence[int],
     ) -> None:
-        self._config = config
+        self._config = config = setup.config
         self._profile = profile
-        self._stage = stage
+        self._stage = setup.stage
         self._loader = loader
         self._timer = timer
-        self._replica_of = replica_of
-        self._divider = divider_of(config, profile, stage, loader.multiple_of)
+        self._replica_of = setup.replica_of
+        self._divider = divider_of(config, profile, setup.stage, loader.multiple_of)
         self._redivision = Redivision(self._divider, config.global_batch_size, config.reallocate_above)
         self._redivision.skip(FIRST_GLOBAL_BATCHES)
         self._since_check = 0
@@ -123,9 +120,8 @@ class BatchBalancer:
     def _check(self) -> None:
         replica = self._replica_of[dist.get_rank()]
         current = -1 if self._loader.current is None else self._loader.current.global_batch
-        everyone: list[Any] = [None] * dist.get_world_size()
         measured = [self._against_profile(replica, each) for each in self._timer.take()]
-        dist.all_gather_object(everyone, (measured, self._loader.drawn_global_batch))
+        everyone = of_every_rank((measured, self._loader.drawn_global_batch))
         by_rank = _complete([times for times, _ in everyone])
         if not by_rank[0]:
             return
@@ -172,13 +168,12 @@ class BatchBalancer:
         def division(samples: int) -> Sequence[Sequence[int]]:
             return [share.sizes for share in self._divider.divide(speeds, samples).shares]
 
-        self._loader.redivide(division, drawn_global_batch)
+        self._loader.divide_by(division, drawn_global_batch)
 
 
 def divider_of(config: BatchConfig, profile: BatchProfile, stage: int, multiple_of: int = 1) -> BatchDivider:
     """Divider of global batches by ``profile``. Equal devices get the mean of their times."""
-    largest = min(config.global_batch_size, config.max_micro_batch or config.global_batch_size)
-    curves, step_seconds = profile.curves(stage, largest), profile.step_seconds(stage)
+    curves, step_seconds = profile.curves(stage, config.largest_micro_batch), profile.step_seconds(stage)
     groups = equal_devices(profile.devices, curves)
     return BatchDivider(
         joint_curves(curves, groups),

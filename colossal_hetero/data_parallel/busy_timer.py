@@ -18,7 +18,8 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -29,10 +30,10 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from ..colossalai_support.accelerator import get_accelerator, recorded_event
+from ..common.methods import wrap_method
 from ..planner.batches.batch_profile import DeviceProfile
 from ..planner.batches.time_curve import Curve
 from ..profiling.forward_timer import ForwardTimer
-from .loader import HeteroDataLoader
 
 # Collective waits ----------------------------------------------------------------------------------------------------
 # Collectives are watched if called as attributes of ``torch.distributed``: by the script, ZeRO's optimizer, FSDP and
@@ -44,6 +45,14 @@ COLLECTIVES = (
     *("reduce_scatter_tensor", "all_to_all", "all_to_all_single", "gather", "scatter", "barrier"),
     *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
 )
+
+
+@contextmanager
+def calling_after_last_gradient(loss: Tensor, function: Callable[[], None]) -> Iterator[None]:
+    """In the block, a backward pass of ``loss`` calls ``function`` after its last gradient, and before it waits for the
+    sum of gradients over replicas: autograd calls queued functions in order, and DDP and FSDP queue theirs later."""
+    with loss.register_hook(lambda _: Variable._execution_engine.queue_callback(function)):
+        yield
 
 
 _listener: BusyTimer | None = None
@@ -144,8 +153,8 @@ class BusyTimer:
 
     def attach(self, optimizer: OptimizerWrapper) -> None:
         """Time backward passes and steps of ``optimizer``, whose ``step`` must be called once per global batch."""
-        optimizer.backward = self._timed_backward(optimizer.backward)
-        optimizer.step = self._timed_step(optimizer.step)
+        wrap_method(optimizer, "backward", self._backward)
+        wrap_method(optimizer, "step", self._step)
 
     def take(self) -> list[TimedGlobalBatch]:
         """The latest finished global batches (:data:`MAX_GLOBAL_BATCHES`) since the last call; waits for the device."""
@@ -200,48 +209,36 @@ class BusyTimer:
 
     # Around the optimizer's methods -------------------------------------------------------------------------------
 
-    def _timed_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(backward)
-        def run(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
-            running = self._running
-            if running is None or not loss.requires_grad:
-                return backward(loss, *args, **kwargs)
+    def _backward(self, backward: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+        running = self._running
+        if running is None or not loss.requires_grad:
+            return backward(loss, *args, **kwargs)
 
-            # Autograd calls queued functions in order. DDP and FSDP queue theirs, which wait, during the backward pass.
-            def after_last_gradient() -> None:
-                running.mark("work")
-                self._part = "waiting"
+        def wait() -> None:
+            running.mark("work")
+            self._part = "waiting"
 
-            def queue(gradient: Tensor) -> None:
-                Variable._execution_engine.queue_callback(after_last_gradient)
+        try:
+            with calling_after_last_gradient(loss, wait):
+                result = backward(loss, *args, **kwargs)
+            running.mark("waiting")
+        finally:
+            self._part = "work"
+        return result
 
-            try:
-                with loss.register_hook(queue):
-                    result = backward(loss, *args, **kwargs)
-                running.mark("waiting")
-            finally:
-                self._part = "work"
-            return result
-
-        return run
-
-    def _timed_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(step)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if self._running is not None:
-                self._running.mark("work")
-            self._part = "step"
-            try:
-                result = step(*args, **kwargs)
-            finally:
-                self._part = "work"
-            if self._running is not None:
-                self._running.mark("step")
-                self._finished.append(self._running)
-            self._stop()
-            return result
-
-        return run
+    def _step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._running is not None:
+            self._running.mark("work")
+        self._part = "step"
+        try:
+            result = step(*args, **kwargs)
+        finally:
+            self._part = "work"
+        if self._running is not None:
+            self._running.mark("step")
+            self._finished.append(self._running)
+        self._stop()
+        return result
 
     def _stop(self) -> None:
         self._running = None
@@ -258,9 +255,9 @@ class BusyTimer:
 class ForwardOnlyTimer:
     """Times forward passes, by which whole micro-batches are judged, each as a global batch."""
 
-    def __init__(self, model: nn.Module, loader: HeteroDataLoader, whole: Curve, forward: Curve) -> None:
+    def __init__(self, model: nn.Module, samples: Callable[[], int], whole: Curve, forward: Curve) -> None:
         self._whole, self._forward = whole, forward
-        self._timer = ForwardTimer(model, lambda: 1 if loader.current is None else max(1, loader.current.samples))
+        self._timer = ForwardTimer(model, samples)
 
     def take(self) -> list[TimedGlobalBatch]:
         return [

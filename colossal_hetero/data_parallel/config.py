@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from ..planner.batches.allocation import ACCUMULATIONS
 from ..profiling.training_step import TrainingStep, default_training_step
@@ -56,6 +58,11 @@ class BatchConfig:
     not -100; ``next_tokens``, these without the first of each sequence, as in causal language models; or a function of
     a batch, such as ``lambda batch: batch["mask"].sum()``. None: found by comparing losses, or asked for."""
 
+    @property
+    def largest_micro_batch(self) -> int:
+        """Largest micro-batch, in samples, unless memory sets a lower limit."""
+        return min(self.global_batch_size, self.max_micro_batch or self.global_batch_size)
+
     def __post_init__(self) -> None:
         for name in ("global_batch_size", "max_micro_batch", "check_every", "multiple_of"):
             number = getattr(self, name)
@@ -82,3 +89,20 @@ class BatchConfig:
             )
         if not self.reallocate_above > 0 or math.isnan(self.reallocate_above):
             raise ValueError(f"reallocate_above={self.reallocate_above} must be above 0; inf switches it off")
+
+
+@dataclass(frozen=True)
+class BatchSetup:
+    """What uneven batches need to know of the plugin that trains with them."""
+
+    config: BatchConfig
+    stage: int
+    precision: str
+    replica_of: Sequence[int]
+    """Index of the model replica of each rank, by rank."""
+    synchronize: Callable[[bool], None]
+    """Called before a forward pass; True: its gradients are to be summed over replicas."""
+    leaves: Sequence[Tensor] = ()
+    """The tensors that backward passes add gradients to; (): the model's parameters."""
+    max_norm: float = 0.0
+    """Norm that gradients are clipped to before the step; 0: no clipping, or the optimizer does it."""

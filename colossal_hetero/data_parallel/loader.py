@@ -8,7 +8,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 from weakref import ReferenceType, ref
 
 import numpy as np
@@ -17,22 +17,14 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, default_collate
 
 from ..colossalai_support.accelerator import get_accelerator
-from ..common.ranks import naming_ended_ranks
+from ..common.ranks import naming_ended_ranks, of_every_rank
+from .busy_timer import BusyTimer
 from .progress import LoopProgress, MicroBatch
 from .sampler import Division, GlobalBatchSampler, SeededSamples
 from .tagged_tensor import shapes_of, tagged, untagged
 
 ORDER_SEED, WORKER_SEED = 0, 1024
 """Seeds of order and workers in Colossal-AI's ``prepare_dataloader``, whose argument ``seed`` sets only the latter."""
-
-
-class LoadTimer(Protocol):
-    """Listener to the training loop's waits for data."""
-
-    def before_batch(self) -> None: ...
-
-    def after_batch(self, samples: int | None) -> None:
-        """``samples`` is None if there is no other micro-batch, or if loading it failed."""
 
 
 class HeteroDataLoader(DataLoader[Any]):
@@ -55,12 +47,12 @@ class HeteroDataLoader(DataLoader[Any]):
         self._weight_by: Any = None
         self._weight_of: Callable[[Any], Any] | None = None
         self._by_samples = True
-        self._check: Callable[[Any], None] = lambda batch: None
         self._sums: dict[tuple[str, int], _Sum] = {}
         self._mean_calls: tuple[MicroBatch | None, Counter[str]] = None, Counter()
-        self._multiple_of = 1
-
-        self.load_timer: LoadTimer | None = None
+        self.check: Callable[[Any], None] = lambda batch: None
+        """Called with every batch that is drawn; it raises an error to refuse the batch."""
+        self.multiple_of = 1
+        self.load_timer: BusyTimer | None = None
 
     @property
     def current(self) -> MicroBatch | None:
@@ -127,10 +119,6 @@ class HeteroDataLoader(DataLoader[Any]):
         """Give every micro-batch the weight that ``weight_of`` returns for its batch: a finite number of at least 0."""
         self._weight_of, self._by_samples = weight_of, by_samples
 
-    def check_by(self, check: Callable[[Any], None]) -> None:
-        """Call ``check`` with every batch that is drawn; it raises an error to refuse the batch."""
-        self._check = check
-
     @property
     def global_batches(self) -> int:
         """Number of global batches, and optimizer steps, in an epoch."""
@@ -143,10 +131,6 @@ class HeteroDataLoader(DataLoader[Any]):
     @property
     def seed(self) -> int:
         return self._global_sampler.seed
-
-    @property
-    def multiple_of(self) -> int:
-        return self._multiple_of
 
     def set_multiple(self, samples: int) -> None:
         sampler = self._global_sampler
@@ -161,7 +145,7 @@ class HeteroDataLoader(DataLoader[Any]):
                 f"the last global batch of an epoch has {last} samples, which is not a multiple of {samples}, the "
                 "samples that the training step needs at once; use drop_last=True"
             )
-        self._multiple_of = samples
+        self.multiple_of = samples
 
     def some_samples(self, count: int, seed: int) -> list[int]:
         return self._global_sampler.some(count, seed)
@@ -186,10 +170,8 @@ class HeteroDataLoader(DataLoader[Any]):
     def set_placeholders(self, samples: int) -> None:
         self._global_sampler.placeholders = samples
 
-    def divide_by(self, division: Division) -> None:
-        self._global_sampler.divide_by(division)
-
-    def redivide(self, division: Division, drawn_global_batch: int) -> None:
+    def divide_by(self, division: Division, drawn_global_batch: int = -1) -> None:
+        """Use ``division`` for the global batches after ``drawn_global_batch``, the latest that a rank has drawn."""
         self._global_sampler.divide_by(division, from_global_batch=drawn_global_batch + 1)
 
     def set_epoch(self, epoch: int) -> None:
@@ -263,7 +245,7 @@ class HeteroDataLoader(DataLoader[Any]):
             progress.begin()
 
     def _draw(self, micro_batch: MicroBatch, batch: Any) -> Any:
-        self._check(batch)
+        self.check(batch)
         if self._weight_of is not None:
             micro_batch = replace(micro_batch, weight=self._weight(batch) if micro_batch.samples else 0.0)
         if self._by_samples and micro_batch.samples:
@@ -395,8 +377,7 @@ def make_loader(
 
 
 def check_same_order(loader: HeteroDataLoader) -> None:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (loader._global_sampler.identity(), loader._global_sampler.digest()))
+    everyone = of_every_rank((loader._global_sampler.identity(), loader._global_sampler.digest()))
     others = [rank for rank, found in enumerate(everyone) if found != everyone[0]]
     if others:
         raise ValueError(

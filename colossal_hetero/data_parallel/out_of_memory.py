@@ -10,19 +10,20 @@ In both cases the profile is changed, so that the next run uses smaller micro-ba
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from colossalai.interface import ModelWrapper, OptimizerWrapper
-from rich.console import Console
 from torch import Tensor, nn
 
+from ..common.methods import wrap_method
+from ..common.text import print_words
 from ..planner.batches.batch_profile import BatchProfile, load_profile, save_profile
 from ..profiling.local_collectives import local_collectives
 from ..profiling.memory import is_out_of_memory, recover
@@ -111,65 +112,55 @@ class OutOfMemoryGuard:
         self._outside_from: int | None = None
 
     def attach(self, model: ModelWrapper, optimizer: OptimizerWrapper) -> None:
-        model.forward = self._guarded_forward(model, model.forward)
-        optimizer.backward = self._guarded_backward(optimizer.backward)
+        wrap_method(model, "forward", functools.partial(self._forward, model))
+        wrap_method(optimizer, "backward", self._backward)
 
     def _samples(self) -> int:
         current = self._loader.current
         return 0 if current is None else current.samples
 
-    def _guarded_forward(self, model: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(forward)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if not (model.training and torch.is_grad_enabled()):
+    def _forward(self, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not (model.training and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        samples = self._samples()
+        if self._outside_from is not None and samples >= self._outside_from:
+            with stored_outside(model):
                 return forward(*args, **kwargs)
-            samples = self._samples()
-            if self._outside_from is not None and samples >= self._outside_from:
-                with stored_outside(model):
-                    return forward(*args, **kwargs)
-            restore_random_state = random_state()
-            try:
-                return forward(*args, **kwargs)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                if not self._may_repeat:
-                    raise self._failure("forward", samples) from error
-                recover(error)
-            restore_random_state()
-            self._outside_from = samples
-            self._tell(samples)
-            try:
-                # Buffers were broadcast before the failed pass, and the other ranks do not repeat that.
-                with local_collectives(), stored_outside(model):
-                    return forward(*args, **kwargs)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
+        restore_random_state = random_state()
+        try:
+            return forward(*args, **kwargs)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            if not self._may_repeat:
                 raise self._failure("forward", samples) from error
+            recover(error)
+        restore_random_state()
+        self._outside_from = samples
+        self._tell(samples)
+        # Buffers were broadcast before the failed pass, and the other ranks do not repeat that.
+        with self._failing("forward"), local_collectives(), stored_outside(model):
+            return forward(*args, **kwargs)
 
-        return run
+    def _backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._failing("backward"):
+            return backward(*args, **kwargs)
 
-    def _guarded_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(backward)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return backward(*args, **kwargs)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                raise self._failure("backward", self._samples()) from error
-
-        return run
+    @contextmanager
+    def _failing(self, phase: str) -> Iterator[None]:
+        """In the block, running out of memory cannot be repaired."""
+        try:
+            yield
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise self._failure(phase, self._samples()) from error
 
     def _tell(self, samples: int) -> None:
-        Console(stderr=True).print(
+        print_words(
             f"rank {dist.get_rank()} ran out of memory in the forward pass of a micro-batch of {samples} samples. The "
             "pass is repeated with activations outside the device's memory, as will be all of this size; nothing is "
-            f"lost, but they take longer. {self._lower_profile(samples)}",
-            soft_wrap=True,
-            highlight=False,
-            markup=False,
+            f"lost, but they take longer. {self._lower_profile(samples)}"
         )
 
     def _failure(self, phase: str, samples: int) -> RuntimeError:

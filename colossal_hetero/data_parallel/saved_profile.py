@@ -6,23 +6,21 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import nn
 
 from ..colossalai_support.accelerator import get_accelerator
 from ..common.atomic_files import check_writable, default_folder
+from ..common.ranks import from_rank_0, of_every_rank, print_on_rank_0
 from ..planner.batches.batch_profile import BatchProfile, load_profile, save_profile
 from ..profiling.device_profiler import device_name
 from ..profiling.rank_profiler import ModelDescription
-
-T = TypeVar("T")
 
 
 def caps_below(profile: BatchProfile, cap: int) -> tuple[int, bool] | None:
@@ -38,8 +36,7 @@ def caps_below(profile: BatchProfile, cap: int) -> tuple[int, bool] | None:
 
 def device_names(replica_of: Sequence[int]) -> list[str]:
     """Devices by replica; names of several ranks are joined. Every rank calls it."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, device_name(get_accelerator().get_current_device()))
+    everyone = of_every_rank(device_name(get_accelerator().get_current_device()))
     devices = [""] * (max(replica_of) + 1)
     for device, replica in zip(everyone, replica_of, strict=True):
         devices[replica] = f"{devices[replica]} + {device}" if devices[replica] else device
@@ -48,23 +45,20 @@ def device_names(replica_of: Sequence[int]) -> list[str]:
 
 class ProfileFile:
     def __init__(self, path: Path | str) -> None:
-        self._path = Path(path)
+        self.path = Path(path)
 
     def read(
         self, replica_of: Sequence[int], description: ModelDescription, stage: int, precision: str, cap: int
     ) -> BatchProfile | None:
         """The checked profile; None if it does not exist or its search ended below ``cap``. Every rank calls it."""
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, self._path.exists())
+        found = of_every_rank(self.path.exists())
         devices = device_names(replica_of)
         if not any(found):
             return None
         missing = [rank for rank, exists in enumerate(found) if not exists]
         if missing:
-            raise ValueError(
-                f"profile={str(self._path)!r} does not exist on ranks {missing}; copy it to their machines"
-            )
-        profile = _by_rank_0(lambda: load_profile(self._path))
+            raise ValueError(f"profile={str(self.path)!r} does not exist on ranks {missing}; copy it to their machines")
+        profile = from_rank_0(lambda: load_profile(self.path))
         profile.check_fits(devices, description.digest, stage=stage, precision=precision)
         capped = caps_below(profile, cap)
         if capped is None:
@@ -72,12 +66,12 @@ class ProfileFile:
         largest, by_search = capped
         if by_search:
             print_on_rank_0(
-                f"the profile {self._path} was made with micro-batches of at most {largest} samples; it is made again, "
+                f"the profile {self.path} was made with micro-batches of at most {largest} samples; it is made again, "
                 f"with at most {cap}"
             )
             return None
         print_on_rank_0(
-            f"the profile {self._path} limits micro-batches to {largest} samples, though memory does not; remove the "
+            f"the profile {self.path} limits micro-batches to {largest} samples, though memory does not; remove the "
             "file to measure again"
         )
         return profile
@@ -85,9 +79,9 @@ class ProfileFile:
     def check_writable(self) -> None:
         """Check whether rank 0 can write the file. Every rank calls it."""
         try:
-            _by_rank_0(lambda: check_writable(self._path))
+            from_rank_0(lambda: check_writable(self.path))
         except ValueError as error:
-            raise ValueError(f"profile={str(self._path)!r} cannot be written: {error}") from None
+            raise ValueError(f"profile={str(self.path)!r} cannot be written: {error}") from None
 
     def write(self, profile: BatchProfile) -> None:
         """Write the profile on rank 0, with links that a user added to the file. Every rank calls it."""
@@ -95,13 +89,13 @@ class ProfileFile:
         def store() -> None:
             links = profile.links
             with suppress(ValueError):
-                links = load_profile(self._path).links
+                links = load_profile(self.path).links
             try:
-                save_profile(profile.model_copy(update={"links": links}), self._path)
+                save_profile(profile.model_copy(update={"links": links}), self.path)
             except OSError as error:
-                raise ValueError(f"profile={str(self._path)!r} cannot be written: {error.strerror}") from error
+                raise ValueError(f"profile={str(self.path)!r} cannot be written: {error.strerror}") from error
 
-        _by_rank_0(store)
+        from_rank_0(store)
 
 
 class CachedProfile:
@@ -119,7 +113,7 @@ class CachedProfile:
                 return None if self.path is None else load_profile(self.path)
             return None
 
-        return _by_rank_0(load)
+        return from_rank_0(load)
 
     def write(self, profile: BatchProfile) -> None:
         """Write the profile on rank 0; warn if the folder cannot be written to."""
@@ -146,8 +140,7 @@ def context_of(
     """Everything that the measurement depends on, as JSON values; the same on all ranks, which call it."""
     device = get_accelerator().get_current_device()
     own = (device_name(device), torch.get_num_threads(), os.cpu_count(), _tensors_in_words(samples))
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
+    everyone = of_every_rank(own)
     # As transformers and timm call it.
     flags = ("gradient_checkpointing", "grad_checkpointing")
     recomputes = [
@@ -175,22 +168,3 @@ def _tensors_in_words(values: Any) -> str:
     if isinstance(values, (list, tuple)):
         return f"[{', '.join(map(_tensors_in_words, values))}]"
     return type(values).__name__
-
-
-def print_on_rank_0(message: str) -> None:
-    if dist.get_rank() == 0:
-        Console(stderr=True).print(message, soft_wrap=True, highlight=False, markup=False)
-
-
-def _by_rank_0(function: Callable[[], T]) -> T:
-    """Result of ``function`` on rank 0. A ``ValueError`` is raised on every rank."""
-    answer: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            answer[0] = function()
-        except ValueError as error:
-            answer[1] = str(error)
-    dist.broadcast_object_list(answer)
-    if answer[1] is not None:
-        raise ValueError(answer[1])
-    return answer[0]  # type: ignore[no-any-return]

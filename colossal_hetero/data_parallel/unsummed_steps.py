@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
+from ..common.methods import wrap_method
 from ..profiling.preserved_state import inner_optimizer
 
 # Guarded gradients ---------------------------------------------------------------------------------------------------
@@ -75,7 +76,8 @@ class GradientGuard:
         self._reason = ""
 
     def close(self, reason: str, *, fill: bool) -> None:
-        """Guard the gradients. With ``fill``, trained parameters without one get an empty one."""
+        """Guard the present gradients. With ``fill``, trained parameters without one get an empty one."""
+        self.open(check=False)
         self._reason = reason
         with torch._C.DisableTorchFunctionSubclass():
             for name, parameter in self._parameters:
@@ -144,7 +146,6 @@ class _GradientSums:
     def close_gradients(self, *_: Any) -> None:
         """Refuse functions of ``parameter.grad``, which is None: clipping by torch would do nothing."""
         for optimizer in self.sharded:
-            self.guards[optimizer].open(check=False)
             self.guards[optimizer].close(
                 f"at ZeRO stages 1 and 2 each rank has another part of it; {CLIPPING}", fill=True
             )
@@ -205,23 +206,13 @@ def refuse_unsummed_steps(
     if in_shards:
         _guard_shards(sums, model, optimizer)
 
-    def noting(function: Any) -> Any:
-        @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with noted_passes(model, optimizer):
-                if replica is not None:
-                    sums.prepare(replica, args[0] if args else kwargs.get("loss", kwargs.get("tensor")))
-                return function(*args, **kwargs)
+    def run_pass(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with noted_passes(model, optimizer):
+            if replica is not None:
+                sums.prepare(replica, args[0] if args else kwargs.get("loss", kwargs.get("tensor")))
+            return function(*args, **kwargs)
 
-        return run
-
-    if not in_pipeline:
-        optimizer.backward = noting(optimizer.backward)
-        optimizer.backward_by_grad = noting(optimizer.backward_by_grad)
-    step, zero_grad = optimizer.step, optimizer.zero_grad
-
-    @functools.wraps(step)
-    def step_if_summed(*args: Any, **kwargs: Any) -> Any:
+    def step_if_summed(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if optimizer in sums.unsummed:
             raise RuntimeError(
                 "optimizer.step() was called, but the last backward pass ran inside no_sync(), so the ranks have "
@@ -235,15 +226,17 @@ def refuse_unsummed_steps(
         with sums.opened_gradients():
             return step(*args, **kwargs)
 
-    @functools.wraps(zero_grad)
-    def drop(*args: Any, **kwargs: Any) -> Any:
+    def drop(zero_grad: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         for those in (sums.unsummed, sums.sharded, sums.summed, sums.summed_twice):
             those.discard(optimizer)
         if optimizer in sums.guards:
             sums.guards[optimizer].open(check=False)
         return zero_grad(*args, **kwargs)
 
-    optimizer.step, optimizer.zero_grad = step_if_summed, drop
+    for name in () if in_pipeline else ("backward", "backward_by_grad"):
+        wrap_method(optimizer, name, run_pass)
+    wrap_method(optimizer, "step", step_if_summed)
+    wrap_method(optimizer, "zero_grad", drop)
 
 
 def replica_of(model: ModelWrapper, optimizer: OptimizerWrapper) -> DistributedDataParallel | None:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from colossalai.checkpoint_io import CheckpointIO
 from torch import nn
 
 from ..checkpoint.config import CheckpointConfig
@@ -90,6 +91,17 @@ class Checkpoints:
                 "this plugin"
             )
         return Training(model, optimizer, lr_scheduler, dataloader, self._outlines[model])
+
+
+class PresentCheckpointIO:
+    """Forwards to the checkpoint IO that the plugin has when a method is called. ``Booster`` asks the plugin only once,
+    but a ZeRO stage that is chosen in ``boost``, and another world of an elastic run, have another one."""
+
+    def __init__(self, present: Callable[[], CheckpointIO]) -> None:
+        self._present = present
+
+    def __getattr__(self, name: str) -> Any:
+        return naming_ended_ranks()(getattr(self._present(), name))
 
 
 class CheckpointMethods:

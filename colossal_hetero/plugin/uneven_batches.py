@@ -10,21 +10,22 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import wraps
+from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from colossalai.pipeline.schedule._utils import get_batch_size
-from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from ..colossalai_support.accelerator import get_accelerator
+from ..colossalai_support.accelerator import recorded_event
+from ..common.methods import wrap_method
+from ..common.ranks import of_every_rank, print_on_rank_0
 from ..data_parallel.accumulation import GradientAccumulation
-from ..data_parallel.attach import BatchSetup, attach_batches, profile_for, trial_run
+from ..data_parallel.attach import MeasuredBatches
 from ..data_parallel.batch_balancer import BatchBalancer
-from ..data_parallel.config import BatchConfig
+from ..data_parallel.config import BatchConfig, BatchSetup
 from ..data_parallel.loader import HeteroDataLoader, check_same_order, make_loader
 from ..data_parallel.resumable_loader import make_even_loader
 from ..data_parallel.sync_batch_norm import synchronize_batch_norm
@@ -105,15 +106,11 @@ class UnevenBatches:
         return objects._replace(dataloader=loader, model=self._synchronized(plugin, objects.model, loader))
 
     def measure(self, plugin: ReplicaPlugin, objects: TrainingObjects) -> None:
-        self._setup = plugin.batch_setup(objects)
-        self._trial = trial_run(self._setup, objects.model, objects.optimizer, objects.criterion, objects.dataloader)
-        self._profile, self._profile_path = profile_for(self._setup, self._description, self._trial)
+        self._measured = MeasuredBatches(plugin.batch_setup(objects), self._description, *objects[:4])
 
     def attach(self, plugin: ReplicaPlugin, objects: TrainingObjects) -> None:
-        self.balancer, self._accumulations[objects.optimizer] = attach_batches(
-            self._setup, self._profile, self._trial, objects.lr_scheduler, self._profile_path
-        )
-        del self._trial
+        self.balancer, self._accumulations[objects.optimizer] = self._measured.attach(objects.lr_scheduler)
+        del self._measured
 
     def no_sync(self, optimizer: Any) -> AbstractContextManager[None]:
         if optimizer not in self._accumulations:
@@ -280,15 +277,16 @@ class PipelineBatches(UnevenBatches):
         """Measure nothing: times are those of training, or of the plan."""
 
     def attach(self, plugin: Any, objects: TrainingObjects) -> None:
-        objects.optimizer.step = self._stepping(objects.optimizer.step)
+        wrap_method(objects.optimizer, "step", self._step)
         if self._plan is not None:
             return
-        self._replica_of: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(self._replica_of, self._index)
+        self._replica_of = of_every_rank(self._index)
         self._start_equal(plugin)
         self._redivide(-1)
         if not hasattr(plugin.scheduler.forward_backward_step, "times_batches"):
-            plugin.scheduler.forward_backward_step = self._timed(plugin.scheduler, plugin.pp_size)
+            passes = partial(self._timed_passes, plugin.scheduler, plugin.pp_size)
+            wrap_method(plugin.scheduler, "forward_backward_step", passes)
+            plugin.scheduler.forward_backward_step.times_batches = True
 
     def first_sample(self, micro_batch: int) -> int:
         """Number of samples of the current global batch before this replica's ``micro_batch``, counted from 0."""
@@ -356,42 +354,26 @@ class PipelineBatches(UnevenBatches):
             )
         return samples / sum(shares)
 
-    def _timed(self, schedule: Any, stages: int) -> Callable[..., Any]:
-        passes = schedule.forward_backward_step
+    def _timed_passes(self, schedule: Any, stages: int, passes: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        begin = recorded_event()
+        result = passes(*args, **kwargs)
+        if not schedule.forward_only:
+            self._unread.append((begin, recorded_event(), schedule.num_microbatches))
+        # Read when a GPU has passed them, because waiting for it here would leave it without work.
+        while self._unread and self._unread[0][1].query():
+            first, last, micro_batches = self._unread.popleft()
+            elapsed = first.elapsed_time(last) * 1e-3
+            self._times.append(micro_batch_seconds(elapsed, micro_batches, stages))
+        return result
 
-        def event() -> Any:
-            made = get_accelerator().Event(enable_timing=True)
-            made.record()
-            return made
-
-        @wraps(passes)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            begin = event()
-            result = passes(*args, **kwargs)
-            if not schedule.forward_only:
-                self._unread.append((begin, event(), schedule.num_microbatches))
-            # Read when a GPU has passed them, because waiting for it here would leave it without work.
-            while self._unread and self._unread[0][1].query():
-                first, last, micro_batches = self._unread.popleft()
-                elapsed = first.elapsed_time(last) * 1e-3
-                self._times.append(micro_batch_seconds(elapsed, micro_batches, stages))
-            return result
-
-        run.times_batches = True  # type: ignore[attr-defined]
-        return run
-
-    def _stepping(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(step)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            result = step(*args, **kwargs)
-            self._due = False
-            if self._loader is not None and (self._plan is None or self._loader.current is not None):
-                self._loader.finish_global_batch()
-            if self._plan is None:
-                self._count_step()
-            return result
-
-        return run
+    def _step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        self._due = False
+        if self._loader is not None and (self._plan is None or self._loader.current is not None):
+            self._loader.finish_global_batch()
+        if self._plan is None:
+            self._count_step()
+        return result
 
     def _count_step(self) -> None:
         assert self._loader is not None
@@ -409,14 +391,13 @@ class PipelineBatches(UnevenBatches):
 
     def _check(self, drawn_global_batch: int) -> None:
         """Divide again if the speed of a replica has changed; all ranks do the same, from the same numbers."""
-        everyone: list[Any] = [None] * dist.get_world_size()
-        measured = statistics.median(self._times) if self._times else None
-        dist.all_gather_object(everyone, (measured, drawn_global_batch))
+        everyone = of_every_rank((statistics.median(self._times) if self._times else None, drawn_global_batch))
         self._times.clear()
-        if any(each is None for each, _ in everyone):
+        measured = [each for each, _ in everyone if each is not None]
+        if len(measured) < len(everyone):
             return
         now = [
-            max(each for (each, _), replica in zip(everyone, self._replica_of, strict=True) if replica == index)
+            max(each for each, replica in zip(measured, self._replica_of, strict=True) if replica == index)
             for index in range(len(self._seconds))
         ]
         moves = [new / old for new, old in zip(now, self._seconds, strict=True)]
@@ -424,17 +405,17 @@ class PipelineBatches(UnevenBatches):
             return
         before, self._seconds = self.micro_batches, tuple(now)
         self._redivide(max(drawn for _, drawn in everyone))
-        if before != self.micro_batches and dist.get_rank() == 0:
+        if before != self.micro_batches:
             changes = "; ".join(
                 f"replica {index}: {old} → {new} micro-batches ({seconds * 1e3:.3g} ms each)"
                 for index, (old, new, seconds) in enumerate(zip(before, self.micro_batches, now, strict=True))
             )
-            Console(stderr=True).print(f"global batches are divided again: {changes}", soft_wrap=True, highlight=False)
+            print_on_rank_0(f"global batches are divided again: {changes}")
 
     def _redivide(self, drawn_global_batch: int) -> None:
         assert self._loader is not None
         self.micro_batches = self._divide(self._config.global_batch_size)
-        self._loader.redivide(self._division, drawn_global_batch)
+        self._loader.divide_by(self._division, drawn_global_batch)
 
     def _division(self, samples: int) -> Sequence[Sequence[int]]:
         """Samples of each replica in a global batch of so many."""

@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import nn
 
 from ..colossalai_support.accelerator import get_accelerator
-from ..common.ranks import on_every_rank
+from ..common.ranks import of_every_rank, on_every_rank
 from ..planner.batches.batch_profile import BatchProfile, DeviceProfile, ModelIdentity
 from .aborted_step import abort_step
 from .device_profiler import STEADY_SECONDS, peak_flops, profile_device
@@ -167,9 +167,8 @@ def profile_ranks(
         both()
         timed = [both() for _ in range(SYNCHRONIZATIONS)]
         # All ranks must agree on the number of synchronizations.
-        everyone: list[float] = [0.0] * dist.get_world_size()
-        dist.all_gather_object(everyone, statistics.median(sum(pair) for pair in timed))
-        wanted = math.ceil(SYNCHRONIZED_SECONDS / max(everyone))
+        typical = of_every_rank(statistics.median(sum(pair) for pair in timed))
+        wanted = math.ceil(SYNCHRONIZED_SECONDS / max(typical))
         timed += [both() for _ in range(min(wanted, MAX_SYNCHRONIZATIONS) - SYNCHRONIZATIONS)]
         # Means without the longest one: a device that is stopped now and then is not stopped in each synchronization.
         local, synchronized = (sorted(times)[:-1] for times in zip(*timed, strict=True))

@@ -106,16 +106,6 @@ def unequal_plan(*replicas: Plan) -> Plan:
     )
 
 
-class RecordingConsole:
-    """Replaces ``rich.console.Console`` and appends each message to ``printed``."""
-
-    def __init__(self, printed: list[str]) -> None:
-        self._printed = printed
-
-    def print(self, message: str, **kwargs: Any) -> None:
-        self._printed.append(message)
-
-
 def planned(plan: Plan | str | Path, **options: Any) -> HeteroHybridParallelPlugin:
     return HeteroHybridParallelPlugin(**(dict(precision="fp32") | options), plan=plan)
 

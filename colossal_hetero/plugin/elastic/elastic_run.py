@@ -21,16 +21,16 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial, wraps
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from rich.console import Console
 from torch import Tensor, nn
 
 from ...checkpoint.layer_checkpoint import Start
 from ...checkpoint.model_outline import outline_of
-from ...common.ranks import is_lost_connection
+from ...common.methods import wrap_method
+from ...common.ranks import is_lost_connection, of_every_rank, print_on_rank_0
 from ...data_parallel.loader import HeteroDataLoader
 from ...elastic.config import ElasticConfig
 from ...elastic.held_layers import CatchUp, Held, HeldLayers, Recovery, RecoveryDecision, Standing, agree
@@ -51,8 +51,8 @@ from .evaluations import (
     release_state,
     restore,
 )
-from .joining import WaitForNodes
 from .members import Members
+from .planning import WaitForNodes
 
 T = TypeVar("T")
 
@@ -125,10 +125,9 @@ class ElasticRun:
         self._steps_in_world = 0
         done, has_results = self.evaluations.done, self.evaluations.has_results
         standing = Standing(self.version if self._holds else None, self._complete, self._commit, done, has_results)
-        everyone: list[Any] = [None] * len(nodes)
         draws = self._holds and self._random is not None and self._random.draws
         micro_batch = self._micro_batch if draws else None
-        dist.all_gather_object(everyone, (standing, self._layers if self._holds else None, micro_batch))
+        everyone = of_every_rank((standing, self._layers if self._holds else None, micro_batch))
         standings = [each for each, _, _ in everyone]
         self._follow(standing, standings)
         self._agreed = agree(standings)
@@ -184,7 +183,7 @@ class ElasticRun:
         optimizer = objects.optimizer
         self._inner_step = optimizer.step
         optimizer.gradients.exchange = self._exchange
-        optimizer.step = wraps(optimizer.step)(partial(self._step, plugin))
+        wrap_method(optimizer, "step", partial(self._step, plugin))
         model = objects.model.unwrap()
         blocks = {} if self._row is None else dict(model.get_submodule(self._row).named_children())
         self._random = SeededPasses(model, blocks, dist.get_rank(plugin.tp_group))
@@ -329,7 +328,7 @@ class ElasticRun:
             result = passes()
         return result
 
-    def _step(self, plugin: Any, *args: Any, **kwargs: Any) -> Any:
+    def _step(self, plugin: Any, _: Any, *args: Any, **kwargs: Any) -> Any:
         assert self._inner_step is not None and self._objects is not None
         version = self.version
         try:
@@ -388,8 +387,7 @@ class ElasticRun:
         )
         words = self.recoveries[-1].in_words()
         log.info("rank %d: %s", dist.get_rank(), words)
-        if dist.get_rank() == 0:
-            _print(words)
+        print_on_rank_0(words)
 
     def _check_progress(self, reason: str) -> None:
         latest = self.recoveries[-MAX_FAILURES:]
@@ -404,8 +402,7 @@ class ElasticRun:
     def _hand_over(self, plugin: Any) -> int:
         """Take what only members hold that leave, while they are there; returns the bytes received. Those that leave
         end here. If all leave, the last state is saved before, if there is a plugin."""
-        leaving: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(leaving, self._members.is_leaving())
+        leaving = of_every_rank(self._members.is_leaving())
         if not any(leaving):
             return 0
         received = 0
@@ -425,11 +422,8 @@ class ElasticRun:
         assert self._objects is not None
         model, optimizer = self._objects.model, self._objects.optimizer
         is_saved = plugin.save_last(model, optimizer, self._scheduler, self._loader, self.version)
-        if dist.get_rank() == 0:
-            what = (
-                "is saved" if is_saved else "is not saved, because the plugin has no checkpoints=CheckpointConfig(...)"
-            )
-            _print(f"all members leave; the state after step {self.version} {what}")
+        what = "is saved" if is_saved else "is not saved, because the plugin has no checkpoints=CheckpointConfig(...)"
+        print_on_rank_0(f"all members leave; the state after step {self.version} {what}")
 
     def _form_again(self, reason: str | None) -> None:
         if reason is not None:
@@ -465,10 +459,6 @@ def _row_name(model: nn.Module) -> str | None:
         return find_block_row(model).name
     except ValueError:
         return None
-
-
-def _print(words: str) -> None:
-    Console(stderr=True).print(words, highlight=False, markup=False, soft_wrap=True)
 
 
 def _lost(error: RuntimeError) -> str:

@@ -26,6 +26,7 @@ from ...checkpoint.model_outline import ModelOutline
 from ...checkpoint.optimizer_memory import state_entries
 from ...checkpoint.restoring import Restoring
 from ...checkpoint.run_states import restore_run, run_state_of
+from ...common.ranks import of_every_rank
 from ...elastic.held_layers import CatchUp, Held, RecoveryDecision, Standing
 from ...elastic.moves import HoldingsLost, all_holdings, empty_piece, inheritance, move_pieces
 from ..training_objects import TrainingObjects
@@ -158,10 +159,8 @@ def restore(
     """Fill model and optimizer from what all ranks hold; returns the bytes received. All ranks call it."""
     model, optimizer, held = objects.model, objects.optimizer, held or NOTHING
     holdings = all_holdings(held.pieces)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, held.kinds)
     shapes = {each.key: each.shape for of_rank in holdings for each in of_rank}
-    kinds = {entry: kind for of_rank in everyone for entry, kind in of_rank.items()}
+    kinds = {entry: kind for of_rank in of_every_rank(held.kinds) for entry, kind in of_rank.items()}
     _check_complete(outline, shapes)
     restoring = Restoring(model, optimizer, outline, shapes, kinds)
     try:

@@ -12,6 +12,7 @@ from torch.distributed import TCPStore
 
 from ...colossalai_support.accelerator import get_accelerator
 from ...common.launch import end_with_parent
+from ...common.text import say
 from ...elastic.config import ElasticConfig
 from ...elastic.environment import ElasticEnvironment, TorchrunPlace, check_torchrun
 from ...elastic.handshake import find_each_other
@@ -146,8 +147,7 @@ def wait_for_the_first_world(board: Membership, expected: int, limit_seconds: fl
             shown = there
             left = max(deadline - time.monotonic(), 0.0)
             waits = f"; waiting up to {left:.0f} s for the others" if there < expected else ""
-            words = f"colossal_hetero: {there} of {expected} members are there{waits}"
-            print(words, file=sys.stderr, flush=True)
+            say(f"{there} of {expected} members are there{waits}")
         if there >= expected or time.monotonic() > deadline or board.count(FORMED, 0):
             return
         time.sleep(SECONDS_PER_LOOK)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import os
 import secrets
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -20,7 +19,6 @@ from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
-from colossalai.checkpoint_io import CheckpointIO
 from torch import Tensor
 
 from ...checkpoint.held_pieces import pieces_of
@@ -28,6 +26,8 @@ from ...checkpoint.layer_checkpoint import Start
 from ...checkpoint.optimizer_memory import state_entries
 from ...checkpoint.pieces import TensorPiece
 from ...checkpoint.run_states import run_state_of
+from ...common.ranks import of_every_rank
+from ...common.text import say
 from ...elastic.config import ElasticConfig
 from ...elastic.environment import STORE
 from ...elastic.held_layers import CatchUp, Held, RecoveryDecision
@@ -81,14 +81,12 @@ class RestartRun(ElasticRun):
         self._folder = MemoryFolder(self._config.memory or default_memory(), self._members.job, self._members.node)
         self._folder.prepare()
         files = self._own_files(nodes)
-        everyone: list[Any] = [None] * len(nodes)
         token = f"{time.time_ns():020d}-{secrets.token_hex(4)}"
-        dist.all_gather_object(everyone, (token, [file.found for file in files]))
+        everyone = of_every_rank((token, [file.found for file in files]))
         self._world = everyone[0][0]
         newest = newest_whole_state(found for _, of_rank in everyone for found in of_rank)
         chosen = [file for file in files if file.found.name == newest]
-        layers: list[Any] = [None] * len(nodes)
-        dist.all_gather_object(layers, chosen[0].layers if chosen else None)
+        layers = of_every_rank(chosen[0].layers if chosen else None)
         if newest is not None:
             self._held = _held(chosen)
             catch_ups = tuple(CatchUp.FORGET if each is None else CatchUp.KEEP for each in layers)
@@ -126,7 +124,7 @@ class RestartRun(ElasticRun):
         self._held = None
         if is_kept and dist.get_rank() == 0:
             members = dist.get_world_size()
-            _say(f"training continues after step {start.step}, whose state was in memory; members: {members}")
+            say(f"training continues after step {start.step}, whose state was in memory; members: {members}")
         kinds = (AbortWatch, TerminationWatch) if self._watches else (AbortWatch,)
         self._end_watches = [kind(partial(self._write_within, SIGTERM_SECONDS)) for kind in kinds]
         atexit.register(self._write_within, 0.0)
@@ -212,7 +210,7 @@ class RestartRun(ElasticRun):
             self._plugin.give_up_saves()
         if os.environ.get("LOCAL_RANK") == "0":
             kept = f"; the state after step {version} is in {self._folder.path}" if is_written else ""
-            _say(f"the processes of node {self._members.node} end, to be started again: {reason}{kept}")
+            say(f"the processes of node {self._members.node} end, to be started again: {reason}{kept}")
         with suppress(RuntimeError):
             self._members.fail(reason)
             self._members.depart()
@@ -236,10 +234,6 @@ def _unchanging(piece: TensorPiece) -> TensorPiece:
     return replace(piece, data=piece.data.clone()) if piece.key.startswith("buffer.") else piece
 
 
-def _say(words: str) -> None:
-    print(f"colossal_hetero: {words}", file=sys.stderr, flush=True)
-
-
 # Recoveries ----------------------------------------------------------------------------------------------------------
 
 
@@ -254,14 +248,3 @@ def elastic_run_of(config: ElasticConfig, members: Members, build: Build) -> Ela
     if config.recovery == "in-process":
         return ElasticRun(members, build, config)
     return RestartRun(config, members, build, watches=isinstance(members, RestartedMember))
-
-
-# Present checkpoint io -----------------------------------------------------------------------------------------------
-
-
-class PresentCheckpointIO:
-    def __init__(self, make: Callable[[], CheckpointIO]) -> None:
-        self._make = make
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._make(), name)

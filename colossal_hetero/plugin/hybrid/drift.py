@@ -5,7 +5,6 @@ stage's measured time / planned time, and the layers are divided again. Stages k
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +13,11 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
-from rich.console import Console
 
-from ...colossalai_support import accelerator
+from ...colossalai_support.accelerator import recorded_event
+from ...common.methods import wrap_method
+from ...common.ranks import of_every_rank, print_on_rank_0
 from ...common.text import spans, times
 from ...planner.cluster.topology import Channel
 from ...planner.cost.plan import Plan, Replica, StagePlan
@@ -264,24 +263,14 @@ class StageClock:
         self._backward: list[_Pass] = []
         self._running: deque[tuple[list[_Pass], list[_Pass]]] = deque()
         self._finished: list[PassSeconds] = []
-        schedule.forward_step = self._timed(schedule.forward_step, lambda: self._forward)
-        schedule.backward_step = self._timed(schedule.backward_step, lambda: self._backward)
+        wrap_method(schedule, "forward_step", self._timed_forward)
+        wrap_method(schedule, "backward_step", self._timed_backward)
 
-    def _timed(self, step: Callable[..., Any], passes: Callable[[], list[_Pass]]) -> Callable[..., Any]:
-        event = functools.partial(accelerator.get_accelerator().Event, enable_timing=True)
+    def _timed_forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return _timed(self._forward, step, *args, **kwargs)
 
-        @functools.wraps(step)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return step(*args, **kwargs)
-            start, end = event(), event()
-            start.record()
-            result = step(*args, **kwargs)
-            end.record()
-            passes().append((start, end))
-            return result
-
-        return run
+    def _timed_backward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return _timed(self._backward, step, *args, **kwargs)
 
     def end_iteration(self, counts: bool = True) -> None:
         """End an iteration: the passes since the last call. They are dropped unless the iteration ``counts``."""
@@ -299,6 +288,15 @@ class StageClock:
         return PassSeconds(
             median(each.forward_seconds for each in finished), median(each.backward_seconds for each in finished)
         )
+
+
+def _timed(passes: list[_Pass], step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return step(*args, **kwargs)
+    start = recorded_event()
+    result = step(*args, **kwargs)
+    passes.append((start, recorded_event()))
+    return result
 
 
 def _mean_seconds(passes: list[_Pass]) -> float:
@@ -327,8 +325,7 @@ class DriftWatch:
             self._compare(self._iterations // self.interval)
 
     def _compare(self, epoch: int) -> None:
-        times: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(times, None if self._clock is None else self._clock.read())
+        times = of_every_rank(None if self._clock is None else self._clock.read())
         measured = {rank: each for rank, each in enumerate(times) if each is not None}
         if not measured:
             return
@@ -336,6 +333,5 @@ class DriftWatch:
         changed = self.report.differs_from(self._printed)
         if changed or not self.report.drifted:
             self._printed = self.report if self.report.drifted else None
-        if changed and dist.get_rank() == 0:
-            message = f"epoch {epoch}: stage times differ from the plan\n{self.report}"
-            Console(stderr=True).print(message, soft_wrap=True, highlight=False, markup=False)
+        if changed:
+            print_on_rank_0(f"epoch {epoch}: stage times differ from the plan\n{self.report}")

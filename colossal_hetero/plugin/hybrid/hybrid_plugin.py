@@ -26,21 +26,19 @@ from ...balance.config import BalanceConfig
 from ...checkpoint.config import CheckpointConfig
 from ...checkpoint.layer_checkpoint import Start
 from ...colossalai_support.gpu_over_gloo import support_gpus_over_gloo
-from ...common.ranks import name_ended_ranks, naming_ended_ranks, watch_ranks
-from ...data_parallel.attach import BatchSetup
+from ...common.ranks import name_ended_ranks, naming_ended_ranks, of_every_rank, watch_ranks
 from ...data_parallel.batch_balancer import BatchBalancer
-from ...data_parallel.config import BatchConfig
+from ...data_parallel.config import BatchConfig, BatchSetup
 from ...data_parallel.resumable_loader import make_even_loader
 from ...data_parallel.unsummed_steps import noted_passes, refuse_unfinished_sums, refuse_unsummed_steps, replica_of
 from ...elastic.config import ElasticConfig
 from ...elastic.held_layers import HeldLayers, Recovery, layers_by_rank
 from ...planner.cost.plan import Plan
 from ...profiling.training_step import with_dicts
-from ..checkpoint_part import CheckpointMethods, Checkpoints, check_config
-from ..elastic.elastic_arguments import check_elastic, cluster_of, elastic_planning, profile_of, seated
+from ..checkpoint_part import CheckpointMethods, Checkpoints, PresentCheckpointIO, check_config
 from ..elastic.elastic_run import ElasticRun
-from ..elastic.joining import KnownKinds
-from ..elastic.restart_run import PresentCheckpointIO, elastic_run_of, members_of
+from ..elastic.planning import KnownKinds, check_elastic, cluster_of, elastic_planning, profile_of, seated
+from ..elastic.restart_run import elastic_run_of, members_of
 from ..plan_config import PlanConfig
 from ..replicas.unequal_replicas import ReplicaCheckpointIO, why_layer_sums
 from ..training_objects import TrainingObjects
@@ -528,8 +526,6 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
     def batch_setup(self, objects: TrainingObjects) -> BatchSetup:
         assert self.batches is not None
         model, optimizer = objects.model, objects.optimizer
-        replicas: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(replicas, self.replica()[0])
 
         def synchronize(due: bool) -> None:
             model.require_grad_sync = due
@@ -542,6 +538,6 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             config=self.batches,
             stage=self.zero_stage,
             precision=self.precision,
-            replica_of=replicas,
+            replica_of=of_every_rank(self.replica()[0]),
             synchronize=synchronize,
         )

@@ -18,7 +18,6 @@ from colossalai.checkpoint_io import CheckpointIO
 from colossalai.interface import ModelWrapper, OptimizerWrapper
 from colossalai.shardformer.layer import _operation, loss, utils
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from ...balance.attach import attach_balancer, make_copyable
 from ...balance.balancer import Balancer
@@ -28,6 +27,8 @@ from ...balance.host_messages import launch_obstacle
 from ...colossalai_support.accelerator import SET_CONNECTIONS_LATE, get_accelerator
 from ...colossalai_support.corrections import replaced
 from ...colossalai_support.gpu_over_gloo import is_gpu_over_gloo
+from ...common.methods import wrap_method
+from ...data_parallel.busy_timer import calling_after_last_gradient
 from ...layers.block import asks_for_heads
 from ...layers.linear import hetero_layers
 from ...layers.partial_gradients import Shapes, shapes_of
@@ -88,7 +89,7 @@ class LayerBalancing:
                 known[id(parameter)] = shapes.get(name, known[id(parameter)])
         balancer, clock = attached.balancer, attached.clock
         if hasattr(plugin.scheduler, "backward_step"):
-            optimizer.step = _counted_as_communication(optimizer.step, clock)
+            _count_as_communication(optimizer, "step", clock)
         elif plugin.scheduler is None:
             time_end_of_backward(optimizer, lambda: balancer.running_clock)
         time_late_parameters(optimizer, lambda: balancer.running_clock)
@@ -121,7 +122,10 @@ class LayerBalancing:
         make_copyable(model, shapes, (plugin.pg_mesh, plugin.stage_manager), balancer.keep_shapes)
         # Zero-bubble schedules have other passes, so their layers can neither be balanced nor timed.
         if hasattr(plugin.scheduler, "backward_step"):
-            _count_waiting_between_passes(plugin.scheduler, clock)
+            # Between its passes, a pipeline's stage mostly waits for other stages; this, and the sum of gradients over
+            # replicas after the last pass, are not this rank's work.
+            for name in ("forward_step", "backward_step"):
+                _count_as_communication(plugin.scheduler, name, clock)
         return attached
 
     def _check_second(self, attached: _Attached, plugin: HybridParallelPlugin, objects: TrainingObjects) -> None:
@@ -149,19 +153,18 @@ class LayerBalancing:
     def attach_to(self, checkpoint_io: CheckpointIO) -> None:
         """Let ``checkpoint_io`` save and load ordinary shards, and the balancer know when weights were loaded."""
 
-        def with_ordinary_shards(function: Callable, after: Callable[[], None] = lambda: None) -> Callable:
-            @functools.wraps(function)
-            def run(*args: Any, **kwargs: Any) -> Any:
-                with self.ordinary_shards():
-                    result = function(*args, **kwargs)
-                after()
-                return result
+        def with_ordinary_shards(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with self.ordinary_shards():
+                return function(*args, **kwargs)
 
-            return run
+        def load_model(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            result = with_ordinary_shards(function, *args, **kwargs)
+            self.weights_changed()
+            return result
 
-        checkpoint_io.load_model = with_ordinary_shards(checkpoint_io.load_model, self.weights_changed)
+        wrap_method(checkpoint_io, "load_model", load_model)
         for name in ("save_model", "save_optimizer", "load_optimizer"):
-            setattr(checkpoint_io, name, with_ordinary_shards(getattr(checkpoint_io, name)))
+            wrap_method(checkpoint_io, name, with_ordinary_shards)
 
     def weights_changed(self) -> None:
         for reference in self._balancers:
@@ -176,10 +179,8 @@ def _counting_passes(schedule: Any, end: Callable[[], None]) -> Callable[[], tup
     if schedule is None:
         return lambda: (1, 1)
     number = 0
-    run_passes = schedule.forward_backward_step
 
-    @functools.wraps(run_passes)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(run_passes: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal number
         number = 0
         result = run_passes(*args, **kwargs)
@@ -193,7 +194,7 @@ def _counting_passes(schedule: Any, end: Callable[[], None]) -> Callable[[], tup
         # The attribute has another name in each kind of schedule.
         return number, getattr(schedule, "num_microbatches", None) or schedule.num_microbatch
 
-    schedule.forward_backward_step = run
+    wrap_method(schedule, "forward_backward_step", run)
     return count
 
 
@@ -220,37 +221,26 @@ def _begin_on_forward(model: ModelWrapper, attached: _Attached, count: Callable[
     innermost = model.unwrap(unwrap_peft=False)
     innermost.register_forward_pre_hook(begin, with_kwargs=True)
     innermost.register_forward_hook(end, always_call=True)
-    train = innermost.train
 
-    @functools.wraps(train)
-    def switch(mode: bool = True) -> nn.Module:
+    def switch(train: Callable[..., nn.Module], mode: bool = True) -> nn.Module:
         if not mode:
             attached.balancer.begin_evaluation()
         return train(mode)
 
     # The wrappers' eval and train call that of each module inside.
-    innermost.train = switch
+    wrap_method(innermost, "train", switch)
 
 
-def _count_waiting_between_passes(schedule: Any, clock: IterationClock) -> None:
-    """Count as communication what a pipeline stage does between its forward and backward passes. There it mostly waits
-    for other stages; this and the sum of gradients over replicas after the last pass are not this rank's work."""
+def _count_as_communication(owner: Any, name: str, clock: IterationClock) -> None:
+    """Let the time before calls of a method count as communication, and that of the calls as other work."""
 
-    schedule.forward_step = _counted_as_communication(schedule.forward_step, clock)
-    schedule.backward_step = _counted_as_communication(schedule.backward_step, clock)
-
-
-def _counted_as_communication(function: Callable, clock: IterationClock) -> Callable:
-    """``function``, where the time before a call counts as communication, and that of the call as other work."""
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         clock.mark("communication")
-        result = function(*args, **kwargs)
+        result = method(*args, **kwargs)
         clock.mark("other")
         return result
 
-    return run
+    wrap_method(owner, name, run)
 
 
 def _forget_on_new_scale(optimizer: OptimizerWrapper, balancer: Balancer) -> None:
@@ -259,28 +249,23 @@ def _forget_on_new_scale(optimizer: OptimizerWrapper, balancer: Balancer) -> Non
     scaler = getattr(precision, "grad_scaler", None)
     if scaler is None:
         return
-    update = scaler.update
 
-    @functools.wraps(update)
-    def run(overflow: bool) -> None:
+    def run(update: Callable[[bool], None], overflow: bool) -> None:
         before = scaler.scale
         update(overflow)
         if overflow or scaler.scale is not before:
             balancer.forget_gradients()
 
-    scaler.update = run
+    wrap_method(scaler, "update", run)
 
 
 def _tick_on_step(optimizer: OptimizerWrapper, balancer: Balancer) -> None:
-    step = optimizer.step
-
-    @functools.wraps(step)
-    def step_and_tick(*args: Any, **kwargs: Any) -> Any:
+    def step_and_tick(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = step(*args, **kwargs)
         balancer.tick()
         return result
 
-    optimizer.step = step_and_tick
+    wrap_method(optimizer, "step", step_and_tick)
 
 
 # Timed collectives ---------------------------------------------------------------------------------------------------
@@ -350,26 +335,18 @@ def time_collectives(clock: IterationClock | None) -> None:
 
 def time_end_of_backward(optimizer: OptimizerWrapper, clock_now: Callable[[], IterationClock | None]) -> None:
     """Count as communication what ``optimizer.backward`` does after the last gradient: it waits for the sum of
-    gradients over replicas. ``clock_now`` returns the clock of the running iteration, None if it is not measured.
-    Autograd's engine calls functions that are queued during a backward pass after its last gradient, in their order;
-    data parallelism queues its waiting later than this does."""
-    backward = optimizer.backward
+    gradients over replicas. ``clock_now`` returns the clock of the running iteration, None if it is not measured."""
 
-    @functools.wraps(backward)
-    def timed_backward(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def timed_backward(backward: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         clock = clock_now()
         if clock is None:
             return backward(loss, *args, **kwargs)
-
-        def queue(gradient: Tensor) -> None:
-            Variable._execution_engine.queue_callback(lambda: clock.mark("other"))
-
-        with loss.register_hook(queue):
+        with calling_after_last_gradient(loss, lambda: clock.mark("other")):
             result = backward(loss, *args, **kwargs)
         clock.mark("communication")
         return result
 
-    optimizer.backward = timed_backward
+    wrap_method(optimizer, "backward", timed_backward)
 
 
 def time_late_parameters(optimizer: OptimizerWrapper, clock_now: Callable[[], IterationClock | None]) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
-from rich.console import Console
 
+from ...common.ranks import from_rank_0, of_every_rank
+from ...common.text import print_words
 from ...planner.cluster.cluster_file import load_cluster
 from ...planner.cluster.topology import Topology
 from ...planner.cost.plan import Plan, load_plan
@@ -40,22 +40,9 @@ def agree_on_plan(
     0 reads files and makes plans, so only rank 0 needs the files. Called by all ranks."""
     if not isinstance(plan, Plan | str | Path):
         raise TypeError(f'plan={plan!r} is neither a Plan, nor the path of a plan file, nor "auto"')
-    found: list[Any] = [None, None, ValueError]
-    failure: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            found[0] = _find(plan, planning, tp_size, pp_size, unequal)
-        except Exception as error:
-            # Any error: the other ranks wait for rank 0's answer.
-            failure, found[1] = error, str(error)
-            found[2] = NoPlanError if isinstance(error, NoPlanError) else ValueError
-    dist.broadcast_object_list(found)
-    agreed, error_text, error_type = found
-    if error_text is not None:
-        raise failure or error_type(error_text)
+    agreed = from_rank_0(lambda: _find(plan, planning, tp_size, pp_size, unequal), NoPlanError)
     if isinstance(plan, Plan):
-        others: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(others, plan == agreed.plan)
+        others = of_every_rank(plan == agreed.plan)
         if not all(others):
             raise ValueError(
                 f"ranks {', '.join(str(rank) for rank, same in enumerate(others) if not same)} were given other plans "
@@ -111,7 +98,7 @@ def _make(
             "device, in the order of the cluster file, or describe the devices that are in use"
         )
     plan = best_plan(planning, topology, profile, tp_size, pp_size, unequal)
-    Console(stderr=True).print(one_line(plan), soft_wrap=True, highlight=False, markup=False)
+    print_words(one_line(plan))
     return plan
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from colossalai.shardformer.layer import linear
 from torch import nn
 
 from ...colossalai_support.corrections import replaced
+from ...common.methods import wrap_method
 from ...common.text import spans
 from ...planner.cost.plan import Plan
 from ...profiling.model_layers import find_block_row
@@ -50,29 +51,31 @@ def split_off_layers_per_chunk(arguments: Mapping[str, Any]) -> tuple[dict[str, 
 def set_layers_per_chunk(stage_manager: PipelineStageManager, layers: list[int]) -> None:
     """Let ``stage_manager`` divide a model into chunks with these numbers of ``layers``."""
     stage_manager.num_layers_per_stage = layers
-    distribute = stage_manager.distribute_layers
+    _check_divided(
+        stage_manager,
+        sum(layers),
+        lambda found: f"num_layers_per_stage={layers} adds up to {sum(layers)}; the model has {found} layers",
+    )
 
-    @functools.wraps(distribute)
-    def distribute_layers(num_layers: int, num_stages: int | None = None, *args: Any, **kwargs: Any) -> list[int]:
-        check_one_row(stage_manager, num_stages)
-        if num_layers != sum(layers):
+
+def _check_divided(stage_manager: PipelineStageManager, expected: int, words: Callable[[int], str]) -> None:
+    """Let ``stage_manager`` raise ``ValueError`` when it divides another number of layers than ``expected``, or a model
+    with an encoder and a decoder: their policies ask it twice, each time for fewer stages than there are."""
+
+    def distribute_layers(
+        distribute: Callable[..., list[int]], num_layers: int, num_stages: int | None = None, *args: Any, **kwargs: Any
+    ) -> list[int]:
+        if num_stages not in (None, stage_manager.num_stages):
             raise ValueError(
-                f"num_layers_per_stage={layers} adds up to {sum(layers)}; the model has {num_layers} layers"
+                "in a model with an encoder and a decoder, like T5 or Whisper, Colossal-AI decides itself which stages "
+                "hold the encoder, so that the layers of each stage cannot be chosen; leave out plan and "
+                f"num_layers_per_stage, and give pp_size={stage_manager.num_stages} and num_microbatches"
             )
+        if num_layers != expected:
+            raise ValueError(words(num_layers))
         return distribute(num_layers, num_stages, *args, **kwargs)
 
-    stage_manager.distribute_layers = distribute_layers
-
-
-def check_one_row(stage_manager: PipelineStageManager, num_stages: int | None) -> None:
-    """Raise ``ValueError`` if a policy divides a model with an encoder and a decoder: such a policy asks
-    ``stage_manager`` twice, each time for fewer stages than there are."""
-    if num_stages not in (None, stage_manager.num_stages):
-        raise ValueError(
-            "in a model with an encoder and a decoder, like T5 or Whisper, Colossal-AI decides itself which stages "
-            "hold the encoder, so that the layers of each stage cannot be chosen; leave out plan and "
-            f"num_layers_per_stage, and give pp_size={stage_manager.num_stages} and num_microbatches"
-        )
+    wrap_method(stage_manager, "distribute_layers", distribute_layers)
 
 
 def unequal_layer_counts() -> AbstractContextManager[None]:
@@ -102,15 +105,7 @@ def check_model(model: nn.Module, plan: Plan) -> None:
 def check_model_at_division(stage_manager: PipelineStageManager, plan: Plan) -> None:
     """Let ``stage_manager`` raise ``ValueError`` when it divides a model with another number of blocks than ``plan``,
     or one with an encoder and a decoder. Every policy asks it; Colossal-AI itself only has an assertion."""
-    distribute = stage_manager.distribute_layers
-
-    def distribute_layers(num_layers: int, num_stages: int | None = None, *args: Any, **kwargs: Any) -> list[int]:
-        check_one_row(stage_manager, num_stages)
-        if num_layers != plan.blocks:
-            raise ValueError(_other_model(plan, num_layers))
-        return distribute(num_layers, num_stages, *args, **kwargs)
-
-    stage_manager.distribute_layers = distribute_layers
+    _check_divided(stage_manager, plan.blocks, partial(_other_model, plan))
 
 
 def _other_model(plan: Plan, num_layers: int) -> str:

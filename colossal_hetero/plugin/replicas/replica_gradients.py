@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ...colossalai_support.accelerator import get_accelerator
+from ...common.ranks import of_every_rank
 from .layer_sums import Finish, LayerSums, SharedBucket
 
 # Commit --------------------------------------------------------------------------------------------------------------
@@ -152,8 +153,7 @@ def find_shared_buckets(
         if id(parameter) in wanted:
             held.setdefault(names.get(name, name), parameter)
     own = [HeldParameter(name, each.numel(), str(each.dtype)) for name, each in held.items()]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (dist.get_rank(tp_group), own))
+    everyone = of_every_rank((dist.get_rank(tp_group), own))
     order = list(dict.fromkeys(names.values()))
     places = sorted({place for place, _ in everyone})
     divided = {

@@ -17,29 +17,19 @@ from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel
 from ...colossalai_support.accelerator import get_accelerator
 from ...colossalai_support.corrections import replaced
 from ...common.ranks import naming_ended_ranks
+from ..checkpoint_part import PresentCheckpointIO
 from .optimizer_checkpoints import ParameterFacts, load_optimizer, plain_name
 
 
-def _of_stage(name: str) -> Callable[..., Any]:
-    def method(self: StageCheckpointIO, *args: Any, **kwargs: Any) -> Any:
-        with naming_ended_ranks():
-            return getattr(self._of_stage(), name)(*args, **kwargs)
-
-    method.__name__ = name
-    return method
-
-
-class StageCheckpointIO(CheckpointIO):
-    """Forwards calls to the checkpoint IO of the present stage; loads optimizers from checkpoints of any stage.
-    ``Booster`` gets it in its constructor, but ``stage="auto"`` is decided later, in ``boost``."""
+class StageCheckpointIO(PresentCheckpointIO):
+    """The checkpoint IO of the present stage, but optimizers are loaded from checkpoints of any stage."""
 
     def __init__(
         self,
         of_stage: Callable[[], CheckpointIO],
         facts: WeakKeyDictionary[OptimizerWrapper, dict[str, ParameterFacts]],
     ) -> None:
-        super().__init__()
-        self._of_stage = of_stage
+        super().__init__(of_stage)
         self._facts = facts
 
     def load_optimizer(self, optimizer: OptimizerWrapper, checkpoint: str, *args: Any, **kwargs: Any) -> None:
@@ -48,23 +38,7 @@ class StageCheckpointIO(CheckpointIO):
                 "the optimizer to load into is not one that booster.boost returned; boost it first, then load"
             )
         with naming_ended_ranks():
-            load_optimizer(self._of_stage(), optimizer, self._facts[optimizer], str(checkpoint), *args, **kwargs)
-
-    load_model = _of_stage("load_model")
-    save_model = _of_stage("save_model")
-    save_optimizer = _of_stage("save_optimizer")
-    load_lr_scheduler = _of_stage("load_lr_scheduler")
-    save_lr_scheduler = _of_stage("save_lr_scheduler")
-    save_lora_as_pretrained = _of_stage("save_lora_as_pretrained")
-    synchronize = _of_stage("synchronize")
-    load_sharded_model = _of_stage("load_sharded_model")
-    load_unsharded_model = _of_stage("load_unsharded_model")
-    save_sharded_model = _of_stage("save_sharded_model")
-    save_unsharded_model = _of_stage("save_unsharded_model")
-    load_sharded_optimizer = _of_stage("load_sharded_optimizer")
-    load_unsharded_optimizer = _of_stage("load_unsharded_optimizer")
-    save_sharded_optimizer = _of_stage("save_sharded_optimizer")
-    save_unsharded_optimizer = _of_stage("save_unsharded_optimizer")
+            load_optimizer(self._present(), optimizer, self._facts[optimizer], str(checkpoint), *args, **kwargs)
 
 
 class ShardedCheckpointIO(TorchFSDPCheckpointIO):

@@ -21,9 +21,8 @@ from ...checkpoint.config import CheckpointConfig
 from ...colossalai_support.accelerator import get_accelerator
 from ...colossalai_support.gpu_over_gloo import is_gpu_over_gloo, support_gpus_over_gloo
 from ...common.ranks import name_ended_ranks, on_every_rank, watch_ranks
-from ...data_parallel.attach import BatchSetup
 from ...data_parallel.batch_balancer import BatchBalancer
-from ...data_parallel.config import BatchConfig
+from ...data_parallel.config import BatchConfig, BatchSetup
 from ...planner.batches.allocation import Allocation
 from ..checkpoint_part import CheckpointMethods, Checkpoints, check_config
 from ..training_objects import TrainingObjects

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch.utils.data import DataLoader
 
 from ...colossalai_support.accelerator import get_accelerator
 from ...colossalai_support.gpu_over_gloo import is_gpu_over_gloo
+from ...common.methods import wrap_method
 from ...data_parallel.unsummed_steps import refuse_unfinished_sums
 from ...profiling.preserved_state import inner_optimizer
 from .overlapped_optimizer import overlapped_optimizers
@@ -65,24 +67,19 @@ class _ShardedOptimizer(FSDPOptimizerWrapper):
         self._used: set[tuple[int, int]] = set()
         self._handles = _handles(model)
         for number, handle in enumerate(self._handles):
-            handle._get_unflat_views = self._watched(handle._get_unflat_views, number)
+            wrap_method(handle, "_get_unflat_views", partial(self._views, number))
         self._places = [
             (number, index) for number, each in enumerate(self._handles) for index in range(each.flat_param._num_params)
         ]
         """Each parameter, by the number of its handle and its number in the flat parameter."""
 
-    def _watched(self, get_views: Callable[..., Any], number: int) -> Callable[..., Any]:
-        """FSDP's function that makes parameters of a flat one, which also notes those that get a gradient."""
-        used = self._used
-
-        def views(*args: Any) -> list[torch.Tensor]:
-            found = list(get_views(*args))
-            for index, view in enumerate(found):
-                if view.requires_grad:
-                    view.register_hook(lambda _, place=(number, index): used.add(place))
-            return found
-
-        return views
+    def _views(self, number: int, get_views: Callable[..., Any], *args: Any) -> list[torch.Tensor]:
+        """FSDP's parameters of a flat one, of which those that get a gradient are noted."""
+        found, used = list(get_views(*args)), self._used
+        for index, view in enumerate(found):
+            if view.requires_grad:
+                view.register_hook(lambda _, place=(number, index): used.add(place))
+        return found
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         used = torch.tensor([place in self._used for place in self._places], dtype=torch.int32)

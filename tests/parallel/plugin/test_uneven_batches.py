@@ -80,9 +80,9 @@ def train_on_whole_batches(model: nn.Module, optimizer: Any, max_norm: float = 0
         return model(Images().images)
 
 
-def train_each(runs: list[tuple[list[list[int]], dict[str, Any]]], tp_size: int) -> list[dict[str, Any]]:
-    """Call :func:`train` with each of these divisions and options."""
-    return [train(division, tp_size, options) for division, options in runs]
+def train_each(runs: list[Any], tp_size: int) -> list[dict[str, Any]]:
+    """Call :func:`train` with each of these divisions, options, and norms to clip to."""
+    return [train(division, tp_size, options, *norm) for division, options, *norm in runs]
 
 
 @pytest.mark.parametrize(
@@ -133,10 +133,13 @@ def test_clipping_equals_that_of_one_replica(tp_size: int) -> None:
     expected = run_ranks(tp_size, train_with_colossalai, tp_size, 0.5)[0]
     torch.testing.assert_close(expected, train_alone(0.5), rtol=1e-3, atol=1e-4)
     division = [[4, 1], [1, 1]]
-    for result in run_ranks(2 * tp_size, train, division, tp_size, {"precision": "fp32", "max_norm": 0.5}):
-        torch.testing.assert_close(result["logits"], expected, rtol=1e-3, atol=1e-4)
-    for options, tolerance in (({"precision": "fp32"}, 1e-3), ({"precision": "fp16", "initial_scale": 2**6}, 0.1)):
-        for result in run_ranks(2 * tp_size, train, division, tp_size, options, 0.5):
+    runs: list[Any] = [
+        (division, {"precision": "fp32", "max_norm": 0.5}),
+        (division, {"precision": "fp32"}, 0.5),
+        (division, {"precision": "fp16", "initial_scale": 2**6}, 0.5),
+    ]
+    for results in run_ranks(2 * tp_size, train_each, runs, tp_size):
+        for result, tolerance in zip(results, (1e-3, 1e-3, 0.1), strict=True):
             torch.testing.assert_close(result["logits"], expected, rtol=tolerance, atol=tolerance / 10)
 
 

@@ -184,13 +184,13 @@ def test_a_new_division_within_an_epoch_keeps_the_global_batches(workers: dict[s
         if index == 0:
             drawn = max(loader.drawn_global_batch for loader in made)
             for loader in made:
-                loader.redivide(lambda samples: [[1], [samples - 1]], drawn)
+                loader.divide_by(lambda samples: [[1], [samples - 1]], drawn)
     ahead = drawn + 1
     assert ahead < 10 and sizes == [3] * ahead + [5] * (10 - ahead) + [1]
     assert together(found) == whole[0]
     assert [next(iterator, None) for iterator in iterators] == [None, None]
     for loader in made:
-        loader.redivide(uneven, loader.drawn_global_batch)  # after the end of the epoch
+        loader.divide_by(uneven, loader.drawn_global_batch)  # after the end of the epoch
     assert together([train(loader) for loader in made]) == whole[1]
 
 
@@ -233,7 +233,7 @@ def test_changes_after_an_epoch_has_begun() -> None:
     """A new division applies to the batches that are not drawn yet, a new epoch only to the next iteration."""
     loader = loaders(shuffle=False)[0]
     iterator = iter(loader)
-    loader.redivide(lambda samples: [[samples], [0]], loader.drawn_global_batch)
+    loader.divide_by(lambda samples: [[samples], [0]], loader.drawn_global_batch)
     loader.set_epoch(9)
     assert next(iterator).tolist() == list(range(9)) and loader.batch_sampler.epoch == 0  # type: ignore[union-attr]
     next(iter(loader))

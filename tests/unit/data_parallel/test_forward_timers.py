@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -25,8 +24,7 @@ def test_a_micro_batch_takes_as_many_times_as_long_as_in_the_profile(monkeypatch
     profile = device(*(TimedBatch(batch=n, seconds=3.0 * n, forward_seconds=float(n)) for n in (1, 2, 4)))
     forward = forward_curve(profile, 4)
     assert forward is not None
-    loader: Any = SimpleNamespace(current=None)
-    timer = ForwardOnlyTimer(nn.Linear(1, 1), loader, profile.curve(4), forward)
+    timer = ForwardOnlyTimer(nn.Linear(1, 1), lambda: 1, profile.curve(4), forward)
     monkeypatch.setattr(timer._timer, "take", lambda: [(2, 5.0), (4, 4.0)])
     assert timer.take() == [
         TimedGlobalBatch((2,), pytest.approx(15.0), 0.0, 0.0, 0.0),

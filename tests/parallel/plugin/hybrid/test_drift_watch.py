@@ -13,13 +13,13 @@ from colossalai.booster import Booster
 from torch.utils.data import TensorDataset
 
 from colossal_hetero import PlanConfig
+from colossal_hetero.common import ranks
 from colossal_hetero.planner.cost.plan import Plan
-from colossal_hetero.plugin.hybrid import drift
 from colossal_hetero.plugin.hybrid.drift import PassSeconds, StageClock
 from tests.parallel.plugin.hybrid.test_plan_agreement import profile
 from tests.parallel.plugin.hybrid.test_planned_run import MICRO_BATCH, MICRO_BATCHES, images_and_labels, train_planned
 from tests.support.harness import run_ranks
-from tests.support.planning import SECONDS, RecordingConsole, make_plan, planned
+from tests.support.planning import SECONDS, make_plan, planned
 from tests.support.training import Trained, loss_of, sgd, tiny_vit
 
 
@@ -36,7 +36,7 @@ def check_drift(
     if dist.get_rank() == slow:
         for block in model.blocks:
             block.register_forward_pre_hook(lambda *_: time.sleep(0.05))
-    with clock, patch.object(drift, "Console", lambda **kwargs: RecordingConsole(printed)):
+    with clock, patch.object(ranks, "print_words", printed.append):
         plugin = planned(plan, planning=planning)
         loader = plugin.prepare_dataloader(TensorDataset(torch.zeros(3 * MICRO_BATCH * MICRO_BATCHES)))
         optimizer = sgd(model)

@@ -24,6 +24,7 @@ from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin
 from colossal_hetero.layers import TimmViTPolicy, hetero_layers, hetero_policy
 from tests.support.harness import answer, run_ranks, start_ranks
 from tests.support.language_models import gpt2
+from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import (
     assert_same_parameters,
     batch,
@@ -266,9 +267,9 @@ def check_death(options: dict[str, Any], victim: int, signal_number: int | None)
     "world, victim, signal_number, options",
     [
         pytest.param(2, 1, None, dict(tp_size=2), id="exit-tp"),
-        pytest.param(2, 0, signal.SIGKILL, dict(tp_size=2), id="kill-tp"),
         pytest.param(4, 3, signal.SIGKILL, dict(tp_size=2, **PIPELINE), id="kill-pp"),
-        pytest.param(4, 2, signal.SIGKILL, dict(tp_size=2), id="kill-dp"),
+        *[pytest.param(2, 0, signal.SIGKILL, dict(tp_size=2), id="kill-tp")] * IS_THOROUGH,
+        *[pytest.param(4, 2, signal.SIGKILL, dict(tp_size=2), id="kill-dp")] * IS_THOROUGH,
     ],
 )
 def test_a_rank_that_dies_ends_the_run(

@@ -19,7 +19,7 @@ from colossal_hetero.plugin.hybrid import plan_agreement
 from tests.parallel.plugin.hybrid.test_planned_run import train_alone, train_planned
 from tests.support.harness import run_ranks
 from tests.support.layer_profiles import layer_times
-from tests.support.planning import RecordingConsole, planned
+from tests.support.planning import planned
 from tests.support.training import boost, sgd, tiny_vit
 
 BLOCKS, GLOBAL_BATCH = 6, 16
@@ -63,7 +63,7 @@ def auto_plan(planning: PlanConfig, **options: Any) -> Plan:
 
 def check_auto(planning: PlanConfig, expected: list[float]) -> tuple[list[str], Any]:
     printed: list[str] = []
-    with patch.object(plan_agreement, "Console", lambda **kwargs: RecordingConsole(printed)):
+    with patch.object(plan_agreement, "print_words", printed.append):
         plugin = planned("auto", planning=planning)
     run = boost(plugin, tiny_vit(depth=BLOCKS), sgd)
     assert train_planned(run) == pytest.approx(expected, rel=1e-5)

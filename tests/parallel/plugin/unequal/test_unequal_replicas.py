@@ -109,7 +109,7 @@ def train_replicas(
     plan: Plan, model: str, kind: str, dtype: torch.dtype, options: dict[str, Any], accumulation: int, no_sync: bool
 ) -> tuple[list[float | None], list[float], dict[str, Tensor], dict[str, Tensor], int]:
     """Losses of this replica, norms, whole parameters and this rank's parts of them, and the replica."""
-    if options.get("zero_stage"):
+    if options.get("zero_stage") or plan.zero_stage:
         plugin = exact_zero(plan, **options)
     else:
         plugin = HeteroHybridParallelPlugin(plan=plan, precision="fp32", **options)
@@ -164,6 +164,10 @@ PLANS: dict[str, Plan] = {
     "batches": unequal_plan(replica([[0]], [4], 1), replica([[1]], [4], 3)),
     "pp2": replica([[1], [0]], [1, 3], 4),
     "pp3": replica([[2], [0], [1]], [1, 2, 1], 4),
+    # In ZeRO stage 1, without being told so.
+    "1+2 zero": unequal_plan(replica([[0]], [4], 3), replica([[1], [2]], [1, 3], 2)).model_copy(
+        update={"zero_stage": 1}
+    ),
     "tp2 1+2": unequal_plan(replica([[0, 1]], [4], 3), replica([[2, 3], [4, 5]], [1, 3], 2)),
 }
 
@@ -183,14 +187,6 @@ def train_each(cases: list[Case]) -> list[Any]:
         train_replicas(PLANS[plan], model, kind, dtype, options or {}, accumulation, no_sync)
         for plan, model, options, kind, dtype, accumulation, no_sync in cases
     ]
-
-
-def check(*cases: Case) -> None:
-    """Train each case, those of a world size in the same processes, and compare it with one process."""
-    for world in sorted({PLANS[case.plan].world_size for case in cases}):
-        together = [case for case in cases if PLANS[case.plan].world_size == world]
-        for case, results in zip(together, zip(*run_ranks(world, train_each, together), strict=True), strict=True):
-            compare(case, results)
 
 
 def compare(case: Case, results: Sequence[Any]) -> None:
@@ -226,52 +222,35 @@ def compare(case: Case, results: Sequence[Any]) -> None:
 
 
 CLIPPED = dict(max_norm=0.5)
-PLANS_AND_MODELS = [("1+2", "gpt2"), ("2+3", "llama"), ("1+2+2", "vit"), ("splits", "bert"), ("batches", "vit")]
+ZERO, LATE = CLIPPED | dict(zero_stage=1), dict(zero_stage=1, overlap_communication=False)
+SMALL = CLIPPED | dict(ddp_bucket_cap_mb=1e-3)
+
+CASES = [
+    *(Case(plan, model, CLIPPED) for plan, model in (("1+2", "gpt2"), ("2+3", "llama"), ("1+2+2", "vit"))),
+    *(Case(plan, model, CLIPPED) for plan, model in (("splits", "bert"), ("batches", "vit"), ("tp2 1+2", "vit"))),
+    *(Case("tp2 1+2", model, CLIPPED, dtype=torch.float32) for model in ("gpt2", "llama")),
+    # A pipeline whose stages share a weight. Colossal-AI's norms are summed in fp32.
+    *(Case(plan, "gpt2", CLIPPED, dtype=torch.float32) for plan in ("pp2", "pp3")),
+    Case("pp3", "gpt2"),
+    # Layers that are used in several checkpoints.
+    *(Case(plan, "shared", SMALL | dict(zero_stage=0)) for plan in ("batches", "1+2+2")),
+    Case("batches", "shared", SMALL | dict(zero_stage=1), dtype=torch.float32),
+    *(Case(plan, model, ZERO, dtype=torch.float32) for plan, model in (("2+1", "gpt2"), ("1+2+2", "vit"))),
+    Case("2+1", "vit", LATE, "adamw", dtype=torch.float32),  # sums at the end too
+    Case("1+2 zero", "vit", dtype=torch.float32),
+    *(Case("1+2", model, None, kind, torch.float32) for model, kind in (("vit", "lamb"), ("llama", "adamw"))),
+    # Gradients of several global batches accumulate.
+    *(Case("2+1", "gpt2", accumulation=3, no_sync=no_sync) for no_sync in (False, True)),
+    *(
+        Case("2+1", "gpt2", dict(zero_stage=1), dtype=torch.float32, accumulation=3, no_sync=no_sync)
+        for no_sync in (False, True)
+    ),
+]
 
 
-def test_replicas_train_like_one_process() -> None:
-    check(*(Case(plan, model, CLIPPED) for plan, model in PLANS_AND_MODELS))
-
-
-def test_a_pipeline_whose_stages_share_a_weight_trains_like_one_process() -> None:
-    # Colossal-AI's norms are summed in fp32.
-    check(*(Case(plan, "gpt2", CLIPPED, dtype=torch.float32) for plan in ("pp2", "pp3")), Case("pp3", "gpt2"))
-
-
-def test_layers_that_are_used_in_several_checkpoints() -> None:
-    small = CLIPPED | dict(ddp_bucket_cap_mb=1e-3)
-    check(
-        *(Case(plan, "shared", small | dict(zero_stage=0)) for plan in ("batches", "1+2+2")),
-        Case("batches", "shared", small | dict(zero_stage=1), dtype=torch.float32),
-    )
-
-
-def test_tensor_parallel_replicas_train_like_one_process() -> None:
-    dtypes = {"gpt2": torch.float32, "llama": torch.float32, "vit": torch.float64}
-    check(*(Case("tp2 1+2", model, CLIPPED, dtype=dtype) for model, dtype in dtypes.items()))
-
-
-def test_zero_trains_like_one_process() -> None:
-    clipped, late = CLIPPED | dict(zero_stage=1), dict(zero_stage=1, overlap_communication=False)
-    check(
-        *(Case(plan, model, clipped, dtype=torch.float32) for plan, model in (("2+1", "gpt2"), ("1+2+2", "vit"))),
-        Case("2+1", "vit", late, "adamw", dtype=torch.float32),  # sums at the end too
-    )
-
-
-def test_other_optimizers_without_zero() -> None:
-    check(*(Case("1+2", model, None, kind, torch.float32) for model, kind in (("vit", "lamb"), ("llama", "adamw"))))
-
-
-def test_gradients_of_several_global_batches_accumulate() -> None:
-    common = dict(accumulation=3)
-    check(
-        *(
-            case._replace(no_sync=no_sync)
-            for no_sync in (False, True)
-            for case in (
-                Case("2+1", "gpt2", **common),
-                Case("2+1", "gpt2", dict(zero_stage=1), dtype=torch.float32, **common),
-            )
-        )
-    )
+@pytest.mark.parametrize("ranks", sorted({PLANS[case.plan].world_size for case in CASES}))
+def test_replicas_train_like_one_process(ranks: int) -> None:
+    cases = [case for case in CASES if PLANS[case.plan].world_size == ranks]
+    results = run_ranks(ranks, train_each, cases, timeout_seconds=280)
+    for case, of_case in zip(cases, zip(*results, strict=True), strict=True):
+        compare(case, of_case)

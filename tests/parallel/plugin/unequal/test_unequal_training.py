@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,14 +21,15 @@ from torch.utils.data import Dataset
 
 from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin, PlanConfig
 from colossal_hetero.colossalai_support.corrections import ModuleProxy
+from colossal_hetero.common import ranks
 from colossal_hetero.planner.cluster.group_networks import Adapter
 from colossal_hetero.planner.cost.plan import Plan
-from colossal_hetero.plugin.hybrid import drift, planned_mesh
+from colossal_hetero.plugin.hybrid import planned_mesh
 from colossal_hetero.plugin.hybrid.planned_mesh import ordered_group
 from tests.parallel.plugin.hybrid.test_plan_groups import two_nodes
 from tests.parallel.plugin.unequal.test_unequal_replicas import PLANS, exact_zero, gpt2, samples
 from tests.support.harness import run_ranks
-from tests.support.planning import RecordingConsole, make_plan, unequal_plan
+from tests.support.planning import make_plan, unequal_plan
 from tests.support.training import Trained, boost, loss_of, scripted, sgd, tiny_vit
 
 GLOBAL_BATCH = PLANS["1+2"].global_batch
@@ -132,9 +134,27 @@ def draw(size: int, drop_last: bool) -> tuple[list[list[int]], list[float]]:
     return drawn, losses
 
 
-@pytest.mark.parametrize(("size", "drop_last"), [(2 * GLOBAL_BATCH, False), (2 * GLOBAL_BATCH + 8, False), (25, True)])
-def test_every_sample_once_per_epoch(size: int, drop_last: bool) -> None:
-    results = run_ranks(3, draw, size, drop_last)
+EPOCHS = [(2 * GLOBAL_BATCH, False), (2 * GLOBAL_BATCH + 8, False), (25, True)]
+"""Samples of the data set, and ``drop_last``."""
+
+
+def load() -> tuple[list[Any], Any, list[int]]:
+    return [draw(*epoch) for epoch in EPOCHS], resume(2), evaluate()
+
+
+def test_loaders_of_replicas() -> None:
+    """An epoch has every sample once, a loader resumes in an epoch, and replicas evaluate equal shares."""
+    results = run_ranks(3, load, timeout_seconds=280)
+    for epoch, drawn in zip(EPOCHS, zip(*(drawn for drawn, _, _ in results), strict=True), strict=True):
+        check_epoch(drawn, *epoch)
+    for _, (resumed, undisturbed), _ in results:
+        assert resumed == undisturbed and resumed
+    evaluated = [found for _, _, found in results]
+    assert evaluated[1] == evaluated[2]
+    assert sorted(evaluated[0] + evaluated[1]) == list(range(12))
+
+
+def check_epoch(results: Any, size: int, drop_last: bool) -> None:
     epochs = -(-size // GLOBAL_BATCH) if not drop_last else size // GLOBAL_BATCH
     first, second = results[0][0], results[1][0]
     assert results[1][0] == results[2][0]  # stages of one replica
@@ -176,11 +196,6 @@ def resume(steps: int) -> tuple[list[list[int]], list[list[int]]]:
     return [numbers.tolist() for _, _, numbers in resumed], drawn[steps:]
 
 
-def test_a_loader_resumes_in_an_epoch() -> None:
-    for resumed, undisturbed in run_ranks(3, resume, 2):
-        assert resumed == undisturbed and resumed
-
-
 def train_and_evaluate() -> tuple[list[float], list[float]]:
     """Losses of training, and of other batches evaluated in between."""
     run, trained, evaluated = boost(plugin_for(), vit(), sgd), [], []
@@ -210,12 +225,6 @@ def evaluate() -> list[int]:
     plugin = plugin_for()
     loader = plugin.prepare_dataloader(NumberedImages(12), 3)
     return [number for _, _, numbers in loader for number in numbers.tolist()]
-
-
-def test_replicas_evaluate_equal_shares() -> None:
-    results = run_ranks(3, evaluate)
-    assert results[1] == results[2]
-    assert sorted(results[0] + results[1]) == list(range(12))
 
 
 # Messages -----------------------------------------------------------------------------------------------------------
@@ -285,12 +294,15 @@ def test_half_precision_trains_like_one_process() -> None:
             assert losses == pytest.approx(expected, rel=2e-2), case
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1])
-def test_an_overflow_in_one_replica_stops_the_step_of_all(zero_stage: int) -> None:
-    options = dict(precision="fp16", zero_stage=zero_stage, initial_scale=2.0**8, hysteresis=1)
+def overflow() -> list[Any]:
+    options = dict(precision="fp16", initial_scale=2.0**8, hysteresis=1)
+    return [train_precisely(options | dict(zero_stage=zero_stage), 2.0**8) for zero_stage in (0, 1)]
+
+
+def test_an_overflow_in_one_replica_stops_the_step_of_all() -> None:
     model = vit()
     expected = train_alone(model, sgd(model), range(3))
-    for losses, scale, changed in run_ranks(3, train_precisely, options, 2.0**8):
+    for losses, scale, changed in chain.from_iterable(run_ranks(3, overflow)):
         assert changed == [True, True, False, True]
         assert scale == 2.0**7
         assert losses[3] == pytest.approx(expected[2], rel=1e-1)  # trains on from the weights before
@@ -310,10 +322,16 @@ def train_equal(planning: PlanConfig, zero_stage: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1])
-def test_equal_replicas_may_be_summed_layer_by_layer(zero_stage: int) -> None:
-    usual, layer_sums = (run_ranks(4, train_equal, PlanConfig(layer_sums=each), zero_stage) for each in (False, True))
-    assert usual == [pytest.approx(each, rel=1e-6) for each in layer_sums]
+def train_both_ways() -> list[tuple[list[float], ...]]:
+    return [
+        tuple(train_equal(PlanConfig(layer_sums=layer_sums), zero_stage) for layer_sums in (False, True))
+        for zero_stage in (0, 1)
+    ]
+
+
+def test_equal_replicas_may_be_summed_layer_by_layer() -> None:
+    for usual, layer_sums in chain.from_iterable(run_ranks(4, train_both_ways)):
+        assert usual == pytest.approx(layer_sums, rel=1e-6)
 
 
 def train_partly(options: dict[str, Any]) -> tuple[list[float], bool]:
@@ -332,13 +350,15 @@ def train_partly(options: dict[str, Any]) -> tuple[list[float], bool]:
     return losses, all(torch.equal(held[name], each) for name, each in still.items() if name in held)
 
 
-@pytest.mark.parametrize("options", [{}, dict(zero_stage=1)])
-def test_frozen_and_unused_parameters_stay(options: dict[str, Any]) -> None:
-    results = run_ranks(3, train_partly, options)
+def train_parts() -> list[tuple[list[float], bool]]:
+    return [train_partly(options) for options in ({}, dict(zero_stage=1))]
+
+
+def test_frozen_and_unused_parameters_stay() -> None:
     model = vit()
     model.patch_embed.requires_grad_(False)
     losses = train_alone(model, torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.5))
-    for found, stay in results:
+    for found, stay in chain.from_iterable(run_ranks(3, train_parts)):
         assert found == pytest.approx(losses, rel=1e-5)
         assert stay
 
@@ -392,17 +412,21 @@ def train_balanced(balance: BalanceConfig | None, checkpointing: bool) -> list[f
     return losses
 
 
+def train_in_three_ways() -> list[list[float]]:
+    """Losses as usual, with work that migrates, and with activation checkpointing."""
+    ways = ((None, False), (BalanceConfig(mode="migrate"), False), (None, True))
+    return [train_balanced(*way) for way in ways]
+
+
 def test_a_stage_migrates_work_of_a_slow_rank() -> None:
-    usual = run_ranks(6, train_balanced, None, False)
-    migrated = run_ranks(6, train_balanced, BalanceConfig(mode="migrate"), False)
-    assert migrated == [pytest.approx(each, rel=1e-5) for each in usual]
-    checkpointed = run_ranks(6, train_balanced, None, True)
-    assert checkpointed == [pytest.approx(each, rel=1e-5) for each in usual]
+    for usual, migrated, checkpointed in run_ranks(6, train_in_three_ways):
+        assert migrated == pytest.approx(usual, rel=1e-5)
+        assert checkpointed == pytest.approx(usual, rel=1e-5)
 
 
 def train_and_watch() -> tuple[Any, list[str]]:
     printed: list[str] = []
-    with patch.object(drift, "Console", lambda **kwargs: RecordingConsole(printed)):
+    with patch.object(ranks, "print_words", printed.append):
         plugin = plugin_for()
         loader = plugin.prepare_dataloader(NumberedImages(5 * GLOBAL_BATCH))
         run = boost_with(loader, plugin)
@@ -427,6 +451,7 @@ def save_and_load(zero_stage: int, sharded: bool, folder: Path) -> tuple[list[fl
         plugin = exact_zero(PLANS["1+2"], zero_stage=1) if zero_stage else plugin_for()
         return boost(plugin, vit(), lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3))
 
+    folder.mkdir(exist_ok=True)
     run = make()
     train(run, range(2))
     run.booster.save_model(run.model, str(folder / "model"), shard=sharded)
@@ -439,10 +464,16 @@ def save_and_load(zero_stage: int, sharded: bool, folder: Path) -> tuple[list[fl
     return undisturbed, train(loaded, range(2, 5))
 
 
-@pytest.mark.parametrize("zero_stage", [0, 1])
-@pytest.mark.parametrize("sharded", [True, False])
-def test_plain_checkpoints_are_loaded_again(zero_stage: int, sharded: bool, tmp_path: Path) -> None:
-    for undisturbed, loaded in run_ranks(3, save_and_load, zero_stage, sharded, tmp_path):
+def save_and_load_each(folder: Path) -> list[Any]:
+    return [
+        save_and_load(zero_stage, sharded, folder / f"{zero_stage} {sharded}")
+        for zero_stage in (0, 1)
+        for sharded in (True, False)
+    ]
+
+
+def test_plain_checkpoints_are_loaded_again(tmp_path: Path) -> None:
+    for undisturbed, loaded in chain.from_iterable(run_ranks(3, save_and_load_each, tmp_path)):
         assert loaded == pytest.approx(undisturbed, rel=1e-6)
 
 
@@ -506,10 +537,6 @@ def check_refused() -> None:
         step(run, iter([images(0, 5)]))
 
 
-def test_what_cannot_be_run_is_refused() -> None:
-    run_ranks(3, check_refused)
-
-
 def clip_by_value() -> None:
     for precision in ("fp32", "bf16", "fp16"):
         scaling = dict(initial_scale=2.0**6) if precision == "fp16" else {}
@@ -529,8 +556,14 @@ def clip_by_value() -> None:
         run.optimizer.step()
 
 
-def test_clipping_by_value_is_exact() -> None:
-    run_ranks(3, clip_by_value)
+def check_refused_and_clip() -> None:
+    check_refused()
+    dist.barrier()
+    clip_by_value()
+
+
+def test_what_cannot_be_run_is_refused_and_clipping_by_value_is_exact() -> None:
+    run_ranks(3, check_refused_and_clip)
 
 
 def backward_outside() -> None:

@@ -164,6 +164,10 @@ def test_the_check_of_the_loss_does_not_compile() -> None:
     run_ranks(1, count_compilations)
 
 
+def of_each(function: Callable[[Any], Any], values: list[Any]) -> list[Any]:
+    return [function(value) for value in values]
+
+
 def train_normalized(division: list[list[int]]) -> list[torch.Tensor]:
     trained = []
     for kind in ZERO:  # on a CPU the hybrid plugin cannot train models with batch normalization
@@ -195,10 +199,13 @@ def train_normalized_alone(division: list[list[int]]) -> torch.Tensor:
     return flat(model)
 
 
-@pytest.mark.parametrize("division", [[[5], [3]], [[0], [8]], [[3, 0], [2, 3]], [[4], [0], [4]]])
-def test_batch_normalization_of_single_values_trains_with_two_samples_or_more(division: list[list[int]]) -> None:
-    expected = train_normalized_alone(division)
-    assert_trained(run_ranks(len(division), train_normalized, division), ZERO, expected, atol=1e-5)
+@pytest.mark.parametrize("divisions", [[[[5], [3]], [[0], [8]], [[3, 0], [2, 3]]], [[[4], [0], [4]]]])
+def test_batch_normalization_of_single_values_trains_with_two_samples_or_more(
+    divisions: list[list[list[int]]],
+) -> None:
+    results = run_ranks(len(divisions[0]), of_each, train_normalized, divisions)
+    for division, of_division in zip(divisions, zip(*results, strict=True), strict=True):
+        assert_trained(list(of_division), ZERO, train_normalized_alone(division), atol=1e-5)
 
 
 class Convolutions(nn.Module):
@@ -228,15 +235,14 @@ def train_synchronized(division: list[list[int]]) -> list[tuple[torch.Tensor, li
     return trained
 
 
-@pytest.mark.parametrize("division", [[[5], [3]], [[0], [8]], [[7], [1]], [[4], [0], [4]]])
-def test_synchronized_batch_normalization_equals_that_of_one_process(division: list[list[int]]) -> None:
+@pytest.mark.parametrize("divisions", [[[[5], [3]], [[0], [8]], [[7], [1]]], [[[4], [0], [4]]]])
+def test_synchronized_batch_normalization_equals_that_of_one_process(divisions: list[list[list[int]]]) -> None:
     """Also the running statistics, and if a rank has a single sample or none."""
     model = Convolutions()
     expected = fit(model, make_optimizer(model, "sgd"), global_batches(Numbered(), 8)[: SAMPLES // 8])
-    results = run_ranks(len(division), train_synchronized, division)
-    assert_trained([[parameters for parameters, _ in found] for found in results], PLUGINS, expected, atol=1e-5)
-    for found in results:
-        for _, buffers in found:
+    for results in zip(*run_ranks(len(divisions[0]), of_each, train_synchronized, divisions), strict=True):
+        assert_trained([[parameters for parameters, _ in found] for found in results], PLUGINS, expected, atol=1e-5)
+        for _, buffers in (each for found in results for each in found):
             for buffer, wanted in zip(buffers, model.buffers(), strict=True):
                 torch.testing.assert_close(buffer, wanted.float(), rtol=1e-4, atol=1e-5)
 

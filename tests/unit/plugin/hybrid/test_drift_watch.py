@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from colossal_hetero.colossalai_support import accelerator
 from colossal_hetero.plugin.hybrid import drift as drifting
 from colossal_hetero.plugin.hybrid.drift import WARMUP_ITERATIONS, DriftWatch, PassSeconds, StageClock
 from tests.support.planning import make_plan
@@ -50,7 +50,7 @@ class Device:
 @pytest.fixture
 def device() -> Iterator[Device]:
     device = Device()
-    with patch.object(drifting.accelerator, "get_accelerator", lambda: device):
+    with patch.object(accelerator, "get_accelerator", lambda: device):
         yield device
 
 
@@ -102,13 +102,11 @@ def test_never_waits_for_the_device(device: Device) -> None:
 def test_first_iterations_do_not_count(device: Device) -> None:
     """Here they take a hundred times as long and are half of all iterations."""
     plan = make_plan([[[0]]], (2,))
-    alone = SimpleNamespace(
-        get_world_size=lambda: 1,
-        get_rank=lambda: 0,
-        all_gather_object=lambda found, own: found.__setitem__(0, own),
-    )
     watch = DriftWatch(device, plan, 0.2, None, interval=2 * WARMUP_ITERATIONS)
-    with patch.object(drifting, "dist", alone):
+    with (
+        patch.object(drifting, "of_every_rank", lambda own: [own]),
+        patch.object(drifting, "print_on_rank_0", lambda words: None),
+    ):
         for iteration in range(2 * WARMUP_ITERATIONS):
             assert watch.report is None
             slow = 100.0 if iteration < WARMUP_ITERATIONS else 1.0

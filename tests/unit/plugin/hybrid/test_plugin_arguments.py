@@ -1,15 +1,24 @@
-"""Arguments and networks of the plugin that follow from a plan."""
+"""Arguments and networks of the plugin that follow from a plan, and plans that its options allow."""
 
 from __future__ import annotations
 
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 import pytest
 
 from colossal_hetero.planner.cluster.group_networks import Network
+from colossal_hetero.planner.cost.plan import Plan
+from colossal_hetero.planner.cost.runnable import NoPlanError, why_not_runnable
+from colossal_hetero.plugin.elastic.planning import elastic_planning
+from colossal_hetero.plugin.hybrid.plan_agreement import best_plan
 from colossal_hetero.plugin.hybrid.planned_mesh import usable_network
 from colossal_hetero.plugin.hybrid.plugin_arguments import arguments_from_plan
+from colossal_hetero.plugin.plan_config import PlanConfig
+from tests.support.random_clusters import random_cluster, random_model, whole_space_problem
 from tests.unit.planner.plans.test_plan import plan
-
-pytestmark = pytest.mark.unit
 
 
 def test_the_zero_stage_follows_from_the_plan() -> None:
@@ -41,3 +50,41 @@ def test_one_backend_is_that_of_all_groups() -> None:
     assert usable_network(GPUS, "gloo") == Network("gloo", "InfiniBand")
     assert usable_network(WITH_A_CPU, "nccl") == Network("nccl", "Ethernet")
     assert usable_network(GPUS, "cpu:gloo,cuda:gloo") is None
+
+
+def forms_of(plan: Plan) -> set[str]:
+    stages = [stage for replica in plan.replicas for stage in replica.stages]
+    used = {"zero": plan.zero_stage == 1, "recompute": any(stage.recompute for stage in stages)}
+    return {name for name, is_used in used.items() if is_used}
+
+
+def test_recomputation_and_zero_are_used_where_they_are_allowed() -> None:
+    used: dict[str, set[str]] = {"all": set(), "recompute": set(), "zero": set(), "none": set()}
+    for seed in range(12):
+        topology, profile, global_batch = whole_space_problem(seed)
+        for name, found in used.items():
+            planning = PlanConfig(
+                global_batch_size=global_batch,
+                recompute=name in ("all", "recompute"),
+                zero_stages=(0, 1) if name in ("all", "zero") else (0,),
+            )
+            with suppress(NoPlanError):
+                plan = best_plan(planning, topology, profile)
+                assert why_not_runnable(plan, len(topology.devices)) is None
+                found |= forms_of(plan)
+    assert used == {"all": {"zero", "recompute"}, "recompute": {"recompute"}, "zero": {"zero"}, "none": set()}
+
+
+def test_elastic_training_has_simple_plans() -> None:
+    random = np.random.default_rng(0)
+    model, topology = random_model(random), random_cluster(random, 4)
+    known: Any = SimpleNamespace(with_kinds=lambda kinds: model)
+    names = [node.name for node in topology.nodes]
+    planning = elastic_planning({"planning": PlanConfig(global_batch_size=8)}, topology, known, names)
+    assert (planning.recompute, planning.zero_stages, planning.layer_sums) == (False, (0,), True)
+
+
+@pytest.mark.parametrize("stages", [1, (), (0, 2)])
+def test_zero_stages_that_cannot_be_planned(stages: Any) -> None:
+    with pytest.raises(ValueError, match=r"zero_stages=.* cannot be planned; use \(0,\), \(1,\) or \(0, 1\)"):
+        PlanConfig(zero_stages=stages)

@@ -41,6 +41,12 @@ def test_each_stage_gets_the_options_that_its_plugin_has() -> None:
     given = dict(find_unused_parameters=True, overlap_communication=False)
     unused, overlap = dict(find_unused_parameters=True), dict(overlap_communication=False)
     assert options_by_stage((0, 1, 2, 3), given) == {0: unused, 1: overlap, 2: overlap, 3: {}}
+    for stages, option, words in (
+        ((0,), "initial_scale", r"initial_scale: .* an option of TorchDDPPlugin"),
+        ((0, 1, 2, 3), "buckets", "buckets: neither an argument of HeteroZeroPlugin"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            options_by_stage(stages, {option: 1.0})
 
 
 GPU, CPU = RankDevice("cuda", True), RankDevice("cpu", True)

@@ -1,19 +1,29 @@
-"""Kinds of devices that the profile does not have: a process measures its own before it joins, while the others train.
-The result goes into the store, where the members find it before they make the plan that has the newcomer, and where the
-next process with such a device finds it too."""
+"""Plans in elastic training: from the plugin's arguments, the members that are there, and the kinds of their devices.
+A process whose kind the profile does not have measures its device before it joins, while the others train. The result
+goes into the store, where the members find it before they make the plan that has the newcomer."""
 
 from __future__ import annotations
 
-import sys
+import dataclasses
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from ...common.ranks import of_every_rank
+from ...common.text import say
+from ...elastic.config import ElasticConfig
+from ...elastic.held_layers import HeldLayers, surviving_topology, with_fewest_moves
 from ...elastic.membership import Membership
-from ...planner.profile.fitted_profiles import with_kind
-from ...planner.profile.layer_profile import ModelProfile
+from ...planner.cluster.cluster_file import load_cluster
+from ...planner.cluster.topology import Topology
+from ...planner.cost.plan import Plan
+from ...planner.profile.fitted_profiles import on_links, with_kind
+from ...planner.profile.layer_profile import ModelProfile, load_profile
+from ..plan_config import PlanConfig
+from ..replicas.unequal_replicas import why_not_unequal
 from .members import Members
 
 SECONDS_PER_LOOK = 0.1  # between two looks whether another process has measured
@@ -65,7 +75,7 @@ class KnownKinds:
             self._board.count(_name(kind) + "/measuring", -1)
 
     def _measure_and_publish(self, kind: str, measure: Callable[[], ModelProfile], board: Membership) -> None:
-        _say(f"{kind} is not in the profile of {self._profile.name}: measuring its layers before this process joins")
+        say(f"{kind} is not in the profile of {self._profile.name}: measuring its layers before this process joins")
         begin = time.monotonic()
         try:
             measured = measure()
@@ -79,7 +89,7 @@ class KnownKinds:
         size = merged.micro_batches(kind, min(merged.tensor_parallel_degrees(kind)))[0]
         costs = merged.costs(kind, min(merged.tensor_parallel_degrees(kind)), size)
         seconds = float((costs.forward_seconds + costs.backward_seconds).sum())
-        _say(
+        say(
             f"{kind} was measured in {time.monotonic() - begin:.1f} s: a micro-batch of {size} takes "
             f"{1e3 * seconds:.3g} ms; all members have it"
         )
@@ -87,10 +97,6 @@ class KnownKinds:
 
 def _name(kind: str) -> str:
     return f"layers of {kind}"
-
-
-def _say(text: str) -> None:
-    print(f"colossal_hetero: {text}", file=sys.stderr, flush=True)
 
 
 # Waiting -------------------------------------------------------------------------------------------------------------
@@ -121,13 +127,11 @@ class WaitForNodes:
         there = f"{size} member{'s' if size > 1 else ''}"
         if dist.get_rank() == 0:
             left = max(self._limit - waited, 0.0)
-            words = f"there is no plan for {there}; waiting up to {left:.0f} s for more nodes: {problem}"
-            print(f"colossal_hetero: {words}", file=sys.stderr, flush=True)
+            say(f"there is no plan for {there}; waiting up to {left:.0f} s for more nodes: {problem}")
         while True:
-            words_of_all: list[Any] = [None] * size
             comes = dist.get_rank() == 0 and self._members.is_somebody_waiting()
             waited = time.monotonic() - self._since
-            dist.all_gather_object(words_of_all, (comes, self._members.is_leaving(), waited))
+            words_of_all = of_every_rank((comes, self._members.is_leaving(), waited))
             if any(comes or leaves for comes, leaves, _ in words_of_all):
                 return
             if max(waited for *_, waited in words_of_all) > self._limit:
@@ -136,3 +140,62 @@ class WaitForNodes:
                     "job again from its latest checkpoint"
                 )
             time.sleep(SECONDS_PER_LOOK)
+
+
+# Plans ---------------------------------------------------------------------------------------------------------------
+
+
+def check_elastic(elastic: Any, arguments: Mapping[str, Any]) -> None:
+    if not isinstance(elastic, ElasticConfig):
+        raise TypeError(f"elastic={elastic!r} is not an ElasticConfig; write ElasticConfig(min_members=...)")
+    planning = arguments["planning"]
+    if (
+        arguments["plan"] != "auto"
+        or not isinstance(planning, PlanConfig)
+        or None in (planning.cluster, planning.profile)
+    ):
+        raise ValueError(
+            'elastic training makes a plan whenever members come or go; use plan="auto" with '
+            "planning=PlanConfig(cluster=..., profile=..., global_batch_size=...)"
+        )
+    if arguments["pp_size"] is not None:
+        raise ValueError(f"pp_size={arguments['pp_size']} is not possible in elastic training; leave it out")
+    if arguments.get("zero_stage"):
+        raise ValueError(
+            f"zero_stage={arguments['zero_stage']} is not possible in elastic training, because a lost member would "
+            "take its part of the optimizer's state along; use zero_stage=0"
+        )
+    reason = why_not_unequal(arguments, arguments["batches"] is not None)
+    if reason is not None:
+        raise ValueError(f"replicas may differ in elastic training, and then {reason}")
+
+
+def cluster_of(arguments: Mapping[str, Any]) -> Topology:
+    cluster = arguments["planning"].cluster
+    return load_cluster(cluster) if isinstance(cluster, str | Path) else cluster
+
+
+def profile_of(arguments: Mapping[str, Any]) -> ModelProfile:
+    profile = arguments["planning"].profile
+    profile = load_profile(profile) if isinstance(profile, str | Path) else profile
+    return on_links(profile, cluster_of(arguments))
+
+
+def elastic_planning(
+    arguments: Mapping[str, Any], cluster: Topology, known: KnownKinds, nodes: Sequence[str]
+) -> PlanConfig:
+    planning: PlanConfig = arguments["planning"]
+    there = surviving_topology(cluster, nodes)
+    profile = known.with_kinds({device.kind.name for device in there.devices})
+    return dataclasses.replace(
+        planning, cluster=there, profile=profile, layer_sums=True, recompute=False, zero_stages=(0,)
+    )
+
+
+def seated(plan: Plan, topology: Topology, profile: ModelProfile, held: Sequence[HeldLayers | None]) -> Plan:
+    """The plan with ranks in those of its places in which the fewest bytes move; see :func:`.with_fewest_moves`."""
+    sizes = profile.sizes[0].parameter_bytes
+    blocks = [float(size) for size in sizes[profile.before : len(sizes) - profile.after]]
+    blocks[0] += sum(sizes[: profile.before])
+    blocks[-1] += sum(sizes[len(sizes) - profile.after :])
+    return with_fewest_moves(plan, topology, held, blocks)

@@ -1,4 +1,4 @@
-"""Who measures a kind of device, and what the others find."""
+"""Processes that join: who measures a kind of device, who waits for the first world, and for how long."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import time
 import pytest
 
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
-from colossal_hetero.plugin.elastic.joining import KnownKinds
-from colossal_hetero.plugin.elastic.members import own_kind
+from colossal_hetero.plugin.elastic.members import a_world_has_formed, own_kind, wait_for_the_first_world
+from colossal_hetero.plugin.elastic.planning import KnownKinds
 from tests.support.machines import Nodes, machines
 from tests.unit.planner.profile.test_fitted_profiles import profile
 
@@ -107,3 +107,37 @@ def test_places_that_the_cluster_does_not_have(node: str, local_rank: int, messa
     cluster = machines(Nodes("InfiniBand", (1, 2)))
     with pytest.raises(ValueError, match=message):
         own_kind(cluster, node, local_rank)
+
+
+def test_all_go_on_when_the_last_one_comes(capsys: pytest.CaptureFixture[str]) -> None:
+    board, ended = SharedBoard(), []
+
+    def come() -> None:
+        wait_for_the_first_world(board, 3, 600.0)
+        ended.append(time.monotonic())
+
+    threads = [threading.Thread(target=come, daemon=True) for _ in range(3)]
+    for thread in threads[:2]:
+        thread.start()
+    time.sleep(0.5)
+    assert ended == []
+    threads[2].start()
+    for thread in threads:
+        thread.join(30)
+    assert len(ended) == 3  # long before the limit
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1] == "colossal_hetero: 3 of 3 members are there"
+    assert sum("3 of 3" in line for line in said) == 1  # only the first one speaks
+    assert "of 3 members are there; waiting up to 600 s for the others" in said[0]
+
+
+def test_it_ends_without_the_others() -> None:
+    board = SharedBoard()
+    wait_for_the_first_world(board, 3, 0.3)
+    wait_for_the_first_world(board, 3, 0.0)
+    waiting = threading.Thread(target=wait_for_the_first_world, args=(board, 9, 60.0))
+    waiting.start()
+    a_world_has_formed(board)
+    waiting.join(30)
+    assert not waiting.is_alive()
+    wait_for_the_first_world(board, 9, 60.0)
