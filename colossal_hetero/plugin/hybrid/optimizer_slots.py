@@ -9,7 +9,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from colossalai.interface import OptimizerWrapper
-from colossalai.nn.optimizer import CPUAdam, FusedAdam, HybridAdam
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
@@ -17,14 +16,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimize
 from ...checkpoint.optimizer_memory import masters_of
 from ...layers.unit_mover import StateSlot, put_data
 from ...profiling.preserved_state import inner_optimizer
-
-ELEMENTWISE: tuple[type, ...] = (
-    *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),
-    *(torch.optim.RMSprop, FusedAdam, CPUAdam, HybridAdam),
-)
-"""Optimizers that update each element of a parameter from its own gradients alone. Others, such as LAMB and Adafactor,
-use norms of whole parameters, which would change with the parameter's shape."""
-
+from ..zero.elementwise_updates import ELEMENTWISE
 
 _STEPPED: WeakKeyDictionary[torch.optim.Optimizer, None] = WeakKeyDictionary()
 """All optimizers of this process that have made a step since the first model was boosted, in the order of these."""

@@ -19,10 +19,11 @@ from torch.nn import Parameter
 
 from ...colossalai_support.accelerator import get_accelerator
 
-KNOWN = {
+ELEMENTWISE = {
     *(optim.Adadelta, optim.Adam, optim.AdamW, optim.Adamax, optim.ASGD, optim.NAdam, optim.RAdam),
     *(optim.RMSprop, optim.Rprop, optim.SGD, CPUAdam, FusedAdam, FusedSGD, HybridAdam),
 }
+"""Optimizers that update each element of a parameter from its own gradients alone."""
 
 LARGEST = (192, 192, 3)  # of a tensor on which an optimizer is tried; the last size is for all further dimensions
 
@@ -41,7 +42,7 @@ def check_sharding(optimizer: Any, option: str, stage: int, distributed: bool) -
 def why_not_sharded(optimizer: Any, distributed: bool) -> str | None:
     """Reason why ``optimizer`` cannot be sharded, in words; None if it can be."""
     optimizer = _inner(optimizer)
-    if type(optimizer) in KNOWN or (distributed and type(optimizer) is Lamb):
+    if type(optimizer) in ELEMENTWISE or (distributed and type(optimizer) is Lamb):
         return None
     if isinstance(optimizer, DistributedOptim):
         return "it is made for tensors that Colossal-AI divides"

@@ -104,6 +104,9 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "NAdam": lambda model: torch.optim.NAdam(model.parameters(), lr=3e-3),
     "RAdam": lambda model: torch.optim.RAdam(model.parameters(), lr=3e-3),
     "RMSprop": lambda model: torch.optim.RMSprop(model.parameters(), lr=1e-3, centered=True, momentum=0.5),
+    "Adadelta": lambda model: torch.optim.Adadelta(model.parameters(), lr=0.1),
+    "ASGD": lambda model: torch.optim.ASGD(model.parameters(), lr=0.05),
+    "Rprop": lambda model: torch.optim.Rprop(model.parameters(), lr=1e-3),
 }
 
 
@@ -224,8 +227,12 @@ def test_a_pipeline_whose_stages_move_units_at_other_times(tmp_path: Path) -> No
 # Where it is not possible ---------------------------------------------------------------------------------------------
 
 
-def asgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.ASGD(model.parameters())
+class OwnSGD(torch.optim.SGD):
+    """May update parameters in another way."""
+
+
+def own_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return OwnSGD(model.parameters())
 
 
 def _log_without_resharding(options: dict[str, Any], make: Callable[[nn.Module], torch.optim.Optimizer]) -> list[str]:
@@ -250,7 +257,7 @@ def _log_without_resharding(options: dict[str, Any], make: Callable[[nn.Module],
 
 @checks.on(2, dict(zero_stage=1, precision="bf16"), adamw, "ZeRO stage 1")
 @checks.on(4, {}, adamw, "2 replicas")
-@checks.on(2, {}, asgd, "ASGD is not known")
+@checks.on(2, {}, own_sgd, "OwnSGD is not known")
 def elsewhere_units_migrate_in_each_iteration(
     options: dict[str, Any], make: Callable[[nn.Module], torch.optim.Optimizer], reason: str
 ) -> None:

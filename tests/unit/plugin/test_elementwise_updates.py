@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from colossal_hetero.plugin.zero.elementwise_updates import KNOWN, check_sharding, why_not_sharded
+from colossal_hetero.plugin.zero.elementwise_updates import ELEMENTWISE, check_sharding, why_not_sharded
 
 
 def model() -> nn.Module:
@@ -110,8 +110,8 @@ def test_others_cannot() -> None:
 
 
 def test_known_optimizers_pass_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    of_torch = [kind for kind in KNOWN if kind.__module__.startswith("torch.")]
-    monkeypatch.setattr("colossal_hetero.plugin.zero.elementwise_updates.KNOWN", set())
+    of_torch = [kind for kind in ELEMENTWISE if kind.__module__.startswith("torch.")]
+    monkeypatch.setattr("colossal_hetero.plugin.zero.elementwise_updates.ELEMENTWISE", set())
     for kind in of_torch:
         assert reason(lambda parameters, kind=kind: kind(parameters, lr=0.1)) is None, kind  # type: ignore[misc]
 
