@@ -70,7 +70,7 @@ def main() -> None:
     off = settled[1]
     communication = median(min(rank.communication_seconds for rank in record.ranks) for record in off)
     fixed = [typical(off, rank, lambda r: r.work_seconds - movable(r)) for rank in (0, 1)]
-    most = Pruning().max_resize
+    most = BalanceConfig(mode="resize").largest_resize
     in_blocks = variants[2].plugin.balancer.kinds
     # Whole heads cannot be pruned as finely as columns.
     most_of_blocks = sum(

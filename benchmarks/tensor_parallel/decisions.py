@@ -17,7 +17,7 @@ from statistics import median
 import numpy as np
 
 from benchmarks.common import print_table
-from colossal_hetero.balance import BalanceConfig, BalancePlan, Costs, Pruning, RankTimes, predicted_seconds
+from colossal_hetero.balance import BalanceConfig, BalancePlan, Costs, RankTimes, predicted_seconds
 from colossal_hetero.balance.modes import decide
 from colossal_hetero.balance.optimum import divide_stragglers
 
@@ -36,7 +36,7 @@ MODES = ("off", "resize", "migrate", "semi", "auto")
 def decision_seconds(mode: str, ranks: int, repeats: int) -> float:
     """Median seconds of a decision. Each decision gets new random times, in which a third of the ranks is slow."""
     random = np.random.default_rng(ranks)
-    config = BalanceConfig(mode=mode, pruning=None if mode in ("off", "migrate") else Pruning(max_resize=0.5))
+    config = BalanceConfig(mode=mode, max_resize=0.5)
     seconds = []
     for _ in range(repeats):
         slowdowns = np.where(
@@ -61,7 +61,7 @@ def compare_divisions(costs: Costs, matmul_seconds: float, max_resize: float) ->
     plans = {f"by hand: λ={count} slowest migrate": by_hand[tuple(range(count))] for count in range(5)}
     plans[f"by hand: best of 16, migrating: {names}"] = by_hand[best]
     for mode in ("semi", "auto"):
-        config = BalanceConfig(mode=mode, pruning=Pruning(max_resize=max_resize))
+        config = BalanceConfig(mode=mode, max_resize=max_resize)
         plans[mode] = decide(times, costs, config, BalancePlan.idle(len(times)))
     least = predicted_seconds(times, costs, by_hand[best])
     rows = []

@@ -72,7 +72,7 @@ class Applier:
         self._config = config
         self._targets = [*map(Target, self._layers), *map(Target, self._blocks)]
         self._costs = [target.cost for target in self._targets]
-        self._pruning = Pruner(self._targets, config.rules, iterations_per_interval)
+        self._pruning = Pruner(self._targets, config.rules, config.largest_resize, iterations_per_interval)
         self._transport = transport
         # Layers that are in no block migrate by the paper's method.
         self._column_method = "broadcast-reduce" if config.migration == "block" else config.migration

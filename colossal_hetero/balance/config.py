@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 Mode = Literal["off", "resize", "migrate", "semi", "auto"]
@@ -19,8 +19,6 @@ RatioForm = Literal["budgeted", "printed"]
 class Pruning:
     """Settings of how slow ranks prune their work, which is lossy."""
 
-    max_resize: float = 0.9
-    """γ_max: the largest share of its work that a rank may prune, in [0, 1); 0 means never to prune."""
     priority: Priority = "norm-product"
     """Rule for pruned columns: ``random``, ``priority`` (smallest weight variation), ``priority-diff`` (the same with a
     ratio per layer) or ``norm-product`` (smallest ‖X column‖·‖W column‖)."""
@@ -48,7 +46,7 @@ class Pruning:
     """Time that selecting and imputing columns adds to a rank's products, as a share of their full time, in [0, 1).
     With ``resize_ratio="auto"`` mode ``resize`` prunes that much more than Eq. 1, so that the rank reaches T_ref."""
     seed: int = 0
-    """Seed of the ``random`` rule."""
+    """Seed of what is drawn: random columns, and columns between which a rule does not decide."""
 
     def __post_init__(self) -> None:
         _check_choice("resizing", self.resizing, get_args(Resizing))
@@ -56,17 +54,12 @@ class Pruning:
         _check_choice("priority", self.priority, get_args(Priority))
         _check_choice("imputation", self.imputation, get_args(Imputation))
         _check_choice("ratio_form", self.ratio_form, get_args(RatioForm))
-        _check_share("max_resize", self.max_resize)
         if not 0.0 <= self.resize_overhead < 1.0:
             raise ValueError(f"resize_overhead={self.resize_overhead} is outside [0, 1): a share of the products' time")
         if self.resize_ratio != "auto":
             if isinstance(self.resize_ratio, str):
                 raise ValueError(f"resize_ratio={self.resize_ratio!r} is neither 'auto' nor a number in [0, 1)")
             _check_share("resize_ratio", self.resize_ratio)
-            if self.resize_ratio > self.max_resize:
-                raise ValueError(
-                    f"resize_ratio={self.resize_ratio} is above max_resize={self.max_resize}; lower it or raise that"
-                )
         if not 0.0 <= self.decay <= 1.0:
             raise ValueError(f"decay={self.decay} is outside [0, 1]")
         if not (self.variation_threshold >= 0.0 and math.isfinite(self.variation_threshold)):
@@ -81,26 +74,27 @@ class Pruning:
 @dataclass(frozen=True, kw_only=True)
 class BalanceConfig:
     """Settings of how the work of a tensor-parallel group is balanced. By default nothing is changed. ``mode="auto"``
-    is exact; accuracy can be reduced only by ``mode="resize"``, ``mode="semi"``, or ``pruning`` in mode ``auto``."""
+    is exact; accuracy can be reduced only by ``mode="resize"``, ``mode="semi"``, or ``max_resize`` in mode ``auto``."""
 
     mode: Mode = "off"
     """``off`` only measures. ``resize`` prunes work of slow ranks, which is lossy. ``migrate`` gives their work to fast
     ranks, which is exact. ``semi`` lets the slowest ranks migrate and other slow ranks resize (SEMI, Algorithm 2).
-    ``auto`` migrates, and with ``pruning`` prunes, so that the predicted iteration time is minimal."""
+    ``auto`` migrates, and with ``max_resize`` prunes, so that the predicted iteration time is minimal."""
+    max_resize: float | None = None
+    """γ_max: the largest share of its work that a rank may prune, in [0, 1); 0 means never to prune. None means 0.9 in
+    modes ``resize`` and ``semi``, and 0 in mode ``auto``. Modes ``off`` and ``migrate`` never prune."""
     pruning: Pruning | None = None
-    """How slow ranks prune. None means the defaults of :class:`Pruning` in modes ``resize`` and ``semi``, and never to
-    prune in mode ``auto``. Modes ``off`` and ``migrate`` do not prune."""
+    """How slow ranks prune, where they do. None means the defaults of :class:`Pruning`."""
     migration: Migration = "block"
     """Form of migration: ``block`` migrates whole units of a block of layers; ``broadcast-reduce`` and
     ``scatter-gather`` migrate columns of each product, as in SEMI."""
     head: bool = True
     """True if rows of the vocabulary-parallel head of a language model migrate like units of a block, where nothing is
     pruned. Then a slow rank computes ``logits`` of training passes with ``labels`` when they are first used."""
-    measure_costs: bool = True
-    """Measure the costs of pruning and migrating in a few seconds before training; if not, they count as zero."""
-    cost_cache: str | None = None
-    """Folder of measured costs, for the next run on the same devices. None means ``$XDG_CACHE_HOME/colossal_hetero`` or
-    ``~/.cache/colossal_hetero``; "" means not to keep them. Modes ``semi`` and ``auto`` measure costs."""
+    measure_costs: bool | str = True
+    """Modes ``semi`` and ``auto`` measure the costs of pruning and migrating in a few seconds before training, and keep
+    them for the next run on the same devices: in this folder, with True in ``$XDG_CACHE_HOME/colossal_hetero`` or
+    ``~/.cache/colossal_hetero``, with "" nowhere. With False costs count as zero."""
     threshold: float = 0.10
     """A rank's speed has changed if its work differs from that of its group by more than this share in ``patience``
     successive iterations; must be positive. Smaller changes are accepted after more iterations. In modes that prune, or
@@ -127,15 +121,24 @@ class BalanceConfig:
         _check_count("warmup_iterations", self.warmup_iterations, 0)
         if self.reshard_after is not None and self.reshard_after < 1:
             raise ValueError(f"reshard_after={self.reshard_after} must be at least 1 iteration, or None for never")
+        if self.max_resize is not None:
+            _check_share("max_resize", self.max_resize)
         where = f"in mode {self.mode!r}"
-        if self.mode in ("off", "migrate"):
-            _refuse(self, ("pruning",), f"{where}, which never prunes")
-        elif self.mode != "resize" and self.pruning is not None:
-            _refuse(self.pruning, ("resizing", "reference", "resize_ratio", "resize_overhead"), where)
+        if self.pruning is not None:
+            if self.mode in ("off", "migrate"):
+                raise ValueError(f"pruning=Pruning(...) has no effect {where}, which never prunes; leave it out")
+            if self.mode == "auto" and not self.max_resize:
+                raise ValueError(
+                    "pruning=Pruning(...) has no effect in mode 'auto' without max_resize, the largest share of its "
+                    "work that a rank may prune; set both, or leave it out"
+                )
+            if self.mode != "resize":
+                _refuse(self.pruning, ("resizing", "reference", "resize_ratio", "resize_overhead"), where)
+        ratio = self.rules.resize_ratio
+        if self.mode == "resize" and ratio != "auto" and ratio > self.largest_resize:
+            raise ValueError(f"resize_ratio={ratio} is above max_resize={self.largest_resize}; lower it or raise that")
         if self.mode in ("off", "resize"):
             _refuse(self, ("migration",), f"{where}, which never migrates")
-        if self.mode not in ("semi", "auto"):
-            _refuse(self, ("cost_cache",), f"{where}, which measures no costs")
         if self.reshard_after is not None and not self.reshards:
             _refuse(self, ("reshard_after",), f"{where} with these settings: only whole units move for good")
         if self.mode == "resize" and self.rules.resizing == "block" and self.rules.imputation != "zero":
@@ -152,25 +155,36 @@ class BalanceConfig:
             name: ``zero-rd`` prunes random columns, ``zero-pri`` those whose weights vary least, ``zero-pridiff-r`` the
                 same with a ratio per layer, each by γ of Eq. 1; ``zero-pridiff-e`` has γ = ½ instead. ``mig`` only
                 migrates, ``semi`` is Algorithm 2.
-            settings: further fields, such as ``patience``.
+            settings: further fields of this class or of :class:`Pruning`, such as ``patience`` or ``decay``.
 
         Raises:
             ValueError: the name is unknown, or a setting is impossible.
         """
         _check_choice("method", name, tuple(_PAPER))
-        return cls(**(_PAPER[name] | settings))
+        preset = dict(_PAPER[name])
+        rules = {each.name: settings.pop(each.name) for each in fields(Pruning) if each.name in settings}
+        if "pruning" in settings:
+            raise ValueError(f"pruning= would replace that of {name!r}; give its fields instead, such as decay=0.5")
+        if rules:
+            preset["pruning"] = replace(preset.get("pruning", Pruning()), **rules)
+        return cls(**(preset | settings))
 
     @property
     def rules(self) -> Pruning:
-        """How the mode prunes, with ``max_resize`` 0 if it never does."""
-        if self.pruning is not None:
-            return self.pruning
-        return Pruning(max_resize=0.9 if self.mode in ("resize", "semi") else 0.0)
+        return self.pruning or Pruning()
+
+    @property
+    def largest_resize(self) -> float:
+        """γ_max of the mode; 0 if it never prunes."""
+        if self.mode in ("off", "migrate"):
+            return 0.0
+        default = 0.0 if self.mode == "auto" else 0.9
+        return default if self.max_resize is None else self.max_resize
 
     @property
     def is_exact(self) -> bool:
         """True if nothing is ever pruned."""
-        return self.mode in ("migrate", "auto") and self.rules.max_resize == 0.0
+        return self.mode in ("migrate", "auto") and self.largest_resize == 0.0
 
     @property
     def reshards(self) -> bool:

@@ -133,7 +133,7 @@ def decide(
     # The difference of two times is less certain than each of them.
     difference = config.threshold if uncertainty is None else math.sqrt(2.0) * uncertainty
     margin = max(config.threshold, difference)
-    most = config.rules.max_resize
+    most = config.largest_resize
     if config.mode == "resize":
         return _decide_resize(times, config, current, margin, max(difference, MIN_GAIN))
     if config.mode == "migrate":
@@ -233,7 +233,7 @@ def _decide_resize(
         # Pruning γ saves γ·M and costs the overhead, which is added to the excess time of Eq. 1. The times of a rank
         # that prunes already include it.
         overhead = np.where(now > 0, 0.0, config.rules.resize_overhead)
-        wanted = resize_ratios(work + overhead * matmul, matmul, reference, config.rules.max_resize)
+        wanted = resize_ratios(work + overhead * matmul, matmul, reference, config.largest_resize)
     else:
         wanted = np.full(len(times), float(config.rules.resize_ratio))
     wanted = np.where(slow, wanted, 0.0)

@@ -77,7 +77,7 @@ class CostCache:
         except OSError as error:
             warnings.warn(
                 f"the measured costs of balancing cannot be kept in {path.parent} ({error}); they are measured again "
-                "in every run. Set BalanceConfig.cost_cache to a folder that can be written to, or to '' for none",
+                "in every run. Set BalanceConfig.measure_costs to a folder that can be written to, or to '' for none",
                 stacklevel=2,
             )
 
@@ -135,9 +135,9 @@ def prepare_costs(
 ) -> Costs:
     """Costs according to the configuration: zero, those of an earlier run, or measured now (:func:`measure_costs`).
     Collective over ``group``, whose ranks all get the same costs."""
-    if group.size() == 1 or not config.measure_costs:
+    if group.size() == 1 or config.measure_costs is False:
         return Costs()
-    cache = CostCache(config.cost_cache)
+    cache = CostCache(None if config.measure_costs is True else config.measure_costs)
     # All ranks compute the context together, but only one reads the cache, so that all get the same costs.
     context = _measurement_context(group, shapes, rows, dtype, device, traffic, form)
     first = group.rank() == 0
@@ -148,7 +148,7 @@ def prepare_costs(
         if first:
             log.warning(
                 "a rank has too little memory left to measure the costs of balancing, so they are taken as zero; give "
-                "BalanceConfig(cost_cache=...) a file of a run that measured them, or use smaller batches"
+                "BalanceConfig(measure_costs=...) the folder of a run that measured them, or use smaller batches"
             )
         return Costs()
     shown = Console(stderr=True).status("Measuring the costs of balancing")

@@ -169,9 +169,11 @@ class Target:
 
 
 class Pruner:
-    def __init__(self, targets: Sequence[Target], rules: Pruning, iterations_per_interval: int) -> None:
+    def __init__(
+        self, targets: Sequence[Target], rules: Pruning, max_resize: float, iterations_per_interval: int
+    ) -> None:
         self._targets = targets
-        self._rules = rules
+        self._rules, self._max_resize = rules, max_resize
         self._interval = iterations_per_interval
         self._ratio = 0.0
         self._iterations = 0
@@ -199,7 +201,8 @@ class Pruner:
         """γ of every target, float64 ``[targets]``."""
         if self._ratio == 0.0 or self._rules.priority != "priority-diff":
             return np.full(len(self._targets), self._ratio)
-        return layer_ratios(self._ratio, self._candidates, [target.cost for target in self._targets], self._rules)
+        costs = [target.cost for target in self._targets]
+        return layer_ratios(self._ratio, self._candidates, costs, self._rules, self._max_resize)
 
     def end_iteration(self) -> bool:
         """Count an iteration. Returns whether ratios may have changed, one iteration after the end of an interval of

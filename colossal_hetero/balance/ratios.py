@@ -24,7 +24,9 @@ def resize_ratios(
     return np.where(matmul > 0, ratios, 0.0)
 
 
-def layer_ratios(ratio: float, candidate_shares: Sequence[float], costs: Sequence[float], rules: Pruning) -> np.ndarray:
+def layer_ratios(
+    ratio: float, candidate_shares: Sequence[float], costs: Sequence[float], rules: Pruning, max_resize: float
+) -> np.ndarray:
     """``γ_k`` per layer for the rank's ``ratio`` γ (SEMI, Sec. III-B, Algorithm 1 line 11); float64 ``[layers]``.
     ``candidate_shares`` are the shares of columns whose weights vary little, ``costs`` (c_k) the layers' matmul times
     in any unit. ``printed``: ``max(share, α·γ)``. ``budgeted`` scales these so that ``Σ c_k γ_k = γ Σ c_k`` with each
@@ -34,21 +36,21 @@ def layer_ratios(ratio: float, candidate_shares: Sequence[float], costs: Sequenc
         return np.zeros(len(shares))
     printed = np.maximum(shares, rules.decay * ratio)
     if rules.ratio_form == "printed":
-        limited: np.ndarray = np.minimum(printed, rules.max_resize)
+        limited: np.ndarray = np.minimum(printed, max_resize)
         return limited
-    assert ratio <= rules.max_resize
+    assert ratio <= max_resize
     full = np.zeros(len(shares), dtype=bool)
     while not full.all():
         # Layers at the maximum stay there; others share the rest in proportion to their printed ratio, or evenly.
         weight = np.where(full, 0.0, printed)
         free = weight / weight.max() if weight.any() else np.where(full, 0.0, 1.0)
-        rest = ratio * cost.sum() - rules.max_resize * cost[full].sum()
-        ratios = np.where(full, rules.max_resize, free * rest / (cost * free).sum())
-        over = ~full & (ratios > rules.max_resize)
+        rest = ratio * cost.sum() - max_resize * cost[full].sum()
+        ratios = np.where(full, max_resize, free * rest / (cost * free).sum())
+        over = ~full & (ratios > max_resize)
         if not over.any():
             return np.maximum(ratios, 0.0)
         full |= over
-    return np.full(len(shares), rules.max_resize)
+    return np.full(len(shares), max_resize)
 
 
 # Whole units ---------------------------------------------------------------------------------------------------------

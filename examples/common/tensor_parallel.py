@@ -10,7 +10,7 @@ import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from colossal_hetero.balance.config import (
     BalanceConfig,
@@ -52,10 +52,6 @@ class Layout:
         return [list(range(first, first + self.tp)) for first in range(0, self.world_size, self.tp)]
 
 
-PRUNING = ("max_resize", "resizing", "priority", "imputation", "resize_ratio", "reference")
-"""Flags of :class:`Pruning`, None where they are not given."""
-
-
 class TensorParallelOptions(Options):
     """The command line of an example with tensor parallelism."""
 
@@ -65,23 +61,29 @@ class TensorParallelOptions(Options):
         Raises:
             UsageError: a value is outside the range that :class:`BalanceConfig` accepts.
         """
-        given = {name: getattr(self, name) for name in PRUNING if getattr(self, name) is not None}
+        mode = self.balance
         try:
-            if given.get("resize_ratio", "auto") != "auto":
-                given["resize_ratio"] = float(given["resize_ratio"])
+            ratio = "auto" if self.resize_ratio == "auto" else float(self.resize_ratio)
         except ValueError:
             raise UsageError(f"--resize-ratio {self.resize_ratio} is neither auto nor a number in [0, 1)") from None
         try:
-            pruning = Pruning(**given, seed=self.seed)
-            if given and self.balance in ("off", "migrate"):
-                raise UsageError(
-                    f"{flag(next(iter(given)))} has no effect with --balance {self.balance}, which never prunes"
-                )
-            if given and self.balance == "auto" and self.max_resize is None:
-                raise UsageError(f"{flag(next(iter(given)))} has no effect with --balance auto without --max-resize")
-            if not given and self.balance not in ("resize", "semi"):
-                pruning = None
-            return BalanceConfig(mode=self.balance, migration=self.migration, pruning=pruning)
+            rules = Pruning(
+                resizing=self.resizing,
+                priority=self.priority,
+                imputation=self.imputation,
+                resize_ratio=ratio,  # type: ignore[arg-type]
+                reference=self.reference,
+                seed=self.seed,
+            )
+            chosen: dict[str, Any] = {"mode": mode, "max_resize": self.max_resize}
+            # What a mode does not use is left out, so that the same flags can be tried with all modes.
+            if mode in ("semi", "auto"):
+                rules = Pruning(priority=self.priority, imputation=self.imputation, seed=self.seed)
+            if mode in ("resize", "semi") or (mode == "auto" and self.max_resize):
+                chosen["pruning"] = rules
+            if mode in ("migrate", "semi", "auto"):
+                chosen["migration"] = self.migration
+            return BalanceConfig(**chosen)
         except ValueError as error:
             raise UsageError(_in_flags(str(error))) from None
 
@@ -273,14 +275,12 @@ def add_balance_flags(parser: argparse.ArgumentParser) -> None:
         ("reference", Reference, "the time that slow ranks are brought down to"),
     ):
         balancing.add_argument(
-            f"--{name}",
-            choices=get_args(kinds),
-            default=None if name in PRUNING else default[name],
-            help=f"{what} (default {default[name]})",
+            f"--{name}", choices=get_args(kinds), default=default[name], help=f"{what} (default {default[name]})"
         )
     balancing.add_argument(
         "--resize-ratio",
         metavar="auto|SHARE",
+        default="auto",
         help="share of its columns that a slow rank prunes (default auto: by its measured time)",
     )
     balancing.add_argument(

@@ -52,7 +52,7 @@ CONFIGS: Mapping[str, Mapping[str, dict[str, Any] | None]] = {
     "both": {
         "semi": {"mode": "semi"},
         "semi, columns": {"mode": "semi", "migration": "scatter-gather"},
-        "auto, prunes up to 0.3": {"mode": "auto", "pruning": Pruning(max_resize=0.3)},
+        "auto, prunes up to 0.3": {"mode": "auto", "max_resize": 0.3},
     },
 }
 

@@ -32,7 +32,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "resize blocks": {"mode": "resize", "pruning": Pruning(**RULES["priority"])},
     "migrate columns": {"mode": "migrate", "migration": "broadcast-reduce"},
     "semi": {"mode": "semi", "pruning": Pruning(**RULES["priority"])},
-    "auto": {"mode": "auto", "pruning": Pruning(max_resize=0.3, **RULES["priority-diff"])},
+    "auto": {"mode": "auto", "max_resize": 0.3, "pruning": Pruning(**RULES["priority-diff"])},
 }
 ITERATIONS = 9
 

@@ -50,7 +50,7 @@ def measure_quickly(ranks: int) -> None:
 def measure_both_forms(ranks: int) -> list[PREPARED]:
     measure_quickly(ranks)
     before = torch.get_rng_state()
-    found = [prepare(dist.group.WORLD, form, cost_cache="") for form in ("column", "block")]
+    found = [prepare(dist.group.WORLD, form, measure_costs="") for form in ("column", "block")]
     assert torch.equal(torch.get_rng_state(), before), "measuring changed the state of the random numbers"
     return found
 
@@ -67,14 +67,14 @@ def test_all_ranks_have_the_same_costs(ranks: int) -> None:
 
 def prepare_again_and_again(folder: str) -> list[PREPARED]:
     measure_quickly(2)
-    found = [prepare(dist.group.WORLD, cost_cache=folder) for _ in range(2)]
-    found.append(prepare(dist.group.WORLD, "column", cost_cache=folder))
+    found = [prepare(dist.group.WORLD, measure_costs=folder) for _ in range(2)]
+    found.append(prepare(dist.group.WORLD, "column", measure_costs=folder))
     dist.barrier()
     if dist.get_rank() == 0:
         for path in Path(folder).iterdir():
             path.write_text(path.read_text()[:-50])
     dist.barrier()
-    found += [prepare(dist.group.WORLD, cost_cache=folder) for _ in range(2)]
+    found += [prepare(dist.group.WORLD, measure_costs=folder) for _ in range(2)]
     return found
 
 
@@ -94,7 +94,7 @@ def prepare_on_one_disk_only(folder: str) -> list[PREPARED]:
     """Give the second rank an empty folder, as if it ran on another machine."""
     measure_quickly(2)
     own = folder if dist.get_rank() == 0 else folder + "-elsewhere"
-    return [prepare(dist.group.WORLD, cost_cache=own) for _ in range(2)]
+    return [prepare(dist.group.WORLD, measure_costs=own) for _ in range(2)]
 
 
 def test_one_rank_reads_the_cache_for_all(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_if_the_folder_cannot_be_written_to_costs_are_measured_each_time(tmp_pat
 def prepare_without_need() -> tuple[PREPARED, PREPARED]:
     measure_quickly(2)
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    return prepare(alone, cost_cache=""), prepare(dist.group.WORLD, measure_costs=False)
+    return prepare(alone, measure_costs=""), prepare(dist.group.WORLD, measure_costs=False)
 
 
 def test_without_measuring_costs_have_their_defaults() -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colossal_hetero.balance import Pruning, pruning
+from colossal_hetero.balance import pruning
 from colossal_hetero.layers import hetero_layers
 from tests.support.checks import Checks
 from tests.support.migration_runs import (
@@ -142,7 +142,7 @@ def a_rank_that_prunes_and_migrates_trains_the_remaining_columns_exactly() -> No
             what = f"{method}, sender {sender}"
             with scripted(slow(sender)), patch.object(pruning, "make_selector", First):
                 # The part that may not be pruned is migrated.
-                run = boost(ours(migrate(method, mode="semi", pruning=Pruning(max_resize=0.3)), tp_size=2), None, sgd)
+                run = boost(ours(migrate(method, mode="semi", max_resize=0.3), tp_size=2), None, sgd)
                 train(run, IN_FORCE)
                 plan = run.plugin.balancer.plan
                 assert plan.resize[sender] > 0.1 and plan.migrate[sender] > 0.1, f"{what}: {plan}"

@@ -41,8 +41,8 @@ def test_choices(kind: type, name: str) -> None:
 NAN, INFINITE = float("nan"), float("inf")
 IMPOSSIBLE: list[tuple[type, dict[str, Any], list[str]]] = [
     *(
-        (Pruning, {name: bad}, [f"{name}={bad} is outside [0, 1)"])
-        for name in ("max_resize", "resize_ratio", "resize_overhead")
+        (kind, {name: bad}, [f"{name}={bad} is outside [0, 1)"])
+        for kind, name in ((BalanceConfig, "max_resize"), (Pruning, "resize_ratio"), (Pruning, "resize_overhead"))
         for bad in (-0.1, 1.0, 1.5, NAN, INFINITE)
     ),
     *((Pruning, dict(decay=bad), [f"decay={bad} is outside [0, 1]"]) for bad in (-0.1, 1.1, NAN)),
@@ -52,10 +52,13 @@ IMPOSSIBLE: list[tuple[type, dict[str, Any], list[str]]] = [
     ),
     (Pruning, dict(priority_interval=0), ["priority_interval=0 must be at least 1"]),
     (Pruning, dict(resize_ratio="half"), ["resize_ratio='half'", "'auto'", "[0, 1)"]),
-    (
-        Pruning,
-        dict(resize_ratio=0.8, max_resize=0.5),
-        ["resize_ratio=0.8", "max_resize=0.5", "lower it or raise that"],
+    *(
+        (
+            BalanceConfig,
+            dict(mode="resize", pruning=Pruning(resize_ratio=0.95), max_resize=most),
+            ["resize_ratio=0.95", f"max_resize={most or 0.9}", "lower it or raise that"],
+        )
+        for most in (None, 0.5)
     ),
     *(
         (BalanceConfig, dict(threshold=bad), [f"threshold={bad} must be a positive number"])
@@ -72,7 +75,15 @@ IMPOSSIBLE: list[tuple[type, dict[str, Any], list[str]]] = [
     # Without an effect:
     *((BalanceConfig, dict(mode=mode, pruning=Pruning()), ["pruning=", mode, "prunes"]) for mode in ("off", "migrate")),
     *(
-        (BalanceConfig, dict(mode=mode, pruning=Pruning(**{name: value})), [f"{name}={value!r} has no effect", mode])
+        (BalanceConfig, dict(mode="auto", pruning=Pruning(), max_resize=most), ["no effect", "without max_resize"])
+        for most in (None, 0.0)
+    ),
+    *(
+        (
+            BalanceConfig,
+            dict(mode=mode, max_resize=0.5, pruning=Pruning(**{name: value})),
+            [f"{name}={value!r} has no effect", mode],
+        )
         for mode in ("semi", "auto")
         for name, value in dict(resizing="column", reference="mean", resize_ratio=0.5, resize_overhead=0.0).items()
     ),
@@ -83,10 +94,6 @@ IMPOSSIBLE: list[tuple[type, dict[str, Any], list[str]]] = [
     *(
         (BalanceConfig, dict(mode=mode, migration="scatter-gather"), ["migration='scatter-gather' has no effect", mode])
         for mode in ("off", "resize")
-    ),
-    *(
-        (BalanceConfig, dict(mode=mode, cost_cache="costs"), ["cost_cache='costs' has no effect", mode])
-        for mode in ("off", "resize", "migrate")
     ),
     *(
         (BalanceConfig, dict(reshard_after=9) | options, ["reshard_after=9 has no effect", "whole units"])
@@ -107,7 +114,7 @@ def test_units_are_given_away_for_good_only_in_exact_modes_that_move_blocks() ->
     assert BalanceConfig(mode="auto").reshards and BalanceConfig(mode="migrate", reshard_after=1).reshards
     for options in (
         dict(reshard_after=None),
-        dict(pruning=Pruning(max_resize=0.5)),
+        dict(max_resize=0.5),
         dict(migration="broadcast-reduce"),
         dict(mode="semi"),
         dict(mode="off"),
@@ -117,39 +124,53 @@ def test_units_are_given_away_for_good_only_in_exact_modes_that_move_blocks() ->
 
 @pytest.mark.parametrize("mode, most", [("off", 0), ("resize", 0.9), ("migrate", 0), ("semi", 0.9), ("auto", 0)])
 def test_auto_is_exact_without_pruning(mode: Any, most: float) -> None:
-    assert BalanceConfig(mode=mode).rules.max_resize == most
+    assert BalanceConfig(mode=mode).largest_resize == most
     assert BalanceConfig(mode=mode).is_exact == (mode in ("migrate", "auto"))
 
 
-def test_auto_prunes_if_it_is_given_rules() -> None:
-    config = BalanceConfig(mode="auto", pruning=Pruning(max_resize=0.5))
-    assert not config.is_exact
-    assert dataclasses.replace(config, mode="semi").rules.max_resize == 0.5
+@pytest.mark.parametrize("mode", CHOICES[BalanceConfig]["mode"])
+def test_every_mode_takes_a_limit(mode: Any) -> None:
+    config = BalanceConfig(mode=mode, max_resize=0.3)
+    assert config.largest_resize == (0.3 if mode in ("resize", "semi", "auto") else 0.0)
+    assert config.is_exact == (mode == "migrate")
 
 
 def test_there_are_few_settings() -> None:
     assert len(dataclasses.fields(BalanceConfig)) <= 10
 
 
-@pytest.mark.parametrize(
-    ("name", "mode", "priority", "ratio"),
-    [
-        ("zero-rd", "resize", "random", "auto"),
-        ("zero-pri", "resize", "priority", "auto"),
-        ("zero-pridiff-e", "resize", "priority-diff", 0.5),
-        ("zero-pridiff-r", "resize", "priority-diff", "auto"),
-        ("mig", "migrate", None, None),
-        ("semi", "semi", "priority-diff", "auto"),
-    ],
-)
-def test_presets_of_the_paper(name: str, mode: str, priority: str | None, ratio: Any) -> None:
-    config = BalanceConfig.paper(name, patience=3)
-    assert (config.mode, config.patience, config.moves_blocks) == (mode, 3, False)
-    assert config.is_exact == (mode == "migrate")
-    if priority:
-        assert (config.rules.priority, config.rules.resize_ratio) == (priority, ratio)
+ALONE = dict(resizing="column", reference="mean", resize_overhead=0.0)
+PRESETS = {
+    "zero-rd": BalanceConfig(mode="resize", pruning=Pruning(priority="random", **ALONE)),
+    "zero-pri": BalanceConfig(mode="resize", pruning=Pruning(priority="priority", **ALONE)),
+    "zero-pridiff-e": BalanceConfig(
+        mode="resize", pruning=Pruning(priority="priority-diff", ratio_form="printed", resize_ratio=0.5, **ALONE)
+    ),
+    "zero-pridiff-r": BalanceConfig(
+        mode="resize", pruning=Pruning(priority="priority-diff", ratio_form="printed", **ALONE)
+    ),
+    "mig": BalanceConfig(mode="migrate", migration="broadcast-reduce"),
+    "semi": BalanceConfig(
+        mode="semi",
+        migration="broadcast-reduce",
+        pruning=Pruning(priority="priority-diff", ratio_form="printed"),
+    ),
+}
+
+
+def test_presets_of_the_paper() -> None:
+    for name, config in PRESETS.items():
+        assert BalanceConfig.paper(name) == config
+        assert BalanceConfig.paper(name, patience=3) == dataclasses.replace(config, patience=3)
+    found = BalanceConfig.paper("semi", decay=0.5, max_resize=0.4)
+    rules = dataclasses.replace(PRESETS["semi"].rules, decay=0.5)
+    assert found == dataclasses.replace(PRESETS["semi"], pruning=rules, max_resize=0.4)
     with pytest.raises(ValueError, match=r"unknown method 'zero'; valid are zero-rd, .*, mig, semi"):
         BalanceConfig.paper("zero")
+    with pytest.raises(ValueError, match=r"would replace that of 'semi'.*decay=0\.5"):
+        BalanceConfig.paper("semi", pruning=Pruning())
+    with pytest.raises(ValueError, match="never prunes"):
+        BalanceConfig.paper("mig", seed=1)
 
 
 def test_rules_that_are_none() -> None:

@@ -34,7 +34,7 @@ def groups(draw: st.DrawFn) -> list[RankTimes]:
 
 @given(groups(), st.floats(0, 0.99), st.sampled_from(["minimum", "mean"]), st.data())
 def test_ratios_stay_within_the_cap(group: list[RankTimes], cap: float, reference: str, data: st.DataObject) -> None:
-    config = BalanceConfig(mode="resize", pruning=Pruning(max_resize=cap, reference=reference))
+    config = BalanceConfig(mode="resize", max_resize=cap, pruning=Pruning(reference=reference))
     current = BalancePlan.resizing(tuple(data.draw(st.floats(0, cap)) for _ in group))
     plan = decide(group, FREE, config, current)
     assert len(plan.resize) == len(group)
@@ -47,7 +47,7 @@ def test_ratios_stay_within_the_cap(group: list[RankTimes], cap: float, referenc
 def test_nothing_is_done_when_no_rank_is_slow(work: float, ranks: int, mode: str, data: st.DataObject) -> None:
     noise = st.floats(1.0, 1.0 + RESIZE.threshold)
     group = [RankTimes(work * data.draw(noise), work / 2) for _ in range(ranks)]
-    config = BalanceConfig(mode=mode)
+    config = BalanceConfig(mode=mode, max_resize=data.draw(st.sampled_from([None, 0.9])))
     current = BalancePlan((0.1, *(0.0,) * (ranks - 1)), (0.3, *(0.0,) * (ranks - 1)), (0.0, 0.3, *(0.0,) * (ranks - 2)))
     for before in (BalancePlan.idle(ranks), current):
         assert decide(group, FREE, config, before) == BalancePlan.idle(ranks)
@@ -63,7 +63,7 @@ def test_off_does_nothing(group: list[RankTimes]) -> None:
 @given(st.floats(1.2, 9), st.floats(0.3, 1.0), st.integers(2, 8), st.integers(0, 7))
 def test_eq1_brings_the_straggler_to_the_reference(slowdown: float, matmul_share: float, ranks: int, slow: int) -> None:
     slow %= ranks
-    config = BalanceConfig(mode="resize", pruning=Pruning(max_resize=0.99, resize_overhead=0.0))
+    config = BalanceConfig(mode="resize", max_resize=0.99, pruning=Pruning(resize_overhead=0.0))
     group = [RankTimes(1.0, matmul_share)] * ranks
     group[slow] = RankTimes(1.0 - matmul_share + slowdown * matmul_share, slowdown * matmul_share)
     ratio = decide(group, FREE, config, BalancePlan.idle(ranks)).resize[slow]
@@ -113,7 +113,7 @@ def test_impossible_times_are_refused(bad: float) -> None:
 
 
 def without_pruning(mode: str) -> BalanceConfig:
-    return BalanceConfig(mode=mode, pruning=Pruning(max_resize=0.0) if mode == "semi" else None)
+    return BalanceConfig(mode=mode, max_resize=0.0 if mode == "semi" else None)
 
 
 def straggler(slowdown: float, ranks: int = 2, other: float = 0.0) -> list[RankTimes]:
@@ -124,7 +124,7 @@ def straggler(slowdown: float, ranks: int = 2, other: float = 0.0) -> list[RankT
 @given(groups(), st.sampled_from(MIGRATING), st.floats(0, 0.9))
 def test_plans_are_possible_and_do_not_harm(group: list[RankTimes], mode: str, cap: float) -> None:
     limit = 0.0 if mode == "migrate" else cap
-    config = BalanceConfig(mode=mode, pruning=Pruning(max_resize=cap) if limit else None)
+    config = BalanceConfig(mode=mode, max_resize=cap if limit else None)
     plan = decide(group, FREE, config, BalancePlan.idle(len(group)))
     assert all(0 <= ratio <= limit + 1e-6 for ratio in plan.resize)
     assert sum(plan.migrate) == sum(plan.receive)
@@ -136,11 +136,11 @@ def test_plans_are_possible_and_do_not_harm(group: list[RankTimes], mode: str, c
 def test_rounding_to_steps_does_not_exceed_the_cap(mode: str) -> None:
     """0.3 is no multiple of the steps; the next one is above it. Each layer's ratio must stay below the cap."""
     group = [RankTimes(1.0, 0.9), RankTimes(4.0, 3.9), RankTimes(4.0, 3.9)]
-    rules = Pruning(max_resize=0.3, priority="priority-diff")
-    config = BalanceConfig(mode=mode, pruning=rules)  # type: ignore[arg-type]
+    rules = Pruning(priority="priority-diff")
+    config = BalanceConfig(mode=mode, max_resize=0.3, pruning=rules)  # type: ignore[arg-type]
     ratio = max(decide(group, Costs(migrate_fixed_seconds=0.5), config, BalancePlan.idle(3)).resize)
     assert 0.29999 < ratio <= 0.3
-    assert layer_ratios(ratio, [0.5, 0.1], [1.0, 1.0], rules) == pytest.approx([0.3, 0.3], rel=1e-5)
+    assert layer_ratios(ratio, [0.5, 0.1], [1.0, 1.0], rules, 0.3) == pytest.approx([0.3, 0.3], rel=1e-5)
 
 
 @pytest.mark.parametrize("mode", ["migrate", "auto"])
@@ -259,19 +259,19 @@ def test_impossible_plans_are_refused(
 def test_budgeted_layer_ratios_keep_the_budget(ratio: float, layers: list[tuple[float, float]], decay: float) -> None:
     rules = Pruning(priority="priority-diff", decay=decay)
     shares, costs = zip(*layers, strict=True)
-    ratios = layer_ratios(ratio, shares, costs, rules)
-    assert (ratios >= 0).all() and (ratios <= rules.max_resize + 1e-9).all()
+    ratios = layer_ratios(ratio, shares, costs, rules, 0.9)
+    assert (ratios >= 0).all() and (ratios <= 0.9 + 1e-9).all()
     assert float(ratios @ np.array(costs)) == pytest.approx(ratio * sum(costs), rel=1e-6, abs=1e-9)
 
 
 @given(st.floats(0.01, 0.9), st.lists(st.floats(0, 1), min_size=1, max_size=12))
 def test_printed_layer_ratios_are_algorithm_1(ratio: float, shares: list[float]) -> None:
     rules = Pruning(priority="priority-diff", ratio_form="printed")
-    ratios = layer_ratios(ratio, shares, [1.0] * len(shares), rules)
-    assert ratios == pytest.approx([min(max(share, 0.8 * ratio), rules.max_resize) for share in shares])
+    ratios = layer_ratios(ratio, shares, [1.0] * len(shares), rules, 0.9)
+    assert ratios == pytest.approx([min(max(share, 0.8 * ratio), 0.9) for share in shares])
 
 
 @pytest.mark.parametrize("form", ["printed", "budgeted"])
 def test_no_layer_is_pruned_at_ratio_zero(form: str) -> None:
     rules = Pruning(priority="priority-diff", ratio_form=form)
-    assert layer_ratios(0.0, [1.0, 0.5], [1.0, 1.0], rules).tolist() == [0.0, 0.0]
+    assert layer_ratios(0.0, [1.0, 0.5], [1.0, 1.0], rules, 0.9).tolist() == [0.0, 0.0]

@@ -69,7 +69,7 @@ def test_what_cannot_be_used_is_ignored_and_written_anew(tmp_path: Path) -> None
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     cache = CostCache(str(tmp_path / "file" / "folder"))
-    with pytest.warns(UserWarning, match="cannot be kept in .*BalanceConfig.cost_cache"):
+    with pytest.warns(UserWarning, match="cannot be kept in .*BalanceConfig.measure_costs"):
         cache.write(HERE, COSTS)
     assert cache.read(HERE) is None
 

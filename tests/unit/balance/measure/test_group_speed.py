@@ -52,7 +52,7 @@ def test_the_plan_for_a_constant_straggler_lands_on_eq1_in_few_changes(
     assert sum(other > 0 for other in group.plan.resize) == 1
     # Pruned to the time of the fastest rank, if the limit of the ratio allows it.
     works = OTHER + 0.7 * slowdown * (1.0 - ratio + overhead)
-    assert works == pytest.approx(OTHER + 0.7, rel=0.05) or ratio == RESIZE.rules.max_resize
+    assert works == pytest.approx(OTHER + 0.7, rel=0.05) or ratio == RESIZE.largest_resize
 
 
 @SIMULATED
