@@ -25,7 +25,7 @@ START, END = "<!-- rooms: start -->", "<!-- rooms: end -->"
 
 def imports() -> dict[str, set[str]]:
     """By room: the other rooms that its modules import."""
-    rooms = {module: room_of(module) for module in MODULES if module != PACKAGE}
+    rooms = {module: room_of(module) for module in MODULES if room_of(module)}
     edges: dict[str, set[str]] = {room: set() for room in rooms.values()}
     for module, room in rooms.items():
         edges[room] |= {rooms[name] for name in imported(module) if name in rooms} - {room}

@@ -119,7 +119,7 @@ class OutOfMemoryGuard:
         current = self._loader.current
         return 0 if current is None else current.samples
 
-    def _forward(self, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, model: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not (model.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         samples = self._samples()

@@ -101,7 +101,13 @@ class PresentCheckpointIO:
         self._present = present
 
     def __getattr__(self, name: str) -> Any:
-        return naming_ended_ranks()(getattr(self._present(), name))
+        if name == "_present" or name.startswith("__"):  # of a copy that has no attributes yet
+            raise AttributeError(name)
+        found = getattr(self._present(), name)
+        return naming_ended_ranks()(found) if callable(found) else found
+
+
+CheckpointIO.register(PresentCheckpointIO)
 
 
 class CheckpointMethods:

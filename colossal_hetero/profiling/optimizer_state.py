@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from ..colossalai_support.accelerator import get_accelerator
 from .memory import is_out_of_memory, recover
 from .preserved_state import inner_optimizer
-from .training_step import tensor_bytes
 
 DISTRIBUTED_STATE_BYTES = 8
 """Largest state of Colossal-AI's distributed optimizers (Lamb, CAME, Adafactor, GaLore), per parameter: two moments."""
@@ -31,7 +30,7 @@ def optimizer_state_bytes(optimizer: torch.optim.Optimizer | OptimizerWrapper) -
     for group in inner.param_groups:
         measured: dict[tuple[Any, ...], int] = {}
         for parameter in group["params"]:
-            if parameter.numel() == 0 or tensor_bytes(inner.state.get(parameter), parameter.device):
+            if parameter.numel() == 0 or _tensor_bytes(inner.state.get(parameter), parameter.device):
                 continue
             if isinstance(inner, DistributedOptim):
                 total += DISTRIBUTED_STATE_BYTES * parameter.numel()
@@ -80,7 +79,7 @@ def _state_after_a_step(optimizer: torch.optim.Optimizer, group: dict[str, Any],
         stand_in.grad = torch.zeros_like(stand_in)
         twin.param_groups = [_like(group, [stand_in])]
         twin.step()
-        return tensor_bytes(twin.state.get(stand_in), parameter.device)
+        return _tensor_bytes(twin.state.get(stand_in), parameter.device)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -90,6 +89,17 @@ def _state_after_a_step(optimizer: torch.optim.Optimizer, group: dict[str, Any],
     # If there is not enough memory for the whole parameter, measure half of it and scale the result.
     half = parameter.detach().reshape(-1)[: parameter.numel() // 2]
     return math.ceil(_state_after_a_step(optimizer, group, half) * parameter.numel() / half.numel())
+
+
+def _tensor_bytes(state: Any, device: torch.device) -> int:
+    # Not by storages, which wrappers of quantized state do not have.
+    if isinstance(state, Tensor):
+        return state.numel() * state.element_size() if state.device == device else 0
+    if isinstance(state, dict):
+        return sum(_tensor_bytes(value, device) for value in state.values())
+    if isinstance(state, (list, tuple)):
+        return sum(_tensor_bytes(value, device) for value in state)
+    return 0
 
 
 # Optimizer step ------------------------------------------------------------------------------------------------------

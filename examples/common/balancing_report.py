@@ -10,9 +10,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from colossal_hetero.accelerator import get_accelerator
 from colossal_hetero.balance.report import comparison_text, moved_shares, rank_table
 from colossal_hetero.balance.timeline import Timelines
-from colossal_hetero.colossalai_support.accelerator import get_accelerator
 
 from .measurements import Measurements, TensorBoardLog, TraceFile, summarize, write_timelines
 from .tensor_parallel import Layout, TensorParallelOptions

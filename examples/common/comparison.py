@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
-from colossal_hetero.colossalai_support.accelerator import get_accelerator
+from colossal_hetero.accelerator import get_accelerator
 
 from .options import Options
 from .terminal import Terminal, compact_table, finite, peak_memory_by_rank, quantiles, warmup_iterations, write_json

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch.distributed as dist
 
-from colossal_hetero.colossalai_support.accelerator import get_accelerator
+from colossal_hetero.accelerator import get_accelerator
 from colossal_hetero.testing.stragglers import cpu_quota
 
 from .options import UsageError

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn, track
 from rich.table import Table
 
-from colossal_hetero.colossalai_support.accelerator import get_accelerator
+from colossal_hetero.accelerator import get_accelerator
 from colossal_hetero.common.atomic_files import replacing
 
 WARMUP_ITERATIONS = 5

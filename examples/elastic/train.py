@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the repository, 
 import torch
 import torch.distributed as dist
 
-import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (before colossalai: lets it work on a CPU, and quietly)
+import colossal_hetero.accelerator  # noqa: F401  (before colossalai: lets it work on a CPU, and quietly)
 
 # isort: split
 from colossalai.accelerator import get_accelerator

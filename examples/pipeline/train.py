@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DistributedSampler
 
-import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (before colossalai: lets it work on a CPU, and quietly)
+import colossal_hetero.accelerator  # noqa: F401  (before colossalai: lets it work on a CPU, and quietly)
 
 # isort: split
 import colossalai

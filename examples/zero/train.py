@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (before colossalai: lets it work on a CPU, and quietly)
+import colossal_hetero.accelerator  # noqa: F401  (before colossalai: lets it work on a CPU, and quietly)
 
 # isort: split
 import colossalai

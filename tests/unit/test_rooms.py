@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -149,3 +150,23 @@ def test_no_two_classes_have_the_same_name() -> None:
             if isinstance(node, ast.ClassDef):
                 modules.setdefault(node.name, []).append(module)
     assert {name: where for name, where in modules.items() if len(where) > 1} == {}
+
+
+FIXED_NAMES = {
+    "colossal_hetero": (
+        *("BalanceConfig", "BatchConfig", "CheckpointConfig", "ElasticConfig", "PlanConfig", "Pruning"),
+        *("HeteroHybridParallelPlugin", "HeteroZeroPlugin"),
+    ),
+    "colossal_hetero.accelerator": ("get_accelerator",),
+    "colossal_hetero.layers": ("HeteroLinear1D_Col", "HeteroLinear1D_Row", "TimmViTPolicy", "hetero_policy"),
+    "colossal_hetero.planner": (
+        *("Plan", "Replica", "StagePlan", "load_plan", "save_plan", "load_cluster", "load_profile", "search"),
+    ),
+    "colossal_hetero.testing": ("Stragglers", "cpu_quota", "inject_stragglers"),
+}
+
+
+@pytest.mark.parametrize("module", FIXED_NAMES)
+def test_names_that_scripts_import_are_where_they_were(module: str) -> None:
+    for name in FIXED_NAMES[module]:
+        assert hasattr(importlib.import_module(module), name), name

@@ -118,7 +118,7 @@ def _seconds_of_stage(
     return each
 
 
-@functools.lru_cache(maxsize=512)
+@functools.lru_cache(maxsize=128)
 def _seconds_to_fit(slot: Slot, in_flight: int) -> _Floats:
     """Seconds for recomputing the blocks ``[a, b)`` if they only fit then, ``[a, b]``; infinite if they never fit."""
     seconds = np.where(_fit(slot.costs, slot.memory_bytes, in_flight), 0.0, np.inf)

@@ -275,3 +275,12 @@ def test_printed_layer_ratios_are_algorithm_1(ratio: float, shares: list[float])
 def test_no_layer_is_pruned_at_ratio_zero(form: str) -> None:
     rules = Pruning(priority="priority-diff", ratio_form=form)
     assert layer_ratios(0.0, [1.0, 0.5], [1.0, 1.0], rules, 0.9).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("mode", MIGRATING)
+def test_receivers_take_no_more_than_they_have_memory_for(mode: str) -> None:
+    group = straggler(4.0, 3)
+    plan = decide(group, FREE, without_pruning(mode), BalancePlan.idle(3))
+    limited = decide(group, FREE, without_pruning(mode), BalancePlan.idle(3), max_received=0.1)
+    assert max(plan.receive) > 0.1 and max(limited.receive) == pytest.approx(0.1)
+    assert sum(limited.migrate) == pytest.approx(sum(limited.receive))

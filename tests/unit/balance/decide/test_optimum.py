@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colossal_hetero.balance import BalancePlan, Costs, RankTimes, predicted_seconds
-from colossal_hetero.balance.optimum import RESERVE, optimal_plan
+from colossal_hetero.balance.optimum import RESERVE, divide_stragglers, optimal_plan, semi_plan
 from colossal_hetero.balance.report import lossless_seconds
 from tests.support.random_examples import examples
 
@@ -204,3 +204,17 @@ def test_many_ranks() -> None:
         assert math.fsum(plan.migrate) == pytest.approx(math.fsum(plan.receive))
         others = random_seconds(times, costs, cap, plan, random, 200)
         assert predicted_seconds(times, costs, plan) <= others.min() * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("cap", [0.25, 0.5])
+def test_semi_prunes_least_among_equally_fast_divisions(cap: float) -> None:
+    """The slowest rank decides the time, so whether the other one prunes does not change it."""
+    times = [RankTimes(1.0, 1.0), RankTimes(1.0, 1.0), RankTimes(3.0, 1.5), RankTimes(1.0, 0.5), RankTimes(8.0, 4.0)]
+    plan = semi_plan(times, Costs(), cap, 0.1)
+    seconds = predicted_seconds(times, Costs(), plan)
+    slow = (4, 2)
+    for count in range(3):
+        other = divide_stragglers(times, slow[:count], slow, cap)
+        same = predicted_seconds(times, Costs(), other) <= seconds
+        assert not same or sum(other.resize) >= sum(plan.resize)
+    assert sum(plan.resize) == 0.0
