@@ -4,15 +4,11 @@ their error messages."""
 from __future__ import annotations
 
 import ast
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from colossal_hetero.cli.plan import plan as plan_command
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
 from colossal_hetero.planner.cost.plan import load_plan, save_plan
 from colossal_hetero.planner.cost.simulate import simulate_plan
@@ -331,12 +327,7 @@ def test_simulation_with_a_slow_rank(tmp_path: Path) -> None:
     text = output("simulate", path, "--slow", "0:2.5")
     assert "with rank 0 slowed 2.5 ×" in text and "the iteration takes 2.50 × as long" in text
     assert "rank 7 is not in the plan, which uses ranks 0" in failure("simulate", path, "--slow", "7:2")
-    for wrong, words in (
-        ("2", "'2' is not RANK:FACTOR"),
-        ("0:x", "'0:x' is not RANK:FACTOR"),
-        ("0:2,0:3", "rank 0 is given twice"),
-        ("0:0", "rank 0 cannot be 0.0 times as slow"),
-    ):
+    for wrong, words in (("2", "'2' is not RANK:FACTOR"), ("0:0", "rank 0 cannot be 0.0 times as slow")):
         assert words in failure("simulate", path, "--slow", wrong)
 
 
@@ -379,57 +370,6 @@ def test_overlapped_transfers_are_faster_than_blocking_ones(tmp_path: Path) -> N
         for way in ("overlapped", "blocking")
     ]
     assert seconds[0] < seconds[1]
-
-
-def test_the_methods_are_those_of_the_planner() -> None:
-    """The command lists them itself, so that it starts without importing the planner."""
-    (choices,) = (option.type.choices for option in plan_command.params if option.name == "method")
-    assert tuple(choices) == METHODS
-
-
-def test_unneeded_packages_are_not_imported(files: tuple[Path, Path], tmp_path: Path) -> None:
-    cluster, layers = map(str, files)
-    out = str(tmp_path / "plan.json")
-    code = (
-        "import sys\n"
-        "from colossal_hetero.cli.main import main\n"
-        "assert not {'numpy', 'scipy', 'pydantic', 'rich'} & set(sys.modules), 'the planner is imported too early'\n"
-        f"arguments = ['plan', {cluster!r}, {layers!r}, '--global-batch', '8', '--out', {out!r}]\n"
-        "main(arguments, standalone_mode=False)\n"
-        "main([*arguments, '--schedule', 'zbv'], standalone_mode=False)\n"
-        f"main(['simulate', {out!r}], standalone_mode=False)\n"
-        "print([name for name in ('torch', 'colossalai', 'timm', 'matplotlib') if name in sys.modules])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "[]"
-    assert json.loads(Path(out).read_text())["schema"] == 1
-
-
-@pytest.mark.parametrize(
-    ("command", "options"),
-    [
-        (
-            "plan",
-            [
-                "--global-batch",
-                "--micro-batch",
-                "--tp",
-                "--method",
-                "--schedule",
-                "--equal",
-                "--out",
-                "--plot",
-                "--top",
-            ],
-        ),
-        ("simulate", ["--slow", "--transfers", "--cluster", "--profile", "--out", "--plot"]),
-    ],
-)
-def test_help_explains_the_options(command: str, options: list[str]) -> None:
-    text = output(command, "--help")
-    for option in options:
-        assert option in text
 
 
 def test_recomputation_and_zero_can_be_left_out(files: tuple[Path, Path], tmp_path: Path) -> None:

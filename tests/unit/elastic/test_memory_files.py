@@ -1,4 +1,4 @@
-"""Memory files: what is written is read, torn and foreign files are not, and only the latest two stay."""
+"""Memory files: what is written is read, torn and foreign ones are not, two stay, the newest whole state is found."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from unittest.mock import patch
 
@@ -18,9 +19,12 @@ from colossal_hetero.elastic.environment import launcher_name
 from colossal_hetero.elastic.held_layers import HeldLayers
 from colossal_hetero.elastic.memory_file import (
     FileName,
+    FoundState,
+    KeptBox,
     KeptState,
     MemoryFolder,
     StateName,
+    newest_whole_state,
     read_memory_file,
     write_memory_file,
 )
@@ -242,3 +246,53 @@ def test_copies_from_a_gpu_use_one_stream_of_high_priority_and_two_buffers(
     keeper.note_again(kept(3, fill=2.0).pieces)  # what was received since
     assert keeper.write() and stream.done[0] == ("wait", cuda.main)
     keeper.close()
+
+
+A, B = "param.a", "param.b"
+ROWS = [Box((0, 0), (2, 3)), Box((2, 0), (3, 3))]
+"""Of a tensor of 5 by 3."""
+
+
+def part(version: int, world: str, *boxes: tuple[str, Box]) -> FoundState:
+    return FoundState(StateName(version, world), ("a", "b"), tuple(KeptBox(key, (5, 3), box) for key, box in boxes))
+
+
+def test_a_state_counts_if_every_element_is_in_some_file() -> None:
+    """By brute force: each subset of the files of five ranks, of which some hold the same."""
+    whole = Box((0, 0), (5, 3))
+    new = [
+        part(7, "w1", (A, ROWS[0]), (B, whole)),
+        part(7, "w1", (A, ROWS[1])),
+        part(7, "w1", (A, Box((1, 0), (4, 3)))),  # overlaps with both
+        part(7, "w1", (A, ROWS[0])),
+        part(7, "w1", (B, ROWS[0]), (B, ROWS[1])),
+    ]
+    old = part(6, "w1", (A, whole), (B, whole))
+    for count in range(6):
+        for kept in combinations(new, count):
+            elements = {
+                (each.key, row)
+                for file in kept
+                for each in file.boxes
+                for row in range(each.box.offsets[0], each.box.offsets[0] + each.box.sizes[0])
+            }
+            name = StateName(7 if len(elements) == 10 else 6, "w1")
+            assert newest_whole_state([old, *kept]) == name
+            assert (newest_whole_state(kept) is None) == (len(elements) < 10)
+
+
+def test_worlds_are_not_mixed_and_the_later_one_counts() -> None:
+    whole = Box((0, 0), (5, 3))
+    halves = [part(7, "w1", (A, whole)), part(7, "w2", (B, whole))]
+    assert newest_whole_state(halves) is None
+    wholes = [part(7, "w1", (A, whole), (B, whole)), part(7, "w2", (A, whole), (B, whole))]
+    assert newest_whole_state([*halves, *wholes]) == StateName(7, "w2")
+    assert newest_whole_state([part(8, "w1", (A, whole), (B, whole)), *wholes]) == StateName(8, "w1")
+    assert newest_whole_state([]) is None
+
+
+def test_a_tensor_without_dimensions_and_a_buffer_count_too() -> None:
+    step, whole = KeptBox("step.a", (), Box((), ())), Box((0, 0), (5, 3))
+    name = StateName(1, "w")
+    found = FoundState(name, ("a", "b"), (KeptBox(A, (5, 3), whole), KeptBox("buffer.b", (5, 3), whole), step))
+    assert newest_whole_state([found]) == name
