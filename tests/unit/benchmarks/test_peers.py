@@ -92,26 +92,51 @@ def line(*pipelines: dict[str, Any], mbs: float = 1, batch: int = 16) -> str:
     return found
 
 
-def test_equal_pipelines() -> None:
-    found = line(pipeline([[member("A")] * 2, [member("B")] * 2], (4,)), mbs=2)
-    assert found == "dp 2 × pp [A 0-2 | B 3-7] · micro-batch 2 × 4"
+A, B, PAIR = [member("A")], [member("B")], [["A", 4, "zone"], ["A", 4, "zone"]]
 
 
-def test_embedding_and_head_go_with_blocks() -> None:
-    found = line(pipeline([[member("A")], [member("A")]], (5,)))
-    assert found == "dp 1 × pp [A 0-3 | A 4-7] · micro-batch 1 × 16"
-    with pytest.raises(ValueError, match="a stage has no block"):
-        line(pipeline([[member("A")], [member("A")]], (1,)))
-    with pytest.raises(ValueError, match="a stage has no block"):
-        line(pipeline([[member("A")], [member("A")]], (9,)))
+@pytest.mark.parametrize(
+    ("pipelines", "mbs", "expected"),
+    [
+        ([pipeline([A * 2, B * 2], (4,))], 2, "dp 2 × pp [A 0-2 | B 3-7] · micro-batch 2 × 4"),
+        # The embedding and the head go with blocks.
+        ([pipeline([A, A], (5,))], 1, "dp 1 × pp [A 0-3 | A 4-7] · micro-batch 1 × 16"),
+        (
+            [pipeline([[member("A"), member("B", 4)], A * 2], (5,))],
+            1,
+            "dp 2 = 1 × pp [A (tp 1) 0-3 | A (tp 1) 4-7] + 1 × pp [B (tp 4) 0-3 | A (tp 1) 4-7] · micro-batch 1 × 8",
+        ),
+        ([pipeline([A * 3], ())], 1, "dp 3 = 1 × pp [A 0-7] × 6 + 2 × pp [A 0-7] × 5 · micro-batch 1"),
+        (
+            [pipeline([A], ()), pipeline([B, B], (5,))],
+            1,
+            "dp 2 = 1 × pp [A 0-7] + 1 × pp [B 0-3 | B 4-7] · micro-batch 1 × 8",
+        ),
+        ([pipeline([[[PAIR, 2]]], ())], 1, "dp 1 × pp [A (tp 2) 0-7] · micro-batch 1 × 16"),
+    ],
+)
+def test_plans_of_sailor_are_layout_lines(pipelines: list[dict[str, Any]], mbs: float, expected: str) -> None:
+    assert line(*pipelines, mbs=mbs) == expected
 
 
-def test_members_of_a_stage_may_differ_in_kind_and_degree() -> None:
-    stages = [[member("A"), member("B", 4)], [member("A"), member("A")]]
-    found = line(pipeline(stages, (5,)))
-    pipelines = "1 × pp [A (tp 1) 0-3 | A (tp 1) 4-7] + 1 × pp [B (tp 4) 0-3 | A (tp 1) 4-7]"
-    assert found == f"dp 2 = {pipelines} · micro-batch 1 × 8"
-    assert not has_one_degree(found)
+@pytest.mark.parametrize(
+    ("stages", "ends", "mbs", "message"),
+    [
+        ([A, A], (1,), 1, "a stage has no block"),
+        ([A, A], (9,), 1, "a stage has no block"),
+        ([[member("A", 2)] * 2, B * 4], (5,), 4, "different numbers of data-parallel members"),
+        ([[[[["A", 4, "zone"], ["B", 4, "zone"]], 2]]], (), 1, "several kinds of GPU: A, B"),
+        ([[member("A", 8)]], (), 1, "beyond a node"),
+        ([A], (), 3, "16 samples are no whole number of micro-batches of 3"),
+        ([A * 3], (), 8, "3 pipelines for 2 micro-batches"),
+        ([A], (), 1.5, r"micro-batches have 1\.5 samples"),
+    ],
+)
+def test_plans_that_a_line_cannot_say(stages: list[Any], ends: tuple[int, ...], mbs: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        line(pipeline(stages, ends), mbs=mbs)
+    with pytest.raises(ValueError, match="do not hold the layers 0 to 11"):
+        layout_line({"mbs": 1, "pipelines": [pipeline([A], ())]}, 12, 1, 1, 16)
 
 
 @pytest.mark.parametrize(
@@ -127,42 +152,6 @@ def test_members_of_a_stage_may_differ_in_kind_and_degree() -> None:
 )
 def test_degrees_of_a_line(line: str, one: bool) -> None:
     assert has_one_degree(line) is one
-
-
-def test_micro_batches_that_cannot_be_divided_equally() -> None:
-    found = line(pipeline([[member("A")] * 3], ()), mbs=1)
-    assert found == "dp 3 = 1 × pp [A 0-7] × 6 + 2 × pp [A 0-7] × 5 · micro-batch 1"
-
-
-def test_stages_have_equally_many_members() -> None:
-    with pytest.raises(ValueError, match="different numbers of data-parallel members"):
-        line(pipeline([[member("A", 2)] * 2, [member("B")] * 4], (5,)), mbs=4)
-
-
-def test_several_pipelines() -> None:
-    found = line(pipeline([[member("A")]], ()), pipeline([[member("B")], [member("B")]], (5,)))
-    assert found == "dp 2 = 1 × pp [A 0-7] + 1 × pp [B 0-3 | B 4-7] · micro-batch 1 × 8"
-
-
-def test_groups_that_a_line_cannot_say() -> None:
-    both = [[["A", 4, "zone"], ["B", 4, "zone"]], 2]
-    with pytest.raises(ValueError, match="several kinds of GPU: A, B"):
-        line(pipeline([[both]], ()))
-    twice = [[["A", 4, "zone"], ["A", 4, "zone"]], 2]
-    assert line(pipeline([[twice]], ())) == "dp 1 × pp [A (tp 2) 0-7] · micro-batch 1 × 16"
-    with pytest.raises(ValueError, match="beyond a node"):
-        line(pipeline([[member("A", 8)]], ()))
-
-
-def test_plans_that_do_not_fit_the_model_or_the_batch() -> None:
-    with pytest.raises(ValueError, match="do not hold the layers 0 to 11"):
-        layout_line({"mbs": 1, "pipelines": [pipeline([[member("A")]], ())]}, 12, 1, 1, 16)
-    with pytest.raises(ValueError, match="16 samples are no whole number of micro-batches of 3"):
-        line(pipeline([[member("A")]], ()), mbs=3)
-    with pytest.raises(ValueError, match="3 pipelines for 2 micro-batches"):
-        line(pipeline([[member("A")] * 3], ()), mbs=8)
-    with pytest.raises(ValueError, match=r"micro-batches have 1\.5 samples"):
-        line(pipeline([[member("A")]], ()), mbs=1.5)
 
 
 PLANS = """
