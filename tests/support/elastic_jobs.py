@@ -7,7 +7,7 @@ import random
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -29,6 +29,7 @@ from tests.support.harness import check_preloaded, forked_context
 from tests.support.layer_profiles import layer_times
 
 BLOCKS, MICRO_BATCH, GLOBAL_BATCH, BATCHES = 4, 2, 12, 8
+LIMIT_SECONDS = 240
 NODES = ("big-0", "small-0", "small-1", "small-2", "big-1")
 
 
@@ -89,6 +90,23 @@ def undisturbed(steps: int) -> tuple[list[float], dict[str, Tensor]]:
     return losses, {name: each.detach() for name, each in model.named_parameters()}
 
 
+def check_parameters(everyone: Iterable[Mapping[str, Any]], steps: int, tolerance: float = 1e-9) -> None:
+    """The parameters of members, in NumPy, are those of :func:`undisturbed`."""
+    _, expected = undisturbed(steps)
+    everyone = list(everyone)
+    assert everyone
+    for parameters in everyone:
+        for name, found in parameters.items():
+            reference = expected.get(name, expected["transformer.wte.weight"])
+            torch.testing.assert_close(
+                torch.from_numpy(found)[: len(reference)], reference, rtol=tolerance, atol=tolerance
+            )
+
+
+QUICK = dict(dead_seconds=1.0, last_call_seconds=0.5)
+"""Options of an ``ElasticConfig`` whose members notice soon who is gone, and do not wait for long."""
+
+
 def train(
     steps: int,
     kill: Kill | None,
@@ -108,7 +126,7 @@ def train(
     plugin = HeteroHybridParallelPlugin(
         plan="auto",
         planning=planning,
-        elastic=elastic or ElasticConfig(dead_seconds=1.0, last_call_seconds=0.5),
+        elastic=elastic or ElasticConfig(**QUICK),
         checkpoints=checkpoints,
         precision="fp32",
         max_norm=1.0,
@@ -241,10 +259,10 @@ class Job:
             member.kill()
             member.join()
 
-    def start(self, node: str, kill: Kill | None = None) -> int:
-        """Start a member; returns its number."""
+    def start(self, node: str, kill: Kill | None = None, script: tuple[Any, ...] | None = None) -> int:
+        """Start a member, with a script of its own if one is given; returns its number."""
         number = len(self.members)
-        script = self._script or (train, self._steps, kill, self._folder, self._joins)
+        script = script or self._script or (train, self._steps, kill, self._folder, self._joins)
         doom = None if self._dooms is None else self._dooms / str(number)
         self._launch(_member, self._server.port, node, script, doom)
         self.nodes.append(node)
@@ -293,6 +311,15 @@ class Job:
             self.outcome.errors.append(content[0])
         return number, kind, content
 
+    def run(self, at_message: Callable[[int, str, list[Any]], None] = lambda *_: None) -> Outcome:
+        """Wait until all members have ended, and give ``at_message`` what they say."""
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while self.alive():
+            assert time.monotonic() < deadline, self.outcome
+            if (message := self.message()) is not None:
+                at_message(*message)
+        return self.finish()
+
     def finish(self) -> Outcome:
         """What all members have told, after they have ended."""
         while self.message() is not None:
@@ -308,7 +335,6 @@ def run_job(
     joins: Mapping[str, int] | None = None,
     warnings: Mapping[int, int] | None = None,
     folder: Path | None = None,
-    seconds: float = 240,
 ) -> Outcome:
     """Run a job until all its members have ended.
 
@@ -319,24 +345,20 @@ def run_job(
         joins: by node of a member that is started later: the step after which.
         warnings: by number of a member that gets SIGTERM: the step after which.
         folder: shared folder of layer checkpoints.
-        seconds: time limit.
     """
     kills, joins, warned = kills or {}, dict(joins or {}), dict(warnings or {})
-    deadline = time.monotonic() + seconds
+
+    def at_message(_: int, kind: str, content: list[Any]) -> None:
+        if kind != "step":
+            return
+        for node in [node for node, after in joins.items() if content[0] >= after]:
+            del joins[node]
+            job.start(node, kills.get(len(job.members)))
+        for number in [number for number, after in warned.items() if content[0] >= after]:
+            del warned[number]
+            job.members[number].terminate()
+
     with Job(steps, folder=folder, joins=[after for after in joins.values() if after < steps]) as job:
         for number, node in enumerate(nodes):
             job.start(node, kills.get(number))
-        while job.alive():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the job did not end in {seconds} s: {job.outcome}")
-            message = job.message()
-            if message is None or message[1] != "step":
-                continue
-            version = message[2][0]
-            for node in [node for node, after in joins.items() if version >= after]:
-                del joins[node]
-                job.start(node, kills.get(len(job.members)))
-            for number in [number for number, after in warned.items() if version >= after]:
-                del warned[number]
-                job.members[number].terminate()
-        return job.finish()
+        return job.run(at_message)

@@ -25,7 +25,7 @@ def _worker(told: Told, environment: Mapping[str, str], arguments: tuple[Any, ..
 
 
 class RestartedJob(Job):
-    """The worlds of a job, one after another; each is a call of :meth:`run`.
+    """The worlds of a job, one after another; each is a call of :meth:`run_world`.
 
     Args:
         memory: folder of memory files.
@@ -49,12 +49,8 @@ class RestartedJob(Job):
         elastic = ElasticConfig(recovery="restart", memory=memory, memory_every=every, timeout_seconds=20.0)
         self._name, self._more = name, (elastic, topology)
 
-    def run(
-        self,
-        nodes: Sequence[str],
-        kills: Mapping[int, Kill] | None = None,
-        terminate: int | None = None,
-        lose: Sequence[int] = (),
+    def run_world(
+        self, nodes: Sequence[str], kills: Mapping[int, Kill] | None = None, terminate: int | None = None
     ) -> Outcome:
         """A world, until all its processes have ended: when one of them fails, the others get SIGTERM.
 
@@ -62,7 +58,6 @@ class RestartedJob(Job):
             nodes: of each process.
             kills: by number of the process: where it ends itself.
             terminate: all processes get SIGTERM after this step.
-            lose: processes that get SIGKILL when another one fails, as if their machine was lost too.
         """
         self.outcome, self.members = Outcome(), []
         for number in range(len(nodes)):
@@ -75,8 +70,8 @@ class RestartedJob(Job):
             reached = message is not None and message[1] == "step" and message[2][0] == terminate
             if not is_ending and (reached or any(member.exitcode for member in self.members)):
                 is_ending = True
-                for number, member in enumerate(self.members):
-                    member.kill() if number in lose else member.terminate()
+                for member in self.members:
+                    member.terminate()
         return self.finish()
 
     def _start(self, nodes: Sequence[str], number: int, kill: Kill | None) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from colossal_hetero import ElasticConfig
-from tests.parallel.elastic.test_elastic_training import check_parameters
-from tests.support.elastic_jobs import Job, Kill, Outcome, cluster, train
+from tests.support.elastic_jobs import Job, Kill, Outcome, check_parameters, cluster, train
 from tests.support.restarted_jobs import RestartedJob
 
 STEPS = 10
@@ -24,12 +23,12 @@ def test_processes_are_killed(tmp_path: Path) -> None:
     """One node holds the whole model, two share it. Each is lost once; at most the running iteration is done again."""
     nodes = ["small-1", "big-0", "small-0"]  # torchrun numbers them in any order
     with RestartedJob(tmp_path / "memory", STEPS) as job:
-        assert begin_and_end(job.run(nodes, {0: Kill(1, "forward")})) == (0, 1)
-        assert begin_and_end(job.run(nodes, {1: Kill(4, "before commit")})) == (1, 4)
-        assert begin_and_end(job.run(nodes, {2: Kill(6, "after commit")})) == (4, 7)  # the others make the step
-        outcome = job.run(nodes)
+        assert begin_and_end(job.run_world(nodes, {0: Kill(1, "forward")})) == (0, 1)
+        assert begin_and_end(job.run_world(nodes, {1: Kill(4, "before commit")})) == (1, 4)
+        assert begin_and_end(job.run_world(nodes, {2: Kill(6, "after commit")})) == (4, 7)  # the others make the step
+        outcome = job.run_world(nodes)
     assert begin_and_end(outcome) == (7, STEPS) and set(outcome.ended.values()) == {0}
-    check_parameters(outcome)
+    check_parameters(outcome.parameters, STEPS)
     assert len(outcome.parameters) == 3
     assert not (tmp_path / "memory").exists()
 
@@ -38,30 +37,30 @@ def test_a_lost_memory_is_replaced_by_the_disk(tmp_path: Path) -> None:
     """A pipeline of two nodes: each has layers that nobody else has."""
     memory = tmp_path / "memory"
     with RestartedJob(memory, STEPS, disk=tmp_path / "disk") as job:
-        assert begin_and_end(job.run(["big-0", "small-0"], {1: Kill(4, "before commit")})) == (0, 4)
+        assert begin_and_end(job.run_world(["big-0", "small-0"], {1: Kill(4, "before commit")})) == (0, 4)
         shutil.copytree(memory, tmp_path / "old")
-        assert begin_and_end(job.run(["big-0", "small-0"], {0: Kill(8, "before commit")})) == (4, 8)
+        assert begin_and_end(job.run_world(["big-0", "small-0"], {0: Kill(8, "before commit")})) == (4, 8)
         shutil.rmtree(memory / "job" / "small-0")
         shutil.copytree(tmp_path / "old" / "job" / "small-0", memory / "job" / "small-0")
         shutil.copytree(tmp_path / "old" / "job" / "big-0", memory / "job" / "big-0", dirs_exist_ok=True)
         # Memory has steps 7 and 8 in part, and 4 as a whole; disks have 6.
-        outcome = job.run(["small-0", "small-1", "small-2"])
+        outcome = job.run_world(["small-0", "small-1", "small-2"])
     assert begin_and_end(outcome) == (6, STEPS)
-    check_parameters(outcome)
+    check_parameters(outcome.parameters, STEPS)
 
 
 def test_all_processes_get_sigterm(tmp_path: Path) -> None:
     """Then the state after the last step is kept, although only every 50th is written while nothing happens."""
     memory, topology = tmp_path / "memory", cluster(["big-0", "small-0"], [1, 2])
     with RestartedJob(memory, STEPS, every=50, topology=topology) as job:
-        outcome = job.run(["small-0", "big-0", "small-0"], terminate=4)
+        outcome = job.run_world(["small-0", "big-0", "small-0"], terminate=4)
         assert set(outcome.ended.values()) == {128 + 15}
         reached = begin_and_end(outcome)[1]
         with RestartedJob(memory, 1, name="other", topology=topology) as other:
-            assert begin_and_end(other.run(["big-0"])) == (0, 1)
-        outcome = job.run(["small-0", "small-0"])
+            assert begin_and_end(other.run_world(["big-0"])) == (0, 1)
+        outcome = job.run_world(["small-0", "small-0"])
     assert begin_and_end(outcome) == (reached, STEPS) and 4 <= reached < STEPS
-    check_parameters(outcome)
+    check_parameters(outcome.parameters, STEPS)
     # Nodes that are not there at the end keep their files.
     assert {path.parent for path in memory.rglob("*.state")} == {memory / "job" / "big-0"}
 
@@ -76,48 +75,39 @@ def test_a_launched_member_that_is_warned_hands_over_what_only_it_holds(tmp_path
     """The machine of the second half of a pipeline is taken away, with its memory."""
     memory = tmp_path / "memory"
     with Job(STEPS) as job:
-        job._script = (train_again, memory, None)
         for node in ("big-0", "small-0"):
-            job.start(node)
-        while job.alive():
-            message = job.message()
-            if message is not None and message[1] == "step" and message[2][0] == 4:
-                job.members[1].terminate()
+            job.start(node, script=(train_again, memory, None))
+        job.run(lambda _, kind, content: job.members[1].terminate() if kind == "step" and content[0] == 4 else None)
         assert [member.exitcode for member in job.members] == [1, 0]
         reached = max(job.outcome.losses)
         (folder,) = memory.glob("*/small-0")
         shutil.rmtree(folder)
-        job.start("big-0")
-        while job.alive():
-            job.message()
-        outcome = job.finish()
+        job.start("big-0", script=(train_again, memory, None))
+        outcome = job.run()
     assert 4 <= reached < STEPS
     assert [start.step for start in outcome.starts] == [0, 0, reached]
-    check_parameters(outcome)
+    check_parameters(outcome.parameters, STEPS)
 
 
 def test_members_of_a_launched_job_end_and_start_again(tmp_path: Path) -> None:
     """When a member joins, and when one is killed, and all are started again."""
     memory, ends = tmp_path / "memory", list[int]()
     with Job(STEPS) as job:
-        job._script = (train_again, memory, None)
-        running = {job.start(node) for node in ("small-1", "small-0")}
-        job._script = (train_again, memory, Kill(5, "before commit"))
+        running = {job.start(node, script=(train_again, memory, None)) for node in ("small-1", "small-0")}
+        kill = Kill(5, "before commit")
         while running:
             message = job.message()
             if message is not None and message[1] == "step" and len(job.members) == 2:
-                running.add(job.start("big-0"))
+                running.add(job.start("big-0", script=(train_again, memory, kill)))
             for number in {number for number in running if job.members[number].exitcode is not None}:
                 running.remove(number)
                 ends.append(job.members[number].exitcode)
                 if ends[-1]:
-                    is_big = job.nodes[number] == "big-0"
-                    kill = Kill(5, "before commit") if is_big and -9 not in ends else None
-                    job._script = (train_again, memory, kill)
-                    running.add(job.start(job.nodes[number]))
+                    again = kill if job.nodes[number] == "big-0" and -9 not in ends else None
+                    running.add(job.start(job.nodes[number], script=(train_again, memory, again)))
         outcome = job.finish()
     assert sorted(ends) == [-9, 0, 0, 0, 1, 1, 1, 1]
     assert sorted({start.step for start in outcome.starts})[-1] == 5
-    check_parameters(outcome)
+    check_parameters(outcome.parameters, STEPS)
     assert len(outcome.parameters) == 3
     assert not memory.exists()
