@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,10 +24,14 @@ from torch.utils.data import Dataset
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from colossal_hetero import CheckpointConfig, ElasticConfig, HeteroHybridParallelPlugin, PlanConfig
+from colossal_hetero.checkpoint.storage import FileOperations
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile
+from colossal_hetero.plugin.elastic import evaluations
+from colossal_hetero.plugin.elastic.members import JobMember
+from colossal_hetero.plugin.replicas.layer_sums import LayerSums
+from colossal_hetero.plugin.replicas.replica_gradients import ReplicaGradients
 from tests.parallel.plugin.unequal.test_unequal_replicas import VOCABULARY, gpt2, loss_of
-from tests.support.deaths import DOOM, Kill, phases
 from tests.support.harness import check_preloaded, forked_context
 from tests.support.layer_profiles import layer_times
 
@@ -107,6 +114,79 @@ QUICK = dict(dead_seconds=1.0, last_call_seconds=0.5)
 """Options of an ``ElasticConfig`` whose members notice soon who is gone, and do not wait for long."""
 
 
+# Processes that end themselves with SIGKILL -------------------------------------------------------------------------
+
+
+DOOM = "COLOSSAL_TEST_DOOM"
+"""The environment variable with the path of a file: when it is there, the process ends in the phase that it names."""
+
+PHASES: dict[str, tuple[Any, str, bool]] = {
+    "forward": (GPT2Block, "forward", False),
+    "evaluation": (GPT2Block, "forward", False),
+    "backward": (torch.autograd, "backward", False),
+    "sums": (LayerSums, "finish", False),
+    "before commit": (ReplicaGradients, "commit", False),
+    "after commit": (ReplicaGradients, "commit", True),
+    "saving": (FileOperations, "write", True),
+    "re-forming": (JobMember, "form", False),
+    "formed": (JobMember, "form", True),
+    "moving": (evaluations, "move_pieces", False),
+    "moved": (evaluations, "move_pieces", True),
+}
+"""What is called in each phase: owner, name, and whether the process ends after it instead of before."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Where a member ends itself."""
+
+    version: int
+    """Optimizer steps that are done."""
+    phase: str
+    """One of :data:`PHASES`."""
+
+
+@contextmanager
+def phases(kill: Kill | None, version: Callable[[], int]) -> Iterator[None]:
+    """In the block, the process ends itself where ``kill`` says, or when the file of :data:`DOOM` is there.
+
+    Args:
+        version: optimizer steps that are done.
+    """
+    doom = os.environ.get(DOOM)
+    if kill is None and doom is None:
+        yield
+        return
+
+    def check(phase: str) -> None:
+        if phase in ("forward", "evaluation") and (phase == "forward") != torch.is_grad_enabled():
+            return
+        if kill is not None and kill.phase == phase and version() == kill.version:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if doom is not None and os.path.exists(doom) and Path(doom).read_text() == phase:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def watched(function: Callable[..., Any], phase: str, after: bool) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not after:
+                check(phase)
+            result = function(*args, **kwargs)
+            if after:
+                check(phase)
+            return result
+
+        return run
+
+    # Functions that two phases watch are wrapped twice.
+    with ExitStack() as stack:
+        for phase, (owner, name, after) in PHASES.items():
+            stack.enter_context(patch.object(owner, name, watched(getattr(owner, name), phase, after)))
+        yield
+
+
+# Members --------------------------------------------------------------------------------------------------------------
+
+
 def train(
     steps: int,
     kill: Kill | None,
@@ -131,7 +211,7 @@ def train(
         precision="fp32",
         max_norm=1.0,
     )
-    with phases(kill, lambda: plugin.version, GPT2Block):
+    with phases(kill, lambda: plugin.version):
         model = gpt2().double()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
@@ -277,7 +357,7 @@ class Job:
         sender.close()
 
     def doom(self, number: int, phase: str) -> None:
-        """Let a member end itself with SIGKILL when it is in a phase of :data:`.deaths.PHASES` next."""
+        """Let a member end itself with SIGKILL when it is in a phase of :data:`PHASES` next."""
         assert self._dooms is not None
         path = self._dooms / str(number)
         path.with_suffix(".new").write_text(phase)

@@ -1,4 +1,4 @@
-"""Checkpoints of language models whose vocabulary Colossal-AI pads, compared with the model that is not sharded."""
+"""Checkpoints of models with a padded vocabulary, and of several plugins in one process, have the whole weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from colossal_hetero import HeteroHybridParallelPlugin
 from tests.support.checkpoints import read_weights
 from tests.support.harness import run_ranks
 from tests.support.language_models import MODELS
-from tests.support.training import Trained, assert_same_parameters
+from tests.support.planning import make_plan, planned
+from tests.support.training import Trained, assert_same_parameters, sgd, tiny_vit
+from tests.support.training import boost as boost_vit
 
 SAMPLES = 4
 
@@ -108,6 +110,38 @@ def check_all(folder: Path) -> None:
             raise AssertionError(f"failed: {case}") from error
 
 
-@pytest.mark.parametrize("ranks", CASES)
-def test_models_with_a_padded_vocabulary_are_saved_and_loaded(ranks: int, tmp_path: Path) -> None:
-    run_ranks(ranks, check_all, tmp_path)
+ORDERS = {
+    2: ([[[0, 1]]], [[[1, 0]]], [[[0, 1]]]),
+    3: ([[[0, 1, 2]]], [[[2, 0, 1]]]),
+    4: ([[[0, 1]], [[2, 3]]], [[[3, 0]], [[1, 2]]], [[[0], [2]], [[1], [3]]], [[[1, 3]], [[0, 2]]]),
+}
+
+
+def check_orders(folder: Path) -> None:
+    """Several plugins in one process, whose tensor-parallel groups differ, save the weights of their own models."""
+    runs = []
+    for number, order in enumerate(ORDERS[dist.get_world_size()]):
+        stages = len(order[0])
+        model = tiny_vit()
+        expected = model.state_dict()
+        run = boost_vit(planned(make_plan(order, (2 // stages,) * stages, 2, 2)), model, sgd)
+        runs.append(run)  # so that no group is destroyed
+        for each in range(2):
+            path = folder / f"order {number}-{each}"
+            run.booster.save_model(run.model, str(path), shard=True)
+            dist.barrier()
+            saved = read_weights(path)
+            assert saved.keys() == expected.keys()
+            for name, value in expected.items():
+                torch.testing.assert_close(saved[name], value, rtol=0, atol=0, msg=f"{order}: {name}")
+
+
+def check_both(folder: Path) -> None:
+    check_orders(folder)
+    if dist.get_world_size() in CASES:
+        check_all(folder)
+
+
+@pytest.mark.parametrize("ranks", ORDERS)
+def test_saved_weights_are_those_of_the_whole_model(ranks: int, tmp_path: Path) -> None:
+    run_ranks(ranks, check_both, tmp_path)
