@@ -27,8 +27,7 @@ import psutil
 import torch
 
 from benchmarks.common import describe_machine, print_table
-from tests.support.deaths import PHASES
-from tests.support.elastic_jobs import NODES, Job, undisturbed
+from tests.support.elastic_jobs import NODES, PHASES, Job, undisturbed
 
 AIM = 1e-8
 CHANGES = ("re-forming", "formed", "moving", "moved")

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from .atomic_files import replacing
 
 
@@ -132,6 +130,8 @@ def save_figure(figure: Any, path: Path) -> None:
 
 def print_words(message: str) -> None:
     """Print a message to the user on the error output, as it is."""
+    from rich.console import Console  # here, because commands start without it
+
     Console(stderr=True).print(message, soft_wrap=True, highlight=False, markup=False)
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from examples.common.options import UsageError
 from examples.elastic import demo, reference
 from examples.elastic.loop_trace import Finished, Loss, Step, TraceReader, World
 from examples.elastic.nodes import Nodes
@@ -174,26 +173,3 @@ def test_a_line_that_is_being_written_is_read_later(tmp_path):
     assert reader.new() == []
     path.write_text(line + "\n" + line + "\n")
     assert reader.new() == [Finished("a")]
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("--kill node-1", ["--kill", "NODE:STEP", "node-1:20"]),
-        ("--kill node-9:3", ["node-9:3", "node-4"]),
-        ("--kill node-4:3", ["--kill node-4:3", "does not run", "node-0"]),
-        ("--join node-1:3", ["--join node-1:3", "runs already", "node-4"]),
-        ("--nodes 2 --kill node-0:3 --leave node-1:4", ["--leave node-1:4", "last node"]),
-        ("--nodes 1", ["--nodes 1", "2 to 5"]),
-        ("--micro-batch 7", ["--micro-batch 7", "--global-batch 64"]),
-        ("--depth 1", ["--depth 1", "--depth 2"]),
-        ("--precision bf16", ["--precision", "fp64"]),
-        ("--plot plan.docx", ["--plot plan.docx", ".png"]),
-    ],
-)
-def test_invalid_flags_are_refused_in_one_line(line, says):
-    with pytest.raises(UsageError) as error:
-        check_options(parse_demo_options(line.split()))
-    for text in says:
-        assert text in str(error.value)
-    assert "\n" not in str(error.value)

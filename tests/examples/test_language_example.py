@@ -9,8 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
-from examples.common.options import UsageError
-from examples.language.options import check_options, parse_options
+from examples.language.options import parse_options
 from examples.language.text import TextPieces, load_text
 from tests.support.harness import run_ranks
 
@@ -87,8 +86,7 @@ def _train_with_checkpoints(folder: str) -> tuple[list[float], list[float]]:
         whole = example.train(parse_options(f"{EPOCHS} --save-in {folder}".split()), quiet=True)
         dist.barrier()
         if dist.get_rank() == 0:
-            *_, last = sorted(Path(folder).glob("step-*"))
-            shutil.rmtree(last)  # that of the second epoch
+            shutil.rmtree(max(Path(folder).glob("step-*")))  # that of the second epoch
         dist.barrier()
         resumed = example.train(parse_options(f"{EPOCHS} --save-in {folder} --resume --tp 1".split()), quiet=True)
     if whole is None or resumed is None:
@@ -107,21 +105,3 @@ def test_pieces_of_text_do_not_overlap() -> None:
     assert len(train) > 15 * len(test) > 0
     assert train[0].shape == (64,) and int(train.tokens.max()) < 256
     assert bytes(train[0].tolist()).isascii()
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("--tp 3", ["--tp 3", "8 heads", "1, 2, 4, 8"]),
-        ("--heads 3", ["--heads 3", "--hidden 256"]),
-        ("--context 1", ["--context 1", "at least 2"]),
-        ("--balance auto --tp 1", ["--balance auto", "--tp 1"]),
-        ("--straggler 5:2", ["--straggler 5:2", "rank 5"]),
-        ("--resume", ["--resume", "--save-in"]),
-        ("--save-in there --plugin colossalai", ["--save-in there", "colossalai"]),
-    ],
-)
-def test_invalid_flags_are_refused(line: str, says: list[str]) -> None:
-    with pytest.raises(UsageError) as error:
-        check_options(parse_options(line.split()), 3 if line == "--tp 3" else 2)
-    assert all(text in str(error.value) for text in says), str(error.value)

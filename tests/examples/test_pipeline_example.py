@@ -8,10 +8,7 @@ import pytest
 
 from colossal_hetero.planner.cost.plan import load_plan
 from colossal_hetero.planner.profile.layer_profile import load_profile
-from examples.common.options import UsageError
-from examples.pipeline.options import check_options, parse_options
 from tests.support.comparison_examples import compared
-from tests.support.paths import REPOSITORY
 
 SMALL = "--hidden 32 --depth 6 --heads 2 --patch 16 --global-batch 256 --micro-batch 64 --epochs 1"
 
@@ -77,36 +74,3 @@ def test_replicas_that_differ_train_to_the_same_losses():
     assert free["loss"] == pytest.approx(equal["loss"], rel=1e-3)
     assert free["accuracy"] == pytest.approx(equal["accuracy"], abs=0.02)
     assert "Any replicas train" in shown
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("--straggler 2:4", ["--straggler 2:4", "no rank 2", "0 to 1"]),
-        ("--straggler 1:0.5", ["--straggler 1:0.5", "whole number"]),
-        ("--micro-batch 7", ["--micro-batch 7", "--global-batch 64", "1, 2, 4, 8, 16, 32, 64"]),
-        ("--micro-batch 64", ["--micro-batch 64", "1 micro-batch", "2 stages"]),
-        ("--depth 1", ["--depth 1", "2 stages", "--depth 2"]),
-        ("--patch 5", ["--patch 5", "32", "valid are 1, 2, 4"]),
-        ("--hidden 10 --heads 3", ["--heads 3", "--hidden 10"]),
-        ("--lr 0", ["--lr 0", "positive"]),
-        ("--epochs 0", ["--epochs 0", "at least 1"]),
-        ("--way uniform --plan x.json", ["--plan", "--way planned"]),
-        ("--plot plan.docx", ["--plot plan.docx", ".png"]),
-        ("--summary /nowhere/x.json", ["--summary", "no directory /nowhere"]),
-        ("--method best", ["--method", "exact"]),
-        ("--profile README.md", ["--profile README.md", "JSON"]),
-    ],
-)
-def test_invalid_flags_are_refused_in_one_line(line, says, monkeypatch):
-    monkeypatch.chdir(REPOSITORY)
-    with pytest.raises(UsageError) as error:
-        check_options(parse_options(line.split()), 2)
-    for text in says:
-        assert text in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_a_pipeline_needs_two_ranks():
-    with pytest.raises(UsageError, match="--nproc 2"):
-        check_options(parse_options([]), 1)

@@ -17,8 +17,7 @@ def test_both_ways_have_the_same_losses_at_every_stage(tmp_path):
     """The slow rank is measured and then gets fewer images."""
     file = tmp_path / "summary.json"
     flags = f"{SMALL} --straggler 1:5 --straggler-means repeat --summary {file}"
-    lines = [f"{flags} --stage {stage}" for stage in (0, 1, 2, 3)]
-    summaries, shown = compared("zero", 2, *lines)
+    summaries, shown = compared("zero", 2, *[f"{flags} --stage {stage}" for stage in range(4)])
     for part in ("rank 1 slowed × 5 by", "An iteration, by rank", "Both ways", "times as fast as equal ones"):
         assert shown.count(part) == 4
     assert shown.splitlines()[-1] == f"Summary: {file}"
@@ -52,34 +51,6 @@ def test_a_profile_is_written_and_used_again(tmp_path):
         check_options(parse_options(f"--stage 2 --profile {path}".split()), 2)
     with pytest.raises(UsageError, match="is of 2 ranks, not 3"):
         check_options(parse_options(f"--profile {path}".split()), 3)
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("--straggler 2:4", ["--straggler 2:4", "no rank 2", "0 to 1"]),
-        ("--straggler 1:2.5", ["--straggler 1:2.5", "whole number", "2.5"]),
-        ("--straggler 1:0", ["--straggler 1:0", "1 or more"]),
-        ("--straggler 1", ["--straggler 1", "RANK:FACTOR"]),
-        ("--stage 4", ["--stage", "'4'"]),
-        ("--method fastest", ["--method", "fastest"]),
-        ("--global-batch 0", ["--global-batch 0", "at least 1"]),
-        ("--epochs 0", ["--epochs 0"]),
-        ("--lr 0", ["--lr 0"]),
-        ("--patch 5", ["--patch 5", "1, 2, 4, 8, 16, 32"]),
-        ("--heads 3", ["--heads 3", "--hidden 256"]),
-        ("--precision fp16 --stage 3", ["--precision fp16", "--stage 3"]),
-        ("--stage auto --profile p.json", ["--profile", "auto"]),
-        ("--summary /nowhere/at/all.json", ["--summary /nowhere/at/all.json", "no directory /nowhere/at"]),
-        ("--profile /nowhere/at/all.json", ["--profile /nowhere/at/all.json", "no directory /nowhere/at"]),
-        (f"--profile {__file__}", ["--profile", "JSON"]),
-    ],
-)
-def test_invalid_flags_are_refused_in_one_line(line, says):
-    with pytest.raises(UsageError) as error:
-        check_options(parse_options(line.split()), 2)
-    assert all(text in str(error.value) for text in says), str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_by_default_rank_1_is_slow_if_there_is_more_than_one_rank():

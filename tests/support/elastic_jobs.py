@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,14 +24,19 @@ from torch.utils.data import Dataset
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from colossal_hetero import CheckpointConfig, ElasticConfig, HeteroHybridParallelPlugin, PlanConfig
+from colossal_hetero.checkpoint.storage import FileOperations
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile
+from colossal_hetero.plugin.elastic import evaluations
+from colossal_hetero.plugin.elastic.members import JobMember
+from colossal_hetero.plugin.replicas.layer_sums import LayerSums
+from colossal_hetero.plugin.replicas.replica_gradients import ReplicaGradients
 from tests.parallel.plugin.unequal.test_unequal_replicas import VOCABULARY, gpt2, loss_of
-from tests.support.deaths import DOOM, Kill, phases
 from tests.support.harness import check_preloaded, forked_context
 from tests.support.layer_profiles import layer_times
 
 BLOCKS, MICRO_BATCH, GLOBAL_BATCH, BATCHES = 4, 2, 12, 8
+LIMIT_SECONDS = 240
 NODES = ("big-0", "small-0", "small-1", "small-2", "big-1")
 
 
@@ -89,6 +97,96 @@ def undisturbed(steps: int) -> tuple[list[float], dict[str, Tensor]]:
     return losses, {name: each.detach() for name, each in model.named_parameters()}
 
 
+def check_parameters(everyone: Iterable[Mapping[str, Any]], steps: int, tolerance: float = 1e-9) -> None:
+    """The parameters of members, in NumPy, are those of :func:`undisturbed`."""
+    _, expected = undisturbed(steps)
+    everyone = list(everyone)
+    assert everyone
+    for parameters in everyone:
+        for name, found in parameters.items():
+            reference = expected.get(name, expected["transformer.wte.weight"])
+            torch.testing.assert_close(
+                torch.from_numpy(found)[: len(reference)], reference, rtol=tolerance, atol=tolerance
+            )
+
+
+QUICK = dict(dead_seconds=1.0, last_call_seconds=0.5)
+"""Options of an ``ElasticConfig`` whose members notice soon who is gone, and do not wait for long."""
+
+
+# Processes that end themselves with SIGKILL -------------------------------------------------------------------------
+
+
+DOOM = "COLOSSAL_TEST_DOOM"
+"""The environment variable with the path of a file: when it is there, the process ends in the phase that it names."""
+
+PHASES: dict[str, tuple[Any, str, bool]] = {
+    "forward": (GPT2Block, "forward", False),
+    "evaluation": (GPT2Block, "forward", False),
+    "backward": (torch.autograd, "backward", False),
+    "sums": (LayerSums, "finish", False),
+    "before commit": (ReplicaGradients, "commit", False),
+    "after commit": (ReplicaGradients, "commit", True),
+    "saving": (FileOperations, "write", True),
+    "re-forming": (JobMember, "form", False),
+    "formed": (JobMember, "form", True),
+    "moving": (evaluations, "move_pieces", False),
+    "moved": (evaluations, "move_pieces", True),
+}
+"""What is called in each phase: owner, name, and whether the process ends after it instead of before."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Where a member ends itself."""
+
+    version: int
+    """Optimizer steps that are done."""
+    phase: str
+    """One of :data:`PHASES`."""
+
+
+@contextmanager
+def phases(kill: Kill | None, version: Callable[[], int]) -> Iterator[None]:
+    """In the block, the process ends itself where ``kill`` says, or when the file of :data:`DOOM` is there.
+
+    Args:
+        version: optimizer steps that are done.
+    """
+    doom = os.environ.get(DOOM)
+    if kill is None and doom is None:
+        yield
+        return
+
+    def check(phase: str) -> None:
+        if phase in ("forward", "evaluation") and (phase == "forward") != torch.is_grad_enabled():
+            return
+        if kill is not None and kill.phase == phase and version() == kill.version:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if doom is not None and os.path.exists(doom) and Path(doom).read_text() == phase:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def watched(function: Callable[..., Any], phase: str, after: bool) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not after:
+                check(phase)
+            result = function(*args, **kwargs)
+            if after:
+                check(phase)
+            return result
+
+        return run
+
+    # Functions that two phases watch are wrapped twice.
+    with ExitStack() as stack:
+        for phase, (owner, name, after) in PHASES.items():
+            stack.enter_context(patch.object(owner, name, watched(getattr(owner, name), phase, after)))
+        yield
+
+
+# Members --------------------------------------------------------------------------------------------------------------
+
+
 def train(
     steps: int,
     kill: Kill | None,
@@ -108,12 +206,12 @@ def train(
     plugin = HeteroHybridParallelPlugin(
         plan="auto",
         planning=planning,
-        elastic=elastic or ElasticConfig(dead_seconds=1.0, last_call_seconds=0.5),
+        elastic=elastic or ElasticConfig(**QUICK),
         checkpoints=checkpoints,
         precision="fp32",
         max_norm=1.0,
     )
-    with phases(kill, lambda: plugin.version, GPT2Block):
+    with phases(kill, lambda: plugin.version):
         model = gpt2().double()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
@@ -241,10 +339,10 @@ class Job:
             member.kill()
             member.join()
 
-    def start(self, node: str, kill: Kill | None = None) -> int:
-        """Start a member; returns its number."""
+    def start(self, node: str, kill: Kill | None = None, script: tuple[Any, ...] | None = None) -> int:
+        """Start a member, with a script of its own if one is given; returns its number."""
         number = len(self.members)
-        script = self._script or (train, self._steps, kill, self._folder, self._joins)
+        script = script or self._script or (train, self._steps, kill, self._folder, self._joins)
         doom = None if self._dooms is None else self._dooms / str(number)
         self._launch(_member, self._server.port, node, script, doom)
         self.nodes.append(node)
@@ -259,7 +357,7 @@ class Job:
         sender.close()
 
     def doom(self, number: int, phase: str) -> None:
-        """Let a member end itself with SIGKILL when it is in a phase of :data:`.deaths.PHASES` next."""
+        """Let a member end itself with SIGKILL when it is in a phase of :data:`PHASES` next."""
         assert self._dooms is not None
         path = self._dooms / str(number)
         path.with_suffix(".new").write_text(phase)
@@ -293,6 +391,15 @@ class Job:
             self.outcome.errors.append(content[0])
         return number, kind, content
 
+    def run(self, at_message: Callable[[int, str, list[Any]], None] = lambda *_: None) -> Outcome:
+        """Wait until all members have ended, and give ``at_message`` what they say."""
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while self.alive():
+            assert time.monotonic() < deadline, self.outcome
+            if (message := self.message()) is not None:
+                at_message(*message)
+        return self.finish()
+
     def finish(self) -> Outcome:
         """What all members have told, after they have ended."""
         while self.message() is not None:
@@ -308,7 +415,6 @@ def run_job(
     joins: Mapping[str, int] | None = None,
     warnings: Mapping[int, int] | None = None,
     folder: Path | None = None,
-    seconds: float = 240,
 ) -> Outcome:
     """Run a job until all its members have ended.
 
@@ -319,24 +425,20 @@ def run_job(
         joins: by node of a member that is started later: the step after which.
         warnings: by number of a member that gets SIGTERM: the step after which.
         folder: shared folder of layer checkpoints.
-        seconds: time limit.
     """
     kills, joins, warned = kills or {}, dict(joins or {}), dict(warnings or {})
-    deadline = time.monotonic() + seconds
+
+    def at_message(_: int, kind: str, content: list[Any]) -> None:
+        if kind != "step":
+            return
+        for node in [node for node, after in joins.items() if content[0] >= after]:
+            del joins[node]
+            job.start(node, kills.get(len(job.members)))
+        for number in [number for number, after in warned.items() if content[0] >= after]:
+            del warned[number]
+            job.members[number].terminate()
+
     with Job(steps, folder=folder, joins=[after for after in joins.values() if after < steps]) as job:
         for number, node in enumerate(nodes):
             job.start(node, kills.get(number))
-        while job.alive():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the job did not end in {seconds} s: {job.outcome}")
-            message = job.message()
-            if message is None or message[1] != "step":
-                continue
-            version = message[2][0]
-            for node in [node for node, after in joins.items() if version >= after]:
-                del joins[node]
-                job.start(node, kills.get(len(job.members)))
-            for number in [number for number, after in warned.items() if version >= after]:
-                del warned[number]
-                job.members[number].terminate()
-        return job.finish()
+        return job.run(at_message)

@@ -39,11 +39,6 @@ class Event(NamedTuple):
     value: Any
 
 
-def is_formed(event: Event) -> bool:
-    """Whether a node has told that it is in a world, and added up right."""
-    return event.kind == "formed"
-
-
 def _start_worker() -> None:
     """A process that has this one's connections, as a worker of a data loader does, and ends 3 s after it."""
     parent = os.getpid()
@@ -163,16 +158,15 @@ class Nodes:
         self._processes: dict[str, Any] = {}
         self._pipes: dict[str, Any] = {}
         self.events: dict[str, list[Event]] = {}
-        self.store = self._start("store", _serve)
+        self._start("store", _serve)
         self._port = pickle.loads(self._pipes.pop("store").recv_bytes())
 
-    def _start(self, name: str, function: Any, *arguments: Any) -> Any:
+    def _start(self, name: str, function: Any, *arguments: Any) -> None:
         receiver, sender = _context.Pipe(duplex=False)
         process = _context.Process(target=function, args=(sender, *arguments), daemon=True)
         process.start()
         sender.close()
         self._processes[name], self._pipes[name] = process, receiver
-        return process
 
     def start(self, *names: str, **options: Any) -> None:
         """Start nodes, without a wait; ``options`` are more options of their ``Membership``."""
@@ -185,18 +179,18 @@ class Nodes:
         os.kill(self._processes[name].pid, number)
         return time.time()
 
-    def kill(self, name: str) -> float:
-        """End a node as if its machine lost power; the time."""
-        return self.signal(name, signal.SIGKILL)
+    def kill(self, name: str) -> None:
+        """End a node as if its machine lost power."""
+        self.signal(name, signal.SIGKILL)
 
     def kinds(self, name: str) -> list[str]:
         """The kinds of events that a node has told."""
         self._read(0.0)
         return [event.kind for event in self.events[name]]
 
-    def wait_for(self, name: str, kind: str, seconds: float = 20.0, after: int = 0) -> Event:
+    def wait_for(self, name: str, kind: str, after: int = 0) -> Event:
         """The first event of this kind that a node tells, from its event number ``after`` on."""
-        return self._wait(lambda: next((e for e in self.events[name][after:] if e.kind == kind), None), seconds)
+        return self._wait(lambda: next((e for e in self.events[name][after:] if e.kind == kind), None), 20.0)
 
     def wait_for_world(self, *names: str, others: int = 0, seconds: float = 20.0) -> dict[str, Formation]:
         """Wait until exactly these nodes, and so many others, are in one world and have added up right.
@@ -207,7 +201,9 @@ class Nodes:
 
         def formed() -> dict[str, Formation] | None:
             last = {
-                name: events[-1].value[-1] for name, events in self.events.items() if events and is_formed(events[-1])
+                name: events[-1].value[-1]
+                for name, events in self.events.items()
+                if events and events[-1].kind == "formed"
             }
             if names[0] not in last:
                 return None
@@ -215,17 +211,14 @@ class Nodes:
             if not set(names) <= set(world.nodes) <= set(last) or world.size != len(names) + others:
                 return None
             formations = {name: last[name] for name in world.nodes}
-            return (
-                formations
-                if all(world == each.world._replace(rank=world.rank) for each in formations.values())
-                else None
-            )
+            agree = all(world == each.world._replace(rank=world.rank) for each in formations.values())
+            return formations if agree else None
 
         return self._wait(formed, seconds)
 
     def formations(self, name: str) -> list[Formation]:
         """How the worlds of a node formed, also those that broke before it added up."""
-        told = [event.value for event in self.events[name] if is_formed(event)]
+        told = [event.value for event in self.events[name] if event.kind == "formed"]
         return told[-1] if told else []
 
     def _wait(self, look: Any, seconds: float) -> Any:

@@ -61,15 +61,16 @@ def layout_line(plan: Mapping[str, Any], layers: int, before: int, after: int, g
     if total < len(pipelines):
         raise ValueError(f"it has {len(pipelines)} pipelines for {total} micro-batches")
     counts = [total // len(pipelines) + (number < total % len(pipelines)) for number in range(len(pipelines))]
-    plain = {stage.degree for each in pipelines for stage in each} == {1}
-    texts = [_pipeline(each, before, layers - before - after, plain) for each in pipelines]
+    degree, *others = {stage.degree for each in pipelines for stage in each}
+    texts = [_pipeline(each, before, layers - before - after, not others) for each in pipelines]
     groups = Counter(zip(texts, counts, strict=True))
     steps = set(counts)
     parts = " + ".join(
         f"{number} × {text}" + (f" × {count}" if len(steps) > 1 else "") for (text, count), number in groups.items()
     )
     dp = f"dp {len(pipelines)} × {next(iter(groups))[0]}" if len(groups) == 1 else f"dp {len(pipelines)} = {parts}"
-    return f"{dp} · micro-batch {size:g}" + (f" × {counts[0]}" if len(steps) == 1 else "")
+    tp = "" if others or degree == 1 else f"tp {degree} · "
+    return f"{tp}{dp} · micro-batch {size:g}" + (f" × {counts[0]}" if len(steps) == 1 else "")
 
 
 def _member(nodes: Sequence[Sequence[Any]], degree: int) -> tuple[str, int]:
@@ -100,10 +101,10 @@ def has_one_degree(line: str) -> bool:
     return len({(own or whole or ["", "1"])[1] for own in (re.search(r"\btp (\d+)", stage) for stage in stages)}) == 1
 
 
-def _pipeline(stages: Sequence[Stage], before: int, blocks: int, plain: bool) -> str:
+def _pipeline(stages: Sequence[Stage], before: int, blocks: int, same: bool) -> str:
     parts = []
     for stage in stages:
-        form = "" if plain else f" (tp {stage.degree})"
+        form = "" if same else f" (tp {stage.degree})"
         first, last = max(stage.layers[0] - before, 0), min(stage.layers[-1] - before, blocks - 1)
         parts.append(f"{stage.kind}{form} {first}-{last}")
     return f"pp [{' | '.join(parts)}]"

@@ -1,13 +1,16 @@
-"""Boxes that ranks of other nodes have are sent to those that need them."""
+"""Boxes that ranks of other nodes have are sent to those that need them; and the store for messages of saves."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from colossal_hetero.checkpoint import layer_checkpoint
 from colossal_hetero.checkpoint.config import CheckpointError
 from colossal_hetero.checkpoint.exchange import BoxMemory, Outcome, fetch_boxes
 from colossal_hetero.checkpoint.pieces import Bitmap, Box, Location, StorageTier, TensorPiece
@@ -53,10 +56,32 @@ def check_exchange(unreadable: str | None) -> tuple[int, int]:
     return outcome.received_bytes, len(outcome.left)
 
 
-@pytest.mark.parametrize("unreadable", [None, LAYERS[1]])
-def test_ranks_get_what_only_other_nodes_have(unreadable: str | None) -> None:
+def check_exchanges() -> list[tuple[int, int]]:
+    return [check_exchange(None), check_exchange(LAYERS[1])]
+
+
+def test_ranks_get_what_only_other_nodes_have() -> None:
     # Ranks 0 and 1 lack a part of the last row, and rank 2 the right half of three rows.
-    layers = len(LAYERS) - (unreadable is not None)
-    lost = int(unreadable is not None)
-    expected = [(layers * 4 * 3, lost), (layers * 4 * 2, lost), (len(LAYERS) * 4 * 9, lost)]
-    assert run_ranks(3, check_exchange, unreadable) == expected
+    for lost, found in enumerate(zip(*run_ranks(3, check_exchanges), strict=True)):
+        layers = len(LAYERS) - lost
+        assert found == ((layers * 4 * 3, lost), (layers * 4 * 2, lost), (len(LAYERS) * 4 * 9, lost))
+
+
+def message_through_store(master: str, own: str) -> bytes:
+    """What rank 1 has written, as both ranks read it."""
+    os.environ["MASTER_ADDR"] = master
+    is_loopback = {"_is_loopback": lambda address: address == "127.0.0.1"}
+    with patch.multiple(layer_checkpoint, own_address=lambda: own, STORE_SECONDS=5.0, **is_loopback):
+        store = layer_checkpoint._new_store()
+    assert store is not None
+    if dist.get_rank() == 1:
+        store.set("key", "value")
+    value = store.get("key")
+    dist.barrier()
+    return value
+
+
+@pytest.mark.parametrize(("master", "own"), [("192.0.2.1", "127.0.0.2"), ("127.0.0.1", "127.0.0.1")])
+def test_the_store_of_messages_is_on_the_machine_of_rank_0(master: str, own: str) -> None:
+    """192.0.2.1 is on no machine; 127.0.0.2 leads here, and stands for an address of rank 0's machine."""
+    assert run_ranks(2, message_through_store, master, own) == [b"value"] * 2

@@ -132,13 +132,6 @@ def check_full_disk(folder: Path, shared: bool) -> list[str]:
     return [str(each.message) for each in caught if "replaced" in str(each.message)]
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_file_that_cannot_be_replaced_does_not_stop_the_run(tmp_path: Path, shared: bool) -> None:
-    own, other = run_ranks(2, check_full_disk, tmp_path, shared)
-    assert "could not be replaced by that of node b: no space left" in own[-1]
-    assert other == []
-
-
 def check_loss(folder: Path) -> str:
     save(folder, dict(pp_size=2))
     if dist.get_rank() == 0:
@@ -150,12 +143,6 @@ def check_loss(folder: Path) -> str:
     except RuntimeError as error:
         return str(error)
     return "loaded"
-
-
-def test_layers_that_are_lost_are_named(tmp_path: Path) -> None:
-    for message in run_ranks(2, check_loss, tmp_path):
-        assert "no checkpoint is whole" in message
-        assert "that of step 1 lacks block-0002.whole.safetensors and" in message and "node a" in message
 
 
 def check_states(folder: Path) -> int | None:
@@ -170,5 +157,16 @@ def check_states(folder: Path) -> int | None:
     return run.plugin._checkpoints.newest_step()
 
 
-def test_a_checkpoint_without_its_states_is_not_whole(tmp_path: Path) -> None:
-    assert run_ranks(2, check_states, tmp_path) == [None, None]
+def check_rest(folder: Path) -> tuple[list[list[str]], str, int | None]:
+    full = [check_full_disk(folder / f"full-{shared}", shared) for shared in (False, True)]
+    return full, check_loss(folder / "lost"), check_states(folder / "states")
+
+
+def test_what_cannot_be_replaced_or_loaded(tmp_path: Path) -> None:
+    """A full disk does not stop the run; layers that are lost are named; without its states, no checkpoint is whole."""
+    first, second = run_ranks(2, check_rest, tmp_path)
+    assert all("could not be replaced by that of node b: no space left" in own[-1] for own in first[0])
+    assert second[0] == [[], []]
+    for _, message, newest in (first, second):
+        assert "no checkpoint is whole" in message and newest is None
+        assert "that of step 1 lacks block-0002.whole.safetensors and" in message and "node a" in message

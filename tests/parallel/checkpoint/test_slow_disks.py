@@ -1,7 +1,13 @@
-"""Ranks whose disks are unlike save at every step of a quick loop: the last checkpoint is always made, on all ranks."""
+"""Ranks whose disks are unlike save at every step of a quick loop: the last checkpoint is always made, on all ranks.
+
+So it is at the end of scripts with several plugins, which end without an error.
+"""
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from unittest.mock import patch
@@ -12,6 +18,7 @@ import torch.distributed as dist
 from colossal_hetero import CheckpointConfig
 from colossal_hetero.checkpoint.places import Place, find_checkpoints
 from colossal_hetero.checkpoint.storage import FileOperations
+from tests.support import three_plugins
 from tests.support.checkpoint_runs import boosted, different_tensors, gathered, hybrid, train
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
@@ -56,3 +63,15 @@ def train_with_slow_disk(folder: Path, seconds: float) -> None:
 @pytest.mark.parametrize("ranks", [2, 3] if IS_THOROUGH else [3])
 def test_the_last_checkpoint_of_quick_steps_is_made(ranks: int, tmp_path: Path) -> None:
     run_ranks(ranks, train_with_slow_disk, tmp_path, 0.003)
+
+
+ROUNDS = 3 if IS_THOROUGH else 2
+"""The disk of rank 0, of rank 1 and of no rank is slow; in the second round the scripts do not wait for their saves."""
+
+
+def test_ranks_end_without_an_error_and_the_last_step_is_saved(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.support.three_plugins", str(tmp_path), str(ROUNDS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    ends = re.findall(r"round \d+: exit codes (.*), newest steps (.*)", done.stdout)
+    assert ends == [("[0, 0]", str([three_plugins.STEPS] * 3))] * ROUNDS, f"{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0

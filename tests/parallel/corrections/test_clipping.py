@@ -1,4 +1,5 @@
-"""``optimizer.clip_grad_by_norm`` and ``clip_grad_by_value`` clip as torch does in one process."""
+"""Gradients are clipped by the norm of the whole model, or by value, as torch does in one process: in the step
+(``max_norm``), and before it (``optimizer.clip_grad_by_norm`` and ``clip_grad_by_value``)."""
 
 from __future__ import annotations
 
@@ -9,35 +10,57 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from tests.parallel.corrections.test_gradient_norm import (
-    BF16,
-    FP16,
-    FP32,
-    MAX_NORM,
-    PIPELINE,
-    global_batch,
-    loss_of,
-    make,
-    run_model,
-    train_alone,
-)
 from tests.support.checkpoints import read_weights
 from tests.support.harness import run_ranks
+from tests.support.language_models import MODELS
 from tests.support.migration_runs import migrate, slow
-from tests.support.training import Trained, batch, boost, ours, scripted, sgd, theirs
+from tests.support.random_examples import IS_THOROUGH
+from tests.support.training import Trained, batch, boost, ours, scripted, sgd, theirs, tiny_vit
 from tests.support.training import loss_of as vit_loss
 from tests.support.training import train as train_vit
 
+SAMPLES = 4
+VOCABULARY = 101
+MAX_NORM = 0.05
+"""Far below the norm of the gradients, so that they are clipped."""
 SCALE = 2.0**6
 VALUE = 2.0**-8
 """Below the largest element of the gradients, and exact in all precisions."""
 
-CASES: dict[str, dict[str, Any]] = {
-    f"{layout} {precision['precision']}": options | precision
-    for layout, options in (("tp2", dict(tp_size=2, pp_size=1)), ("pp2", dict(tp_size=1, **PIPELINE)))
-    for precision in (FP32, BF16, FP16 | dict(initial_scale=SCALE))
-}
+PIPELINE = dict(pp_size=2, num_microbatches=2)
+ZERO = dict(zero_stage=1, precision="bf16")
+FP32, BF16 = dict(precision="fp32"), dict(precision="bf16")
+FP16 = dict(precision="fp16", initial_scale=SCALE)
+
+
+def make(name: str) -> nn.Module:
+    return tiny_vit() if name == "vit" else MODELS[name]()
+
+
+def global_batch(name: str) -> tuple[Any, ...] | dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    if name == "vit":
+        return torch.randn(SAMPLES, 3, 8, 8, generator=generator), torch.arange(SAMPLES)
+    ids = torch.randint(VOCABULARY, (SAMPLES, 12), generator=generator)
+    return dict(input_ids=ids, labels=ids, attention_mask=torch.ones_like(ids))
+
+
+def loss_of(output: Any, inputs: Any) -> Tensor:
+    return nn.functional.cross_entropy(output.float(), inputs[1]) if isinstance(output, Tensor) else output.loss
+
+
+def run_model(model: nn.Module, inputs: Any) -> Tensor:
+    return loss_of(model(**inputs) if isinstance(inputs, dict) else model(inputs[0]), inputs)
+
+
+def train_alone(name: str) -> tuple[float, dict[str, Tensor]]:
+    """The norm of the gradients before clipping, and the clipped change of all weights, in one process."""
+    model = make(name)
+    run_model(model, global_batch(name)).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item()
+    return norm, {key: -weight.grad for key, weight in model.named_parameters() if weight.grad is not None}
 
 
 def descend(model: nn.Module) -> torch.optim.Optimizer:
@@ -45,10 +68,81 @@ def descend(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def run_backward(run: Trained, name: str) -> None:
+    """Compute the gradients of the global batch, each replica those of its part."""
+    replica, share = dist.get_rank(run.plugin.dp_group), SAMPLES // run.plugin.dp_size
+    inputs = tree_map(lambda tensor: tensor[replica * share : (replica + 1) * share], global_batch(name))
     if run.plugin.pp_size > 1:
-        run.booster.execute_pipeline(iter([global_batch(name)]), run.model, loss_of, run.optimizer)
+        run.booster.execute_pipeline(iter([inputs]), run.model, loss_of, run.optimizer)
     else:
-        run.booster.backward(run_model(run.model, global_batch(name)), run.optimizer)
+        run.booster.backward(run_model(run.model, inputs), run.optimizer)
+
+
+def check_change(run: Trained, name: str, change: dict[str, Tensor], folder: Path, what: str) -> None:
+    """Save the weights, and compare how they have changed."""
+    run.booster.save_model(run.model, str(folder), shard=True)
+    dist.barrier()
+    initial, after = make(name).state_dict(), read_weights(folder)
+    error = torch.stack([(after[key] - initial[key] - change[key]).norm() for key in change]).norm()
+    assert error <= 1e-3 * MAX_NORM, what
+
+
+# In the step ---------------------------------------------------------------------------------------------------------
+
+
+STEP_CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2": (2, dict(tp_size=2, pp_size=1, **FP32)),
+    "pp2": (2, dict(tp_size=1, **PIPELINE, **FP32)),
+    "tp2-pp2": (4, dict(tp_size=2, **PIPELINE, **FP32)),
+    "tp2-dp2": (4, dict(tp_size=2, pp_size=1, **FP32)),
+    "tp2-bf16": (2, dict(tp_size=2, pp_size=1, **BF16)),
+    "tp2-fp16": (2, dict(tp_size=2, pp_size=1, **FP16)),
+    "tp2-zero1": (2, dict(tp_size=2, pp_size=1, **ZERO)),
+    "dp2-zero1": (2, dict(tp_size=1, pp_size=1, **ZERO)),
+    "tp2-dp2-zero1": (4, dict(tp_size=2, pp_size=1, **ZERO)),
+    "pp2-zero1": (2, dict(tp_size=1, **PIPELINE, **ZERO)),
+    "pp2-dp2-zero1": (4, dict(tp_size=1, **PIPELINE, **ZERO)),
+    "tp2-pp2-zero1": (4, dict(tp_size=2, **PIPELINE, **ZERO)),
+}
+
+
+def check_step(make_plugin: Any, name: str, case: str, folder: Path) -> None:
+    """Take one step of SGD with learning rate 1."""
+    expected, change = train_alone(name)
+    assert expected > 10 * MAX_NORM
+    options = STEP_CASES[case][1]
+    run = boost(make_plugin(**options, max_norm=MAX_NORM, custom_policy=None), make(name), descend)
+    run_backward(run, name)
+    run.optimizer.step()
+    is_exact, what = options["precision"] == "fp32", f"{name} {case}"
+    norm = float(run.optimizer.get_grad_norm()) / scale_of(run)
+    assert norm == pytest.approx(expected, rel=1e-5 if is_exact else 4e-3), what
+    if is_exact:
+        check_change(run, name, change, folder / f"{make_plugin.__name__}-{name}-{case}", what)
+
+
+def check_steps(folder: Path) -> None:
+    ranks = dist.get_world_size()
+    for case in [case for case, (needed, _) in STEP_CASES.items() if needed == ranks]:
+        # GPT-2 has fused layers, and a weight that two stages share.
+        for name in ("gpt2", "llama", "vit") if ranks == 2 or IS_THOROUGH else ("gpt2",):
+            check_step(ours, name, case, folder)
+    if ranks == 2:
+        check_step(theirs, "gpt2", "tp2", folder)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_step_clips_by_the_norm_of_the_whole_model(ranks: int, tmp_path: Path) -> None:
+    run_ranks(ranks, check_steps, tmp_path)
+
+
+# Before the step -----------------------------------------------------------------------------------------------------
+
+
+CASES: dict[str, dict[str, Any]] = {
+    f"{layout} {precision['precision']}": options | precision
+    for layout, options in (("tp2", dict(tp_size=2, pp_size=1)), ("pp2", dict(tp_size=1, **PIPELINE)))
+    for precision in (FP32, BF16, FP16)
+}
 
 
 def trained(run: Trained) -> dict[str, tuple[Any, Any]]:
@@ -81,13 +175,13 @@ def step_with(run: Trained, what: str, expected: dict[str, Tensor]) -> None:
         )
 
 
-def check(own: bool, name: str, cases: list[str], folder: Path) -> None:
+def check(make_plugin: Any, name: str, cases: list[str], folder: Path) -> None:
     norm, change = train_alone(name)
     assert norm > 10 * MAX_NORM
     for case in cases:
         what = f"{name} {case}"
         is_exact = CASES[case]["precision"] == "fp32"
-        run = boost((theirs if own else ours)(**CASES[case], custom_policy=None), make(name), descend)
+        run = boost(make_plugin(**CASES[case], custom_policy=None), make(name), descend)
         run_backward(run, name)
         before = gradients(run)
         found = run.optimizer.clip_grad_by_norm(MAX_NORM)
@@ -95,11 +189,7 @@ def check(own: bool, name: str, cases: list[str], folder: Path) -> None:
         assert float(found) == pytest.approx(norm, rel=1e-5 if is_exact else 4e-3), what
         step_with(run, what, {key: value * (MAX_NORM / norm) for key, value in before.items()})
         if is_exact:
-            run.booster.save_model(run.model, str(folder / case), shard=True)
-            dist.barrier()
-            initial, after = make(name).state_dict(), read_weights(folder / case)
-            error = torch.stack([(after[key] - initial[key] - change[key]).norm() for key in change]).norm()
-            assert error <= 1e-3 * MAX_NORM, what
+            check_change(run, name, change, folder / f"{make_plugin.__name__}-{name}-{case}", what)
         run.optimizer.zero_grad()
 
         run_backward(run, name)
@@ -126,16 +216,6 @@ def check(own: bool, name: str, cases: list[str], folder: Path) -> None:
             assert all(torch.equal(master, value) for master, value in masters.values()), what
 
 
-# GPT-2 has fused layers, and a weight that two stages share.
-@pytest.mark.parametrize("name", ["gpt2", "vit"])
-def test_clipping_is_that_of_one_process(name: str, tmp_path: Path) -> None:
-    run_ranks(2, check, False, name, list(CASES), tmp_path)
-
-
-def test_colossalais_plugin_clips_in_the_same_way(tmp_path: Path) -> None:
-    run_ranks(2, check, True, "gpt2", ["tp2 fp32", "pp2 bf16"], tmp_path)
-
-
 def check_moved_units() -> None:
     """Clip after units were given away for good, in bf16."""
     norms = []
@@ -155,11 +235,8 @@ def check_moved_units() -> None:
     assert norms[1] == pytest.approx(norms[0], rel=1e-2)
 
 
-def test_clipping_after_units_were_given_away_for_good() -> None:
-    run_ranks(2, check_moved_units)
-
-
 def check_refused() -> None:
+    """Colossal-AI's ZeRO optimizer does not clip before the step."""
     options = dict(tp_size=1, precision="bf16", zero_stage=1)
     for plugin in (theirs(**options), ours(**options, fp8_communication=True)):
         run = boost(plugin, None, sgd)
@@ -168,5 +245,13 @@ def check_refused() -> None:
                 clip(MAX_NORM)
 
 
-def test_colossalais_zero_optimizer_refuses_to_clip_before_the_step() -> None:
-    run_ranks(1, check_refused)
+def check_all(folder: Path) -> None:
+    for name in ("gpt2", "vit"):
+        check(ours, name, list(CASES), folder)
+    check(theirs, "gpt2", ["tp2 fp32", "pp2 bf16"], folder)
+    check_moved_units()
+    check_refused()
+
+
+def test_clipping_before_the_step_is_that_of_one_process(tmp_path: Path) -> None:
+    run_ranks(2, check_all, tmp_path)

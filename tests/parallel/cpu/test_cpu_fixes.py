@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -45,12 +46,6 @@ def send_without_a_receiver(messages: int) -> list[list[float]]:
     return received
 
 
-def test_a_send_does_not_wait_for_its_receiver() -> None:
-    from_1, from_0 = run_ranks(2, send_without_a_receiver, 3, timeout_seconds=30)
-    assert from_0 == [[0.0] * 3, [1.0] * 3, [2.0] * 3]
-    assert from_1 == [[10.0] * 3, [11.0] * 3, [12.0] * 3]
-
-
 def scatter_sums(asynchronous: bool) -> tuple[list[float], list[float]]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     pieces = [torch.arange(6.0).view(2, 3) + 10 * rank + 100 * piece for piece in range(ranks)]
@@ -61,12 +56,6 @@ def scatter_sums(asynchronous: bool) -> tuple[list[float], list[float]]:
     total = torch.stack(pieces)
     dist.all_reduce(total)
     return output.tolist(), total[rank].tolist()
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_reduce_scatter(asynchronous: bool) -> None:
-    for output, expected in run_ranks(3, scatter_sums, asynchronous):
-        assert output == expected
 
 
 ROW_LAYERS = {
@@ -95,35 +84,12 @@ def scatter_each(cases: list[tuple[torch.dtype, list[int] | None]]) -> list[tupl
     return results
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_reduce_scatter_of_one_tensor(ranks: int) -> None:
-    cases = [
-        (torch.float32, None),
-        (torch.bfloat16, None),
-        (torch.float16, None),
-        (torch.float32, [ranks - 2, ranks - 1]),
-    ]
-    for of_rank in run_ranks(ranks, scatter_each, cases):
-        for (dtype, _), (output, expected) in zip(cases, of_rank, strict=True):
-            tolerance = 1e-6 if dtype == torch.float32 else 0.05
-            torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
-
-
 def build_row_layer(kind: str) -> tuple[list[float], float]:
     """Build a row-parallel layer from its sizes. Returns its bias, and a random number that is drawn afterwards."""
     layer, arguments = ROW_LAYERS[kind]
     torch.manual_seed(5)
     bias = layer(8, 6, process_group=dist.group.WORLD, **arguments).bias
     return bias.tolist(), torch.rand(1).item()
-
-
-@pytest.mark.parametrize("kind", ROW_LAYERS)
-def test_row_layers_have_the_same_random_bias_on_all_ranks(kind: str) -> None:
-    (bias_0, next_0), (bias_1, next_1) = run_ranks(2, build_row_layer, kind)
-    assert any(bias_0)
-    assert bias_0 == bias_1
-    torch.manual_seed(5)
-    assert next_0 == next_1 == torch.rand(1).item()
 
 
 def gather_output(kind: str) -> tuple[list[float], list[float], list[float], list[float]]:
@@ -152,11 +118,47 @@ FUSED_LAYERS = {
 }
 
 
-@pytest.mark.parametrize("kind", FUSED_LAYERS)
-def test_fused_layers_gather_their_output(kind: str) -> None:
-    for expected, expected_gradient, output, gradient in run_ranks(2, gather_output, kind):
+def run_two() -> dict[str, Any]:
+    return dict(
+        sends=send_without_a_receiver(3),
+        rows=[build_row_layer(kind) for kind in ROW_LAYERS],
+        fused=[gather_output(kind) for kind in FUSED_LAYERS],
+    )
+
+
+def test_sends_and_layers() -> None:
+    """A send does not wait for its receiver; row layers have the same random bias on all ranks; fused layers gather."""
+    first, second = run_ranks(2, run_two)
+    assert second["sends"] == [[0.0] * 3, [1.0] * 3, [2.0] * 3]
+    assert first["sends"] == [[10.0] * 3, [11.0] * 3, [12.0] * 3]
+    torch.manual_seed(5)
+    drawn = torch.rand(1).item()
+    for (bias_0, next_0), (bias_1, next_1) in zip(first["rows"], second["rows"], strict=True):
+        assert any(bias_0) and bias_0 == bias_1
+        assert next_0 == next_1 == drawn
+    for expected, expected_gradient, output, gradient in first["fused"] + second["fused"]:
         assert output == pytest.approx(expected, rel=1e-5, abs=1e-6)
         assert gradient == pytest.approx(expected_gradient, rel=1e-5, abs=1e-6)
+
+
+def run_scatters() -> tuple[list[tuple[list[float], list[float]]], list[tuple[torch.Tensor, torch.Tensor]]]:
+    ranks = dist.get_world_size()
+    cases = [
+        (torch.float32, None),
+        (torch.bfloat16, None),
+        (torch.float16, None),
+        (torch.float32, [ranks - 2, ranks - 1]),
+    ]
+    return [scatter_sums(asynchronous) for asynchronous in (False, True)], scatter_each(cases)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_reduce_scatter(ranks: int) -> None:
+    """Of lists, and of one tensor: in single and half precision, and over a part of the ranks."""
+    for of_lists, of_tensors in run_ranks(ranks, run_scatters):
+        assert all(output == expected for output, expected in of_lists)
+        for tolerance, (output, expected) in zip((1e-6, 0.05, 0.05, 1e-6), of_tensors, strict=True):
+            torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("enable_cpu", [False, True])

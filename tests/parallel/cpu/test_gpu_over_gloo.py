@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any
+from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -93,31 +94,23 @@ def every_collective(has_gpu: bool) -> dict[str, list[list[float]]]:
     return {name: numbers(value) for name, value in results.items()}
 
 
-def test_collectives_with_a_gpu_give_the_same() -> None:
-    with_gpu, without = run_ranks(2, every_collective, True), run_ranks(2, every_collective, False)
-    assert with_gpu == without
-    assert with_gpu[0]["reduce"] == [[3.0, 5.0]] and with_gpu[1]["send"] == [[1.0, 2.0]]
-
-
 def exchange() -> tuple[list[list[float]], int]:
     """Both ranks send each other two messages at once, rank 0 from a GPU. Also the number of handles."""
     rank = dist.get_rank()
+    functions: dict[str, Any] = {}
     if rank == 0:
         functions = {name: through(getattr(dist, name)) for name in ("isend", "irecv")}
         functions["batch_isend_irecv"] = batch_through_host(refusing(dist.batch_isend_irecv), needs_host)
-        for name, function in functions.items():
-            setattr(dist, name, function)
-            setattr(dist.distributed_c10d, name, function)  # which compares the operations of a batch with these
     tensor = on_gpu if rank == 0 else (lambda *values: torch.tensor(values))
     sent, received = [tensor(rank + 1.0), tensor(2.0, rank)], [tensor(0.0), tensor(0.0, 0.0)]
-    transport = Transport(dist.group.WORLD)
-    started = transport.exchange([(1 - rank, each) for each in sent], [(1 - rank, each) for each in received])
-    started.wait()
+    with ExitStack() as stack:
+        for module in (dist, dist.distributed_c10d):  # which compares the operations of a batch with its own functions
+            for name, function in functions.items():
+                stack.enter_context(patch.object(module, name, function))
+        transport = Transport(dist.group.WORLD)
+        started = transport.exchange([(1 - rank, each) for each in sent], [(1 - rank, each) for each in received])
+        started.wait()
     return numbers(received), sum(not each._works for each in started)
-
-
-def test_messages_of_a_gpu_are_started_in_order() -> None:
-    assert run_ranks(2, exchange) == [([[2.0], [2.0, 1.0]], 2), ([[1.0], [2.0, 0.0]], 2)]
 
 
 def train(stage: int, has_gpu: bool) -> tuple[list[float], int]:
@@ -147,8 +140,18 @@ def train(stage: int, has_gpu: bool) -> tuple[list[float], int]:
     return losses, copied
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_rank_with_a_gpu_trains_with_one_that_has_none(stage: int) -> None:
-    mixed, equal = run_ranks(2, train, stage, True), run_ranks(2, train, stage, False)
-    assert [losses for losses, _ in mixed] == [losses for losses, _ in equal]
-    assert mixed[0][1] > 0 and mixed[1][1] == 0
+def run_all() -> dict[str, Any]:
+    """Everything, with the patches of training last, because they stay."""
+    found: dict[str, Any] = {"with": every_collective(True), "without": every_collective(False), "messages": exchange()}
+    return found | {(stage, has_gpu): train(stage, has_gpu) for has_gpu in (False, True) for stage in (1, 2)}
+
+
+def test_a_rank_with_a_gpu_works_with_one_that_has_none() -> None:
+    """Collectives and training give the same as without a GPU, and messages are started in order."""
+    first, second = run_ranks(2, run_all)
+    for found in (first, second):
+        assert found["with"] == found["without"]
+        assert all(found[stage, True][0] == found[stage, False][0] for stage in (1, 2))
+    assert first["with"]["reduce"] == [[3.0, 5.0]] and second["with"]["send"] == [[1.0, 2.0]]
+    assert (first["messages"], second["messages"]) == (([[2.0], [2.0, 1.0]], 2), ([[1.0], [2.0, 0.0]], 2))
+    assert all(first[stage, True][1] > 0 and second[stage, True][1] == 0 for stage in (1, 2))

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from colossalai.booster import Booster
 
-from tests.parallel.elastic.test_elastic_training import STEPS, check_parameters
+from tests.parallel.elastic.test_elastic_training import STEPS
 from tests.parallel.plugin.unequal.test_unequal_replicas import gpt2
-from tests.support.elastic_jobs import Job, Kill, run_job, train, undisturbed
+from tests.support.elastic_jobs import Job, Kill, check_parameters, run_job, train, undisturbed
 
 
 def test_all_members_are_warned_at_once(tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_all_members_are_warned_at_once(tmp_path: Path) -> None:
     outcome = run_job(nodes[:2], STEPS, folder=tmp_path)
     assert {start.step for start in outcome.starts} == {last}
     assert sorted(outcome.losses) == list(range(last + 1, STEPS + 1))
-    check_parameters(outcome)
+    check_parameters(outcome.parameters, STEPS)
 
 
 def train_and_save(folder: Path, kill: Kill | None, told: Any) -> None:
@@ -49,14 +49,10 @@ def test_the_booster_saves_after_a_change_of_the_plan(tmp_path: Path) -> None:
     """Of two replicas, in which a pipeline has one stage, the other one is lost."""
     with Job(STEPS) as job:
         for node in ("big-0", "small-0", "small-1"):
-            job._script = (train_and_save, tmp_path, Kill(4, "forward") if node == "big-0" else None)
-            job.start(node)
-        while job.alive():
-            job.message()
-        outcome = job.finish()
-    assert outcome.errors == []
-    assert len(outcome.parameters) == 2
-    check_parameters(outcome)
+            job.start(node, script=(train_and_save, tmp_path, Kill(4, "forward") if node == "big-0" else None))
+        outcome = job.run()
+    assert outcome.errors == [] and len(outcome.parameters) == 2
+    check_parameters(outcome.parameters, STEPS)
     model = gpt2().double()
     saved: dict[str, torch.Tensor] = {}
     for path in (tmp_path / "model").glob("*.bin"):

@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,16 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from colossalai.booster import Booster
 from torch import nn
 
+from benchmarks.elastic.soak import AIM, check_folder, soak
 from colossal_hetero import ElasticConfig
 from colossal_hetero.plugin.replicas.replica_gradients import ReplicaGradients
-from tests.parallel.plugin.unequal.test_unequal_replicas import gpt2
+from tests.parallel.plugin.unequal.test_unequal_replicas import gpt2, loss_of
 from tests.support import elastic_jobs
-from tests.support.elastic_jobs import Job, Kill, Outcome, run_job, train, undisturbed
+from tests.support.elastic_jobs import QUICK, Job, Kill, Outcome, Texts, check_parameters, run_job, train, undisturbed
+from tests.support.random_examples import IS_THOROUGH
 
 STEPS = 10
 
@@ -34,17 +36,8 @@ def check(
     assert outcome.errors == []
     assert {number for number, code in outcome.ended.items() if code} == set(kills)
     assert sorted(outcome.losses) == list(range(1, STEPS + 1))
-    check_parameters(outcome)
+    check_parameters(outcome.parameters, STEPS)
     return outcome
-
-
-def check_parameters(outcome: Outcome, steps: int = STEPS) -> None:
-    _, expected = undisturbed(steps)
-    assert outcome.parameters
-    for parameters in outcome.parameters:
-        for name, found in parameters.items():
-            reference = expected.get(name, expected["transformer.wte.weight"])
-            torch.testing.assert_close(torch.from_numpy(found)[: len(reference)], reference, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +59,24 @@ def test_members_die_and_join(kills: Mapping[int, Kill], changes: list[tuple[int
     assert joined.received_bytes > 0
 
 
+@pytest.mark.parametrize("phase", ["formed", "moving", "moved"])
+def test_a_member_dies_while_another_joins(phase: str, tmp_path: Path) -> None:
+    """The others and the newcomer go on."""
+
+    def at_message(_: int, kind: str, content: list[Any]) -> None:
+        if kind == "step" and content[0] == 3 and len(job.members) == 3:
+            job.doom(1, phase)
+            job.start("small-2")
+
+    with Job(STEPS, joins=(3,), dooms=tmp_path) as job:
+        for node in ["big-0", "small-0", "small-1"]:
+            job.start(node)
+        outcome = job.run(at_message)
+    assert outcome.errors == [] and len(outcome.parameters) == 3
+    assert {number for number, code in outcome.ended.items() if code} == {1}
+    check_parameters(outcome.parameters, STEPS)
+
+
 def test_a_member_that_is_warned_hands_over_what_only_it_holds() -> None:
     """A pipeline of two members: the second half of the model is on the member that leaves."""
     outcome = check(["big-0", "small-0"], {}, {}, {1: 4})
@@ -81,7 +92,7 @@ def test_a_lost_state_is_named_and_a_new_job_continues_from_the_checkpoint(tmp_p
     assert max(outcome.losses) == 5
     outcome = run_job(["big-0", "small-0", "small-1"], STEPS, {2: Kill(7, "sums")}, folder=tmp_path)
     assert outcome.errors == [] and sorted(outcome.losses) == list(range(4, STEPS + 1))
-    check_parameters(outcome)
+    check_parameters(outcome.parameters, STEPS)
 
 
 @pytest.mark.parametrize("dead", [0, 1])
@@ -89,17 +100,11 @@ def test_nobody_waits_for_the_file_of_a_member_that_is_lost(dead: int, tmp_path:
     """All members are in ``plugin.wait_for_saves``, so no collective fails. Messages are in the memory of rank 0."""
     outcome = run_job(["big-0", "small-0", "small-1"], STEPS, {dead: Kill(3, "saving")}, folder=tmp_path)
     assert outcome.errors == [] and sorted(outcome.losses) == list(range(1, STEPS + 1))
-    check_parameters(outcome)
+    check_parameters(outcome.parameters, STEPS)
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000006", "step-00000009"]
 
 
-def train_with_spares(kill: Kill | None, told: Any) -> None:
-    """The script of members, of which at most three train."""
-    with patch.object(elastic_jobs, "ElasticConfig", partial(ElasticConfig, max_members=3)):
-        train(STEPS, kill, None, (), told)
-
-
-def train_with_empty_buffer(told: Any, kill: Kill | None = None) -> None:
+def train_with_empty_buffer(kill: Kill | None, told: Any) -> None:
     """The script of members whose model has a buffer without elements."""
 
     def model() -> nn.Module:
@@ -113,38 +118,38 @@ def train_with_empty_buffer(told: Any, kill: Kill | None = None) -> None:
 
 def test_a_tensor_without_elements_is_not_lost() -> None:
     with Job(STEPS) as job:
-        for number, node in enumerate(["big-0", "small-0", "big-1"]):
-            job._script = (partial(train_with_empty_buffer, kill=Kill(4, "backward") if number == 2 else None),)
-            job.start(node)
-        while job.alive():
-            job.message()
-        outcome = job.finish()
+        for node, kill in (("big-0", None), ("small-0", None), ("big-1", Kill(4, "backward"))):
+            job.start(node, script=(train_with_empty_buffer, kill))
+        outcome = job.run()
     assert outcome.errors == [] and [len(each) for each in outcome.recoveries] == [1, 1]
+
+
+def train_with_spares(kill: Kill | None, told: Any) -> None:
+    """The script of members, of which at most three train."""
+    train(STEPS, kill, None, (), told, ElasticConfig(**QUICK, max_members=3))
 
 
 def run_with_spare(dead: int | None) -> Outcome:
     with Job(STEPS) as job:
         for number, node in enumerate(["big-0", "small-0", "small-1", "small-2"]):
-            job._script = (train_with_spares, Kill(4, "backward") if number == dead else None)
-            job.start(node)
+            job.start(node, script=(train_with_spares, Kill(4, "backward") if number == dead else None))
             while number == 2 and job.outcome.starts[2:] == []:  # the first three are the members
                 job.message()
-        while job.alive():
-            job.message()
-        return job.finish()
+        return job.run()
 
 
-@pytest.mark.parametrize("dead", [1, 2])
-def test_a_spare_that_takes_the_place_gives_the_same_bits(dead: int) -> None:
-    expected, found = run_with_spare(None), run_with_spare(dead)
-    assert expected.errors == found.errors == []
-    assert [len(each) for each in expected.recoveries] == [0, 0, 0]
-    changes = [(each.before, each.after, each.iterations_repeated) for each in chain(*found.recoveries)]
-    assert changes == [(3, 3, 1)] * 2
+def test_a_spare_that_takes_the_place_gives_the_same_bits() -> None:
+    expected = run_with_spare(None)
+    assert expected.errors == [] and [len(each) for each in expected.recoveries] == [0, 0, 0]
     bits = {name: each for parameters in expected.parameters for name, each in parameters.items()}
-    for parameters in found.parameters:
-        for name, each in parameters.items():
-            assert np.array_equal(each, bits[name]), name
+    for dead in (1, 2):
+        found = run_with_spare(dead)
+        assert found.errors == []
+        changes = [(each.before, each.after, each.iterations_repeated) for each in chain(*found.recoveries)]
+        assert changes == [(3, 3, 1)] * 2
+        for parameters in found.parameters:
+            for name, each in parameters.items():
+                assert np.array_equal(each, bits[name]), f"{name}, member {dead} is lost"
 
 
 def train_slowly(told: Any) -> None:
@@ -152,30 +157,24 @@ def train_slowly(told: Any) -> None:
     train(24, None, None, (), told, after_step=lambda *_: time.sleep(0.1))
 
 
-@pytest.mark.parametrize("frozen", [0, 1, 2])
+@pytest.mark.parametrize("frozen", [0, 1, 2] if IS_THOROUGH else [0, 1])
 def test_a_frozen_process_that_wakes_ends_without_a_change_of_the_others(frozen: int) -> None:
     with Job(24, (train_slowly,)) as job:
         for node in ("big-0", "small-0", "big-1"):
             job.start(node)
-        state = "running"
-        while job.alive():
-            message = job.message()
-            if message is None or message[1] != "step":
-                continue
-            step, members = message[2][:2]
-            if state == "running" and step == 4 and members == 3:
-                os.kill(job.members[frozen].pid, signal.SIGSTOP)
-                state = "frozen"
-            elif state == "frozen" and members == 2 and step >= 10:
-                os.kill(job.members[frozen].pid, signal.SIGCONT)
-                state = "awake"
-        outcome = job.finish()
-    assert state == "awake"
+        signals = [(signal.SIGSTOP, 4, 3), (signal.SIGCONT, 10, 2)]
+
+        def send(_: int, kind: str, content: list[Any]) -> None:
+            if kind == "step" and signals and content[0] >= signals[0][1] and content[1] == signals[0][2]:
+                os.kill(job.members[frozen].pid, signals.pop(0)[0])
+
+        outcome = job.run(send)
+    assert signals == []
     (error,) = outcome.errors
     assert "this process was taken for dead at step" in error and "start it again to join them" in error
     changes = [[(each.before, each.after) for each in of_member] for of_member in outcome.recoveries]
     assert len(changes) == 2 and all(each[-1] == (3, 2) for each in changes), changes
-    check_parameters(outcome, 24)
+    check_parameters(outcome.parameters, 24)
 
 
 def test_a_process_that_comes_too_late_ends() -> None:
@@ -200,9 +199,70 @@ def train_and_fail(told: Any) -> None:
 def test_a_step_that_always_fails_ends_the_job() -> None:
     with Job(0, script=(train_and_fail,)) as job:
         job.start("big-0")
-        while job.alive():
-            job.message()
-        outcome = job.finish()
+        outcome = job.run()
     (error,) = outcome.errors
     assert "step 3 has failed 3 times, although all members were there" in error
     assert sorted(outcome.losses) == [1, 2]
+
+
+# Evaluations ----------------------------------------------------------------------------------------------------------
+
+
+def batch() -> dict[str, torch.Tensor]:
+    samples = [Texts()[index] for index in range(8)]
+    return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+
+
+def train_and_evaluate(kill: Kill | None, told: Any) -> None:
+    """The script of members that evaluate after each step, each the same batches."""
+
+    def evaluate(booster: Booster, model: Any) -> None:
+        model.eval()
+        with torch.no_grad():
+            batches = iter([batch(), batch()])
+            for _ in range(2):
+                result = booster.execute_pipeline(batches, model, loss_of, return_loss=True)
+                told.put(("evaluated", booster.plugin.version, result["loss"] and float(result["loss"])))
+        assert not model.training
+        model.train()
+
+    train(STEPS, kill, None, (), told, after_step=evaluate)
+
+
+def test_a_batch_is_evaluated_again_if_a_member_is_lost() -> None:
+    """A stage of a pipeline is lost, then a whole replica, which the others notice after their own passes."""
+    found: dict[int, list[float]] = {}
+
+    def at_message(_: int, kind: str, content: list[Any]) -> None:
+        if kind == "evaluated" and content[1] is not None:
+            found.setdefault(content[0], []).append(content[1])
+
+    with Job(STEPS) as job:
+        for node, step in (("big-0", 6), ("small-0", 2), ("small-1", None), ("big-1", None)):
+            job.start(node, script=(train_and_evaluate, step and Kill(step, "evaluation")))
+        outcome = job.run(at_message)
+    assert outcome.errors == [] and [outcome.ended[number] for number in range(4)] == [-9, -9, 0, 0]
+    check_parameters(outcome.parameters, STEPS)
+    changes = [(each.before, each.after, each.iterations_repeated) for each in chain(*outcome.recoveries)]
+    assert sorted(changes) == [(3, 2, 0)] * 2 + [(4, 3, 0)] * 2
+    assert sorted(found) == list(range(1, STEPS + 1))
+    for step, losses in found.items():
+        model = gpt2().double()
+        model.load_state_dict(undisturbed(step)[1], strict=False)
+        with torch.no_grad():
+            expected = loss_of(model(**batch()), batch()).item()
+        assert losses == pytest.approx([expected] * len(losses), abs=1e-6)
+
+
+# Many changes -------------------------------------------------------------------------------------------------------
+
+
+def test_members_that_come_and_go_at_random(tmp_path: Path) -> None:
+    """A short soak: what ``benchmarks/elastic/soak.py`` does for long."""
+    steps = 26
+    happened, job = soak(kills=4, steps=steps, seed=1, folder=tmp_path)
+    outcome = job.outcome
+    assert outcome.errors == [] and sorted(outcome.losses) == list(range(1, steps + 1))
+    assert any(kind.startswith("kill") for kind in happened) and "join" in happened
+    check_parameters(outcome.parameters, steps, AIM)
+    assert check_folder(tmp_path / "checkpoints")

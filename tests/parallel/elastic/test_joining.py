@@ -1,27 +1,172 @@
-"""A member dies while another process joins: the others and the newcomer go on."""
+"""Processes that come: the first world, members that wait for others with what they hold, unknown kinds of devices."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import dataclasses
+import signal
+import time
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 
-from tests.parallel.elastic.test_elastic_training import STEPS, check_parameters
-from tests.support.elastic_jobs import Job
+from colossal_hetero import ElasticConfig
+from colossal_hetero.planner.profile.layer_profile import ModelProfile
+from colossal_hetero.profiling.layer_profiler import profile_layers
+from tests.parallel.elastic.test_elastic_training import STEPS
+from tests.parallel.plugin.unequal.test_unequal_replicas import gpt2
+from tests.support import elastic_jobs
+from tests.support.elastic_jobs import (
+    LIMIT_SECONDS,
+    MICRO_BATCH,
+    QUICK,
+    Job,
+    Outcome,
+    Texts,
+    check_parameters,
+    cluster,
+    profile,
+    train,
+)
 
 
-@pytest.mark.parametrize("phase", ["formed", "moving", "moved"])
-def test_a_member_dies_while_another_joins(phase: str, tmp_path: Path) -> None:
-    with Job(STEPS, joins=(3,), dooms=tmp_path) as job:
-        for node in ["big-0", "small-0", "small-1"]:
-            job.start(node)
-        while job.alive():
+def train_together(told: Any) -> None:
+    """The script of members that wait for two at the start."""
+    train(STEPS, None, None, (), told, ElasticConfig(**QUICK, start_seconds=60.0, max_members=2))
+
+
+def test_a_member_that_comes_late_is_in_the_first_world() -> None:
+    with Job(0, script=(train_together,)) as job:
+        job.start("big-0")
+        time.sleep(4)
+        job.start("small-0")
+        outcome = job.run()
+    assert outcome.errors == [] and outcome.recoveries == [(), ()]
+    check_parameters(outcome.parameters, STEPS)
+
+
+def test_a_member_that_is_in_no_world_yet_ends_by_sigterm_at_once() -> None:
+    """torchrun waits for it before it starts the node again."""
+    with Job(0, script=(train_together,)) as job:
+        job.start("big-0")
+        while not job._server.check(["elastic/test/counted/started"]):
+            time.sleep(0.05)
+        job.members[0].terminate()
+        job.members[0].join(20)
+        assert job.members[0].exitcode == -signal.SIGTERM
+
+
+def test_the_first_node_waits_for_a_second_one() -> None:
+    """A small node cannot hold the model alone."""
+    with Job(STEPS) as job:
+        job.start("small-0")
+        time.sleep(8)  # long enough to start and to find no plan
+        assert job.alive() == [0] and job.message() is None
+        job.start("small-1")
+        outcome = job.run()
+    assert outcome.errors == [] and sorted(outcome.losses) == list(range(1, STEPS + 1))
+    check_parameters(outcome.parameters, STEPS)
+
+
+def test_a_member_that_is_left_alone_keeps_the_state_until_another_one_comes() -> None:
+    """Two members share the model. One is warned, the other takes its half, which is more than it may train with."""
+    with Job(STEPS) as job:
+        job.start("small-0")
+        job.start("small-1")
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while 1 in job.alive():
+            assert time.monotonic() < deadline, job.outcome
             message = job.message()
-            if message is not None and message[1] == "step" and message[2][0] == 3 and len(job.members) == 3:
-                job.doom(1, phase)
-                job.start("small-2")
-        outcome = job.finish()
-    assert outcome.errors == []
-    assert {number for number, code in outcome.ended.items() if code} == {1}
-    assert len(outcome.parameters) == 3
-    check_parameters(outcome)
+            if message is not None and message[1] == "step" and message[2][0] == 4:
+                job.members[1].terminate()
+        steps = len(job.outcome.losses)
+        assert job.alive() == [0] and steps < STEPS
+        job.start("small-2")
+        outcome = job.run()
+    assert outcome.errors == [] and outcome.ended == {0: 0, 1: 0, 2: 0}
+    assert sorted(outcome.losses) == list(range(1, STEPS + 1))
+    assert [(each.before, each.after) for each in chain(*outcome.recoveries)] == [(2, 2)]
+    check_parameters(outcome.parameters, STEPS)
+
+
+def train_impatiently(told: Any) -> None:
+    """The script of members that wait for 4 s at most, and whose devices are too small."""
+    whole = cluster()
+    kinds = {each.kind.name: dataclasses.replace(each.kind, memory_bytes=4 * 10**7) for each in whole.devices}
+    small = dataclasses.replace(
+        whole, devices=tuple(dataclasses.replace(each, kind=kinds[each.kind.name]) for each in whole.devices)
+    )
+    train(STEPS, None, None, (), told, ElasticConfig(**QUICK, join_seconds=4.0), small)
+
+
+def test_all_members_say_what_is_missing_if_nobody_comes() -> None:
+    with Job(0, script=(train_impatiently,)) as job:
+        for node in ("big-0", "small-0"):
+            job.start(node)
+        outcome = job.run()
+    assert len(outcome.errors) == 2
+    for error in outcome.errors:
+        assert "2 members, and no more came within 4 s: " in error
+        assert "the model needs at least" in error or "no device can hold block" in error
+
+
+def only_big() -> ModelProfile:
+    """The profile without times of small devices."""
+    whole = profile()
+    return whole.model_copy(update={"times": tuple(each for each in whole.times if each.device == "big")})
+
+
+def measured() -> ModelProfile:
+    batch = {key: torch.stack([value] * MICRO_BATCH) for key, value in Texts()[0].items()}
+    return profile_layers(gpt2().double(), batch, micro_batches=(MICRO_BATCH,), min_seconds=0).profile
+
+
+def cannot_measure() -> ModelProfile:
+    raise MemoryError("the model does not fit")
+
+
+def train_with(measure: Callable[[], ModelProfile] | None, joins: tuple[int, ...], told: Any) -> None:
+    """The script of members whose profile has big devices only."""
+    with patch.object(elastic_jobs, "profile", only_big):
+        train(STEPS, None, None, joins, told, ElasticConfig(**QUICK, measure=measure))
+
+
+def run(measure: Callable[[], ModelProfile] | None, newcomer: str, joins: tuple[int, ...] = ()) -> Outcome:
+    """A job of one big node, which another node wants to join after two steps."""
+    with Job(0, script=(train_with, measure, joins)) as job:
+        job.start("big-0")
+
+        def start(_: int, kind: str, content: list[Any]) -> None:
+            if kind == "step" and content[0] == 2 and len(job.members) == 1:
+                job.start(newcomer)
+
+        return job.run(start)
+
+
+def test_a_newcomer_measures_its_kind_and_joins() -> None:
+    outcome = run(measured, "small-0", joins=(4,))
+    assert outcome.errors == [] and outcome.ended == {0: 0, 1: 0}
+    assert [(1, 2)] in [[(each.before, each.after) for each in of_member] for of_member in outcome.recoveries]
+    check_parameters(outcome.parameters, STEPS)
+
+
+@pytest.mark.parametrize(
+    ("measure", "newcomer", "words"),
+    [
+        (None, "small-0", "has no times of small, the device of this process; it has those of big"),
+        (cannot_measure, "small-0", "cannot join, because its device, small, is not in the profile of gpt2, and"),
+        (None, "other-7", "on node other-7, which is not in the cluster file; it has big-0, small-0"),
+    ],
+)
+def test_a_process_that_cannot_join_is_refused_and_the_others_go_on(
+    measure: Callable[[], ModelProfile] | None, newcomer: str, words: str
+) -> None:
+    outcome = run(measure, newcomer)
+    (error,) = outcome.errors
+    assert words in error
+    assert outcome.ended[0] == 0 and outcome.ended[1] != 0
+    assert outcome.recoveries == [()]
+    check_parameters(outcome.parameters, STEPS)

@@ -50,23 +50,21 @@ def train_with_random_numbers(seed: int, joins: Sequence[int], kill: Kill | None
 
 
 def run(nodes: Sequence[str], kills: Mapping[int, Kill], joins: Mapping[str, int]) -> Outcome:
-    waits = tuple(joins.values())
+    waits, left = tuple(joins.values()), dict(joins)
+
+    def start(node: str) -> None:
+        number = len(job.members)
+        job.start(node, script=(train_with_random_numbers, 17 + number, waits, kills.get(number)))
+
+    def at_message(_: int, kind: str, content: list[Any]) -> None:
+        for node in [node for node, after in left.items() if kind == "step" and content[0] == after]:
+            del left[node]
+            start(node)
+
     with Job(STEPS) as job:
-
-        def start(node: str) -> None:
-            number = len(job.members)
-            job._script = (train_with_random_numbers, 17 + number, waits, kills.get(number))
-            job.start(node)
-
         for node in nodes:
             start(node)
-        while job.alive():
-            message = job.message()
-            if message is not None and message[1] == "step":
-                for node in [node for node, after in joins.items() if message[2][0] == after]:
-                    joins = {other: after for other, after in joins.items() if other != node}
-                    start(node)
-        return job.finish()
+        return job.run(at_message)
 
 
 @pytest.fixture(scope="module")

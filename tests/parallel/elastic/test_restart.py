@@ -2,16 +2,92 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from colossal_hetero import ElasticConfig
-from tests.parallel.elastic.test_elastic_training import check_parameters
-from tests.support.elastic_jobs import Job, Kill, Outcome, cluster, train
-from tests.support.restarted_jobs import RestartedJob
+from colossal_hetero.planner.cluster.topology import Topology
+from tests.support.elastic_jobs import LIMIT_SECONDS, Job, Kill, Outcome, Told, check_parameters, cluster, train
 
 STEPS = 10
+
+
+def _worker(told: Told, environment: Mapping[str, str], arguments: tuple[Any, ...]) -> None:
+    os.environ |= environment
+    torch.set_num_threads(1)
+    train(*arguments[:3], (), told, *arguments[3:])
+
+
+class RestartedJob(Job):
+    """A job whose processes all end when one ends, and are started again: what torchrun does, with forked processes.
+    Its worlds come one after another; each is a call of :meth:`run_world`.
+
+    Args:
+        memory: folder of memory files.
+        steps: optimizer steps of the job.
+        disk: shared folder of layer checkpoints, of every third step.
+        every: steps between two states in memory.
+        name: of the job.
+        topology: nodes that may take part.
+    """
+
+    def __init__(
+        self,
+        memory: Path,
+        steps: int,
+        disk: Path | None = None,
+        every: int = 1,
+        name: str = "job",
+        topology: Topology | None = None,
+    ) -> None:
+        super().__init__(steps, folder=disk)
+        elastic = ElasticConfig(recovery="restart", memory=memory, memory_every=every, timeout_seconds=20.0)
+        self._name, self._more = name, (elastic, topology)
+
+    def run_world(
+        self, nodes: Sequence[str], kills: Mapping[int, Kill] | None = None, terminate: int | None = None
+    ) -> Outcome:
+        """A world, until all its processes have ended: when one of them fails, the others get SIGTERM.
+
+        Args:
+            nodes: of each process.
+            kills: by number of the process: where it ends itself.
+            terminate: all processes get SIGTERM after this step.
+        """
+        self.outcome, self.members = Outcome(), []
+        for number in range(len(nodes)):
+            self._start(nodes, number, (kills or {}).get(number))
+        deadline, is_ending = time.monotonic() + LIMIT_SECONDS, False
+        while self.alive():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the world did not end: {self.outcome}")
+            message = self.message()
+            reached = message is not None and message[1] == "step" and message[2][0] == terminate
+            if not is_ending and (reached or any(member.exitcode for member in self.members)):
+                is_ending = True
+                for member in self.members:
+                    member.terminate()
+        return self.finish()
+
+    def _start(self, nodes: Sequence[str], number: int, kill: Kill | None) -> None:
+        environment = dict(
+            RANK=str(number),
+            WORLD_SIZE=str(len(nodes)),
+            LOCAL_RANK=str(nodes[:number].count(nodes[number])),
+            LOCAL_WORLD_SIZE=str(nodes.count(nodes[number])),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(self._server.port),
+            TORCHELASTIC_RUN_ID=self._name,
+            TORCHELASTIC_USE_AGENT_STORE="True",
+            COLOSSAL_HETERO_NODE=nodes[number],
+        )
+        self._launch(_worker, environment, (self._steps, kill, self._folder, *self._more))
 
 
 def begin_and_end(outcome: Outcome) -> tuple[int, int]:
@@ -24,12 +100,12 @@ def test_processes_are_killed(tmp_path: Path) -> None:
     """One node holds the whole model, two share it. Each is lost once; at most the running iteration is done again."""
     nodes = ["small-1", "big-0", "small-0"]  # torchrun numbers them in any order
     with RestartedJob(tmp_path / "memory", STEPS) as job:
-        assert begin_and_end(job.run(nodes, {0: Kill(1, "forward")})) == (0, 1)
-        assert begin_and_end(job.run(nodes, {1: Kill(4, "before commit")})) == (1, 4)
-        assert begin_and_end(job.run(nodes, {2: Kill(6, "after commit")})) == (4, 7)  # the others make the step
-        outcome = job.run(nodes)
+        assert begin_and_end(job.run_world(nodes, {0: Kill(1, "forward")})) == (0, 1)
+        assert begin_and_end(job.run_world(nodes, {1: Kill(4, "before commit")})) == (1, 4)
+        assert begin_and_end(job.run_world(nodes, {2: Kill(6, "after commit")})) == (4, 7)  # the others make the step
+        outcome = job.run_world(nodes)
     assert begin_and_end(outcome) == (7, STEPS) and set(outcome.ended.values()) == {0}
-    check_parameters(outcome)
+    check_parameters(outcome.parameters, STEPS)
     assert len(outcome.parameters) == 3
     assert not (tmp_path / "memory").exists()
 
@@ -38,30 +114,30 @@ def test_a_lost_memory_is_replaced_by_the_disk(tmp_path: Path) -> None:
     """A pipeline of two nodes: each has layers that nobody else has."""
     memory = tmp_path / "memory"
     with RestartedJob(memory, STEPS, disk=tmp_path / "disk") as job:
-        assert begin_and_end(job.run(["big-0", "small-0"], {1: Kill(4, "before commit")})) == (0, 4)
+        assert begin_and_end(job.run_world(["big-0", "small-0"], {1: Kill(4, "before commit")})) == (0, 4)
         shutil.copytree(memory, tmp_path / "old")
-        assert begin_and_end(job.run(["big-0", "small-0"], {0: Kill(8, "before commit")})) == (4, 8)
+        assert begin_and_end(job.run_world(["big-0", "small-0"], {0: Kill(8, "before commit")})) == (4, 8)
         shutil.rmtree(memory / "job" / "small-0")
         shutil.copytree(tmp_path / "old" / "job" / "small-0", memory / "job" / "small-0")
         shutil.copytree(tmp_path / "old" / "job" / "big-0", memory / "job" / "big-0", dirs_exist_ok=True)
         # Memory has steps 7 and 8 in part, and 4 as a whole; disks have 6.
-        outcome = job.run(["small-0", "small-1", "small-2"])
+        outcome = job.run_world(["small-0", "small-1", "small-2"])
     assert begin_and_end(outcome) == (6, STEPS)
-    check_parameters(outcome)
+    check_parameters(outcome.parameters, STEPS)
 
 
 def test_all_processes_get_sigterm(tmp_path: Path) -> None:
     """Then the state after the last step is kept, although only every 50th is written while nothing happens."""
     memory, topology = tmp_path / "memory", cluster(["big-0", "small-0"], [1, 2])
     with RestartedJob(memory, STEPS, every=50, topology=topology) as job:
-        outcome = job.run(["small-0", "big-0", "small-0"], terminate=4)
+        outcome = job.run_world(["small-0", "big-0", "small-0"], terminate=4)
         assert set(outcome.ended.values()) == {128 + 15}
         reached = begin_and_end(outcome)[1]
         with RestartedJob(memory, 1, name="other", topology=topology) as other:
-            assert begin_and_end(other.run(["big-0"])) == (0, 1)
-        outcome = job.run(["small-0", "small-0"])
+            assert begin_and_end(other.run_world(["big-0"])) == (0, 1)
+        outcome = job.run_world(["small-0", "small-0"])
     assert begin_and_end(outcome) == (reached, STEPS) and 4 <= reached < STEPS
-    check_parameters(outcome)
+    check_parameters(outcome.parameters, STEPS)
     # Nodes that are not there at the end keep their files.
     assert {path.parent for path in memory.rglob("*.state")} == {memory / "job" / "big-0"}
 
@@ -76,48 +152,39 @@ def test_a_launched_member_that_is_warned_hands_over_what_only_it_holds(tmp_path
     """The machine of the second half of a pipeline is taken away, with its memory."""
     memory = tmp_path / "memory"
     with Job(STEPS) as job:
-        job._script = (train_again, memory, None)
         for node in ("big-0", "small-0"):
-            job.start(node)
-        while job.alive():
-            message = job.message()
-            if message is not None and message[1] == "step" and message[2][0] == 4:
-                job.members[1].terminate()
+            job.start(node, script=(train_again, memory, None))
+        job.run(lambda _, kind, content: job.members[1].terminate() if kind == "step" and content[0] == 4 else None)
         assert [member.exitcode for member in job.members] == [1, 0]
         reached = max(job.outcome.losses)
         (folder,) = memory.glob("*/small-0")
         shutil.rmtree(folder)
-        job.start("big-0")
-        while job.alive():
-            job.message()
-        outcome = job.finish()
+        job.start("big-0", script=(train_again, memory, None))
+        outcome = job.run()
     assert 4 <= reached < STEPS
     assert [start.step for start in outcome.starts] == [0, 0, reached]
-    check_parameters(outcome)
+    check_parameters(outcome.parameters, STEPS)
 
 
 def test_members_of_a_launched_job_end_and_start_again(tmp_path: Path) -> None:
     """When a member joins, and when one is killed, and all are started again."""
     memory, ends = tmp_path / "memory", list[int]()
     with Job(STEPS) as job:
-        job._script = (train_again, memory, None)
-        running = {job.start(node) for node in ("small-1", "small-0")}
-        job._script = (train_again, memory, Kill(5, "before commit"))
+        running = {job.start(node, script=(train_again, memory, None)) for node in ("small-1", "small-0")}
+        kill = Kill(5, "before commit")
         while running:
             message = job.message()
             if message is not None and message[1] == "step" and len(job.members) == 2:
-                running.add(job.start("big-0"))
+                running.add(job.start("big-0", script=(train_again, memory, kill)))
             for number in {number for number in running if job.members[number].exitcode is not None}:
                 running.remove(number)
                 ends.append(job.members[number].exitcode)
                 if ends[-1]:
-                    is_big = job.nodes[number] == "big-0"
-                    kill = Kill(5, "before commit") if is_big and -9 not in ends else None
-                    job._script = (train_again, memory, kill)
-                    running.add(job.start(job.nodes[number]))
+                    again = kill if job.nodes[number] == "big-0" and -9 not in ends else None
+                    running.add(job.start(job.nodes[number], script=(train_again, memory, again)))
         outcome = job.finish()
     assert sorted(ends) == [-9, 0, 0, 0, 1, 1, 1, 1]
     assert sorted({start.step for start in outcome.starts})[-1] == 5
-    check_parameters(outcome)
+    check_parameters(outcome.parameters, STEPS)
     assert len(outcome.parameters) == 3
     assert not memory.exists()

@@ -6,15 +6,20 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support.command_line import failure
-from tests.support.elastic_jobs import undisturbed
+from tests.support.elastic_jobs import check_parameters
+from tests.support.paths import REPOSITORY
 from tests.support.random_examples import IS_THOROUGH
-from tests.support.torchrun_nodes import TRAINING, TorchrunNodes
 
 WARNED = """
 import multiprocessing, os, sys, time
@@ -51,13 +56,106 @@ def is_running(process: int) -> bool:
         return False
 
 
-def check_parameters(folder: Path, steps: int) -> None:
-    _, expected = undisturbed(steps)
-    files = list(folder.glob("parameters.*"))
-    assert files
-    for name, found in (item for path in files for item in torch.load(path, weights_only=False).items()):
-        reference = expected.get(name, expected["transformer.wte.weight"])
-        torch.testing.assert_close(torch.from_numpy(found)[: len(reference)], reference, rtol=1e-9, atol=1e-9)
+def check_folder(folder: Path, steps: int) -> None:
+    check_parameters((torch.load(path, weights_only=False) for path in folder.glob("parameters.*")), steps)
+
+
+# Nodes ----------------------------------------------------------------------------------------------------------------
+
+
+MARK = "MARK_OF_TEST"
+LIMIT_SECONDS = 180.0
+STORE = (sys.executable, "-m", "colossal_hetero.cli.main", "store", "--host", "127.0.0.1", "--port")
+TRAINING = REPOSITORY / "tests/support/torchrun_script.py"
+
+
+class TorchrunNodes:
+    """Nodes on this machine, each with a torchrun of its own. What they run writes into ``folder``.
+
+    Leaving the ``with`` block kills everything that is left.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+        """The process of each node's torchrun, and of a ``store``."""
+
+    def start(self, node: str, *command: object, variables: Mapping[str, str] | None = None) -> None:
+        """Start a node: with what follows ``torchrun``, and more environment variables."""
+        self._start(node, [sys.executable, "-m", "torch.distributed.run", *map(str, command)], variables or {})
+
+    def start_store(self) -> dict[str, str]:
+        """Start ``colossal-hetero store``; the variables of nodes that use it."""
+        store = self._start("store", [*STORE, "0"], {})
+        assert store.stdout is not None
+        return {"COLOSSAL_HETERO_STORE": store.stdout.readline().decode().strip()}
+
+    def _start(self, node: str, command: list[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        own = {"PYTHONPATH": str(REPOSITORY), "COLOSSAL_HETERO_NODE": node, MARK: self._mark(node)}
+        with (self.folder / f"errors.{node}").open("w") as errors:
+            self.agents[node] = subprocess.Popen(
+                command,
+                env=os.environ | own | dict(variables),
+                stdout=subprocess.PIPE if node == "store" else None,
+                stderr=errors,
+                start_new_session=True,
+            )
+        return self.agents[node]
+
+    def __enter__(self) -> TorchrunNodes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for node, agent in self.agents.items():
+            self.kill(node)
+            if agent.stdout is not None:
+                agent.stdout.close()
+
+    def kill(self, node: str) -> None:
+        """End everything on a node, as if it lost power."""
+        while processes := self.processes(node):
+            for process in processes:
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            self.agents[node].poll()
+        self.agents[node].wait()
+
+    def processes(self, node: str, variable: str = "") -> list[int]:
+        """Ids of all running processes that have inherited the environment of a node, and have a further variable."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                variables = (path / "environ").read_text(errors="replace").split("\0")
+                if f"{MARK}={self._mark(node)}" in variables and any(each.startswith(variable) for each in variables):
+                    found.append(int(path.name))
+        return found
+
+    def _mark(self, node: str) -> str:
+        return f"{self.folder}/{node}"
+
+    def errors(self, node: str) -> str:
+        """What a node has written to standard error."""
+        return (self.folder / f"errors.{node}").read_text()
+
+    def told(self, node: str = "*") -> list[list[int]]:
+        """Of each process, the oldest first: after which step it has begun, and the steps that it has made."""
+        found = []
+        for path in sorted(self.folder.glob(f"told.{node}.*"), key=lambda path: path.stat().st_ctime_ns):
+            messages = [json.loads(line) for line in path.read_text().splitlines()]
+            found.append([content[0] for kind, *content in messages if kind in ("started", "step")])
+        return found
+
+    def end(self, node: str) -> int:
+        """The exit status of a node, after its end."""
+        self.wait(lambda: self.agents[node].poll() is not None)
+        return self.agents[node].returncode
+
+    def wait(self, is_true: Callable[[], bool]) -> None:
+        """Wait until the job is as far as a test wants."""
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while not is_true():
+            assert time.monotonic() < deadline, f"{self.told()} {[self.errors(node)[-3000:] for node in self.agents]}"
+            time.sleep(0.05)
 
 
 # A torchrun for each node ------------------------------------------------------------------------------------------
@@ -85,7 +183,7 @@ def test_a_worker_and_a_torchrun_are_killed_while_another_node_goes_on(tmp_path:
         errors = job.errors("big-0")
         assert "3 members became 2 after step 3" in errors and "2 members became 1 after step" in errors
         assert "3 members became 1 after step 9" in errors
-    check_parameters(tmp_path, steps)
+    check_folder(tmp_path, steps)
 
 
 def test_a_store_is_killed(tmp_path: Path) -> None:
@@ -107,6 +205,8 @@ def test_a_torchrun_is_killed_while_its_worker_starts(tmp_path: Path) -> None:
         job.wait(lambda: not job.processes("big-0"))
         assert "the torchrun of this process has ended before it joined its job" in job.errors("big-0")
         assert not job.told()
+        os.kill(job.agents["store"].pid, signal.SIGINT)
+        assert job.end("store") == 0
 
 
 def test_a_warned_worker_ends_by_itself_and_keeps_its_loader(tmp_path: Path) -> None:
@@ -124,14 +224,13 @@ def test_a_warned_worker_ends_by_itself_and_keeps_its_loader(tmp_path: Path) -> 
         assert not job.processes("a")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_store_runs_until_a_signal_comes(tmp_path: Path, number: int) -> None:
+def test_the_store_runs_until_a_signal_comes(tmp_path: Path) -> None:
     with TorchrunNodes(tmp_path) as job:
         host, port = job.start_store()["COLOSSAL_HETERO_STORE"].split(":")
         socket.create_connection((host, int(port))).close()
         options = ("store", "--host", host, "--port", port)
         assert f"no store can listen on {host}:{port}: Address already in use" in failure(*options)
-        os.kill(job.agents["store"].pid, number)
+        os.kill(job.agents["store"].pid, signal.SIGTERM)
         assert job.end("store") == 0
     assert "port 65536 does not exist; valid are 1 to 65535" in failure("store", "--port", 65536)
 
@@ -161,7 +260,7 @@ class Restarted(TorchrunNodes):
         starts, ends = {each[0] for each in self.told() if each}, {each[-1] for each in self.told() if each}
         assert len(starts) == worlds
         assert starts - {0} == ends - {self._steps}  # nothing but the running iteration is done again
-        check_parameters(self.folder, self._steps)
+        check_folder(self.folder, self._steps)
         assert not (self.folder / "memory" / self.folder.name / "big-0").exists()
         return self.errors("big-0")
 

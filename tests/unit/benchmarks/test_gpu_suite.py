@@ -1,8 +1,13 @@
-"""The GPU suite: what is measured again, what a failure leaves behind, and the page. Parts run in tests/parallel."""
+"""The GPU suite: what is measured again, what a failure leaves behind, the page, parity and waits of the host.
+
+Parts run in tests/parallel.
+"""
 
 from __future__ import annotations
 
+import math
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,9 +15,11 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as command
+from benchmarks.gpu.layers.parity import Distances, largest_distance, mean_distance
 from benchmarks.gpu.part import Case, Machine, Part, Row
 from benchmarks.gpu.report import results_page
 from benchmarks.gpu.store import CaseResult, PartResults, load_results
+from benchmarks.gpu.training.host_waits import host_waits
 from benchmarks.gpu.worker import measure_part
 
 MACHINE = Machine(torch.device("cpu"), gpus=0, is_tiny=True)
@@ -131,3 +138,44 @@ def test_wrong_arguments_are_refused_in_a_line(wrong: list[str], capsys: pytest.
     with pytest.raises(SystemExit):
         command.main(wrong)
     assert wrong[-1] in capsys.readouterr().err.splitlines()[-1]
+
+
+EXACT = {"y": torch.tensor([1.0, -4.0], dtype=torch.float64), "dx": torch.tensor([2.0, 1.0], dtype=torch.float64)}
+OFF = {"y": torch.tensor([1.0, -3.9]), "dx": torch.tensor([2.0, 1.5])}
+OF_DENSE = {"y": 0.01, "dx": 0.5}
+
+
+def test_distances_are_relative() -> None:
+    assert largest_distance(OFF["y"], EXACT["y"]) == pytest.approx(0.1 / 4)
+    assert mean_distance(OFF["y"], EXACT["y"]) == pytest.approx(0.1 / 17**0.5)
+
+
+def test_half_precision_is_compared_with_the_dense_layer() -> None:
+    single, half = Distances.in_precision(torch.float32), Distances.in_precision(torch.bfloat16)
+    for found in (single, half):
+        found.add("idle", "layer", OFF, EXACT, OF_DENSE)
+    assert single.worst["idle"] == (pytest.approx(0.25), "layer, dx")
+    assert half.worst["idle"] == (pytest.approx(10 / 17**0.5), "layer, y")
+
+
+def test_a_result_that_is_not_a_number_is_the_worst() -> None:
+    found, other = Distances(is_ratio=False), Distances(is_ratio=False)
+    found.add("idle", "broken", {"y": torch.tensor([math.nan, 1.0])}, {"y": EXACT["y"]}, OF_DENSE)
+    other.add("idle", "layer", OFF, EXACT, OF_DENSE)
+    found.merge(other)
+    other.merge(found)
+    assert {each.worst["idle"][1] for each in (found, other)} == {"broken, y"}
+
+
+def test_only_warnings_of_synchronizing_operations_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[object] = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    show = warnings.showwarning
+    with host_waits(torch.device("cuda")) as waits:
+        for _ in range(2):  # also if the same line waits again
+            warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=1)
+        warnings.warn("Synchronization debug mode is a prototype feature", UserWarning, stacklevel=1)
+    assert [wait.place.partition(":")[0] for wait in waits] == ["benchmarks/test_gpu_suite.py"] * 2
+    assert modes == ["warn", 0]
+    assert warnings.showwarning is show

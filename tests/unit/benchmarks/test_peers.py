@@ -1,15 +1,158 @@
-"""Plans of peers are read from files."""
+"""Plans of peers: their inputs from our numbers, layout lines from what they write, and which of them is taken."""
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from benchmarks.planner.peers.compare import load_peer_plans
+from benchmarks.planner.peers import run_planners
+from benchmarks.planner.peers.compare import PricedPlan, count_wins, load_peer_plans
+from benchmarks.planner.peers.inputs import NOT_TIMED, ZONE, bandwidth_rows, sailor_times
+from benchmarks.planner.peers.layouts import has_one_degree, layout_line
+from benchmarks.planner.peers.run_planners import Found, choose, power_of_two, written
 from benchmarks.planner.peers.simulator import load_sailor
-from benchmarks.planner.published_clusters import CLUSTERS, cluster_name
+from benchmarks.planner.published_clusters import CLUSTERS, Case, cluster_name
+from benchmarks.planner.sailor_tables import GpuChannels
+from colossal_hetero.planner.cluster.topology import Channel
+from colossal_hetero.planner.cost.layout_line import read_layout
+from colossal_hetero.planner.profile.layer_profile import LayerTimes, ModelProfile
 from tests.unit.planner.report.test_plan_table import plan
+
+
+def channels(one: float, four: float) -> GpuChannels:
+    between = {
+        number: Channel("Ethernet", 1e9 * most, curve=(0.0, 0.0, most)) for number, most in ((1, one), (4, four))
+    }
+    return GpuChannels({}, between)
+
+
+def test_bandwidths_are_those_of_the_slower_kind_and_the_fewer_gpus() -> None:
+    rows = bandwidth_rows({"A": channels(2, 6), "B": channels(1, 7)})[ZONE]
+    assert rows["A"]["4"][ZONE]["B"]["4"] == [[0.0, 0.0, 6], 6e9]
+    assert rows["B"]["4"][ZONE]["A"]["4"] == [[0.0, 0.0, 6], 6e9]
+    assert rows["A"]["1"][ZONE]["B"]["4"] == [[0.0, 0.0, 1], 1e9]
+    assert rows["A"]["4"][ZONE]["A"]["1"] == [[0.0, 0.0, 2], 2e9]
+
+
+def test_times_of_degrees_that_were_not_timed() -> None:
+    step = (1.0, 2.0, 2.0, 2.0, 4.0)
+    timed = LayerTimes(
+        device="A",
+        tensor_parallel=1,
+        micro_batch=2,
+        forward_seconds=(0.1, 0.2, 0.2, 0.2, 0.3),
+        backward_seconds=(0.0, 0.4, 0.4, 0.4, 0.6),
+        update_seconds=step,
+    )
+    profile = SimpleNamespace(times=(timed,), layers=5, before=1, after=1)
+    times = sailor_times(cast(ModelProfile, profile), "A", (1, 2), (1, 4))
+    assert times["2"]["1"]["1"] == [0.2, 0.4, 9.0]  # The step of the embedding, two blocks and the head.
+    assert times["1"]["1"]["0"] == times["2"]["4"]["0"] == [NOT_TIMED, NOT_TIMED, 0.0]
+
+
+def priced(*seconds: float | None, fits: bool = True) -> PricedPlan:
+    return PricedPlan(cast(Any, plan()), seconds, fits, "")
+
+
+def test_wins_are_counted_where_a_plan_has_a_price_and_a_rival() -> None:
+    cases: list[dict[str, PricedPlan | str]] = [
+        {"ours": priced(1.0, None), "peer": priced(1.005, 2.0), "other": priced(0.5, 1.0)},
+        {"ours": priced(2.0, 3.0), "peer": priced(1.6, 3.2), "other": priced(0.5, 1.0)},
+        {"ours": priced(2.0, 3.0), "peer": priced(1.0, 1.0, fits=False)},
+        {"ours": "no plan", "peer": priced(1.0, 1.0)},
+    ]
+    found = count_wins(cases, "ours", 0, {"peer"}.__contains__)
+    assert (found.rows, found.wins, found.behind) == (2, 1, 1.25)
+    found = count_wins(cases, "ours", 1, {"peer"}.__contains__)
+    assert (found.rows, found.wins, found.behind) == (1, 1, 1.0)
+
+
+LAYERS = 10
+"""Of a model of eight blocks, with an embedding and a head."""
+
+
+def member(kind: str, degree: int = 1, size: int = 4) -> list[Any]:
+    return [[[kind, size, "zone"]], degree]
+
+
+def pipeline(stages: list[list[list[Any]]], ends: tuple[int, ...]) -> dict[str, Any]:
+    starts = (0, *ends)
+    layers = [list(range(a, b)) for a, b in zip(starts, (*ends, LAYERS), strict=True)]
+    return {"layers_per_stage": layers, "tmp_stages": stages}
+
+
+def line(*pipelines: dict[str, Any], mbs: float = 1, batch: int = 16) -> str:
+    found = layout_line({"mbs": mbs, "pipelines": pipelines}, LAYERS, 1, 1, batch)
+    if has_one_degree(found):
+        read_layout(found)
+    return found
+
+
+A, B, PAIR = [member("A")], [member("B")], [["A", 4, "zone"], ["A", 4, "zone"]]
+
+
+@pytest.mark.parametrize(
+    ("pipelines", "mbs", "expected"),
+    [
+        ([pipeline([A * 2, B * 2], (4,))], 2, "dp 2 × pp [A 0-2 | B 3-7] · micro-batch 2 × 4"),
+        # The embedding and the head go with blocks.
+        ([pipeline([A, A], (5,))], 1, "dp 1 × pp [A 0-3 | A 4-7] · micro-batch 1 × 16"),
+        (
+            [pipeline([[member("A"), member("B", 4)], A * 2], (5,))],
+            1,
+            "dp 2 = 1 × pp [A (tp 1) 0-3 | A (tp 1) 4-7] + 1 × pp [B (tp 4) 0-3 | A (tp 1) 4-7] · micro-batch 1 × 8",
+        ),
+        ([pipeline([A * 3], ())], 1, "dp 3 = 1 × pp [A 0-7] × 6 + 2 × pp [A 0-7] × 5 · micro-batch 1"),
+        (
+            [pipeline([A], ()), pipeline([B, B], (5,))],
+            1,
+            "dp 2 = 1 × pp [A 0-7] + 1 × pp [B 0-3 | B 4-7] · micro-batch 1 × 8",
+        ),
+        ([pipeline([[[PAIR, 2]]], ())], 1, "tp 2 · dp 1 × pp [A 0-7] · micro-batch 1 × 16"),
+    ],
+)
+def test_plans_of_sailor_are_layout_lines(pipelines: list[dict[str, Any]], mbs: float, expected: str) -> None:
+    assert line(*pipelines, mbs=mbs) == expected
+
+
+@pytest.mark.parametrize(
+    ("stages", "ends", "mbs", "message"),
+    [
+        ([A, A], (1,), 1, "a stage has no block"),
+        ([A, A], (9,), 1, "a stage has no block"),
+        ([[member("A", 2)] * 2, B * 4], (5,), 4, "different numbers of data-parallel members"),
+        ([[[[["A", 4, "zone"], ["B", 4, "zone"]], 2]]], (), 1, "several kinds of GPU: A, B"),
+        ([[member("A", 8)]], (), 1, "beyond a node"),
+        ([A], (), 3, "16 samples are no whole number of micro-batches of 3"),
+        ([A * 3], (), 8, "3 pipelines for 2 micro-batches"),
+        ([A], (), 1.5, r"micro-batches have 1\.5 samples"),
+    ],
+)
+def test_plans_that_a_line_cannot_say(stages: list[Any], ends: tuple[int, ...], mbs: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        line(pipeline(stages, ends), mbs=mbs)
+    with pytest.raises(ValueError, match="do not hold the layers 0 to 11"):
+        layout_line({"mbs": 1, "pipelines": [pipeline([A], ())]}, 12, 1, 1, 16)
+
+
+@pytest.mark.parametrize(
+    ("line", "one"),
+    [
+        ("dp 2 × pp [A 0-3 | B 4-7]", True),
+        ("dp 2 × pp [A (tp 2) 0-3 | B (tp 2) 4-7]", True),
+        ("tp 2 · dp 2 × pp [A 0-3 | B (tp 2) 4-7]", True),
+        ("dp 2 × pp [A 0-3 | B (tp 2) 4-7]", False),
+        ("dp 2 = pp [A 0-7] + pp [B (tp 2, recompute) 0-7]", False),
+        ("tp 4 · dp 2 × pp [A 0-3 | B (tp 2) 4-7]", False),
+    ],
+)
+def test_degrees_of_a_line(line: str, one: bool) -> None:
+    assert has_one_degree(line) is one
+
 
 PLANS = """
 peer = "Metis"
@@ -39,3 +182,54 @@ def test_without_sailor_the_reason_is_said(tmp_path: Path) -> None:
     made = plan()
     assert load_sailor(None, made) == "no checkout was given with --sailor"  # type: ignore[arg-type]
     assert "is not a checkout of Sailor's repository" in str(load_sailor(tmp_path, made))  # type: ignore[arg-type]
+
+
+CASE = Case("1 × 4 A", cast(Any, None), cast(Any, SimpleNamespace(name="OPT", layers=6, before=1, after=1)))
+
+
+def peer_plan(degree: int, seconds: float) -> dict[str, Any]:
+    stages = [[[[["A", 4, "zone"]], degree]]]
+    pipelines = [{"layers_per_stage": [list(range(6))], "tmp_stages": stages}]
+    return {"mbs": 1, "pipelines": pipelines, "own_seconds": seconds}
+
+
+def test_the_first_plan_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def evaluated(*arguments: Any, global_batch: int) -> Any:
+        degree = arguments[2].tensor_parallel
+        return SimpleNamespace(fits=degree == 4)
+
+    monkeypatch.setattr(run_planners, "evaluate_layout", evaluated)
+    answer = {
+        "returned": 9,
+        "too_large": 5,
+        "plans": [peer_plan(8, 1.0), peer_plan(2, 1.5), peer_plan(4, 2.0), peer_plan(1, 3.0)],
+    }
+    found = choose(answer, CASE, 8)
+    assert (found.layout, found.own_seconds) == ("tp 4 · dp 1 × pp [A 0-3] · micro-batch 1 × 8", 2.0)
+    assert found.note == (
+        "9 plans returned; left out: 5 × too large by Sailor's count; 1 × a tensor-parallel group of 8 GPUs reaches "
+        "beyond a node; 1 × too large by our count"
+    )
+    two = {
+        "layers_per_stage": [[0, 1, 2], [3, 4, 5]],
+        "tmp_stages": [[[[["A", 4, "zone"]], 1]], [[[["A", 4, "zone"]], 2]]],
+    }
+    found = choose({**answer, "plans": [{"mbs": 1, "pipelines": [two]}]}, CASE, 8)
+    assert found.layout == "dp 1 × pp [A (tp 1) 0-1 | A (tp 2) 2-3] · micro-batch 1 × 8"
+    assert found.note.startswith("9 plans returned; not priced: several tensor-parallel degrees")
+    found = choose({**answer, "plans": [peer_plan(2, 1.0)]}, CASE, 8)
+    assert found.layout is None and found.note.startswith("none of 9 plans can be used; left out: 5 ×")
+
+
+def test_the_file_is_read_back(tmp_path: Path) -> None:
+    results = [(CASE, Found("dp 1 × pp [A 0-3]", '3 plans "returned"', 2.0, 1.5)), (CASE, Found(None, "crashed"))]
+    text = written("Metis", results, "cf2c8e3c", Namespace(seconds=300.0, global_batch=256))
+    (tmp_path / "metis.toml").write_text(text, encoding="utf-8")
+    (each,) = load_peer_plans(tmp_path)
+    assert (each.cluster, each.model, each.layout) == ("1 × 4 A", "OPT", "dp 1 × pp [A 0-3]")
+    assert "[[missing]]" in text and 'note = "crashed"' in text and "own_prediction_seconds = 2" in text
+
+
+def test_nodes_are_left_out_for_a_power_of_two() -> None:
+    assert power_of_two([("A", 2, 4), ("B", 2, 4)]) == [(("A", 2, 4), ("B", 2, 4))]
+    assert power_of_two([("A", 1, 4), ("B", 4, 4)]) == [(("B", 4, 4),), (("A", 1, 4), ("B", 3, 4))]

@@ -1,15 +1,16 @@
-"""Published tables of real GPUs: reading them, leaving out rows of other models, and estimates from them.
-
-If the published tables are not in `../shared/data/gpu-profiles`, the tests that need them are skipped.
-"""
+"""Published tables of real GPUs: reading them, estimates from them, and predictions of plans that others measured."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from statistics import mean, median
 
 import pytest
 
 from benchmarks.planner.estimated_times import estimate_times
+from benchmarks.planner.predicted_plans import MeasuredPlan, PlanPrediction, load_measured_plans, predict
+from benchmarks.planner.published_clusters import read_published
 from benchmarks.planner.sailor_tables import (
     GpuChannels,
     import_bandwidths,
@@ -18,12 +19,48 @@ from benchmarks.planner.sailor_tables import (
     read_gpu_tables,
 )
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
+from colossal_hetero.planner.cluster.gpu_catalog import GPUS
 from colossal_hetero.planner.cluster.topology import Channel
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile, load_profile
-from tests.support.gpu_tables import LAYERS, REAL_TABLES, STEP_SECONDS, change
 from tests.support.layer_profiles import times_of
 from tests.support.paths import REPOSITORY
 from tests.support.shared_hops import hop_channels
+
+REAL_TABLES = REPOSITORY.parent / "shared" / "data" / "gpu-profiles"
+"""The published tables; tests that need them are skipped where they are missing."""
+LAYERS = 5
+PARAMETERS = (700, 100, 100, 100, 500)
+STEP_SECONDS = 0.028
+
+
+@pytest.fixture
+def tables(tmp_path: Path) -> Path:
+    """Tables of the model "tiny": 5 layers on "GH-96" at degrees 1 and 2; on "V100-16" one layer less."""
+    times = ["model,gpu,tensor_parallel,micro_batch,layer,forward_seconds,backward_seconds,update_seconds"]
+    for gpu, count in (("GH-96", LAYERS), ("V100-16", LAYERS - 1)):
+        for degree in (1, 2):
+            for batch in (1, 2):
+                for layer in reversed(range(count)):
+                    seconds = 0.01 * batch / degree
+                    times.append(f"tiny,{gpu},{degree},{batch},{layer},{seconds},{2 * seconds},{STEP_SECONDS / degree}")
+    sizes = ["model,tensor_parallel,layer,parameter_bytes,input_bytes,output_bytes,activation_bytes"]
+    sizes += [
+        f"tiny,{n},{layer},{PARAMETERS[layer] // n},8,4000000,{30 // n}" for n in (1, 2) for layer in range(LAYERS)
+    ]
+    rates = ["gpu,where,gpus,a,b,c,max_bytes_per_second"]
+    rates += [f"GH-96,between nodes,{n},0,{n},{2 * n},{10e9 * n}" for n in (1, 2)]
+    rates += [f"GH-96,inside a node,{n},0,0,100,{100e9}" for n in (2, 4)]
+    for name, lines in (("layer_times", times), ("layer_memory", sizes), ("bandwidth", rates)):
+        (tmp_path / f"{name}.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return tmp_path
+
+
+def change(path: Path, old: str, new: str) -> None:
+    """Replace a text of a file that has it."""
+    text = path.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
 
 EXAMPLES = REPOSITORY / "examples" / "plans"
 real = pytest.mark.skipif(not REAL_TABLES.exists(), reason="needs the published tables")
@@ -197,3 +234,110 @@ def test_the_shipped_cluster_has_the_measured_bandwidths() -> None:
             assert shipped.channel(one, other).seconds(size) == pytest.approx(
                 made.channel(one, other).seconds(size), rel=0.01
             )
+
+
+RESERVE = GPUS["GH-96"].memory_reserve_bytes
+UPDATE = 0.028 * 1500 / 1400
+"""Seconds of the optimizer's step of the whole model at degree 1."""
+
+
+def read_and_predict(
+    tables: Path, stages: list[tuple[list[int], list[int]]], nodes: int, global_batch: int
+) -> tuple[MeasuredPlan, PlanPrediction, GpuChannels]:
+    """A plan on GH-96, which is read from a file: by stage its layers and, by replica, the tensor-parallel degree."""
+    content = {
+        "name": "P",
+        "model": "tiny",
+        "nodes": nodes,
+        "micro_batch": 1,
+        "global_batch": global_batch,
+        "stages": [
+            {"layers": layers, "replicas": [{"gpu": "GH-96", "tensor_parallel": degree} for degree in degrees]}
+            for layers, degrees in stages
+        ],
+        "measured_iteration_seconds": 1.0,
+        "measured_gradient_reduction_seconds": 0.1,
+        "measured_max_memory_bytes": 10**9,
+    }
+    (tables / "measured_iterations.json").write_text(json.dumps([content]))
+    (plan,) = load_measured_plans(tables)
+    channels = import_bandwidths(tables)
+    return plan, predict(plan, read_gpu_tables(tables, "tiny").profile, channels), channels["GH-96"]
+
+
+def test_the_time_of_one_stage(tables: Path) -> None:
+    plan, predicted, channel = read_and_predict(tables, [([0, 5], [1, 1])], nodes=2, global_batch=8)
+    assert (plan.replicas, plan.micro_batches) == (2, 4)
+    assert predicted.pipeline.seconds == pytest.approx(4 * 5 * 0.03 + 3 * 3 / 7 * UPDATE + UPDATE)
+    # 1,500 bytes over two replicas: two messages of 750 bytes.
+    assert predicted.gradient_seconds == pytest.approx(2 * channel.between[1].seconds(750))
+    # 24 bytes per parameter of 4; activations of 30 bytes per layer, and twice a layer's in backward.
+    assert predicted.memory_bytes == pytest.approx(6 * 1500 + 5 * 30 + 2 * 30 + RESERVE)
+
+
+def test_two_stages_send_parts_and_gather_them(tables: Path) -> None:
+    plan, predicted, _ = read_and_predict(tables, [([0, 3], [2]), ([3, 5], [2])], nodes=2, global_batch=1)
+    assert plan.bounds(read_gpu_tables(tables, "tiny").profile) == (0, 2, 3)
+    # 4 MB in two parts of 2 MB (x = 1) at 2 + 4 GB/s together; then each rank receives the other part inside its node.
+    hop = 4e6 / 6e9 + 2e6 / 100e9
+    assert predicted.pipeline.hop_seconds == pytest.approx((hop,))
+    assert predicted.gradient_seconds == 0
+
+
+def test_messages_in_both_directions_take_turns(tables: Path) -> None:
+    """In steady state the longer stage sends and receives once each per micro-batch, one after the other."""
+    _, predicted, _ = read_and_predict(tables, [([0, 3], [2]), ([3, 5], [2])], nodes=2, global_batch=6)
+    cost = predicted.pipeline
+    (hop,) = cost.hop_seconds
+    first, second = (f + b for f, b in zip(cost.forward_seconds, cost.backward_seconds, strict=True))
+    assert first > second
+    assert cost.seconds == pytest.approx(first + second + 2 * hop + 5 * (first + 2 * hop) + max(cost.update_seconds))
+
+
+def test_replicas_with_unequal_degrees(tables: Path) -> None:
+    """A replica with one rank per stage beside one with two: the slower one counts, and each rank of a replica reduces
+    its own share of the gradients."""
+    _, predicted, channel = read_and_predict(tables, [([0, 3], [1, 2]), ([3, 5], [1, 2])], nodes=4, global_batch=8)
+    slow, fast = predicted.pipelines
+    assert predicted.pipeline is slow and slow.seconds > 1.5 * fast.seconds
+    # The hop of each replica: between nodes, undivided for the first, in two parts for the second.
+    assert slow.hop_seconds == pytest.approx((channel.between[1].seconds(4e6),))
+    assert fast.hop_seconds == pytest.approx((2 * channel.between[2].seconds(2e6) + channel.inside[2].seconds(2e6),))
+    # Stage 0 has 900 bytes. Its ring has two steps, in which the first replica's rank sends 450 bytes.
+    first, second = channel.between[1].seconds(450), 2 * channel.between[2].seconds(225)
+    assert predicted.gradient_seconds == pytest.approx(2 * max(first, second))
+
+
+def test_stages_in_one_node_send_inside_it(tables: Path) -> None:
+    _, predicted, _ = read_and_predict(tables, [([0, 3], [1]), ([3, 5], [1])], nodes=1, global_batch=4)
+    assert predicted.pipeline.hop_seconds == pytest.approx((4e6 / 100e9,))
+
+
+def test_ranks_of_a_node_share_its_bandwidth(tables: Path) -> None:
+    """Two replicas in each of two nodes: the hops of both pass the network at once."""
+    _, predicted, channel = read_and_predict(tables, [([0, 3], [1, 1]), ([3, 5], [1, 1])], nodes=2, global_batch=4)
+    for cost in predicted.pipelines:
+        assert cost.hop_seconds == pytest.approx((2 * channel.between[2].seconds(4e6),))
+    # Rings stay inside the nodes.
+    assert predicted.gradient_seconds == pytest.approx(2 * channel.inside[2].seconds(450))
+
+
+@real
+def test_published_plans_are_predicted() -> None:
+    """In N4_D4 the times contradict each other. In N8_D2 of GPT-NEO the stages are those of N4_D1 with four times the
+    micro-batch, but memory grew by less than half of three times the activations that stages must hold."""
+    profiles, channels, _ = read_published(REAL_TABLES)
+    models = {profile.name: profile for profile in profiles}
+    plans = load_measured_plans(REAL_TABLES)
+    assert len(plans) == 12
+    predictions = {plan.name: predict(plan, models[plan.model], channels) for plan in plans}
+    times = [
+        abs(predictions[plan.name].iteration_seconds / plan.iteration_seconds - 1)
+        for plan in plans
+        if plan.name != "OPT-350/N4/N4_D4"
+    ]
+    assert median(times) <= 0.055 and mean(times) <= 0.09 and max(times) < 0.4
+    memory = [
+        predictions[plan.name].memory_bytes / plan.memory_bytes - 1 for plan in plans if plan.name != "GPT-NEO/N8/N8_D2"
+    ]
+    assert min(memory) >= -0.05 and max(memory) <= 0.10

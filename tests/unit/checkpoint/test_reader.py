@@ -1,4 +1,4 @@
-"""Reading: bitwise what was saved, only the bytes that are needed, and from another copy where one is damaged."""
+"""Reading: which checkpoint is loaded, bitwise what was saved, only what is needed, other copies of damaged files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from colossal_hetero.checkpoint.config import CheckpointError
 from colossal_hetero.checkpoint.pieces import Box, TensorPiece
-from colossal_hetero.checkpoint.places import Place, find_checkpoints
+from colossal_hetero.checkpoint.places import NodeCopy, Place, find_checkpoints, newest_whole
 from colossal_hetero.checkpoint.storage import DamagedCopy
 from tests.support.layer_checkpoints import assert_loads, newest_step, reader_of, save_steps, tensors
 from tests.support.random_examples import IS_THOROUGH
@@ -146,3 +146,31 @@ def test_what_cannot_be_loaded_is_said(folders: tuple[Path, Path]) -> None:
         reader.load([piece("param.scale", (), torch.float32, Box((), ()))])
     with pytest.raises(CheckpointError, match=r"lacks elements \(12,\) to \+\(1,\) of param\.blocks\.0\.norm"):
         reader.load([piece("param.blocks.0.norm", (12,), torch.bfloat16, Box((0,), (13,)))])
+
+
+FILES = frozenset({"embedding.whole.safetensors", "block-0000.whole.safetensors"})
+FIRST, SECOND = sorted(FILES)
+
+
+def copy(node: str, step: int, *files: str, run: str = "") -> NodeCopy:
+    return NodeCopy(node, f"{run}{step}", step, f"2026-01-01T00:00:{step:02}", frozenset(files), FILES)
+
+
+def test_the_newest_checkpoint_whose_files_are_all_somewhere_is_loaded() -> None:
+    copies = [copy("a", 1, *FILES), copy("a", 2, FIRST), copy("b", 2, SECOND), copy("a", 3, FIRST), copy("b", 3)]
+    found, skipped = newest_whole([*copies, *copies])  # two ranks of each node find the same
+    assert found == copies[1:3]
+    assert skipped == [f"that of step 3 lacks {SECOND} (parts of it are on node a, node b)"]
+
+
+def test_a_step_can_be_chosen() -> None:
+    copies = [copy("a", 1, *FILES), copy("", 2, *FILES), copy("a", 3, FIRST)]
+    assert newest_whole(copies, step=1) == (copies[:1], [])
+    with pytest.raises(FileNotFoundError, match="there is none of step 4; the steps are: 1, 2, 3"):
+        newest_whole(copies, step=4)
+
+
+def test_parts_of_checkpoints_of_different_runs_are_not_put_together() -> None:
+    with pytest.raises(FileNotFoundError, match="no checkpoint is whole: that of step 1 lacks"):
+        newest_whole([copy("a", 1, FIRST, run="x"), copy("b", 1, SECOND, run="y")])
+    assert newest_whole([]) == ([], [])

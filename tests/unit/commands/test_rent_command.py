@@ -45,7 +45,11 @@ def test_nodes_are_chosen_by_their_price(files: tuple[Path, Path], tmp_path: Pat
     assert load_plan(saved).iteration_seconds <= 1.01 * fastest.iteration_seconds
     output(*arguments, "--budget", 1.01 * 1e6 * iteration / 3600, "--out", saved)
     assert load_plan(saved).iteration_seconds == iteration
-    assert "no plan takes at most" in failure(*arguments, "--deadline", 0.5 * hours)
+    # Limits that no plan keeps are those of the user.
+    line = failure(*arguments, "--deadline", 1)
+    assert "no plan takes at most 1 h; the fastest and the cheapest take " in line and " h for $" in line
+    assert "no plan takes at most $1; " in failure(*arguments, "--budget", 1)
+    assert "no plan takes at most 2 h for $1; " in failure(*arguments, "--budget", 1, "--deadline", 2)
 
 
 def test_quotas(files: tuple[Path, Path], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints of language models whose vocabulary Colossal-AI pads, compared with the model that is not sharded."""
+"""Checkpoints of models with a padded vocabulary, and of several plugins in one process, have the whole weights."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from colossalai.booster import Booster
 from colossalai.booster.plugin import HybridParallelPlugin
 
@@ -14,7 +15,9 @@ from colossal_hetero import HeteroHybridParallelPlugin
 from tests.support.checkpoints import read_weights
 from tests.support.harness import run_ranks
 from tests.support.language_models import MODELS
-from tests.support.training import Trained, assert_same_parameters
+from tests.support.planning import make_plan, planned
+from tests.support.training import Trained, assert_same_parameters, sgd, tiny_vit
+from tests.support.training import boost as boost_vit
 
 SAMPLES = 4
 
@@ -46,14 +49,13 @@ def step(run: Trained, vocabulary: int, number: int) -> None:
 
 
 def check_checkpoints(
-    own: bool, name: str, vocabulary: int, options: dict[str, Any], sharded: bool, folder: Path
+    make_plugin: Any, name: str, vocabulary: int, options: dict[str, Any], sharded: bool, folder: Path
 ) -> None:
-    make_plugin = HybridParallelPlugin if own else HeteroHybridParallelPlugin
     options = dict(precision="fp32") | options
     run = boost(make_plugin(**options), name, vocabulary)
 
     run.booster.save_model(run.model, str(folder / "initial"), shard=True)
-    torch.distributed.barrier()
+    dist.barrier()
     saved = read_weights(folder / "initial")
     expected = MODELS[name](vocab_size=vocabulary).state_dict()
     for key in expected.keys() - {"lm_head.weight"} | (saved.keys() & {"lm_head.weight"}):
@@ -64,7 +66,7 @@ def check_checkpoints(
     model, optimizer = (str(folder / what) for what in ("model", "optimizer"))
     run.booster.save_model(run.model, model, shard=sharded)
     run.booster.save_optimizer(run.optimizer, optimizer, shard=sharded)
-    torch.distributed.barrier()
+    dist.barrier()
 
     resumed = boost(make_plugin(**options), name, vocabulary, seed=1)
     resumed.booster.load_model(resumed.model, model)
@@ -78,25 +80,68 @@ def check_checkpoints(
 
 PIPELINE = dict(pp_size=2, num_microbatches=2)
 
-
-@pytest.mark.parametrize(
-    "ranks, options, sharded",
-    [
-        pytest.param(2, dict(tp_size=2, pp_size=1), True, id="tp2"),
-        pytest.param(2, dict(tp_size=2, pp_size=1), False, id="tp2-whole"),
-        pytest.param(2, dict(tp_size=1, pp_size=1), False, id="dp2-whole"),
-        pytest.param(2, dict(tp_size=1, **PIPELINE), True, id="pp2"),
-        pytest.param(2, dict(tp_size=1, pp_size=1, zero_stage=1, precision="bf16"), True, id="zero1"),
-        pytest.param(4, dict(tp_size=2, **PIPELINE), True, id="tp2-pp2"),
+CASES: dict[int, list[tuple[dict[str, Any], bool]]] = {
+    2: [
+        (dict(tp_size=2, pp_size=1), True),
+        (dict(tp_size=2, pp_size=1), False),
+        (dict(tp_size=1, pp_size=1), False),
+        (dict(tp_size=1, **PIPELINE), True),
+        (dict(tp_size=1, pp_size=1, zero_stage=1, precision="bf16"), True),
     ],
-)
-@pytest.mark.parametrize("name, vocabulary", [("gpt2", 97), ("llama", 1000)])
-def test_models_with_a_padded_vocabulary_are_saved_and_loaded(
-    name: str, vocabulary: int, ranks: int, options: dict[str, Any], sharded: bool, tmp_path: Path
-) -> None:
-    run_ranks(ranks, check_checkpoints, False, name, vocabulary, options, sharded, tmp_path, timeout_seconds=60)
+    4: [(dict(tp_size=2, **PIPELINE), True)],
+}
+"""By number of ranks: options, and whether checkpoints are sharded."""
 
 
-def test_colossalais_plugin_saves_and_loads_them_too(tmp_path: Path) -> None:
-    options = dict(tp_size=2, pp_size=1)
-    run_ranks(2, check_checkpoints, True, "llama", 1000, options, True, tmp_path, timeout_seconds=60)
+def check_all(folder: Path) -> None:
+    cases = [
+        (make_plugin, *model, *case)
+        for make_plugin in (HeteroHybridParallelPlugin, HybridParallelPlugin)
+        for model in (("gpt2", 97), ("llama", 1000))
+        for number, case in enumerate(CASES[dist.get_world_size()])
+        if make_plugin is HeteroHybridParallelPlugin or (model[0], number) == ("llama", 0)
+    ]
+    for number, case in enumerate(cases):
+        own_folder = folder / str(number)
+        own_folder.mkdir(exist_ok=True)
+        try:
+            check_checkpoints(*case, own_folder)
+        except BaseException as error:
+            raise AssertionError(f"failed: {case}") from error
+
+
+ORDERS = {
+    2: ([[[0, 1]]], [[[1, 0]]], [[[0, 1]]]),
+    3: ([[[0, 1, 2]]], [[[2, 0, 1]]]),
+    4: ([[[0, 1]], [[2, 3]]], [[[3, 0]], [[1, 2]]], [[[0], [2]], [[1], [3]]], [[[1, 3]], [[0, 2]]]),
+}
+
+
+def check_orders(folder: Path) -> None:
+    """Several plugins in one process, whose tensor-parallel groups differ, save the weights of their own models."""
+    runs = []
+    for number, order in enumerate(ORDERS[dist.get_world_size()]):
+        stages = len(order[0])
+        model = tiny_vit()
+        expected = model.state_dict()
+        run = boost_vit(planned(make_plan(order, (2 // stages,) * stages, 2, 2)), model, sgd)
+        runs.append(run)  # so that no group is destroyed
+        for each in range(2):
+            path = folder / f"order {number}-{each}"
+            run.booster.save_model(run.model, str(path), shard=True)
+            dist.barrier()
+            saved = read_weights(path)
+            assert saved.keys() == expected.keys()
+            for name, value in expected.items():
+                torch.testing.assert_close(saved[name], value, rtol=0, atol=0, msg=f"{order}: {name}")
+
+
+def check_both(folder: Path) -> None:
+    check_orders(folder)
+    if dist.get_world_size() in CASES:
+        check_all(folder)
+
+
+@pytest.mark.parametrize("ranks", ORDERS)
+def test_saved_weights_are_those_of_the_whole_model(ranks: int, tmp_path: Path) -> None:
+    run_ranks(ranks, check_both, tmp_path)

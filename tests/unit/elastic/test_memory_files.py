@@ -1,4 +1,4 @@
-"""Memory files: what is written is read, torn and foreign files are not, and only the latest two stay."""
+"""Memory files: what is written is read, torn and foreign ones are not, two stay, the newest whole state is found."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from unittest.mock import patch
 
@@ -18,9 +19,12 @@ from colossal_hetero.elastic.environment import launcher_name
 from colossal_hetero.elastic.held_layers import HeldLayers
 from colossal_hetero.elastic.memory_file import (
     FileName,
+    FoundState,
+    KeptBox,
     KeptState,
     MemoryFolder,
     StateName,
+    newest_whole_state,
     read_memory_file,
     write_memory_file,
 )
@@ -100,14 +104,26 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         MemoryFolder(tmp_path / "file", "job", "node").prepare()
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> MemoryFolder:
+    made = MemoryFolder(tmp_path, "job", "node")
+    made.prepare()
+    return made
+
+
+def keep(keeper: StateKeeper, version: int) -> None:
+    """Keep the state after a step, as training does; the next step begins."""
+    keeper.note(kept(version))
+    keeper.settle()
+    keeper.forget()
+
+
 def versions(folder: MemoryFolder) -> list[tuple[str, int]]:
     return [(each.state.world, each.state.version) for each in folder.files()]
 
 
 @pytest.mark.parametrize(("every", "expected"), [(1, [4, 5]), (2, [2, 4]), (3, [0, 3])])
-def test_the_latest_two_states_stay(tmp_path: Path, every: int, expected: list[int]) -> None:
-    folder = MemoryFolder(tmp_path, "job", "node")
-    folder.prepare()
+def test_the_latest_two_states_stay(folder: MemoryFolder, every: int, expected: list[int]) -> None:
     write_memory_file(folder.file(FileName(StateName(9, "w0"), 3)), kept(9, "w0"))
     keeper = StateKeeper(folder, 0, every, tidies=True)
     for version in range(6):
@@ -124,29 +140,21 @@ def test_the_latest_two_states_stay(tmp_path: Path, every: int, expected: list[i
     assert not keeper.write()
 
 
-def test_a_worker_that_does_not_tidy_leaves_the_files_of_others(tmp_path: Path) -> None:
-    folder = MemoryFolder(tmp_path, "job", "node")
-    folder.prepare()
+def test_a_worker_that_does_not_tidy_leaves_the_files_of_others(folder: MemoryFolder) -> None:
     others = [FileName(StateName(9, "w0"), 1), FileName(StateName(0, "w1"), 0)]
     for name in others:
         write_memory_file(folder.file(name), kept(*name.state))
     keeper = StateKeeper(folder, 1, 1, tidies=False)
     for version in range(4):
-        keeper.note(kept(version))
-        keeper.settle()
-        keeper.forget()
+        keep(keeper, version)
     assert set(others) <= set(folder.files()) and len(folder.files()) == 4
     keeper.close()
 
 
-def test_a_state_is_not_changed_while_it_is_written(tmp_path: Path) -> None:
+def test_a_state_is_not_changed_while_it_is_written(folder: MemoryFolder) -> None:
     """Whoever makes a step calls ``forget`` first, which waits for a thread that writes."""
-    folder = MemoryFolder(tmp_path, "job", "node")
-    folder.prepare()
     keeper = StateKeeper(folder, 0, 100, tidies=True)
-    keeper.note(kept(0))
-    keeper.settle()
-    keeper.forget()
+    keep(keeper, 0)
     state = kept(1, fill=1.0)
     started = threading.Event()
 
@@ -170,10 +178,8 @@ def test_a_state_is_not_changed_while_it_is_written(tmp_path: Path) -> None:
     keeper.close()
 
 
-def test_a_process_that_ends_during_a_commit_writes_what_the_others_write(tmp_path: Path) -> None:
+def test_a_process_that_ends_during_a_commit_writes_what_the_others_write(folder: MemoryFolder) -> None:
     """The others may have ended the commit already, and write the state after it."""
-    folder = MemoryFolder(tmp_path, "job", "node")
-    folder.prepare()
     keeper = StateKeeper(folder, 0, 100, tidies=True)
     keeper.note(kept(0))
     keeper.settle()
@@ -196,15 +202,11 @@ def test_a_process_that_ends_during_a_commit_writes_what_the_others_write(tmp_pa
     assert late.is_alive()
 
 
-def test_a_full_memory_is_told_once_and_training_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    folder = MemoryFolder(tmp_path, "job", "node")
-    folder.prepare()
+def test_a_full_memory_is_told_once(folder: MemoryFolder, capfd: pytest.CaptureFixture[str]) -> None:
     keeper = StateKeeper(folder, 0, 1, tidies=True)
     with patch.object(state_keeper, "write_memory_file", side_effect=OSError(28, "No space left on device")):
         for version in range(3):
-            keeper.note(kept(version))
-            keeper.settle()
-            keeper.forget()
+            keep(keeper, version)
     assert capfd.readouterr().err.count("No space left on device") == 1
     keeper.note(kept(3))
     keeper.settle()
@@ -213,13 +215,11 @@ def test_a_full_memory_is_told_once_and_training_goes_on(tmp_path: Path, capfd: 
 
 
 def test_copies_from_a_gpu_use_one_stream_of_high_priority_and_two_buffers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: MemoryFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No copy waits behind a collective that does not end: streams of NCCL come from the pool of normal priority."""
     cuda = FakeCuda(monkeypatch)
     monkeypatch.setattr(state_keeper, "CHUNK", 32)
-    folder = MemoryFolder(tmp_path, "job", "node")
-    folder.prepare()
     keeper = StateKeeper(folder, 0, 1, tidies=True)
     for version in range(3):
         keeper.note(kept(version))
@@ -242,3 +242,53 @@ def test_copies_from_a_gpu_use_one_stream_of_high_priority_and_two_buffers(
     keeper.note_again(kept(3, fill=2.0).pieces)  # what was received since
     assert keeper.write() and stream.done[0] == ("wait", cuda.main)
     keeper.close()
+
+
+A, B = "param.a", "param.b"
+ROWS = [Box((0, 0), (2, 3)), Box((2, 0), (3, 3))]
+"""Of a tensor of 5 by 3."""
+
+
+def part(version: int, world: str, *boxes: tuple[str, Box]) -> FoundState:
+    return FoundState(StateName(version, world), ("a", "b"), tuple(KeptBox(key, (5, 3), box) for key, box in boxes))
+
+
+def test_a_state_counts_if_every_element_is_in_some_file() -> None:
+    """By brute force: each subset of the files of five ranks, of which some hold the same."""
+    whole = Box((0, 0), (5, 3))
+    new = [
+        part(7, "w1", (A, ROWS[0]), (B, whole)),
+        part(7, "w1", (A, ROWS[1])),
+        part(7, "w1", (A, Box((1, 0), (4, 3)))),  # overlaps with both
+        part(7, "w1", (A, ROWS[0])),
+        part(7, "w1", (B, ROWS[0]), (B, ROWS[1])),
+    ]
+    old = part(6, "w1", (A, whole), (B, whole))
+    for count in range(6):
+        for kept in combinations(new, count):
+            elements = {
+                (each.key, row)
+                for file in kept
+                for each in file.boxes
+                for row in range(each.box.offsets[0], each.box.offsets[0] + each.box.sizes[0])
+            }
+            name = StateName(7 if len(elements) == 10 else 6, "w1")
+            assert newest_whole_state([old, *kept]) == name
+            assert (newest_whole_state(kept) is None) == (len(elements) < 10)
+
+
+def test_worlds_are_not_mixed_and_the_later_one_counts() -> None:
+    whole = Box((0, 0), (5, 3))
+    halves = [part(7, "w1", (A, whole)), part(7, "w2", (B, whole))]
+    assert newest_whole_state(halves) is None
+    wholes = [part(7, "w1", (A, whole), (B, whole)), part(7, "w2", (A, whole), (B, whole))]
+    assert newest_whole_state([*halves, *wholes]) == StateName(7, "w2")
+    assert newest_whole_state([part(8, "w1", (A, whole), (B, whole)), *wholes]) == StateName(8, "w1")
+    assert newest_whole_state([]) is None
+
+
+def test_a_tensor_without_dimensions_and_a_buffer_count_too() -> None:
+    step, whole = KeptBox("step.a", (), Box((), ())), Box((0, 0), (5, 3))
+    name = StateName(1, "w")
+    found = FoundState(name, ("a", "b"), (KeptBox(A, (5, 3), whole), KeptBox("buffer.b", (5, 3), whole), step))
+    assert newest_whole_state([found]) == name

@@ -1,0 +1,208 @@
+"""One member with a store in the same process: who joins the next world, and what ends with a world."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    RendezvousSettings,
+    RendezvousTimeout,
+    _Action,
+    _RendezvousState,
+)
+
+from colossal_hetero.elastic import rendezvous
+from colossal_hetero.elastic.job_store import WorldConnections, open_sockets, peer_port
+from colossal_hetero.elastic.membership import Membership
+from colossal_hetero.elastic.process_groups import ProcessGroups
+from colossal_hetero.elastic.rendezvous import described, member_of, missing_message, next_action
+from colossal_hetero.elastic.world import NEW, JoinTimeoutError, Member, MembershipTiming, StoreLostError, World
+from tests.support.harness import free_port
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield server.port
+
+
+def test_one_line_says_that_members_are_missing(
+    port: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "SECONDS_PER_NOTICE", 0.1)
+    member = Membership(
+        "127.0.0.1", port, "j", "n", min_members=2, max_members=2, timing=MembershipTiming(join_limit_seconds=0.5)
+    )
+    with pytest.raises(JoinTimeoutError, match=r"no world formed within 0\.5 s: job j needs at least 2 members"):
+        member.form()
+    words = "colossal_hetero: waiting up to 0.5 s: job j needs at least 2 members, and 1 came (n)\n"
+    assert capsys.readouterr().err == words
+
+
+def test_wrong_arguments_and_calls(port: int) -> None:
+    with pytest.raises(ValueError, match="min_members is 3 and max_members 2, but they must be 1 <= min_members"):
+        Membership("127.0.0.1", port, "j", "n", min_members=3, max_members=2)
+    with pytest.raises(ValueError, match="the name of the node is empty"):
+        Membership("127.0.0.1", port, "j", "", max_members=2)
+    member = Membership("127.0.0.1", port, "j", "n", max_members=2)
+    member.leave()  # nothing to leave
+    member.fail("nothing to break")
+    assert member.failure is None and not member.is_somebody_waiting()
+    with pytest.raises(RuntimeError, match="there is no world"):
+        member.seal()
+    member.depart()
+    with pytest.raises(RuntimeError, match="this process has departed"):
+        member.form()
+
+
+def test_there_is_no_store() -> None:
+    timing = MembershipTiming(store_limit_seconds=0.3)
+    with pytest.raises(StoreLostError, match=r"the store at 127\.0\.0\.1:\d+ does not answer within 0\.3 s"):
+        Membership("127.0.0.1", free_port(), "j", "n", max_members=1, timing=timing)
+
+
+SETTINGS = RendezvousSettings("job", 2, 3, RendezvousTimeout(), timedelta(seconds=1), 2)
+
+FIRST, SECOND = Member(-4, 0, 9, "b", 1), Member(-4, 1, 2, "a|x", 1)
+OLD, NEW_1, NEW_2 = Member(-3, 0, 1, "c", 1), Member(NEW, 10, 10, "d", 1), Member(NEW, 11, 11, "a", 1)
+
+
+def state_of(participants: list[Member], waiting: list[Member], spares: list[Member] | None = None) -> _RendezvousState:
+    state = _RendezvousState()
+    state.round = 5
+    state.participants = {described(member): 0 for member in participants}
+    state.wait_list = {described(member) for member in waiting}
+    state.redundancy_list = {described(member) for member in spares or []}
+    return state
+
+
+def test_survivors_come_first_and_new_members_last() -> None:
+    order = [FIRST, SECOND, OLD, NEW_1, NEW_2]
+    descriptions = sorted(described(member) for member in reversed(order))
+    assert [member_of(each) for each in descriptions] == sorted(order) == order
+    assert [member.survives(5) for member in order] == [True, True, False, False, False]
+    assert not NEW_1.survives(0), "nobody was there before the first round"
+
+
+@pytest.mark.parametrize(
+    ("participants", "waiting", "expected", "complete"),
+    [
+        ([FIRST, SECOND], [], 2, True),
+        ([FIRST, SECOND], [], 3, False),  # one is still on its way
+        ([FIRST, SECOND], [NEW_1], 2, False),
+        ([FIRST], [], 1, False),  # the world needs two
+        ([FIRST, NEW_1], [], 1, True),
+        ([NEW_1, NEW_2], [], 0, False),  # nobody knows who else comes
+    ],
+)
+def test_a_world_is_complete_when_all_expected_are_there(
+    participants: list[Member], waiting: list[Member], expected: int, complete: bool
+) -> None:
+    state = state_of(participants, waiting)
+    action = next_action(_Action.SYNC, state, described(participants[0]), SETTINGS, expected, may_wait=True)
+    assert action is (_Action.MARK_RENDEZVOUS_COMPLETE if complete else _Action.SYNC)
+
+
+def test_a_spare_is_waited_for_if_there_is_a_place() -> None:
+    node = described(FIRST)
+    for members, action in (([FIRST, SECOND], _Action.SYNC), ([FIRST, SECOND, OLD], _Action.MARK_RENDEZVOUS_COMPLETE)):
+        assert next_action(_Action.SYNC, state_of(members, [], [NEW_1]), node, SETTINGS, 2, may_wait=True) is action
+
+
+def test_new_members_let_survivors_go_first() -> None:
+    state, add = state_of([FIRST], [NEW_1]), _Action.ADD_TO_PARTICIPANTS
+    assert next_action(add, state, described(NEW_1), SETTINGS, 2, may_wait=True) is _Action.SYNC
+    assert next_action(add, state, described(OLD), SETTINGS, 2, may_wait=True) is _Action.SYNC
+    assert next_action(add, state, described(SECOND), SETTINGS, 2, may_wait=True) is add
+    assert next_action(add, state, described(NEW_1), SETTINGS, 2, may_wait=False) is add
+    assert next_action(add, state, described(NEW_1), SETTINGS, 1, may_wait=True) is add
+
+
+def test_who_waits_for_a_full_world_becomes_a_spare() -> None:
+    state = state_of([FIRST, SECOND, OLD], [NEW_1])
+    state.complete = True
+    action = next_action(_Action.SYNC, state, described(NEW_1), SETTINGS, 0, may_wait=False)
+    assert action is _Action.REMOVE_FROM_WAIT_LIST
+
+
+def test_the_message_names_who_is_missing() -> None:
+    assert missing_message("j", [FIRST], [FIRST, OLD], 3) == (
+        "job j needs at least 3 members, and 1 came (b); missing since the last world: c"
+    )
+
+
+def test_limits_are_positive() -> None:
+    assert MembershipTiming().dead_wait_seconds == 2.0
+    with pytest.raises(ValueError, match="poll_seconds is 0, but must be above 0; the default is"):
+        MembershipTiming(poll_seconds=0)
+
+
+def test_the_limit_holds_for_groups_of_all_backends_until_they_are_destroyed() -> None:
+    def limits() -> list[timedelta]:
+        return [distributed_c10d._get_default_timeout(backend) for backend in ("gloo", "nccl")]
+
+    before = limits()
+    groups = ProcessGroups(7.0)
+    groups.initialize(dist.HashStore(), World(0, 1, 0, ("a",)))
+    assert limits() == [timedelta(seconds=7)] * 2
+    groups.destroy()
+    assert limits() == before
+
+
+def connected(listener: socket.socket) -> tuple[socket.socket, socket.socket]:
+    client = socket.create_connection(listener.getsockname())
+    server, _ = listener.accept()
+    return client, server
+
+
+def is_cut(connection: socket.socket) -> bool:
+    connection.settimeout(0.0)
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_only_connections_of_the_world_are_cut(sealed: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        before, _before = connected(listener)
+        world = WorldConnections(size=2)
+        with socket.create_server(("127.0.0.1", 0)) as own_listener:
+            client, server = connected(own_listener)
+            unix, other = socket.socketpair()
+            if sealed:
+                world.seal()
+            after, _after = connected(own_listener)
+            world.cut()
+            world.cut()
+            assert is_cut(client) and is_cut(server)
+            assert not is_cut(before)
+            assert is_cut(after) != sealed
+            other.send(b"!")
+            assert unix.recv(1) == b"!"
+            own_listener.setblocking(False)
+            for number in () if sealed else (0, 1):  # in place of members that do not come
+                with own_listener.accept()[0] as answer:
+                    assert answer.recv(9) == number.to_bytes(8, sys.byteorder)
+            with pytest.raises(BlockingIOError):
+                own_listener.accept()
+            for each in connected(own_listener):  # it still listens
+                each.close()
+        for each in (before, _before, client, server, unix, other, after, _after):
+            each.close()
+
+
+def test_the_port_of_a_peer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        earlier = open_sockets()
+        client, server = connected(listener)
+        with client, server:
+            ports = {peer_port(each) for each in open_sockets() - earlier}
+            assert ports == {listener.getsockname()[1], client.getsockname()[1]}
