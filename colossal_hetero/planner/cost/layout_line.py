@@ -100,6 +100,8 @@ STAGE = re.compile(
     re.IGNORECASE,
 )
 """A part of a pipeline: number of stages, device, ``recompute`` in brackets or without, and ranges of blocks."""
+SETTING = re.compile(r"(?<![\w-])(?:tp\s*\d+|recompute)(?![\w-])", re.IGNORECASE)
+"""What is no part of a device's name: a degree of tensor parallelism, or a further ``recompute``."""
 MAX_STAGES = 65_536
 """Stages of all pipelines together: as many as a cluster file may have devices."""
 
@@ -195,6 +197,14 @@ class _Reader:
         if found is None:
             self.place = start
             raise self._unknown("a kind of device and its blocks, like A100-40 0-9 or 2 × V100-16 10-23")
+        if odd := SETTING.search(found["device"]):
+            if odd[0].lower() != "recompute":
+                problem = "all stages have one degree of tensor parallelism; write tp N once, before the pipelines"
+            elif found["recompute"]:
+                problem = "recompute is given twice"
+            else:
+                problem = "recompute stands alone behind the device, like V100-16 (recompute) 0-9"
+            raise self._wrong(problem, start + found.start("device") + odd.start())
         ranges = []
         for each in re.finditer(r"(\d+)(?:\s*[-–]\s*(\d+))?", found["ranges"]):
             first, last = int(each[1]), int(each[2] or each[1])

@@ -33,7 +33,8 @@ def prices(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("dp 70000 x pp [A100-40 0-23], micro-batch 1 x 1", "70,000 pipelines of 1 stage are too many"),
         (f"dp 4 x pp [A100-40 0-{'9' * 5000}]", "column 22: numbers have at most 15 digits"),
         ("dp 4 x pp [A100-40 0-23], micro-batch 1 x 99999999999", "micro_batches is 99999999999: must be at most"),
-        ("dp 1 x pp [A100-40 tp 2 0-23], micro-batch 1 x 8", "column 12: the cluster has no A100-40 tp 2"),
+        ("dp 1 x pp [A100-40 big 0-23], micro-batch 1 x 8", "column 12: the cluster has no A100-40 big"),
+        ("dp 1 x pp [A100-40 tp 2 0-23], micro-batch 1 x 8", "column 20: all stages have one degree"),
     ],
 )
 def test_layouts(line: str, reason: str) -> None:

@@ -105,6 +105,13 @@ def test_a_smaller_state_leaves_memory_for_larger_batches() -> None:
     assert wasteful.kind_max_batches(3)[0] == 9
 
 
+def test_fewer_ranks_each_hold_more_of_the_state() -> None:
+    assert profile().state_bytes(0, 2) == profile().state_bytes(0)
+    assert profile().state_bytes(3, 2) == [8 * GIB, 8 * GIB]
+    assert [profile().kind_max_batches(stage, sharing_ranks=2) for stage in (0, 3)] == [[4, 2], [8, 6]]
+    assert [curve.max_batch for curve in profile().curves(3, sharing_ranks=2)] == [8, 6, 8, 6]
+
+
 def test_a_device_without_enough_memory_may_hold_a_sample_at_the_next_stage() -> None:
     small = device("small", max_batch=0, memory_bytes=10 * GIB)
     one = profile(kinds=[device(), small], ranks=[0, 1, 1, 1], links=[])

@@ -162,3 +162,12 @@ def test_devices_that_differ_by_more_than_noise_keep_their_curves() -> None:
     both = [device_curve(1.0), Curve(np.ones(1))]
     assert [each.max_batch for each in joint_curves(both, equal_devices(["gpu", "cpu"], both))] == [64, 0]
     assert joint_seconds([1.0, 2.0, 4.0], [[0, 2], [1]]) == [2.5, 2.0, 2.5]
+
+
+def test_each_device_keeps_its_largest_micro_batch() -> None:
+    curves = [device_curve(1.0, 64, 2), device_curve(1.03, 40, 2), device_curve(1.04, 64, 2)]
+    joint = joint_curves(curves, equal_devices(["gpu"] * 3, curves))
+    assert [(each.min_batch, each.max_batch) for each in joint] == [(2, 64), (2, 40), (2, 64)]
+    np.testing.assert_array_equal(joint[0].seconds[:41], joint[1].seconds)
+    # The shorter curve was slower. Where it ends, the joint one does not become faster.
+    np.testing.assert_allclose(joint[0].seconds, device_curve(np.mean([1.0, 1.03, 1.04]), 64, 2).seconds)

@@ -276,6 +276,13 @@ def test_stages_need_equally_many_chunks() -> None:
         plan(schedule="interleaved")
 
 
+@pytest.mark.parametrize("schedule", RANGES)
+def test_numbers_of_micro_batches_that_colossalai_runs(schedule: str) -> None:
+    assert why_not_runnable(chunked(schedule)) is None
+    problem = why_not_runnable(chunked(schedule, micro_batches=7)) or ""
+    assert "7 micro-batches for 2 stages" in problem and "multiple" in problem
+
+
 def test_stages_with_chunks_do_not_recompute() -> None:
     made = chunked()
     first, second = made.replicas[0].stages

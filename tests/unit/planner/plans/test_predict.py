@@ -83,6 +83,16 @@ def test_a_pipeline_costs_what_the_formula_says():
     assert first.memory_bytes == pytest.approx(2 * (4 * 8 * MB + 2 * 2 * MB) + 2 * 2 * MB)
 
 
+def test_the_schedule_takes_time_in_predictions() -> None:
+    seconds = {"fast": 0.02, "slow": 0.1}
+    rows = tuple(each.model_copy(update={"schedule_seconds": seconds[each.device]}) for each in profile().times)
+    topology, mine = machines("slow", "fast", devices_per_node=1), profile().model_copy(update={"times": rows})
+    plan = predict_plan(topology, mine, [[[0], [1]]], bounds=(0, 1, 6), micro_batch=2, global_batch=16)
+    slow, fast, hop = 2 * 2 * 0.09 + 0.1, 6 * 2 * 0.03 + 0.02, 2 * MB / 1e9
+    assert plan.iteration_seconds == pytest.approx(slow + fast + 2 * hop + 7 * (max(slow, fast) + hop))
+    assert [stage.schedule_seconds for stage in plan.replicas[0].stages] == pytest.approx([0.1, 0.02])
+
+
 def test_a_group_of_two_kinds_is_refused() -> None:
     with pytest.raises(ValueError, match=r"\(0, 2\) \(fast, slow\) are not a tensor-parallel group"):
         predict_plan(machines("slow", "fast"), profile(), [[[0, 2], [1, 3]]], micro_batch=2, global_batch=16)
@@ -218,6 +228,21 @@ def test_a_prediction_and_a_difference_are_as_sure_as_random_profiles_say(
     assert error == pytest.approx(logarithms[layout].std(), rel=0.15)
     difference = difference_error(predicted(known, first), predicted(known, layout), known)
     assert difference == pytest.approx((logarithms[layout] - logarithms[first]).std(), rel=0.15, abs=1e-12)
+
+
+def test_sums_of_gradients_are_not_unsure() -> None:
+    """Half of the time is sums of gradients, which the profile does not measure: half of the error."""
+    known = with_errors(profile(), {"fast": 0.01, "slow": 0.01})
+    alone = predict_plan(machines("fast"), known, [[[0]]], micro_batch=2, global_batch=16)
+    half = alone.model_copy(update={"synchronization_seconds": alone.iteration_seconds})
+    assert alone.synchronization_seconds == 0 and prediction_error(alone, known) == pytest.approx(0.01, rel=0.1)
+    assert prediction_error(half, known) == pytest.approx(prediction_error(alone, known) / 2, rel=0.01)
+    # With an optimizer's step as long as the passes, which is measured too, two thirds.
+    (replica,), (stage,) = alone.replicas, alone.replicas[0].stages
+    passes = alone.iteration_seconds - stage.update_seconds
+    longer = replica.model_copy(update={"stages": (stage.model_copy(update={"update_seconds": passes}),)})
+    both = alone.model_copy(update={"replicas": (longer,), "synchronization_seconds": passes})
+    assert prediction_error(both, known) == pytest.approx(prediction_error(alone, known) * 2 / 3, rel=0.01)
 
 
 def test_the_simplest_of_the_plans_that_are_tied_comes_first() -> None:

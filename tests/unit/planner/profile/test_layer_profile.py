@@ -80,6 +80,14 @@ def test_layers_before_and_after_the_blocks_are_added_to_the_first_and_the_last_
     np.testing.assert_allclose(costs.output_bytes, [12, 16, 20])
 
 
+def test_the_time_of_the_schedule_is_interpolated_and_0_in_files_without_it() -> None:
+    assert profile().costs("fast", 1, 2).schedule_seconds == 0
+    rows = [times(schedule_seconds=0.2), times(micro_batch=4, factor=3.0, schedule_seconds=0.5)]
+    mine = profile(times=rows, rank_devices=[])
+    assert [mine.costs("fast", 1, size).schedule_seconds for size in (1, 2, 4)] == pytest.approx([0.2, 0.3, 0.5])
+    assert mine.costs("fast", 1, 2, speed=0.5).schedule_seconds == pytest.approx(0.6)
+
+
 def test_measured_temporaries_are_used() -> None:
     """Of several blocks the largest counts, and less in the head than in a block adds nothing."""
     each = {f"{what}_seconds": [1] * 5 for what in ("forward", "backward", "update")}

@@ -52,6 +52,15 @@ def test_the_best_plan_for_a_slow_device(factor: float) -> None:
     assert result.changed and result.best.seconds < result.present.seconds
 
 
+def test_devices_keep_their_measured_times() -> None:
+    """A profile that was measured by the ranks does not undo the slowdown."""
+    topology, measured = machines("fast", "fast", devices_per_node=1), profile(rank_devices=("fast", "fast"))
+    plan = make_plans(topology, measured, global_batch=16)[0].plan
+    result = replan(topology, measured, plan, {0: 3.0})
+    assert result.best.seconds == replan(topology, profile(), plan, {0: 3.0}).best.seconds
+    assert result.present.seconds == pytest.approx(simulate_plan(plan, {0: 3.0}).seconds)
+
+
 def test_never_worse_than_the_present_plan() -> None:
     random = np.random.default_rng(0)
     kinds = ("fast", "slow", "fast")
