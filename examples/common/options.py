@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from colossal_hetero.common.text import parse_rank_factors
+from colossal_hetero.common.text import check_matplotlib, check_name, parse_rank_factors
 
 DEFAULT_RANKS = 2
 
@@ -120,6 +120,15 @@ def check_file(name: str, path: Path) -> None:
     if not folder.is_dir():
         raise UsageError(f"{flag(name)} {path} cannot be written: there is no directory {folder}; create it first")
     attempt(f"{flag(name)} {path} cannot be written", lambda: tempfile.TemporaryFile(dir=folder).close())
+
+
+def check_plot(path: Path) -> None:
+    """Raise ``UsageError`` if no picture can be drawn into this file."""
+    try:
+        check_name(path)
+        check_matplotlib()
+    except (ValueError, ImportError) as error:
+        raise UsageError(f"--plot {path}: {error}") from None
 
 
 # Sizes of a vision transformer ---------------------------------------------------------------------------------------

@@ -22,9 +22,9 @@ from colossal_hetero.balance.config import (
     Reference,
     Resizing,
 )
-from colossal_hetero.common.text import FORMATS, check_matplotlib, parse_rank_factors
+from colossal_hetero.common.text import parse_rank_factors
 
-from .options import Options, UsageError, attempt, check_at_least_one, check_file, check_training, flag
+from .options import Options, UsageError, attempt, check_at_least_one, check_file, check_plot, check_training, flag
 
 if TYPE_CHECKING:
     from colossal_hetero.testing.stragglers import Stragglers
@@ -184,7 +184,7 @@ class TensorParallelOptions(Options):
                     f"{flag(name)} {path} needs --plugin hetero; --plugin {self.plugin} does not measure its ranks"
                 )
         if self.plot is not None:
-            _check_plot(self.plot)
+            check_plot(self.plot)
         for name in ("tensorboard", "checkpoint"):
             path = getattr(self, name)
             if path is not None:
@@ -200,15 +200,6 @@ class TensorParallelOptions(Options):
                     f"--tensorboard {self.tensorboard} needs the package tensorboard, which cannot be imported "
                     f"({error}); pip install tensorboard"
                 ) from None
-
-
-def _check_plot(path: Path) -> None:
-    if path.suffix[1:].lower() not in FORMATS:
-        raise UsageError(f"--plot {path} is not a supported picture format; end the name in .{', .'.join(FORMATS)}")
-    try:
-        check_matplotlib()
-    except ImportError as error:
-        raise UsageError(f"--plot {path}: {error}") from None
 
 
 def _in_flags(message: str) -> str:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from colossal_hetero.common.text import check_matplotlib, check_name
 from examples.common.options import (
     OneLineParser,
     UsageError,
@@ -19,6 +18,7 @@ from examples.common.options import (
     add_vit_size_flags,
     check_at_least_one,
     check_file,
+    check_plot,
     check_training,
     check_vit_sizes,
 )
@@ -170,11 +170,7 @@ def check_options(options: ElasticOptions) -> None:
         if getattr(options, name) is not None:
             check_file(name, getattr(options, name))
     if options.plot is not None:
-        try:
-            check_name(options.plot)
-            check_matplotlib()
-        except (ValueError, ImportError) as error:
-            raise UsageError(f"--plot {options.plot}: {error}") from None
+        check_plot(options.plot)
 
 
 def _check_actions(options: ElasticOptions) -> None:

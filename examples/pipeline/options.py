@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from colossal_hetero.common.text import check_matplotlib, check_name
 from colossal_hetero.planner.profile.layer_profile import load_profile
 from examples.common.options import (
     ComparisonOptions,
@@ -21,6 +20,7 @@ from examples.common.options import (
     check_at_least_one,
     check_comparison,
     check_outputs,
+    check_plot,
     existing_profile,
     flag,
 )
@@ -117,11 +117,7 @@ def _check_files(options: PipelineOptions) -> None:
     existing_profile(options, load_profile)
     check_outputs(options, "summary", "plan", "plot", "profile")
     if options.plot is not None:
-        try:
-            check_name(options.plot)
-            check_matplotlib()
-        except (ValueError, ImportError) as error:
-            raise UsageError(f"--plot {options.plot}: {error}") from None
+        check_plot(options.plot)
     if options.way == "uniform":
         for name in ("plan", "plot"):
             if getattr(options, name) is not None:
