@@ -97,7 +97,7 @@ class TrialRun:
         except BaseException:
             self._keep([])
             raise
-        self._kept_bytes = tensor_bytes(outputs, device)
+        self._kept_bytes = _tensor_bytes(outputs, device)
         self._sample_bytes = self._kept_bytes / samples
         return seconds
 
@@ -157,7 +157,7 @@ def _to(part: Any, device: torch.device) -> Any:
     return part.to(device) if hasattr(part, "to") else part
 
 
-def tensor_bytes(values: Any, device: torch.device) -> int:
+def _tensor_bytes(values: Any, device: torch.device) -> int:
     """Bytes on ``device`` of tensors in containers and attributes, without parameters; shared memory counts once."""
     storages: dict[int, int] = {}
     seen: set[int] = set()
