@@ -97,7 +97,7 @@ class UnitWork:
     lines: Sequence[Sequence[Line]]
     """The work of each rank, by kind."""
     scale: float = 1.0
-    """The seconds of a second of ``lines``."""
+    """Seconds of the present iterations for one second of ``lines``."""
 
 
 def decide(

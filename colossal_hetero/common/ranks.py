@@ -248,8 +248,8 @@ def of_every_rank(value: T) -> list[T]:
 
 
 def from_rank_0(function: Callable[[], T], kind: type[ValueError] = ValueError) -> T:
-    """The result of ``function`` on rank 0. Every rank calls it. An error of rank 0 is raised on every rank: on the
-    others as one of ``kind``, if it is one, and otherwise as ``ValueError``."""
+    """The result of ``function``, which only rank 0 calls; every rank gets it. If ``function`` raises an error, all
+    ranks raise one with the same message: the others ``kind`` if the error is of that type, else ``ValueError``."""
     answer: list[Any] = [None, None, None]
     failure: Exception | None = None
     if dist.get_rank() == 0:

@@ -162,7 +162,8 @@ class MeasuredBatches:
         return balancer, accumulation
 
     def _total_weight(self, model: ModelWrapper) -> tuple[Any, SampleTotal]:
-        """Kind of mean of losses, as the user wants or as found, and its weights, of which the loader is told."""
+        """What losses are means over (the user's choice, or found by a trial), and what adds up the weights. The loader
+        gets the function that weighs a batch."""
         setup, trial, weight_by = self._setup, self._trial, self._setup.config.weight_by
         if weight_by is None:
             weight_by = found_weight(trial, setup.precision)
