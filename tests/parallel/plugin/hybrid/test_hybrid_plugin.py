@@ -39,7 +39,7 @@ from tests.support.training import (
 )
 
 IDLE = {
-    "off": BalanceConfig(),
+    "off": BalanceConfig(mode="off"),
     # This configuration exchanges times at the end of the second iteration.
     "resize": BalanceConfig(mode="resize", warmup_iterations=0, patience=1),
 }
@@ -212,7 +212,7 @@ def check_refused() -> list[str]:
     with pytest.raises(ValueError, match=r"use_fp8=True computes whole products .* mode 'resize' computes parts"):
         ours(resize, tp_size=2, use_fp8=True)
     with pytest.raises(ValueError, match=r"different BalanceConfigs: rank 0 .*'off'.*, rank 1 .*'resize'"):
-        boost(ours(resize if dist.get_rank() == 1 else BalanceConfig(), tp_size=2))
+        boost(ours(resize if dist.get_rank() == 1 else BalanceConfig(mode="off"), tp_size=2))
     adapters = LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
     with pytest.raises(RuntimeError, match=r"attn.c_attn .* a layer with lora adapters has no tensor-parallel form"):
         boost(ours(tp_size=2), get_peft_model(gpt2(), adapters))
