@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
+from ..common.methods import with_checked_names
+
 Mode = Literal["off", "resize", "migrate", "semi", "auto"]
 Migration = Literal["block", "broadcast-reduce", "scatter-gather"]
 Resizing = Literal["column", "block"]
@@ -15,6 +17,7 @@ Imputation = Literal["zero", "average", "same"]
 RatioForm = Literal["budgeted", "printed"]
 
 
+@with_checked_names
 @dataclass(frozen=True, kw_only=True)
 class Pruning:
     """Settings of how slow ranks prune their work, which is lossy."""
@@ -71,6 +74,7 @@ class Pruning:
             _refuse(self, ("priority_interval",), f"with priority={self.priority!r}")
 
 
+@with_checked_names
 @dataclass(frozen=True, kw_only=True)
 class BalanceConfig:
     """Settings of how the work of a tensor-parallel group is balanced. The default, ``mode="auto"``, is exact; accuracy

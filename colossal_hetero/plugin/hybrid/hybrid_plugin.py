@@ -26,7 +26,7 @@ from ...balance.config import BalanceConfig
 from ...checkpoint.config import CheckpointConfig
 from ...checkpoint.layer_checkpoint import Start
 from ...colossalai_support.gpu_over_gloo import support_gpus_over_gloo
-from ...common.ranks import name_ended_ranks, naming_ended_ranks, of_every_rank, watch_ranks
+from ...common.ranks import check_launched, name_ended_ranks, naming_ended_ranks, of_every_rank, watch_ranks
 from ...data_parallel.batch_balancer import BatchBalancer
 from ...data_parallel.config import BatchConfig, BatchSetup
 from ...data_parallel.resumable_loader import make_even_loader
@@ -57,7 +57,15 @@ from .plan_checks import (
     unequal_layer_counts,
 )
 from .planned_run import PlannedRun, training_sizes_kept
-from .plugin_arguments import OneStageSchedule, arguments_by_name, check_uneven_batches, check_world_size, zero_in_fp32
+from .plugin_arguments import (
+    OneStageSchedule,
+    arguments_by_name,
+    check_spelling,
+    check_uneven_batches,
+    check_world_size,
+    naming_sizes,
+    zero_in_fp32,
+)
 
 DEFAULT_BALANCE = BalanceConfig(reshard_after=None)
 """Where the user asks for nothing, no parameter changes its shape."""
@@ -119,10 +127,12 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         report_every: int = 50,
         **kwargs: Any,
     ) -> None:
+        check_spelling(HeteroHybridParallelPlugin, kwargs)
         self._elastic: ElasticRun | None = None
         self._reports = Reports(on_report, report_every)
         given = dict(balance=balance, batches=batches, planning=planning, checkpoints=checkpoints, **kwargs)
         if elastic is None:
+            check_launched()
             self._build(tp_size, pp_size, *args, plan=plan, **given)
             return
         arguments = arguments_by_name(args, given) | dict(tp_size=tp_size, pp_size=pp_size, plan=plan)
@@ -317,6 +327,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         if self.zero_stage and is_trained:
             check_sharding(objects.optimizer, "zero_stage", self.zero_stage, distributed=self._unequal is None)
         with (
+            naming_sizes(objects.model, self.tp_size),
             self._balancing.hetero_layers(self, objects.model),
             unequal_layer_counts(),
             self._optimizers(),

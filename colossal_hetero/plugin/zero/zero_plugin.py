@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from ...checkpoint.config import CheckpointConfig
 from ...colossalai_support.accelerator import get_accelerator
 from ...colossalai_support.gpu_over_gloo import is_gpu_over_gloo, support_gpus_over_gloo
-from ...common.ranks import name_ended_ranks, on_every_rank, watch_ranks
+from ...common.ranks import check_launched, name_ended_ranks, on_every_rank, watch_ranks
 from ...data_parallel.batch_balancer import BatchBalancer
 from ...data_parallel.config import BatchConfig, BatchSetup
 from ...planner.batches.allocation import Allocation
@@ -120,6 +120,7 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         report_every: int = 50,
         **options: Any,
     ) -> None:
+        check_launched()
         super().__init__()
         self._reports = Reports(on_report, report_every)
         support_gpus_over_gloo()
