@@ -207,7 +207,7 @@ def check_refused() -> list[str]:
     with pytest.raises(ValueError, match=r"tp_size=2 does not divide both the number of heads \(3\)"):
         boost(ours(tp_size=2), tiny_vit(num_heads=3))
     few = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=12, n_head=3, vocab_size=16))
-    with pytest.raises(ValueError, match="tp_size=2 ranks: The number of attention heads .* num_attention_heads=3"):
+    with pytest.raises(ValueError, match=r"tp_size=2 ranks: The number of attention heads .* num_attention_heads=3"):
         boost(ours(tp_size=2), few)
     resize = BalanceConfig(mode="resize")
     with pytest.raises(ValueError, match=r"balance mode 'resize' cannot be combined with fp8_communication=True"):
