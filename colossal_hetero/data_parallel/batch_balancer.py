@@ -96,6 +96,11 @@ class BatchBalancer:
             f"{division_in_words(self.allocation, profile.devices)}; {self.allocation.wall_seconds:.3g} s predicted, "
             f"{self.allocation.samples_per_second:.3g} samples/s"
         )
+        if self.allocation.steps > 1:
+            print_on_rank_0(
+                f"a loop over the loader has a turn for each of {self.allocation.steps} micro-batches; "
+                "loader.by_global_batch() has one for each optimizer step"
+            )
 
     @property
     def allocation(self) -> Allocation:

@@ -214,6 +214,21 @@ class HeteroDataLoader(DataLoader[Any]):
         while self.state_dict()["global_batches_done"] < self.global_batches:
             yield batches
 
+    def by_global_batch(self) -> Iterator[Iterator[Any]]:
+        """Begin an epoch, for loops with one turn per optimizer step: yields the micro-batches of each of the
+        :attr:`global_batches`, after which the loop calls ``optimizer.step()``."""
+        batches = iter(self)
+
+        def of_one() -> Iterator[Any]:
+            for batch in batches:
+                yield batch
+                assert self.current is not None
+                if self.current.is_last:
+                    return
+
+        for _ in range(self.global_batches):
+            yield of_one()
+
     def continue_as(self, rank: int, world_size: int, division: Division) -> None:
         """Continue as another rank, of another number of them, with the first global batch that is not done."""
         state = self.state_dict()

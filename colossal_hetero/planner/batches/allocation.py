@@ -21,11 +21,22 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from .exact_search import Runs, exact_per_rank, exact_shared, exact_synchronized, split_evenly, split_per_rank
+from .exact_search import (
+    TOLERANCE,
+    Runs,
+    exact_per_rank,
+    exact_shared,
+    exact_synchronized,
+    split_evenly,
+    split_per_rank,
+)
 from .time_curve import Curve
 
 ACCUMULATIONS = ("shared", "per_rank")
 """Numbers of micro-steps per global batch: the same on all ranks, or each rank's own."""
+LEAST_GAIN = 0.02
+"""Share of the wall time that more micro-batches must save where a loop runs them: it has a turn for each of them, and
+timed curves are not more exact than that."""
 METHODS = ("exact", "uniform", "flops", "adapt")
 
 
@@ -98,6 +109,7 @@ def allocate(
     communication_seconds: float = 0.0,
     flops: Sequence[float] | None = None,
     step_seconds: Sequence[float] | None = None,
+    least_gain: float = TOLERANCE,
 ) -> Allocation:
     """Divide a global batch over the ranks.
 
@@ -116,6 +128,7 @@ def allocate(
             in stages 2 and 3.
         flops: FLOP/s by rank, for method ``flops``.
         step_seconds: time of the optimizer's step by rank; None: not counted.
+        least_gain: share of the wall time that method ``exact`` must save with more micro-steps; not ``per_rank``.
 
     Raises:
         ValueError: a rank holds no sample, or an argument is out of its range, missing, or not one value per rank.
@@ -125,9 +138,11 @@ def allocate(
     if method != "exact":
         runs = _in_proportion(curves, samples, "every step" if stage >= 2 else accumulation, method, flops)
     elif stage >= 2:
-        runs = exact_synchronized(curves, samples, communication_seconds)
+        runs = exact_synchronized(curves, samples, communication_seconds, least_gain)
+    elif accumulation == "per_rank":
+        runs = exact_per_rank(curves, samples, fixed_seconds)
     else:
-        runs = (exact_per_rank if accumulation == "per_rank" else exact_shared)(curves, samples, fixed_seconds)
+        runs = exact_shared(curves, samples, fixed_seconds, least_gain)
     return evaluate(
         curves, [Share(each) for each in runs], stage, method=method, accumulation=accumulation,
         communication_seconds=communication_seconds, step_seconds=step_seconds,

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .allocation import Allocation, Share, allocate, evaluate
+from .allocation import LEAST_GAIN, Allocation, Share, allocate, evaluate
 from .time_curve import Curve
 
 # Replica speeds ------------------------------------------------------------------------------------------------------
@@ -62,7 +62,8 @@ class BatchDivider:
             raise ValueError(f"a global batch of {samples} samples is not a multiple of {unit} samples")
         in_units = {key: curve.in_units(unit) for key, curve in {id(curve): curve for curve in curves}.items()}
         units_of = [in_units[id(curve)] for curve in curves]
-        units = allocate(units_of, samples // unit, self.stage, flops=self.flops, **self._options(speeds))
+        options = self._options(speeds)
+        units = allocate(units_of, samples // unit, self.stage, flops=self.flops, least_gain=LEAST_GAIN, **options)
         shares = [Share(tuple((size * unit, count) for size, count in share.runs)) for share in units.shares]
         return self.evaluate(speeds, shares)
 

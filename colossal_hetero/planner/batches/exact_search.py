@@ -124,8 +124,14 @@ def split_per_rank(samples: int, size: int) -> Runs:
     return tuple((b, count) for b, count in ((size, full), (rest, 1)) if count and b) or ((0, 1),)
 
 
-def exact_shared(curves: Sequence[Curve], samples: int, fixed_seconds: Sequence[float] | None = None) -> list[Runs]:
-    """Each rank's runs in stages 0 and 1, with equally many micro-steps; ``fixed_seconds`` by rank."""
+def exact_shared(
+    curves: Sequence[Curve],
+    samples: int,
+    fixed_seconds: Sequence[float] | None = None,
+    least_gain: float = TOLERANCE,
+) -> list[Runs]:
+    """Each rank's runs in stages 0 and 1, with equally many micro-steps; ``fixed_seconds`` by rank. More micro-steps
+    must save more than the share ``least_gain`` of the wall time."""
     kinds = _Kinds(curves, samples, fixed_seconds)
     largest = np.array([len(times) - 1 for times in kinds.times])
     # Seconds by kind and micro-batch, infinite if it does not fit: ``[kinds, largest + 2]``.
@@ -169,8 +175,7 @@ def exact_shared(curves: Sequence[Curve], samples: int, fixed_seconds: Sequence[
         target = wall * (1.0 - TOLERANCE)
     if wall == math.inf:
         raise _no_division(samples, kinds.min_batch)
-    # Among equal wall times, take the fewest micro-steps.
-    enough = wall * (1.0 + TOLERANCE)
+    enough = wall * (1.0 + least_gain)
     best = every[total(enough, every) >= samples][:1]
     parts = kinds.parts(
         lambda seconds: room(seconds, best)[:, 0],
@@ -216,8 +221,10 @@ def exact_per_rank(curves: Sequence[Curve], samples: int, fixed_seconds: Sequenc
     return [splits[id(curve), int(part)] for curve, part in zip(curves, parts, strict=True)]
 
 
-def exact_synchronized(curves: Sequence[Curve], samples: int, communication_seconds: float) -> list[Runs]:
-    """Each rank's runs in stages 2 and 3, where the ranks synchronize at every micro-step."""
+def exact_synchronized(
+    curves: Sequence[Curve], samples: int, communication_seconds: float, least_gain: float = TOLERANCE
+) -> list[Runs]:
+    """Each rank's runs in stages 2 and 3, where the ranks synchronize at every micro-step; ``least_gain`` as above."""
     kinds = _Kinds(curves, samples)
     first = float(kinds.least(np.array([1]))[0])
 
@@ -244,7 +251,9 @@ def exact_synchronized(curves: Sequence[Curve], samples: int, communication_seco
     walls = full * cost + np.where(rest > 0, cost[rest - 1], 0.0) + number * communication_seconds
     if not math.isfinite(walls.min()):
         raise _no_division(samples, kinds.min_batch)
-    size = int(sizes[np.where(walls <= walls.min() * (1.0 + TOLERANCE), number, np.inf).argmin()])
+    few = np.where(walls <= walls.min() * (1.0 + least_gain), number, np.inf)
+    walls = np.where(few == few.min(), walls, np.inf)
+    size = int(sizes[(walls <= walls.min() * (1.0 + TOLERANCE)).argmax()])
     steps, left = divmod(samples, size)
     by_step = [
         (kinds.parts(room, float(cost[count - 1]), first, count, kinds.min_batch), number)

@@ -29,7 +29,7 @@ from ...common.text import (
     times,
 )  # fmt: skip
 from ..batches.adapt import AdaptPlan, RingNetwork, adapt, ring_cost
-from ..batches.allocation import Allocation, Share, allocate
+from ..batches.allocation import LEAST_GAIN, Allocation, Share, allocate
 from ..batches.batch_profile import UNITS, BatchProfile, DeviceProfile
 from ..batches.time_curve import Curve
 
@@ -102,7 +102,7 @@ def compare(
             raise ValueError(f"method flops needs the FLOP/s of every device; the profile has none for {lacking[0]}")
         allocation = allocate(
             curves, global_batch_size, stage, method=name, accumulation=accumulation,
-            communication_seconds=communication_seconds, flops=profile.flops,
+            communication_seconds=communication_seconds, flops=profile.flops, least_gain=LEAST_GAIN,
         )  # fmt: skip
         note = "in proportion to throughput only: the profile has no links" if name == "adapt" else ""
         return MethodResult(name, allocation, note)

@@ -240,6 +240,23 @@ def test_changes_after_an_epoch_has_begun() -> None:
     assert loader.batch_sampler.epoch == 9  # type: ignore[union-attr]
 
 
+def test_a_loop_may_have_one_turn_for_each_global_batch() -> None:
+    first = loaders()[0]
+    found = []
+    for batches in first.by_global_batch():
+        found.append([sample for batch in batches for sample in batch.tolist()])
+        assert first.is_last
+        first.finish_global_batch()
+    expected: list[list[int]] = [[]]
+    second = loaders()[0]
+    for batch in second:
+        expected[-1] += batch.tolist()
+        if second.is_last:
+            second.finish_global_batch()
+            expected.append([])
+    assert found == expected[:-1] and len(found) == first.global_batches > 2
+
+
 def test_the_rest_of_an_epoch_has_an_entry_for_each_global_batch_that_is_left() -> None:
     def run(loader: HeteroDataLoader) -> list[list[int]]:
         """The samples of each global batch; the loop's body draws as many micro-batches as there are."""

@@ -55,10 +55,16 @@ def parts(samples: int, largest: list[int], floor: int) -> Iterator[tuple[int, .
 
 
 def least_wall(
-    curves: list[Curve], samples: int, stage: int, accumulation: str, communication: float, steps: list[float]
+    curves: list[Curve],
+    samples: int,
+    stage: int,
+    accumulation: str,
+    communication: float,
+    steps: list[float],
+    number: int | None = None,
 ) -> float:
-    """The shortest wall time, found by enumeration of all numbers of micro-steps, sizes and divisions; infinite if none
-    is possible."""
+    """The shortest wall time, found by enumeration of all sizes and divisions, and of all numbers of micro-steps unless
+    a ``number`` is given; infinite if none is possible."""
     times = [[float(s) for s in curve.seconds] for curve in curves]
     largest = [curve.max_batch for curve in curves]
     smallest = max(curve.min_batch for curve in curves)
@@ -73,6 +79,8 @@ def least_wall(
         best = inf
         for size in range(1, min(samples, sum(largest)) + 1):
             full, rest = divmod(samples, size)
+            if number not in (None, full + (rest > 0)):
+                continue
             wall = full * (of_step(size) + communication)
             best = min(best, wall + (of_step(rest) + communication if rest else 0.0))
         return best + max(steps)
@@ -96,7 +104,7 @@ def least_wall(
     outside = communication + (0.0 if stage == 0 else max(steps))
     if accumulation == "per_rank":
         return wall(own, 1) + outside
-    counts = range(1, samples + 2)
+    counts = range(1, samples + 2) if number is None else [number]
     floors = [count * smallest if smallest > 1 else 1 for count in counts]
     return min(wall(partial(even, steps=n), floor) for n, floor in zip(counts, floors, strict=True)) + outside
 
@@ -174,6 +182,19 @@ def test_exact_is_never_slower_than_the_simple_rules(
         walls[method] = allocation.wall_seconds
     assert set(walls) == set(METHODS) if smallest == 1 else "exact" in walls or not walls
     assert not walls or walls["exact"] <= min(walls.values()) * ROUNDING
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@examples(ordinary=40, thorough=200)
+@given(st.data(), st.integers(1, 12), st.sampled_from([0.02, 0.2]))
+def test_more_micro_steps_must_save_time(stage: int, data: st.DataObject, samples: int, gain: float) -> None:
+    curves = data.draw(clusters())
+    no_step = [0.0] * len(curves)
+    walls = [least_wall(curves, samples, stage, "shared", 0.0, no_step, number) for number in range(1, samples + 1)]
+    fewest = next(number for number, wall in enumerate(walls, 1) if wall <= min(walls) * (1 + gain) * ROUNDING)
+    found = allocate(curves, samples, stage, least_gain=gain)
+    check_sound(found, curves, samples, 0.0)
+    assert (found.steps, found.wall_seconds) == (fewest, pytest.approx(walls[fewest - 1], rel=1e-9))
 
 
 def test_of_equal_wall_times_the_fewest_micro_steps_are_chosen() -> None:
