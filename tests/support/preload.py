@@ -12,16 +12,18 @@ import tests.support.planning
 import tests.support.sharding
 import tests.support.training  # noqa: F401
 from colossal_hetero.data_parallel import saved_profile
-from colossal_hetero.profiling import device_profiler
+from colossal_hetero.profiling import device_profiler, rank_profiler
 
 # isort: split
 from colossalai.device.device_mesh import DeviceMesh
 
 # Where a plugin divides batches, ranks measure the times of passes. Tests do not need precise times, so each size runs
-# only once.
+# only a few times.
 assert device_profiler.MIN_SECONDS > 0 and device_profiler.PEAK_SECONDS > 0.01
-device_profiler.MIN_SECONDS = 0.0
+assert rank_profiler.SYNCHRONIZED_SECONDS > 0 and device_profiler.REPEATS > 2 and rank_profiler.SYNCHRONIZATIONS > 2
+device_profiler.MIN_SECONDS = rank_profiler.SYNCHRONIZED_SECONDS = 0.0
 device_profiler.PEAK_SECONDS = 0.01
+device_profiler.REPEATS = rank_profiler.SYNCHRONIZATIONS = 2
 
 # A test must not use what an earlier one measured. Tests of profiles that are kept name a folder.
 saved_profile.default_folder = lambda: ""

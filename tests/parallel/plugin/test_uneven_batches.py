@@ -17,7 +17,7 @@ from colossal_hetero import BalanceConfig, BatchConfig, HeteroHybridParallelPlug
 from colossal_hetero.layers import hetero_policy
 from tests.support.harness import run_ranks
 from tests.support.training import CLASSES, tiny_vit
-from tests.support.zero_runs import fit, global_batches, sizes_by_rank
+from tests.support.zero_runs import fit, global_batches, sizes_by_rank, unmeasured
 
 SAMPLES = 17
 GLOBAL_BATCH = 7
@@ -80,6 +80,7 @@ def train_on_whole_batches(model: nn.Module, optimizer: Any, max_norm: float = 0
         return model(Images().images)
 
 
+@unmeasured
 def train_each(runs: list[Any], tp_size: int) -> list[dict[str, Any]]:
     """Call :func:`train` with each of these divisions, options, and norms to clip to."""
     return [train(division, tp_size, options, *norm) for division, options, *norm in runs]

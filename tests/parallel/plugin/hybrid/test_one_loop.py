@@ -20,6 +20,7 @@ from tests.parallel.plugin.hybrid.test_planned_run import images_and_labels
 from tests.support.harness import run_ranks
 from tests.support.planning import make_plan, planned, unequal_plan
 from tests.support.training import assert_same_parameters, boost, loss_of, ours, sgd, theirs, tiny_vit
+from tests.support.zero_runs import unmeasured
 
 ITERATIONS = 3
 MICRO_BATCH, MICRO_BATCHES = 2, 4
@@ -192,6 +193,7 @@ def test_batches_may_be_any_mapping(plan: Plan) -> None:
     run_ranks(plan.world_size, check_mappings, plan)
 
 
+@unmeasured
 def check_uneven() -> dict[str, Tensor]:
     """Uneven batches: the loader divides the global batch, and the loop is the same."""
     plugin = HeteroHybridParallelPlugin(1, 1, precision="fp32", batches=BatchConfig(global_batch_size=7))

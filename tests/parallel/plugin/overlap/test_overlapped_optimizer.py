@@ -27,7 +27,7 @@ from tests.support.harness import run_ranks
 from tests.support.language_models import gpt2, tokens
 from tests.support.training import assert_same_parameters, boost, ours, sgd, theirs, tiny_vit, zero_plugin
 from tests.support.training import train as train_vit
-from tests.support.zero_runs import Numbered, make_optimizer, sizes_by_rank
+from tests.support.zero_runs import Numbered, make_optimizer, sizes_by_rank, unmeasured
 
 EPOCHS = 7
 """Of three global batches each, and so of three steps."""
@@ -124,6 +124,7 @@ def train(
     return {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
 
 
+@unmeasured
 def train_cases(cases: list[dict[str, Any]]) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
     """The parameters of each case with and without overlap."""
     results = []
@@ -168,6 +169,7 @@ def test_training_equals_that_without_overlap(ranks: int) -> None:
                 )
 
 
+@unmeasured
 def started_when() -> tuple[list[str], list[bool], list[bool]]:
     """What happens in a backward pass, and which weights are late after a step and in the first layer's forward pass.
 
@@ -216,6 +218,7 @@ def test_communication_starts_in_the_backward_pass_and_ends_in_the_next_forward_
 READERS = ["state_dict", "evaluation", "shared", "listed", "copied", "pickled", "stepped", "saved", "assigned"]
 
 
+@unmeasured
 def read_after_step(folder: str) -> dict[str, list[Tensor]]:
     """By who reads the first layer's weight after a step: what is read, and what is right."""
     model, optimizer, criterion, loader = boosted(1, "sgd", [[5], [6]], **ON)
@@ -285,6 +288,7 @@ def test_nobody_reads_unfinished_parameters(tmp_path: Path) -> None:
 COMPILED = ["whole", "layer", "wrapped"]
 
 
+@unmeasured
 def errors_of_compiled_models() -> list[str]:
     """What training raises if a model is compiled, by :data:`COMPILED`."""
     errors = []
@@ -453,6 +457,7 @@ def test_with_zero_each_optimizer_needs_its_own_backward_pass() -> None:
     run_ranks(2, step_another)
 
 
+@unmeasured
 def kept_gradients() -> list[int]:
     """How many whole gradients are in memory when a sum starts, in a backward pass of ZeRO stage 2 with many sums."""
     model, optimizer, criterion, loader = boosted(2, "sgd", [[5], [6]], **OFF)

@@ -19,7 +19,7 @@ from colossal_hetero.profiling.preserved_state import inner_optimizer
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import zero_plugin
-from tests.support.zero_runs import Numbered, fit, flat, global_batches, sizes_by_rank
+from tests.support.zero_runs import Numbered, fit, flat, global_batches, sizes_by_rank, unmeasured
 
 GLOBAL_BATCH = 8
 STEPS_AFTER = 3
@@ -139,6 +139,7 @@ class Run:
                         entry.add_(5.0)
 
 
+@unmeasured
 def exchange(kind: str, parts: str, folder: str) -> dict[tuple[str, str, bool], torch.Tensor]:
     """Save in each layout after an epoch, and continue in each layout from each checkpoint.
 
@@ -186,6 +187,7 @@ def test_training_continues_at_any_stage(kind: str, parts: str, tmp_path: Path) 
     assert not wrong
 
 
+@unmeasured
 def load_without_names(folder: str) -> None:
     """A checkpoint without the names of parameters, as Colossal-AI's own plugins save it."""
     place = Path(folder)
@@ -230,6 +232,7 @@ def test_a_checkpoint_without_names_is_loaded_in_its_order_or_refused(tmp_path: 
     run_ranks(2, load_without_names, str(tmp_path))
 
 
+@unmeasured
 def load_what_is_no_checkpoint(folder: str) -> None:
     place = Path(folder)
     run = Run("stage 0", "sgd", "one group", place)

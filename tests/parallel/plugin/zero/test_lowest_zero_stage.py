@@ -20,7 +20,7 @@ from colossal_hetero import HeteroZeroPlugin
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import zero_plugin
-from tests.support.zero_runs import Numbered, fit, flat, make_model, make_optimizer
+from tests.support.zero_runs import Numbered, fit, flat, make_model, make_optimizer, unmeasured
 
 
 class Noisy(nn.Module):
@@ -158,6 +158,7 @@ def train_within(more_mib: list[int], stage: int | str) -> None:
     fit(*boost(plugin, Wide()))
 
 
+@unmeasured
 def train_above_each(cases: list[tuple[int, int | str, str]]) -> list[tuple[int, torch.Tensor]]:
     return [train_above(*case) for case in cases]
 

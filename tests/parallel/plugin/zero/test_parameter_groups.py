@@ -20,7 +20,16 @@ from tests.parallel.plugin.zero.test_training_scripts import Sentences, boosted,
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import zero_plugin
-from tests.support.zero_runs import Numbered, assert_trained, fit, flat, global_batches, make_model, sizes_by_rank
+from tests.support.zero_runs import (
+    Numbered,
+    assert_trained,
+    fit,
+    flat,
+    global_batches,
+    make_model,
+    sizes_by_rank,
+    unmeasured,
+)
 
 GLOBAL_BATCH = 8
 DIVISION = {2: [[3, 2], [1, 2]], 3: [[2, 1], [1, 0], [3, 1]]}
@@ -91,6 +100,7 @@ if IS_THOROUGH:
     LORA_CASES += [(3, True, MAX_NORM, False), (0, True, MAX_NORM, False), ("auto", False, 0.0, False)]
 
 
+@unmeasured
 def train_each_lora(folder: str) -> list[list[torch.Tensor]]:
     return [train_lora(*case, f"{folder}/{number}") for number, case in enumerate(LORA_CASES)]
 
@@ -128,6 +138,7 @@ def train_a_part(stage: int) -> torch.Tensor:
     return fit(model, optimizer, loader)
 
 
+@unmeasured
 def train_parts() -> list[torch.Tensor]:
     return [train_a_part(stage) for stage in (0, 3)]
 
@@ -172,6 +183,7 @@ def test_optimizers_that_would_train_something_else_are_refused() -> None:
     run_ranks(1, refuse_optimizers)
 
 
+@unmeasured
 def save_without_adapters(folder: str) -> None:
     model = boosted(3)[0]
     with pytest.raises(ValueError, match="no adapters to save"):

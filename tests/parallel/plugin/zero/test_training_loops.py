@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import zero_plugin
-from tests.support.zero_runs import Numbered, assert_trained, flat, make_model, sizes_by_rank
+from tests.support.zero_runs import Numbered, assert_trained, flat, make_model, sizes_by_rank, unmeasured
 
 GLOBAL_BATCH = 8
 EPOCHS = 2
@@ -196,6 +196,7 @@ ON_WHOLE_BATCHES = (accumulated, without_sync)
 """Loops that count the batches of the loader, so that each must be a global batch."""
 
 
+@unmeasured
 def run_each(stages: list[int], folder: str) -> list[tuple[str, str, dict[str, Any]]]:
     ranks, results = torch.distributed.get_world_size(), []
     for stage in stages:
@@ -319,6 +320,7 @@ REFUSED = {
 }
 
 
+@unmeasured
 def refuse_each(stages: list[int], folder: str) -> list[tuple[str, str, str]]:
     """The error of each loop that is refused, and what it should contain."""
     found = []

@@ -30,6 +30,7 @@ from tests.support.zero_runs import (
     make_model,
     make_optimizer,
     sizes_by_rank,
+    unmeasured,
 )
 
 DIVISIONS = {2: [[3, 2], [1, 2]], 3: [[2, 1], [1, 0], [3, 1]]}
@@ -87,6 +88,7 @@ Case = tuple[int | str, bool]
 """Stage, and whether checkpoints are sharded."""
 
 
+@unmeasured
 def train_from_each(folder: str, cases: list[Case], resume: bool) -> list[dict[str, Any]]:
     results = []
     for stage, shard in cases:
@@ -140,6 +142,7 @@ def save_and_load(folder: str, stage: int | str, precision: str, fits: int) -> i
     return plugin.stage
 
 
+@unmeasured
 def save_and_load_each(folder: str) -> list[int]:
     return [save_and_load(folder, 0, "fp16", 0), save_and_load(folder, "auto", "fp32", 3)]
 
@@ -199,6 +202,7 @@ def own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return model(**batch).loss
 
 
+@unmeasured
 def fine_tune_each(cases: list[tuple[int, bool, bool, bool]]) -> list[torch.Tensor]:
     return [fine_tune(*case) for case in cases]
 
@@ -283,6 +287,7 @@ def only_evaluate() -> None:
         assert model(torch.zeros(2, 8)).shape == (2, 3), stage
 
 
+@unmeasured
 def do_each() -> None:
     for each in (refuse_unequal_collectives, train_with_a_plain_loader, only_evaluate):
         each()
@@ -292,6 +297,7 @@ def test_loaders_with_a_batch_size_models_without_an_optimizer_and_unequal_colle
     run_ranks(2, do_each)
 
 
+@unmeasured
 def train_without_labels() -> list[bool]:
     return [train_without_labels_at(stage) for stage in (0, 1, 2, 3)]
 
@@ -346,6 +352,7 @@ def test_tensors_of_measuring_are_freed() -> None:
             assert made > 8 and left == 0, stage
 
 
+@unmeasured
 def refused_optimizers() -> list[str]:
     """By stage, with an optimizer that looks at whole matrices: the stage that "auto" chooses, or the error."""
     answers = []

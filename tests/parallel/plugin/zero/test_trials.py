@@ -27,6 +27,7 @@ from tests.support.zero_runs import (
     make_model,
     make_optimizer,
     sizes_by_rank,
+    unmeasured,
 )
 
 ZERO = (0, 1, 2, 3)
@@ -120,6 +121,7 @@ def for_each_sample(model: nn.Module, criterion: Any, batch: Any) -> torch.Tenso
     return cross_entropy(model(batch[0]), batch[1], reduction="none").expand(2)
 
 
+@unmeasured
 def refuse_losses(folder: str) -> None:
     cases: list[tuple[Callable, type[Exception], str]] = [
         (summed, ValueError, "the loss is a sum over the samples"),
@@ -223,6 +225,7 @@ class Convolutions(nn.Module):
         return self.layers(inputs[:, None, :7])
 
 
+@unmeasured
 def train_synchronized(division: list[list[int]]) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
     trained = []
     for kind in PLUGINS:

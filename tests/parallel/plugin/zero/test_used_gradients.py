@@ -17,7 +17,15 @@ from tests.parallel.plugin.zero.test_training_loops import GLOBAL_BATCH, PARTS, 
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import zero_plugin
-from tests.support.zero_runs import Numbered, assert_trained, flat, global_batches, make_model, sizes_by_rank
+from tests.support.zero_runs import (
+    Numbered,
+    assert_trained,
+    flat,
+    global_batches,
+    make_model,
+    sizes_by_rank,
+    unmeasured,
+)
 
 NORM = 0.05
 """Below the norm of all gradients."""
@@ -166,6 +174,7 @@ EXACT: dict[str, tuple[Callable[[Script, Any], Any], tuple[int, ...]]] = {
 }
 
 
+@unmeasured
 def run_each(folder: str) -> list[tuple[str, str, dict[str, Any]]]:
     results, ranks = [], torch.distributed.get_world_size()
     for name, (iteration, stages) in EXACT.items():
@@ -323,6 +332,7 @@ def adversarial(models: Any, optimizers: Any, batches: Any, run: Callable[[Any, 
     return [flat(each) for each in models]
 
 
+@unmeasured
 def train_adversarially(folder: str) -> list[tuple[str, list[Tensor]]]:
     def run(optimizer: Any, loss: Tensor) -> None:
         optimizer.backward(loss)
@@ -368,6 +378,7 @@ def test_two_models_train_on_the_batches_of_one_loader(ranks: int, tmp_path: Pat
             assert_trained([found], [f"{case}, generator", f"{case}, discriminator"], expected, 1e-5)
 
 
+@unmeasured
 def refuse_each(folder: str) -> list[tuple[str, str, str]]:
     """The error of each loop that is refused, and what it should contain."""
     found = []
@@ -383,6 +394,7 @@ def refuse_each(folder: str) -> list[tuple[str, str, str]]:
     return found
 
 
+@unmeasured
 def boost_with_closures() -> str:
     plugin, model = zero_plugin(0, GLOBAL_BATCH, profile_cache=""), make_model()
     optimizer = torch.optim.LBFGS(model.parameters())

@@ -21,6 +21,7 @@ from tests.support.zero_runs import (
     make_model,
     make_optimizer,
     sizes_by_rank,
+    unmeasured,
 )
 
 EPOCHS = 2
@@ -35,6 +36,7 @@ def boosted(plugin: HeteroZeroPlugin, optimizer_name: str) -> Any:
     return Booster(plugin=plugin).boost(model, optimizer, nn.CrossEntropyLoss(), loader, schedule)
 
 
+@unmeasured
 def train(
     stage: int,
     global_batch_size: int,
