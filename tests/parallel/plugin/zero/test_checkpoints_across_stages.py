@@ -153,9 +153,9 @@ def exchange(kind: str, parts: str, folder: str) -> dict[tuple[str, str, bool], 
         for sharded in (False, True):
             run.save(place / layout, sharded)
     found = {}
-    for target, run in runs.items():
-        for source in LAYOUTS:
-            for sharded in (False, True):
+    for number, (target, run) in enumerate(runs.items()):
+        for other, source in enumerate(LAYOUTS):
+            for sharded in (False, True) if IS_THOROUGH else ((number + other) % 2 == 1,):
                 run.spoil()
                 run.load(place / source, sharded)
                 run.train(1, STEPS_AFTER)
@@ -179,7 +179,7 @@ def test_training_continues_at_any_stage(kind: str, parts: str, tmp_path: Path) 
     expected = train_alone(kind, parts)
     wrong = {}
     for rank, found in enumerate(run_ranks(2, exchange, kind, parts, str(tmp_path), timeout_seconds=400)):
-        assert len(found) == 2 * len(LAYOUTS) ** 2
+        assert len(found) == (2 if IS_THOROUGH else 1) * len(LAYOUTS) ** 2
         for case, parameters in found.items():
             actual = parameters[: len(expected)]
             if not torch.allclose(actual, expected, rtol=1e-4, atol=1e-5):

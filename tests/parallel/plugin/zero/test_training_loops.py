@@ -200,8 +200,9 @@ ON_WHOLE_BATCHES = (accumulated, without_sync)
 def run_each(stages: list[int], folder: str) -> list[tuple[str, str, dict[str, Any]]]:
     ranks, results = torch.distributed.get_world_size(), []
     for stage in stages:
-        for loop in LOOPS:
-            for division in (WHOLE, PARTS)[: 1 if loop in ON_WHOLE_BATCHES else 2]:
+        for number, loop in enumerate(LOOPS):
+            divisions = (WHOLE,) if loop in ON_WHOLE_BATCHES else (WHOLE, PARTS)
+            for division in divisions if IS_THOROUGH else (divisions[(stage + number) % len(divisions)],):
                 script = Script(stage, division[ranks], folder)
                 loop(script)
                 result = {

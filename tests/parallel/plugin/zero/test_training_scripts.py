@@ -208,11 +208,8 @@ def fine_tune_each(cases: list[tuple[int, bool, bool, bool]]) -> list[torch.Tens
 
 
 def test_fine_tuning_a_transformer_equals_that_of_one_process() -> None:
-    cases = [
-        *((stage, True, True, False) for stage in (0, 1, 2, 3)),
-        *((stage, False, False, True) for stage in (0, 1, 2, 3)),
-        *((3, True, False, True), (3, False, True, False)),
-    ]
+    cases = [(0, True, True, False), (2, True, True, False), (1, False, False, True), (3, False, False, True)]
+    cases += [(3, True, False, True), (3, False, True, False)]
     expected = {case[1:]: fine_tune_alone(*case[1:]) for case in cases}
     results = run_ranks(2, fine_tune_each, cases)
     assert_trained(results, cases, [expected[case[1:]] for case in cases], atol=1e-5)
