@@ -54,7 +54,8 @@ class Tower(nn.Module):
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    **{f"stage {stage}": (stage, {}) for stage in (0, 1, 2, 3)},
+    # Files of stage 2 are those of stage 1.
+    **{f"stage {stage}": (stage, {}) for stage in ((0, 1, 2, 3) if IS_THOROUGH else (0, 1, 3))},
     "stage 3 in blocks": (3, {"auto_wrap_policy": ModuleWrapPolicy({Block})}),
 }
 """By name: stage, and options of the plugin."""

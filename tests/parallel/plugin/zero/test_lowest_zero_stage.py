@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +50,7 @@ def random_numbers() -> list[Any]:
     return [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
 
-def measure_and_look() -> None:
-    for stage in (0, 1, 2, 3):
-        measure_and_look_at(stage)
-
-
-def measure_and_look_at(stage: int) -> None:
+def measure_and_look(stage: int) -> None:
     plugin = zero_plugin(stage, 8)
     model = Noisy()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -76,7 +72,7 @@ def measure_and_look_at(stage: int) -> None:
 
 
 def test_measuring_leaves_no_trace() -> None:
-    run_ranks(2, measure_and_look)
+    run_ranks(2, at_each_stage, measure_and_look)
 
 
 def fail_on(rank: int) -> None:
@@ -144,6 +140,10 @@ def train_above(highest: int, stage: int | str, precision: str) -> tuple[int, to
     trained = fit(model, optimizer, loader)
     assert isinstance(plugin.stage, int)
     return plugin.stage, trained
+
+
+def at_each_stage(function: Callable[[int], Any]) -> list[Any]:
+    return [function(stage) for stage in (0, 1, 2, 3)]
 
 
 def stage_of(model: nn.Module) -> int:

@@ -17,7 +17,7 @@ from colossalai.nn.optimizer import Lamb
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from tests.parallel.plugin.zero.test_lowest_zero_stage import stage_of
+from tests.parallel.plugin.zero.test_lowest_zero_stage import at_each_stage, stage_of
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import zero_plugin
@@ -249,12 +249,7 @@ def refuse_unequal_collectives() -> None:
         boosted(1, Synced(), accumulation="per_rank")
 
 
-def train_with_a_plain_loader() -> None:
-    for stage in (0, 3):
-        train_with_a_plain_loader_at(stage)
-
-
-def train_with_a_plain_loader_at(stage: int) -> None:
+def train_with_a_plain_loader(stage: int) -> None:
     plugin = zero_plugin(stage, 8)
     plain = plugin.prepare_dataloader(Numbered(), batch_size=4, shuffle=True)
     evaluation = plugin.prepare_dataloader(Numbered(), batch_size=4)
@@ -286,8 +281,10 @@ def only_evaluate() -> None:
 
 @unmeasured
 def do_each() -> None:
-    for each in (refuse_unequal_collectives, train_with_a_plain_loader, only_evaluate):
-        each()
+    refuse_unequal_collectives()
+    for stage in (0, 3):
+        train_with_a_plain_loader(stage)
+    only_evaluate()
 
 
 def test_loaders_with_a_batch_size_models_without_an_optimizer_and_unequal_collectives() -> None:
@@ -295,11 +292,7 @@ def test_loaders_with_a_batch_size_models_without_an_optimizer_and_unequal_colle
 
 
 @unmeasured
-def train_without_labels() -> list[bool]:
-    return [train_without_labels_at(stage) for stage in (0, 1, 2, 3)]
-
-
-def train_without_labels_at(stage: int) -> bool:
+def train_without_labels(stage: int) -> bool:
     """Train with a rank without samples, whose placeholder sample has a loss that is not a number.
 
     The loss is a mean over zero labels. Returns whether all parameters are finite.
@@ -318,14 +311,10 @@ def train_without_labels_at(stage: int) -> bool:
 
 def test_a_placeholder_whose_loss_is_not_a_number_has_no_effect() -> None:
     """Parameters stay finite at each stage on both ranks."""
-    assert run_ranks(2, train_without_labels) == [[True] * 4] * 2
+    assert run_ranks(2, at_each_stage, train_without_labels) == [[True] * 4] * 2
 
 
-def count_leftovers() -> list[tuple[int, int]]:
-    return [count_leftovers_at(stage) for stage in (0, 1, 2, 3)]
-
-
-def count_leftovers_at(stage: int) -> tuple[int, int]:
+def count_leftovers(stage: int) -> tuple[int, int]:
     """How many tensors the plugin made while it measured, and how many of them still exist."""
     seen: list[weakref.ref] = []
 
@@ -344,7 +333,7 @@ def count_leftovers_at(stage: int) -> tuple[int, int]:
 
 
 def test_tensors_of_measuring_are_freed() -> None:
-    for counts in run_ranks(2, count_leftovers):
+    for counts in run_ranks(2, at_each_stage, count_leftovers):
         for stage, (made, left) in enumerate(counts):
             assert made > 8 and left == 0, stage
 

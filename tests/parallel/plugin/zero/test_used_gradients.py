@@ -36,11 +36,10 @@ Norms = list[float]
 def each_batch(script: Script, iteration: Callable[[Script, Any], float | None]) -> Norms:
     """Run ``iteration`` for each batch; the numbers that it returns at the last micro-batches of global batches."""
     norms = []
-    for batches in script.epochs():
-        for batch in batches:
-            norm = iteration(script, batch)
-            if norm is not None and script.loader.is_last:
-                norms.append(float(norm))
+    for batch in script.all_batches():
+        norm = iteration(script, batch)
+        if norm is not None and script.loader.is_last:
+            norms.append(float(norm))
     return norms
 
 
