@@ -28,11 +28,11 @@ RANKS, STAGES = 4, 2
 
 
 class Images(Dataset):
-    def __init__(self) -> None:
-        self.images = torch.randn(SAMPLES, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    def __init__(self, samples: int = SAMPLES) -> None:
+        self.images = torch.randn(samples, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
     def __len__(self) -> int:
-        return SAMPLES
+        return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return self.images[index], index % CLASSES

@@ -39,7 +39,7 @@ MAX_NORM = 0.05
 def make_lora(booster: Booster | None = None) -> nn.Module:
     """BERT with adapters of random weights; only they and the classifier are trained."""
     config = LoraConfig(task_type="SEQ_CLS", r=3, lora_alpha=6, lora_dropout=0.0, init_lora_weights=False)
-    base = make_transformer(frozen=False, recomputes=False)
+    base = make_transformer()
     torch.manual_seed(7)
     if booster is None:
         return get_peft_model(base, config)
@@ -119,7 +119,7 @@ def test_adapters_are_trained_as_in_one_process(ranks: int, tmp_path: Path) -> N
         once, twice = map(flat, models)
         cases = [f"stage {stage}, {when}" for when in ("saved", "trained on", "loaded and trained on")]
         assert_trained([result[number] for result in results], cases, (once, twice, twice), atol=1e-5)
-        saved = PeftModel.from_pretrained(make_transformer(False, False), str(tmp_path / str(number) / "adapters"))
+        saved = PeftModel.from_pretrained(make_transformer(), str(tmp_path / str(number) / "adapters"))
         trained = {name: value for name, value in models[0].named_parameters() if value.requires_grad}
         there = dict(saved.named_parameters())
         assert trained and trained.keys() <= there.keys()
@@ -172,7 +172,7 @@ def refuse_optimizers() -> None:
     for stage in (0, 1, 3):
         plugin = zero_plugin(stage, GLOBAL_BATCH)
         booster = Booster(plugin=plugin)
-        base = make_transformer(False, False)
+        base = make_transformer()
         optimizer = torch.optim.SGD(base.parameters(), lr=0.1)
         model = booster.enable_lora(base, lora_config=LoraConfig(task_type="SEQ_CLS", r=2))
         with pytest.raises(ValueError, match=r"such as .*lora_A.*are not in the optimizer"):
