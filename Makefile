@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 
 .PHONY: help install vit zero pipeline elastic language gpu test test-thorough check lint lines
 help:
+	@echo "make install   make .venv and install into it; then activate it: . .venv/bin/activate"
 	@echo "make vit       train the ViT example on two ranks, one of them slowed, balancing on"
 	@echo "make zero      train with ZeRO on two ranks, one of them slowed, with equal and with fitted batches"
 	@echo "make pipeline  train in a pipeline on two ranks, one slowed, with equal and fitted stages; then replicas of three"

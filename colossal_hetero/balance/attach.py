@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ from .config import BalanceConfig
 from .host_messages import make_groups
 from .resharding import OptimizerMemory, Resharding
 
+log = logging.getLogger(__name__)
+
 
 def attach_balancer(
     model: nn.Module,
@@ -35,55 +38,74 @@ def attach_balancer(
     iterations_per_interval: int,
     memory: OptimizerMemory | None = None,
     obstacle: str | None = None,
+    may_switch_off: bool = False,
+    report_every: int = 50,
+    on_report: Callable[[], None] | None = None,
 ) -> Balancer:
-    """A balancer for the tensor-parallel layers of ``model``. Collective over all ranks."""
+    """A balancer for the tensor-parallel layers of ``model``; if ``may_switch_off``, one that only measures where the
+    config cannot be followed. Collective over all ranks."""
     layers = hetero_layers(model)
     blocks = attach_blocks(model) if config.moves_blocks else []
     if config.moves_heads:
         blocks += attach_head_blocks(model)
+    groups = make_groups(tp_group)
     if config.mode != "off":
-        _check_options(layers, blocks, config)
+        reason = _option_obstacle(layers, blocks, config)
+        if reason is not None and not may_switch_off:
+            raise ValueError(reason)
+        obstacle = obstacle or reason
+    if not _all_can_follow(config, obstacle, may_switch_off, groups.world):
+        config = BalanceConfig(mode="off")
     divided = any(layer.seq_parallel_mode is not None for layer in layers.values())  # type: ignore[attr-defined]
     if config.mode not in ("off", "resize") and not divided:
         # Migrated work is exact only if all ranks hold the same activations.
         draw_residual_dropout_equally(model, tp_group)
-    groups = make_groups(tp_group)
-    _check_all_ranks(config, obstacle, groups.world)
 
     def make_resharding(transport: Transport) -> Resharding | None:
         if memory is None or not config.reshards or not blocks:
             return None
         return Resharding(model, blocks, transport, groups.exchange, memory)
 
-    return Balancer(layers, blocks, config, clock, groups, iterations_per_interval, make_resharding)
+    return Balancer(
+        *(layers, blocks, config, clock, groups, iterations_per_interval, make_resharding, report_every, on_report)
+    )
 
 
-def _check_options(layers: Mapping[str, HeteroLinear], blocks: Sequence[Block], config: BalanceConfig) -> None:
+def _option_obstacle(layers: Mapping[str, HeteroLinear], blocks: Sequence[Block], config: BalanceConfig) -> str | None:
     for name, layer in layers.items():
         obstacle = layer.option_obstacle()
         if obstacle is not None:
-            raise ValueError(f"balance mode {config.mode!r} cannot be combined with {obstacle} (layer {name})")
+            return f"balance mode {config.mode!r} cannot be combined with {obstacle} (layer {name})"
         if layer.block is not None or columns_stay(config, blocks) or layer.column_obstacle() is None:
             continue
         choice = "leave sequence parallelism out, or choose mode 'auto', which balances only blocks"
         if not config.moves_blocks:
             choice = "choose Pruning(resizing='block')" if config.mode == "resize" else "choose migration='block'"
-        raise ValueError(
+        return (
             f"balance mode {config.mode!r} would balance the columns of layer {name}, which is in no block; that "
             f"cannot be combined with {layer.column_obstacle()}, where a rank has only a part of the sequence: {choice}"
         )
+    return None
 
 
-def _check_all_ranks(config: BalanceConfig, obstacle: str | None, world: dist.ProcessGroup) -> None:
-    """Raise on all ranks if a rank has an ``obstacle``, or if configs differ, so that ranks would wait forever."""
+def _all_can_follow(
+    config: BalanceConfig, obstacle: str | None, may_switch_off: bool, world: dist.ProcessGroup
+) -> bool:
+    """True if no rank has an ``obstacle``; otherwise all ranks raise an error unless ``may_switch_off``. Configs that
+    differ are refused, because ranks would wait forever."""
     everyone: list[tuple[BalanceConfig, str | None]] = [(config, obstacle)] * dist.get_world_size()
     dist.all_gather_object(everyone, (config, obstacle), group=world)
     first = everyone[0][0]
     for rank, (other, reason) in enumerate(everyone):
         if other != first:
             raise ValueError(f"ranks were given different BalanceConfigs: rank 0 {first}, rank {rank} {other}")
+        if reason is not None and may_switch_off:
+            if dist.get_rank() == 0:
+                log.info("nothing is balanced, and times are only measured: %s", reason)
+            return False
         if reason is not None:
             raise RuntimeError(f"rank {rank}: {reason}")
+    return True
 
 
 # Model copies --------------------------------------------------------------------------------------------------------

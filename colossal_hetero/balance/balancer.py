@@ -21,14 +21,16 @@ from ..layers.block import Block
 from ..layers.linear import HeteroLinear
 from ..layers.transport import Transport, is_out_of_memory
 from .apply import Applier, Shares
+from .changes import ChangeTeller
 from .clock import IterationClock, IterationTimes, KindTimes
 from .config import BalanceConfig
 from .group_speed import GroupSpeed, KindWork
 from .host_messages import VOTE_TIMEOUT, Groups
+from .latest import LatestIterations
 from .modes import LayerKind, decide, relieved_for, stays_resharded, wants_resharding
 from .plan import BalancePlan, Costs, Traffic
 from .pretest import ProductShape, prepare_costs
-from .report import IterationRecord, LocalRecord, merge_records
+from .report import BalanceReport, IterationRecord, LocalRecord, bound_in_words, merge_records
 from .resharding import Resharding
 from .timeline import RankSegments, SampledIterations, Timelines, TimelineSampler, choose_timelines
 from .work_times import EqualWork
@@ -58,6 +60,8 @@ class Balancer:
         groups: Groups,
         iterations_per_interval: int,
         make_resharding: Callable[[Transport], Resharding | None] = lambda transport: None,
+        report_every: int = 50,
+        on_report: Callable[[], None] | None = None,
     ) -> None:
         self.config = config
         self._layers = layers
@@ -67,6 +71,7 @@ class Balancer:
         self._transport = Transport(groups.migration)
         self._plan = BalancePlan.idle(self._exchange.size)
         self._costs = Costs()
+        self._knows_costs = config.mode not in ("semi", "auto")
         self._resharding = make_resharding(self._transport)
         self._applier = Applier(
             *(layers, blocks, config, iterations_per_interval, self._transport, clock, self._resharding)
@@ -96,6 +101,11 @@ class Balancer:
         self._starved_ranks: set[int] = set()
         self._is_measured = False
         self._asks_for_heads = False
+        self._latest = LatestIterations(groups.world, groups.tensor_parallel, report_every)
+        self._on_report = on_report
+        self._has_compared = False
+        ranks = self._ranks = next(each for each in groups.tensor_parallel if dist.get_rank() in each)
+        self._changes = ChangeTeller(ranks, log.info) if dist.get_rank() == ranks[0] else None
 
     @property
     def plan(self) -> BalancePlan:
@@ -192,7 +202,7 @@ class Balancer:
         if self._timelines.wants(self._iteration):
             return True
         if not self.active:
-            return self._iteration < ALWAYS_MEASURED
+            return self._iteration < ALWAYS_MEASURED or self._on_report is not None
         # Marks would slow down a host that is late already.
         attentive = self._speed.is_attentive and not self._is_starved
         return attentive or self._iteration % self._clock.sample_every == 0
@@ -247,9 +257,6 @@ class Balancer:
             if self.active:
                 self._unsent.append(_numbers(times, len(self._applier.kinds)))
         if self.active:
-            if self._iteration == 0 and self.config.mode in ("semi", "auto"):
-                self._costs = self._measure_costs()
-                self._speed.receive_factor = self._costs.receive_factor
             self._relieved_for = relieved_for(self._relieved_for, self._plan)
             # Not any(…), which would stop at the first iteration after which to decide.
             times_of_ranks = self._exchange.take()
@@ -264,6 +271,31 @@ class Balancer:
             self._exchange.post(iteration, numbers, self._plan.digest, sees_other)
             self._applier.end_iteration()
         self._iteration += 1
+        if self._latest.end_iteration(self._iteration):
+            self._tell_latest()
+
+    def _tell_latest(self) -> None:
+        """Let rank 0 know what all ranks did lately: numbers for loggers, and in mode "off" once what is missed."""
+        if dist.get_rank() != 0:
+            return
+        if self._on_report is not None:
+            self._on_report()
+        if self.config.mode == "off" and not self._has_compared and self._latest.done >= ALWAYS_MEASURED:
+            self._has_compared = True
+            latest = self._latest.report()
+            if latest is not None and (words := bound_in_words(latest)):
+                log.info(words)
+
+    def report(self) -> BalanceReport | None:
+        """What ranks did lately, and what an iteration would have taken otherwise; None before the first iterations are
+        known. Not collective: ranks exchange their numbers after 4, 8, … iterations, then after every interval."""
+        found = self._latest.report()
+        return found and replace(found, notes=(self._plan.note,) if self._plan.note else (), mode=self.config.mode)
+
+    @property
+    def iterations(self) -> int:
+        """Number of iterations after which the numbers of :meth:`report` were sent."""
+        return self._latest.done
 
     def _compare(self, rows: Sequence[Sequence[float]]) -> bool:
         """Take in the times of all ranks in one iteration; returns whether to decide. If some rank's GPU waited for its
@@ -281,14 +313,13 @@ class Balancer:
 
     def _tell_starved(self, shares: Mapping[int, float]) -> None:
         """Warn once of each rank, on the group's first rank, that its GPU waits for its host."""
-        ranks = next(ranks for ranks in self._groups.tensor_parallel if dist.get_rank() in ranks)
         for rank in sorted(shares.keys() - self._starved_ranks):
             self._starved_ranks.add(rank)
-            if dist.get_rank() == ranks[0]:
+            if dist.get_rank() == self._ranks[0]:
                 log.warning(
                     "rank %d's GPU waited for its host in %.0f %% of its work shortly before iteration %d, so that its "
                     "times say nothing about the GPU: such iterations are not judged, and nothing is balanced by them",
-                    *(ranks[rank], 100 * shares[rank], self._iteration),
+                    *(self._ranks[rank], 100 * shares[rank], self._iteration),
                 )
 
     def _record(self, times: IterationTimes) -> None:
@@ -302,25 +333,28 @@ class Balancer:
         self._best_seconds = min(self._best_seconds, equal.work_seconds)
         if times.segments:
             self._timelines.add(RankSegments(iteration, times.segments, times.time_base))
-        self._records.append(
-            LocalRecord(
-                iteration=iteration,
-                work_seconds=times.work_seconds,
-                matmul_seconds=times.matmul_seconds,
-                communication_seconds=times.communication_seconds,
-                equal_work_seconds=equal.work_seconds,
-                equal_matmul_seconds=equal.matmul_seconds,
-                resized=shares.resized,
-                exchanged=False,
-                plan_changed=False,
-                migrated=shares.migrated,
-                resharded=shares.resharded,
-                received=shares.received,
-                note=self._plan.note,
-                block_seconds=times.block_seconds,
-                own_score=self._best_seconds / equal.work_seconds,
-            )
+        record = LocalRecord(
+            iteration=iteration,
+            work_seconds=times.work_seconds,
+            matmul_seconds=times.matmul_seconds,
+            communication_seconds=times.communication_seconds,
+            equal_work_seconds=equal.work_seconds,
+            equal_matmul_seconds=equal.matmul_seconds,
+            resized=shares.resized,
+            exchanged=False,
+            plan_changed=False,
+            migrated=shares.migrated,
+            resharded=shares.resharded,
+            received=shares.received,
+            note=self._plan.note,
+            block_seconds=times.block_seconds,
+            own_score=self._best_seconds / equal.work_seconds,
         )
+        self._records.append(record)
+        if iteration >= self.config.warmup_iterations:
+            self._latest.add(record)
+            if self._changes is not None:
+                self._changes.took(iteration, record.work_seconds + record.communication_seconds)
 
     def _measure_costs(self) -> Costs:
         first = next(iter(self._layers.values()))
@@ -351,6 +385,12 @@ class Balancer:
                 self._costs.phi1(fsum(self._plan.migrate)), median(self._migration_seconds)
             )
         plan = self._decide(self._speed.uncertainty)
+        if plan != self._plan and not self._knows_costs:
+            # What would not pay without costs does not pay with them, so they are measured only now.
+            self._knows_costs = True
+            self._costs = self._measure_costs()
+            self._speed.receive_factor = self._costs.receive_factor
+            plan = self._decide(self._speed.uncertainty)
         # Ranks that followed different plans would not agree on whether there is a change.
         self._exchange.check_same(self._plan.digest, plan.digest)
         self._speed.relieved([resize + migrate for resize, migrate in zip(plan.resize, plan.migrate, strict=True)])
@@ -370,6 +410,9 @@ class Balancer:
         """Follow ``plan``, which differs from the present one or in whether it is applied for good."""
         self._plan = self._adopt(plan, for_good)
         self._timelines.plan_changed(self._iteration)
+        self._latest.plan_changed(self._iteration)
+        if self._changes is not None:
+            self._changes.changed(self._iteration, self._plan, self._speed.equal_work())
         self._migration_seconds = []
         if self._records:
             self._records[-1] = replace(self._records[-1], exchanged=True, plan_changed=True)

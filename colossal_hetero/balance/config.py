@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
+from ..common.methods import with_checked_names
+
 Mode = Literal["off", "resize", "migrate", "semi", "auto"]
 Migration = Literal["block", "broadcast-reduce", "scatter-gather"]
 Resizing = Literal["column", "block"]
@@ -15,6 +17,7 @@ Imputation = Literal["zero", "average", "same"]
 RatioForm = Literal["budgeted", "printed"]
 
 
+@with_checked_names
 @dataclass(frozen=True, kw_only=True)
 class Pruning:
     """Settings of how slow ranks prune their work, which is lossy."""
@@ -71,12 +74,13 @@ class Pruning:
             _refuse(self, ("priority_interval",), f"with priority={self.priority!r}")
 
 
+@with_checked_names
 @dataclass(frozen=True, kw_only=True)
 class BalanceConfig:
-    """Settings of how the work of a tensor-parallel group is balanced. By default nothing is changed. ``mode="auto"``
-    is exact; accuracy can be reduced only by ``mode="resize"``, ``mode="semi"``, or ``max_resize`` in mode ``auto``."""
+    """Settings of how the work of a tensor-parallel group is balanced. The default, ``mode="auto"``, is exact; accuracy
+    can be reduced only by ``mode="resize"``, ``mode="semi"``, or ``max_resize`` in mode ``auto``."""
 
-    mode: Mode = "off"
+    mode: Mode = "auto"
     """``off`` only measures. ``resize`` prunes work of slow ranks, which is lossy. ``migrate`` gives their work to fast
     ranks, which is exact. ``semi`` lets the slowest ranks migrate and other slow ranks resize (SEMI, Algorithm 2).
     ``auto`` migrates, and with ``max_resize`` prunes, so that the predicted iteration time is minimal."""
@@ -92,9 +96,9 @@ class BalanceConfig:
     """True if rows of the vocabulary-parallel head of a language model migrate like units of a block, where nothing is
     pruned. Then a slow rank computes ``logits`` of training passes with ``labels`` when they are first used."""
     measure_costs: bool | str = True
-    """Modes ``semi`` and ``auto`` measure the costs of pruning and migrating in a few seconds before training, and keep
-    them for the next run on the same devices: in this folder, with True in ``$XDG_CACHE_HOME/colossal_hetero`` or
-    ``~/.cache/colossal_hetero``, with "" nowhere. With False costs count as zero."""
+    """When a rank is slow, modes ``semi`` and ``auto`` measure the costs of pruning and migrating, in a few seconds,
+    and keep them for the next run on the same devices: in this folder, with True in
+    ``$XDG_CACHE_HOME/colossal_hetero`` or ``~/.cache/colossal_hetero``, with "" nowhere. With False they are zero."""
     threshold: float = 0.10
     """A rank's speed has changed if its work differs from that of its group by more than this share in ``patience``
     successive iterations; must be positive. Smaller changes are accepted after more iterations. In modes that prune, or

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
+from rich.console import RenderableType
 from rich.table import Table
+from rich.text import Text
+
+from ..common.text import duration, numbers_of
 
 # Records -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class _WorkRecord:
+class WorkRecord:
     """A rank's part of an iteration as it measured it. Times are in seconds, shares and scores in [0, 1]."""
 
     work_seconds: float
@@ -37,7 +41,7 @@ class _WorkRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalRecord(_WorkRecord):
+class LocalRecord(WorkRecord):
     """One iteration as measured by one rank."""
 
     iteration: int
@@ -49,7 +53,7 @@ class LocalRecord(_WorkRecord):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankRecord(_WorkRecord):
+class RankRecord(WorkRecord):
     """A rank's part of an iteration, compared with the other ranks."""
 
     rank: int
@@ -97,7 +101,7 @@ def _rank_record(rank: int, view: LocalRecord, group: Sequence[LocalRecord]) -> 
         rank=rank,
         wait_seconds=view.communication_seconds - min(other.communication_seconds for other in group),
         relative_score=min(other.equal_work_seconds for other in group) / view.equal_work_seconds,
-        **{field.name: getattr(view, field.name) for field in fields(_WorkRecord)},
+        **{field.name: getattr(view, field.name) for field in fields(WorkRecord)},
     )
 
 
@@ -147,6 +151,27 @@ class BalanceReport(WhatIf):
     changes: int
     notes: tuple[str, ...]
     """Notes of the plans, each once, the latest last."""
+    mode: str = "auto"
+    """The balance mode."""
+
+    def shown(self) -> Iterator[RenderableType]:
+        """The table of ranks, and what an iteration took and would have taken."""
+        yield rank_table(self)
+        waited = duration(self.waiting_seconds)
+        yield Text(
+            f"An iteration took {duration(self.balanced_seconds)} without loading data, of which ranks waited {waited} "
+            "for slower ones (mean)."
+        )
+        yield Text(comparison_text(self, balanced=self.mode != "off"))
+        if self.notes and not any(rank.migrated + rank.resharded + rank.resized for rank in self.ranks):
+            yield Text(f"Nothing is moved: {self.notes[-1].rstrip('.')}.")
+
+    def numbers(self) -> dict[str, float]:
+        """All numbers by flat names, such as ``rank1/work_seconds``."""
+        found = numbers_of(self) | {"saved_seconds": self.saved_seconds}
+        for rank in self.ranks:
+            found |= numbers_of(rank, f"rank{rank.rank}/")
+        return found
 
 
 def lossless_seconds(other_seconds: Sequence[float], matmul_seconds: Sequence[float]) -> float:
@@ -203,7 +228,7 @@ def report(records: Sequence[IterationRecord], group: Sequence[int]) -> BalanceR
     )
 
 
-def _medians(values: Sequence[Any], kind: type, exclude: Sequence[str] = ()) -> dict[str, float]:
+def _medians(values: Sequence[Any], kind: type, exclude: Sequence[str] = ()) -> dict[str, Any]:
     names = [field.name for field in fields(kind) if field.name not in exclude]
     return {name: median(getattr(value, name) for value in values) for name in names}
 
@@ -256,4 +281,21 @@ def comparison_text(report: BalanceReport, balanced: bool) -> str:
     return text + (
         f"With all ranks as fast as the fastest it would have taken {report.homogeneous_seconds * 1e3:.0f} ms; "
         f"with nothing pruned and the work spread ideally, {report.bound_seconds * 1e3:.0f} ms."
+    )
+
+
+NOTABLE = 0.1
+"""Share of an iteration that balancing could save at best, from which mode "off" says so."""
+
+
+def bound_in_words(report: BalanceReport) -> str:
+    """What balancing could bring where nothing is balanced; empty if that is little."""
+    if report.bound_seconds > (1.0 - NOTABLE) * report.balanced_seconds:
+        return ""
+    slowest = min(report.ranks, key=lambda rank: rank.relative_score)
+    return (
+        f"rank {slowest.rank} takes {1.0 / slowest.relative_score:.1f} times as long as the fastest rank of its "
+        "tensor-parallel group, and nothing is balanced. With the work spread ideally, an iteration would take "
+        f"{duration(report.bound_seconds)} instead of {duration(report.balanced_seconds)}: "
+        'balance=BalanceConfig(mode="auto") comes close, and does not change the result'
     )

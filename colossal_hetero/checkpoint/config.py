@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..common.methods import with_checked_names
 
+
+@with_checked_names
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """Folders, frequency and number of layer checkpoints. At least one folder is required."""

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import functools
 import math
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+import colossalai
 import torch
 import torch.distributed as dist
 from colossalai.booster.plugin import hybrid_parallel_plugin
@@ -205,8 +209,25 @@ def correct_empty_groups() -> None:
     applier.__call__ = run
 
 
+def correct_launch() -> None:
+    """Say what to do where a script was not started by a launcher; Colossal-AI only names the missing variable."""
+    launch = colossalai.launch_from_torch
+
+    @functools.wraps(launch)
+    def launch_or_explain(*args: Any, **kwargs: Any) -> Any:
+        if "RANK" not in os.environ:
+            raise RuntimeError(
+                "this script was started as one process without a launcher (RANK is not set); start it with torchrun, "
+                f"as in: torchrun --standalone --nproc-per-node 2 {Path(sys.argv[0]).name or 'train.py'}"
+            )
+        return launch(*args, **kwargs)
+
+    colossalai.launch_from_torch = launch_or_explain
+
+
 @cache
 def correct_colossalai() -> None:
+    correct_launch()
     correct_padded_vocabulary()
     correct_gradient_norm()
     correct_layout_cache()

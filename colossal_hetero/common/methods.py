@@ -1,10 +1,36 @@
-"""Methods of objects that a part of the package wraps."""
+"""Methods of objects that a part of the package wraps, and names of arguments that users misspell."""
 
 from __future__ import annotations
 
+import difflib
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from dataclasses import fields
+from typing import Any, TypeVar
+
+Kind = TypeVar("Kind", bound=type)
+
+
+def check_names(owner: str, given: Collection[str], known: Collection[str]) -> None:
+    """Raise ``TypeError`` for a ``given`` name of an argument that is not ``known``, with those that it resembles."""
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=3)
+            meant = f"; did you mean {' or '.join(close)}?" if close else f"; it has {', '.join(known)}"
+            raise TypeError(f"{owner} has no argument {name!r}{meant}")
+
+
+def with_checked_names(kind: Kind) -> Kind:
+    """Let a dataclass check the names of its fields, with :func:`check_names`."""
+    make = kind.__init__  # type: ignore[misc]
+
+    @functools.wraps(make)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        check_names(kind.__name__, kwargs, [each.name for each in fields(kind)])
+        make(self, *args, **kwargs)
+
+    kind.__init__ = checked  # type: ignore[misc]
+    return kind
 
 
 def wrap_method(owner: Any, name: str, around: Callable[..., Any]) -> None:

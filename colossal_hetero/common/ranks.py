@@ -240,6 +240,14 @@ def _name_in_forward(model: nn.Module, inputs: Any, output: Any) -> None:
 T = TypeVar("T")
 
 
+def check_launched() -> None:
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "the ranks are not connected yet: call colossalai.launch_from_torch() before you make the plugin, and "
+            "start the script with torchrun, as in: torchrun --standalone --nproc-per-node 2 train.py"
+        )
+
+
 def of_every_rank(value: T) -> list[T]:
     """``value`` of each rank, by rank. Every rank calls it."""
     everyone: list[Any] = [None] * dist.get_world_size()

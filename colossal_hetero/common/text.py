@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,12 @@ def spans(ranks: Sequence[int], max_parts: int = 6) -> str:
     if len(texts) <= max_parts:
         return ", ".join(texts)
     return f"{', '.join(texts[: max_parts - 2])}, …, {ranks[-1]} ({len(ranks)} ranks)"
+
+
+def numbers_of(record: Any, before: str = "", without: Sequence[str] = ("rank", "number")) -> dict[str, float]:
+    """The fields of a dataclass that are numbers, by name, with ``before`` in front of it."""
+    values = ((each.name, getattr(record, each.name)) for each in fields(record) if each.name not in without)
+    return {f"{before}{name}": float(value) for name, value in values if type(value) in (int, float)}
 
 
 # Marked error --------------------------------------------------------------------------------------------------------
@@ -128,11 +136,33 @@ def save_figure(figure: Any, path: Path) -> None:
         figure.savefig(temporary, format=path.suffix[1:].lower(), dpi=150)
 
 
-def print_words(message: str) -> None:
-    """Print a message to the user on the error output, as it is."""
-    from rich.console import Console  # here, because commands start without it
+# Messages ------------------------------------------------------------------------------------------------------------
 
-    Console(stderr=True).print(message, soft_wrap=True, highlight=False, markup=False)
+log = logging.getLogger(__name__.partition(".")[0])
+
+
+class _ErrorOutput(logging.Handler):
+    """Prints messages above a progress bar of tqdm, unless the user has configured logging, whose handlers do."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if logging.getLogger().handlers:
+            return
+        tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+        words = f"{log.name}: {self.format(record)}"
+        if tqdm is None:
+            print(words, file=sys.stderr, flush=True)
+        else:
+            tqdm.write(words, file=sys.stderr)
+
+
+log.addHandler(_ErrorOutput())
+if log.level == logging.NOTSET:
+    log.setLevel(logging.INFO)  # not less, if the user has chosen a level
+
+
+def print_words(message: str) -> None:
+    """Print a message to the user through logging."""
+    log.info("%s", message)
 
 
 def say(words: str) -> None:

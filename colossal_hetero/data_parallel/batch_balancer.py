@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from statistics import fmean
 
@@ -15,6 +16,7 @@ from ..planner.batches.allocation import Allocation
 from ..planner.batches.batch_profile import BatchProfile
 from ..planner.batches.closed_loop import BatchDivider, GlobalBatchTime, Redivision
 from ..planner.batches.time_curve import equal_devices, joint_curves, joint_seconds
+from .batch_report import BatchReport, BatchShare
 from .busy_timer import BusyTimer, ForwardOnlyTimer, TimedGlobalBatch
 from .config import BatchConfig, BatchSetup
 from .loader import HeteroDataLoader
@@ -86,6 +88,8 @@ class BatchBalancer:
         self._redivision.skip(FIRST_GLOBAL_BATCHES)
         self._since_check = 0
         self._named: set[int] = set()
+        self._measured: tuple[Allocation, list[tuple[float, float]]] | None = None
+        """Work and waiting for data in the latest check, by rank, with the division at that time."""
         self.reallocations = 0
         self._divide()
         print_on_rank_0(
@@ -102,6 +106,33 @@ class BatchBalancer:
     def slowdowns(self) -> tuple[float, ...]:
         """Slowdown of each replica's passes relative to the profile, at the last division."""
         return tuple(speed.factor for speed in self._redivision.speeds)
+
+    def report(self) -> BatchReport:
+        """How global batches are divided now, and the latest times; the same on all ranks."""
+        allocation, speeds = self.allocation, self._redivision.speeds
+        measured = None
+        if self._measured is not None and self._measured[0] is allocation:
+            measured = self._measured[1]
+        shares = []
+        for rank, replica in enumerate(self._replica_of):
+            share = allocation.shares[replica]
+            work, data = (allocation.busy_seconds[replica], 0.0) if measured is None else measured[rank]
+            wait = max(0.0, allocation.wall_seconds - work - data)
+            device, slowdown = self._profile.devices[replica], speeds[replica].factor
+            shares.append(BatchShare(rank, device, share.samples, share.sizes, slowdown, work, data, wait))
+        try:
+            equal = replace(self._divider, method="uniform").divide(speeds, allocation.global_batch_size).wall_seconds
+        except ValueError:  # equal parts do not fit in the memory of some rank
+            equal = None
+        return BatchReport(
+            of="rank",
+            global_batch_size=allocation.global_batch_size,
+            shares=tuple(shares),
+            iteration_seconds=allocation.wall_seconds,
+            equal_seconds=equal,
+            changes=self.reallocations,
+            is_measured=measured is not None,
+        )
 
     def on_step(self) -> None:
         """Check the speeds if a check is due. Every rank calls it after every step."""
@@ -126,6 +157,10 @@ class BatchBalancer:
         if not by_rank[0]:
             return
         self._name_slow_data(by_rank)
+        self._measured = (
+            self.allocation,
+            [(fmean(each.work_seconds for each in of), fmean(each.data_seconds for each in of)) for of in by_rank],
+        )
         before, speeds_before = self.allocation, self._redivision.speeds
         if not self._redivision.observe(_by_replica(by_rank, self._replica_of)):
             return

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..common.methods import with_checked_names
 from ..planner.batches.allocation import ACCUMULATIONS
 from ..profiling.training_step import TrainingStep, default_training_step
 
@@ -19,6 +20,7 @@ METHODS = ("exact", "uniform", "flops")
 """Methods to divide a global batch in training; the planner has more."""
 
 
+@with_checked_names
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
     """Division of a global batch over data-parallel ranks."""

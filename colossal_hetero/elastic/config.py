@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ..common.methods import with_checked_names
+
 LAST_CALL_SECONDS = {"in-process": 1.0, "restart": 30.0}
 
 
+@with_checked_names
 @dataclass(frozen=True, kw_only=True)
 class ElasticConfig:
     """Recovery from lost members, numbers of members, and time limits of elastic training."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
+from rich.text import Text
 from scipy.optimize import linear_sum_assignment
 
 from ..checkpoint.pieces import RunState, TensorPiece
@@ -222,3 +223,16 @@ class Recovery:
             f"{self.before} members became {self.after} after step {self.version}: {self.reason}; {lost}; "
             f"{self.seconds:.1f} s, {self.received_bytes / 1e6:.1f} MB received by this rank"
         )
+
+
+@dataclass(frozen=True)
+class Recoveries:
+    """All recoveries of a run, as a part of a report."""
+
+    recoveries: tuple[Recovery, ...]
+
+    def shown(self) -> Iterator[Text]:
+        return (Text(each.in_words()) for each in self.recoveries)
+
+    def numbers(self) -> dict[str, float]:
+        return {"count": len(self.recoveries), "latest_seconds": self.recoveries[-1].seconds}

@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..common.methods import with_checked_names
 from ..planner.cluster.group_networks import Adapter
 from ..planner.cluster.topology import Topology
 from ..planner.cost.pass_order import Schedule
 from ..planner.profile.layer_profile import ModelProfile
 
 
+@with_checked_names
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
     """Options of planned runs: input of ``plan="auto"``, the networks to use, and when slow stages are reported."""

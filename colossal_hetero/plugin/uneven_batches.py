@@ -25,6 +25,7 @@ from ..common.ranks import of_every_rank, print_on_rank_0
 from ..data_parallel.accumulation import GradientAccumulation
 from ..data_parallel.attach import MeasuredBatches
 from ..data_parallel.batch_balancer import BatchBalancer
+from ..data_parallel.batch_report import BatchReport, BatchShare
 from ..data_parallel.config import BatchConfig, BatchSetup
 from ..data_parallel.loader import HeteroDataLoader, check_same_order, make_loader
 from ..data_parallel.resumable_loader import make_even_loader
@@ -111,6 +112,10 @@ class UnevenBatches:
     def attach(self, plugin: ReplicaPlugin, objects: TrainingObjects) -> None:
         self.balancer, self._accumulations[objects.optimizer] = self._measured.attach(objects.lr_scheduler)
         del self._measured
+
+    def report(self) -> BatchReport | None:
+        """How global batches are divided now; None before ``booster.boost``."""
+        return None if self.balancer is None else self.balancer.report()
 
     def no_sync(self, optimizer: Any) -> AbstractContextManager[None]:
         if optimizer not in self._accumulations:
@@ -223,6 +228,8 @@ class PipelineBatches(UnevenBatches):
         self._steps = 0
         self._since_check = 0
         self._due = False
+        self._is_measured = False
+        self._changes = 0
         if plan is not None:
             self.micro_batches = tuple(replica.micro_batches for replica in plan.replicas)
             self._stages = [len(replica.stages) for replica in plan.replicas]
@@ -287,6 +294,35 @@ class PipelineBatches(UnevenBatches):
             passes = partial(self._timed_passes, plugin.scheduler, plugin.pp_size)
             wrap_method(plugin.scheduler, "forward_backward_step", passes)
             plugin.scheduler.forward_backward_step.times_batches = True
+
+    def report(self) -> BatchReport | None:
+        """The same, by replica; None until the replicas are measured, where no plan has their times."""
+        if self._plan is None and not self._is_measured:
+            return None
+
+        def work(counts: Sequence[int]) -> list[float]:
+            return [
+                seconds * (count + stages - 1)
+                for count, seconds, stages in zip(counts, self._seconds, self._stages, strict=True)
+            ]
+
+        size, total, replicas = self._micro_batch, sum(self.micro_batches), len(self.micro_batches)
+        times = work(self.micro_batches)
+        fits_equal = total % replicas == 0 and total // replicas >= max(self._stages)
+        slowdowns = [seconds / min(self._seconds) for seconds in self._seconds]
+        shares = (
+            BatchShare(index, "", count * size, (size,) * count, slowdown, each, 0.0, max(times) - each)
+            for index, (count, slowdown, each) in enumerate(zip(self.micro_batches, slowdowns, times, strict=True))
+        )
+        return BatchReport(
+            of="replica",
+            global_batch_size=total * size,
+            shares=tuple(shares),
+            iteration_seconds=max(times),
+            equal_seconds=max(work([total // replicas] * replicas)) if fits_equal else None,
+            changes=self._changes,
+            is_measured=self._is_measured,
+        )
 
     def first_sample(self, micro_batch: int) -> int:
         """Number of samples of the current global batch before this replica's ``micro_batch``, counted from 0."""
@@ -401,11 +437,13 @@ class PipelineBatches(UnevenBatches):
             for index in range(len(self._seconds))
         ]
         moves = [new / old for new, old in zip(now, self._seconds, strict=True)]
+        self._is_measured = True
         if max(moves) / min(moves) - 1 <= self._config.reallocate_above:
             return
         before, self._seconds = self.micro_batches, tuple(now)
         self._redivide(max(drawn for _, drawn in everyone))
         if before != self.micro_batches:
+            self._changes += 1
             changes = "; ".join(
                 f"replica {index}: {old} → {new} micro-batches ({seconds * 1e3:.3g} ms each)"
                 for index, (old, new, seconds) in enumerate(zip(before, self.micro_batches, now, strict=True))

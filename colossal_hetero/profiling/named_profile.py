@@ -15,7 +15,6 @@ from colossalai.shardformer import ShardConfig, ShardFormer
 from rich.console import Console
 from torch import nn
 
-from ..colossalai_support import accelerator  # noqa: F401  (a quiet import of what transformers needs)
 from ..colossalai_support.accelerator import get_accelerator
 from ..common.launch import local_gpu
 from ..layers.policy import hetero_policy
@@ -140,10 +139,12 @@ def _config(name: str, options: dict[str, Any]) -> Any:
     elif Path(name, "config.json").is_file():
         config = AutoConfig.from_pretrained(name, local_files_only=True)
     else:
-        close = difflib.get_close_matches(name, list(CONFIG_MAPPING), n=3, cutoff=0.3)
+        # "bert-base-uncased" is a checkpoint of the type "bert".
+        begins = sorted((each for each in CONFIG_MAPPING if name.startswith(each)), key=len)
+        close = begins[-1:] or difflib.get_close_matches(name, list(CONFIG_MAPPING), n=3, cutoff=0.3)
         raise ValueError(
-            f"transformers has no model type {name!r} (and there is no {Path(name, 'config.json')}); it has for "
-            f"example {', '.join(close) or 'gpt2, llama, bert'}"
+            f"transformers has no model type {name!r} (and there is no {Path(name, 'config.json')}); try "
+            f"{' or '.join(f'hf:{each}' for each in close or ('gpt2', 'llama', 'bert'))}"
         )
     for key, value in options.items():
         if not hasattr(config, key):

@@ -249,7 +249,7 @@ def add_balance_flags(parser: argparse.ArgumentParser) -> None:
     balancing.add_argument(
         "--balance",
         choices=get_args(Mode),
-        default=default["mode"],
+        default="off",
         help="off: measure only; resize: prune on slow ranks; migrate: give their work to the others; semi: both; "
         "auto: whatever takes the least time, pruning no more than --max-resize allows (default off)",
     )

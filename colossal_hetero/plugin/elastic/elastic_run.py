@@ -386,7 +386,7 @@ class ElasticRun:
             Recovery(self.version, members, dist.get_world_size(), seconds, received, repeated, reason)
         )
         words = self.recoveries[-1].in_words()
-        log.info("rank %d: %s", dist.get_rank(), words)
+        log.debug("rank %d: %s", dist.get_rank(), words)
         print_on_rank_0(words)
 
     def _check_progress(self, reason: str) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Protocol
@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rich.console import RenderableType
+from rich.text import Text
 
 from ...colossalai_support.accelerator import recorded_event
 from ...common.methods import wrap_method
@@ -85,6 +87,16 @@ class DriftReport:
             for now, before in zip(self.drifted, earlier.drifted, strict=True)
         )
         return splits[0] != splits[1] or any(change > self.threshold for change in changes)
+
+    def shown(self) -> Iterator[RenderableType]:
+        yield Text(str(self) if self.drifted else "All stages take as long as planned.")
+
+    def numbers(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for each in self.stages:
+            name = f"replica{each.replica}/stage{each.stage}"
+            found |= {f"{name}/planned_seconds": each.planned.seconds, f"{name}/seconds": each.measured.seconds}
+        return found
 
     def __str__(self) -> str:
         several = len({stage.replica for stage in self.stages}) > 1

@@ -26,13 +26,13 @@ from ...balance.config import BalanceConfig
 from ...checkpoint.config import CheckpointConfig
 from ...checkpoint.layer_checkpoint import Start
 from ...colossalai_support.gpu_over_gloo import support_gpus_over_gloo
-from ...common.ranks import name_ended_ranks, naming_ended_ranks, of_every_rank, watch_ranks
+from ...common.ranks import check_launched, name_ended_ranks, naming_ended_ranks, of_every_rank, watch_ranks
 from ...data_parallel.batch_balancer import BatchBalancer
 from ...data_parallel.config import BatchConfig, BatchSetup
 from ...data_parallel.resumable_loader import make_even_loader
 from ...data_parallel.unsummed_steps import noted_passes, refuse_unfinished_sums, refuse_unsummed_steps, replica_of
 from ...elastic.config import ElasticConfig
-from ...elastic.held_layers import HeldLayers, Recovery, layers_by_rank
+from ...elastic.held_layers import HeldLayers, Recoveries, Recovery, layers_by_rank
 from ...planner.cost.plan import Plan
 from ...profiling.training_step import with_dicts
 from ..checkpoint_part import CheckpointMethods, Checkpoints, PresentCheckpointIO, check_config
@@ -41,6 +41,7 @@ from ..elastic.planning import KnownKinds, check_elastic, cluster_of, elastic_pl
 from ..elastic.restart_run import elastic_run_of, members_of
 from ..plan_config import PlanConfig
 from ..replicas.unequal_replicas import ReplicaCheckpointIO, why_layer_sums
+from ..report import OnReport, Report, Reports
 from ..training_objects import TrainingObjects
 from ..uneven_batches import PipelineBatches, UnevenBatches, check_batches, check_pipeline_batches
 from ..zero.elementwise_updates import check_sharding
@@ -56,7 +57,18 @@ from .plan_checks import (
     unequal_layer_counts,
 )
 from .planned_run import PlannedRun, training_sizes_kept
-from .plugin_arguments import OneStageSchedule, arguments_by_name, check_uneven_batches, check_world_size, zero_in_fp32
+from .plugin_arguments import (
+    OneStageSchedule,
+    arguments_by_name,
+    check_spelling,
+    check_uneven_batches,
+    check_world_size,
+    naming_sizes,
+    zero_in_fp32,
+)
+
+DEFAULT_BALANCE = BalanceConfig(reshard_after=None)
+"""Where the user asks for nothing, no parameter changes its shape."""
 
 
 class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
@@ -76,7 +88,8 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         tp_size: ranks in a tensor-parallel group; may be left out with a plan. With ``plan="auto"`` only plans with
             this size are considered, and the same holds for ``pp_size``.
         pp_size: pipeline stages; may be left out with a plan. With ``plan="auto"`` it asks for equal replicas.
-        balance: what to do about slow ranks within a tensor-parallel group; the default only measures.
+        balance: what to do about slow ranks within a tensor-parallel group. By default their work is migrated, which
+            does not change the result; what cannot be balanced is only measured.
         batches: how to divide global batches over replicas that are not equally fast (data parallelism); by default
             evenly. With a pipeline (1F1B, and ``microbatch_size``), each replica gets micro-batches that fit its speed.
         plan: which rank computes which layers: a plan, the path of a plan file (``colossal-hetero plan --out`` writes
@@ -88,6 +101,9 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         checkpoints: where :meth:`save` saves layer checkpoints, from which :meth:`resume` continues with any plan.
         elastic: goes on when processes die or join; see ``docs/elastic.md``. The constructor then forms the group of
             processes, in place of ``colossalai.launch_from_torch``.
+        on_report: called on rank 0 every ``report_every`` optimizer steps with the numbers of :meth:`report`; see
+            :mod:`.sinks` for TensorBoard and others.
+        report_every: steps between two exchanges of these numbers, at least 1.
 
     Raises:
         TypeError: one of the package's own arguments has another type, or without a plan a size is missing.
@@ -107,11 +123,16 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         planning: PlanConfig | None = None,
         checkpoints: CheckpointConfig | None = None,
         elastic: ElasticConfig | None = None,
+        on_report: OnReport | None = None,
+        report_every: int = 50,
         **kwargs: Any,
     ) -> None:
+        check_spelling(HeteroHybridParallelPlugin, kwargs)
         self._elastic: ElasticRun | None = None
+        self._reports = Reports(on_report, report_every)
         given = dict(balance=balance, batches=batches, planning=planning, checkpoints=checkpoints, **kwargs)
         if elastic is None:
+            check_launched()
             self._build(tp_size, pp_size, *args, plan=plan, **given)
             return
         arguments = arguments_by_name(args, given) | dict(tp_size=tp_size, pp_size=pp_size, plan=plan)
@@ -128,8 +149,9 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             before: Checkpoints | None = self.__dict__.get("_checkpoints")
             if before is not None:
                 before.give_up()
+            reports = self._reports
             self.__dict__.clear()
-            self._elastic = run
+            self._elastic, self._reports = run, reports
             planning = elastic_planning(arguments, cluster, known, nodes)
             agreed = agree_on_next_plan(planning, arguments["tp_size"], micro_batch)
             assert agreed.topology is not None and agreed.profile is not None
@@ -160,11 +182,13 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         if plan is None and (tp_size is None or pp_size is None):
             missing = [name for name, size in (("tp_size", tp_size), ("pp_size", pp_size)) if size is None]
             raise TypeError(f"missing {' and '.join(missing)}, which may be left out only with a plan")
-        self.balance = balance or BalanceConfig()
+        self.balance = balance or DEFAULT_BALANCE
         self.batches = check_batches(batches)
         self.planning = planning or PlanConfig()
         self.custom_policy: Policy | None
         arguments = arguments_by_name(args, kwargs) | dict(tp_size=tp_size, pp_size=pp_size)
+        if arguments.get("use_fp8") and balance is None:
+            self.balance = BalanceConfig(mode="off")
         if arguments.get("use_fp8") and self.balance.mode != "off":
             raise ValueError(
                 f"use_fp8=True computes whole products in 8 bits, but balance mode {self.balance.mode!r} computes "
@@ -173,7 +197,13 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         self._planned = None if plan is None else PlannedRun(plan, self.planning, arguments, batches)
         if self._planned is not None:
             arguments = self._planned.arguments
-        self._balancing = LayerBalancing(self.balance, is_elastic=self._elastic is not None)
+        self._balancing = LayerBalancing(
+            self.balance,
+            is_elastic=self._elastic is not None,
+            may_switch_off=balance is None,
+            report_every=self._reports.every,
+            on_report=self._reports.callback(self.report),
+        )
         self._unequal = None if self._planned is None else self._planned.unequal
         self._uneven_batches = self._make_uneven_batches(arguments)
         is_broken = None if self._elastic is None else self._elastic.is_broken
@@ -198,7 +228,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             set_layers_per_chunk(self.stage_manager, layers_per_chunk)
         if self._planned is not None and self.stage_manager is not None:
             check_model_at_division(self.stage_manager, self._planned.plan)
-        if self.balance.mode != "off" and self.tp_size == 1:
+        if balance is not None and self.balance.mode != "off" and self.tp_size == 1:
             warnings.warn(f"balance mode {self.balance.mode!r} has nothing to balance with tp_size=1", stacklevel=2)
 
     def _plan_in_words(self) -> str:
@@ -234,6 +264,19 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
     def plan(self) -> Plan | None:
         """The plan that is run, with ranks as they were launched; None without a plan."""
         return None if self._planned is None else self._planned.plan
+
+    def report(self) -> Report:
+        """Which ranks were slow lately, what was done about it, and what an iteration takes: ``print()`` it, or use
+        :meth:`.Report.as_dict`. It is not collective, so one rank may ask for it: ranks exchange their numbers after 4,
+        8, 16, … optimizer steps, and then after every ``report_every``."""
+        balancer, batches = self._balancing.balancer, self._uneven_batches
+        return Report(
+            iterations=0 if balancer is None else balancer.iterations,
+            balance=None if balancer is None else balancer.report(),
+            batches=None if batches is None else batches.report(),
+            stages=self.drift,
+            recoveries=Recoveries(self.recoveries) if self.recoveries else None,
+        )
 
     @property
     def drift(self) -> DriftReport | None:
@@ -284,6 +327,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         if self.zero_stage and is_trained:
             check_sharding(objects.optimizer, "zero_stage", self.zero_stage, distributed=self._unequal is None)
         with (
+            naming_sizes(objects.model, self.tp_size),
             self._balancing.hetero_layers(self, objects.model),
             unequal_layer_counts(),
             self._optimizers(),

@@ -52,10 +52,18 @@ _ATTACHED: WeakKeyDictionary[nn.Module, ReferenceType[_Attached]] = WeakKeyDicti
 class LayerBalancing:
     """Replaces parallel linear layers by layers that can be balanced, and measures and balances them in training."""
 
-    def __init__(self, config: BalanceConfig, is_elastic: bool) -> None:
+    def __init__(
+        self,
+        config: BalanceConfig,
+        is_elastic: bool,
+        may_switch_off: bool,
+        report_every: int,
+        on_report: Callable[[], None] | None,
+    ) -> None:
         self.balancer: Balancer | None = None  # of the model that was configured last
         self._config = config
         self._is_elastic = is_elastic
+        self._reporting = may_switch_off, report_every, on_report
         self._balancers: list[ReferenceType[Balancer]] = []  # of all models
         self._shapes: WeakKeyDictionary[nn.Module, Shapes] = WeakKeyDictionary()  # whole shapes of its parameters
 
@@ -113,6 +121,7 @@ class LayerBalancing:
             self._config.rules.priority_interval or objects.iterations_per_epoch,
             memory,
             obstacle,
+            *self._reporting,
         )
         self.balancer = balancer
         self._balancers.append(ref(balancer))

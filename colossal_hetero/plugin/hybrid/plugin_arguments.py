@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,16 +20,23 @@ from colossalai.pipeline.schedule._utils import (
     to_device,
     tree_map_hf,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ...colossalai_support.accelerator import get_accelerator
 from ...colossalai_support.corrections import replaced
+from ...common.methods import check_names
 from ...common.text import count
 from ...data_parallel.config import BatchConfig
 from ...layers.timm_vit import inputs_of
 from ...planner.cost.pass_order import zero_bubble_nodes
 from ...planner.cost.plan import Plan, Replica
+
+
+def check_spelling(plugin: type, arguments: Mapping[str, Any]) -> None:
+    """Check that ``plugin`` or Colossal-AI's has all these arguments."""
+    known = [name for kind in (plugin, HybridParallelPlugin) for name in inspect.signature(kind).parameters]
+    check_names(plugin.__name__, arguments, [name for name in known if name not in ("args", "kwargs")])
 
 
 def arguments_by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -44,6 +51,23 @@ def arguments_by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
     if repeated:
         raise TypeError(f"got multiple values for argument {repeated[0]!r}")
     return by_place | kwargs
+
+
+@contextmanager
+def naming_sizes(model: nn.Module, tp_size: int) -> Iterator[None]:
+    """Name the numbers where Colossal-AI only says that a number of heads cannot be divided over the ranks."""
+    try:
+        yield
+    except AssertionError as error:
+        if "divisible by tensor parallel size" not in str(error):
+            raise
+        config = getattr(model, "config", None)
+        names = ("num_attention_heads", "num_key_value_heads")
+        known = [f"{name}={getattr(config, name)}" for name in names if getattr(config, name, None) is not None]
+        raise ValueError(
+            f"this {type(model).__name__} cannot be divided over tp_size={tp_size} ranks: {error} It has "
+            f"{' and '.join(known) or 'another number of heads'}; use a tp_size that divides it"
+        ) from error
 
 
 def arguments_from_plan(plan: Plan, replica: Replica, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,11 +20,12 @@ from torch.utils.data import DataLoader, Dataset
 from ...checkpoint.config import CheckpointConfig
 from ...colossalai_support.accelerator import get_accelerator
 from ...colossalai_support.gpu_over_gloo import is_gpu_over_gloo, support_gpus_over_gloo
-from ...common.ranks import name_ended_ranks, on_every_rank, watch_ranks
+from ...common.ranks import check_launched, name_ended_ranks, on_every_rank, watch_ranks
 from ...data_parallel.batch_balancer import BatchBalancer
 from ...data_parallel.config import BatchConfig, BatchSetup
 from ...planner.batches.allocation import Allocation
 from ..checkpoint_part import CheckpointMethods, Checkpoints, check_config
+from ..report import OnReport, Report, Reports
 from ..training_objects import TrainingObjects
 from ..uneven_batches import UnevenBatches, check_batches
 from .elementwise_updates import check_sharding, why_not_sharded
@@ -95,6 +96,9 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         precision: ``fp32``, ``bf16`` or, below stage 3, ``fp16``.
         max_norm: clip gradients to this 2-norm; 0 for no clipping.
         checkpoints: where :meth:`save` saves layer checkpoints, from which :meth:`resume` continues; stages 0 to 2.
+        on_report: called on rank 0 every ``report_every`` optimizer steps with the numbers of :meth:`report`; see
+            :mod:`.sinks` for TensorBoard and others.
+        report_every: at least 1.
         options: further arguments of the stage's plugin; with ``"auto"``, of the plugins of all stages that have them.
 
     Raises:
@@ -112,9 +116,13 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         precision: str = "fp32",
         max_norm: float = 0.0,
         checkpoints: CheckpointConfig | None = None,
+        on_report: OnReport | None = None,
+        report_every: int = 50,
         **options: Any,
     ) -> None:
+        check_launched()
         super().__init__()
+        self._reports = Reports(on_report, report_every)
         support_gpus_over_gloo()
         if (global_batch_size is None) == (batches is None):
             raise TypeError("give one of global_batch_size and batches=BatchConfig(global_batch_size=..., ...)")
@@ -144,6 +152,12 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
     def allocation(self) -> Allocation | None:
         """Division of a full global batch; None before ``booster.boost``."""
         return None if self.batch_balancer is None else self.batch_balancer.allocation
+
+    def report(self) -> Report:
+        """How global batches are divided, and each rank's latest times: ``print()`` it, or use
+        :meth:`.Report.as_dict`. Ranks exchange times when they check them, at the end of an epoch or every
+        ``BatchConfig.check_every`` global batches; one rank alone may ask for the report."""
+        return Report(batches=self._uneven_batches.report())
 
     def _plan_in_words(self) -> str:
         return f"dp {self.world_size}, ZeRO stage {self.stage}"
@@ -180,6 +194,7 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         self._uneven_batches.attach(self, objects)
         if self._checkpoints is not None:
             self._checkpoints.attach(self, objects)
+        self._reports.attach(objects.optimizer, self.report)
         name_ended_ranks(objects.model, objects.optimizer)
         return objects
 

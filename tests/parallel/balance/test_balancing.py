@@ -232,7 +232,7 @@ def training_with_a_straggler_converges_for_all_rules_and_precisions() -> None:
 @checks.on(2)
 def mode_off_and_max_resize_0_never_prune() -> None:
     expected = train(boost(theirs(tp_size=2)), 8)
-    for balance in (BalanceConfig(), BalanceConfig(mode="resize", max_resize=0.0)):
+    for balance in (BalanceConfig(mode="off"), BalanceConfig(mode="resize", max_resize=0.0)):
         with scripted(always(1)):
             run = train(boost(ours(balance, tp_size=2)), 8)
         assert set(run.plans) == {(0.0, 0.0)}, balance

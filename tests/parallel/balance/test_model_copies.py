@@ -104,7 +104,7 @@ def copies_can_be_trained() -> None:
 
     alone = tiny_vit(act_layer=nn.PReLU).train()
     expected = trained(alone, sgd(alone), lambda loss: loss.backward())
-    run = boost(ours(BalanceConfig(), tp_size=dist.get_world_size()), tiny_vit(act_layer=nn.PReLU), sgd)
+    run = boost(ours(BalanceConfig(mode="off"), tp_size=dist.get_world_size()), tiny_vit(act_layer=nn.PReLU), sgd)
     made = copy.deepcopy(copy.deepcopy(run.model)).train()
     found = trained(made, sgd(made), lambda loss: loss.backward())
     assert len(found) == 2
@@ -131,7 +131,7 @@ def copies_keep_the_shapes_of_parameters() -> None:
 @checks.on(1)
 def models_of_one_rank_are_copied() -> None:
     """Without tensor parallelism; and hooks of the user's own are copied."""
-    run = boost(ours(BalanceConfig(), tp_size=1), None, sgd)
+    run = boost(ours(BalanceConfig(mode="off"), tp_size=1), None, sgd)
     seen: list[nn.Module] = []
     run.model.unwrap().blocks[0].register_forward_hook(lambda module, *_: seen.append(module))
     made = copy.deepcopy(run.model)

@@ -178,8 +178,8 @@ def test_rules_that_are_none() -> None:
         BalanceConfig(mode="resize", pruning=0.5)  # type: ignore[arg-type]
 
 
-def test_nothing_is_balanced_by_default() -> None:
-    assert BalanceConfig().mode == "off"
+def test_the_default_is_exact() -> None:
+    assert BalanceConfig().mode == "auto" and BalanceConfig().is_exact
 
 
 @pytest.mark.parametrize("imported", ["colossal_hetero", "colossal_hetero.balance"])

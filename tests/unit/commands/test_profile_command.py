@@ -80,6 +80,7 @@ def test_an_estimate_of_any_device(tmp_path: Path) -> None:
             "3 ranks cannot be divided",
         ),
         (["--model", "hf:gpt3"], "transformers has no model type 'gpt3'"),
+        (["--model", "hf:bert-base-uncased"], "try hf:bert$"),
         (["--model", "hf:gpt2", "--set", "n_layers=2"], "hf:gpt2 has no option 'n_layers'; did you mean n_layer"),
         (["--model", "hf:gpt2", "--sequence", "4096"], "hf:gpt2 takes at most 1024 tokens, not 4096"),
         (["--model", "hf:gpt2", "--image-size", "32"], "hf:gpt2 does not take images; leave the image size out"),

@@ -18,7 +18,7 @@ from colossalai.pipeline.schedule.v_schedule import PipelineGraph
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin
 from colossal_hetero.layers import TimmViTPolicy, hetero_layers, hetero_policy
@@ -41,7 +41,7 @@ from tests.support.training import (
 
 checks = Checks()
 IDLE = {
-    "off": BalanceConfig(),
+    "off": BalanceConfig(mode="off"),
     # This configuration exchanges times at the end of the second iteration.
     "resize": BalanceConfig(mode="resize", warmup_iterations=0, patience=1),
 }
@@ -200,13 +200,16 @@ def check_refused() -> list[str]:
         boost(ours(tp_size=2), OtherModel())
     with pytest.raises(ValueError, match=r"tp_size=2 does not divide both the number of heads \(3\)"):
         boost(ours(tp_size=2), tiny_vit(num_heads=3))
+    few = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=12, n_head=3, vocab_size=16))
+    with pytest.raises(ValueError, match=r"tp_size=2 ranks: The number of attention heads .* num_attention_heads=3"):
+        boost(ours(tp_size=2), few)
     resize = BalanceConfig(mode="resize")
     with pytest.raises(ValueError, match=r"balance mode 'resize' cannot be combined with fp8_communication=True"):
         boost(ours(resize, tp_size=2, fp8_communication=True))
     with pytest.raises(ValueError, match=r"use_fp8=True computes whole products .* mode 'resize' computes parts"):
         ours(resize, tp_size=2, use_fp8=True)
     with pytest.raises(ValueError, match=r"different BalanceConfigs: rank 0 .*'off'.*, rank 1 .*'resize'"):
-        boost(ours(resize if dist.get_rank() == 1 else BalanceConfig(), tp_size=2))
+        boost(ours(resize if dist.get_rank() == 1 else BalanceConfig(mode="off"), tp_size=2))
     adapters = LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
     with pytest.raises(RuntimeError, match=r"attn.c_attn .* a layer with lora adapters has no tensor-parallel form"):
         boost(ours(tp_size=2), get_peft_model(gpt2(), adapters))

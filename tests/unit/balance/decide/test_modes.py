@@ -55,9 +55,9 @@ def test_nothing_is_done_when_no_rank_is_slow(work: float, ranks: int, mode: str
 
 @given(groups())
 def test_off_does_nothing(group: list[RankTimes]) -> None:
-    assert decide(group, FREE, BalanceConfig(), BalancePlan.resizing((0.5,) * len(group))) == BalancePlan.idle(
-        len(group)
-    )
+    assert decide(
+        group, FREE, BalanceConfig(mode="off"), BalancePlan.resizing((0.5,) * len(group))
+    ) == BalancePlan.idle(len(group))
 
 
 @given(st.floats(1.2, 9), st.floats(0.3, 1.0), st.integers(2, 8), st.integers(0, 7))

@@ -1,0 +1,91 @@
+"""The latest iterations of all ranks, exchanged now and then without waiting, so that a report needs no collective."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .report import BalanceReport, LocalRecord, WorkRecord, merge_records, report
+
+FIRST = 4
+"""Iterations before the first exchange; until the interval is reached, each next one comes after twice as many."""
+NAMES = [each.name for each in fields(WorkRecord)]
+
+
+class LatestIterations:
+    """Every rank's medians over its latest iterations with the same plan, at most ``interval`` of them.
+
+    Args:
+        group: all ranks, over Gloo.
+        tensor_parallel: the tensor-parallel groups, as lists of global ranks.
+        interval: iterations between two exchanges.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, tensor_parallel: Sequence[Sequence[int]], interval: int) -> None:
+        self._group, self._tensor_parallel, self._interval = group, tensor_parallel, interval
+        self._own: deque[LocalRecord] = deque(maxlen=interval)
+        self._changes = 0
+        self._changed_at = -1
+        self._pending: tuple[Any, torch.Tensor, int] | None = None
+        self._rows: dict[int, list[float]] = {}
+        self.done = 0
+        """Iterations that were done when the latest exchange began whose numbers have arrived."""
+
+    def add(self, record: LocalRecord) -> None:
+        if record.iteration > self._changed_at:
+            self._own.append(record)
+
+    def plan_changed(self, iteration: int) -> None:
+        """Another plan is used from the iteration after ``iteration`` on."""
+        self._changes += 1
+        self._changed_at = iteration
+        self._own.clear()
+
+    def end_iteration(self, done: int) -> bool:
+        """Begin an exchange if one is due after ``done`` iterations, which is equal on all ranks. Returns whether
+        numbers have arrived. Called by all ranks."""
+        arrived = self._take()
+        is_early = FIRST <= done < self._interval and done & (done - 1) == 0
+        if is_early or done % self._interval == 0:
+            row = [float(len(self._own)), float(self._changes)]
+            row += [median(getattr(each, name) for each in self._own) if self._own else 0.0 for name in NAMES]
+            table = torch.zeros(self._group.size(), len(row), dtype=torch.float64)
+            table[self._group.rank()] = torch.tensor(row, dtype=torch.float64)
+            self._pending = dist.all_reduce(table, group=self._group, async_op=True), table, done
+        return arrived
+
+    def report(self) -> BalanceReport | None:
+        """Times of the tensor-parallel group whose iterations take longest; None before the first exchange."""
+        if self._pending is not None and self._pending[0].is_completed():
+            self._take()
+        if len(self._rows) < self._group.size():
+            return None
+        rows = [self._rows[rank] for rank in range(self._group.size())]
+        records = merge_records([[_record(values)] for _, _, *values in rows], self._tensor_parallel)
+        found = (
+            replace(each, iterations=int(min(rows[rank][0] for rank in group)), changes=int(rows[group[0]][1]))
+            for group in self._tensor_parallel
+            if (each := report(records, group)) is not None
+        )
+        return max(found, key=lambda each: each.balanced_seconds)
+
+    def _take(self) -> bool:
+        if self._pending is None:
+            return False
+        (work, table, self.done), self._pending = self._pending, None
+        work.wait()
+        # A rank that has measured nothing since its plan changed is shown as before.
+        self._rows |= {rank: row for rank, row in enumerate(table.tolist()) if row[0] or rank not in self._rows}
+        self._rows = {rank: row for rank, row in self._rows.items() if row[0]}
+        return True
+
+
+def _record(values: Sequence[float]) -> LocalRecord:
+    numbers: dict[str, Any] = dict(zip(NAMES, values, strict=True))
+    return LocalRecord(iteration=0, exchanged=False, plan_changed=False, **numbers)

@@ -1,0 +1,159 @@
+"""What a plugin tells its user while it trains: its report, the numbers for loggers, and the sentences."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from colossal_hetero import BalanceConfig
+from colossal_hetero.plugin.hybrid import hybrid_plugin
+from colossal_hetero.plugin.report import Report
+from tests.support.checks import Checks
+from tests.support.training import boost, ours, scripted, theirs, train
+
+checks = Checks()
+
+AUTO = BalanceConfig(mode="auto", measure_costs=False)
+
+
+def slow(straggler: int, begin: int = 0, slowdown: float = 4.0) -> Any:
+    return lambda rank, iteration: slowdown if rank == straggler and iteration >= begin else 1.0
+
+
+@contextmanager
+def sentences() -> Iterator[list[str]]:
+    """What this rank logs meanwhile."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger().addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger().removeHandler(handler)
+
+
+@checks.on(2)
+@checks.on(3)
+@checks.on(4)
+def the_report_says_who_was_slow_and_what_was_done() -> None:
+    """Each rank is the straggler in turn; one rank alone asks for the report."""
+    ranks = dist.get_world_size()
+    for straggler in range(ranks):
+        given: list[dict[str, float]] = []
+        with scripted(slow(straggler)), sentences() as said:
+            run = boost(ours(AUTO, tp_size=ranks, on_report=given.append, report_every=12))
+            before = run.plugin.report()
+            train(run, 40)
+        assert before == Report() and "Nothing is known yet" in str(before)
+        name = f"straggler {straggler} of {ranks}"
+        if dist.get_rank() == ranks - 1:
+            report = run.plugin.report()
+            balance: Any = report.balance
+            row = balance.ranks[straggler]
+            assert report.iterations == 36 and balance.changes >= 1 and balance.mode == "auto", name
+            assert row.migrated > 0.2 and row.relative_score == pytest.approx(0.29, abs=0.03), name
+            # 0.8 s of products and 0.2 s of other work, 4 times as long on one rank; then with its share.
+            most = max(each.work_seconds for each in balance.ranks)
+            assert balance.balanced_seconds == pytest.approx(most + 0.01), name
+            assert balance.unbalanced_seconds == pytest.approx(3.4 + 0.01, rel=0.02), name
+            assert balance.saved_seconds > 0.3 and balance.bound_seconds <= balance.balanced_seconds, name
+            text = str(report)
+            assert f" {straggler} " in text and "balancing saved" in text and max(map(len, text.splitlines())) <= 80
+            assert json.loads(json.dumps(report.as_dict()))["balance"]["ranks"][straggler]["migrated"] == row.migrated
+        on_change = [each for each in said if f"rank {straggler} takes 3.4 times as long" in each]
+        assert len(on_change) == (dist.get_rank() == 0), f"{name}: {said}"
+        assert all(" of its work now runs on rank" in each and "; iteration " in each for each in on_change), on_change
+        assert bool(given) == (dist.get_rank() == 0)
+        for numbers in given:
+            assert numbers["iteration"] in (4, 8, 12, 24, 36)
+        assert not given or given[-1][f"balance/rank{straggler}/migrated"] > 0.2
+
+
+@checks.on(4)
+def the_slowest_of_several_groups_is_shown() -> None:
+    """Ranks 2 and 3 are another replica, of which rank 0 knows by the exchange only."""
+    with scripted(slow(3)), sentences() as said:
+        run = train(boost(ours(AUTO, tp_size=2)), 33)
+    balance: Any = run.plugin.report().balance
+    assert [each.rank for each in balance.ranks] == [0, 1, 2, 3]
+    assert balance.ranks[3].migrated > 0.3 and balance.ranks[0].received == 0.0
+    assert balance.unbalanced_seconds == pytest.approx(3.41, rel=0.02)
+    assert any("rank 3 takes" in each for each in said) == (dist.get_rank() == 2)
+
+
+@checks.on(2)
+def without_balancing_it_is_said_once_what_it_would_bring() -> None:
+    for slowdown in (1.0, 4.0):
+        with scripted(slow(1, slowdown=slowdown)), sentences() as said:
+            run = train(boost(ours(BalanceConfig(mode="off"), tp_size=2)), 40)
+        balance: Any = run.plugin.report().balance
+        assert balance.saved_seconds == pytest.approx(0.0) and balance.mode == "off"
+        expected = dist.get_rank() == 0 and slowdown > 1.0
+        assert len(said) == expected, said
+        if expected:
+            assert "rank 1 takes 3.4 times as long" in said[0] and 'BalanceConfig(mode="auto")' in said[0]
+            assert "1.490 s instead of 3.410 s" in said[0]
+
+
+@checks.on(2)
+def by_default_work_migrates_and_no_parameter_changes_its_shape() -> None:
+    expected = train(boost(theirs(tp_size=2)), 70)
+    with scripted(slow(1)), patch.object(hybrid_plugin, "DEFAULT_BALANCE", BalanceConfig(reshard_after=None)):
+        run = boost(ours(tp_size=2))
+        shapes = [each.shape for each in run.model.parameters()]
+        train(run, 70)
+    assert run.plugin.balancer.plan.migrate[1] > 0.3
+    assert shapes == [each.shape for each in run.model.parameters()] and not run.plugin.balancer.has_resharded
+    assert run.losses == pytest.approx(expected.losses, rel=1e-4)
+
+
+@checks.on(2)
+def what_cannot_be_balanced_is_only_measured_by_default() -> None:
+    """Colossal-AI's scripts that use an option that cannot be combined with balancing go on as before."""
+    options = dict(tp_size=2, fp8_communication=True)
+    with pytest.raises(ValueError, match="cannot be combined with fp8_communication=True"):
+        boost(ours(AUTO, **options))
+    with patch.object(hybrid_plugin, "DEFAULT_BALANCE", BalanceConfig(reshard_after=None)), sentences() as said:
+        run = boost(ours(**options))
+    assert not run.plugin.balancer.active
+    assert [each for each in said if "only measured" in each and "fp8_communication=True" in each] == (
+        said if dist.get_rank() == 0 else []
+    )
+    assert run.plugin.balancer.config.mode == "off"
+
+
+@checks.on(2)
+def costs_are_measured_only_if_a_rank_is_slow() -> None:
+    asked = []
+
+    def prepare(*args: Any) -> Any:
+        asked.append(args)
+        return balancer_module.Costs()
+
+    from colossal_hetero.balance import balancer as balancer_module
+
+    for begin, expected in ((10**6, 0), (10, 1)):
+        asked.clear()
+        with scripted(slow(1, begin)), patch.object(balancer_module, "prepare_costs", prepare):
+            run = train(boost(ours(BalanceConfig(), tp_size=2)), 30)
+        assert len(asked) == expected and bool(sum(run.plugin.balancer.plan.migrate)) == bool(expected)
+
+
+@checks.on(2)
+def arguments_of_reports_are_checked() -> None:
+    with pytest.raises(TypeError, match="on_report=3 is not a function"):
+        ours(tp_size=2, on_report=3)
+    for every in (0, 2.5, True):
+        with pytest.raises(ValueError, match=r"report_every=.* must be a number of optimizer steps, at least 1"):
+            ours(tp_size=2, report_every=every)
+
+
+test_on_ranks = checks.test()
