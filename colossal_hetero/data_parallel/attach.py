@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from colossalai.interface import ModelWrapper, OptimizerWrapper
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..colossalai_support.accelerator import get_accelerator
@@ -103,7 +104,22 @@ class MeasuredBatches:
                 f"the model trains with micro-batches of at least {smallest} samples, but max_micro_batch={cap}; allow "
                 "more"
             )
+        if all(kind.max_batch for kind in profile.kinds):
+            self._sum_once(smallest)
         return profile, kept.path
+
+    def _sum_once(self, samples: int) -> None:
+        """Let DDP sum gradients before training, as measuring does, if it searches for unused parameters. If the very
+        first backward pass runs inside ``no_sync``, the first sum fails or waits forever for a parameter that was used
+        in that pass only."""
+        trial = self._trial
+        if any(
+            isinstance(each, DistributedDataParallel) and each.find_unused_parameters for each in trial.model.modules()
+        ):
+            with preserved_state(trial.model, trial.optimizer):
+                self._setup.synchronize(True)
+                trial(samples)
+                trial.optimizer.zero_grad()
 
     def _cached_profile(self, description: ModelDescription, cap: int) -> CachedProfile:
         setup, trial, multiple = self._setup, self._trial, self._loader.multiple_of

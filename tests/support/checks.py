@@ -55,6 +55,7 @@ def _run_all(cases: Sequence[Case]) -> None:
         except BaseException as error:
             error.add_note(f"in {check.__module__}.{check.__qualname__}{args}")
             raise
+        dist.barrier()  # all ranks have made their groups, before the first one destroys its groups
         gc.collect()
 
 

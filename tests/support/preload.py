@@ -11,16 +11,18 @@ import tests.support.training  # noqa: F401
 from colossal_hetero import BalanceConfig
 from colossal_hetero.data_parallel import saved_profile
 from colossal_hetero.plugin.hybrid import hybrid_plugin
-from colossal_hetero.profiling import device_profiler
+from colossal_hetero.profiling import device_profiler, rank_profiler
 
 # isort: split
 from colossalai.device.device_mesh import DeviceMesh
 
 # Where a plugin divides batches, ranks measure the times of passes. Tests do not need precise times, so each size runs
-# only once.
+# only a few times.
 assert device_profiler.MIN_SECONDS > 0 and device_profiler.PEAK_SECONDS > 0.01
-device_profiler.MIN_SECONDS = 0.0
+assert rank_profiler.SYNCHRONIZED_SECONDS > 0 and device_profiler.REPEATS > 2 and rank_profiler.SYNCHRONIZATIONS > 2
+device_profiler.MIN_SECONDS = rank_profiler.SYNCHRONIZED_SECONDS = 0.0
 device_profiler.PEAK_SECONDS = 0.01
+device_profiler.REPEATS = rank_profiler.SYNCHRONIZATIONS = 2
 
 # Ranks of tests share cores, so now and then one seems to be slow. Tests of balancing ask for it.
 assert hybrid_plugin.DEFAULT_BALANCE.mode == "auto"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from colossalai.interface import OptimizerWrapper
@@ -12,7 +13,50 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset, default_collate
 
+from colossal_hetero.data_parallel import attach
+from colossal_hetero.planner.batches.batch_profile import BatchProfile, DeviceProfile, ModelIdentity, TimedBatch
+from colossal_hetero.profiling.rank_profiler import ModelDescription
+
 SAMPLES = 29
+
+
+def equal_devices(
+    _: Any,
+    model: ModelDescription,
+    *,
+    stage: int,
+    replica_of: Sequence[int],
+    precision: str = "fp32",
+    cap: int = 8,
+    multiple_of: int = 1,
+    **__: Any,
+) -> BatchProfile:
+    """The profile of devices that take a second per sample, a quarter of it for the forward pass, without measuring."""
+    sizes = range(multiple_of, max(cap, multiple_of) + 1, multiple_of)
+    kind = DeviceProfile(
+        device="cpu",
+        memory_bytes=2**30,
+        state_bytes=2**20,
+        sample_bytes=2**10,
+        max_batch=sizes[-1],
+        memory_bound=False,
+        points=tuple(TimedBatch(batch=size, seconds=size, forward_seconds=size / 4) for size in sizes),
+    )
+    size = dict(parameter_bytes=0, gradient_bytes=0, optimizer_bytes=0)
+    identity = ModelIdentity(name=model.name, parameters=model.parameters, digest=model.digest, **size)
+    replicas = max(replica_of) + 1
+    return BatchProfile(
+        stage=stage,
+        precision=precision,
+        model=identity,
+        communication_seconds=0.0,
+        kinds=(kind,) * replicas,
+        ranks=tuple(range(replicas)),
+    )
+
+
+unmeasured = patch.object(attach, "profile_ranks", equal_devices)
+"""Decorates a function that ranks run. Measuring before training would take most of its time."""
 
 
 class Numbered(Dataset):

@@ -12,6 +12,7 @@ from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin
 from tests.support.harness import run_ranks
 from tests.support.planning import make_plan, planned, unequal_plan
 from tests.support.training import zero_plugin
+from tests.support.zero_runs import unmeasured
 
 SIZE, GLOBAL_BATCH = 51, 8
 KINDS = ("even", "planned", "unequal", "uneven", "ZeRO")
@@ -56,6 +57,7 @@ def draw(loader: Any, epoch: int, stop: int | None = None) -> list[list[int]]:
     return found
 
 
+@unmeasured
 def draw_each() -> list[tuple[str, list[list[int]]]]:
     found = []
     for seed in (None, 7):

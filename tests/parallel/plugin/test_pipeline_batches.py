@@ -28,11 +28,11 @@ RANKS, STAGES = 4, 2
 
 
 class Images(Dataset):
-    def __init__(self) -> None:
-        self.images = torch.randn(SAMPLES, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    def __init__(self, samples: int = SAMPLES) -> None:
+        self.images = torch.randn(samples, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 
     def __len__(self) -> int:
-        return SAMPLES
+        return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return self.images[index], index % CLASSES
@@ -125,20 +125,12 @@ def assert_equal_to_one_process(
     assert [sum(each) for each in zip(*last, strict=True)] == pytest.approx(losses, rel=rtol)
 
 
-def test_training_equals_that_of_one_process() -> None:
-    cases: list[Any] = [([5, 3], None, {}), ([2, 6], None, {})]
-    for case, results in zip(cases, zip(*run_ranks(RANKS, train_each, cases), strict=True), strict=True):
-        assert_equal_to_one_process(list(results), str(case))
-
-
-def test_zero_in_half_precision_is_close_to_training_in_fp32() -> None:
-    results = run_ranks(RANKS, train, [6, 2], None, {"zero_stage": 1, "precision": "bf16"})
-    assert_equal_to_one_process(results, "ZeRO", rtol=0.05, atol=0.02)
-
-
-def test_a_slow_pipeline_gets_fewer_micro_batches() -> None:
-    cases = [(None, slow, {}) for slow in (0, 1)] + [(None, 0, {"batches": {"method": "uniform"}})]
-    *by_speed, uniform = zip(*run_ranks(RANKS, train_each, cases), strict=True)
+def test_training_equals_that_of_one_process_and_a_slow_pipeline_gets_fewer_micro_batches() -> None:
+    cases: list[Any] = [([5, 3], None, {}), ([6, 2], None, {"zero_stage": 1, "precision": "bf16"})]
+    cases += [(None, 0, {}), (None, 1, {}), (None, 0, {"batches": {"method": "uniform"}})]
+    given, in_half, *by_speed, uniform = zip(*run_ranks(RANKS, train_each, cases), strict=True)
+    assert_equal_to_one_process(list(given), "given")
+    assert_equal_to_one_process(list(in_half), "ZeRO in half precision", rtol=0.05, atol=0.02)
     for slow, results in enumerate(by_speed):
         for result in results:
             assert result["chosen"][:2] == [(4, 4)] * 2
@@ -164,11 +156,8 @@ def check_loaders() -> None:
     assert batches._seconds == (1.0, 2.0) and batches._stages == [STAGES, STAGES]
 
 
-def test_loaders_of_other_plugins_and_further_loaders() -> None:
-    run_ranks(RANKS, check_loaders)
-
-
-def misuse() -> None:
+def check_misuse() -> None:
+    check_loaders()
     _, booster, model, optimizer, loader = boosted()
     batches = iter(loader)
     booster.execute_pipeline(batches, model, loss_of, optimizer, return_loss=True)
@@ -203,8 +192,8 @@ def misuse() -> None:
         )
 
 
-def test_what_cannot_be_divided_is_refused() -> None:
-    run_ranks(RANKS, misuse)
+def test_loaders_of_other_plugins_and_what_cannot_be_divided() -> None:
+    run_ranks(RANKS, check_misuse)
 
 
 def train_until_killed(victim: int) -> None:

@@ -229,7 +229,6 @@ def check_without_plan(expected: list[float]) -> None:
         assert train_planned(run, sizes=sizes) == pytest.approx(expected, rel=1e-5), schedule
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_schedules_run_unequal_chunks_without_a_plan(world: int) -> None:
+def test_schedules_run_unequal_chunks_without_a_plan() -> None:
     expected, _ = train_alone(6, MICRO_BATCH * MICRO_BATCHES)
-    run_ranks(world, check_without_plan, expected)
+    run_ranks(4, check_without_plan, expected)

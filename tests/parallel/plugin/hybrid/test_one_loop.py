@@ -17,10 +17,13 @@ from transformers import BatchEncoding
 from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin
 from colossal_hetero.planner.cost.plan import Plan
 from tests.parallel.plugin.hybrid.test_planned_run import images_and_labels
+from tests.support.checks import Checks
 from tests.support.harness import run_ranks
 from tests.support.planning import make_plan, planned, unequal_plan
 from tests.support.training import assert_same_parameters, boost, loss_of, ours, sgd, theirs, tiny_vit
+from tests.support.zero_runs import unmeasured
 
+checks = Checks()
 ITERATIONS = 3
 MICRO_BATCH, MICRO_BATCHES = 2, 4
 MAX_NORM = 0.5
@@ -70,20 +73,17 @@ def check_as_an_accumulating_loop(rank_order: list[Any], options: dict[str, Any]
     assert_same_parameters(run.parameters, other.parameters, str(options))
 
 
+@checks.on(2)
 def check_each_as_an_accumulating_loop() -> None:
-    for rank_order in ([[[0]], [[1]]], [[[0, 1]]]):
-        for options in (
-            dict(precision="fp32"),
-            dict(precision="bf16"),
-            dict(precision="fp16", initial_scale=1),
-            dict(precision="bf16", zero_stage=1),
-            dict(precision="bf16", zero_stage=2),
-        ):
-            check_as_an_accumulating_loop(rank_order, options)
-
-
-def test_training_equals_a_loop_that_accumulates() -> None:
-    run_ranks(2, check_each_as_an_accumulating_loop)
+    replicas, parts = [[[0]], [[1]]], [[[0, 1]]]
+    for rank_order, options in (
+        (replicas, dict(precision="fp32")),
+        (parts, dict(precision="bf16")),
+        (parts, dict(precision="fp16", initial_scale=1)),
+        (replicas, dict(precision="bf16", zero_stage=1)),
+        (replicas, dict(precision="bf16", zero_stage=2)),
+    ):
+        check_as_an_accumulating_loop(rank_order, options)
 
 
 def check_results(plan: Plan) -> tuple[list[Any], list[Any]]:
@@ -123,6 +123,7 @@ def test_results_are_those_of_colossalais_pipeline() -> None:
                 torch.testing.assert_close(own[key], other[key], rtol=1e-5, atol=1e-6)
 
 
+@checks.on(2)
 def check_without_a_plan() -> None:
     """The plugin's arguments for a pipeline also divide a batch without one."""
     for sizes in (dict(num_microbatches=4), dict(microbatch_size=2), {}):
@@ -145,10 +146,6 @@ def check_without_a_plan() -> None:
     for size in (6, MICRO_BATCH):
         with pytest.raises(ValueError, match=rf"a batch of {size} samples does not fit the plan.*use batch_size=8 \("):
             run.booster.execute_pipeline(iter([images_and_labels(0, size)]), run.model, criterion, run.optimizer)
-
-
-def test_batches_are_divided_as_the_arguments_say() -> None:
-    run_ranks(2, check_without_a_plan)
 
 
 class OwnDict(dict[str, Any]): ...
@@ -192,6 +189,7 @@ def test_batches_may_be_any_mapping(plan: Plan) -> None:
     run_ranks(plan.world_size, check_mappings, plan)
 
 
+@unmeasured
 def check_uneven() -> dict[str, Tensor]:
     """Uneven batches: the loader divides the global batch, and the loop is the same."""
     plugin = HeteroHybridParallelPlugin(1, 1, precision="fp32", batches=BatchConfig(global_batch_size=7))
@@ -218,3 +216,6 @@ def test_uneven_batches_are_trained_with_the_same_loop() -> None:
     for trained in run_ranks(2, check_uneven):
         for key, value in model.state_dict().items():
             torch.testing.assert_close(trained[key], value, rtol=1e-4, atol=1e-6, msg=key)
+
+
+test_batches_are_divided_and_train_as_an_accumulating_loop = checks.test()

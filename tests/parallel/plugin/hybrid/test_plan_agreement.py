@@ -17,6 +17,7 @@ from colossal_hetero.planner.cost.runnable import NoPlanError
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile, save_profile
 from colossal_hetero.plugin.hybrid import plan_agreement
 from tests.parallel.plugin.hybrid.test_planned_run import train_alone, train_planned
+from tests.support.checks import Checks
 from tests.support.harness import run_ranks
 from tests.support.layer_profiles import layer_times
 from tests.support.planning import planned
@@ -24,6 +25,7 @@ from tests.support.training import boost, sgd, tiny_vit
 
 BLOCKS, GLOBAL_BATCH = 6, 16
 CPU = DeviceKind("cpu", 10**9, 1e9)
+checks = Checks()
 
 
 def cluster(speeds: tuple[float, ...]) -> Topology:
@@ -89,6 +91,7 @@ def test_plan_auto_plans_and_trains(from_files: bool, tmp_path: Path) -> None:
     assert "micro-batch 1 × 16" in printed[0]
 
 
+@checks.on(2)
 def check_settings() -> None:
     settings: dict[str, Any] = dict(global_batch_size=GLOBAL_BATCH, method="uniform", micro_batch_sizes=(2,))
     plan = auto_plan(PlanConfig(cluster=cluster((1.0, 0.5)), profile=profile(), unequal=False, **settings))
@@ -112,10 +115,7 @@ def check_settings() -> None:
     assert layers_of == {(0,): 5, (1,): 1}
 
 
-def test_plan_auto_follows_its_settings() -> None:
-    run_ranks(2, check_settings)
-
-
+@checks.on(2)
 def check_refused() -> None:
     planning = PlanConfig(cluster=cluster((1.0,) * 3), profile=profile(), global_batch_size=GLOBAL_BATCH)
     with pytest.raises(ValueError, match="the cluster has 3 devices, but 2 ranks were started; start one rank per"):
@@ -134,10 +134,7 @@ def check_refused() -> None:
         planned("auto", planning=single, pp_size=1)
 
 
-def test_plan_auto_refuses_settings_without_a_plan() -> None:
-    run_ranks(2, check_refused)
-
-
+@checks.on(2)
 def check_sizes() -> None:
     # Equal devices, and gradients that take no time to sum: replicas are the best plan, unless stages are asked for.
     planning = PlanConfig(cluster=cluster((1.0, 1.0)), profile=profile(0), global_batch_size=GLOBAL_BATCH)
@@ -148,10 +145,7 @@ def check_sizes() -> None:
         planned("auto", planning=planning, tp_size=2)
 
 
-def test_plan_auto_uses_the_given_sizes() -> None:
-    run_ranks(2, check_sizes)
-
-
+@checks.on(2)
 def check_replicas_that_differ() -> None:
     # Replicas are the best plan (see check_sizes), and the slow rank takes a third of the samples.
     settings: dict[str, Any] = dict(cluster=cluster((1.0, 0.5)), profile=profile(0), global_batch_size=24)
@@ -164,10 +158,6 @@ def check_replicas_that_differ() -> None:
     assert auto_plan(PlanConfig(**settings), overlap_allgather=True).symmetric
 
 
-def test_replicas_of_plan_auto_may_differ() -> None:
-    run_ranks(2, check_replicas_that_differ)
-
-
 def test_the_size_of_micro_batches_is_kept_if_there_is_a_plan_with_it() -> None:
     def agree(plan: str, planning: PlanConfig, tp_size: int | None) -> Any:
         if planning.micro_batch_sizes == (4,):
@@ -178,3 +168,6 @@ def test_the_size_of_micro_batches_is_kept_if_there_is_a_plan_with_it() -> None:
     with patch.object(plan_agreement, "agree_on_plan", agree):
         found = [plan_agreement.agree_on_next_plan(planning, None, size) for size in (2, 4, None)]
     assert found == [(2,), (1, 2, 4), (1, 2, 4)]
+
+
+test_plan_auto = checks.test()

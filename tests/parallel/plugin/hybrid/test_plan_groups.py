@@ -18,7 +18,7 @@ from colossal_hetero.plugin.hybrid import planned_mesh as groups
 from colossal_hetero.plugin.hybrid.planned_mesh import ordered_group
 from tests.parallel.plugin.hybrid.test_planned_run import MICRO_BATCH, MICRO_BATCHES, train_alone, train_planned
 from tests.support.harness import run_ranks
-from tests.support.planning import make_plan, planned
+from tests.support.planning import make_plan, planned, unequal_plan
 from tests.support.training import boost, sgd, tiny_vit
 
 PLAN = make_plan([[[3], [2]], [[1], [0]]], (1, 3), MICRO_BATCH, MICRO_BATCHES)
@@ -35,8 +35,8 @@ def two_nodes(kinds: tuple[str, str] = ("Ethernet", "Ethernet"), device: str = "
     return Topology(tuple(Device(kind, node=rank // size, cluster=0) for rank in range(2 * size)), nodes, ("here",))
 
 
-def check_groups(plan: Plan, topology: Topology, expected: list[float]) -> dict[tuple[int, ...], str | None]:
-    """Train with the plan. Returns the network interface of each group, by its ranks."""
+def interfaces(plan: Plan, topology: Topology) -> dict[tuple[int, ...], str | None]:
+    """The network interface of each group of several ranks, by its ranks. Equal replicas train over them."""
     made: dict[tuple[int, ...], str | None] = {}
 
     def recorded(ranks: Sequence[int], **options: Any) -> Any:
@@ -46,16 +46,18 @@ def check_groups(plan: Plan, topology: Topology, expected: list[float]) -> dict[
     planning = PlanConfig(cluster=topology, adapters={"Ethernet": Adapter(interface="lo")})
     with patch.object(groups, "ordered_group", recorded):
         plugin = planned(plan, planning=planning)
+        run = boost(plugin, tiny_vit(depth=plan.blocks), sgd)
     assert "GLOO_SOCKET_IFNAME" not in os.environ
     assert os.environ.pop("NCCL_SOCKET_IFNAME") == "=lo"  # NCCL reads its variable once per process, so it stays set
-    assert dist.get_backend(plugin.dp_group) == "gloo"
-    run = boost(plugin, tiny_vit(depth=plan.blocks), sgd)
-    assert train_planned(run) == pytest.approx(expected, rel=1e-5)
-    return made
+    if (plan, topology) == (PLAN, two_nodes()):
+        assert dist.get_backend(plugin.dp_group) == "gloo"
+        expected, _ = train_alone(plan.blocks, plan.global_batch)
+        assert train_planned(run) == pytest.approx(expected, rel=1e-5)
+    return {ranks: name for ranks, name in made.items() if len(ranks) > 1}
 
 
-def check_each(cases: list[tuple[Plan, Topology]], expected: list[float]) -> list[dict[tuple[int, ...], str | None]]:
-    return [check_groups(plan, topology, expected) for plan, topology in cases]
+def interfaces_of_each(cases: list[tuple[Plan, Topology]]) -> list[dict[tuple[int, ...], str | None]]:
+    return [interfaces(plan, topology) for plan, topology in cases]
 
 
 def test_groups_communicate_over_the_network_between_their_members() -> None:
@@ -73,10 +75,14 @@ def test_groups_communicate_over_the_network_between_their_members() -> None:
         *({(1, 3): across, (0, 2): across, (3, 2): None, (1, 0): None} for across in ("lo", "lo", None)),
         {(1, 3): None, (0, 2): "lo", (3, 2): None, (1, 0): "lo"},
     ]
-    losses, _ = train_alone(PLAN.blocks, PLAN.global_batch)
-    for found in run_ranks(4, check_each, cases, losses):
-        made_by_case = [{ranks: name for ranks, name in made.items() if len(ranks) > 1} for made in found]
-        assert made_by_case == expected
+    assert run_ranks(4, interfaces_of_each, cases) == [expected] * 4
+
+
+def test_layers_of_unequal_replicas_are_summed_over_the_networks_of_the_plan() -> None:
+    """Rank 0 is in a node of its own."""
+    plan = unequal_plan(make_plan([[[0]]], [4], 2, 3), make_plan([[[2], [3]]], [1, 3], 2, 2))
+    # The pipeline inside a node, the first block, the other blocks.
+    assert run_ranks(3, interfaces, plan, two_nodes()) == [{(1, 2): None, (0, 1): "lo", (0, 2): "lo"}] * 3
 
 
 def check_other_cluster() -> None:

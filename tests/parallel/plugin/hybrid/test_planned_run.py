@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from colossalai.pipeline import p2p
 from colossalai.shardformer.layer.utils import Randomizer
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from tests.support.harness import run_ranks
 from tests.support.planning import make_plan
 from tests.support.training import Trained, boost, loss_of, sgd, tiny_vit
 
-ITERATIONS = 4
+ITERATIONS = 3
 MICRO_BATCH, MICRO_BATCHES = 2, 4
 
 
@@ -62,6 +63,8 @@ def train_planned(run: Any, iterations: int = ITERATIONS, first: int = 0, sizes:
                 run.optimizer,
                 return_loss=True,
             )["loss"]
+            # No message is kept for longer than a step.
+            assert p2p.dist.batch_isend_irecv.__self__.kept == 0
         else:
             loss = loss_of(run.model(images), labels)
             run.booster.backward(loss, run.optimizer)
@@ -105,22 +108,18 @@ def check_weights(run: Trained, weights: dict[str, Tensor]) -> None:
 
 CASES: dict[int, list[tuple[list, list, dict[str, Any]]]] = {
     2: [
-        ([[[0], [1]]], [(3, 3), (1, 5), (5, 1), (2, 4)], {}),
-        ([[[1], [0]]], [(3, 3), (1, 5), (5, 1)], {}),
+        ([[[0], [1]]], [(1, 5), (2, 4)], {"enable_metadata_cache": False}),
+        ([[[1], [0]]], [(5, 1)], {}),
         ([[[1]], [[0]]], [(2,)], {}),
         ([[[1, 0]]], [(2,)], {}),
     ],
-    3: [([[[0], [1], [2]]], [(2, 2, 2), (1, 4, 1), (3, 1, 2)], {}), ([[[2], [0], [1]]], [(1, 4, 1)], {})],
+    3: [([[[0], [1], [2]]], [(1, 4, 1), (3, 1, 2)], {}), ([[[2], [0], [1]]], [(1, 4, 1)], {})],
     4: [
-        ([[[0, 1], [2, 3]]], [(1, 3)], {}),
         ([[[3, 1], [2, 0]]], [(3, 1)], {}),
-        ([[[0], [1]], [[2], [3]]], [(1, 3)], {}),
         ([[[3], [2]], [[1], [0]]], [(1, 3)], {}),
         # In one data-parallel group the first replica has the lower rank, in the other group the higher one.
         ([[[1], [2]], [[3], [0]]], [(3, 1)], {}),
-        ([[[0], [2]], [[1], [3]]], [(3, 1)], {"dp_outside": False}),
         ([[[3], [0]], [[1], [2]]], [(3, 1)], {"dp_outside": False}),
-        ([[[2, 0]], [[1, 3]]], [(2,)], {}),
         ([[[0, 2]], [[3, 1]]], [(2,)], {}),
     ],
 }

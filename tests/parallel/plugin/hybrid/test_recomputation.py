@@ -25,7 +25,7 @@ from tests.support.random_examples import IS_THOROUGH
 from tests.support.sharding import randomize
 from tests.support.training import boost, scripted, sgd, tiny_vit
 
-STEPS = 3
+STEPS = 2
 DROPOUT = 0.2
 
 Result = tuple[list[float | None], dict[str, Tensor], int]

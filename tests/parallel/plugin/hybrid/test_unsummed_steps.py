@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,15 +13,15 @@ from torch import Tensor, nn
 
 from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin
 from tests.parallel.plugin.test_pipeline_batches import Images
-from tests.support.harness import run_ranks
+from tests.support.checks import Checks
 from tests.support.language_models import gpt2, tokens
-from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import CLASSES, Trained, batch, boost, loss_of, ours, sgd, tiny_vit
 
 UNSUMMED = r"inside no_sync\(\), so the ranks have different gradients"
 SAMPLES = 4
 """Of a batch of one replica."""
 STAGES = dict(pp_size=2, microbatch_size=2)
+checks = Checks()
 
 
 def criterion(outputs: Any, inputs: Any) -> Tensor:
@@ -77,6 +76,7 @@ def check_as_alone(run: Trained, steps: list[list[int]], replicas: int = 2, tole
 # Passes inside no_sync ---------------------------------------------------------------------------------------------
 
 
+@checks.on(4)
 def check_pipelines() -> None:
     for options, tolerance in ((dict(zero_stage=0), 1e-6), (dict(zero_stage=1, precision="bf16"), 0.02)):
         run = boost(ours(tp_size=1, **STAGES, **options), tiny_vit(), sgd)
@@ -88,6 +88,7 @@ def check_pipelines() -> None:
         check_as_alone(run, [[1, 2]], tolerance=tolerance)
 
 
+@checks.on(4)
 def check_divided_batches() -> None:
     plugin = HeteroHybridParallelPlugin(1, precision="fp32", batches=BatchConfig(global_batch_size=16), **STAGES)
     booster = Booster(plugin=plugin)
@@ -100,6 +101,7 @@ def check_divided_batches() -> None:
     check_refused(run)
 
 
+@checks.on(2)
 def check_tied_stages() -> None:
     run = boost(ours(tp_size=1, custom_policy=None, **STAGES), gpt2(), sgd)
     execute(run, text(0), synced=False)
@@ -138,6 +140,7 @@ def check_as_language_model_alone(run: Trained, numbers: list[int]) -> nn.Module
     return model
 
 
+@checks.on(2)
 def check_two_optimizers() -> None:
     run = boost(ours(tp_size=1), tiny_vit(), lambda model: torch.optim.SGD(model.blocks.parameters(), lr=0.1))
     head = torch.optim.SGD(run.model.unwrap().head.parameters(), lr=0.1)
@@ -188,6 +191,7 @@ def forward_outside_no_sync(run: Trained) -> None:
 LOOPS = (two_forward_passes, two_backward_passes, forward_inside_no_sync, forward_outside_no_sync)
 
 
+@checks.on(2)
 def check_loops() -> None:
     for options in ({}, dict(find_unused_parameters=True), dict(precision="bf16", zero_stage=1)):
         for loop in LOOPS:
@@ -199,11 +203,7 @@ def check_loops() -> None:
             check_as_alone(run, [[0, 1]] * 2, int(run.plugin.dp_size), tolerance)
 
 
-@pytest.mark.parametrize("ranks", [2, 3] if IS_THOROUGH else [2])
-def test_gradients_of_each_backward_pass_are_summed(ranks: int) -> None:
-    run_ranks(ranks, check_loops)
-
-
+@checks.on(2)
 def check_static_graph() -> None:
     run = boost(ours(tp_size=1, static_graph=True), tiny_vit(), sgd)
     with pytest.raises(RuntimeError, match="with static_graph=True, DDP sums gradients only if there is one backward"):
@@ -213,6 +213,7 @@ def check_static_graph() -> None:
 # Parameters that a rank does not use -------------------------------------------------------------------------------
 
 
+@checks.on(2)
 def check_unused() -> None:
     model: Any = tiny_vit()
     model.last = nn.ModuleList([nn.Linear(CLASSES, CLASSES), nn.Linear(CLASSES, CLASSES)])
@@ -237,6 +238,7 @@ def language_pass(run: Trained, number: int, synced: bool = True) -> None:
             run.booster.backward(run.model(**inputs)["loss"] / 2, run.optimizer)
 
 
+@checks.on(2)
 def check_sequence_parallelism() -> None:
     run = boost(ours(tp_size=dist.get_world_size(), **SEQUENCE), gpt2(), sgd)
     language_pass(run, 0)
@@ -256,11 +258,7 @@ def check_sequence_parallelism() -> None:
         finish(run)
 
 
-@pytest.mark.parametrize("ranks", [2, 3] if IS_THOROUGH else [2])
-def test_sequence_parallelism_sums_gradients_once_before_a_step(ranks: int) -> None:
-    run_ranks(ranks, check_sequence_parallelism)
-
-
+@checks.on(2)
 def check_tied_twice() -> None:
     run = boost(ours(tp_size=1, **STAGES), gpt2(), sgd)
     execute(run, text(0))
@@ -276,6 +274,9 @@ def check_tied_twice() -> None:
 # Gradients in shards -----------------------------------------------------------------------------------------------
 
 
+@checks.on(2, dict(zero_stage=1))
+@checks.on(2, dict(zero_stage=2, overlap_allgather=True))
+@checks.on(4, dict(zero_stage=1, **STAGES))
 def check_shards(options: dict[str, Any]) -> None:
     def some_pass(number: int) -> None:
         if run.plugin.pp_size > 1:
@@ -311,20 +312,4 @@ def check_shards(options: dict[str, Any]) -> None:
         some_pass(4)
 
 
-def check_all(ranks: int) -> None:
-    checks: list[Any] = {
-        2: [check_tied_stages, check_two_optimizers, check_static_graph, check_unused, check_tied_twice],
-        4: [check_pipelines, check_divided_batches],
-    }[ranks]
-    shards: dict[int, list[dict[str, Any]]] = {
-        2: [dict(zero_stage=1), dict(zero_stage=2, overlap_allgather=True)],
-        4: [dict(zero_stage=1, **STAGES)],
-    }
-    for check in (*checks, *(partial(check_shards, options) for options in shards[ranks])):
-        check()
-        dist.barrier()  # before groups are destroyed
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_steps_on_gradients_that_are_not_summed_are_refused(ranks: int) -> None:
-    run_ranks(ranks, check_all, ranks, timeout_seconds=280)
+test_steps_on_gradients_that_are_not_summed_are_refused = checks.test()

@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 from colossal_hetero.planner.batches.batch_profile import PASSES
 from tests.support.harness import run_ranks
 from tests.support.training import zero_plugin
+from tests.support.zero_runs import unmeasured
 
 WIDTH = 300
 RANKS = 2
@@ -91,6 +92,7 @@ CASES: list[tuple[int, dict[str, Any], float, float]] = [
 """Stage, options of the plugin, and how often the bytes cross the network in the passes and in the step."""
 
 
+@unmeasured
 def all_passes_sent() -> list[tuple[float, float]]:
     return [passes_sent(stage, options) for stage, options, *_ in CASES]
 

@@ -17,19 +17,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from colossalai.booster import Booster
+from colossalai.pipeline.schedule.v_schedule import PipelineGraph
 from torch import Tensor, nn
 
 from colossal_hetero.plugin.zero import late_parameters
 from colossal_hetero.plugin.zero.late_parameters import LateParameter
 from colossal_hetero.plugin.zero.overlapped_optimizer import OverlappedZeroOptimizer
-from tests.parallel.plugin.hybrid.test_colossalai_on_cpu import zero_bubble
 from tests.support.harness import run_ranks
 from tests.support.language_models import gpt2, tokens
 from tests.support.training import assert_same_parameters, boost, ours, sgd, theirs, tiny_vit, zero_plugin
 from tests.support.training import train as train_vit
-from tests.support.zero_runs import Numbered, make_optimizer, sizes_by_rank
+from tests.support.zero_runs import Numbered, make_optimizer, sizes_by_rank, unmeasured
 
-EPOCHS = 7
+EPOCHS = 3
 """Of three global batches each, and so of three steps."""
 ON = dict(overlap_communication=True, overlap_allgather=True)
 OFF = dict(overlap_communication=False, overlap_allgather=False)
@@ -124,6 +124,7 @@ def train(
     return {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
 
 
+@unmeasured
 def train_cases(cases: list[dict[str, Any]]) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
     """The parameters of each case with and without overlap."""
     results = []
@@ -168,6 +169,7 @@ def test_training_equals_that_without_overlap(ranks: int) -> None:
                 )
 
 
+@unmeasured
 def started_when() -> tuple[list[str], list[bool], list[bool]]:
     """What happens in a backward pass, and which weights are late after a step and in the first layer's forward pass.
 
@@ -216,6 +218,7 @@ def test_communication_starts_in_the_backward_pass_and_ends_in_the_next_forward_
 READERS = ["state_dict", "evaluation", "shared", "listed", "copied", "pickled", "stepped", "saved", "assigned"]
 
 
+@unmeasured
 def read_after_step(folder: str) -> dict[str, list[Tensor]]:
     """By who reads the first layer's weight after a step: what is read, and what is right."""
     model, optimizer, criterion, loader = boosted(1, "sgd", [[5], [6]], **ON)
@@ -285,6 +288,7 @@ def test_nobody_reads_unfinished_parameters(tmp_path: Path) -> None:
 COMPILED = ["whole", "layer", "wrapped"]
 
 
+@unmeasured
 def errors_of_compiled_models() -> list[str]:
     """What training raises if a model is compiled, by :data:`COMPILED`."""
     errors = []
@@ -320,7 +324,16 @@ def test_late_parameters_of_compiled_models_are_refused() -> None:
             assert error.endswith("use one of overlap_allgather=True and torch.compile"), errors
 
 
-STEPS = 8
+STEPS = 3
+
+
+def zero_bubble(microbatches: int) -> dict[str, Any]:
+    """Plugin arguments for a zero-bubble schedule of two stages."""
+    costs = dict(f_cost=6, b_cost=6, w_cost=6, c_cost=6, f_mem=1.5, b_mem=-0.75, w_mem=-0.75)
+    schedule = PipelineGraph(n_stage=2, n_micro=microbatches, **costs).get_v_schedule()
+    return dict(pp_style="zbv", num_model_chunks=2, scheduler_nodes=schedule, num_microbatches=microbatches)
+
+
 HYBRID: dict[int, list[tuple[dict[str, Any], int]]] = {
     2: [(dict(tp_size=1), 2), (dict(tp_size=1, max_norm=0.5), 1)],
     4: [
@@ -453,6 +466,7 @@ def test_with_zero_each_optimizer_needs_its_own_backward_pass() -> None:
     run_ranks(2, step_another)
 
 
+@unmeasured
 def kept_gradients() -> list[int]:
     """How many whole gradients are in memory when a sum starts, in a backward pass of ZeRO stage 2 with many sums."""
     model, optimizer, criterion, loader = boosted(2, "sgd", [[5], [6]], **OFF)

@@ -23,7 +23,7 @@ from tests.support.planning import make_plan, unequal_plan
 from tests.support.sharding import randomize
 from tests.support.training import boost, tiny_vit
 
-STEPS, MICRO_BATCH, VOCABULARY = 10, 2, 101
+STEPS, MICRO_BATCH, VOCABULARY = 4, 2, 101
 SIZES = dict(vocab_size=VOCABULARY, hidden_size=24, intermediate_size=36, num_hidden_layers=4, num_attention_heads=4)
 
 

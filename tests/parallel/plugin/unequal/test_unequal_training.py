@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from functools import partial
 from itertools import chain
@@ -22,11 +21,7 @@ from torch.utils.data import Dataset
 from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin, PlanConfig
 from colossal_hetero.colossalai_support.corrections import ModuleProxy
 from colossal_hetero.common import ranks
-from colossal_hetero.planner.cluster.group_networks import Adapter
 from colossal_hetero.planner.cost.plan import Plan
-from colossal_hetero.plugin.hybrid import planned_mesh
-from colossal_hetero.plugin.hybrid.planned_mesh import ordered_group
-from tests.parallel.plugin.hybrid.test_plan_groups import two_nodes
 from tests.parallel.plugin.unequal.test_unequal_replicas import PLANS, exact_zero, gpt2, samples
 from tests.support.harness import run_ranks
 from tests.support.planning import make_plan, unequal_plan
@@ -62,10 +57,14 @@ def boost_with(loader: Any, plugin: Any) -> Trained:
     return Trained([], model, optimizer, booster, plugin)
 
 
-def step(run: Any, batches: Any) -> float | None:
-    result = run.booster.execute_pipeline(
+def execute(run: Any, batches: Any) -> dict[str, Any]:
+    return run.booster.execute_pipeline(
         batches, run.model, lambda outputs, inputs: loss_of(outputs, inputs[1]), run.optimizer, return_loss=True
     )
+
+
+def step(run: Any, batches: Any) -> float | None:
+    result = execute(run, batches)
     run.optimizer.step()
     run.optimizer.zero_grad()
     return None if result["loss"] is None else float(result["loss"])
@@ -138,20 +137,13 @@ EPOCHS = [(2 * GLOBAL_BATCH, False), (2 * GLOBAL_BATCH + 8, False), (25, True)]
 """Samples of the data set, and ``drop_last``."""
 
 
-def load() -> tuple[list[Any], Any, list[int]]:
-    return [draw(*epoch) for epoch in EPOCHS], resume(2), evaluate()
+def draw_each() -> list[Any]:
+    return [draw(*epoch) for epoch in EPOCHS]
 
 
-def test_loaders_of_replicas() -> None:
-    """An epoch has every sample once, a loader resumes in an epoch, and replicas evaluate equal shares."""
-    results = run_ranks(3, load, timeout_seconds=280)
-    for epoch, drawn in zip(EPOCHS, zip(*(drawn for drawn, _, _ in results), strict=True), strict=True):
+def test_an_epoch_has_every_sample_once() -> None:
+    for epoch, drawn in zip(EPOCHS, zip(*run_ranks(3, draw_each), strict=True), strict=True):
         check_epoch(drawn, *epoch)
-    for _, (resumed, undisturbed), _ in results:
-        assert resumed == undisturbed and resumed
-    evaluated = [found for _, _, found in results]
-    assert evaluated[1] == evaluated[2]
-    assert sorted(evaluated[0] + evaluated[1]) == list(range(12))
 
 
 def check_epoch(results: Any, size: int, drop_last: bool) -> None:
@@ -171,29 +163,6 @@ def check_epoch(results: Any, size: int, drop_last: bool) -> None:
         optimizer.step()
         optimizer.zero_grad()
         assert loss == pytest.approx(own.item(), rel=1e-5)
-
-
-def resume(steps: int) -> tuple[list[list[int]], list[list[int]]]:
-    """What this replica draws after a state was loaded that was saved after ``steps``, and without that."""
-    plugin = plugin_for()
-    make = lambda: plugin.prepare_dataloader(NumberedImages(4 * GLOBAL_BATCH), shuffle=True)  # noqa: E731
-    loader = make()
-    run = boost_with(loader, plugin)
-    drawn: list[list[int]] = []
-
-    def batches() -> Any:
-        for inputs, labels, numbers in loader:
-            drawn.append(numbers.tolist())
-            yield inputs, labels
-
-    iterator, state = batches(), None
-    for number in range(len(loader)):
-        step(run, iterator)
-        if number + 1 == steps:
-            state = loader.state_dict()
-    resumed = make()
-    resumed.load_state_dict(state)
-    return [numbers.tolist() for _, _, numbers in resumed], drawn[steps:]
 
 
 def train_and_evaluate() -> tuple[list[float], list[float]]:
@@ -219,12 +188,6 @@ def test_training_goes_on_after_an_evaluation() -> None:
             evaluated.append(loss_of(model(inputs), labels).item())
     for found in run_ranks(3, train_and_evaluate):
         assert found == (pytest.approx(trained, rel=1e-5), pytest.approx(evaluated, rel=1e-5))
-
-
-def evaluate() -> list[int]:
-    plugin = plugin_for()
-    loader = plugin.prepare_dataloader(NumberedImages(12), 3)
-    return [number for _, _, numbers in loader for number in numbers.tolist()]
 
 
 # Messages -----------------------------------------------------------------------------------------------------------
@@ -276,36 +239,28 @@ def train_precisely(options: dict[str, Any], scale: float | None) -> tuple[list[
 HALF = [(precision, zero_stage) for precision in ("bf16", "fp16") for zero_stage in (0, 1)]
 
 
-def train_in_half_precision() -> list[list[float]]:
+def train_in_half_precision() -> tuple[list[list[float]], list[Any]]:
+    """Losses of each case, and what happens in each stage of ZeRO if gradients overflow."""
     found = []
     for precision, zero_stage in HALF:
         options = dict(precision=precision, zero_stage=zero_stage, max_norm=100.0, initial_scale=2.0**8)
         losses, _, changed = train_precisely(options, None)
         assert all(changed)
         found.append(losses)
-    return found
+    options = dict(precision="fp16", initial_scale=2.0**8, hysteresis=1)
+    return found, [train_precisely(options | dict(zero_stage=zero_stage), 2.0**8) for zero_stage in (0, 1)]
 
 
-def test_half_precision_trains_like_one_process() -> None:
+def test_half_precision_trains_like_one_process_and_an_overflow_in_one_replica_stops_the_step_of_all() -> None:
     model = vit()
     expected = train_alone(model, sgd(model), range(4))
-    for found in run_ranks(3, train_in_half_precision):
+    for found, overflown in run_ranks(3, train_in_half_precision):
         for case, losses in zip(HALF, found, strict=True):
             assert losses == pytest.approx(expected, rel=2e-2), case
-
-
-def overflow() -> list[Any]:
-    options = dict(precision="fp16", initial_scale=2.0**8, hysteresis=1)
-    return [train_precisely(options | dict(zero_stage=zero_stage), 2.0**8) for zero_stage in (0, 1)]
-
-
-def test_an_overflow_in_one_replica_stops_the_step_of_all() -> None:
-    model = vit()
-    expected = train_alone(model, sgd(model), range(3))
-    for losses, scale, changed in chain.from_iterable(run_ranks(3, overflow)):
-        assert changed == [True, True, False, True]
-        assert scale == 2.0**7
-        assert losses[3] == pytest.approx(expected[2], rel=1e-1)  # trains on from the weights before
+        for losses, scale, changed in overflown:
+            assert changed == [True, True, False, True]
+            assert scale == 2.0**7
+            assert losses[3] == pytest.approx(expected[2], rel=1e-1)  # trains on from the weights before
 
 
 def train_equal(planning: PlanConfig, zero_stage: int) -> list[float]:
@@ -369,21 +324,24 @@ def fail_in(passes: list[int], gradient: Tensor) -> None:
     assert passes[0] > 0, "the last pass fails"
 
 
-def train_after_an_error() -> list[Tensor]:
-    """Values after training, in which the last pass of a batch may have failed when some sums had been started."""
+def train_after_an_error(zero_stage: int) -> list[Tensor]:
+    """Values after training, in which the last pass of a batch may have failed when some sums had been started, and
+    after gradients of another batch had been summed."""
     plan = unequal_plan(*(make_plan([[[rank]]], [4], 2, count) for rank, count in enumerate((3, 1))))
     values = []
     for fails in (False, True):
-        plugin = exact_zero(plan, zero_stage=1, zero_bucket_size_in_m=500 / 2**20)
+        options = dict(zero_stage=1, zero_bucket_size_in_m=500 / 2**20) if zero_stage else {}
+        plugin = exact_zero(plan, **options) if zero_stage else HeteroHybridParallelPlugin(plan=plan, precision="fp32")
         run = boost(plugin, vit(), sgd)
-        mine = share(plugin)
+        mine = share(run.plugin)
         for number in range(3):
             inputs, labels = images(number, 8)
             if fails and number == 1:
+                execute(run, iter([(inputs[mine] + 2, labels[mine])]))
                 first = next(run.model.unwrap().parameters())
                 hook = first.register_hook(partial(fail_in, [plan.replicas[dist.get_rank()].micro_batches]))
                 with pytest.raises(AssertionError, match="the last pass fails"):
-                    step(run, iter([(inputs[mine] + 1, labels[mine])]))
+                    execute(run, iter([(inputs[mine] + 1, labels[mine])]))
                 run.optimizer.zero_grad()
                 hook.remove()
             step(run, iter([(inputs[mine], labels[mine])]))
@@ -391,8 +349,12 @@ def train_after_an_error() -> list[Tensor]:
     return values
 
 
+def train_after_errors() -> list[list[Tensor]]:
+    return [train_after_an_error(zero_stage) for zero_stage in (0, 1)]
+
+
 def test_gradients_of_a_pass_that_failed_are_forgotten() -> None:
-    for undisturbed, disturbed in run_ranks(2, train_after_an_error):
+    for undisturbed, disturbed in chain.from_iterable(run_ranks(2, train_after_errors)):
         assert torch.equal(undisturbed, disturbed)
 
 
@@ -475,37 +437,6 @@ def save_and_load_each(folder: Path) -> list[Any]:
 def test_plain_checkpoints_are_loaded_again(tmp_path: Path) -> None:
     for undisturbed, loaded in chain.from_iterable(run_ranks(3, save_and_load_each, tmp_path)):
         assert loaded == pytest.approx(undisturbed, rel=1e-6)
-
-
-# Networks -----------------------------------------------------------------------------------------------------------
-
-
-def interfaces() -> tuple[dict[tuple[int, ...], str | None], float]:
-    """The network interface of each group, by its ranks, and the loss of a step. Rank 0 is in a node of its own."""
-    made: dict[tuple[int, ...], str | None] = {}
-
-    def recorded(ranks: Any, **options: Any) -> Any:
-        made[tuple(ranks)] = os.environ.get("GLOO_SOCKET_IFNAME")
-        return ordered_group(ranks, **options)
-
-    planning = PlanConfig(cluster=two_nodes(), adapters={"Ethernet": Adapter(interface="lo")})
-    plan = unequal_plan(make_plan([[[0]]], [4], 2, 3), make_plan([[[2], [3]]], [1, 3], 2, 2))
-    with patch.object(planned_mesh, "ordered_group", recorded):
-        run = boost(HeteroHybridParallelPlugin(plan=plan, planning=planning, precision="fp32"), vit(), sgd)
-        (loss,) = train(run, [0])
-    return made, loss
-
-
-def test_layers_are_summed_over_the_networks_of_the_plan() -> None:
-    inputs, labels = images(0, GLOBAL_BATCH)
-    expected = loss_of(vit()(inputs), labels).item()
-    for made, loss in run_ranks(3, interfaces):
-        assert {ranks: name for ranks, name in made.items() if len(ranks) > 1} == {
-            (1, 2): None,  # the pipeline, inside a node
-            (0, 1): "lo",  # the first block
-            (0, 2): "lo",
-        }
-        assert loss == pytest.approx(expected, rel=1e-5)
 
 
 # What is refused ----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, default_collate
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import zero_plugin
-from tests.support.zero_runs import assert_trained, fit, loss_of, sizes_by_rank
+from tests.support.zero_runs import assert_trained, fit, loss_of, sizes_by_rank, unmeasured
 
 SAMPLES, GLOBAL_BATCH = 32, 8
 BROKEN = {0, 3, 9, 12, 16, 28}
@@ -46,6 +46,7 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
+@unmeasured
 def boost(stage: int, data: Dataset, division: Any, **options: Any) -> Any:
     """Model, optimizer and loader."""
     collate = options.pop("collate_fn", None)

@@ -15,6 +15,7 @@ from torch import nn
 from tests.parallel.plugin.zero.test_training_scripts import boosted
 from tests.support.harness import answer, start_ranks
 from tests.support.random_examples import IS_THOROUGH
+from tests.support.zero_runs import unmeasured
 
 RANKS = 3
 STAGES = (0, 1, 3)
@@ -24,6 +25,7 @@ def kill_this_rank(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@unmeasured
 def train_until_killed(stage: int, victim: int, place: str) -> None:
     """Train; in its second global batch the rank ``victim`` ends in ``place``."""
     model, optimizer, criterion, loader = boosted(stage)

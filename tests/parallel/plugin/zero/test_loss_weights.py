@@ -17,7 +17,7 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import zero_plugin
-from tests.support.zero_runs import assert_trained, flat, sizes_by_rank
+from tests.support.zero_runs import assert_trained, flat, sizes_by_rank, unmeasured
 
 SAMPLES, GLOBAL_BATCH, LENGTH, WORDS = 16, 8, 9, 31
 IGNORED = -100
@@ -68,6 +68,7 @@ def batches(loader: Any) -> Iterator[dict[str, Tensor]]:
             done += loader.is_last
 
 
+@unmeasured
 def train(
     stage: int, model_name: str, division: list[list[int]], folder: str, weight_by: Any = None, every: int = 1
 ) -> dict[str, Any]:
@@ -167,6 +168,7 @@ class Rare(Sentences):
         return sample if 8 <= index < 16 else {"input_ids": sample["input_ids"], "labels": sample["input_ids"]}
 
 
+@unmeasured
 def boost(dataset: Dataset, model: nn.Module, criterion: Any, **options: Any) -> Any:
     plugin = zero_plugin(0, GLOBAL_BATCH, max_micro_batch=8, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

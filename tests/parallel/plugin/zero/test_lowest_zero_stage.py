@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
 import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from colossal_hetero import HeteroZeroPlugin
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import zero_plugin
-from tests.support.zero_runs import Numbered, fit, flat, make_model, make_optimizer
+from tests.support.zero_runs import Numbered, fit, flat, make_model, make_optimizer, unmeasured
 
 
 class Noisy(nn.Module):
@@ -50,12 +50,7 @@ def random_numbers() -> list[Any]:
     return [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
 
-def measure_and_look() -> None:
-    for stage in (0, 1, 2, 3):
-        measure_and_look_at(stage)
-
-
-def measure_and_look_at(stage: int) -> None:
+def measure_and_look(stage: int) -> None:
     plugin = zero_plugin(stage, 8)
     model = Noisy()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -77,42 +72,7 @@ def measure_and_look_at(stage: int) -> None:
 
 
 def test_measuring_leaves_no_trace() -> None:
-    run_ranks(2, measure_and_look)
-
-
-def train_a_little(stage: int, profile: str | None, **options: Any) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
-    plugin = zero_plugin(stage, 8, profile=profile, **options)
-    trained = fit(*boost(plugin, make_model(), shuffle=True))
-    return trained, [share.sizes for share in plugin.allocation.shares]
-
-
-def train_twice(path: str) -> None:
-    never = float("inf")  # so small a model has noisy times, and the test compares the division from the profile
-    first, sizes = train_a_little(1, path, reallocate_above=never)
-    torch.distributed.barrier()
-    written = Path(path).read_text()
-    again, same_sizes = train_a_little(1, path, reallocate_above=never)
-    assert Path(path).read_text() == written
-    assert sizes == same_sizes
-    assert torch.equal(first, again)
-    with pytest.raises(ValueError, match="made at stage 1, not 2"):
-        train_a_little(2, path)
-
-
-def test_a_profile_is_written_and_used_again(tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    run_ranks(3, train_twice, str(path))
-    content = json.loads(path.read_text())
-    assert content["schema"] == 1 and content["stage"] == 1
-    assert len(content["ranks"]) == 3
-    # A user may edit the profile. Here it then says that rank 1 is much slower, so rank 1 gets fewer samples.
-    for kind, slowness in zip(content["kinds"], (1, 5, 1), strict=True):
-        for point in kind["points"]:
-            point["seconds"] = slowness * point["batch"]
-            point["forward_seconds"] = None
-    path.write_text(json.dumps(content))
-    for _, sizes in run_ranks(3, train_a_little, 1, str(path)):
-        assert sum(sizes[1]) < min(sum(sizes[0]), sum(sizes[2]))
+    run_ranks(2, at_each_stage, measure_and_look)
 
 
 def fail_on(rank: int) -> None:
@@ -158,6 +118,7 @@ def train_within(more_mib: list[int], stage: int | str) -> None:
     fit(*boost(plugin, Wide()))
 
 
+@unmeasured
 def train_above_each(cases: list[tuple[int, int | str, str]]) -> list[tuple[int, torch.Tensor]]:
     return [train_above(*case) for case in cases]
 
@@ -181,6 +142,10 @@ def train_above(highest: int, stage: int | str, precision: str) -> tuple[int, to
     return plugin.stage, trained
 
 
+def at_each_stage(function: Callable[[int], Any]) -> list[Any]:
+    return [function(stage) for stage in (0, 1, 2, 3)]
+
+
 def stage_of(model: nn.Module) -> int:
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
         return 0
@@ -190,7 +155,7 @@ def stage_of(model: nn.Module) -> int:
 def test_auto_chooses_the_first_stage_that_fits_on_all_ranks() -> None:
     # `stage_of` cannot distinguish stages 1 and 2, so either both fail or neither does.
     expected = {-1: 0, 0: 1, 1: 3}
-    settings = [(highest, precision) for highest in expected for precision in ("fp32", "bf16")]
+    settings = [(-1, "bf16"), (0, "fp32"), (1, "bf16"), (1, "fp32")]
     chosen: list[tuple[int, int | str, str]] = [(highest, "auto", precision) for highest, precision in settings]
     given: list[tuple[int, int | str, str]] = [(-1, expected[highest], precision) for highest, precision in settings]
     for results in run_ranks(2, train_above_each, chosen + given):

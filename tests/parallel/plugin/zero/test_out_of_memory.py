@@ -26,6 +26,7 @@ from tests.support.zero_runs import (
     make_model,
     make_optimizer,
     sizes_by_rank,
+    unmeasured,
 )
 
 DIVISION = [[3, 2], [1, 2]]
@@ -73,6 +74,7 @@ def noticed(model: nn.Module) -> Any:
     Limited.outside = False
 
 
+@unmeasured
 def train_on(failing: int, path: str | None = None, stages: tuple[int, ...] = (0, 1, 2), phase: str = "forward") -> Any:
     trained = []
     with patch.object(out_of_memory, "stored_outside", noticed), patch.object(out_of_memory, "MIN_BYTES", 1):
@@ -135,6 +137,7 @@ def train_within(room: int | None) -> torch.Tensor:
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
+@unmeasured
 def train_with_and_without_a_limit() -> bool:
     """Whether both give the same parameters. Asserts that the limit was reached."""
     map_large_tensors()

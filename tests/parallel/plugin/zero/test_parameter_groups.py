@@ -20,7 +20,16 @@ from tests.parallel.plugin.zero.test_training_scripts import Sentences, boosted,
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import zero_plugin
-from tests.support.zero_runs import Numbered, assert_trained, fit, flat, global_batches, make_model, sizes_by_rank
+from tests.support.zero_runs import (
+    Numbered,
+    assert_trained,
+    fit,
+    flat,
+    global_batches,
+    make_model,
+    sizes_by_rank,
+    unmeasured,
+)
 
 GLOBAL_BATCH = 8
 DIVISION = {2: [[3, 2], [1, 2]], 3: [[2, 1], [1, 0], [3, 1]]}
@@ -30,7 +39,7 @@ MAX_NORM = 0.05
 def make_lora(booster: Booster | None = None) -> nn.Module:
     """BERT with adapters of random weights; only they and the classifier are trained."""
     config = LoraConfig(task_type="SEQ_CLS", r=3, lora_alpha=6, lora_dropout=0.0, init_lora_weights=False)
-    base = make_transformer(frozen=False, recomputes=False)
+    base = make_transformer()
     torch.manual_seed(7)
     if booster is None:
         return get_peft_model(base, config)
@@ -91,6 +100,7 @@ if IS_THOROUGH:
     LORA_CASES += [(3, True, MAX_NORM, False), (0, True, MAX_NORM, False), ("auto", False, 0.0, False)]
 
 
+@unmeasured
 def train_each_lora(folder: str) -> list[list[torch.Tensor]]:
     return [train_lora(*case, f"{folder}/{number}") for number, case in enumerate(LORA_CASES)]
 
@@ -109,7 +119,7 @@ def test_adapters_are_trained_as_in_one_process(ranks: int, tmp_path: Path) -> N
         once, twice = map(flat, models)
         cases = [f"stage {stage}, {when}" for when in ("saved", "trained on", "loaded and trained on")]
         assert_trained([result[number] for result in results], cases, (once, twice, twice), atol=1e-5)
-        saved = PeftModel.from_pretrained(make_transformer(False, False), str(tmp_path / str(number) / "adapters"))
+        saved = PeftModel.from_pretrained(make_transformer(), str(tmp_path / str(number) / "adapters"))
         trained = {name: value for name, value in models[0].named_parameters() if value.requires_grad}
         there = dict(saved.named_parameters())
         assert trained and trained.keys() <= there.keys()
@@ -128,6 +138,7 @@ def train_a_part(stage: int) -> torch.Tensor:
     return fit(model, optimizer, loader)
 
 
+@unmeasured
 def train_parts() -> list[torch.Tensor]:
     return [train_a_part(stage) for stage in (0, 3)]
 
@@ -161,7 +172,7 @@ def refuse_optimizers() -> None:
     for stage in (0, 1, 3):
         plugin = zero_plugin(stage, GLOBAL_BATCH)
         booster = Booster(plugin=plugin)
-        base = make_transformer(False, False)
+        base = make_transformer()
         optimizer = torch.optim.SGD(base.parameters(), lr=0.1)
         model = booster.enable_lora(base, lora_config=LoraConfig(task_type="SEQ_CLS", r=2))
         with pytest.raises(ValueError, match=r"such as .*lora_A.*are not in the optimizer"):
@@ -172,6 +183,7 @@ def test_optimizers_that_would_train_something_else_are_refused() -> None:
     run_ranks(1, refuse_optimizers)
 
 
+@unmeasured
 def save_without_adapters(folder: str) -> None:
     model = boosted(3)[0]
     with pytest.raises(ValueError, match="no adapters to save"):

@@ -15,7 +15,7 @@ from tests.parallel.plugin.zero.test_trials import Unchanged
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import zero_plugin
-from tests.support.zero_runs import assert_trained, fit, global_batches, sizes_by_rank
+from tests.support.zero_runs import assert_trained, fit, global_batches, sizes_by_rank, unmeasured
 
 GLOBAL_BATCH = 8
 STEPS = 5
@@ -141,6 +141,7 @@ RUNS = [(case, sizes) for case in CASES for sizes in ((WHOLE, PARTS) if IS_THORO
 RUNS += [((stage, "sgd", {}), REVERSED) for stage in range(4)]
 
 
+@unmeasured
 def train_each() -> list[Tensor]:
     ranks = torch.distributed.get_world_size()
     return [train(stage, sizes[ranks], name, **more) for (stage, name, more), sizes in RUNS]

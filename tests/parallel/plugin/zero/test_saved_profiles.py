@@ -36,6 +36,17 @@ def kinds_in(path: str) -> list[dict[str, Any]]:
     return json.loads(Path(path).read_text())["kinds"]
 
 
+def change_kinds(path: str, **changes: Any) -> None:
+    """Rank 0 changes what the profile at ``path`` says of each kind: functions of its number, by name."""
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        content = json.loads(Path(path).read_text())
+        for number, kind in enumerate(content["kinds"]):
+            kind.update({key: change(number) for key, change in changes.items()})
+        Path(path).write_text(json.dumps(content))
+    torch.distributed.barrier()
+
+
 def raise_the_global_batch(path: str) -> None:
     with patch.object(attach, "profile_ranks", Counted()) as measured:
         for samples, times, largest in ((4, 1, 4), (4, 1, 4), (8, 2, 8), (6, 2, 8)):
@@ -43,15 +54,15 @@ def raise_the_global_batch(path: str) -> None:
             assert measured.times == times, samples
             assert [kind["searched_batch"] for kind in kinds_in(path)] == [largest] * 2
             assert sum(share.samples for share in plugin.allocation.shares) == samples
+        with pytest.raises(ValueError, match="made at stage 1, not 2"):
+            boosted(2, make_model(), samples=6, profile=path)
+        # A user may edit the profile. Here it then says that rank 1 is much slower, so rank 1 gets fewer samples.
+        change_kinds(path, points=lambda rank: [dict(batch=size, seconds=size * (1 + 4 * rank)) for size in (1, 4, 8)])
+        fast, slow = boosted(1, make_model(), samples=6, profile=path)[0].allocation.shares
+        assert (fast.samples, slow.samples) == (5, 1)
         # A limit that a user has set is kept, and so is one that no search has set.
         for change in ({"max_batch": 3}, {"searched_batch": None}):
-            torch.distributed.barrier()
-            if torch.distributed.get_rank() == 0:
-                content = json.loads(Path(path).read_text())
-                for kind in content["kinds"]:
-                    kind.update(change)
-                Path(path).write_text(json.dumps(content))
-            torch.distributed.barrier()
+            change_kinds(path, **{key: lambda _, value=value: value for key, value in change.items()})
             plugin = boosted(1, make_model(), samples=20, profile=path)[0]
             assert measured.times == 2 and max(share.micro_batch for share in plugin.allocation.shares) <= 8
 
@@ -111,14 +122,9 @@ def use_the_folder(folder: str) -> None:
             boosted(1, make_model(), profile_cache=folder)
         assert measured.times == 11
         # One rank has less memory than its largest micro-batch needs.
-        torch.distributed.barrier()
-        if torch.distributed.get_rank() == 0:
-            for path in Path(folder).iterdir():
-                if path.read_text() != "{":
-                    content = json.loads(path.read_text())
-                    content["kinds"][1]["sample_bytes"] = 2**60
-                    path.write_text(json.dumps(content))
-        torch.distributed.barrier()
+        for each in list(Path(folder).iterdir()):
+            if each.read_text() != "{":
+                change_kinds(str(each), sample_bytes=lambda rank: 2**60 * rank)
         boosted(1, make_model(), profile_cache=folder)
         assert measured.times == 12
 

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import zero_plugin
-from tests.support.zero_runs import Numbered, assert_trained, flat, make_model, sizes_by_rank
+from tests.support.zero_runs import Numbered, assert_trained, flat, make_model, sizes_by_rank, unmeasured
 
 GLOBAL_BATCH = 8
 EPOCHS = 2
@@ -56,6 +56,10 @@ class Script:
             self.loader.set_epoch(epoch)
             yield self._batches(epoch)
 
+    def all_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for batches in self.epochs():
+            yield from batches
+
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         return self.criterion(self.model(batch[0]), batch[1])
 
@@ -81,9 +85,8 @@ Loop = Callable[[Script], None]
 
 
 def usual(script: Script) -> None:
-    for batches in script.epochs():
-        for batch in batches:
-            script.train_with(batch)
+    for batch in script.all_batches():
+        script.train_with(batch)
 
 
 def prefetched(script: Script) -> None:
@@ -99,84 +102,72 @@ def prefetched(script: Script) -> None:
 
 def accumulated(script: Script) -> None:
     """Step after every third batch."""
-    number = 0
-    for batches in script.epochs():
-        for batch in batches:
-            script.booster.backward(script.loss(batch) / 3, script.optimizer)
-            number += 1
-            if number % 3 == 0:
-                script.update()
+    for number, batch in enumerate(script.all_batches(), 1):
+        script.booster.backward(script.loss(batch) / 3, script.optimizer)
+        if number % 3 == 0:
+            script.update()
 
 
 def without_sync(script: Script) -> None:
     """Step after every third batch, and synchronize before the step only."""
-    number = 0
-    for batches in script.epochs():
-        for batch in batches:
-            number += 1
-            is_due = number % 3 == 0
-            with nullcontext() if is_due else script.booster.no_sync(script.model, script.optimizer):
-                script.booster.backward(script.loss(batch) / 3, script.optimizer)
-            if is_due:
-                script.update()
+    for number, batch in enumerate(script.all_batches(), 1):
+        is_due = number % 3 == 0
+        with nullcontext() if is_due else script.booster.no_sync(script.model, script.optimizer):
+            script.booster.backward(script.loss(batch) / 3, script.optimizer)
+        if is_due:
+            script.update()
 
 
 def only_at_the_last(script: Script) -> None:
     """Step only where the global batch is complete, and log the mean loss there."""
-    for batches in script.epochs():
-        for batch in batches:
-            loss = script.loss(batch)
-            script.booster.backward(loss, script.optimizer)
-            mean = script.loader.mean(loss)
-            assert (mean is not None) == script.loader.is_last
-            if script.loader.is_last:
-                script.means.append(mean)
-                script.update()
+    for batch in script.all_batches():
+        loss = script.loss(batch)
+        script.booster.backward(loss, script.optimizer)
+        mean = script.loader.mean(loss)
+        assert (mean is not None) == script.loader.is_last
+        if script.loader.is_last:
+            script.means.append(mean)
+            script.update()
 
 
 def every_third_global_batch(script: Script) -> None:
     number = 0
-    for batches in script.epochs():
-        for batch in batches:
-            script.booster.backward(script.loss(batch) / 3, script.optimizer)
-            number += script.loader.is_last
-            if script.loader.is_last and number % 3 == 0:
-                script.update()
+    for batch in script.all_batches():
+        script.booster.backward(script.loss(batch) / 3, script.optimizer)
+        number += script.loader.is_last
+        if script.loader.is_last and number % 3 == 0:
+            script.update()
 
 
 def two_losses(script: Script) -> None:
     """Call forward and backward twice per batch, each for a part of the loss."""
-    for batches in script.epochs():
-        for batch in batches:
-            for share in (0.25, 0.75):
-                script.booster.backward(script.loss(batch) * share, script.optimizer)
-            script.update()
+    for batch in script.all_batches():
+        for share in (0.25, 0.75):
+            script.booster.backward(script.loss(batch) * share, script.optimizer)
+        script.update()
 
 
 def evaluation_mode(script: Script) -> None:
     """Train a model in evaluation mode, and run other data through it in training mode without a backward pass."""
     script.model.eval()
-    for batches in script.epochs():
-        for batch in batches:
-            script.train_with(batch)
-            script.model.eval()
-            with torch.no_grad():
-                script.model(torch.zeros(2, 8))
+    for batch in script.all_batches():
+        script.train_with(batch)
+        script.model.eval()
+        with torch.no_grad():
+            script.model(torch.zeros(2, 8))
 
 
 def clipped_by_value(script: Script) -> None:
-    for batches in script.epochs():
-        for batch in batches:
-            script.booster.backward(script.loss(batch), script.optimizer)
-            script.optimizer.clip_grad_by_value(CLIP_VALUE)
-            script.update()
+    for batch in script.all_batches():
+        script.booster.backward(script.loss(batch), script.optimizer)
+        script.optimizer.clip_grad_by_value(CLIP_VALUE)
+        script.update()
 
 
 def schedule_that_was_not_boosted(script: Script) -> None:
-    for batches in script.epochs():
-        for batch in batches:
-            script.train_with(batch)
-            script.schedule.step()
+    for batch in script.all_batches():
+        script.train_with(batch)
+        script.schedule.step()
 
 
 LOOPS: dict[Loop, tuple[int, float]] = {
@@ -196,11 +187,13 @@ ON_WHOLE_BATCHES = (accumulated, without_sync)
 """Loops that count the batches of the loader, so that each must be a global batch."""
 
 
+@unmeasured
 def run_each(stages: list[int], folder: str) -> list[tuple[str, str, dict[str, Any]]]:
     ranks, results = torch.distributed.get_world_size(), []
     for stage in stages:
-        for loop in LOOPS:
-            for division in (WHOLE, PARTS)[: 1 if loop in ON_WHOLE_BATCHES else 2]:
+        for number, loop in enumerate(LOOPS):
+            divisions = (WHOLE,) if loop in ON_WHOLE_BATCHES else (WHOLE, PARTS)
+            for division in divisions if IS_THOROUGH else (divisions[(stage + number) % len(divisions)],):
                 script = Script(stage, division[ranks], folder)
                 loop(script)
                 result = {
@@ -263,23 +256,17 @@ def test_loops_train_as_one_process_does(ranks: int, tmp_path: Path) -> None:
 
 
 def plain_backward(script: Script) -> None:
-    for batches in script.epochs():
-        for batch in batches:
-            script.loss(batch).backward()
-            script.update()
-
-
-def counted_parts(script: Script) -> None:
-    accumulated(script)
+    for batch in script.all_batches():
+        script.loss(batch).backward()
+        script.update()
 
 
 def rate_of_each_part(script: Script) -> None:
     """Change the learning rate after each batch of the loader, without a schedule that could be found."""
-    for batches in script.epochs():
-        for batch in batches:
-            script.train_with(batch)
-            for group in script.optimizer.param_groups:
-                group["lr"] *= 0.9
+    for batch in script.all_batches():
+        script.train_with(batch)
+        for group in script.optimizer.param_groups:
+            group["lr"] *= 0.9
 
 
 def first_part_again(script: Script) -> None:
@@ -302,15 +289,14 @@ def left_out(script: Script) -> None:
 
 
 def step_without_sync(script: Script) -> None:
-    for batches in script.epochs():
-        for batch in batches:
-            with script.booster.no_sync(script.model, script.optimizer):
-                script.train_with(batch)
+    for batch in script.all_batches():
+        with script.booster.no_sync(script.model, script.optimizer):
+            script.train_with(batch)
 
 
 REFUSED = {
     plain_backward: "a backward pass other than booster.backward(loss, optimizer)",
-    counted_parts: "the loop accumulates gradients over several batches by itself",
+    accumulated: "the loop accumulates gradients over several batches by itself",
     rate_of_each_part: "the learning rate changed from 0.1 to 0.09",
     first_part_again: "is passed forward again after optimizer.step()",
     joined: "the inputs of the model were computed from several batches",
@@ -319,6 +305,7 @@ REFUSED = {
 }
 
 
+@unmeasured
 def refuse_each(stages: list[int], folder: str) -> list[tuple[str, str, str]]:
     """The error of each loop that is refused, and what it should contain."""
     found = []

@@ -16,8 +16,9 @@ from colossalai.nn.lr_scheduler import CosineAnnealingWarmupLR
 from colossalai.nn.optimizer import Lamb
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+from transformers import BertConfig, BertForSequenceClassification
 
-from tests.parallel.plugin.zero.test_lowest_zero_stage import stage_of
+from tests.parallel.plugin.zero.test_lowest_zero_stage import at_each_stage, stage_of
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import zero_plugin
@@ -30,6 +31,7 @@ from tests.support.zero_runs import (
     make_model,
     make_optimizer,
     sizes_by_rank,
+    unmeasured,
 )
 
 DIVISIONS = {2: [[3, 2], [1, 2]], 3: [[2, 1], [1, 0], [3, 1]]}
@@ -87,6 +89,7 @@ Case = tuple[int | str, bool]
 """Stage, and whether checkpoints are sharded."""
 
 
+@unmeasured
 def train_from_each(folder: str, cases: list[Case], resume: bool) -> list[dict[str, Any]]:
     results = []
     for stage, shard in cases:
@@ -140,6 +143,7 @@ def save_and_load(folder: str, stage: int | str, precision: str, fits: int) -> i
     return plugin.stage
 
 
+@unmeasured
 def save_and_load_each(folder: str) -> list[int]:
     return [save_and_load(folder, 0, "fp16", 0), save_and_load(folder, "auto", "fp32", 3)]
 
@@ -161,36 +165,24 @@ class Sentences(Dataset):
         return {"input_ids": words, "attention_mask": (words > 0).long(), "labels": torch.tensor(index % 2)}
 
 
-def make_transformer(frozen: bool, recomputes: bool) -> nn.Module:
-    from transformers import BertConfig, BertForSequenceClassification
-
+def make_transformer(recomputes: bool = False) -> nn.Module:
     torch.manual_seed(0)
     sizes = dict(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
     model = BertForSequenceClassification(
         BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=8)
     )
     model.train()
-    for value in model.bert.embeddings.parameters():
-        value.requires_grad = not frozen
     if recomputes:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
 
-def make_transformer_optimizer(model: nn.Module, name: str, groups: bool) -> torch.optim.Optimizer:
-    values = list(model.parameters())
-    matrices, rest = [v for v in values if v.ndim > 1], [v for v in values if v.ndim <= 1]
-    chosen: Any = [{"params": matrices, "weight_decay": 0.1}, {"params": rest}] if groups else values
-    return Lamb(chosen, lr=0.01) if name == "lamb" else torch.optim.SGD(chosen, lr=0.05)
-
-
-def fine_tune(stage: int, frozen: bool, groups: bool, recomputes: bool, name: str = "sgd") -> torch.Tensor:
+def fine_tune(stage: int, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, recomputes: bool = True) -> Any:
     plugin = zero_plugin(stage, 8)
     booster = Booster(plugin=plugin)
     loader = plugin.prepare_dataloader(Sentences())
-    model = make_transformer(frozen, recomputes)
-    optimizer = make_transformer_optimizer(model, name, groups)
-    model, optimizer, _, loader, _ = booster.boost(model, optimizer, dataloader=loader)
+    model = make_transformer(recomputes)
+    model, optimizer, _, loader, _ = booster.boost(model, optimizer(model.parameters(), lr=0.05), dataloader=loader)
     loader.divide_by(lambda samples: sizes_by_rank([[3, 2], [1, 2]], samples))
     return fit(model, optimizer, loader, own_loss)
 
@@ -199,30 +191,18 @@ def own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return model(**batch).loss
 
 
-def fine_tune_each(cases: list[tuple[int, bool, bool, bool]]) -> list[torch.Tensor]:
-    return [fine_tune(*case) for case in cases]
+@unmeasured
+def fine_tune_each() -> tuple[list[torch.Tensor], torch.Tensor]:
+    """A transformer that recomputes at each stage, and one that Colossal-AI's own optimizer trains."""
+    return at_each_stage(fine_tune), fine_tune(1, Lamb, False)
 
 
 def test_fine_tuning_a_transformer_equals_that_of_one_process() -> None:
-    cases = [
-        *((stage, True, True, False) for stage in (0, 1, 2, 3)),
-        *((stage, False, False, True) for stage in (0, 1, 2, 3)),
-        *((3, True, False, True), (3, False, True, False)),
-    ]
-    expected = {case[1:]: fine_tune_alone(*case[1:]) for case in cases}
-    results = run_ranks(2, fine_tune_each, cases)
-    assert_trained(results, cases, [expected[case[1:]] for case in cases], atol=1e-5)
-
-
-def fine_tune_alone(frozen: bool, groups: bool, recomputes: bool) -> torch.Tensor:
-    model = make_transformer(frozen, recomputes)
-    return fit(model, make_transformer_optimizer(model, "sgd", groups), global_batches(Sentences(), 8), own_loss)
-
-
-def test_colossalais_distributed_optimizers_can_be_used() -> None:
-    first, second = run_ranks(2, fine_tune, 1, False, False, False, "lamb")
-    assert first.isfinite().all()
-    assert torch.equal(first, second)
+    model = make_transformer()
+    expected = fit(model, torch.optim.SGD(model.parameters(), lr=0.05), global_batches(Sentences(), 8), own_loss)
+    (first, one), (second, other) = run_ranks(2, fine_tune_each)
+    assert_trained([first, second], (0, 1, 2, 3), expected, atol=1e-5)
+    assert one.isfinite().all() and torch.equal(one, other)
 
 
 def boosted(
@@ -248,12 +228,7 @@ def refuse_unequal_collectives() -> None:
         boosted(1, Synced(), accumulation="per_rank")
 
 
-def train_with_a_plain_loader() -> None:
-    for stage in (0, 3):
-        train_with_a_plain_loader_at(stage)
-
-
-def train_with_a_plain_loader_at(stage: int) -> None:
+def train_with_a_plain_loader(stage: int) -> None:
     plugin = zero_plugin(stage, 8)
     plain = plugin.prepare_dataloader(Numbered(), batch_size=4, shuffle=True)
     evaluation = plugin.prepare_dataloader(Numbered(), batch_size=4)
@@ -283,20 +258,20 @@ def only_evaluate() -> None:
         assert model(torch.zeros(2, 8)).shape == (2, 3), stage
 
 
+@unmeasured
 def do_each() -> None:
-    for each in (refuse_unequal_collectives, train_with_a_plain_loader, only_evaluate):
-        each()
+    refuse_unequal_collectives()
+    for stage in (0, 3):
+        train_with_a_plain_loader(stage)
+    only_evaluate()
 
 
 def test_loaders_with_a_batch_size_models_without_an_optimizer_and_unequal_collectives() -> None:
     run_ranks(2, do_each)
 
 
-def train_without_labels() -> list[bool]:
-    return [train_without_labels_at(stage) for stage in (0, 1, 2, 3)]
-
-
-def train_without_labels_at(stage: int) -> bool:
+@unmeasured
+def train_without_labels(stage: int) -> bool:
     """Train with a rank without samples, whose placeholder sample has a loss that is not a number.
 
     The loss is a mean over zero labels. Returns whether all parameters are finite.
@@ -315,14 +290,10 @@ def train_without_labels_at(stage: int) -> bool:
 
 def test_a_placeholder_whose_loss_is_not_a_number_has_no_effect() -> None:
     """Parameters stay finite at each stage on both ranks."""
-    assert run_ranks(2, train_without_labels) == [[True] * 4] * 2
+    assert run_ranks(2, at_each_stage, train_without_labels) == [[True] * 4] * 2
 
 
-def count_leftovers() -> list[tuple[int, int]]:
-    return [count_leftovers_at(stage) for stage in (0, 1, 2, 3)]
-
-
-def count_leftovers_at(stage: int) -> tuple[int, int]:
+def count_leftovers(stage: int) -> tuple[int, int]:
     """How many tensors the plugin made while it measured, and how many of them still exist."""
     seen: list[weakref.ref] = []
 
@@ -341,11 +312,12 @@ def count_leftovers_at(stage: int) -> tuple[int, int]:
 
 
 def test_tensors_of_measuring_are_freed() -> None:
-    for counts in run_ranks(2, count_leftovers):
+    for counts in run_ranks(2, at_each_stage, count_leftovers):
         for stage, (made, left) in enumerate(counts):
             assert made > 8 and left == 0, stage
 
 
+@unmeasured
 def refused_optimizers() -> list[str]:
     """By stage, with an optimizer that looks at whole matrices: the stage that "auto" chooses, or the error."""
     answers = []

@@ -12,6 +12,7 @@ from torch import nn
 
 from colossal_hetero import HeteroZeroPlugin
 from tests.support.harness import run_ranks
+from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import zero_plugin
 from tests.support.zero_runs import (
     SAMPLES,
@@ -21,6 +22,7 @@ from tests.support.zero_runs import (
     make_model,
     make_optimizer,
     sizes_by_rank,
+    unmeasured,
 )
 
 EPOCHS = 2
@@ -74,16 +76,6 @@ def train(
     return {"batches": batches, "parameters": full_parameters(model), "lr": optimizer.param_groups[0]["lr"]}
 
 
-def train_each(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Call :func:`train` with the arguments of each case, in the same processes."""
-    return [train(**case) for case in cases]
-
-
-def trained(cases: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The results of :func:`train` by case and rank. All cases have the same number of ranks."""
-    return list(zip(*run_ranks(len(cases[0]["division"]), train_each, cases), strict=True))
-
-
 def train_alone(batches: list[list[int]], optimizer_name: str, max_norm: float = 0.0) -> tuple[torch.Tensor, float]:
     """Train one process on these global batches. Returns the final parameters as one vector, and the learning rate."""
     data, model = Numbered(), make_model()
@@ -114,17 +106,24 @@ def global_batches(results: list[dict[str, Any]], global_batch_size: int) -> lis
     return [together[key] for key in sorted(together)]
 
 
-DIVISIONS = {
-    "7 + 1": (8, [[7], [1]]),
-    "1 + 7": (8, [[1], [7]]),
-    "5 + 0": (5, [[5], [0]]),
-    "0 + 5": (5, [[0], [5]]),
-    "(4, 3) + (2, 2)": (11, [[4, 3], [2, 2]]),
-    "(3, 2, 1) + (1, 1, 0)": (8, [[3, 2, 1], [1, 1, 0]]),
-    "5 + 1 + 2": (8, [[5], [1], [2]]),
-    "(2, 1) + (3, 0) + (1, 4)": (11, [[2, 1], [3, 0], [1, 4]]),
-    "1 + 4 + 0 + 6": (11, [[1], [4], [0], [6]]),
+DIVISIONS: dict[int, list[tuple[int, list[list[int]]]]] = {
+    2: [
+        (8, [[7], [1]]),
+        (8, [[1], [7]]),
+        (5, [[5], [0]]),
+        (5, [[0], [5]]),
+        (11, [[4, 3], [2, 2]]),
+        (8, [[3, 2, 1], [1, 1, 0]]),
+    ],
+    3: [(8, [[5], [1], [2]]), (11, [[2, 1], [3, 0], [1, 4]])],
+    4: [(11, [[1], [4], [0], [6]])],
 }
+"""By number of ranks: samples of a global batch, and sizes of the micro-batches of each rank."""
+NORM = 0.2
+# AdamW divides by numbers that may be near 0, which amplifies the rounding errors of another order of sums.
+ADAMW = dict(rtol=1e-3, atol=1e-4)
+# bfloat16 has 8 bits of precision, so each of the six steps has an error of some thousandths of its size.
+HALF = dict(rtol=0.05, atol=0.02)
 
 
 def check(
@@ -141,77 +140,59 @@ def check(
     assert [result["lr"] for result in results] == [pytest.approx(rate)] * len(results), case
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_training_equals_that_of_one_process(ranks: int) -> None:
-    cases = [
-        dict(stage=stage, global_batch_size=size, division=division)
-        for size, division in DIVISIONS.values()
+Case = tuple[dict[str, Any], dict[str, float]]
+"""Arguments of :func:`train`, and the norm that one process clips to and tolerances."""
+
+
+def cases_on(ranks: int) -> list[Case]:
+    """Without ``thorough``, each division at two stages, or at one on four ranks."""
+    cases: list[Case] = [
+        (dict(stage=stage, global_batch_size=size, division=division), {})
+        for number, (size, division) in enumerate(DIVISIONS[ranks])
         for stage in (0, 1, 2, 3)
-        if len(division) == ranks
+        if IS_THOROUGH or (stage - number) % (2 if ranks < 4 else 4) == 0
     ]
-    for case, results in zip(cases, trained(cases), strict=True):
-        check(results, case)
-
-
-def test_training_with_adamw_equals_that_of_one_process() -> None:
-    division = [[4, 3], [2, 2]]
-    cases = [
-        dict(stage=stage, global_batch_size=11, division=division, optimizer_name="adamw") for stage in (0, 1, 2, 3)
+    if ranks > 2:
+        return cases
+    more: list[tuple[tuple[int, ...], dict[str, Any], dict[str, float]]] = [
+        ((0, 1, 2, 3), dict(optimizer_name="adamw"), ADAMW),
+        ((0, 2), dict(options={"max_norm": NORM}), dict(max_norm=NORM)),
+        ((1, 3), dict(options={"max_norm": NORM}, optimizer_name="adamw"), dict(max_norm=NORM, **ADAMW)),
+        ((0, 1, 2, 3), dict(user_clip=NORM), dict(max_norm=NORM)),
+        ((0, 1, 2, 3), dict(options={"precision": "bf16"}), HALF),
+        ((1, 2), dict(options={"precision": "fp16", "initial_scale": 2**8}), HALF),
+        ((0, 1, 2, 3), dict(division=[[3, 2], [1, 2]], global_batch_size=8, leaves_early=True), {}),
+        # Each rank has its own number of micro-batches.
+        *(
+            (stages, dict(division=each, global_batch_size=8, options={"accumulation": "per_rank"}), {})
+            for stages, each in (((0,), [[2, 2, 2, 1], [1]]), ((1,), [[1], [2, 2, 2, 1]]))
+        ),
     ]
-    for case, results in zip(cases, trained(cases), strict=True):
-        # AdamW divides by numbers that may be near 0, which amplifies the rounding errors of another order of sums.
-        check(results, case, rtol=1e-3, atol=1e-4)
+    usual = dict(global_batch_size=11, division=[[4, 3], [2, 2]])
+    return cases + [(usual | dict(stage=stage) | case, limits) for stages, case, limits in more for stage in stages]
 
 
-@pytest.mark.parametrize("by_script", [False, True])
-def test_clipping_uses_the_norm_of_the_whole_gradient(by_script: bool) -> None:
-    norm = 0.2
-    clip: dict[str, Any] = dict(user_clip=norm) if by_script else dict(options={"max_norm": norm})
-    cases = [dict(stage=stage, global_batch_size=11, division=[[4, 3], [1, 3]], **clip) for stage in (0, 1, 2, 3)]
-    for case, results in zip(cases, trained(cases), strict=True):
-        check(results, case, max_norm=norm)
+@unmeasured
+def train_each(cases: list[Case]) -> list[dict[str, Any]]:
+    return [train(**case) for case, _ in cases]
 
 
-def test_each_rank_can_have_its_own_number_of_micro_batches() -> None:
-    divisions = ([[2, 2, 2, 1], [1]], [[1], [2, 2, 2, 1]])
-    cases = [
-        dict(stage=stage, global_batch_size=8, division=division, options={"accumulation": "per_rank"})
-        for stage in (0, 1)
-        for division in divisions
-    ]
-    for case, results in zip(cases, trained(cases), strict=True):
-        check(results, case)
+@pytest.mark.parametrize("ranks", DIVISIONS)
+def test_training_equals_that_of_one_process(ranks: int) -> None:
+    """Also with an incomplete global batch before, which has no effect."""
+    cases = cases_on(ranks)
+    for (case, limits), results in zip(cases, zip(*run_ranks(ranks, train_each, cases), strict=True), strict=True):
+        check(list(results), case, **limits)
 
 
-def test_half_precision_is_close_to_fp32() -> None:
-    cases = [
-        dict(stage=stage, global_batch_size=11, division=[[4, 3], [2, 2]], options={"precision": precision, **options})
-        for precision, stages, options in (("bf16", (0, 1, 2, 3), {}), ("fp16", (1, 2), {"initial_scale": 2**8}))
-        for stage in stages
-    ]
-    for case, results in zip(cases, trained(cases), strict=True):
-        # bfloat16 has 8 bits of precision, so each of the six steps has an error of some thousandths of its size.
-        check(results, case, rtol=0.05, atol=0.02)
+def test_training_after_measuring_equals_that_of_one_process() -> None:
+    case = dict(stage=1, global_batch_size=11, division=[[4, 3], [2, 2]])
+    check(run_ranks(2, train, *case.values()), case)
 
 
 def test_if_loss_scaling_overflows_all_ranks_skip_the_step() -> None:
-    division = [[4, 3], [2, 2]]
-    options = {
-        "precision": "fp16",
-        "initial_scale": 2.0**40,
-        "max_scale": 2.0**40,
-        "hysteresis": 1,
-        "backoff_factor": 0.5,
-    }
-    first, second = run_ranks(2, train, 1, 11, division, "sgd", options)
+    scale = {"initial_scale": 2.0**40, "max_scale": 2.0**40, "hysteresis": 1, "backoff_factor": 0.5}
+    first, second = run_ranks(2, train, 1, 11, [[4, 3], [2, 2]], "sgd", {"precision": "fp16", **scale})
     for one, other in zip(first["parameters"], second["parameters"], strict=True):
         assert one.isfinite().all()
         assert torch.equal(one, other)
-
-
-def test_an_incomplete_global_batch_has_no_effect() -> None:
-    cases = [
-        dict(stage=stage, global_batch_size=8, division=[[3, 2], [1, 2]], leaves_early=True) for stage in (0, 1, 2, 3)
-    ]
-    for case, results in zip(cases, trained(cases), strict=True):
-        check(results, case)
