@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -142,6 +143,20 @@ def test_one_module_knows_the_private_names_of_torch_and_handles_all_actions() -
     assert set(_Action) == ends | set(rendezvous._CHANGES)
     parameters = inspect.signature(rendezvous._DistributedRendezvousOpExecutor.run).parameters
     assert list(parameters) == list(inspect.signature(rendezvous._Executor.run).parameters)
+
+
+@pytest.mark.parametrize("name", ["participants", "wait_list", "redundancy_list"])
+def test_changes_of_the_state_are_those_of_their_names(name: str) -> None:
+    holder, node = SimpleNamespace(state=state_of([FIRST], [])), described(NEW_1)
+    holder.state.last_heartbeats = {}
+    executor = rendezvous._Executor(node, holder, SETTINGS, poll_seconds=0.0)  # type: ignore[arg-type]
+    executor._state = holder.state
+    for way, is_there in (("ADD_TO", True), ("REMOVE_FROM", False)):
+        rendezvous._CHANGES[_Action[f"{way}_{name.upper()}"]](executor)
+        for each in ("participants", "wait_list", "redundancy_list"):
+            assert (node in getattr(holder.state, each)) == (is_there and each == name), (way, each)
+    rendezvous._CHANGES[_Action.MARK_RENDEZVOUS_CLOSED](executor)
+    assert holder.state.closed and not holder.state.complete
 
 
 def test_the_message_names_who_is_missing() -> None:
