@@ -250,7 +250,7 @@ def test_a_batch_is_evaluated_again_if_a_member_is_lost() -> None:
 
 def test_members_that_come_and_go_at_random(tmp_path: Path) -> None:
     """A short soak: what ``benchmarks/elastic/soak.py`` does for long."""
-    steps = 20
+    steps = 26
     happened, job = soak(kills=2, steps=steps, seed=1, folder=tmp_path)
     outcome = job.outcome
     assert outcome.errors == [] and sorted(outcome.losses) == list(range(1, steps + 1))
