@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from examples.elastic import demo, reference
+from examples.elastic import demo, nodes, reference
 from examples.elastic.loop_trace import Finished, Loss, Step, TraceReader, World
-from examples.elastic.nodes import Nodes
 from examples.elastic.options import Action, check_options, parse_demo_options
 from examples.elastic.report import Change, History, throughput
+from tests.support.forked_python import ForkedPopen
 from tests.support.paths import REPOSITORY
 
-SMALL = "--hidden 16 --depth 2 --heads 2 --patch 16 --global-batch 128 --micro-batch 16 --epochs 16"
+SMALL = "--hidden 16 --depth 2 --heads 2 --patch 16 --global-batch 128 --micro-batch 16 --epochs 6"
 
 
 def test_rank_0_is_killed(tmp_path, monkeypatch):
@@ -25,7 +27,11 @@ def test_rank_0_is_killed(tmp_path, monkeypatch):
     def measure_here(options, folder: Path) -> None:  # no further process, which would import everything again
         reference.make_files(options, folder / "cluster.toml", folder / "profile.json")
 
+    def start_forked(command, variables, **streams) -> ForkedPopen:
+        return ForkedPopen(command, os.environ | variables, **streams)
+
     monkeypatch.setattr(demo, "measure", measure_here)
+    monkeypatch.setattr(nodes, "_start", start_forked)
     monkeypatch.setattr(reference, "MIN_SECONDS", 0.0)
     monkeypatch.chdir(REPOSITORY)
     files = {name: tmp_path / name for name in ("summary.json", "plot.png")}
@@ -35,7 +41,7 @@ def test_rank_0_is_killed(tmp_path, monkeypatch):
     summary = demo.demonstrate(options, quiet=True)
     assert json.loads(files["summary.json"].read_text()) == summary
     assert files["plot.png"].stat().st_size > 5_000
-    assert summary["steps"] == 1438 // 128 * 16
+    assert summary["steps"] == 1438 // 128 * 6
     lost = next(change for change in summary["changes"] if "node-0 killed" in change["why"])
     assert (lost["before"], lost["after"]) == (2, 1) and lost["step"] >= 3
     comparison = summary["comparison"]
@@ -44,7 +50,11 @@ def test_rank_0_is_killed(tmp_path, monkeypatch):
     assert comparison["accuracy"] == comparison["undisturbed_accuracy"]
 
 
-def test_all_processes_of_a_node_end_with_it(tmp_path):
+def test_all_processes_of_a_node_end_with_it(tmp_path, monkeypatch):
+    """The store and torchrun are replaced by processes that start faster."""
+    monkeypatch.setattr(nodes, "STORE", (sys.executable, "-c", "import time; print('', flush=True); time.sleep(99)"))
+    launcher = "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]])"
+    monkeypatch.setattr(nodes, "TORCHRUN", (sys.executable, "-c", launcher))
     script = tmp_path / "wait.py"
     script.write_text(
         "import os, pathlib, sys, time\npathlib.Path(sys.argv[1], str(os.getpid())).touch()\ntime.sleep(99)"
@@ -59,12 +69,12 @@ def test_all_processes_of_a_node_end_with_it(tmp_path):
             time.sleep(0.05)
         return found
 
-    with pytest.raises(KeyboardInterrupt), Nodes([str(script), str(pids)], tmp_path) as nodes:
-        nodes.start("node-1")
+    with pytest.raises(KeyboardInterrupt), nodes.Nodes([str(script), str(pids)], tmp_path) as running:
+        running.start("node-1")
         (killed,) = started(1)
-        nodes.kill("node-1")
+        running.kill("node-1")
         wait_for_end(killed)
-        nodes.start("node-2")
+        running.start("node-2")
         everyone = started(2)
         raise KeyboardInterrupt
     for pid in everyone:

@@ -1,6 +1,6 @@
 """How the examples start their ranks, and how a run ends if one of its ranks ends.
 
-Most tests run a script that only adds numbers. It uses the same launcher and starts three times faster than an example.
+Most tests run a script that only adds numbers, with the same launcher.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from examples.common import launch
+from tests.support.forked_python import ForkedPopen
 from tests.support.paths import REPOSITORY
 
 SCRIPT = """
@@ -54,16 +57,13 @@ def main(options):
 
 
 class Run:
-    """A command that runs in a new process. A thread reads its output line by line."""
+    """A command that runs in new processes, or in forked ones. A thread reads its output line by line."""
 
-    def __init__(self, *command: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, *command],
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+    def __init__(self, *command: str, forked: bool) -> None:
+        popen: Any = ForkedPopen if forked else partial(subprocess.Popen, text=True)
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+        streams = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        self.process = popen([sys.executable, *command], env=environment, **streams)
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -100,19 +100,19 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     script.write_text(SCRIPT)
     runs: list[Run] = []
 
-    def start_run(*arguments: str) -> Run:
-        runs.append(Run(str(script), *arguments))
+    def start_run(*arguments: str, forked: bool = True) -> Run:
+        runs.append(Run(str(script), *arguments, forked=forked))
         return runs[-1]
 
     yield start_run
     for run in runs:
         if run.process.poll() is None:
-            run.process.terminate()
+            run.process.send_signal(signal.SIGTERM)
             run.process.wait(30)
 
 
 def test_if_a_rank_is_killed_the_run_ends_and_names_it(start: Callable[..., Run]) -> None:
-    run = start()
+    run = start(forked=False)
     run.wait_for("adding")
     ranks = [run.rank(0), run.rank(1)]
     ranks[1].send_signal(signal.SIGKILL)
@@ -133,7 +133,8 @@ def test_if_a_rank_fails_the_run_ends_with_its_error(start: Callable[..., Run]) 
 def test_an_interrupt_ends_the_run_without_a_traceback(start: Callable[..., Run]) -> None:
     run = start()
     run.wait_for("adding")
-    ranks = [run.rank(0), run.rank(1)]
+    ranks = psutil.Process(run.process.pid).children()
+    assert len(ranks) == 2
     run.process.send_signal(signal.SIGINT)
     status, last = run.end(20)
     assert (status, last) == (130, "Interrupted.")

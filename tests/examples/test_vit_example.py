@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.forked_python import forked_output
 from tests.support.harness import run_ranks
 from tests.support.paths import REPOSITORY
 
@@ -148,16 +146,7 @@ def test_the_command_starts_ranks_and_prints_the_results(tmp_path):
     """Only this example trains as a command. ``test_launch`` tests how the commands of all examples start."""
     path = tmp_path / "summary.json"
     arguments = [*SMALL.split(), *f"--steps 3 --balance resize --straggler 1:2 --summary {path}".split()]
-    run = subprocess.run(
-        [sys.executable, str(REPOSITORY / "examples" / "vit" / "train.py"), *arguments],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=250,
-    )
-    text = run.stdout
-    assert run.returncode == 0, text
+    text = forked_output(REPOSITORY / "examples" / "vit" / "train.py", *arguments)
     assert text.splitlines()[-1] == f"Summary: {path}"
     assert json.loads(path.read_text())["iterations"] == 3
     assert "An iteration took" in text and "Unbalanced it would" in text and "Accuracy on held-out images" in text

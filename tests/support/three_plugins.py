@@ -26,7 +26,7 @@ from colossal_hetero.checkpoint.storage import FileOperations
 from tests.support.checkpoint_runs import boosted, hybrid, train
 from tests.support.harness import free_port
 
-STEPS = 8
+STEPS = 5
 
 
 def main(folder: Path, waits: bool, slow: int) -> None:
@@ -77,6 +77,6 @@ def run_round(folder: Path, waits: bool, slow: int) -> list[int]:
 if __name__ == "__main__":
     for number in range(int(sys.argv[2])):
         root = Path(sys.argv[1]) / str(number)
-        ended = run_round(root, waits=number % 2 == 0, slow=number % 3)
+        ended = run_round(root, waits=number % 2 == 1, slow=(1, 2, 0)[number % 3])
         newest = [max(int(path.name[5:]) for path in root.glob(f"shared-{each}/step-*")) for each in range(3)]
         print(f"round {number}: exit codes {ended}, newest steps {newest}", flush=True)

@@ -2,6 +2,7 @@
 
 It trains what the members of :mod:`tests.support.elastic_jobs` train, and writes into the folder, by process, what it
 has done. A file ``kill.NODE`` there says after which step a worker of a node ends itself, and where; one does so, once.
+If there is a file ``wait``, it removes it, and waits until its torchrun has ended.
 With a store of the job, processes recover, and wait for others after the steps that :func:`hold` says.
 """
 
@@ -69,6 +70,11 @@ def hold(booster: Any, _: Any) -> None:
 def main(folder: Path, steps: int) -> None:
     """Train to the end, or until a member is lost."""
     torch.set_num_threads(1)
+    if (folder / "wait").exists():
+        parent = os.getppid()
+        (folder / "wait").unlink()
+        while os.getppid() == parent:
+            time.sleep(0.05)
     node = os.environ["COLOSSAL_HETERO_NODE"]
     topology = cluster(["big-0", "small-0"], [1, 2])
     told, kill = Told(folder, node), planned_end(folder, node)

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from colossalai.accelerator import CudaAccelerator, get_accelerator
+from colossalai.accelerator import CpuAccelerator, CudaAccelerator, get_accelerator, set_accelerator
 
 import colossal_hetero.colossalai_support.accelerator as accelerator_module
 import colossal_hetero.colossalai_support.cpu
@@ -124,3 +124,13 @@ def test_the_accelerator_of_a_gpu_is_not_replaced(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(accelerator_module, "set_accelerator", must_not_be_called)
     monkeypatch.setattr(colossal_hetero.colossalai_support.cpu, "patch_colossalai", must_not_be_called)
     accelerator_module._set_up_cpu()
+
+
+def test_the_stock_accelerator_of_a_cpu_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a script that has imported Colossal-AI before."""
+    ours = get_accelerator()
+    monkeypatch.setattr(colossal_hetero.colossalai_support.cpu, "patch_colossalai", lambda *_: None)
+    set_accelerator(CpuAccelerator())
+    accelerator_module._set_up_cpu()
+    assert type(get_accelerator()) is HeteroCpuAccelerator
+    set_accelerator(ours)

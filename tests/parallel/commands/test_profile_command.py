@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-from colossal_hetero.cli.profile import profile
 from colossal_hetero.planner.profile.layer_profile import load_profile
-from tests.support.forked_command import run_with_forked_ranks
+from tests.support.forked_python import forked_output
 
 VIT = ["timm:vit_tiny_patch16_224", "--set", "depth=3", "--set", "embed_dim=48", "--image-size", "32"]
 GPT = ["hf:gpt2", "--set", "n_layer=2", "--set", "n_embd=48", "--set", "vocab_size=99", "--sequence", "16"]
 
 
 def arguments(model: list[str], out: Path) -> list[str]:
-    return ["--model", *model, "--micro-batch", "1,2", "--seconds", "0", "--nproc", "2", "--out", str(out)]
+    command = ["-m", "colossal_hetero.cli.profile", "--model", *model]
+    return [*command, "--micro-batch", "1,2", "--seconds", "0", "--nproc", "2", "--out", str(out)]
 
 
 def test_ranks_measure_a_named_model(tmp_path: Path) -> None:
     out = tmp_path / "p.json"
-    shown = run_with_forked_ranks(profile, arguments(VIT, out))
+    shown = forked_output(*arguments(VIT, out))
     written = load_profile(out)
     assert (written.blocks, written.name, written.source) == (3, VIT[0], "measured")
     assert len(written.rank_devices) == 2 and set(written.rank_devices) <= {"cpu", "cpu-2"}
@@ -31,16 +29,9 @@ def test_ranks_measure_a_named_model(tmp_path: Path) -> None:
     assert f"{out}: layers of {VIT[0]}, measured" in shown.replace("\n", "")
 
 
-def test_a_rank_can_be_started_as_a_module() -> None:
-    """The command starts its ranks this way. A real start of ranks is tested with ``colossal-hetero probe``."""
-    command = [sys.executable, "-m", profile.callback.__module__, "--help"]  # type: ignore[union-attr]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "--model" in shown
-
-
 def test_tensor_parallel_degrees_are_measured_in_one_profile(tmp_path: Path) -> None:
     out = tmp_path / "p.json"
-    shown = run_with_forked_ranks(profile, [*arguments(GPT, out), "--tp", "1,2"])
+    shown = forked_output(*arguments(GPT, out), "--tp", "1,2")
     written = load_profile(out)
     assert (written.blocks, written.name) == (2, GPT[0])
     alone, shared = written.sizes[0], written.sizes[-1]
@@ -58,6 +49,6 @@ def test_tensor_parallel_degrees_are_measured_in_one_profile(tmp_path: Path) -> 
 
 def test_one_degree_alone(tmp_path: Path) -> None:
     out = tmp_path / "p.json"
-    run_with_forked_ranks(profile, [*arguments(VIT[:3] + VIT[5:] + ["--set", "num_heads=2"], out), "--tp", "2"])
+    forked_output(*arguments(VIT[:3] + VIT[5:] + ["--set", "num_heads=2"], out), "--tp", "2")
     written = load_profile(out)
     assert written.tensor_parallel_degrees("cpu") == (2,) and written.rank_devices == ("cpu", "cpu")

@@ -59,7 +59,7 @@ def test_members_die_and_join(kills: Mapping[int, Kill], changes: list[tuple[int
     assert joined.received_bytes > 0
 
 
-@pytest.mark.parametrize("phase", ["formed", "moving", "moved"])
+@pytest.mark.parametrize("phase", ["formed", "moving", "moved"] if IS_THOROUGH else ["moving", "moved"])
 def test_a_member_dies_while_another_joins(phase: str, tmp_path: Path) -> None:
     """The others and the newcomer go on."""
 
@@ -95,33 +95,13 @@ def test_a_lost_state_is_named_and_a_new_job_continues_from_the_checkpoint(tmp_p
     check_parameters(outcome.parameters, STEPS)
 
 
-@pytest.mark.parametrize("dead", [0, 1])
+@pytest.mark.parametrize("dead", [0, 1] if IS_THOROUGH else [0])
 def test_nobody_waits_for_the_file_of_a_member_that_is_lost(dead: int, tmp_path: Path) -> None:
     """All members are in ``plugin.wait_for_saves``, so no collective fails. Messages are in the memory of rank 0."""
     outcome = run_job(["big-0", "small-0", "small-1"], STEPS, {dead: Kill(3, "saving")}, folder=tmp_path)
     assert outcome.errors == [] and sorted(outcome.losses) == list(range(1, STEPS + 1))
     check_parameters(outcome.parameters, STEPS)
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000006", "step-00000009"]
-
-
-def train_with_empty_buffer(kill: Kill | None, told: Any) -> None:
-    """The script of members whose model has a buffer without elements."""
-
-    def model() -> nn.Module:
-        found = gpt2()
-        found.transformer.register_buffer("nothing", torch.empty(0, 4))
-        return found
-
-    with patch.object(elastic_jobs, "gpt2", model):
-        train(STEPS, kill, None, (), told)
-
-
-def test_a_tensor_without_elements_is_not_lost() -> None:
-    with Job(STEPS) as job:
-        for node, kill in (("big-0", None), ("small-0", None), ("big-1", Kill(4, "backward"))):
-            job.start(node, script=(train_with_empty_buffer, kill))
-        outcome = job.run()
-    assert outcome.errors == [] and [len(each) for each in outcome.recoveries] == [1, 1]
 
 
 def train_with_spares(kill: Kill | None, told: Any) -> None:
@@ -142,7 +122,7 @@ def test_a_spare_that_takes_the_place_gives_the_same_bits() -> None:
     expected = run_with_spare(None)
     assert expected.errors == [] and [len(each) for each in expected.recoveries] == [0, 0, 0]
     bits = {name: each for parameters in expected.parameters for name, each in parameters.items()}
-    for dead in (1, 2):
+    for dead in (1, 2) if IS_THOROUGH else (2,):
         found = run_with_spare(dead)
         assert found.errors == []
         changes = [(each.before, each.after, each.iterations_repeated) for each in chain(*found.recoveries)]
@@ -152,17 +132,20 @@ def test_a_spare_that_takes_the_place_gives_the_same_bits() -> None:
                 assert np.array_equal(each, bits[name]), f"{name}, member {dead} is lost"
 
 
+FROZEN_STEPS = 16
+
+
 def train_slowly(told: Any) -> None:
     """The script of members that take a while for each step."""
-    train(24, None, None, (), told, after_step=lambda *_: time.sleep(0.1))
+    train(FROZEN_STEPS, None, None, (), told, after_step=lambda *_: time.sleep(0.1))
 
 
-@pytest.mark.parametrize("frozen", [0, 1, 2] if IS_THOROUGH else [0, 1])
+@pytest.mark.parametrize("frozen", [0, 1, 2] if IS_THOROUGH else [0])
 def test_a_frozen_process_that_wakes_ends_without_a_change_of_the_others(frozen: int) -> None:
-    with Job(24, (train_slowly,)) as job:
+    with Job(FROZEN_STEPS, (train_slowly,)) as job:
         for node in ("big-0", "small-0", "big-1"):
             job.start(node)
-        signals = [(signal.SIGSTOP, 4, 3), (signal.SIGCONT, 10, 2)]
+        signals = [(signal.SIGSTOP, 4, 3), (signal.SIGCONT, 8, 2)]
 
         def send(_: int, kind: str, content: list[Any]) -> None:
             if kind == "step" and signals and content[0] >= signals[0][1] and content[1] == signals[0][2]:
@@ -174,7 +157,7 @@ def test_a_frozen_process_that_wakes_ends_without_a_change_of_the_others(frozen:
     assert "this process was taken for dead at step" in error and "start it again to join them" in error
     changes = [[(each.before, each.after) for each in of_member] for of_member in outcome.recoveries]
     assert len(changes) == 2 and all(each[-1] == (3, 2) for each in changes), changes
-    check_parameters(outcome.parameters, 24)
+    check_parameters(outcome.parameters, FROZEN_STEPS)
 
 
 def test_a_process_that_comes_too_late_ends() -> None:
@@ -193,7 +176,7 @@ def train_and_fail(told: Any) -> None:
         return commit(gradients, *args)
 
     with patch.object(ReplicaGradients, "commit", failing):
-        train(4, None, None, (), told)
+        train(4, None, None, (), told, ElasticConfig(dead_seconds=0.3, last_call_seconds=0.1))
 
 
 def test_a_step_that_always_fails_ends_the_job() -> None:
@@ -213,6 +196,13 @@ def batch() -> dict[str, torch.Tensor]:
     return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
 
 
+def gpt2_with_empty_buffer() -> nn.Module:
+    """A tensor without elements is never lost."""
+    model = gpt2()
+    model.transformer.register_buffer("nothing", torch.empty(0, 4))
+    return model
+
+
 def train_and_evaluate(kill: Kill | None, told: Any) -> None:
     """The script of members that evaluate after each step, each the same batches."""
 
@@ -226,7 +216,8 @@ def train_and_evaluate(kill: Kill | None, told: Any) -> None:
         assert not model.training
         model.train()
 
-    train(STEPS, kill, None, (), told, after_step=evaluate)
+    with patch.object(elastic_jobs, "gpt2", gpt2_with_empty_buffer):
+        train(STEPS, kill, None, (), told, after_step=evaluate)
 
 
 def test_a_batch_is_evaluated_again_if_a_member_is_lost() -> None:
@@ -260,7 +251,7 @@ def test_a_batch_is_evaluated_again_if_a_member_is_lost() -> None:
 def test_members_that_come_and_go_at_random(tmp_path: Path) -> None:
     """A short soak: what ``benchmarks/elastic/soak.py`` does for long."""
     steps = 26
-    happened, job = soak(kills=4, steps=steps, seed=1, folder=tmp_path)
+    happened, job = soak(kills=2, steps=steps, seed=1, folder=tmp_path)
     outcome = job.outcome
     assert outcome.errors == [] and sorted(outcome.losses) == list(range(1, steps + 1))
     assert any(kind.startswith("kill") for kind in happened) and "join" in happened

@@ -12,10 +12,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from colossal_hetero.cli.probe import probe
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
 from colossal_hetero.planner.cluster.topology import MeasuredLink
-from tests.support.forked_command import run_with_forked_ranks
+from tests.support.forked_python import forked_output
 from tests.support.harness import free_port, run_ranks
 from tests.support.paths import REPOSITORY
 
@@ -25,7 +24,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "
 
 def test_the_cluster_file_describes_this_machine(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
-    shown = run_with_forked_ranks(probe, ["--nproc", "2", "--out", str(path), "--cluster-of", "*=here"])
+    shown = forked_output("-m", "colossal_hetero.cli.probe", "--nproc", 2, "--out", path, "--cluster-of", "*=here")
     topology = load_cluster(path)
     assert topology.clusters == ("here",)
     assert [node.devices for node in topology.nodes] == [(0, 1)]

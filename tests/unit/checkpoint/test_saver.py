@@ -355,21 +355,6 @@ def test_no_rank_waits_for_ever_for_one_that_has_ended(run: Run, monkeypatch: py
     assert_loads(reader_of(run.root / "shared", step=10))
 
 
-def test_a_save_waits_in_memory_for_a_slow_one(run: Run) -> None:
-    folder = HangingFolder()
-    run.start("second", "shared", files={0: folder}, patience_seconds=0.3)
-    run.save(10)
-    assert folder.hangs.wait(5)
-    assert run.save(20) == [False] * 3
-    folder.is_back.set()
-    while not all(saver.is_idle for saver in run.savers):
-        time.sleep(0.01)
-    assert run.save(30) == [True] * 3
-    assert run.wait() == ""
-    assert run.steps("shared") == [10, 30]
-    assert run.logs[0].getvalue().count("the checkpoint of step 10 is still being written") == 1
-
-
 def test_messages_are_forgotten(run: Run) -> None:
     store = HashStore()
     run.start("second", store=store)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-import pytest
-
 from tests.support.harness import run_alone
 from tests.support.torn_saves import check_killed, operations_of_a_save
 
@@ -32,8 +30,3 @@ def test_a_save_that_is_killed_leaves_a_whole_checkpoint() -> None:
     operations, found = run_alone(kill_at_operations, start=3, stride=7)
     assert operations > 80
     assert {"20 killed", "30 killed"} <= set(found)
-
-
-@pytest.mark.parametrize("seconds", [0.002, 0.004, 0.008])
-def test_a_save_that_is_killed_at_some_time_leaves_a_whole_checkpoint(seconds: float, tmp_path: Path) -> None:
-    run_alone(check_killed, root=tmp_path, seconds=seconds)

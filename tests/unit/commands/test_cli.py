@@ -80,12 +80,6 @@ def test_every_method_at_every_stage(path: Path) -> None:
         assert f"stage {stage}" in result.output and f"method {method}" in result.output
 
 
-def test_pictures_are_drawn(path: Path, tmp_path: Path) -> None:
-    picture = tmp_path / "batches.png"
-    assert run(path, "--global-batch", 37, "--plot", picture).exit_code == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
 def test_without_flops_the_flops_method_is_not_available(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     save_profile(profile(kinds=[device(), device("slow", flops=None)], links=[]), path)

@@ -91,7 +91,7 @@ def as_text(content: Any, path: Path) -> str:
 
 
 @pytest.mark.parametrize("name", ["cluster", "profile", "plan", "chunks", "batches"])
-@examples(ordinary=60, thorough=1000)
+@examples(ordinary=30, thorough=1000)
 @given(st.data())
 def test_absurd_values_give_no_traceback(name: str, files: dict[str, Path], data: st.DataObject) -> None:
     path = files[name]
@@ -116,7 +116,7 @@ ABSURD_BATCHES = (
 
 
 @pytest.mark.timeout(900)
-@examples(ordinary=60, thorough=2000)
+@examples(ordinary=30, thorough=2000)
 @given(st.data())
 def test_absurd_arguments_of_batches_give_no_traceback(files: dict[str, Path], data: st.DataObject) -> None:
     path = files["batches"]

@@ -134,38 +134,6 @@ def test_every_method_makes_a_plan_none_faster_than_exact(files: tuple[Path, Pat
         assert ("with uniform stages" in text) == (method != "uniform")
 
 
-def test_uniform_stages_in_the_best_order(tmp_path: Path) -> None:
-    # The first half of the layers takes longer, so the faster device must run it. The method "uniform" tries only the
-    # order that begins with the slower device.
-    cluster, profile = tmp_path / "cluster.toml", tmp_path / "profile.json"
-    both = CLUSTER[: CLUSTER.index("[[clusters.nodes]]")]
-    both += '[[clusters.nodes]]\ndevices = [{ kind = "A100-40" }, { kind = "V100-16" }]\n'
-    cluster.write_text(both + 'inside = { kind = "PCIe", gigabytes_per_second = 16 }\n')
-    parts = [times("A100-40", 1, 0.010), times("V100-16", 1, 0.012)]
-    longer = tuple(seconds * (1.2 if layer < LAYERS // 2 else 1.0) for layer, seconds in enumerate((1.0,) * LAYERS))
-    made = ModelProfile(
-        name="net",
-        times=tuple(
-            part.model_copy(
-                update={
-                    name: tuple(a * b for a, b in zip(getattr(part, name), longer, strict=True))
-                    for name in ("forward_seconds", "backward_seconds")
-                }
-            )
-            for part in parts
-        ),
-        sizes=(
-            LayerSizes(
-                parameter_bytes=(8 * 10**8,) * LAYERS, activation_bytes=(1,) * LAYERS, output_bytes=(1,) * LAYERS
-            ),
-        ),
-    )
-    save_profile(made, profile)
-    _, best = planned((cluster, profile), 8)
-    assert best.layers_per_stage == (3, 3) and best.replicas[0].stages[0].device == "A100-40"
-    assert best.uniform_seconds == best.iteration_seconds
-
-
 def test_replicas_may_differ_unless_asked_otherwise(files: tuple[Path, Path]) -> None:
     # 11 micro-batches cannot be divided over several replicas that are alike.
     _, equal = planned(files, 11, "--micro-batch", "1", "--equal")
@@ -182,14 +150,6 @@ def test_the_next_best_plans_are_listed(files: tuple[Path, Path]) -> None:
     assert one_line(candidates[0].plan) in text
     assert "× best" not in output("plan", *files, "--global-batch", 16, "--top", 1)
     assert "--out plan.json writes this plan" in text
-
-
-def test_pictures_are_drawn(files: tuple[Path, Path], tmp_path: Path) -> None:
-    picture, saved = tmp_path / "plan.png", tmp_path / "plan.json"
-    output("plan", *files, "--global-batch", 16, "--plot", picture, "--out", saved)
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    output("simulate", saved, "--plot", tmp_path / "again.svg")
-    assert "<svg" in (tmp_path / "again.svg").read_text()
 
 
 def test_the_help_shows_options_in_groups_and_nothing_else() -> None:
@@ -338,16 +298,6 @@ def test_options_of_planning_again(tmp_path: Path) -> None:
     assert "--out: only with --slow" in failure("simulate", path, "--out", tmp_path / "new.json")
     assert "there is no folder" in failure("simulate", path, "--slow", "0:2", "--out", "/nowhere/new.json")
     assert "give --cluster and --profile" in failure("simulate", path, "--slow", "0:2", "--out", tmp_path / "new.json")
-
-
-def test_overlapped_transfers_are_faster_than_blocking_ones(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    save_plan(plan(), path)
-    seconds = [
-        float(output("simulate", path, "--transfers", way).split("event simulation: ")[1].split()[0])
-        for way in ("overlapped", "blocking")
-    ]
-    assert seconds[0] < seconds[1]
 
 
 def test_recomputation_and_zero_can_be_left_out(files: tuple[Path, Path]) -> None:

@@ -136,28 +136,6 @@ def test_a_new_division_applies_from_its_global_batch_on_and_in_later_epochs() -
     assert len(sampler) == 3 and list(sampler) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
-def test_a_division_for_a_later_global_batch_may_be_set_before_the_epoch() -> None:
-    (sampler,) = samplers(8, 4, 1, salt=None, shuffle=False)
-    sampler.divide_by(lambda samples: [[samples]])
-    sampler.divide_by(lambda samples: [[1, samples - 1]], from_global_batch=1)
-    assert len(sampler) == 3
-    assert list(sampler) == [[0, 1, 2, 3], [4], [5, 6, 7]]
-
-
-def test_a_rank_without_samples_draws_placeholders() -> None:
-    idle, busy = samplers(7, 5, 2, salt=None, shuffle=False)
-    for sampler in (idle, busy):
-        sampler.divide_by(lambda samples: [[0, 0], [samples - 1, 1]] if samples == 5 else [[0], [samples]])
-    found = list(idle.micro_batches())
-    assert [indices for _, indices in found] == [[0], [0], [5]]
-    assert [(micro.samples, micro.global_samples, micro.is_last) for micro, _ in found] == [
-        (0, 5, False),
-        (0, 5, True),
-        (0, 2, True),
-    ]
-    assert list(busy) == [[0, 1, 2, 3], [4], [5, 6]]
-
-
 def test_epochs_advance_automatically_or_are_set() -> None:
     (sampler,) = samplers(20, 6, 1)
     seen = [list(sampler) for _ in range(3)]
@@ -223,15 +201,6 @@ def test_a_resumed_epoch_may_be_divided_restarted_or_skipped() -> None:
     sampler.load_state_dict({**sampler.state_dict(), "epoch": 3, "global_batches_done": 2})
     sampler.set_epoch(9)
     assert next(iter(sampler))[0] == 0 and sampler.epoch == 9
-
-
-def test_the_first_division_after_resuming_applies_to_any_epoch() -> None:
-    (sampler,) = samplers(20, 6, 1, salt=None, shuffle=False)
-    sampler.load_state_dict({**sampler.state_dict(), "global_batches_done": 2})
-    sampler.divide_by(lambda samples: [[samples]], from_global_batch=sampler.drawn_global_batch + 1)
-    assert len(sampler) == 4
-    sampler.set_epoch(9)
-    assert [indices[0] for indices in sampler] == [0, 6, 12, 18]
 
 
 @pytest.mark.parametrize(

@@ -69,26 +69,25 @@ def test_a_plan_that_everybody_has_stays() -> None:
 NEW = Standing(None, False, None)
 
 
-def test_new_ranks_agree_that_there_is_nothing() -> None:
+@pytest.mark.parametrize(
+    ("standings", "commit", "catch_ups"),
+    [
+        # The running step is given up if nobody has made it.
+        ([Standing(4, True, "four"), Standing(4, False, "four"), NEW], "four", "KEEP KEEP FORGET"),
+        # A step that somebody has made is made by all.
+        ([Standing(4, True, "four"), Standing(5, False, "five")], "five", "STEP KEEP"),
+        # A rank that was left behind forgets.
+        (
+            [Standing(3, True, "three"), Standing(4, False, "four"), Standing(5, False, "five")],
+            *("five", "FORGET FORGET KEEP"),
+        ),
+    ],
+)
+def test_ranks_agree_on_a_version(standings: list[Standing], commit: str, catch_ups: str) -> None:
+    agreed = agree(standings)
+    assert agreed is not None and (agreed.version, agreed.commit) == ({"four": 4, "five": 5}[commit], commit)
+    assert agreed.catch_ups == tuple(CatchUp[each] for each in catch_ups.split())
     assert agree([NEW, NEW]) is None
-
-
-def test_the_running_step_is_given_up_if_nobody_has_made_it() -> None:
-    agreed = agree([Standing(4, True, "four"), Standing(4, False, "four"), NEW])
-    assert agreed is not None and agreed.version == 4
-    assert agreed.catch_ups == (CatchUp.KEEP, CatchUp.KEEP, CatchUp.FORGET)
-
-
-def test_a_step_that_somebody_has_made_is_made_by_all() -> None:
-    agreed = agree([Standing(4, True, "four"), Standing(5, False, "five")])
-    assert agreed is not None and (agreed.version, agreed.commit) == (5, "five")
-    assert agreed.catch_ups == (CatchUp.STEP, CatchUp.KEEP)
-
-
-def test_a_rank_that_was_left_behind_forgets() -> None:
-    agreed = agree([Standing(3, True, "three"), Standing(4, False, "four"), Standing(5, False, "five")])
-    assert agreed is not None
-    assert agreed.catch_ups == (CatchUp.FORGET, CatchUp.FORGET, CatchUp.KEEP)
 
 
 # Survivors -------------------------------------------------------------------------------------------------------

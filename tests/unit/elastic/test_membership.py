@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import socket
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -24,6 +26,7 @@ from colossal_hetero.elastic.process_groups import ProcessGroups
 from colossal_hetero.elastic.rendezvous import described, member_of, missing_message, next_action
 from colossal_hetero.elastic.world import NEW, JoinTimeoutError, Member, MembershipTiming, StoreLostError, World
 from tests.support.harness import free_port
+from tests.support.paths import REPOSITORY
 
 
 @pytest.fixture
@@ -129,6 +132,31 @@ def test_who_waits_for_a_full_world_becomes_a_spare() -> None:
     state.complete = True
     action = next_action(_Action.SYNC, state, described(NEW_1), SETTINGS, 0, may_wait=False)
     assert action is _Action.REMOVE_FROM_WAIT_LIST
+
+
+def test_one_module_knows_the_private_names_of_torch_and_handles_all_actions() -> None:
+    modules = [
+        path for path in (REPOSITORY / "colossal_hetero").rglob("*.py") if "dynamic_rendezvous" in path.read_text()
+    ]
+    assert [path.name for path in modules] == ["rendezvous.py"]
+    ends = {_Action.SYNC, _Action.FINISH, _Action.ERROR_CLOSED, _Action.ERROR_TIMEOUT}
+    assert set(_Action) == ends | set(rendezvous._CHANGES)
+    parameters = inspect.signature(rendezvous._DistributedRendezvousOpExecutor.run).parameters
+    assert list(parameters) == list(inspect.signature(rendezvous._Executor.run).parameters)
+
+
+@pytest.mark.parametrize("name", ["participants", "wait_list", "redundancy_list"])
+def test_changes_of_the_state_are_those_of_their_names(name: str) -> None:
+    holder, node = SimpleNamespace(state=state_of([FIRST], [])), described(NEW_1)
+    holder.state.last_heartbeats = {}
+    executor = rendezvous._Executor(node, holder, SETTINGS, poll_seconds=0.0)  # type: ignore[arg-type]
+    executor._state = holder.state
+    for way, is_there in (("ADD_TO", True), ("REMOVE_FROM", False)):
+        rendezvous._CHANGES[_Action[f"{way}_{name.upper()}"]](executor)
+        for each in ("participants", "wait_list", "redundancy_list"):
+            assert (node in getattr(holder.state, each)) == (is_there and each == name), (way, each)
+    rendezvous._CHANGES[_Action.MARK_RENDEZVOUS_CLOSED](executor)
+    assert holder.state.closed and not holder.state.complete
 
 
 def test_the_message_names_who_is_missing() -> None:

@@ -135,16 +135,6 @@ def test_the_models_of_semi_have_their_number_of_parameters(name, billions):
     }
 
 
-def test_weights_depend_only_on_the_seed():
-    def build(seed: int) -> torch.nn.Module:
-        torch.manual_seed(seed)
-        return build_chosen_vit(options("--depth 1 --hidden 32"), 10)
-
-    first, again, other = build(3), build(3), build(4)
-    assert torch.equal(first.blocks[0].attn.qkv.weight, again.blocks[0].attn.qkv.weight)
-    assert not torch.equal(first.blocks[0].attn.qkv.weight, other.blocks[0].attn.qkv.weight)
-
-
 # Data -----------------------------------------------------------------------------------------------------
 
 
@@ -384,17 +374,6 @@ def test_the_result_shows_migration_and_the_time_that_balancing_cost(capsys, mon
     assert re.search(r"migrated +received", text) and "resized" not in text
     assert "(0.8 times as long: balancing cost 30 ms)" in text
     assert "The last decision: migration pays.\n" in text
-
-
-def test_the_reason_for_no_migration_is_printed(capsys, monkeypatch):
-    text = printed_report(measured("--balance auto", 8, note="sending costs more than it saves."), capsys, monkeypatch)
-    assert "Nothing was migrated: sending costs more than it saves.\n" in text
-
-
-def test_without_balancing_only_the_bounds_are_printed(capsys, monkeypatch):
-    text = printed_report(measured("", 8), capsys, monkeypatch)
-    assert "Unbalanced" not in text
-    assert "With all ranks as fast as the fastest it would have taken 100 ms" in text
 
 
 # Timelines ------------------------------------------------------------------------------------------------

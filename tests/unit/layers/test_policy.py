@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,57 +130,3 @@ def test_the_error_for_a_model_without_a_policy_says_what_is_valid():
     assert "Colossal-AI has no policy for timm.models.resnet.ResNet" in message
     for remedy in ("timm VisionTransformer", "custom_policy=", "hetero_policy(MyPolicy())", "auto_policy"):
         assert remedy in message
-
-
-# Policies for model code that is downloaded with the weights: only the layers that they name can be tested here ------
-
-
-def _named_layers(policy: Policy, config: dict[str, Any]) -> dict[Any, list[type]]:
-    """Return the layers that ``policy`` names for a model with ``config`` on two tensor-parallel ranks."""
-    defaults = dict(num_attention_heads=4, num_key_value_heads=4, hidden_size=16, vocab_size=64)
-    policy.model = SimpleNamespace(config=SimpleNamespace(**(defaults | config)), num_layers=1)
-    policy.shard_config = SimpleNamespace(
-        enable_tensor_parallelism=True,
-        tensor_parallel_size=2,
-        tensor_parallel_process_group=None,
-        sequence_parallelism_mode=None,
-        sequence_parallel_size=1,
-        sequence_parallel_process_group=None,
-        enable_sequence_parallelism=False,
-        enable_fused_normalization=False,
-        enable_flash_attention=False,
-        enable_jit_fused=False,
-        enable_all_optimization=False,
-        fp8_communication=False,
-        make_vocab_size_divisible_by=64,
-        pipeline_stage_manager=None,
-        parallel_output=True,
-        ep_group=None,
-        expert_parallel_size=1,
-        moe_dp_group=None,
-    )
-    policy.tie_weight, policy.origin_attn_implement = False, "eager"
-    return {
-        key: [replacement.target_module for replacement in description.sub_module_replacement or ()]
-        for key, description in policy.module_policy().items()
-    }
-
-
-@pytest.mark.parametrize(
-    ("model", "config", "exchanged"),
-    [
-        (
-            "transformers_modules.modeling_chatglm.ChatGLMForConditionalGeneration",
-            dict(multi_query_attention=False, rmsnorm=True, kv_channels=4, post_layer_norm=True),
-            2,
-        ),
-        ("transformers_modules.modeling_deepseek.DeepseekForCausalLM", {}, 5),
-        ("transformers_modules.modeling_deepseek.DeepseekV3ForCausalLM", {}, 0),
-    ],
-)
-def test_policies_of_downloaded_model_code_name_our_layers(model, config, exchanged):
-    policy = auto_policy.import_policy(auto_policy._POLICY_LIST[model])()
-    theirs = _named_layers(policy, config)
-    ours = _named_layers(hetero_policy(policy), config)
-    assert ours == {key: [HETERO_LAYERS.get(target, target) for target in targets] for key, targets in theirs.items()}
-    assert sum(target in HETERO_LAYERS.values() for targets in ours.values() for target in targets) == exchanged

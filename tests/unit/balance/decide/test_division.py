@@ -32,6 +32,7 @@ from colossal_hetero.balance.ratios import (
     moved_units,
     slowest_seconds,
 )
+from tests.support.random_examples import examples
 
 
 def lines_of(slopes: list[float], full: int, fixed: float = 0.0, above: float = 1.0) -> list[Line]:
@@ -73,6 +74,7 @@ def test_no_division_is_faster(problem: tuple[UnitKind, list[Line], float]) -> N
     assert moved_units(kind, found) <= min(moved_units(kind, counts) for counts in equal) + kind.grain * (per_unit > 0)
 
 
+@examples(ordinary=8, thorough=1000)
 @given(problems())
 def test_finer_units_come_close_to_the_time_of_divisible_ones(problem: tuple[UnitKind, list[Line], float]) -> None:
     kind, lines, _ = problem
@@ -85,27 +87,6 @@ def test_finer_units_come_close_to_the_time_of_divisible_ones(problem: tuple[Uni
     bound = divisible_seconds(lines)
     assert bound == pytest.approx(slowest_seconds(shares, fastest_counts(fine, shares)), rel=5e-3)
     assert bound <= slowest_seconds(lines, fastest_counts(kind, lines)) * (1 + 1e-9)
-
-
-@pytest.mark.parametrize(
-    "units, slowdown, ranks", [(4, 1.2, 8), (2, 1.3, 8), (2, 1.05, 8), (4, 1.05, 2), (1, 8.0, 8), (8, 1.1, 4)]
-)
-def test_a_mild_straggler_keeps_its_heads_if_a_receiver_would_be_slower(
-    units: int, slowdown: float, ranks: int
-) -> None:
-    kind = UnitKind(units, 1, units * (ranks - 1))
-    lines = lines_of([slowdown, *(1.0,) * (ranks - 1)], units)
-    counts = fastest_counts(kind, lines)
-    assert slowest_seconds(lines, counts) <= slowdown * units
-    assert counts == (units,) * ranks
-
-
-def test_a_straggler_with_many_units_meets_the_bound() -> None:
-    for ranks, slowdown in ((2, 8.0), (2, 1.5), (8, 8.0), (8, 1.05)):
-        kind = UnitKind(840, 1, 840 * (ranks - 1))
-        lines = lines_of([slowdown, *(1.0,) * (ranks - 1)], 840)
-        bound = ranks / (ranks - 1 + 1 / slowdown) * 840
-        assert slowest_seconds(lines, fastest_counts(kind, lines)) == pytest.approx(bound, rel=0.005)
 
 
 def test_a_line_bends_at_the_full_share() -> None:

@@ -81,12 +81,6 @@ def test_eq1_by_hand() -> None:
     assert resize_ratios([1.0, 4.0], [0.5, 0.0], 1.0, 0.9).tolist() == [0.0, 0.0]  # nothing to prune
 
 
-def test_mean_reference_prunes_less() -> None:
-    group = [RankTimes(1.0, 1.0), RankTimes(4.0, 4.0)]
-    config = BalanceConfig(mode="resize", pruning=Pruning(reference="mean", resize_overhead=0.0))
-    assert decide(group, FREE, config, BalancePlan.idle(2)).resize == (0.0, 0.375)
-
-
 def test_what_resizing_costs_is_pruned_as_well() -> None:
     group = [RankTimes(1.0, 1.0), RankTimes(4.0, 4.0)]
     config = BalanceConfig(mode="resize", pruning=Pruning(resize_overhead=0.05))
@@ -141,16 +135,6 @@ def test_rounding_to_steps_does_not_exceed_the_cap(mode: str) -> None:
     ratio = max(decide(group, Costs(migrate_fixed_seconds=0.5), config, BalancePlan.idle(3)).resize)
     assert 0.29999 < ratio <= 0.3
     assert layer_ratios(ratio, [0.5, 0.1], [1.0, 1.0], rules, 0.3) == pytest.approx([0.3, 0.3], rel=1e-5)
-
-
-@pytest.mark.parametrize("mode", ["migrate", "auto"])
-def test_one_straggler_is_brought_to_the_bound(mode: str) -> None:
-    for ranks, slowdown in ((2, 8.0), (2, 1.5), (8, 8.0), (8, 1.5)):
-        group = straggler(slowdown, ranks)
-        plan = decide(group, FREE, BalanceConfig(mode=mode), BalancePlan.idle(ranks))
-        bound = ranks / (ranks - 1 + 1 / slowdown)
-        assert predicted_seconds(group, FREE, plan) == pytest.approx(bound, rel=1e-4)
-        assert plan.resize == (0.0,) * ranks
 
 
 def test_auto_migrates_only_if_that_pays_and_migrate_does_anyway() -> None:
@@ -223,11 +207,6 @@ def test_digests_tell_plans_apart() -> None:
     ]
     assert len({plan.digest, *(other.digest for other in others)}) == 5
     assert all(0 <= other.digest < 2**31 for other in others)
-
-
-def test_loads() -> None:
-    plan = BalancePlan((0.0, 0.25, 0.0), (0.5, 0.0, 0.0), (0.0, 0.25, 0.25))
-    assert [plan.load(rank) for rank in range(3)] == [0.5, 1.0, 1.25]
 
 
 @pytest.mark.parametrize(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colossal_hetero.balance import BalancePlan, Costs, RankTimes, predicted_seconds
-from colossal_hetero.balance.optimum import RESERVE, divide_stragglers, optimal_plan, semi_plan
+from colossal_hetero.balance.optimum import RESERVE, optimal_plan
 from colossal_hetero.balance.report import lossless_seconds
 from tests.support.random_examples import examples
 
@@ -118,19 +116,6 @@ def test_two_ranks_against_a_grid(slowdown: float, other: float, costs: Costs, c
     assert best * (1 + 1e-9) >= found >= best - 4e-3 * (slowdown + costs.receive_factor)
 
 
-@given(st.integers(2, 16), st.floats(1.01, 50), st.floats(0.01, 10), st.floats(0, 10))
-def test_one_straggler_without_costs_is_the_papers_bound(
-    ranks: int, slowdown: float, matmul: float, other: float
-) -> None:
-    """``e / (e − 1 + 1/χ)`` of the homogeneous matmul time."""
-    chis = [1.0] * (ranks - 1) + [slowdown]
-    times = [RankTimes(other + chi * matmul, chi * matmul) for chi in chis]
-    plan = optimal_plan(times, FREE, 0.0)
-    assert plan.resize == (0.0,) * ranks
-    bound = ranks / (ranks - 1 + 1 / slowdown)
-    assert predicted_seconds(times, FREE, plan) == pytest.approx(other + matmul * bound)
-
-
 @given(groups(8))
 def test_lossless_plans_without_costs_reach_the_reports_bound(times: list[RankTimes]) -> None:
     plan = optimal_plan(times, FREE, 0.0)
@@ -192,29 +177,3 @@ def test_stragglers_begin_at_the_margin() -> None:
 )
 def test_notes_say_why(times: list[RankTimes], costs: Costs, note: str) -> None:
     assert optimal_plan(times, costs, 0.0).note == note
-
-
-def test_many_ranks() -> None:
-    random = np.random.default_rng(0)
-    chis = np.where(random.random(64) < 0.5, 1.0, random.uniform(1, 8, 64))
-    times = [RankTimes(0.3 + 0.7 * chi, 0.7 * chi) for chi in chis.tolist()]
-    costs = Costs(0.02, 0.05, 0.01, 0.001, 1.05)
-    for cap in (0.0, 0.5, 0.9):
-        plan = optimal_plan(times, costs, cap)
-        assert math.fsum(plan.migrate) == pytest.approx(math.fsum(plan.receive))
-        others = random_seconds(times, costs, cap, plan, random, 200)
-        assert predicted_seconds(times, costs, plan) <= others.min() * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("cap", [0.25, 0.5])
-def test_semi_prunes_least_among_equally_fast_divisions(cap: float) -> None:
-    """The slowest rank decides the time, so whether the other one prunes does not change it."""
-    times = [RankTimes(1.0, 1.0), RankTimes(1.0, 1.0), RankTimes(3.0, 1.5), RankTimes(1.0, 0.5), RankTimes(8.0, 4.0)]
-    plan = semi_plan(times, Costs(), cap, 0.1)
-    seconds = predicted_seconds(times, Costs(), plan)
-    slow = (4, 2)
-    for count in range(3):
-        other = divide_stragglers(times, slow[:count], slow, cap)
-        same = predicted_seconds(times, Costs(), other) <= seconds
-        assert not same or sum(other.resize) >= sum(plan.resize)
-    assert sum(plan.resize) == 0.0

@@ -80,16 +80,6 @@ def test_several_stragglers() -> None:
     assert plan.note == "Eq. 3: of 4 stragglers 3 migrate and 1 resize"
 
 
-def test_resizing_ranks_that_received_would_be_late() -> None:
-    """Why only those receive that do not straggle."""
-    costs = Costs(migrate_fixed_seconds=0.3)
-    plan = divide_stragglers(FIG_11, [0, 1, 2], [0, 1, 2, 3], 0.9)
-    taken = sum(plan.migrate) / 5
-    printed = BalancePlan(plan.resize, plan.migrate, (0.0,) * 3 + (taken,) * 5)
-    assert predicted_seconds(FIG_11, costs, plan) == pytest.approx(0.3 + 1.6146, abs=1e-4)
-    assert predicted_seconds(FIG_11, costs, printed) == pytest.approx(0.3 + 1.9833, abs=1e-4)
-
-
 @given(
     st.lists(st.floats(1.2, 10), min_size=2, max_size=4),
     st.integers(1, 4),

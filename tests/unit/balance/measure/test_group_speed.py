@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from colossal_hetero.balance import BalanceConfig, BalancePlan
 from colossal_hetero.balance.ratios import Line, UnitKind, fastest_counts, slowest_seconds
 from colossal_hetero.balance.work_times import MAX_PATIENCE, RELAX_AFTER, Damping
-from tests.support.random_examples import examples
+from tests.support.random_examples import IS_THOROUGH, examples
 from tests.support.simulated_group import OTHER, UNITS, SimulatedGroup
 
 RESIZE = BalanceConfig(mode="resize")
 MIGRATE = BalanceConfig(mode="migrate")
 
 
-SIMULATED = examples(ordinary=30, thorough=150)
+SIMULATED = examples(ordinary=15, thorough=150)
 
 
 @SIMULATED
@@ -76,7 +76,7 @@ def test_the_plan_recovers_when_the_straggler_goes_away(
 @pytest.mark.parametrize("slowdown", [1.1, 1.3, 2.0, 4.0, 8.0])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_a_constant_straggler_ends_within_two_percent_of_the_best_division(ranks: int, slowdown: float) -> None:
-    for slow in range(ranks):
+    for slow in range(ranks) if IS_THOROUGH else (0, ranks - 1):
         slowdowns = [slowdown if rank == slow else 1.0 for rank in range(ranks)]
         group = SimulatedGroup(ranks, MIGRATE, seed=slow, noise=0.03)
         for _ in range(150):
@@ -106,7 +106,7 @@ def test_batches_of_different_lengths_are_no_stragglers(ranks: int, lengths: str
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_a_straggler_is_found_among_batches_of_different_lengths(ranks: int) -> None:
     random = np.random.default_rng(ranks)
-    for slow in range(ranks):
+    for slow in range(ranks) if IS_THOROUGH else (0, ranks - 1):
         group = SimulatedGroup(ranks, MIGRATE, seed=slow, noise=0.05)
         for _ in range(60):
             group.iterate([2.0 if rank == slow else 1.0 for rank in range(ranks)], float(random.lognormal(0.0, 0.5)))
@@ -169,17 +169,17 @@ def run(group: SimulatedGroup, pattern: list[float]) -> list[BalancePlan]:
     return plans
 
 
-@pytest.mark.parametrize("slowdown", [2.0, 4.0, 8.0])
-@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("on, off", [(3, 3), (2, 2), (4, 4), (5, 3), (3, 9), (5, 5), (7, 3), (2, 7), (10, 10), (3, 60)])
-def test_flicker_costs_at_most_two_percent(ranks: int, slowdown: float, on: int, off: int) -> None:
-    group = SimulatedGroup(ranks, MIGRATE)
-    pattern = ([1.0] * 10 + ([slowdown] * on + [1.0] * off) * 200)[:310]
-    run(group, pattern)
-    assert group.seconds <= 1.02 * seconds_unbalanced(pattern)
+def test_flicker_costs_at_most_two_percent(on: int, off: int) -> None:
+    for ranks, slowdown in product((2, 4), (2.0, 4.0, 8.0)):
+        if IS_THOROUGH or (ranks == 4) == (slowdown == 4.0):
+            group = SimulatedGroup(ranks, MIGRATE)
+            pattern = ([1.0] * 10 + ([slowdown] * on + [1.0] * off) * 200)[:310]
+            run(group, pattern)
+            assert group.seconds <= 1.02 * seconds_unbalanced(pattern), f"{ranks} ranks, {slowdown} times as slow"
 
 
-@examples(ordinary=30, thorough=100)
+@examples(ordinary=12, thorough=100)
 @given(st.integers(0, 10**6), st.integers(2, 4), st.floats(1.5, 8), st.integers(1, 12))
 def test_irregular_flicker(seed: int, ranks: int, slowdown: float, longest: int) -> None:
     """With noise, and phases of any length."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,7 +14,6 @@ from colossal_hetero.balance.timeline import (
     KIND_NAMES,
     IterationTimeline,
     Segment,
-    check_matplotlib,
     plot_timelines,
 )
 from tests.support.figures import saved_figures
@@ -69,44 +66,6 @@ def test_an_iteration_without_a_plan_stands_alone(tmp_path: Path, drawn: list[Fi
     plot_timelines(BEFORE, None, tmp_path / "timeline.png")
     (axis,) = drawn[0].axes
     assert axis.get_title(loc="left") == "Latest: iteration 4, 250 ms"
-
-
-def test_an_iteration_in_which_nothing_was_marked_can_be_drawn(tmp_path: Path) -> None:
-    plot_timelines(IterationTimeline(0, ((), ())), None, tmp_path / "timeline.png")
-    assert (tmp_path / "timeline.png").exists()
-
-
-def test_a_picture_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "timeline.png"
-    path.write_text("an older picture")
-
-    def fail(self: Figure, draft: Path, **options: object) -> None:
-        Path(draft).write_text("half a pic")
-        raise OSError("disk full")
-
-    monkeypatch.setattr(Figure, "savefig", fail)
-    with pytest.raises(OSError, match="disk full"):
-        plot_timelines(BEFORE, AFTER, path)
-    assert list(tmp_path.iterdir()) == [path] and path.read_text() == "an older picture"
-
-
-def test_other_kinds_of_pictures_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"\.png, \.pdf, \.svg"):
-        plot_timelines(BEFORE, AFTER, tmp_path / "timeline.doc")
-
-
-def test_missing_matplotlib_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_matplotlib()
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install 'colossal-hetero\[plot\]'"):
-        check_matplotlib()
-
-
-def test_drawing_takes_no_matplotlib_until_something_is_drawn() -> None:
-    code = (
-        "import sys, colossal_hetero.balance.timeline\nsys.exit('matplotlib' in sys.modules or 'torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
 def test_colors_differ_in_lightness() -> None:
