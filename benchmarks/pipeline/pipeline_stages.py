@@ -4,7 +4,7 @@ sudo python -m benchmarks.pipeline.pipeline_stages [--quotas 1,0.5,0.25] [--hidd
 
 Two ranks train a ViT with the 1F1B schedule. Rank 1 is under a CPU quota that the program does not know. For each
 quota the layers are measured on both ranks. From these times the iteration time of every split of the blocks is
-predicted, with the closed form that the planner uses and with a simulation of the schedule. Then the splits are trained
+predicted, with the formula that the planner uses and with a simulation of the schedule. Then the splits are trained
 in turns. With --orders the slow rank also takes the first stage, so that all plans that the planner can choose are
 trained. The planner's plan is compared with the best of them. A last table has the largest error of each quota and
 hidden size.
@@ -135,11 +135,11 @@ def main() -> None:
                 errors = compare(quota, hidden, arguments)
             rows.append((hidden, f"{quota:g}", len(errors), f"{max(errors):.1%}", f"{median(errors):.1%}"))
     columns = ("hidden size", "quota", "splits", "largest error", "median error")
-    print_table("Errors of the closed form", columns, rows)
+    print_table("Errors of the formula", columns, rows)
 
 
 def compare(quota: float, hidden: int, arguments: argparse.Namespace) -> list[float]:
-    """Print the predictions for one quota and hidden size; returns the relative errors of the closed form."""
+    """Print the predictions for one quota and hidden size; returns the relative errors of the formula."""
     batch, sizes = make_batch(arguments.micro_batch), [arguments.micro_batch]
     model = build_model(hidden, arguments.blocks)
     profile = profile_layers(model, batch, F.cross_entropy, micro_batches=sizes, optimizer="adamw").profile
@@ -203,7 +203,7 @@ def compare(quota: float, hidden: int, arguments: argparse.Namespace) -> list[fl
     title = f"Hidden size {hidden}; rank 1 of 2 under a CPU quota of {quota:g} of a core"
     print_table(
         title,
-        ("blocks by stage", "measured [s]", "closed form [s]", "error", "simulated [s]", "error"),
+        ("blocks by stage", "measured [s]", "formula [s]", "error", "simulated [s]", "error"),
         rows,
         notes,
     )

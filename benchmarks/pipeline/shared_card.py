@@ -8,7 +8,7 @@ processes that train a ViT over Gloo with Colossal-AI's 1F1B schedule. Two place
 - *inside*: each pipeline is inside a node. Only weight gradients cross the cards, those of both stages at once.
 
 Layers are measured first, by all ranks at the same time, so that they share the processor's cores as in training. The
-predictions are those of ``colossal-hetero plan`` and ``simulate``: the closed form, and the simulation with blocking
+predictions are those of ``colossal-hetero plan`` and ``simulate``: the formula, and the simulation with blocking
 and with overlapped transfers (Gloo sends while the sender computes).
 
     sudo python -m benchmarks.pipeline.shared_card [--replicas 2,4] [--megabits 60] [--rounds 5]
@@ -186,7 +186,7 @@ def main() -> None:
     message = arguments.micro_batch * (IMAGE // PATCH) ** 2 * arguments.hidden * 4 / 1e6
     print_table(
         f"{message:.2f} MB per message, {arguments.micro_batches} micro-batches, cards of {arguments.megabits:g} Mb/s",
-        ["replicas", "placement", "measured [s]", "closed form [s]", "simulated, blocking [s]", "overlapped [s]"],
+        ["replicas", "placement", "measured [s]", "formula [s]", "simulated, blocking [s]", "overlapped [s]"],
         rows,
     )
 

@@ -8,7 +8,7 @@ there from OPT-350 and OPT-30, corrected by the error on V100, where all three w
 micro-batches of up to 8, which plans use. Fitted to all timed sizes, up to 128, the median error over all plans is
 6.5 % instead of 5.9 %.
 
-Predictions are by the closed form that the planner searches with, and include the gradient reduction. Memory is that of
+Predictions are by the formula that the planner searches with, and include the gradient reduction. Memory is that of
 the GPU that uses most; the measured value is from nvidia-smi.
 """
 

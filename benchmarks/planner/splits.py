@@ -103,7 +103,7 @@ def against_exhaustive_search(pipelines: int, seed: int) -> list[tuple[object, .
 
 
 def methods(pipelines: int, seed: int) -> list[tuple[object, ...]]:
-    """Table of all methods relative to `exact`, by the closed form."""
+    """Table of all methods relative to `exact`, by the formula."""
     rows = []
     for stages, kinds, blocks in ((4, 2, 24), (8, 3, 48), (16, 3, 96)):
         for count in (stages, 4 * stages):
@@ -145,7 +145,7 @@ def simulated_seconds(pipeline: Pipeline, division: Split) -> float:
 
 
 def under_simulation(pipelines: int, seed: int) -> list[tuple[object, ...]]:
-    """Table of the closed form and of `exact` under the event simulation."""
+    """Table of the formula and of `exact` under the event simulation."""
     rows = []
     for stages, count in ((2, 4), (3, 4), (4, 4), (2, 8), (4, 8), (4, 16), (4, 64)):
         random = np.random.default_rng(seed)
@@ -211,14 +211,14 @@ def main() -> None:
         against_exhaustive_search(arguments.pipelines, arguments.seed),
     )
     print_table(
-        "\nIteration time of the methods relative to 'exact', mean (closed form)",
+        "\nIteration time of the methods relative to 'exact', mean (formula)",
         ("stages of kinds", "blocks", "micro-batches", *METHODS[1:]),
         methods(arguments.mixed, arguments.seed),
     )
     print_table(
-        "\nUnder the event simulation: closed form / simulated time, and 'exact' "
+        "\nUnder the event simulation: formula / simulated time, and 'exact' "
         "relative to the best of all splits and orders under the simulation; 9 blocks, 2 kinds",
-        ("stages", "micro-batches", "closed form / simulated", "exact, mean", "worst"),
+        ("stages", "micro-batches", "formula / simulated", "exact, mean", "worst"),
         under_simulation(arguments.mixed, arguments.seed),
     )
     print_table(

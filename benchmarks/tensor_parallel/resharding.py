@@ -1,4 +1,4 @@
-"""Units that are given away for good, against units that migrate in each iteration.
+"""Units that are permanently re-sharded, against units that migrate in each iteration.
 
 python -m benchmarks.tensor_parallel.resharding [--slowdown 4] [--rounds 20]
 sudo python -m benchmarks.tensor_parallel.resharding --quota 0.25
@@ -80,11 +80,11 @@ def main() -> None:
     following = [
         Variant("migrating each iteration", migrating, slow),
         Variant("migrating each iteration (control)", migrating, slow),
-        Variant("given away for good", replace(migrating, reshard_after=1), slow),
+        Variant("permanently re-sharded", replace(migrating, reshard_after=1), slow),
     ]
     variants = [
         *following,
-        Variant("given away for good, own plan", BalanceConfig(mode="auto", reshard_after=10), slow),
+        Variant("permanently re-sharded, own plan", BalanceConfig(mode="auto", reshard_after=10), slow),
     ]
     for variant in [free, deciding, *variants]:
         variant.build()

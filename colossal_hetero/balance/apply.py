@@ -39,7 +39,7 @@ class Shares:
     resized: float = 0.0
     migrated: float = 0.0
     resharded: float = 0.0
-    """Given away for good."""
+    """Permanently re-sharded."""
     received: float = 0.0
     loads: tuple[float, ...] = ()
     """Number of units that the rank computes in each of its blocks, by kind of layers."""
@@ -89,7 +89,7 @@ class Applier:
         self._resharding = resharding
         self._for_good = False
         self._uneven: frozenset[int] = frozenset()
-        """Numbers of the blocks whose units are given away for good."""
+        """Numbers of the blocks whose units are permanently re-sharded."""
         self._shares = Shares(loads=tuple(kind.full for kind in self.kinds))
         self._seen = [False] * len(self._blocks)
 

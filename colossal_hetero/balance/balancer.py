@@ -412,7 +412,7 @@ class Balancer:
         self._timelines.plan_changed(self._iteration)
         self._latest.plan_changed(self._iteration)
         if self._changes is not None:
-            self._changes.changed(self._iteration, self._plan, self._speed.equal_work())
+            self._changes.changed(self._iteration, self._plan, self._speed.known_work())
         self._migration_seconds = []
         if self._records:
             self._records[-1] = replace(self._records[-1], exchanged=True, plan_changed=True)
@@ -421,7 +421,7 @@ class Balancer:
         return self.has_resharded and stays_resharded(self._plan, plan)
 
     def _reshard_if_due(self) -> None:
-        """Give the units that migrate away for good if their owners have been slow for long. Collective."""
+        """Re-shard the units that migrate permanently if their owners have been slow for long. Collective."""
         sharding = self._resharding
         if sharding is None or self._applier.is_for_good or self._plan == self._not_for_good:
             return
@@ -437,24 +437,24 @@ class Balancer:
         if sharding.is_active:
             if dist.get_rank() == 0:
                 log.warning(
-                    "units were given away for good, so parameters have other shapes, which masks or averages of your "
-                    "own no longer fit; BalanceConfig(reshard_after=None) keeps all shapes"
+                    "units were permanently re-sharded, so parameters have other shapes, which masks or averages of "
+                    "your own no longer fit; BalanceConfig(reshard_after=None) keeps all shapes"
                 )
             return
         self._not_for_good = self._plan
         obstacle = obstacle or "somebody sees inside of all blocks that could move, or no rank would gain"
         if not self._has_told_obstacle and dist.get_rank() == 0:
-            log.info("units migrate in each iteration and are not given away for good: %s", obstacle)
+            log.info("units migrate in each iteration and are not permanently re-sharded: %s", obstacle)
         self._has_told_obstacle = True
 
     def keep_shapes(self) -> None:
-        """Give no units away for good from now on, because a copy of the model is made."""
+        """Re-shard no units from now on, because a copy of the model is made."""
         if self._resharding is None:
             return
         if self.has_resharded:
             raise RuntimeError(
-                "the model cannot be copied after units were given away for good, because the ordinary shapes of its "
-                "parameters may return: copy it before training, which keeps the shapes, or set "
+                "the model cannot be copied after units were permanently re-sharded, because the ordinary shapes of "
+                "its parameters may return: copy it before training, which keeps the shapes, or set "
                 "BalanceConfig(reshard_after=None)"
             )
         self._resharding.keeps_shapes = True
@@ -466,7 +466,7 @@ class Balancer:
 
     def _decide(self, uncertainty: float, for_good: bool = False) -> BalancePlan:
         """The plan for the present speeds, within the known memory of receivers; another one only if it saves a larger
-        share of the time than ``uncertainty``. Units that are given away for good are sent at no cost."""
+        share of the time than ``uncertainty``. Units that are permanently re-sharded are sent at no cost."""
         units = self._speed.unit_work(self._applier.present_kinds(for_good or self.has_resharded))
         times = self._speed.equal_work()
         return decide(times, self._costs, self.config, self._plan, uncertainty, units, self._max_received)

@@ -32,8 +32,8 @@ class ChangeTeller:
         self._first = 0
         self._seconds: deque[float] = deque(maxlen=KEPT)
 
-    def changed(self, iteration: int, plan: BalancePlan, times: Sequence[RankTimes]) -> None:
-        """Another plan is used from the iteration after ``iteration`` on, because ranks take these ``times``."""
+    def changed(self, iteration: int, plan: BalancePlan, times: Sequence[RankTimes] | None) -> None:
+        """Another plan is used from the iteration after ``iteration`` on. Ranks take these ``times``, if known."""
         if self._words is None:
             if not is_notable(self._told, plan):
                 return
@@ -63,19 +63,19 @@ def is_notable(before: BalancePlan, after: BalancePlan) -> bool:
     return any(abs(new - old) > NOTABLE or (new > 0) != (old > 0) for old, new in shares)
 
 
-def plan_in_words(plan: BalancePlan, times: Sequence[RankTimes], ranks: Sequence[int]) -> str:
+def plan_in_words(plan: BalancePlan, times: Sequence[RankTimes] | None, ranks: Sequence[int]) -> str:
     """For example "rank 1 takes 6.1 times as long as the fastest; 68 % of its units now run on rank 0"."""
-    fastest = min(time.work_seconds for time in times)
     takers = [rank for rank, share in zip(ranks, plan.receive, strict=True) if share > 0]
     on = f"rank{'s' if len(takers) > 1 else ''} {spans(takers)}"
     sentences = []
-    for rank, time, pruned, given in zip(ranks, times, plan.resize, plan.migrate, strict=True):
+    for place, (rank, pruned, given) in enumerate(zip(ranks, plan.resize, plan.migrate, strict=True)):
         if pruned + given == 0:
             continue
         parts = [f"{given:.0%} of its work now runs on {on}"] if given else []
         parts += [f"{pruned:.0%} of its work is skipped, which costs accuracy"] if pruned else []
-        slower = time.work_seconds / fastest
-        sentences.append(
-            f"rank {rank} takes {slower:.1f} times as long as the fastest for the same layers: {' and '.join(parts)}"
-        )
+        who = f"rank {rank}"
+        if times is not None:
+            slower = times[place].work_seconds / min(time.work_seconds for time in times)
+            who += f" takes {slower:.1f} times as long as the fastest for the same layers"
+        sentences.append(f"{who}: {' and '.join(parts)}")
     return "; ".join(sentences) or f"ranks {spans(ranks)}: each does its own work again"

@@ -108,9 +108,9 @@ class BalanceConfig:
     patience: int = 2
     """Consecutive iterations after which a change of speed is accepted, ≥ 1; more after a speed has flickered."""
     reshard_after: int | None = 50
-    """Successive iterations, ≥ 1, after which units of a relieved rank are given away for good: weights and optimizer
-    state move once, and nothing is sent in each iteration any more. They are taken back when the rank recovers. None
-    means never. It needs ``migration="block"`` and a mode that prunes nothing."""
+    """Successive iterations, ≥ 1, after which units of a relieved rank are permanently re-sharded: weights and
+    optimizer state move once, and nothing is sent in each iteration any more. They are taken back when the rank
+    recovers. None means never. It needs ``migration="block"`` and a mode that prunes nothing."""
     warmup_iterations: int = 2
     """Number of first iterations that are ignored (allocation, caches), ≥ 0."""
 

@@ -288,6 +288,10 @@ class GroupSpeed:
         ]
         return UnitWork(kinds, lines, self.scale)
 
+    def known_work(self) -> list[RankTimes] | None:
+        """:meth:`equal_work`, or None before the first iterations are known."""
+        return None if self._expected is None else self.equal_work()
+
     def equal_work(self) -> list[RankTimes]:
         """Times of all balanced layers with a rank's full share of their work, by rank."""
         times = []

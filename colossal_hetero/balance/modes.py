@@ -82,7 +82,7 @@ class LayerKind:
     """The kind's share of the cost of all products that can be divided."""
     moves: bool = True
     sends: bool = True
-    """True if moved units are sent in each iteration, not if they are given away for good."""
+    """True if moved units are sent in each iteration, not if they are permanently re-sharded."""
 
     @property
     def full(self) -> float:
@@ -275,8 +275,8 @@ def _in_steps(plan: BalancePlan, max_resize: float) -> BalancePlan:
 
 
 # Resharding ----------------------------------------------------------------------------------------------------------
-# Decisions when units are given away for good, and when they are taken back; equal on all ranks. If a rank stays slow,
-# it is cheaper to move units once, with their optimizer state, than to send weights and gradients in each iteration.
+# Decisions when units are permanently re-sharded, and when they are taken back; equal on all ranks. If a rank stays
+# slow, it is cheaper to move units once, with their optimizer state, than to send weights and gradients in each iteration.
 
 
 def relieved_ranks(plan: BalancePlan) -> frozenset[int]:
@@ -302,6 +302,6 @@ def wants_resharding(plan: BalancePlan, relieved: Sequence[int], after: int | No
 
 
 def stays_resharded(current: BalancePlan, wanted: BalancePlan) -> bool:
-    """True if units stay given away for good when ``wanted`` replaces ``current``, because both relieve some of the
+    """True if units stay permanently re-sharded when ``wanted`` replaces ``current``, because both relieve some of the
     same ranks; then only the difference moves. Otherwise all units are taken back."""
     return bool(relieved_ranks(wanted) & relieved_ranks(current))

@@ -60,7 +60,7 @@ class Resharding:
             if block.reshards
             and not any(id(tensor) in shared for tensors in block.unit_parameters for tensor in tensors)
         )
-        """Numbers of the blocks whose units can be given away for good."""
+        """Numbers of the blocks whose units can be permanently re-sharded."""
         self._held: Arrangement = {}
         self._failure: str | None = None
         self.keeps_shapes = False
@@ -68,7 +68,7 @@ class Resharding:
 
     @property
     def obstacle(self) -> str | None:
-        """Reason why no units can be given away for good, as a clause; None if some can. Collective over the group."""
+        """Reason why no units can be permanently re-sharded, as a clause; None if some can. Collective."""
         if not self.possible:
             return "no block has units that can be"
         # On any rank: a single one may copy the model, or register a hook.
@@ -129,8 +129,8 @@ class Resharding:
     def _take_back(self) -> None:
         if not self._exchange_units({}):
             raise RuntimeError(
-                "a rank has too little memory to take back units that it has given away for good; use smaller batches, "
-                "or BalanceConfig(reshard_after=None)"
+                "a rank has too little memory to take back units that it has permanently re-sharded; use smaller "
+                "batches, or BalanceConfig(reshard_after=None)"
             )
 
     def _exchange_units(self, wanted: Arrangement) -> bool:

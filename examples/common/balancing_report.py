@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from statistics import fmean, median
 from typing import Any
 
 import torch.distributed as dist
@@ -123,9 +124,8 @@ class BalancingReport(Terminal):
         """Print the line of an epoch."""
         measured = self.measurements
         numbers = [number for number, its in enumerate(measured.epochs) if its == epoch]
-        seconds, loss = (
-            sum(values[number] for number in numbers) / len(numbers) for values in (measured.seconds, measured.loss)
-        )
+        seconds = median(measured.seconds[number] for number in numbers)
+        loss = fmean(measured.loss[number] for number in numbers)
         record = measured.records.get(numbers[-1])
         moved = [
             (rank.rank, moved_shares(rank.resized, rank.migrated, rank.received, rank.resharded))
@@ -164,14 +164,12 @@ class BalancingReport(Terminal):
             self._console.print(rank_table(found, stragglers.slowdowns if stragglers and constant else None))
             waited = found.waiting_seconds
             self._console.print(
-                f"An iteration took {took * 1e3:.0f} ms, of which ranks waited {waited * 1e3:.0f} ms for slower ones "
-                "(mean)."
+                f"An iteration took {took * 1e3:.0f} ms (median), of which ranks waited {waited * 1e3:.0f} ms for slower "
+                "ones (mean over ranks)."
             )
             self._console.print(comparison_text(found, balanced=self._options.balance != "off"))
-            if found.notes:
-                migrated = any(rank.migrated + rank.resharded for rank in found.ranks)
-                subject = "The last decision" if migrated else "Nothing was migrated"
-                self._console.print(f"{subject}: {found.notes[-1].rstrip('.')}.")
+            if found.notes and not any(rank.migrated + rank.resharded for rank in found.ranks):
+                self._console.print(f"Nothing was migrated: {found.notes[-1].rstrip('.')}.")
         if self.measurements.accuracy:
             self._console.print(
                 f"Accuracy on held-out {self._accuracy_of}: {self.measurements.accuracy[-1]:.1%} ({self._baseline})."

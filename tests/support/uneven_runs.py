@@ -17,7 +17,7 @@ from colossal_hetero.colossalai_support.corrections import ModuleProxy
 from tests.support.training import SlowdownScript, Trained, batch, boost, ours, scripted, tiny_vit
 
 AFTER = 2
-"""Iterations in which a rank is relieved before its units are given away for good."""
+"""Iterations in which a rank is relieved before its units are permanently re-sharded."""
 MAX_NORM = 0.5
 """Below the norm of the gradients, so that they are clipped."""
 FASTER = 6

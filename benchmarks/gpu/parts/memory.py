@@ -240,7 +240,7 @@ def allocator_growth(machine: Machine, shape: Shape, changes: int) -> list[Row]:
 
 def filled_card(device: torch.device, shape: Shape, for_good: bool) -> tuple[float, bool, bool]:
     """The share that a rank received of three quarters that were asked for, after the first rank has filled the GPU to
-    95 %; whether units were given away for good; and whether the losses are numbers."""
+    95 %; whether units were permanently re-sharded; and whether the losses are numbers."""
     balance = BalanceConfig(
         mode="migrate", warmup_iterations=NEVER, measure_costs=False, reshard_after=1 if for_good else None
     )
@@ -264,7 +264,7 @@ def filled(machine: Machine, shape: Shape) -> list[Row]:
     rows: list[Row] = []
     for for_good in (False, True):
         received, resharded, trains = run_ranks(machine, 2, filled_card, shape, for_good)[0]
-        note = "given away for good" if resharded else "migrated in each iteration"
+        note = "permanently re-sharded" if resharded else "migrated in each iteration"
         rows.append((f"asked for {SHARES[-1]:.0%}", f"received {received:.0%}", "", f"{note}, loss finite: {trains}"))
     return rows
 

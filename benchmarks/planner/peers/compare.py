@@ -12,7 +12,7 @@ Rows, for each cluster and model:
 - "space of X, our search": the best plan that *this* planner finds if it may only choose what X may choose, as
   published. It is never X's own result, which can be another one, because X searches and predicts otherwise.
 
-Every plan is priced by the closed form, by the event simulation, and by Sailor's simulator where its repository is
+Every plan is priced by the formula, by the event simulation, and by Sailor's simulator where its repository is
 given (``--sailor``): with our numbers (``inputs.py``), and with the files as they are. The best is the
 fastest plan of the cluster that fits in memory by our count and, where Sailor can count it, by Sailor's. Sailor knows
 no ZeRO and no recomputation.
@@ -53,7 +53,7 @@ SPACES: Mapping[str, Mapping[str, Any]] = {
 }
 """What may be chosen. Megatron: equal pipelines of equal stages, one degree. AMP: one degree, equal pipelines of any
 stages."""
-PRICES = ("closed form", "event simulation", "Sailor's simulator", "Sailor's simulator, its own files")
+PRICES = ("formula", "event simulation", "Sailor's simulator", "Sailor's simulator, its own files")
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ def print_case(case: Case, plans: Mapping[str, PricedPlan | str]) -> None:
 
 
 def print_overview(cases: Sequence[tuple[Case, Mapping[str, PricedPlan | str]]], names: Sequence[str]) -> None:
-    """One row per cluster and model, with closed form / event simulation / Sailor's simulator."""
+    """One row per cluster and model, with formula / event simulation / Sailor's simulator."""
     rows = []
     for case, plans in cases:
         cells = []
@@ -238,7 +238,7 @@ def print_overview(cases: Sequence[tuple[Case, Mapping[str, PricedPlan | str]]],
                 continue
             cells.append(" / ".join(map(cell, each.seconds[:3])) + ("" if each.fits else " *"))
         rows.append([case.cluster, case.profile.name, *cells])
-    title = "Seconds of an iteration: closed form / event simulation / Sailor's simulator; *: too large"
+    title = "Seconds of an iteration: formula / event simulation / Sailor's simulator; *: too large"
     print_markdown(title, ["cluster", "model", *names], rows)
 
 

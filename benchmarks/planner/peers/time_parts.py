@@ -1,7 +1,7 @@
 """The parts of the time of simple plans: passes, transfers between stages and sums of gradients, in two models.
 
 Each cell is "transfers + sums" in seconds of an iteration. "Simple" is the search space without recomputation and ZeRO,
-which Sailor's simulator does not know. "Ours" is the closed form. "Slow inside" gives links inside a node the bandwidth
+which Sailor's simulator does not know. "Ours" is the formula. "Slow inside" gives links inside a node the bandwidth
 of one GPU between nodes, as Sailor's simulator does. Devices are chosen again for each column.
 """
 

@@ -29,7 +29,7 @@ PRECISION = 1e-13
 # - accumulation "per_rank", stages 0 and 1: h(n) = min_b ⌊n/b⌋·s(b) + s(n mod b). For given b and t, ⌊t/s(b)⌋ full
 #   micro-batches fit, and then as many samples as fit into the remaining time. N(t) is the maximum over b.
 # - accumulation "shared", stages 0 and 1: all ranks run G micro-steps. h(n) = (G − r)·s(q) + r·s(q+1) with q, r =
-#   divmod(n, G). N(t) has a closed form for all G at once: one pass shows which G can still beat the best time.
+#   divmod(n, G). N(t) has a formula for all G at once: one pass shows which G can still beat the best time.
 # - stages 2 and 3: in one micro-step h(n) = s(n). Let F(m) be the time of a micro-step of m samples over all ranks. One
 #   sort gives F(m) for all m, and the best m minimizes ⌊N/m⌋·(F(m) + comm) + (F(N mod m) + comm).
 #

@@ -86,7 +86,7 @@ class DraftBuilder:
         self.overlap = overlap
         self._chooses_order = method in ("exact", "adapt")
         self.chooses_cuts = method == "exact"
-        """True if the method looks for the fastest cuts by the closed form, so that all cuts may be compared."""
+        """True if the method looks for the fastest cuts by the formula, so that all cuts may be compared."""
         self._node_of = [device.node for device in topology.devices]
         self._cluster_of = [node.cluster for node in topology.nodes]
         self._gradients = GradientTimes(topology)

@@ -1,4 +1,4 @@
-"""Time of a plan or a layout on a cluster, by the closed form and by simulation, with its memory and its price."""
+"""Time of a plan or a layout on a cluster, by the formula and by simulation, with its memory and its price."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def differences(one: Plan, other: Plan) -> list[str]:
 
 
 def time_parts(plan: Plan) -> dict[str, float]:
-    """Parts of the time of an iteration, by the closed form, in seconds."""
+    """Parts of the time of an iteration, by the formula, in seconds."""
     slowest = max(plan.replicas, key=lambda replica: replica.pipeline_seconds)
     longest = max(slowest.stages, key=lambda stage: stage.micro_batch_seconds)
     return {

@@ -179,7 +179,7 @@ class Replica(FilePart):
 
     @property
     def bubble_shares(self) -> tuple[float, ...]:
-        """Share of ``pipeline_seconds`` in which each stage waits, by the closed form."""
+        """Share of ``pipeline_seconds`` in which each stage waits, by the formula."""
         total = self.pipeline_seconds
         busy = (self.micro_batches * stage.micro_batch_seconds + stage.update_seconds for stage in self.stages)
         return tuple(min(max(1.0 - each / total, 0.0), 1.0) if total > 0 else 0.0 for each in busy)

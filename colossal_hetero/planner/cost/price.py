@@ -46,7 +46,7 @@ def price(
 
     Args:
         order_seconds: for the schedule ``zbv``, the times from which its passes are ordered; None: mean times.
-        overlap: passes hide communication between replicas; for 1F1B only.
+        overlap: communication runs during passes between replicas; for 1F1B only.
         method: name of the method that chose the cuts, for the plan.
 
     Raises:

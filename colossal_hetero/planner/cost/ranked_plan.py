@@ -49,7 +49,7 @@ def compared(seconds: float, best_seconds: float, what: str = "it is not as simp
 # Prediction error ----------------------------------------------------------------------------------------------------
 # [Note: how sure a prediction is] The times of a kind of device, at a degree and a size of micro-batch, were measured
 # together, with a relative standard error that the profile has, so they are all wrong by one unknown factor near to 1.
-# Such factors are drawn at random, and the closed form (``stages/pipeline.py``) is computed with each of them. The
+# Such factors are drawn at random, and the formula (``stages/pipeline.py``) is computed with each of them. The
 # draws of a kind, degree and size are the same for every plan, so two plans that use the same times are wrong in the
 # same direction, and the ratio of their times can be surer than each of them. Errors of bandwidths, and of the model
 # itself (``benchmarks/planner``), are not in these numbers.

@@ -160,7 +160,7 @@ def _title(made: PlanSimulation, shown: int, stages: int) -> str:
     unit, (simulated, closed) = times([made.seconds, plan.iteration_seconds])
     rows = "" if shown == stages else f"; {shown} of {stages} stages"
     slow = "".join(f", rank {rank} slowed {factor:g} ×" for rank, factor in sorted(made.slow.items()))
-    by_formula = f", {closed} {unit} by the closed form" if plan.schedule == "1f1b" else ""
+    by_formula = f", {closed} {unit} by the formula" if plan.schedule == "1f1b" else ""
     return (
         textwrap.fill(f"{plan.model}: {layout(plan)}", 150)
         + f"\niteration time: {simulated} {unit} by simulation{by_formula}{slow}{rows}"
@@ -200,7 +200,7 @@ def _number(
 
 
 def plot_comparison(plans: Sequence[tuple[str, EvaluatedPlan]], path: Path) -> None:
-    """Draw a bar for each plan: its parts by the closed form, and a mark for the simulated time."""
+    """Draw a bar for each plan: its parts by the formula, and a mark for the simulated time."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 1.2 + 0.9 * len(plans)), layout="constrained")

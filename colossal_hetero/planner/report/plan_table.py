@@ -248,7 +248,7 @@ def _ranking(ranked: Sequence[RankedPlan]) -> Table:
 
 
 def render_simulation(simulation: PlanSimulation, without: PlanSimulation | None = None) -> RenderableType:
-    """The stages' times, and iteration times by simulation and closed form (1F1B); ``without`` slow ranks."""
+    """The stages' times, and iteration times by simulation and formula (1F1B); ``without`` slow ranks."""
     plan = simulation.plan
     parts: list[RenderableType] = [Text.assemble((plan.model, "bold"), f": {layout(plan)}")]
     if simulation.slow:
@@ -281,7 +281,7 @@ def _simulated_totals(simulation: PlanSimulation, without: PlanSimulation | None
         line += f", of which {duration(plan.synchronization_seconds)} are sums of gradients"
     if plan.schedule == "1f1b":
         closed = f"{duration(plan.iteration_seconds)} ({plan.iteration_seconds / seconds - 1:+.1%})"
-        lines = [f"{line}; by the closed form: {closed}"]
+        lines = [f"{line}; by the formula: {closed}"]
     else:
         lines = [f"{line}; stages compute while they send, as Colossal-AI's schedule {plan.schedule} does"]
     if without is not None:
@@ -335,7 +335,7 @@ def render_comparison(plans: Sequence[tuple[str, EvaluatedPlan]]) -> RenderableT
         [each.plan.iteration_seconds for _, each in plans], [each.simulated_seconds for _, each in plans]
     )
     priced = all(each.cost is not None for _, each in plans)
-    columns = [_words("plan"), _number(f"closed form\n[{unit}]"), _number(f"simulation\n[{unit}]")]
+    columns = [_words("plan"), _number(f"formula\n[{unit}]"), _number(f"simulation\n[{unit}]")]
     columns += [_number("× best\ntime"), _number("samples/s"), *([_number("$ / 1,000\niterations")] if priced else [])]
     columns += [_number("memory\nleft"), _words("devices"), _words("layout", 1)]
     lines = []

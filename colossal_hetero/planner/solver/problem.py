@@ -55,7 +55,7 @@ class Problem:
     zero_stages: Sequence[int] = (0, 1)
     """ZeRO stages to try, in 1F1B; 1 for several replicas only."""
     overlap: bool = False
-    """True if passes hide communication between replicas, in 1F1B."""
+    """True if communication runs during passes between replicas, in 1F1B."""
     degrees: tuple[int, ...] = field(init=False)
     sizes: tuple[int, ...] = field(init=False)
     """Micro-batches that are tried."""

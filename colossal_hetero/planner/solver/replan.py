@@ -18,7 +18,7 @@ from .problem import Problem
 from .search import search
 
 TRIED = 5
-"""Best plans by the closed form that are simulated."""
+"""Best plans by the formula that are simulated."""
 
 
 @dataclass(frozen=True, eq=False)

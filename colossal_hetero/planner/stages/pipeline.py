@@ -4,7 +4,7 @@ A model is a row of *blocks* and can be cut between any two of them; the embeddi
 head of the last. A stage holds at least one block and runs in a *slot*: a tensor-parallel group of devices of one kind
 in one node. Slots are interchangeable if they share one ``LayerCosts`` object and have the same memory and channels.
 
-`[Note: closed form]`  The time of an iteration is estimated by AutoHet's Eq. 1, ``C = Σ t + (K − 1)·max t``: the first
+`[Note: formula]`  The time of an iteration is estimated by AutoHet's Eq. 1, ``C = Σ t + (K − 1)·max t``: the first
 micro-batch passes through the empty pipeline, and each further one takes one period of the longest stage. Compared with
 the event simulation (``cost/simulate.py``), where F and B are a stage's forward and backward time, each with half of
 the time of the schedule itself, t = F + B + the hops over its two cuts, for K micro-batches and P stages:
@@ -81,7 +81,7 @@ class Split:
 
 @dataclass(frozen=True)
 class PipelineCost:
-    """Time and memory of a split, by stage, by the closed form (AutoHet, Eq. 1, without gradient synchronization).
+    """Time and memory of a split, by stage, by the formula (AutoHet, Eq. 1, without gradient synchronization).
     Times of passes, transfers and the schedule are per micro-batch."""
 
     forward_seconds: tuple[float, ...]
@@ -110,7 +110,7 @@ class PipelineCost:
 
 
 def evaluate(pipeline: Pipeline, split: Split) -> PipelineCost:
-    """Time and memory of ``split`` by the closed form; see :func:`evaluate_stages`."""
+    """Time and memory of ``split`` by the formula; see :func:`evaluate_stages`."""
     slots = [pipeline.slots[index] for index in split.order]
     hops = [pipeline.channels[a][b] for a, b in itertools.pairwise(split.order)]
     return evaluate_stages(slots, hops, pipeline.micro_batches, split.bounds)
@@ -119,7 +119,7 @@ def evaluate(pipeline: Pipeline, split: Split) -> PipelineCost:
 def evaluate_stages(
     slots: Sequence[Slot], hops: Sequence[Channel], micro_batches: int, bounds: Sequence[int]
 ) -> PipelineCost:
-    """Time and memory of stages by the closed form; see Note: closed form. ``hops`` are the channels between neighbors.
+    """Time and memory of stages by the formula; see Note: formula. ``hops`` are the channels between neighbors.
 
     A transfer keeps both of its stages busy, because the sender waits until the receiver has taken the message, as in
     Colossal-AI's schedule with NCCL. Activations and gradients are sent at the same time in steady state, so a stage

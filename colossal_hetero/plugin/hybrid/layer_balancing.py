@@ -146,7 +146,7 @@ class LayerBalancing:
         obstacle = HybridOptimizerMemory(plugin, objects.model, objects.optimizer, self._is_elastic).obstacle
         if attached.balancer.has_resharded and obstacle is not None:
             raise ValueError(
-                f"units of this model were given away for good, and now {obstacle}; boost this optimizer before the "
+                f"units of this model were permanently re-sharded, and now {obstacle}; boost this optimizer before the "
                 "first step, or set BalanceConfig(reshard_after=None)"
             )
 

@@ -51,7 +51,7 @@ def evaluated(run: Trained, outputs: Callable[[Any], Tensor]) -> Tensor:
 @checks.on(2)
 @checks.on(3)
 def averages_of_weights_are_exact() -> None:
-    """Averages of the weights while a rank is slow; units would be given away for good after two steps."""
+    """Averages of the weights while a rank is slow; units would be permanently re-sharded after two steps."""
     ranks = dist.get_world_size()
     for sender in range(ranks):
         for make, options, train_one, outputs in FAMILIES if ranks == 2 else FAMILIES[:1]:
@@ -117,7 +117,7 @@ def copies_keep_the_shapes_of_parameters() -> None:
         run = boost(ours(migrate("block", reshard_after=2), tp_size=2), None, sgd)
     train(run, STEPS)
     assert run.plugin.balancer.has_resharded
-    with pytest.raises(RuntimeError, match=r"copied after units were given away for good.*reshard_after=None"):
+    with pytest.raises(RuntimeError, match=r"copied after units were permanently re-sharded.*reshard_after=None"):
         copy.deepcopy(run.model)
     # A copy on one rank alone keeps the shapes on all.
     with scripted(slow(1)):

@@ -1,4 +1,4 @@
-"""Checkpoints that are saved while units are given away for good are ordinary ones, and ordinary ones can be loaded."""
+"""Checkpoints saved while units are permanently re-sharded are ordinary ones, and ordinary ones can be loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.training import Trained, boost, theirs, tiny_vit
 from tests.support.uneven_runs import NEVER, adamw, slow_until, train, uneven_run
 
 STEPS = 5
-"""From the second one on the straggler's work migrates; in the fourth its units are given away for good."""
+"""From the second one on the straggler's work migrates; in the fourth its units are permanently re-sharded."""
 MORE = 3
 
 
@@ -181,7 +181,7 @@ def _train_plainly() -> list[float]:
 
 
 def _take_back() -> list[dict[str, Any]]:
-    """Parameters and optimizer state before units are given away for good, and after they have been taken back."""
+    """Parameters and optimizer state before units are permanently re-sharded, and after they have been taken back."""
     run = uneven_run(slow_until(0, NEVER))
     train(run, STEPS)
 

@@ -1,4 +1,4 @@
-"""Models, optimizers and options with units that are given away for good; the reference is one process."""
+"""Models, optimizers and options with units that are permanently re-sharded; the reference is one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Units that are given away for good: training and evaluation are those of the unsharded model in one process."""
+"""Units that are permanently re-sharded: training and evaluation are those of the unsharded model in one process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _train_with_a_straggler(straggler: int, folder: Path) -> dict[str, Any]:
     run.booster.save_model(run.model, str(folder / "even"), shard=True)
     if (records := balancer.collect()) is not None:
         moved = [(record.ranks[straggler].migrated > 0, record.ranks[straggler].resharded > 0) for record in records]
-        # An iteration without a plan, some in which units migrate, then those in which they are given away for good.
+        # An iteration without a plan, some in which units migrate, then those in which they are permanently re-sharded.
         assert list(dict.fromkeys(moved)) == [(False, False), (True, False), (False, True)], moved
         assert moved[-1] == (False, False)
     return dict(widths=widths, sent=sent, losses=[*run.losses, evaluated, evaluate(run.model)])
@@ -81,7 +81,7 @@ def test_training_is_that_of_the_unsharded_model_in_one_process(ranks: int, tmp_
             where = f"rank {rank}, straggler {straggler}"
             assert of_rank["losses"] == pytest.approx(losses, rel=1e-10), where
             assert of_rank["widths"][-1] == even, where
-            # Weights migrate before; nothing is sent while units are given away for good.
+            # Weights migrate before; nothing is sent while units are permanently re-sharded.
             assert rank != straggler or max(of_rank["sent"]) > 0, where
             assert of_rank["sent"][FASTER - 1] == of_rank["sent"][RECOVERY - 1] == 0, f"{where}: {of_rank['sent']}"
         for name, steps in (("uneven", RECOVERY), ("even", STEPS)):

@@ -32,7 +32,7 @@ checks = Checks()
 
 
 MIGRATES, MOVED = 3, AFTER + 4
-"""The first steps before which units have migrated, and were given away for good."""
+"""The first steps before which units have migrated, and were permanently re-sharded."""
 STEPS = MOVED + 3
 
 Remove = Callable[[], None]

@@ -1,4 +1,4 @@
-"""Models with several optimizers: training is that of one process, also after units were given away for good.
+"""Models with several optimizers: training is that of one process, also after units were permanently re-sharded.
 
 Each rank is the straggler in turn.
 """
@@ -53,7 +53,7 @@ class Case:
     boosted: tuple[bool, ...] = (True, True)
     """Which of the optimizers are boosted; the others make steps as torch's do."""
     for_good: bool = True
-    """Whether units can be given away for good."""
+    """Whether units can be permanently re-sharded."""
     adds: bool = False
     """Whether the second optimizer gets the first half of the matrices later."""
 
@@ -185,7 +185,7 @@ def test_states_are_saved_whole_if_the_model_is_boosted_before_the_optimizer(tmp
 
 
 def _train_in_bf16(balance: BalanceConfig) -> tuple[list[float], list[Tensor], bool]:
-    """Losses, the masters of all that is whole on each rank, and whether units were given away for good."""
+    """Losses, the masters of all that is whole on each rank, and whether units were permanently re-sharded."""
     booster = Booster(plugin=ours(balance, tp_size=2, precision="bf16"))
     model, optimizers = tiny_vit(), list[Any]()
     with scripted(slow_until(1, NEVER)):
@@ -238,7 +238,9 @@ def what_cannot_be_boosted_is_refused() -> None:
     assert booster.plugin.balancer is balancer
     train(boosted, [optimizer], lambda loss: booster.backward(loss, optimizer), [])
     assert balancer.has_resharded
-    with pytest.raises(ValueError, match=r"given away for good, and now OtherSGD is not known.* before the first step"):
+    with pytest.raises(
+        ValueError, match=r"permanently re-sharded, and now OtherSGD is not known.* before the first step"
+    ):
         booster.boost(boosted, OtherSGD(rest, lr=0.1))
 
 

@@ -218,7 +218,7 @@ def check(make_plugin: Any, name: str, cases: list[str], folder: Path) -> None:
 
 
 def check_moved_units() -> None:
-    """Clip after units were given away for good, in bf16."""
+    """Clip after units were permanently re-sharded, in bf16."""
     norms = []
     for own in (True, False):
         options = dict(tp_size=2, precision="bf16")

@@ -235,7 +235,7 @@ RESHARDED = (
 @checks.on(2)
 @checks.on(3)
 def a_loop_may_do_anything_with_gradients() -> None:
-    """While units migrate, and after they were given away for good, except where hooks may hold their shapes."""
+    """While units migrate, and after they were permanently re-sharded, except where hooks may hold their shapes."""
     world = dist.get_world_size()
     for number, (name, loop) in enumerate(LOOPS.items()):
         if world > 2 and number % 2 and not IS_THOROUGH:

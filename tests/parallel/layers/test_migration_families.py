@@ -3,7 +3,7 @@
 Compared are the loss and every gradient of tiny models with random weights, in fp32.
 
 In column form all layers migrate columns. In block form layers of a block migrate units, and all others columns. Units
-are also given away for good.
+are also permanently re-sharded.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Trained parameters inside blocks, which all ranks have whole, get the gradients that one process gives them.
 
-Each rank is the straggler once; its units migrate, and then are given away for good.
+Each rank is the straggler once; its units migrate, and then are permanently re-sharded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ checks = Checks()
 
 
 STEPS = AFTER + 5
-"""Some with ordinary shards, some in which units migrate, and two after they were given away for good."""
+"""Some with ordinary shards, some in which units migrate, and two after they were permanently re-sharded."""
 
 
 class Curve(nn.Module):

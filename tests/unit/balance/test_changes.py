@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from colossal_hetero.balance.changes import SETTLED_AFTER, ChangeTeller
+from colossal_hetero.balance.changes import SETTLED_AFTER, ChangeTeller, plan_in_words
 from colossal_hetero.balance.plan import BalancePlan, RankTimes
 
 SLOW = (RankTimes(1.0, 1.0), RankTimes(6.1, 6.1), RankTimes(1.2, 1.2))
@@ -45,3 +45,8 @@ def test_small_changes_and_changes_that_do_not_last_are_not_told() -> None:
 def test_pruning_says_what_it_costs() -> None:
     (told,) = tell((10, BalancePlan.resizing((0.0, 0.5, 0.0))))
     assert "50% of its work is skipped, which costs accuracy" in told
+
+
+def test_a_given_plan_is_told_without_times_if_none_are_known() -> None:
+    words = plan_in_words(migrating(0.5), None, RANKS)
+    assert words == "rank 5: 50% of its work now runs on ranks 4, 6"

@@ -226,7 +226,7 @@ def test_plans_of_other_schedules_are_printed_and_simulated(files: tuple[Path, P
     start, stop = made.replicas[0].stages[0].block_ranges[1]
     assert f", [{start}, {stop})" in text
     simulated = output("simulate", out, "--plot", tmp_path / "simulated.png")
-    assert "as Colossal-AI's schedule interleaved does" in simulated and "closed form" not in simulated
+    assert "as Colossal-AI's schedule interleaved does" in simulated and "formula" not in simulated
     assert picture.stat().st_size > 10_000 and (tmp_path / "simulated.png").stat().st_size > 10_000
     # The best over several schedules is the best of each of them.
     seconds = {
@@ -251,7 +251,7 @@ def test_the_simulated_time_is_printed_with_the_closed_form(tmp_path: Path) -> N
     path = tmp_path / "plan.json"
     save_plan(unequal(), path)
     text = output("simulate", path)
-    assert "iteration time by event simulation:" in text and "by the closed form:" in text
+    assert "iteration time by event simulation:" in text and "by the formula:" in text
     assert "without slow ranks" not in text
     busy = [float(line.split()[-4]) for line in text.splitlines() if "[" in line and "T4" in line and "×" not in line]
     # Four micro-batches, two layers per stage, 10 ms forward and 20 ms backward per layer, and the update.

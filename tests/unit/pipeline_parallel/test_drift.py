@@ -33,7 +33,7 @@ def two_stages(layers: tuple[int, int] = (4, 4), **changes: object) -> Plan:
 
 
 def best_by_hand(block_seconds: list[float], blocks: int, micro_batches: int) -> tuple[tuple[int, ...], float]:
-    """The best split of equal blocks by the closed form, found by trying all splits."""
+    """The best split of equal blocks by the formula, found by trying all splits."""
     stages = len(block_seconds)
     found = []
     for cuts in itertools.combinations(range(1, blocks), stages - 1):

@@ -1,4 +1,4 @@
-"""The fastest division of whole units, when it is changed, and when units are given away for good."""
+"""The fastest division of whole units, when it is changed, and when units are permanently re-sharded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mode auto's plans against everything else that is allowed, and against the bounds known in closed form."""
+"""Mode auto's plans against everything else that is allowed, and against the bounds known in formula."""
 
 from __future__ import annotations
 

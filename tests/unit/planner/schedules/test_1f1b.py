@@ -1,5 +1,5 @@
 """The simulation of 1F1B compared with a slow and simple one, in which ranks run programs from a queue of events, and
-with the closed form."""
+with the formula."""
 
 from __future__ import annotations
 

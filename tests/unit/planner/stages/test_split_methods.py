@@ -94,7 +94,7 @@ def every_split(pipeline: Pipeline, order: tuple[int, ...] | None = None):
 
 
 def plain_cost(pipeline: Pipeline, division: Split, *, updates: bool = True) -> tuple[bool, float]:
-    """Whether a split fits in memory, and its time by the closed form, with or without optimizer updates, computed with
+    """Whether a split fits in memory, and its time by the formula, with or without optimizer updates, computed with
     plain loops."""
     count, stages = pipeline.micro_batches, len(division.order)
     times, updating, fits = [0.0] * stages, [], True

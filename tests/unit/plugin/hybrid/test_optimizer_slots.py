@@ -1,4 +1,4 @@
-"""What optimizers keep of a parameter, and with which of them units cannot be given away for good."""
+"""What optimizers keep of a parameter, and with which of them units cannot be permanently re-sharded."""
 
 from __future__ import annotations
 
