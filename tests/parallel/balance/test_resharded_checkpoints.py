@@ -15,12 +15,10 @@ from colossal_hetero import CheckpointConfig
 from colossal_hetero.balance import BalancePlan
 from tests.support.checkpoints import load_checkpoint, save_checkpoint
 from tests.support.harness import run_ranks
-from tests.support.training import Trained, boost, theirs, tiny_vit
-from tests.support.uneven_runs import NEVER, adamw, slow_until, train, uneven_run
+from tests.support.training import Trained, boost, theirs
+from tests.support.uneven_runs import STEPS, adamw, small_vit, train, uneven_run
 
-STEPS = 5
-"""From the second one on the straggler's work migrates; in the fourth its units are given away for good."""
-MORE = 3
+MORE = 2
 
 
 def is_uneven(run: Trained) -> bool:
@@ -65,11 +63,11 @@ def assert_same(actual: Any, expected: Any, tolerance: float, where: str = "") -
 
 def plain_run(seed: int = 0) -> Trained:
     """Colossal-AI's own plugin."""
-    return boost(theirs(tp_size=dist.get_world_size(), max_norm=0.5), tiny_vit(seed).double(), adamw)
+    return boost(theirs(tp_size=dist.get_world_size(), max_norm=0.5), small_vit(seed), adamw)
 
 
 def _save_and_load(straggler: int, folder: Path, forms: Sequence[bool]) -> None:
-    run = uneven_run(slow_until(straggler, NEVER))
+    run = uneven_run(straggler)
     train(run, STEPS)
     assert_uneven(run)
     for sharded in forms:
@@ -118,10 +116,10 @@ def test_checkpoints_of_colossalais_format_are_ordinary(
 
 
 def _save_layers(folder: Path) -> dict[str, list[float]]:
-    def start(slowdown: Any, seed: int) -> Trained:
-        return uneven_run(slowdown, seed=seed, checkpoints=CheckpointConfig(shared=folder, save_every=STEPS))
+    def start(straggler: int | None, seed: int) -> Trained:
+        return uneven_run(straggler, seed=seed, checkpoints=CheckpointConfig(shared=folder, save_every=STEPS))
 
-    run = start(slow_until(0, NEVER), 0)
+    run = start(0, 0)
     sent: list[int] = []
 
     def save(step: int) -> None:
@@ -135,7 +133,7 @@ def _save_layers(folder: Path) -> dict[str, list[float]]:
     # Units are taken back only for the step that is saved.
     assert sent[STEPS - 1] > 0 and sum(sent) == sent[STEPS - 1], sent
     losses = {"undisturbed": run.losses}
-    for name, other in (("even", start(lambda rank, iteration: 1.0, 3)), ("uneven", start(slow_until(1, NEVER), 4))):
+    for name, other in (("even", start(None, 3)), ("uneven", start(1, 4))):
         if name == "uneven":
             train(other, STEPS)
             assert_uneven(other)
@@ -154,7 +152,7 @@ def test_layer_checkpoints_are_ordinary(tmp_path: Path) -> None:
 
 def _save_between_passes(folder: Path) -> list[float]:
     """The losses of a run that saves between a backward pass and the step, when gradients are there."""
-    run = uneven_run(slow_until(1, NEVER))
+    run = uneven_run(1)
     backward = run.booster.backward
 
     def save_and_step(loss: Tensor, optimizer: Any) -> None:
@@ -182,7 +180,7 @@ def _train_plainly() -> list[float]:
 
 def _take_back() -> list[dict[str, Any]]:
     """Parameters and optimizer state before units are given away for good, and after they have been taken back."""
-    run = uneven_run(slow_until(0, NEVER))
+    run = uneven_run(0)
     train(run, STEPS)
 
     def state() -> dict[str, Any]:

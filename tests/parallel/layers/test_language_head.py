@@ -36,7 +36,6 @@ CASES: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
     ("gpt2", dict(tie_word_embeddings=False), {}),
     ("llama", {}, dict(parallel_output=False)),
 )
-ONE_LAYER = {"gpt2": dict(n_layer=1), "llama": dict(num_hidden_layers=1)}
 """Family, options of the model (GPT-2's embedding and head are tied by default), options of the plugin."""
 
 
@@ -46,11 +45,11 @@ def options(more: dict[str, Any]) -> dict[str, Any]:
 
 def boosted(family: str, model: dict[str, Any], more: dict[str, Any], **choices: Any) -> Trained:
     config = BalanceConfig(**(dict(mode="migrate", warmup_iterations=10**6, measure_costs=False) | choices))
-    return boost(ours(config, **options(more)), MODELS[family](**ONE_LAYER[family], **model), sgd)
+    return boost(ours(config, **options(more)), MODELS[family](layers=1, **model), sgd)
 
 
 def reference(family: str, model: dict[str, Any], more: dict[str, Any]) -> Trained:
-    return boost(theirs(custom_policy=None, **options(more)), MODELS[family](**ONE_LAYER[family], **model), sgd)
+    return boost(theirs(custom_policy=None, **options(more)), MODELS[family](layers=1, **model), sgd)
 
 
 def head_of(run: Trained) -> HeteroVocabParallelLMHead1D:
