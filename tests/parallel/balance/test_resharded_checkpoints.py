@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colossal_hetero import CheckpointConfig
-from colossal_hetero.balance import BalancePlan
 from tests.support.checkpoints import load_checkpoint, save_checkpoint
 from tests.support.harness import run_ranks
 from tests.support.training import Trained, boost, theirs
@@ -176,27 +175,3 @@ def _train_plainly() -> list[float]:
     run = plain_run()
     train(run, STEPS + MORE)
     return run.losses
-
-
-def _take_back() -> list[dict[str, Any]]:
-    """Parameters and optimizer state before units are given away for good, and after they have been taken back."""
-    run = uneven_run(0)
-    train(run, STEPS)
-
-    def state() -> dict[str, Any]:
-        optimizer = run.optimizer.optim
-        kept = [[dict(optimizer.state[weight]) for weight in group["params"]] for group in optimizer.param_groups]
-        return dict(parameters=run.parameters, state=kept)
-
-    with run.plugin.balancer.ordinary_shards():
-        inside = state()
-        inside = torch.utils._pytree.tree_map(lambda each: each.clone() if isinstance(each, Tensor) else each, inside)
-    assert_uneven(run)
-    run.plugin.balancer.follow(BalancePlan.idle(dist.get_world_size()))
-    assert not is_uneven(run)
-    return [inside, state()]
-
-
-def test_units_are_the_same_after_they_have_been_taken_back() -> None:
-    for inside, after in run_ranks(2, _take_back):
-        assert_same(after, inside, 0.0)

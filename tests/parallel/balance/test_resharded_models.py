@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +21,6 @@ from colossal_hetero.profiling.preserved_state import inner_optimizer
 from tests.support.checkpoints import read_weights
 from tests.support.checks import Checks, of_all_ranks
 from tests.support.harness import answer, run_ranks, start_ranks
-from tests.support.language_models import MODELS, tokens
 from tests.support.training import Trained, batch, tiny_vit
 from tests.support.uneven_runs import (
     MAX_NORM,
@@ -38,57 +36,6 @@ from tests.support.uneven_runs import (
 )
 
 checks = Checks()
-
-# Language models ------------------------------------------------------------------------------------------------------
-
-
-def token_loss(model: Any, number: int) -> Tensor:
-    inputs, labels = tokens(number)
-    return model(input_ids=inputs, attention_mask=torch.ones_like(inputs), labels=labels)["loss"]
-
-
-def accumulate(loss: Callable[[int], Tensor], backward: Callable[[Tensor], None], step: int) -> float:
-    """Two micro-batches; returns the mean loss."""
-    total = 0.0
-    for micro in range(2):
-        found = loss(2 * step + micro) / 2
-        backward(found)
-        total += found.item()
-    return total
-
-
-def language_losses_alone(family: str) -> list[float]:
-    model = MODELS[family](layers=1).double().train()
-    optimizer = adamw(model)
-    losses = []
-    for step in range(STEPS):
-        losses.append(accumulate(partial(token_loss, model), lambda loss: loss.backward(), step))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
-def _language_losses(family: str, straggler: int) -> list[float]:
-    run = relieved_run(straggler, MODELS[family](layers=1).double(), make_vocab_size_divisible_by=4)
-    plugin = run.plugin
-    backward = partial(run.booster.backward, optimizer=run.optimizer)
-    for step in range(STEPS):
-        run.losses.append(accumulate(partial(token_loss, run.model), backward, step))
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-    assert plugin.balancer.has_resharded
-    if dist.get_rank() == straggler:
-        # Rows of the head migrate in each iteration.
-        assert plugin.balancer.shares.resharded > 0.3 and plugin.balancer.shares.migrated > 0
-    return run.losses
-
-
-@checks.on(2, "gpt2", 0)  # fused weights in Conv1D, a head that is tied to the embedding
-@checks.on(3, "llama", 2)  # key/value groups, gated MLPs
-def language_models(family: str, straggler: int) -> None:
-    # The models compute the loss, and Llama its norms, in fp32.
-    assert _language_losses(family, straggler) == pytest.approx(language_losses_alone(family), rel=1e-6)
-
 
 # Optimizers -----------------------------------------------------------------------------------------------------------
 

@@ -64,7 +64,6 @@ def plans(ranks: int) -> Iterator[BalancePlan]:
 
 @checks.on(2, 4, 2)
 @checks.on(3, 3, 1)
-@checks.on(4, 2, 1)
 def parameters_after_training_are_those_of_training_without_migration(steps: int, depth: int) -> None:
     ranks = dist.get_world_size()
     expected = Training(depth=depth)
@@ -170,7 +169,6 @@ def _sums_before_messages() -> list[dict[int, list[int]]]:
 
 
 @checks.on(3)
-@checks.on(4)
 def all_ranks_launch_messages_and_sums_in_one_order() -> None:
     """NCCL demands it of operations of two communicators."""
     of_ranks = of_all_ranks(_sums_before_messages())

@@ -170,22 +170,6 @@ def steps_in_the_backward_pass(run: Trained) -> None:
         finish(run)
 
 
-def teacher_in_training_mode(run: Trained) -> None:
-    """The student's weights are replaced by an average for a forward pass whose loss is not used backward."""
-    average = [each.detach().clone() for each in run.model.parameters()]
-    for step in range(STEPS):
-        backward(run, step)
-        own = [each.detach().clone() for each in run.model.parameters()]
-        for each, mean in zip(run.model.parameters(), average, strict=True):
-            each.data.copy_(mean)
-        forward(run, 50 + step)
-        for each, value, mean in zip(run.model.parameters(), own, average, strict=True):
-            each.data.copy_(value)
-            mean.lerp_(value, 0.2)
-        backward(run, 20 + step)
-        finish(run)
-
-
 def other_weights_before_backward(run: Trained) -> None:
     """Between the forward and the backward pass of a loss, other weights pass through the model: those of a teacher,
     without gradients, and changed ones of the student, forward and backward."""
@@ -239,19 +223,6 @@ def weights_that_change(run: Trained) -> None:
 
 
 # Loops that leave passes out, repeat or break them off -------------------------------------------------------------
-
-
-def changing_accumulation(run: Trained) -> None:
-    """Another number of micro-batches in each iteration; some iterations begin anew after a backward pass."""
-    for iteration, micro_batches in enumerate((2, 1, 3, 2)):
-        if iteration % 3 == 0:
-            images, labels = batch(500 + iteration)
-            run.booster.backward(loss_of(run.model(images), labels), run.optimizer)
-            run.model.zero_grad()
-        for micro in range(micro_batches):
-            backward(run, 10 * iteration + micro)
-        run.optimizer.clip_grad_by_value(0.02)
-        finish(run)
 
 
 def discarded_gradients(run: Trained) -> None:
@@ -349,11 +320,9 @@ LOOPS: dict[str, Loop] = {
     "sharpness-aware under no_sync": Loop(sharpness_aware_under_no_sync, for_good=True),
     "hooks": Loop(seen_by_hooks, for_good=None),
     "steps in the backward pass": Loop(steps_in_the_backward_pass),
-    "teacher in training mode": Loop(teacher_in_training_mode),
     "autograd.grad": Loop(gradients_without_backward, for_good=True),
     "other weights before backward": Loop(other_weights_before_backward),
     "weights that change": Loop(weights_that_change, columns=True),
-    "changing accumulation": Loop(changing_accumulation),
     "discarded gradients": Loop(discarded_gradients, columns=True),
     "failures": Loop(failures, columns=True),
     "unused passes": Loop(unused_passes, columns=True),
