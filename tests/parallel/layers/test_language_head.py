@@ -224,27 +224,12 @@ def values(logits: Tensor) -> list[Any]:
     file = io.BytesIO()
     torch.save(plain, file)
     file.seek(0)
-    return [
-        *(
-            len(logits),
-            logits.shape,
-            logits.ndim,
-            logits.dtype == torch.float32,
-            logits.requires_grad,
-            [*parts],
-            [*logits],
-        ),
-        *(logits[..., :-1, :], logits[0], logits > 0, 2 * logits + 1, logits @ logits.mT, -logits),
-        *(torch.argmax(logits, -1), torch.stack([logits, logits]), torch.topk(logits, 2)[1]),
-        *(
-            plain.numpy().sum(),
-            plain.cpu().tolist(),
-            plain[0, 0, 0].item(),
-            repr(plain)[:7] == "tensor(",
-            torch.load(file),
-        ),
-        *(copy.deepcopy(plain), plain.to(torch.float64), logits.log_softmax(-1), plain.float().max().item()),
-    ]
+    seen = [len(logits), logits.shape, logits.ndim, logits.dtype == torch.float32, logits.requires_grad, [*parts]]
+    seen += [[*logits], logits[..., :-1, :], logits[0], logits > 0, 2 * logits + 1, logits @ logits.mT, -logits]
+    seen += [torch.argmax(logits, -1), torch.stack([logits, logits]), torch.topk(logits, 2)[1], torch.load(file)]
+    seen += [plain.numpy().sum(), plain.cpu().tolist(), plain[0, 0, 0].item(), repr(plain)[:7] == "tensor("]
+    seen += [copy.deepcopy(plain), plain.to(torch.float64), logits.log_softmax(-1), plain.float().max().item()]
+    return seen
 
 
 @checks.on(2, False)

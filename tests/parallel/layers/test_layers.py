@@ -212,20 +212,6 @@ def a_resized_layer_equals_a_dense_layer_with_masked_columns() -> None:
                 before = everyone
 
 
-@checks.on(2)
-def resizing_works_in_half_precision() -> None:
-    for kind, (our_class, _) in KINDS.items():
-        for dtype in (torch.bfloat16, torch.float16):
-            exact, rounded = build(our_class, kind), build(our_class, kind, dtype)
-            kept = kept_columns(kind, dist.get_rank(), dist.get_world_size(), 0)
-            for layer in (exact, rounded):
-                layer.assign(ours.Workload(prune=1 / 3, select=always_keep(kept)))
-            expected, actual = run(exact, kind), run(rounded, kind, dtype=dtype)
-            for name in expected:
-                assert actual[name].dtype == dtype
-                torch.testing.assert_close(actual[name].float(), expected[name], rtol=0.05, atol=0.15)
-
-
 # Which forward passes share their columns ----------------------------------------------------------------------------
 
 

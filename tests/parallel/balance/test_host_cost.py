@@ -1,4 +1,5 @@
-"""A training iteration does not make the host wait for a GPU: no operation reads a result of the device.
+"""The cost of balancing on the host, which is the same on every machine: calls in an iteration that is not measured,
+and no waiting for a GPU, because no operation reads a result of the device.
 
 On a CPU such operations are seen by recording what torch dispatches. Copies between host and device are seen on a GPU
 only (``benchmarks/gpu/parts/sync.py``).
@@ -6,15 +7,23 @@ only (``benchmarks/gpu/parts/sync.py``).
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from benchmarks.gpu.training.host_waits import host_waits
 from colossal_hetero import BalanceConfig, Pruning
+from colossal_hetero.balance.clock import CudaClock
 from colossal_hetero.balance.plan import BalancePlan
+from colossal_hetero.layers import hetero_layers
 from colossal_hetero.layers.language_head import VocabularyRows
+from colossal_hetero.plugin.hybrid import layer_balancing
+from tests.support.fake_device import FakeDevice
 from tests.support.harness import run_ranks
+from tests.support.language_models import llama, train_on_tokens
 from tests.support.training import batch, boost, loss_of, ours, scripted, sgd, tiny_vit
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -78,5 +87,50 @@ def test_waits_are_recorded_with_their_place() -> None:
         values[torch.tensor([0, 1])]
         if values.sum():
             values[values > 1] = 0.0
-    assert [wait.place.partition(":")[0] for wait in waits] == ["balance/test_host_waits.py"] * 3
-    assert all(wait.is_in("tests/parallel/balance/test_host_waits.py") for wait in waits)
+    assert [wait.place.partition(":")[0] for wait in waits] == ["balance/test_host_cost.py"] * 3
+    assert all(wait.is_in("tests/parallel/balance/test_host_cost.py") for wait in waits)
+
+
+MOST_CALLS = 15
+"""Of a Llama layer more than without balancing: what surrounds its attention, less than 2 microseconds."""
+
+
+def calls_of(mode: Any, layers: int) -> int:
+    """Calls of functions in an iteration that is not measured, after some that are."""
+    device, count = FakeDevice(), 0
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    def slow_down(product: Callable[[], Any]) -> Any:
+        device.milliseconds += 1.0
+        return product()
+
+    clock = patch.object(layer_balancing, "make_clock", lambda *_: CudaClock())
+    with patch.multiple(torch.cuda, **device.fakes), clock:
+        plugin = ours(BalanceConfig(mode=mode, measure_costs=False), tp_size=2, make_vocab_size_divisible_by=4)
+        run = boost(plugin, llama(num_hidden_layers=layers), sgd)
+        for layer in hetero_layers(run.model).values():
+            layer.slow_down = slow_down
+        for _ in range(10):
+            train_on_tokens(run, 1, 1)
+            device.catch_up()
+        for layer in hetero_layers(run.model).values():
+            layer.slow_down = None
+        recorded = device.recorded
+        sys.setprofile(profile)
+        train_on_tokens(run, 1, 1)
+        sys.setprofile(None)
+        assert device.recorded == recorded, "this iteration was measured"
+    return count
+
+
+def check_calls() -> None:
+    per_layer = {mode: calls_of(mode, 2) - calls_of(mode, 1) for mode in ("off", "auto")}
+    more = per_layer["auto"] - per_layer["off"]
+    assert 0 <= more <= MOST_CALLS, per_layer
+
+
+def test_an_unmeasured_layer_costs_a_few_calls() -> None:
+    run_ranks(2, check_calls)
