@@ -113,7 +113,7 @@ def calls_of(mode: Any, layers: int) -> int:
         run = boost(plugin, llama(num_hidden_layers=layers), sgd)
         for layer in hetero_layers(run.model).values():
             layer.slow_down = slow_down
-        for _ in range(10):
+        for _ in range(17):
             train_on_tokens(run, 1, 1)
             device.catch_up()
         for layer in hetero_layers(run.model).values():

@@ -134,7 +134,7 @@ def the_cost_of_migration_is_learned_without_the_bubble_of_a_pipeline() -> None:
     dist.all_reduce(waits, op=dist.ReduceOp.MIN, group=run.plugin.tp_group)
     assert waits.max() < LATE / 4, f"costs of migration would be learned from {waits.tolist()} s"
     if not is_first:
-        assert min(times.communication_seconds + times.other_seconds for times in measured) > LATE / 2
+        assert max(times.communication_seconds + times.other_seconds for times in measured) > LATE / 2
 
 
 def sleep_late(*_: Any) -> None:
