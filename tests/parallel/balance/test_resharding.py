@@ -17,9 +17,9 @@ from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import SlowdownScript, boost, ours, scripted
 from tests.support.uneven_runs import MAX_NORM, adamw, largest_difference, loss_of, small_vit, train, train_alone
 
-AFTER = 1
+AFTER = 2
 """Iterations in which a rank is relieved before its units are given away for good."""
-FASTER, RECOVERY, STEPS = 5, 12, 17
+FASTER, RECOVERY, STEPS = 6, 13, 19
 """The iterations in which the slow rank becomes faster, and as fast as the others again."""
 
 
