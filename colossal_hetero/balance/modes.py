@@ -276,7 +276,7 @@ def _in_steps(plan: BalancePlan, max_resize: float) -> BalancePlan:
 
 # Resharding ----------------------------------------------------------------------------------------------------------
 # Decisions when units are permanently re-sharded, and when they are taken back; equal on all ranks. If a rank stays
-# slow, it is cheaper to move units once, with their optimizer state, than to send weights and gradients in each iteration.
+# slow, it is cheaper to move units once, with their optimizer state, than to send weights and gradients each time.
 
 
 def relieved_ranks(plan: BalancePlan) -> frozenset[int]:

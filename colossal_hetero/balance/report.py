@@ -159,8 +159,8 @@ class BalanceReport(WhatIf):
         yield rank_table(self)
         waited = duration(self.waiting_seconds)
         yield Text(
-            f"An iteration took {duration(self.balanced_seconds)} (median, without loading data), of which ranks waited "
-            f"{waited} for slower ones (mean over ranks)."
+            f"An iteration took {duration(self.balanced_seconds)} (median, without loading data), of which ranks "
+            f"waited {waited} for slower ones (mean over ranks)."
         )
         yield Text(comparison_text(self, balanced=self.mode != "off"))
         if self.notes and not any(rank.migrated + rank.resharded + rank.resized for rank in self.ranks):

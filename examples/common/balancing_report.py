@@ -164,8 +164,8 @@ class BalancingReport(Terminal):
             self._console.print(rank_table(found, stragglers.slowdowns if stragglers and constant else None))
             waited = found.waiting_seconds
             self._console.print(
-                f"An iteration took {took * 1e3:.0f} ms (median), of which ranks waited {waited * 1e3:.0f} ms for slower "
-                "ones (mean over ranks)."
+                f"An iteration took {took * 1e3:.0f} ms (median), of which ranks waited {waited * 1e3:.0f} ms for "
+                "slower ones (mean over ranks)."
             )
             self._console.print(comparison_text(found, balanced=self._options.balance != "off"))
             if found.notes and not any(rank.migrated + rank.resharded for rank in found.ranks):

@@ -21,16 +21,16 @@ LENGTH = 12
 SAMPLES = 3
 
 
-def gpt2(**options: object) -> nn.Module:
+def gpt2(layers: int = 2, **options: object) -> nn.Module:
     """GPT-2 without dropout. Its embedding and head have one weight unless ``tie_word_embeddings`` is False."""
-    sizes = dict(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=48, n_layer=2, n_head=12)
+    sizes = dict(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=48, n_layer=layers, n_head=12)
     drops = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="eager")
     return randomize(transformers.GPT2LMHeadModel(transformers.GPT2Config(**(sizes | drops | options))))
 
 
-def llama(**options: object) -> nn.Module:
+def llama(layers: int = 2, **options: object) -> nn.Module:
     """Llama with two query heads for each key/value head."""
-    sizes = dict(vocab_size=VOCABULARY, hidden_size=48, intermediate_size=60, num_hidden_layers=2)
+    sizes = dict(vocab_size=VOCABULARY, hidden_size=48, intermediate_size=60, num_hidden_layers=layers)
     heads = dict(num_attention_heads=24, num_key_value_heads=12)
     # With sequence parallelism and torch's own attention, Colossal-AI's Llama leaves the causal mask out.
     causal = dict(attn_implementation="eager")

@@ -1,4 +1,4 @@
-"""Runs in which a straggler gives units away for good, in fp64, and the same training in one process."""
+"""Runs in which a rank gives units away for good, in fp64, and the same training in one process."""
 
 from __future__ import annotations
 
@@ -13,47 +13,32 @@ from colossalai.booster.plugin import hybrid_parallel_plugin
 from torch import Tensor, nn
 
 from colossal_hetero import BalanceConfig
+from colossal_hetero.balance import BalancePlan
 from colossal_hetero.colossalai_support.corrections import ModuleProxy
-from tests.support.training import SlowdownScript, Trained, batch, boost, ours, scripted, tiny_vit
+from tests.support.training import Trained, batch, boost, ours, scripted, tiny_vit
 
-AFTER = 2
-"""Iterations in which a rank is relieved before its units are permanently re-sharded."""
 MAX_NORM = 0.5
 """Below the norm of the gradients, so that they are clipped."""
-FASTER = 6
-"""The iteration in which the slow rank becomes faster."""
-RECOVERY = 13
-"""The iteration in which it is as fast as the others again."""
-STEPS = 19
-NEVER = 10**6
-"""No iteration."""
+STEPS = 3
+"""One in which units migrate, and two after they were permanently re-sharded."""
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 def config(**choices: Any) -> BalanceConfig:
-    choices = dict(mode="migrate", warmup_iterations=0, patience=1, measure_costs=False, reshard_after=AFTER) | choices
+    """Units are permanently re-sharded after a step, by a plan that the test gives."""
+    choices = dict(mode="migrate", warmup_iterations=10**6, measure_costs=False, reshard_after=1) | choices
     return BalanceConfig(**choices)
 
 
-def slow_until(straggler: int, recovery: int = RECOVERY) -> SlowdownScript:
-    """Before the iteration ``recovery`` the straggler is slow, and the other ranks differ a little.
-
-    With a recovery, the straggler becomes faster in the iteration :data:`FASTER`, and the next rank slow if there are
-    more than two.
-    """
-
-    def slowdown(rank: int, iteration: int) -> float:
-        if iteration >= recovery:
-            return 1.0
-        changes = recovery < NEVER and iteration >= FASTER
-        if rank == straggler:
-            return 2.5 if changes else 4.0
-        if changes and dist.get_world_size() > 2 and rank == (straggler + 1) % dist.get_world_size():
-            return 4.0
-        return 1.0 + 0.2 * (rank % 3)
-
-    return slowdown
+def relieve(plugin: Any, straggler: int) -> None:
+    """Let the global rank ``straggler`` give 0.6 of its units to the others of its group, in unequal parts."""
+    group = dist.get_process_group_ranks(plugin.tp_group)
+    if straggler in group:
+        parts = [0.0 if rank == straggler else 1.0 + place for place, rank in enumerate(group)]
+        receive = tuple(0.6 * part / sum(parts) for part in parts)
+        migrate = tuple(0.6 * (rank == straggler) for rank in group)
+        plugin.balancer.follow(BalancePlan((0.0,) * len(group), migrate, receive))
 
 
 @contextmanager
@@ -70,16 +55,21 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([dict(params=matrices, weight_decay=0.1), dict(params=vectors, lr=2e-3)], lr=3e-3)
 
 
+def small_vit(seed: int = 0) -> nn.Module:
+    """A model with a block of each kind, in fp64."""
+    return tiny_vit(seed, depth=1).double()
+
+
 def loss_of(model: nn.Module, number: int) -> Tensor:
     images, labels = batch(number)
     return nn.functional.cross_entropy(model(images.double()), labels)
 
 
 def train_alone(
-    steps: int, make: Callable[[nn.Module], torch.optim.Optimizer] = adamw
+    steps: int, make: MakeOptimizer = adamw, make_model: Callable[[], nn.Module] = small_vit
 ) -> tuple[nn.Module, list[float]]:
     """The model after training in one process, and the loss of each step."""
-    model = tiny_vit().double().train()
+    model = make_model().train()
     optimizer = make(model)
     losses = []
     for step in range(steps):
@@ -95,10 +85,25 @@ def train_alone(
     return model, losses
 
 
-def uneven_run(slowdown: SlowdownScript, make: MakeOptimizer = adamw, seed: int = 0, **options: Any) -> Trained:
-    with scripted(slowdown):
-        plugin = ours(config(), tp_size=dist.get_world_size(), max_norm=MAX_NORM, **options)
-        return boost(plugin, tiny_vit(seed).double(), make)
+def relieved_run(
+    straggler: int | None, model: nn.Module, make: MakeOptimizer = adamw, choices: Any = None, **options: Any
+) -> Trained:
+    """A boosted model, in which the global rank ``straggler`` is relieved.
+
+    Args:
+        choices: of the balancing.
+        options: of the plugin.
+    """
+    options = dict(tp_size=dist.get_world_size()) | options
+    with scripted():
+        run = boost(ours(config(**(choices or {})), **options), model, make)
+    if straggler is not None:
+        relieve(run.plugin, straggler)
+    return run
+
+
+def uneven_run(straggler: int | None, make: MakeOptimizer = adamw, seed: int = 0, **options: Any) -> Trained:
+    return relieved_run(straggler, small_vit(seed), make, max_norm=MAX_NORM, **options)
 
 
 def train(run: Trained, steps: int, each: Callable[[int], None] = lambda step: None) -> None:

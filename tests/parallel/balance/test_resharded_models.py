@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,77 +21,21 @@ from colossal_hetero.profiling.preserved_state import inner_optimizer
 from tests.support.checkpoints import read_weights
 from tests.support.checks import Checks, of_all_ranks
 from tests.support.harness import answer, run_ranks, start_ranks
-from tests.support.language_models import MODELS, tokens
-from tests.support.training import Trained, batch, boost, ours, scripted, tiny_vit
+from tests.support.training import Trained, batch, tiny_vit
 from tests.support.uneven_runs import (
     MAX_NORM,
-    NEVER,
+    STEPS,
     adamw,
-    config,
     exact_norms,
     largest_difference,
-    slow_until,
+    relieve,
+    relieved_run,
     train,
     train_alone,
     uneven_run,
 )
 
 checks = Checks()
-
-STEPS = 7
-
-
-# Language models ------------------------------------------------------------------------------------------------------
-
-
-def token_loss(model: Any, number: int) -> Tensor:
-    inputs, labels = tokens(number)
-    return model(input_ids=inputs, attention_mask=torch.ones_like(inputs), labels=labels)["loss"]
-
-
-def accumulate(loss: Callable[[int], Tensor], backward: Callable[[Tensor], None], step: int) -> float:
-    """Two micro-batches; returns the mean loss."""
-    total = 0.0
-    for micro in range(2):
-        found = loss(2 * step + micro) / 2
-        backward(found)
-        total += found.item()
-    return total
-
-
-def language_losses_alone(family: str) -> list[float]:
-    model = MODELS[family]().double().train()
-    optimizer = adamw(model)
-    losses = []
-    for step in range(STEPS):
-        losses.append(accumulate(partial(token_loss, model), lambda loss: loss.backward(), step))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
-def _language_losses(family: str, straggler: int) -> list[float]:
-    with scripted(slow_until(straggler, NEVER)):
-        plugin = ours(config(), tp_size=dist.get_world_size(), make_vocab_size_divisible_by=4)
-        run = boost(plugin, MODELS[family]().double(), adamw)
-    backward = partial(run.booster.backward, optimizer=run.optimizer)
-    for step in range(STEPS):
-        run.losses.append(accumulate(partial(token_loss, run.model), backward, step))
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-    assert plugin.balancer.has_resharded
-    if dist.get_rank() == straggler:
-        # Rows of the head migrate in each iteration.
-        assert plugin.balancer.shares.resharded > 0.3 and plugin.balancer.shares.migrated > 0
-    return run.losses
-
-
-@checks.on(2, "gpt2", 0)  # fused weights in Conv1D, a head that is tied to the embedding
-@checks.on(3, "llama", 2)  # key/value groups, gated MLPs
-def language_models(family: str, straggler: int) -> None:
-    # The models compute the loss, and Llama its norms, in fp32.
-    assert _language_losses(family, straggler) == pytest.approx(language_losses_alone(family), rel=1e-6)
-
 
 # Optimizers -----------------------------------------------------------------------------------------------------------
 
@@ -113,7 +56,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 @checks.on(2)
 def optimizers() -> None:
     for name, make in OPTIMIZERS.items():
-        run = uneven_run(slow_until(1, NEVER), make)
+        run = uneven_run(1, make)
         train(run, STEPS)
         assert run.plugin.balancer.has_resharded, name
         assert run.losses == pytest.approx(train_alone(STEPS, make)[1], rel=1e-10), name
@@ -140,14 +83,13 @@ def masters_move_with_the_parameters(precision: str) -> None:
         return found
 
     runs = []
-    for after in (2, None):
-        with scripted(slow_until(1, NEVER)):
-            plugin = ours(config(reshard_after=after), tp_size=2, precision=precision, max_norm=0.5, initial_scale=16)
-            runs.append(boost(plugin, tiny_vit(), adamw))
+    for after in (1, None):
+        options = dict(precision=precision, max_norm=0.5, initial_scale=16)
+        runs.append(relieved_run(1, tiny_vit(depth=1), choices=dict(reshard_after=after), **options))
     uneven, migrating = runs
-    while not uneven.plugin.balancer.has_resharded:
-        for run in runs:
-            train(run, 1)
+    for run in runs:
+        train(run, 1)
+    assert uneven.plugin.balancer.has_resharded
     actual, expected = state(uneven), state(migrating)
     assert list(actual) == list(expected)
     for name in expected:
@@ -164,19 +106,17 @@ def masters_move_with_the_parameters(precision: str) -> None:
 def dropout_and_frozen_weights() -> None:
     """Without and with a straggler; the hidden neurons of the first MLP are frozen."""
     found = []
-    for slowdown in (lambda rank, iteration: 1.0, slow_until(0, NEVER)):
+    for straggler in (None, 0):
         Randomizer.reset_index()
         model = tiny_vit(attn_drop_rate=0.2, proj_drop_rate=0.2).double()
         for weight in model.blocks[0].mlp.parameters():
             weight.requires_grad_(False)
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         torch.manual_seed(11)
-        with scripted(slowdown):
-            plugin = ours(config(), tp_size=dist.get_world_size())
-            run = boost(plugin, model, lambda _, trained=trained: torch.optim.AdamW(trained, lr=3e-3))
+        run = relieved_run(straggler, model, lambda _, trained=trained: torch.optim.AdamW(trained, lr=3e-3))
         train(run, STEPS)
         found.append(run.losses)
-    assert plugin.balancer.has_resharded
+    assert run.plugin.balancer.has_resharded
     without, given = found
     assert given == pytest.approx(without, rel=1e-10)
 
@@ -184,14 +124,16 @@ def dropout_and_frozen_weights() -> None:
 # Pipelines ------------------------------------------------------------------------------------------------------------
 
 
+def deep_vit() -> nn.Module:
+    return tiny_vit().double()
+
+
 def _losses_in_a_pipeline(folder: Path) -> list[float]:
-    """Two stages of two ranks, of which one in each stage is slow from other iterations on."""
-    script = {1: 0, 2: 3}
-    with scripted(lambda rank, iteration: 4.0 if script.get(rank, NEVER) <= iteration else 1.0):
-        plugin = ours(config(), tp_size=2, pp_size=2, num_microbatches=2, max_norm=MAX_NORM)
-        run = boost(plugin, tiny_vit().double(), adamw)
+    """Two stages of two ranks, of which one in each stage is relieved from other iterations on."""
+    run = relieved_run(1, tiny_vit().double(), tp_size=2, pp_size=2, num_microbatches=2, max_norm=MAX_NORM)
+    plugin = run.plugin
     widths = []
-    for step in range(STEPS):
+    for step in range(4):
         images, labels = batch(step)
         result = run.booster.execute_pipeline(
             iter([(images.double(), labels)]),
@@ -206,9 +148,10 @@ def _losses_in_a_pipeline(folder: Path) -> list[float]:
         widths.append(plugin.balancer.has_resharded)
         if result["loss"] is not None:
             run.losses.append(result["loss"].item())
-        if step == 3:
+        if step == 1:
             # The first stage has moved units, and the second one has not.
             assert widths[-1] == (dist.get_rank() < 2)
+            relieve(plugin, 2)
             run.booster.save_model(run.model, str(folder / "one"), shard=True)
     assert widths[-1]
     run.booster.save_model(run.model, str(folder / "both"), shard=True)
@@ -218,9 +161,9 @@ def _losses_in_a_pipeline(folder: Path) -> list[float]:
 def test_a_pipeline_whose_stages_move_units_at_other_times(tmp_path: Path) -> None:
     for rank, losses in enumerate(run_ranks(4, _losses_in_a_pipeline, tmp_path)):
         # The pipeline adds up losses in fp32.
-        assert losses == pytest.approx(train_alone(STEPS)[1] if rank >= 2 else [], rel=1e-6)
-    for name, steps in (("one", 4), ("both", STEPS)):
-        expected = train_alone(steps)[0].state_dict()
+        assert losses == pytest.approx(train_alone(4, make_model=deep_vit)[1] if rank >= 2 else [], rel=1e-6)
+    for name, steps in (("one", 2), ("both", 4)):
+        expected = train_alone(steps, make_model=deep_vit)[0].state_dict()
         assert largest_difference(read_weights(tmp_path / name), expected) <= 1e-10, name
 
 
@@ -243,8 +186,7 @@ def _log_without_resharding(options: dict[str, Any], make: Callable[[nn.Module],
     logger = logging.getLogger("colossal_hetero")
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO)
-    with scripted(lambda rank, iteration: 4.0 if rank % 2 else 1.0):
-        run = boost(ours(config(), tp_size=2, **options), tiny_vit(), make)
+    run = relieved_run(dist.get_rank() // 2 * 2 + 1, tiny_vit(depth=1), make, tp_size=2, **options)
     for _ in range(STEPS):
         images, labels = batch()
         run.booster.backward(nn.functional.cross_entropy(run.model(images).float(), labels), run.optimizer)
@@ -268,12 +210,12 @@ def elsewhere_units_migrate_in_each_iteration(
 
 def _without_memory(failing: str) -> tuple[int, list[float]]:
     """Training in which rank 1 has too little memory for the second block whose units it is given."""
-    run = uneven_run(slow_until(0, NEVER))
+    run = uneven_run(0)
     resized, calls = unit_mover._resized, []
 
     def allocate(*arguments: Any) -> Tensor:
         calls.append(arguments)
-        if dist.get_rank() == 1 and len(calls) == 20:
+        if dist.get_rank() == 1 and len(calls) == 14:
             raise RuntimeError(failing)
         return resized(*arguments)
 
@@ -287,7 +229,7 @@ def _without_memory(failing: str) -> tuple[int, list[float]]:
 @checks.on(2)
 def units_migrate_if_there_is_too_little_memory() -> None:
     calls, losses = _without_memory("DefaultCPUAllocator: can't allocate memory")
-    assert calls > 20
+    assert calls > 14
     assert losses == pytest.approx(train_alone(STEPS)[1], rel=1e-10)
 
 
@@ -305,7 +247,7 @@ def _die_while_units_move(victim: int, function: str) -> None:
         return original(*arguments)
 
     with patch.object(unit_mover, function, die):
-        train(uneven_run(slow_until(0, NEVER)), STEPS)
+        train(uneven_run(0), STEPS)
     raise AssertionError("training ended without an error although a rank died")
 
 

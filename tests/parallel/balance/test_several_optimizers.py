@@ -18,17 +18,16 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW, Optimizer
 
-from colossal_hetero import BalanceConfig
 from tests.support.checks import Checks
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import batch, ours, scripted, tiny_vit
-from tests.support.uneven_runs import AFTER, NEVER, config, slow_until
+from tests.support.uneven_runs import config, relieve
 
 checks = Checks()
 
 
-STEPS = AFTER + 6
+STEPS = 4
 LATER = 2
 """The step before which more parameters are trained."""
 
@@ -100,7 +99,7 @@ def train(
 
 
 def _run(case: Case, boost: Callable[[nn.Module, Sequence[Optimizer]], tuple[nn.Module, Any, Any]]) -> tuple[Any, ...]:
-    model = tiny_vit().double().train()
+    model = tiny_vit(depth=1).double().train()
     parts = parts_of(model)
     added = parts[0][::2] if case.adds else []
     trained, optimizers, backward = boost(model, case.make(*parts))
@@ -117,21 +116,26 @@ def _train_with_each_straggler(names: list[str], folder: Path) -> None:
     for number, name in enumerate(names):
         case = CASES[name]
         expected, wanted = alone(case)
-        for straggler in range(ranks) if IS_THOROUGH or ranks > 2 else (number % ranks,):
+        for straggler in range(ranks) if IS_THOROUGH else (number % ranks,):
             what = f"{name}, rank {straggler} is slow"
-            booster = Booster(plugin=ours(config(), tp_size=ranks))
+            booster = Booster(plugin=ours(config(reshard_after=2), tp_size=ranks))
 
             def boost(
-                model: nn.Module, optimizers: Sequence[Optimizer], booster: Booster = booster, case: Case = case
+                model: nn.Module,
+                optimizers: Sequence[Optimizer],
+                booster: Booster = booster,
+                case: Case = case,
+                straggler: int = straggler,
             ) -> tuple[nn.Module, Any, Any]:
                 trained = []
                 for optimizer, is_boosted in zip(optimizers, case.boosted, strict=True):
                     if is_boosted:
                         model, optimizer, *_ = booster.boost(model, optimizer)
                     trained.append(optimizer)
+                relieve(booster.plugin, straggler)
                 return model, trained, lambda loss: booster.backward(loss, trained[0])
 
-            with scripted(slow_until(straggler, NEVER)):
+            with scripted():
                 model, optimizers, losses = _run(case, boost)
             balancer = booster.plugin.balancer
             assert balancer.plan.migrate[straggler] > 0.1, what
@@ -184,50 +188,12 @@ def test_states_are_saved_whole_if_the_model_is_boosted_before_the_optimizer(tmp
     run_ranks(2, _boost_the_model_first, tmp_path)
 
 
-def _train_in_bf16(balance: BalanceConfig) -> tuple[list[float], list[Tensor], bool]:
-    """Losses, the masters of all that is whole on each rank, and whether units were permanently re-sharded."""
-    booster = Booster(plugin=ours(balance, tp_size=2, precision="bf16"))
-    model, optimizers = tiny_vit(), list[Any]()
-    with scripted(slow_until(1, NEVER)):
-        for make, part in zip((sgd, adamw), parts_of(model), strict=True):
-            model, optimizer, *_ = booster.boost(model, make(part))
-            optimizers.append(optimizer)
-    losses = []
-    for step in range(STEPS):
-        images, labels = batch(step)
-        loss = cross_entropy(model(images.bfloat16()).float(), labels)
-        booster.backward(loss, optimizers[0])
-        losses.append(loss.item())
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    balancer = booster.plugin.balancer
-    has_resharded = balancer.has_resharded
-    with balancer.ordinary_shards():
-        masters = [
-            master.clone() for optimizer in optimizers for master in optimizer.get_working_to_master_map().values()
-        ]
-    return losses, masters, has_resharded
-
-
-@checks.on(2)
-def masters_of_all_optimizers_move() -> None:
-    expected, wanted, _ = _train_in_bf16(BalanceConfig(mode="off"))
-    losses, masters, has_resharded = _train_in_bf16(config())
-    assert has_resharded
-    assert losses == pytest.approx(expected, abs=0.02)
-    for actual, master in zip(masters, wanted, strict=True):
-        assert actual.shape == master.shape
-        if master.ndim == 2:  # biases are smaller than the rounding errors of bf16
-            assert float((actual - master).norm() / master.norm()) < 0.02
-
-
 @checks.on(2)
 def what_cannot_be_boosted_is_refused() -> None:
     booster = Booster(plugin=ours(config(), tp_size=2))
-    model = tiny_vit().double()
+    model = tiny_vit(depth=1).double()
     matrices, rest = parts_of(model)
-    with scripted(slow_until(1, NEVER)):
+    with scripted():
         boosted, optimizer, *_ = booster.boost(model, sgd(matrices))
     with pytest.raises(ValueError, match=r"given to booster.boost before.* give booster.boost the model that it has"):
         booster.boost(model, adamw(rest))
@@ -236,6 +202,7 @@ def what_cannot_be_boosted_is_refused() -> None:
     balancer = booster.plugin.balancer
     assert booster.boost(boosted, adamw(rest))[0] is boosted
     assert booster.plugin.balancer is balancer
+    relieve(booster.plugin, 1)
     train(boosted, [optimizer], lambda loss: booster.backward(loss, optimizer), [])
     assert balancer.has_resharded
     with pytest.raises(

@@ -17,7 +17,7 @@ from colossal_hetero.testing import Stragglers, inject_stragglers, stragglers
 from tests.support.harness import run_ranks
 from tests.support.training import boost, ours, scripted, tiny_vit, train
 
-SIZES = dict(embed_dim=192, num_heads=6, mlp_ratio=4, patch_size=2)
+SIZES = dict(embed_dim=48, num_heads=6)
 
 
 class VirtualTime:
@@ -70,7 +70,9 @@ def virtual_time() -> Iterator[None]:
 
 def check_kept(options: dict[str, Any], iterations: int) -> tuple[Any, Any] | None:
     with virtual_time():
-        run = boost(ours(BalanceConfig(mode="resize"), tp_size=2, **options), tiny_vit(**SIZES))
+        run = boost(
+            ours(BalanceConfig(mode="resize"), tp_size=2, **options), tiny_vit(**SIZES, depth=options.get("pp_size", 1))
+        )
         inject_stragglers(run.model, run.optimizer, Stragglers(slowdowns={1: 12.0}, means="sleep"))
         train(run, iterations, same_batch=True)
     found = run.plugin.balancer.timelines()

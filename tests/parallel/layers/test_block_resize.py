@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,28 +11,17 @@ from colossal_hetero.balance.plan import BalancePlan
 from colossal_hetero.balance.pruning import SAMPLED_ROWS
 from tests.support.applied_plans import Training
 from tests.support.checks import Checks
-from tests.support.random_examples import IS_THOROUGH
 from tests.support.sharding import own_share
 from tests.support.training import batch, loss_of, tiny_vit
 
 checks = Checks()
 
-CASES = ((2, 0), (2, 1), (3, 1), (4, 3))
-PRIORITIES = ("norm-product", "random", "priority")
 
-
-@checks.on(2)
-@checks.on(3)
-@checks.on(4)
-def loss_and_gradients_are_those_of_the_sub_network() -> None:
+@checks.on(2, 0, "norm-product")
+@checks.on(2, 1, "random")
+@checks.on(3, 2, "priority")
+def loss_and_gradients_are_those_of_the_sub_network(slow: int, priority: str) -> None:
     """That is the model in which the output weights of all pruned units are zero."""
-    slow = [rank for ranks, rank in CASES if ranks == dist.get_world_size()]
-    for number, (rank, priority) in enumerate(product(slow, PRIORITIES)):
-        if IS_THOROUGH or len(slow) > 1 or number == rank % len(PRIORITIES):
-            compare_with_sub_network(rank, priority)
-
-
-def compare_with_sub_network(slow: int, priority: str) -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     training = Training("block", priority=priority)
     training.applier.apply(BalancePlan.resizing([0.5 if other == slow else 0.0 for other in range(ranks)]))

@@ -1,4 +1,4 @@
-"""Checkpoints are interchangeable: Colossal-AI's plugin loads those written while pruning, and ours loads its own."""
+"""Checkpoints are interchangeable with Colossal-AI's plugin while columns are pruned, and while work migrates."""
 
 from __future__ import annotations
 
@@ -7,78 +7,81 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from colossal_hetero import BalanceConfig, Pruning
+from colossal_hetero.balance import BalancePlan
 from tests.support.checkpoints import load_checkpoint, save_checkpoint
 from tests.support.harness import run_ranks
-from tests.support.training import (
-    assert_same_parameters,
-    batch,
-    boost,
-    ours,
-    scripted,
-    theirs,
-    tiny_vit,
-    train,
-)
+from tests.support.migration_runs import assert_equal, migrating_run, reference_run
+from tests.support.training import Trained, assert_same_parameters, batch, boost, ours, sgd, tiny_vit, train
 
 RESIZE = BalanceConfig(
     mode="resize",
-    pruning=Pruning(
-        resizing="column", resize_overhead=0.0, priority="priority", imputation="same", priority_interval=2
-    ),
+    warmup_iterations=10**6,
+    pruning=Pruning(resizing="column", priority="priority", imputation="same", priority_interval=2),
 )
+PIPELINE = dict(tp_size=2, pp_size=2, num_microbatches=3)
 
 
-def check_interchange(folder: Path, options: dict[str, Any], sharded: bool) -> None:
-    with scripted(lambda rank, iteration: 4.0 if rank % 2 == 1 else 1.0):
-        pruning = train(boost(ours(RESIZE, **options)), 8)
-    assert pruning.plans[-1] == (0.0, pytest.approx(0.75))
-    saved = pruning.parameters
-    save_checkpoint(pruning, folder / "ours", sharded)
+def start(method: str, seed: int = 0, idle: bool = False, **options: Any) -> Trained:
+    """A run in which the last rank of the last stage prunes or gives work away, unless it is ``idle``."""
+    model = tiny_vit(seed, depth=options.get("pp_size", 1))
+    if method != "resize":
+        return migrating_run(method, () if idle else dist.get_world_size() - 1, model, **options)
+    run = boost(ours(RESIZE, **options), model, sgd)
+    if not idle:
+        run.plugin.balancer.follow(BalancePlan.resizing((0.0, 0.75)))
+    return run
 
-    # Each checkpoint is loaded into a model that starts from other weights.
-    plain = load_checkpoint(boost(theirs(**options), tiny_vit(seed=5)), folder / "ours", sharded)
-    assert_same_parameters(plain.parameters, saved, "Colossal-AI's plugin with our checkpoint")
-    with scripted():
-        again = load_checkpoint(boost(ours(RESIZE, **options), tiny_vit(seed=6)), folder / "ours", sharded)
-    assert_same_parameters(again.parameters, saved, "our plugin with our checkpoint")
-    for run in (plain, again):
-        train(run, 3)
-    assert again.losses == plain.losses
-    assert_same_parameters(again.parameters, plain.parameters, "training continued from our checkpoint")
 
-    save_checkpoint(plain, folder / "theirs", sharded)
-    # A new model, because a checkpoint of half-precision training has no fp32 weights.
-    plain = load_checkpoint(boost(theirs(**options), tiny_vit(seed=5)), folder / "theirs", sharded)
-    with scripted():
-        back = load_checkpoint(boost(ours(RESIZE, **options), tiny_vit(seed=7)), folder / "theirs", sharded)
-    assert_same_parameters(back.parameters, plain.parameters, "our plugin with Colossal-AI's checkpoint")
-    for run in (plain, back):
-        train(run, 3)
-    assert back.losses == plain.losses
-    assert_same_parameters(back.parameters, plain.parameters, "training continued from Colossal-AI's checkpoint")
-
-    # A model that is pruning can load a checkpoint too, and continues to prune.
-    load_checkpoint(pruning, folder / "theirs", sharded)
-    train(pruning, 2)
-    assert pruning.plans[-1] == (0.0, pytest.approx(0.75))
-
+def check_interchange(folder: Path, method: str, options: dict[str, Any], sharded: bool) -> None:
+    run = start(method, **options)
+    plan = run.plugin.balancer.plan
+    train(run, 2)
+    saved = run.parameters
+    save_checkpoint(run, folder / "ours", sharded)
+    for source in ("ours", "theirs"):
+        # Each checkpoint is loaded into models that start from other weights.
+        model = tiny_vit(seed=5, depth=options.get("pp_size", 1))
+        plain = load_checkpoint(reference_run(model, **options), folder / source, sharded)
+        idle = load_checkpoint(start(method, seed=6, idle=True, **options), folder / source, sharded)
+        if source == "ours":
+            assert_same_parameters(plain.parameters, saved, "Colossal-AI's plugin with our checkpoint")
+        else:
+            # Our run loads it while its plan applies, in the middle of an iteration.
+            if run.plugin.pp_size == 1:
+                run.model(batch(77)[0])
+            load_checkpoint(run, folder / source, sharded)
+            assert_same_parameters(run.parameters, plain.parameters, "loaded while the plan applies")
+        assert_same_parameters(idle.parameters, plain.parameters, f"our plugin with the checkpoint {source}")
+        for each in (run, plain, idle):
+            each.losses.clear()
+            train(each, 2)
+        assert idle.losses == plain.losses
+        assert_same_parameters(idle.parameters, plain.parameters, f"training continued from the checkpoint {source}")
+        if method != "resize":
+            assert_equal(run, plain, f"after saving or loading {source}")
+        if source == "ours":
+            save_checkpoint(plain, folder / "theirs", sharded)
+    assert run.plugin.balancer.plan == plan
     if not sharded:
-        alone = tiny_vit(seed=8).eval()
+        alone = tiny_vit(seed=8, depth=1).eval()
         alone.load_state_dict(torch.load(folder / "ours" / "model.pt", weights_only=True))
-        load_checkpoint(again, folder / "ours", sharded)
-        again.model.eval()
+        load_checkpoint(idle, folder / "ours", sharded)
+        idle.model.eval()
         with torch.no_grad():
-            torch.testing.assert_close(again.model(batch()[0]), alone(batch()[0]), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(idle.model(batch()[0]), alone(batch()[0]), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    "options, sharded",
+    ("method", "options", "sharded"),
     [
-        pytest.param(dict(tp_size=2), False, id="unsharded"),
-        pytest.param(dict(tp_size=2, precision="bf16"), True, id="sharded-bf16"),
+        ("resize", dict(tp_size=2), False),
+        ("resize", dict(tp_size=2, precision="bf16"), True),
+        ("broadcast-reduce", dict(tp_size=2), False),
+        ("block", PIPELINE, True),
     ],
 )
-def test_checkpoints_are_interchangeable(options: dict[str, Any], sharded: bool, tmp_path: Path) -> None:
-    run_ranks(2, check_interchange, tmp_path, options, sharded)
+def test_checkpoints_are_interchangeable(method: str, options: dict[str, Any], sharded: bool, tmp_path: Path) -> None:
+    run_ranks(2 * options.get("pp_size", 1), check_interchange, tmp_path, method, options, sharded)

@@ -12,9 +12,9 @@ from torch._dynamo.utils import counters
 
 from colossal_hetero.layers import hetero_layers
 from tests.support.checks import Checks
-from tests.support.migration_runs import ITERATIONS, Watch, assert_equal, seeded_migrating_run, slow
+from tests.support.migration_runs import ITERATIONS, Watch, assert_equal, seeded_migrating_run
 from tests.support.sharding import shard
-from tests.support.training import batch, no_straggler, tiny_vit, train
+from tests.support.training import batch, tiny_vit, train
 
 checks = Checks()
 
@@ -26,8 +26,8 @@ def migration_is_exact_in_a_compiled_model() -> None:
     def make() -> nn.Module:
         return tiny_vit(depth=1, attn_drop_rate=0.2)
 
-    expected = train(seeded_migrating_run(make, no_straggler), ITERATIONS)
-    run = seeded_migrating_run(make, slow(1))
+    expected = train(seeded_migrating_run(make, ()), ITERATIONS)
+    run = seeded_migrating_run(make, 1)
     for module in (run.model.unwrap().blocks[0].attn, run.model.unwrap().blocks[0].mlp):
         module.compile(backend="eager")
     watch = Watch(run)

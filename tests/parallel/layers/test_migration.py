@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import product
 from random import Random
 from typing import Any
@@ -20,7 +20,6 @@ from colossal_hetero import BalanceConfig
 from colossal_hetero.balance import host_messages
 from colossal_hetero.balance.divide import BlockShape, LayerShape, Move, Port, block_ports, column_traffic, divide
 from colossal_hetero.balance.plan import BalancePlan, Traffic, Volume
-from colossal_hetero.layers import Workload
 from colossal_hetero.layers.column_migration import COLUMN_EXCHANGES, ColumnMigration
 from colossal_hetero.layers.transport import Transport
 from colossal_hetero.layers.unit_exchange import UnitExchange
@@ -63,9 +62,8 @@ def plans(ranks: int) -> Iterator[BalancePlan]:
         yield BalancePlan(resize=(0.0,) * ranks, migrate=(sum(uneven), *(0.0,) * (ranks - 1)), receive=tuple(uneven))
 
 
-@checks.on(2, 10, 2)
+@checks.on(2, 4, 2)
 @checks.on(3, 3, 1)
-@checks.on(4, 3, 1)
 def parameters_after_training_are_those_of_training_without_migration(steps: int, depth: int) -> None:
     ranks = dist.get_world_size()
     expected = Training(depth=depth)
@@ -73,8 +71,8 @@ def parameters_after_training_are_those_of_training_without_migration(steps: int
     for method in METHODS:
         training = Training(method, depth=depth)
         for number, plan in enumerate(plans(ranks)):
-            if ranks > 2 and method == METHODS[number % 2] and not IS_THOROUGH:
-                continue  # on more ranks each plan is checked in block form and in one of the column forms
+            if ranks > 2 and method != METHODS[number % 3] and not IS_THOROUGH:
+                continue  # on more ranks each plan is checked in one form
             training.reset()
             training.transport.reset()
             training.applier.apply(plan)
@@ -144,7 +142,7 @@ def _sums_before_messages() -> list[dict[int, list[int]]]:
         return all_reduce(*arguments, **options)
 
     found = []
-    for seed in range(8):
+    for seed in range(4):
         random = Random(seed)
         pairs = [random.sample(range(ranks), 2) for _ in training.blocks]
         moves = [
@@ -171,7 +169,6 @@ def _sums_before_messages() -> list[dict[int, list[int]]]:
 
 
 @checks.on(3)
-@checks.on(4)
 def all_ranks_launch_messages_and_sums_in_one_order() -> None:
     """NCCL demands it of operations of two communicators."""
     of_ranks = of_all_ranks(_sums_before_messages())
@@ -181,7 +178,7 @@ def all_ranks_launch_messages_and_sums_in_one_order() -> None:
             for other, sums in before.items():
                 messages += len(sums)
                 assert of_ranks[other][plan][rank] == sums, (plan, rank, other)
-    assert messages > 40
+    assert messages > 20
 
 
 class _Handle:
@@ -230,46 +227,11 @@ def test_messages_take_few_processors_of_a_gpu() -> None:
     assert host_messages._few_processors("gloo") is None
 
 
-# AdamW, which amplifies rounding errors of small gradients -----------------------------------------------------------
-
-
-@checks.on(2)
-def losses_with_adamw_differ_no_more_than_with_another_order_of_summation() -> None:
-    def adamw(parameters: Iterator[Tensor]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=3e-3)
-
-    steps = 40
-    plain = Training(make_optimizer=adamw, depth=1).steps(steps)
-    # The control computes the same sums in another order: it reverses the units of each block, whose order is free.
-    control = Training(make_optimizer=adamw, depth=1)
-    for block in control.blocks:
-        order = torch.arange(block.units - 1, -1, -1)
-        for tensors, places in zip(block.parameters, block.places, strict=True):
-            for tensor, place in zip(tensors, places, strict=True):
-                tensor.copy_(place.fold(place.view(tensor).index_select(place.unit_dim, order)))
-    reordered = control.steps(steps)
-    migrated = {}
-    for method in METHODS:
-        training = Training(method, adamw, depth=1)
-        training.applier.apply(plan_for({dist.get_world_size() - 1: 0.6}, dist.get_world_size()))
-        migrated[method] = training.steps(steps)
-
-    def difference_from_plain(losses: Sequence[float]) -> float:
-        return max(abs(one - other) for one, other in zip(losses, plain, strict=True))
-
-    assert plain[-1] < 0.5 * plain[0], "training did not reduce the loss"
-    control = difference_from_plain(reordered)
-    assert control > 0
-    for method, losses in migrated.items():
-        # Rounding errors grow chaotically in both runs, up to some scale. Only these scales can be compared.
-        assert difference_from_plain(losses) <= 3 * control, method
-
-
 # Traffic -------------------------------------------------------------------------------------------------------------
 
 
 def _sent_in_one_step(method: str, plan: BalancePlan) -> tuple[dict[str, tuple[int, int]], Traffic | list[Port]]:
-    training = Training(method)
+    training = Training(method, depth=1)
     training.applier.apply(plan)
     training.transport.reset()
     training.steps(1)
@@ -312,61 +274,13 @@ def messages_and_bytes_are_those_of_the_formula(senders: dict[int, float]) -> No
 @checks.on(2)
 def an_iteration_does_not_copy_the_layout_of_parameters() -> None:
     """Each layer would make several copies of 0.13 ms in an iteration, while the device waits."""
-    for method in METHODS:
-        training = Training(method)
+    for method in METHODS[1:]:
+        training = Training(method, depth=1)
         training.applier.apply(BalancePlan(resize=(0.0, 0.3), migrate=(0.0, 0.3), receive=(0.3, 0.0)))
-        training.steps(2)
+        training.steps(1)
         with patch.object(api, "copy", Mock(wraps=copy)) as copies:
             training.steps(1)
         assert copies.deepcopy.call_count == 0, method
-
-
-# Pruning and migrating at once ---------------------------------------------------------------------------------------
-
-
-@checks.on(2, "block", 0)
-@checks.on(2, "block", 1)
-@checks.on(2, "broadcast-reduce", 0)
-@checks.on(2, "broadcast-reduce", 1)
-def a_rank_can_prune_some_units_and_migrate_others(form: str, sender: int) -> None:
-    """Parameters after pruning units ``[k, l)`` and migrating ``[l, U)`` are those after pruning alone."""
-    rank = dist.get_rank()
-
-    def train(migrates: bool) -> dict[str, Tensor]:
-        training = Training(form)
-        unit_exchange = UnitExchange(training.transport)
-        column_exchange = COLUMN_EXCHANGES["broadcast-reduce"](training.transport)
-        moves, kept, rules = [], [], []
-        for holder in training.blocks if form == "block" else training.layers.values():
-            units = holder.units if form == "block" else holder.contraction_columns
-            keep, first_given = max(1, units // 4), units - units // 3
-            moved = (Move(sender, 1 - sender, first_given, units),) if migrates else ()
-            chosen = torch.cat([torch.arange(keep), torch.arange(first_given, units)])
-            prunes = rank == sender and keep < first_given
-
-            def select(x: Tensor, weight: Tensor, count: int, chosen: Tensor = chosen) -> Tensor:
-                return chosen[:count]
-
-            moves.append(moved)
-            rules.append(select)
-            kept.append((keep if migrates else len(chosen)) if prunes else units - len(moved) * (rank == sender))
-            if form != "block":
-                workload = Workload(prune=1 - len(chosen) / units, select=select) if prunes else None
-                holder.assign(workload, ColumnMigration(column_exchange, moved) if moved else None)
-        if form == "block":
-            unit_exchange.assign(training.blocks, moves, kept, rules)
-        for step in range(5):
-            unit_exchange.begin_pass()
-            images, labels = batch(step)
-            training.booster.backward(loss_of(training.model(images), labels), training.optimizer)
-            unit_exchange.end_iteration()
-            training.optimizer.step()
-            training.optimizer.zero_grad()
-            for layer in training.layers.values():
-                layer.begin_iteration()
-        return training.parameters
-
-    assert largest_difference(train(True), train(False)) <= 1e-5
 
 
 # Each kind of layer --------------------------------------------------------------------------------------------------
@@ -400,9 +314,8 @@ def _train_layer(
     return results | {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
 
 
-@checks.on(2, 3)
+@checks.on(2, 2)
 @checks.on(3, 2)
-@checks.on(4, 2)
 def each_kind_of_layer_computes_the_same_as_colossalais(steps: int) -> None:
     ranks = dist.get_world_size()
     transport = Transport(dist.new_group())
@@ -415,8 +328,8 @@ def each_kind_of_layer_computes_the_same_as_colossalais(steps: int) -> None:
                 # The effect of a layer's options does not depend on the sender.
                 every = list(plans(ranks))[: None if not (options or checkpointed) else 1]
                 for number, (plan, method) in enumerate(product(every, COLUMN_EXCHANGES)):
-                    if ranks > 2 and (number + of_kind) % 4 and not IS_THOROUGH:
-                        continue  # on more ranks each plan and method is checked with some kinds of layers
+                    if (number + of_kind) % ranks and not IS_THOROUGH:
+                        continue  # each plan and method is checked with some kinds of layers
                     layer = build(our_class, kind, **options)
                     moves = divide(layer.contraction_columns, plan).moves
                     assert moves

@@ -76,7 +76,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @checks.on(2)
 @checks.on(3)
-@checks.on(4)
 def loss_and_gradients_equal_those_of_the_unsharded_model() -> None:
     for name in VARIANTS if dist.get_world_size() == 2 else ("plain", "qk_norm"):
         try:

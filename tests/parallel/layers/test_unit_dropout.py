@@ -23,24 +23,22 @@ from colossal_hetero.layers.transport import Transport
 from colossal_hetero.layers.workload import Surrounded
 from tests.support.checks import Checks
 from tests.support.harness import run_ranks
-from tests.support.language import gpt2, train_gpt2
-from tests.support.migration_runs import ITERATIONS, Watch, assert_equal, migrate, seeded_migrating_run, slow
+from tests.support.language_models import gpt2, train_on_tokens
+from tests.support.migration_runs import ITERATIONS, Watch, assert_equal, give, migrate, seeded_migrating_run
 from tests.support.model_families import BUILDERS, SHARDING_OPTIONS, allow_cpu, family_loss
 from tests.support.sharding import _assert_loss_and_gradients, _loss_and_gradients, own_share, randomize, shard
-from tests.support.training import no_straggler, tiny_vit, train
+from tests.support.training import tiny_vit, train
 
 checks = Checks()
 
 
-STEPS = 20
+def gpt2_with_dropout(layers: int = 1) -> nn.Module:
+    """Its vocabulary is a multiple of 64 · ranks, so that the embedding is not padded."""
+    return gpt2(layers, vocab_size=768, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
 
 
-def shallow_gpt2() -> nn.Module:
-    return gpt2(n_layer=1)
-
-
-def vit_with_dropout(**options: Any) -> nn.Module:
-    return tiny_vit(attn_drop_rate=0.2, proj_drop_rate=0.3, **options)
+def vit_with_dropout() -> nn.Module:
+    return tiny_vit(depth=1, attn_drop_rate=0.2, proj_drop_rate=0.3)
 
 
 def checkpointed_vit(reentrant: bool | None) -> nn.Module:
@@ -53,25 +51,22 @@ def checkpointed_vit(reentrant: bool | None) -> nn.Module:
     return model
 
 
-def each_rank_slow_in_turn(rank: int, iteration: int) -> float:
-    return 4.0 if iteration * dist.get_world_size() // STEPS == rank else 1.0
-
-
 @checks.on(2)
 @checks.on(3)
-@checks.on(4)
 def training_with_dropout_in_blocks_does_not_depend_on_the_plan() -> None:
+    """No rank gives units away, and each rank in turn."""
     allow_cpu()
     ranks = dist.get_world_size()
-    # On more ranks a small model is enough: that masks are in the right places does not depend on the model.
-    models = [(gpt2, train_gpt2), (vit_with_dropout, train)] if ranks == 2 else [(shallow_gpt2, train_gpt2)]
-    for make, loop in models:
-        expected = loop(seeded_migrating_run(make, no_straggler), STEPS)
-        run = seeded_migrating_run(make, each_rank_slow_in_turn)
-        watch = Watch(run)
-        loop(run, STEPS, each=watch)
-        senders = {rank for plan in watch.plans for rank, share in enumerate(plan.migrate) if share > 0.1}
-        assert senders == set(range(ranks)), watch.plans
+    models = [(gpt2_with_dropout, train_on_tokens), (vit_with_dropout, train)]
+    # On more ranks one model is enough: that masks are in the right places does not depend on the model.
+    for make, loop in models if ranks == 2 else models[:1]:
+        expected = seeded_migrating_run(make, ())
+        for _ in range(ranks):
+            loop(expected, 2)
+        run = seeded_migrating_run(make, ())
+        for sender in range(ranks):
+            give(run, sender)
+            loop(run, 2)
         layers = {id(layer) for layer in run.plugin.balancer._layers.values()}
         in_blocks = {id(layer) for block in run.plugin.balancer._applier._blocks for layer in block.layers}
         assert in_blocks == layers, f"{make.__name__}: {len(in_blocks)} of {len(layers)} layers are in a block"
@@ -80,9 +75,9 @@ def training_with_dropout_in_blocks_does_not_depend_on_the_plan() -> None:
 
 @checks.on(2)
 def a_pass_that_checkpointing_repeats_drops_the_same() -> None:
-    expected = train(seeded_migrating_run(lambda: checkpointed_vit(None), no_straggler), ITERATIONS, accumulation=2)
+    expected = train(seeded_migrating_run(lambda: checkpointed_vit(None), ()), ITERATIONS, accumulation=2)
     for reentrant, sender in ((False, 0), (True, 1)):
-        run = seeded_migrating_run(lambda reentrant=reentrant: checkpointed_vit(reentrant), slow(sender))
+        run = seeded_migrating_run(lambda reentrant=reentrant: checkpointed_vit(reentrant), sender)
         watch = Watch(run)
         train(run, ITERATIONS, accumulation=2, each=watch)
         watch.assert_migrated(sender, f"{reentrant=}")
@@ -97,7 +92,7 @@ def attention_whose_kernel_draws_the_masks_is_in_no_block() -> None:
         if dist.get_rank() == 0
         else nullcontext()
     ):
-        blocks = attach_blocks(shard(gpt2(), enable_flash_attention=True))
+        blocks = attach_blocks(shard(gpt2_with_dropout(2), enable_flash_attention=True))
     assert [block.name for block in blocks] == ["transformer.h.0.mlp", "transformer.h.1.mlp"]
 
 
@@ -139,7 +134,7 @@ def _draw_as_the_ranks(model: nn.Module, blocks: list[Block]) -> int:
 def check_families() -> dict[str, Any]:
     results: dict[str, Any] = {}
     allow_cpu()
-    for name in DROPOUTS:
+    for number, name in enumerate(DROPOUTS):
         try:
             torch.manual_seed(0)
             model, inputs = BUILDERS[name]()
@@ -161,7 +156,7 @@ def check_families() -> dict[str, Any]:
                 applier.apply(BalancePlan(resize=(0.0, 0.0), migrate=migrate, receive=migrate[::-1]))
                 applier.units.begin_pass()
 
-            plans = [partial(follow, shares) for shares in ((0.0, 0.0), (0.5, 0.0), (0.0, 0.5))]
+            plans = [partial(follow, shares) for shares in ((0.5, 0.0), (0.0, 0.5))[number % 2 :]]
             _assert_loss_and_gradients(sharded, family_loss(inputs), plans, loss, shares)
         except Exception:
             results[name] = traceback.format_exc()
