@@ -61,4 +61,4 @@ lint: install
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy colossal_hetero
 
 lines: install
-	@$(BIN)/python -m docs.count_lines
+	@$(BIN)/python -m tools.count_lines

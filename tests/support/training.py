@@ -186,6 +186,7 @@ def train(
             run.losses.append(total)
         balancer = getattr(plugin, "balancer", None)
         if balancer is not None:
+            assert plugin.is_last_stage() == (total is not None)
             run.plans.append(balancer.plan.resize)
         each(iteration)
     return run

@@ -29,9 +29,9 @@ from colossal_hetero.planner.cluster import cluster_file, topology
 from colossal_hetero.planner.cost import plan
 from colossal_hetero.planner.profile import layer_profile
 from colossal_hetero.plugin.plan_config import PlanConfig
-from docs import draw_rooms
 from tests.support.paths import REPOSITORY
 from tests.unit.test_rooms import RULES
+from tools import draw_rooms
 
 MAX_README_LINES = 150
 
@@ -41,7 +41,7 @@ PAGES = {
     if not any(part.startswith(".") for part in path.relative_to(REPOSITORY).parts)
 }
 SOURCES = [
-    path for folder in ("colossal_hetero", "examples", "benchmarks", "tests", "docs")
+    path for folder in ("colossal_hetero", "examples", "benchmarks", "tests", "tools")
     for path in sorted((REPOSITORY / folder).rglob("*.py"))
 ]  # fmt: skip
 
@@ -263,7 +263,7 @@ def test_described_names_exist() -> None:
 
 def test_the_picture_of_the_rooms_is_up_to_date() -> None:
     page = PAGES["docs/architecture.md"]
-    assert draw_rooms.updated(page) == page, "run: python -m docs.draw_rooms"
+    assert draw_rooms.updated(page) == page, "run: python -m tools.draw_rooms"
 
 
 def test_the_picture_leaves_out_implied_edges() -> None:

@@ -278,6 +278,10 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             recoveries=Recoveries(self.recoveries) if self.recoveries else None,
         )
 
+    def is_last_stage(self) -> bool:
+        """True if this rank has the loss: in the last stage, or without a pipeline, where ``stage_manager`` is None."""
+        return self.stage_manager is None or self.stage_manager.is_last_stage()
+
     @property
     def drift(self) -> DriftReport | None:
         """Stage times of the last epoch against the plan; None before an epoch ends, and without a planned 1F1B

@@ -149,6 +149,12 @@ def test_without_matplotlib_the_message_says_how_to_install_it(path: Path, monke
     assert "pip install 'colossal-hetero[plot]'" in failure(path, "--global-batch", 8, "--plot", "batches.png")
 
 
+def test_the_package_is_the_command() -> None:
+    command = [sys.executable, "-m", "colossal_hetero", "plan", "--help"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert found.stdout.startswith("Usage: python -m colossal_hetero plan [OPTIONS] CLUSTER PROFILE")
+
+
 def test_the_choices_are_those_of_the_planner() -> None:
     """Commands list them themselves, so that they start without importing the planner."""
     choices = {option.name: option.type.choices for option in batches.params if hasattr(option.type, "choices")}

@@ -1,7 +1,7 @@
 """Draw the folders of the package and their imports into ``docs/architecture.md``, as a Mermaid diagram.
 
-python -m docs.draw_rooms            write the diagram between the two markers of the page
-python -m docs.draw_rooms --check    exit with status 1 if the page is out of date
+python -m tools.draw_rooms            write the diagram between the two markers of the page
+python -m tools.draw_rooms --check    exit with status 1 if the page is out of date
 
 An arrow A → B means that A imports B. Arrows that follow from others (A → B → C makes A → C redundant) are left out.
 What a room is, and what a module imports, is read from ``tests/unit/test_rooms.py``.
@@ -92,7 +92,7 @@ def main(page: Path = PAGE) -> int:
     before = page.read_text(encoding="utf-8")
     after = updated(before)
     if check and before != after:
-        print("docs/architecture.md is out of date; run: python -m docs.draw_rooms", file=sys.stderr)
+        print("docs/architecture.md is out of date; run: python -m tools.draw_rooms", file=sys.stderr)
         return 1
     if not check:
         page.write_text(after, encoding="utf-8")
