@@ -42,7 +42,7 @@ from .product import (
     sum_parts,
 )
 from .unit_layout import UnitShare
-from .workload import Clock, Lineage, Slowdown, Workload, is_recorded, matrix_view, uncompiled, values_of
+from .workload import Clock, Lineage, Slowdown, Workload, is_recorded, matrix_view, traced, uncompiled, values_of
 
 _OF_BALANCING = {"clock", "slow_down", "kind", "block", "_workload", "_migration", "_lineage", "_previous"}
 """Attributes that a copy of a layer does not have."""
@@ -207,6 +207,7 @@ class HeteroLinear:
         return self._balanced_forward(input_)
 
     @uncompiled
+    @traced("layer")
     def _balanced_forward(self, input_: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         self._begin_block()
         if self._passes_through():

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .workload import traced
+
 # Out of memory -------------------------------------------------------------------------------------------------------
 
 
@@ -50,6 +52,7 @@ class Pending:
     def __init__(self, works: Iterable[Any]) -> None:
         self._works = [work for work in works if work is not None]
 
+    @traced("wait")
     def wait(self) -> None:
         works, self._works = self._works, []
         _explaining_failure(lambda: [work.wait() for work in works])
@@ -97,6 +100,7 @@ class Transport:
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
 
+    @traced("migrate")
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Started:
         """Start sending and receiving contiguous tensors, given as pairs of the other rank and the tensor. Two ranks
         must list the messages between them in the same order."""
@@ -115,6 +119,7 @@ class Transport:
             return Started(Pending(works if receives else ()), Pending(works))
         return Started(Pending(works[: len(receives)]), Pending(works[len(receives) :]))
 
+    @traced("migrate")
     def broadcast(self, tensor: Tensor, source: int) -> Pending:
         """Start sending rank ``source``'s contiguous ``tensor`` into the equally shaped ``tensor`` of all ranks."""
         if source == self.rank:
@@ -122,6 +127,7 @@ class Transport:
         source = self._global_ranks[source]
         return Pending([_explaining_failure(lambda: dist.broadcast(tensor, source, group=self._group, async_op=True))])
 
+    @traced("migrate")
     def reduce(self, tensor: Tensor, target: int) -> Pending:
         """Start summing the contiguous ``tensor`` of all ranks into rank ``target``'s; the others' are overwritten."""
         if target != self.rank:

@@ -10,12 +10,14 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from colossal_hetero import BalanceConfig
 from colossal_hetero.plugin.hybrid import hybrid_plugin
 from colossal_hetero.plugin.report import Report
 from tests.support.checks import Checks
+from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import boost, ours, scripted, theirs, train
 
 checks = Checks()
@@ -46,19 +48,19 @@ def sentences() -> Iterator[list[str]]:
 def the_report_says_who_was_slow_and_what_was_done() -> None:
     """Each rank is the straggler in turn; one rank alone asks for the report."""
     ranks = dist.get_world_size()
-    for straggler in range(ranks):
+    for straggler in range(ranks) if IS_THOROUGH or ranks < 3 else (ranks - 1,):
         given: list[dict[str, float]] = []
         with scripted(slow(straggler)), sentences() as said:
             run = boost(ours(AUTO, tp_size=ranks, on_report=given.append, report_every=12))
             before = run.plugin.report()
-            train(run, 40)
+            train(run, 25)
         assert before == Report() and "Nothing is known yet" in str(before)
         name = f"straggler {straggler} of {ranks}"
         if dist.get_rank() == ranks - 1:
             report = run.plugin.report()
             balance: Any = report.balance
             row = balance.ranks[straggler]
-            assert report.iterations == 36 and balance.changes >= 1 and balance.mode == "auto", name
+            assert report.iterations == 24 and balance.changes >= 1 and balance.mode == "auto", name
             assert row.migrated > 0.2 and row.relative_score == pytest.approx(0.29, abs=0.03), name
             # 0.8 s of products and 0.2 s of other work, 4 times as long on one rank; then with its share.
             most = max(each.work_seconds for each in balance.ranks)
@@ -73,7 +75,7 @@ def the_report_says_who_was_slow_and_what_was_done() -> None:
         assert all(" of its work now runs on rank" in each and "; iteration " in each for each in on_change), on_change
         assert bool(given) == (dist.get_rank() == 0)
         for numbers in given:
-            assert numbers["iteration"] in (4, 8, 12, 24, 36)
+            assert numbers["iteration"] in (4, 8, 12, 24)
         assert not given or given[-1][f"balance/rank{straggler}/migrated"] > 0.2
 
 
@@ -81,7 +83,7 @@ def the_report_says_who_was_slow_and_what_was_done() -> None:
 def the_slowest_of_several_groups_is_shown() -> None:
     """Ranks 2 and 3 are another replica, of which rank 0 knows by the exchange only."""
     with scripted(slow(3)), sentences() as said:
-        run = train(boost(ours(AUTO, tp_size=2)), 33)
+        run = train(boost(ours(AUTO, tp_size=2)), 17)
     balance: Any = run.plugin.report().balance
     assert [each.rank for each in balance.ranks] == [0, 1, 2, 3]
     assert balance.ranks[3].migrated > 0.3 and balance.ranks[0].received == 0.0
@@ -93,7 +95,7 @@ def the_slowest_of_several_groups_is_shown() -> None:
 def without_balancing_it_is_said_once_what_it_would_bring() -> None:
     for slowdown in (1.0, 4.0):
         with scripted(slow(1, slowdown=slowdown)), sentences() as said:
-            run = train(boost(ours(BalanceConfig(mode="off"), tp_size=2)), 40)
+            run = train(boost(ours(BalanceConfig(mode="off"), tp_size=2)), 20)
         balance: Any = run.plugin.report().balance
         assert balance.saved_seconds == pytest.approx(0.0) and balance.mode == "off"
         expected = dist.get_rank() == 0 and slowdown > 1.0
@@ -105,11 +107,12 @@ def without_balancing_it_is_said_once_what_it_would_bring() -> None:
 
 @checks.on(2)
 def by_default_work_migrates_and_no_parameter_changes_its_shape() -> None:
-    expected = train(boost(theirs(tp_size=2)), 70)
+    expected = train(boost(theirs(tp_size=2)), 12)
     with scripted(slow(1)), patch.object(hybrid_plugin, "DEFAULT_BALANCE", BalanceConfig(reshard_after=None)):
         run = boost(ours(tp_size=2))
+        assert run.plugin.balance.reshard_after is None
         shapes = [each.shape for each in run.model.parameters()]
-        train(run, 70)
+        train(run, 12)
     assert run.plugin.balancer.plan.migrate[1] > 0.3
     assert shapes == [each.shape for each in run.model.parameters()] and not run.plugin.balancer.has_resharded
     assert run.losses == pytest.approx(expected.losses, rel=1e-4)
@@ -143,8 +146,18 @@ def costs_are_measured_only_if_a_rank_is_slow() -> None:
     for begin, expected in ((10**6, 0), (10, 1)):
         asked.clear()
         with scripted(slow(1, begin)), patch.object(balancer_module, "prepare_costs", prepare):
-            run = train(boost(ours(BalanceConfig(), tp_size=2)), 30)
+            run = train(boost(ours(BalanceConfig(), tp_size=2)), 18)
         assert len(asked) == expected and bool(sum(run.plugin.balancer.plan.migrate)) == bool(expected)
+
+
+@checks.on(2)
+def a_profile_of_torch_has_ranges_for_what_balancing_does() -> None:
+    with scripted(slow(1)):
+        run = train(boost(ours(AUTO, tp_size=2)), 10)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        train(run, 1)
+    names = {event.name for event in profile.events()}
+    assert {"colossal_hetero.layer", "colossal_hetero.migrate", "colossal_hetero.wait"} <= names
 
 
 @checks.on(2)
