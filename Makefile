@@ -20,7 +20,7 @@ help:
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[examples,test,dev]"
+	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --editable ".[examples,test,dev]"
 	@touch $@
 
 install: $(VENV)/.installed

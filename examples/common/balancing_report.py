@@ -64,7 +64,7 @@ class BalancingReport(Terminal):
             f"{layout.world_size} ranks (tensor {layout.tp} × pipeline {layout.pp} × data {layout.dp}), "
             f"{plugin}{straggler}; {iterations} iterations"
         )
-        self._epochs = epochs
+        self._epochs, self._iterations = epochs, iterations
         self._task = self._progress.add_task("", total=iterations, epoch=f"1/{epochs}", rate=0.0, loss=0.0, plan="")
 
     def __enter__(self) -> BalancingReport:
@@ -95,6 +95,7 @@ class BalancingReport(Terminal):
         self._progress.update(self._task, advance=1, **fields)
         now = time.perf_counter()
         self.measurements.iteration(epoch, now - self._last)
+        self.is_at(len(self.measurements.seconds), self._iterations)
         self._last = now
 
     def _plan(self) -> str:
@@ -131,7 +132,7 @@ class BalancingReport(Terminal):
             (rank.rank, moved_shares(rank.resized, rank.migrated, rank.received, rank.resharded))
             for rank in (record.ranks if record else ())
         ]
-        self._console.print(
+        self.line(
             f"epoch {epoch + 1:>{len(str(self._epochs))}}/{self._epochs}  loss {loss:.3f}  "
             f"accuracy {measured.accuracy[-1]:6.1%}  {seconds * 1e3:.0f} ms per iteration"
             + "".join(f"  rank {rank} {text}" for rank, text in moved if text)
@@ -168,6 +169,8 @@ class BalancingReport(Terminal):
                 "slower ones (mean over ranks)."
             )
             self._console.print(comparison_text(found, balanced=self._options.balance != "off"))
+            if words := self.measurements.slowdown_in_words():
+                self._console.print(words)
             if found.notes and not any(rank.migrated + rank.resharded for rank in found.ranks):
                 self._console.print(f"Nothing was migrated: {found.notes[-1].rstrip('.')}.")
         if self.measurements.accuracy:

@@ -86,6 +86,7 @@ class ComparisonReport(Terminal, ABC, Generic[T]):
     def training(self, training: T, title: str, iterations: int) -> Iterator[None]:
         """Show the progress of ``training`` while the block runs. Collective over all ranks."""
         self._console.print(title, markup=False)
+        self._iterations = iterations
         self._task = self._progress.add_task(training.name, total=iterations, rate=0.0)
         self._progress.start()
         self.trainings.append(training)
@@ -97,13 +98,14 @@ class ComparisonReport(Terminal, ABC, Generic[T]):
         """An iteration is over."""
         self.trainings[-1].seconds.append(seconds)
         self._progress.update(self._task, advance=1, rate=1.0 / max(seconds, 1e-9))
+        self.is_at(len(self.trainings[-1].seconds), self._iterations)
 
     def epoch(self, epoch: int, losses: Sequence[float], accuracy: float, more: str = "") -> None:
         """An epoch is over; ``more`` is added to its line."""
         training, epochs = self.trainings[-1], self._options.epochs
         training.loss.extend(losses)
         training.accuracy.append(accuracy)
-        self._console.print(
+        self.line(
             f"  epoch {epoch + 1:>{len(str(epochs))}}/{epochs}  loss {mean(losses):.3f}  accuracy {accuracy:6.1%}  "
             f"{median(training.seconds[-len(losses) :]) * 1e3:.0f} ms per iteration{more}"
         )
@@ -118,9 +120,11 @@ class ComparisonReport(Terminal, ABC, Generic[T]):
         self._console.print(self._rank_table())
         self._console.print(self._comparison_table())
         if summary["speedup"] is not None:
+            ratio = summary["speedup"]
+            fast = f"train {ratio:.2f} times as fast" if ratio >= 1 else f"take {1 / ratio:.2f} times as long"
             self._console.print(
-                f"{self.FITTED} train {summary['speedup']:.2f} times as fast as equal ones, on the same images to the "
-                f"same losses (largest difference {self._largest_loss_difference():.1e})."
+                f"{self.FITTED} {fast} as equal ones, on the same images to the same losses (largest difference "
+                f"{self._largest_loss_difference():.1e})."
             )
         self.print_files(self._options, *self.FILES)
         return summary

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from contextlib import AbstractContextManager
 from pathlib import Path
+from statistics import median
 from typing import Any, TextIO
 
 from colossal_hetero.balance.report import BalanceReport, IterationRecord, WhatIf, ideal_ratio, report, what_if
@@ -14,6 +15,9 @@ from colossal_hetero.testing.stragglers import Stragglers
 
 from .tensor_parallel import Layout, TensorParallelOptions
 from .terminal import finite, quantiles, warmup_iterations, write_json
+
+UNEXPECTED = 0.3
+"""Relative difference of a slowdown from that which was injected, from which the result says so."""
 
 
 class Measurements:
@@ -69,6 +73,26 @@ class Measurements:
         if record is None:
             return None
         return max((what_if(record, group) for group in self.layout.tp_groups), key=lambda it: it.balanced_seconds)
+
+    def slowdown_in_words(self) -> str:
+        """A sentence if a rank's products took another time than they were made to take; "" if not, or if unknown."""
+        stragglers, records = self.stragglers, [each for _, each in sorted(self.records.items())]
+        if stragglers is None or stragglers.schedule != "constant" or not records:
+            return ""
+        latest = records[len(records) // 2 :]
+        took = [
+            median(each.ranks[rank].equal_matmul_seconds for each in latest) for rank in range(len(records[0].ranks))
+        ]
+        for group in self.layout.tp_groups:
+            fastest = min(took[rank] for rank in group)
+            for rank in group:
+                made, measured = stragglers.slowdowns.get(rank, 1.0), took[rank] / max(fastest, 1e-9)
+                if abs(measured / made - 1.0) > UNEXPECTED:
+                    return (
+                        f"The products of rank {rank} were made to take {made:g} times as long and took {measured:.1f} "
+                        "times as long as the fastest: something else uses this machine, or they are very small."
+                    )
+        return ""
 
     def ideal_ratio(self) -> float | None:
         """The smallest possible iteration time with these stragglers / the time without; None where it is unknown.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -21,6 +22,8 @@ from colossal_hetero.accelerator import get_accelerator
 from colossal_hetero.common.atomic_files import replacing
 
 WARMUP_ITERATIONS = 5
+SILENT_SECONDS = 10.0
+"""Where there is no terminal for a progress bar, a line says how far training is after so long without another one."""
 
 
 def warmup_iterations(iterations: int) -> int:
@@ -73,6 +76,18 @@ class Terminal(AbstractContextManager[Any]):
             transient=True,
             disable=not visible or not self._console.is_terminal,
         )
+
+        self._lines_at = time.monotonic()
+
+    def line(self, words: str) -> None:
+        """Print a line."""
+        self._console.print(words, markup=False)
+        self._lines_at = time.monotonic()
+
+    def is_at(self, done: int, total: int) -> None:
+        """So many of all iterations are done; said where no progress bar shows it."""
+        if not self._console.is_terminal and time.monotonic() - self._lines_at > SILENT_SECONDS:
+            self.line(f"  {done} of {total} iterations")
 
     def track(self, items: Sequence[Any], what: str) -> Iterator[Any]:
         """Yield ``items``, and show how many have been taken."""

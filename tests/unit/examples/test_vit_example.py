@@ -17,6 +17,7 @@ from colossal_hetero import BalanceConfig, Pruning
 from colossal_hetero.balance.report import IterationRecord, RankRecord
 from colossal_hetero.balance.timeline import IterationTimeline, Segment, Timelines
 from colossal_hetero.profiling.named_profile import build_model
+from examples.common import terminal
 from examples.common.balancing_report import BalancingReport
 from examples.common.images import Augmentation, DataInfo, ImageSet, find_data, load_data, padded_batches
 from examples.common.measurements import Measurements, TraceFile, summarize, write_timelines
@@ -377,6 +378,23 @@ def test_the_result_shows_migration_and_the_time_that_balancing_cost(capsys, mon
     slow = slow | dict(migrated=0.0, received=0.0)
     text = printed_report(measured("--balance auto", 8, note="migration cannot pay", **slow), capsys, monkeypatch)
     assert "Nothing was migrated: migration cannot pay.\n" in text
+
+
+def test_another_slowdown_than_was_injected_is_named():
+    assert measured("--straggler 1:3 --balance resize", 8).slowdown_in_words() == ""
+    words = measured("--straggler 1:8 --balance resize", 8).slowdown_in_words()
+    assert "products of rank 1 were made to take 8 times as long and took 3.0 times" in words
+    assert measured("", 8).slowdown_in_words() == ""
+
+
+def test_without_a_progress_bar_a_line_says_how_far_training_is(capsys, monkeypatch):
+    moment = 100.0
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: moment)
+    shown = terminal.Terminal(True, "", "")
+    for done, seconds in enumerate((1.0, 8.0, 2.0, 3.0, 6.0, 5.0), start=1):
+        moment += seconds
+        shown.is_at(done, 20)
+    assert capsys.readouterr().out.split("\n") == ["  3 of 20 iterations", "  6 of 20 iterations", ""]
 
 
 # Timelines ------------------------------------------------------------------------------------------------
