@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..common.text import duration, numbers_of, times
+from ..common.text import count, duration, numbers_of, times
 
 
 @dataclass(frozen=True)
@@ -87,4 +87,4 @@ def batches_in_words(report: BatchReport) -> str:
     if report.equal_seconds is not None:
         ratio = report.equal_seconds / report.iteration_seconds
         words += f", and with equal parts {duration(report.equal_seconds)} ({ratio:.2f} times as long)"
-    return f"{words}. It was divided again {report.changes} times."
+    return f"{words}. It was divided again {count(report.changes, 'time')}."

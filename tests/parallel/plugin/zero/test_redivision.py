@@ -253,7 +253,13 @@ def change_speed(
             optimizer.zero_grad()
         seen.append(ids)
         samples.append([share.samples for share in plugin.batch_balancer.allocation.shares])
-    return {"seen": seen, "samples": samples, "reallocations": plugin.batch_balancer.reallocations, "said": said}
+    return {
+        "seen": seen,
+        "samples": samples,
+        "reallocations": plugin.batch_balancer.reallocations,
+        "said": said,
+        "report": plugin.report(),
+    }
 
 
 def trained(cases: list[dict[str, Any]], ranks: int = 2) -> Iterator[tuple[dict[str, Any], tuple[dict[str, Any], ...]]]:
@@ -293,6 +299,17 @@ def test_a_wrong_profile_is_corrected() -> None:
         expected = share_of(case["slow"], *((5, 3) if case["bias"] < 1 else (3, 5)))
         for result in results:
             assert result["samples"][1] == expected, case
+            batches = result["report"].batches
+            assert [share.samples for share in batches.shares] == expected and batches.changes == 1, case
+            assert batches.shares[case["slow"]].slowdown == pytest.approx(case["bias"], rel=0.01)
+            # The slower rank takes 4 samples in equal parts.
+            assert batches.equal_seconds == pytest.approx(4 * max(case["bias"], 1.0), rel=0.01)
+            assert batches.iteration_seconds == pytest.approx(3.75 if case["bias"] < 1 else 5.0, rel=0.01)
+            text, numbers = str(result["report"]), result["report"].numbers()
+            assert "by rank (times in s" in text and "times as long). It was divided again 1 time." in " ".join(
+                text.split()
+            )
+            assert numbers[f"batches/rank{case['slow']}/samples"] == expected[case["slow"]]
 
 
 def test_a_rank_with_slow_data_gets_fewer_samples_and_is_named() -> None:
