@@ -157,10 +157,9 @@ class BalanceReport(WhatIf):
     def shown(self) -> Iterator[RenderableType]:
         """The table of ranks, and what an iteration took and would have taken."""
         yield rank_table(self)
-        waited = duration(self.waiting_seconds)
         yield Text(
-            f"An iteration took {duration(self.balanced_seconds)} (median, without loading data), of which ranks "
-            f"waited {waited} for slower ones (mean over ranks)."
+            f"An iteration took {self.balanced_seconds * 1e3:.0f} ms (median, without loading data), of which ranks "
+            f"waited {self.waiting_seconds * 1e3:.0f} ms for slower ones (mean over ranks)."
         )
         yield Text(comparison_text(self, balanced=self.mode != "off"))
         if self.notes and not any(rank.migrated + rank.resharded + rank.resized for rank in self.ranks):
