@@ -18,7 +18,7 @@ def test_both_ways_have_the_same_losses_at_every_stage(tmp_path):
     file = tmp_path / "summary.json"
     flags = f"{SMALL} --straggler 1:5 --straggler-means repeat --summary {file}"
     summaries, shown = compared("zero", 2, *[f"{flags} --stage {stage}" for stage in range(4)])
-    for part in ("rank 1 slowed × 5 by", "An iteration, by rank", "Both ways", "times as fast as equal ones"):
+    for part in ("rank 1 slowed × 5 by", "An iteration, by rank", "Both ways", "as equal ones, on the same images"):
         assert shown.count(part) == 4
     assert shown.splitlines()[-1] == f"Summary: {file}"
     assert json.loads(file.read_text()) == summaries[-1]
