@@ -17,6 +17,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from ..common.ranks import is_lost_connection
 from ..layers.block import Block
 from ..layers.linear import HeteroLinear
 from ..layers.transport import Transport, is_out_of_memory
@@ -101,6 +102,8 @@ class Balancer:
         self._starved_ranks: set[int] = set()
         self._is_measured = False
         self._asks_for_heads = False
+        self._failure: RuntimeError | None = None
+        """A lost connection after the optimizer's step, for the next pass."""
         self._latest = LatestIterations(groups.world, groups.tensor_parallel, report_every)
         self._on_report = on_report
         self._has_compared = False
@@ -140,6 +143,7 @@ class Balancer:
         """Begin a training forward pass; the first one since :meth:`tick` begins an iteration. ``number`` is that of
         the pass in a run of a schedule, from 1 on, and ``passes`` the backward passes of each layer in it: nobody
         changes weights, or uses gradients, before they have ended."""
+        self._raise_failure()
         if not self._running:
             is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
             if is_captured and self.active:
@@ -219,6 +223,7 @@ class Balancer:
 
     def begin_evaluation_pass(self, asks_for_heads: bool = False) -> None:
         """Begin a forward pass without gradients, which belongs to no iteration."""
+        self._raise_failure()
         self._keep_seen(asks_for_heads)
         self._applier.units.begin_pass("evaluation")
 
@@ -246,7 +251,21 @@ class Balancer:
         self._applier.units.before_step()
 
     def tick(self) -> None:
-        """End an iteration, after the optimizer step. Collective over the tensor-parallel group."""
+        """End an iteration, after the optimizer step. Collective over the tensor-parallel group. If a rank is lost, the
+        next pass raises the error: the step is made, and must not be taken for one that has failed."""
+        try:
+            self._end_iteration()
+        except RuntimeError as error:
+            if not is_lost_connection(str(error)):
+                raise
+            self._failure = error
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def _end_iteration(self) -> None:
         if not self._running:
             return
         self._running = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from statistics import median
 from typing import Any
@@ -63,7 +64,8 @@ class LatestIterations:
     def report(self) -> BalanceReport | None:
         """Times of the tensor-parallel group whose iterations take longest; None before the first exchange."""
         if self._pending is not None and self._pending[0].is_completed():
-            self._take()
+            with suppress(RuntimeError):  # a rank that has ended since then
+                self._take()
         if len(self._rows) < self._group.size():
             return None
         rows = [self._rows[rank] for rank in range(self._group.size())]

@@ -18,7 +18,7 @@ from colossal_hetero.plugin.hybrid import hybrid_plugin
 from colossal_hetero.plugin.report import Report
 from tests.support.checks import Checks
 from tests.support.random_examples import IS_THOROUGH
-from tests.support.training import boost, ours, scripted, theirs, train
+from tests.support.training import assert_same_parameters, batch, boost, loss_of, ours, scripted, theirs, train
 
 checks = Checks()
 
@@ -158,6 +158,30 @@ def a_profile_of_torch_has_ranges_for_what_balancing_does() -> None:
         train(run, 1)
     names = {event.name for event in profile.events()}
     assert {"colossal_hetero.layer", "colossal_hetero.migrate", "colossal_hetero.wait"} <= names
+
+
+@checks.on(2)
+def a_rank_that_is_lost_after_the_step_shows_in_the_next_pass() -> None:
+    """Elastic training would make a step again that has failed, and this one has not."""
+    expected = train(boost(ours(AUTO, tp_size=2)), 3)
+    run = boost(ours(AUTO, tp_size=2))
+    train(run, 2)
+
+    def lose(done: int) -> bool:
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
+
+    with patch.object(run.plugin.balancer._latest, "end_iteration", lose):
+        images, labels = batch(2, 0)
+        run.booster.backward(loss_of(run.model(images), labels), run.optimizer)
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    assert_same_parameters(run.parameters, expected.parameters, "after the step")
+    for training in (True, False):
+        run.model.train(training)
+        run.plugin.balancer._failure = run.plugin.balancer._failure or RuntimeError("Connection closed by peer")
+        with torch.set_grad_enabled(training), pytest.raises(RuntimeError, match="Connection closed by peer"):
+            run.model(images)
+    run.model(images)
 
 
 @checks.on(2)
