@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -127,6 +128,13 @@ def test_a_room_imports_only_rooms_below_it(room: str) -> None:
                 f"{module} imports {', '.join(wrong)}, and {room} may import {', '.join(sorted(RULES[room]))} only: "
                 "imports point one way, so that a room can be understood with those below it"
             )
+
+
+def test_the_doctor_stands_alone() -> None:
+    # It watches scripts that use nothing of this package, and starts without Colossal-AI.
+    assert set(imported("colossal_hetero.doctor")) == set()
+    roots = {name.split(".")[0] for name in imported_names("colossal_hetero.doctor")}
+    assert roots - sys.stdlib_module_names == {"torch", "rich"}
 
 
 def test_there_are_no_import_cycles() -> None:

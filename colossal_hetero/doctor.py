@@ -1,0 +1,656 @@
+"""Watch a distributed training script and say which rank is slow, why, what it costs, and what would help.
+
+    torchrun --standalone --nproc-per-node 2 -m colossal_hetero.doctor train.py --its --flags
+
+or, in a script, before it imports functions of ``torch.distributed`` by name:
+``from colossal_hetero.doctor import watch; watch()``. See ``docs/doctor.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import functools
+import json
+import os
+import resource
+import sys
+import threading
+import time
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import dataloader
+
+# Decisions: numbers in, findings out ----------------------------------------------------------------------------------
+
+MIN_SHARE = 0.1
+"""Smallest share of an iteration that is worth a sentence; of all ranks' loaders and communication, twice that."""
+MIN_WINDOWS = 5
+NOISE_FACTOR = 4.0
+"""A difference between ranks counts from so many standard errors."""
+FAULT_SECONDS = 1e-4
+"""Time to read a page from an SSD."""
+SLOW_MESSAGE_SECONDS = 0.008
+"""Time of 1 MB at 1 Gbit/s."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """Means per iteration over some successive iterations of one rank; times in seconds."""
+
+    number: float
+    """The same iterations have the same number on all ranks."""
+    wall: float
+    forward: float = 0.0
+    """Wall time in forward passes, without calls of collectives."""
+    forward_cpu: float = 0.0
+    rest_cpu: float = 0.0
+    """CPU time elsewhere, without loaders and calls of collectives."""
+    delay: float = 0.0
+    """Time in which the thread could run but got no core: a CPU quota, or other programs on its core."""
+    loader: float = 0.0
+    gpu: float = 0.0
+    """GPU time in the forward passes of modules without submodules, so without communication; 0 on a CPU."""
+    gpu_forward: float = 0.0
+    """GPU time of whole forward passes."""
+    faults: float = 0.0
+    """Major page faults."""
+    retries: float = 0.0
+    """Allocations of GPU memory that succeeded only after the cache was emptied."""
+
+    @property
+    def own(self) -> float:
+        """Work time. Who waits in a collective sleeps: that takes no CPU time, and the thread wants no core.
+
+        On a CPU it is ``forward_cpu + rest_cpu + delay``, or ``forward + rest_cpu`` if that is more (a forward pass
+        that sleeps). On a GPU it is ``3 · gpu``, as a backward pass has twice the operations of a forward pass.
+        """
+        on_cpu = max(self.forward, self.forward_cpu + self.delay) + self.rest_cpu
+        return min(3 * self.gpu or on_cpu, max(self.wall - self.loader, 0.0))
+
+    @property
+    def wait(self) -> float:
+        """Time in communication: waiting for other ranks, and transfers."""
+        return max(self.wall - self.own - self.loader, 0.0)
+
+    @property
+    def cpu_share(self) -> float:
+        """Share of a core that the thread got of what it wanted."""
+        used = self.forward_cpu + self.rest_cpu
+        return used / (used + self.delay) if used else 1.0
+
+    @property
+    def asleep(self) -> float:
+        """Time of forward passes in which the thread neither computed nor wanted a core."""
+        return self.forward - self.forward_cpu - self.delay
+
+    @property
+    def launches_late(self) -> bool:
+        """Whether the GPU took no longer than the host took to launch its work, so it was idle in between."""
+        return 0 < self.gpu_forward <= 1.1 * self.forward
+
+
+Ranks = Sequence[Sequence[Window]]
+"""The windows of each rank."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """Seconds of a message in one direction."""
+
+    ranks: tuple[int, int]
+    small_seconds: float
+    large_seconds: float
+    """Of 1 MB."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """``cause`` is ``compute``, ``loader``, ``network``, ``memory`` or ``host``; no ``ranks``: all of them.
+
+    ``seconds`` is what it costs per iteration, ``predicted_seconds`` an iteration after the remedy, or a lower bound.
+    """
+
+    cause: str
+    ranks: tuple[int, ...]
+    seconds: float
+    predicted_seconds: float
+    why: str
+    remedy: str
+
+
+def typical(windows: Sequence[Window], field: str) -> float:
+    return median(getattr(window, field) for window in windows)
+
+
+def excess(ranks: Ranks, rank: int, field: str) -> tuple[float, float]:
+    """Median by which a rank exceeds the median of the others in the same windows, and its standard error.
+
+    The error comes from differences of successive windows: of normal noise the median of their absolute values is
+    0.6745·√2·σ, and the standard error of a median of n is 1.2533·σ/√n.
+    """
+    values = [{window.number: getattr(window, field) for window in windows} for windows in ranks]
+    common = sorted(set.intersection(*(set(each) for each in values)))
+    if len(common) < MIN_WINDOWS:
+        return 0.0, float("inf")
+    others = [each for other, each in enumerate(values) if other != rank]
+    more = [values[rank][number] - median(each[number] for each in others) for number in common]
+    steps = [abs(after - before) for before, after in pairwise(more)]
+    return median(more), 1.2533 * median(steps) / (0.6745 * 2**0.5) / len(more) ** 0.5
+
+
+def slow_ranks(ranks: Ranks, field: str) -> dict[int, float]:
+    """By rank: seconds by which it exceeds the others, if that is more than noise and worth a sentence."""
+    found = {rank: excess(ranks, rank, field) for rank in range(len(ranks))}
+    least = MIN_SHARE * typical(ranks[0], "wall")
+    return {rank: more for rank, (more, error) in found.items() if more >= max(least, NOISE_FACTOR * error)}
+
+
+def communication(ranks: Ranks) -> float:
+    """Time in communication of the rank that waits least, so that nobody is late for it."""
+    values = [{window.number: window.wait for window in windows} for windows in ranks]
+    common = set.intersection(*(set(each) for each in values))
+    return median(min(each[number] for each in values) for number in common) if common else 0.0
+
+
+def balanced_seconds(ranks: Ranks) -> float:
+    """Iteration when each rank has work that fits its speed: total work over total speed, and what is not work.
+
+    With the work times t_r, the longest loader time l and the communication c: ``N / Σ 1/t_r + l + c``.
+    """
+    speed = sum(1 / max(typical(windows, "own"), 1e-9) for windows in ranks)
+    return len(ranks) / speed + max(typical(windows, "loader") for windows in ranks) + communication(ranks)
+
+
+REMEDIES = {
+    "data": "HeteroZeroPlugin gives each rank a batch that fits its speed (docs/data-parallel.md)",
+    "tensor": "HeteroHybridParallelPlugin gives each rank columns that fit its speed (docs/tensor-parallel.md)",
+    "pipeline": "`colossal-hetero profile` and `plan` give each stage layers that fit its device (docs/planning.md)",
+    "memory": "a smaller micro-batch or a higher ZeRO stage uses less memory",
+    "host": "fewer and larger operations (torch.compile, a larger micro-batch), or cores of its own",
+    "loader": "more `num_workers` in its DataLoader, or less work for each sample",
+    "network": "`colossal-hetero probe` and `plan` keep large messages off slow links (docs/planning.md)",
+}
+
+
+def diagnose(ranks: Ranks, parallelism: str = "data", links: Sequence[Link] | None = None) -> list[Finding]:
+    """What is slow, the most expensive first; empty if nothing is.
+
+    Args:
+        ranks: the windows of each rank.
+        parallelism: ``data``, ``tensor`` or ``pipeline``: what the script seems to use.
+        links: measured links; None: not measured, so that no link is judged.
+    """
+    if len(ranks) < 2 or min(map(len, ranks)) < MIN_WINDOWS:
+        return []
+    wall = max(typical(windows, "wall") for windows in ranks)
+    findings = [*_slow_work(ranks, wall, parallelism), *_slow_loaders(ranks, wall)]
+    if links and needs_links(ranks):
+        findings += _slow_links(links, wall, communication(ranks))
+    return sorted(findings, key=lambda finding: -finding.seconds)
+
+
+def _slow_work(ranks: Ranks, wall: float, parallelism: str) -> list[Finding]:
+    by_cause: dict[str, dict[int, float]] = {}
+    for rank, more in slow_ranks(ranks, "own").items():
+        windows = ranks[rank]
+        pressed = typical(windows, "faults") * FAULT_SECONDS > 0.2 * more or typical(windows, "retries") > 0.05
+        late = typical(windows, "launches_late") > 0.5
+        by_cause.setdefault("memory" if pressed else "host" if late else "compute", {})[rank] = more
+    findings = []
+    for cause, slow in by_cause.items():
+        worst, seconds = max(slow.items(), key=lambda each: each[1])
+        predicted = min(balanced_seconds(ranks), wall) if cause == "compute" else wall - seconds
+        remedy = REMEDIES[parallelism if cause == "compute" else cause]
+        findings.append(Finding(cause, tuple(sorted(slow)), seconds, predicted, _why(cause, worst, ranks), remedy))
+    return findings
+
+
+def _why(cause: str, rank: int, ranks: Ranks) -> str:
+    windows = ranks[rank]
+    others = median(typical(each, "own") for each in ranks if each is not windows)
+    why = f"its own work takes {_ms(typical(windows, 'own'))} per iteration, that of the others {_ms(others)}"
+    shares = [typical(each, "cpu_share") for each in ranks]
+    if cause == "memory":
+        faults, retries = typical(windows, "faults"), typical(windows, "retries")
+        return f"{why}; it reads {faults:.0f} pages from disk and retries {retries:.1f} allocations of GPU memory in it"
+    if cause == "host":
+        return f"{why}; its GPU is idle while the host launches operations"
+    if not windows[-1].gpu and shares[rank] < 0.8 * max(shares):
+        return f"{why}; it gets {shares[rank]:.0%} of a core: a CPU quota, or other programs on its core"
+    if not windows[-1].gpu and typical(windows, "asleep") > 0.5 * typical(windows, "forward"):
+        return f"{why}; its forward pass sleeps, or waits for something that is no collective"
+    return f"{why}; it computes all the time: a slower or throttled device, or more work"
+
+
+def _slow_loaders(ranks: Ranks, wall: float) -> list[Finding]:
+    slow = slow_ranks(ranks, "loader")
+    seconds = max(slow.values()) if slow else min(typical(windows, "loader") for windows in ranks)
+    if not slow and seconds < 2 * MIN_SHARE * wall:
+        return []
+    longest = max(typical(windows, "loader") for windows in ranks)
+    why = f"{'it' if slow else 'every rank'} waits {_ms(longest)} per iteration for its DataLoader"
+    return [Finding("loader", tuple(sorted(slow)), seconds, wall - seconds, why, REMEDIES["loader"])]
+
+
+def needs_links(ranks: Ranks) -> bool:
+    """Whether communication takes long although nobody is late."""
+    enough = min(map(len, ranks)) >= MIN_WINDOWS
+    return enough and communication(ranks) >= 2 * MIN_SHARE * min(typical(windows, "wall") for windows in ranks)
+
+
+def _slow_links(links: Sequence[Link], wall: float, spent: float) -> list[Finding]:
+    """A rank whose links are all slower than those between the others, or a link slower than the others, or all."""
+    members = sorted({rank for link in links for rank in link.ranks})
+    suspects = [((rank,), [link for link in links if rank in link.ranks]) for rank in members]
+    for ranks, own in [*suspects, *((link.ranks, [link]) for link in links)]:
+        others = [link for link in links if link not in own]
+        if others:
+            small, large = median(e.small_seconds for e in others), median(e.large_seconds for e in others)
+            late = [link.small_seconds > max(5 * small, 1e-3) or link.large_seconds > 2 * large for link in own]
+            if all(late):
+                return [_network(ranks, max(own, key=lambda e: e.large_seconds), large, wall, spent)]
+    if median(link.large_seconds for link in links) > SLOW_MESSAGE_SECONDS:
+        return [_network((), max(links, key=lambda e: e.large_seconds), 0.0, wall, spent)]
+    return []
+
+
+def _network(ranks: tuple[int, ...], link: Link, usual: float, wall: float, spent: float) -> Finding:
+    """The gain is at most the communication times the part of a message by which the link exceeds the others."""
+    gain = spent * max(1 - usual / link.large_seconds, 0.0)
+    elsewhere = f", elsewhere {_ms(usual)}" if usual else ""
+    why = (
+        f"communication takes {_ms(spent)} of an iteration although nobody is late; between ranks "
+        f"{link.ranks[0]} and {link.ranks[1]} 1 MB takes {_ms(link.large_seconds)}{elsewhere}"
+    )
+    return Finding("network", ranks, gain, wall - gain, why, REMEDIES["network"])
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"
+
+
+def advice(findings: Sequence[Finding], wall: float) -> list[str]:
+    """The findings in words."""
+    said = []
+    for each in findings:
+        who = f"Rank {each.ranks[0]} is" if len(each.ranks) == 1 else f"Ranks {', '.join(map(str, each.ranks))} are"
+        said.append(
+            f"{who if each.ranks else 'All ranks are'} slow: {each.cause}. It costs {_ms(each.seconds)} of each "
+            f"iteration of {_ms(wall)} ({each.seconds / wall:.0%}): {each.why}. What would help: {each.remedy}; "
+            f"predicted: {_ms(each.predicted_seconds)} per iteration, {1 - each.predicted_seconds / wall:.0%} less."
+        )
+    return said or ["No rank is slower than the others by more than noise."]
+
+
+# Effects: clocks, hooks, the store ------------------------------------------------------------------------------------
+
+COLLECTIVES = (
+    *("all_gather", "all_gather_into_tensor", "_all_gather_base", "all_reduce", "all_to_all", "all_to_all_single"),
+    *("barrier", "batch_isend_irecv", "broadcast", "_broadcast_coalesced", "gather", "recv", "reduce"),
+    *("reduce_scatter", "reduce_scatter_tensor", "_reduce_scatter_base", "scatter", "send"),
+)
+WARMUP = 5
+"""Iterations whose median sets how often to measure."""
+SAMPLE_SECONDS, WINDOW_SECONDS = 0.1, 1.0
+"""Seconds from one measured iteration to the next, and of a window."""
+MAX_WINDOWS = 120
+MAX_EVENTS = 256
+"""Modules that are timed in an iteration on a GPU."""
+LARGE_BYTES, TRIPS = 1 << 20, 5
+MAX_ROUNDS = 15
+"""Each rank measures links to at most so many others."""
+LAST_WAIT_SECONDS = 5.0
+"""Rank 0 waits at its end for the last windows of the others."""
+
+
+class Recorder:
+    """Measures this rank, and on rank 0 collects, judges and reports. No collective of the script's groups is used."""
+
+    def __init__(self, after: float, json_path: Path | None) -> None:
+        self.after, self.json_path = after, json_path
+        self.thread, self.process = threading.get_ident(), os.getpid()
+        self.store: Any = None
+        self.optimizer: Callable[[], Any] = lambda: None
+        self.iteration = 0
+        self.ends: list[float] = []
+        self.schedule: tuple[int, int, int] | None = None  # iterations between samples, of a window, first iteration
+        self.windows: deque[Window] = deque(maxlen=MAX_WINDOWS)
+        self.samples: list[tuple[dict[str, float], list[Any], list[Any]]] = []
+        self.hooks: list[Any] = []
+        self.calls: set[tuple[str, str]] = set()
+        self.probe_at: int | None = None
+        self.reported = self.is_off = False
+        self._restart()
+
+    # Exclusive times by phase: each moment belongs to the innermost phase.
+
+    def _restart(self) -> None:
+        self.stack, self.depth = ["rest"], 0
+        self.times = {phase: [0.0, 0.0] for phase in ("rest", "forward", "loader", "wait")}
+        self.leaves: list[Any] = []
+        self.outer: list[Any] = []
+        self.counters = _counters()
+        self.last = (time.perf_counter(), time.thread_time())
+        self.started = self.last[0]
+
+    def _charge(self) -> None:
+        now = (time.perf_counter(), time.thread_time())
+        spent = self.times[self.stack[-1]]
+        spent[0] += now[0] - self.last[0]
+        spent[1] += now[1] - self.last[1]
+        self.last = now
+
+    def enter(self, phase: str, name: str = "") -> bool:
+        if self.is_off or self.stack[-1] == phase or threading.get_ident() != self.thread:
+            return False
+        self._charge()
+        if phase == "wait":
+            self.calls.add((self.stack[-1], name))
+        self.stack.append(phase)
+        return True
+
+    def leave(self) -> None:
+        self._charge()
+        if len(self.stack) > 1:
+            self.stack.pop()
+
+    def timed(self, phase: str, function: Callable) -> Callable:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self.enter(phase, function.__name__):
+                return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.leave()
+
+        return call
+
+    # Forward passes, in measured iterations only.
+
+    def _before(self, module: torch.nn.Module, _: Any) -> None:
+        if threading.get_ident() != self.thread:
+            return
+        if self.depth == 0:
+            self.enter("forward")
+            _record(self.outer)
+        self.depth += 1
+        if not module._modules and len(self.leaves) < 2 * MAX_EVENTS:
+            _record(self.leaves)
+
+    def _after(self, module: torch.nn.Module, *_: Any) -> None:
+        if threading.get_ident() != self.thread or self.depth == 0:
+            return
+        if not module._modules and len(self.leaves) % 2:
+            _record(self.leaves)
+        self.depth -= 1
+        if self.depth == 0:
+            _record(self.outer)
+            self.leave()
+
+    def _measure_forward(self, wanted: bool) -> None:
+        if wanted and not self.hooks:
+            after = register_module_forward_hook(self._after, always_call=True)
+            self.hooks = [register_module_forward_pre_hook(self._before), after]
+        while self.hooks and not wanted:
+            self.hooks.pop().remove()
+
+    # Iterations.
+
+    def tick(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Called after each step of each optimizer. The steps of the first one are the iterations."""
+        if self.is_off or threading.get_ident() != self.thread or not dist.is_initialized():
+            return
+        if self.optimizer() is None:
+            self.optimizer = weakref.ref(optimizer)
+        if self.optimizer() is not optimizer:
+            return
+        try:
+            self._count()
+        except Exception as error:  # the script's training does not depend on this module
+            self.is_off = True
+            self._measure_forward(False)
+            print(f"colossal_hetero.doctor stops measuring: {error!r}", file=sys.stderr)
+        self._restart()
+
+    def _count(self) -> None:
+        self._charge()
+        self.iteration += 1
+        if self.store is None:
+            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+            self.backend = dist.get_backend()
+            self.store = dist.PrefixStore("colossal_hetero.doctor", dist.distributed_c10d._get_default_store())
+        if self.schedule is None:
+            self._agree()
+            return
+        stride, length, first = self.schedule
+        if self.hooks:
+            self._sample(length)
+        if self.iteration > first and self.iteration % length == 0:
+            self._close_window(length)
+        self._measure_forward(self.iteration >= first and self.iteration % stride == 0)
+
+    def _agree(self) -> None:
+        """All ranks measure the same iterations, which rank 0 chooses by their duration."""
+        self.ends.append(time.perf_counter())
+        if self.rank == 0 and len(self.ends) > WARMUP:
+            seconds = median(after - before for before, after in pairwise(self.ends))
+            stride = max(1, round(SAMPLE_SECONDS / seconds))
+            length = stride * max(1, round(WINDOW_SECONDS / seconds / stride))
+            self._set("schedule", (stride, length, self.iteration + WARMUP))
+        self.schedule = self._get("schedule")
+
+    def _sample(self, length: int) -> None:
+        rest, forward, loader, _ = self.times.values()
+        sample = {name: value - self.counters[name] for name, value in _counters().items()}
+        sample |= {"number": (self.iteration - 1) // length, "wall": self.last[0] - self.started}
+        sample |= {"forward": forward[0], "forward_cpu": forward[1], "rest_cpu": rest[1], "loader": loader[0]}
+        self.samples.append((sample, self.leaves, self.outer))
+
+    def _close_window(self, length: int) -> None:
+        """Once a second: tell this rank's windows, and see what the others tell."""
+        if all(outer[-1].query() for *_, outer in self.samples if outer):  # nothing waits for a GPU
+            samples = [s | {"gpu": _seconds(a), "gpu_forward": _seconds(b)} for s, a, b in self.samples]
+            if samples:
+                self.windows.append(Window(**{n: sum(s[n] for s in samples) / len(samples) for n in samples[0]}))
+            self.samples = []
+        self._set(f"windows/{self.rank}", list(self.windows))
+        self.probe_at = self.probe_at or self._get("probe_at")
+        if self.iteration == self.probe_at:
+            self._set(f"links/{self.rank}", self._measure_links())
+        passed = time.perf_counter() - self.ends[0]
+        if self.rank == 0 and self.probe_at is None and passed > self.after / 2 and needs_links(self._all_windows()):
+            self._set("probe_at", self.iteration + 2 * length)
+        if self.rank == 0 and not self.reported and passed > self.after:
+            self.reported = True
+            self.report()
+
+    # What ranks tell each other: only stores that do not wait.
+
+    def _set(self, key: str, value: Any) -> None:
+        self.store.set(key, json.dumps(value, default=asdict))
+
+    def _get(self, key: str, default: Any = None) -> Any:
+        return json.loads(self.store.get(key)) if self.store.check([key]) else default
+
+    def _all_windows(self) -> list[list[Window]]:
+        return [[Window(**each) for each in self._get(f"windows/{rank}", [])] for rank in range(self.world_size)]
+
+    def _measure_links(self) -> list[Link]:
+        """Links between this rank and those of higher number, measured by all ranks in the same order.
+
+        In each round every rank has one partner, over a group that only this measurement knows.
+        """
+        store, timeout = dist.PrefixStore("links", self.store), timedelta(seconds=20)
+        on_gpu = "nccl" in self.backend
+        if on_gpu:
+            torch.cuda.synchronize()
+        kind: Any = dist.ProcessGroupNCCL if on_gpu else dist.ProcessGroupGloo
+        group = kind(store, self.rank, self.world_size, timeout)
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        links = []
+        for round_ in range(1, min(1 << (self.world_size - 1).bit_length(), MAX_ROUNDS + 1)):
+            partner = self.rank ^ round_
+            if partner < self.world_size:
+                small, large = (_trip_seconds(group, self.rank, partner, size, device) for size in (1, LARGE_BYTES))
+                links.append(Link((self.rank, partner), small, large))
+        return [link for link in links if link.ranks[0] < link.ranks[1]]
+
+    # Reports.
+
+    def report(self) -> None:
+        ranks = self._all_windows()
+        links = [
+            Link(**(link | {"ranks": tuple(link["ranks"])}))
+            for rank in range(self.world_size)
+            for link in self._get(f"links/{rank}", [])
+        ]
+        if min(map(len, ranks)) < MIN_WINDOWS:
+            print("colossal_hetero.doctor: too few iterations to judge.", file=sys.stderr)
+            return
+        findings = diagnose(ranks, self._parallelism(), links)
+        wall = max(typical(windows, "wall") for windows in ranks)
+        show(ranks, advice(findings, wall))
+        if self.json_path is not None:
+            parts = {"findings": findings, "links": links, "ranks": ranks, "iteration_seconds": wall}
+            self.json_path.write_text(json.dumps(parts, default=asdict), encoding="utf-8")
+
+    def _parallelism(self) -> str:
+        names = {name for _, name in self.calls}
+        if names & {"batch_isend_irecv", "send", "recv"}:
+            return "pipeline"
+        return "tensor" if ("forward", "all_reduce") in self.calls else "data"
+
+    def finish(self) -> None:
+        """The last report, when the interpreter exits. A rank that is gone is not waited for for long."""
+        if self.store is None or os.getpid() != self.process:
+            return
+        self.is_off = True
+        with suppress(Exception):
+            self._set(f"done/{self.rank}", True)
+            if self.rank == 0 and self.schedule is not None:
+                end = time.monotonic() + (0 if hasattr(sys, "last_value") else LAST_WAIT_SECONDS)
+                keys = [f"done/{rank}" for rank in range(self.world_size)]
+                while time.monotonic() < end and not self.store.check(keys):
+                    time.sleep(0.05)
+                self.report()
+
+
+def _counters() -> dict[str, float]:
+    """What the system has counted so far for this process, and its delay for this thread."""
+    delay = 0.0
+    with suppress(OSError, IndexError):
+        delay = int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+    on_gpu = torch.cuda.is_initialized()
+    retries = torch.cuda.memory_stats().get("num_alloc_retries", 0) if on_gpu else 0
+    return {"delay": delay, "faults": faults, "retries": retries}
+
+
+def _record(events: list[Any]) -> None:
+    """Add an event on the current stream, if a GPU is in use."""
+    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+        events.append(torch.cuda.Event(enable_timing=True))
+        events[-1].record()
+
+
+def _seconds(events: list[Any]) -> float:
+    return sum(start.elapsed_time(end) for start, end in zip(events[::2], events[1::2], strict=False)) / 1e3
+
+
+def _trip_seconds(group: Any, rank: int, partner: int, size: int, device: torch.device) -> float:
+    """Seconds in one direction: half of the shortest round trip, which other programs disturb least."""
+    message = torch.zeros(size, dtype=torch.uint8, device=device)
+    seconds = []
+    for _ in range(TRIPS + 1):  # the first one connects
+        start = time.perf_counter()
+        for move in (group.send, group.recv) if rank < partner else (group.recv, group.send):
+            move([message], partner, 0).wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds[1:]) / 2
+
+
+def show(ranks: Ranks, sentences: Sequence[str]) -> None:
+    """A table of the ranks and the sentences, on standard error."""
+    table = Table(title="colossal_hetero.doctor: milliseconds per iteration")
+    for name in ("rank", "iteration", "forward", "other work", "loader", "communication", "CPU share"):
+        table.add_column(name, justify="right")
+    for rank, windows in enumerate(ranks):
+        own, gpu = typical(windows, "own"), typical(windows, "gpu")
+        forward = gpu or typical(windows, "forward")
+        cells = [typical(windows, "wall"), forward, max(own - forward, 0.0)]
+        cells += [typical(windows, "loader"), typical(windows, "wait")]
+        share = "" if gpu else f"{typical(windows, 'cpu_share'):.0%}"
+        table.add_row(str(rank), *(f"{seconds * 1e3:.1f}" for seconds in cells), share)
+    console = Console(file=sys.stderr, width=80)
+    console.print(table)
+    for sentence in sentences:
+        console.print(sentence, highlight=False, markup=False)
+
+
+def watch(after: float = 60.0, json_path: str | Path | None = None) -> None:
+    """Watch this process from now on; a second call does nothing.
+
+    Args:
+        after: seconds from the first iteration to the first report; another one comes at the end.
+        json_path: a file that rank 0 writes at each report, with the findings and the numbers behind them.
+    """
+    if _watched:
+        return
+    recorder = Recorder(after, None if json_path is None else Path(json_path))
+    _watched.append(recorder)
+    for name in COLLECTIVES:
+        for module in (dist, dist.distributed_c10d):
+            if hasattr(module, name):
+                setattr(module, name, recorder.timed("wait", getattr(dist, name)))
+    dist.Work.wait = recorder.timed("wait", dist.Work.wait)  # type: ignore[method-assign]
+    base: Any = dataloader._BaseDataLoaderIter
+    base.__next__ = recorder.timed("loader", base.__next__)
+    register_optimizer_step_post_hook(recorder.tick)
+    atexit.register(recorder.finish)
+
+
+_watched: list[Recorder] = []
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a script as ``python SCRIPT ARGUMENTS`` would, and watch it."""
+    parser = argparse.ArgumentParser(prog="python -m colossal_hetero.doctor", description=__doc__.splitlines()[0])
+    parser.add_argument("--after", type=float, default=60.0, help="seconds until the first report [60]")
+    parser.add_argument("--json", type=Path, help="also write the findings to this file")
+    parser.add_argument("script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    options = parser.parse_args(arguments)
+    watch(options.after, options.json)
+    sys.argv = [options.script, *options.arguments]
+    path = os.path.abspath(options.script)
+    sys.path[0] = os.path.dirname(os.path.realpath(path))
+    # Not runpy.run_path, which takes the module away before functions that run at exit use it.
+    module = types.ModuleType("__main__")
+    module.__dict__.update(__file__=options.script, __builtins__=__builtins__)
+    sys.modules["__main__"] = module
+    exec(compile(Path(path).read_bytes(), options.script, "exec"), module.__dict__)
+
+
+if __name__ == "__main__":
+    import_module("colossal_hetero.doctor").main()  # one copy, which scripts import too
