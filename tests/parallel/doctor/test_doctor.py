@@ -1,0 +1,97 @@
+"""The doctor watches a script under torchrun: it names the slow rank and why, and changes nothing in the script."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from colossal_hetero.testing import cpu_quota
+from tests.support.paths import REPOSITORY
+
+SCRIPT = REPOSITORY / "benchmarks" / "doctor_script.py"
+PLAIN = [str(SCRIPT)]
+
+
+def torchrun(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [*launcher, *command, "--out", str(folder)],
+        capture_output=True, text=True, timeout=240, env=environment, cwd=folder, check=False,
+    )  # fmt: skip
+
+
+def watched(folder: Path, *arguments: str) -> tuple[list[dict[str, Any]], subprocess.CompletedProcess[str]]:
+    """The findings of the last report, and the process."""
+    found = folder / "found.json"
+    command = ["-m", "colossal_hetero.doctor", "--after", "1000", "--json", str(found), *PLAIN]
+    done = torchrun(folder, *command, *arguments)
+    return json.loads(found.read_text())["findings"] if found.exists() else [], done
+
+
+def can_limit() -> bool:
+    try:
+        with cpu_quota(1.0):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("way", "fault", "cause", "slow"),
+    [
+        ("ddp", "none", None, 1),
+        ("ddp", "quota", "compute", 1),
+        ("fsdp", "loader", "loader", 1),
+        ("colossalai", "compute", "compute", 0),
+    ],
+)
+def test_the_slow_rank_is_named_and_the_script_runs_as_without_the_doctor(
+    way: str, fault: str, cause: str | None, slow: int, tmp_path: Path
+) -> None:
+    if fault == "quota" and not can_limit():
+        pytest.skip("CPU control groups are not writable")
+    options = ("--way", way, "--fault", fault, "--slow", str(slow), "--iterations")
+    findings, done = watched(tmp_path, *options, "160")
+    assert done.returncode == 0, done.stderr
+    if cause is None:
+        # Other programs may really slow a rank down.
+        assert all(each["cause"] == "compute" and "of a core" in each["why"] for each in findings), done.stderr
+    else:
+        assert (findings[0]["cause"], findings[0]["ranks"]) == (cause, [slow]), done.stderr
+        assert f"Rank {slow} is slow: {cause}." in done.stderr
+
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    assert torchrun(plain, *PLAIN, "--way", way, "--iterations", "160").returncode == 0
+    for rank in ("0.json", "1.json"):
+        before, after = (json.loads((folder / rank).read_text()) for folder in (plain, tmp_path))
+        assert before["losses"] == after["losses"]  # to the last bit
+        assert before["draw"] == after["draw"]
+        assert before["path"] == after["path"] == str(SCRIPT.parent)
+        assert after["argv"] == [str(SCRIPT), *options, "160", "--out", str(tmp_path)]
+
+
+def test_a_script_that_fails_keeps_its_traceback_and_status(tmp_path: Path) -> None:
+    _, done = watched(tmp_path, "--fault", "error", "--iterations", "20")
+    assert done.returncode == 1
+    assert "ValueError: the script fails on purpose" in done.stderr
+    assert f'File "{SCRIPT}"' in done.stderr
+
+
+@pytest.mark.parametrize(("ending", "status"), [("sys.exit(3)", 3), ("raise KeyboardInterrupt", 130), ("pass", 0)])
+def test_exits_are_those_of_the_script(ending: str, status: int, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    body = (
+        "import sys\nassert sys.modules['__main__'].__file__ == sys.argv[0]\nassert 'colossalai' not in sys.modules\n"
+    )
+    script.write_text(f"from colossal_hetero.doctor import watch\nwatch()\n{body}{ending}\n")
+    command = [sys.executable, "-m", "colossal_hetero.doctor", str(script), "--json", "of the script"]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, check=False, capture_output=True)
+    assert done.returncode in (status, -2 if status == 130 else status), done.stderr
