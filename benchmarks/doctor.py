@@ -1,0 +1,144 @@
+"""How often the doctor is right: runs with one fault and without any, and what watching costs.
+
+    python -m benchmarks.doctor --write runs/doctor.md
+
+60 runs with a fault (a CPU quota, a slow loader, a slow link, more work), on each of two ranks, under DDP, FSDP and
+Colossal-AI; 20 runs without a fault; pairs of a plain and a watched run in turn. Takes about 40 minutes. Slow links
+need root and ``ip``; quotas need writable control groups.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from rich.box import MARKDOWN
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.doctor_script import WAYS
+from benchmarks.pipeline.namespaces import missing, nodes
+
+REPOSITORY = Path(__file__).parents[1]
+SCRIPT = REPOSITORY / "benchmarks" / "doctor_script.py"
+CAUSES = {"quota": "compute", "compute": "compute", "loader": "loader", "link": "network", "none": "nothing"}
+LINK_MEGABITS = 100.0
+ITERATIONS = {"link": 80, "none": 600}
+AFTER_SECONDS = 12.0
+"""The links are measured after half of it, so runs take longer than that."""
+
+
+class Run(NamedTuple):
+    way: str
+    fault: str
+    slow: int
+
+
+def runs(repeats: int, healthy: int) -> list[Run]:
+    """All runs: each fault but additional work ``repeats`` times, additional work once, none ``healthy`` times."""
+    faults = ["quota", "loader", "link"] * repeats + ["compute"] * bool(repeats)
+    faulty = [Run(way, fault, slow) for fault in faults for way in WAYS for slow in (0, 1)]
+    return faulty + [Run(WAYS[number % len(WAYS)], "none", 0) for number in range(healthy)]
+
+
+def train(run: Run, folder: Path, watched: bool) -> list[dict[str, Any]]:
+    """Run the script on two ranks. Returns the findings of the last report."""
+    found = folder / "found.json"
+    found.unlink(missing_ok=True)
+    fault = "none" if run.fault == "link" else run.fault
+    command = ["-m", "colossal_hetero.doctor", "--after", str(AFTER_SECONDS), "--json", str(found)] * watched
+    command += [str(SCRIPT), "--way", run.way, "--fault", fault, "--slow", str(run.slow), "--out", str(folder)]
+    command += ["--iterations", str(ITERATIONS.get(run.fault, 250))]
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "MASTER_PORT": "29555"}
+    with ExitStack() as stack:
+        if run.fault == "link":
+            places = stack.enter_context(nodes([2], LINK_MEGABITS, LINK_MEGABITS))
+            variables |= {"MASTER_ADDR": places[0].ethernet, "GLOO_SOCKET_IFNAME": "eth0", "WORLD_SIZE": "2"}
+            starts = [
+                (["ip", "netns", "exec", place.namespace, sys.executable, *command], {"RANK": str(rank)})
+                for rank, place in enumerate(places)
+            ]
+        else:
+            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+            starts = [([*launcher, *command], {})]
+        started = [
+            subprocess.Popen(line, env=variables | own, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+            for line, own in starts
+        ]
+        for process in started:
+            error = process.communicate(timeout=600)[1]
+            if process.returncode:
+                raise RuntimeError(f"{run} failed:\n{error}")
+    return json.loads(found.read_text())["findings"] if watched else []
+
+
+def said(findings: Sequence[dict[str, Any]]) -> tuple[str, list[int]]:
+    """The cause and the ranks of the most expensive finding."""
+    return (findings[0]["cause"], findings[0]["ranks"]) if findings else ("nothing", [])
+
+
+def is_right(run: Run, findings: Sequence[dict[str, Any]]) -> bool:
+    """A link between two ranks has no rank that is slow, so there only the cause counts."""
+    cause, ranks = said(findings)
+    return cause == CAUSES[run.fault] and (run.fault in ("link", "none") or ranks == [run.slow])
+
+
+def overhead(pairs: int, folder: Path) -> float:
+    """Median iteration of a watched run over that of the plain run before it; the median of several pairs."""
+    ratios = []
+    for number in range(pairs):
+        seconds = []
+        for watched in (False, True):
+            train(Run(WAYS[number % len(WAYS)], "none", 0), folder, watched)
+            ends = json.loads((folder / "0.json").read_text())["ends"]
+            seconds.append(median(after - before for before, after in pairwise(ends[50:])))
+        ratios.append(seconds[1] / seconds[0])
+        print(f"watched / plain: {ratios[-1]:.4f}", flush=True)
+    return median(ratios)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each fault, way and rank [3]")
+    parser.add_argument("--healthy", type=int, default=20, help="runs without a fault [20]")
+    parser.add_argument("--pairs", type=int, default=6, help="pairs of a plain and a watched run [6]")
+    parser.add_argument("--fault", choices=CAUSES, help="only runs with this fault")
+    parser.add_argument("--write", type=Path, help="also write the table to this file")
+    options = parser.parse_args()
+    right: Counter[tuple[str, str]] = Counter()
+    total: Counter[tuple[str, str]] = Counter()
+    with tempfile.TemporaryDirectory() as name:
+        for run in runs(options.repeats, options.healthy):
+            if options.fault not in (None, run.fault) or (run.fault == "link" and missing()):
+                continue
+            findings = train(run, Path(name), watched=True)
+            total[run.fault, run.way] += 1
+            right[run.fault, run.way] += is_right(run, findings)
+            verdict = "right" if is_right(run, findings) else "WRONG"
+            print(f"{run.way}, {run.fault}, rank {run.slow}: {said(findings)}: {verdict}", flush=True)
+        ratio = overhead(options.pairs, Path(name)) if options.pairs else None
+
+    table = Table("fault", *WAYS, box=MARKDOWN)
+    for fault in CAUSES:
+        table.add_row(fault, *(f"{right[fault, way]} of {total[fault, way]}" for way in WAYS))
+    cost = "" if ratio is None else f"Iteration when watched, over that of a plain run: {ratio:.4f}"
+    Console().print(table, cost)
+    if options.write is not None:
+        options.write.parent.mkdir(parents=True, exist_ok=True)
+        with options.write.open("w", encoding="utf-8") as file:
+            Console(file=file, width=120).print(table, cost)
+
+
+if __name__ == "__main__":
+    main()
