@@ -76,10 +76,14 @@ def train(run: Run, folder: Path, watched: bool) -> list[dict[str, Any]]:
             subprocess.Popen(line, env=variables | own, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
             for line, own in starts
         ]
-        for process in started:
-            error = process.communicate(timeout=600)[1]
-            if process.returncode:
-                raise RuntimeError(f"{run} failed:\n{error}")
+        try:
+            for process in started:
+                error = process.communicate(timeout=600)[1]
+                if process.returncode:
+                    raise RuntimeError(f"{run} failed:\n{error}")
+        finally:
+            for process in started:
+                process.terminate()
     return json.loads(found.read_text())["findings"] if watched else []
 
 

@@ -69,7 +69,7 @@ class Window:
     gpu: float = 0.0
     """GPU time in the forward passes of modules without submodules, so without communication; 0 on a CPU."""
     gpu_forward: float = 0.0
-    """GPU time of whole forward passes."""
+    """GPU time from the first of these modules to the last."""
     faults: float = 0.0
     """Major page faults."""
     retries: float = 0.0
@@ -312,8 +312,6 @@ WARMUP = 5
 SAMPLE_SECONDS, WINDOW_SECONDS = 0.1, 1.0
 """Seconds from one measured iteration to the next, and of a window."""
 MAX_WINDOWS = 120
-MAX_EVENTS = 256
-"""Modules that are timed in an iteration on a GPU."""
 LARGE_BYTES, TRIPS = 1 << 20, 5
 MAX_ROUNDS = 15
 """Each rank measures links to at most so many others."""
@@ -333,7 +331,7 @@ class Recorder:
         self.ends: list[float] = []
         self.schedule: tuple[int, int, int] | None = None  # iterations between samples, of a window, first iteration
         self.windows: deque[Window] = deque(maxlen=MAX_WINDOWS)
-        self.samples: list[tuple[dict[str, float], list[Any], list[Any]]] = []
+        self.samples: list[tuple[dict[str, float], list[Any]]] = []
         self.hooks: list[Any] = []
         self.calls: set[tuple[str, str]] = set()
         self.probe_at: int | None = None
@@ -345,9 +343,8 @@ class Recorder:
     def _restart(self) -> None:
         self.stack, self.depth = ["rest"], 0
         self.times = {phase: [0.0, 0.0] for phase in ("rest", "forward", "loader", "wait")}
-        self.leaves: list[Any] = []
-        self.outer: list[Any] = []
-        self.counters = _counters()
+        self.events: list[Any] = []
+        self.counters = _counters() if self.hooks else {}
         self.last = (time.perf_counter(), time.thread_time())
         self.started = self.last[0]
 
@@ -391,19 +388,17 @@ class Recorder:
             return
         if self.depth == 0:
             self.enter("forward")
-            _record(self.outer)
         self.depth += 1
-        if not module._modules and len(self.leaves) < 2 * MAX_EVENTS:
-            _record(self.leaves)
+        if not module._modules and torch.cuda.is_initialized():
+            _record(self.events)
 
     def _after(self, module: torch.nn.Module, *_: Any) -> None:
         if threading.get_ident() != self.thread or self.depth == 0:
             return
-        if not module._modules and len(self.leaves) % 2:
-            _record(self.leaves)
+        if len(self.events) % 2 and not module._modules:
+            _record(self.events)
         self.depth -= 1
         if self.depth == 0:
-            _record(self.outer)
             self.leave()
 
     def _measure_forward(self, wanted: bool) -> None:
@@ -463,12 +458,12 @@ class Recorder:
         sample = {name: value - self.counters[name] for name, value in _counters().items()}
         sample |= {"number": (self.iteration - 1) // length, "wall": self.last[0] - self.started}
         sample |= {"forward": forward[0], "forward_cpu": forward[1], "rest_cpu": rest[1], "loader": loader[0]}
-        self.samples.append((sample, self.leaves, self.outer))
+        self.samples.append((sample, self.events))
 
     def _close_window(self, length: int) -> None:
         """Once a second: tell this rank's windows, and see what the others tell."""
-        if all(outer[-1].query() for *_, outer in self.samples if outer):  # nothing waits for a GPU
-            samples = [s | {"gpu": _seconds(a), "gpu_forward": _seconds(b)} for s, a, b in self.samples]
+        if all(events[-1].query() for _, events in self.samples if events):  # nothing waits for a GPU
+            samples = [sample | _gpu_seconds(events) for sample, events in self.samples]
             if samples:
                 self.windows.append(Window(**{n: sum(s[n] for s in samples) / len(samples) for n in samples[0]}))
             self.samples = []
@@ -561,19 +556,21 @@ def _counters() -> dict[str, float]:
         delay = int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
     on_gpu = torch.cuda.is_initialized()
-    retries = torch.cuda.memory_stats().get("num_alloc_retries", 0) if on_gpu else 0
+    retries = torch.cuda.memory_stats_as_nested_dict().get("num_alloc_retries", 0) if on_gpu else 0
     return {"delay": delay, "faults": faults, "retries": retries}
 
 
 def _record(events: list[Any]) -> None:
-    """Add an event on the current stream, if a GPU is in use."""
-    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+    """Add an event on the current stream, unless it is captured."""
+    if not torch.cuda.is_current_stream_capturing():
         events.append(torch.cuda.Event(enable_timing=True))
         events[-1].record()
 
 
-def _seconds(events: list[Any]) -> float:
-    return sum(start.elapsed_time(end) for start, end in zip(events[::2], events[1::2], strict=False)) / 1e3
+def _gpu_seconds(events: list[Any]) -> dict[str, float]:
+    pairs = list(zip(events[::2], events[1::2], strict=False))
+    inside = sum(start.elapsed_time(end) for start, end in pairs) / 1e3
+    return {"gpu": inside, "gpu_forward": pairs[0][0].elapsed_time(pairs[-1][1]) / 1e3 if pairs else 0.0}
 
 
 def _trip_seconds(group: Any, rank: int, partner: int, size: int, device: torch.device) -> float:
@@ -620,9 +617,10 @@ def watch(after: float = 60.0, json_path: str | Path | None = None) -> None:
     recorder = Recorder(after, None if json_path is None else Path(json_path))
     _watched.append(recorder)
     for name in COLLECTIVES:
-        for module in (dist, dist.distributed_c10d):
-            if hasattr(module, name):
-                setattr(module, name, recorder.timed("wait", getattr(dist, name)))
+        if hasattr(dist, name):
+            wrapped = recorder.timed("wait", getattr(dist, name))
+            for module in (dist, dist.distributed_c10d):
+                setattr(module, name, wrapped)
     dist.Work.wait = recorder.timed("wait", dist.Work.wait)  # type: ignore[method-assign]
     base: Any = dataloader._BaseDataLoaderIter
     base.__next__ = recorder.timed("loader", base.__next__)
