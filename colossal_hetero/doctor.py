@@ -19,7 +19,7 @@ import threading
 import time
 import types
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -143,7 +143,8 @@ def typical(windows: Sequence[Window], field: str) -> float:
 def excess(ranks: Ranks, rank: int, field: str) -> tuple[float, float]:
     """Median by which a rank exceeds the median of the others in the same windows, and its standard error.
 
-    The error comes from differences of successive windows: of normal noise the median of their absolute values is
+    It is at most the difference of their medians over all windows: the medians of skewed noise differ otherwise. The
+    error comes from differences of successive windows: of normal noise the median of their absolute values is
     0.6745·√2·σ, and the standard error of a median of n is 1.2533·σ/√n.
     """
     values = [{window.number: getattr(window, field) for window in windows} for windows in ranks]
@@ -153,7 +154,8 @@ def excess(ranks: Ranks, rank: int, field: str) -> tuple[float, float]:
     others = [each for other, each in enumerate(values) if other != rank]
     more = [values[rank][number] - median(each[number] for each in others) for number in common]
     steps = [abs(after - before) for before, after in pairwise(more)]
-    return median(more), 1.2533 * median(steps) / (0.6745 * 2**0.5) / len(more) ** 0.5
+    overall = typical(ranks[rank], field) - median(median(each.values()) for each in others)
+    return min(median(more), overall), 1.2533 * median(steps) / (0.6745 * 2**0.5) / len(more) ** 0.5
 
 
 def slow_ranks(ranks: Ranks, field: str) -> dict[int, float]:
@@ -327,16 +329,28 @@ class Recorder:
         self.thread, self.process = threading.get_ident(), os.getpid()
         self.store: Any = None
         self.optimizer: Callable[[], Any] = lambda: None
+        self.other_steps: Counter[int] = Counter()
+        self.beginnings = 0
+        self.hooks: list[Any] = []
+        self.is_off = False
+        self._restart()
+
+    def _begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """Begin anew with the iterations of this optimizer, at the same step on all ranks."""
+        self.optimizer = weakref.ref(optimizer)
+        self.beginnings += 1
+        self.rank, self.world_size, self.backend = dist.get_rank(), dist.get_world_size(), dist.get_backend()
+        place = f"colossal_hetero.doctor/{self.beginnings}"
+        self.store = dist.PrefixStore(place, dist.distributed_c10d._get_default_store())
+        self._measure_forward(False)
         self.iteration = 0
         self.ends: list[float] = []
         self.schedule: tuple[int, int, int] | None = None  # iterations between samples, of a window, first iteration
         self.windows: deque[Window] = deque(maxlen=MAX_WINDOWS)
         self.samples: list[tuple[dict[str, float], list[Any]]] = []
-        self.hooks: list[Any] = []
         self.calls: set[tuple[str, str]] = set()
         self.probe_at: int | None = None
-        self.reported = self.is_off = False
-        self._restart()
+        self.reported = False
 
     # Exclusive times by phase: each moment belongs to the innermost phase.
 
@@ -359,7 +373,7 @@ class Recorder:
         if self.is_off or self.stack[-1] == phase or threading.get_ident() != self.thread:
             return False
         self._charge()
-        if phase == "wait":
+        if phase == "wait" and self.store is not None:
             self.calls.add((self.stack[-1], name))
         self.stack.append(phase)
         return True
@@ -411,14 +425,16 @@ class Recorder:
     # Iterations.
 
     def tick(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Called after each step of each optimizer. The steps of the first one are the iterations."""
+        """Called after each step of each optimizer. Those of the one that steps most often are the iterations."""
         if self.is_off or threading.get_ident() != self.thread or not dist.is_initialized():
             return
-        if self.optimizer() is None:
-            self.optimizer = weakref.ref(optimizer)
-        if self.optimizer() is not optimizer:
-            return
         try:
+            if self.optimizer() is not optimizer:
+                self.other_steps[id(optimizer)] += 1
+                if self.optimizer() is not None and self.other_steps[id(optimizer)] < 3:
+                    return
+                self._begin(optimizer)
+            self.other_steps.clear()
             self._count()
         except Exception as error:  # the script's training does not depend on this module
             self.is_off = True
@@ -429,10 +445,6 @@ class Recorder:
     def _count(self) -> None:
         self._charge()
         self.iteration += 1
-        if self.store is None:
-            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-            self.backend = dist.get_backend()
-            self.store = dist.PrefixStore("colossal_hetero.doctor", dist.distributed_c10d._get_default_store())
         if self.schedule is None:
             self._agree()
             return
@@ -450,7 +462,7 @@ class Recorder:
             seconds = median(after - before for before, after in pairwise(self.ends))
             stride = max(1, round(SAMPLE_SECONDS / seconds))
             length = stride * max(1, round(WINDOW_SECONDS / seconds / stride))
-            self._set("schedule", (stride, length, self.iteration + WARMUP))
+            self._set("schedule", (stride, length, self.iteration + 2))
         self.schedule = self._get("schedule")
 
     def _sample(self, length: int) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from colossal_hetero.doctor import Link, Window, advice, balanced_seconds, diagnose, needs_links
+from colossal_hetero.doctor import Link, Recorder, Window, advice, balanced_seconds, diagnose, needs_links
 
 WINDOWS = 30
 HEALTHY = Window(number=0, wall=0.1, forward=0.03, forward_cpu=0.03, rest_cpu=0.06, loader=0.001)
@@ -71,6 +71,31 @@ def test_a_difference_within_the_noise_or_of_few_windows_is_not_judged() -> None
     assert diagnose([windows[:4] for windows in ranks_of(WAITING, BUSY)]) == []
     assert diagnose(ranks_of(BUSY)) == []
     assert advice([], 0.1) == ["No rank is slower than the others by more than noise."]
+
+
+def test_skewed_noise_of_equal_ranks_is_not_a_difference() -> None:
+    # Rank 0 takes 20 ms longer in three windows of five, and yet its median is the smaller one.
+    works = [(0.06, 0.04), (0.04, 0.02), (0.08, 0.06), (0.03, 0.09), (0.03, 0.09)] * 6
+    ranks = [
+        [replace(WAITING, number=number, rest_cpu=work[rank]) for number, work in enumerate(works)] for rank in (0, 1)
+    ]
+    assert diagnose(ranks) == []
+
+
+def test_the_iterations_are_those_of_the_optimizer_that_steps_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(60, None)
+    begun: list[object] = []
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr(recorder, "_count", lambda: None)
+
+    def begin(optimizer: object) -> None:
+        begun.append(optimizer)
+        recorder.optimizer = lambda: optimizer
+
+    monkeypatch.setattr(recorder, "_begin", begin)
+    for name in "ab" * 5 + "c" * 5 + "cb" * 5:
+        recorder.tick(name)  # type: ignore[arg-type]
+    assert begun == ["a", "c"]
 
 
 def test_several_ranks_and_causes_are_named() -> None:
