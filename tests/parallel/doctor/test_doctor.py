@@ -13,6 +13,7 @@ import pytest
 
 from colossal_hetero.testing import cpu_quota
 from tests.support.paths import REPOSITORY
+from tests.support.random_examples import IS_THOROUGH
 
 SCRIPT = REPOSITORY / "benchmarks" / "doctor_script.py"
 PLAIN = [str(SCRIPT)]
@@ -49,7 +50,7 @@ def can_limit() -> bool:
         ("ddp", "none", None, 1),
         ("ddp", "quota", "compute", 1),
         ("fsdp", "loader", "loader", 1),
-        ("colossalai", "compute", "compute", 0),
+        *([("colossalai", "compute", "compute", 0)] if IS_THOROUGH else []),
     ],
 )
 def test_the_slow_rank_is_named_and_the_script_runs_as_without_the_doctor(
@@ -85,7 +86,9 @@ def test_a_script_that_fails_keeps_its_traceback_and_status(tmp_path: Path) -> N
     assert f'File "{SCRIPT}"' in done.stderr
 
 
-@pytest.mark.parametrize(("ending", "status"), [("sys.exit(3)", 3), ("raise KeyboardInterrupt", 130), ("pass", 0)])
+@pytest.mark.parametrize(
+    ("ending", "status"), [("sys.exit(3)", 3), ("raise KeyboardInterrupt", 130), ("pass", 0)][: 3 if IS_THOROUGH else 1]
+)
 def test_exits_are_those_of_the_script(ending: str, status: int, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     body = (
