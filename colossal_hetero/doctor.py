@@ -40,40 +40,28 @@ from torch.utils.data import dataloader
 
 # Decisions: numbers in, findings out ----------------------------------------------------------------------------------
 
-MIN_SHARE = 0.1
-"""Smallest share of an iteration that is worth a sentence; of all ranks' loaders and communication, twice that."""
+MIN_SHARE = 0.1  # of an iteration, to be worth a sentence; of all ranks' loaders and communication, twice that
 MIN_WINDOWS = 5
-NOISE_FACTOR = 4.0
-"""A difference between ranks counts from so many standard errors."""
-FAULT_SECONDS = 1e-4
-"""Time to read a page from an SSD."""
-SLOW_MESSAGE_SECONDS = 0.008
-"""Time of 1 MB at 1 Gbit/s."""
+NOISE_FACTOR = 4.0  # standard errors from which a difference between ranks counts
+FAULT_SECONDS = 1e-4  # to read a page from an SSD
+SLOW_MESSAGE_SECONDS = 0.008  # 1 MB at 1 Gbit/s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
     """Means per iteration over some successive iterations of one rank; times in seconds."""
 
-    number: float
-    """The same iterations have the same number on all ranks."""
+    number: float  # the same iterations have the same number on all ranks
     wall: float
-    forward: float = 0.0
-    """Wall time in forward passes, without calls of collectives."""
+    forward: float = 0.0  # wall time in forward passes, without calls of collectives
     forward_cpu: float = 0.0
-    rest_cpu: float = 0.0
-    """CPU time elsewhere, without loaders and calls of collectives."""
-    delay: float = 0.0
-    """Time in which the thread could run but got no core: a CPU quota, or other programs on its core."""
+    rest_cpu: float = 0.0  # CPU time elsewhere, without loaders and calls of collectives
+    delay: float = 0.0  # the thread could run but got no core: a CPU quota, or other programs on its core
     loader: float = 0.0
-    gpu: float = 0.0
-    """GPU time in the forward passes of modules without submodules, so without communication; 0 on a CPU."""
-    gpu_forward: float = 0.0
-    """GPU time from the first of these modules to the last."""
-    faults: float = 0.0
-    """Major page faults."""
-    retries: float = 0.0
-    """Allocations of GPU memory that succeeded only after the cache was emptied."""
+    gpu: float = 0.0  # in the forward passes of modules without submodules, so without communication; 0 on a CPU
+    gpu_forward: float = 0.0  # GPU time from the first of these modules to the last
+    faults: float = 0.0  # major page faults
+    retries: float = 0.0  # allocations of GPU memory that succeeded only after the cache was emptied
 
     @property
     def own(self) -> float:
@@ -107,8 +95,7 @@ class Window:
         return 0 < self.gpu_forward <= 1.1 * self.forward
 
 
-Ranks = Sequence[Sequence[Window]]
-"""The windows of each rank."""
+Ranks = Sequence[Sequence[Window]]  # the windows of each rank
 
 
 @dataclass(frozen=True)
@@ -117,8 +104,7 @@ class Link:
 
     ranks: tuple[int, int]
     small_seconds: float
-    large_seconds: float
-    """Of 1 MB."""
+    large_seconds: float  # of 1 MB
 
 
 @dataclass(frozen=True)
@@ -193,13 +179,8 @@ REMEDIES = {
 
 
 def diagnose(ranks: Ranks, parallelism: str = "data", links: Sequence[Link] | None = None) -> list[Finding]:
-    """What is slow, the most expensive first; empty if nothing is.
-
-    Args:
-        ranks: the windows of each rank.
-        parallelism: ``data``, ``tensor`` or ``pipeline``: what the script seems to use.
-        links: measured links; None: not measured, so that no link is judged.
-    """
+    """What is slow, the most expensive first; empty if nothing is. ``parallelism``, which the script seems to use, is
+    ``data``, ``tensor`` or ``pipeline``; ``links`` that are None were not measured, and are not judged."""
     if len(ranks) < 2 or min(map(len, ranks)) < MIN_WINDOWS:
         return []
     wall = max(typical(windows, "wall") for windows in ranks)
@@ -309,10 +290,8 @@ COLLECTIVES = (
     *("barrier", "batch_isend_irecv", "broadcast", "_broadcast_coalesced", "gather", "recv", "reduce"),
     *("reduce_scatter", "reduce_scatter_tensor", "_reduce_scatter_base", "scatter", "send"),
 )
-WARMUP = 5
-"""Iterations whose median sets how often to measure."""
-SAMPLE_SECONDS, WINDOW_SECONDS = 0.1, 1.0
-"""Seconds from one measured iteration to the next, and of a window."""
+WARMUP = 5  # iterations whose median sets how often to measure
+SAMPLE_SECONDS, WINDOW_SECONDS = 0.1, 1.0  # from one measured iteration to the next, and of a window
 MAX_WINDOWS = 120
 LARGE_BYTES, TRIPS = 1 << 20, 5
 MAX_ROUNDS = 15
@@ -351,8 +330,6 @@ class Recorder:
         self.calls: set[tuple[str, str]] = set()
         self.probe_at: int | None = None
         self.reported = False
-
-    # Exclusive times by phase: each moment belongs to the innermost phase.
 
     def _restart(self) -> None:
         self.stack, self.depth = ["rest"], 0
@@ -395,8 +372,6 @@ class Recorder:
 
         return call
 
-    # Forward passes, in measured iterations only.
-
     def _before(self, module: torch.nn.Module, _: Any) -> None:
         if threading.get_ident() != self.thread:
             return
@@ -421,8 +396,6 @@ class Recorder:
             self.hooks = [register_module_forward_pre_hook(self._before), after]
         while self.hooks and not wanted:
             self.hooks.pop().remove()
-
-    # Iterations.
 
     def tick(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Called after each step of each optimizer. Those of the one that steps most often are the iterations."""
@@ -490,8 +463,6 @@ class Recorder:
             self.reported = True
             self.report()
 
-    # What ranks tell each other: only stores that do not wait.
-
     def _set(self, key: str, value: Any) -> None:
         self.store.set(key, json.dumps(value, default=asdict))
 
@@ -520,8 +491,6 @@ class Recorder:
                 small, large = (_trip_seconds(group, self.rank, partner, size, device) for size in (1, LARGE_BYTES))
                 links.append(Link((self.rank, partner), small, large))
         return [link for link in links if link.ranks[0] < link.ranks[1]]
-
-    # Reports.
 
     def report(self) -> None:
         ranks = self._all_windows()
@@ -600,7 +569,6 @@ def _trip_seconds(group: Any, rank: int, partner: int, size: int, device: torch.
 
 
 def show(ranks: Ranks, sentences: Sequence[str]) -> None:
-    """A table of the ranks and the sentences, on standard error."""
     table = Table(title="colossal_hetero.doctor: milliseconds per iteration")
     for name in ("rank", "iteration", "forward", "other work", "loader", "communication", "CPU share"):
         table.add_column(name, justify="right")
