@@ -45,17 +45,16 @@ def attach_balancer(
     """A balancer for the tensor-parallel layers of ``model``; if ``may_switch_off``, one that only measures where the
     config cannot be followed. Collective over all ranks."""
     layers = hetero_layers(model)
+    groups = make_groups(tp_group)
+    reports = _same_everywhere(config, report_every, on_report is not None, groups.world)
+    reason = RuntimeError(obstacle) if obstacle is not None else _option_obstacle(layers, config)
+    config = _possible(config, reason, may_switch_off, groups.world)
+    # Only now, because blocks replace functions of the model.
     blocks = attach_blocks(model) if config.moves_blocks else []
     if config.moves_heads:
         blocks += attach_head_blocks(model)
-    groups = make_groups(tp_group)
     if config.mode != "off":
-        reason = _option_obstacle(layers, blocks, config)
-        if reason is not None and not may_switch_off:
-            raise ValueError(reason)
-        obstacle = obstacle or reason
-    if not _all_can_follow(config, obstacle, may_switch_off, groups.world):
-        config = BalanceConfig(mode="off")
+        config = _possible(config, _column_obstacle(layers, blocks, config), may_switch_off, groups.world)
     divided = any(layer.seq_parallel_mode is not None for layer in layers.values())  # type: ignore[attr-defined]
     if config.mode not in ("off", "resize") and not divided:
         # Migrated work is exact only if all ranks hold the same activations.
@@ -67,45 +66,64 @@ def attach_balancer(
         return Resharding(model, blocks, transport, groups.exchange, memory)
 
     return Balancer(
-        *(layers, blocks, config, clock, groups, iterations_per_interval, make_resharding, report_every, on_report)
+        *(layers, blocks, config, clock, groups, iterations_per_interval, make_resharding, report_every, on_report),
+        reports=reports,
+        may_switch_off=may_switch_off,
     )
 
 
-def _option_obstacle(layers: Mapping[str, HeteroLinear], blocks: Sequence[Block], config: BalanceConfig) -> str | None:
-    for name, layer in layers.items():
+def _option_obstacle(layers: Mapping[str, HeteroLinear], config: BalanceConfig) -> Exception | None:
+    for name, layer in layers.items() if config.mode != "off" else ():
         obstacle = layer.option_obstacle()
         if obstacle is not None:
-            return f"balance mode {config.mode!r} cannot be combined with {obstacle} (layer {name})"
+            return ValueError(f"balance mode {config.mode!r} cannot be combined with {obstacle} (layer {name})")
+    return None
+
+
+def _column_obstacle(
+    layers: Mapping[str, HeteroLinear], blocks: Sequence[Block], config: BalanceConfig
+) -> Exception | None:
+    for name, layer in layers.items():
         if layer.block is not None or columns_stay(config, blocks) or layer.column_obstacle() is None:
             continue
         choice = "leave sequence parallelism out, or choose mode 'auto', which balances only blocks"
         if not config.moves_blocks:
             choice = "choose Pruning(resizing='block')" if config.mode == "resize" else "choose migration='block'"
-        return (
+        return ValueError(
             f"balance mode {config.mode!r} would balance the columns of layer {name}, which is in no block; that "
             f"cannot be combined with {layer.column_obstacle()}, where a rank has only a part of the sequence: {choice}"
         )
     return None
 
 
-def _all_can_follow(
-    config: BalanceConfig, obstacle: str | None, may_switch_off: bool, world: dist.ProcessGroup
-) -> bool:
-    """True if no rank has an ``obstacle``; otherwise all ranks raise an error unless ``may_switch_off``. Configs that
-    differ are refused, because ranks would wait forever."""
-    everyone: list[tuple[BalanceConfig, str | None]] = [(config, obstacle)] * dist.get_world_size()
-    dist.all_gather_object(everyone, (config, obstacle), group=world)
-    first = everyone[0][0]
-    for rank, (other, reason) in enumerate(everyone):
+def _same_everywhere(config: BalanceConfig, report_every: int, reports: bool, world: dist.ProcessGroup) -> bool:
+    """Refuse configs and intervals that differ, because ranks would wait forever; returns if a rank ``reports``."""
+    everyone: list[tuple[BalanceConfig, int, bool]] = [(config, report_every, reports)] * dist.get_world_size()
+    dist.all_gather_object(everyone, (config, report_every, reports), group=world)
+    first, interval, _ = everyone[0]
+    for rank, (other, every, _) in enumerate(everyone):
         if other != first:
             raise ValueError(f"ranks were given different BalanceConfigs: rank 0 {first}, rank {rank} {other}")
-        if reason is not None and may_switch_off:
-            if dist.get_rank() == 0:
-                log.info("nothing is balanced, and times are only measured: %s", reason)
-            return False
-        if reason is not None:
-            raise RuntimeError(f"rank {rank}: {reason}")
-    return True
+        if every != interval:
+            raise ValueError(f"report_every must be the same on all ranks: rank 0 has {interval}, rank {rank} {every}")
+    return any(each for _, _, each in everyone)
+
+
+def _possible(
+    config: BalanceConfig, obstacle: Exception | None, may_switch_off: bool, world: dist.ProcessGroup
+) -> BalanceConfig:
+    """``config`` if no rank has an ``obstacle``; otherwise mode "off" on all ranks if that is allowed, else an error on
+    all."""
+    obstacles: list[Exception | None] = [obstacle] * dist.get_world_size()
+    dist.all_gather_object(obstacles, obstacle, group=world)
+    rank, reason = next(((rank, each) for rank, each in enumerate(obstacles) if each is not None), (0, None))
+    if reason is None:
+        return config
+    if not may_switch_off:
+        raise type(reason)(f"rank {rank}: {reason}")
+    if dist.get_rank() == 0:
+        log.info("nothing is balanced, and times are only measured: %s", reason)
+    return BalanceConfig(mode="off")
 
 
 # Model copies --------------------------------------------------------------------------------------------------------

@@ -63,8 +63,11 @@ class Balancer:
         make_resharding: Callable[[Transport], Resharding | None] = lambda transport: None,
         report_every: int = 50,
         on_report: Callable[[], None] | None = None,
+        reports: bool = False,
+        may_switch_off: bool = False,
     ) -> None:
         self.config = config
+        self._may_switch_off = may_switch_off
         self._layers = layers
         self._clock = clock
         self._groups = groups
@@ -106,6 +109,8 @@ class Balancer:
         """A lost connection after the optimizer's step, for the next pass."""
         self._latest = LatestIterations(groups.world, groups.tensor_parallel, report_every)
         self._on_report = on_report
+        self._reports = reports
+        """True if rank 0 has a callback, for which ranks measure in all modes."""
         self._has_compared = False
         ranks = self._ranks = next(each for each in groups.tensor_parallel if dist.get_rank() in each)
         self._changes = ChangeTeller(ranks, log.info) if dist.get_rank() == ranks[0] else None
@@ -127,6 +132,15 @@ class Balancer:
         """Kinds that are divided; the ``units`` of a plan are in the order of those that have units."""
         return self._applier.kinds
 
+    def switch_off(self, reason: str) -> bool:
+        """Only measure from now on, if the user has not asked for balancing and nothing is balanced yet; returns
+        whether that is so. All ranks of the group do it at once."""
+        if not (self._may_switch_off and self._is_idle):
+            return False
+        log.info("nothing is balanced from now on, and times are only measured: %s", reason)
+        self.config = BalanceConfig(mode="off")
+        return True
+
     @property
     def active(self) -> bool:
         """True if the balancer may change anything."""
@@ -146,7 +160,7 @@ class Balancer:
         self._raise_failure()
         if not self._running:
             is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-            if is_captured and self.active:
+            if is_captured and self.active and not self.switch_off("a CUDA graph would repeat one plan"):
                 raise RuntimeError(
                     f"balance mode {self.config.mode!r} cannot be used in a CUDA graph, which would repeat the plan of "
                     "the iteration that was captured; use mode 'off', or train without CUDA graphs"
@@ -206,7 +220,7 @@ class Balancer:
         if self._timelines.wants(self._iteration):
             return True
         if not self.active:
-            return self._iteration < ALWAYS_MEASURED or self._on_report is not None
+            return self._iteration < ALWAYS_MEASURED or self._reports
         # Marks would slow down a host that is late already.
         attentive = self._speed.is_attentive and not self._is_starved
         return attentive or self._iteration % self._clock.sample_every == 0
@@ -300,9 +314,9 @@ class Balancer:
         if self._on_report is not None:
             self._on_report()
         if self.config.mode == "off" and not self._has_compared and self._latest.done >= ALWAYS_MEASURED:
-            self._has_compared = True
             latest = self._latest.report()
             if latest is not None and (words := bound_in_words(latest)):
+                self._has_compared = True
                 log.info(words)
 
     def report(self) -> BalanceReport | None:

@@ -16,6 +16,8 @@ from .report import BalanceReport, LocalRecord, WorkRecord, merge_records, repor
 
 FIRST = 4
 """Iterations before the first exchange; until the interval is reached, each next one comes after twice as many."""
+FEW = 4
+"""Iterations that are kept even if they are older than the interval."""
 NAMES = [each.name for each in fields(WorkRecord)]
 
 
@@ -35,6 +37,7 @@ class LatestIterations:
         self._changed_at = -1
         self._pending: tuple[Any, torch.Tensor, int] | None = None
         self._rows: dict[int, list[float]] = {}
+        self._has_news = False
         self.done = 0
         """Iterations that were done when the latest exchange began whose numbers have arrived."""
 
@@ -51,7 +54,10 @@ class LatestIterations:
     def end_iteration(self, done: int) -> bool:
         """Begin an exchange if one is due after ``done`` iterations, which is equal on all ranks. Returns whether
         numbers have arrived. Called by all ranks."""
-        arrived = self._take()
+        self._take()
+        has_news, self._has_news = self._has_news, False
+        while len(self._own) > FEW and self._own[0].iteration < done - self._interval:
+            self._own.popleft()  # few iterations are measured while nothing changes
         is_early = FIRST <= done < self._interval and done & (done - 1) == 0
         if is_early or done % self._interval == 0:
             row = [float(len(self._own)), float(self._changes)]
@@ -59,7 +65,7 @@ class LatestIterations:
             table = torch.zeros(self._group.size(), len(row), dtype=torch.float64)
             table[self._group.rank()] = torch.tensor(row, dtype=torch.float64)
             self._pending = dist.all_reduce(table, group=self._group, async_op=True), table, done
-        return arrived
+        return has_news
 
     def report(self) -> BalanceReport | None:
         """Times of the tensor-parallel group whose iterations take longest; None before the first exchange."""
@@ -77,15 +83,15 @@ class LatestIterations:
         )
         return max(found, key=lambda each: each.balanced_seconds)
 
-    def _take(self) -> bool:
+    def _take(self) -> None:
         if self._pending is None:
-            return False
+            return
         (work, table, self.done), self._pending = self._pending, None
         work.wait()
         # A rank that has measured nothing since its plan changed is shown as before.
         self._rows |= {rank: row for rank, row in enumerate(table.tolist()) if row[0] or rank not in self._rows}
         self._rows = {rank: row for rank, row in self._rows.items() if row[0]}
-        return True
+        self._has_news = True
 
 
 def _record(values: Sequence[float]) -> LocalRecord:

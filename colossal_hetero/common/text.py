@@ -145,14 +145,17 @@ class _ErrorOutput(logging.Handler):
     """Prints messages above a progress bar of tqdm, unless the user has configured logging, whose handlers do."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if logging.getLogger().handlers:
+        if logging.getLogger().handlers or len(log.handlers) > 1:
             return
         tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
         words = f"{log.name}: {self.format(record)}"
-        if tqdm is None:
-            print(words, file=sys.stderr, flush=True)
-        else:
-            tqdm.write(words, file=sys.stderr)
+        try:
+            if tqdm is None:
+                print(words, file=sys.stderr, flush=True)
+            else:
+                tqdm.write(words, file=sys.stderr)
+        except Exception:
+            self.handleError(record)
 
 
 log.addHandler(_ErrorOutput())

@@ -226,7 +226,7 @@ class HeteroDataLoader(DataLoader[Any]):
                 if self.current.is_last:
                     return
 
-        for _ in range(self.global_batches):
+        for _ in range(self.global_batches - self.state_dict()["global_batches_done"]):
             yield of_one()
 
     def continue_as(self, rank: int, world_size: int, division: Division) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -13,6 +14,8 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
 from ..common.methods import wrap_method
+
+log = logging.getLogger(__name__)
 
 WIDTH = 80
 
@@ -30,17 +33,22 @@ class Reports:
         self._on_report = on_report
         self.every = every
 
-    def callback(self, report: Callable[[], Report]) -> Callable[[], None] | None:
+    def callback(self, report: Callable[[], Report]) -> Callable[..., None] | None:
         """What to call when there are new numbers. It does not keep the plugin with this method ``report`` alive."""
         on_report, reference = self._on_report, WeakMethod(report)
         if on_report is None:
             return None
 
-        def call() -> None:
+        def call(steps: int | None = None) -> None:
             method = reference()
-            if method is not None:
-                found = method()
-                on_report({"iteration": found.iterations} | found.numbers())
+            if method is None:
+                return
+            found = method()
+            numbers = {"iteration": found.iterations if steps is None else steps} | found.numbers()
+            try:
+                on_report(numbers)
+            except Exception:  # a logger that cannot be reached does not end training
+                log.warning("on_report failed after iteration %d", numbers["iteration"], exc_info=True)
 
         return call
 
@@ -56,7 +64,7 @@ class Reports:
             result = make_step(*args, **kwargs)
             steps += 1
             if steps % self.every == 0:
-                call()
+                call(steps)
             return result
 
         wrap_method(optimizer, "step", step)

@@ -67,8 +67,8 @@ from .plugin_arguments import (
     zero_in_fp32,
 )
 
-DEFAULT_BALANCE = BalanceConfig(reshard_after=None)
-"""Where the user asks for nothing, no parameter changes its shape."""
+DEFAULT_BALANCE = BalanceConfig(reshard_after=None, head=False)
+"""Where the user asks for nothing, no parameter changes its shape, and logits are those of Colossal-AI's head."""
 
 
 class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
@@ -89,7 +89,8 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             this size are considered, and the same holds for ``pp_size``.
         pp_size: pipeline stages; may be left out with a plan. With ``plan="auto"`` it asks for equal replicas.
         balance: what to do about slow ranks within a tensor-parallel group. By default their work is migrated, which
-            does not change the result; what cannot be balanced is only measured.
+            does not change the result (dropout inside blocks draws other units); what cannot be balanced is only
+            measured.
         batches: how to divide global batches over replicas that are not equally fast (data parallelism); by default
             evenly. With a pipeline (1F1B, and ``microbatch_size``), each replica gets micro-batches that fit its speed.
         plan: which rank computes which layers: a plan, the path of a plan file (``colossal-hetero plan --out`` writes
@@ -101,9 +102,9 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         checkpoints: where :meth:`save` saves layer checkpoints, from which :meth:`resume` continues with any plan.
         elastic: goes on when processes die or join; see ``docs/elastic.md``. The constructor then forms the group of
             processes, in place of ``colossalai.launch_from_torch``.
-        on_report: called on rank 0 every ``report_every`` optimizer steps with the numbers of :meth:`report`; see
-            :mod:`.sinks` for TensorBoard and others.
-        report_every: steps between two exchanges of these numbers, at least 1.
+        on_report: called on rank 0 with the numbers of :meth:`report` when ranks have exchanged them: after 4, 8, 16,
+            … optimizer steps, and then after every ``report_every``. See :mod:`.sinks` for TensorBoard and others.
+        report_every: at least 1, the same on all ranks.
 
     Raises:
         TypeError: one of the package's own arguments has another type, or without a plan a size is missing.
@@ -270,9 +271,10 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         :meth:`.Report.as_dict`. It is not collective, so one rank may ask for it: ranks exchange their numbers after 4,
         8, 16, … optimizer steps, and then after every ``report_every``."""
         balancer, batches = self._balancing.balancer, self._uneven_batches
+        balance = None if balancer is None else balancer.report()  # which may take in newer numbers
         return Report(
-            iterations=0 if balancer is None else balancer.iterations,
-            balance=None if balancer is None else balancer.report(),
+            iterations=self.version or (0 if balancer is None else balancer.iterations),
+            balance=balance,
             batches=None if batches is None else batches.report(),
             stages=self.drift,
             recoveries=Recoveries(self.recoveries) if self.recoveries else None,

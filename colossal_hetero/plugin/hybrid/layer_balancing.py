@@ -63,7 +63,7 @@ class LayerBalancing:
         self.balancer: Balancer | None = None  # of the model that was configured last
         self._config = config
         self._is_elastic = is_elastic
-        self._reporting = may_switch_off, report_every, on_report
+        self._may_switch_off, self._report_every, self._on_report = may_switch_off, report_every, on_report
         self._balancers: list[ReferenceType[Balancer]] = []  # of all models
         self._shapes: WeakKeyDictionary[nn.Module, Shapes] = WeakKeyDictionary()  # whole shapes of its parameters
 
@@ -84,6 +84,8 @@ class LayerBalancing:
         model, optimizer = objects.model, objects.optimizer
         innermost = model.unwrap(unwrap_peft=False)
         attached = _ATTACHED.get(innermost, lambda: None)()
+        if attached is not None and attached.balancing is not self and attached.balancer.active:
+            attached.balancer.switch_off("another plugin has boosted the model")
         if attached is None or (attached.balancing is not self and not attached.balancer.active):
             attached = self._attached(plugin, objects)
             _ATTACHED[innermost] = ref(attached)
@@ -121,7 +123,9 @@ class LayerBalancing:
             self._config.rules.priority_interval or objects.iterations_per_epoch,
             memory,
             obstacle,
-            *self._reporting,
+            self._may_switch_off,
+            self._report_every,
+            None if self._on_report is None else lambda: self._tell(innermost),
         )
         self.balancer = balancer
         self._balancers.append(ref(balancer))
@@ -136,6 +140,12 @@ class LayerBalancing:
             for name in ("forward_step", "backward_step"):
                 _count_as_communication(plugin.scheduler, name, clock)
         return attached
+
+    def _tell(self, model: nn.Module) -> None:
+        """Report, if ``model`` is the one that reports are about: the last that was configured."""
+        attached = _ATTACHED.get(model, lambda: None)()
+        if self._on_report is not None and attached is not None and attached.balancer is self.balancer:
+            self._on_report()
 
     def _check_second(self, attached: _Attached, plugin: HybridParallelPlugin, objects: TrainingObjects) -> None:
         if attached.balancing is not self:

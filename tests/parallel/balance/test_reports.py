@@ -12,13 +12,15 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from colossalai.booster import Booster
 
 from colossal_hetero import BalanceConfig
+from colossal_hetero.layers import hetero_layers
 from colossal_hetero.plugin.hybrid import hybrid_plugin
 from colossal_hetero.plugin.report import Report
 from tests.support.checks import Checks
 from tests.support.random_examples import IS_THOROUGH
-from tests.support.training import assert_same_parameters, batch, boost, loss_of, ours, scripted, theirs, train
+from tests.support.training import assert_same_parameters, batch, boost, loss_of, ours, scripted, sgd, theirs, train
 
 checks = Checks()
 
@@ -185,7 +187,50 @@ def a_rank_that_is_lost_after_the_step_shows_in_the_next_pass() -> None:
 
 
 @checks.on(2)
+def callbacks_come_once_for_each_exchange_and_may_fail() -> None:
+    given: list[float] = []
+
+    def note(numbers: dict[str, float]) -> None:
+        given.append(numbers["iteration"])
+        raise OSError("the logger cannot be reached")
+
+    with scripted(slow(1)), sentences() as said:
+        run = boost(ours(AUTO, tp_size=2, on_report=note, report_every=4))
+        train(run, 14, each=lambda iteration: run.plugin.report())
+    assert given == ([4, 8, 12] if dist.get_rank() == 0 else [])
+    assert len([each for each in said if "on_report failed after iteration" in each]) == len(given)
+
+
+@checks.on(2)
+def the_default_gives_way_to_graphs_and_other_plugins() -> None:
+    with patch.object(hybrid_plugin, "DEFAULT_BALANCE", BalanceConfig(reshard_after=None, head=False)):
+        run = train(boost(ours(tp_size=2)), 2)
+        with (
+            patch.object(torch.cuda, "is_available", lambda: True),
+            patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
+        ):
+            run.plugin.balancer.begin()
+        assert not run.plugin.balancer.active
+        first = boost(ours(tp_size=2))
+        other = ours(tp_size=2)
+        Booster(plugin=other).boost(first.model, sgd(first.model))
+        assert not first.plugin.balancer.active and other.balancer.active
+
+
+@checks.on(2)
+def a_model_that_is_only_measured_has_no_blocks() -> None:
+    with patch.object(hybrid_plugin, "DEFAULT_BALANCE", BalanceConfig(reshard_after=None, head=False)):
+        measured = boost(ours(tp_size=2, fp8_communication=True))
+        balanced = boost(ours(tp_size=2))
+    assert all(layer.block is None for layer in hetero_layers(measured.model).values())
+    assert any(layer.block is not None for layer in hetero_layers(balanced.model).values())
+
+
+@checks.on(2)
 def arguments_of_reports_are_checked() -> None:
+    every = 10 if dist.get_rank() == 0 else 20
+    with pytest.raises(ValueError, match="report_every must be the same on all ranks: rank 0 has 10, rank 1 20"):
+        boost(ours(tp_size=2, report_every=every))
     with pytest.raises(TypeError, match="on_report=3 is not a function"):
         ours(tp_size=2, on_report=3)
     for every in (0, 2.5, True):

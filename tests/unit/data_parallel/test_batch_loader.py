@@ -255,6 +255,13 @@ def test_a_loop_may_have_one_turn_for_each_global_batch() -> None:
             second.finish_global_batch()
             expected.append([])
     assert found == expected[:-1] and len(found) == first.global_batches > 2
+    resumed = loaders()[0]
+    resumed.load_state_dict({**first.state_dict(), "epoch": 0, "global_batches_done": 2})
+    rest = []
+    for batches in resumed.by_global_batch():
+        rest.append([sample for batch in batches for sample in batch.tolist()])
+        resumed.finish_global_batch()
+    assert rest == found[2:]
 
 
 def test_the_rest_of_an_epoch_has_an_entry_for_each_global_batch_that_is_left() -> None:

@@ -217,6 +217,7 @@ def change_speed(
     All the time its passes take ``bias`` times as long as in the profile, and its data ``data_seconds`` per sample.
     """
     said: list[str] = []
+    given: list[dict[str, float]] = []
     batch_balancer.print_on_rank_0 = said.append  # type: ignore[assignment]
     data: Any
     if is_hybrid:
@@ -224,7 +225,7 @@ def change_speed(
         plugin: Any = HeteroHybridParallelPlugin(1, 1, precision="fp32", zero_stage=stage, batches=settings)
         model, data = tiny_vit(), NumberedImages()
     else:
-        plugin = zero_plugin(stage, 8, check_every=check_every)
+        plugin = zero_plugin(stage, 8, check_every=check_every, on_report=given.append, report_every=3)
         model, data = make_model(), Numbered()
     model, optimizer, criterion, loader = boost(plugin, model, data)
     is_slow, timed = dist.get_rank() == slow, list[TimedGlobalBatch]()
@@ -259,6 +260,7 @@ def change_speed(
         "reallocations": plugin.batch_balancer.reallocations,
         "said": said,
         "report": plugin.report(),
+        "given": [numbers["iteration"] for numbers in given],
     }
 
 
@@ -296,6 +298,7 @@ def test_a_wrong_profile_is_corrected() -> None:
     """With one of eight samples moved, a global batch takes 3.75 s instead of 4, or 5 s instead of 5.36."""
     cases = [dict(stage=1, slow=slow, bias=bias) for slow, bias in ((0, 0.75), (1, 1.34))]
     for case, results in trained(cases):
+        assert [result["given"] for result in results] == [[3, 6], []]  # after so many of eight steps, on rank 0
         expected = share_of(case["slow"], *((5, 3) if case["bias"] < 1 else (3, 5)))
         for result in results:
             assert result["samples"][1] == expected, case
