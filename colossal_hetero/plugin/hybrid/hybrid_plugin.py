@@ -281,8 +281,15 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         )
 
     def is_last_stage(self) -> bool:
-        """True if this rank has the loss: in the last stage, or without a pipeline, where ``stage_manager`` is None."""
-        return self.stage_manager is None or self.stage_manager.is_last_stage()
+        """True if this rank has the loss: with the last chunk of the model, or without a pipeline, where
+        ``stage_manager`` is None."""
+        if self.stage_manager is None:
+            return True
+        # In the zero-bubble schedule, the chunks go down the stages and up again.
+        is_at_end = (
+            self.stage_manager.is_first_stage if self.stage_manager.use_zbv else self.stage_manager.is_last_stage
+        )
+        return bool(is_at_end(ignore_chunk=True))
 
     @property
     def drift(self) -> DriftReport | None:
