@@ -134,7 +134,7 @@ def topologies(draw: st.DrawFn) -> Topology:
     return Topology(tuple(devices), tuple(nodes), tuple(clusters), tuple(between))
 
 
-@examples(ordinary=25, thorough=1000)
+@examples(ordinary=12, thorough=1000)
 @given(topologies(), st.text(st.characters(codec="utf-8", exclude_categories=("C",)), max_size=20))
 def test_writing_loses_nothing(topology: Topology, comment: str) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from colossal_hetero.planner.solver.problem import Problem
 from colossal_hetero.planner.solver.search import search
 from tests.support.layer_profiles import layer_times, small_sizes
 from tests.support.planning import make_plans
-from tests.support.random_examples import examples
+from tests.support.random_examples import IS_THOROUGH, examples
 
 FAST_LINK, SLOW_LINK = Channel("NVLink", 300e9, 1e-5), Channel("RoCE", 25e9, 2e-5)
 
@@ -61,15 +60,10 @@ def profile(
     return ModelProfile(name="small", state_factor=3.0, gradient_factor=6e9, times=tuple(times), sizes=sizes)
 
 
-def check(plan: Plan, topology: Topology, model: ModelProfile, global_batch: int) -> None:
-    ranks = [rank for replica in plan.replicas for stage in replica.stages for rank in stage.ranks]
-    assert max(Counter(ranks).values()) == 1
+def check(plan: Plan, topology: Topology, global_batch: int) -> None:
+    """Beyond what :class:`.Plan` checks: groups of one kind in a node, memory counted by hand, and the time."""
     assert sum(replica.micro_batches for replica in plan.replicas) * plan.micro_batch == global_batch
     for replica in plan.replicas:
-        bounds = [stage.blocks for stage in replica.stages]
-        assert bounds[0][0] == 0 and bounds[-1][1] == model.blocks
-        assert all(a < b for a, b in bounds)
-        assert all(before[1] == after[0] for before, after in itertools.pairwise(bounds))
         for number, stage in enumerate(replica.stages):
             assert len(stage.ranks) == plan.tensor_parallel
             assert {topology.devices[rank].kind.name for rank in stage.ranks} == {stage.device}
@@ -96,23 +90,23 @@ CLUSTERS = [
 ]
 
 
-@pytest.mark.parametrize("unequal", [True, False])
-@pytest.mark.parametrize("method", ["exact", "uniform", "autohet"])
-@pytest.mark.parametrize("topology", CLUSTERS)
-def test_plans_are_valid(topology: Topology, method: str, unequal: bool) -> None:
-    model = profile()
-    found = make_plans(topology, model, global_batch=24, method=method, unequal=unequal, keep=8)
-    assert 1 <= len(found) <= 8
-    plans = [candidate.plan for candidate in found]
-    times = [plan.iteration_seconds * (1 if plan.symmetric else MIN_GAIN) for plan in plans]
-    assert times == sorted(times)
-    for candidate in found:
-        check(candidate.plan, topology, model, 24)
-        assert why_not_runnable(candidate.plan) is None
-        assert unequal or candidate.plan.symmetric
-        assert candidate.reason
-    again = make_plans(topology, model, global_batch=24, method=method, unequal=unequal, keep=8)
-    assert again == found
+@pytest.mark.parametrize("number", range(len(CLUSTERS)))
+def test_plans_are_valid(number: int) -> None:
+    topology, model = CLUSTERS[number], profile()
+    methods = ("exact", "uniform", "autohet")
+    for method, unequal in itertools.product(methods if IS_THOROUGH else [methods[number % 3]], (True, False)):
+        found = make_plans(topology, model, global_batch=24, method=method, unequal=unequal, keep=8)
+        assert 1 <= len(found) <= 8
+        plans = [candidate.plan for candidate in found]
+        times = [plan.iteration_seconds * (1 if plan.symmetric else MIN_GAIN) for plan in plans]
+        assert times == sorted(times)
+        for candidate in found:
+            check(candidate.plan, topology, 24)
+            assert why_not_runnable(candidate.plan) is None
+            assert unequal or candidate.plan.symmetric
+            assert candidate.reason
+    if number < 2:
+        assert found == make_plans(topology, model, global_batch=24, method=method, unequal=unequal, keep=8)
 
 
 @examples(ordinary=50, thorough=100)

@@ -114,7 +114,7 @@ def test_few_compositions_are_all_listed(available: Sequence[int], stages: int) 
 
 
 @pytest.mark.parametrize(
-    ("kinds", "each", "stages"), [(17, 1, 17), (18, 1, 18), (25, 1, 24), (60, 3, 96), (300, 1, 24), (4, 500, 96)]
+    ("kinds", "each", "stages"), [(18, 1, 18), (25, 1, 24), (60, 3, 96), (4, 500, 96)]
 )
 def test_for_many_speeds_a_bounded_number_is_listed(kinds: int, each: int, stages: int) -> None:
     available = [each] * kinds
