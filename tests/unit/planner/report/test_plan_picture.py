@@ -108,7 +108,7 @@ def test_pictures_of_long_large_and_slowed_plans(tmp_path: Path, figures: list[F
     assert (tmp_path / "long.png").read_bytes().startswith(b"\x89PNG")
     left, right = figures[0].axes
     assert left.get_xlim()[1] < right.get_xlim()[0]
-    many = replica(*(stage(s, s + 1, (s,)) for s in range(60)), micro_batches=6)
+    many = replica(*(stage(s, s + 1, (s,)) for s in range(60)), micro_batches=2)
     plot_plan(simulate_plan(plan(many)), tmp_path / "many.pdf")
     assert all(len(axis.get_yticklabels()) == MAX_LANES for axis in figures[1].axes)
     assert f"{MAX_LANES} of 60 stages" in figures[1].get_suptitle()

@@ -84,11 +84,6 @@ def test_micro_batches_that_colossalai_does_not_run_are_refused(make) -> None:
         make()
 
 
-def test_one_stage_is_one_in_messages_too() -> None:
-    with pytest.raises(ValueError, match=r"^1 micro-batch for 2 stages: "):
-        interleaved(2, 2, 1)
-
-
 # Memory ----------------------------------------------------------------------------------------------------------
 
 

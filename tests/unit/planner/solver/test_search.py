@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
-from colossal_hetero.planner.cost.gradient_times import divide_micro_batches
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.cost.ranked_plan import MIN_GAIN
 from colossal_hetero.planner.cost.runnable import why_not_runnable
@@ -22,7 +18,7 @@ from colossal_hetero.planner.solver.problem import Problem
 from colossal_hetero.planner.solver.search import search
 from tests.support.layer_profiles import layer_times, small_sizes
 from tests.support.planning import make_plans
-from tests.support.random_examples import IS_THOROUGH, examples
+from tests.support.random_examples import IS_THOROUGH
 
 FAST_LINK, SLOW_LINK = Channel("NVLink", 300e9, 1e-5), Channel("RoCE", 25e9, 2e-5)
 
@@ -107,26 +103,6 @@ def test_plans_are_valid(number: int) -> None:
             assert candidate.reason
     if number < 2:
         assert found == make_plans(topology, model, global_batch=24, method=method, unequal=unequal, keep=8)
-
-
-@examples(ordinary=50, thorough=100)
-@given(
-    pipelines=st.lists(st.tuples(st.floats(0.1, 9), st.floats(0.1, 4), st.integers(1, 4)), min_size=1, max_size=3),
-    more=st.integers(0, 7),
-)
-def test_micro_batches_are_divided_optimally(pipelines: list[tuple[float, float, int]], more: int) -> None:
-    fill, steps, minimum = zip(*pipelines, strict=True)
-    micro_batches = sum(minimum) + more
-
-    def last(counts: tuple[int, ...] | list[int]) -> float:
-        return max(first + (count - 1) * step for first, step, count in zip(fill, steps, counts, strict=True))
-
-    divided = divide_micro_batches(fill, steps, micro_batches, minimum)
-    assert sum(divided) == micro_batches
-    assert all(count >= least for count, least in zip(divided, minimum, strict=True))
-    ways = itertools.product(*(range(least, least + more + 1) for least in minimum))
-    best = min(last(counts) for counts in ways if sum(counts) == micro_batches)
-    assert last(divided) == pytest.approx(best, rel=1e-9)
 
 
 @pytest.mark.parametrize(("slow_seconds", "first_is_equal"), [(1.08, True), (3.0, False)])
@@ -242,13 +218,6 @@ def test_devices_that_are_not_enough(
     topology = cluster(devices, memory=dict.fromkeys(devices, memory))
     with pytest.raises(ValueError, match=message):
         make_plans(topology, profile(**changes), global_batch=8)
-
-
-def test_reasons_name_what_takes_longer() -> None:
-    plans = make_plans(cluster({"fast": 3, "slow": 2}), profile(), global_batch=16, keep=5)
-    slower = [each.reason for each in plans[1:] if each.plan.iteration_seconds > plans[0].plan.iteration_seconds]
-    parts = "longest|in stage|filling and emptying|optimizer steps|sums of gradients"
-    assert slower and all(re.fullmatch(rf"\d+\.\d % slower: .*({parts}).*, .+ instead of .+", each) for each in slower)
 
 
 def test_zero_stage_1_alone_is_for_several_replicas() -> None:
