@@ -156,13 +156,3 @@ class Simulation:
         for _ in range(iterations):
             fixed.iterate(samples)
         return sum(fixed.walls[iterations // 4 :]) / len(fixed.walls[iterations // 4 :])
-
-    def best_wall(self) -> float:
-        """The least :meth:`mean_wall` of all divisions among two replicas, by enumeration."""
-        first, _ = self.replicas
-        assert len(self.replicas) == 2 and first is not None
-        total = self.global_batch_size
-        step = max(1, total // 64)
-        coarse = min(range(0, total + 1, step), key=lambda n: self.mean_wall([n, total - n]))
-        near = range(max(0, coarse - step), min(total, coarse + step) + 1)
-        return min(self.mean_wall([n, total - n]) for n in near)

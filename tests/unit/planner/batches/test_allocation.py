@@ -234,9 +234,6 @@ def test_wrong_arguments_are_named(arguments: tuple, message: str) -> None:
     curves, samples, stage, *more = arguments
     with pytest.raises(ValueError, match=message):
         allocate(curves, samples, stage, **(more[0] if more else {}))
-
-
-def test_shares_that_do_not_fit_are_rejected() -> None:
     with pytest.raises(ValueError, match="rank 1 holds at most 2 samples, not a micro-batch of 3"):
         evaluate([CURVE, CURVE], [Share(((2, 1),)), Share(((3, 1),))], 0, method="exact")
     with pytest.raises(ValueError, match="all ranks must run the same number of micro-steps"):

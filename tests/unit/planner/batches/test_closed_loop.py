@@ -189,14 +189,6 @@ def test_a_device_that_saved_up_time_does_not_get_far_too_much_again_and_again()
     assert sum(late) / len(late) <= 1.1 * best_wall(simulation)
 
 
-def test_the_best_division_is_that_of_an_enumeration() -> None:
-    """The reference of the other tests is right: no fixed division is faster in the simulation."""
-    devices = replicas(2, 0.4 * 2 / 96)
-    devices[1].quota = 0.5
-    simulation = Simulation(devices, 96)
-    assert best_wall(simulation) == pytest.approx(simulation.best_wall(), rel=0.03)
-
-
 def loop(ranks: int = 2, min_gain: float = 0.02) -> Redivision:
     curve = Curve.from_seconds([float(n) for n in range(1, 13)])
     return Redivision(BatchDivider([curve] * ranks, 1), 12, min_gain)

@@ -79,14 +79,6 @@ def test_layers_before_and_after_the_blocks_are_added_to_the_first_and_the_last_
     np.testing.assert_allclose(costs.output_bytes, [12, 16, 20])
 
 
-def test_the_time_of_the_schedule_is_interpolated_and_0_in_files_without_it() -> None:
-    assert profile().costs("fast", 1, 2).schedule_seconds == 0
-    rows = [times(schedule_seconds=0.2), times(micro_batch=4, factor=3.0, schedule_seconds=0.5)]
-    mine = profile(times=rows, rank_devices=[])
-    assert [mine.costs("fast", 1, size).schedule_seconds for size in (1, 2, 4)] == pytest.approx([0.2, 0.3, 0.5])
-    assert mine.costs("fast", 1, 2, speed=0.5).schedule_seconds == pytest.approx(0.6)
-
-
 def test_measured_temporaries_are_used() -> None:
     """Of several blocks the largest counts, and less in the head than in a block adds nothing."""
     each = {f"{what}_seconds": [1] * 5 for what in ("forward", "backward", "update")}
@@ -119,6 +111,10 @@ def test_half_the_speed_and_a_micro_batch_in_between() -> None:
     # From factor 1 at one sample to factor 3 at four: 1 + 2·(2/3).
     np.testing.assert_allclose(costs.forward_seconds, np.array([1.5, 2.0, 3.25]) * (1 + 4 / 3))
     np.testing.assert_allclose(costs.activation_bytes, [3 * 18, 3 * 13, 3 * 22])
+    assert costs.schedule_seconds == 0
+    rows = [times(schedule_seconds=0.2), times(micro_batch=4, factor=3.0, schedule_seconds=0.5)]
+    mine = profile(times=rows, rank_devices=[])
+    assert [mine.costs("fast", 1, 2, speed=speed).schedule_seconds for speed in (1.0, 0.5)] == pytest.approx([0.3, 0.6])
 
 
 @given(
@@ -265,12 +261,7 @@ def test_shards_of_the_optimizer_state() -> None:
     nothing = model(state_factor=2.0, precision="bf16")
     without = nothing.costs("gpu", 1, 2, zero_shards=3)
     np.testing.assert_allclose(without.state_bytes, [220, 200, 240])
-
-
-def test_zero_in_fp32_copies_its_part_of_the_parameters() -> None:
-    costs = model(state_factor=4.0).costs("gpu", 1, 2, zero_shards=2)
-    # Two moments in stage 0; with ZeRO also the copy.
-    np.testing.assert_allclose(costs.state_bytes, [110 * (2 + 3 / 2), 100 * 3.5, 120 * 3.5])
-    counted = model(state_factor=5.0, master_copies=True)
-    costs = counted.costs("gpu", 1, 2, zero_shards=2)
-    np.testing.assert_allclose(costs.state_bytes, [110 * (2 + 3 / 2), 100 * 3.5, 120 * 3.5])
+    # In fp32, two moments in stage 0; with ZeRO also the copy.
+    for whole in (model(state_factor=4.0), model(state_factor=5.0, master_copies=True)):
+        costs = whole.costs("gpu", 1, 2, zero_shards=2)
+        np.testing.assert_allclose(costs.state_bytes, [110 * (2 + 3 / 2), 100 * 3.5, 120 * 3.5])

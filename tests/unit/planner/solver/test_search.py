@@ -122,14 +122,8 @@ def test_equal_replicas_come_first_unless_others_are_clearly_faster(slow_seconds
         assert any(f"{ratio:.2f} × as fast as the best plan with equal replicas" in note for note in first.plan.notes)
 
 
-def test_only_the_given_numbers_of_stages_are_used() -> None:
-    for unequal in (True, False):
-        found = make_plans(CLUSTERS[2], profile(), global_batch=24, stages=[2, 3], unequal=unequal, keep=20)
-        assert {len(replica.stages) for each in found for replica in each.plan.replicas} <= {2, 3}
-
-
 @pytest.mark.parametrize("unequal", [True, False])
-def test_the_fastest_plan_that_uses_all_devices(unequal: bool) -> None:
+def test_plans_of_all_devices_and_of_given_numbers_of_stages(unequal: bool) -> None:
     # The best plan leaves out the slow device, but a run on all ranks needs a plan that uses it.
     topology = cluster({"fast": 3, "slow": 1})
     model = profile(seconds={"fast": 1.0, "slow": 30.0}, degrees=(1,))
@@ -139,12 +133,11 @@ def test_the_fastest_plan_that_uses_all_devices(unequal: bool) -> None:
     (only,) = make_plans(topology, model, global_batch=24, unequal=unequal, all_devices=True, keep=1)
     assert only.plan.world_size == 4
     assert only.plan.iteration_seconds <= fastest.iteration_seconds
-
-
-def test_no_plan_for_all_devices() -> None:
     # One sample is one micro-batch, so there is one replica; it has one stage of at most two devices.
     with pytest.raises(ValueError, match="no plan uses all 4 devices; the fastest plan uses 2"):
         make_plans(CLUSTERS[0], profile(), global_batch=1, stages=[1], all_devices=True)
+    some = make_plans(CLUSTERS[2], profile(), global_batch=24, stages=[2, 3], unequal=unequal, keep=20)
+    assert {len(replica.stages) for each in some for replica in each.plan.replicas} <= {2, 3}
 
 
 def test_pipelines_have_no_more_stages_than_micro_batches() -> None:
