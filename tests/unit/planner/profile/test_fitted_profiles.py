@@ -159,10 +159,7 @@ def test_memory_is_eighteen_bytes_per_parameter() -> None:
         ({"efficiency": 1.5}, "efficiency=1.5"),
         ({"tensor_parallel": [3]}, "does not divide heads=32"),
         ({"devices": []}, "no device to estimate for; name at least one kind"),
-        (
-            {"devices": [DeviceKind("a", 1, 1.0)] * 2},
-            "times has two entries of micro-batch 1 on a at tensor_parallel 1",
-        ),
+        ({"devices": [DeviceKind("a", 1, 1.0)] * 2}, "two entries of micro-batch 1 on a at tensor_parallel 1"),
     ],
 )
 def test_impossible_estimates(options: dict[str, Any], words: str) -> None:

@@ -23,6 +23,8 @@ from colossal_hetero.planner.profile.layer_profile import (
 from tests.support.changed_files import error_after, put
 from tests.support.layer_profiles import layer_times
 
+RUN = {"blocks": 1, "forward_seconds": 1, "backward_seconds": 2}
+
 
 def times(device: str = "fast", micro_batch: int = 1, factor: float = 1.0, **fields: Any) -> dict[str, Any]:
     content = {
@@ -48,7 +50,7 @@ def profile(**fields: Any) -> ModelProfile:
     content: dict[str, Any] = {
         "name": "net",
         "times": [
-            times(block_runs=[{"blocks": 1, "forward_seconds": 1, "backward_seconds": 2}]),
+            times(block_runs=[RUN]),
             times(micro_batch=4, factor=3.0),
             times("slow", factor=5.0),
         ],
@@ -162,30 +164,15 @@ def test_the_error_for_unmeasured_costs_says_what_was_measured(arguments: tuple[
         (put("times", 0, "update_seconds", 2, value=float("nan")), r"update_seconds\[2\] is nan: must be a"),
         (put("times", 0, "forward_seconds", value=[1.0]), r"times\[0\]: there are 1 forward_seconds, 5 backward"),
         (put("sizes", 0, "parameter_bytes", 1, value=1.5), r"parameter_bytes\[1\] is 1.5: must be a whole number"),
-        (
-            put("sizes", 0, value=sizes(**{name: [1] * 6 for name in sizes()})),
-            r"times\[0\] has 5 layers, sizes\[0\] ",
-        ),
+        (put("sizes", 0, value=sizes(**{name: [1] * 6 for name in sizes()})), r"times\[0\] has 5 layers, sizes\[0\] "),
         (lambda content: content["sizes"].append(sizes(tensor_parallel=2, **{n: [1] for n in sizes()})), r"sizes\[1\]"),
-        (
-            put("times", 1, "micro_batch", value=1),
-            "times has two entries of micro-batch 1 on fast at tensor_parallel 1",
-        ),
+        (put("times", 1, "micro_batch", value=1), "two entries of micro-batch 1 on fast at tensor_parallel 1"),
         (lambda content: content["sizes"].append(sizes()), "sizes has two entries of tensor_parallel 1; keep one"),
-        (
-            put("times", 1, "tensor_parallel", value=2),
-            r"times\[1\] is at tensor_parallel 2.*no sizes have that degree \(sizes has 1\)",
-        ),
-        (
-            put("times", 0, "block_runs", value=[{"blocks": 2, "forward_seconds": 1, "backward_seconds": 1}] * 2),
-            "there are two runs of 2 blocks",
-        ),
+        (put("times", 1, "tensor_parallel", value=2), r"times\[1\] is at tensor_parallel 2.*no sizes have that degree"),
+        (put("times", 0, "block_runs", value=[RUN, RUN]), "there are two runs of 1 block"),
         (put("units", "seconds", value="ms"), "seconds is in 'ms', but is read in 's'"),
         (put("times", 0, "forward_second", value=1), r"forward_second is not a field; did you mean forward_seconds\?"),
-        (
-            put("rank_devices", value=["fast", "third"]),
-            "rank_devices names third, but there are only times of fast, slow",
-        ),
+        (put("rank_devices", value=["fast", "third"]), "names third, but there are only times of fast, slow"),
     ],
 )
 def test_error_messages_name_the_field(tmp_path: Path, change: Callable[[Any], None], words: str) -> None:
@@ -198,9 +185,7 @@ def test_error_messages_name_the_field(tmp_path: Path, change: Callable[[Any], N
 def test_a_profile_of_batches_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "batches.json"
     path.write_text('{"schema": 1, "kinds": []}')
-    with pytest.raises(
-        ValueError, match="is a profile of batches; make a profile of layers with colossal-hetero profile"
-    ):
+    with pytest.raises(ValueError, match="is a profile of batches; make a profile of layers with colossal-hetero"):
         load_profile(path)
     path.write_text("[]")
     with pytest.raises(ValueError, match="not a profile of layers"):

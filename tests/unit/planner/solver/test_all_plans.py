@@ -17,8 +17,7 @@ from colossal_hetero.planner.cost.draft import DraftBuilder
 from colossal_hetero.planner.cost.placed_pipelines import PlacedPipelines
 from colossal_hetero.planner.cost.placement import NodeLinks, SlotPool
 from colossal_hetero.planner.cost.plan import Plan
-from colossal_hetero.planner.cost.ranked_plan import ranking_seconds
-from colossal_hetero.planner.cost.runnable import why_not_runnable, why_recomputes
+from colossal_hetero.planner.cost.runnable import why_not_runnable
 from colossal_hetero.planner.cost.tp_groups import slot_kinds
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from colossal_hetero.planner.report.plan_table import layout
@@ -31,7 +30,6 @@ from tests.support.every_plan import EveryPlan, wishes_to_prove
 from tests.support.planning import make_plans, predict_plan
 from tests.support.random_clusters import (
     Problem,
-    large_problem,
     random_cluster,
     random_model,
     small_problem,
@@ -121,15 +119,6 @@ def test_no_bound_is_above_where_pipelines_share_network_cards() -> None:
             compared += 1
             assert bound_of(problem, best) <= best * (1 + ROUNDING), seed
     assert compared > 10
-
-
-@pytest.mark.parametrize("seed", [12, 2] if IS_THOROUGH else [12])
-def test_recomputation_and_zero_gain_one_percent_or_are_not_used(seed: int) -> None:
-    problem = large_problem(seed)
-    simple, best = search(problem.to_search()).best, search(problem.to_search(recompute=True, zero_stages=(0, 1))).best
-    ranking = ranking_seconds(simple.iteration_seconds, equal=simple.symmetric)
-    plain = not best.zero_stage and why_recomputes(best) is None
-    assert ranking_seconds(best.iteration_seconds, equal=best.symmetric, plain=plain) <= ranking * (1 + 1e-9)
 
 
 def nodes(sizes: Sequence[int], kinds: Sequence[str], bandwidths: Sequence[float]) -> Topology:

@@ -151,10 +151,8 @@ def test_pipelines_have_no_more_stages_than_micro_batches() -> None:
 def test_only_the_best_plan_is_compared() -> None:
     topology, model = CLUSTERS[2], profile()
     plain = make_plans(topology, model, global_batch=24, unequal=False)
-    problem = Problem(
-        topology=topology, profile=model, global_batch=24, unequal=False, recompute=False, zero_stages=(0,)
-    )
-    answer = search(problem, compare=True)
+    wishes: dict[str, Any] = dict(global_batch=24, unequal=False, recompute=False, zero_stages=(0,))
+    answer = search(Problem(topology=topology, profile=model, **wishes), compare=True)
     compared = answer.plans
     assert [each.reason for each in plain] == [each.reason for each in compared]
     uniform = make_plans(topology, model, global_batch=24, unequal=False, method="uniform", keep=1)[0].plan
@@ -201,7 +199,7 @@ def test_error_messages(changes: dict[str, object], message: str) -> None:
             {"fast": 1},
             40,
             {"blocks": 4, "degrees": (1,), "micro_batches": (1,)},
-            r"in a plan of one stage .* 8e-09 GB for a copy of the gradients in buckets",
+            r"one stage .* 8e-09 GB for a copy",
         ),
     ],
 )

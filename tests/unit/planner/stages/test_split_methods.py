@@ -249,12 +249,12 @@ def test_adapt_stops_after_the_maximum_number_of_nodes():
         (
             pipeline_of([1.0, 2.0], 4, memory=[1.5, 1.6]),
             {},
-            r"block 0 alone needs 3e-09 GB in slot slot 1, which has 1\.6e-09 GB",
+            r"block 0 alone needs 3e-09 GB in slot slot 1",
         ),
         (
             pipeline_of([1.0, 2.0], 8, memory=[6.0, 6.0]),
             {},
-            r"blocks .* in slot .* as stage 1, with 1 micro-batch in flight, need",
+            r"blocks .* as stage 1, with 1 micro-batch in flight",
         ),
     ],
 )
