@@ -77,7 +77,7 @@ if the speed changes between two checks."""
 def paired(*dimensions: Sequence[Any]) -> list[tuple[Any, ...]]:
     """All combinations with all seeds if thorough, else each value once or more, each case with another seed."""
     if IS_THOROUGH:
-        return list(itertools.product(*dimensions, range(20)))
+        return list(itertools.product(*map(dict.fromkeys, dimensions), range(20)))
     longest = max(map(len, dimensions))
     return [(*(each[case % len(each)] for each in dimensions), case) for case in range(longest)]
 

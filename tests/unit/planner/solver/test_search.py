@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
+from colossal_hetero.planner.cost.gradient_times import divide_micro_batches
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.cost.ranked_plan import MIN_GAIN
 from colossal_hetero.planner.cost.runnable import why_not_runnable
@@ -103,6 +107,24 @@ def test_plans_are_valid(number: int) -> None:
             assert candidate.reason
     if number < 2:
         assert found == make_plans(topology, model, global_batch=24, method=method, unequal=unequal, keep=8)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.1, 9), st.floats(0.1, 4), st.integers(1, 4)), min_size=1, max_size=3),
+    st.integers(0, 7),
+)
+def test_micro_batches_are_divided_optimally(pipelines: list[tuple[float, float, int]], more: int) -> None:
+    fill, steps, minimum = zip(*pipelines, strict=True)
+    total = sum(minimum) + more
+
+    def last(counts: Sequence[int]) -> float:
+        return max(first + (count - 1) * step for first, step, count in zip(fill, steps, counts, strict=True))
+
+    ways = itertools.product(*(range(least, least + more + 1) for least in minimum))
+    best = min(last(counts) for counts in ways if sum(counts) == total)
+    divided = divide_micro_batches(fill, steps, total, minimum)
+    assert sum(divided) == total and last(divided) == pytest.approx(best, rel=1e-9)
+    assert all(count >= least for count, least in zip(divided, minimum, strict=True))
 
 
 @pytest.mark.parametrize(("slow_seconds", "first_is_equal"), [(1.08, True), (3.0, False)])
