@@ -34,12 +34,20 @@ class SimulatedReplica:
     def busy_until(self, start: float, samples: int, noise: float) -> float:
         """When a micro-batch of ``samples`` ends that begins to compute at ``start``."""
         left = (self.fixed_seconds + self.sample_seconds * max(samples, 1)) * noise
-        now = start
+        now, whole = start, self.quota * self.period
+        if self.quota >= 1.0:
+            now += left
+            index = int(now / self.period + 1e-9)
+            self._used = {index: self._used.get(index, 0.0) + now - max(start, index * self.period)}
+            return now
         while left > 1e-12:
             index = int(now / self.period + 1e-9)
+            if index not in self._used and now <= index * self.period + 1e-12 and left > whole:
+                periods = int(left / whole)
+                left, now = left - periods * whole, now + periods * self.period
+                continue
             end = (index + 1) * self.period
-            free = self.quota * self.period - self._used.get(index, 0.0) if self.quota < 1.0 else end - now
-            runs = max(min(left, free, end - now), 0.0)
+            runs = max(min(left, whole - self._used.get(index, 0.0), end - now), 0.0)
             self._used[index] = self._used.get(index, 0.0) + runs
             left -= runs
             now = now + runs if left <= 1e-12 else end
@@ -148,13 +156,3 @@ class Simulation:
         for _ in range(iterations):
             fixed.iterate(samples)
         return sum(fixed.walls[iterations // 4 :]) / len(fixed.walls[iterations // 4 :])
-
-    def best_wall(self) -> float:
-        """The least :meth:`mean_wall` of all divisions among two replicas, by enumeration."""
-        first, _ = self.replicas
-        assert len(self.replicas) == 2 and first is not None
-        total = self.global_batch_size
-        step = max(1, total // 64)
-        coarse = min(range(0, total + 1, step), key=lambda n: self.mean_wall([n, total - n]))
-        near = range(max(0, coarse - step), min(total, coarse + step) + 1)
-        return min(self.mean_wall([n, total - n]) for n in near)

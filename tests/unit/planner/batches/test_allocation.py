@@ -141,7 +141,7 @@ def check_sound(
 
 
 @pytest.mark.parametrize("stage, accumulation, smallest", [*((*each, 1) for each in SETTINGS), *FOR_LARGER])
-@examples(ordinary=40, thorough=200)
+@examples(ordinary=25, thorough=200)
 @given(st.data(), st.integers(1, 12), communications)
 def test_no_allocation_is_better(
     stage: int, accumulation: str, smallest: int, data: st.DataObject, samples: int, communication: float
@@ -159,12 +159,11 @@ def test_no_allocation_is_better(
     assert found.wall_seconds == pytest.approx(best, rel=1e-9)
 
 
-@pytest.mark.parametrize("smallest", [1, 2, 3])
 @pytest.mark.parametrize("stage, accumulation", SETTINGS)
-@examples(ordinary=12, thorough=60)
-@given(st.data(), st.integers(1, 300), communications)
+@examples(ordinary=12, thorough=180)
+@given(st.data(), st.integers(1, 300), communications, st.integers(1, 3))
 def test_exact_is_never_slower_than_the_simple_rules(
-    stage: int, accumulation: str, smallest: int, data: st.DataObject, samples: int, communication: float
+    stage: int, accumulation: str, data: st.DataObject, samples: int, communication: float, smallest: int
 ) -> None:
     """Rules that cannot keep the smallest micro-batch say so."""
     curves = data.draw(clusters(4, 12, smallest))
@@ -185,7 +184,7 @@ def test_exact_is_never_slower_than_the_simple_rules(
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@examples(ordinary=40, thorough=200)
+@examples(ordinary=20, thorough=200)
 @given(st.data(), st.integers(1, 12), st.sampled_from([0.02, 0.2]))
 def test_more_micro_steps_must_save_time(stage: int, data: st.DataObject, samples: int, gain: float) -> None:
     curves = data.draw(clusters())
@@ -195,14 +194,6 @@ def test_more_micro_steps_must_save_time(stage: int, data: st.DataObject, sample
     found = allocate(curves, samples, stage, least_gain=gain)
     check_sound(found, curves, samples, 0.0)
     assert (found.steps, found.wall_seconds) == (fewest, pytest.approx(walls[fewest - 1], rel=1e-9))
-
-
-def test_of_equal_wall_times_the_fewest_micro_steps_are_chosen() -> None:
-    """If times have no constant part, any number of micro-steps that fits takes equally long, except for rounding."""
-    curve = Curve.from_seconds([0.1 * b for b in range(1, 9)])
-    for stage, accumulation in SETTINGS:
-        found = allocate([curve] * 3, 48, stage, accumulation=accumulation)
-        assert [share.sizes for share in found.shares] == [(8, 8)] * 3
 
 
 def test_the_flops_method_divides_in_proportion_to_flops() -> None:
@@ -243,9 +234,6 @@ def test_wrong_arguments_are_named(arguments: tuple, message: str) -> None:
     curves, samples, stage, *more = arguments
     with pytest.raises(ValueError, match=message):
         allocate(curves, samples, stage, **(more[0] if more else {}))
-
-
-def test_shares_that_do_not_fit_are_rejected() -> None:
     with pytest.raises(ValueError, match="rank 1 holds at most 2 samples, not a micro-batch of 3"):
         evaluate([CURVE, CURVE], [Share(((2, 1),)), Share(((3, 1),))], 0, method="exact")
     with pytest.raises(ValueError, match="all ranks must run the same number of micro-steps"):
@@ -267,16 +255,6 @@ def test_no_division_of_pipelines_is_faster(seconds: list[float], stages: int, m
 
     possible = product(range(stages, count + 1), repeat=len(seconds))
     assert wall(found) == min(wall(each) for each in possible if sum(each) == count)
-
-
-def test_pipelines_that_differ_in_speed_or_have_too_few_micro_batches() -> None:
-    assert divide_micro_batches([1.0, 1.0], 9, 2) == (5, 4)
-    assert divide_micro_batches([2.0, 1.0], 12, 1) == (4, 8)
-    with pytest.raises(ValueError, match="5 micro-batches are too few for 2 pipelines of 3 stages"):
-        divide_micro_batches([1.0, 1.0], 5, 3)
-
-
-def test_the_last_micro_step_synchronizes_too() -> None:
-    """Two steps of 2 samples take 2 · (2 + 2) s; 3 samples and 1 take (4 + 2) + (1 + 2) s."""
-    found = allocate([Curve.from_seconds([1.0, 2.0, 4.0])], 4, 2, communication_seconds=2.0)
-    assert found.wall_seconds == 8.0 and found.shares[0].runs == ((2, 2),)
+    if len(seconds) > 1:
+        with pytest.raises(ValueError, match="are too few for"):
+            divide_micro_batches(seconds, stages * len(seconds) - 1, stages)

@@ -54,12 +54,6 @@ def profile(**changes: Any) -> BatchProfile:
     return BatchProfile(**{**values, **changes})
 
 
-def broken(tmp_path: Path, change: Callable[[Any], None]) -> str:
-    """The error message for a profile after ``change``."""
-    save_profile(profile(), tmp_path / "broken.json")
-    return error_after(change, tmp_path / "broken.json", load_profile)
-
-
 def test_a_saved_profile_loads_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     save_profile(profile(), path)
@@ -103,12 +97,8 @@ def test_a_smaller_state_leaves_memory_for_larger_batches() -> None:
     # If the measured largest batch differs from the computed one, the predictions are corrected by the difference.
     wasteful = profile(kinds=[device(max_batch=3)], ranks=[0] * 4, links=[])
     assert wasteful.kind_max_batches(3)[0] == 9
-
-
-def test_fewer_ranks_each_hold_more_of_the_state() -> None:
-    assert profile().state_bytes(0, 2) == profile().state_bytes(0)
-    assert profile().state_bytes(3, 2) == [8 * GIB, 8 * GIB]
-    assert [profile().kind_max_batches(stage, sharing_ranks=2) for stage in (0, 3)] == [[4, 2], [8, 6]]
+    # Fewer ranks each hold more of the state.
+    assert profile().state_bytes(0, 2) == profile().state_bytes(0) and profile().state_bytes(3, 2) == [8 * GIB] * 2
     assert [curve.max_batch for curve in profile().curves(3, sharing_ranks=2)] == [8, 6, 8, 6]
 
 
@@ -145,39 +135,18 @@ def test_a_profile_of_another_run_is_rejected() -> None:
     [
         (put("schema", value=2), "has schema 2, this version reads schema 1; make a new profile"),
         (lambda content: content.pop("schema"), 'it has no "schema"'),
-        (
-            put("kinds", 0, "points", 1, "seconds", value=-0.1),
-            r"kinds\[0\].points\[1\].seconds is -0.1: must be above 0",
-        ),
+        (put("kinds", 0, "points", 1, "seconds", value=-0.1), r"kinds\[0\].points\[1\].seconds is -0.1: must be"),
         (put("kinds", 0, "points", 0, "batch", value=4), r"kinds\[0\].points: duplicate batch 4"),
         (put("kinds", 0, "points", 0, "forward_seconds", value=1), r"forward_seconds=1.0 is more than seconds=0.1"),
         (put("kinds", 0, "points", value=[]), "max_batch=4, but there are no points; measure"),
-        (
-            put("kinds", 1, "memory_bytes", value="24 GiB"),
-            r"kinds\[1\].memory_bytes is '24 GiB': must be a whole number",
-        ),
         (put("kinds", 1, "memory_bound", value=1), "memory_bound is 1: must be true or false"),
-        (put("kinds", 1, "max_batches", value=3), r"max_batches is not a field; did you mean max_batch\?"),
         (put("model", value=[]), r"model is \[\]: must be an object"),
-        (lambda content: content["model"].pop("digest"), "model.digest is missing"),
         (put("ranks", value=[0, 2]), r"ranks\[1\] is kind 2, but kinds are numbered 0 to 1"),
-        (put("units", "seconds", value="ms"), "seconds is in 'ms', but is read in 's'"),
         (put("links", 0, "ranks", value=[0, 4]), r"links\[0\] joins ranks 0 and 4, but ranks are numbered 0 to 3"),
         (put("links", 0, "ranks", value=[1, 1]), "joins two different ranks, but both are rank 1"),
-        (put("links", 0, "bytes_per_second", value=0), r"links\[0\].bytes_per_second is 0: must be at least 1e-06"),
     ],
 )
 def test_error_messages_name_the_field(tmp_path: Path, change: Callable[[Any], None], words: str) -> None:
-    message = broken(tmp_path, change)
+    save_profile(profile(), tmp_path / "broken.json")
+    message = error_after(change, tmp_path / "broken.json", load_profile)
     assert re.search(words, message), message
-
-
-@pytest.mark.parametrize(("text", "words"), [("{", "is not JSON"), ("[]", "not a profile"), ("\udcff", "is not JSON")])
-def test_files_that_are_not_profiles(tmp_path: Path, text: str, words: str) -> None:
-    path = tmp_path / "profile.json"
-    path.write_bytes(text.encode("utf-8", "surrogateescape"))
-    with pytest.raises(ValueError, match=words):
-        load_profile(path)
-    for missing, reason in ((tmp_path / "nothing.json", "no such file"), (tmp_path, "cannot be read")):
-        with pytest.raises(ValueError, match=reason):
-            load_profile(missing)

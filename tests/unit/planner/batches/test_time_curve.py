@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -39,13 +41,6 @@ def test_curves_rise_and_stay_near_the_points(case: tuple[dict[int, float], int]
             assert curve.seconds[batch] == pytest.approx(seconds, rel=MAX_DIP)
 
 
-@given(st.floats(0.001, 1), st.floats(0.001, 1), st.sets(st.integers(1, 50), min_size=2), st.integers(1, 100))
-def test_points_on_a_line_make_a_linear_curve(fixed: float, slope: float, batches: set[int], max_batch: int) -> None:
-    curve = Curve.through({b: fixed + slope * b for b in batches}, max_batch)
-    inside = np.arange(min(batches), max_batch + 1)
-    np.testing.assert_allclose(curve.seconds[inside], fixed + slope * inside, rtol=1e-6)
-
-
 def test_curves_by_hand() -> None:
     points = {1: 1.0, 2: 1.1, 4: 1.9, 8: 4.5, 13: 6.0}
     curve = Curve.through(points, 20)
@@ -63,8 +58,10 @@ def test_curves_by_hand() -> None:
     curve = Curve.from_seconds([2.0, 2.0, 4.5, 5.0])
     assert curve.peak_speed == 1.0 and curve.limited(0).peak_speed == 0.0
     assert curve.limited(9) is curve and curve.limited(2).max_batch == 2 and curve.limited(0).max_batch == 0
-    with pytest.raises(ValueError):
-        curve.seconds[0] = 1.0
+    assert not curve.seconds.flags.writeable
+    # Noise is averaged.
+    curve = Curve.through({1: 1.0, 2: 2.0, 4: 1.9, 8: 4.0}, 8)
+    assert curve.seconds[[2, 3, 4]].tolist() == pytest.approx([1.95] * 3)
 
 
 def test_below_the_smallest_batch_the_curve_is_level() -> None:
@@ -74,55 +71,33 @@ def test_below_the_smallest_batch_the_curve_is_level() -> None:
     assert curve.limited(3).min_batch == 2 and curve.limited(1).max_batch == 0
     assert Curve.through({2: 1.0}, 2, min_batch=2).seconds.tolist() == [1.0] * 3
     assert Curve.from_seconds([1.0, 2.0, 3.0], 3).seconds.tolist() == [3.0] * 4
-    with pytest.raises(ValueError, match="cannot hold 2 samples"):
-        Curve.through(points, 1, min_batch=2)
-    with pytest.raises(ValueError, match="min_batch=4 must be"):
-        Curve([1.0, 1.0, 1.0], 4)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"must equal seconds\[2\]=2"):
-        Curve([1.0, 1.0, 2.0], 2)  # type: ignore[arg-type]
-
-
-def test_noise_is_averaged_and_larger_dips_are_errors() -> None:
-    curve = Curve.through({1: 1.0, 2: 2.0, 4: 1.9, 8: 4.0}, 8)
-    assert curve.seconds[[2, 3, 4]].tolist() == pytest.approx([1.95] * 3)
-    with pytest.raises(
-        ValueError, match=r"batch 4 takes 1.7 s, less than batch 2 with 2 s, and the difference is more than noise"
-    ):
-        Curve.through({1: 1.0, 2: 2.0, 4: 1.7, 8: 4.0}, 8)
 
 
 @pytest.mark.parametrize(
-    "points, max_batch, message",
+    ("curve", "message"),
     [
-        ({}, 4, "at least two"),
-        ({1: 1.0}, 4, "gives no slope; measure a second"),
-        ({2: 1.0}, 1, "gives no slope; measure a second"),
-        ({0: 1.0, 1: 1.0}, 4, "batch 0"),
-        ({1: 0.0, 2: 1.0}, 4, "batch 1 has time 0.0 s"),
-        ({1: 1.0, 2: float("nan")}, 4, "batch 2 has time nan s"),
-        ({1: 1.0, 2: float("inf")}, 4, "batch 2 has time inf s"),
-        ({1: 1.0, 2: 2.0}, 0, "cannot hold one sample"),
+        (lambda: Curve.through({}, 4), "at least two"),
+        (lambda: Curve.through({1: 1.0}, 4), "gives no slope; measure a second"),
+        (lambda: Curve.through({0: 1.0, 1: 1.0}, 4), "batch 0"),
+        (lambda: Curve.through({1: 0.0, 2: 1.0}, 4), "batch 1 has time 0.0 s"),
+        (lambda: Curve.through({1: 1.0, 2: float("nan")}, 4), "batch 2 has time nan s"),
+        (lambda: Curve.through({1: 1.0, 2: 2.0}, 0), "cannot hold one sample"),
+        (
+            lambda: Curve.through({1: 1.0, 2: 2.0, 4: 1.7}, 8),
+            "batch 4 takes 1.7 s, less than batch 2 with 2 s",
+        ),
+        (lambda: Curve.through({2: 1.0, 4: 2.0}, 1, min_batch=2), "cannot hold 2 samples"),
+        (lambda: Curve(np.ones(3), 4), "min_batch=4 must be"),
+        (lambda: Curve(np.array([1.0, 1.0, 2.0]), 2), r"must equal seconds\[2\]=2"),
+        (lambda: Curve(np.ones((1, 1))), "has shape"),
+        (lambda: Curve(np.array([1.0, 1.0, np.nan])), "nan at batch 2"),
+        (lambda: Curve(np.zeros(2)), "0.0 at batch 0"),
+        (lambda: Curve(np.array([1.0, 1.0, 3.0, 2.0])), "decreases from 3 at batch 2 to 2"),
     ],
 )
-def test_unusable_measurements_are_named(points: dict[int, float], max_batch: int, message: str) -> None:
+def test_unusable_times_are_named(curve: Callable[[], Curve], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Curve.through(points, max_batch)
-
-
-@pytest.mark.parametrize(
-    "seconds, message",
-    [
-        ([], "has shape"),
-        ([[1.0]], "has shape"),
-        ([1.0, 1.0, np.nan], "nan at batch 2"),
-        ([0.0, 0.0], "0.0 at batch 0"),
-        ([1.0, 1.0, 3.0, 2.0], "decreases from 3 at batch 2 to 2"),
-        ([0.5, 1.0], "must equal"),
-    ],
-)
-def test_unusable_curves_are_named(seconds: list, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Curve(np.array(seconds, dtype=float))
+        curve()
 
 
 def device_curve(factor: float, max_batch: int = 64, min_batch: int = 1) -> Curve:
@@ -136,11 +111,10 @@ def noisy(seed: int, max_batch: int = 64) -> Curve:
     return Curve.through({size: (0.2 + 0.1 * size) * random.uniform(0.96, 1.04) for size in sizes}, max_batch)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(("ranks", "stage"), [(2, 0), (3, 1), (4, 2), (3, 3)])
 def test_equal_devices_get_equal_parts_in_spite_of_noise(ranks: int, stage: int) -> None:
     unequal = 0
-    for seed in range(10):
+    for seed in range(5):
         curves = [noisy(ranks * seed + rank) for rank in range(ranks)]
         groups = equal_devices(["gpu"] * ranks, curves)
         divided = allocate(joint_curves(curves, groups), 48 * ranks, stage)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
-from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -135,13 +133,6 @@ def cluster(*nodes: tuple[int, tuple[Channel, ...]], inside_total: float = math.
     return Topology(tuple(devices), tuple(made), ("here",))
 
 
-def shared_channels(topology: Topology, pipelines: Sequence[Sequence[int]]) -> list[list[Channel]]:
-    """Channel of each hop, ``[pipelines][stages − 1]``."""
-    links = NodeLinks(topology, 1e6)
-    rows = links.hops([[topology.devices[device].node for device in pipeline] for pipeline in pipelines], 1)
-    return [[links.channels[number] for number in row] for row in rows]
-
-
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[Topology, list[tuple[int, ...]]]:
     nics = st.sampled_from([(SLOW,), (FAST, SLOW), (Channel("Ethernet", 5e9),)])
@@ -150,29 +141,6 @@ def layouts(draw: st.DrawFn) -> tuple[Topology, list[tuple[int, ...]]]:
     order = draw(st.permutations(range(len(topology.devices))))
     cuts = sorted(draw(st.sets(st.integers(1, len(order)), max_size=4)) | {0})
     return topology, [tuple(order[start:stop]) for start, stop in pairwise(cuts)] or [tuple(order)]
-
-
-@examples(ordinary=100, thorough=2000)
-@given(layouts(), st.integers(1, 10))
-def test_no_card_carries_more_than_it_can(case: tuple[Topology, list[tuple[int, ...]]], size: int) -> None:
-    """In the time of the slowest stage's transfers, every card must be able to carry the messages of all pipelines."""
-    topology, pipelines = case
-    hops = shared_channels(topology, pipelines)
-    sent: Counter[tuple[int, str]] = Counter()
-    longest = 0.0
-    for pipeline, channels in zip(pipelines, hops, strict=True):
-        nodes = [topology.devices[device].node for device in pipeline]
-        seconds = [channel.seconds(size * 1e6) for channel in channels]
-        longest = max([longest, *(before + behind for before, behind in pairwise([0.0, *seconds, 0.0]))])
-        for (a, b), channel in zip(pairwise(nodes), channels, strict=True):
-            # Activations leave a, gradients leave b.
-            sent[a, channel.kind if a != b else "inside"] += 1
-            sent[b, channel.kind if a != b else "inside"] += 1
-    for (node, kind), messages in sent.items():
-        rate = sum(nic.bytes_per_second for nic in topology.nodes[node].nics if nic.kind == kind)
-        if kind == "inside":
-            rate = topology.nodes[node].inside_bytes_per_second
-        assert messages * size * 1e6 / rate <= longest * (1 + 1e-9)
 
 
 @examples(ordinary=60, thorough=1000)

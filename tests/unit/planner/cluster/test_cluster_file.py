@@ -58,16 +58,6 @@ dollars_per_gigabyte = 0.08
 """
 
 
-def test_prices_are_read_and_written() -> None:
-    topology = parse_cluster(FILE)
-    assert [node.dollars_per_hour for node in topology.nodes] == [7.5, 7.5, 5.0]  # of two nodes, those of the devices
-    assert topology.egress == ((1, 0, 0.08),)
-    assert parse_cluster(write_cluster(topology)) == topology
-    assert parse_cluster(FILE.replace("dollars_per_hour = 5\n", "")).nodes[2].dollars_per_hour is None
-    with pytest.raises(ValueError, match="dollars_per_hour"):
-        parse_cluster(FILE.replace("dollars_per_hour = 5\n", "dollars_per_hour = -5\n"))
-
-
 def test_all_fields_are_read() -> None:
     topology = parse_cluster(FILE)
     old = DeviceKind("old", 12_000_000_000, 6.5e12, 1_200_000_000)
@@ -86,14 +76,17 @@ def test_all_fields_are_read() -> None:
     assert topology.nodes[2].inside == INSIDE["V100-16"]
     assert topology.channel(0, 3) == roce
     assert topology.channel(2, 9) == Channel("Ethernet", 0.625e9, 0.01)
+    assert [node.dollars_per_hour for node in topology.nodes] == [7.5, 7.5, 5.0]  # of two nodes, those of the devices
+    assert topology.egress == ((1, 0, 0.08),)
+    assert parse_cluster(write_cluster(topology)) == topology
+    assert parse_cluster(FILE.replace("dollars_per_hour = 5\n", "")).nodes[2].dollars_per_hour is None
 
 
-@pytest.mark.parametrize("path", sorted(CLUSTERS.glob("*.toml")), ids=lambda path: path.stem)
-def test_examples_are_unchanged_after_writing_and_loading(path: Path, tmp_path: Path) -> None:
-    topology = load_cluster(path)
-    save_cluster(topology, tmp_path / "copy.toml", "A copy.\n\nOf an example.")
-    assert load_cluster(tmp_path / "copy.toml") == topology
-    assert [file.name for file in tmp_path.iterdir()] == ["copy.toml"]
+def test_examples_are_unchanged_after_writing_and_loading(tmp_path: Path) -> None:
+    for path in CLUSTERS.glob("*.toml"):
+        save_cluster(load_cluster(path), tmp_path / "copy.toml", "A copy.\n\nOf an example.")
+        assert load_cluster(tmp_path / "copy.toml") == load_cluster(path)
+        assert [file.name for file in tmp_path.iterdir()] == ["copy.toml"]
 
 
 names = st.text(st.characters(codec="utf-8", exclude_categories=("C",)), min_size=1, max_size=8)
@@ -134,7 +127,7 @@ def topologies(draw: st.DrawFn) -> Topology:
     return Topology(tuple(devices), tuple(nodes), tuple(clusters), tuple(between))
 
 
-@examples(ordinary=25, thorough=1000)
+@examples(ordinary=12, thorough=1000)
 @given(topologies(), st.text(st.characters(codec="utf-8", exclude_categories=("C",)), max_size=20))
 def test_writing_loses_nothing(topology: Topology, comment: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -155,32 +148,19 @@ MISTAKES = [
     (
         'kind = "V100-16"',
         'kind = "V100"',
-        "node west: there is no device kind V100; did you mean V100-",
-        "[kinds.V100] with memory_gb and tflops",
+        "there is no device kind V100; did you mean V100-",
+        "[kinds.V100] with",
     ),
+    ("dollars_per_hour = 5\n", "dollars_per_hour = -5\n", "dollars_per_hour"),
     ("memory_gb = 12", "", "kinds.old has no memory_gb, and there is no preset"),
     ("memory_gb = 12", "memory_gb = 12\nmemory_bytes = 1", "either memory_gb or memory_b"),
-    (
-        "memory_reserve_gb = 1.2",
-        "memory_reserve_gb = 12",
-        "old has a memory reserve of 12 GB and 12 GB of memory",
-        "less than the memory",
-    ),
+    ("reserve_gb = 1.2", "reserve_gb = 12", "old has a memory reserve of 12 GB and 12 GB", "less than the memory"),
     ("gigabits_per_second = 100", "gigabits_per_second = -100", "is -100", "must be at least 1e-15"),
-    (
-        "gigabytes_per_second = 16",
-        "gigabytes_per_second = 16, total_gigabytes_per_second = 16, total_bytes_per_second = 1",
-        "give either total_gigabytes_per_second or total_bytes_per_second",
-    ),
+    ('PCIe"', 'PCIe", total_gigabytes_per_second = 16, total_bytes_per_second = 1', "give either total_gig"),
     (", gigabytes_per_second = 16", "", "clusters[0].nodes[0].inside: a bandwidth is missing"),
     ("gigabytes_per_second = 16", "gigabytes_per_second = inf", "must be a finite number"),
     ("[-0.5, 2.0, 6.0]", "[-0.5, 0.0, -6.0]", "gives large messages no bandwidth"),
-    (
-        FILE[FILE.index("[[links]]") :],
-        "",
-        "no link between node e-0 of cluster east (RoCE, Ethernet) and node west of cluster west (no NIC)",
-        'add a link with clusters = ["east", "west"], or give both Ethernet',
-    ),
+    (FILE[FILE.index("[[links]]") :], "", "(RoCE, Ethernet) and node west of cluster west (no NIC)", "add a link with"),
     ('["west", "east"]', '["west", "esat"]', "links[0] joins esat, which is not a cluster; did you mean "),
     ('["west", "east"]', '["west", "west"]', "joins two clusters, not west with itself"),
     ('name = "west"', 'name = "east"', "two clusters have the name east"),

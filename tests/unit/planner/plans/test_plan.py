@@ -130,8 +130,6 @@ FIRST = ("replicas", 0, "stages", 0)
         (without("schema"), 'is not a plan: it has no "schema"'),
         (without("replicas"), 'is not a plan: it has no "replicas"; `colossal-hetero plan --out` writes one'),
         (put("schema", value=2), "has schema 2, this version reads schema 1; plan again"),
-        (without("global_batch"), "global_batch is missing"),
-        (put("replicas", value=[]), "replicas is []: must not be empty"),
         (put(*FIRST, "blocks", value=[0, 0]), "replicas[0].stages[0].blocks: [0, 0) has no block"),
         (put(*FIRST, "blocks", value=[1, 4]), "replicas[0]: stage 0 has blocks [1, 4), but the first stage starts"),
         (put(*FIRST, "blocks", value=[0, 3]), "stage 1 has blocks [4, 6), but stage 0 ends at 3; every block"),
@@ -139,20 +137,14 @@ FIRST = ("replicas", 0, "stages", 0)
         (put(*FIRST, "ranks", value=[1]), "rank 1 is in replicas[0].stages[0] and in replicas[0].stages[1]"),
         (put("replicas", 1, "stages", 1, "ranks", value=[0]), "rank 0 is in replicas[0].stages[0] and in replicas"),
         (put(*FIRST, "ranks", value=[8, 9]), "replicas[0].stages[0] has 2 ranks (8, 9), but tensor_parallel=1"),
-        (put(*FIRST, "ranks", value=[-1]), "ranks[0] is -1: must be at least 0"),
         (put("tensor_parallel", value=2), "has 1 rank (0), but tensor_parallel=2"),
         (put("global_batch", value=33), "global_batch=33, but 8 + 8 micro-batches of 2 are 32 samples; change"),
-        (put(*FIRST, "forward_seconds", value=-1), "forward_seconds is -1: must be at least 0"),
-        (put("units", "seconds", value="ms"), "seconds is in 'ms', but is read in 's'"),
     ],
 )
 def test_error_messages_name_the_field(tmp_path: Path, change: Callable[[Any], None], words: str) -> None:
     path = tmp_path / "plan.json"
     save_plan(plan(), path)
     assert words in error_after(change, path, load_plan)
-
-
-def test_a_rank_twice_in_a_group() -> None:
     with pytest.raises(ValueError, match=r"rank 3 is given twice in replicas\[0\]\.stages\[0\]"):
         plan(replica(stage(0, 6, (3, 3))))
 
@@ -243,49 +235,29 @@ CHUNKS = ("replicas", 0, "stages", 1, "chunks")
     [
         ("interleaved", put(*CHUNKS, 0, "blocks", value=[2, 4]), "but the chunk before it, in stage 1, ends at 4"),
         ("interleaved", put(*CHUNKS, 1, "blocks", value=[6, 6]), "[6, 6) has no block; [a, b) needs"),
-        ("interleaved", put(*CHUNKS, 1, "blocks", value="all"), "chunks[1].blocks"),
-        (
-            "interleaved",
-            put("schedule", value="zbv"),
-            "in the stages 0, 1, 0, 1; the schedule 'zbv' needs 0, 1, 1, 0",
-        ),
+        ("interleaved", put("schedule", value="zbv"), "stages 0, 1, 0, 1; the schedule 'zbv' needs 0, 1, 1, 0"),
         ("zbv", put("schedule", value="interleaved"), "in the stages 0, 1, 1, 0; the schedule 'interleaved' needs"),
         ("interleaved", put("schedule", value="1f1b"), "have chunks; with them the schedule is 'interleaved' or"),
         ("zbv", put("order_seconds", value=None), "schedule='zbv' needs order_seconds"),
-        (
-            "interleaved",
-            put("order_seconds", value=GRAPH.model_dump()),
-            "order_seconds belong to schedule='zbv' only",
-        ),
+        ("interleaved", put("order_seconds", value=GRAPH.model_dump()), "order_seconds belong to schedule='zbv'"),
         ("interleaved", put("blocks", value=7), "hold blocks 0 to 5, but the model has 7"),
-        ("interleaved", put("schedule", value="gpipe"), "schedule"),
     ],
 )
 def test_errors_of_plans_with_chunks(tmp_path: Path, schedule: str, changed: Callable[[Any], None], words: str) -> None:
     save_plan(chunked(schedule), tmp_path / "plan.json")
     assert words in error_after(changed, tmp_path / "plan.json", load_plan)
-
-
-def test_stages_need_equally_many_chunks() -> None:
     with pytest.raises(ValueError, match=r"have 2, 1 chunks; all stages of a replica have equally many"):
         replica(chunked_stage(0, [(0, 2), (3, 6)]), chunked_stage(1, [(2, 3)]))
-    with pytest.raises(
-        ValueError,
-        match=r"schedule='interleaved', but the stages of replicas\[0\] have 0 chunks; each needs at least 2",
-    ):
+    with pytest.raises(ValueError, match=r"the stages of replicas\[0\] have 0 chunks; each needs at least 2"):
         plan(schedule="interleaved")
 
 
 @pytest.mark.parametrize("schedule", RANGES)
-def test_numbers_of_micro_batches_that_colossalai_runs(schedule: str) -> None:
+def test_plans_with_chunks_that_colossalai_does_not_run(schedule: str) -> None:
     assert why_not_runnable(chunked(schedule)) is None
     problem = why_not_runnable(chunked(schedule, micro_batches=7)) or ""
     assert "7 micro-batches for 2 stages" in problem and "multiple" in problem
-
-
-def test_stages_with_chunks_do_not_recompute() -> None:
-    made = chunked()
-    first, second = made.replicas[0].stages
+    first, second = chunked(schedule).replicas[0].stages
     again = replica(first, second.model_copy(update={"recompute": True}))
-    message = why_not_runnable(made.model_copy(update={"replicas": (again,)})) or ""
-    assert "stage 1 of replica 0 runs its forward passes again" in message and "not with interleaved" in message
+    message = why_not_runnable(chunked(schedule).model_copy(update={"replicas": (again,)})) or ""
+    assert "stage 1 of replica 0 runs its forward passes again" in message and f"not with {schedule}" in message

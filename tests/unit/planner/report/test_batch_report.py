@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from colossal_hetero.common.text import spans
 from colossal_hetero.planner.batches.allocation import LEAST_GAIN
 from colossal_hetero.planner.cluster.topology import MeasuredLink
 from colossal_hetero.planner.report.batch_report import compare, device_lines, plot_report, render
@@ -26,14 +25,6 @@ def printed(report: object, width: int = 140) -> str:
     return stream.getvalue()
 
 
-def test_ranks_as_spans() -> None:
-    assert spans([0]) == "0"
-    assert spans([0, 1]) == "0-1"
-    assert spans([0, 1, 2, 3, 5, 7, 8]) == "0-3, 5, 7-8"
-    assert spans([]) == ""
-    assert spans(range(0, 1024, 8)) == "0, 8, 16, 24, …, 1016 (128 ranks)"
-
-
 def test_equal_ranks_with_equal_shares_share_a_line() -> None:
     report = compare(profile(ranks=[0, 1, 0, 0], links=[]), 16)
     lines = device_lines(report.profile, report.chosen)
@@ -44,20 +35,6 @@ def test_equal_ranks_with_equal_shares_share_a_line() -> None:
         assert {report.chosen.shares[rank] for rank in line.ranks} == {line.share}
     many = compare(profile(ranks=[rank % 2 for rank in range(1024)], links=[]), 4096)
     assert len(device_lines(many.profile, many.chosen)) <= 6
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_all_methods_are_compared_and_none_is_faster_than_exact(stage: int) -> None:
-    report = compare(profile(links=LINKS), 23, stage=stage)
-    walls = {}
-    for each in report.results:
-        assert each.allocation is not None, each.note
-        if each.allocation.accumulation == "shared":
-            walls[each.name] = each.allocation.wall_seconds
-    assert set(walls) == {"exact", "uniform", "flops", "adapt"}
-    assert walls["exact"] <= min(walls["uniform"], walls["flops"]) * (1 + LEAST_GAIN)
-    assert [each.name for each in report.results].count("exact") == (2 if stage < 2 else 1)
-    assert any(each.allocation is report.chosen for each in report.results)
 
 
 def test_the_communication_time_is_the_measured_one_or_follows_from_the_links() -> None:

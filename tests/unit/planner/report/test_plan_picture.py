@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +16,21 @@ from colossal_hetero.planner.cost.simulate import simulate_plan, slowed
 from colossal_hetero.planner.report.plan_picture import MAX_LANES, lanes, plot_plan, proved_edge
 from colossal_hetero.planner.solver.pareto_front import FrontPoint
 from tests.support.figures import saved_figures
-from tests.unit.planner.plans.test_plan import plan, replica, stage
+from tests.unit.planner.plans.test_plan import chunked, plan, replica, stage
 from tests.unit.planner.report.test_plan_table import large, unequal
 
 
 def long() -> Plan:
     """A plan of two stages with 300 micro-batches."""
     return plan(replica(stage(0, 4, (0,)), stage(4, 6, (1,), "T4"), micro_batches=300))
+
+
+def test_every_chunk_of_every_micro_batch_is_in_its_lane() -> None:
+    first, second = lanes(simulate_plan(chunked("interleaved")))
+    assert first.name.endswith("layers 0-1 + 3-4") and second.name.endswith("layers 2 + 5")
+    for lane in (first, second):
+        bars = sorted((bar.kind, bar.chunk, bar.micro_batch) for bar in lane.bars if bar.kind != "update")
+        assert bars == sorted(product(("forward", "backward"), (0, 1), range(8)))
 
 
 @pytest.mark.parametrize("made", [plan(), unequal(), large(2, 5)], ids=["two", "unequal", "large"])
@@ -108,7 +116,7 @@ def test_pictures_of_long_large_and_slowed_plans(tmp_path: Path, figures: list[F
     assert (tmp_path / "long.png").read_bytes().startswith(b"\x89PNG")
     left, right = figures[0].axes
     assert left.get_xlim()[1] < right.get_xlim()[0]
-    many = replica(*(stage(s, s + 1, (s,)) for s in range(60)), micro_batches=6)
+    many = replica(*(stage(s, s + 1, (s,)) for s in range(60)), micro_batches=2)
     plot_plan(simulate_plan(plan(many)), tmp_path / "many.pdf")
     assert all(len(axis.get_yticklabels()) == MAX_LANES for axis in figures[1].axes)
     assert f"{MAX_LANES} of 60 stages" in figures[1].get_suptitle()

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import ast
 import io
-import itertools
 from typing import Any
 
 from rich.console import Console
 
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.cost.ranked_plan import RankedPlan
-from colossal_hetero.planner.cost.simulate import simulate_plan
 from colossal_hetero.planner.report.launch_commands import launch_lines, training_call
-from colossal_hetero.planner.report.plan_picture import lanes
 from colossal_hetero.planner.report.plan_table import layout, one_line, render, rows, short_ranks
 from tests.unit.planner.plans.test_plan import chunked, chunked_stage, plan, replica, stage
 
@@ -54,6 +51,9 @@ def test_a_layout_on_one_line() -> None:
     assert layout(unequal()) == (
         "tp 1 · dp 2 = pp [A100-40 0-3 | V100-16 4-5] × 12 + pp [3 × T4 0-5] × 4 · micro-batch 2"
     )
+    many = layout(plan(replica(*(stage(s, s + 1, (s,), f"kind-{s}") for s in range(40)))))
+    assert "| kind-5 5 | … | kind-39 39] ·" in many
+    assert layout(plan(*(replica(stage(0, 6, (r,), f"kind-{r}")) for r in range(40)))).count("kind-") == 8
     assert layout(large()) == "tp 2 · dp 16 × pp [32 × A100-80 0-31] · micro-batch 2 × 64"
     assert [short_ranks(ranks) for ranks in (range(4), [0, 1, 8, 9], [0, 1, 8, 9, 16, 17])] == [
         *("0-3", "0-1, 8-9", "0-1 … 17 (6)"),
@@ -61,16 +61,6 @@ def test_a_layout_on_one_line() -> None:
     made = plan(replica(stage(0, 4, (0,)), stage(4, 6, (1,), recompute=True)))
     assert "A100-40 0-3 | A100-40 (recompute) 4-5" in one_line(made)
     assert [row.device for row in rows(made)] == ["A100-40", "A100-40 (recompute)"]
-
-
-def test_layouts_of_many_different_parts_stay_short() -> None:
-    stages = [stage(s, s + 1, (s,), f"kind-{s}") for s in range(40)]
-    assert layout(plan(replica(*stages))) == (
-        "tp 1 · dp 1 × pp [kind-0 0 | kind-1 1 | kind-2 2 | kind-3 3 | kind-4 4 | kind-5 5 | … | kind-39 39] · "
-        "micro-batch 2 × 8"
-    )
-    replicas = [replica(stage(0, 6, (r,), f"kind-{r}")) for r in range(40)]
-    assert layout(plan(*replicas)).count("kind-") == 8
 
 
 def test_similar_replicas_share_rows() -> None:
@@ -121,13 +111,6 @@ def test_the_chunks_of_stages_are_shown() -> None:
     assert [row.layers for row in rows(made)] == ["[0, 2), [3, 5)", "[2, 3), [5, 6)"]
     assert "[0, 2), [3, 5)" in printed(RankedPlan(made, ""))
     assert "its chunks are unequal" in training_call(made)
-    first, second = lanes(simulate_plan(made))
-    assert first.name.endswith("layers 0-1 + 3-4") and second.name.endswith("layers 2 + 5")
-    for lane in (first, second):
-        # A forward and a backward for each of 8 micro-batches and 2 chunks, and the optimizer step.
-        assert sorted((bar.kind, bar.chunk, bar.micro_batch) for bar in lane.bars if bar.kind != "update") == sorted(
-            itertools.product(("forward", "backward"), (0, 1), range(8))
-        )
     equal = [chunked_stage(rank, [(rank, rank + 1), (rank + 2, rank + 3)]) for rank in range(2)]
     made = plan(replica(*equal), blocks=4, schedule="interleaved")
     arguments = plugin_arguments(training_call(made), "HybridParallelPlugin")

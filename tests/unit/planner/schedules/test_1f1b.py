@@ -138,36 +138,6 @@ def test_ends_equal_those_of_a_queue_of_events(transfers, case):
     assert timeline.stage_seconds == pytest.approx(slow_ends(*case, transfers), rel=ROUNDING, abs=1e-12)
 
 
-@examples(ordinary=60, thorough=400)
-@given(pipelines(max_stages=7, max_micro_batches=12))
-def test_closed_form_is_below_only_where_the_note_allows_it(case):
-    forward, backward, _, count = case
-    times, closed = closed_form(*case)
-    blocking, overlapped = (simulated(*case, transfers).seconds for transfers in TRANSFERS)
-    slack = ROUNDING * max(closed, 1.0)
-    assert overlapped <= blocking + slack
-
-    lower = max(sum(times[:stage]) + count * times[stage] for stage in range(len(times)))
-    assert max(lower, sum(times)) - slack <= blocking
-    behind = sum(times[times.index(max(times)) + 1 :])
-    assert closed <= blocking + behind + slack
-    assert sum(times) - slack <= overlapped
-
-    for found, max_forward, max_backward in (
-        (
-            blocking,
-            max(t - b for t, b in zip(times, backward, strict=True)),
-            max(t - f for t, f in zip(times, forward, strict=True)),
-        ),
-        (overlapped, max(forward), max(backward)),
-    ):
-        excess = max_forward + max_backward - max(times)
-        beyond = max(sum(excess - t for t in times[len(times) - last :]) for last in range(len(times)))
-        assert found <= closed + beyond + slack
-        if all(t >= excess for t in times[1:]):
-            assert found <= closed + slack
-
-
 @examples(ordinary=80, thorough=200)
 @given(pipelines())
 def test_closed_form_is_never_below_with_one_ratio_without_transfers(case):
@@ -178,13 +148,7 @@ def test_closed_form_is_never_below_with_one_ratio_without_transfers(case):
     assert seconds <= closed * (1 + ROUNDING)
     if times[-1] == max(times) or count == 1 or len(set(times)) == 1:
         assert seconds == pytest.approx(closed)
-
-
-@pytest.mark.parametrize("transfers", TRANSFERS)
-def test_equal_stages_without_transfers_take_the_known_time(transfers):
-    timeline = simulated([1.0] * 8, [2.0] * 8, [0.0] * 7, 32, transfers)
-    assert timeline.seconds == 3 * (32 + 7)
-    assert [share.bubble for share in timeline.shares] == pytest.approx([7 / 39] * 8)
+    assert simulated([1.0] * 8, [2.0] * 8, [0.0] * 7, 32).shares[0].bubble == pytest.approx(7 / 39)
 
 
 def test_updates_are_at_the_end_and_half_of_the_schedule_with_each_pass():

@@ -21,7 +21,6 @@ from colossal_hetero.planner.cost.pass_order import (
     one_forward_one_backward,
     zero_bubble_v,
 )
-from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.cost.runnable import why_not_runnable
 from colossal_hetero.planner.cost.simulate import ChunkTimes, Timeline, simulate_passes, simulate_plan
 from colossal_hetero.planner.profile.layer_costs import LayerCosts
@@ -82,11 +81,6 @@ def test_messages_in_one_direction_go_one_after_the_other() -> None:
 def test_micro_batches_that_colossalai_does_not_run_are_refused(make) -> None:
     with pytest.raises(ValueError, match=r"4 micro-batches for 3 stages: .* multiple of the number of stages"):
         make()
-
-
-def test_one_stage_is_one_in_messages_too() -> None:
-    with pytest.raises(ValueError, match=r"^1 micro-batch for 2 stages: "):
-        interleaved(2, 2, 1)
 
 
 # Memory ----------------------------------------------------------------------------------------------------------
@@ -166,12 +160,6 @@ def test_the_division_is_the_best_of_all(pipeline: ChunkedPipeline) -> None:
 BLOCKS = 6
 
 
-def fits(plan: Plan) -> bool:
-    return all(
-        stage.memory_bytes <= stage.memory_available_bytes for replica in plan.replicas for stage in replica.stages
-    )
-
-
 def exhaustive(topology: Topology, model: ModelProfile, global_batch: int, schedule: Schedule) -> float:
     """The time of the best plan with 2 chunks per stage on one node, found by trying all."""
     best = np.inf
@@ -195,7 +183,9 @@ def exhaustive(topology: Topology, model: ModelProfile, global_batch: int, sched
                     plan = price_chunks(topology, model, ranks, schedule=schedule, bounds=bounds, **sizes)
                 except ValueError:
                     continue
-                best = min(best, plan.iteration_seconds) if fits(plan) else best
+                stages_of = [stage for replica in plan.replicas for stage in replica.stages]
+                if all(stage.memory_bytes <= stage.memory_available_bytes for stage in stages_of):
+                    best = min(best, plan.iteration_seconds)
     return float(best)
 
 
@@ -223,14 +213,15 @@ def test_best_of_all_plans_of_a_schedule(
     topology = cluster({"fast": fast, "slow": slow}, memory={"fast": memory[0], "slow": memory[1]}, inside=link)
     model = profile(BLOCKS, {"fast": 1.0, "slow": ratio}, seed=seed)
     best = exhaustive(topology, model, global_batch, schedule)
-    if not np.isfinite(best) and schedule == "zbv":
-        return  # another order of the passes may fit
     if not np.isfinite(best):
+        if schedule == "zbv":
+            return  # another order of the passes may fit
         with pytest.raises(ValueError, match=r"no plan of the schedule|memory"):
             make_plans(topology, model, global_batch=global_batch, schedules=(schedule,))
         return
     found = make_plans(topology, model, global_batch=global_batch, schedules=(schedule,))[0].plan
-    assert fits(found) and why_not_runnable(found) is None
+    assert all(stage.memory_bytes <= stage.memory_available_bytes for each in found.replicas for stage in each.stages)
+    assert why_not_runnable(found) is None
     # The enumeration orders the passes of zbv for the means of each division; other orders can be better.
     if schedule == "zbv":
         assert found.iteration_seconds <= best * 1.01

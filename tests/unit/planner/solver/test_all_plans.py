@@ -1,4 +1,5 @@
-"""Plans compared with all possible plans of a few devices, and with plans of more devices that are known."""
+"""Plans and lower bounds compared with all possible plans of a few devices, and with plans of more devices that are
+known."""
 
 from __future__ import annotations
 
@@ -6,107 +7,118 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
-from colossal_hetero.planner.cluster.cluster_file import load_cluster
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from colossal_hetero.planner.cost.draft import DraftBuilder
 from colossal_hetero.planner.cost.placed_pipelines import PlacedPipelines
 from colossal_hetero.planner.cost.placement import NodeLinks, SlotPool
 from colossal_hetero.planner.cost.plan import Plan
-from colossal_hetero.planner.cost.ranked_plan import ranking_seconds
-from colossal_hetero.planner.cost.runnable import why_not_runnable, why_recomputes
+from colossal_hetero.planner.cost.runnable import why_not_runnable
 from colossal_hetero.planner.cost.tp_groups import slot_kinds
-from colossal_hetero.planner.profile.layer_profile import ModelProfile, load_profile
+from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from colossal_hetero.planner.report.plan_table import layout
+from colossal_hetero.planner.solver import iteration_bound
+from colossal_hetero.planner.solver.iteration_bound import IterationBound
 from colossal_hetero.planner.solver.neighbors import Neighborhood
-from colossal_hetero.planner.solver.pipeline_bounds import PipelineBounds
-from colossal_hetero.planner.solver.problem import Problem
+from colossal_hetero.planner.solver.pipeline_bounds import PipelineBounds, RelaxedPool
 from colossal_hetero.planner.solver.search import search
 from tests.support.every_plan import EveryPlan, wishes_to_prove
-from tests.support.paths import REPOSITORY
 from tests.support.planning import make_plans, predict_plan
 from tests.support.random_clusters import (
-    large_problem,
+    Problem,
     random_cluster,
     random_model,
     small_problem,
+    two_nodes_problem,
     whole_space_problem,
 )
 from tests.support.random_examples import IS_THOROUGH
 
-EXAMPLES = REPOSITORY / "examples/plans"
+ROUNDING = 1e-9
+
+
+def bound_of(problem: Problem, below: float, **wishes: Any) -> float:
+    wished = problem.to_search(**wishes)
+    return IterationBound([RelaxedPool(wished, pool) for pool in wished.pools]).seconds(below)
+
+
+def found_and_bound(problem: Problem, best: dict[bool, float], **wishes: Any) -> list[Plan]:
+    """What a search finds with equal replicas only, or with all, is what trying all plans finds, and no lower bound is
+    above it. Empty if no plan fits."""
+    found = []
+    for unequal, seconds in best.items():
+        wished = problem.to_search(**wishes, unequal=unequal)
+        if seconds == np.inf:
+            with pytest.raises(ValueError, match=r"memory|hold"):
+                search(wished, keep=1)
+            continue
+        found.append(search(wished, keep=1).best)
+        assert found[-1].iteration_seconds == pytest.approx(seconds, rel=ROUNDING)
+        assert why_not_runnable(found[-1]) is None
+    if found:
+        assert bound_of(problem, 3 * min(best.values()), **wishes) <= min(best.values()) * (1 + ROUNDING)
+    return found
+
 
 PROBLEMS = 500 if IS_THOROUGH else 20
 FIRST = 300
 """With the first problems, also the ordinary tests have plans that are easily missed (305, 309)."""
 
 
-@pytest.mark.parametrize("unequal", [True, False])
-def test_no_plan_of_few_devices_is_better(unequal: bool) -> None:
+def test_no_plan_of_few_devices_is_better_and_no_bound_is_above(monkeypatch: pytest.MonkeyPatch) -> None:
     impossible = differ = 0
     for seed in range(FIRST, FIRST + PROBLEMS):
-        topology, profile, global_batch = small_problem(seed)
-        best = EveryPlan(topology, profile, global_batch).best_seconds(unequal=unequal)
-        if best == np.inf:
-            impossible += 1
-            with pytest.raises(ValueError, match=r"memory|hold"):
-                make_plans(topology, profile, global_batch=global_batch, unequal=unequal)
-            continue
-        found = make_plans(topology, profile, global_batch=global_batch, unequal=unequal, keep=1)[0].plan
-        assert found.iteration_seconds == pytest.approx(best, rel=1e-9), f"problem {seed}"
-        differ += not found.symmetric
-        assert why_not_runnable(found) is None
+        problem = small_problem(seed)
+        every = EveryPlan(*problem)
+        best = {unequal: every.best_seconds(unequal=unequal) for unequal in (False, True)}
+        found = found_and_bound(problem, best)
+        impossible += not found
+        differ += any(not plan.symmetric for plan in found)
+        if found:
+            with monkeypatch.context() as patch:
+                patch.setattr(iteration_bound, "MAX_TYPES", 30)  # many kinds are merged
+                assert bound_of(problem, 3 * min(best.values())) <= min(best.values()) * (1 + ROUNDING), seed
     assert impossible < PROBLEMS / 5
-    assert (differ > PROBLEMS / 10) == unequal
+    assert differ > PROBLEMS / 10
 
 
-FORMS = 210 if IS_THOROUGH else 35
+FORMS = 300 if IS_THOROUGH else 25
 
 
-def test_no_plan_of_few_devices_is_better_with_recomputation_and_zero() -> None:
-    impossible, used = 0, Counter[str]()
+def test_no_plan_is_better_with_recomputation_and_zero_and_no_bound_is_above() -> None:
+    """Of problems in which memory is scarce."""
+    ratios, used = [], Counter[str]()
     for seed in range(FORMS):
         problem, wishes = whole_space_problem(seed), wishes_to_prove(seed)
         unequal = seed % 4 > 0
-        shortest = EveryPlan(*problem, **wishes).best_seconds(unequal=unequal)
-        wished = problem.to_search(**wishes, unequal=unequal)
-        if shortest == np.inf:
-            impossible += 1
-            with pytest.raises(ValueError, match=r"memory|hold"):
-                search(wished, keep=1)
-            continue
-        found = search(wished, keep=1).best
-        assert found.iteration_seconds == pytest.approx(shortest, rel=1e-9), f"problem {seed}"
-        stages = [stage for replica in found.replicas for stage in replica.stages]
-        for stage in stages:
-            assert stage.memory_bytes <= stage.memory_available_bytes * (1 + 1e-9)
-            assert wishes["recompute"] or not stage.recompute
-        assert found.zero_stage in wishes["zero_stages"]
-        assert why_not_runnable(found) is None
-        used += Counter(recompute=sum(stage.recompute for stage in stages), zero=found.zero_stage)
-    assert impossible < FORMS / 3
+        best = EveryPlan(*problem, **wishes).best_seconds(unequal=unequal)
+        for plan in found_and_bound(problem, {unequal: best}, **wishes):
+            if unequal:
+                ratios.append(bound_of(problem, 3 * best, **wishes) / best)
+            stages = [stage for replica in plan.replicas for stage in replica.stages]
+            for stage in stages:
+                assert stage.memory_bytes <= stage.memory_available_bytes * (1 + ROUNDING)
+                assert wishes["recompute"] or not stage.recompute
+            assert plan.zero_stage in wishes["zero_stages"]
+            used += Counter(recompute=sum(stage.recompute for stage in stages), zero=plan.zero_stage)
+    assert len(ratios) > FORMS / 3 and np.median(ratios) > 0.8
     assert min(used["recompute"], used["zero"]) > 0, used
 
 
-@pytest.mark.parametrize("seed", [12, 2] if IS_THOROUGH else [12])
-def test_recomputation_and_zero_gain_one_percent_or_are_not_used(seed: int) -> None:
-    problem = large_problem(seed)
-    simple, best = search(problem.to_search()).best, search(problem.to_search(recompute=True, zero_stages=(0, 1))).best
-    ranking = ranking_seconds(simple.iteration_seconds, equal=simple.symmetric)
-    plain = not best.zero_stage and why_recomputes(best) is None
-    assert ranking_seconds(best.iteration_seconds, equal=best.symmetric, plain=plain) <= ranking * (1 + 1e-9)
-
-
-def test_no_plan_is_listed_twice() -> None:
-    """Several parts of a search find plans that differ only by which devices of a kind they use."""
-    topology = load_cluster(EXAMPLES / "clusters/a100-v100.toml")
-    profile = load_profile(EXAMPLES / "opt-350-a100-v100.json")
-    ranked = search(Problem(topology=topology, profile=profile, global_batch=128), keep=6).plans
-    layouts = [layout(each.plan) for each in ranked]
-    assert len(layouts) == 6 and len(set(layouts)) == 6
+def test_no_bound_is_above_where_pipelines_share_network_cards() -> None:
+    """Also where outputs differ between blocks: the bound is that of the smallest ones."""
+    compared = 0
+    for seed in range(300 if IS_THOROUGH else 25):
+        problem = two_nodes_problem(seed)
+        best = EveryPlan(*problem).best_seconds(unequal=True)
+        if best < np.inf:
+            compared += 1
+            assert bound_of(problem, best) <= best * (1 + ROUNDING), seed
+    assert compared > 10
 
 
 def nodes(sizes: Sequence[int], kinds: Sequence[str], bandwidths: Sequence[float]) -> Topology:
@@ -128,6 +140,13 @@ def best(
     return make_plans(topology, model, global_batch=global_batch, method=method, unequal=unequal, keep=1)[0].plan
 
 
+def test_no_plan_is_listed_twice() -> None:
+    """Several parts of a search find plans that differ only by which devices of a kind they use."""
+    topology, model = nodes((2, 4, 2), "AAB", (1e9, 1e9, 1e9)), random_model(np.random.default_rng(0), max_blocks=12)
+    layouts = [layout(each.plan) for each in make_plans(topology, model, global_batch=24, keep=6)]
+    assert len(layouts) == len(set(layouts)) == 6
+
+
 def test_six_replicas_that_do_not_divide_the_batch() -> None:
     """Found by moving slots between pipelines only: 6 or 5 micro-batches for each."""
     random = np.random.default_rng([7, 57])
@@ -138,7 +157,7 @@ def test_six_replicas_that_do_not_divide_the_batch() -> None:
     assert plan.iteration_seconds < 0.9 * best(topology, model, 32).iteration_seconds
 
 
-@pytest.mark.parametrize("seed", range(60 if IS_THOROUGH else 8))
+@pytest.mark.parametrize("seed", range(60 if IS_THOROUGH else 4))
 def test_no_slower_than_the_old_plan_if_a_device_became_slow(seed: int) -> None:
     model = random_model(np.random.default_rng(seed), max_blocks=12)
     before = nodes((4,), "A", (1e9,)) if seed % 2 else nodes((2, 4, 2), "AAB", (1e9, 1e9, 1e9))
@@ -162,7 +181,7 @@ def pool_of(seed: int) -> tuple[Topology, SlotPool]:
     return topology, SlotPool(1, 1, tuple(kinds), 12, NodeLinks(topology, float(kinds[0].costs.output_bytes.max())))
 
 
-@pytest.mark.parametrize(("pipelines", "stages"), [(2, 3), (3, 2), (1, 4), (4, 1)])
+@pytest.mark.parametrize(("pipelines", "stages"), [(2, 3), (3, 2), (1, 4)])
 def test_nearly_the_best_of_all_arrangements_is_found(pipelines: int, stages: int) -> None:
     factors = []
     for seed in range(12):

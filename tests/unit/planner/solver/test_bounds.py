@@ -1,9 +1,7 @@
-"""No plan is faster than the lower bound, and no sums of gradients than theirs."""
+"""Lower bounds of many devices: no plan that is found is faster; bounds of few devices are in ``test_all_plans``."""
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,23 +10,15 @@ import pytest
 from scipy.optimize import linprog
 
 from colossal_hetero.planner.cluster.topology import Channel, Device, Node, Topology
-from colossal_hetero.planner.cost.draft import DraftBuilder
-from colossal_hetero.planner.cost.placement import SlotPool
 from colossal_hetero.planner.cost.runnable import NoPlanError
-from colossal_hetero.planner.solver import iteration_bound as merging
-from colossal_hetero.planner.solver.gradient_bounds import GradientBounds
-from colossal_hetero.planner.solver.iteration_bound import IterationBound, _Pool, pack
+from colossal_hetero.planner.solver.iteration_bound import IterationBound, pack
 from colossal_hetero.planner.solver.pipeline_bounds import RelaxedPool
 from colossal_hetero.planner.solver.search import Effort
-from tests.support.every_plan import EveryPlan
 from tests.support.planning import make_plans
 from tests.support.random_clusters import (
     Problem,
     large_problem,
     like_nodes_problem,
-    small_problem,
-    two_nodes_problem,
-    whole_space_problem,
 )
 from tests.support.random_examples import IS_THOROUGH
 
@@ -44,50 +34,6 @@ def bound_of(problem: Problem, below: float, **wishes: Any) -> float:
     return IterationBound(relaxed_pools(problem, **wishes)).seconds(below)
 
 
-@pytest.mark.parametrize("seed", range(300 if IS_THOROUGH else 25))
-def test_no_plan_of_all_is_faster(seed: int) -> None:
-    problem = small_problem(seed)
-    every = EveryPlan(*problem)
-    best = min(every.best_seconds(unequal=False), every.best_seconds(unequal=True))
-    if best < np.inf:
-        assert bound_of(problem, 3 * best) <= best * (1 + ROUNDING)
-
-
-@pytest.mark.parametrize(
-    "wishes",
-    [
-        {"recompute": True, "zero_stages": (0, 1)},
-        {"recompute": True, "zero_stages": (0,)},
-        {"recompute": False, "zero_stages": (0, 1)},
-        {"recompute": False, "zero_stages": (1,)},
-    ],
-    ids=["all", "recompute", "zero-0-1", "zero-1"],
-)
-def test_no_plan_of_all_is_faster_with_recomputation_and_zero(wishes: dict[str, Any]) -> None:
-    """Of random problems in which memory is scarce."""
-    ratios = []
-    for seed in range(300 if IS_THOROUGH else 25):
-        problem = whole_space_problem(seed)
-        best = EveryPlan(*problem, **wishes).best_seconds(unequal=True)
-        if best < np.inf:
-            ratios.append(bound_of(problem, 3 * best, **wishes) / best)
-            assert ratios[-1] <= 1 + ROUNDING, seed
-    assert len(ratios) > 10
-    assert np.median(ratios) > 0.8
-
-
-def test_no_plan_of_all_is_faster_where_pipelines_share_network_cards() -> None:
-    """Also where outputs differ between blocks: the bound is that of the smallest ones."""
-    ratios = []
-    for seed in range(300 if IS_THOROUGH else 25):
-        problem = two_nodes_problem(seed)
-        best = EveryPlan(*problem).best_seconds(unequal=True)
-        if best < np.inf:
-            ratios.append(bound_of(problem, best) / best)
-            assert ratios[-1] <= 1 + ROUNDING, seed
-    assert len(ratios) > 10
-
-
 @pytest.mark.parametrize("seed", range(60 if IS_THOROUGH else 4))
 @pytest.mark.parametrize("make", [large_problem, like_nodes_problem])
 def test_no_plan_that_is_found_is_faster(make: Callable[[int], Problem], seed: int) -> None:
@@ -100,48 +46,20 @@ def test_no_plan_that_is_found_is_faster(make: Callable[[int], Problem], seed: i
     assert bound_of(problem, 3 * best) <= best * (1 + ROUNDING)
 
 
-def test_many_kinds_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merging, "MAX_TYPES", 30)
-    compared = 0
-    for seed in range(100 if IS_THOROUGH else 15):
-        problem = small_problem(seed)
-        best = EveryPlan(*problem).best_seconds(unequal=True)
-        if best < np.inf:
-            assert bound_of(problem, 3 * best) <= best * (1 + ROUNDING), seed
-            compared += 1
-    assert compared
-
-
 def test_a_bound_that_is_asked_for_in_small_steps_is_as_good() -> None:
     """A step that is smaller than the precision once counted as proof that a range cannot be improved."""
-    for seed in range(60 if IS_THOROUGH else 12):
+    for seed in range(60 if IS_THOROUGH else 6):
         relaxed = relaxed_pools(large_problem(seed))
         at_once = IterationBound(relaxed)
-        below = 1.5 * at_once.seconds(1e9, enough=0.0)
+        lowest = at_once.seconds(1e9, enough=0.0)
+        below = 1.5 * lowest
         bound = at_once.seconds(below)
         step_by_step = IterationBound(relaxed)
         for share in np.linspace(0.7, 1.0, 200).tolist():
             found = step_by_step.seconds(below, enough=share * below)
         assert found == pytest.approx(bound, rel=5e-3)
-
-
-def test_a_bound_that_reaches_the_plan_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranges that are proved up to the time of the plan are done; once they were tried again until the time limit."""
-    calls = 0
-    improved = _Pool.improved
-
-    def counted(self: _Pool, *arguments: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        assert calls < 5000, "the same range is tried again and again"
-        return improved(self, *arguments)
-
-    monkeypatch.setattr(_Pool, "improved", counted)
-    for pool in relaxed_pools(large_problem(0)):
-        lowest = IterationBound([pool]).seconds(1e9, enough=0.0)
-        for factor in (1.01, 1.05, 1.2):
-            bound = IterationBound([pool]).seconds(lowest * factor)
-            assert lowest * (1 - ROUNDING) <= bound <= lowest * factor
+        # Ranges that are proved up to the time of the plan are done.
+        assert lowest * (1 - ROUNDING) <= IterationBound(relaxed).seconds(lowest * 1.05) <= lowest * 1.05
 
 
 def test_equal_devices_reach_the_bound() -> None:
@@ -156,7 +74,7 @@ def test_equal_devices_reach_the_bound() -> None:
     assert best.gap is not None and best.gap < 0.002
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_search_that_ends_early_keeps_its_promise(seed: int) -> None:
     problem = like_nodes_problem(seed)
     options = dict(topology=problem.topology, profile=problem.profile, global_batch=problem.global_batch)
@@ -210,56 +128,3 @@ def test_prices_prove_the_largest_sum() -> None:
             reached = pack(counts, values, limits, most * (1 - 1e-7), more.basis)
             assert not reached.is_too_little
             basis = reached.basis
-
-
-PROBLEMS = 200 if IS_THOROUGH else 30
-PLANS = 40
-
-
-def random_plan(
-    random: np.random.Generator, pool: SlotPool, blocks: int
-) -> tuple[list[list[tuple[int, int]]], list[tuple[int, ...]]]:
-    """The slots of each of at least two pipelines, and their cuts; often all are cut alike."""
-    slots = [(kind, slot) for kind, each in enumerate(pool.kinds) for slot in range(len(each.slots))]
-    pipelines = int(random.integers(2, len(slots) + 1))
-    most = min(len(slots) // pipelines, blocks)
-    equal = bool(random.random() < 0.4)
-    lengths = [int(random.integers(1, most + 1))] * pipelines if equal else random.integers(1, most + 1, pipelines)
-    order = random.permutation(len(slots)).tolist() if random.random() < 0.5 else list(range(len(slots)))
-    rows, bounds = [], []
-    for length in lengths:
-        rows.append([slots[order.pop()] for _ in range(length)])
-        inner = sorted(random.choice(np.arange(1, blocks), length - 1, replace=False).tolist())
-        bounds.append((0, *inner, blocks))
-    return rows, [bounds[0]] * pipelines if equal else bounds
-
-
-@pytest.mark.parametrize("make", [large_problem, like_nodes_problem])
-def test_no_random_plan_sums_faster(make: Callable[[int], Problem]) -> None:
-    some = every = 0
-    for seed in range(PROBLEMS):
-        problem, random = make(seed).to_search(), np.random.default_rng(seed)
-        builder, blocks = DraftBuilder(problem.topology, "exact"), problem.profile.blocks
-        for pool in [each for each in problem.pools[::2] if each.slots > 1]:
-            bound = GradientBounds(problem.topology, pool)
-            for rows, cuts in [random_plan(random, pool, blocks) for _ in range(PLANS)]:
-                try:
-                    seconds = builder.summing(pool, rows).seconds(cuts)
-                except ValueError:
-                    continue
-                nodes = [
-                    {
-                        builder.node(pool, row[sum(at <= block for at in cut) - 1])
-                        for row, cut in zip(rows, cuts, strict=True)
-                    }
-                    for block in range(blocks)
-                ]
-                crossing = [each for each in nodes if len(each) > 1]
-                in_a_node = max(Counter(itertools.chain.from_iterable(crossing)).values(), default=0)
-                some += 0 < len(crossing) < blocks
-                assert bound.of_blocks(len(rows), in_a_node) <= seconds
-                assert len(crossing) <= bound.crossing_blocks(len(rows), in_a_node)
-                if len(crossing) == blocks:
-                    every += 1
-                    assert bound.of_pipelines(len(rows)) <= seconds
-    assert some > 10 and every > 50

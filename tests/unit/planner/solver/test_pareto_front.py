@@ -23,7 +23,7 @@ from colossal_hetero.planner.solver.pareto_front import (
 )
 from tests.support.layer_profiles import layer_times
 from tests.support.planning import make_plans, predict_plan
-from tests.support.random_clusters import Problem, large_problem, small_problem
+from tests.support.random_clusters import Problem, small_problem
 
 ROUNDING = 1e-9
 
@@ -55,29 +55,7 @@ def all_plans(problem: Problem) -> dict[tuple[int, ...], list[Plan]]:
     return found
 
 
-@pytest.mark.parametrize("seed", [2, 3, 4, 7, 8])
-def test_no_plan_is_faster_than_the_bound_of_its_nodes(seed: int) -> None:
-    problem = priced(large_problem(seed) if seed % 2 else small_problem(seed), seed)
-    whole = problem.to_search()
-    known, pools = whole.topology, whole.pools
-    types = node_types(known)
-    counts = choices(types)
-    if len(counts) > 10:
-        counts = counts[np.random.default_rng(seed).choice(len(counts), 10, replace=False)]
-    bounds = time_bounds(known, pools, types, counts)
-    compared = 0
-    for row, bound in zip(counts.tolist(), bounds, strict=True):
-        part, _ = taken(problem.topology, types, row)
-        try:
-            best = make_plans(part, problem.profile, global_batch=problem.global_batch, keep=1)[0].plan
-        except ValueError:
-            continue
-        compared += 1
-        assert bound <= best.iteration_seconds * (1 + ROUNDING), row
-    assert compared
-
-
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, 7, 8])
 def test_the_front_is_that_of_all_choices(seed: int) -> None:
     problem = priced(small_problem(seed), seed)
     every = all_plans(problem)
@@ -90,9 +68,11 @@ def test_the_front_is_that_of_all_choices(seed: int) -> None:
     dollars = [point.cost.dollars_per_iteration for point in front]
     assert seconds == sorted(seconds) and dollars == sorted(dollars, reverse=True)
     types = node_types(problem.topology)
-    for row, plans in every.items():
+    bounds = time_bounds(problem.topology, problem.to_search().pools, types, np.array(list(every)))
+    for (row, plans), bound in zip(every.items(), bounds, strict=True):
         part, _ = taken(problem.topology, types, row)
         for plan in plans:
+            assert bound <= plan.iteration_seconds * (1 + ROUNDING), row
             cost = plan_cost(part, problem.profile, plan).dollars_per_iteration
             assert any(
                 second <= plan.iteration_seconds * (1 + 1e-6) and dollar <= cost * (1 + 1e-6)
@@ -126,7 +106,7 @@ def test_a_price_that_is_not_known_is_named() -> None:
 
 
 def test_quotas_are_kept() -> None:
-    problem = priced(large_problem(3), 3)
+    problem = priced(small_problem(23), 23)
     topology = problem.topology
     types = node_types(topology)
     rows = choices(types)

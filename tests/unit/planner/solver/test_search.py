@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import re
-from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from colossal_hetero.planner.solver.problem import Problem
 from colossal_hetero.planner.solver.search import search
 from tests.support.layer_profiles import layer_times, small_sizes
 from tests.support.planning import make_plans
-from tests.support.random_examples import examples
+from tests.support.random_examples import IS_THOROUGH
 
 FAST_LINK, SLOW_LINK = Channel("NVLink", 300e9, 1e-5), Channel("RoCE", 25e9, 2e-5)
 
@@ -61,15 +60,10 @@ def profile(
     return ModelProfile(name="small", state_factor=3.0, gradient_factor=6e9, times=tuple(times), sizes=sizes)
 
 
-def check(plan: Plan, topology: Topology, model: ModelProfile, global_batch: int) -> None:
-    ranks = [rank for replica in plan.replicas for stage in replica.stages for rank in stage.ranks]
-    assert max(Counter(ranks).values()) == 1
+def check(plan: Plan, topology: Topology, global_batch: int) -> None:
+    """Beyond what :class:`.Plan` checks: groups of one kind in a node, memory counted by hand, and the time."""
     assert sum(replica.micro_batches for replica in plan.replicas) * plan.micro_batch == global_batch
     for replica in plan.replicas:
-        bounds = [stage.blocks for stage in replica.stages]
-        assert bounds[0][0] == 0 and bounds[-1][1] == model.blocks
-        assert all(a < b for a, b in bounds)
-        assert all(before[1] == after[0] for before, after in itertools.pairwise(bounds))
         for number, stage in enumerate(replica.stages):
             assert len(stage.ranks) == plan.tensor_parallel
             assert {topology.devices[rank].kind.name for rank in stage.ranks} == {stage.device}
@@ -96,43 +90,41 @@ CLUSTERS = [
 ]
 
 
-@pytest.mark.parametrize("unequal", [True, False])
-@pytest.mark.parametrize("method", ["exact", "uniform", "autohet"])
-@pytest.mark.parametrize("topology", CLUSTERS)
-def test_plans_are_valid(topology: Topology, method: str, unequal: bool) -> None:
-    model = profile()
-    found = make_plans(topology, model, global_batch=24, method=method, unequal=unequal, keep=8)
-    assert 1 <= len(found) <= 8
-    plans = [candidate.plan for candidate in found]
-    times = [plan.iteration_seconds * (1 if plan.symmetric else MIN_GAIN) for plan in plans]
-    assert times == sorted(times)
-    for candidate in found:
-        check(candidate.plan, topology, model, 24)
-        assert why_not_runnable(candidate.plan) is None
-        assert unequal or candidate.plan.symmetric
-        assert candidate.reason
-    again = make_plans(topology, model, global_batch=24, method=method, unequal=unequal, keep=8)
-    assert again == found
+@pytest.mark.parametrize("number", range(len(CLUSTERS)))
+def test_plans_are_valid(number: int) -> None:
+    topology, model = CLUSTERS[number], profile()
+    methods = ("exact", "uniform", "autohet")
+    for method, unequal in itertools.product(methods if IS_THOROUGH else [methods[number % 3]], (True, False)):
+        found = make_plans(topology, model, global_batch=24, method=method, unequal=unequal, keep=8)
+        assert 1 <= len(found) <= 8
+        plans = [candidate.plan for candidate in found]
+        times = [plan.iteration_seconds * (1 if plan.symmetric else MIN_GAIN) for plan in plans]
+        assert times == sorted(times)
+        for candidate in found:
+            check(candidate.plan, topology, 24)
+            assert why_not_runnable(candidate.plan) is None
+            assert unequal or candidate.plan.symmetric
+            assert candidate.reason
+    if number < 2:
+        assert found == make_plans(topology, model, global_batch=24, method=method, unequal=unequal, keep=8)
 
 
-@examples(ordinary=50, thorough=100)
 @given(
-    pipelines=st.lists(st.tuples(st.floats(0.1, 9), st.floats(0.1, 4), st.integers(1, 4)), min_size=1, max_size=3),
-    more=st.integers(0, 7),
+    st.lists(st.tuples(st.floats(0.1, 9), st.floats(0.1, 4), st.integers(1, 4)), min_size=1, max_size=3),
+    st.integers(0, 7),
 )
 def test_micro_batches_are_divided_optimally(pipelines: list[tuple[float, float, int]], more: int) -> None:
     fill, steps, minimum = zip(*pipelines, strict=True)
-    micro_batches = sum(minimum) + more
+    total = sum(minimum) + more
 
-    def last(counts: tuple[int, ...] | list[int]) -> float:
+    def last(counts: Sequence[int]) -> float:
         return max(first + (count - 1) * step for first, step, count in zip(fill, steps, counts, strict=True))
 
-    divided = divide_micro_batches(fill, steps, micro_batches, minimum)
-    assert sum(divided) == micro_batches
-    assert all(count >= least for count, least in zip(divided, minimum, strict=True))
     ways = itertools.product(*(range(least, least + more + 1) for least in minimum))
-    best = min(last(counts) for counts in ways if sum(counts) == micro_batches)
-    assert last(divided) == pytest.approx(best, rel=1e-9)
+    best = min(last(counts) for counts in ways if sum(counts) == total)
+    divided = divide_micro_batches(fill, steps, total, minimum)
+    assert sum(divided) == total and last(divided) == pytest.approx(best, rel=1e-9)
+    assert all(count >= least for count, least in zip(divided, minimum, strict=True))
 
 
 @pytest.mark.parametrize(("slow_seconds", "first_is_equal"), [(1.08, True), (3.0, False)])
@@ -152,14 +144,8 @@ def test_equal_replicas_come_first_unless_others_are_clearly_faster(slow_seconds
         assert any(f"{ratio:.2f} × as fast as the best plan with equal replicas" in note for note in first.plan.notes)
 
 
-def test_only_the_given_numbers_of_stages_are_used() -> None:
-    for unequal in (True, False):
-        found = make_plans(CLUSTERS[2], profile(), global_batch=24, stages=[2, 3], unequal=unequal, keep=20)
-        assert {len(replica.stages) for each in found for replica in each.plan.replicas} <= {2, 3}
-
-
 @pytest.mark.parametrize("unequal", [True, False])
-def test_the_fastest_plan_that_uses_all_devices(unequal: bool) -> None:
+def test_plans_of_all_devices_and_of_given_numbers_of_stages(unequal: bool) -> None:
     # The best plan leaves out the slow device, but a run on all ranks needs a plan that uses it.
     topology = cluster({"fast": 3, "slow": 1})
     model = profile(seconds={"fast": 1.0, "slow": 30.0}, degrees=(1,))
@@ -169,12 +155,11 @@ def test_the_fastest_plan_that_uses_all_devices(unequal: bool) -> None:
     (only,) = make_plans(topology, model, global_batch=24, unequal=unequal, all_devices=True, keep=1)
     assert only.plan.world_size == 4
     assert only.plan.iteration_seconds <= fastest.iteration_seconds
-
-
-def test_no_plan_for_all_devices() -> None:
     # One sample is one micro-batch, so there is one replica; it has one stage of at most two devices.
     with pytest.raises(ValueError, match="no plan uses all 4 devices; the fastest plan uses 2"):
         make_plans(CLUSTERS[0], profile(), global_batch=1, stages=[1], all_devices=True)
+    some = make_plans(CLUSTERS[2], profile(), global_batch=24, stages=[2, 3], unequal=unequal, keep=20)
+    assert {len(replica.stages) for each in some for replica in each.plan.replicas} <= {2, 3}
 
 
 def test_pipelines_have_no_more_stages_than_micro_batches() -> None:
@@ -188,10 +173,8 @@ def test_pipelines_have_no_more_stages_than_micro_batches() -> None:
 def test_only_the_best_plan_is_compared() -> None:
     topology, model = CLUSTERS[2], profile()
     plain = make_plans(topology, model, global_batch=24, unequal=False)
-    problem = Problem(
-        topology=topology, profile=model, global_batch=24, unequal=False, recompute=False, zero_stages=(0,)
-    )
-    answer = search(problem, compare=True)
+    wishes: dict[str, Any] = dict(global_batch=24, unequal=False, recompute=False, zero_stages=(0,))
+    answer = search(Problem(topology=topology, profile=model, **wishes), compare=True)
     compared = answer.plans
     assert [each.reason for each in plain] == [each.reason for each in compared]
     uniform = make_plans(topology, model, global_batch=24, unequal=False, method="uniform", keep=1)[0].plan
@@ -238,7 +221,7 @@ def test_error_messages(changes: dict[str, object], message: str) -> None:
             {"fast": 1},
             40,
             {"blocks": 4, "degrees": (1,), "micro_batches": (1,)},
-            r"in a plan of one stage .* 8e-09 GB for a copy of the gradients in buckets",
+            r"one stage .* 8e-09 GB for a copy",
         ),
     ],
 )
@@ -248,13 +231,6 @@ def test_devices_that_are_not_enough(
     topology = cluster(devices, memory=dict.fromkeys(devices, memory))
     with pytest.raises(ValueError, match=message):
         make_plans(topology, profile(**changes), global_batch=8)
-
-
-def test_reasons_name_what_takes_longer() -> None:
-    plans = make_plans(cluster({"fast": 3, "slow": 2}), profile(), global_batch=16, keep=5)
-    slower = [each.reason for each in plans[1:] if each.plan.iteration_seconds > plans[0].plan.iteration_seconds]
-    parts = "longest|in stage|filling and emptying|optimizer steps|sums of gradients"
-    assert slower and all(re.fullmatch(rf"\d+\.\d % slower: .*({parts}).*, .+ instead of .+", each) for each in slower)
 
 
 def test_zero_stage_1_alone_is_for_several_replicas() -> None:

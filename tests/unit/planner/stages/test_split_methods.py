@@ -57,14 +57,10 @@ def random_pipeline(random: np.random.Generator, max_slots: int = 4, max_blocks:
     network = random.integers(5)
 
     def channel(a: int, b: int) -> Channel:
-        if network == 0:
-            return Channel("NVLink", 1e12)
-        if network == 1:
+        if network < 3:
+            return Channel("of all", (1e12, 2.0, np.inf)[network])
+        if network == 3:
             return Channel("PCIe", 5.0) if nodes[a] == nodes[b] else Channel("Ethernet", 1.0, 0.1)
-        if network == 2:
-            return Channel("InfiniBand", 2.0)
-        if network == 4:
-            return Channel("as fast as can be", np.inf)
         return Channel("RoCE", 1.0 + (a * 7 + b * 7) % 5)
 
     slots = tuple(Slot(f"slot {number}", costs, memory) for number, (costs, memory) in enumerate(chosen))
@@ -119,13 +115,6 @@ def min_seconds(pipeline: Pipeline, order: tuple[int, ...] | None = None, *, upd
     return min((seconds for fits, seconds in costs if fits), default=np.inf)
 
 
-def check(pipeline: Pipeline, division: Split) -> None:
-    assert sorted(division.order) == list(range(len(pipeline.slots)))
-    assert division.bounds[0] == 0
-    assert division.bounds[-1] == pipeline.blocks
-    assert min(division.blocks_per_stage) >= 1
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_exact_is_the_best_of_all_splits_of_an_order(seed):
     """It does not look at optimizer updates."""
@@ -142,8 +131,7 @@ def test_exact_is_the_best_of_all_splits_of_an_order(seed):
                 split(pipeline, order=order)
             continue
         found = split(pipeline, order=order)
-        check(pipeline, found)
-        assert found.order == order
+        assert found in every_split(pipeline, order)
         assert plain_cost(pipeline, found, updates=False) == (True, pytest.approx(best, rel=ROUNDING))
         assert evaluate(pipeline, found).seconds == pytest.approx(plain_cost(pipeline, found)[1], rel=ROUNDING)
     assert 0.04 * count < impossible < 0.8 * count
@@ -162,8 +150,7 @@ def test_every_method_makes_valid_splits_none_better_than_exact_in_an_order(seed
         assert "no split fits in memory" in str(error)
         assert min_seconds(pipeline, order) == np.inf or (method != "adapt" and order is None)
         return
-    check(pipeline, found)
-    assert order is None or found.order == order
+    assert found in every_split(pipeline, order)
     cost = evaluate(pipeline, found)
     assert cost.fits or method not in IN_MEMORY
     if cost.fits and order is not None:
@@ -185,14 +172,13 @@ def pipeline_of(speeds: list[float], blocks: int, *, count: int = 8, memory: lis
     return Pipeline(slots, ((Channel("NVLink", 1e12),) * len(speeds),) * len(speeds), count)
 
 
-@pytest.mark.parametrize("blocks", [4, 5, 6, 7, 12, 30])
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
-def test_uniform_is_the_division_of_colossalai(blocks, stages):
+def test_uniform_is_the_division_of_colossalai():
     stage_manager = pytest.importorskip("colossalai.pipeline.stage_manager")
     manager = object.__new__(stage_manager.PipelineStageManager)
     manager.num_layers_per_stage = None
-    theirs = manager.distribute_layers(blocks, num_stages=stages, num_model_chunks=1)
-    assert [b - a for a, b in pairwise(uniform_bounds(blocks, stages))] == theirs
+    for blocks, stages in itertools.product((4, 5, 7, 12, 30), (1, 2, 3, 4)):
+        theirs = manager.distribute_layers(blocks, num_stages=stages, num_model_chunks=1)
+        assert [b - a for a, b in pairwise(uniform_bounds(blocks, stages))] == theirs
 
 
 @pytest.mark.parametrize(
@@ -249,8 +235,7 @@ def test_adapt_has_the_smallest_adapt_cost():
 def test_adapt_stops_after_the_maximum_number_of_nodes():
     pipeline = pipeline_of([1.0, 2.0, 3.0, 4.0] * 4, 48)
     found = adapt(pipeline, None, nodes=2000)
-    assert found is not None
-    check(pipeline, found)
+    assert found is not None and sorted(found.order) == list(range(16)) and min(found.blocks_per_stage) >= 1
     tight = pipeline_of([1.0, 2.0, 3.0, 4.0] * 4, 48, memory=[13.0] * 16)
     with pytest.raises(ValueError, match="2,000 nodes"):
         adapt(tight, None, nodes=2000)
@@ -264,21 +249,18 @@ def test_adapt_stops_after_the_maximum_number_of_nodes():
         (
             pipeline_of([1.0, 2.0], 4, memory=[1.5, 1.6]),
             {},
-            r"block 0 alone needs 3e-09 GB in slot slot 1, which has 1\.6e-09 GB",
+            r"block 0 alone needs 3e-09 GB in slot slot 1",
         ),
         (
             pipeline_of([1.0, 2.0], 8, memory=[6.0, 6.0]),
             {},
-            r"blocks .* in slot .* as stage 1, with 1 micro-batch in flight, need",
+            r"blocks .* as stage 1, with 1 micro-batch in flight",
         ),
     ],
 )
 def test_what_cannot_be_split(pipeline: Pipeline, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         split(pipeline, **options)
-
-
-PIPELINES = 120 if IS_THOROUGH else 40
 
 
 def every_choice(pipeline: Pipeline, division: Split) -> list[tuple[tuple[bool, ...], float, bool]]:
@@ -297,7 +279,7 @@ def every_choice(pipeline: Pipeline, division: Split) -> list[tuple[tuple[bool, 
     return found
 
 
-@pytest.mark.parametrize("seed", range(PIPELINES))
+@pytest.mark.parametrize("seed", range(120 if IS_THOROUGH else 40))
 def test_each_cut_costs_what_the_best_choice_costs(seed: int) -> None:
     random = np.random.default_rng(seed)
     pipeline = may_recompute(random_pipeline(random, 3, 5), random)
