@@ -12,7 +12,7 @@ help:
 	@echo "make elastic   train on four nodes of this machine, of which one is killed and another joins"
 	@echo "make language  train a GPT-2 on two ranks, one of them slowed, balancing on"
 	@echo "make gpu       measure everything on a GPU, and write benchmarks/gpu/RESULTS.md"
-	@echo "make test      run all tests (about 20 minutes on 2 cores)"
+	@echo "make test      run all tests (about 15 minutes on 2 cores)"
 	@echo "make check     lint and run the unit tests, before a commit (a few minutes)"
 	@echo "make lint      ruff and mypy"
 	@echo "make lines     lines of Python beside their budgets"

@@ -17,6 +17,8 @@ from tests.support.harness import run_ranks
 MIN_SECONDS = 0.05
 """How long the ZeRO example times each batch size, instead of half a second. The tests look for a slow rank, so they
 need times that are roughly right."""
+REPEATS = 3
+"""How often, at least; other tests time each size fewer times."""
 LAYERS_MIN_SECONDS = 0.0
 """How long the pipeline example measures the layers, instead of three seconds. At 0 it measures each of them once."""
 WINDOW_SECONDS = 0.02
@@ -30,6 +32,7 @@ def _compare(example: str, lines: list[str]) -> tuple[list[dict[str, Any] | None
         # The launcher sets this for ranks of one machine. With it, both ways of training use the same profile.
         stack.enter_context(patch.dict(os.environ, LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"]))
         stack.enter_context(patch.object(device_profiler, "MIN_SECONDS", MIN_SECONDS))
+        stack.enter_context(patch.object(device_profiler, "REPEATS", REPEATS))
         stack.enter_context(patch.object(probe_ranks, "WINDOW_SECONDS", WINDOW_SECONDS))
         if example == "pipeline":
             shorter = partial(module.profile_layers, min_seconds=LAYERS_MIN_SECONDS)

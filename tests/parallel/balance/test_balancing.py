@@ -319,7 +319,7 @@ def nothing_is_balanced_by_times_of_a_gpu_that_waits_for_its_host() -> None:
 
 
 def test_balancing_is_refused_in_a_cuda_graph() -> None:
-    balancer = Mock(_running=False, active=True, config=RESIZE)
+    balancer = Mock(_running=False, active=True, config=RESIZE, switch_off=Mock(return_value=False))
     with (
         patch.object(torch.cuda, "is_available", lambda: True),
         patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
