@@ -137,7 +137,8 @@ class Balancer:
         whether that is so. All ranks of the group do it at once."""
         if not (self._may_switch_off and self._is_idle):
             return False
-        log.info("nothing is balanced from now on, and times are only measured: %s", reason)
+        if dist.get_rank() == self._ranks[0]:
+            log.info("nothing is balanced from now on, and times are only measured: %s", reason)
         self.config = BalanceConfig(mode="off")
         return True
 

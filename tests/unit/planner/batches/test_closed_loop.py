@@ -225,3 +225,11 @@ def test_what_does_not_lead_to_a_new_division() -> None:
         redivision = loop(**options)
         assert not redivision.observe(constant(speeds, redivision, count))
     assert redivision.observe(constant([1.0, 3.0], redivision, 10))
+
+
+def test_a_loop_gets_more_micro_batches_only_where_they_save_two_percent() -> None:
+    """Two micro-batches of four samples take 8 s; one of eight takes 1 or 3 % longer."""
+    for whole, steps in ((8.08, 1), (8.24, 2)):
+        curve = Curve.from_seconds([*range(1, 8), whole])
+        for stage in (0, 1, 2, 3):
+            assert BatchDivider([curve] * 2, stage).divide([Speed()] * 2, 16).steps == steps
