@@ -69,14 +69,6 @@ def test_random_draws_anew_and_by_the_seed() -> None:
     assert (counts > 0).all(), "some column is never kept"
 
 
-def test_random_leaves_the_global_random_state_alone() -> None:
-    weight, x = weight_and_input("linear", torch.float32)
-    before = torch.get_rng_state()
-    for rule in RULES:
-        make_selector(rule, weight, 0)(x, weight, 4)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 @pytest.mark.parametrize("layout, dtype", every_weight)
 @pytest.mark.parametrize("seed", range(3))
 def test_norm_product_is_the_top_k_of_the_products_of_norms(layout: str, dtype: torch.dtype, seed: int) -> None:
@@ -84,13 +76,6 @@ def test_norm_product_is_the_top_k_of_the_products_of_norms(layout: str, dtype: 
     score = [float(x[:, i].float().norm() * weight[:, i].float().norm()) for i in range(13)]
     expected = sorted(sorted(range(13), key=lambda i: -score[i])[:6])
     assert indices(make_selector("norm-product", weight, 0)(x, weight, 6)) == expected
-
-
-def test_norm_product_looks_at_the_current_input() -> None:
-    weight = torch.ones(3, 4)
-    selector = make_selector("norm-product", weight, 0)
-    assert indices(selector(torch.tensor([[9.0, 1.0, 8.0, 2.0]]), weight, 2)) == [0, 2]
-    assert indices(selector(torch.tensor([[1.0, 9.0, 2.0, 8.0]]), weight, 2)) == [1, 3]
 
 
 def test_norm_product_samples_rows_of_a_long_input() -> None:
@@ -149,32 +134,6 @@ def test_a_weight_changed_in_place_is_compared_with_what_it_was() -> None:
     selector.end_interval(weight)
     # Columns 0 and 1 were pruned and keep their 0 and 1; column 2 did not change.
     assert indices(selector(torch.zeros(1, 3), weight, 1)) == [1]
-
-
-def test_first_interval_prunes_at_random_and_the_second_keeps_what_was_pruned() -> None:
-    weight, x = torch.randn(4, 10), torch.zeros(1, 10)
-    firsts = set()
-    for seed in range(8):
-        selector = WeightVariation(weight, seed)
-        first = indices(selector(x, weight, 5))
-        assert indices(selector(x, weight, 5)) == first, "changed within an interval"
-        assert selector.candidate_share(1e9) == 0.0, "a column without a variation is a candidate"
-        selector.end_interval(weight + 1.0)
-        assert indices(selector(x, weight, 5)) == sorted(set(range(10)) - set(first))
-        firsts.add(tuple(first))
-    assert len(firsts) > 1, "ties are not broken by the seed"
-
-
-def test_ties_are_broken_the_same_way_each_time() -> None:
-    weight, x = torch.zeros(2, 8), torch.zeros(1, 8)
-    kept = []
-    for _ in range(2):
-        selector = WeightVariation(weight, seed=5)
-        selector.end_interval(weight + 1.0)  # every column varied equally
-        kept.append([indices(selector(x, weight, count)) for count in (3, 3, 5)])
-    assert kept[0] == kept[1]
-    assert kept[0][0] == kept[0][1]
-    assert set(kept[0][0]) < set(kept[0][2]), "a larger count drops what a smaller one keeps"
 
 
 class ForgetfulVariation(WeightVariation):
@@ -266,12 +225,6 @@ def test_resizer_gives_every_layer_its_ratio_and_takes_it_back(ratio: float) -> 
     resize.prune(0.0)
     assert [layer.workload for layer in layers.values()] == [None, None]
     assert resize.shares.resized == 0.0
-
-
-def test_layers_of_one_rank_do_not_draw_the_same_columns() -> None:
-    layers = {name: PlainLayer(torch.randn(4, 40)) for name in "ab"}
-    resizer(layers, priority="random").prune(0.5)
-    assert layers["a"].kept() != layers["b"].kept()
 
 
 def test_priorities_are_updated_at_the_end_of_an_interval_counted_from_the_first_pruning() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu.layers.parity import Distances, largest_distance, mean_distance
+from benchmarks.gpu.layers.parity import Distances
 from benchmarks.gpu.part import Case, Machine, Part, Row
 from benchmarks.gpu.report import results_page
 from benchmarks.gpu.store import CaseResult, PartResults, load_results
@@ -53,15 +53,6 @@ def test_a_failed_case_does_not_stop_the_others(tmp_path: Path) -> None:
     assert results is not None
     assert (results.cases["first"].status, results.cases["first"].message) == ("failed", "ValueError: no")
     assert results.cases["second"].rows == [[2.0]]
-
-
-def test_only_missing_cases_are_measured_again(tmp_path: Path) -> None:
-    measures = {"a": Counted(), "b": Counted()}
-    assert measure(part(**measures), tmp_path / "p.json", only=["a"])
-    assert measure(part(**measures), tmp_path / "p.json")
-    assert [each.calls for each in measures.values()] == [1, 1]
-    assert measure(part(**measures), tmp_path / "p.json", again=True)
-    assert [each.calls for each in measures.values()] == [2, 2]
 
 
 def test_no_case_begins_after_the_time_is_over(tmp_path: Path) -> None:
@@ -133,21 +124,9 @@ def test_without_a_gpu_the_command_says_what_can_be_run(capsys: pytest.CaptureFi
     assert "--tiny" in line
 
 
-@pytest.mark.parametrize("wrong", [["nothing"], ["--minutes", "0"]])
-def test_wrong_arguments_are_refused_in_a_line(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        command.main(wrong)
-    assert wrong[-1] in capsys.readouterr().err.splitlines()[-1]
-
-
 EXACT = {"y": torch.tensor([1.0, -4.0], dtype=torch.float64), "dx": torch.tensor([2.0, 1.0], dtype=torch.float64)}
 OFF = {"y": torch.tensor([1.0, -3.9]), "dx": torch.tensor([2.0, 1.5])}
 OF_DENSE = {"y": 0.01, "dx": 0.5}
-
-
-def test_distances_are_relative() -> None:
-    assert largest_distance(OFF["y"], EXACT["y"]) == pytest.approx(0.1 / 4)
-    assert mean_distance(OFF["y"], EXACT["y"]) == pytest.approx(0.1 / 17**0.5)
 
 
 def test_half_precision_is_compared_with_the_dense_layer() -> None:

@@ -11,47 +11,11 @@ import pytest
 
 from benchmarks.planner.peers import run_planners
 from benchmarks.planner.peers.compare import PricedPlan, count_wins, load_peer_plans
-from benchmarks.planner.peers.inputs import NOT_TIMED, ZONE, bandwidth_rows, sailor_times
 from benchmarks.planner.peers.layouts import has_one_degree, layout_line
-from benchmarks.planner.peers.run_planners import Found, choose, power_of_two, written
-from benchmarks.planner.peers.simulator import load_sailor
+from benchmarks.planner.peers.run_planners import Found, choose, written
 from benchmarks.planner.published_clusters import CLUSTERS, Case, cluster_name
-from benchmarks.planner.sailor_tables import GpuChannels
-from colossal_hetero.planner.cluster.topology import Channel
 from colossal_hetero.planner.cost.layout_line import read_layout
-from colossal_hetero.planner.profile.layer_profile import LayerTimes, ModelProfile
 from tests.unit.planner.report.test_plan_table import plan
-
-
-def channels(one: float, four: float) -> GpuChannels:
-    between = {
-        number: Channel("Ethernet", 1e9 * most, curve=(0.0, 0.0, most)) for number, most in ((1, one), (4, four))
-    }
-    return GpuChannels({}, between)
-
-
-def test_bandwidths_are_those_of_the_slower_kind_and_the_fewer_gpus() -> None:
-    rows = bandwidth_rows({"A": channels(2, 6), "B": channels(1, 7)})[ZONE]
-    assert rows["A"]["4"][ZONE]["B"]["4"] == [[0.0, 0.0, 6], 6e9]
-    assert rows["B"]["4"][ZONE]["A"]["4"] == [[0.0, 0.0, 6], 6e9]
-    assert rows["A"]["1"][ZONE]["B"]["4"] == [[0.0, 0.0, 1], 1e9]
-    assert rows["A"]["4"][ZONE]["A"]["1"] == [[0.0, 0.0, 2], 2e9]
-
-
-def test_times_of_degrees_that_were_not_timed() -> None:
-    step = (1.0, 2.0, 2.0, 2.0, 4.0)
-    timed = LayerTimes(
-        device="A",
-        tensor_parallel=1,
-        micro_batch=2,
-        forward_seconds=(0.1, 0.2, 0.2, 0.2, 0.3),
-        backward_seconds=(0.0, 0.4, 0.4, 0.4, 0.6),
-        update_seconds=step,
-    )
-    profile = SimpleNamespace(times=(timed,), layers=5, before=1, after=1)
-    times = sailor_times(cast(ModelProfile, profile), "A", (1, 2), (1, 4))
-    assert times["2"]["1"]["1"] == [0.2, 0.4, 9.0]  # The step of the embedding, two blocks and the head.
-    assert times["1"]["1"]["0"] == times["2"]["4"]["0"] == [NOT_TIMED, NOT_TIMED, 0.0]
 
 
 def priced(*seconds: float | None, fits: bool = True) -> PricedPlan:
@@ -139,21 +103,6 @@ def test_plans_that_a_line_cannot_say(stages: list[Any], ends: tuple[int, ...], 
         layout_line({"mbs": 1, "pipelines": [pipeline([A], ())]}, 12, 1, 1, 16)
 
 
-@pytest.mark.parametrize(
-    ("line", "one"),
-    [
-        ("dp 2 × pp [A 0-3 | B 4-7]", True),
-        ("dp 2 × pp [A (tp 2) 0-3 | B (tp 2) 4-7]", True),
-        ("tp 2 · dp 2 × pp [A 0-3 | B (tp 2) 4-7]", True),
-        ("dp 2 × pp [A 0-3 | B (tp 2) 4-7]", False),
-        ("dp 2 = pp [A 0-7] + pp [B (tp 2, recompute) 0-7]", False),
-        ("tp 4 · dp 2 × pp [A 0-3 | B (tp 2) 4-7]", False),
-    ],
-)
-def test_degrees_of_a_line(line: str, one: bool) -> None:
-    assert has_one_degree(line) is one
-
-
 PLANS = """
 peer = "Metis"
 repository = "SamsungLabs/Metis"
@@ -176,12 +125,6 @@ def test_plans_of_peers(tmp_path: Path) -> None:
     (tmp_path / "metis.toml").write_text(PLANS.replace("layout", "plan"), encoding="utf-8")
     with pytest.raises(ValueError, match="needs cluster, model and layout"):
         load_peer_plans(tmp_path)
-
-
-def test_without_sailor_the_reason_is_said(tmp_path: Path) -> None:
-    made = plan()
-    assert load_sailor(None, made) == "no checkout was given with --sailor"  # type: ignore[arg-type]
-    assert "is not a checkout of Sailor's repository" in str(load_sailor(tmp_path, made))  # type: ignore[arg-type]
 
 
 CASE = Case("1 × 4 A", cast(Any, None), cast(Any, SimpleNamespace(name="OPT", layers=6, before=1, after=1)))
@@ -228,8 +171,3 @@ def test_the_file_is_read_back(tmp_path: Path) -> None:
     (each,) = load_peer_plans(tmp_path)
     assert (each.cluster, each.model, each.layout) == ("1 × 4 A", "OPT", "dp 1 × pp [A 0-3]")
     assert "[[missing]]" in text and 'note = "crashed"' in text and "own_prediction_seconds = 2" in text
-
-
-def test_nodes_are_left_out_for_a_power_of_two() -> None:
-    assert power_of_two([("A", 2, 4), ("B", 2, 4)]) == [(("A", 2, 4), ("B", 2, 4))]
-    assert power_of_two([("A", 1, 4), ("B", 4, 4)]) == [(("B", 4, 4),), (("A", 1, 4), ("B", 3, 4))]

@@ -87,31 +87,12 @@ def test_the_step_is_divided_by_parameters(tables: Path) -> None:
     assert update == pytest.approx([0.014, 0.002, 0.002, 0.002, 0.010])
 
 
-def test_rows_of_another_model_are_left_out_and_named(tables: Path) -> None:
-    read = read_gpu_tables(tables, "tiny")
-    assert read.profile.devices == ("GH-96",)
-    assert read.left_out == ("V100-16: its rows have 4 layers, but tiny has 5; they belong to another model",)
-
-
 def test_an_untimed_step_is_named(tables: Path) -> None:
     change(tables / "layer_times.csv", f",{STEP_SECONDS}", ",0.0")
     change(tables / "layer_times.csv", f",{STEP_SECONDS / 2}", ",0.0")
     read = read_gpu_tables(tables, "tiny")
     assert any("GH-96: the optimizer's step was not timed" in each for each in read.left_out)
     assert not any(times_of(read.profile, "GH-96", 1, 1).update_seconds)
-
-
-def test_a_head_of_two_layers_is_after_the_blocks(tables: Path) -> None:
-    change(tables / "layer_memory.csv", "tiny,1,3,100,", "tiny,1,3,5,")
-    change(tables / "layer_memory.csv", "tiny,2,3,50,", "tiny,2,3,2,")
-    profile = read_gpu_tables(tables, "tiny").profile
-    assert (profile.blocks, profile.after) == (2, 2)
-
-
-def test_a_part_has_only_the_given_devices_degrees_and_micro_batch(tables: Path) -> None:
-    part = profile_part(read_gpu_tables(tables, "tiny").profile, ["GH-96"], [2], 1)
-    assert [times.key for times in part.times] == [("GH-96", 2, 1)]
-    assert [sizes.tensor_parallel for sizes in part.sizes] == [2]
 
 
 # Bandwidths ------------------------------------------------------------------------------------------------
@@ -123,14 +104,6 @@ def test_bandwidths_depend_on_the_size_of_a_message(tables: Path) -> None:
     assert between[1].seconds(8e6) == pytest.approx(8e6 / 5e9)  # x = 3: 3 b + c
     assert between[2].seconds(8e6) == pytest.approx(8e6 / 10e9)
     assert between[1].seconds(1e12) == pytest.approx(1e12 / 10e9)  # capped
-
-
-def test_a_topology_has_the_bandwidths_of_whole_nodes(tables: Path) -> None:
-    topology = make_topology(import_bandwidths(tables), [("GH-96", 2, 2)])
-    assert [device.node for device in topology.devices] == [0, 0, 1, 1]
-    assert sum(nic.bandwidth(1e6) for nic in topology.nodes[0].nics) == pytest.approx(4e9)
-    assert topology.channel(0, 3).seconds(1e6) == pytest.approx(1e6 / 2e9)  # what one GPU sends
-    assert topology.channel(0, 1).seconds(1e6) == pytest.approx(1e6 / 100e9)
 
 
 # Estimates -------------------------------------------------------------------------------------------------
@@ -284,16 +257,6 @@ def test_two_stages_send_parts_and_gather_them(tables: Path) -> None:
     assert predicted.gradient_seconds == 0
 
 
-def test_messages_in_both_directions_take_turns(tables: Path) -> None:
-    """In steady state the longer stage sends and receives once each per micro-batch, one after the other."""
-    _, predicted, _ = read_and_predict(tables, [([0, 3], [2]), ([3, 5], [2])], nodes=2, global_batch=6)
-    cost = predicted.pipeline
-    (hop,) = cost.hop_seconds
-    first, second = (f + b for f, b in zip(cost.forward_seconds, cost.backward_seconds, strict=True))
-    assert first > second
-    assert cost.seconds == pytest.approx(first + second + 2 * hop + 5 * (first + 2 * hop) + max(cost.update_seconds))
-
-
 def test_replicas_with_unequal_degrees(tables: Path) -> None:
     """A replica with one rank per stage beside one with two: the slower one counts, and each rank of a replica reduces
     its own share of the gradients."""
@@ -306,11 +269,6 @@ def test_replicas_with_unequal_degrees(tables: Path) -> None:
     # Stage 0 has 900 bytes. Its ring has two steps, in which the first replica's rank sends 450 bytes.
     first, second = channel.between[1].seconds(450), 2 * channel.between[2].seconds(225)
     assert predicted.gradient_seconds == pytest.approx(2 * max(first, second))
-
-
-def test_stages_in_one_node_send_inside_it(tables: Path) -> None:
-    _, predicted, _ = read_and_predict(tables, [([0, 3], [1]), ([3, 5], [1])], nodes=1, global_batch=4)
-    assert predicted.pipeline.hop_seconds == pytest.approx((4e6 / 100e9,))
 
 
 def test_ranks_of_a_node_share_its_bandwidth(tables: Path) -> None:

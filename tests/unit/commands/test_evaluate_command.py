@@ -59,11 +59,6 @@ def test_prices_and_batches_from_flags(tmp_path: Path) -> None:
     assert "as 4 replicas × 8 micro-batches of 2" in result.output and "price: 2.50 $ an hour" in result.output
 
 
-def test_what_does_not_fit_is_said() -> None:
-    output = run("evaluate", LARGE, CLUSTER, PROFILE).output
-    assert "memory: 4 stages do not fit; the fullest, on V100-16, needs" in output
-
-
 def test_errors_show_the_line_and_the_place() -> None:
     line = BEST.replace("9-23", "12-23")
     result = run("evaluate", line, CLUSTER, PROFILE)

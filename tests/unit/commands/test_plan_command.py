@@ -9,21 +9,18 @@ from typing import Any
 
 import pytest
 
-from colossal_hetero.planner.cluster.cluster_file import load_cluster
 from colossal_hetero.planner.cost.plan import Plan, load_plan, save_plan
 from colossal_hetero.planner.cost.simulate import simulate_plan
 from colossal_hetero.planner.profile.layer_profile import (
     LayerSizes,
     LayerTimes,
     ModelProfile,
-    load_profile,
     save_profile,
 )
 from colossal_hetero.planner.report.plan_table import one_line
 from colossal_hetero.planner.stages.split_methods import METHODS
 from tests.support.command_line import failure, run
 from tests.support.layer_profiles import layer_times
-from tests.support.planning import make_plans
 from tests.unit.planner.plans.test_plan import plan, replica, stage
 from tests.unit.planner.report.test_plan_table import unequal
 
@@ -141,22 +138,6 @@ def test_replicas_may_differ_unless_asked_otherwise(files: tuple[Path, Path]) ->
     assert equal.symmetric and not made.symmetric
     assert made.iteration_seconds < equal.iteration_seconds
     assert "cannot be run:" not in text and "as fast as the best plan with equal replicas" in text
-
-
-def test_the_next_best_plans_are_listed(files: tuple[Path, Path]) -> None:
-    candidates = make_plans(load_cluster(files[0]), load_profile(files[1]), global_batch=16, keep=3)
-    text = output("plan", *files, "--global-batch", 16, "--top", 3)
-    assert ("× best" in text) == (len(candidates) > 1)
-    assert one_line(candidates[0].plan) in text
-    assert "× best" not in output("plan", *files, "--global-batch", 16, "--top", 1)
-    assert "--out plan.json writes this plan" in text
-
-
-def test_the_help_shows_options_in_groups_and_nothing_else() -> None:
-    text = output("plan", "--help")
-    titles = [line for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    assert titles[-1] == "Other options:" and {"What to train:", "Plans to try:", "Search:", "Output:"} < set(titles)
-    assert [line.split()[0] for line in text.partition("Other options:\n")[2].splitlines()] == ["-h,"]
 
 
 @pytest.mark.parametrize(

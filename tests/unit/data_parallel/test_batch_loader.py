@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -227,17 +226,6 @@ def test_reading_one_batch_before_training_changes_nothing(size: int, batch: int
     loader = loaders(size, batch, **WORKERS[1])[0]
     next(iter(loader))
     assert train(loader) == whole
-
-
-def test_changes_after_an_epoch_has_begun() -> None:
-    """A new division applies to the batches that are not drawn yet, a new epoch only to the next iteration."""
-    loader = loaders(shuffle=False)[0]
-    iterator = iter(loader)
-    loader.divide_by(lambda samples: [[samples], [0]], loader.drawn_global_batch)
-    loader.set_epoch(9)
-    assert next(iterator).tolist() == list(range(9)) and loader.batch_sampler.epoch == 0  # type: ignore[union-attr]
-    next(iter(loader))
-    assert loader.batch_sampler.epoch == 9  # type: ignore[union-attr]
 
 
 def test_a_loop_may_have_one_turn_for_each_global_batch() -> None:
@@ -540,12 +528,3 @@ def test_weights_of_batches() -> None:
         loader.weigh_by(lambda batch, value=value: value)
         with pytest.raises(ValueError, match="weight_by gave"):
             next(iter(loader))
-
-
-def test_the_load_timer_is_told_of_each_batch_and_of_the_end() -> None:
-    loader = make_loader(Numbers(5), 4, 0, 1)
-    loader.divide_by(lambda samples: [[samples - 1, 1]])
-    told: list[int | str | None] = []
-    loader.load_timer = SimpleNamespace(before_batch=lambda: told.append("before"), after_batch=told.append)
-    assert [len(batch) for batch in loader] == [3, 1, 1, 1]
-    assert told == ["before", 3, "before", 1, "before", 0, "before", 1, "before", None]

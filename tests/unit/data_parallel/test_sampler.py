@@ -119,48 +119,6 @@ def test_a_new_division_keeps_the_global_batches(case: tuple, data: st.DataObjec
         assert global_batches(draws) == expected(size, batch, epoch, shuffle, drop_last)
 
 
-def test_a_new_division_applies_from_its_global_batch_on_and_in_later_epochs() -> None:
-    (sampler,) = samplers(12, 4, 1, salt=None, shuffle=False)
-    sampler.divide_by(lambda samples: [[samples]])
-    iterator = iter(sampler)
-    assert next(iterator) == [0, 1, 2, 3]
-    with pytest.raises(ValueError, match="global batch 0 was already drawn; divide from 1 on"):
-        sampler.divide_by(lambda samples: [[2, samples - 2]])
-    sampler.divide_by(lambda samples: [[2, samples - 2]], from_global_batch=2)
-    assert len(sampler) == 4
-    assert list(iterator) == [[4, 5, 6, 7], [8, 9], [10, 11]]
-    assert len(sampler) == 6
-    assert list(sampler) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
-    assert sampler.drawn_global_batch == 2
-    sampler.divide_by(lambda samples: [[samples]], from_global_batch=3)
-    assert len(sampler) == 3 and list(sampler) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-
-
-def test_epochs_advance_automatically_or_are_set() -> None:
-    (sampler,) = samplers(20, 6, 1)
-    seen = [list(sampler) for _ in range(3)]
-    assert seen[0] != seen[1] != seen[2] and sampler.epoch == 2
-    sampler.set_epoch(1)
-    assert list(sampler) == seen[1]
-    assert list(sampler) == seen[2]
-    (again,) = samplers(20, 6, 1)
-    assert [list(again) for _ in range(3)] == seen
-    assert again.state_dict()["epoch"] == 2 and again.state_dict()["global_batches_done"] == 4
-    (other,) = samplers(20, 6, 1, seed=8)
-    assert list(other) != seen[0]
-
-
-def test_a_new_iteration_starts_the_next_epoch_only_after_a_finished_global_batch() -> None:
-    (sampler,) = samplers(20, 6, 1)
-    first = next(iter(sampler))
-    iterator = iter(sampler)
-    assert next(iterator) == first and sampler.epoch == 0
-    sampler.finish_global_batch(0)
-    assert next(iter(sampler)) != first and sampler.epoch == 1
-    with pytest.raises(RuntimeError, match="another iteration"):
-        next(iterator)
-
-
 @given(cases, st.data())
 def test_resuming_draws_the_remaining_global_batches(case: tuple, data: st.DataObject) -> None:
     """After resuming, the number of ranks and the division may be different."""
@@ -247,6 +205,10 @@ def test_bad_calls() -> None:
         sampler.divide_by(even_division(1), from_global_batch=2)
     with pytest.raises(ValueError, match="epoch=-1"):
         sampler.set_epoch(-1)
+    sampler.divide_by(even_division(1))
+    next(iter(sampler))
+    with pytest.raises(ValueError, match="global batch 0 was already drawn; divide from 1 on"):
+        sampler.divide_by(even_division(1))
 
 
 @pytest.mark.parametrize(
@@ -311,13 +273,6 @@ def test_epochs_and_seeds_differ() -> None:
     for other in by_index[1:]:
         assert torch.equal(by_index[0][:, 0], other[:, 0])
         assert not (by_index[0][:, 1:] == other[:, 1:]).any()
-
-
-def test_a_resumed_epoch_draws_the_same() -> None:
-    loader = make_loader(Noisy(), 10, 0, 1, shuffle=True, seed=7, seeds_samples=True)
-    loader.divide_by(lambda samples: [[samples]])
-    loader.load_state_dict({**loader.state_dict(), "global_batches_done": 1})
-    assert torch.equal(torch.cat(list(loader)), samples_of([10])[10:])
 
 
 def test_the_random_states_of_the_process_are_kept() -> None:

@@ -15,8 +15,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from colossal_hetero.profiling import layer_memory
-from colossal_hetero.profiling.layer_memory import saved_bytes, split_temporaries
-from colossal_hetero.profiling.layer_passes import resized
 from colossal_hetero.profiling.layer_profiler import profile_layers, relative_error
 from colossal_hetero.profiling.progress import Progress
 from tests.support.counted_memory import CountedMemory
@@ -240,23 +238,6 @@ def test_temporaries_are_measured_where_the_allocator_counts(monkeypatch: pytest
     assert sizes.fixed_temporary_bytes == (*[4 * WIDTH * (WIDTH + 1)] * 4, 4 * CLASSES * (WIDTH + 1))
 
 
-def test_temporaries_are_split_by_what_grows_with_the_micro_batch() -> None:
-    assert split_temporaries({4: [40, 7, 0]}) == ((10, 2, 0), (0, 0, 0))
-    # 5 per sample and 20; nothing that grows; the middle size needs more than the line through the others.
-    found = split_temporaries({1: [25, 9, 10], 2: [30, 9, 30], 4: [40, 9, 40]})
-    assert found == ((5, 0, 10), (20, 9, 10))
-
-
-def test_saved_storages_count_once_and_without_parameters() -> None:
-    weight = torch.ones(10, 10, requires_grad=True)
-    x = torch.ones(3, 10, requires_grad=True)
-    with saved_bytes([weight]) as saved:
-        y = x @ weight.t()
-        z = y[:2] * y[1:]
-    assert z.shape == (2, 10)
-    assert saved.total == 4 * (30 + 30)  # x, and y once, although two views of it are saved
-
-
 def test_micro_batches_that_do_not_fit_in_memory_are_left_out(clock: SimulatedClock) -> None:
     class Greedy(Wide):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -280,12 +261,6 @@ def test_progress_is_reported(clock: SimulatedClock) -> None:
     # The clock advances in the passes of the layers only, and each size is measured for 3 seconds.
     assert seen[1].seconds_left == pytest.approx(6, rel=0.25)
     assert 0 < seen[-1].seconds_left < 0.5 < seen[len(seen) // 2].seconds_left
-
-
-def test_batches_are_resized() -> None:
-    images, labels = resized((torch.arange(3), torch.arange(6).view(3, 2)), 5)
-    assert images.tolist() == [0, 1, 2, 0, 1] and labels.shape == (5, 2)
-    assert resized({"x": torch.arange(3), "scale": torch.tensor(2.0), "name": "a"}, 2)["x"].tolist() == [0, 1]
 
 
 class Halving(Linear):
@@ -334,7 +309,3 @@ def test_a_few_disturbed_passes_do_not_change_that_of_the_median() -> None:
     quiet = relative_error(values, of_median=True)
     assert relative_error(disturbed, of_median=True) == pytest.approx(quiet, rel=0.15)
     assert relative_error(disturbed, of_median=False) > 10 * quiet
-
-
-def test_two_values_say_nothing() -> None:
-    assert relative_error([1.0, 2.0], of_median=True) == 0.0

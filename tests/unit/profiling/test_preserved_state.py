@@ -95,30 +95,6 @@ def test_a_trial_step_changes_nothing(gradients: bool) -> None:
     assert all(one is other for one, other in zip(after, tensors, strict=True))
 
 
-def test_the_state_is_also_restored_after_an_error() -> None:
-    model, optimizer = build()
-    before = snapshot(model, optimizer)
-    with pytest.raises(ZeroDivisionError), preserved_state(model, optimizer):
-        trial(model)
-        raise ZeroDivisionError
-    assert same(snapshot(model, optimizer), before)
-
-
-class KeepsParameters(torch.optim.SGD):
-    """Its state is a parameter, in a list."""
-
-    def step(self, closure: Any = None) -> None:
-        super().step(closure)
-        for group in self.param_groups:
-            for each in group["params"]:
-                self.state[each].setdefault("kept", [nn.Parameter(torch.zeros_like(each))])
-
-
-def test_state_of_unusual_form_counts() -> None:
-    parameter = nn.Parameter(torch.ones(6, 2))
-    assert optimizer_state_bytes(KeepsParameters([parameter], lr=0.1)) == 12 * 4
-
-
 @pytest.mark.parametrize(
     "make",
     [

@@ -95,19 +95,3 @@ def test_messages_of_a_process_to_itself_arrive_in_order() -> None:
             message.zero_()  # a copy was sent
             messages.receive(buffer)
             assert torch.equal(buffer, expected)
-
-
-def test_a_real_loop_takes_time() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Sequential(*(Block() for _ in range(2))))
-    with loopback(torch.device("cpu")) as messages:
-        passes = LayerPasses(model, find_block_row(model), None, torch.randn(2, 4))
-        assert ScheduleLoop(passes, messages).run().wall > 0
-
-
-class Block(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x)

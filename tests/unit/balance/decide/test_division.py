@@ -18,7 +18,6 @@ from colossal_hetero.balance.modes import (
     UnitWork,
     decide_counts,
     iteration_seconds,
-    relieved_for,
     relieved_ranks,
     stays_resharded,
     wants_resharding,
@@ -89,13 +88,6 @@ def test_finer_units_come_close_to_the_time_of_divisible_ones(problem: tuple[Uni
     assert bound <= slowest_seconds(lines, fastest_counts(kind, lines)) * (1 + 1e-9)
 
 
-def test_a_line_bends_at_the_full_share() -> None:
-    line = Line(units=6.0, seconds=13.0, slope=2.0, slope_above=3.0, full=8.0)
-    assert [line(count) for count in (4, 6, 8, 10)] == [9.0, 13.0, 17.0, 23.0]
-    received = Line(units=10.0, seconds=23.0, slope=2.0, slope_above=3.0, full=8.0)
-    assert [received(count) for count in (4, 6, 8, 10)] == [9.0, 13.0, 17.0, 23.0]
-
-
 HEADS = UnitKind(8, 1, 8)
 NEURONS = UnitKind(64, 1, 64)
 FREE = Costs()
@@ -136,13 +128,6 @@ def test_the_time_is_a_sum_over_blocks_of_the_slowest_rank() -> None:
     assert iteration_seconds(problems, ((8, 8), (64, 64))) == 5.0
     assert iteration_seconds(problems, ((8, 8), (64, 64)), fixed_seconds=1.0) == 5.0
     assert iteration_seconds(problems, ((12, 4), (64, 64)), fixed_seconds=1.0) == 1.5 + 3.0 + 1.0
-
-
-def test_each_kind_is_divided_by_its_own_times() -> None:
-    problems = [problem(HEADS, (1.0, 2.0)), problem(NEURONS, (3.0, 1.0))]
-    counts, note = decide_counts(problems, ((8, 8), (64, 64)), uncertainty=0.05)
-    assert counts == ((11, 5), (32, 96))
-    assert note == "migration pays: 2.88 s in blocks with, 5 s without"
 
 
 @pytest.mark.parametrize("slowdown, uncertainty, changes", [(1.3, 0.05, True), (1.3, 0.2, False), (1.05, 0.005, True)])
@@ -229,14 +214,6 @@ def test_a_rank_that_gives_units_of_one_kind_is_relieved_even_if_it_takes_others
     assert relieved_ranks(in_units(((3, 5), (8, 8)))) == {0}
     assert relieved_ranks(relieving(1, 3)) == {1, 3}
     assert relieved_ranks(EVEN) == frozenset()
-
-
-def test_iterations_count_from_the_last_one_without_relief() -> None:
-    counts: tuple[int, ...] = (0,) * 4
-    for plan in (relieving(1), relieving(1, 2), relieving(2), relieving(1, 2), EVEN, relieving(1)):
-        counts = relieved_for(counts, plan)
-    assert counts == (0, 1, 0, 0)
-    assert relieved_for((0, 3, 2, 0), relieving(1)) == (0, 4, 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from colossal_hetero.balance import (
     RankTimes,
     layer_ratios,
     predicted_seconds,
-    resize_ratios,
 )
 from colossal_hetero.balance.modes import decide
 
@@ -32,17 +31,6 @@ def groups(draw: st.DrawFn) -> list[RankTimes]:
     return [RankTimes(work, work * draw(st.floats(0, 1))) for work in works]
 
 
-@given(groups(), st.floats(0, 0.99), st.sampled_from(["minimum", "mean"]), st.data())
-def test_ratios_stay_within_the_cap(group: list[RankTimes], cap: float, reference: str, data: st.DataObject) -> None:
-    config = BalanceConfig(mode="resize", max_resize=cap, pruning=Pruning(reference=reference))
-    current = BalancePlan.resizing(tuple(data.draw(st.floats(0, cap)) for _ in group))
-    plan = decide(group, FREE, config, current)
-    assert len(plan.resize) == len(group)
-    assert all(0 <= ratio <= cap for ratio in plan.resize)
-    fastest = min(range(len(group)), key=lambda rank: group[rank].work_seconds)
-    assert plan.resize[fastest] == 0
-
-
 @given(st.floats(1e-3, 10), st.integers(2, 8), st.sampled_from(MODES), st.data())
 def test_nothing_is_done_when_no_rank_is_slow(work: float, ranks: int, mode: str, data: st.DataObject) -> None:
     noise = st.floats(1.0, 1.0 + RESIZE.threshold)
@@ -51,13 +39,6 @@ def test_nothing_is_done_when_no_rank_is_slow(work: float, ranks: int, mode: str
     current = BalancePlan((0.1, *(0.0,) * (ranks - 1)), (0.3, *(0.0,) * (ranks - 1)), (0.0, 0.3, *(0.0,) * (ranks - 2)))
     for before in (BalancePlan.idle(ranks), current):
         assert decide(group, FREE, config, before) == BalancePlan.idle(ranks)
-
-
-@given(groups())
-def test_off_does_nothing(group: list[RankTimes]) -> None:
-    assert decide(
-        group, FREE, BalanceConfig(mode="off"), BalancePlan.resizing((0.5,) * len(group))
-    ) == BalancePlan.idle(len(group))
 
 
 @given(st.floats(1.2, 9), st.floats(0.3, 1.0), st.integers(2, 8), st.integers(0, 7))
@@ -72,13 +53,6 @@ def test_eq1_brings_the_straggler_to_the_reference(slowdown: float, matmul_share
         assert after == pytest.approx(1.0)
     else:
         assert ratio == 0
-
-
-def test_eq1_by_hand() -> None:
-    assert resize_ratios([1.0, 4.0], [1.0, 4.0], 1.0, 0.9).tolist() == [0.0, 0.75]
-    assert resize_ratios([1.0, 4.0], [1.0, 4.0], 2.5, 0.9).tolist() == [0.0, 0.375]  # the mean
-    assert resize_ratios([1.0, 4.0], [0.5, 2.0], 1.0, 0.9).tolist() == [0.0, 0.9]  # capped
-    assert resize_ratios([1.0, 4.0], [0.5, 0.0], 1.0, 0.9).tolist() == [0.0, 0.0]  # nothing to prune
 
 
 def test_what_resizing_costs_is_pruned_as_well() -> None:

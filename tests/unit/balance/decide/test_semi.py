@@ -117,11 +117,6 @@ def test_of_equally_fast_divisions_the_one_that_prunes_least() -> None:
     assert plan.resize == (0.0,) * 5 and plan.migrate[1] == pytest.approx(0.5)
 
 
-def test_ratios_are_capped() -> None:
-    plan = semi_plan(FIG_11, Costs(migrate_fixed_seconds=8.0), 0.6)
-    assert plan.resize == pytest.approx((0.6, 0.6, 0.6, 0.5, 0, 0, 0, 0)) and sum(plan.migrate) == 0
-
-
 def test_work_that_cannot_be_moved_is_allowed_for() -> None:
     plan = semi_plan(group(4.0, 1.0, 1.0, other=1.0), Costs(resize_fixed=1.0), 0.9)
     assert plan.migrate[0] == pytest.approx(0.75)

@@ -15,17 +15,6 @@ HERE = {"device": ["a CPU"], "ranks": 2, "shapes": ((512, 1024),)}
 COSTS = Costs(0.01, 0.02, 1e-3, 2e-3, 1.1)
 
 
-def test_costs_are_found_again(tmp_path: Path) -> None:
-    cache = CostCache(str(tmp_path / "made" / "on demand"))
-    assert cache.read(HERE) is None
-    cache.write(HERE, COSTS)
-    assert CostCache(str(tmp_path / "made" / "on demand")).read(HERE) == COSTS
-    assert cache.read({**HERE, "ranks": 4}) is None
-    cache.write(HERE, Costs())
-    assert cache.read(HERE) == Costs()
-    assert len(list((tmp_path / "made" / "on demand").iterdir())) == 1
-
-
 def test_the_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_folder() == tmp_path / "colossal_hetero"
@@ -64,14 +53,6 @@ def test_what_cannot_be_used_is_ignored_and_written_anew(tmp_path: Path) -> None
         assert cache.read(HERE) is None, damage
         cache.write(HERE, COSTS)
         assert cache.read(HERE) == COSTS
-
-
-def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    cache = CostCache(str(tmp_path / "file" / "folder"))
-    with pytest.warns(UserWarning, match="cannot be kept in .*BalanceConfig.measure_costs"):
-        cache.write(HERE, COSTS)
-    assert cache.read(HERE) is None
 
 
 def test_nothing_is_left_of_a_write_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,18 +63,6 @@ def test_waiting_is_what_a_rank_spends_in_collectives_beyond_the_last_to_arrive(
         assert [rank.wait_seconds for rank in record.ranks] == pytest.approx([0.2, 0.0, 0.0, 0.8])
 
 
-def test_ranks_keep_their_own_numbers() -> None:
-    shares = dict(migrated=0.125, received=0.375, block_seconds=0.75, own_score=0.5)
-    slow = local(3, 4.0, 2.0, 0.1, resized=0.25, equal_work=5.0, equal_matmul=3.0, **shares)
-    (record,) = merge_records([[local(3)], [slow]], [[0, 1]])
-    assert record.iteration == 3
-    assert [rank.rank for rank in record.ranks] == [0, 1]
-    merged = record.ranks[1]
-    for name in ("work_seconds", "matmul_seconds", "communication_seconds", "equal_work_seconds", "resized", *shares):
-        assert getattr(merged, name) == getattr(slow, name), name
-    assert merged.equal_matmul_seconds == 3.0
-
-
 def test_iterations_that_a_rank_has_not_read_are_left_out() -> None:
     per_rank = [[local(i) for i in range(5)], [local(i) for i in (0, 2, 3)], [local(i) for i in (4, 3, 2)]]
     assert [record.iteration for record in merge_records(per_rank, [[0, 1, 2]])] == [2, 3]
@@ -97,13 +85,6 @@ def test_scores_are_relative_to_the_fastest_rank_of_the_group() -> None:
     assert [rank.relative_score for rank in record.ranks] == pytest.approx([1.0, 0.25, 1.0, 1 / 3])
     (record,) = merge_records(views, [[0, 1, 2, 3]])
     assert [rank.relative_score for rank in record.ranks] == pytest.approx([0.5, 0.125, 1.0, 1 / 3])
-
-
-def test_a_note_of_any_group_is_kept() -> None:
-    silent, speaking = local(0), local(0, note="the network is too slow")
-    (record,) = merge_records([[silent], [silent], [speaking], [speaking]], [[0, 1], [2, 3]])
-    assert record.note == "the network is too slow"
-    assert merge_records([[silent]], [[0]])[0].note == ""
 
 
 # Bounds ----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils.checkpoint import checkpoint
 
 from colossal_hetero.layers.dropout import UnitDropout, UnitRange
 from colossal_hetero.layers.workload import Surrounded
@@ -105,33 +104,6 @@ def test_query_heads_of_a_group_share_a_unit() -> None:
         query[:, -6:], key[:, -2:], value.expand(2, 2, 6, 4), [UnitRange(0, UNITS - 2, UNITS)], enable_gqa=True
     )
     assert torch.equal(of_last, y[:, -6:])
-
-
-def test_the_random_state_does_not_depend_on_the_units_computed() -> None:
-    """Other dropout continues with the same numbers on all ranks."""
-    states = []
-    for count in (1, 8, UNITS):
-        dropped(torch.ones(2, count), [UnitRange(0, 0, count)])
-        states.append(torch.get_rng_state())
-        attention(*torch.ones(3, 2, count, 6, 4), [UnitRange(0, 0, count)])
-        states.append(torch.get_rng_state())
-    assert all(torch.equal(state, states[0]) for state in states)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_pass_that_checkpointing_repeats_has_the_same_masks(reentrant: bool) -> None:
-    holder = Holder(lambda x: F.dropout(F.dropout(x, P), P).square(), OWN, -1)
-    gradients, outputs = [], []
-    for checkpointed in (True, False):
-        torch.manual_seed(0)
-        x = torch.ones(4, UNITS, requires_grad=True)
-        # Passes in between draw other masks.
-        passes = [checkpoint(holder, x, use_reentrant=reentrant) if checkpointed else holder(x) for _ in range(3)]
-        assert not torch.equal(passes[0], passes[1])
-        sum(passes).sum().backward()
-        gradients.append(x.grad)
-        outputs.append(sum(passes))
-    assert torch.equal(outputs[0], outputs[1]) and torch.equal(gradients[0], gradients[1])
 
 
 def test_an_exception_in_the_block_leaves_nothing_behind() -> None:

@@ -109,28 +109,6 @@ def test_places_that_the_cluster_does_not_have(node: str, local_rank: int, messa
         own_kind(cluster, node, local_rank)
 
 
-def test_all_go_on_when_the_last_one_comes(capsys: pytest.CaptureFixture[str]) -> None:
-    board, ended = SharedBoard(), []
-
-    def come() -> None:
-        wait_for_the_first_world(board, 3, 600.0)
-        ended.append(time.monotonic())
-
-    threads = [threading.Thread(target=come, daemon=True) for _ in range(3)]
-    for thread in threads[:2]:
-        thread.start()
-    time.sleep(0.5)
-    assert ended == []
-    threads[2].start()
-    for thread in threads:
-        thread.join(30)
-    assert len(ended) == 3  # long before the limit
-    said = capsys.readouterr().err.splitlines()
-    assert said[-1] == "colossal_hetero: 3 of 3 members are there"
-    assert sum("3 of 3" in line for line in said) == 1  # only the first one speaks
-    assert "of 3 members are there; waiting up to 600 s for the others" in said[0]
-
-
 def test_it_ends_without_the_others() -> None:
     board = SharedBoard()
     wait_for_the_first_world(board, 3, 0.3)
