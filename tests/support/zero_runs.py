@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from colossalai.booster import Booster
 from colossalai.interface import OptimizerWrapper
+from colossalai.shardformer.policies.base_policy import Policy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset, default_collate
 
+from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin
 from colossal_hetero.data_parallel import attach
 from colossal_hetero.planner.batches.batch_profile import BatchProfile, DeviceProfile, ModelIdentity, TimedBatch
 from colossal_hetero.profiling.rank_profiler import ModelDescription
+from tests.support.training import zero_plugin
 
 SAMPLES = 29
 
@@ -54,6 +59,9 @@ def equal_devices(
         ranks=tuple(range(replicas)),
     )
 
+
+BATCHES = {each.name for each in dataclasses.fields(BatchConfig)}
+CRITERION = nn.CrossEntropyLoss()
 
 unmeasured = patch.object(attach, "profile_ranks", equal_devices)
 """Decorates a function that ranks run. Measuring before training would take most of its time."""
@@ -113,6 +121,81 @@ def sizes_by_rank(division: list[list[int]], samples: int) -> list[list[int]]:
     return result
 
 
+class Unchanged(Policy):
+    """Colossal-AI's hybrid plugin needs a policy for a model; this one changes nothing."""
+
+    def config_sanity_check(self) -> None: ...
+
+    def preprocess(self) -> nn.Module:
+        return self.model
+
+    def module_policy(self) -> dict[Any, Any]:
+        return {}
+
+    def postprocess(self) -> nn.Module:
+        return self.model
+
+
+class Boosted(NamedTuple):
+    """What ``Booster.boost`` has returned, and what it was called with."""
+
+    plugin: Any
+    booster: Booster
+    model: Any
+    optimizer: Any
+    criterion: Any
+    loader: Any
+    schedule: Any
+
+    def divide(self, division: list[list[int]]) -> None:
+        self.loader.divide_by(lambda samples: sizes_by_rank(division, samples))
+
+    def fit(self, *loss_of: Callable[[nn.Module, Any], Tensor]) -> Tensor:
+        """Train an epoch as a usual script does, with another loss than :func:`loss_of` if it is given."""
+        return fit(self.model, self.optimizer, self.loader, *loss_of)
+
+
+def boosted(
+    kind: int | str,
+    model: nn.Module | None = None,
+    optimizer: Any = "sgd",
+    data: Dataset | None = None,
+    *,
+    samples: int = 8,
+    criterion: Any = CRITERION,
+    division: list[list[int]] | None = None,
+    loader: Mapping[str, Any] = {},
+    schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
+    **options: Any,
+) -> Boosted:
+    """Boost for global batches of ``samples``, with a plugin of these ``options``.
+
+    ``kind``: a stage of ZeRO, "auto", or "hybrid" for the hybrid plugin with uneven batches. ``optimizer``: one of
+    :func:`make_optimizer`, by name, or a function that makes one for a model, or an optimizer. ``loader``: options of
+    ``prepare_dataloader``. ``division``: of a full global batch; without it, the one that the plugin finds is kept.
+    """
+    plugin: Any
+    if kind == "hybrid":
+        fields = {name: options.pop(name) for name in BATCHES & options.keys()}
+        batches = BatchConfig(global_batch_size=samples, **fields)
+        plugin = HeteroHybridParallelPlugin(
+            1, 1, batches=batches, precision="fp32", custom_policy=Unchanged(), **options
+        )
+    else:
+        plugin = zero_plugin(kind, samples, **options)
+    model = make_model() if model is None else model
+    if isinstance(optimizer, str):
+        optimizer = make_optimizer(model, optimizer)
+    elif not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(model)
+    booster, prepared = Booster(plugin=plugin), plugin.prepare_dataloader(data or Numbered(), **loader)
+    made = None if schedule is None else schedule(optimizer)
+    run = Boosted(plugin, booster, *booster.boost(model, optimizer, criterion, prepared, made))
+    if division is not None:
+        run.divide(division)
+    return run
+
+
 def full_parameters(model: nn.Module) -> list[torch.Tensor]:
     """All parameters of the model in order, unsharded, on every rank."""
     for module in model.modules():
@@ -145,6 +228,7 @@ def fit(
     batches: Iterable[Any],
     loss_of: Callable[[nn.Module, Any], Tensor] = loss_of,
     max_norm: float = 0.0,
+    schedule: Any = None,
 ) -> Tensor:
     """Train as a usual script does, boosted or in one process. Returns the parameters."""
     for batch in batches:
@@ -154,6 +238,8 @@ def fit(
             nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         optimizer.zero_grad()
+        if schedule is not None:
+            schedule.step()
     return flat(model)
 
 

@@ -27,7 +27,7 @@ from tests.support.harness import run_ranks
 from tests.support.language_models import gpt2, tokens
 from tests.support.training import assert_same_parameters, boost, ours, sgd, theirs, tiny_vit, zero_plugin
 from tests.support.training import train as train_vit
-from tests.support.zero_runs import Numbered, make_optimizer, sizes_by_rank, unmeasured
+from tests.support.zero_runs import boosted, unmeasured
 
 EPOCHS = 3
 """Of three global batches each, and so of three steps."""
@@ -91,26 +91,19 @@ def finished_late() -> Iterator[None]:
         yield
 
 
-def boosted(stage: int, optimizer_name: str, division: list[list[int]], **options: Any) -> tuple[Any, Any, Any, Any]:
+def boosted_net(stage: int, optimizer_name: str, division: list[list[int]], **options: Any) -> tuple[Any, ...]:
     """Model, optimizer, criterion and loader."""
     # Batches are not divided again: what a rank uses of the model follows from the division.
     fixed: dict[str, Any] = dict(max_micro_batch=8, reallocate_above=math.inf, reduce_bucket_size_in_m=BUCKET / 2**20)
-    plugin = zero_plugin(stage, 11, **fixed, **options)
-    loader = plugin.prepare_dataloader(Numbered(), shuffle=True, seed=11)
-    model = make_net()
-    booster = Booster(plugin=plugin)
-    model, optimizer, criterion, loader, _ = booster.boost(
-        model, make_optimizer(model, optimizer_name), nn.CrossEntropyLoss(), loader
-    )
-    loader.divide_by(lambda samples: sizes_by_rank(division, samples))
-    return model, optimizer, criterion, loader
+    fixed |= dict(samples=11, loader=dict(shuffle=True, seed=11), division=division)
+    return boosted(stage, make_net(), optimizer_name, **fixed, **options)[2:6]
 
 
 def train(
     stage: int, optimizer_name: str, division: list[list[int]], options: dict[str, Any], epochs: int = 2
 ) -> dict[str, Tensor]:
     """The parameters after training on uneven micro-batches."""
-    model, optimizer, criterion, loader = boosted(stage, optimizer_name, division, **options)
+    model, optimizer, criterion, loader = boosted_net(stage, optimizer_name, division, **options)
     net = model.unwrap()
     for epoch in range(epochs):
         loader.set_epoch(epoch)
@@ -175,7 +168,7 @@ def started_when() -> tuple[list[str], list[bool], list[bool]]:
 
     The weights are those of the first and the last layer.
     """
-    model, optimizer, criterion, loader = boosted(1, "sgd", [[5], [6]], **ON)
+    model, optimizer, criterion, loader = boosted_net(1, "sgd", [[5], [6]], **ON)
     net, events = model.unwrap(), []
     reduce_scatter = dist.reduce_scatter_tensor
 
@@ -221,7 +214,7 @@ READERS = ["state_dict", "evaluation", "shared", "listed", "copied", "pickled", 
 @unmeasured
 def read_after_step(folder: str) -> dict[str, list[Tensor]]:
     """By who reads the first layer's weight after a step: what is read, and what is right."""
-    model, optimizer, criterion, loader = boosted(1, "sgd", [[5], [6]], **ON)
+    model, optimizer, criterion, loader = boosted_net(1, "sgd", [[5], [6]], **ON)
     net = model.unwrap()
     parameters, names = zip(*((value, name) for name, value in net.named_parameters()), strict=True)
     second = nn.Linear(7, 14)
@@ -293,7 +286,7 @@ def errors_of_compiled_models() -> list[str]:
     """What training raises if a model is compiled, by :data:`COMPILED`."""
     errors = []
     for compiled in COMPILED:
-        model, optimizer, criterion, loader = boosted(1, "sgd", [[5], [6]], **ON)
+        model, optimizer, criterion, loader = boosted_net(1, "sgd", [[5], [6]], **ON)
         net = model.unwrap()
         if compiled == "whole":
             net.compile(backend="eager")
@@ -469,7 +462,7 @@ def test_with_zero_each_optimizer_needs_its_own_backward_pass() -> None:
 @unmeasured
 def kept_gradients() -> list[int]:
     """How many whole gradients are in memory when a sum starts, in a backward pass of ZeRO stage 2 with many sums."""
-    model, optimizer, criterion, loader = boosted(2, "sgd", [[5], [6]], **OFF)
+    model, optimizer, criterion, loader = boosted_net(2, "sgd", [[5], [6]], **OFF)
     alive: list[Any] = []
     counts = []
     reduce_scatter = dist.reduce_scatter_tensor

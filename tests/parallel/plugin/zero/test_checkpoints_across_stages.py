@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from colossalai.booster import Booster
 from colossalai.interface import OptimizerWrapper
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -18,12 +17,12 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from colossal_hetero.profiling.preserved_state import inner_optimizer
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
-from tests.support.training import zero_plugin
-from tests.support.zero_runs import Numbered, fit, flat, global_batches, sizes_by_rank, unmeasured
+from tests.support.zero_runs import Numbered, assert_trained, boosted, fit, flat, global_batches, unmeasured
 
 GLOBAL_BATCH = 8
-STEPS_AFTER = 3
-DIVISION = [[3, 2], [1, 2]]
+STEPS_BEFORE = 2
+"""Of the second epoch, before a checkpoint is saved."""
+DIVISIONS = {2: [[3, 2], [1, 2]], 3: [[2, 1], [1, 0], [3, 1]]}
 
 
 class Block(nn.Module):
@@ -83,30 +82,32 @@ def make_tower_optimizer(model: nn.Module, kind: str, parts: str) -> torch.optim
     return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.05, eps=1e-3)
 
 
+def make_schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+
+
 class Run:
     """A model that was boosted in one layout."""
 
     def __init__(self, layout: str, kind: str, parts: str, folder: Path) -> None:
         stage, options = LAYOUTS[layout]
-        profile = folder / f"profile {layout} {parts}.json"  # so that each is measured once
-        plugin = zero_plugin(stage, GLOBAL_BATCH, max_micro_batch=8, profile=profile, **options)
-        self.booster = Booster(plugin=plugin)
-        loader = plugin.prepare_dataloader(Numbered())
-        model = make_tower(parts)
-        optimizer = make_tower_optimizer(model, kind, parts)
-        self.model, self.optimizer, self.criterion, self.loader, _ = self.booster.boost(
-            model, optimizer, nn.CrossEntropyLoss(), loader
+        model, ranks = make_tower(parts), torch.distributed.get_world_size()
+        profile = folder / f"profile {layout} {parts} {ranks}.json"  # so that each is measured once
+        _, self.booster, self.model, self.optimizer, _, self.loader, self.schedule = boosted(
+            *(stage, model, make_tower_optimizer(model, kind, parts)),
+            division=DIVISIONS[ranks],
+            schedule=make_schedule,
+            max_micro_batch=8,
+            profile=profile,
+            **options,
         )
-        self.loader.divide_by(lambda samples: sizes_by_rank(DIVISION, samples))
 
     def train(self, epoch: int, steps: int | None = None) -> None:
-        """``steps`` optimizer steps of an epoch, or all."""
+        """``steps`` optimizer steps of an epoch, or all that are left of it."""
         self.loader.set_epoch(epoch)
         done = 0
-        for inputs, targets in self.loader:
-            self.booster.backward(self.criterion(self.model(inputs), targets), self.optimizer)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+        for batch in self.loader:
+            fit(self.model, self.optimizer, [batch], schedule=self.schedule)
             done += self.loader.current.is_last
             if done == steps:
                 return
@@ -120,12 +121,17 @@ class Run:
         model, optimizer = self.paths(folder, sharded)
         self.booster.save_model(self.model, model, shard=sharded)
         self.booster.save_optimizer(self.optimizer, optimizer, shard=sharded)
+        self.booster.save_lr_scheduler(self.schedule, str(folder / "schedule.pt"))
+        if torch.distributed.get_rank() == 0:
+            torch.save(self.loader.state_dict(), folder / "loader.pt")
         torch.distributed.barrier()
 
     def load(self, folder: Path, sharded: bool) -> None:
         model, optimizer = self.paths(folder, sharded)
         self.booster.load_model(self.model, model)
         self.booster.load_optimizer(self.optimizer, optimizer)
+        self.booster.load_lr_scheduler(self.schedule, str(folder / "schedule.pt"))
+        self.loader.load_state_dict(torch.load(folder / "loader.pt"))
 
     def spoil(self) -> None:
         """Change all weights, states and options, so that what is not loaded shows."""
@@ -142,15 +148,15 @@ class Run:
 
 @unmeasured
 def exchange(kind: str, parts: str, folder: str) -> dict[tuple[str, str, bool], torch.Tensor]:
-    """Save in each layout after an epoch, and continue in each layout from each checkpoint.
+    """Save in each layout in the middle of the second epoch, and finish it in each layout from each checkpoint.
 
-    Returns the parameters after :data:`STEPS_AFTER` more steps by the layout of saving, that of loading, and whether
-    checkpoints were sharded.
+    Returns the parameters by the layout of saving, that of loading, and whether checkpoints were sharded.
     """
     place = Path(folder)
     runs = {layout: Run(layout, kind, parts, place) for layout in LAYOUTS}
     for layout, run in runs.items():
         run.train(0)
+        run.train(1, STEPS_BEFORE)
         for sharded in (False, True):
             run.save(place / layout, sharded)
     found = {}
@@ -159,15 +165,28 @@ def exchange(kind: str, parts: str, folder: str) -> dict[tuple[str, str, bool], 
             for sharded in (False, True) if IS_THOROUGH else ((number + other) % 2 == 1,):
                 run.spoil()
                 run.load(place / source, sharded)
-                run.train(1, STEPS_AFTER)
+                run.train(1)
                 found[source, target, sharded] = flat(run.model)
     return found
 
 
+@unmeasured
+def resume(kind: str, parts: str, folder: str) -> dict[tuple[str, str, bool], torch.Tensor]:
+    """As :func:`exchange`, of one checkpoint for each layout that other ranks have saved."""
+    found = {}
+    for target, source in zip(LAYOUTS, reversed(LAYOUTS), strict=True):
+        run = Run(target, kind, parts, Path(folder))
+        run.load(Path(folder) / source, True)
+        run.train(1)
+        found[source, target, True] = flat(run.model)
+    return found
+
+
 def train_alone(kind: str, parts: str) -> torch.Tensor:
-    """The parameters of one process after an epoch and :data:`STEPS_AFTER` steps."""
-    model, batches = make_tower(parts), global_batches(Numbered(), GLOBAL_BATCH)
-    return fit(model, make_tower_optimizer(model, kind, parts), [*batches, *batches[:STEPS_AFTER]])
+    """The parameters of one process after two epochs."""
+    model = make_tower(parts)
+    optimizer = make_tower_optimizer(model, kind, parts)
+    return fit(model, optimizer, global_batches(Numbered(), GLOBAL_BATCH) * 2, schedule=make_schedule(optimizer))
 
 
 KINDS_AND_PARTS = [("adamw", "groups")]
@@ -176,16 +195,13 @@ if IS_THOROUGH:
 
 
 @pytest.mark.parametrize("kind, parts", KINDS_AND_PARTS)
-def test_training_continues_at_any_stage(kind: str, parts: str, tmp_path: Path) -> None:
+def test_training_continues_at_any_stage_and_on_more_ranks(kind: str, parts: str, tmp_path: Path) -> None:
     expected = train_alone(kind, parts)
-    wrong = {}
-    for rank, found in enumerate(run_ranks(2, exchange, kind, parts, str(tmp_path), timeout_seconds=400)):
-        assert len(found) == (2 if IS_THOROUGH else 1) * len(LAYOUTS) ** 2
-        for case, parameters in found.items():
-            actual = parameters[: len(expected)]
-            if not torch.allclose(actual, expected, rtol=1e-4, atol=1e-5):
-                wrong[(rank, *case)] = ((actual - expected).abs().max() / expected.abs().max()).item()
-    assert not wrong
+    cases = (2 if IS_THOROUGH else 1) * len(LAYOUTS) ** 2
+    for ranks, function, count in ((2, exchange, cases), (3, resume, len(LAYOUTS))):
+        for found in run_ranks(ranks, function, kind, parts, str(tmp_path), timeout_seconds=400):
+            assert len(found) == count
+            assert_trained([list(found.values())], [f"{case}, {ranks} ranks" for case in found], expected, atol=1e-5)
 
 
 @unmeasured

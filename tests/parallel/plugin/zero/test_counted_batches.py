@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from colossalai.booster import Booster
 from timm.data import Mixup
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
@@ -16,8 +15,7 @@ from torch.utils.data import Dataset, default_collate
 
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
-from tests.support.training import zero_plugin
-from tests.support.zero_runs import assert_trained, fit, loss_of, sizes_by_rank, unmeasured
+from tests.support.zero_runs import Boosted, assert_trained, boosted, fit, loss_of, unmeasured
 
 SAMPLES, GLOBAL_BATCH = 32, 8
 BROKEN = {0, 3, 9, 12, 16, 28}
@@ -46,24 +44,19 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 @unmeasured
-def boost(stage: int, data: Dataset, division: Any, **options: Any) -> Any:
-    """Model, optimizer and loader."""
-    collate = options.pop("collate_fn", None)
-    plugin = zero_plugin(
-        stage, GLOBAL_BATCH, profile_cache="", reallocate_above=float("inf"), max_micro_batch=8, **options
-    )
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = plugin.prepare_dataloader(data, collate_fn=collate)
-    model, optimizer, _, loader, _ = Booster(plugin=plugin).boost(model, optimizer, nn.CrossEntropyLoss(), loader)
-    loader.divide_by(lambda samples: sizes_by_rank(division, samples))
-    return model, optimizer, loader
+def boost(stage: int | str, data: Dataset, division: Any, collate: Any = None, **options: Any) -> Boosted:
+    fixed = dict(profile_cache="", reallocate_above=float("inf"), max_micro_batch=8, loader=dict(collate_fn=collate))
+    return boosted(stage, net(), sgd, data, division=division, **fixed, **options)
 
 
 def train_alone(batches: list[Any], loss_of: Any = loss_of) -> Tensor:
     model = net()
-    return fit(model, torch.optim.SGD(model.parameters(), lr=0.1), batches, loss_of)
+    return fit(model, sgd(model), batches, loss_of)
 
 
 def collated(data: Any, collate: Any) -> list[Any]:
@@ -76,7 +69,7 @@ DIVISIONS = {2: ([[5], [3]], [[3, 2], [2, 1]]), 3: ([[2], [4], [2]], [[2, 1], [2
 def train_with_broken_samples(stages: tuple[int, ...]) -> list[Tensor]:
     divisions = DIVISIONS[torch.distributed.get_world_size()]
     cases = [(stage, division) for stage in stages for division in divisions]
-    return [fit(*boost(stage, Images(BROKEN), division, collate_fn=readable)) for stage, division in cases]
+    return [boost(stage, Images(BROKEN), division, readable).fit() for stage, division in cases]
 
 
 @pytest.mark.parametrize("ranks", [2, 3] if IS_THOROUGH else [2])
@@ -115,9 +108,9 @@ def packed_step(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
 
 
 def train_packed() -> list[Tensor]:
-    options = dict(collate_fn=packed, training_step=packed_step, weight_by="samples")
+    options = dict(training_step=packed_step, weight_by="samples")
     divisions = DIVISIONS[torch.distributed.get_world_size()]
-    return [fit(*boost(0, Sequences(), division, **options), loss_of_packed) for division in divisions]
+    return [boost(0, Sequences(), division, packed, **options).fit(loss_of_packed) for division in divisions]
 
 
 @pytest.mark.parametrize("ranks", [2, 3] if IS_THOROUGH else [2])
@@ -127,8 +120,8 @@ def test_rows_of_packed_sequences_are_not_taken_for_samples(ranks: int) -> None:
 
 
 def train_on_one_batch() -> list[Tensor]:
-    model, optimizer, loader = boost(0, Images(BROKEN), [[5], [3]], collate_fn=readable, accumulation="per_rank")
-    return [fit(model, optimizer, [next(iter(loader))] * 3)]
+    run = boost(0, Images(BROKEN), [[5], [3]], readable, accumulation="per_rank")
+    return [fit(run.model, run.optimizer, [next(iter(run.loader))] * 3)]
 
 
 def test_one_batch_can_be_trained_on_again() -> None:
@@ -138,7 +131,7 @@ def test_one_batch_can_be_trained_on_again() -> None:
 
 def leave_out_in_the_loop() -> None:
     for stage in (0, 1):
-        model, optimizer, loader = boost(stage, Images(), [[5], [3]])
+        _, _, model, optimizer, _, loader, _ = boost(stage, Images(), [[5], [3]])
         inputs, targets = next(iter(loader))
         for part in (slice(0, 1), slice(1, None)):  # in parts, but all of them
             optimizer.backward(cross_entropy(model(inputs[part]), targets[part]) * len(inputs[part]) / len(inputs))
@@ -166,26 +159,18 @@ def train_with_mixup() -> list[int]:
     mixup = Mixup(mixup_alpha=0.8, num_classes=3)
     found = []
     for stage in (0, 1, "auto"):
-        plugin = zero_plugin(stage, 12, profile_cache="", training_step=mixed_step(mixup))  # type: ignore[arg-type]
-        model = net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        booster = Booster(plugin=plugin)
-        loader = plugin.prepare_dataloader(Images(), drop_last=True)
-        model, optimizer, criterion, loader, _ = booster.boost(model, optimizer, nn.CrossEntropyLoss(), loader)
-        assert loader.multiple_of == 2
-        for batch in loader:
-            booster.backward(mixed_step(mixup)(model, criterion, batch), optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
+        step, options = mixed_step(mixup), dict(samples=12, profile_cache="")
+        run = boosted(stage, net(), sgd, Images(), loader=dict(drop_last=True), training_step=step, **options)
+        assert run.loader.multiple_of == 2
+        for batch in run.loader:
+            run.booster.backward(step(run.model, run.criterion, batch), run.optimizer)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
             found.append(len(batch[0]))
         with pytest.raises(
             ValueError, match="the last global batch of an epoch has 8 samples, which is not a multiple of 3"
         ):
-            plugin = zero_plugin(0, 12, profile_cache="", multiple_of=3)
-            model = net()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            loader = plugin.prepare_dataloader(Images())
-            Booster(plugin=plugin).boost(model, optimizer, nn.CrossEntropyLoss(), loader)
+            boosted(0, net(), sgd, Images(), multiple_of=3, **options)
     return found
 
 
@@ -223,8 +208,8 @@ AVERAGES = [(kind, division) for kind in ("torch", "timm") for division in DIVIS
 def train_with_averages() -> list[Tensor]:
     found = []
     for kind, division in AVERAGES:
-        model, optimizer, loader = boost(1, Images(), division)
-        found.append(train_with_average(loader, model, optimizer, kind, loader.global_batches))
+        run = boost(1, Images(), division)
+        found.append(train_with_average(run.loader, run.model, run.optimizer, kind, run.loader.global_batches))
     return found
 
 
@@ -232,7 +217,6 @@ def test_schedules_and_averages_of_weights_count_steps() -> None:
     expected = []
     for kind, _ in AVERAGES:
         model = net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         batches = collated(Images(), default_collate)
-        expected.append(train_with_average(batches, model, optimizer, kind, len(batches)))
+        expected.append(train_with_average(batches, model, sgd(model), kind, len(batches)))
     assert_trained(run_ranks(2, train_with_averages), AVERAGES, expected)

@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.parallel.plugin.zero.test_training_scripts import boosted
 from tests.support.harness import answer, start_ranks
 from tests.support.random_examples import IS_THOROUGH
-from tests.support.zero_runs import unmeasured
+from tests.support.zero_runs import boosted, unmeasured
 
 RANKS = 3
 STAGES = (0, 1, 3)
@@ -28,7 +27,7 @@ def kill_this_rank(*_: Any) -> None:
 @unmeasured
 def train_until_killed(stage: int, victim: int, place: str) -> None:
     """Train; in its second global batch the rank ``victim`` ends in ``place``."""
-    model, optimizer, criterion, loader = boosted(stage)
+    _, _, model, optimizer, criterion, loader, _ = boosted(stage)
     is_victim = torch.distributed.get_rank() == victim
     steps = 0
     for inputs, targets in loader:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from colossalai.booster import Booster
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
@@ -16,8 +15,7 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
-from tests.support.training import zero_plugin
-from tests.support.zero_runs import assert_trained, flat, sizes_by_rank, unmeasured
+from tests.support.zero_runs import assert_trained, boosted, flat, global_batches, unmeasured
 
 SAMPLES, GLOBAL_BATCH, LENGTH, WORDS = 16, 8, 9, 31
 IGNORED = -100
@@ -60,6 +58,10 @@ def masked() -> nn.Module:
 MODELS = {"causal": causal, "masked": masked}
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.5)
+
+
 def batches(loader: Any) -> Iterator[dict[str, Tensor]]:
     done = 0
     while done < STEPS:
@@ -72,15 +74,10 @@ def batches(loader: Any) -> Iterator[dict[str, Tensor]]:
 def train(
     stage: int, model_name: str, division: list[list[int]], folder: str, weight_by: Any = None, every: int = 1
 ) -> dict[str, Any]:
-    plugin = zero_plugin(
-        stage, GLOBAL_BATCH, max_micro_batch=8, profile=f"{folder}/{stage}-{model_name}.json", weight_by=weight_by
+    options = dict(max_micro_batch=8, profile=f"{folder}/{stage}-{model_name}.json", weight_by=weight_by)
+    _, booster, model, optimizer, _, loader, _ = boosted(
+        *(stage, MODELS[model_name](), sgd, Sentences()), criterion=None, division=division, **options
     )
-    booster = Booster(plugin=plugin)
-    model = MODELS[model_name]()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    loader = plugin.prepare_dataloader(Sentences())
-    model, optimizer, _, loader, _ = booster.boost(model, optimizer, None, loader)
-    loader.divide_by(lambda samples: sizes_by_rank(division, samples))
     means, steps = [], 0
     for batch in batches(loader):
         loss = model(**batch).loss
@@ -96,18 +93,16 @@ def train(
 
 
 def train_alone(model_name: str, every: int = 1) -> dict[str, Any]:
-    model, data, means = MODELS[model_name](), Sentences(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for step in range(1, STEPS + 1):
-        first = (step - 1) * GLOBAL_BATCH % SAMPLES
-        batch = [data[index] for index in range(first, first + GLOBAL_BATCH)]
-        loss = model(**{key: torch.stack([sample[key] for sample in batch]) for key in batch[0]}).loss
+    model, means = MODELS[model_name](), []
+    optimizer = sgd(model)
+    for step, batch in enumerate(2 * global_batches(Sentences(), GLOBAL_BATCH), 1):
+        loss = model(**batch).loss
         (loss / every).backward()
         means.append(loss.item())
         if step % every == 0:
             optimizer.step()
             optimizer.zero_grad()
-    return {"parameters": torch.cat([value.detach().flatten() for value in model.parameters()]), "means": means}
+    return {"parameters": flat(model), "means": means}
 
 
 def train_each(cases: list[dict[str, Any]], folder: str) -> list[dict[str, Any]]:
@@ -169,21 +164,14 @@ class Rare(Sentences):
 
 
 @unmeasured
-def boost(dataset: Dataset, model: nn.Module, criterion: Any, **options: Any) -> Any:
-    plugin = zero_plugin(0, GLOBAL_BATCH, max_micro_batch=8, **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return Booster(plugin=plugin).boost(model, optimizer, criterion, plugin.prepare_dataloader(dataset))
-
-
 def refuse() -> None:
     torch.manual_seed(1)
     for criterion in (weighted_by_class, contrastive):
         with pytest.raises(ValueError, match="give weight_by"):
-            boost(Pairs(), nn.Linear(5, 3), criterion)
-    boost(Pairs(), nn.Linear(5, 3), contrastive, weight_by="samples")
-    boost(Pairs(), nn.Linear(5, 3), weighted_by_class, weight_by=class_weight)
-    *_, loader, _ = boost(Rare(), causal(), None)
-    iterator = iter(loader)
+            boosted(0, nn.Linear(5, 3), sgd, Pairs(), criterion=criterion, max_micro_batch=8)
+    for criterion, weight_by in ((contrastive, "samples"), (weighted_by_class, class_weight)):
+        boosted(0, nn.Linear(5, 3), sgd, Pairs(), criterion=criterion, max_micro_batch=8, weight_by=weight_by)
+    iterator = iter(boosted(0, causal(), sgd, Rare(), criterion=None, max_micro_batch=8).loader)
     next(iterator)
     with pytest.raises(
         RuntimeError, match="has labels of -100, which the samples that were compared before training did not have"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import resource
 from collections.abc import Callable
@@ -12,15 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from colossalai.booster import Booster
 from colossalai.booster.plugin.torch_fsdp_plugin import TorchFSDPModel
 from torch import nn
 
-from colossal_hetero import HeteroZeroPlugin
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
-from tests.support.training import zero_plugin
-from tests.support.zero_runs import Numbered, fit, flat, make_model, make_optimizer, unmeasured
+from tests.support.zero_runs import boosted, flat, unmeasured
 
 
 class Noisy(nn.Module):
@@ -39,36 +35,28 @@ class Noisy(nn.Module):
         return self.second(self.drop(torch.relu(hidden)))
 
 
-def boost(plugin: HeteroZeroPlugin, model: nn.Module, **loader_arguments: Any) -> tuple[Any, Any, Any]:
-    loader = plugin.prepare_dataloader(Numbered(), **loader_arguments)
-    optimizer = make_optimizer(model, "adamw")
-    model, optimizer, _, loader, _ = Booster(plugin=plugin).boost(model, optimizer, nn.CrossEntropyLoss(), loader)
-    return model, optimizer, loader
-
-
 def random_numbers() -> list[Any]:
     return [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
 
 def measure_and_look(stage: int) -> None:
-    plugin = zero_plugin(stage, 8)
     model = Noisy()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     numbers = random_numbers()
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    boosted, optimizer, loader = boost(plugin, model, shuffle=True)
+    run = boosted(stage, model, "adamw", loader=dict(shuffle=True))
     assert random_numbers() == numbers
-    assert not optimizer.optim.state
-    after = flat(boosted)
+    assert not run.optimizer.optim.state
+    after = flat(run.model)
     parameters = [value for name, value in before.items() if "running" not in name and "num" not in name]
     if stage != 3:
         for name, value in model.state_dict().items():
             assert torch.equal(value, before[name]), f"stage {stage}: {name}"
-        assert all(value.grad is None for value in boosted.parameters())
+        assert all(value.grad is None for value in run.model.parameters())
     expected = torch.cat([value.flatten() for value in parameters])
     assert torch.equal(after[: len(expected)], expected)
-    assert loader.current is None and loader.state_dict()["global_batches_done"] == 0
+    assert run.loader.current is None and run.loader.state_dict()["global_batches_done"] == 0
 
 
 def test_measuring_leaves_no_trace() -> None:
@@ -81,7 +69,7 @@ def fail_on(rank: int) -> None:
             raise KeyError("no such column")
         return criterion(model(batch[0]), batch[1])
 
-    boost(zero_plugin(1, 8, training_step=training_step), make_model())
+    boosted(1, training_step=training_step)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2] if IS_THOROUGH else [2])
@@ -110,12 +98,11 @@ class Wide(nn.Module):
 def train_within(more_mib: list[int], stage: int | str) -> None:
     """Train while each rank may use ``more_mib[rank]`` MiB more address space than before the model is made."""
     rank = torch.distributed.get_rank()
-    plugin = zero_plugin(stage, 8, max_micro_batch=4)
     warm = nn.Linear(1024, 1024)
     warm(torch.randn(64, 1024)).sum().backward()
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + more_mib[rank] * 2**20, resource.RLIM_INFINITY))
-    fit(*boost(plugin, Wide()))
+    boosted(stage, Wide(), "adamw", max_micro_batch=4).fit()
 
 
 @unmeasured
@@ -125,7 +112,6 @@ def train_above_each(cases: list[tuple[int, int | str, str]]) -> list[tuple[int,
 
 def train_above(highest: int, stage: int | str, precision: str) -> tuple[int, torch.Tensor]:
     """Train while the second rank reports a lack of memory at all stages up to ``highest``."""
-    plugin = zero_plugin(stage, 8, precision=precision)
 
     def training_step(model: nn.Module, criterion: Any, batch: Any) -> torch.Tensor:
         loss = criterion(model(batch[0]), batch[1])
@@ -133,13 +119,10 @@ def train_above(highest: int, stage: int | str, precision: str) -> tuple[int, to
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
         return loss
 
-    plugin.batches = dataclasses.replace(plugin.batches, training_step=training_step)
-    torch.manual_seed(0)
-    model, optimizer, loader = boost(plugin, make_model())
-    loader.divide_by(lambda samples: [[samples - 1], [1]])
-    trained = fit(model, optimizer, loader)
-    assert isinstance(plugin.stage, int)
-    return plugin.stage, trained
+    run = boosted(stage, None, "adamw", division=[[7], [1]], precision=precision, training_step=training_step)
+    trained = run.fit()
+    assert isinstance(run.plugin.stage, int)
+    return run.plugin.stage, trained
 
 
 def at_each_stage(function: Callable[[int], Any]) -> list[Any]:

@@ -15,17 +15,16 @@ import torch
 from torch import nn
 
 from colossal_hetero.data_parallel import out_of_memory
-from tests.parallel.plugin.zero.test_trials import boosted
 from tests.support.harness import answer, run_ranks, start_ranks
 from tests.support.limited import map_large_tensors
 from tests.support.zero_runs import (
     Numbered,
     assert_trained,
+    boosted,
     fit,
     global_batches,
     make_model,
     make_optimizer,
-    sizes_by_rank,
     unmeasured,
 )
 
@@ -80,10 +79,9 @@ def train_on(failing: int, path: str | None = None, stages: tuple[int, ...] = (0
     with patch.object(out_of_memory, "stored_outside", noticed), patch.object(out_of_memory, "MIN_BYTES", 1):
         for stage in stages:
             Limited.phase = ""
-            _, model, optimizer, _, loader = boosted(stage, LimitedNet(), profile=path)
-            loader.divide_by(lambda samples: sizes_by_rank(DIVISION, samples))
+            run = boosted(stage, LimitedNet(), division=DIVISION, profile=path)
             Limited.phase, Limited.largest = (phase, 1) if torch.distributed.get_rank() == failing else ("", 0)
-            trained.append(fit(model, optimizer, loader))
+            trained.append(run.fit())
     return trained
 
 
@@ -126,13 +124,12 @@ class Wide(nn.Module):
 
 
 def train_within(room: int | None) -> torch.Tensor:
-    _, model, optimizer, _, loader = boosted(0, Wide(), max_micro_batch=1, drop_last=True)
-    loader.divide_by(lambda samples: [[samples]])
+    run = boosted(0, Wide(), max_micro_batch=1, loader=dict(drop_last=True), division=[[8]])
     limits = resource.getrlimit(resource.RLIMIT_AS)
     if room is not None:
         resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + room, limits[1]))
     try:
-        return fit(model, optimizer, loader)
+        return run.fit()
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
 

@@ -6,7 +6,6 @@ The reference is one process that trains on the same global batches.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,13 +15,14 @@ from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers.models.bert.modeling_bert import BertLayer
 
-from tests.parallel.plugin.zero.test_training_scripts import Sentences, boosted, make_transformer
+from tests.parallel.plugin.zero.test_training_scripts import Sentences, make_transformer, own_loss
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import zero_plugin
 from tests.support.zero_runs import (
     Numbered,
     assert_trained,
+    boosted,
     fit,
     flat,
     global_batches,
@@ -50,10 +50,6 @@ def make_lora_optimizer(model: nn.Module, all_parameters: bool) -> torch.optim.O
     return torch.optim.SGD(
         [value for value in model.parameters() if all_parameters or value.requires_grad], lr=0.05, momentum=0.9
     )
-
-
-def own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    return model(**batch).loss
 
 
 def train_lora(
@@ -127,15 +123,13 @@ def test_adapters_are_trained_as_in_one_process(ranks: int, tmp_path: Path) -> N
             torch.testing.assert_close(there[name], value, rtol=1e-4, atol=1e-5, msg=f"stage {stage}: {name}")
 
 
+def of_the_last_layer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.second.parameters(), lr=0.1, momentum=0.9)
+
+
 def train_a_part(stage: int) -> torch.Tensor:
     """Train with an optimizer that has the last layer only, although no parameter is frozen."""
-    model = make_model()
-    last = torch.optim.SGD(model.second.parameters(), lr=0.1, momentum=0.9)
-    plugin = zero_plugin(stage, GLOBAL_BATCH)
-    loader = plugin.prepare_dataloader(Numbered())
-    model, optimizer, _, loader, _ = Booster(plugin=plugin).boost(model, last, nn.CrossEntropyLoss(), loader)
-    loader.divide_by(lambda samples: sizes_by_rank(DIVISION[2], samples))
-    return fit(model, optimizer, loader)
+    return boosted(stage, None, of_the_last_layer, division=DIVISION[2]).fit()
 
 
 @unmeasured
@@ -145,8 +139,7 @@ def train_parts() -> list[torch.Tensor]:
 
 def test_parameters_that_are_not_in_the_optimizer_stay_as_they_are() -> None:
     model = make_model()
-    optimizer = torch.optim.SGD(model.second.parameters(), lr=0.1, momentum=0.9)
-    expected = fit(model, optimizer, global_batches(Numbered(), GLOBAL_BATCH))
+    expected = fit(model, of_the_last_layer(model), global_batches(Numbered(), GLOBAL_BATCH))
     assert_trained(run_ranks(2, train_parts), (0, 3), expected)
 
 
@@ -164,11 +157,9 @@ class Angular(nn.Module):
 def refuse_optimizers() -> None:
     for stage in (0, 3, "auto"):
         model, criterion = make_model(), Angular()
-        plugin = zero_plugin(stage, GLOBAL_BATCH)
         optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.1)
-        loader = plugin.prepare_dataloader(Numbered())
         with pytest.raises(ValueError, match="1 of 7 parameters of the optimizer are not in the model"):
-            Booster(plugin=plugin).boost(model, optimizer, criterion, loader)
+            boosted(stage, model, optimizer, criterion=criterion)
     for stage in (0, 1, 3):
         plugin = zero_plugin(stage, GLOBAL_BATCH)
         booster = Booster(plugin=plugin)
@@ -185,7 +176,7 @@ def test_optimizers_that_would_train_something_else_are_refused() -> None:
 
 @unmeasured
 def save_without_adapters(folder: str) -> None:
-    model = boosted(3)[0]
+    model = boosted(3).model
     with pytest.raises(ValueError, match="no adapters to save"):
         zero_plugin(3, GLOBAL_BATCH).get_checkpoint_io().save_lora_as_pretrained(model, folder)
 

@@ -6,16 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from colossalai.booster import Booster
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin
-from tests.parallel.plugin.zero.test_trials import Unchanged
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
-from tests.support.training import zero_plugin
-from tests.support.zero_runs import assert_trained, fit, global_batches, sizes_by_rank, unmeasured
+from tests.support.zero_runs import assert_trained, boosted, fit, global_batches, unmeasured
 
 GLOBAL_BATCH = 8
 STEPS = 5
@@ -99,21 +95,13 @@ def train(stage: int, division: list[list[int]], optimizer_name: str, **options:
         options = dict(find_unused_parameters=True) | options
     if stage in (1, 2):
         options["reduce_bucket_size_in_m"] = 40 / 2**20
-    batches = dict(max_micro_batch=8, training_step=training_step, profile_cache="")
-    if options.pop("hybrid", False):
-        config = BatchConfig(global_batch_size=GLOBAL_BATCH, **batches)
-        plugin: Any = HeteroHybridParallelPlugin(
-            1, 1, batches=config, precision="fp32", custom_policy=Unchanged(), **options
-        )
-    else:
-        plugin = zero_plugin(stage, GLOBAL_BATCH, **batches, **options)
-    loader = plugin.prepare_dataloader(Mixed())
+    kind = "hybrid" if options.pop("hybrid", False) else stage
     model = make_model()
     optimizer = make_optimizer(model, optimizer_name)
-    model, optimizer, _, loader, _ = Booster(plugin=plugin).boost(model, optimizer, None, loader)
-    loader.divide_by(lambda samples: sizes_by_rank(division, samples))
-    fit(model, optimizer, loader, mixed_loss)
-    return fit(model, optimizer, loader, mixed_loss)
+    options |= dict(max_micro_batch=8, training_step=training_step, profile_cache="")
+    run = boosted(kind, model, optimizer, Mixed(), criterion=None, division=division, **options)
+    run.fit(mixed_loss)
+    return run.fit(mixed_loss)
 
 
 def train_alone(optimizer_name: str, max_norm: float = 0.0) -> Tensor:

@@ -15,19 +15,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from colossalai.booster import Booster
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Variable
 from torch.utils.data import Dataset
 
 import colossal_hetero.colossalai_support.accelerator
-from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin
 from colossal_hetero.data_parallel import batch_balancer, busy_timer
 from colossal_hetero.data_parallel.busy_timer import BusyTimer, TimedGlobalBatch
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
-from tests.support.training import CLASSES, tiny_vit, zero_plugin
-from tests.support.zero_runs import Net, Numbered, make_model, make_optimizer, sizes_by_rank, unmeasured
+from tests.support.training import CLASSES, tiny_vit
+from tests.support.zero_runs import Net, Numbered, boosted, make_optimizer, sizes_by_rank, unmeasured
 
 FORWARD, BACKWARD, DATA, STEP, WAITING = 1.0, 2.0, 0.5, 7.0, 100.0
 """What a sample, an optimizer step and a collective take, in seconds of the test's clock."""
@@ -43,14 +41,6 @@ class NumberedImages(Dataset):
         image = torch.zeros(3, 8, 8)
         image[-1, -1, -1] = index
         return image, index % CLASSES
-
-
-def boost(plugin: Any, model: nn.Module, data: Dataset) -> tuple[Any, Any, Any, Any]:
-    loader = plugin.prepare_dataloader(data, shuffle=True)
-    model, optimizer, criterion, loader, _ = Booster(plugin=plugin).boost(
-        model, make_optimizer(model, "sgd"), nn.CrossEntropyLoss(), loader
-    )
-    return model, optimizer, criterion, loader
 
 
 # What is measured -------------------------------------------------------------------------------------------------
@@ -130,20 +120,16 @@ def measure_each(cases: list[tuple[int, list[list[int]]]]) -> list[list[TimedGlo
 
 def measure(stage: int, division: list[list[int]]) -> list[TimedGlobalBatch]:
     """Train an epoch with this division; what the timer of this rank says."""
-    plugin = zero_plugin(stage, 8, reallocate_above=math.inf)
     torch.manual_seed(3)
     data, model = SlowData(), SlowNet()
-    loader = plugin.prepare_dataloader(data, shuffle=True)
     optimizer = make_optimizer(model, "sgd")
+    options = dict(loader=dict(shuffle=True), division=division, reallocate_above=math.inf)
     with moved_clock() as clock:
         optimizer.register_step_post_hook(lambda *_: clock.advance(STEP))
-        boosted, optimizer, criterion, loader, _ = Booster(plugin=plugin).boost(
-            model, optimizer, nn.CrossEntropyLoss(), loader
-        )
-        loader.divide_by(lambda samples: sizes_by_rank(division, samples))
+        plugin, _, trained, optimizer, criterion, loader, _ = boosted(stage, model, optimizer, data, **options)
         model.clock = data.clock = clock
         for inputs, targets in loader:
-            loss = criterion(boosted(inputs), targets)
+            loss = criterion(trained(inputs), targets)
             dist.all_reduce(torch.zeros(1))  # as scripts do for their logs
             optimizer.backward(loss)
             optimizer.step()
@@ -219,15 +205,12 @@ def change_speed(
     said: list[str] = []
     given: list[dict[str, float]] = []
     batch_balancer.print_on_rank_0 = said.append  # type: ignore[assignment]
-    data: Any
+    options: dict[str, Any] = dict(loader=dict(shuffle=True), check_every=check_every)
     if is_hybrid:
-        settings = BatchConfig(global_batch_size=8, check_every=check_every)
-        plugin: Any = HeteroHybridParallelPlugin(1, 1, precision="fp32", zero_stage=stage, batches=settings)
-        model, data = tiny_vit(), NumberedImages()
+        run = boosted("hybrid", tiny_vit(), data=NumberedImages(), zero_stage=stage, **options)
     else:
-        plugin = zero_plugin(stage, 8, check_every=check_every, on_report=given.append, report_every=3)
-        model, data = make_model(), Numbered()
-    model, optimizer, criterion, loader = boost(plugin, model, data)
+        run = boosted(stage, on_report=given.append, report_every=3, **options)
+    plugin, _, model, optimizer, criterion, loader, _ = run
     is_slow, timed = dist.get_rank() == slow, list[TimedGlobalBatch]()
 
     def take() -> list[TimedGlobalBatch]:

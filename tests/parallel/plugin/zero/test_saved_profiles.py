@@ -14,9 +14,9 @@ import torch
 from colossal_hetero.data_parallel import attach
 from colossal_hetero.profiling import rank_profiler
 from colossal_hetero.profiling.rank_profiler import SpeedNow, changes
-from tests.parallel.plugin.zero.test_trials import Normalized, boosted
+from tests.parallel.plugin.zero.test_trials import DROP_LAST, Normalized
 from tests.support.harness import run_ranks
-from tests.support.zero_runs import make_model
+from tests.support.zero_runs import boosted
 
 
 class Counted:
@@ -50,20 +50,20 @@ def change_kinds(path: str, **changes: Any) -> None:
 def raise_the_global_batch(path: str) -> None:
     with patch.object(attach, "profile_ranks", Counted()) as measured:
         for samples, times, largest in ((4, 1, 4), (4, 1, 4), (8, 2, 8), (6, 2, 8)):
-            plugin = boosted(1, make_model(), samples=samples, profile=path)[0]
+            plugin = boosted(1, samples=samples, profile=path).plugin
             assert measured.times == times, samples
             assert [kind["searched_batch"] for kind in kinds_in(path)] == [largest] * 2
             assert sum(share.samples for share in plugin.allocation.shares) == samples
         with pytest.raises(ValueError, match="made at stage 1, not 2"):
-            boosted(2, make_model(), samples=6, profile=path)
+            boosted(2, samples=6, profile=path)
         # A user may edit the profile. Here it then says that rank 1 is much slower, so rank 1 gets fewer samples.
         change_kinds(path, points=lambda rank: [dict(batch=size, seconds=size * (1 + 4 * rank)) for size in (1, 4, 8)])
-        fast, slow = boosted(1, make_model(), samples=6, profile=path)[0].allocation.shares
+        fast, slow = boosted(1, samples=6, profile=path).plugin.allocation.shares
         assert (fast.samples, slow.samples) == (5, 1)
         # A limit that a user has set is kept, and so is one that no search has set.
         for change in ({"max_batch": 3}, {"searched_batch": None}):
             change_kinds(path, **{key: lambda _, value=value: value for key, value in change.items()})
-            plugin = boosted(1, make_model(), samples=20, profile=path)[0]
+            plugin = boosted(1, samples=20, profile=path).plugin
             assert measured.times == 2 and max(share.micro_batch for share in plugin.allocation.shares) <= 8
 
 
@@ -75,7 +75,7 @@ def refuse_paths(paths: list[str]) -> None:
     with patch.object(attach, "profile_ranks", Counted()) as measured:
         for path in paths:
             with pytest.raises(ValueError, match=f"profile='{path}' cannot be written"):
-                boosted(1, make_model(), profile=path)
+                boosted(1, profile=path)
         assert measured.times == 0
 
 
@@ -96,17 +96,17 @@ def use_the_folder(folder: str) -> None:
     ):
         for kind in (0, 1, 2, 3, "hybrid"):
             before = measured.times
-            plugins = [boosted(kind, make_model(), profile_cache=folder)[0] for _ in range(2)]
+            plugins = [boosted(kind, profile_cache=folder).plugin for _ in range(2)]
             assert measured.times == before + 1, kind
             first, second = (plugin.batch_balancer.allocation.shares for plugin in plugins)
             assert first == second, kind
         assert files() == 5
         # Another model, a larger global batch, another precision and another optimizer are measured by themselves.
-        boosted(1, Normalized(), profile_cache=folder, drop_last=True)
-        boosted(1, make_model(), samples=9, profile_cache=folder)
-        boosted(1, make_model(), precision="bf16", profile_cache=folder)
+        boosted(1, Normalized(), profile_cache=folder, loader=DROP_LAST)
+        boosted(1, samples=9, profile_cache=folder)
+        boosted(1, precision="bf16", profile_cache=folder)
         assert measured.times == files() == 8
-        boosted(1, make_model(), profile_cache="")
+        boosted(1, profile_cache="")
         assert measured.times == 9 and files() == 8
         # Damaged files count as missing.
         torch.distributed.barrier()
@@ -114,18 +114,18 @@ def use_the_folder(folder: str) -> None:
             for path in Path(folder).iterdir():
                 path.write_text("{")
         torch.distributed.barrier()
-        boosted(1, make_model(), profile_cache=folder)
+        boosted(1, profile_cache=folder)
         assert measured.times == 10
         # One rank has become slower.
         slower = 10 ** (12 * torch.distributed.get_rank())
         with patch.object(rank_profiler, "_seconds", lambda trial, batch: 1e-3 * slower):
-            boosted(1, make_model(), profile_cache=folder)
+            boosted(1, profile_cache=folder)
         assert measured.times == 11
         # One rank has less memory than its largest micro-batch needs.
         for each in list(Path(folder).iterdir()):
             if each.read_text() != "{":
                 change_kinds(str(each), sample_bytes=lambda rank: 2**60 * rank)
-        boosted(1, make_model(), profile_cache=folder)
+        boosted(1, profile_cache=folder)
         assert measured.times == 12
 
 

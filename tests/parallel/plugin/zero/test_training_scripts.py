@@ -5,151 +5,32 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from colossalai.booster import Booster
-from colossalai.nn.lr_scheduler import CosineAnnealingWarmupLR
 from colossalai.nn.optimizer import Lamb
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import BertConfig, BertForSequenceClassification
 
-from tests.parallel.plugin.zero.test_lowest_zero_stage import at_each_stage, stage_of
+from tests.parallel.plugin.zero.test_lowest_zero_stage import at_each_stage
 from tests.support.harness import run_ranks
-from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import zero_plugin
 from tests.support.zero_runs import (
     Numbered,
     assert_trained,
+    boosted,
     fit,
     flat,
     global_batches,
     make_model,
     make_optimizer,
-    sizes_by_rank,
     unmeasured,
 )
 
-DIVISIONS = {2: [[3, 2], [1, 2]], 3: [[2, 1], [1, 0], [3, 1]]}
-"""For each number of ranks, the sizes of the micro-batches of each rank for a global batch of 8."""
-
-
-def train_from(folder: str, stage: int | str, shard: bool, resume: bool) -> dict[str, Any]:
-    """Train two epochs and save a checkpoint during the second; if ``resume``, continue from that checkpoint."""
-    plugin = zero_plugin(stage, 8)
-    booster = Booster(plugin=plugin)
-    loader = plugin.prepare_dataloader(Numbered(), shuffle=True, seed=11)
-    model = make_model()
-    if resume:
-        for value in model.parameters():
-            value.data.add_(1.0)
-    optimizer = make_optimizer(model, "adamw")
-    schedule = CosineAnnealingWarmupLR(optimizer, total_steps=2 * len(loader), warmup_steps=2)
-    model, optimizer, criterion, loader, schedule = booster.boost(
-        model, optimizer, nn.CrossEntropyLoss(), loader, schedule
-    )
-    division = DIVISIONS[torch.distributed.get_world_size()]
-    loader.divide_by(lambda samples: sizes_by_rank(division, samples))
-    suffix = "" if shard else ".pt"
-    paths = [f"{folder}/{name}{suffix}" for name in ("model", "optimizer")]
-    first, steps = 0, 0
-    if resume:
-        booster.load_model(model, paths[0])
-        booster.load_optimizer(optimizer, paths[1])
-        booster.load_lr_scheduler(schedule, f"{folder}/schedule.pt")
-        state = torch.load(f"{folder}/loader.pt")
-        loader.load_state_dict(state)
-        first = state["epoch"]
-    rates = []
-    for epoch in range(first, 2):
-        loader.set_epoch(epoch)
-        for inputs, targets in loader:
-            booster.backward(criterion(model(inputs), targets), optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-            if not loader.current.is_last:
-                continue
-            steps += 1
-            rates.append(optimizer.param_groups[0]["lr"])
-            if not resume and steps == 6:
-                booster.save_model(model, paths[0], shard=shard)
-                booster.save_optimizer(optimizer, paths[1], shard=shard)
-                booster.save_lr_scheduler(schedule, f"{folder}/schedule.pt")
-                if torch.distributed.get_rank() == 0:
-                    torch.save(loader.state_dict(), f"{folder}/loader.pt")
-    return {"parameters": flat(model), "rates": rates, "stage": plugin.stage}
-
-
-Case = tuple[int | str, bool]
-"""Stage, and whether checkpoints are sharded."""
-
-
-@unmeasured
-def train_from_each(folder: str, cases: list[Case], resume: bool) -> list[dict[str, Any]]:
-    results = []
-    for stage, shard in cases:
-        place = Path(folder, f"{stage}, {shard}")
-        place.mkdir(exist_ok=True)
-        results.append(train_from(str(place), stage, shard, resume))
-    return results
-
-
-def test_resuming_from_a_checkpoint(tmp_path: Path) -> None:
-    whether_sharded = (False, True) if IS_THOROUGH else (True,)
-    cases: list[Case] = [(stage, shard) for stage in (0, 1, 2, 3) for shard in whether_sharded] + [("auto", False)]
-    sharded = [case for case in cases if case[1]]
-    whole = dict(zip(cases, run_ranks(2, train_from_each, str(tmp_path), cases, False)[0], strict=True))
-    # Training resumes on the same number of ranks, and on more.
-    for ranks, resumed in ((2, cases), (3, sharded)):
-        for rank, results in enumerate(run_ranks(ranks, train_from_each, str(tmp_path), resumed, True)):
-            for case, result in zip(resumed, results, strict=True):
-                assert result["stage"] == (0 if case[0] == "auto" else case[0]), (case, rank, ranks)
-                assert result["rates"] == pytest.approx(whole[case]["rates"][-2:]), (case, rank, ranks)
-            # Sums in another order have other rounding errors, and AdamW amplifies them.
-            rtol, atol = (1e-3, 1e-4) if ranks != 2 else (1e-5, 1e-6)
-            size = min(len(result["parameters"]) for result in (*results, *whole.values()))  # FSDP pads
-            expected = [whole[case]["parameters"][:size] for case in resumed]
-            assert_trained([[result["parameters"] for result in results]], resumed, expected, rtol, atol)
-
-
-def save_and_load(folder: str, stage: int | str, precision: str, fits: int) -> int:
-    """Let steps below stage ``fits`` run out of memory; save and load at the chosen stage. Returns that stage."""
-
-    def step(model: nn.Module, criterion: Callable, batch: Any) -> torch.Tensor:
-        if stage_of(model) < fits:
-            raise MemoryError("no room")
-        return criterion(model(batch[0]), batch[1])
-
-    plugin = zero_plugin(stage, 8, precision=precision, training_step=step)
-    booster = Booster(plugin=plugin)
-    loader = plugin.prepare_dataloader(Numbered())
-    model = make_model()
-    model, optimizer, criterion, loader, _ = booster.boost(
-        model, make_optimizer(model, "adamw"), nn.CrossEntropyLoss(), loader
-    )
-    expected = fit(model, optimizer, loader, lambda model, batch: criterion(model(batch[0]), batch[1]))
-    for shard in (False, True):
-        booster.save_model(model, f"{folder}/model{shard}", shard=shard)
-        booster.save_optimizer(optimizer, f"{folder}/optimizer{shard}", shard=shard)
-        torch.distributed.barrier()
-        booster.load_model(model, f"{folder}/model{shard}")
-        booster.load_optimizer(optimizer, f"{folder}/optimizer{shard}")
-        assert torch.equal(flat(model), expected)
-    return plugin.stage
-
-
-@unmeasured
-def save_and_load_each(folder: str) -> list[int]:
-    return [save_and_load(folder, 0, "fp16", 0), save_and_load(folder, "auto", "fp32", 3)]
-
-
-def test_checkpoints_of_nested_wrappers_and_of_a_stage_that_auto_chooses_can_be_loaded(tmp_path: Path) -> None:
-    assert run_ranks(2, save_and_load_each, str(tmp_path)) == [[0, 3]] * 2
+DIVISION = [[3, 2], [1, 2]]
 
 
 class Sentences(Dataset):
@@ -178,13 +59,9 @@ def make_transformer(recomputes: bool = False) -> nn.Module:
 
 
 def fine_tune(stage: int, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, recomputes: bool = True) -> Any:
-    plugin = zero_plugin(stage, 8)
-    booster = Booster(plugin=plugin)
-    loader = plugin.prepare_dataloader(Sentences())
     model = make_transformer(recomputes)
-    model, optimizer, _, loader, _ = booster.boost(model, optimizer(model.parameters(), lr=0.05), dataloader=loader)
-    loader.divide_by(lambda samples: sizes_by_rank([[3, 2], [1, 2]], samples))
-    return fit(model, optimizer, loader, own_loss)
+    optimizer = optimizer(model.parameters(), lr=0.05)
+    return boosted(stage, model, optimizer, Sentences(), criterion=None, division=DIVISION).fit(own_loss)
 
 
 def own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -203,16 +80,6 @@ def test_fine_tuning_a_transformer_equals_that_of_one_process() -> None:
     (first, one), (second, other) = run_ranks(2, fine_tune_each)
     assert_trained([first, second], (0, 1, 2, 3), expected, atol=1e-5)
     assert one.isfinite().all() and torch.equal(one, other)
-
-
-def boosted(
-    stage: int | str, model: nn.Module | None = None, dataset: Dataset | None = None, **options: Any
-) -> tuple[Any, Any, Any, Any]:
-    plugin = zero_plugin(stage, 8, **options)
-    loader = plugin.prepare_dataloader(dataset or Numbered())
-    model = model or make_model()
-    optimizer = make_optimizer(model, "sgd")
-    return Booster(plugin=plugin).boost(model, optimizer, nn.CrossEntropyLoss(), loader)[:4]
 
 
 def refuse_unequal_collectives() -> None:
@@ -276,8 +143,7 @@ def train_without_labels(stage: int) -> bool:
 
     The loss is a mean over zero labels. Returns whether all parameters are finite.
     """
-    model, optimizer, criterion, loader = boosted(stage)
-    loader.divide_by(lambda samples: sizes_by_rank([[8], [0]], samples))
+    _, _, model, optimizer, criterion, loader, _ = boosted(stage, division=[[8], [0]])
     for inputs, targets in loader:
         labels = targets if loader.current.samples else torch.full_like(targets, criterion.ignore_index)
         loss = criterion(model(inputs), labels)
@@ -305,7 +171,7 @@ def count_leftovers(stage: int) -> tuple[int, int]:
 
     model = make_model()
     model.second.register_forward_hook(lambda module, inputs, output: seen.append(weakref.ref(output)))
-    kept = boosted(stage, model, Watched())
+    kept = boosted(stage, model, data=Watched())
     gc.collect()
     assert kept
     return len(seen), sum(each() is not None for each in seen)
@@ -317,18 +183,17 @@ def test_tensors_of_measuring_are_freed() -> None:
             assert made > 8 and left == 0, stage
 
 
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters(), lr=0.05)
+
+
 @unmeasured
 def refused_optimizers() -> list[str]:
     """By stage, with an optimizer that looks at whole matrices: the stage that "auto" chooses, or the error."""
     answers = []
     for stage in (1, 2, 3, "auto"):
-        model = make_model()
-        plugin = zero_plugin(stage, 8, profile_cache="")
-        loader = plugin.prepare_dataloader(Numbered())
-        optimizer = torch.optim.Adafactor(model.parameters(), lr=0.05)
         try:
-            Booster(plugin=plugin).boost(model, optimizer, nn.CrossEntropyLoss(), loader)
-            answers.append(str(plugin.stage))
+            answers.append(str(boosted(stage, None, adafactor, profile_cache="").plugin.stage))
         except ValueError as error:
             answers.append(str(error))
     return answers

@@ -9,45 +9,27 @@ from typing import Any
 
 import pytest
 import torch
-from colossalai.booster import Booster
-from colossalai.shardformer.policies.base_policy import Policy
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
-from tests.support.training import zero_plugin
 from tests.support.zero_runs import (
     SAMPLES,
     Numbered,
     assert_trained,
+    boosted,
     fit,
     flat,
     global_batches,
     make_model,
     make_optimizer,
-    sizes_by_rank,
     unmeasured,
 )
 
 ZERO = (0, 1, 2, 3)
+DROP_LAST = dict(drop_last=True)
 PLUGINS = (*ZERO, "hybrid")
-
-
-class Unchanged(Policy):
-    """Colossal-AI's hybrid plugin needs a policy for a model; this one changes nothing."""
-
-    def config_sanity_check(self) -> None: ...
-
-    def preprocess(self) -> nn.Module:
-        return self.model
-
-    def module_policy(self) -> dict[Any, Any]:
-        return {}
-
-    def postprocess(self) -> nn.Module:
-        return self.model
 
 
 class Normalized(nn.Module):
@@ -62,24 +44,6 @@ class Normalized(nn.Module):
         return self.second(torch.relu(self.norm(self.first(inputs[:, :7]))))
 
 
-def boosted(kind: Any, model: nn.Module, samples: int = 8, criterion: Any = None, **options: Any) -> tuple[Any, ...]:
-    """The plugin, and the model, optimizer, criterion and loader that it boosted. ``kind`` is a stage or "hybrid"."""
-    drop_last = options.pop("drop_last", False)
-    if kind == "hybrid":
-        plugin: Any = HeteroHybridParallelPlugin(
-            1,
-            1,
-            batches=BatchConfig(global_batch_size=samples, **options),
-            precision="fp32",
-            custom_policy=Unchanged(),
-        )
-    else:
-        plugin = zero_plugin(kind, samples, **options)
-    loader = plugin.prepare_dataloader(Numbered(), drop_last=drop_last)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return (plugin, *Booster(plugin=plugin).boost(model, optimizer, criterion or nn.CrossEntropyLoss(), loader)[:4])
-
-
 def train_a_model_in_evaluation_mode() -> list[torch.Tensor]:
     trained = []
     for kind in PLUGINS:
@@ -87,13 +51,12 @@ def train_a_model_in_evaluation_mode() -> list[torch.Tensor]:
         model = make_model().eval()
         model.norm.train()  # modes of parts are restored, too
         handle = model.second.register_forward_hook(lambda module, *_, modes=modes: modes.append(module.training))
-        _, boosted_model, optimizer, _, loader = boosted(kind, model)
+        run = boosted(kind, model, division=[[5], [3]])
         handle.remove()
         assert any(modes), kind
         assert [module.training for module in model.modules()] == [False, False, True, False], kind
-        boosted_model.train()
-        loader.divide_by(lambda samples: sizes_by_rank([[5], [3]], samples))
-        trained.append(fit(boosted_model, optimizer, loader))
+        run.model.train()
+        trained.append(run.fit())
     return trained
 
 
@@ -136,10 +99,10 @@ def refuse_losses(folder: str) -> None:
             if kind != "hybrid" and step is for_each_sample:
                 continue  # the search for a stage fails first
             with pytest.raises(error, match=words):
-                boosted(kind, make_model(), training_step=step)
-        boosted(kind, make_model(), profile=path)
+                boosted(kind, training_step=step)
+        boosted(kind, profile=path)
         with pytest.raises(ValueError, match="the loss is a sum"):
-            boosted(kind, make_model(), profile=path, training_step=summed)
+            boosted(kind, profile=path, training_step=summed)
 
 
 def test_losses_that_are_no_mean_are_refused_on_every_rank(tmp_path: Path) -> None:
@@ -179,16 +142,14 @@ def chosen(kinds: tuple[Any, ...], division: list[list[int]]) -> tuple[Any, ...]
 def train_normalized(division: list[list[int]]) -> list[torch.Tensor]:
     trained = []
     for kind in chosen(ZERO, division):  # on a CPU the hybrid plugin cannot train models with batch normalization
-        plugin, model, optimizer, criterion, loader = boosted(kind, Normalized(), drop_last=True)
-        sizes = [size for share in plugin.batch_balancer.allocation.shares for size in share.sizes]
+        run = boosted(kind, Normalized(), loader=DROP_LAST)
+        sizes = [size for share in run.plugin.batch_balancer.allocation.shares for size in share.sizes]
         assert sum(sizes) == 8 and 1 not in sizes, (kind, sizes)
-        loader.divide_by(lambda samples: division)
-        for inputs, targets in loader:
-            assert len(inputs) == (loader.current.samples or 2), kind
-            optimizer.backward(criterion(model(inputs), targets))
-            optimizer.step()
-            optimizer.zero_grad()
-        trained.append(flat(model))
+        run.divide(division)
+        for batch in run.loader:
+            assert len(batch[0]) == (run.loader.current.samples or 2), kind
+            parameters = fit(run.model, run.optimizer, [batch])
+        trained.append(parameters)
     return trained
 
 
@@ -235,11 +196,9 @@ class Convolutions(nn.Module):
 def train_synchronized(division: list[list[int]]) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
     trained = []
     for kind in chosen(PLUGINS, division):
-        model = Convolutions()
-        _, boosted_model, optimizer, _, loader = boosted(kind, model, drop_last=True, sync_batchnorm=True)
-        loader.divide_by(lambda samples: division)
-        parameters = fit(boosted_model, optimizer, loader)
-        buffers = [value.detach().clone().float() for value in boosted_model.buffers()]
+        run = boosted(kind, Convolutions(), division=division, loader=DROP_LAST, sync_batchnorm=True)
+        parameters = run.fit()
+        buffers = [value.detach().clone().float() for value in run.model.buffers()]
         trained.append((parameters, buffers))
     return trained
 
@@ -265,9 +224,9 @@ def refuse_single_samples(folder: str) -> None:
         boosted(1, Normalized(), samples=7, profile=path)
     assert json.loads(Path(path).read_text())["kinds"][0]["min_batch"] == 2
     with pytest.raises(ValueError, match="at least 2 samples, but max_micro_batch=1"):
-        boosted(1, Normalized(), samples=8, profile=path, max_micro_batch=1)
+        boosted(1, Normalized(), profile=path, max_micro_batch=1)
     with pytest.raises(ValueError, match="accumulation='per_rank' is not possible"):
-        boosted(1, Normalized(), samples=8, drop_last=True, accumulation="per_rank")
+        boosted(1, Normalized(), loader=DROP_LAST, accumulation="per_rank")
 
 
 def test_what_batch_normalization_cannot_do_is_refused(tmp_path: Path) -> None:

@@ -7,34 +7,27 @@ from typing import Any
 
 import pytest
 import torch
-from colossalai.booster import Booster
-from torch import nn
+from torch.utils.data import default_collate
 
-from colossal_hetero import HeteroZeroPlugin
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
-from tests.support.training import zero_plugin
 from tests.support.zero_runs import (
     SAMPLES,
     Numbered,
     assert_trained,
+    boosted,
+    fit,
     full_parameters,
     make_model,
     make_optimizer,
-    sizes_by_rank,
     unmeasured,
 )
 
 EPOCHS = 2
 
 
-def boosted(plugin: HeteroZeroPlugin, optimizer_name: str) -> Any:
-    """Model, optimizer, criterion, loader and learning-rate schedule, as ``Booster.boost`` returns them."""
-    loader = plugin.prepare_dataloader(Numbered(), shuffle=True, seed=11)
-    model = make_model()
-    optimizer = make_optimizer(model, optimizer_name)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    return Booster(plugin=plugin).boost(model, optimizer, nn.CrossEntropyLoss(), loader, schedule)
+def make_schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 
 def train(
@@ -48,9 +41,16 @@ def train(
 ) -> dict[str, Any]:
     """Train as a script does, which may have left an epoch in the middle of a global batch before. Returns the samples
     of this rank, and the final parameters and learning rate."""
-    plugin = zero_plugin(stage, global_batch_size, max_micro_batch=8, **(options or {}))
-    model, optimizer, criterion, loader, schedule = boosted(plugin, optimizer_name)
-    loader.divide_by(lambda samples: sizes_by_rank(division, samples))
+    run = boosted(
+        *(stage, None, optimizer_name),
+        samples=global_batch_size,
+        division=division,
+        loader=dict(shuffle=True, seed=11),
+        schedule=make_schedule,
+        max_micro_batch=8,
+        **(options or {}),
+    )
+    plugin, _, model, optimizer, criterion, loader, schedule = run
     if leaves_early:
         inputs, targets = next(iter(loader))
         optimizer.backward(criterion(model(inputs), targets))
@@ -80,16 +80,9 @@ def train_alone(batches: list[list[int]], optimizer_name: str, max_norm: float =
     """Train one process on these global batches. Returns the final parameters as one vector, and the learning rate."""
     data, model = Numbered(), make_model()
     optimizer = make_optimizer(model, optimizer_name)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    for batch in batches:
-        inputs, targets = zip(*(data[index] for index in batch), strict=True)
-        nn.functional.cross_entropy(model(torch.stack(inputs)), torch.stack(targets)).backward()
-        if max_norm:
-            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-    return torch.cat([value.detach().flatten() for value in model.parameters()]), optimizer.param_groups[0]["lr"]
+    collated = [default_collate([data[index] for index in batch]) for batch in batches]
+    parameters = fit(model, optimizer, collated, max_norm=max_norm, schedule=make_schedule(optimizer))
+    return parameters, optimizer.param_groups[0]["lr"]
 
 
 def global_batches(results: list[dict[str, Any]], global_batch_size: int) -> list[list[int]]:
