@@ -155,6 +155,30 @@ def answer(receiver: Any) -> tuple[bool, Any]:
     return pickle.loads(receiver.recv_bytes())
 
 
+def errors_of_the_others(
+    world_size: int, function: Callable[..., Any], *args: Any, victim: int, seconds: float = 30
+) -> list[str]:
+    """Call ``function(*args)`` on ranks of which ``victim`` ends in it. Returns the tracebacks of the others.
+
+    Asserts that these end with an error, and so do not wait for the victim.
+    """
+    errors = []
+    with start_ranks(world_size, function, *args) as ranks:
+        ranks[victim][0].join(60)
+        assert not ranks[victim][0].is_alive(), f"rank {victim} has not ended"
+        deadline = time.monotonic() + seconds
+        for rank, (process, receiver) in enumerate(ranks):
+            if rank == victim:
+                continue
+            assert receiver.poll(max(0.0, deadline - time.monotonic())), f"rank {rank} waits for rank {victim}"
+            succeeded, error = answer(receiver)
+            assert not succeeded and "AssertionError" not in error, f"rank {rank}: {error}"
+            errors.append(error)
+            process.join(max(0.0, deadline - time.monotonic()))
+            assert process.exitcode == 1, f"rank {rank} has not ended"
+    return errors
+
+
 def run_ranks(
     world_size: int, function: Callable[..., Any], *args: Any, seed: int = 1024, timeout_seconds: float = 120
 ) -> list[Any]:

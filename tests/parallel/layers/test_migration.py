@@ -25,6 +25,7 @@ from colossal_hetero.layers.transport import Transport
 from colossal_hetero.layers.unit_exchange import UnitExchange
 from tests.support.applied_plans import Training
 from tests.support.checks import Checks, of_all_ranks
+from tests.support.migration_runs import relative_difference
 from tests.support.parallel_layers import KINDS, build, inputs, owned
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import BATCH, batch, boost, loss_of, ours, sgd
@@ -43,12 +44,6 @@ def plan_for(senders: dict[int, float], ranks: int) -> BalancePlan:
         migrate=tuple(senders.get(rank, 0.0) for rank in range(ranks)),
         receive=tuple(0.0 if rank in senders else share for rank in range(ranks)),
     )
-
-
-def largest_difference(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest relative difference of any tensor."""
-    assert list(actual) == list(expected)
-    return max(float((actual[name] - expected[name]).norm() / expected[name].norm()) for name in expected)
 
 
 def plans(ranks: int) -> Iterator[BalancePlan]:
@@ -77,7 +72,7 @@ def parameters_after_training_are_those_of_training_without_migration(steps: int
             training.transport.reset()
             training.applier.apply(plan)
             training.steps(steps)
-            assert largest_difference(training.parameters, expected.parameters) <= 1e-5, f"{method}, {plan}"
+            assert relative_difference(training.parameters, expected.parameters) <= 1e-5, f"{method}, {plan}"
             assert training.transport.sent["point_to_point"].messages > 0 or method == "broadcast-reduce"
 
 
@@ -114,7 +109,7 @@ def the_weights_of_a_block_are_sent_when_the_block_before_starts() -> None:
     ranks = dist.get_world_size()
     with patch("colossal_hetero.layers.unit_transfers.MESSAGE_BYTES", 1):
         training.applier.apply(plan_for({ranks - 1: 0.6}, ranks))
-    difference = largest_difference(train(training), expected)
+    difference = relative_difference(train(training), expected)
     with patch.object(training.transport, "exchange", log_and_exchange):
         events.clear()
         training.applier.units.begin_pass()
@@ -336,7 +331,7 @@ def each_kind_of_layer_computes_the_same_as_colossalais(steps: int) -> None:
                     layer.assign(None, ColumnMigration(COLUMN_EXCHANGES[method](transport), moves))
                     actual = _train_layer(layer, kind, options, checkpointed, steps)
                     what = f"{kind} {options} {method} {plan} {checkpointed=}"
-                    assert largest_difference(actual, expected) <= 1e-5, what
+                    assert relative_difference(actual, expected) <= 1e-5, what
 
 
 test_on_ranks = checks.test()

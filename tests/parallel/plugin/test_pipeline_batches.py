@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from colossal_hetero.colossalai_support.accelerator import get_accelerator  # isort: skip
 from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin
 from colossal_hetero.plugin import uneven_batches
-from tests.support.harness import answer, run_ranks, start_ranks
+from tests.support.harness import errors_of_the_others, run_ranks
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import CLASSES, tiny_vit
 
@@ -209,12 +209,8 @@ def train_until_killed(victim: int) -> None:
 
 @pytest.mark.parametrize("victim", [0, 3] if IS_THOROUGH else [3])
 def test_all_stages_of_all_pipelines_name_a_rank_that_was_killed(victim: int) -> None:
-    with start_ranks(RANKS, train_until_killed, victim) as ranks:
-        ranks[victim][0].join(60)
-        for rank in set(range(RANKS)) - {victim}:
-            assert ranks[rank][1].poll(30), f"rank {rank} waits for rank {victim}"
-            succeeded, words = answer(ranks[rank][1])
-            assert not succeeded and f": rank {victim} has ended, and " in words, f"rank {rank}: {words}"
+    for words in errors_of_the_others(RANKS, train_until_killed, victim, victim=victim):
+        assert f": rank {victim} has ended, and " in words
 
 
 class LateEvent:

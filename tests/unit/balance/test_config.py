@@ -126,6 +126,7 @@ def test_units_are_given_away_for_good_only_in_exact_modes_that_move_blocks() ->
 def test_auto_is_exact_without_pruning(mode: Any, most: float) -> None:
     assert BalanceConfig(mode=mode).largest_resize == most
     assert BalanceConfig(mode=mode).is_exact == (mode in ("migrate", "auto"))
+    assert BalanceConfig().mode == "auto"
 
 
 @pytest.mark.parametrize("mode", CHOICES[BalanceConfig]["mode"])
@@ -176,10 +177,6 @@ def test_presets_of_the_paper() -> None:
 def test_rules_that_are_none() -> None:
     with pytest.raises(TypeError, match=r"pruning=0\.5 is not a Pruning; write pruning=Pruning"):
         BalanceConfig(mode="resize", pruning=0.5)  # type: ignore[arg-type]
-
-
-def test_the_default_is_exact() -> None:
-    assert BalanceConfig().mode == "auto" and BalanceConfig().is_exact
 
 
 def test_deciding_needs_neither_torch_nor_colossalai() -> None:

@@ -27,21 +27,6 @@ def boxes(dimensions: int) -> st.SearchStrategy[Box]:
     return st.builds(Box, numbers, sizes)
 
 
-@given(st.integers(0, 3).flatmap(lambda dimensions: st.tuples(boxes(dimensions), boxes(dimensions))))
-def test_the_intersection_has_the_elements_of_both(pair: tuple[Box, Box]) -> None:
-    first, second = pair
-    common = first.intersection(second)
-    both = indices(first) & indices(second)
-    assert (set() if common is None else indices(common)) == both
-    if common is None:
-        return
-    assert common.numel == len(both)
-    whole = torch.arange(8 ** len(first.offsets)).view([8] * len(first.offsets))
-    origin = Box((0,) * len(first.offsets), (8,) * len(first.offsets))
-    held = whole[origin.slices_of(first)]
-    assert torch.equal(held[first.slices_of(common)], whole[origin.slices_of(common)])
-
-
 @given(st.integers(1, 3).flatmap(lambda rank: st.tuples(boxes(rank), st.lists(boxes(rank), max_size=4))))
 def test_a_cover_has_each_element_once_and_the_rest_is_left(case: tuple[Box, list[Box]]) -> None:
     needed, held = case

@@ -84,26 +84,6 @@ def test_what_the_shared_folder_has_is_read_once_and_evenly() -> None:
         assert each.layer in {read.layer for read in reads[each.sender]} and each.sender != each.receiver
 
 
-def test_ranks_read_their_own_disk_and_one_of_them_sends() -> None:
-    """Ranks 0 and 1 have the disk of node a, and need what it has; ranks 2 and 3 need it too."""
-    fetches = {rank: [fetch(layer, disk("a")) for layer in LAYERS[:4]] for rank in range(4)}
-    reads, transfers = reads_and_transfers(fetches, dict(enumerate("aabb")))
-    assert [len(reads[rank]) for rank in range(4)] == [4, 4, 0, 0]
-    assert Counter((each.layer, each.receiver) for each in transfers) == dict.fromkeys(
-        ((layer, rank) for layer in LAYERS[:4] for rank in (2, 3)), 1
-    )
-    assert Counter(each.sender for each in transfers) == {0: 4, 1: 4}
-    for layer in LAYERS[:4]:
-        assert len({each.sender for each in transfers if each.layer == layer}) == 1
-
-
-def test_a_node_that_does_not_need_a_box_reads_it_once_to_send_it() -> None:
-    fetches = {0: [], 1: [fetch("head", disk("a"))], 2: [fetch("head", disk("a"))]}
-    reads, transfers = reads_and_transfers(fetches, dict(enumerate("abc")))
-    assert [len(reads[rank]) for rank in range(3)] == [1, 0, 0]
-    assert {(each.sender, each.receiver) for each in transfers} == {(0, 1), (0, 2)}
-
-
 @given(st.data())
 def test_all_get_what_they_need_and_no_more_is_read_than_is_needed(data: st.DataObject) -> None:
     """Files of two halves of tensors, on some of three nodes or in the shared folder alone."""

@@ -1,4 +1,4 @@
-"""The mesh of a planned run, and its data, checkpoints and balancing."""
+"""The mesh of a planned run, and its data and checkpoints."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from colossalai.booster.plugin import hybrid_parallel_plugin
 from colossalai.cluster import ProcessGroupMesh
 from torch.utils.data import TensorDataset
 
-from colossal_hetero import BalanceConfig
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.plugin.hybrid.plan_agreement import as_launched
 from colossal_hetero.plugin.hybrid.planned_mesh import PlannedMesh
-from tests.parallel.plugin.hybrid.test_planned_run import MICRO_BATCH, MICRO_BATCHES, train_alone, train_planned
+from tests.parallel.plugin.hybrid.test_planned_run import MICRO_BATCH, MICRO_BATCHES, train_planned
 from tests.support.checkpoints import load_checkpoint, save_checkpoint
 from tests.support.harness import run_ranks
 from tests.support.planning import boosted, make_plan, planned
-from tests.support.training import assert_same_parameters, boost, scripted, sgd, tiny_vit
+from tests.support.training import assert_same_parameters, tiny_vit
 
 CROSSED = [[[1], [2]], [[3], [0]]]
 """Two replicas. In one data-parallel group the first replica has the lower rank, in the other group the higher one."""
@@ -147,20 +146,3 @@ def test_checkpoints_of_a_permuted_plan(sharded: bool, options: dict[str, Any], 
 
 
 # Balancing inside stages -----------------------------------------------------------------------------------------
-
-
-def check_balancing(plan: Plan, expected: list[float]) -> list[tuple[float, ...]]:
-    config = BalanceConfig(mode="migrate", warmup_iterations=0, patience=1, measure_costs=False)
-    with scripted(lambda rank, iteration: 4.0 if rank == 2 else 1.0):
-        run = boost(planned(plan, balance=config), tiny_vit(depth=plan.blocks), sgd)
-    assert train_planned(run, 6) == pytest.approx(expected, rel=1e-5)
-    return run.plugin.balancer.plan.migrate
-
-
-def test_balancing_works_inside_the_stages_of_a_permuted_plan() -> None:
-    plan = make_plan([[[3, 1], [2, 0]]], (1, 3), MICRO_BATCH, MICRO_BATCHES)
-    expected, _ = train_alone(4, plan.global_batch, 6)
-    given = run_ranks(4, check_balancing, plan, expected)
-    # Ranks 0 and 2 form a tensor-parallel group, in which rank 0 comes first.
-    assert given[0] == given[2] and given[0][0] == 0 and given[0][1] > 0, given
-    assert given[1] == given[3] and not any(given[1]), given

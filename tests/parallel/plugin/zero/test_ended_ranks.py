@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.harness import answer, start_ranks
+from tests.support.harness import errors_of_the_others
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.zero_runs import boosted, unmeasured
 
@@ -64,16 +63,8 @@ def measure_until_killed(stage: int, victim: int, place: str) -> None:
 
 
 def assert_named(run: Callable[..., None], stage: int, victim: int, place: str) -> None:
-    with start_ranks(RANKS, run, stage, victim, place) as ranks:
-        ranks[victim][0].join(60)
-        ended = time.monotonic()
-        for rank in set(range(RANKS)) - {victim}:
-            pipe = ranks[rank][1]
-            assert pipe.poll(30), f"rank {rank} waits for rank {victim}, which was killed in {place}, stage {stage}"
-            succeeded, words = answer(pipe)
-            assert not succeeded
-            assert f": rank {victim} has ended, and " in words, f"stage {stage}, {place}, rank {rank}: {words}"
-    assert time.monotonic() - ended < 30
+    for words in errors_of_the_others(RANKS, run, stage, victim, place, victim=victim):
+        assert f": rank {victim} has ended, and " in words, f"stage {stage}, {place}: {words}"
 
 
 PLACES = ("forward", "backward", "step")
@@ -95,6 +86,4 @@ def test_the_others_name_a_rank_that_was_killed_while_it_measured(victim: int) -
 
 @pytest.mark.parametrize("stage", STAGES if IS_THOROUGH else [3])
 def test_no_rank_waits_for_a_rank_that_has_failed(stage: int) -> None:
-    with start_ranks(2, train_until_killed, stage, 1, "error") as ranks:
-        assert ranks[0][1].poll(30), f"rank 0 waits for rank 1, which has failed, stage {stage}"
-        assert not answer(ranks[0][1])[0]
+    errors_of_the_others(2, train_until_killed, stage, 1, "error", victim=1)

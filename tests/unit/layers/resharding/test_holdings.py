@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from colossal_hetero.balance.divide import divide_counts
-from colossal_hetero.layers.unit_mover import Holding, holdings, ordinary_holdings, pieces_of, unit_count
+from colossal_hetero.layers.unit_mover import Holding, holdings, pieces_of, unit_count
 
 UNITS = 7
 
@@ -48,9 +48,3 @@ def test_pieces_lead_from_any_division_to_any_other() -> None:
             assert all(piece.length > 0 for piece in pieces)
             moved += sum(piece.source != rank for piece in pieces)
     assert moved > 100
-
-
-def test_nothing_moves_without_a_change() -> None:
-    held = ordinary_holdings(UNITS, 3)
-    for rank, holding in enumerate(held):
-        assert pieces_of(holding, held) == [(rank, 0, UNITS)]
