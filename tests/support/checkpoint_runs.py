@@ -22,7 +22,7 @@ from colossal_hetero.checkpoint.optimizer_memory import state_entries
 from colossal_hetero.checkpoint.pieces import Box, TensorPiece
 from colossal_hetero.checkpoint.restoring import Restoring
 from tests.support.language_models import VOCABULARY, gpt2, llama
-from tests.support.training import CLASSES, adamw, tiny_vit
+from tests.support.training import CLASSES, adamw, mean_over_replicas, pipeline_step, tiny_vit
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "gpt2": lambda **options: gpt2(n_layer=4, use_cache=False, **options),
@@ -96,13 +96,7 @@ def train(run: Run, numbers: Iterable[int]) -> list[float]:
     replica, parts = parts_of(run.plugin)
     for number in numbers:
         batch = {key: value.split(parts)[replica] for key, value in samples_of(run.name, number).items()}
-        result = run.booster.execute_pipeline(iter([batch]), run.model, last_loss, run.optimizer, return_loss=True)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-        shares: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(shares, None if result["loss"] is None else (replica, float(result["loss"])))
-        found = dict(share for share in shares if share is not None)
-        losses.append(sum(parts[number] * loss for number, loss in found.items()) / SAMPLES)
+        losses.append(mean_over_replicas(pipeline_step(run, iter([batch]), last_loss), parts[replica]))
     return losses
 
 

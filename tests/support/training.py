@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +43,15 @@ def batch(number: int = 0, replica: int = 0, size: int = BATCH) -> tuple[Tensor,
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
     return cross_entropy(logits.float(), labels)
+
+
+def by_labels(outputs: Tensor, inputs: tuple[Tensor, Tensor]) -> Tensor:
+    """The criterion of ``execute_pipeline``."""
+    return loss_of(outputs, inputs[1])
+
+
+def loss_of_batch(model: nn.Module, inputs: tuple[Tensor, Tensor]) -> Tensor:
+    return loss_of(model(inputs[0]), inputs[1])
 
 
 # Clocks ----------------------------------------------------------------------------------------------------------
@@ -171,7 +180,7 @@ def train(
                     loss = run.booster.execute_pipeline(
                         iter([(images, labels)]),
                         model,
-                        lambda outputs, inputs: loss_of(outputs, inputs[1]),
+                        by_labels,
                         optimizer,
                         return_loss=True,
                     )["loss"]
@@ -190,6 +199,42 @@ def train(
             run.plans.append(balancer.plan.resize)
         each(iteration)
     return run
+
+
+def pipeline_step(run: Any, batches: Iterator[Any], criterion: Callable[..., Tensor] = by_labels) -> float | None:
+    """A step with ``execute_pipeline``; the loss, where this rank knows it. ``run``: as :class:`Trained`."""
+    result = run.booster.execute_pipeline(batches, run.model, criterion, run.optimizer, return_loss=True)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    return None if result["loss"] is None else float(result["loss"])
+
+
+def mean_over_replicas(loss: float | None, samples: int) -> float:
+    """The mean over the global batch, on every rank; ``loss`` is the mean over this replica's ``samples``, or None."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (loss, samples))
+    known = sorted({(loss, samples) for loss, samples in everyone if loss is not None})
+    return sum(loss * samples for loss, samples in known) / sum(samples for _, samples in known)
+
+
+def train_alone(
+    model: nn.Module,
+    optimizer: Optimizer,
+    batches: Iterable[Any],
+    loss_of: Callable[[nn.Module, Any], Tensor] = loss_of_batch,
+    max_norm: float = 0.0,
+) -> list[float]:
+    """Train with plain torch in one process; the loss of each batch."""
+    losses = []
+    for inputs in batches:
+        loss = loss_of(model, inputs)
+        loss.backward()
+        if max_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def assert_same_parameters(actual: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:

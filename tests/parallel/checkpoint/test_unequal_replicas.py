@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from colossalai.booster import Booster
 from torch.utils.data import Dataset
 
@@ -16,6 +15,7 @@ from colossal_hetero.planner.cost.plan import Plan
 from tests.parallel.plugin.unequal.test_unequal_replicas import PLANS, gpt2
 from tests.support.harness import run_ranks
 from tests.support.planning import make_plan
+from tests.support.training import Trained, mean_over_replicas, pipeline_step
 
 STEPS, AT = 5, 2
 EQUAL = make_plan([[[0], [1]]], [2, 2], 2, 5)
@@ -39,6 +39,7 @@ def run(plan: Plan, folder: Path, options: dict[str, Any], resumes: bool, keeps_
     model = gpt2()
     optimizer, booster = torch.optim.AdamW(model.parameters(), lr=1e-3), Booster(plugin=plugin)
     model, optimizer, _, loader, _ = booster.boost(model, optimizer, None, loader)
+    trained = Trained([], model, optimizer, booster, plugin)
     saved = loader if keeps_position else None
     start = plugin.resume(model, optimizer, None, saved) if resumes else None
     # Without the position, an epoch begins again.
@@ -49,19 +50,11 @@ def run(plan: Plan, folder: Path, options: dict[str, Any], resumes: bool, keeps_
     first = 0 if start is None else start.step
     assert first == (AT if resumes else 0)
     for step in range(first, STEPS):
-        result = booster.execute_pipeline(
-            batches, model, lambda outputs, _: outputs["loss"], optimizer, return_loss=True
-        )
-        optimizer.step()
-        optimizer.zero_grad()
+        own = pipeline_step(trained, batches, lambda outputs, _: outputs["loss"])
         if step + 1 == AT and not resumes:
             assert plugin.save(model, optimizer, None, saved, step=AT)
-        own = None if result["loss"] is None else (plugin.replica()[0], float(result["loss"]))
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, own)
-        found = dict(each for each in everyone if each is not None)
-        shares = [replica.micro_batches * plan.micro_batch / plan.global_batch for replica in plugin.plan.replicas]
-        losses.append(sum(shares[replica] * loss for replica, loss in found.items()))
+        samples = plugin.plan.replicas[plugin.replica()[0]].micro_batches * plan.micro_batch
+        losses.append(mean_over_replicas(own, samples))
     plugin.wait_for_saves()
     return losses
 

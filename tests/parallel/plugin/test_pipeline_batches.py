@@ -12,7 +12,6 @@ import pytest
 import torch
 from colossalai.booster import Booster
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
 from colossal_hetero.colossalai_support.accelerator import get_accelerator  # isort: skip
@@ -20,7 +19,8 @@ from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin
 from colossal_hetero.plugin import uneven_batches
 from tests.support.harness import errors_of_the_others, run_ranks
 from tests.support.random_examples import IS_THOROUGH
-from tests.support.training import CLASSES, tiny_vit
+from tests.support.training import CLASSES, by_labels, tiny_vit
+from tests.support.training import train_alone as train_model_alone
 
 SAMPLES, GLOBAL_BATCH, MICRO_BATCH = 40, 16, 2
 EPOCHS = 2
@@ -36,10 +36,6 @@ class Images(Dataset):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return self.images[index], index % CLASSES
-
-
-def loss_of(outputs: Tensor, inputs: tuple[Tensor, Tensor]) -> Tensor:
-    return cross_entropy(outputs.float(), inputs[1])
 
 
 def boosted(**options: Any) -> tuple[Any, ...]:
@@ -72,7 +68,7 @@ def train(division: list[int] | None, slow: int | None, options: dict[str, Any])
             loader.set_epoch(epoch)
             batches = iter(loader)
             for _ in range(loader.global_batches):
-                loss = booster.execute_pipeline(batches, model, loss_of, optimizer, return_loss=True)["loss"]
+                loss = booster.execute_pipeline(batches, model, by_labels, optimizer, return_loss=True)["loss"]
                 losses.append(None if loss is None else loss.item() * loader.current.samples)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -90,15 +86,10 @@ def train_alone() -> tuple[dict[str, Tensor], list[float]]:
     """The parameters after training, and the loss of each global batch, summed over its samples."""
     data, model = Images(), tiny_vit()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    for epoch in range(EPOCHS):
-        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(5 + epoch))
-        for chosen in order.split(GLOBAL_BATCH):
-            loss = cross_entropy(model(data.images[chosen]), chosen % CLASSES)
-            losses.append(loss.item() * len(chosen))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    epochs = [torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(5 + epoch)) for epoch in range(EPOCHS)]
+    chosen = [each for order in epochs for each in order.split(GLOBAL_BATCH)]
+    means = train_model_alone(model, optimizer, [(data.images[each], each % CLASSES) for each in chosen])
+    losses = [mean * len(each) for mean, each in zip(means, chosen, strict=True)]
     return {name: value.detach() for name, value in model.named_parameters()}, losses
 
 
@@ -149,7 +140,7 @@ def check_loaders() -> None:
     model, loader = tiny_vit(), other.prepare_dataloader(Images())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, _, loader, _ = Booster(plugin=plugin).boost(model, optimizer, None, loader)
-    Booster(plugin=plugin).execute_pipeline(iter(loader), model, loss_of, optimizer)
+    Booster(plugin=plugin).execute_pipeline(iter(loader), model, by_labels, optimizer)
     batches: Any = plugin._uneven_batches
     batches._seconds = (1.0, 2.0)
     plugin.prepare_dataloader(Images())
@@ -160,17 +151,17 @@ def check_misuse() -> None:
     check_loaders()
     _, booster, model, optimizer, loader = boosted()
     batches = iter(loader)
-    booster.execute_pipeline(batches, model, loss_of, optimizer, return_loss=True)
+    booster.execute_pipeline(batches, model, by_labels, optimizer, return_loss=True)
     with pytest.raises(RuntimeError, match="has not stepped since the last execute_pipeline"):
-        booster.execute_pipeline(batches, model, loss_of, optimizer, return_loss=True)
+        booster.execute_pipeline(batches, model, by_labels, optimizer, return_loss=True)
     optimizer.step()
     optimizer.zero_grad()
     model.eval()
     with torch.no_grad():  # a batch of another size
         data = iter([(Images().images[:6], torch.arange(6) % CLASSES)])
-        booster.execute_pipeline(data, model, loss_of, return_loss=True)
+        booster.execute_pipeline(data, model, by_labels, return_loss=True)
     model.train()
-    booster.execute_pipeline(batches, model, loss_of, optimizer, return_loss=True)
+    booster.execute_pipeline(batches, model, by_labels, optimizer, return_loss=True)
     for options, words in (
         ({"microbatch_size": 3}, "global_batch_size=16 is not a multiple of microbatch_size=3"),
         ({"microbatch_size": 0}, "microbatch_size=0 must be at least 1"),
@@ -202,7 +193,7 @@ def train_until_killed(victim: int) -> None:
     for step in range(3):
         if step == 1 and torch.distributed.get_rank() == victim:
             os.kill(os.getpid(), signal.SIGKILL)
-        booster.execute_pipeline(batches, model, loss_of, optimizer, return_loss=True)
+        booster.execute_pipeline(batches, model, by_labels, optimizer, return_loss=True)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -245,7 +236,7 @@ def train_without_waiting() -> list[float]:
             loader.set_epoch(epoch)
             batches = iter(loader)
             for _ in range(loader.global_batches):
-                booster.execute_pipeline(batches, model, loss_of, optimizer, return_loss=True)
+                booster.execute_pipeline(batches, model, by_labels, optimizer, return_loss=True)
                 optimizer.step()
                 optimizer.zero_grad()
     return list(plugin._uneven_batches._times)

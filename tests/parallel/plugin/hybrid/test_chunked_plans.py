@@ -27,7 +27,7 @@ from tests.parallel.plugin.hybrid.test_planned_run import (
 )
 from tests.support.harness import run_ranks
 from tests.support.planning import make_plan, make_plans, planned
-from tests.support.training import boost, loss_of, sgd, tiny_vit
+from tests.support.training import boost, by_labels, mean_over_replicas, sgd, tiny_vit
 
 
 def recorded(scheduler: Any, chunk_numbers: list[int]) -> list[Pass]:
@@ -112,12 +112,8 @@ def check_evaluation(run: Any, plan: Plan, schedule: str) -> None:
     def evaluate(size: int) -> float:
         batch = images_and_labels(0, size)
         with torch.no_grad():
-            found = run.booster.execute_pipeline(
-                iter([batch]), run.model, lambda outputs, inputs: loss_of(outputs, inputs[1]), return_loss=True
-            )["loss"]
-        losses: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(losses, None if found is None else found.item())
-        return next(loss for loss in losses if loss is not None)
+            found = run.booster.execute_pipeline(iter([batch]), run.model, by_labels, return_loss=True)["loss"]
+        return mean_over_replicas(None if found is None else found.item(), size)
 
     if schedule == "zbv":
         with pytest.raises(ValueError, match="zero-bubble schedule cannot evaluate"):

@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.support.checkpoints import load_checkpoint, save_checkpoint
 from tests.support.harness import run_ranks
 from tests.support.language_models import MODELS
-from tests.support.training import Trained, boost, sgd, theirs
+from tests.support.training import Trained, boost, mean_over_replicas, pipeline_step, sgd, theirs, train_alone
 
 BATCH = 4
 Case = tuple[str, dict[str, Any], float]
@@ -46,18 +46,14 @@ def step(run: Trained, number: int) -> float:
     first = dist.get_rank(plugin.dp_group) * share
     mine = {key: value[first : first + share] for key, value in batch(number).items()}
     if plugin.pp_size > 1:
-        result = run.booster.execute_pipeline(iter([mine]), run.model, lambda out, _: out.loss, run.optimizer, True)
-        loss = result["loss"]
+        own = pipeline_step(run, iter([mine]), lambda outputs, _: outputs.loss)
         assert p2p.dist.batch_isend_irecv.__self__.kept == 0  # no message is kept for longer than a step
-    else:
-        loss = run.model(**mine).loss
-        run.booster.backward(loss, run.optimizer)
+        return mean_over_replicas(own, share)
+    loss = run.model(**mine).loss
+    run.booster.backward(loss, run.optimizer)
     run.optimizer.step()
     run.optimizer.zero_grad()
-    losses: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(losses, None if loss is None else loss.item())
-    known = [each for each in losses if each is not None]
-    return sum(known) / len(known)
+    return mean_over_replicas(loss.item(), share)
 
 
 def train_and_resume(cases: list[Case], folder: Path) -> list[list[float]]:
@@ -80,14 +76,8 @@ def train_and_resume(cases: list[Case], folder: Path) -> list[list[float]]:
 def test_training_equals_that_of_one_process(ranks: int, tmp_path: Path) -> None:
     expected = {}
     for name in MODELS:
-        model = make_model(name)
-        optimizer, expected[name] = sgd(model), []
-        for number in range(3):
-            loss = model(**batch(number)).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            expected[name].append(loss.item())
+        model, batches = make_model(name), map(batch, range(3))
+        expected[name] = train_alone(model, sgd(model), batches, lambda model, batch: model(**batch).loss)
     for found in run_ranks(ranks, train_and_resume, CASES[ranks], tmp_path):
         for (name, options, tolerance), losses in zip(CASES[ranks], found, strict=True):
             assert losses == pytest.approx(expected[name], rel=tolerance), (name, options)

@@ -20,7 +20,7 @@ from tests.parallel.plugin.hybrid.test_plan_agreement import profile
 from tests.parallel.plugin.hybrid.test_planned_run import MICRO_BATCH, MICRO_BATCHES, images_and_labels, train_planned
 from tests.support.harness import run_ranks
 from tests.support.planning import SECONDS, make_plan, planned
-from tests.support.training import Trained, loss_of, sgd, tiny_vit
+from tests.support.training import Trained, by_labels, loss_of, sgd, tiny_vit
 
 
 def check_drift(
@@ -49,9 +49,7 @@ def check_drift(
         train_planned(run, 1)
         first = plugin.drift
         with torch.no_grad():
-            loss = booster.execute_pipeline(
-                iter([images_and_labels(0, 4)]), model, lambda outputs, inputs: loss_of(outputs, inputs[1]), None, True
-            )["loss"]
+            loss = booster.execute_pipeline(iter([images_and_labels(0, 4)]), model, by_labels, None, True)["loss"]
         assert (loss is not None) == plugin.stage_manager.is_last_stage()
         assert plugin.drift is first
         train_planned(run, 3)

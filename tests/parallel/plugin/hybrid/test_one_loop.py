@@ -20,7 +20,17 @@ from tests.parallel.plugin.hybrid.test_planned_run import images_and_labels
 from tests.support.checks import Checks
 from tests.support.harness import run_ranks
 from tests.support.planning import make_plan, planned, unequal_plan
-from tests.support.training import assert_same_parameters, boost, loss_of, ours, sgd, theirs, tiny_vit
+from tests.support.training import (
+    assert_same_parameters,
+    boost,
+    by_labels,
+    loss_of,
+    ours,
+    sgd,
+    theirs,
+    tiny_vit,
+    train_alone,
+)
 from tests.support.zero_runs import unmeasured
 
 checks = Checks()
@@ -28,10 +38,6 @@ ITERATIONS = 3
 MICRO_BATCH, MICRO_BATCHES = 2, 4
 MAX_NORM = 0.5
 """Below the norm of the gradients, so that they are clipped."""
-
-
-def criterion(outputs: Tensor, inputs: tuple[Tensor, Tensor]) -> Tensor:
-    return loss_of(outputs, inputs[1])
 
 
 def own_share(plugin: Any, plan: Plan, iteration: int) -> tuple[Tensor, Tensor]:
@@ -56,7 +62,7 @@ def check_as_an_accumulating_loop(rank_order: list[Any], options: dict[str, Any]
     other = boost(theirs(tp_size=plan.tensor_parallel, max_norm=MAX_NORM, **options), make_optimizer=sgd)
     for iteration in range(ITERATIONS):
         batch = own_share(run.plugin, plan, iteration)
-        loss = run.booster.execute_pipeline(iter([batch]), run.model, criterion, run.optimizer)["loss"]
+        loss = run.booster.execute_pipeline(iter([batch]), run.model, by_labels, run.optimizer)["loss"]
         expected = torch.zeros(())
         for number in range(MICRO_BATCHES):
             images, labels = (part[number * MICRO_BATCH : (number + 1) * MICRO_BATCH] for part in batch)
@@ -102,7 +108,7 @@ def check_results(plan: Plan) -> tuple[list[Any], list[Any]]:
         batch = images_and_labels(number, size)
         with torch.set_grad_enabled(training):
             result = run.booster.execute_pipeline(
-                iter([batch]), run.model, criterion, run.optimizer if training else None, with_loss, with_outputs
+                iter([batch]), run.model, by_labels, run.optimizer if training else None, with_loss, with_outputs
             )
         assert set(result) == {"loss", "outputs"}
         results.append({key: None if value is None else value.detach() for key, value in result.items()})
@@ -130,22 +136,22 @@ def check_without_a_plan() -> None:
         run = boost(ours(tp_size=1, **sizes), make_optimizer=sgd)
         counted: list[int] = []
         run.model.register_forward_pre_hook(lambda _, inputs, counted=counted: counted.append(len(inputs[0])))
-        run.booster.execute_pipeline(iter([images_and_labels(0, 8)]), run.model, criterion, run.optimizer)
+        run.booster.execute_pipeline(iter([images_and_labels(0, 8)]), run.model, by_labels, run.optimizer)
         assert counted == ([8] if not sizes else [2] * 4)
     run = boost(ours(tp_size=1, num_microbatches=3), make_optimizer=sgd)
     with pytest.raises(ValueError, match=r"8 samples cannot be divided into 3 micro-batches"):
-        run.booster.execute_pipeline(iter([images_and_labels(0, 8)]), run.model, criterion, run.optimizer)
+        run.booster.execute_pipeline(iter([images_and_labels(0, 8)]), run.model, by_labels, run.optimizer)
     run = boost(ours(tp_size=1, microbatch_size=3), make_optimizer=sgd)
     with pytest.raises(ValueError, match=r"8 samples cannot be divided into micro-batches of 3"):
-        run.booster.execute_pipeline(iter([images_and_labels(0, 8)]), run.model, criterion, run.optimizer)
+        run.booster.execute_pipeline(iter([images_and_labels(0, 8)]), run.model, by_labels, run.optimizer)
     with pytest.raises(TypeError, match=r"takes an iterator, as iter\(dataloader\), not a list"):
-        run.booster.execute_pipeline([images_and_labels(0, 8)], run.model, criterion, run.optimizer)  # type: ignore[arg-type]
+        run.booster.execute_pipeline([images_and_labels(0, 8)], run.model, by_labels, run.optimizer)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"give execute_pipeline the optimizer, or evaluate inside torch.no_grad\(\)"):
-        run.booster.execute_pipeline(iter([images_and_labels(0, 3)]), run.model, criterion)
+        run.booster.execute_pipeline(iter([images_and_labels(0, 3)]), run.model, by_labels)
     run = boost(planned(PLANS["dp2"]), make_optimizer=sgd)
     for size in (6, MICRO_BATCH):
         with pytest.raises(ValueError, match=rf"a batch of {size} samples does not fit the plan.*use batch_size=8 \("):
-            run.booster.execute_pipeline(iter([images_and_labels(0, size)]), run.model, criterion, run.optimizer)
+            run.booster.execute_pipeline(iter([images_and_labels(0, size)]), run.model, by_labels, run.optimizer)
 
 
 class OwnDict(dict[str, Any]): ...
@@ -171,7 +177,7 @@ def check_mappings(plan: Plan) -> None:
         run.optimizer.zero_grad()
         return [*passes, gradients]
 
-    expected = results((images, labels), criterion)
+    expected = results((images, labels), by_labels)
     for kind in MAPPINGS:
         batch = kind(dict(x=images, labels=labels))
         found = results(batch, lambda outputs, inputs: loss_of(outputs, inputs["labels"]))
@@ -199,7 +205,7 @@ def check_uneven() -> dict[str, Tensor]:
     model = tiny_vit()
     model, optimizer, _, loader, _ = booster.boost(model, sgd(model), loss_of, loader)
     for batch in loader:
-        booster.execute_pipeline(iter([batch]), model, criterion, optimizer)
+        booster.execute_pipeline(iter([batch]), model, by_labels, optimizer)
         optimizer.step()
         optimizer.zero_grad()
     return model.unwrap().state_dict()
@@ -207,12 +213,8 @@ def check_uneven() -> dict[str, Tensor]:
 
 def test_uneven_batches_are_trained_with_the_same_loop() -> None:
     model = tiny_vit()
-    optimizer = sgd(model)
     images, labels = images_and_labels(0, 14)
-    for first in (0, 7):
-        loss_of(model(images[first : first + 7]), labels[first : first + 7]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train_alone(model, sgd(model), zip(images.split(7), labels.split(7), strict=True))
     for trained in run_ranks(2, check_uneven):
         for key, value in model.state_dict().items():
             torch.testing.assert_close(trained[key], value, rtol=1e-4, atol=1e-6, msg=key)

@@ -7,16 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from tests.parallel.plugin.hybrid.test_planned_zero import EQUAL, in_zero
 from tests.parallel.plugin.unequal.test_unequal_replicas import PLANS
-from tests.parallel.plugin.unequal.test_unequal_training import images, of_world, share, step
+from tests.parallel.plugin.unequal.test_unequal_training import images, share, step_on
 from tests.support.harness import run_ranks
 from tests.support.planning import make_plan, planned
 from tests.support.random_examples import IS_THOROUGH
-from tests.support.training import boost, loss_of, tiny_vit
+from tests.support.training import boost, tiny_vit, train_alone
 
 STEPS, MAX_NORM = 3, 0.5
 CASES = ("first stages are frozen", "last stage is frozen", "a group for each block", "nothing in the first group")
@@ -58,21 +57,7 @@ def train(name: str, zero: bool, case: str, by_optimizer: bool) -> list[float]:
         mine = slice(index * size, (index + 1) * size)
     for number in range(STEPS):
         inputs, labels = images(number, plan.global_batch)
-        losses.append(of_world(step(run, iter([(inputs[mine], labels[mine])])), mine.stop - mine.start))
-    return losses
-
-
-def train_alone(size: int, case: str) -> list[float]:
-    model, optimizer = partly_trained(case)
-    losses = []
-    for number in range(STEPS):
-        inputs, labels = images(number, size)
-        loss = loss_of(model(inputs), labels)
-        loss.backward()
-        clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(step_on(run, inputs, labels, mine))
     return losses
 
 
@@ -91,7 +76,12 @@ def train_all(runs: list[tuple[str, bool, bool]]) -> dict[Any, list[float]]:
 def test_losses_are_those_of_one_process(ranks: int) -> None:
     runs = [run for run in RUNS if ALL_PLANS[run[0]].world_size == ranks]
     sizes = {ALL_PLANS[run[0]].global_batch for run in runs}
-    alone = {(size, case): train_alone(size, case) for size in sizes for case in CASES}
+    batches = {size: [images(number, size) for number in range(STEPS)] for size in sizes}
+    alone = {
+        (size, case): train_alone(*partly_trained(case), batches[size], max_norm=MAX_NORM)
+        for size in sizes
+        for case in CASES
+    }
     for found in run_ranks(ranks, train_all, runs, timeout_seconds=280):
         for (run, case), losses in found.items():
             assert losses == pytest.approx(alone[ALL_PLANS[run[0]].global_batch, case], rel=1e-5), (run, case)

@@ -15,7 +15,8 @@ from colossal_hetero import HeteroHybridParallelPlugin
 from colossal_hetero.planner.cost.plan import Plan
 from tests.support.harness import run_ranks
 from tests.support.planning import make_plan
-from tests.support.training import Trained, boost, loss_of, sgd, tiny_vit
+from tests.support.training import Trained, boost, loss_of, mean_over_replicas, pipeline_step, sgd, tiny_vit
+from tests.support.training import train_alone as train_model_alone
 
 ITERATIONS = 3
 MICRO_BATCH, MICRO_BATCHES = 2, 4
@@ -30,16 +31,8 @@ def images_and_labels(iteration: int, size: int) -> tuple[Tensor, Tensor]:
 def train_alone(depth: int, global_batch: int, iterations: int = ITERATIONS) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and final weights of one process with plain torch."""
     model = tiny_vit(depth=depth)
-    optimizer = sgd(model)
-    losses = []
-    for iteration in range(iterations):
-        images, labels = images_and_labels(iteration, global_batch)
-        loss = loss_of(model(images), labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, model.state_dict()
+    batches = [images_and_labels(iteration, global_batch) for iteration in range(iterations)]
+    return train_model_alone(model, sgd(model), batches), model.state_dict()
 
 
 def train_planned(run: Any, iterations: int = ITERATIONS, first: int = 0, sizes: Plan | None = None) -> list[float]:
@@ -56,24 +49,16 @@ def train_planned(run: Any, iterations: int = ITERATIONS, first: int = 0, sizes:
         mine = slice(size * plugin.pg_mesh.coordinate(plugin.dp_axis), None)
         images, labels = images[mine][:size], labels[mine][:size]
         if plugin.pp_size > 1:
-            loss = run.booster.execute_pipeline(
-                iter([(images, labels)]),
-                run.model,
-                lambda outputs, inputs: loss_of(outputs, inputs[1]),
-                run.optimizer,
-                return_loss=True,
-            )["loss"]
+            own = pipeline_step(run, iter([(images, labels)]))
             # No message is kept for longer than a step.
             assert p2p.dist.batch_isend_irecv.__self__.kept == 0
         else:
             loss = loss_of(run.model(images), labels)
             run.booster.backward(loss, run.optimizer)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-        # The last stage of each replica has its loss.
-        shares: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(shares, None if loss is None else loss.item() / plan.tensor_parallel)
-        losses.append(sum(share for share in shares if share is not None) / len(plan.replicas))
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            own = loss.item()
+        losses.append(mean_over_replicas(own, size))
     return losses
 
 

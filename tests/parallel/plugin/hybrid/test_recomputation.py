@@ -23,7 +23,7 @@ from tests.support.model_families import allow_cpu
 from tests.support.planning import make_plan, planned
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.sharding import randomize
-from tests.support.training import boost, scripted, sgd, tiny_vit
+from tests.support.training import boost, pipeline_step, scripted, sgd, tiny_vit
 
 STEPS = 2
 DROPOUT = 0.2
@@ -100,10 +100,7 @@ def train(plan: Plan, name: str, switched_on: bool = False) -> Result:
     for step in range(STEPS):
         batch = samples("vit" if "vit" in name else name, step, plan.micro_batch * micro_batches, dtype)
         with memory:
-            result = run.booster.execute_pipeline(iter([batch]), run.model, loss_of, run.optimizer, return_loss=True)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
-        losses.append(None if result["loss"] is None else float(result["loss"]))
+            losses.append(pipeline_step(run, iter([batch]), loss_of))
     return losses, run.parameters, kept[0]
 
 

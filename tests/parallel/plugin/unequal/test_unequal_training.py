@@ -16,7 +16,7 @@ from colossalai.booster import Booster
 from colossalai.nn.optimizer import Lamb
 from colossalai.pipeline import p2p
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin, PlanConfig
 from colossal_hetero.colossalai_support.corrections import ModuleProxy
@@ -24,7 +24,18 @@ from colossal_hetero.planner.cost.plan import Plan
 from tests.parallel.plugin.unequal.test_unequal_replicas import PLANS, exact_zero, gpt2, samples
 from tests.support.harness import run_ranks
 from tests.support.planning import make_plan, unequal_plan
-from tests.support.training import Trained, boost, loss_of, scripted, sgd, tiny_vit
+from tests.support.training import (
+    Trained,
+    boost,
+    by_labels,
+    loss_of,
+    mean_over_replicas,
+    pipeline_step,
+    scripted,
+    sgd,
+    tiny_vit,
+    train_alone,
+)
 
 GLOBAL_BATCH = PLANS["1+2"].global_batch
 
@@ -56,31 +67,19 @@ def boost_with(loader: Any, plugin: Any) -> Trained:
     return Trained([], model, optimizer, booster, plugin)
 
 
-def execute(run: Any, batches: Any) -> dict[str, Any]:
-    return run.booster.execute_pipeline(
-        batches, run.model, lambda outputs, inputs: loss_of(outputs, inputs[1]), run.optimizer, return_loss=True
-    )
-
-
-def step(run: Any, batches: Any) -> float | None:
-    result = execute(run, batches)
-    run.optimizer.step()
-    run.optimizer.zero_grad()
-    return None if result["loss"] is None else float(result["loss"])
-
-
-def of_world(loss: float | None, samples: int) -> float:
-    """The mean over the global batch."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (loss, samples))
-    known = {(loss, samples) for loss, samples in everyone if loss is not None}
-    return sum(loss * samples for loss, samples in known) / sum(samples for _, samples in known)
-
-
 def share(plugin: Any) -> slice:
     counts = [replica.micro_batches * 2 for replica in plugin.plan.replicas]
     index = plugin.replica()[0]
     return slice(sum(counts[:index]), sum(counts[: index + 1]))
+
+
+def execute(run: Any, inputs: Tensor, labels: Tensor) -> None:
+    run.booster.execute_pipeline(iter([(inputs, labels)]), run.model, by_labels, run.optimizer)
+
+
+def step_on(run: Any, inputs: Tensor, labels: Tensor, mine: slice) -> float:
+    """Train on this replica's part of the global batch; the mean loss of all."""
+    return mean_over_replicas(pipeline_step(run, iter([(inputs[mine], labels[mine])])), mine.stop - mine.start)
 
 
 def train(run: Any, numbers: Iterable[int] = range(3), size: int = GLOBAL_BATCH) -> list[float]:
@@ -88,20 +87,12 @@ def train(run: Any, numbers: Iterable[int] = range(3), size: int = GLOBAL_BATCH)
     mine, losses = share(run.plugin), []
     for number in numbers:
         inputs, labels = images(number, size)
-        losses.append(of_world(step(run, iter([(inputs[mine], labels[mine])])), mine.stop - mine.start))
+        losses.append(step_on(run, inputs, labels, mine))
     return losses
 
 
-def train_alone(model: nn.Module, optimizer: Any, numbers: Iterable[int] = range(3)) -> list[float]:
-    losses = []
-    for number in numbers:
-        inputs, labels = images(number, GLOBAL_BATCH)
-        loss = loss_of(model(inputs), labels)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+def global_batches(numbers: Iterable[int]) -> list[tuple[Tensor, Tensor]]:
+    return [images(number, GLOBAL_BATCH) for number in numbers]
 
 
 def images(number: int, size: int) -> tuple[Tensor, Tensor]:
@@ -127,8 +118,8 @@ def draw(size: int, drop_last: bool) -> tuple[list[list[int]], list[float]]:
 
     iterator = batches()
     for _ in range(len(loader)):
-        loss = step(run, iterator)
-        losses.append(of_world(loss, len(drawn[-1])))
+        loss = pipeline_step(run, iterator)
+        losses.append(mean_over_replicas(loss, len(drawn[-1])))
     return drawn, losses
 
 
@@ -154,14 +145,8 @@ def check_epoch(results: Any, size: int, drop_last: bool) -> None:
     assert len(seen) == len(set(seen)) == (size - size % GLOBAL_BATCH if drop_last else size)
     # One process on the same global batches.
     model, data = vit(), NumberedImages(size)
-    optimizer = sgd(model)
-    for mine, theirs, loss in zip(first, second, results[0][1], strict=True):
-        rows = [data[index] for index in mine + theirs]
-        own = loss_of(model(torch.stack([row[0] for row in rows])), torch.stack([row[1] for row in rows]))
-        own.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert loss == pytest.approx(own.item(), rel=1e-5)
+    batches = [[data[index] for index in (*mine, *theirs)] for mine, theirs in zip(first, second, strict=True)]
+    assert results[0][1] == pytest.approx(train_alone(model, sgd(model), map(default_collate, batches)), rel=1e-5)
 
 
 def train_and_evaluate() -> tuple[list[float], list[float]]:
@@ -170,10 +155,8 @@ def train_and_evaluate() -> tuple[list[float], list[float]]:
     for number in range(3):
         trained += train(run, [number])
         with torch.no_grad():
-            result = run.booster.execute_pipeline(
-                iter([images(9, 4)]), run.model, lambda outputs, inputs: loss_of(outputs, inputs[1]), return_loss=True
-            )
-        evaluated.append(of_world(None if result["loss"] is None else float(result["loss"]), 4))
+            result = run.booster.execute_pipeline(iter([images(9, 4)]), run.model, by_labels, return_loss=True)
+        evaluated.append(mean_over_replicas(None if result["loss"] is None else float(result["loss"]), 4))
     return trained, evaluated
 
 
@@ -181,7 +164,7 @@ def test_training_goes_on_after_an_evaluation() -> None:
     model = vit()
     optimizer, trained, evaluated = sgd(model), [], []
     for number in range(3):
-        trained += train_alone(model, optimizer, [number])
+        trained += train_alone(model, optimizer, global_batches([number]))
         with torch.no_grad():
             inputs, labels = images(9, 4)
             evaluated.append(loss_of(model(inputs), labels).item())
@@ -229,7 +212,7 @@ def train_precisely(options: dict[str, Any], scale: float | None) -> tuple[list[
         mine = share(run.plugin)
         if number == 2 and scale is not None and run.plugin.replica()[0] == 1:
             inputs = inputs * float("inf")  # only the pipeline overflows
-        losses.append(of_world(step(run, iter([(inputs[mine], labels[mine])])), mine.stop - mine.start))
+        losses.append(step_on(run, inputs, labels, mine))
         changed.append(any(not torch.equal(before[name], each) for name, each in run.parameters.items()))
     mixed = getattr(run.optimizer, "mixed_precision", None) or getattr(run.optimizer, "mixed_precision_mixin", None)
     return losses, None if scale is None else mixed.loss_scale, changed
@@ -252,7 +235,7 @@ def train_in_half_precision() -> tuple[list[list[float]], list[Any]]:
 
 def test_half_precision_trains_like_one_process_and_an_overflow_in_one_replica_stops_the_step_of_all() -> None:
     model = vit()
-    expected = train_alone(model, sgd(model), range(4))
+    expected = train_alone(model, sgd(model), global_batches(range(4)))
     for found, overflown in run_ranks(3, train_in_half_precision):
         for case, losses in zip(HALF, found, strict=True):
             assert losses == pytest.approx(expected, rel=2e-2), case
@@ -272,7 +255,7 @@ def train_equal(planning: PlanConfig, zero_stage: int) -> list[float]:
     for number in range(3):
         inputs, labels = images(number, 12)
         mine = slice(6 * replica, 6 * replica + 6)
-        losses.append(of_world(step(run, iter([(inputs[mine], labels[mine])])), 6))
+        losses.append(step_on(run, inputs, labels, mine))
     return losses
 
 
@@ -311,7 +294,8 @@ def train_parts() -> list[tuple[list[float], bool]]:
 def test_frozen_and_unused_parameters_stay() -> None:
     model = vit()
     model.patch_embed.requires_grad_(False)
-    losses = train_alone(model, torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.5))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.5)
+    losses = train_alone(model, optimizer, global_batches(range(3)))
     for found, stay in chain.from_iterable(run_ranks(3, train_parts)):
         assert found == pytest.approx(losses, rel=1e-5)
         assert stay
@@ -336,14 +320,14 @@ def train_after_an_error(zero_stage: int) -> list[Tensor]:
         for number in range(3):
             inputs, labels = images(number, 8)
             if fails and number == 1:
-                execute(run, iter([(inputs[mine] + 2, labels[mine])]))
+                execute(run, inputs[mine] + 2, labels[mine])
                 first = next(run.model.unwrap().parameters())
                 hook = first.register_hook(partial(fail_in, [plan.replicas[dist.get_rank()].micro_batches]))
                 with pytest.raises(AssertionError, match="the last pass fails"):
-                    execute(run, iter([(inputs[mine] + 1, labels[mine])]))
+                    execute(run, inputs[mine] + 1, labels[mine])
                 run.optimizer.zero_grad()
                 hook.remove()
-            step(run, iter([(inputs[mine], labels[mine])]))
+            pipeline_step(run, iter([(inputs[mine], labels[mine])]))
         values.append(torch.cat([each.detach().flatten() for each in run.model.unwrap().parameters()]))
     return values
 
@@ -439,7 +423,7 @@ def check_refused() -> None:
     with pytest.raises(NotImplementedError, match="max_norm"):
         run.optimizer.clip_grad_by_norm(1.0)
     with pytest.raises(ValueError, match="6, 4 samples of each global batch"):
-        step(run, iter([images(0, 5)]))
+        pipeline_step(run, iter([images(0, 5)]))
 
 
 def clip_by_value() -> None:
@@ -447,12 +431,7 @@ def clip_by_value() -> None:
         scaling = dict(initial_scale=2.0**6) if precision == "fp16" else {}
         run = boost(plugin_for(precision=precision, **scaling), vit(), sgd)
         inputs, labels = images(0, GLOBAL_BATCH)
-        run.booster.execute_pipeline(
-            iter([(inputs[share(run.plugin)], labels[share(run.plugin)])]),
-            run.model,
-            lambda outputs, batch: loss_of(outputs, batch[1]),
-            run.optimizer,
-        )
+        execute(run, inputs[share(run.plugin)], labels[share(run.plugin)])
         limit, trained = 2.0**-9 * scaling.get("initial_scale", 1.0), list(run.model.parameters())
         expected = [each.grad.clamp(-limit, limit) for each in trained]
         assert any(not torch.equal(each.grad, value) for each, value in zip(trained, expected, strict=True))
