@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from colossal_hetero.data_parallel.progress import LoopProgress, MicroBatch, pause_within_global_batch
+from colossal_hetero.data_parallel.progress import LoopProgress, MicroBatch
 
 
 def play(calls: str, parts: int = 2, global_batches: int = 2) -> LoopProgress:
@@ -104,45 +103,3 @@ def test_the_micro_batch_of_each_pass_is_found(parts: int, calls: str) -> None:
 def test_what_would_train_to_other_weights_is_refused(calls: str, words: str) -> None:
     with pytest.raises(RuntimeError, match=words):
         play(calls)
-
-
-class OwnSchedule:
-    """Not one of torch's."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-
-    def step(self) -> None:
-        self.steps += 1
-
-
-class Average(torch.nn.Module):
-    """Counts its updates. ``step`` is the model's own method."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.updates = self.steps = 0
-
-    def update_parameters(self, model: torch.nn.Module) -> None:
-        self.updates += 1
-
-    def step(self) -> None:
-        self.steps += 1
-
-
-def test_schedules_of_any_kind_and_averages_pause_within_a_global_batch() -> None:
-    schedule, average = OwnSchedule(), Average()
-    progress = LoopProgress()
-    for owner in (schedule, average, schedule):
-        pause_within_global_batch(owner, progress)
-    for number in range(4):
-        progress.draw(MicroBatch(1, 2, number // 2, number % 2, number % 2 == 1))
-        progress.forward([])
-        progress.backward([])
-        due = progress.step()
-        schedule.step()
-        average.update_parameters(average)
-        average.step()
-        if due:
-            progress.finish()
-    assert (schedule.steps, average.updates, average.steps) == (2, 2, 4)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
-from colossal_hetero.data_parallel.loader import make_loader
 from colossal_hetero.data_parallel.resumable_loader import ResumableDataLoader, make_resumable
 
 SIZE, GLOBAL_BATCH = 50, 12
@@ -67,22 +66,6 @@ def test_another_epoch_or_other_data_do_not_continue() -> None:
         second[0].load_state_dict({**first[0].state_dict(), "global_batch_size": 5})
     with pytest.raises(ValueError, match="missing global_batches_done"):
         second[0].load_state_dict({"epoch": 0, "global_batch_size": 12})
-
-
-def test_a_loader_of_uneven_batches_continues_where_it_was() -> None:
-    """For example when a plan with unequal replicas follows one with equal replicas."""
-    even = replicas(2)
-    whole = global_batches(replicas(2), 3)
-    global_batches(even, 3, stop=2)
-    uneven = make_loader(list(range(SIZE)), GLOBAL_BATCH, 0, 1, shuffle=True, seed=0, drop_last=True)  # type: ignore[arg-type]
-    uneven.divide_by(lambda samples: [[samples]])
-    uneven.load_state_dict(even[0].state_dict())
-    assert [set(batch.tolist()) for batch in uneven] == whole[2:]
-    back = replicas(3)
-    state = {**uneven.state_dict(), "epoch": 3, "global_batches_done": 1}
-    for loader in back:
-        loader.load_state_dict(state)
-    assert global_batches(back, 3) == whole[1:]
 
 
 def test_a_loader_with_another_sampler_is_left_as_it_is() -> None:

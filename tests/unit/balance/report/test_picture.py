@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from colossal_hetero.balance.timeline import (
-    COLORS,
     KIND_NAMES,
     IterationTimeline,
     Segment,
@@ -66,16 +64,3 @@ def test_an_iteration_without_a_plan_stands_alone(tmp_path: Path, drawn: list[Fi
     plot_timelines(BEFORE, None, tmp_path / "timeline.png")
     (axis,) = drawn[0].axes
     assert axis.get_title(loc="left") == "Latest: iteration 4, 250 ms"
-
-
-def test_colors_differ_in_lightness() -> None:
-    """A reader who sees no colors tells the kinds apart; waiting is hatched besides."""
-
-    def luminance(color: str) -> float:
-        channels = [int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    assert set(COLORS) == set(KIND_NAMES)
-    lightness = sorted(luminance(color) for color in COLORS.values())
-    assert all(second - first > 0.03 for first, second in pairwise(lightness)), lightness

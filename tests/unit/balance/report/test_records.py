@@ -18,7 +18,6 @@ from colossal_hetero.balance.report import (
     moved_shares,
     rank_table,
     report,
-    what_if,
 )
 
 
@@ -76,15 +75,6 @@ def test_an_iteration_is_exchanged_or_changed_if_any_group_did() -> None:
     assert record.exchanged and record.plan_changed
     (record,) = merge_records([per_rank[0], per_rank[3]], [[0, 1]])
     assert not record.exchanged and not record.plan_changed
-
-
-def test_scores_are_relative_to_the_fastest_rank_of_the_group() -> None:
-    """At equal work: what a rank prunes makes it no faster."""
-    views = [[local(0, equal_work=seconds, work=1.0)] for seconds in (2.0, 8.0, 1.0, 3.0)]
-    (record,) = merge_records(views, [[0, 1], [2, 3]])
-    assert [rank.relative_score for rank in record.ranks] == pytest.approx([1.0, 0.25, 1.0, 1 / 3])
-    (record,) = merge_records(views, [[0, 1, 2, 3]])
-    assert [rank.relative_score for rank in record.ranks] == pytest.approx([0.5, 0.125, 1.0, 1 / 3])
 
 
 # Bounds ----------------------------------------------------------------------------------------------------------
@@ -150,19 +140,6 @@ def test_report_by_hand() -> None:
     assert (slow.migrated, slow.received) == (0.0, 0.0)
 
 
-def test_what_if_by_hand() -> None:
-    before, *_, after = records_of(4)
-    unbalanced = what_if(before, [0, 1])
-    assert unbalanced.waiting_seconds == pytest.approx((2.0 + 0.0) / 2)
-    assert unbalanced.balanced_seconds == unbalanced.unbalanced_seconds == pytest.approx(4.2)
-    assert unbalanced.saved_seconds == 0.0
-    balanced = what_if(after, [0, 1])
-    assert balanced.waiting_seconds == pytest.approx((0.5 + 0.0) / 2)
-    assert balanced.saved_seconds == pytest.approx(4.2 - 2.7)
-    assert balanced.homogeneous_seconds == pytest.approx(2.2)
-    assert balanced.bound_seconds == pytest.approx(0.2 + 1.0 + 2 / (1 + 1 / 3))
-
-
 def test_the_report_takes_medians_of_all_that_is_in_the_records() -> None:
     scores = [0.5, 1.0, 0.25, 0.3, 0.4]
     views = [local(i, own_score=score, migrated=score, equal_work=4.0) for i, score in enumerate(scores)]
@@ -180,15 +157,6 @@ def test_the_report_has_every_note_once_and_the_latest_last() -> None:
     records = merge_records([[local(i, note=note) for i, note in enumerate(notes)]], [[0]])
     found = report(records, [0])
     assert found is not None and found.notes == ("a", "c", "b")
-
-
-def test_report_is_of_one_group() -> None:
-    other_group = [local(i, work=50.0, matmul=1.0, communication=9.0) for i in range(3)]
-    views = [[local(i) for i in range(3)], [local(i) for i in range(3)], other_group, other_group]
-    found = report(merge_records(views, [[0, 1], [2, 3]]), [0, 1])
-    assert found is not None
-    assert found.balanced_seconds == pytest.approx(1.1)
-    assert [rank.work_seconds for rank in found.ranks] == [1.0, 1.0, 50.0, 50.0]
 
 
 def test_what_was_given_away_for_good_stands_beside_what_migrated() -> None:

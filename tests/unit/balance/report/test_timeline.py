@@ -70,11 +70,6 @@ def test_a_rank_waits_until_the_last_of_its_group_arrives_at_the_same_collective
     assert_like(merged.ranks[1], [tuple(segment) for segment in stretches(*SLOW)])  # the last one never waits
 
 
-def test_nobody_waits_for_a_rank_of_another_group() -> None:
-    merged = merge_segments([rank(*FAST), rank(*SLOW), rank(*FAST), rank(*SLOW)], [[0, 2], [1, 3]])
-    assert all(seconds_of(segments, "waiting") == 0 for segments in merged.ranks)
-
-
 def test_ranks_of_one_machine_keep_their_times_and_the_first_starts_at_zero() -> None:
     merged = merge_segments([rank(*FAST, start=1000.0), rank(*SLOW, start=999.5)], [[0, 1]])
     assert merged.ranks[1][0].start_seconds == 0.0 and merged.ranks[0][0].start_seconds == pytest.approx(0.5)
@@ -163,10 +158,6 @@ def test_before_and_after_are_the_latest_that_all_ranks_kept() -> None:
 def test_where_no_plan_changed_the_latest_iteration_stands_alone() -> None:
     assert chosen(sampled(4, 8, 16), sampled(4, 8, 16)) == (16, None)
     assert chosen(sampled(0), sampled(0)) == (0, None)
-
-
-def test_nothing_in_common_is_nothing_to_show() -> None:
-    assert chosen(sampled(0), sampled()) is None
 
 
 def test_the_sampler_keeps_one_iteration_before_any_plan_and_the_latest() -> None:

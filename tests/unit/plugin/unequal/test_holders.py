@@ -27,17 +27,6 @@ def held(names: list[str], size: int = 4, dtype: str = "float32") -> list[HeldPa
     return [HeldParameter(name, size, dtype) for name in names]
 
 
-def test_a_layer_is_summed_by_those_that_hold_it() -> None:
-    buckets = divide_into_buckets(["a", "b", "c", "d"], {0: held([*"abcd"]), 1: held(["a"]), 2: held([*"bcd"])}, 100)
-    assert [(bucket.ranks, bucket.names) for bucket in buckets] == [((0, 2), ("d", "c", "b")), ((0, 1), ("a",))]
-
-
-def test_a_weight_that_stages_share_has_more_holders() -> None:
-    """The first and the last stage of a pipeline hold ``a``; another replica has no pipeline."""
-    buckets = divide_into_buckets(["a", "b", "c"], {0: held([*"abc"]), 1: held(["a", "b"]), 2: held(["c", "a"])}, 100)
-    assert [bucket.ranks for bucket in buckets if "a" in bucket.names] == [(0, 1, 2)]
-
-
 def test_a_bucket_ends_at_its_size_and_at_another_type() -> None:
     parameters = [*held(["a"], 60), *held(["b"], 50), *held(["c"], 500), *held(["d"], 1, "float16")]
     buckets = divide_into_buckets([*"abcd"], {0: parameters, 1: parameters}, 110)

@@ -28,12 +28,6 @@ def facts(**trained: bool) -> dict[str, ParameterFacts]:
 ABC = facts(a=True, b=True, c=True)
 
 
-def test_parameters_are_matched_by_name() -> None:
-    match = match_groups(saved(([0, 1], ["c", "a"]), ([2], ["b"])), groups(["b"], ["a", "c"]), ABC)
-    assert match.names == {0: "c", 1: "a", 2: "b"}
-    assert match.options == [{"lr": 0.2}, {"lr": 0.1}]
-
-
 def test_frozen_parameters_may_be_missing_on_either_side() -> None:
     known = facts(a=True, b=False, c=True)
     assert match_groups(saved(([0, 1], ["a", "c"])), groups(["a", "b", "c"]), known).names == {0: "a", 1: "c"}
