@@ -18,12 +18,21 @@ UNITS = 64
 
 
 class SimulatedGroup:
-    """Ranks with given slowdowns, noise and a resizing overhead. They run the same state machine as real ranks."""
+    """Ranks with given slowdowns, noise and a resizing overhead. They run the same state machine as real ranks.
+
+    Units of other ranks take ``received`` times as long as own ones.
+    """
 
     def __init__(
-        self, ranks: int, config: BalanceConfig, seed: int = 0, noise: float = 0.0, overhead: float = 0.0
+        self,
+        ranks: int,
+        config: BalanceConfig,
+        seed: int = 0,
+        noise: float = 0.0,
+        overhead: float = 0.0,
+        received: float = 1.0,
     ) -> None:
-        self.config, self.noise, self.overhead = config, noise, overhead
+        self.config, self.noise, self.overhead, self.received = config, noise, overhead, received
         self.random = np.random.default_rng(seed)
         self.ranks = ranks
         self.kinds = [LayerKind(UNITS if config.is_exact else None, 1, 1.0)]
@@ -48,7 +57,8 @@ class SimulatedGroup:
         for rank, slowdown in enumerate(slowdowns):
             overhead = self.overhead if self.plan.resize[rank] else 0.0
             noise = self.random.uniform(-self.noise, self.noise, 2)
-            matmul = 0.7 * slowdown * (self.load(rank) + overhead) * (1 + float(noise[0])) * length
+            work = self.load(rank) + overhead + (self.received - 1.0) * max(0.0, self.load(rank) - 1.0)
+            matmul = 0.7 * slowdown * work * (1 + float(noise[0])) * length
             load = self.load(rank) * self.kinds[0].full
             works.append([KindWork(load, matmul, OTHER * (1 + float(noise[1])) * length)])
         self.seconds += max(work.seconds for (work,) in works)

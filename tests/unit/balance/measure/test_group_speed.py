@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from colossal_hetero.balance import BalanceConfig, BalancePlan
 from colossal_hetero.balance.ratios import Line, UnitKind, fastest_counts, slowest_seconds
-from colossal_hetero.balance.work_times import MAX_PATIENCE, RELAX_AFTER, Damping
+from colossal_hetero.balance.work_times import MAX_PATIENCE, RELAX_AFTER, Damping, EqualWork
 from tests.support.random_examples import IS_THOROUGH, examples
 from tests.support.simulated_group import OTHER, UNITS, SimulatedGroup
 
@@ -76,12 +76,14 @@ def test_the_plan_recovers_when_the_straggler_goes_away(
 @pytest.mark.parametrize("slowdown", [1.1, 1.3, 2.0, 4.0, 8.0])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_a_constant_straggler_ends_within_two_percent_of_the_best_division(ranks: int, slowdown: float) -> None:
+    received = 1.5 if ranks in (3, 4) else 1.0
     for slow in range(ranks) if IS_THOROUGH else (0, ranks - 1):
         slowdowns = [slowdown if rank == slow else 1.0 for rank in range(ranks)]
-        group = SimulatedGroup(ranks, MIGRATE, seed=slow, noise=0.03)
+        group = SimulatedGroup(ranks, MIGRATE, seed=slow, noise=0.03, received=received)
         for _ in range(150):
             group.iterate(slowdowns)
-        lines = [Line(UNITS, OTHER + 0.7 * each, 0.7 * each / UNITS, 0.7 * each / UNITS, UNITS) for each in slowdowns]
+        slopes = [0.7 * each / UNITS for each in slowdowns]
+        lines = [Line(UNITS, OTHER + UNITS * slope, slope, received * slope, UNITS) for slope in slopes]
         best = fastest_counts(UnitKind(UNITS, 1, UNITS * (ranks - 1)), lines)
         counts = [round(group.load(rank) * UNITS) for rank in range(ranks)]
         assert slowest_seconds(lines, counts) <= 1.02 * slowest_seconds(lines, best), f"{counts}, not {best}"
@@ -151,6 +153,12 @@ def test_a_single_slow_iteration_is_ignored() -> None:
     for iteration in range(60):
         group.iterate([9.0 if iteration in (20, 40) else 1.0, 1.0])
         assert group.plan == BalancePlan.idle(2)
+
+
+@pytest.mark.parametrize("bad", [0.0, -0.5, float("nan")])
+def test_no_speed_without_work(bad: float) -> None:
+    with pytest.raises(ValueError, match="must be above zero"):
+        EqualWork(2).normalize(1.0, 0.5, bad)
 
 
 # Flicker ---------------------------------------------------------------------------------------------------------
