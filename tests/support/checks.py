@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.harness import run_ranks
+from tests.support.random_examples import IS_THOROUGH
 
 Check = Callable[..., None]
 Case = tuple[Check, tuple[Any, ...]]
@@ -37,6 +38,10 @@ class Checks:
             return check
 
         return add
+
+    def if_thorough(self, ranks: int, *args: Any) -> Callable[[Check], Check]:
+        """As :meth:`on`, with ``make test-thorough`` only."""
+        return self.on(ranks, *args) if IS_THOROUGH else lambda check: check
 
     def test(self) -> Callable[[int], None]:
         """The test of the checks so far, one start for each number of ranks. The first check that fails ends it."""

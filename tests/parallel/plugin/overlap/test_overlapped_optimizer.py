@@ -23,12 +23,23 @@ from torch import Tensor, nn
 from colossal_hetero.plugin.zero import late_parameters
 from colossal_hetero.plugin.zero.late_parameters import LateParameter
 from colossal_hetero.plugin.zero.overlapped_optimizer import OverlappedZeroOptimizer
+from tests.support.checks import Checks
 from tests.support.harness import run_ranks
 from tests.support.language_models import gpt2, tokens
-from tests.support.training import assert_same_parameters, boost, ours, sgd, theirs, tiny_vit, zero_plugin
+from tests.support.training import (
+    assert_same_parameters,
+    boost,
+    ours,
+    pipeline_step,
+    sgd,
+    theirs,
+    tiny_vit,
+    zero_plugin,
+)
 from tests.support.training import train as train_vit
 from tests.support.zero_runs import boosted, unmeasured
 
+checks = Checks()
 EPOCHS = 3
 """Of three global batches each, and so of three steps."""
 ON = dict(overlap_communication=True, overlap_allgather=True)
@@ -117,19 +128,6 @@ def train(
     return {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
 
 
-@unmeasured
-def train_cases(cases: list[dict[str, Any]]) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """The parameters of each case with and without overlap."""
-    results = []
-    for case in cases:
-        case = dict(case)
-        options = case.pop("options", {})
-        with finished_late():
-            overlapped = train(**case, options=options | ON)
-        results.append((overlapped, train(**case, options=options | OFF)))
-    return results
-
-
 TWO = [[4, 3], [2, 2]]
 THREE = [[2, 1], [3, 0], [1, 4]]
 CASES: dict[int, list[dict[str, Any]]] = {
@@ -145,29 +143,29 @@ CASES: dict[int, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", CASES)
-def test_training_equals_that_without_overlap(ranks: int) -> None:
-    for results in run_ranks(ranks, train_cases, CASES[ranks]):
-        for case, (overlapped, plain) in zip(CASES[ranks], results, strict=True):
-            for name, expected in plain.items():
-                if ranks == 2 and "options" not in case:
-                    assert torch.equal(overlapped[name], expected), (case, name)
-                # Three ranks are summed, and norms are computed, in another order.
-                torch.testing.assert_close(
-                    overlapped[name],
-                    expected,
-                    rtol=1e-3,
-                    atol=1e-5,
-                    msg=lambda text, where=f"{case} {name}": f"{where}: {text}",
-                )
-
-
+@checks.on(2)
+@checks.on(3)
 @unmeasured
-def started_when() -> tuple[list[str], list[bool], list[bool]]:
-    """What happens in a backward pass, and which weights are late after a step and in the first layer's forward pass.
+def training_equals_that_without_overlap() -> None:
+    ranks = dist.get_world_size()
+    for case in CASES[ranks]:
+        arguments = {"options": {}} | case
+        with finished_late():
+            overlapped = train(**(arguments | dict(options=arguments["options"] | ON)))
+        for name, expected in train(**(arguments | dict(options=arguments["options"] | OFF))).items():
+            if ranks == 2 and "options" not in case:
+                assert torch.equal(overlapped[name], expected), (case, name)
+            # Three ranks are summed, and norms are computed, in another order.
+            where = f"{case} {name}"
+            torch.testing.assert_close(
+                overlapped[name], expected, rtol=1e-3, atol=1e-5, msg=lambda text, where=where: f"{where}: {text}"
+            )
 
-    The weights are those of the first and the last layer.
-    """
+
+@checks.on(2)
+@unmeasured
+def communication_starts_in_the_backward_pass_and_ends_in_the_next_forward_pass() -> None:
+    """Which weights are late after a step and in the first layer's forward pass: of the first and the last layer."""
     model, optimizer, criterion, loader = boosted_net(1, "sgd", [[5], [6]], **ON)
     net, events = model.unwrap(), []
     reduce_scatter = dist.reduce_scatter_tensor
@@ -197,15 +195,10 @@ def started_when() -> tuple[list[str], list[bool], list[bool]]:
             optimizer.step()
             optimizer.zero_grad()
             after_step = late()
-    return events, after_step, in_forward
-
-
-def test_communication_starts_in_the_backward_pass_and_ends_in_the_next_forward_pass() -> None:
-    for events, after_step, in_forward in run_ranks(2, started_when):
-        assert events.index("last layer") < events.index("sum") < events.index("first layer")
-        assert events[-1] == "sum"
-        assert after_step == [True, True]
-        assert in_forward == [False, True]
+    assert events.index("last layer") < events.index("sum") < events.index("first layer")
+    assert events[-1] == "sum"
+    assert after_step == [True, True]
+    assert in_forward == [False, True]
 
 
 READERS = ["state_dict", "evaluation", "shared", "listed", "copied", "pickled", "stepped", "saved", "assigned"]
@@ -278,14 +271,24 @@ def test_nobody_reads_unfinished_parameters(tmp_path: Path) -> None:
             )
 
 
-COMPILED = ["whole", "layer", "wrapped"]
+def train_late(model: Any, optimizer: Any, criterion: Any, loader: Any) -> None:
+    with finished_late():
+        for number, (inputs, targets) in enumerate(loader):
+            try:
+                loss = criterion(model(inputs), targets)
+            except ValueError:
+                assert number == 1
+                raise
+            optimizer.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
 
 
+@checks.on(2)
 @unmeasured
-def errors_of_compiled_models() -> list[str]:
-    """What training raises if a model is compiled, by :data:`COMPILED`."""
-    errors = []
-    for compiled in COMPILED:
+def late_parameters_of_compiled_models_are_refused() -> None:
+    words = r"^{} is compiled.* use one of overlap_allgather=True and torch\.compile$"
+    for compiled, name in (("whole", "Net"), ("layer", "Linear"), ("wrapped", "OptimizedModule")):
         model, optimizer, criterion, loader = boosted_net(1, "sgd", [[5], [6]], **ON)
         net = model.unwrap()
         if compiled == "whole":
@@ -294,27 +297,9 @@ def errors_of_compiled_models() -> list[str]:
             net.second.compile(backend="eager")
         else:
             model = torch.compile(model, backend="eager")
-        with finished_late():
-            for number, (inputs, targets) in enumerate(loader):
-                try:
-                    loss = criterion(model(inputs), targets)
-                except ValueError as error:
-                    errors.append(f"{number}: {error}")
-                    break
-                optimizer.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-            else:
-                errors.append("none")
+        with pytest.raises(ValueError, match=words.format(name)):
+            train_late(model, optimizer, criterion, loader)
         optimizer._force_wait_all_gather()
-    return errors
-
-
-def test_late_parameters_of_compiled_models_are_refused() -> None:
-    for errors in run_ranks(2, errors_of_compiled_models):
-        for error, name in zip(errors, ["Net", "Linear", "OptimizedModule"], strict=True):
-            assert error.startswith(f"1: {name} is compiled"), errors
-            assert error.endswith("use one of overlap_allgather=True and torch.compile"), errors
 
 
 STEPS = 3
@@ -339,12 +324,10 @@ HYBRID: dict[int, list[tuple[dict[str, Any], int]]] = {
 """By number of ranks: arguments of the hybrid plugin, and batches per step. In each case there are two replicas."""
 
 
-def train_hybrid() -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """The parameters of each case with overlap, and with Colossal-AI's plugin.
-
-    Asserts that a pipeline has started to sum gradients before its passes end, except in the zero-bubble schedule.
-    """
-    found = []
+@checks.on(2)
+@checks.on(4)
+def the_hybrid_plugin_trains_to_the_weights_of_colossal_ai() -> None:
+    """A pipeline has started to sum gradients before its passes end, except in the zero-bubble schedule."""
     sync_grad, started = OverlappedZeroOptimizer._sync_grad, []
 
     def recorded(optimizer: OverlappedZeroOptimizer) -> None:
@@ -362,16 +345,7 @@ def train_hybrid() -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
             overlapped = trained(ours(**common, **ON))
         assert len(started) == (STEPS if "pp_size" in options else 0), options
         assert all((launched > 0) == (options.get("pp_style") != "zbv") for launched in started), (options, started)
-        found.append((overlapped, trained(theirs(**common, **OFF))))
-    return found
-
-
-@pytest.mark.parametrize("ranks", HYBRID)
-def test_the_hybrid_plugin_trains_to_the_weights_of_colossal_ai(ranks: int) -> None:
-    for results in run_ranks(ranks, train_hybrid):
-        for (options, _), (overlapped, plain) in zip(HYBRID[ranks], results, strict=True):
-            for name, expected in plain.items():
-                assert torch.equal(overlapped[name], expected), f"{options}: {name}"
+        assert_same_parameters(overlapped, trained(theirs(**common, **OFF)), str(options))
 
 
 SEQUENCE = dict(
@@ -379,8 +353,8 @@ SEQUENCE = dict(
 )
 
 
-def train_with_sequence_parallelism() -> list[dict[str, Tensor]]:
-    """The parameters with overlap, and with Colossal-AI's plugin, of a pipeline with sequence parallelism."""
+@checks.on(4)
+def a_pipeline_with_sequence_parallelism_sums_gradients_after_its_passes() -> None:
     common = dict(
         tp_size=2,
         pp_size=2,
@@ -396,18 +370,9 @@ def train_with_sequence_parallelism() -> list[dict[str, Tensor]]:
         for step in range(2):
             ids, labels = (torch.cat([each, each]) for each in tokens(step))
             batch = dict(input_ids=ids, labels=labels, attention_mask=torch.ones_like(ids))
-            run.booster.execute_pipeline(
-                iter([batch]), run.model, lambda outputs, _: outputs["loss"], run.optimizer, return_loss=True
-            )
-            run.optimizer.step()
-            run.optimizer.zero_grad()
+            pipeline_step(run, iter([batch]), lambda outputs, _: outputs["loss"])
         found.append(run.parameters)
-    return found
-
-
-def test_a_pipeline_with_sequence_parallelism_sums_gradients_after_its_passes() -> None:
-    for overlapped, plain in run_ranks(4, train_with_sequence_parallelism):
-        assert_same_parameters(overlapped, plain, "sequence parallelism")
+    assert_same_parameters(*found, "sequence parallelism")
 
 
 def train_accumulating(plugin: Any, first_is_summed: bool) -> list[Tensor]:
@@ -425,21 +390,18 @@ def train_accumulating(plugin: Any, first_is_summed: bool) -> list[Tensor]:
     return list(run.parameters.values())
 
 
-def accumulated_sequences() -> list[list[Tensor]]:
+@checks.on(2)
+def parts_of_sequences_are_summed_once_for_several_backward_passes() -> None:
     common = dict(tp_size=2, precision="fp32", **SEQUENCE)
     expected = train_accumulating(theirs(custom_policy=None, **common), first_is_summed=False)
     stages = ((1, False), (1, True), (2, True))
-    found = [train_accumulating(ours(**common, zero_stage=stage), sums) for stage, sums in stages]
-    return [expected, *found]
+    for stage, sums in stages:
+        values = train_accumulating(ours(**common, zero_stage=stage), sums)
+        torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_parts_of_sequences_are_summed_once_for_several_backward_passes() -> None:
-    for expected, *found in run_ranks(2, accumulated_sequences):
-        for values in found:
-            torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-6)
-
-
-def step_another() -> None:
+@checks.on(2)
+def with_zero_each_optimizer_needs_its_own_backward_pass() -> None:
     """A backward pass of one optimizer, and a step of another one."""
     model = tiny_vit()
     parameters = list(model.parameters())
@@ -455,12 +417,9 @@ def step_another() -> None:
         second.zero_grad()
 
 
-def test_with_zero_each_optimizer_needs_its_own_backward_pass() -> None:
-    run_ranks(2, step_another)
-
-
+@checks.on(2)
 @unmeasured
-def kept_gradients() -> list[int]:
+def whole_gradients_are_released_while_others_are_summed() -> None:
     """How many whole gradients are in memory when a sum starts, in a backward pass of ZeRO stage 2 with many sums."""
     model, optimizer, criterion, loader = boosted_net(2, "sgd", [[5], [6]], **OFF)
     alive: list[Any] = []
@@ -475,10 +434,8 @@ def kept_gradients() -> list[int]:
     inputs, targets = next(iter(loader))
     with patch.object(dist, "reduce_scatter_tensor", recorded):
         optimizer.backward(criterion(model(inputs), targets))
-    return counts
+    assert len(counts) >= 4
+    assert max(counts) <= 3
 
 
-def test_whole_gradients_are_released_while_others_are_summed() -> None:
-    for counts in run_ranks(2, kept_gradients):
-        assert len(counts) >= 4
-        assert max(counts) <= 3
+test_on_ranks = checks.test()

@@ -20,8 +20,8 @@ from torch.utils.data import Dataset, default_collate
 
 from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin, PlanConfig
 from colossal_hetero.colossalai_support.corrections import ModuleProxy
-from colossal_hetero.planner.cost.plan import Plan
 from tests.parallel.plugin.unequal.test_unequal_replicas import PLANS, exact_zero, gpt2, samples
+from tests.support.checks import Checks, of_all_ranks
 from tests.support.harness import run_ranks
 from tests.support.planning import make_plan, unequal_plan
 from tests.support.training import (
@@ -29,6 +29,7 @@ from tests.support.training import (
     boost,
     by_labels,
     loss_of,
+    loss_of_batch,
     mean_over_replicas,
     pipeline_step,
     scripted,
@@ -37,6 +38,7 @@ from tests.support.training import (
     train_alone,
 )
 
+checks = Checks()
 GLOBAL_BATCH = PLANS["1+2"].global_batch
 
 
@@ -123,20 +125,11 @@ def draw(size: int, drop_last: bool) -> tuple[list[list[int]], list[float]]:
     return drawn, losses
 
 
-EPOCHS = [(2 * GLOBAL_BATCH, False), (2 * GLOBAL_BATCH + 8, False), (25, True)]
-"""Samples of the data set, and ``drop_last``."""
-
-
-def draw_each() -> list[Any]:
-    return [draw(*epoch) for epoch in EPOCHS]
-
-
-def test_an_epoch_has_every_sample_once() -> None:
-    for epoch, drawn in zip(EPOCHS, zip(*run_ranks(3, draw_each), strict=True), strict=True):
-        check_epoch(drawn, *epoch)
-
-
-def check_epoch(results: Any, size: int, drop_last: bool) -> None:
+@checks.on(3, 2 * GLOBAL_BATCH, False)
+@checks.on(3, 2 * GLOBAL_BATCH + 8, False)
+@checks.on(3, 25, True)
+def an_epoch_has_every_sample_once(size: int, drop_last: bool) -> None:
+    results = of_all_ranks(draw(size, drop_last))
     epochs = -(-size // GLOBAL_BATCH) if not drop_last else size // GLOBAL_BATCH
     first, second = results[0][0], results[1][0]
     assert results[1][0] == results[2][0]  # stages of one replica
@@ -149,34 +142,27 @@ def check_epoch(results: Any, size: int, drop_last: bool) -> None:
     assert results[0][1] == pytest.approx(train_alone(model, sgd(model), map(default_collate, batches)), rel=1e-5)
 
 
-def train_and_evaluate() -> tuple[list[float], list[float]]:
-    """Losses of training, and of other batches evaluated in between."""
-    run, trained, evaluated = boost(plugin_for(), vit(), sgd), [], []
-    for number in range(3):
-        trained += train(run, [number])
-        with torch.no_grad():
-            result = run.booster.execute_pipeline(iter([images(9, 4)]), run.model, by_labels, return_loss=True)
-        evaluated.append(mean_over_replicas(None if result["loss"] is None else float(result["loss"]), 4))
-    return trained, evaluated
-
-
-def test_training_goes_on_after_an_evaluation() -> None:
-    model = vit()
+@checks.on(3)
+def training_goes_on_after_an_evaluation() -> None:
+    run, model = boost(plugin_for(), vit(), sgd), vit()
     optimizer, trained, evaluated = sgd(model), [], []
     for number in range(3):
-        trained += train_alone(model, optimizer, global_batches([number]))
+        trained.append((train(run, [number]), train_alone(model, optimizer, global_batches([number]))))
         with torch.no_grad():
-            inputs, labels = images(9, 4)
-            evaluated.append(loss_of(model(inputs), labels).item())
-    for found in run_ranks(3, train_and_evaluate):
-        assert found == (pytest.approx(trained, rel=1e-5), pytest.approx(evaluated, rel=1e-5))
+            result = run.booster.execute_pipeline(iter([images(9, 4)]), run.model, by_labels, return_loss=True)
+            expected = loss_of_batch(model, images(9, 4)).item()
+        found = mean_over_replicas(None if result["loss"] is None else float(result["loss"]), 4)
+        evaluated.append(([found], [expected]))
+    for found, expected in (*trained, *evaluated):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 # Messages -----------------------------------------------------------------------------------------------------------
 
 
-def groups_of_messages_and_sums(plan: Plan) -> tuple[bool, bool]:
-    """Whether this rank sends messages, and whether over a group over which gradients are summed."""
+@checks.on(2)
+def gradients_are_not_summed_over_groups_of_messages() -> None:
+    plan = make_plan([[[0], [1]]], [1, 3], 2, 2)
     used: set[Any] = set()
 
     def recorded(operations: list[dist.P2POp]) -> Any:
@@ -191,12 +177,7 @@ def groups_of_messages_and_sums(plan: Plan) -> tuple[bool, bool]:
         run.booster.execute_pipeline(iter([batch]), run.model, lambda outputs, _: outputs["loss"], run.optimizer)
     summed = {bucket.group for bucket in run.model.gradients.sums.buckets if bucket.is_shared}
     assert summed  # the embedding is tied
-    return bool(used), bool(used & summed)
-
-
-def test_gradients_are_not_summed_over_groups_of_messages() -> None:
-    plan = make_plan([[[0], [1]]], [1, 3], 2, 2)
-    assert run_ranks(2, groups_of_messages_and_sums, plan) == [(True, False)] * 2
+    assert used and not used & summed
 
 
 # Precision, checkpointing, schedules -------------------------------------------------------------------------------
@@ -221,28 +202,20 @@ def train_precisely(options: dict[str, Any], scale: float | None) -> tuple[list[
 HALF = [(precision, zero_stage) for precision in ("bf16", "fp16") for zero_stage in (0, 1)]
 
 
-def train_in_half_precision() -> tuple[list[list[float]], list[Any]]:
-    """Losses of each case, and what happens in each stage of ZeRO if gradients overflow."""
-    found = []
+@checks.on(3)
+def half_precision_trains_like_one_process_and_an_overflow_in_one_replica_stops_the_step_of_all() -> None:
+    model = vit()
+    expected = train_alone(model, sgd(model), global_batches(range(4)))
     for precision, zero_stage in HALF:
         options = dict(precision=precision, zero_stage=zero_stage, max_norm=100.0, initial_scale=2.0**8)
         losses, _, changed = train_precisely(options, None)
-        assert all(changed)
-        found.append(losses)
-    options = dict(precision="fp16", initial_scale=2.0**8, hysteresis=1)
-    return found, [train_precisely(options | dict(zero_stage=zero_stage), 2.0**8) for zero_stage in (0, 1)]
-
-
-def test_half_precision_trains_like_one_process_and_an_overflow_in_one_replica_stops_the_step_of_all() -> None:
-    model = vit()
-    expected = train_alone(model, sgd(model), global_batches(range(4)))
-    for found, overflown in run_ranks(3, train_in_half_precision):
-        for case, losses in zip(HALF, found, strict=True):
-            assert losses == pytest.approx(expected, rel=2e-2), case
-        for losses, scale, changed in overflown:
-            assert changed == [True, True, False, True]
-            assert scale == 2.0**7
-            assert losses[3] == pytest.approx(expected[2], rel=1e-1)  # trains on from the weights before
+        assert all(changed) and losses == pytest.approx(expected, rel=2e-2), options
+    for zero_stage in (0, 1):
+        options = dict(precision="fp16", initial_scale=2.0**8, hysteresis=1, zero_stage=zero_stage)
+        losses, scale, changed = train_precisely(options, 2.0**8)
+        assert changed == [True, True, False, True]
+        assert scale == 2.0**7
+        assert losses[3] == pytest.approx(expected[2], rel=1e-1)  # trains on from the weights before
 
 
 def train_equal(planning: PlanConfig, zero_stage: int) -> list[float]:
@@ -259,22 +232,19 @@ def train_equal(planning: PlanConfig, zero_stage: int) -> list[float]:
     return losses
 
 
-def train_both_ways() -> list[tuple[list[float], ...]]:
-    return [
-        tuple(train_equal(PlanConfig(layer_sums=layer_sums), zero_stage) for layer_sums in (False, True))
-        for zero_stage in (0, 1)
-    ]
+@checks.on(4, 0)
+@checks.on(4, 1)
+def equal_replicas_may_be_summed_layer_by_layer(zero_stage: int) -> None:
+    usual, layer_sums = (train_equal(PlanConfig(layer_sums=way), zero_stage) for way in (False, True))
+    assert usual == pytest.approx(layer_sums, rel=1e-6)
 
 
-def test_equal_replicas_may_be_summed_layer_by_layer() -> None:
-    for usual, layer_sums in chain.from_iterable(run_ranks(4, train_both_ways)):
-        assert usual == pytest.approx(layer_sums, rel=1e-6)
-
-
-def train_partly(options: dict[str, Any]) -> tuple[list[float], bool]:
-    """Losses of a model with a frozen layer and an unused one, and whether these are as they were."""
-    model = vit()
-    model.patch_embed.requires_grad_(False)
+@checks.on(3, {})
+@checks.on(3, dict(zero_stage=1))
+def frozen_and_unused_parameters_stay(options: dict[str, Any]) -> None:
+    alone, model = vit(), vit()
+    for each in (alone, model):
+        each.patch_embed.requires_grad_(False)
     model.head_unused = nn.Linear(3, 3)
     still = {name: each.clone() for name, each in model.named_parameters() if name.startswith(("patch", "head_unused"))}
     plugin = exact_zero(PLANS["1+2"], **options) if "zero_stage" in options else plugin_for(**options)
@@ -284,21 +254,9 @@ def train_partly(options: dict[str, Any]) -> tuple[list[float], bool]:
     run = Trained([], boosted, optimizer, booster, plugin)
     losses = train(run)
     held = dict(run.model.unwrap().named_parameters())
-    return losses, all(torch.equal(held[name], each) for name, each in still.items() if name in held)
-
-
-def train_parts() -> list[tuple[list[float], bool]]:
-    return [train_partly(options) for options in ({}, dict(zero_stage=1))]
-
-
-def test_frozen_and_unused_parameters_stay() -> None:
-    model = vit()
-    model.patch_embed.requires_grad_(False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.5)
-    losses = train_alone(model, optimizer, global_batches(range(3)))
-    for found, stay in chain.from_iterable(run_ranks(3, train_parts)):
-        assert found == pytest.approx(losses, rel=1e-5)
-        assert stay
+    assert all(torch.equal(held[name], each) for name, each in still.items() if name in held)
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-3, weight_decay=0.5)
+    assert losses == pytest.approx(train_alone(alone, optimizer, global_batches(range(3))), rel=1e-5)
 
 
 def fail_in(passes: list[int], gradient: Tensor) -> None:
@@ -307,9 +265,10 @@ def fail_in(passes: list[int], gradient: Tensor) -> None:
     assert passes[0] > 0, "the last pass fails"
 
 
-def train_after_an_error(zero_stage: int) -> list[Tensor]:
-    """Values after training, in which the last pass of a batch may have failed when some sums had been started, and
-    after gradients of another batch had been summed."""
+@checks.on(2, 0)
+@checks.on(2, 1)
+def gradients_of_a_pass_that_failed_are_forgotten(zero_stage: int) -> None:
+    """The last pass of a batch fails when some sums have been started, after gradients of another batch were summed."""
     plan = unequal_plan(*(make_plan([[[rank]]], [4], 2, count) for rank, count in enumerate((3, 1))))
     values = []
     for fails in (False, True):
@@ -329,16 +288,7 @@ def train_after_an_error(zero_stage: int) -> list[Tensor]:
                 hook.remove()
             pipeline_step(run, iter([(inputs[mine], labels[mine])]))
         values.append(torch.cat([each.detach().flatten() for each in run.model.unwrap().parameters()]))
-    return values
-
-
-def train_after_errors() -> list[list[Tensor]]:
-    return [train_after_an_error(zero_stage) for zero_stage in (0, 1)]
-
-
-def test_gradients_of_a_pass_that_failed_are_forgotten() -> None:
-    for undisturbed, disturbed in chain.from_iterable(run_ranks(2, train_after_errors)):
-        assert torch.equal(undisturbed, disturbed)
+    assert torch.equal(*values)
 
 
 # Balancing and checkpoints --------------------------------------------------------------------------------------------
@@ -354,14 +304,10 @@ def train_balanced(balance: BalanceConfig | None) -> list[float]:
     return losses
 
 
-def train_in_both_ways() -> list[list[float]]:
-    """Losses as usual, and with work that migrates."""
-    return [train_balanced(way) for way in (None, BalanceConfig(mode="migrate"))]
-
-
-def test_a_stage_migrates_work_of_a_slow_rank() -> None:
-    for usual, migrated in run_ranks(6, train_in_both_ways):
-        assert migrated == pytest.approx(usual, rel=1e-5)
+@checks.on(6)
+def a_stage_migrates_work_of_a_slow_rank() -> None:
+    usual, migrated = (train_balanced(way) for way in (None, BalanceConfig(mode="migrate")))
+    assert migrated == pytest.approx(usual, rel=1e-5)
 
 
 def save_and_load(zero_stage: int, sharded: bool, folder: Path) -> tuple[list[float], list[float]]:
@@ -411,7 +357,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def check_refused() -> None:
+@checks.on(3)
+def what_cannot_be_run_is_refused() -> None:
     for options, words in REFUSED:
         with pytest.raises(ValueError, match=words):
             plugin_for(**options)
@@ -426,7 +373,8 @@ def check_refused() -> None:
         pipeline_step(run, iter([images(0, 5)]))
 
 
-def clip_by_value() -> None:
+@checks.on(3)
+def clipping_by_value_is_exact() -> None:
     for precision in ("fp32", "bf16", "fp16"):
         scaling = dict(initial_scale=2.0**6) if precision == "fp16" else {}
         run = boost(plugin_for(precision=precision, **scaling), vit(), sgd)
@@ -440,17 +388,8 @@ def clip_by_value() -> None:
         run.optimizer.step()
 
 
-def check_refused_and_clip() -> None:
-    check_refused()
-    dist.barrier()
-    clip_by_value()
-
-
-def test_what_cannot_be_run_is_refused_and_clipping_by_value_is_exact() -> None:
-    run_ranks(3, check_refused_and_clip)
-
-
-def backward_outside() -> None:
+@checks.on(2)
+def backward_passes_of_the_users_own_are_refused() -> None:
     inputs, labels = images(0, 2)
     for zero_stage in (0, 1):
         for through_booster in (True, False):
@@ -467,5 +406,4 @@ def backward_outside() -> None:
             dist.barrier()
 
 
-def test_backward_passes_of_the_users_own_are_refused() -> None:
-    run_ranks(2, backward_outside)
+test_on_ranks = checks.test()

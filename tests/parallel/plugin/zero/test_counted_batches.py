@@ -13,10 +13,10 @@ from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import Dataset, default_collate
 
-from tests.support.harness import run_ranks
-from tests.support.random_examples import IS_THOROUGH
+from tests.support.checks import Checks
 from tests.support.zero_runs import Boosted, assert_trained, boosted, fit, loss_of, unmeasured
 
+checks = Checks()
 SAMPLES, GLOBAL_BATCH = 32, 8
 BROKEN = {0, 3, 9, 12, 16, 28}
 """Samples that cannot be read; each micro-batch of the divisions has others."""
@@ -63,22 +63,19 @@ def collated(data: Any, collate: Any) -> list[Any]:
     return [collate([data[index] for index in range(first, first + 8)]) for first in range(0, SAMPLES, GLOBAL_BATCH)]
 
 
-DIVISIONS = {2: ([[5], [3]], [[3, 2], [2, 1]]), 3: ([[2], [4], [2]], [[2, 1], [2, 1], [1, 1]])}
+def divisions() -> list[list[list[int]]]:
+    return DIVISIONS[torch.distributed.get_world_size()]
 
 
-def train_with_broken_samples(stages: tuple[int, ...]) -> list[Tensor]:
-    divisions = DIVISIONS[torch.distributed.get_world_size()]
-    cases = [(stage, division) for stage in stages for division in divisions]
-    return [boost(stage, Images(BROKEN), division, readable).fit() for stage, division in cases]
+DIVISIONS = {2: [[[5], [3]], [[3, 2], [2, 1]]], 3: [[[2], [4], [2]], [[2, 1], [2, 1], [1, 1]]]}
 
 
-@pytest.mark.parametrize("ranks", [2, 3] if IS_THOROUGH else [2])
-def test_samples_that_collate_fn_leaves_out_count_nothing(ranks: int) -> None:
-    stages = (0, 1, 2, 3) if ranks == 2 else (0, 1)
-    results = run_ranks(ranks, train_with_broken_samples, stages)
-    assert_trained(
-        results, [stage for stage in stages for _ in range(2)], train_alone(collated(Images(BROKEN), readable))
-    )
+@checks.on(2, (0, 1, 2, 3))
+@checks.if_thorough(3, (0, 1))
+def samples_that_collate_fn_leaves_out_count_nothing(stages: tuple[int, ...]) -> None:
+    cases = [(stage, division) for stage in stages for division in divisions()]
+    found = [boost(stage, Images(BROKEN), division, readable).fit() for stage, division in cases]
+    assert_trained([found], cases, train_alone(collated(Images(BROKEN), readable)))
 
 
 class Sequences(Dataset):
@@ -107,29 +104,23 @@ def packed_step(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
     return loss_of_packed(model, batch)
 
 
-def train_packed() -> list[Tensor]:
+@checks.on(2)
+@checks.if_thorough(3)
+def rows_of_packed_sequences_are_not_taken_for_samples() -> None:
     options = dict(training_step=packed_step, weight_by="samples")
-    divisions = DIVISIONS[torch.distributed.get_world_size()]
-    return [boost(0, Sequences(), division, packed, **options).fit(loss_of_packed) for division in divisions]
+    found = [boost(0, Sequences(), division, packed, **options).fit(loss_of_packed) for division in divisions()]
+    assert_trained([found], divisions(), train_alone(collated(Sequences(), packed), loss_of_packed))
 
 
-@pytest.mark.parametrize("ranks", [2, 3] if IS_THOROUGH else [2])
-def test_rows_of_packed_sequences_are_not_taken_for_samples(ranks: int) -> None:
-    expected = train_alone(collated(Sequences(), packed), loss_of_packed)
-    assert_trained(run_ranks(ranks, train_packed), DIVISIONS[ranks], expected)
-
-
-def train_on_one_batch() -> list[Tensor]:
+@checks.on(2)
+def one_batch_can_be_trained_on_again() -> None:
     run = boost(0, Images(BROKEN), [[5], [3]], readable, accumulation="per_rank")
-    return [fit(run.model, run.optimizer, [next(iter(run.loader))] * 3)]
+    found = fit(run.model, run.optimizer, [next(iter(run.loader))] * 3)
+    assert_trained([[found]], ["one batch"], train_alone(collated(Images(BROKEN), readable)[:1] * 3))
 
 
-def test_one_batch_can_be_trained_on_again() -> None:
-    expected = train_alone(collated(Images(BROKEN), readable)[:1] * 3)
-    assert_trained(run_ranks(2, train_on_one_batch), ["one batch"], expected)
-
-
-def leave_out_in_the_loop() -> None:
+@checks.on(2)
+def samples_that_the_loop_leaves_out_are_refused() -> None:
     for stage in (0, 1):
         _, _, model, optimizer, _, loader, _ = boost(stage, Images(), [[5], [3]])
         inputs, targets = next(iter(loader))
@@ -143,10 +134,6 @@ def leave_out_in_the_loop() -> None:
             optimizer.step()
 
 
-def test_samples_that_the_loop_leaves_out_are_refused() -> None:
-    run_ranks(2, leave_out_in_the_loop)
-
-
 def mixed_step(mixup: Mixup) -> Any:
     def step(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
         inputs, targets = mixup(batch[0].view(-1, 1, 2, 3), batch[1])
@@ -155,9 +142,9 @@ def mixed_step(mixup: Mixup) -> Any:
     return step
 
 
-def train_with_mixup() -> list[int]:
+@checks.on(2)
+def mixup_gets_even_batches() -> None:
     mixup = Mixup(mixup_alpha=0.8, num_classes=3)
-    found = []
     for stage in (0, 1, "auto"):
         step, options = mixed_step(mixup), dict(samples=12, profile_cache="")
         run = boosted(stage, net(), sgd, Images(), loader=dict(drop_last=True), training_step=step, **options)
@@ -166,17 +153,11 @@ def train_with_mixup() -> list[int]:
             run.booster.backward(step(run.model, run.criterion, batch), run.optimizer)
             run.optimizer.step()
             run.optimizer.zero_grad()
-            found.append(len(batch[0]))
+            assert len(batch[0]) % 2 == 0
         with pytest.raises(
             ValueError, match="the last global batch of an epoch has 8 samples, which is not a multiple of 3"
         ):
             boosted(0, net(), sgd, Images(), multiple_of=3, **options)
-    return found
-
-
-def test_mixup_gets_even_batches() -> None:
-    for found in run_ranks(2, train_with_mixup):
-        assert all(size % 2 == 0 for size in found), found
 
 
 def average(model: nn.Module, kind: str) -> tuple[Any, Any]:
@@ -205,18 +186,14 @@ def train_with_average(batches: Any, model: nn.Module, optimizer: Any, kind: str
 AVERAGES = [(kind, division) for kind in ("torch", "timm") for division in DIVISIONS[2]]
 
 
-def train_with_averages() -> list[Tensor]:
-    found = []
+@checks.on(2)
+def schedules_and_averages_of_weights_count_steps() -> None:
+    batches = collated(Images(), default_collate)
     for kind, division in AVERAGES:
-        run = boost(1, Images(), division)
-        found.append(train_with_average(run.loader, run.model, run.optimizer, kind, run.loader.global_batches))
-    return found
+        run, model = boost(1, Images(), division), net()
+        found = train_with_average(run.loader, run.model, run.optimizer, kind, run.loader.global_batches)
+        expected = train_with_average(batches, model, sgd(model), kind, len(batches))
+        assert_trained([[found]], [(kind, division)], expected)
 
 
-def test_schedules_and_averages_of_weights_count_steps() -> None:
-    expected = []
-    for kind, _ in AVERAGES:
-        model = net()
-        batches = collated(Images(), default_collate)
-        expected.append(train_with_average(batches, model, sgd(model), kind, len(batches)))
-    assert_trained(run_ranks(2, train_with_averages), AVERAGES, expected)
+test_on_ranks = checks.test()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +12,11 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
-from tests.support.harness import run_ranks
+from tests.support.checks import Checks
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.zero_runs import assert_trained, boosted, flat, global_batches, unmeasured
 
+checks = Checks()
 SAMPLES, GLOBAL_BATCH, LENGTH, WORDS = 16, 8, 9, 31
 IGNORED = -100
 STEPS = 4
@@ -70,46 +70,41 @@ def batches(loader: Any) -> Iterator[dict[str, Tensor]]:
             done += loader.is_last
 
 
-@unmeasured
 def train(
-    stage: int, model_name: str, division: list[list[int]], folder: str, weight_by: Any = None, every: int = 1
-) -> dict[str, Any]:
-    options = dict(max_micro_batch=8, profile=f"{folder}/{stage}-{model_name}.json", weight_by=weight_by)
-    _, booster, model, optimizer, _, loader, _ = boosted(
-        *(stage, MODELS[model_name](), sgd, Sentences()), criterion=None, division=division, **options
-    )
-    means, steps = [], 0
+    stage: int, model_name: str, division: list[list[int]], weight_by: Any = None, every: int = 1
+) -> tuple[Tensor, list[float]]:
+    """The parameters, and the mean loss of each global batch, of which ``every`` so many are accumulated."""
+    options: dict[str, Any] = dict(criterion=None, division=division, max_micro_batch=8, weight_by=weight_by)
+    _, booster, model, optimizer, _, loader, _ = boosted(stage, MODELS[model_name](), sgd, Sentences(), **options)
+    means = []
     for batch in batches(loader):
         loss = model(**batch).loss
         booster.backward(loss / every, optimizer)
         mean = loader.mean(loss)
         if loader.is_last:
             means.append(mean)
-            steps += 1
-            if steps % every == 0:
+            if len(means) % every == 0:
                 optimizer.step()
                 optimizer.zero_grad()
-    return {"parameters": flat(model), "means": means}
+    return flat(model), means
 
 
-def train_alone(model_name: str, every: int = 1) -> dict[str, Any]:
+def train_alone(model_name: str, every: int = 1) -> tuple[Tensor, list[float]]:
     model, means = MODELS[model_name](), []
     optimizer = sgd(model)
-    for step, batch in enumerate(2 * global_batches(Sentences(), GLOBAL_BATCH), 1):
+    for batch in 2 * global_batches(Sentences(), GLOBAL_BATCH):
         loss = model(**batch).loss
         (loss / every).backward()
         means.append(loss.item())
-        if step % every == 0:
+        if len(means) % every == 0:
             optimizer.step()
             optimizer.zero_grad()
-    return {"parameters": flat(model), "means": means}
+    return flat(model), means
 
 
-def train_each(cases: list[dict[str, Any]], folder: str) -> list[dict[str, Any]]:
-    return [train(folder=folder, **case) for case in cases]
-
-
-def test_tokens_are_found_and_counted_at_each_stage(tmp_path: Path) -> None:
+@checks.on(2)
+@unmeasured
+def tokens_are_found_and_counted_at_each_stage() -> None:
     cases: list[dict[str, Any]] = [
         dict(stage=stage, model_name=name, division=division)
         for stage in (0, 1, 2, 3)
@@ -119,13 +114,11 @@ def test_tokens_are_found_and_counted_at_each_stage(tmp_path: Path) -> None:
     ]
     cases += [dict(stage=stage, model_name="causal", division=WHOLE, every=2) for stage in (0, 1)]
     cases += [dict(stage=1, model_name="masked", division=PARTS, weight_by=lambda_weight)]
-    expected = [train_alone(case["model_name"], case.get("every", 1)) for case in cases]
-    results = run_ranks(2, train_each, cases, str(tmp_path))
-    found = [[result["parameters"] for result in of_rank] for of_rank in results]
-    assert_trained(found, cases, [each["parameters"] for each in expected], atol=1e-5)
-    for of_rank in results:
-        for case, result, wanted in zip(cases, of_rank, expected, strict=True):
-            assert result["means"] == pytest.approx(wanted["means"], rel=1e-4), case
+    for case in cases:
+        parameters, means = train(**case)
+        expected, wanted = train_alone(case["model_name"], case.get("every", 1))
+        assert_trained([[parameters]], [case], expected, atol=1e-5)
+        assert means == pytest.approx(wanted, rel=1e-4), case
 
 
 def lambda_weight(batch: dict[str, Tensor]) -> Tensor:
@@ -163,8 +156,9 @@ class Rare(Sentences):
         return sample if 8 <= index < 16 else {"input_ids": sample["input_ids"], "labels": sample["input_ids"]}
 
 
+@checks.on(2)
 @unmeasured
-def refuse() -> None:
+def losses_whose_weights_cannot_be_found_are_refused() -> None:
     torch.manual_seed(1)
     for criterion in (weighted_by_class, contrastive):
         with pytest.raises(ValueError, match="give weight_by"):
@@ -179,5 +173,4 @@ def refuse() -> None:
         next(iterator)
 
 
-def test_losses_whose_weights_cannot_be_found_are_refused() -> None:
-    run_ranks(2, refuse)
+test_on_ranks = checks.test()

@@ -16,6 +16,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers.models.bert.modeling_bert import BertLayer
 
 from tests.parallel.plugin.zero.test_training_scripts import Sentences, make_transformer, own_loss
+from tests.support.checks import Checks
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import zero_plugin
@@ -31,6 +32,7 @@ from tests.support.zero_runs import (
     unmeasured,
 )
 
+checks = Checks()
 GLOBAL_BATCH = 8
 DIVISION = {2: [[3, 2], [1, 2]], 3: [[2, 1], [1, 0], [3, 1]]}
 MAX_NORM = 0.05
@@ -127,20 +129,14 @@ def of_the_last_layer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.second.parameters(), lr=0.1, momentum=0.9)
 
 
-def train_a_part(stage: int) -> torch.Tensor:
-    """Train with an optimizer that has the last layer only, although no parameter is frozen."""
-    return boosted(stage, None, of_the_last_layer, division=DIVISION[2]).fit()
-
-
+@checks.on(2)
 @unmeasured
-def train_parts() -> list[torch.Tensor]:
-    return [train_a_part(stage) for stage in (0, 3)]
-
-
-def test_parameters_that_are_not_in_the_optimizer_stay_as_they_are() -> None:
+def parameters_that_are_not_in_the_optimizer_stay_as_they_are() -> None:
+    """The optimizer has the last layer only, although no parameter is frozen."""
     model = make_model()
     expected = fit(model, of_the_last_layer(model), global_batches(Numbered(), GLOBAL_BATCH))
-    assert_trained(run_ranks(2, train_parts), (0, 3), expected)
+    found = [boosted(stage, None, of_the_last_layer, division=DIVISION[2]).fit() for stage in (0, 3)]
+    assert_trained([found], (0, 3), expected)
 
 
 class Angular(nn.Module):
@@ -154,7 +150,8 @@ class Angular(nn.Module):
         return nn.functional.cross_entropy(outputs * self.scale, targets)
 
 
-def refuse_optimizers() -> None:
+@checks.on(2)
+def optimizers_that_would_train_something_else_are_refused() -> None:
     for stage in (0, 3, "auto"):
         model, criterion = make_model(), Angular()
         optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.1)
@@ -170,16 +167,12 @@ def refuse_optimizers() -> None:
             booster.boost(model, optimizer, dataloader=plugin.prepare_dataloader(Sentences()))
 
 
-def test_optimizers_that_would_train_something_else_are_refused() -> None:
-    run_ranks(1, refuse_optimizers)
-
-
+@checks.on(2)
 @unmeasured
-def save_without_adapters(folder: str) -> None:
-    model = boosted(3).model
+def a_model_without_adapters_has_none_to_save() -> None:
+    run = boosted(3)
     with pytest.raises(ValueError, match="no adapters to save"):
-        zero_plugin(3, GLOBAL_BATCH).get_checkpoint_io().save_lora_as_pretrained(model, folder)
+        run.plugin.get_checkpoint_io().save_lora_as_pretrained(run.model, "nowhere")
 
 
-def test_a_model_without_adapters_has_none_to_save(tmp_path: Path) -> None:
-    run_ranks(2, save_without_adapters, str(tmp_path))
+test_on_ranks = checks.test()

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from tests.support.harness import run_ranks
+from tests.support.checks import Checks
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.zero_runs import assert_trained, boosted, fit, global_batches, unmeasured
 
+checks = Checks()
 GLOBAL_BATCH = 8
 STEPS = 5
 TASKS = (0, 0, 1, 1, 0, 1, 2, 2)
@@ -129,26 +130,22 @@ RUNS = [(case, sizes) for case in CASES for sizes in ((WHOLE, PARTS) if IS_THORO
 RUNS += [((stage, "sgd", {}), REVERSED) for stage in range(4)]
 
 
+@checks.on(2)
+@checks.if_thorough(3)
 @unmeasured
-def train_each() -> list[Tensor]:
-    ranks = torch.distributed.get_world_size()
-    return [train(stage, sizes[ranks], name, **more) for (stage, name, more), sizes in RUNS]
+def a_parameter_that_a_rank_does_not_use_counts_as_zero() -> None:
+    for (stage, name, more), sizes in RUNS:
+        division = sizes[torch.distributed.get_world_size()]
+        expected = train_alone(name, more.get("max_norm", 0.0))
+        case = f"stage {stage}, {name}, {more}, {division}"
+        assert_trained([[train(stage, division, name, **more)]], [case], expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("ranks", [2, 3] if IS_THOROUGH else [2])
-def test_a_parameter_that_a_rank_does_not_use_counts_as_zero(ranks: int) -> None:
-    cases = [f"stage {stage}, {name}, {more}, {sizes[ranks]}" for (stage, name, more), sizes in RUNS]
-    expected = [train_alone(name, more.get("max_norm", 0.0)) for (_, name, more), _ in RUNS]
-    assert_trained(run_ranks(ranks, train_each), cases, expected, atol=1e-5)
-
-
-def refuse_without_search(hybrid: bool) -> str:
-    with pytest.raises(RuntimeError) as raised:
+@checks.on(2, False)
+@checks.on(2, True)
+def stage_0_asks_for_the_search_for_unused_parameters(hybrid: bool) -> None:
+    with pytest.raises(RuntimeError, match=r"^this rank has not used .*find_unused_parameters=True"):
         train(0, WHOLE[2], "sgd", find_unused_parameters=False, hybrid=hybrid)
-    return str(raised.value)
 
 
-@pytest.mark.parametrize("hybrid", [False, True])
-def test_stage_0_asks_for_the_search_for_unused_parameters(hybrid: bool) -> None:
-    for message in run_ranks(2, refuse_without_search, hybrid):
-        assert "find_unused_parameters=True" in message and message.startswith("this rank has not used"), message
+test_on_ranks = checks.test()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,7 +14,7 @@ from colossalai.interface import OptimizerWrapper
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from tests.support.harness import run_ranks
+from tests.support.checks import Checks, of_all_ranks
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import zero_plugin
 from tests.support.zero_runs import (
@@ -29,6 +28,7 @@ from tests.support.zero_runs import (
     unmeasured,
 )
 
+checks = Checks()
 GLOBAL_BATCH = 8
 EPOCHS = 2
 RATE = 0.1
@@ -52,8 +52,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 class Script:
     """What a training script has after ``booster.boost``, the samples that it trains with, and numbers that it logs."""
 
-    def __init__(self, stage: int, divisions: dict[int, list[list[int]]], folder: str, **options: Any) -> None:
-        ranks = torch.distributed.get_world_size()
+    def __init__(self, stage: int, division: list[list[int]], **options: Any) -> None:
 
         def optimizer_with_a_schedule(model: nn.Module) -> torch.optim.Optimizer:
             optimizer = sgd(model)
@@ -62,10 +61,9 @@ class Script:
 
         run = boosted(
             *(stage, None, optimizer_with_a_schedule),
-            division=divisions[ranks],
+            division=division,
             loader=dict(shuffle=True, seed=11, drop_last=True),
             max_micro_batch=8,
-            profile=f"{folder}/{stage}-{ranks}.json",
             **options,
         )
         _, self.booster, self.model, self.optimizer, self.criterion, self.loader, _ = run
@@ -348,15 +346,14 @@ def some(stages: tuple[int, ...], name: str) -> list[int]:
     return chosen if IS_THOROUGH or torch.distributed.get_world_size() == 2 else chosen[1:2]
 
 
-@unmeasured
-def train_each(folder: str) -> list[tuple[str, str, Any]]:
+def train_each() -> list[tuple[str, str, Any]]:
     results, ranks = [], torch.distributed.get_world_size()
     for name, exact in EXACT.items():
         divisions = (WHOLE,) if exact.counts_batches else (PARTS, WHOLE)[: 2 if IS_THOROUGH or name == "usual" else 1]
         for stage in some(exact.stages, name):
             for division in divisions:
                 case = f"{name}, stage {stage}, {division[ranks]}"
-                script = Script(stage, division, folder, **OPTIONS.get(name, {}))
+                script = Script(stage, division[ranks], **OPTIONS.get(name, {}))
                 try:
                     exact.loop(script)
                 except Exception as error:
@@ -394,9 +391,11 @@ def train_alone(name: str, batches: list[list[int]]) -> tuple[Tensor, list[float
     return flat(model), numbers
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_loops_train_as_one_process_does(ranks: int, tmp_path: Path) -> None:
-    for of_case in zip(*run_ranks(ranks, train_each, str(tmp_path)), strict=True):
+@checks.on(2)
+@checks.on(3)
+@unmeasured
+def loops_train_as_one_process_does() -> None:
+    for of_case in zip(*of_all_ranks(train_each()), strict=True):
         name, case, _ = of_case[0]
         together: dict[tuple[int, int], list[int]] = {}
         for _, _, (batches, _, _) in of_case:
@@ -561,37 +560,28 @@ REFUSED: dict[str, tuple[Loop, str, tuple[int, ...]]] = {
 """Loops with words of the error, and stages."""
 
 
+@checks.on(2)
+@checks.if_thorough(3)
 @unmeasured
-def refuse_each(folder: str) -> list[tuple[str, str, str]]:
-    """The error of each loop that is refused, and what it should contain."""
-    found = []
+def loops_that_would_train_to_other_weights_are_refused_on_every_rank() -> None:
+    wrong = []
     for name, (loop, words, stages) in REFUSED.items():
         for stage in some(stages, name):
-            script = Script(stage, PARTS, folder, **OPTIONS.get(name, {}))
+            script = Script(stage, PARTS[torch.distributed.get_world_size()], **OPTIONS.get(name, {}))
+            message = "no error"
             try:
                 loop(script)
-                message = "no error"
             except (RuntimeError, ValueError) as error:
                 message = str(error)
-            found.append((f"{name}, stage {stage}", message, words))
-    return found
+            wrong += [] if words in message else [f"{name}, stage {stage}: {message}"]
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("ranks", [2, 3] if IS_THOROUGH else [2])
-def test_loops_that_would_train_to_other_weights_are_refused_on_every_rank(ranks: int, tmp_path: Path) -> None:
-    for rank, results in enumerate(run_ranks(ranks, refuse_each, str(tmp_path))):
-        wrong = [f"{case}, rank {rank}: {message}" for case, message, words in results if words not in message]
-        assert not wrong, "\n".join(wrong)
-
-
+@checks.on(2)
 @unmeasured
-def boost_with_closures() -> None:
+def optimizers_that_need_a_closure_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^LBFGS\.step needs a closure"):
         boosted(0, None, lambda model: torch.optim.LBFGS(model.parameters()), profile_cache="")
-
-
-def test_optimizers_that_need_a_closure_are_refused() -> None:
-    run_ranks(2, boost_with_closures)
 
 
 # Two models of one loop ----------------------------------------------------------------------------------------------
@@ -625,9 +615,12 @@ def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=RATE)
 
 
+@checks.on(2)
+@checks.if_thorough(3)
 @unmeasured
-def train_adversarially() -> list[tuple[str, list[Tensor]]]:
-    results, ranks = [], torch.distributed.get_world_size()
+def two_models_train_on_the_batches_of_one_loader() -> None:
+    alone, ranks = two_models(), torch.distributed.get_world_size()
+    expected = adversarial(alone, [plain_sgd(model) for model in alone], global_batches(Numbered(24), 8))
     for stage in (0, 1, 2):
         for division in (WHOLE[ranks], PARTS[ranks])[: 2 if IS_THOROUGH or stage == 1 else 1]:
             plugin = zero_plugin(
@@ -643,18 +636,12 @@ def train_adversarially() -> list[tuple[str, list[Tensor]]]:
                 with pytest.raises(RuntimeError, match="is passed forward again after"):
                     adversarial(models, optimizers, loader)
             else:
-                results.append((f"stage {stage}, {division}", adversarial(models, optimizers, loader)))
-    return results
+                case = f"stage {stage}, {division}"
+                assert_trained([adversarial(models, optimizers, loader)], [case, case], expected, 1e-5)
 
 
 def mean_square(model: nn.Module, _: Any, batch: Any) -> Tensor:
     return model(batch[0]).square().mean()
 
 
-@pytest.mark.parametrize("ranks", [2, 3] if IS_THOROUGH else [2])
-def test_two_models_train_on_the_batches_of_one_loader(ranks: int) -> None:
-    models = two_models()
-    expected = adversarial(models, [plain_sgd(model) for model in models], global_batches(Numbered(24), 8))
-    for results in run_ranks(ranks, train_adversarially):
-        for case, found in results:
-            assert_trained([found], [f"{case}, generator", f"{case}, discriminator"], expected, 1e-5)
+test_on_ranks = checks.test()

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers import BertConfig, BertForSequenceClassification
 
 from tests.parallel.plugin.zero.test_lowest_zero_stage import at_each_stage
-from tests.support.harness import run_ranks
+from tests.support.checks import Checks, of_all_ranks
 from tests.support.training import zero_plugin
 from tests.support.zero_runs import (
     Numbered,
@@ -30,6 +30,7 @@ from tests.support.zero_runs import (
     unmeasured,
 )
 
+checks = Checks()
 DIVISION = [[3, 2], [1, 2]]
 
 
@@ -68,21 +69,20 @@ def own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return model(**batch).loss
 
 
+@checks.on(2)
 @unmeasured
-def fine_tune_each() -> tuple[list[torch.Tensor], torch.Tensor]:
+def fine_tuning_a_transformer_equals_that_of_one_process() -> None:
     """A transformer that recomputes at each stage, and one that Colossal-AI's own optimizer trains."""
-    return at_each_stage(fine_tune), fine_tune(1, Lamb, False)
-
-
-def test_fine_tuning_a_transformer_equals_that_of_one_process() -> None:
     model = make_transformer()
     expected = fit(model, torch.optim.SGD(model.parameters(), lr=0.05), global_batches(Sentences(), 8), own_loss)
-    (first, one), (second, other) = run_ranks(2, fine_tune_each)
-    assert_trained([first, second], (0, 1, 2, 3), expected, atol=1e-5)
+    assert_trained([at_each_stage(fine_tune)], (0, 1, 2, 3), expected, atol=1e-5)
+    one, other = of_all_ranks(fine_tune(1, Lamb, False))
     assert one.isfinite().all() and torch.equal(one, other)
 
 
-def refuse_unequal_collectives() -> None:
+@checks.on(2)
+@unmeasured
+def unequal_collectives_are_refused() -> None:
     class Synced(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -95,7 +95,10 @@ def refuse_unequal_collectives() -> None:
         boosted(1, Synced(), accumulation="per_rank")
 
 
-def train_with_a_plain_loader(stage: int) -> None:
+@checks.on(2, 0)
+@checks.on(2, 3)
+@unmeasured
+def a_loader_with_a_batch_size_is_used(stage: int) -> None:
     plugin = zero_plugin(stage, 8)
     plain = plugin.prepare_dataloader(Numbered(), batch_size=4, shuffle=True)
     evaluation = plugin.prepare_dataloader(Numbered(), batch_size=4)
@@ -118,49 +121,35 @@ def train_with_a_plain_loader(stage: int) -> None:
         assert sum(len(model(inputs)) for inputs, _ in evaluation) == 15
 
 
-def only_evaluate() -> None:
+@checks.on(2)
+def a_model_without_an_optimizer_is_evaluated() -> None:
     for stage in (0, 2, 3):
         model = Booster(plugin=zero_plugin(stage, 8)).boost(make_model())[0]
         model.eval()
         assert model(torch.zeros(2, 8)).shape == (2, 3), stage
 
 
+@checks.on(2)
 @unmeasured
-def do_each() -> None:
-    refuse_unequal_collectives()
-    for stage in (0, 3):
-        train_with_a_plain_loader(stage)
-    only_evaluate()
+def a_placeholder_whose_loss_is_not_a_number_has_no_effect() -> None:
+    """A rank without samples has a placeholder sample, and the loss is a mean over zero labels."""
+    for stage in range(4):
+        _, _, model, optimizer, criterion, loader, _ = boosted(stage, division=[[8], [0]])
+        for inputs, targets in loader:
+            labels = targets if loader.current.samples else torch.full_like(targets, criterion.ignore_index)
+            loss = criterion(model(inputs), labels)
+            assert loss.isfinite() or not loader.current.samples
+            optimizer.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert flat(model).isfinite().all(), stage
 
 
-def test_loaders_with_a_batch_size_models_without_an_optimizer_and_unequal_collectives() -> None:
-    run_ranks(2, do_each)
-
-
-@unmeasured
-def train_without_labels(stage: int) -> bool:
-    """Train with a rank without samples, whose placeholder sample has a loss that is not a number.
-
-    The loss is a mean over zero labels. Returns whether all parameters are finite.
-    """
-    _, _, model, optimizer, criterion, loader, _ = boosted(stage, division=[[8], [0]])
-    for inputs, targets in loader:
-        labels = targets if loader.current.samples else torch.full_like(targets, criterion.ignore_index)
-        loss = criterion(model(inputs), labels)
-        assert loss.isfinite() or not loader.current.samples
-        optimizer.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    return bool(flat(model).isfinite().all())
-
-
-def test_a_placeholder_whose_loss_is_not_a_number_has_no_effect() -> None:
-    """Parameters stay finite at each stage on both ranks."""
-    assert run_ranks(2, at_each_stage, train_without_labels) == [[True] * 4] * 2
-
-
-def count_leftovers(stage: int) -> tuple[int, int]:
-    """How many tensors the plugin made while it measured, and how many of them still exist."""
+@checks.on(2, 0)
+@checks.on(2, 1)
+@checks.on(2, 2)
+@checks.on(2, 3)
+def tensors_of_measuring_are_freed(stage: int) -> None:
     seen: list[weakref.ref] = []
 
     class Watched(Numbered):
@@ -173,34 +162,21 @@ def count_leftovers(stage: int) -> tuple[int, int]:
     model.second.register_forward_hook(lambda module, inputs, output: seen.append(weakref.ref(output)))
     kept = boosted(stage, model, data=Watched())
     gc.collect()
-    assert kept
-    return len(seen), sum(each() is not None for each in seen)
-
-
-def test_tensors_of_measuring_are_freed() -> None:
-    for counts in run_ranks(2, at_each_stage, count_leftovers):
-        for stage, (made, left) in enumerate(counts):
-            assert made > 8 and left == 0, stage
+    assert kept and len(seen) > 8
+    assert all(each() is None for each in seen)
 
 
 def adafactor(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(model.parameters(), lr=0.05)
 
 
+@checks.on(2)
 @unmeasured
-def refused_optimizers() -> list[str]:
-    """By stage, with an optimizer that looks at whole matrices: the stage that "auto" chooses, or the error."""
-    answers = []
-    for stage in (1, 2, 3, "auto"):
-        try:
-            answers.append(str(boosted(stage, None, adafactor, profile_cache="").plugin.stage))
-        except ValueError as error:
-            answers.append(str(error))
-    return answers
+def optimizers_of_whole_matrices_are_not_sharded() -> None:
+    for stage in (1, 2, 3):
+        with pytest.raises(ValueError, match=rf"^Adafactor cannot be sharded by ZeRO \(stage={stage}\), because"):
+            boosted(stage, None, adafactor, profile_cache="")
+    assert boosted("auto", None, adafactor, profile_cache="").plugin.stage == 0
 
 
-def test_optimizers_of_whole_matrices_are_not_sharded() -> None:
-    for answers in run_ranks(2, refused_optimizers):
-        for stage, words in zip((1, 2, 3), answers, strict=False):
-            assert words.startswith(f"Adafactor cannot be sharded by ZeRO (stage={stage}), because"), words
-        assert answers[3] == "0"
+test_on_ranks = checks.test()

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from tests.support.checks import Checks
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.zero_runs import (
@@ -27,6 +28,7 @@ from tests.support.zero_runs import (
     unmeasured,
 )
 
+checks = Checks()
 ZERO = (0, 1, 2, 3)
 DROP_LAST = dict(drop_last=True)
 PLUGINS = (*ZERO, "hybrid")
@@ -44,8 +46,11 @@ class Normalized(nn.Module):
         return self.second(torch.relu(self.norm(self.first(inputs[:, :7]))))
 
 
-def train_a_model_in_evaluation_mode() -> list[torch.Tensor]:
-    trained = []
+@checks.on(2)
+def models_in_evaluation_mode_can_be_boosted() -> None:
+    """``from_pretrained`` of transformers returns models in evaluation mode."""
+    alone, trained = make_model(), []
+    expected = fit(alone, make_optimizer(alone, "sgd"), global_batches(Numbered(), 8))
     for kind in PLUGINS:
         modes: list[bool] = []
         model = make_model().eval()
@@ -57,14 +62,7 @@ def train_a_model_in_evaluation_mode() -> list[torch.Tensor]:
         assert [module.training for module in model.modules()] == [False, False, True, False], kind
         run.model.train()
         trained.append(run.fit())
-    return trained
-
-
-def test_models_in_evaluation_mode_can_be_boosted() -> None:
-    """``from_pretrained`` of transformers returns models in evaluation mode."""
-    model = make_model()
-    expected = fit(model, make_optimizer(model, "sgd"), global_batches(Numbered(), 8))
-    assert_trained(run_ranks(2, train_a_model_in_evaluation_mode), PLUGINS, expected)
+    assert_trained([trained], PLUGINS, expected)
 
 
 def summed(model: nn.Module, criterion: Any, batch: Any) -> torch.Tensor:
@@ -109,7 +107,8 @@ def test_losses_that_are_no_mean_are_refused_on_every_rank(tmp_path: Path) -> No
     run_ranks(2, refuse_losses, str(tmp_path))
 
 
-def count_compilations() -> None:
+@checks.on(2)
+def the_check_of_the_loss_does_not_compile() -> None:
     for in_place in (False, True):
         modes: list[bool] = []
         model = make_model()
@@ -126,20 +125,15 @@ def count_compilations() -> None:
         assert modes and all(modes), in_place  # the check of the loss, without gradients, compiles nothing
 
 
-def test_the_check_of_the_loss_does_not_compile() -> None:
-    run_ranks(1, count_compilations)
-
-
-def of_each(function: Callable[[Any], Any], values: list[Any]) -> list[Any]:
-    return [function(value) for value in values]
-
-
 def chosen(kinds: tuple[Any, ...], division: list[list[int]]) -> tuple[Any, ...]:
     """On three ranks some of the plugins, unless all are asked for."""
     return kinds if IS_THOROUGH or len(division) == 2 else kinds[1::2]
 
 
-def train_normalized(division: list[list[int]]) -> list[torch.Tensor]:
+@checks.on(2, [[0], [8]])
+@checks.on(2, [[3, 0], [2, 3]])
+@checks.on(3, [[4], [0], [4]])
+def batch_normalization_of_single_values_trains_with_two_samples_or_more(division: list[list[int]]) -> None:
     trained = []
     for kind in chosen(ZERO, division):  # on a CPU the hybrid plugin cannot train models with batch normalization
         run = boosted(kind, Normalized(), loader=DROP_LAST)
@@ -150,7 +144,7 @@ def train_normalized(division: list[list[int]]) -> list[torch.Tensor]:
             assert len(batch[0]) == (run.loader.current.samples or 2), kind
             parameters = fit(run.model, run.optimizer, [batch])
         trained.append(parameters)
-    return trained
+    assert_trained([trained], chosen(ZERO, division), train_normalized_alone(division), atol=1e-5)
 
 
 def train_normalized_alone(division: list[list[int]]) -> torch.Tensor:
@@ -168,15 +162,6 @@ def train_normalized_alone(division: list[list[int]]) -> torch.Tensor:
     return flat(model)
 
 
-@pytest.mark.parametrize("divisions", [[[[0], [8]], [[3, 0], [2, 3]]], [[[4], [0], [4]]]])
-def test_batch_normalization_of_single_values_trains_with_two_samples_or_more(
-    divisions: list[list[list[int]]],
-) -> None:
-    results = run_ranks(len(divisions[0]), of_each, train_normalized, divisions)
-    for division, of_division in zip(divisions, zip(*results, strict=True), strict=True):
-        assert_trained(list(of_division), chosen(ZERO, division), train_normalized_alone(division), atol=1e-5)
-
-
 class Convolutions(nn.Module):
     """Batch normalization of ``[N, C, L]`` and of ``[N, C]``, with and without parameters."""
 
@@ -192,28 +177,19 @@ class Convolutions(nn.Module):
         return self.layers(inputs[:, None, :7])
 
 
+@checks.on(2, [[0], [8]])
+@checks.on(2, [[7], [1]])
+@checks.on(3, [[4], [0], [4]])
 @unmeasured
-def train_synchronized(division: list[list[int]]) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-    trained = []
+def synchronized_batch_normalization_equals_that_of_one_process(division: list[list[int]]) -> None:
+    """Also the running statistics, and if a rank has a single sample or none."""
+    alone = Convolutions()
+    expected = fit(alone, make_optimizer(alone, "sgd"), global_batches(Numbered(), 8)[: SAMPLES // 8])
     for kind in chosen(PLUGINS, division):
         run = boosted(kind, Convolutions(), division=division, loader=DROP_LAST, sync_batchnorm=True)
-        parameters = run.fit()
-        buffers = [value.detach().clone().float() for value in run.model.buffers()]
-        trained.append((parameters, buffers))
-    return trained
-
-
-@pytest.mark.parametrize("divisions", [[[[0], [8]], [[7], [1]]], [[[4], [0], [4]]]])
-def test_synchronized_batch_normalization_equals_that_of_one_process(divisions: list[list[list[int]]]) -> None:
-    """Also the running statistics, and if a rank has a single sample or none."""
-    model = Convolutions()
-    expected = fit(model, make_optimizer(model, "sgd"), global_batches(Numbered(), 8)[: SAMPLES // 8])
-    kinds = chosen(PLUGINS, divisions[0])
-    for results in zip(*run_ranks(len(divisions[0]), of_each, train_synchronized, divisions), strict=True):
-        assert_trained([[parameters for parameters, _ in found] for found in results], kinds, expected, atol=1e-5)
-        for _, buffers in (each for found in results for each in found):
-            for buffer, wanted in zip(buffers, model.buffers(), strict=True):
-                torch.testing.assert_close(buffer, wanted.float(), rtol=1e-4, atol=1e-5)
+        assert_trained([[run.fit()]], [kind], expected, atol=1e-5)
+        for buffer, wanted in zip(run.model.buffers(), alone.buffers(), strict=True):
+            torch.testing.assert_close(buffer.float(), wanted.float(), rtol=1e-4, atol=1e-5)
 
 
 def refuse_single_samples(folder: str) -> None:
@@ -231,3 +207,6 @@ def refuse_single_samples(folder: str) -> None:
 
 def test_what_batch_normalization_cannot_do_is_refused(tmp_path: Path) -> None:
     run_ranks(2, refuse_single_samples, str(tmp_path))
+
+
+test_on_ranks = checks.test()
