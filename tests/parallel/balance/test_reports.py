@@ -46,7 +46,6 @@ def sentences() -> Iterator[list[str]]:
 
 @checks.on(2)
 @checks.on(3)
-@checks.on(4)
 def the_report_says_who_was_slow_and_what_was_done() -> None:
     """Each rank is the straggler in turn; one rank alone asks for the report."""
     ranks = dist.get_world_size()
@@ -55,14 +54,14 @@ def the_report_says_who_was_slow_and_what_was_done() -> None:
         with scripted(slow(straggler)), sentences() as said:
             run = boost(ours(AUTO, tp_size=ranks, on_report=given.append, report_every=12))
             before = run.plugin.report()
-            train(run, 25)
+            train(run, 13)
         assert before == Report() and "Nothing is known yet" in str(before)
         name = f"straggler {straggler} of {ranks}"
         if dist.get_rank() == ranks - 1:
             report = run.plugin.report()
             balance: Any = report.balance
             row = balance.ranks[straggler]
-            assert report.iterations == 24 and balance.changes >= 1 and balance.mode == "auto", name
+            assert report.iterations == 12 and balance.changes >= 1 and balance.mode == "auto", name
             assert row.migrated > 0.2 and row.relative_score == pytest.approx(0.29, abs=0.03), name
             # 0.8 s of products and 0.2 s of other work, 4 times as long on one rank; then with its share.
             most = max(each.work_seconds for each in balance.ranks)
@@ -77,7 +76,7 @@ def the_report_says_who_was_slow_and_what_was_done() -> None:
         assert all(" of its work now runs on rank" in each and "; iteration " in each for each in on_change), on_change
         assert bool(given) == (dist.get_rank() == 0)
         for numbers in given:
-            assert numbers["iteration"] in (4, 8, 12, 24)
+            assert numbers["iteration"] in (4, 8, 12)
         assert not given or given[-1][f"balance/rank{straggler}/migrated"] > 0.2
 
 

@@ -89,27 +89,23 @@ def clip_by_norm(run: Trained) -> None:
         gradient.mul_((0.05 / (shards + replicated).sqrt()).clamp(max=1))
 
 
-def sharpness_aware(change: str, run: Trained) -> None:
+def sharpness_aware(run: Trained) -> None:
     for step in range(STEPS):
         backward(run, step)
         before = [(each, each.detach().clone()) for each, _ in gradients(run)]
         with torch.no_grad():
             for each, gradient in gradients(run):
-                ascent = 0.01 * torch.tanh(100 * gradient)
-                each.data.add_(ascent) if change == "data" else each.add_(ascent)
+                each.add_(0.01 * torch.tanh(100 * gradient))
         run.model.zero_grad()
         backward(run, step)
-        for each, value in before:
-            if change == "data":
-                each.data = value
-            else:
-                with torch.no_grad():
-                    each.copy_(value)
+        with torch.no_grad():
+            for each, value in before:
+                each.copy_(value)
         finish(run)
 
 
 def sharpness_aware_under_no_sync(run: Trained) -> None:
-    """As with data parallelism: the first pass is not summed."""
+    """As with data parallelism: the first pass is not summed. Weights change past their version counters."""
     for step in range(STEPS):
         with run.booster.no_sync(run.model, run.optimizer):
             backward(run, step)
@@ -315,8 +311,7 @@ LOOPS: dict[str, Loop] = {
     "clipping by the optimizer": Loop(
         partial(shorter_windows, lambda run: run.optimizer.clip_grad_by_norm(0.05)), for_good=True
     ),
-    "sharpness-aware": Loop(partial(sharpness_aware, "data"), for_good=True),
-    "sharpness-aware, in place": Loop(partial(sharpness_aware, "in place")),
+    "sharpness-aware": Loop(sharpness_aware),
     "sharpness-aware under no_sync": Loop(sharpness_aware_under_no_sync, for_good=True),
     "hooks": Loop(seen_by_hooks, for_good=None),
     "steps in the backward pass": Loop(steps_in_the_backward_pass),
@@ -328,7 +323,7 @@ LOOPS: dict[str, Loop] = {
     "unused passes": Loop(unused_passes, columns=True),
     "the model inside": Loop(the_model_inside, columns=True),
 }
-ON_THREE_RANKS = ("clipping by norm", "sharpness-aware, in place", "autograd.grad")
+ON_THREE_RANKS = ("clipping by norm", "sharpness-aware", "autograd.grad")
 
 
 @checks.on(2)

@@ -89,7 +89,7 @@ def make_schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.
 class Run:
     """A model that was boosted in one layout."""
 
-    def __init__(self, layout: str, kind: str, parts: str, folder: Path) -> None:
+    def __init__(self, layout: str, kind: str, parts: str, folder: Path, **more: Any) -> None:
         stage, options = LAYOUTS[layout]
         model, ranks = make_tower(parts), torch.distributed.get_world_size()
         profile = folder / f"profile {layout} {parts} {ranks}.json"  # so that each is measured once
@@ -100,6 +100,7 @@ class Run:
             max_micro_batch=8,
             profile=profile,
             **options,
+            **more,
         )
 
     def train(self, epoch: int, steps: int | None = None) -> None:
@@ -247,6 +248,25 @@ def state_tensors(run: Run) -> list[torch.Tensor]:
 
 def test_a_checkpoint_without_names_is_loaded_in_its_order_or_refused(tmp_path: Path) -> None:
     run_ranks(2, load_without_names, str(tmp_path))
+
+
+@unmeasured
+def load_in_nested_wrappers(folder: str) -> None:
+    """In fp16 and at stage 0, one wrapper is in another one."""
+    place = Path(folder)
+    run = Run("stage 0", "adamw", "one group", place, precision="fp16")
+    run.train(0)
+    before = [value.clone() for value in (*state_tensors(run), flat(run.model))]
+    for sharded in (False, True):
+        run.save(place / str(sharded), sharded)
+        run.spoil()
+        run.load(place / str(sharded), sharded)
+        for value, wanted in zip((*state_tensors(run), flat(run.model)), before, strict=True):
+            assert torch.equal(value, wanted)
+
+
+def test_a_checkpoint_of_nested_wrappers_is_loaded(tmp_path: Path) -> None:
+    run_ranks(2, load_in_nested_wrappers, str(tmp_path))
 
 
 @unmeasured
