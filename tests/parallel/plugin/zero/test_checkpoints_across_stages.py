@@ -5,6 +5,7 @@ The reference is one process that trains on the same global batches without an i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +107,12 @@ class Run:
     def train(self, epoch: int, steps: int | None = None) -> None:
         """``steps`` optimizer steps of an epoch, or all that are left of it."""
         self.loader.set_epoch(epoch)
+        fit(self.model, self.optimizer, self.batches(steps), schedule=self.schedule)
+
+    def batches(self, steps: int | None) -> Iterator[Any]:
         done = 0
         for batch in self.loader:
-            fit(self.model, self.optimizer, [batch], schedule=self.schedule)
+            yield batch
             done += self.loader.current.is_last
             if done == steps:
                 return
