@@ -11,12 +11,40 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from colossal_hetero.layers import hetero_layers
+from colossal_hetero.layers.language_head import OwnLogits
+from tests.parallel.layers.test_language_head import boosted, reference, z_loss
 from tests.support.checks import Checks
+from tests.support.language_models import plan_of, tokens
 from tests.support.migration_runs import ITERATIONS, Watch, assert_equal, seeded_migrating_run
 from tests.support.sharding import shard
 from tests.support.training import batch, tiny_vit, train
 
 checks = Checks()
+
+
+def files_that_run(layer: nn.Module) -> set[str]:
+    """The files of all Python functions that a forward pass of ``layer`` calls."""
+    files: set[str] = set()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        files.add(frame.f_code.co_filename)
+
+    x = torch.randn(2, layer.in_features)
+    sys.setprofile(note)
+    try:
+        layer(x)
+    finally:
+        sys.setprofile(None)
+    return files
+
+
+@checks.on(1)
+def an_idle_layer_does_not_switch_the_compiler_off() -> None:
+    """That would take the host as long as launching a kernel."""
+    for layer in hetero_layers(shard(tiny_vit(depth=1))).values():
+        files = files_that_run(layer)
+        assert any(file.endswith("layers/linear.py") for file in files)
+        assert not any(file.endswith("torch/_dynamo/eval_frame.py") for file in files), layer
 
 
 @checks.on(2)
@@ -49,29 +77,25 @@ def idle_layers_of_a_compiled_model_compute_the_same() -> None:
         assert torch.equal(actual.grad, expected.grad)
 
 
-def files_that_run(layer: nn.Module) -> set[str]:
-    """The files of all Python functions that a forward pass of ``layer`` calls."""
-    files: set[str] = set()
-
-    def note(frame: FrameType, event: str, _: Any) -> None:
-        files.add(frame.f_code.co_filename)
-
-    x = torch.randn(2, layer.in_features)
-    sys.setprofile(note)
-    try:
-        layer(x)
-    finally:
-        sys.setprofile(None)
-    return files
-
-
-@checks.on(1)
-def an_idle_layer_does_not_switch_the_compiler_off() -> None:
-    """That would take the host as long as launching a kernel."""
-    for layer in hetero_layers(shard(tiny_vit(depth=1))).values():
-        files = files_that_run(layer)
-        assert any(file.endswith("layers/linear.py") for file in files)
-        assert not any(file.endswith("torch/_dynamo/eval_frame.py") for file in files), layer
+@checks.on(2)
+def a_compiled_language_model_has_the_loss_and_the_logits() -> None:
+    """The whole model is compiled: what depends on the plan is not."""
+    torch._dynamo.config.optimize_ddp = False
+    runs = [reference("llama", {}, {}), boosted("llama", {}, {})]
+    runs[1].model.unwrap().compile(backend="eager")
+    for step in range(2):
+        if step == 1:
+            runs[1].plugin.balancer.follow(plan_of(1, 2))
+        inputs, labels = tokens(step)
+        for run in runs:
+            output = run.model(input_ids=inputs, attention_mask=torch.ones_like(inputs), labels=labels)
+            loss = z_loss(output, labels, None)
+            run.booster.backward(loss, run.optimizer)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            run.losses.append(loss.item())
+    assert type(output.logits) is OwnLogits
+    assert_equal(runs[1], runs[0], "compiled")
 
 
 test_on_ranks = checks.test()

@@ -181,27 +181,6 @@ def gradients_of_own_losses_of_logits_are_exact() -> None:
         assert_equal(runs[1], runs[0], f"{family}, rank {sender} slow, {loss_of.__name__}")
 
 
-@checks.on(2)
-def a_compiled_model_has_the_loss_and_the_logits() -> None:
-    """The whole model is compiled: what depends on the plan is not."""
-    torch._dynamo.config.optimize_ddp = False
-    runs = [reference("llama", {}, {}), boosted("llama", {}, {})]
-    runs[1].model.unwrap().compile(backend="eager")
-    for step in range(2):
-        if step == 1:
-            runs[1].plugin.balancer.follow(plan_of(1, 2))
-        inputs, labels = tokens(step)
-        for run in runs:
-            output = run.model(input_ids=inputs, attention_mask=torch.ones_like(inputs), labels=labels)
-            loss = z_loss(output, labels, None)
-            run.booster.backward(loss, run.optimizer)
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-            run.losses.append(loss.item())
-    assert type(output.logits) is OwnLogits
-    assert_equal(runs[1], runs[0], "compiled")
-
-
 def values(logits: Tensor) -> list[Any]:
     """What loops do with logits that they do not train with."""
     plain = logits.detach()
