@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from colossal_hetero.data_parallel import out_of_memory
-from colossal_hetero.data_parallel.out_of_memory import OutOfMemoryGuard
+from colossal_hetero.data_parallel.out_of_memory import OutOfMemoryGuard, with_smaller_batch
+from tests.unit.planner.batches.test_batch_profile import profile
 
 
 @pytest.fixture(autouse=True)
@@ -96,3 +97,14 @@ def test_other_errors_and_evaluation_are_left_alone() -> None:
     assert model.eval()(torch.randn(3, 3, 8, 8)).shape == (3, 4)
     with pytest.raises(AttributeError):
         optimizer.backward(None)
+
+
+def test_the_profile_of_the_next_run_has_a_smaller_micro_batch() -> None:
+    before = profile()  # kinds of at most 4 and 2 samples, for ranks 0 and 2, and 1 and 3
+    after = with_smaller_batch(before, 2, 4)
+    assert [after.kinds[kind].max_batch for kind in after.ranks] == [4, 2, 3, 2]
+    assert after.kinds[after.ranks[2]].memory_bound
+    again = with_smaller_batch(after, 2, 3)
+    assert [again.kinds[kind].max_batch for kind in again.ranks] == [4, 2, 2, 2] and len(again.kinds) == 3
+    assert with_smaller_batch(again, 2, 1).kinds[2].max_batch == 1
+    assert before == profile()

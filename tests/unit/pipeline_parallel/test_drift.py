@@ -202,6 +202,8 @@ def test_an_unchanged_report_is_not_repeated() -> None:
     assert slow.differs_from(None) and slow.differs_from(other)
     assert not slow.differs_from(slow) and not report(1, 2.02).differs_from(slow)
     assert slower.differs_from(slow)
+    often, oftener = report(1, 20), report(1, 30)  # with one best split
+    assert often.proposal.layers_per_stage == oftener.proposal.layers_per_stage and oftener.differs_from(often)
     # Another split is the best, although no stage is much slower than before.
     near, nearer = report(1, 1.25), report(1, 1.48)
     assert near.proposal.layers_per_stage != nearer.proposal.layers_per_stage and nearer.differs_from(near)

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from colossal_hetero.balance import BalanceConfig, BalancePlan
 from colossal_hetero.balance.ratios import Line, UnitKind, fastest_counts, slowest_seconds
-from colossal_hetero.balance.work_times import MAX_PATIENCE, RELAX_AFTER, Damping, EqualWork
+from colossal_hetero.balance.work_times import (
+    MAX_PATIENCE,
+    MAX_SLOPE,
+    MIN_SLOPE,
+    RELAX_AFTER,
+    Damping,
+    EqualWork,
+    WorkLine,
+)
 from tests.support.random_examples import IS_THOROUGH, examples
 from tests.support.simulated_group import OTHER, UNITS, SimulatedGroup
 
@@ -153,6 +161,31 @@ def test_a_single_slow_iteration_is_ignored() -> None:
     for iteration in range(60):
         group.iterate([9.0 if iteration in (20, 40) else 1.0, 1.0])
         assert group.plan == BalancePlan.idle(2)
+
+
+def test_a_wrong_measurement_cannot_turn_the_line_over() -> None:
+    line = WorkLine(10.0)
+    line.measured(10, seconds=5.0, movable=4.0, iterations=8)
+    for seconds, slope in ((8.0, MIN_SLOPE * 0.8), (1.0, MAX_SLOPE * 0.1)):
+        line.measured(9, seconds, 0.9 * seconds, 8)
+        assert line.line(0.03).slope == pytest.approx(slope)
+
+
+@pytest.mark.parametrize(
+    ("load", "measured", "dense"),
+    [
+        (0.25, 1.2, 4.0),  # a quarter, and 0.2 s of overhead
+        *((1.5, 5.6, 4.0), (1.5, 6.5, 4.0)),  # larger products may be more efficient, and others' units take handling
+        *((1.5, 5.0, 5.0 / 1.275), (1.5, 7.0, 7.0 / 1.65)),
+        (1.5, 9.0, 6.0),  # neither, but another speed
+    ],
+)
+def test_times_at_another_load_are_scaled_to_the_full_share(load: float, measured: float, dense: float) -> None:
+    equal = EqualWork(2)
+    equal.normalize(5.0, 4.0, 1.0)
+    scaled = equal.normalize(1.0 + measured, measured, load)
+    assert scaled.matmul_seconds == pytest.approx(dense)
+    assert scaled.work_seconds == pytest.approx(1.0 + dense)
 
 
 @pytest.mark.parametrize("bad", [0.0, -0.5, float("nan")])
