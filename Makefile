@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install vit zero pipeline elastic language gpu test test-thorough check lint lines
+.PHONY: help install vit zero pipeline elastic language gpu docs test test-thorough check lint lines
 help:
 	@echo "make install   make .venv and install into it; then activate it: . .venv/bin/activate"
 	@echo "make vit       train the ViT example on two ranks, one of them slowed, balancing on"
@@ -15,6 +15,7 @@ help:
 	@echo "make test      run all tests (about 15 minutes on 2 cores)"
 	@echo "make check     lint and run the unit tests, before a commit (a few minutes)"
 	@echo "make lint      ruff and mypy"
+	@echo "make docs      run the commands of the documentation, and show there what they print"
 	@echo "make lines     lines of Python beside their budgets"
 	@echo "make test-thorough  run all tests, with many more random examples and all combinations of cases"
 
@@ -59,6 +60,9 @@ check: lint
 
 lint: install
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy colossal_hetero
+
+docs: install
+	$(BIN)/python -m tools.code_blocks
 
 lines: install
 	@$(BIN)/python -m tools.count_lines

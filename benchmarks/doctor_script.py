@@ -1,6 +1,7 @@
 """An ordinary training script, with a fault on request: what ``benchmarks/doctor.py`` and the tests watch.
 
-It knows nothing of the doctor. The model is a perceptron on random data, seeded, so that losses can be compared.
+It knows nothing of the doctor, unless ``--alternate`` asks what watching costs. The model is a perceptron on random
+data, seeded, so that losses can be compared.
 """
 
 from __future__ import annotations
@@ -80,6 +81,27 @@ def wrapped(way: str, model: nn.Module, optimizer_of: Any) -> tuple[nn.Module, A
     return model, optimizer_of(model.parameters()), lambda loss, _: loss.backward()
 
 
+class Switch:
+    """Turns watching on and off within a run, so that both have the same memory, cores and neighbors."""
+
+    def __init__(self) -> None:
+        from colossal_hetero import doctor
+
+        names = [name for name in doctor.COLLECTIVES if hasattr(dist, name)]
+        plain = {name: getattr(dist, name) for name in names}
+        doctor.watch(after=1e9)
+        self.recorder = doctor._watched[0]
+        self.functions = {True: {name: getattr(dist, name) for name in names}, False: plain}
+
+    def __call__(self, on: bool) -> None:
+        for name, function in self.functions[on].items():
+            setattr(dist, name, function)
+            setattr(dist.distributed_c10d, name, function)
+        self.recorder.is_off = not on
+        if not on:
+            self.recorder._measure_forward(False)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--way", choices=WAYS, default="ddp")
@@ -88,6 +110,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=100)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--alternate", type=int, help="watch in every second stretch of so many iterations")
     parser.add_argument("--out", type=Path, help="folder for the losses and seconds of each rank")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -108,19 +131,30 @@ def main() -> None:
         from colossal_hetero.testing import cpu_quota
 
         quota = cpu_quota(0.25)
-    losses, ends = [], []
+    losses, ends, cpu = [], [], []
+    switch = Switch() if options.alternate else None
     with quota:
         for number, (inputs, labels) in enumerate(DataLoader(data, batch_size=options.batch)):
+            if switch and number % options.alternate == 0:
+                switch(number // options.alternate % 2 == 1)
             loss = F.cross_entropy(model(inputs), labels)
             backward(loss, optimizer)
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item().hex())
             ends.append(time.perf_counter())
+            cpu.append(time.process_time())
             if fault == "error" and number == options.iterations // 2:
                 raise ValueError("the script fails on purpose")
     if options.out is not None:
-        record = {"losses": losses, "ends": ends, "draw": torch.rand(1).item(), "argv": sys.argv, "path": sys.path[0]}
+        record = {
+            "losses": losses,
+            "ends": ends,
+            "cpu": cpu,
+            "draw": torch.rand(1).item(),
+            "argv": sys.argv,
+            "path": sys.path[0],
+        }
         (options.out / f"{rank}.json").write_text(json.dumps(record))
     dist.destroy_process_group()
 

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import dataloader
@@ -88,11 +88,6 @@ class Window:
     def asleep(self) -> float:
         """Time of forward passes in which the thread neither computed nor wanted a core."""
         return self.forward - self.forward_cpu - self.delay
-
-    @property
-    def launches_late(self) -> bool:
-        """Whether the GPU took no longer than the host took to launch its work, so it was idle in between."""
-        return 0 < self.gpu_forward <= 1.1 * self.forward
 
 
 Ranks = Sequence[Sequence[Window]]  # the windows of each rank
@@ -195,7 +190,7 @@ def _slow_work(ranks: Ranks, wall: float, parallelism: str) -> list[Finding]:
     for rank, more in slow_ranks(ranks, "own").items():
         windows = ranks[rank]
         pressed = typical(windows, "faults") * FAULT_SECONDS > 0.2 * more or typical(windows, "retries") > 0.05
-        late = typical(windows, "launches_late") > 0.5
+        late = 0 < typical(windows, "gpu_forward") <= 1.1 * typical(windows, "forward")  # then the GPU is idle
         by_cause.setdefault("memory" if pressed else "host" if late else "compute", {})[rank] = more
     findings = []
     for cause, slow in by_cause.items():
@@ -294,10 +289,8 @@ WARMUP = 5  # iterations whose median sets how often to measure
 SAMPLE_SECONDS, WINDOW_SECONDS = 0.1, 1.0  # from one measured iteration to the next, and of a window
 MAX_WINDOWS = 120
 LARGE_BYTES, TRIPS = 1 << 20, 5
-MAX_ROUNDS = 15
-"""Each rank measures links to at most so many others."""
-LAST_WAIT_SECONDS = 5.0
-"""Rank 0 waits at its end for the last windows of the others."""
+MAX_ROUNDS = 15  # each rank measures links to at most so many others
+LAST_WAIT_SECONDS = 5.0  # for the last windows of other ranks, at the end of rank 0
 
 
 class Recorder:
@@ -312,6 +305,7 @@ class Recorder:
         self.beginnings = 0
         self.hooks: list[Any] = []
         self.is_off = False
+        self.schedule: tuple[int, int, int] | None = None  # iterations between samples, of a window, first iteration
         self._restart()
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
@@ -324,11 +318,12 @@ class Recorder:
         self._measure_forward(False)
         self.iteration = 0
         self.ends: list[float] = []
-        self.schedule: tuple[int, int, int] | None = None  # iterations between samples, of a window, first iteration
-        self.windows: deque[Window] = deque(maxlen=MAX_WINDOWS)
+        self.schedule = None
+        self.windows: deque[str] = deque(maxlen=MAX_WINDOWS)  # as JSON, which takes long to write
         self.samples: list[tuple[dict[str, float], list[Any]]] = []
         self.calls: set[tuple[str, str]] = set()
         self.probe_at: int | None = None
+        self.look_after = self.after / 2  # seconds until rank 0 looks whether links have to be measured
         self.reported = False
 
     def _restart(self) -> None:
@@ -347,10 +342,10 @@ class Recorder:
         self.last = now
 
     def enter(self, phase: str, name: str = "") -> bool:
-        if self.is_off or self.stack[-1] == phase or threading.get_ident() != self.thread:
-            return False
+        if self.is_off or not self.hooks or self.stack[-1] == phase or threading.get_ident() != self.thread:
+            return False  # most iterations are not measured, and take no time here
         self._charge()
-        if phase == "wait" and self.store is not None:
+        if phase == "wait":
             self.calls.add((self.stack[-1], name))
         self.stack.append(phase)
         return True
@@ -401,8 +396,13 @@ class Recorder:
         """Called after each step of each optimizer. Those of the one that steps most often are the iterations."""
         if self.is_off or threading.get_ident() != self.thread or not dist.is_initialized():
             return
+        is_known = self.optimizer() is optimizer
+        if is_known and not self.hooks and self.schedule and (self.iteration + 1) % self.schedule[0]:
+            self.iteration += 1
+            self.other_steps.clear()
+            return
         try:
-            if self.optimizer() is not optimizer:
+            if not is_known:
                 self.other_steps[id(optimizer)] += 1
                 if self.optimizer() is not None and self.other_steps[id(optimizer)] < 3:
                     return
@@ -450,16 +450,20 @@ class Recorder:
         if all(events[-1].query() for _, events in self.samples if events):  # nothing waits for a GPU
             samples = [sample | _gpu_seconds(events) for sample, events in self.samples]
             if samples:
-                self.windows.append(Window(**{n: sum(s[n] for s in samples) / len(samples) for n in samples[0]}))
+                self.windows.append(json.dumps({n: sum(s[n] for s in samples) / len(samples) for n in samples[0]}))
             self.samples = []
-        self._set(f"windows/{self.rank}", list(self.windows))
+        self.store.set(f"windows/{self.rank}", f"[{','.join(self.windows)}]")
         self.probe_at = self.probe_at or self._get("probe_at")
         if self.iteration == self.probe_at:
             self._set(f"links/{self.rank}", self._measure_links())
         passed = time.perf_counter() - self.ends[0]
-        if self.rank == 0 and self.probe_at is None and passed > self.after / 2 and needs_links(self._all_windows()):
-            self._set("probe_at", self.iteration + 2 * length)
-        if self.rank == 0 and not self.reported and passed > self.after:
+        if self.rank > 0:
+            return
+        if self.probe_at is None and passed > self.look_after:
+            self.look_after *= 2
+            if needs_links(self._all_windows()):
+                self._set("probe_at", self.iteration + 2 * length)
+        if not self.reported and passed > self.after:
             self.reported = True
             self.report()
 
@@ -549,9 +553,8 @@ def _record(events: list[Any]) -> None:
 
 
 def _gpu_seconds(events: list[Any]) -> dict[str, float]:
-    pairs = list(zip(events[::2], events[1::2], strict=False))
-    inside = sum(start.elapsed_time(end) for start, end in pairs) / 1e3
-    return {"gpu": inside, "gpu_forward": pairs[0][0].elapsed_time(pairs[-1][1]) / 1e3 if pairs else 0.0}
+    inside = sum(start.elapsed_time(end) for start, end in zip(events[::2], events[1::2], strict=False)) / 1e3
+    return {"gpu": inside, "gpu_forward": events[0].elapsed_time(events[-1]) / 1e3 if len(events) > 1 else 0.0}
 
 
 def _trip_seconds(group: Any, rank: int, partner: int, size: int, device: torch.device) -> float:
@@ -569,9 +572,9 @@ def _trip_seconds(group: Any, rank: int, partner: int, size: int, device: torch.
 
 
 def show(ranks: Ranks, sentences: Sequence[str]) -> None:
-    table = Table(title="colossal_hetero.doctor: milliseconds per iteration")
-    for name in ("rank", "iteration", "forward", "other work", "loader", "communication", "CPU share"):
-        table.add_column(name, justify="right")
+    names = ("rank", "iteration", "forward", "other work", "loader", "communication", "CPU share")
+    columns = (Column(name, justify="right") for name in names)
+    table = Table(*columns, title="colossal_hetero.doctor: milliseconds per iteration")
     for rank, windows in enumerate(ranks):
         own, gpu = typical(windows, "own"), typical(windows, "gpu")
         forward = gpu or typical(windows, "forward")

@@ -3,11 +3,11 @@
 The clusters have the three forms that Poplar studies: in A devices differ in memory, in B in speed, in C in both. All
 methods are compared under the same cost model (`colossal_hetero.planner.batches.allocation`). Nothing is trained here,
 and different kinds of GPU were not measured together. The times are those of Sailor (SOSP 2025,
-github.com/eth-easl/sailor, MIT, © 2023 ETH Zurich): the layers of models in half precision with sequences of 2,048
-tokens, timed one by one.
+github.com/eth-easl/sailor, MIT, © 2023 ETH Zurich): the layers of models in single precision, with TF32 products where
+the GPU has them (``benchmarks/planner/sailor_tables.py`` says why), with sequences of 2,048 tokens, timed one by one.
 
-These assumptions are made. A device may use its nominal memory. Mixed-precision Adam takes 16 bytes per parameter: 2
-for the parameter, 2 for its gradient, and 12 for its copy and two moments in fp32. Activations are kept as in Megatron,
+These assumptions are made. A device may use its nominal memory. Adam takes 16 bytes per parameter: 4 for the parameter,
+4 for its gradient, and 8 for two moments. Activations are kept as in Megatron,
 without recomputation. Each kind of device has a node of its own. All devices synchronize in a ring with the bandwidth
 of the slowest link between nodes. "Best kind alone" is the faster of both kinds without the other, inside its node. If
 the ratio to it is below 1, adding the other kind makes training slower.
@@ -48,7 +48,7 @@ class Card(NamedTuple):
     name: str
     gibibytes: int
     teraflops: float
-    """Nominal TFLOP/s of dense fp16 tensor cores with fp32 accumulation.
+    """Nominal dense TFLOP/s in TF32, or in fp32 where there is no TF32 (V100, RTX 2080 Ti, Titan RTX).
 
     From NVIDIA's data sheets of A100, V100 SXM2 and GH200, and appendix A of the white papers on Turing (RTX 2080 Ti,
     Titan RTX) and GA102 (RTX 3090).
@@ -56,13 +56,13 @@ class Card(NamedTuple):
 
 
 CARDS = {
-    "A100-40": Card("NVIDIA A100-SXM4-40GB", 40, 312.0),
-    "A100-80": Card("NVIDIA A100-SXM4-80GB", 80, 312.0),
-    "V100-16": Card("Tesla V100-SXM2-16GB", 16, 125.0),
-    "GH-96": Card("NVIDIA GH200 96GB", 96, 989.0),
-    "RTX-2080": Card("NVIDIA GeForce RTX 2080 Ti", 11, 53.8),
-    "RTX-3090": Card("NVIDIA GeForce RTX 3090", 24, 71.0),
-    "Titan-RTX": Card("NVIDIA TITAN RTX", 24, 130.5),
+    "A100-40": Card("NVIDIA A100-SXM4-40GB", 40, 156.0),
+    "A100-80": Card("NVIDIA A100-SXM4-80GB", 80, 156.0),
+    "V100-16": Card("Tesla V100-SXM2-16GB", 16, 15.7),
+    "GH-96": Card("NVIDIA GH200 96GB", 96, 494.0),
+    "RTX-2080": Card("NVIDIA GeForce RTX 2080 Ti", 11, 13.4),
+    "RTX-3090": Card("NVIDIA GeForce RTX 3090", 24, 35.6),
+    "Titan-RTX": Card("NVIDIA TITAN RTX", 24, 16.3),
 }
 
 CLUSTERS = (
@@ -118,9 +118,9 @@ class Measured:
         identity = ModelIdentity(
             name=model,
             parameters=parameters,
-            parameter_bytes=2 * parameters,
-            gradient_bytes=2 * parameters,
-            optimizer_bytes=12 * parameters,
+            parameter_bytes=4 * parameters,
+            gradient_bytes=4 * parameters,
+            optimizer_bytes=8 * parameters,
             digest="",
         )
         state = state_bytes(identity, 0, len(ranks))
@@ -147,7 +147,7 @@ class Measured:
         speed = math.inf if alone else min(self.bytes_per_second(card, where, count, size) for card, count in cluster)
         return BatchProfile(
             stage=0,
-            precision="fp16",
+            precision="fp32",
             model=identity,
             # In an all-reduce in a ring, each rank sends all but its own part, twice.
             communication_seconds=round(2 * (len(ranks) - 1) / len(ranks) * size / speed, 6),

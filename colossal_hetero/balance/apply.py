@@ -154,6 +154,9 @@ class Applier:
         ``for_good``, units of blocks move once where that is possible, or back; others migrate in each iteration."""
         self._plan = plan
         self._for_good = for_good
+        if plan.units or any((*plan.resize, *plan.migrate)):
+            for block in self._blocks:
+                block.drops_by_unit = True
         self._pruning.start(plan.resize[self._rank])
         self._assign()
 

@@ -24,7 +24,8 @@ class Pruning:
 
     priority: Priority = "norm-product"
     """Rule for pruned columns: ``random``, ``priority`` (smallest weight variation), ``priority-diff`` (the same with a
-    ratio per layer) or ``norm-product`` (smallest ‖X column‖·‖W column‖)."""
+    ratio per layer) or ``norm-product`` (smallest ‖X column‖·‖W column‖). The ``priority`` rules keep a copy of the
+    weights on every rank, to know how they vary."""
     imputation: Imputation = "zero"
     """The gradients at pruned columns: ``zero``, the ``average`` of the kept columns, or the ``same`` as before. Units
     of blocks always have zero gradients while they are pruned."""
@@ -45,6 +46,9 @@ class Pruning:
     waits; with the ``mean``, the paper's choice for resizing alone, less is pruned."""
     resize_ratio: float | Literal["auto"] = "auto"
     """γ of every slow rank in mode ``resize``: ``auto`` by Eq. 1, or a fixed share in [0, 1) (½ in SEMI's suffix E)."""
+    every_rank: bool = False
+    """True if in mode ``resize`` every rank prunes a fixed ``resize_ratio``, also where none is slow (SEMI, Figs. 5 and
+    6), so that what pruning costs and saves can be seen apart from what makes a rank slow."""
     resize_overhead: float = 0.08
     """Time that selecting and imputing columns adds to a rank's products, as a share of their full time, in [0, 1).
     With ``resize_ratio="auto"`` mode ``resize`` prunes that much more than Eq. 1, so that the rank reaches T_ref."""
@@ -63,6 +67,8 @@ class Pruning:
             if isinstance(self.resize_ratio, str):
                 raise ValueError(f"resize_ratio={self.resize_ratio!r} is neither 'auto' nor a number in [0, 1)")
             _check_share("resize_ratio", self.resize_ratio)
+        elif self.every_rank:
+            raise ValueError("every_rank=True needs a fixed resize_ratio, such as 0.5; 'auto' is for slow ranks")
         if not 0.0 <= self.decay <= 1.0:
             raise ValueError(f"decay={self.decay} is outside [0, 1]")
         if not (self.variation_threshold >= 0.0 and math.isfinite(self.variation_threshold)):
@@ -137,7 +143,7 @@ class BalanceConfig:
                     "work that a rank may prune; set both, or leave it out"
                 )
             if self.mode != "resize":
-                _refuse(self.pruning, ("resizing", "reference", "resize_ratio", "resize_overhead"), where)
+                _refuse(self.pruning, ("resizing", "reference", "resize_ratio", "every_rank", "resize_overhead"), where)
         ratio = self.rules.resize_ratio
         if self.mode == "resize" and ratio != "auto" and ratio > self.largest_resize:
             raise ValueError(f"resize_ratio={ratio} is above max_resize={self.largest_resize}; lower it or raise that")

@@ -119,7 +119,9 @@ class GroupSpeed:
         self._before = iteration
 
     def _begin(self, works: Sequence[Sequence[KindWork]], totals: Sequence[float]) -> bool:
-        self._window.append(_divided(works, fmean(totals)))
+        iteration = _divided(works, fmean(totals))
+        self._note_noise(iteration)
+        self._window.append(iteration)
         self._measured += 1
         if len(self._window) < self._config.patience:
             return False
@@ -129,6 +131,7 @@ class GroupSpeed:
             _ComparedWorks(each.factor / usual, _divided(each.works, 1.0 / usual).works) for each in self._window
         )
         self._window = deque(in_seconds, maxlen=WINDOW)
+        self._before = self._window[-1]
         self._learn()
         return True
 
@@ -277,8 +280,10 @@ class GroupSpeed:
     @property
     def uncertainty(self) -> float:
         """Relative difference of speeds below which it may be chance."""
+        # The first differences do not tell noise from a change of speed, so they only make decisions more careful.
+        noise = max(self._noise, *(median(steps) / 0.954 for steps in self._steps if 0 < len(steps) < FEW), 0.0)
         # The median of n values has 1.25/√n of their standard deviation.
-        return CERTAIN * 1.25 * self._noise / sqrt(max(1, len(self._window)))
+        return CERTAIN * 1.25 * noise / sqrt(max(1, len(self._window)))
 
     def unit_work(self, kinds: Sequence[LayerKind]) -> UnitWork:
         """The work for each of all ``kinds``."""

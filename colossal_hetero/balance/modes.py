@@ -236,6 +236,7 @@ def _decide_resize(
         wanted = resize_ratios(work + overhead * matmul, matmul, reference, config.largest_resize)
     else:
         wanted = np.full(len(times), float(config.rules.resize_ratio))
+        slow |= config.rules.every_rank
     wanted = np.where(slow, wanted, 0.0)
     close_enough = (now > 0) & (wanted > 0) & (np.abs(wanted - now) * matmul <= precision * reference)
     return BalancePlan.resizing(tuple(float(ratio) for ratio in np.where(close_enough, now, wanted)))

@@ -181,17 +181,16 @@ class Pruner:
         self._new_candidates: LateNumbers | None = None
         """The same after the last interval, until the next iteration ends."""
         self.selectors: list[ColumnSelector] = []
-        """One selector for each target while the rank prunes, else none."""
+        """One selector for each target, or none before they are needed."""
 
     def start(self, ratio: float) -> None:
-        """Prune ``ratio`` of the work from now on; 0 discards all priorities."""
+        """Prune ``ratio`` of the work from now on."""
         self._ratio = ratio
-        if ratio == 0.0:
-            self.selectors = []
-        elif not self.selectors:
-            # Counting starts here, so that the first interval has full length.
-            self._iterations = 0
-            self._candidates, self._new_candidates = [0.0] * len(self._targets), None
+        if ratio > 0.0:
+            self._select()
+
+    def _select(self) -> None:
+        if not self.selectors:
             self.selectors = [
                 make_selector(self._rules.priority, target.matrix, self._rules.seed + number)
                 for number, target in enumerate(self._targets)
@@ -206,10 +205,16 @@ class Pruner:
 
     def end_iteration(self) -> bool:
         """Count an iteration. Returns whether ratios may have changed, one iteration after the end of an interval of
-        priorities: the host does not wait for the device to find the columns that varied little."""
+        priorities: the host does not wait for the device to find the columns that varied little.
+
+        Weight variations are collected from the first iteration on, also where nothing is pruned, so that a rank that
+        becomes slow in any epoch has those of the epoch before (SEMI, Algorithm 1). That takes a copy of the weights.
+        """
+        if self._rules.priority in ("priority", "priority-diff"):
+            self._select()
         if not self.selectors:
             return False
-        may_have_changed = self._new_candidates is not None
+        may_have_changed = self._new_candidates is not None and self._ratio > 0.0
         if self._new_candidates is not None:
             self._candidates, self._new_candidates = self._new_candidates.read(), None
         self._iterations += 1

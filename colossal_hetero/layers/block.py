@@ -130,7 +130,9 @@ class Block:
         self.inside: tuple[nn.Module, ...] = self.layers  # type: ignore[assignment]
         """Modules through which only the units pass that this rank computes."""
         self.dropout: Callable[[], Context | None] = lambda: None
-        """Returns the context in which the current pass draws dropout inside the block; None: it draws none."""
+        """Returns the context in which the current pass draws dropout by unit; None: it draws as without balancing."""
+        self.drops_by_unit = False
+        """True from the first plan on that divides units, the same on all ranks: then no later plan changes a mask."""
         self.stays = False
         """True if units stay because somebody sees them (:func:`is_seen`), on whichever rank; the same on all ranks."""
         self._heads = heads
@@ -365,8 +367,13 @@ def _block(name: str, module: nn.Module, rule: BlockRule) -> Block | None:
     block = Block(name, inputs, output, places, heads, rule.widths)
     if rule.dropouts:
         dropout = UnitDropout(name, units, -1 if heads is None else -3, block.computed_units)
-        draws = partial(_has_dropout, module, rule)
-        block.dropout = lambda: dropout.between(inputs[0], output) if module.training and draws() else None
+
+        def context() -> Context | None:
+            if block.drops_by_unit and module.training and _has_dropout(module, rule):
+                return dropout.between(inputs[0], output)
+            return None
+
+        block.dropout = context
     if rule.dropouts or heads is not None:
         holder = module if heads is None else heads
         # The compiler cannot compile what the mode for dropout replaces.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import traceback
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from colossalai.shardformer.layer.utils import Randomizer
 from timm.layers import set_reentrant_ckpt
 from torch import nn
 
@@ -24,10 +26,18 @@ from colossal_hetero.layers.workload import Surrounded
 from tests.support.checks import Checks
 from tests.support.harness import run_ranks
 from tests.support.language_models import gpt2, train_on_tokens
-from tests.support.migration_runs import ITERATIONS, Watch, assert_equal, give, migrate, seeded_migrating_run
+from tests.support.migration_runs import (
+    ITERATIONS,
+    Watch,
+    assert_equal,
+    give,
+    migrate,
+    reference_run,
+    seeded_migrating_run,
+)
 from tests.support.model_families import BUILDERS, SHARDING_OPTIONS, allow_cpu, family_loss
 from tests.support.sharding import _assert_loss_and_gradients, _loss_and_gradients, own_share, randomize, shard
-from tests.support.training import tiny_vit, train
+from tests.support.training import Trained, tiny_vit, train
 
 checks = Checks()
 
@@ -51,6 +61,13 @@ def checkpointed_vit(reentrant: bool | None) -> nn.Module:
     return model
 
 
+def run_that_draws_by_unit(make: Callable[[], nn.Module]) -> Trained:
+    """Work has migrated before, and each rank computes its own units again."""
+    run = seeded_migrating_run(make, 0)
+    run.plugin.balancer.follow(BalancePlan.idle(dist.get_world_size()))
+    return run
+
+
 @checks.on(2)
 @checks.on(3)
 def training_with_dropout_in_blocks_does_not_depend_on_the_plan() -> None:
@@ -60,7 +77,7 @@ def training_with_dropout_in_blocks_does_not_depend_on_the_plan() -> None:
     models = [(gpt2_with_dropout, train_on_tokens), (vit_with_dropout, train)]
     # On more ranks one model is enough: that masks are in the right places does not depend on the model.
     for make, loop in models if ranks == 2 else models[:1]:
-        expected = seeded_migrating_run(make, ())
+        expected = run_that_draws_by_unit(make)
         for _ in range(ranks):
             loop(expected, 2)
         run = seeded_migrating_run(make, ())
@@ -74,8 +91,26 @@ def training_with_dropout_in_blocks_does_not_depend_on_the_plan() -> None:
 
 
 @checks.on(2)
+def until_a_plan_divides_units_dropout_is_that_of_colossalai() -> None:
+    """Residual dropout is left out: Colossal-AI draws it differently on the ranks."""
+    allow_cpu()
+    for make, loop in (
+        (partial(gpt2, 1, vocab_size=768, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.1), train_on_tokens),
+        (vit_with_dropout, train),
+    ):
+        Randomizer._INDEX = 0
+        model = make()
+        torch.manual_seed(11)
+        policy = {} if loop is train else {"custom_policy": None}
+        expected = loop(reference_run(model, tp_size=2, **policy), ITERATIONS)
+        run = loop(seeded_migrating_run(make, ()), ITERATIONS)
+        assert run.losses == expected.losses
+        assert_equal(run, expected, str(make))
+
+
+@checks.on(2)
 def a_pass_that_checkpointing_repeats_drops_the_same() -> None:
-    expected = train(seeded_migrating_run(lambda: checkpointed_vit(None), ()), ITERATIONS, accumulation=2)
+    expected = train(run_that_draws_by_unit(lambda: checkpointed_vit(None)), ITERATIONS, accumulation=2)
     for reentrant, sender in ((False, 0), (True, 1)):
         run = seeded_migrating_run(lambda reentrant=reentrant: checkpointed_vit(reentrant), sender)
         watch = Watch(run)

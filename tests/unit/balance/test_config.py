@@ -52,6 +52,7 @@ IMPOSSIBLE: list[tuple[type, dict[str, Any], list[str]]] = [
     ),
     (Pruning, dict(priority_interval=0), ["priority_interval=0 must be at least 1"]),
     (Pruning, dict(resize_ratio="half"), ["resize_ratio='half'", "'auto'", "[0, 1)"]),
+    (Pruning, dict(every_rank=True), ["every_rank=True needs a fixed resize_ratio"]),
     *(
         (
             BalanceConfig,

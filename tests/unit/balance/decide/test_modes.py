@@ -62,10 +62,13 @@ def test_what_resizing_costs_is_pruned_as_well() -> None:
     assert (1 - ratio + 0.05) * 4.0 == pytest.approx(1.0)
 
 
-def test_fixed_ratio_goes_to_slow_ranks_only() -> None:
+@pytest.mark.parametrize("every_rank, expected", [(False, (0.0, 0.5, 0.0)), (True, (0.5, 0.5, 0.5))])
+def test_fixed_ratio_goes_to_slow_ranks_or_to_all(every_rank: bool, expected: tuple[float, ...]) -> None:
     group = [RankTimes(1.0, 1.0), RankTimes(4.0, 4.0), RankTimes(1.05, 1.0)]
-    config = BalanceConfig(mode="resize", pruning=Pruning(resize_ratio=0.5))
-    assert decide(group, FREE, config, BalancePlan.idle(3)).resize == (0.0, 0.5, 0.0)
+    config = BalanceConfig(mode="resize", pruning=Pruning(resize_ratio=0.5, every_rank=every_rank))
+    plan = decide(group, FREE, config, BalancePlan.idle(3))
+    assert plan.resize == expected
+    assert decide([group[0]] * 3, FREE, config, plan).resize == ((0.5,) * 3 if every_rank else (0.0,) * 3)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), -1.0, 0.0, float("inf")])

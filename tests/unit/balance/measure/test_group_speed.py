@@ -39,6 +39,18 @@ def test_noise_alone_never_prunes(seed: int, ranks: int, overhead: float) -> Non
         assert group.plan == BalancePlan.idle(ranks)
 
 
+@pytest.mark.parametrize("noise", [0.1, 0.3])
+def test_noise_makes_no_stragglers_beside_a_real_one(noise: float) -> None:
+    """As with eight ranks on two cores: the least of eight noisy times is far below the others."""
+    for seed in range(20):
+        group = SimulatedGroup(8, RESIZE, seed, noise=noise)
+        for iteration in range(40):
+            group.iterate([4.0 if rank == 3 else 1.0 for rank in range(8)])
+            pruned = {rank for rank, ratio in enumerate(group.plan.resize) if ratio > 0}
+            assert pruned <= {3}, f"seed {seed}, iteration {iteration}: ranks {pruned} prune"
+        assert pruned == {3}, f"seed {seed}: nobody prunes"
+
+
 @SIMULATED
 @given(st.integers(0, 10**6), st.integers(2, 8), st.integers(0, 7), st.floats(1.5, 8), st.floats(0, 0.1))
 def test_the_plan_for_a_constant_straggler_lands_on_eq1_in_few_changes(
