@@ -18,6 +18,7 @@ from colossal_hetero.balance.modes import (
     UnitWork,
     decide_counts,
     iteration_seconds,
+    relieved_for,
     relieved_ranks,
     stays_resharded,
     wants_resharding,
@@ -273,3 +274,11 @@ def test_units_that_are_moved_once_are_sent_at_no_cost() -> None:
     assert units_of_rank_1(10**4, 10**4, False) == units_of_rank_1(0.0, 0.0, True) == [25]
     # Kinds that are sent in every iteration still cost what they do.
     assert units_of_rank_1(10**4, 0.0, False, True) == [25, 64]
+
+
+def test_iterations_count_from_the_last_one_without_relief() -> None:
+    counts: tuple[int, ...] = (0,) * 4
+    for plan in (relieving(1), relieving(1, 2), relieving(2), relieving(1, 2), EVEN, relieving(1)):
+        counts = relieved_for(counts, plan)
+    assert counts == (0, 1, 0, 0)
+    assert relieved_for((0, 3, 2, 0), relieving(1)) == (0, 4, 0, 0)

@@ -15,6 +15,7 @@ from colossal_hetero.balance import (
     RankTimes,
     layer_ratios,
     predicted_seconds,
+    resize_ratios,
 )
 from colossal_hetero.balance.modes import decide
 
@@ -240,3 +241,17 @@ def test_receivers_take_no_more_than_they_have_memory_for(mode: str) -> None:
     limited = decide(group, FREE, without_pruning(mode), BalancePlan.idle(3), max_received=0.1)
     assert max(plan.receive) > 0.1 and max(limited.receive) == pytest.approx(0.1)
     assert sum(limited.migrate) == pytest.approx(sum(limited.receive))
+
+
+@given(groups())
+def test_off_does_nothing(group: list[RankTimes]) -> None:
+    assert decide(
+        group, FREE, BalanceConfig(mode="off"), BalancePlan.resizing((0.5,) * len(group))
+    ) == BalancePlan.idle(len(group))
+
+
+def test_eq1_by_hand() -> None:
+    assert resize_ratios([1.0, 4.0], [1.0, 4.0], 1.0, 0.9).tolist() == [0.0, 0.75]
+    assert resize_ratios([1.0, 4.0], [1.0, 4.0], 2.5, 0.9).tolist() == [0.0, 0.375]  # the mean
+    assert resize_ratios([1.0, 4.0], [0.5, 2.0], 1.0, 0.9).tolist() == [0.0, 0.9]  # capped
+    assert resize_ratios([1.0, 4.0], [0.5, 0.0], 1.0, 0.9).tolist() == [0.0, 0.0]  # nothing to prune

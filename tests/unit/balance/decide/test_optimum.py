@@ -170,3 +170,10 @@ def test_a_rank_prunes_for_another_that_may_not_prune_more() -> None:
 )
 def test_notes_say_why(times: list[RankTimes], costs: Costs, note: str) -> None:
     assert optimal_plan(times, costs, 0.0).note == note
+
+
+def test_stragglers_begin_at_the_margin() -> None:
+    times = [RankTimes(1.0, 1.0), RankTimes(1.09, 1.09), RankTimes(3.0, 3.0)]
+    plan = optimal_plan(times, FREE, 0.0, straggler_margin=0.1)
+    assert plan.migrate[1] == 0.0 and plan.migrate[2] > 0
+    assert optimal_plan(times[:2], FREE, 0.9, straggler_margin=0.1) == BalancePlan.idle(2)

@@ -168,3 +168,19 @@ def test_what_was_given_away_for_good_stands_beside_what_migrated() -> None:
     headings = [str(column.header) for column in rank_table(found).columns]
     assert "resharded" in headings and "received" in headings and "migrated" not in headings
     assert moved_shares(0.0, 0.1, 0.0, 0.4) == "migrated 10%, resharded 40%"
+
+
+def test_scores_are_relative_to_the_fastest_rank_of_the_group() -> None:
+    """At equal work: what a rank prunes makes it no faster."""
+    views = [[local(0, equal_work=seconds, work=1.0)] for seconds in (2.0, 8.0, 1.0, 3.0)]
+    (record,) = merge_records(views, [[0, 1], [2, 3]])
+    assert [rank.relative_score for rank in record.ranks] == pytest.approx([1.0, 0.25, 1.0, 1 / 3])
+    (record,) = merge_records(views, [[0, 1, 2, 3]])
+    assert [rank.relative_score for rank in record.ranks] == pytest.approx([0.5, 0.125, 1.0, 1 / 3])
+
+
+def test_a_note_of_any_group_is_kept() -> None:
+    silent, speaking = local(0), local(0, note="the network is too slow")
+    (record,) = merge_records([[silent], [silent], [speaking], [speaking]], [[0, 1], [2, 3]])
+    assert record.note == "the network is too slow"
+    assert merge_records([[silent]], [[0]])[0].note == ""
