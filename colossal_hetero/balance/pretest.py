@@ -28,6 +28,7 @@ from rich.console import Console
 from torch import Tensor
 
 from ..common.atomic_files import default_folder, replacing
+from ..common.ranks import of_every_rank
 from ..layers.transport import is_out_of_memory
 from ..layers.workload import impute
 from .config import BalanceConfig
@@ -413,8 +414,7 @@ def _measurement_context(
     form: Form,
 ) -> dict[str, Any]:
     """All that the costs depend on, as JSON values. Collective; equal on all ranks."""
-    devices: list[Any] = [None] * group.size()
-    dist.all_gather_object(devices, (socket.gethostname(), _device_name(device)), group=group)
+    devices = of_every_rank((socket.gethostname(), _device_name(device)), group)
     hosts = list(dict.fromkeys(host for host, _ in devices))
     return {
         "devices": [name for _, name in devices],

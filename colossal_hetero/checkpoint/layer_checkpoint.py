@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..common.ranks import on_every_rank, own_address
+from ..common.ranks import of_every_rank, on_every_rank, own_address
 from .config import CheckpointConfig, CheckpointError
 from .exchange import BoxMemory, Outcome, fetch_boxes
 from .held_pieces import agreed_buffers, pieces_of
@@ -53,15 +53,13 @@ def repair(reader: CheckpointReader, nodes: Sequence[str]) -> None:
         good = reader.whole(name, bad.check(name))
         if good is None or not reader.replace(bad, name, good.content(name), good.place.name):
             left[bad.full_name(name)] = bad, name
-    requests: list[Any] = [None] * len(nodes)
     own = [_Damaged(rank, nodes[rank], path, name, bad.check(name)) for path, (bad, name) in left.items()]
-    dist.all_gather_object(requests, own)
+    requests = of_every_rank(own)
     first = {(each.node, each.path): each for of_rank in reversed(requests) for each in of_rank}
     for request in sorted(first.values(), key=lambda each: (each.rank, each.path)):
         # A rank that has a whole copy and still asks could not write it.
         good = None if rank == request.rank else reader.whole(request.name, request.check)
-        offers: list[Any] = [None] * len(nodes)
-        dist.all_gather_object(offers, good is not None)
+        offers = of_every_rank(good is not None)
         if not any(offers):
             continue
         sender = offers.index(True)
@@ -117,8 +115,7 @@ def load_pieces(
     outcome = Outcome([], [Need(each.layer, each.key, each.box, each.data.element_size()) for each in as_saved])
     received, problems = 0, list[str]()
     while True:
-        outcomes: list[Any] = [None] * len(nodes)
-        dist.all_gather_object(outcomes, outcome)
+        outcomes = of_every_rank(outcome)
         for layer, location, problem in (each for of_rank in outcomes for each in of_rank.problems):
             bitmap.discard(layer, location)
             problems.append(problem)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ..colossalai_support.accelerator import get_accelerator
+from ..common.ranks import of_every_rank
 from ..profiling.aborted_step import find_zero_optimizer
 from ..profiling.preserved_state import inner_optimizer
 from .model_outline import ModelOutline
@@ -298,8 +299,7 @@ def restore_run(
         loader.load_state_dict({**first.common["loader"], **sampler})
     rank = dist.get_rank()
     own = saved[rank] if rank < len(saved) else None
-    same: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(same, own is not None and own.rank["place"] == place_digest(pieces))
+    same = of_every_rank(own is not None and own.rank["place"] == place_digest(pieces))
     if own is not None and all(same):
         restore_random_state(from_bytes(own.binary[RANDOM]), model)
     else:
