@@ -128,8 +128,8 @@ PHASES: dict[str, tuple[Any, str, bool]] = {
     "before commit": (ReplicaGradients, "commit", False),
     "after commit": (ReplicaGradients, "commit", True),
     "saving": (FileOperations, "write", True),
-    "re-forming": (JobMember, "form", False),
-    "formed": (JobMember, "form", True),
+    "re-forming": (JobMember, "form_world", False),
+    "formed": (JobMember, "form_world", True),
     "moving": (evaluations, "move_pieces", False),
     "moved": (evaluations, "move_pieces", True),
 }

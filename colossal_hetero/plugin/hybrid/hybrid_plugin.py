@@ -32,13 +32,13 @@ from ...data_parallel.config import BatchConfig, BatchSetup
 from ...data_parallel.resumable_loader import make_even_loader
 from ...data_parallel.unsummed_steps import noted_passes, refuse_unfinished_sums, refuse_unsummed_steps, replica_of
 from ...elastic.config import ElasticConfig
-from ...elastic.held_layers import HeldLayers, Recoveries, Recovery, layers_by_rank
+from ...elastic.held_layers import HeldLayers, Recoveries, Recovery
 from ...planner.cost.plan import Plan
 from ...profiling.training_step import with_dicts
 from ..checkpoint_part import CheckpointMethods, Checkpoints, PresentCheckpointIO, check_config
 from ..elastic.elastic_run import ElasticRun
-from ..elastic.planning import KnownKinds, check_elastic, cluster_of, elastic_planning, profile_of, seated
-from ..elastic.restart_run import elastic_run_of, members_of
+from ..elastic.planning import check_elastic, seated
+from ..elastic.restart_run import elastic_run_of
 from ..plan_config import PlanConfig
 from ..replicas.unequal_replicas import ReplicaCheckpointIO, why_layer_sums
 from ..report import OnReport, Report, Reports
@@ -138,30 +138,28 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             return
         arguments = arguments_by_name(args, given) | dict(tp_size=tp_size, pp_size=pp_size, plan=plan)
         check_elastic(elastic, arguments)
-        cluster = cluster_of(arguments)
-        members = members_of(elastic, cluster)
-        known = KnownKinds(profile_of(arguments), members.board, elastic.measure, elastic.join_seconds)
-        known.learn(members.kind)
-
-        def build(
-            nodes: Sequence[str], held: Sequence[HeldLayers | None], micro_batch: int | None
-        ) -> tuple[HeldLayers, int]:
-            run = self._elastic
-            before: Checkpoints | None = self.__dict__.get("_checkpoints")
-            if before is not None:
-                before.give_up()
-            reports = self._reports
-            self.__dict__.clear()
-            self._elastic, self._reports = run, reports
-            planning = elastic_planning(arguments, cluster, known, nodes)
-            agreed = agree_on_next_plan(planning, arguments["tp_size"], micro_batch)
-            assert agreed.topology is not None and agreed.profile is not None
-            plan = seated(agreed.plan, agreed.topology, agreed.profile, held)
-            self._build(**(arguments | dict(planning=planning, plan=plan)))
-            return layers_by_rank(plan)[dist.get_rank()], plan.micro_batch
-
-        self._elastic = elastic_run_of(elastic, members, build)
+        self._elastic = elastic_run_of(self, arguments, elastic)
         self._elastic.start()
+
+    def build_again(
+        self,
+        arguments: Mapping[str, Any],
+        planning: PlanConfig,
+        held: Sequence[HeldLayers | None],
+        micro_batch: int | None,
+    ) -> Plan:
+        """Build the plugin for another world of an elastic run, with a plan that keeps layers where they are ``held``;
+        returns the plan. Called by all ranks."""
+        run, reports, before = self._elastic, self._reports, self.__dict__.get("_checkpoints")
+        if before is not None:
+            before.give_up()
+        self.__dict__.clear()
+        self._elastic, self._reports = run, reports
+        agreed = agree_on_next_plan(planning, arguments["tp_size"], micro_batch)
+        assert agreed.topology is not None and agreed.profile is not None
+        plan = seated(agreed.plan, agreed.topology, agreed.profile, held)
+        self._build(**{**arguments, "planning": planning, "plan": plan})
+        return plan
 
     def _build(
         self,
@@ -418,13 +416,13 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         data_iter = map(with_dicts, data_iter)
         if self._elastic is not None and torch.is_grad_enabled():
             passes = functools.partial(self._execute, data_iter, model, criterion, *args, **kwargs)
-            return self._elastic.run(self, passes)
+            return self._elastic.run(passes)
         if self._elastic is not None:
 
             def evaluate(batches: Iterator) -> dict:
                 return self._execute(batches, model, criterion, *args, **kwargs)
 
-            return self._elastic.evaluate(self, model, data_iter, evaluate)
+            return self._elastic.evaluate(model, data_iter, evaluate)
         return self._execute(data_iter, model, criterion, *args, **kwargs)
 
     def _execute(
@@ -518,7 +516,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
 
     def save(self, model: Any, *args: Any, **kwargs: Any) -> bool:
         save = functools.partial(super().save, model, *args, **kwargs)
-        return save() if self._elastic is None else self._elastic.guarded(self, save, False)
+        return save() if self._elastic is None else self._elastic.guarded(save, False)
 
     def resume(
         self, model: Any, optimizer: Any, lr_scheduler: Any = None, dataloader: Any = None, *, step: int | None = None
@@ -528,9 +526,9 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         if self._elastic is None:
             return load()
         if self._checkpoints is None:
-            return self._elastic.resume(self, lr_scheduler, dataloader, Start, lambda: None)
+            return self._elastic.resume(lr_scheduler, dataloader, Start, lambda: None)
         saved_step = functools.partial(self._checkpoints.newest_step, step)
-        return self._elastic.resume(self, lr_scheduler, dataloader, load, saved_step)
+        return self._elastic.resume(lr_scheduler, dataloader, load, saved_step)
 
     def finish(self) -> None:
         """End elastic training; every process calls it at the end of the script. Later processes and spares then
