@@ -22,12 +22,11 @@ from ..layers.block import Block
 from ..layers.linear import HeteroLinear
 from ..layers.transport import Transport, is_out_of_memory
 from .apply import Applier, Shares
-from .changes import ChangeTeller
 from .clock import IterationClock, IterationTimes, KindTimes
 from .config import BalanceConfig
 from .group_speed import GroupSpeed, KindWork
 from .host_messages import VOTE_TIMEOUT, Groups
-from .latest import LatestIterations
+from .latest import ChangeTeller, LatestIterations
 from .modes import LayerKind, decide, relieved_for, stays_resharded, wants_resharding
 from .plan import BalancePlan, Costs, Traffic
 from .pretest import CostMeasurement, Form, ProductShape, prepare_costs
