@@ -113,7 +113,7 @@ CheckpointIO.register(PresentCheckpointIO)
 class CheckpointMethods:
     """Methods by which users save and resume, in both plugins."""
 
-    _checkpoints: Checkpoints | None
+    _checkpoints: Checkpoints | None = None
 
     def _plan_in_words(self) -> str:
         raise NotImplementedError

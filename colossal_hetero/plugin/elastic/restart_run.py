@@ -178,8 +178,7 @@ class RestartRun(ElasticRun):
         assert self._keeper is not None
         version = self._keeper.version
         is_written = self._write_within(0.0)
-        if self._objects is not None:
-            self._plugin.give_up_saves()
+        self._plugin.give_up_saves()
         if os.environ.get("LOCAL_RANK") == "0":
             kept = f"; the state after step {version} is in {self._folder.path}" if is_written else ""
             say(f"the processes of node {self._members.node} end, to be started again: {reason}{kept}")

@@ -147,9 +147,8 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
     ) -> Plan:
         """Build the plugin for another world of an elastic run, with a plan that keeps layers where they are ``held``;
         returns the plan. Called by all ranks."""
-        run, reports, before = self._elastic, self._reports, self.__dict__.get("_checkpoints")
-        if before is not None:
-            before.give_up()
+        self.give_up_saves()
+        run, reports = self._elastic, self._reports
         self.__dict__.clear()
         self._elastic, self._reports = run, reports
         agreed = agree_on_next_plan(planning, arguments["tp_size"], micro_batch)
