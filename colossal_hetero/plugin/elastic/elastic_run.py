@@ -162,8 +162,8 @@ class ElasticRun:
         )
 
     def _make_step(self, commit: Commit) -> None:
-        assert self._inner_step is not None
-        self._gradients().exchange = lambda *_: commit
+        assert self._inner_step is not None and self._objects is not None
+        self._objects.optimizer.gradients.exchange = lambda *_: commit
         self._inner_step()
         self._stepped(commit)
 
@@ -369,10 +369,6 @@ class ElasticRun:
         commit = exchange(squared_norm, has_gradient, words=words)
         self._commit = commit
         return commit
-
-    def _gradients(self) -> Any:
-        assert self._objects is not None
-        return self._objects.optimizer.gradients
 
     # Another world ------------------------------------------------------------------------------------------------
 
