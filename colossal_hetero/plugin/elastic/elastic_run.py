@@ -198,28 +198,30 @@ class ElasticRun:
         self, configure: Callable[[TrainingObjects], TrainingObjects], objects: TrainingObjects
     ) -> TrainingObjects:
         """Configure what the script boosts, in another world if a member is lost while this process joins."""
-        is_first = self._template is None and objects.optimizer is not None
-        try:
+        if self._template is not None or objects.optimizer is None:
             return configure(objects)
+
+        def again(reason: str) -> TrainingObjects:
+            self._loader_is_old, self._objects = True, None
+            self._form_again(reason)
+            assert self._template is not None
+            return configure(objects._replace(model=self._template.make(), optimizer=self._template.optimizer))
+
+        return self._joining(partial(configure, objects), again)
+
+    def _joining(self, first: Callable[[], T], again: Callable[[str], T]) -> T:
+        """What ``first`` returns; if a member is lost in it, what ``again`` does in another world, for this reason."""
+        try:
+            return first()
         except RuntimeError as error:
-            if not is_first:
-                raise
-            reason = self._lost_while_joining(error)
-        self._loader_is_old = True
+            if self._agreed is None or self._template is None or not self.rejoins:
+                raise  # without others, only the script has the model's first weights
+            reason = _lost(error)
         while True:
-            self._objects = None
             try:
-                self._form_again(reason)
-                assert self._template is not None
-                model, optimizer = self._template.make(), self._template.optimizer
-                return configure(objects._replace(model=model, optimizer=optimizer))
+                return again(reason)
             except RuntimeError as error:
                 reason = _lost(error)
-
-    def _lost_while_joining(self, error: RuntimeError) -> str:
-        if self._agreed is None or self._template is None or not self.rejoins:
-            raise error  # without others, only the script has the model's first weights
-        return _lost(error)
 
     def resume(
         self,
@@ -242,26 +244,17 @@ class ElasticRun:
                 # The board outlives workers that start again, and may know a later step.
                 self._members.board.publish("steps", str(self.version))
         else:
-            received = self._join(lr_scheduler, loader)
+            if self._loader_is_old:
+                assert self._objects is not None
+                self._plugin.adopt(self._objects.model, loader)
+            received = self._joining(
+                partial(self._restore, lr_scheduler, loader),
+                lambda reason: self._go_on(reason, lr_scheduler, loader),
+            )
             self.version = self._agreed.version
             start = Start(self.version, int(loader.state_dict()["epoch"]), received_bytes=received)
         self._holds, self._layers = True, self._new_layers
         return start
-
-    def _join(self, lr_scheduler: Any, loader: Any) -> int:
-        """Get the state of the others, in another world if this one breaks; returns the bytes received."""
-        assert self._objects is not None
-        if self._loader_is_old:
-            self._plugin.adopt(self._objects.model, loader)
-        try:
-            return self._restore(lr_scheduler, loader)
-        except RuntimeError as error:
-            reason = self._lost_while_joining(error)
-        while True:
-            try:
-                return self._go_on(reason, lr_scheduler, loader)
-            except RuntimeError as error:
-                reason = _lost(error)
 
     def _restore(self, lr_scheduler: Any, loader: Any) -> int:
         assert self._objects is not None and self._agreed is not None
