@@ -22,14 +22,13 @@ from .config import CheckpointConfig, CheckpointError
 from .exchange import BoxMemory, Outcome, fetch_boxes
 from .held_pieces import agreed_buffers, pieces_of
 from .layer_files import TYPES
-from .model_outline import ModelOutline
 from .participants import Participants, gather_participants, holdings_of
 from .pieces import STATES, Bitmap, Location, RunState, StorageTier, TensorPiece, step_of
 from .places import Checkpoint, Copy, NodeCopy, Place, find_checkpoints, newest_whole
 from .reader import CheckpointReader
 from .records import FileCheck
 from .restoring import Restoring, wait_for_parameters
-from .run_states import check_loader, check_optimizer, restore_run, run_state_of
+from .run_states import Training, check_loader, check_optimizer, restore_run, run_state_of
 from .saver import LayerCheckpointSaver
 from .storage import DamagedCopy
 from .transfers import Need, choose_sources
@@ -164,16 +163,6 @@ LOST_SECONDS = 10.0
 """Time until a rank is known to be lost, at most."""
 
 
-class Training(NamedTuple):
-    model: Any
-    optimizer: Any
-    lr_scheduler: Any
-    loader: Any
-    """A data loader with a ``state_dict``, or None."""
-    outline: ModelOutline
-    """Outline of the model before it was configured."""
-
-
 @dataclass(frozen=True)
 class Start:
     """State from which training continues. Bytes are this rank's: read from files, and received from other ranks."""
@@ -202,21 +191,20 @@ class LayerCheckpoint:
         """Save, if ``step`` is a multiple of ``save_every``; false if not, or if it is held until :meth:`wait`."""
         if step % self._config.save_every and not always:
             return False
-        model, optimizer, lr_scheduler, loader, outline = training
-        wait_for_parameters(optimizer)
-        pieces = agreed_buffers(pieces_of(model, optimizer, outline), outline)
+        wait_for_parameters(training.optimizer)
+        outline = training.outline
+        pieces = agreed_buffers(pieces_of(training.model, training.optimizer, outline), outline)
         for piece in pieces:
             if piece.data.dtype not in TYPES:
                 known = ", ".join(str(each).removeprefix("torch.") for each in TYPES)
                 raise ValueError(f"{piece.key} is of {piece.data.dtype}, which no file of safetensors has; use {known}")
-        state = run_state_of(model, optimizer, lr_scheduler, loader, outline, pieces, epoch=epoch, plan=plan)
+        state = run_state_of(training, pieces, epoch=epoch, plan=plan)
         saver, ready = self._saver_of(pieces)
         return saver.save(step, pieces, state, ready=ready)
 
     def resume(self, training: Training, step: int | None = None) -> Start:
         """Load the newest whole checkpoint, or that of a step."""
-        model, optimizer, lr_scheduler, loader, outline = training
-        check_loader(loader)
+        check_loader(training.loader)
         self.wait()
         own, copies, nodes, torn = self._everyones_copies()
         damaged: list[str] = []  # the same on all ranks
@@ -234,8 +222,8 @@ class LayerCheckpoint:
             try:
                 reader, states = _open(own.get(newest.id), newest.step)
                 saved = reader.checkpoint
-                check_optimizer(optimizer, saved.manifest.common["optimizer"])
-                restoring = Restoring(model, optimizer, outline, saved.shapes, saved.manifest.common["state"])
+                check_optimizer(training.optimizer, saved.manifest.common["optimizer"])
+                restoring = Restoring(training, saved.shapes, saved.manifest.common["state"])
                 received = load_pieces(restoring.pieces, found, reader, nodes)
                 break
             except CheckpointError as error:  # on all ranks
@@ -255,7 +243,7 @@ class LayerCheckpoint:
         for problem in reader.problems:
             warnings.warn(f"a checkpoint is damaged: {problem}", stacklevel=2)
         restoring.finish()
-        same = restore_run(model, optimizer, lr_scheduler, loader, outline, restoring.pieces, states, step=newest.step)
+        same = restore_run(training, restoring.pieces, states, step=newest.step)
         return Start(newest.step, saved.manifest.epoch, same, reader.bytes_read, received)
 
     def newest_step(self, step: int | None = None) -> int | None:

@@ -7,7 +7,7 @@ import io
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -75,6 +75,16 @@ def _randomizers(model: nn.Module) -> Iterator[tuple[str, Randomizer]]:
 
 
 # Training state ------------------------------------------------------------------------------------------------------
+
+
+class Training(NamedTuple):
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    loader: Any
+    """A data loader with a ``state_dict``, or None."""
+    outline: ModelOutline
+    """Outline of the model before it was configured."""
 
 
 KEPT = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
@@ -236,17 +246,8 @@ def place_digest(pieces: Sequence[TensorPiece]) -> str:
     return hashlib.sha256(json.dumps([dist.get_world_size(), held]).encode()).hexdigest()[:16]
 
 
-def run_state_of(
-    model: nn.Module,
-    optimizer: Any,
-    lr_scheduler: Any,
-    loader: Any,
-    outline: ModelOutline,
-    pieces: Sequence[TensorPiece],
-    *,
-    epoch: int,
-    plan: str,
-) -> RunState:
+def run_state_of(training: Training, pieces: Sequence[TensorPiece], *, epoch: int, plan: str) -> RunState:
+    model, optimizer, lr_scheduler, loader, outline = training
     check_loader(loader)
     binary = {RANDOM: as_bytes(random_state_of(model), "the random state")}
     if lr_scheduler is not None:
@@ -273,21 +274,12 @@ def run_state_of(
     )
 
 
-def restore_run(
-    model: nn.Module,
-    optimizer: Any,
-    lr_scheduler: Any,
-    loader: Any,
-    outline: ModelOutline,
-    pieces: Sequence[TensorPiece],
-    saved: Sequence[RunState],
-    *,
-    step: int,
-) -> bool:
+def restore_run(training: Training, pieces: Sequence[TensorPiece], saved: Sequence[RunState], *, step: int) -> bool:
     """Continue with the state of a run, after ``pieces``, those of this rank, were loaded. Every rank calls it.
 
     True if every rank has the same part of the model as then; else dropout draws other masks.
     """
+    model, optimizer, lr_scheduler, loader, outline = training
     first = saved[0]
     restore_group_options(optimizer, outline, first.param_groups)
     restore_scaler(optimizer, from_bytes(first.binary[SCALER]) if SCALER in first.binary else None)

@@ -11,8 +11,9 @@ from colossalai.checkpoint_io import CheckpointIO
 from torch import nn
 
 from ..checkpoint.config import CheckpointConfig
-from ..checkpoint.layer_checkpoint import LayerCheckpoint, Start, Training
+from ..checkpoint.layer_checkpoint import LayerCheckpoint, Start
 from ..checkpoint.model_outline import ModelOutline, outline_of
+from ..checkpoint.run_states import Training
 from ..common.ranks import naming_ended_ranks
 from .training_objects import TrainingObjects
 

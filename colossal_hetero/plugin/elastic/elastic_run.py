@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from ...checkpoint.layer_checkpoint import Start
 from ...checkpoint.model_outline import outline_of
+from ...checkpoint.run_states import Training
 from ...common.methods import wrap_method
 from ...common.ranks import is_lost_connection, of_every_rank, print_on_rank_0
 from ...data_parallel.loader import HeteroDataLoader
@@ -169,9 +170,8 @@ class ElasticRun:
 
     def _let_go(self) -> Held:
         """Take what this rank holds out of the old model and optimizer, which then have no groups of the old world."""
-        assert self._objects is not None
         self._inner_step = None
-        return release_state(self._objects, self._outline, self._scheduler, self._loader)
+        return release_state(self._training(self._scheduler, self._loader))
 
     # The plugin's moments -----------------------------------------------------------------------------------------
 
@@ -256,9 +256,13 @@ class ElasticRun:
         self._holds, self._layers = True, self._new_layers
         return start
 
+    def _training(self, lr_scheduler: Any, loader: Any) -> Training:
+        assert self._objects is not None
+        return Training(self._objects.model, self._objects.optimizer, lr_scheduler, loader, self._outline)
+
     def _restore(self, lr_scheduler: Any, loader: Any) -> int:
-        assert self._objects is not None and self._agreed is not None
-        return restore(self._objects, self._outline, self._held, self._agreed, lr_scheduler, loader)
+        assert self._agreed is not None
+        return restore(self._training(lr_scheduler, loader), self._held, self._agreed)
 
     # Iterations ---------------------------------------------------------------------------------------------------
 

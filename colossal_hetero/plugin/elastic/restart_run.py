@@ -139,19 +139,19 @@ class RestartRun(ElasticRun):
         """Note that the last step is done, and so what the script does after it: from now on its state can be kept."""
         if self._calls or not self._holds:
             return
-        assert self._objects is not None and self._keeper is not None and self._layers is not None
+        assert self._keeper is not None and self._layers is not None
         if self._keeper.version == self.version:
             return
-        model, optimizer = self._objects.model, self._objects.optimizer
-        pieces = pieces_of(model, optimizer, self._outline)
-        state = run_state_of(model, optimizer, self._scheduler, self._loader, self._outline, pieces, epoch=0, plan="")
+        training = self._training(self._scheduler, self._loader)
+        pieces = pieces_of(training.model, training.optimizer, self._outline)
+        state = run_state_of(training, pieces, epoch=0, plan="")
         self._keeper.note(
             KeptState(
                 StateName(self.version, self._world),
                 self._outline.stored,
                 self._layers,
                 [_unchanging(piece) for piece in pieces],
-                state_entries(optimizer),
+                state_entries(training.optimizer),
                 state,
             )
         )
