@@ -128,12 +128,12 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
         check_spelling(HeteroHybridParallelPlugin, kwargs)
         self._elastic: ElasticRun | None = None
         self._reports = Reports(on_report, report_every)
-        given = dict(balance=balance, batches=batches, planning=planning, checkpoints=checkpoints, **kwargs)
+        given = dict(balance=balance, batches=batches, plan=plan, planning=planning, checkpoints=checkpoints)
+        arguments = arguments_by_name(args, kwargs) | dict(tp_size=tp_size, pp_size=pp_size) | given
         if elastic is None:
             check_launched()
-            self._build(tp_size, pp_size, *args, plan=plan, **given)
+            self._build(**arguments)
             return
-        arguments = arguments_by_name(args, given) | dict(tp_size=tp_size, pp_size=pp_size, plan=plan)
         check_elastic(elastic, arguments)
         self._elastic = elastic_run_of(self, arguments, elastic)
         self._elastic.start()
@@ -159,24 +159,21 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
 
     def _build(
         self,
-        tp_size: int | None,
-        pp_size: int | None,
-        *args: Any,
         balance: BalanceConfig | None,
         batches: BatchConfig | None,
         plan: Plan | str | Path | None,
         planning: PlanConfig | None,
         checkpoints: CheckpointConfig | None,
-        **kwargs: Any,
+        **arguments: Any,
     ) -> None:
+        """Make the parent and the parts; ``arguments`` are those of the parent."""
         check_types(balance, planning)
         check_config(checkpoints)
-        check_sizes_given(tp_size, pp_size, plan)
+        check_sizes_given(arguments, plan)
         self.balance = balance or DEFAULT_BALANCE
         self.batches = check_batches(batches)
         self.planning = planning or PlanConfig()
         self.custom_policy: Policy | None
-        arguments = arguments_by_name(args, kwargs) | dict(tp_size=tp_size, pp_size=pp_size)
         if arguments.get("use_fp8"):
             self.balance = balance_in_fp8(balance)
         self._planned = None if plan is None else PlannedRun(plan, self.planning, arguments, batches)

@@ -52,8 +52,8 @@ def check_types(balance: Any, planning: Any) -> None:
         raise TypeError(f"planning={planning!r} is not a PlanConfig; write PlanConfig(cluster=..., profile=...)")
 
 
-def check_sizes_given(tp_size: int | None, pp_size: int | None, plan: object) -> None:
-    missing = [name for name, size in (("tp_size", tp_size), ("pp_size", pp_size)) if size is None]
+def check_sizes_given(arguments: Mapping[str, Any], plan: object) -> None:
+    missing = [name for name in ("tp_size", "pp_size") if arguments[name] is None]
     if missing and plan is None:
         raise TypeError(f"missing {' and '.join(missing)}, which may be left out only with a plan")
 
