@@ -420,9 +420,7 @@ class ElasticRun:
         return received
 
     def _save_last(self) -> None:
-        assert self._objects is not None
-        model, optimizer = self._objects.model, self._objects.optimizer
-        is_saved = self._plugin.save_last(model, optimizer, self._scheduler, self._loader, self.version)
+        is_saved = self._plugin.save_last(self._training(self._scheduler, self._loader), self.version)
         what = "is saved" if is_saved else "is not saved, because the plugin has no checkpoints=CheckpointConfig(...)"
         print_on_rank_0(f"all members leave; the state after step {self.version} {what}")
 

@@ -22,6 +22,7 @@ from ...balance.balancer import Balancer
 from ...balance.config import BalanceConfig
 from ...checkpoint.config import CheckpointConfig
 from ...checkpoint.layer_checkpoint import Start
+from ...checkpoint.run_states import Training
 from ...colossalai_support.gpu_over_gloo import support_gpus_over_gloo
 from ...common.ranks import check_launched, name_ended_ranks, of_every_rank, watch_ranks
 from ...data_parallel.batch_balancer import BatchBalancer
@@ -390,15 +391,12 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
         if self._elastic is not None:
             self._elastic.finish()
 
-    def save_last(
-        self, model: ModelWrapper, optimizer: OptimizerWrapper, lr_scheduler: Any, dataloader: Any, step: int
-    ) -> bool:
+    def save_last(self, training: Training, step: int) -> bool:
         """Save a layer checkpoint before all processes end, whatever ``save_every`` is; returns True if it is saved."""
         if self._checkpoints is None:
             return False
-        epoch = int(dataloader.state_dict()["epoch"])
-        plan = self._plan_in_words()
-        self._checkpoints.save(model, optimizer, lr_scheduler, dataloader, step, epoch, plan, always=True)
+        epoch = int(training.loader.state_dict()["epoch"])
+        self._checkpoints.save(training, step, epoch, self._plan_in_words(), always=True)
         self._checkpoints.wait()
         return True
 
