@@ -14,6 +14,7 @@ from colossalai.tensor.d_tensor.api import is_customized_distributed_tensor, is_
 from torch import nn
 
 from ..colossalai_support.user_hooks import is_from
+from ..common.ranks import of_every_rank
 from ..layers.block import Block, attach_blocks
 from ..layers.dropout import draw_residual_dropout_equally
 from ..layers.language_head import attach_head_blocks
@@ -98,8 +99,7 @@ def _column_obstacle(
 
 def _same_everywhere(config: BalanceConfig, report_every: int, reports: bool, world: dist.ProcessGroup) -> bool:
     """Refuse configs and intervals that differ, because ranks would wait forever; returns if a rank ``reports``."""
-    everyone: list[tuple[BalanceConfig, int, bool]] = [(config, report_every, reports)] * dist.get_world_size()
-    dist.all_gather_object(everyone, (config, report_every, reports), group=world)
+    everyone = of_every_rank((config, report_every, reports), world)
     first, interval, _ = everyone[0]
     for rank, (other, every, _) in enumerate(everyone):
         if other != first:
@@ -114,9 +114,8 @@ def _possible(
 ) -> BalanceConfig:
     """``config`` if no rank has an ``obstacle``; otherwise mode "off" on all ranks if that is allowed, else an error on
     all."""
-    obstacles: list[Exception | None] = [obstacle] * dist.get_world_size()
-    dist.all_gather_object(obstacles, obstacle, group=world)
-    rank, reason = next(((rank, each) for rank, each in enumerate(obstacles) if each is not None), (0, None))
+    obstacles = enumerate(of_every_rank(obstacle, world))
+    rank, reason = next(((rank, each) for rank, each in obstacles if each is not None), (0, None))
     if reason is None:
         return config
     if not may_switch_off:

@@ -22,15 +22,14 @@ from ..layers.block import Block
 from ..layers.linear import HeteroLinear
 from ..layers.transport import Transport, is_out_of_memory
 from .apply import Applier, Shares
-from .changes import ChangeTeller
 from .clock import IterationClock, IterationTimes, KindTimes
 from .config import BalanceConfig
 from .group_speed import GroupSpeed, KindWork
 from .host_messages import VOTE_TIMEOUT, Groups
-from .latest import LatestIterations
+from .latest import ChangeTeller, LatestIterations
 from .modes import LayerKind, decide, relieved_for, stays_resharded, wants_resharding
 from .plan import BalancePlan, Costs, Traffic
-from .pretest import ProductShape, prepare_costs
+from .pretest import CostMeasurement, Form, ProductShape, prepare_costs
 from .report import BalanceReport, IterationRecord, LocalRecord, bound_in_words, merge_records
 from .resharding import Resharding
 from .timeline import RankSegments, SampledIterations, Timelines, TimelineSampler, choose_timelines
@@ -400,16 +399,11 @@ class Balancer:
             plan = BalancePlan(resize=(0.0,) * ranks, migrate=(share,) + (0.0,) * (ranks - 1), receive=(0.0, *others))
             return self._applier.traffic(plan, dtype.itemsize, max(1, self._passes))
 
-        return prepare_costs(
-            self.config,
-            self._groups.migration,
-            [ProductShape(*layer.matrix.shape) for layer in self._layers.values() if layer.kind is not None],
-            first.rows // max(1, first.passes),
-            dtype,
-            device,
-            traffic,
-            "block" if self.config.moves_blocks else "column",
-        )
+        shapes = [ProductShape(*layer.matrix.shape) for layer in self._layers.values() if layer.kind is not None]
+        rows = first.rows // max(1, first.passes)
+        form: Form = "block" if self.config.moves_blocks else "column"
+        measurement = CostMeasurement(self._groups.migration, shapes, rows, dtype, device, traffic, form)
+        return prepare_costs(self.config, measurement)
 
     def _replan(self) -> None:
         self._agree_on_seen()

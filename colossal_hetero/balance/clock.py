@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -66,27 +66,11 @@ class IterationTimes:
         return self.matmul_seconds + self.block_seconds + self.other_seconds
 
 
-class IterationClock(Protocol):
+class CpuClock:
     """A clock that is started and stopped once per iteration and that layers mark."""
 
-    keep_segments: bool
-    sample_every: int
-    """Measuring one of so many iterations is enough while nothing changes; measuring costs time."""
-
-    def mark(self, part: Part, kind: int | None = None, inner: bool = False) -> None: ...
-
-    def start(self) -> None:
-        """Begin an iteration; marks before it are ignored."""
-
-    def stop(self, tag: Any = None) -> None:
-        """End the iteration; the time since the last mark was other work."""
-
-    def read(self) -> list[IterationTimes]:
-        """The iterations whose times have become known since the last call, oldest first."""
-
-
-class CpuClock:
     sample_every = 1
+    """Measuring one of so many iterations is enough while nothing changes; measuring costs time."""
 
     def __init__(self) -> None:
         self.keep_segments = False
@@ -94,6 +78,7 @@ class CpuClock:
         self.start()
 
     def start(self) -> None:
+        """Begin an iteration; marks before it are ignored."""
         self._sums = _Sums(measures_overlapped=True)
         self._marks: list[tuple[Part, float]] | None = [] if self.keep_segments else None
         self._start = self._last = time.perf_counter()
@@ -106,12 +91,14 @@ class CpuClock:
             self._marks.append((part, now))
 
     def stop(self, tag: Any = None) -> None:
+        """End the iteration; the time since the last mark was other work."""
         self.mark("other")
         segments = () if self._marks is None else _segments(self._start, self._marks)
         self._marks = None
         self._finished.append(self._sums.times(tag, segments, _machine()))
 
     def read(self) -> list[IterationTimes]:
+        """The iterations whose times have become known since the last call, oldest first."""
         finished, self._finished = self._finished, []
         return finished
 
@@ -230,6 +217,9 @@ class CudaClock:
         event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)
         event.record(self._stream)
         return event
+
+
+IterationClock = CpuClock | CudaClock
 
 
 def make_clock(device: torch.device, host_waits: bool = False) -> IterationClock:

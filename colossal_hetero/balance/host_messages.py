@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..common.ranks import world_timeout
+from ..common.ranks import of_every_rank, world_timeout
 
 MIGRATION_CTAS = 4
 """Largest number of a GPU's processors (of 132 on an H100) that NCCL uses for migrated work."""
@@ -112,9 +112,7 @@ def make_groups(tp_group: dist.ProcessGroup) -> Groups:
     timeout = world_timeout()
     world = dist.new_group(backend="gloo", timeout=timeout)
     members = dist.get_process_group_ranks(tp_group)
-    gathered: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, members, group=world)
-    groups = sorted({tuple(ranks) for ranks in gathered})
+    groups = sorted({tuple(ranks) for ranks in of_every_rank(members, world)})
     exchange = votes = migration = None
     for ranks in groups:
         group = dist.new_group(list(ranks), backend="gloo", timeout=timeout)

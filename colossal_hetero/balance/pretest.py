@@ -28,6 +28,7 @@ from rich.console import Console
 from torch import Tensor
 
 from ..common.atomic_files import default_folder, replacing
+from ..common.ranks import of_every_rank
 from ..layers.transport import is_out_of_memory
 from ..layers.workload import impute
 from .config import BalanceConfig
@@ -123,28 +124,34 @@ class FittedLink:
         return volume.messages * self.latency_seconds + volume.bytes * self.seconds_per_byte
 
 
-def prepare_costs(
-    config: BalanceConfig,
-    group: dist.ProcessGroup,
-    shapes: Sequence[ProductShape],
-    rows: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    traffic: Callable[[float], Traffic],
-    form: Form,
-) -> Costs:
+@dataclass(frozen=True)
+class CostMeasurement:
+    """What costs are measured for: the layers of the ranks of ``group``, and what they send."""
+
+    group: dist.ProcessGroup
+    shapes: Sequence[ProductShape]
+    rows: int
+    dtype: torch.dtype
+    device: torch.device
+    traffic: Callable[[float], Traffic]
+    """What is sent in an iteration if a rank gives this share of its work away."""
+    form: Form
+
+
+def prepare_costs(config: BalanceConfig, measurement: CostMeasurement) -> Costs:
     """Costs according to the configuration: zero, those of an earlier run, or measured now (:func:`measure_costs`).
-    Collective over ``group``, whose ranks all get the same costs."""
+    Collective over the group, whose ranks all get the same costs."""
+    group, device = measurement.group, measurement.device
     if group.size() == 1 or config.measure_costs is False:
         return Costs()
     cache = CostCache(None if config.measure_costs is True else config.measure_costs)
     # All ranks compute the context together, but only one reads the cache, so that all get the same costs.
-    context = _measurement_context(group, shapes, rows, dtype, device, traffic, form)
+    context = _context(measurement)
     first = group.rank() == 0
     kept = _broadcast_costs(cache.read(context) if first else None, group, device)
     if kept is not None:
         return kept
-    if not _fit_everywhere(shapes, rows, dtype, group, device):
+    if not _fit_everywhere(measurement):
         if first:
             log.warning(
                 "a rank has too little memory left to measure the costs of balancing, so they are taken as zero; give "
@@ -153,25 +160,16 @@ def prepare_costs(
         return Costs()
     shown = Console(stderr=True).status("Measuring the costs of balancing")
     with shown if dist.get_rank() == 0 else nullcontext():
-        costs = measure_costs(group, shapes, rows, dtype, device, traffic, form)
+        costs = measure_costs(measurement)
     if first:
         cache.write(context, costs)
     return costs
 
 
-def measure_costs(
-    group: dist.ProcessGroup,
-    shapes: Sequence[ProductShape],
-    rows: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    traffic: Callable[[float], Traffic],
-    form: Form,
-) -> Costs:
-    """Measure Ω1, Ω2, Φ1 and Φ2 on this device and network; all ranks get the same. Collective over ``group``."""
-    if group.size() == 1:
-        return Costs()
-    resized, received = _time_products(shapes, rows, dtype, device, form)
+def measure_costs(measurement: CostMeasurement) -> Costs:
+    """Measure Ω1, Ω2, Φ1 and Φ2 on this device and network; all ranks get the same. Collective over the group."""
+    group, device = measurement.group, measurement.device
+    resized, received = _time_products(measurement)
     everyone = np.median(_gather([*resized, *received], group, device), axis=0)
     resize_fixed, resize_per_share = fit_resize(RESIZED_SHARES, everyone[: len(resized)])
     receive_factor = fit_receive_factor(RECEIVED_SHARES, everyone[len(resized) :])
@@ -180,7 +178,7 @@ def measure_costs(
         links[kind] = fit_link(*_time_messages(send, group, device))
     communication = []
     for share in MIGRATED_SHARES:
-        sent = traffic(share)
+        sent = measurement.traffic(share)
         communication.append(sum(link.seconds(getattr(sent, kind)) for kind, link in links.items()))
     fixed_seconds, seconds_per_share = fit_affine(MIGRATED_SHARES, communication)
     costs = Costs(resize_fixed, resize_per_share, fixed_seconds, seconds_per_share, receive_factor)
@@ -209,32 +207,30 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float]) -> FittedLink:
     return FittedLink(max(seconds[0] - slope * sizes[0], 0.0), slope)
 
 
-def _fit_everywhere(
-    shapes: Sequence[ProductShape], rows: int, dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device
-) -> bool:
+def _fit_everywhere(measurement: CostMeasurement) -> bool:
     """True if every rank has memory for the measurement: a rank that failed in it would let the others wait."""
-    largest = max((shape.outputs * shape.columns for shape in shapes), default=0)
-    widest = max((shape.outputs + shape.columns for shape in shapes), default=0)
+    largest = max((shape.outputs * shape.columns for shape in measurement.shapes), default=0)
+    widest = max((shape.outputs + shape.columns for shape in measurement.shapes), default=0)
     fits = 1.0
     try:
         # Operands, results, and a part of each; and the largest message.
-        torch.empty(3 * (largest + rows * widest), dtype=dtype, device=device)
-        torch.empty(max(MESSAGES), dtype=torch.uint8, device=device)
+        torch.empty(3 * (largest + measurement.rows * widest), dtype=measurement.dtype, device=measurement.device)
+        torch.empty(max(MESSAGES), dtype=torch.uint8, device=measurement.device)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
         fits = 0.0
-    return bool(_gather([fits], group, device).min())
+    return bool(_gather([fits], measurement.group, measurement.device).min())
 
 
 # Products ---------------------------------------------------------------------------------------------------------
 
 
-def _time_products(
-    shapes: Sequence[ProductShape], rows: int, dtype: torch.dtype, device: torch.device, form: Form
-) -> tuple[list[float], list[float]]:
+def _time_products(measurement: CostMeasurement) -> tuple[list[float], list[float]]:
     """Times of resized and received products relative to dense ones; means over shapes, weighted by their work."""
-    largest = sorted(set(shapes), key=lambda shape: (-shape.outputs * shape.columns, shape.outputs))[:SHAPES]
+    largest = sorted(set(measurement.shapes), key=lambda shape: (-shape.outputs * shape.columns, shape.outputs))[
+        :SHAPES
+    ]
     if not largest:
         return [1.0 - share for share in RESIZED_SHARES], list(RECEIVED_SHARES)
     ratios: list[list[float]] = []
@@ -243,21 +239,20 @@ def _time_products(
     for shape in largest:
         if time.perf_counter() - start > PRODUCT_SECONDS / 2:
             break
-        ratios.append(_time_shape(shape, rows, dtype, device, form, PRODUCT_SECONDS / len(largest)))
+        ratios.append(_time_shape(shape, measurement, PRODUCT_SECONDS / len(largest)))
         weights.append(shape.outputs * shape.columns)
     mean = np.average(ratios, axis=0, weights=weights).tolist()
     return mean[: len(RESIZED_SHARES)], mean[len(RESIZED_SHARES) :]
 
 
-def _time_shape(
-    shape: ProductShape, rows: int, dtype: torch.dtype, device: torch.device, form: Form, budget_seconds: float
-) -> list[float]:
+def _time_shape(shape: ProductShape, measurement: CostMeasurement, budget_seconds: float) -> list[float]:
     """The same for one shape, from the fastest of several rounds, because other work on the machine only adds time."""
+    dtype, device = measurement.dtype, measurement.device
     # A separate generator, so that measuring does not change the random numbers of training.
     generator = torch.Generator(device).manual_seed(0)
-    rows, shape = _affordable(shape, rows, dtype, device, generator)
+    rows, shape = _affordable(shape, measurement.rows, dtype, device, generator)
     products = _Products(shape, rows, dtype, device, generator)
-    along = 1 if form == "column" else 0
+    along = 1 if measurement.form == "column" else 0
     size = shape.columns if along else shape.outputs
     runs = [products.dense]
     runs += [products.part(along, size - round(share * size), whole_gradients=True) for share in RESIZED_SHARES]
@@ -403,18 +398,10 @@ def _broadcast_costs(costs: Costs | None, group: dist.ProcessGroup, device: torc
     return None if np.isnan(values).any() else Costs(**dict(zip(names, values, strict=True)))
 
 
-def _measurement_context(
-    group: dist.ProcessGroup,
-    shapes: Sequence[ProductShape],
-    rows: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    traffic: Callable[[float], Traffic],
-    form: Form,
-) -> dict[str, Any]:
+def _context(measurement: CostMeasurement) -> dict[str, Any]:
     """All that the costs depend on, as JSON values. Collective; equal on all ranks."""
-    devices: list[Any] = [None] * group.size()
-    dist.all_gather_object(devices, (socket.gethostname(), _device_name(device)), group=group)
+    group, device = measurement.group, measurement.device
+    devices = of_every_rank((socket.gethostname(), _device_name(device)), group)
     hosts = list(dict.fromkeys(host for host, _ in devices))
     return {
         "devices": [name for _, name in devices],
@@ -424,11 +411,11 @@ def _measurement_context(
         "torch": torch.__version__,
         "backend": dist.get_backend(group),
         "threads": torch.get_num_threads(),
-        "shapes": sorted({(shape.outputs, shape.columns) for shape in shapes}),
-        "rows": rows,
-        "dtype": str(dtype),
-        "form": form,
-        "traffic": [asdict(traffic(share)) for share in MIGRATED_SHARES],
+        "shapes": sorted({(shape.outputs, shape.columns) for shape in measurement.shapes}),
+        "rows": measurement.rows,
+        "dtype": str(measurement.dtype),
+        "form": measurement.form,
+        "traffic": [asdict(measurement.traffic(share)) for share in MIGRATED_SHARES],
     }
 
 

@@ -54,7 +54,7 @@ class LocalRecord(WorkRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class RankRecord(WorkRecord):
-    """A rank's part of an iteration, compared with the other ranks."""
+    """A rank's part of an iteration, or its medians over several, compared with the other ranks."""
 
     rank: int
     wait_seconds: float
@@ -127,27 +127,12 @@ class WhatIf:
 
 
 @dataclass(frozen=True)
-class RankSummary:
-    """A rank's medians over the measured iterations. Times are in seconds, shares and scores in [0, 1]."""
-
-    rank: int
-    work_seconds: float
-    matmul_seconds: float
-    wait_seconds: float
-    resized: float
-    migrated: float
-    resharded: float
-    received: float
-    relative_score: float
-    own_score: float
-
-
-@dataclass(frozen=True)
 class BalanceReport(WhatIf):
     """Medians over the measured iterations of one tensor-parallel group."""
 
     iterations: int
-    ranks: tuple[RankSummary, ...]
+    ranks: tuple[RankRecord, ...]
+    """Medians of each rank."""
     changes: int
     notes: tuple[str, ...]
     """Notes of the plans, each once, the latest last."""
@@ -214,7 +199,7 @@ def report(records: Sequence[IterationRecord], group: Sequence[int]) -> BalanceR
     if not records:
         return None
     ranks = tuple(
-        RankSummary(rank, **_medians([record.ranks[rank] for record in records], RankSummary, exclude=("rank",)))
+        RankRecord(rank=rank, **_medians([record.ranks[rank] for record in records], RankRecord, exclude=("rank",)))
         for rank in range(len(records[0].ranks))
     )
     notes = [record.note for record in records if record.note]

@@ -15,6 +15,7 @@ from colossalai.tensor.padded_tensor import is_padded_tensor
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..common.ranks import of_every_rank
 from .model_outline import ModelOutline, persistent_buffers, plain_name
 from .optimizer_memory import NUMBER, PARAMETER, Master, as_scalar, check_stage, masters_of, states_of
 from .pieces import Box, TensorPiece
@@ -283,7 +284,6 @@ def agreed_buffers(pieces: list[TensorPiece], outline: ModelOutline) -> list[Ten
     parameters = {name for names in outline.groups for name in names}
     if all(name in parameters for name in outline.shapes):
         return pieces
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, {each.key: each.data.cpu() for each in pieces if each.key.startswith("buffer.")})
+    everyone = of_every_rank({each.key: each.data.cpu() for each in pieces if each.key.startswith("buffer.")})
     values = {key: value for found in reversed(everyone) for key, value in found.items()}
     return [replace(each, data=values[each.key]) if each.key in values else each for each in pieces]

@@ -17,19 +17,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..common.ranks import on_every_rank, own_address
+from ..common.ranks import of_every_rank, on_every_rank, own_address
 from .config import CheckpointConfig, CheckpointError
 from .exchange import BoxMemory, Outcome, fetch_boxes
 from .held_pieces import agreed_buffers, pieces_of
 from .layer_files import TYPES
-from .model_outline import ModelOutline
 from .participants import Participants, gather_participants, holdings_of
 from .pieces import STATES, Bitmap, Location, RunState, StorageTier, TensorPiece, step_of
 from .places import Checkpoint, Copy, NodeCopy, Place, find_checkpoints, newest_whole
 from .reader import CheckpointReader
 from .records import FileCheck
 from .restoring import Restoring, wait_for_parameters
-from .run_states import check_loader, check_optimizer, restore_run, run_state_of
+from .run_states import Training, check_loader, check_optimizer, restore_run, run_state_of
 from .saver import LayerCheckpointSaver
 from .storage import DamagedCopy
 from .transfers import Need, choose_sources
@@ -53,15 +52,13 @@ def repair(reader: CheckpointReader, nodes: Sequence[str]) -> None:
         good = reader.whole(name, bad.check(name))
         if good is None or not reader.replace(bad, name, good.content(name), good.place.name):
             left[bad.full_name(name)] = bad, name
-    requests: list[Any] = [None] * len(nodes)
     own = [_Damaged(rank, nodes[rank], path, name, bad.check(name)) for path, (bad, name) in left.items()]
-    dist.all_gather_object(requests, own)
+    requests = of_every_rank(own)
     first = {(each.node, each.path): each for of_rank in reversed(requests) for each in of_rank}
     for request in sorted(first.values(), key=lambda each: (each.rank, each.path)):
         # A rank that has a whole copy and still asks could not write it.
         good = None if rank == request.rank else reader.whole(request.name, request.check)
-        offers: list[Any] = [None] * len(nodes)
-        dist.all_gather_object(offers, good is not None)
+        offers = of_every_rank(good is not None)
         if not any(offers):
             continue
         sender = offers.index(True)
@@ -117,8 +114,7 @@ def load_pieces(
     outcome = Outcome([], [Need(each.layer, each.key, each.box, each.data.element_size()) for each in as_saved])
     received, problems = 0, list[str]()
     while True:
-        outcomes: list[Any] = [None] * len(nodes)
-        dist.all_gather_object(outcomes, outcome)
+        outcomes = of_every_rank(outcome)
         for layer, location, problem in (each for of_rank in outcomes for each in of_rank.problems):
             bitmap.discard(layer, location)
             problems.append(problem)
@@ -167,16 +163,6 @@ LOST_SECONDS = 10.0
 """Time until a rank is known to be lost, at most."""
 
 
-class Training(NamedTuple):
-    model: Any
-    optimizer: Any
-    lr_scheduler: Any
-    loader: Any
-    """A data loader with a ``state_dict``, or None."""
-    outline: ModelOutline
-    """Outline of the model before it was configured."""
-
-
 @dataclass(frozen=True)
 class Start:
     """State from which training continues. Bytes are this rank's: read from files, and received from other ranks."""
@@ -205,21 +191,20 @@ class LayerCheckpoint:
         """Save, if ``step`` is a multiple of ``save_every``; false if not, or if it is held until :meth:`wait`."""
         if step % self._config.save_every and not always:
             return False
-        model, optimizer, lr_scheduler, loader, outline = training
-        wait_for_parameters(optimizer)
-        pieces = agreed_buffers(pieces_of(model, optimizer, outline), outline)
+        wait_for_parameters(training.optimizer)
+        outline = training.outline
+        pieces = agreed_buffers(pieces_of(training.model, training.optimizer, outline), outline)
         for piece in pieces:
             if piece.data.dtype not in TYPES:
                 known = ", ".join(str(each).removeprefix("torch.") for each in TYPES)
                 raise ValueError(f"{piece.key} is of {piece.data.dtype}, which no file of safetensors has; use {known}")
-        state = run_state_of(model, optimizer, lr_scheduler, loader, outline, pieces, epoch=epoch, plan=plan)
+        state = run_state_of(training, pieces, epoch=epoch, plan=plan)
         saver, ready = self._saver_of(pieces)
         return saver.save(step, pieces, state, ready=ready)
 
     def resume(self, training: Training, step: int | None = None) -> Start:
         """Load the newest whole checkpoint, or that of a step."""
-        model, optimizer, lr_scheduler, loader, outline = training
-        check_loader(loader)
+        check_loader(training.loader)
         self.wait()
         own, copies, nodes, torn = self._everyones_copies()
         damaged: list[str] = []  # the same on all ranks
@@ -237,8 +222,8 @@ class LayerCheckpoint:
             try:
                 reader, states = _open(own.get(newest.id), newest.step)
                 saved = reader.checkpoint
-                check_optimizer(optimizer, saved.manifest.common["optimizer"])
-                restoring = Restoring(model, optimizer, outline, saved.shapes, saved.manifest.common["state"])
+                check_optimizer(training.optimizer, saved.manifest.common["optimizer"])
+                restoring = Restoring(training, saved.shapes, saved.manifest.common["state"])
                 received = load_pieces(restoring.pieces, found, reader, nodes)
                 break
             except CheckpointError as error:  # on all ranks
@@ -258,7 +243,7 @@ class LayerCheckpoint:
         for problem in reader.problems:
             warnings.warn(f"a checkpoint is damaged: {problem}", stacklevel=2)
         restoring.finish()
-        same = restore_run(model, optimizer, lr_scheduler, loader, outline, restoring.pieces, states, step=newest.step)
+        same = restore_run(training, restoring.pieces, states, step=newest.step)
         return Start(newest.step, saved.manifest.epoch, same, reader.bytes_read, received)
 
     def newest_step(self, step: int | None = None) -> int | None:

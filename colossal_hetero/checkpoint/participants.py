@@ -7,10 +7,11 @@ import socket
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
+from ..common.ranks import of_every_rank
 from .pieces import Box, TensorPiece
 
 # File division -------------------------------------------------------------------------------------------------------
@@ -149,8 +150,7 @@ def gather_participants(pieces: Sequence[TensorPiece], node: str | None = None) 
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Participants(0, (node,), holdings_of(0, node, pieces), run)
     rank = dist.get_rank()
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (node, holdings_of(rank, node, pieces), run))
+    everyone = of_every_rank((node, holdings_of(rank, node, pieces), run))
     return Participants(
         rank,
         tuple(node for node, _, _ in everyone),

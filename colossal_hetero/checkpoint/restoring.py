@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from colossalai.zero.low_level import LowLevelZeroOptimizer
 from colossalai.zero.low_level._utils import all_gather_into_flat_tensor_nd
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..colossalai_support.accelerator import get_accelerator
 from ..profiling.aborted_step import find_zero_optimizer
@@ -17,6 +17,7 @@ from .held_pieces import HeldTensor, buffer_pieces, held_parameters, pieces_of_m
 from .model_outline import ModelOutline
 from .optimizer_memory import NUMBER, PARAMETER, check_stage
 from .pieces import TensorPiece
+from .run_states import Training
 
 
 def check_same_model(outline: ModelOutline, saved: Mapping[str, Sequence[int]]) -> None:
@@ -47,14 +48,8 @@ def some(names: Sequence[str]) -> str:
 class Restoring:
     """Loads a checkpoint into a model and its optimizer, on all ranks: read :attr:`pieces`, call :meth:`finish`."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Any,
-        outline: ModelOutline,
-        saved: Mapping[str, Sequence[int]],
-        kinds: Mapping[str, str],
-    ) -> None:
+    def __init__(self, training: Training, saved: Mapping[str, Sequence[int]], kinds: Mapping[str, str]) -> None:
+        model, optimizer, outline = training.model, training.optimizer, training.outline
         check_stage(model)
         check_same_model(outline, saved)
         wait_for_parameters(optimizer)

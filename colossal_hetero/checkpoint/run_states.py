@@ -7,7 +7,7 @@ import io
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ..colossalai_support.accelerator import get_accelerator
+from ..common.ranks import of_every_rank
 from ..profiling.aborted_step import find_zero_optimizer
 from ..profiling.preserved_state import inner_optimizer
 from .model_outline import ModelOutline
@@ -74,6 +75,16 @@ def _randomizers(model: nn.Module) -> Iterator[tuple[str, Randomizer]]:
 
 
 # Training state ------------------------------------------------------------------------------------------------------
+
+
+class Training(NamedTuple):
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    loader: Any
+    """A data loader with a ``state_dict``, or None."""
+    outline: ModelOutline
+    """Outline of the model before it was configured."""
 
 
 KEPT = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
@@ -235,17 +246,8 @@ def place_digest(pieces: Sequence[TensorPiece]) -> str:
     return hashlib.sha256(json.dumps([dist.get_world_size(), held]).encode()).hexdigest()[:16]
 
 
-def run_state_of(
-    model: nn.Module,
-    optimizer: Any,
-    lr_scheduler: Any,
-    loader: Any,
-    outline: ModelOutline,
-    pieces: Sequence[TensorPiece],
-    *,
-    epoch: int,
-    plan: str,
-) -> RunState:
+def run_state_of(training: Training, pieces: Sequence[TensorPiece], *, epoch: int, plan: str) -> RunState:
+    model, optimizer, lr_scheduler, loader, outline = training
     check_loader(loader)
     binary = {RANDOM: as_bytes(random_state_of(model), "the random state")}
     if lr_scheduler is not None:
@@ -272,21 +274,12 @@ def run_state_of(
     )
 
 
-def restore_run(
-    model: nn.Module,
-    optimizer: Any,
-    lr_scheduler: Any,
-    loader: Any,
-    outline: ModelOutline,
-    pieces: Sequence[TensorPiece],
-    saved: Sequence[RunState],
-    *,
-    step: int,
-) -> bool:
+def restore_run(training: Training, pieces: Sequence[TensorPiece], saved: Sequence[RunState], *, step: int) -> bool:
     """Continue with the state of a run, after ``pieces``, those of this rank, were loaded. Every rank calls it.
 
     True if every rank has the same part of the model as then; else dropout draws other masks.
     """
+    model, optimizer, lr_scheduler, loader, outline = training
     first = saved[0]
     restore_group_options(optimizer, outline, first.param_groups)
     restore_scaler(optimizer, from_bytes(first.binary[SCALER]) if SCALER in first.binary else None)
@@ -298,8 +291,7 @@ def restore_run(
         loader.load_state_dict({**first.common["loader"], **sampler})
     rank = dist.get_rank()
     own = saved[rank] if rank < len(saved) else None
-    same: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(same, own is not None and own.rank["place"] == place_digest(pieces))
+    same = of_every_rank(own is not None and own.rank["place"] == place_digest(pieces))
     if own is not None and all(same):
         restore_random_state(from_bytes(own.binary[RANDOM]), model)
     else:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..common.ranks import on_every_rank
+from ..common.ranks import of_every_rank, on_every_rank
 from ..planner.cluster.group_networks import ETHERNET
 from ..planner.cluster.topology import MeasuredLink, Topology
 from .rank_facts import Nic, RankFacts, make_topology, pairs_to_measure
@@ -132,9 +132,7 @@ def measure_links(
             elif rank == b:
                 _answer(a, device, group)
         dist.barrier()
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, measured)
-    return [MeasuredLink.model_validate(link) for links in everyone for link in links]
+    return [MeasuredLink.model_validate(link) for links in of_every_rank(measured) for link in links]
 
 
 def _measure(rank: int, other: int, protocol: str, device: torch.device, group: Any) -> MeasuredLink:

@@ -248,10 +248,10 @@ def check_launched() -> None:
         )
 
 
-def of_every_rank(value: T) -> list[T]:
-    """``value`` of each rank, by rank. Every rank calls it."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
+def of_every_rank(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """``value`` of each rank (of ``group``), by rank. Every rank calls it."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
     return everyone
 
 

@@ -118,7 +118,7 @@ class GradientGuard:
         return is_dropped
 
 
-class _GradientSums:
+class _NotedSums:
     def __init__(self, counted_again: str | None) -> None:
         self.counted_again = counted_again
         """Reason why a sum counts earlier gradients again, in words; None if it does not."""
@@ -183,7 +183,7 @@ class _GradientSums:
         prepare_sums(replica, loss)
 
 
-_sums: WeakKeyDictionary[nn.Module, _GradientSums] = WeakKeyDictionary()
+_sums: WeakKeyDictionary[nn.Module, _NotedSums] = WeakKeyDictionary()
 
 
 def refuse_unsummed_steps(
@@ -198,7 +198,7 @@ def refuse_unsummed_steps(
     update with different gradients, and ZeRO with none."""
     replica = None if in_pipeline else replica_of(model, optimizer)
     if model not in _sums:
-        _sums[model] = _GradientSums(counted_again)
+        _sums[model] = _NotedSums(counted_again)
         if replica is not None:
             replica.register_forward_pre_hook(_sums[model].count_forward)
     sums = _sums[model]
@@ -273,7 +273,7 @@ def noted_passes(model: ModelWrapper, optimizer: OptimizerWrapper) -> Iterator[N
             sharded.add(optimizer)
 
 
-def _guard_shards(sums: _GradientSums, model: ModelWrapper, optimizer: Any) -> None:
+def _guard_shards(sums: _NotedSums, model: ModelWrapper, optimizer: Any) -> None:
     """Guard ``parameter.grad`` from a backward pass to ``zero_grad``; see [Note: guarded gradients]."""
     if not sums.guards:
         model.register_forward_pre_hook(sums.open_gradients)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from ..checkpoint.exchange import BoxMemory, fetch_boxes
 from ..checkpoint.pieces import Bitmap, Box, Location, StorageTier, TensorPiece, cover
 from ..checkpoint.transfers import Need, choose_sources
+from ..common.ranks import of_every_rank
 
 COPIES = 2
 """Ranks that take what a leaving member holds."""
@@ -33,13 +33,12 @@ class HeldBox(NamedTuple):
 
 def all_holdings(held: Iterable[TensorPiece]) -> list[list[HeldBox]]:
     """Boxes that each rank holds. Every rank calls it, with its own pieces."""
-    own = [
-        HeldBox(each.layer, each.key, tuple(each.shape), str(each.data.dtype).removeprefix("torch."), each.box)
-        for each in held
-    ]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    return everyone
+    return of_every_rank(
+        [
+            HeldBox(each.layer, each.key, tuple(each.shape), str(each.data.dtype).removeprefix("torch."), each.box)
+            for each in held
+        ]
+    )
 
 
 def inheritance(holdings: Sequence[Sequence[HeldBox]], leaving: Sequence[bool]) -> list[list[HeldBox]]:
@@ -79,9 +78,7 @@ def move_pieces(
     """
     node_of = {number: str(number) for number in range(len(holdings))}
     bitmap, shapes, dtypes = _bitmap(holdings)
-    own = [Need(each.layer, each.key, each.box, each.data.element_size()) for each in needed]
-    needs: list[Any] = [None] * len(holdings)
-    dist.all_gather_object(needs, own)
+    needs = of_every_rank([Need(each.layer, each.key, each.box, each.data.element_size()) for each in needed])
     try:
         fetches = choose_sources(dict(enumerate(needs)), node_of, bitmap)
     except LookupError as error:

@@ -11,8 +11,9 @@ from colossalai.checkpoint_io import CheckpointIO
 from torch import nn
 
 from ..checkpoint.config import CheckpointConfig
-from ..checkpoint.layer_checkpoint import LayerCheckpoint, Start, Training
+from ..checkpoint.layer_checkpoint import LayerCheckpoint, Start
 from ..checkpoint.model_outline import ModelOutline, outline_of
+from ..checkpoint.run_states import Training
 from ..common.ranks import naming_ended_ranks
 from .training_objects import TrainingObjects
 
@@ -48,26 +49,14 @@ class Checkpoints:
         """Take a model for the one that was configured last."""
         self._outlines[model] = self._outline
 
-    def save(
-        self,
-        model: Any,
-        optimizer: Any,
-        lr_scheduler: Any,
-        dataloader: Any,
-        step: int,
-        epoch: int,
-        plan: str,
-        always: bool = False,
-    ) -> bool:
+    def save(self, training: Training, step: int, epoch: int, plan: str, always: bool = False) -> bool:
         """See :meth:`CheckpointMethods.save`; with ``always``, whatever ``save_every`` is."""
-        training = self._training(model, optimizer, lr_scheduler, dataloader)
         if step % self._save_every and not always:
             return False
         with naming_ended_ranks(), self._ordinary_shards():
             return self._files.save(training, step=step, epoch=epoch, plan=plan, always=always)
 
-    def resume(self, model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any, step: int | None) -> Start:
-        training = self._training(model, optimizer, lr_scheduler, dataloader)
+    def resume(self, training: Training, step: int | None) -> Start:
         with naming_ended_ranks(), self._ordinary_shards():
             start = self._files.resume(training, step)
         self._weights_changed()
@@ -84,7 +73,7 @@ class Checkpoints:
     def wait(self) -> None:
         self._files.wait()
 
-    def _training(self, model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any) -> Training:
+    def training(self, model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any) -> Training:
         if model not in self._outlines:
             raise ValueError(
                 "the model is not one that booster.boost returned together with an optimizer; boost it first, with "
@@ -113,7 +102,7 @@ CheckpointIO.register(PresentCheckpointIO)
 class CheckpointMethods:
     """Methods by which users save and resume, in both plugins."""
 
-    _checkpoints: Checkpoints | None
+    _checkpoints: Checkpoints | None = None
 
     def _plan_in_words(self) -> str:
         raise NotImplementedError
@@ -131,7 +120,9 @@ class CheckpointMethods:
         """Save a layer checkpoint if ``step`` is a multiple of ``save_every``; returns True if it is saved. Every rank
         calls it after every step. Training goes on as soon as the tensors are copied to the host's memory; they are
         written meanwhile."""
-        return self._needed().save(model, optimizer, lr_scheduler, dataloader, step, epoch, self._plan_in_words())
+        checkpoints = self._needed()
+        training = checkpoints.training(model, optimizer, lr_scheduler, dataloader)
+        return checkpoints.save(training, step, epoch, self._plan_in_words())
 
     def resume(
         self,
@@ -146,7 +137,8 @@ class CheckpointMethods:
         Every rank calls it once, after ``booster.boost``. The run that saved it may have had another plan, other
         degrees of parallelism, another ZeRO stage or number of ranks. Each rank reads what it needs from the nearest
         place: its node's disk, other nodes, the shared folder."""
-        return self._needed().resume(model, optimizer, lr_scheduler, dataloader, step)
+        checkpoints = self._needed()
+        return checkpoints.resume(checkpoints.training(model, optimizer, lr_scheduler, dataloader), step)
 
     def wait_for_saves(self) -> None:
         """Wait until the last checkpoint is written, and raise its error if there was one. Call it before the script

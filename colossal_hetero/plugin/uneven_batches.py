@@ -24,8 +24,7 @@ from ..common.methods import wrap_method
 from ..common.ranks import of_every_rank, print_on_rank_0
 from ..data_parallel.accumulation import GradientAccumulation
 from ..data_parallel.attach import MeasuredBatches
-from ..data_parallel.batch_balancer import BatchBalancer
-from ..data_parallel.batch_report import BatchReport, BatchShare
+from ..data_parallel.batch_balancer import BatchBalancer, BatchReport, BatchShare
 from ..data_parallel.config import BatchConfig, BatchSetup
 from ..data_parallel.loader import HeteroDataLoader, check_same_order, make_loader
 from ..data_parallel.resumable_loader import make_even_loader

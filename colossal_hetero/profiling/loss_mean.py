@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -366,7 +367,7 @@ def changed_parameters(model: nn.Module, scale: float) -> Iterator[None]:
                     part = parameter.detach()
                     if part.dim():
                         part = part[: max(CHANGED * len(part) // part.numel(), 1)]
-                    restores.append(_restore(part))
+                    restores.append(partial(part.copy_, part.to("cpu", copy=True)))
                     generator = torch.Generator().manual_seed(number)
                     size = max(
                         float(part.float().std(correction=0)), parameter.shape[-1] ** -0.5 if part.dim() else 1.0
@@ -377,8 +378,3 @@ def changed_parameters(model: nn.Module, scale: float) -> Iterator[None]:
         with torch.no_grad():
             for restore in restores:
                 restore()
-
-
-def _restore(part: Tensor) -> Callable[[], Any]:
-    before = part.to("cpu", copy=True)
-    return lambda: part.copy_(before)

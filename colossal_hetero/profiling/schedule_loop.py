@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,14 +34,8 @@ CUTS = 2
 HIDDEN = "hidden_states"
 
 
-class Loopback(Protocol):
-    """Messages of this process to itself; they arrive in the order in which they were sent."""
-
-    def send(self, message: Tensor) -> None:
-        """Send a copy; returns at once."""
-
-    def receive(self, buffer: Tensor) -> None:
-        """Wait for the next message."""
+# Messages of this process to itself, which arrive in the order in which they were sent: ``send`` sends a copy and
+# returns at once, ``receive`` waits for the next message.
 
 
 class _SocketLoopback:
@@ -96,6 +90,9 @@ class _DeviceLoopback:
 
     def receive(self, buffer: Tensor) -> None:
         buffer.detach().copy_(self._sent.popleft())
+
+
+Loopback = _SocketLoopback | _DeviceLoopback
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from colossal_hetero.checkpoint.model_outline import ModelOutline, outline_of
 from colossal_hetero.checkpoint.optimizer_memory import state_entries
 from colossal_hetero.checkpoint.pieces import Box, TensorPiece
 from colossal_hetero.checkpoint.restoring import Restoring
+from colossal_hetero.checkpoint.run_states import Training
 from tests.support.language_models import VOCABULARY, gpt2, llama
 from tests.support.training import CLASSES, adamw, mean_over_replicas, pipeline_step, tiny_vit
 
@@ -163,7 +164,8 @@ def different_tensors(found: InMemory, expected: InMemory) -> list[str]:
 
 
 def load(run: Run, saved: InMemory) -> None:
-    restoring = Restoring(run.model, run.optimizer, run.outline, saved.shapes, saved.kinds)
+    training = Training(run.model, run.optimizer, None, None, run.outline)
+    restoring = Restoring(training, saved.shapes, saved.kinds)
     for piece in restoring.pieces:
         everything = Box((0,) * len(piece.shape), piece.shape)
         piece.data.copy_(saved.tensors[piece.key][everything.slices_of(piece.box)])

@@ -29,8 +29,8 @@ from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile
 from colossal_hetero.plugin.elastic import evaluations
 from colossal_hetero.plugin.elastic.members import JobMember
-from colossal_hetero.plugin.replicas.layer_sums import LayerSums
 from colossal_hetero.plugin.replicas.replica_gradients import ReplicaGradients
+from colossal_hetero.plugin.zero.gradient_sums import GradientSums
 from tests.parallel.plugin.unequal.test_unequal_replicas import VOCABULARY, gpt2, loss_of
 from tests.support.harness import check_preloaded, forked_context
 from tests.support.layer_profiles import layer_times
@@ -124,12 +124,12 @@ PHASES: dict[str, tuple[Any, str, bool]] = {
     "forward": (GPT2Block, "forward", False),
     "evaluation": (GPT2Block, "forward", False),
     "backward": (torch.autograd, "backward", False),
-    "sums": (LayerSums, "finish", False),
+    "sums": (GradientSums, "finish", False),
     "before commit": (ReplicaGradients, "commit", False),
     "after commit": (ReplicaGradients, "commit", True),
     "saving": (FileOperations, "write", True),
-    "re-forming": (JobMember, "form", False),
-    "formed": (JobMember, "form", True),
+    "re-forming": (JobMember, "form_world", False),
+    "formed": (JobMember, "form_world", True),
     "moving": (evaluations, "move_pieces", False),
     "moved": (evaluations, "move_pieces", True),
 }

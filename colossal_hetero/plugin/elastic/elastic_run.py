@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from ...checkpoint.layer_checkpoint import Start
 from ...checkpoint.model_outline import outline_of
+from ...checkpoint.run_states import Training
 from ...common.methods import wrap_method
 from ...common.ranks import is_lost_connection, of_every_rank, print_on_rank_0
 from ...data_parallel.loader import HeteroDataLoader
@@ -60,15 +61,18 @@ log = logging.getLogger(__name__)
 
 
 Build = Callable[[Sequence[str], Sequence[HeldLayers | None], int | None], tuple[HeldLayers, int]]
+"""Makes the plugin again for these nodes; returns what this rank holds then, and the size of micro-batches."""
 
 MAX_FAILURES = 3  # of a step with the same members; then training ends
 
 
 class ElasticRun:
+    """Lets a hybrid ``plugin``, and what it has boosted, go on in another world."""
+
     rejoins = True  # this process can join another world, if a member is lost while it joins one
 
-    def __init__(self, members: Members, build: Build, config: ElasticConfig) -> None:
-        self._members, self._build, self._seed = members, build, config.seed
+    def __init__(self, plugin: Any, build: Build, members: Members, config: ElasticConfig) -> None:
+        self._plugin, self._build, self._members, self._seed = plugin, build, members, config.seed
         self._waiting = WaitForNodes(members, config.join_seconds)
         self.version = 0  # optimizer steps that are done
         self.recoveries: list[Recovery] = []
@@ -99,6 +103,8 @@ class ElasticRun:
             try:
                 return self.form()
             except RuntimeError as error:
+                if not self.rejoins:
+                    raise
                 reason = _lost(error)
             self._members.fail(reason)
             self._members.leave()
@@ -115,13 +121,13 @@ class ElasticRun:
                 self._waiting.end()
                 return
             self._waiting.wait(problem)
-            self._hand_over(None)
+            self._hand_over(saves=False)
             with suppress(RuntimeError):
                 self._members.leave()
 
     def _form_world(self) -> tuple[Sequence[str], list[HeldLayers | None], int | None]:
         """Form a world, agree on the newest step; returns nodes, held layers, and the size of micro-batches so far."""
-        nodes = self._members.form()
+        nodes = self._members.form_world()
         self._steps_in_world = 0
         done, has_results = self.evaluations.done, self.evaluations.has_results
         standing = Standing(self.version if self._holds else None, self._complete, self._commit, done, has_results)
@@ -157,16 +163,15 @@ class ElasticRun:
         )
 
     def _make_step(self, commit: Commit) -> None:
-        assert self._inner_step is not None
-        self._gradients().exchange = lambda *_: commit
+        assert self._inner_step is not None and self._objects is not None
+        self._objects.optimizer.gradients.exchange = lambda *_: commit
         self._inner_step()
         self._stepped(commit)
 
     def _let_go(self) -> Held:
         """Take what this rank holds out of the old model and optimizer, which then have no groups of the old world."""
-        assert self._objects is not None
         self._inner_step = None
-        return release_state(self._objects, self._outline, self._scheduler, self._loader)
+        return release_state(self._training(self._scheduler, self._loader))
 
     # The plugin's moments -----------------------------------------------------------------------------------------
 
@@ -183,7 +188,7 @@ class ElasticRun:
         optimizer = objects.optimizer
         self._inner_step = optimizer.step
         optimizer.gradients.exchange = self._exchange
-        wrap_method(optimizer, "step", partial(self._step, plugin))
+        wrap_method(optimizer, "step", self._step)
         model = objects.model.unwrap()
         blocks = {} if self._row is None else dict(model.get_submodule(self._row).named_children())
         self._random = SeededPasses(model, blocks, dist.get_rank(plugin.tp_group))
@@ -193,32 +198,33 @@ class ElasticRun:
         self, configure: Callable[[TrainingObjects], TrainingObjects], objects: TrainingObjects
     ) -> TrainingObjects:
         """Configure what the script boosts, in another world if a member is lost while this process joins."""
-        is_first = self._template is None and objects.optimizer is not None
-        try:
+        if self._template is not None or objects.optimizer is None:
             return configure(objects)
+
+        def again(reason: str) -> TrainingObjects:
+            self._loader_is_old, self._objects = True, None
+            self._form_again(reason)
+            assert self._template is not None
+            return configure(objects._replace(model=self._template.make(), optimizer=self._template.optimizer))
+
+        return self._joining(partial(configure, objects), again)
+
+    def _joining(self, first: Callable[[], T], again: Callable[[str], T]) -> T:
+        """What ``first`` returns; if a member is lost in it, what ``again`` does in another world, for this reason."""
+        try:
+            return first()
         except RuntimeError as error:
-            if not is_first:
-                raise
-            reason = self._lost_while_joining(error)
-        self._loader_is_old = True
+            if self._agreed is None or self._template is None or not self.rejoins:
+                raise  # without others, only the script has the model's first weights
+            reason = _lost(error)
         while True:
-            self._objects = None
             try:
-                self._form_again(reason)
-                assert self._template is not None
-                model, optimizer = self._template.make(), self._template.optimizer
-                return configure(objects._replace(model=model, optimizer=optimizer))
+                return again(reason)
             except RuntimeError as error:
                 reason = _lost(error)
 
-    def _lost_while_joining(self, error: RuntimeError) -> str:
-        if self._agreed is None or self._template is None or not self.rejoins:
-            raise error  # without others, only the script has the model's first weights
-        return _lost(error)
-
     def resume(
         self,
-        plugin: Any,
         lr_scheduler: Any,
         loader: Any,
         load: Callable[[], Start],
@@ -238,52 +244,51 @@ class ElasticRun:
                 # The board outlives workers that start again, and may know a later step.
                 self._members.board.publish("steps", str(self.version))
         else:
-            received = self._join(plugin, lr_scheduler, loader)
+            if self._loader_is_old:
+                assert self._objects is not None
+                self._plugin.adopt(self._objects.model, loader)
+            received = self._joining(
+                partial(self._restore, lr_scheduler, loader),
+                lambda reason: self._go_on(reason, lr_scheduler, loader),
+            )
             self.version = self._agreed.version
             start = Start(self.version, int(loader.state_dict()["epoch"]), received_bytes=received)
         self._holds, self._layers = True, self._new_layers
         return start
 
-    def _join(self, plugin: Any, lr_scheduler: Any, loader: Any) -> int:
-        """Get the state of the others, in another world if this one breaks; returns the bytes received."""
+    def _training(self, lr_scheduler: Any, loader: Any) -> Training:
         assert self._objects is not None
-        if self._loader_is_old:
-            plugin.adopt(self._objects.model, loader)
-        try:
-            return self._restore(lr_scheduler, loader)
-        except RuntimeError as error:
-            reason = self._lost_while_joining(error)
-        while True:
-            try:
-                return self._go_on(plugin, reason, lr_scheduler, loader)
-            except RuntimeError as error:
-                reason = _lost(error)
+        return Training(self._objects.model, self._objects.optimizer, lr_scheduler, loader, self._outline)
 
     def _restore(self, lr_scheduler: Any, loader: Any) -> int:
-        assert self._objects is not None and self._agreed is not None
-        return restore(self._objects, self._outline, self._held, self._agreed, lr_scheduler, loader)
+        assert self._agreed is not None
+        return restore(self._training(lr_scheduler, loader), self._held, self._agreed)
 
     # Iterations ---------------------------------------------------------------------------------------------------
 
-    def run(self, plugin: Any, passes: Callable[[], dict]) -> dict:
+    def _before_call(self) -> None:
+        """The script calls :meth:`run`, :meth:`evaluate` or :meth:`guarded`."""
+
+    def run(self, passes: Callable[[], dict]) -> dict:
         """Run forward and backward passes, in another world if this one breaks."""
+        self._before_call()
         if not self._calls and self._commit is not None and any(self._commit.words):
-            self._change(plugin, "a member joins or leaves")
-        seeded = partial(self._seeded, plugin, passes, len(self._calls))
+            self._change("a member joins or leaves")
+        seeded = partial(self._seeded, passes, len(self._calls))
         self._calls.append(seeded)
         try:
             return seeded()
         except RuntimeError as error:
             reason = _lost(error)
-        self._change(plugin, reason)
+        self._change(reason)
         return self._repeat()
 
-    def _seeded(self, plugin: Any, passes: Callable[[], dict], call: int) -> dict:
+    def _seeded(self, passes: Callable[[], dict], call: int) -> dict:
         """Run ``passes``, the ``call``-th since the last step, with random numbers that do not depend on the plan."""
 
         def seed_of(micro_batch: int) -> int:
             # Python's hash of integers is the same in all processes.
-            return hash((self._seed, self.version, call, *plugin.micro_batch_place(micro_batch)))
+            return hash((self._seed, self.version, call, *self._plugin.micro_batch_place(micro_batch)))
 
         assert self._random is not None
         with self._random.run(seed_of):
@@ -292,27 +297,27 @@ class ElasticRun:
     def is_broken(self) -> bool:
         return self._members.is_broken()
 
-    def evaluate(
-        self, plugin: Any, model: Any, batches: Iterator[Any], evaluate: Callable[[Iterator[Any]], dict]
-    ) -> dict:
+    def evaluate(self, model: Any, batches: Iterator[Any], evaluate: Callable[[Iterator[Any]], dict]) -> dict:
+        self._before_call()
         if not self._holds or self._calls:  # not in training yet, or gradients would be lost
             return evaluate(batches)
 
         def change(error: RuntimeError) -> bool:
             is_training = model.training
-            self._change(plugin, _lost(error))
+            self._change(_lost(error))
             model.train(is_training)
             return self._repeats_evaluation
 
         return self.evaluations.run(evaluate, batches, change)
 
-    def guarded(self, plugin: Any, action: Callable[[], T], otherwise: T) -> T:
+    def guarded(self, action: Callable[[], T], otherwise: T) -> T:
         """Do an action of all ranks together; returns ``otherwise`` if a member is lost meanwhile."""
+        self._before_call()
         try:
             return action()
         except RuntimeError as error:
             reason = _lost(error)
-        self._change(plugin, reason)
+        self._change(reason)
         return otherwise
 
     def finish(self) -> None:
@@ -328,7 +333,7 @@ class ElasticRun:
             result = passes()
         return result
 
-    def _step(self, plugin: Any, _: Any, *args: Any, **kwargs: Any) -> Any:
+    def _step(self, _: Any, *args: Any, **kwargs: Any) -> Any:
         assert self._inner_step is not None and self._objects is not None
         version = self.version
         try:
@@ -339,7 +344,7 @@ class ElasticRun:
             assert self._commit is not None
             self._stepped(self._commit)
             return result
-        self._change(plugin, reason)
+        self._change(reason)
         if self.version > version:  # made with what the others agreed on
             return None
         self._repeat()
@@ -362,13 +367,9 @@ class ElasticRun:
         self._commit = commit
         return commit
 
-    def _gradients(self) -> Any:
-        assert self._objects is not None
-        return self._objects.optimizer.gradients
-
     # Another world ------------------------------------------------------------------------------------------------
 
-    def _change(self, plugin: Any, reason: str) -> None:
+    def _change(self, reason: str) -> None:
         begin, members = time.monotonic(), dist.get_world_size()
         self._check_progress(reason)
         failed = not (self._commit is not None and any(self._commit.words) and not self._calls)
@@ -376,8 +377,8 @@ class ElasticRun:
         while True:
             try:
                 if not failed:
-                    received += self._hand_over(plugin)
-                received += self._go_on(plugin, reason if failed else None)
+                    received += self._hand_over()
+                received += self._go_on(reason if failed else None)
                 break
             except RuntimeError as error:
                 reason, failed = _lost(error), True
@@ -399,9 +400,9 @@ class ElasticRun:
                 f"reason: {reason}"
             )
 
-    def _hand_over(self, plugin: Any) -> int:
+    def _hand_over(self, saves: bool = True) -> int:
         """Take what only members hold that leave, while they are there; returns the bytes received. Those that leave
-        end here. If all leave, the last state is saved before, if there is a plugin."""
+        end here. If all leave and the plugin ``saves``, the last state is saved before."""
         leaving = of_every_rank(self._members.is_leaving())
         if not any(leaving):
             return 0
@@ -411,17 +412,15 @@ class ElasticRun:
             held = self._held or (self._let_go() if self._holds else NOTHING)
             self._held, received = receive_state(held, leaving)
             dist.barrier()
-        elif plugin is not None:
-            self._save_last(plugin)
+        elif saves:
+            self._save_last()
         if own:
             self._members.depart()
             raise SystemExit(0)
         return received
 
-    def _save_last(self, plugin: Any) -> None:
-        assert self._objects is not None
-        model, optimizer = self._objects.model, self._objects.optimizer
-        is_saved = plugin.save_last(model, optimizer, self._scheduler, self._loader, self.version)
+    def _save_last(self) -> None:
+        is_saved = self._plugin.save_last(self._training(self._scheduler, self._loader), self.version)
         what = "is saved" if is_saved else "is not saved, because the plugin has no checkpoints=CheckpointConfig(...)"
         print_on_rank_0(f"all members leave; the state after step {self.version} {what}")
 
@@ -439,16 +438,16 @@ class ElasticRun:
         if self._agreed is None:
             raise StateLost(f"all members with a state of training were lost; {START_AGAIN}")
 
-    def _go_on(self, plugin: Any, reason: str | None, lr_scheduler: Any = None, loader: Any = None) -> int:
+    def _go_on(self, reason: str | None, lr_scheduler: Any = None, loader: Any = None) -> int:
         """Take part in another world, with the script's objects; returns the bytes received."""
         self._form_again(reason)
         assert self._objects is not None and self._template is not None and self._agreed is not None
-        user = self._objects
+        user, model = self._objects, self._template.make()
         configured = TrainingObjects(
-            *plugin.configure(self._template.make(), self._template.optimizer, self._criterion, self._loader, None)
+            *self._plugin.configure(model, self._template.optimizer, self._criterion, self._loader, None)
         )
         user.model.__dict__, user.optimizer.__dict__ = configured.model.__dict__, configured.optimizer.__dict__
-        plugin.adopt(user.model, self._loader)
+        self._plugin.adopt(user.model, self._loader)
         received = self._restore(lr_scheduler, loader)
         self.version, self._held, self._layers = self._agreed.version, None, self._new_layers
         return received

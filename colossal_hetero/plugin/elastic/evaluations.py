@@ -25,11 +25,10 @@ from ...checkpoint.held_pieces import pieces_of
 from ...checkpoint.model_outline import ModelOutline
 from ...checkpoint.optimizer_memory import state_entries
 from ...checkpoint.restoring import Restoring
-from ...checkpoint.run_states import restore_run, run_state_of
+from ...checkpoint.run_states import Training, restore_run, run_state_of
 from ...common.ranks import of_every_rank
 from ...elastic.held_layers import CatchUp, Held, RecoveryDecision, Standing
 from ...elastic.moves import HoldingsLost, all_holdings, empty_piece, inheritance, move_pieces
-from ..training_objects import TrainingObjects
 
 
 class Evaluations:
@@ -129,11 +128,11 @@ class StateLost(Exception):
     """The last holder of a part of the state is gone."""
 
 
-def release_state(objects: TrainingObjects, outline: ModelOutline, lr_scheduler: Any, loader: Any) -> Held:
+def release_state(training: Training) -> Held:
     """Take what this rank holds; the model and the optimizer are empty then, without groups of the old world."""
-    model, optimizer = objects.model, objects.optimizer
-    pieces = pieces_of(model, optimizer, outline)
-    state = run_state_of(model, optimizer, lr_scheduler, loader, outline, pieces, epoch=0, plan="")
+    model, optimizer = training.model, training.optimizer
+    pieces = pieces_of(model, optimizer, training.outline)
+    state = run_state_of(training, pieces, epoch=0, plan="")
     held = Held(pieces, state_entries(optimizer), state)
     model.__dict__ = nn.Module().__dict__
     optimizer.__dict__ = {}
@@ -148,21 +147,14 @@ def receive_state(held: Held, leaving: Sequence[bool]) -> tuple[Held, int]:
     return dataclasses.replace(held, pieces=[*held.pieces, *taken]), received
 
 
-def restore(
-    objects: TrainingObjects,
-    outline: ModelOutline,
-    held: Held | None,
-    agreed: RecoveryDecision,
-    lr_scheduler: Any,
-    loader: Any,
-) -> int:
+def restore(training: Training, held: Held | None, agreed: RecoveryDecision) -> int:
     """Fill model and optimizer from what all ranks hold; returns the bytes received. All ranks call it."""
-    model, optimizer, held = objects.model, objects.optimizer, held or NOTHING
+    held = held or NOTHING
     holdings = all_holdings(held.pieces)
     shapes = {each.key: each.shape for of_rank in holdings for each in of_rank}
     kinds = {entry: kind for of_rank in of_every_rank(held.kinds) for entry, kind in of_rank.items()}
-    _check_complete(outline, shapes)
-    restoring = Restoring(model, optimizer, outline, shapes, kinds)
+    _check_complete(training.outline, shapes)
+    restoring = Restoring(training, shapes, kinds)
     try:
         received = move_pieces(restoring.pieces, held.pieces, holdings)
     except HoldingsLost as error:
@@ -170,7 +162,7 @@ def restore(
     restoring.finish()
     state: list[Any] = [held.state]
     dist.broadcast_object_list(state, src=agreed.catch_ups.index(CatchUp.KEEP))
-    restore_run(model, optimizer, lr_scheduler, loader, outline, restoring.pieces, state, step=agreed.version)
+    restore_run(training, restoring.pieces, state, step=agreed.version)
     return received
 
 

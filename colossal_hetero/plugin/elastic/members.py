@@ -43,7 +43,7 @@ def own_kind(cluster: Topology, node: str, local_rank: int) -> str:
     return cluster.devices[devices[local_rank]].kind.name
 
 
-class JobMember:
+class JobMember(Membership):
     """A worker of torchrun that is a member of the job whose store the environment names."""
 
     def __init__(self, config: ElasticConfig, cluster: Topology) -> None:
@@ -60,7 +60,7 @@ class JobMember:
             collective_limit_seconds=config.timeout_seconds,
         )
         self.node = place.node
-        self.membership = Membership(
+        super().__init__(
             place.store_host,
             place.store_port,
             place.job,
@@ -79,47 +79,29 @@ class JobMember:
 
     @property
     def board(self) -> Membership:
-        return self.membership
+        return self
 
     @property
     def job(self) -> str:
-        return self.membership.identity()
+        return self.identity()
 
-    def form(self) -> Sequence[str]:
-        """Form a world. Ends the process if the job has ended."""
+    def form_world(self) -> Sequence[str]:
+        """Form a world; returns the node of each rank. Ends the process if the job has ended."""
         if not self._has_formed:
-            wait_for_the_first_world(self.membership, self._expected, self._start_seconds)
+            wait_for_the_first_world(self, self._expected, self._start_seconds)
         try:
-            nodes = self.membership.form().nodes
+            nodes = self.form().nodes
         except JobEndedError as error:
             print(error, file=sys.stderr)
             raise SystemExit(0) from None
         if not self._has_formed:
-            a_world_has_formed(self.membership)
+            a_world_has_formed(self)
             self._has_formed = True
             self._notices.append(SignalNotice())  # a process that is in no world yet ends by SIGTERM at once
         return nodes
 
-    def seal(self) -> None:
-        self.membership.seal()
-
-    def fail(self, reason: str) -> None:
-        self.membership.fail(reason)
-
     def is_broken(self) -> bool:
-        return self.membership.failure is not None
-
-    def leave(self) -> None:
-        self.membership.leave()
-
-    def depart(self) -> None:
-        self.membership.depart()
-
-    def end_job(self) -> None:
-        self.membership.end_job()
-
-    def is_somebody_waiting(self) -> bool:
-        return self.membership.is_somebody_waiting()
+        return self.failure is not None
 
     def is_leaving(self) -> bool:
         return any(notice.is_given() for notice in self._notices)
@@ -178,7 +160,7 @@ class RestartedMember:
     def node(self) -> str:
         return self.place.node
 
-    def form(self) -> Sequence[str]:
+    def form_world(self) -> Sequence[str]:
         """Connect the workers that torchrun has started; returns the node of each rank."""
         place, config = self.place, self._config
         if place.world_size < config.min_members:

@@ -12,11 +12,11 @@ import atexit
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor
@@ -30,7 +30,7 @@ from ...common.ranks import of_every_rank
 from ...common.text import say
 from ...elastic.config import ElasticConfig
 from ...elastic.environment import STORE
-from ...elastic.held_layers import CatchUp, Held, RecoveryDecision
+from ...elastic.held_layers import CatchUp, Held, HeldLayers, RecoveryDecision, layers_by_rank
 from ...elastic.memory_file import (
     KeptState,
     MemoryFile,
@@ -42,13 +42,10 @@ from ...elastic.memory_file import (
 )
 from ...elastic.signals import AbortWatch, TerminationWatch
 from ...elastic.state_keeper import StateKeeper
-from ...planner.cluster.topology import Topology
 from ..replicas.replica_gradients import Commit
-from ..training_objects import TrainingObjects
 from .elastic_run import Build, ElasticRun
 from .members import JobMember, Members, RestartedMember
-
-T = TypeVar("T")
+from .planning import KnownKinds, cluster_of, elastic_planning, profile_of
 
 START_AGAIN_CODE = 1  # of a process that is to be started again
 SIGTERM_SECONDS = 20.0
@@ -61,23 +58,17 @@ class RestartRun(ElasticRun):
 
     rejoins = False
 
-    def __init__(self, config: ElasticConfig, members: Members, build: Build, watches: bool) -> None:
-        super().__init__(members, build, config)
+    def __init__(self, plugin: Any, build: Build, members: Members, config: ElasticConfig) -> None:
+        super().__init__(plugin, build, members, config)
         self._config = config
-        self._watches = watches
         self._keeper: StateKeeper | None = None
         self._end_watches: list[AbortWatch | TerminationWatch] = []
-        self._plugin: Any = None
 
     # A world ------------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Form the only world of this process; an error ends it."""
-        self.form()
-
     def form(self) -> None:
         """Form the world, find the newest whole state in memory files, and make the plugin."""
-        nodes = self._members.form()
+        nodes = self._members.form_world()
         self._folder = MemoryFolder(self._config.memory or default_memory(), self._members.job, self._members.node)
         self._folder.prepare()
         files = self._own_files(nodes)
@@ -104,13 +95,8 @@ class RestartRun(ElasticRun):
 
     # The plugin's moments -----------------------------------------------------------------------------------------
 
-    def attach(self, plugin: Any, objects: TrainingObjects) -> None:
-        self._plugin = plugin
-        super().attach(plugin, objects)
-
     def resume(
         self,
-        plugin: Any,
         lr_scheduler: Any,
         loader: Any,
         load: Callable[[], Start],
@@ -120,31 +106,17 @@ class RestartRun(ElasticRun):
         if self._agreed is not None and (saved_step() or 0) > self._agreed.version:
             self._agreed, self._held = None, None
         is_kept = self._agreed is not None
-        start = super().resume(plugin, lr_scheduler, loader, load, saved_step)
+        start = super().resume(lr_scheduler, loader, load, saved_step)
         self._held = None
         if is_kept and dist.get_rank() == 0:
             members = dist.get_world_size()
             say(f"training continues after step {start.step}, whose state was in memory; members: {members}")
-        kinds = (AbortWatch, TerminationWatch) if self._watches else (AbortWatch,)
+        kinds = (AbortWatch, TerminationWatch) if isinstance(self._members, RestartedMember) else (AbortWatch,)
         self._end_watches = [kind(partial(self._write_within, SIGTERM_SECONDS)) for kind in kinds]
         atexit.register(self._write_within, 0.0)
         return start
 
     # Iterations ---------------------------------------------------------------------------------------------------
-
-    def run(self, plugin: Any, passes: Callable[[], dict]) -> dict:
-        self._note()
-        return super().run(plugin, passes)
-
-    def evaluate(
-        self, plugin: Any, model: Any, batches: Iterator[Any], evaluate: Callable[[Iterator[Any]], dict]
-    ) -> dict:
-        self._note()
-        return super().evaluate(plugin, model, batches, evaluate)
-
-    def guarded(self, plugin: Any, action: Callable[[], T], otherwise: T) -> T:
-        self._note()
-        return super().guarded(plugin, action, otherwise)
 
     def finish(self) -> None:
         """End training: the memory files are not needed any more. Every rank calls it."""
@@ -163,23 +135,23 @@ class RestartRun(ElasticRun):
         self._members.end_job()
         self._members.depart()
 
-    def _note(self) -> None:
+    def _before_call(self) -> None:
         """Note that the last step is done, and so what the script does after it: from now on its state can be kept."""
         if self._calls or not self._holds:
             return
-        assert self._objects is not None and self._keeper is not None and self._layers is not None
+        assert self._keeper is not None and self._layers is not None
         if self._keeper.version == self.version:
             return
-        model, optimizer = self._objects.model, self._objects.optimizer
-        pieces = pieces_of(model, optimizer, self._outline)
-        state = run_state_of(model, optimizer, self._scheduler, self._loader, self._outline, pieces, epoch=0, plan="")
+        training = self._training(self._scheduler, self._loader)
+        pieces = pieces_of(training.model, training.optimizer, self._outline)
+        state = run_state_of(training, pieces, epoch=0, plan="")
         self._keeper.note(
             KeptState(
                 StateName(self.version, self._world),
                 self._outline.stored,
                 self._layers,
                 [_unchanging(piece) for piece in pieces],
-                state_entries(optimizer),
+                state_entries(training.optimizer),
                 state,
             )
         )
@@ -190,12 +162,12 @@ class RestartRun(ElasticRun):
         with self._keeper.commit():
             return super()._exchange(squared_norm, has_gradient, is_read)
 
-    def _change(self, plugin: Any, reason: str) -> None:
+    def _change(self, reason: str) -> None:
         """End all processes: a member is lost, leaves or joins. First take what only leaving ones hold."""
         assert self._keeper is not None
         if self._commit is not None and any(self._commit.words) and not self._calls:
             try:
-                self._hand_over(plugin)
+                self._hand_over()
             except RuntimeError as error:
                 reason = f"{reason}; {error}"
             if self._held is not None:
@@ -206,8 +178,7 @@ class RestartRun(ElasticRun):
         assert self._keeper is not None
         version = self._keeper.version
         is_written = self._write_within(0.0)
-        if self._plugin is not None:
-            self._plugin.give_up_saves()
+        self._plugin.give_up_saves()
         if os.environ.get("LOCAL_RANK") == "0":
             kept = f"; the state after step {version} is in {self._folder.path}" if is_written else ""
             say(f"the processes of node {self._members.node} end, to be started again: {reason}{kept}")
@@ -237,14 +208,20 @@ def _unchanging(piece: TensorPiece) -> TensorPiece:
 # Recoveries ----------------------------------------------------------------------------------------------------------
 
 
-def members_of(config: ElasticConfig, cluster: Topology) -> Members:
+def elastic_run_of(plugin: Any, arguments: Mapping[str, Any], config: ElasticConfig) -> ElasticRun:
     """Make this process a member of its job, as its options and whoever has started it say."""
-    if config.recovery == "in-process" or STORE in os.environ:
-        return JobMember(config, cluster)
-    return RestartedMember(config, cluster)
+    is_in_place = config.recovery == "in-process"
+    kind: type[JobMember] | type[RestartedMember] = JobMember if is_in_place or STORE in os.environ else RestartedMember
+    cluster = cluster_of(arguments)
+    members = kind(config, cluster)
+    known = KnownKinds(profile_of(arguments), members.board, config.measure, config.join_seconds)
+    known.learn(members.kind)
 
+    def build(
+        nodes: Sequence[str], held: Sequence[HeldLayers | None], micro_batch: int | None
+    ) -> tuple[HeldLayers, int]:
+        planning = elastic_planning(arguments, cluster, known, nodes)
+        plan = plugin.build_again(arguments, planning, held, micro_batch)
+        return layers_by_rank(plan)[dist.get_rank()], plan.micro_batch
 
-def elastic_run_of(config: ElasticConfig, members: Members, build: Build) -> ElasticRun:
-    if config.recovery == "in-process":
-        return ElasticRun(members, build, config)
-    return RestartRun(config, members, build, watches=isinstance(members, RestartedMember))
+    return (ElasticRun if is_in_place else RestartRun)(plugin, build, members, config)

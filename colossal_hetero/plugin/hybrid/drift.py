@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -260,17 +260,12 @@ WARMUP_ITERATIONS = 2  # not measured, because they allocate memory and exchange
 _Pass = tuple[Any, Any]  # events at the start and at the end of a pass
 
 
-class _Schedule(Protocol):
-    forward_step: Callable[..., Any]
-    backward_step: Callable[..., Any]
-
-
 class StageClock:
     """Times the forward and backward passes of a 1F1B schedule, without its waiting for other stages between them.
     Events are read when the device has reached them, so that the host never waits. The times of an iteration are means
     over its micro-batches: if a device is stopped now and then, the mean shows it, but the median rarely does."""
 
-    def __init__(self, schedule: _Schedule) -> None:
+    def __init__(self, schedule: Any) -> None:
         self._forward: list[_Pass] = []
         self._backward: list[_Pass] = []
         self._running: deque[tuple[list[_Pass], list[_Pass]]] = deque()
@@ -319,7 +314,7 @@ class DriftWatch:
     """Compares the times of a pipeline's stages with the plan, epoch by epoch. Used by all ranks."""
 
     def __init__(
-        self, schedule: _Schedule | None, plan: Plan, threshold: float, profile: ModelProfile | None, interval: int
+        self, schedule: Any, plan: Plan, threshold: float, profile: ModelProfile | None, interval: int
     ) -> None:
         self.interval = interval
         self.report: DriftReport | None = None  # for the last epoch that was measured

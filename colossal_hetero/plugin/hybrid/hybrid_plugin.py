@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from colossalai.booster.plugin import HybridParallelPlugin
 from colossalai.checkpoint_io import CheckpointIO
 from colossalai.interface import ModelWrapper, OptimizerWrapper
-from colossalai.pipeline.schedule import ZeroBubbleVPipeScheduler
 from colossalai.shardformer.policies.base_policy import Policy
 from torch import nn
 from torch.optim import Optimizer
@@ -25,45 +22,46 @@ from ...balance.balancer import Balancer
 from ...balance.config import BalanceConfig
 from ...checkpoint.config import CheckpointConfig
 from ...checkpoint.layer_checkpoint import Start
+from ...checkpoint.run_states import Training
 from ...colossalai_support.gpu_over_gloo import support_gpus_over_gloo
-from ...common.ranks import check_launched, name_ended_ranks, naming_ended_ranks, of_every_rank, watch_ranks
+from ...common.ranks import check_launched, name_ended_ranks, of_every_rank, watch_ranks
 from ...data_parallel.batch_balancer import BatchBalancer
 from ...data_parallel.config import BatchConfig, BatchSetup
 from ...data_parallel.resumable_loader import make_even_loader
-from ...data_parallel.unsummed_steps import noted_passes, refuse_unfinished_sums, refuse_unsummed_steps, replica_of
+from ...data_parallel.unsummed_steps import refuse_unfinished_sums, replica_of
 from ...elastic.config import ElasticConfig
-from ...elastic.held_layers import HeldLayers, Recoveries, Recovery, layers_by_rank
+from ...elastic.held_layers import HeldLayers, Recoveries, Recovery
 from ...planner.cost.plan import Plan
-from ...profiling.training_step import with_dicts
 from ..checkpoint_part import CheckpointMethods, Checkpoints, PresentCheckpointIO, check_config
 from ..elastic.elastic_run import ElasticRun
-from ..elastic.planning import KnownKinds, check_elastic, cluster_of, elastic_planning, profile_of, seated
-from ..elastic.restart_run import elastic_run_of, members_of
+from ..elastic.planning import check_elastic, seated
+from ..elastic.restart_run import elastic_run_of
 from ..plan_config import PlanConfig
 from ..replicas.unequal_replicas import ReplicaCheckpointIO, why_layer_sums
 from ..report import OnReport, Report, Reports
 from ..training_objects import TrainingObjects
 from ..uneven_batches import PipelineBatches, UnevenBatches, check_batches, check_pipeline_batches
 from ..zero.elementwise_updates import check_sharding
-from ..zero.overlapped_optimizer import split_off_overlap, summing_in_passes
+from ..zero.overlapped_optimizer import split_off_overlap
 from .drift import DriftReport
 from .layer_balancing import LayerBalancing
+from .passes import PassesPlugin
 from .plan_agreement import agree_on_next_plan
-from .plan_checks import (
+from .planned_run import PlannedRun
+from .plugin_arguments import (
+    arguments_by_name,
+    balance_in_fp8,
     check_lora,
     check_model_at_division,
-    set_layers_per_chunk,
-    split_off_layers_per_chunk,
-    unequal_layer_counts,
-)
-from .planned_run import PlannedRun, training_sizes_kept
-from .plugin_arguments import (
-    OneStageSchedule,
-    arguments_by_name,
+    check_sizes_given,
     check_spelling,
+    check_types,
     check_uneven_batches,
     check_world_size,
     naming_sizes,
+    set_layers_per_chunk,
+    split_off_layers_per_chunk,
+    unequal_layer_counts,
     zero_in_fp32,
 )
 
@@ -71,7 +69,7 @@ DEFAULT_BALANCE = BalanceConfig(reshard_after=None, head=False)
 """Where the user asks for nothing, no parameter changes its shape, and logits are those of Colossal-AI's head."""
 
 
-class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
+class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
     """``HybridParallelPlugin`` whose tensor-parallel layers are balanced over unequal devices.
 
     It takes every argument of Colossal-AI's plugin, plus ``balance``, ``batches``, ``plan``, ``planning``,
@@ -131,70 +129,54 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         check_spelling(HeteroHybridParallelPlugin, kwargs)
         self._elastic: ElasticRun | None = None
         self._reports = Reports(on_report, report_every)
-        given = dict(balance=balance, batches=batches, planning=planning, checkpoints=checkpoints, **kwargs)
+        given = dict(balance=balance, batches=batches, plan=plan, planning=planning, checkpoints=checkpoints)
+        arguments = arguments_by_name(args, kwargs) | dict(tp_size=tp_size, pp_size=pp_size) | given
         if elastic is None:
             check_launched()
-            self._build(tp_size, pp_size, *args, plan=plan, **given)
+            self._build(**arguments)
             return
-        arguments = arguments_by_name(args, given) | dict(tp_size=tp_size, pp_size=pp_size, plan=plan)
         check_elastic(elastic, arguments)
-        cluster = cluster_of(arguments)
-        members = members_of(elastic, cluster)
-        known = KnownKinds(profile_of(arguments), members.board, elastic.measure, elastic.join_seconds)
-        known.learn(members.kind)
-
-        def build(
-            nodes: Sequence[str], held: Sequence[HeldLayers | None], micro_batch: int | None
-        ) -> tuple[HeldLayers, int]:
-            run = self._elastic
-            before: Checkpoints | None = self.__dict__.get("_checkpoints")
-            if before is not None:
-                before.give_up()
-            reports = self._reports
-            self.__dict__.clear()
-            self._elastic, self._reports = run, reports
-            planning = elastic_planning(arguments, cluster, known, nodes)
-            agreed = agree_on_next_plan(planning, arguments["tp_size"], micro_batch)
-            assert agreed.topology is not None and agreed.profile is not None
-            plan = seated(agreed.plan, agreed.topology, agreed.profile, held)
-            self._build(**(arguments | dict(planning=planning, plan=plan)))
-            return layers_by_rank(plan)[dist.get_rank()], plan.micro_batch
-
-        self._elastic = elastic_run_of(elastic, members, build)
+        self._elastic = elastic_run_of(self, arguments, elastic)
         self._elastic.start()
+
+    def build_again(
+        self,
+        arguments: Mapping[str, Any],
+        planning: PlanConfig,
+        held: Sequence[HeldLayers | None],
+        micro_batch: int | None,
+    ) -> Plan:
+        """Build the plugin for another world of an elastic run, with a plan that keeps layers where they are ``held``;
+        returns the plan. Called by all ranks."""
+        self.give_up_saves()
+        run, reports = self._elastic, self._reports
+        self.__dict__.clear()
+        self._elastic, self._reports = run, reports
+        agreed = agree_on_next_plan(planning, arguments["tp_size"], micro_batch)
+        assert agreed.topology is not None and agreed.profile is not None
+        plan = seated(agreed.plan, agreed.topology, agreed.profile, held)
+        self._build(**{**arguments, "planning": planning, "plan": plan})
+        return plan
 
     def _build(
         self,
-        tp_size: int | None,
-        pp_size: int | None,
-        *args: Any,
         balance: BalanceConfig | None,
         batches: BatchConfig | None,
         plan: Plan | str | Path | None,
         planning: PlanConfig | None,
         checkpoints: CheckpointConfig | None,
-        **kwargs: Any,
+        **arguments: Any,
     ) -> None:
-        if not isinstance(balance, BalanceConfig | None):
-            raise TypeError(f"balance={balance!r} is not a BalanceConfig; write BalanceConfig(mode=...)")
-        if not isinstance(planning, PlanConfig | None):
-            raise TypeError(f"planning={planning!r} is not a PlanConfig; write PlanConfig(cluster=..., profile=...)")
+        """Make the parent and the parts; ``arguments`` are those of the parent."""
+        check_types(balance, planning)
         check_config(checkpoints)
-        if plan is None and (tp_size is None or pp_size is None):
-            missing = [name for name, size in (("tp_size", tp_size), ("pp_size", pp_size)) if size is None]
-            raise TypeError(f"missing {' and '.join(missing)}, which may be left out only with a plan")
+        check_sizes_given(arguments, plan)
         self.balance = balance or DEFAULT_BALANCE
         self.batches = check_batches(batches)
         self.planning = planning or PlanConfig()
         self.custom_policy: Policy | None
-        arguments = arguments_by_name(args, kwargs) | dict(tp_size=tp_size, pp_size=pp_size)
-        if arguments.get("use_fp8") and balance is None:
-            self.balance = BalanceConfig(mode="off")
-        if arguments.get("use_fp8") and self.balance.mode != "off":
-            raise ValueError(
-                f"use_fp8=True computes whole products in 8 bits, but balance mode {self.balance.mode!r} computes "
-                "parts of them, which would have another precision; use mode 'off', or leave use_fp8 out"
-            )
+        if arguments.get("use_fp8"):
+            self.balance = balance_in_fp8(balance)
         self._planned = None if plan is None else PlannedRun(plan, self.planning, arguments, batches)
         if self._planned is not None:
             arguments = self._planned.arguments
@@ -212,7 +194,6 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         self._checkpoints = None if checkpoints is None else Checkpoints(checkpoints, changed, is_broken, ordinary)
         if self._unequal is None:
             check_world_size(arguments["tp_size"], arguments["pp_size"])
-        micro_batches = self._micro_batches(arguments)
         support_gpus_over_gloo()
         arguments, layers_per_chunk = split_off_layers_per_chunk(arguments)
         arguments, self._optimizers = split_off_overlap(arguments)
@@ -220,8 +201,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             self._optimizers = functools.partial(self._unequal.optimizers, arguments)
         with nullcontext() if self._planned is None else self._planned.mesh(arguments.get("dp_outside", True)):
             super().__init__(**arguments)
-        # ZeRO stage 2 divides gradients among ranks after every backward pass, so it must sum them every time.
-        self._one_stage = OneStageSchedule(*micro_batches, None if self.zero_stage == 2 else self.no_sync)
+        self._one_stage = self._make_one_stage(arguments)
         if self._unequal is not None:
             # The constructor has seen one replica.
             self.dp_size = len(self._unequal.plan.replicas)
@@ -249,13 +229,6 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         check_pipeline_batches(batches, arguments, self._planned is not None)
         return PipelineBatches(batches, arguments["microbatch_size"])
 
-    def _micro_batches(self, arguments: Mapping[str, Any]) -> tuple[int | None, int | None]:
-        if self.batches is not None:
-            return None, None  # the data loader gives micro-batches
-        if self._planned is not None:
-            return None, self._planned.plan.micro_batch
-        return arguments.get("num_microbatches"), arguments.get("microbatch_size")
-
     def __del__(self) -> None:
         # The parent's method needs an attribute that its constructor sets, which is not reached after an error.
         if hasattr(self, "pg_mesh"):
@@ -279,17 +252,6 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
             stages=self.drift,
             recoveries=Recoveries(self.recoveries) if self.recoveries else None,
         )
-
-    def is_last_stage(self) -> bool:
-        """True if this rank has the loss: with the last chunk of the model, or without a pipeline, where
-        ``stage_manager`` is None."""
-        if self.stage_manager is None:
-            return True
-        # In the zero-bubble schedule, the chunks go down the stages and up again.
-        is_at_end = (
-            self.stage_manager.is_first_stage if self.stage_manager.use_zbv else self.stage_manager.is_last_stage
-        )
-        return bool(is_at_end(ignore_chunk=True))
 
     @property
     def drift(self) -> DriftReport | None:
@@ -365,24 +327,6 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         name_ended_ranks(objects.model, objects.optimizer)
         return objects
 
-    def _refuse_unsummed_steps(self, model: ModelWrapper, optimizer: OptimizerWrapper) -> None:
-        """Refuse steps on gradients that are not summed, where uneven batches or unequal pipelines do not do it."""
-        in_pipeline = self.scheduler is not None
-        checks_itself = self._unequal if in_pipeline else self.batches
-        if checks_itself is not None:
-            return
-        if self.dp_size > 1 or self.zero_stage or self.enable_sequence_parallelism or model.shared_params:
-            in_shards, counted_again = bool(self.zero_stage) and self._unequal is None, None
-            if not self.zero_stage and self._unequal is None:
-                # Colossal-AI adds up these gradients over ranks after each pass; means of means stay the same.
-                if self.enable_sequence_parallelism and self.sequence_parallelism_mode in ("split_gather", "ring"):
-                    counted_again = f"sequence parallelism ({self.sequence_parallelism_mode})"
-                elif model.shared_params:
-                    counted_again = "weights that pipeline stages share"
-            refuse_unsummed_steps(
-                model, optimizer, in_pipeline=in_pipeline, in_shards=in_shards, counted_again=counted_again
-            )
-
     def prepare_dataloader(
         self, dataset: Dataset, batch_size: int | None = None, *args: Any, **kwargs: Any
     ) -> DataLoader:
@@ -397,97 +341,6 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         if self._planned is not None and batch_size is None:
             batch_size = self._planned.batch_size
         return make_even_loader(make_loader, dataset, batch_size, *args, **kwargs)
-
-    def execute_pipeline(
-        self, data_iter: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any
-    ) -> dict:
-        """See ``PipelinePluginBase.execute_pipeline``; called by ``Booster.execute_pipeline``. Without a pipeline,
-        every rank accumulates the gradients of its batch, divided into micro-batches as the plan, ``num_microbatches``
-        or ``microbatch_size`` say (not divided without them), and has the loss. Batches that are mappings reach the
-        model and ``criterion`` as dicts.
-
-        Raises:
-            TypeError: ``data_iter`` is no iterator.
-            ValueError: the batch has another size than the plan, or without a pipeline cannot be divided; or gradients
-                are switched off, and the schedule cannot evaluate the batch.
-        """
-        if not isinstance(data_iter, Iterator):
-            raise TypeError(
-                f"execute_pipeline takes an iterator, as iter(dataloader), not a {type(data_iter).__name__}"
-            )
-        data_iter = map(with_dicts, data_iter)
-        if self._elastic is not None and torch.is_grad_enabled():
-            passes = functools.partial(self._execute, data_iter, model, criterion, *args, **kwargs)
-            return self._elastic.run(self, passes)
-        if self._elastic is not None:
-
-            def evaluate(batches: Iterator) -> dict:
-                return self._execute(batches, model, criterion, *args, **kwargs)
-
-            return self._elastic.evaluate(self, model, data_iter, evaluate)
-        return self._execute(data_iter, model, criterion, *args, **kwargs)
-
-    def _execute(
-        self, data_iter: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any
-    ) -> dict:
-        if not torch.is_grad_enabled():
-            return self._evaluate(data_iter, model, criterion, *args, **kwargs)
-        if self._planned is not None and self._uneven_batches is None:
-            data_iter = self._planned.checked_batches(data_iter)
-
-        def run_passes(batches: Iterator, criterion: Callable) -> dict:
-            return self._run_passes(batches, model, criterion, *args, **kwargs)
-
-        with naming_ended_ranks():
-            if isinstance(self._uneven_batches, PipelineBatches):
-                schedule = self.scheduler or self._one_stage
-                result = self._uneven_batches.run(schedule, run_passes, data_iter, criterion)
-            else:
-                result = run_passes(data_iter, criterion)
-        if self._planned is not None:
-            self._planned.after_passes()
-        return result
-
-    def _evaluate(
-        self, data_iter: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any
-    ) -> dict:
-        if self.scheduler is None:
-            return self._one_stage.forward_backward_step(model, data_iter, criterion, *args, **kwargs)
-        if isinstance(self.scheduler, ZeroBubbleVPipeScheduler):
-            raise ValueError(
-                "Colossal-AI's zero-bubble schedule cannot evaluate; save the model, and evaluate it with another "
-                "schedule"
-            )
-        if self._planned is not None:
-            data_iter = self._planned.batches_to_evaluate(data_iter)
-        # Without gradients there is nothing to synchronize, and the gradients of weights that stages share may be None
-        # since the last step.
-        with (
-            naming_ended_ranks(),
-            model.no_sync(),
-            nullcontext() if self._planned is None else training_sizes_kept(self.scheduler),
-        ):
-            return super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
-
-    def _run_passes(
-        self, data_iter: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any
-    ) -> dict:
-        """Train on a batch of this replica, with the sums that belong to its passes."""
-        optimizer = args[0] if args else kwargs.get("optimizer")
-        if self._unequal is None:
-            if self.scheduler is None:
-                return self._one_stage.forward_backward_step(model, data_iter, criterion, *args, **kwargs)
-            with noted_passes(model, optimizer), summing_in_passes(self.scheduler, optimizer):
-                return super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
-        schedule = self.scheduler or self._one_stage
-        sums = model.require_grad_sync and getattr(optimizer, "require_grad_sync", True)
-        with model.gradients.sums.passes((lambda: schedule.num_microbatches) if sums else None):
-            if self.scheduler is not None:
-                return super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
-            result = self._one_stage.forward_backward_step(model, data_iter, criterion, *args, **kwargs)
-            if self.zero_stage == 0 and sums:
-                model.sync_dp_grads()
-        return result
 
     def enable_lora(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """See ``HybridParallelPlugin.enable_lora``. Raises ``ValueError`` if layers are tensor parallel, or rank 0,
@@ -518,7 +371,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
 
     def save(self, model: Any, *args: Any, **kwargs: Any) -> bool:
         save = functools.partial(super().save, model, *args, **kwargs)
-        return save() if self._elastic is None else self._elastic.guarded(self, save, False)
+        return save() if self._elastic is None else self._elastic.guarded(save, False)
 
     def resume(
         self, model: Any, optimizer: Any, lr_scheduler: Any = None, dataloader: Any = None, *, step: int | None = None
@@ -528,9 +381,9 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         if self._elastic is None:
             return load()
         if self._checkpoints is None:
-            return self._elastic.resume(self, lr_scheduler, dataloader, Start, lambda: None)
+            return self._elastic.resume(lr_scheduler, dataloader, Start, lambda: None)
         saved_step = functools.partial(self._checkpoints.newest_step, step)
-        return self._elastic.resume(self, lr_scheduler, dataloader, load, saved_step)
+        return self._elastic.resume(lr_scheduler, dataloader, load, saved_step)
 
     def finish(self) -> None:
         """End elastic training; every process calls it at the end of the script. Later processes and spares then
@@ -538,20 +391,12 @@ class HeteroHybridParallelPlugin(CheckpointMethods, HybridParallelPlugin):
         if self._elastic is not None:
             self._elastic.finish()
 
-    def micro_batch_place(self, number: int) -> tuple[int, int]:
-        """First sample and number of samples of this rank's micro-batch ``number`` in the current global batch."""
-        assert self.plan is not None and isinstance(self._uneven_batches, PipelineBatches)
-        return self._uneven_batches.first_sample(number), self.plan.micro_batch
-
-    def save_last(
-        self, model: ModelWrapper, optimizer: OptimizerWrapper, lr_scheduler: Any, dataloader: Any, step: int
-    ) -> bool:
+    def save_last(self, training: Training, step: int) -> bool:
         """Save a layer checkpoint before all processes end, whatever ``save_every`` is; returns True if it is saved."""
         if self._checkpoints is None:
             return False
-        epoch = int(dataloader.state_dict()["epoch"])
-        plan = self._plan_in_words()
-        self._checkpoints.save(model, optimizer, lr_scheduler, dataloader, step, epoch, plan, always=True)
+        epoch = int(training.loader.state_dict()["epoch"])
+        self._checkpoints.save(training, step, epoch, self._plan_in_words(), always=True)
         self._checkpoints.wait()
         return True
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -77,7 +76,7 @@ class HybridOptimizerMemory:
             if master is not parameter:
                 slots.append(StateSlot("master", master.detach(), partial(put_data, master)))
                 if master.grad is not None:
-                    slots.append(StateSlot("gradient of master", master.grad, _gradient_putter(master)))
+                    slots.append(StateSlot("gradient of master", master.grad, partial(setattr, master, "grad")))
             state = optimizer.state.get(master, {})
             for entry, value in sorted(state.items()):
                 if isinstance(value, Tensor) and value.dim() > 0:
@@ -91,13 +90,6 @@ def _updated_by(optimizer: torch.optim.Optimizer | OptimizerWrapper) -> dict[int
     known = {id(master) for master in masters.values()}
     added = [each for group in inner_optimizer(optimizer).param_groups for each in group["params"]]
     return masters | {id(each): each for each in added if id(each) not in known}
-
-
-def _gradient_putter(master: Tensor) -> Callable[[Tensor], None]:
-    def put(gradient: Tensor) -> None:
-        master.grad = gradient
-
-    return put
 
 
 def _plugin_obstacle(plugin: Any, is_elastic: bool) -> str | None:

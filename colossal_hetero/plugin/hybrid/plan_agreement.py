@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -40,7 +41,8 @@ def agree_on_plan(
     0 reads files and makes plans, so only rank 0 needs the files. Called by all ranks."""
     if not isinstance(plan, Plan | str | Path):
         raise TypeError(f'plan={plan!r} is neither a Plan, nor the path of a plan file, nor "auto"')
-    agreed = from_rank_0(lambda: _find(plan, planning, tp_size, pp_size, unequal), NoPlanError)
+    wishes = dict(tp_size=tp_size, pp_size=pp_size, unequal=unequal)
+    agreed = from_rank_0(lambda: _find(plan, planning, wishes), NoPlanError)
     if isinstance(plan, Plan):
         others = of_every_rank(plan == agreed.plan)
         if not all(others):
@@ -59,9 +61,7 @@ def agree_on_next_plan(planning: PlanConfig, tp_size: int | None, micro_batch: i
     return agree_on_plan("auto", planning, tp_size)
 
 
-def _find(
-    plan: Plan | str | Path, planning: PlanConfig, tp_size: int | None, pp_size: int | None, unequal: bool
-) -> Agreement:
+def _find(plan: Plan | str | Path, planning: PlanConfig, wishes: dict[str, Any]) -> Agreement:
     topology, profile = planning.cluster, planning.profile
     if isinstance(topology, str | Path):
         topology = load_cluster(topology)
@@ -70,18 +70,12 @@ def _find(
     if topology is not None and profile is not None:
         profile = on_links(profile, topology)
     if not isinstance(plan, Plan):
-        auto = plan == "auto"
-        plan = _make(planning, topology, profile, tp_size, pp_size, unequal) if auto else load_plan(plan)
+        plan = _make(planning, topology, profile, wishes) if plan == "auto" else load_plan(plan)
     return Agreement(plan, topology, profile)
 
 
 def _make(
-    planning: PlanConfig,
-    topology: Topology | None,
-    profile: ModelProfile | None,
-    tp_size: int | None,
-    pp_size: int | None,
-    unequal: bool,
+    planning: PlanConfig, topology: Topology | None, profile: ModelProfile | None, wishes: dict[str, Any]
 ) -> Plan:
     from ...planner.report.plan_table import one_line
 
@@ -97,7 +91,7 @@ def _make(
             f"the cluster has {len(topology.devices)} devices, but {world} ranks were started; start one rank per "
             "device, in the order of the cluster file, or describe the devices that are in use"
         )
-    plan = best_plan(planning, topology, profile, tp_size, pp_size, unequal)
+    plan = best_plan(planning, topology, profile, **wishes)
     print_words(one_line(plan))
     return plan
 

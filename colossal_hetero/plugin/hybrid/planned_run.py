@@ -15,12 +15,10 @@ import torch
 import torch.distributed as dist
 from colossalai.booster.plugin import HybridParallelPlugin
 from colossalai.interface import ModelWrapper
-from colossalai.pipeline.schedule import InterleavedSchedule
 from colossalai.pipeline.schedule._utils import get_batch_size
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ...colossalai_support.corrections import replaced
 from ...common.text import count
 from ...data_parallel.config import BatchConfig
 from ...layers.dropout import repeated_dropout
@@ -31,9 +29,8 @@ from ..replicas.unequal_replicas import UnequalReplicas, check_arguments, why_no
 from ..training_objects import TrainingObjects
 from .drift import DriftReport, DriftWatch
 from .plan_agreement import agree_on_plan, as_launched
-from .plan_checks import check_model
 from .planned_mesh import ordered_group, plan_groups, planned_mesh, set_adapter_variables
-from .plugin_arguments import arguments_from_plan
+from .plugin_arguments import arguments_from_plan, check_model
 
 # Recomputation -------------------------------------------------------------------------------------------------------
 # A stage that recomputes keeps only the input of each block, whose forward pass runs again in the backward pass. The
@@ -223,12 +220,3 @@ class PlannedRun:
     def after_passes(self) -> None:
         if self._watch is not None:
             self._watch.tick()
-
-
-def training_sizes_kept(schedule: object) -> AbstractContextManager[None]:
-    """Let a 1F1B or interleaved schedule evaluate batches of another size, and train on as before. It would train with
-    the number of micro-batches of the last evaluation, and asserts that all batches are as large as the last one."""
-    number = "num_microbatch" if isinstance(schedule, InterleavedSchedule) else "num_microbatches"
-    sizes = (number, "microbatch_size", "batch_size", "last_batch_size", "enable_metadata_cache")
-    shapes = ("send_tensor_metadata", "send_grad_metadata", "tensor_metadata_recv", "grad_metadata_recv")
-    return replaced(schedule, **{name: getattr(schedule, name) for name in (*sizes, *shapes)})

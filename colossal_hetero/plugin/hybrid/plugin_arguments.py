@@ -1,36 +1,28 @@
-"""The arguments of Colossal-AI's hybrid plugin: by name, from a plan, and whether they fit the ranks."""
+"""The arguments of the hybrid plugin: by name, from a plan, and whether they fit each other, the ranks, and a model."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from colossalai.booster.plugin import HybridParallelPlugin
-from colossalai.interface import ModelWrapper, OptimizerWrapper
-from colossalai.pipeline.schedule._utils import (
-    detach,
-    get_batch_size,
-    get_micro_batch,
-    merge_batch,
-    model_forward,
-    to_device,
-    tree_map_hf,
-)
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from colossalai.pipeline.stage_manager import PipelineStageManager
+from colossalai.shardformer.layer import linear
+from torch import nn
 
-from ...colossalai_support.accelerator import get_accelerator
+from ...balance.config import BalanceConfig
 from ...colossalai_support.corrections import replaced
-from ...common.methods import check_names
-from ...common.text import count
+from ...common.methods import check_names, wrap_method
+from ...common.text import spans
 from ...data_parallel.config import BatchConfig
-from ...layers.timm_vit import inputs_of
 from ...planner.cost.pass_order import zero_bubble_nodes
 from ...planner.cost.plan import Plan, Replica
+from ...profiling.model_layers import find_block_row
+from ..plan_config import PlanConfig
 
 
 def check_spelling(plugin: type, arguments: Mapping[str, Any]) -> None:
@@ -51,6 +43,29 @@ def arguments_by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
     if repeated:
         raise TypeError(f"got multiple values for argument {repeated[0]!r}")
     return by_place | kwargs
+
+
+def check_types(balance: Any, planning: Any) -> None:
+    if not isinstance(balance, BalanceConfig | None):
+        raise TypeError(f"balance={balance!r} is not a BalanceConfig; write BalanceConfig(mode=...)")
+    if not isinstance(planning, PlanConfig | None):
+        raise TypeError(f"planning={planning!r} is not a PlanConfig; write PlanConfig(cluster=..., profile=...)")
+
+
+def check_sizes_given(arguments: Mapping[str, Any], plan: object) -> None:
+    missing = [name for name in ("tp_size", "pp_size") if arguments[name] is None]
+    if missing and plan is None:
+        raise TypeError(f"missing {' and '.join(missing)}, which may be left out only with a plan")
+
+
+def balance_in_fp8(balance: BalanceConfig | None) -> BalanceConfig:
+    """Mode "off", unless the user has asked for another one, which raises ``ValueError``."""
+    if balance is not None and balance.mode != "off":
+        raise ValueError(
+            f"use_fp8=True computes whole products in 8 bits, but balance mode {balance.mode!r} computes parts of "
+            "them, which would have another precision; use mode 'off', or leave use_fp8 out"
+        )
+    return balance or BalanceConfig(mode="off")
 
 
 @contextmanager
@@ -134,70 +149,108 @@ def zero_in_fp32(plugin: HybridParallelPlugin) -> AbstractContextManager[None]:
     return replaced(plugin, precision="float32" if is_exact else plugin.precision)
 
 
-# One stage -----------------------------------------------------------------------------------------------------------
-# ``execute_pipeline`` for a model that is not cut into stages, so that a training loop fits any plan. It returns and
-# refuses what Colossal-AI's 1F1B schedule does, of which it is the case of one stage.
+# Unequal chunks ------------------------------------------------------------------------------------------------------
+# Unequal stages in schedules with several chunks per stage. Of ``stages × chunks`` interleaved chunks, stage s holds s,
+# s + stages, s + 2·stages, …; of ``2 · stages`` zero-bubble chunks, it holds s and 2·stages − 1 − s. Colossal-AI's
+# stage manager can divide layers in these ways, but its constructor asserts one number per stage, with which both
+# schedules fail later. So the numbers are set after the constructor.
 
 
-class OneStageSchedule:
-    """Runs the forward and backward passes of a replica's batch, and accumulates their gradients; they are summed over
-    replicas in the last backward pass, unless ``without_sync`` is None."""
+def split_off_layers_per_chunk(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], list[int] | None]:
+    """The ``arguments`` for the plugin's constructor, and the layers of each chunk for :func:`set_layers_per_chunk`."""
+    given, pp_size = arguments.get("num_layers_per_stage"), arguments["pp_size"]
+    if given is None or pp_size == 1:
+        return dict(arguments), None
+    style = arguments.get("pp_style", "1f1b")
+    chunks = 1 if style == "1f1b" else arguments.get("num_model_chunks", 1)
+    layers = [int(count) for count in given]
+    if len(layers) != pp_size * chunks:
+        parts = f"{pp_size} stages" + (f" × {chunks} chunks" if style != "1f1b" else "")
+        order = "" if style == "1f1b" else f", one per chunk, in the order of the model, for the {style} schedule"
+        raise ValueError(
+            f"num_layers_per_stage={layers} has {len(layers)} numbers for {parts}; give {pp_size * chunks}{order}"
+        )
+    if min(layers) < 1 or any(count != whole for count, whole in zip(given, layers, strict=True)):
+        raise ValueError(
+            f"num_layers_per_stage={list(given)} is not possible: each stage holds a whole number of layers, at least 1"
+        )
+    if style == "1f1b":
+        return dict(arguments), layers
+    return {**arguments, "num_layers_per_stage": None}, layers
 
-    def __init__(
-        self,
-        num_microbatches: int | None,
-        microbatch_size: int | None,
-        without_sync: Callable[[ModelWrapper, OptimizerWrapper], AbstractContextManager[Any]] | None,
-    ) -> None:
-        self._count = num_microbatches
-        self._size = microbatch_size
-        self._without_sync = without_sync
-        self.num_microbatches = 0  # of the batch that runs
 
-    def forward_backward_step(
-        self,
-        model: ModelWrapper,
-        data_iter: Iterator[Any],
-        criterion: Callable[[Any, Any], Tensor],
-        optimizer: OptimizerWrapper | None = None,
-        return_loss: bool = True,
-        return_outputs: bool = False,
-    ) -> dict[str, Any]:
-        """Train on the next batch, or evaluate it if gradients are switched off. Returns ``loss``: fp32, ``[]``, the
-        mean over micro-batches, or None; ``outputs``: those of the model for the whole batch, or None."""
-        training = torch.is_grad_enabled()
-        if training and optimizer is None:
-            raise ValueError("give execute_pipeline the optimizer, or evaluate inside torch.no_grad()")
-        device = get_accelerator().get_current_device()
-        batch = next(data_iter)
-        samples = get_batch_size(batch)
-        size = self._micro_batch_size(samples, training)
-        starts = range(0, samples, size)
-        self.num_microbatches = len(starts)
-        total = torch.zeros((), device=device) if return_loss else None
-        outputs: list[Any] = []
-        for start in starts:
-            micro_batch = tree_map(lambda each: to_device(each, device), get_micro_batch(batch, start, size))
-            waits = training and self._without_sync is not None and start != starts[-1]
-            with self._without_sync(model, optimizer) if waits else nullcontext():  # type: ignore[misc, arg-type]
-                output = model_forward(model, inputs_of(model.unwrap(), micro_batch), None)
-                loss = criterion(output, micro_batch) / len(starts)
-                if optimizer is not None and training:
-                    optimizer.backward(loss)
-            if total is not None:
-                total += loss.detach()
-            if return_outputs:
-                outputs.append(tree_map_hf(detach, output))
-        axis = getattr(model.unwrap(), "batch_size_dim", 0)
-        return {"loss": total, "outputs": merge_batch(outputs, axis) if return_outputs else None}
+def set_layers_per_chunk(stage_manager: PipelineStageManager, layers: list[int]) -> None:
+    """Let ``stage_manager`` divide a model into chunks with these numbers of ``layers``."""
+    stage_manager.num_layers_per_stage = layers
+    _check_divided(
+        stage_manager,
+        sum(layers),
+        lambda found: f"num_layers_per_stage={layers} adds up to {sum(layers)}; the model has {found} layers",
+    )
 
-    def _micro_batch_size(self, samples: int, training: bool) -> int:
-        """Samples in each micro-batch; in evaluation the last one may be smaller."""
-        divisor = self._count or self._size or 1
-        if training and samples % divisor != 0:
-            parts = f"{self._count} micro-batches" if self._count else f"micro-batches of {self._size}"
+
+def _check_divided(stage_manager: PipelineStageManager, expected: int, words: Callable[[int], str]) -> None:
+    """Let ``stage_manager`` raise ``ValueError`` when it divides another number of layers than ``expected``, or a model
+    with an encoder and a decoder: their policies ask it twice, each time for fewer stages than there are."""
+
+    def distribute_layers(
+        distribute: Callable[..., list[int]], num_layers: int, num_stages: int | None = None, *args: Any, **kwargs: Any
+    ) -> list[int]:
+        if num_stages not in (None, stage_manager.num_stages):
             raise ValueError(
-                f"a batch of {count(samples, 'sample')} cannot be divided into {parts} of equal size; "
-                f"use a batch size that is a multiple of {divisor}, and drop_last=True"
+                "in a model with an encoder and a decoder, like T5 or Whisper, Colossal-AI decides itself which stages "
+                "hold the encoder, so that the layers of each stage cannot be chosen; leave out plan and "
+                f"num_layers_per_stage, and give pp_size={stage_manager.num_stages} and num_microbatches"
             )
-        return -(-samples // self._count) if self._count else self._size or samples
+        if num_layers != expected:
+            raise ValueError(words(num_layers))
+        return distribute(num_layers, num_stages, *args, **kwargs)
+
+    wrap_method(stage_manager, "distribute_layers", distribute_layers)
+
+
+def unequal_layer_counts() -> AbstractContextManager[None]:
+    """Let stages build different numbers of the layers that zero-bubble schedules use. Each such layer asks all ranks
+    how many they have built, to choose the random state for new weights, and waits for ever if a rank builds fewer. The
+    layers are made from layers that have weights and need no random state, so the question is left out."""
+    make = linear.create_randomizer_with_offset
+
+    def make_locally(seed: int, process_group: dist.ProcessGroup | None = None, **offsets: bool) -> Any:
+        if process_group is None:
+            offsets["offset_by_index"] = False
+        return make(seed, process_group, **offsets)
+
+    return replaced(linear, create_randomizer_with_offset=make_locally)
+
+
+def check_model(model: nn.Module, plan: Plan) -> None:
+    """Raise ``ValueError`` if ``model`` has another number of blocks than ``plan``; models without blocks pass."""
+    try:
+        num_layers = len(find_block_row(model).blocks)
+    except ValueError:
+        return
+    if num_layers != plan.blocks:
+        raise ValueError(_other_model(plan, num_layers))
+
+
+def check_model_at_division(stage_manager: PipelineStageManager, plan: Plan) -> None:
+    """Let ``stage_manager`` raise ``ValueError`` when it divides a model with another number of blocks than ``plan``,
+    or one with an encoder and a decoder. Every policy asks it; Colossal-AI itself only has an assertion."""
+    _check_divided(stage_manager, plan.blocks, partial(_other_model, plan))
+
+
+def _other_model(plan: Plan, num_layers: int) -> str:
+    return (
+        f"the plan divides {plan.blocks} blocks of {plan.model} into {list(plan.layers_per_stage)}, but the model has "
+        f"{num_layers} blocks; plan with a profile of this model"
+    )
+
+
+def check_lora(plan: Plan) -> None:
+    """Raise ``ValueError`` if LoRA adapters could not be saved: rank 0 saves what the first stage gathers."""
+    ranks = sorted(plan.rank_order[0][0])
+    if 0 not in ranks:
+        raise ValueError(
+            f"LoRA adapters are saved by rank 0, which must be in the first stage, but that has rank {spans(ranks)}; "
+            "launch the ranks in the order of the plan's stages, or train without LoRA"
+        )

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from ...colossalai_support.accelerator import get_accelerator
 from ...common.ranks import of_every_rank
-from .layer_sums import Finish, LayerSums, SharedBucket
+from ..zero.gradient_sums import Finish, GradientBucket, GradientSums, divided
 
 # Commit --------------------------------------------------------------------------------------------------------------
 # [Note: commit] Before the optimizer steps, all ranks exchange a message, so that a step happens on all of them or on
@@ -58,11 +58,8 @@ def exchange(
 
 # Holders -------------------------------------------------------------------------------------------------------------
 # In replicas that are not alike, a layer may be in another stage, beside other layers. So its gradients are summed
-# layer by layer, over all ranks that hold it (AutoHet, section III-C: layer-wise gradient synchronization).
-#
-# [Note: one order of sums] All ranks start sums in the same order: that of the model's parameters, reversed, because
-# backward passes compute gradients in about this order. A rank starts only the sums that it takes part in. So no rank
-# waits for a sum that another rank starts later than one that waits for the first.
+# layer by layer, over all ranks that hold it (AutoHet, section III-C: layer-wise gradient synchronization). Sums start
+# in the order of the model's parameters, reversed, because backward passes compute gradients in about this order.
 
 
 @dataclass(frozen=True)
@@ -102,20 +99,13 @@ def divide_into_buckets(
     unknown = sorted(holders.keys() - set(order))
     if unknown:
         raise ValueError(f"parameters {', '.join(unknown)} are not in the model that was boosted")
-    buckets: list[HolderBucket] = []
-    elements, dtype = 0, ""
-    for name in reversed(order):
-        if name not in kinds:
-            continue
-        ranks, kind = tuple(holders[name]), kinds[name]
-        fits = elements + kind.numel <= max_elements and dtype == kind.dtype
-        if buckets and buckets[-1].ranks == ranks and fits:
-            buckets[-1] = HolderBucket(ranks, (*buckets[-1].names, name))
-            elements += kind.numel
-        else:
-            buckets.append(HolderBucket(ranks, (name,)))
-            elements, dtype = kind.numel, kind.dtype
-    return tuple(buckets)
+    parts = divided(
+        [name for name in reversed(order) if name in kinds],
+        lambda name: (tuple(holders[name]), kinds[name].dtype),
+        lambda name: kinds[name].numel,
+        max_elements,
+    )
+    return tuple(HolderBucket(tuple(holders[names[0]]), tuple(names)) for names in parts)
 
 
 GroupFinder = Callable[[Iterable[tuple[int, ...]]], Mapping[tuple[int, ...], Any]]
@@ -135,7 +125,7 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
 class SharedParameters:
     numbers: Mapping[int, int]  # by ``id`` of a parameter: its number in the whole model
     total: int  # parameters of the whole model
-    buckets: tuple[SharedBucket, ...]  # every parameter is in one
+    buckets: tuple[GradientBucket, ...]  # every parameter is in one
 
 
 def find_shared_buckets(
@@ -169,7 +159,7 @@ def find_shared_buckets(
         {id(parameter): numbers[name] for name, parameter in held.items()},
         len(order),
         tuple(
-            SharedBucket(groups[bucket.ranks], tuple(held[name] for name in bucket.names))
+            GradientBucket(groups[bucket.ranks], tuple(held[name] for name in bucket.names))
             for bucket in divided[dist.get_rank(tp_group)]
             if rank in bucket.ranks
         ),
@@ -197,11 +187,12 @@ class ReplicaGradients:
         self,
         parameters: SharedParameters,
         tp_group: dist.ProcessGroup,
-        start: Callable[[SharedBucket], Finish],
+        start: Callable[[GradientBucket], Finish],
         sharded: bool,
         early: bool,
     ) -> None:
-        self.sums = LayerSums(parameters.buckets, start, early)
+        every = [each for bucket in parameters.buckets for each in bucket.parameters]
+        self.sums = GradientSums(parameters.buckets, start, watched=every if early else ())
         self.exchange: Callable[[Tensor, Sequence[bool], bool], Commit] = exchange
         self._parameters = parameters
         first_place = dist.get_rank(tp_group) == 0

@@ -3,8 +3,8 @@ over the holders of each layer, clipped by the norm of the whole model, and all 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -20,8 +20,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ...colossalai_support.corrections import replaced
+from ..zero.gradient_sums import all_reduce_gradients, scatter_gradients
 from ..zero.overlapped_optimizer import OverlappedHybridZeroOptimizer
-from .layer_sums import all_reduce_gradients, scatter_gradients
 from .replica_gradients import (
     NOT_SUMMED,
     Commit,
@@ -55,18 +55,9 @@ class ReplicaOptimizer:
     gradients: ReplicaGradients
     _commit: Commit
 
-    def backward(self, *args: Any, **kwargs: Any) -> None:
-        self._begin_pass()
-        super().backward(*args, **kwargs)  # type: ignore[misc]
-
-    def backward_by_grad(self, *args: Any, **kwargs: Any) -> None:
-        self._begin_pass()
-        super().backward_by_grad(*args, **kwargs)  # type: ignore[misc]
-
-    def _begin_pass(self) -> None:
+    def _check_pass(self) -> None:
         if not self.gradients.sums.accumulating:
             raise RuntimeError(NOT_SUMMED)
-        self.gradients.sums.begin_pass()
 
     def clip_grad_by_norm(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: a rank has only a part of the gradients."""
@@ -78,6 +69,16 @@ class ReplicaOptimizer:
 
 class _WholeGradients(ReplicaOptimizer):
     model: ReplicaModule
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        self._check_pass()
+        with self.gradients.sums.one_pass():
+            super().backward(*args, **kwargs)  # type: ignore[misc]
+
+    def backward_by_grad(self, *args: Any, **kwargs: Any) -> None:
+        self._check_pass()
+        with self.gradients.sums.one_pass():
+            super().backward_by_grad(*args, **kwargs)  # type: ignore[misc]
 
     def _share(self, optimizer: Any, find_groups: GroupFinder, max_elements: int, early: bool) -> None:
         group = self.model.tp_group
@@ -138,8 +139,6 @@ class ReplicaAMPOptimizer(_WholeGradients, HybridParallelAMPOptimizer):
 class ReplicaZeroOptimizer(ReplicaOptimizer, OverlappedHybridZeroOptimizer):
     """ZeRO stage 1 for replicas that are not alike: the holders of a layer share its optimizer state."""
 
-    _buckets: Any
-
     def __init__(
         self,
         optimizer: Optimizer,
@@ -172,7 +171,13 @@ class ReplicaZeroOptimizer(ReplicaOptimizer, OverlappedHybridZeroOptimizer):
         deliver, dtype = self._deliver_to_stores(), self._communication_dtype
         start = partial(scatter_gradients, deliver=deliver, dtype=dtype)
         self.gradients = ReplicaGradients(self._shared, self.tp_pg, start, sharded=True, early=self._early)
-        self._buckets = self.gradients.sums
+        self.sums = self.gradients.sums
+
+    @contextmanager
+    def _own_pass(self) -> Iterator[None]:
+        self._check_pass()
+        with super()._own_pass():
+            yield
 
     def _before_step(self) -> None:
         self._commit = self.gradients.commit(self._shard_of, self._clip_grad_norm > 0 or self._is_scaled)

@@ -1,7 +1,7 @@
 """ZeRO's optimizer, stages 1 and 2, whose communication overlaps with passes (Holmes, Yang et al. 2023).
 
 - ``overlap_communication``: the backward pass starts to sum gradients; without it, stage 1 does so at its end. Each
-  rank gets the shard that its optimizer uses (:mod:`.gradient_buckets`), in stage 1 too, where Colossal-AI sums whole
+  rank gets the shard that its optimizer uses (:mod:`.gradient_sums`), in stage 1 too, where Colossal-AI sums whole
   gradients on all ranks. That halves the communication.
 - ``overlap_allgather``: the next forward pass gathers the updated parameters (:mod:`.late_parameters`).
 
@@ -16,6 +16,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import compress
 from typing import Any
 from weakref import proxy
 
@@ -34,7 +35,7 @@ from colossalai.booster.plugin.hybrid_parallel_plugin import HybridParallelZeroO
 from colossalai.pipeline.schedule import ZeroBubbleVPipeScheduler
 from colossalai.zero.low_level import LowLevelZeroOptimizer
 
-from .gradient_buckets import GradientBuckets
+from .gradient_sums import GradientBucket, GradientSums, divided, scatter_gradients
 from .late_parameters import LateParameters, UpdatedParameter
 
 
@@ -42,7 +43,7 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
     """``LowLevelZeroOptimizer`` whose communication overlaps with computation. The ranks form one group."""
 
     _partition_grads: bool
-    _buckets: GradientBuckets
+    sums: GradientSums
 
     def __init__(
         self,
@@ -57,8 +58,6 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
         self._reduces_early = overlap_communication or partition_grad
         self._clip_factor, self._clip_value = 1.0, math.inf
         self._may_accumulate = not partition_grad
-        self._passes: Callable[[], int] | None = None
-        self._runs_backward = False
         self._has_order = False
         first = optimizer.param_groups[0]["params"]
         if not first:
@@ -77,30 +76,32 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
 
     # Gradients ----------------------------------------------------------------------------------------------------
 
-    def reducing_in_last_pass(self, passes: Callable[[], int]) -> AbstractContextManager[None]:
-        """In the block, a gradient is summed when ``passes()`` backward passes have added to it, within ``no_sync``
-        too; ``_sync_grad`` sums what is left. So a schedule of a pipeline, which runs several micro-batches without
-        synchronization, sums gradients during the last of them."""
-        return replaced(self, _passes=passes)
-
     def _withheld(self) -> set[int]:
         """``id`` of parameters whose gradients are changed between the last backward pass and ``_sync_grad``."""
         return set()
 
     def _attach_reduction_hook(self) -> None:
-        this = proxy(self)
-        deliver = self._deliver_to_stores()
-
-        def on_gradient(parameter: Parameter) -> None:
-            if this._runs_backward and (this.require_grad_sync or this._passes is not None):
-                this._buckets.gradient_ready(parameter, 1 if this._passes is None else this._passes())
-
         parameters = [parameter for group in self._working_param_groups.values() for parameter in group]
-        self._buckets = GradientBuckets(
-            parameters, self._group(), self._reduce_bucket_size, self._communication_dtype, deliver, self._withheld()
+        # Backward passes compute gradients in about this order.
+        self._order = self._withheld_last(reversed(parameters))
+        self._start_sum = functools.partial(
+            scatter_gradients, deliver=self._deliver_to_stores(), dtype=self._communication_dtype, divide=True
         )
-        for parameter in parameters if self._reduces_early else ():
-            self.grad_handles.append(parameter.register_post_accumulate_grad_hook(on_gradient))
+        # For one rank there is nothing to send, and DDP, in which the hybrid plugin then wraps the model, sets
+        # gradients once more at the end of a pass.
+        is_early = self._reduces_early and dist.get_world_size(self._group()) > 1
+        withheld = self._withheld()
+        watched = [each for each in parameters if is_early and id(each) not in withheld]
+        self.sums = GradientSums(self._buckets(), self._start_sum, watched, one_group=True)
+        self.grad_handles.extend(self.sums.hooks)
+
+    def _withheld_last(self, parameters: Iterable[Parameter]) -> list[Parameter]:
+        withheld = self._withheld()
+        return sorted(parameters, key=lambda parameter: id(parameter) in withheld)
+
+    def _buckets(self) -> list[GradientBucket]:
+        parts = divided(self._order, lambda each: each.dtype, Parameter.numel, self._reduce_bucket_size)
+        return [GradientBucket(self._group(), tuple(each)) for each in parts]
 
     def _deliver_to_stores(self) -> Callable[[Parameter, Tensor], None]:
         working = self._working_param_groups
@@ -113,14 +114,14 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
         return group
 
     def _reduce_grad(self, partition_grad: bool) -> None:
-        self._buckets.finish()
+        self.sums.finish()
 
     def _sync_grad(self) -> None:
-        self._buckets.finish()
+        self.sums.finish()
 
     def zero_grad_stores(self) -> None:
         # First, because sums that have been started may still deliver.
-        self._buckets.drop()
+        self.sums.drop()
         super().zero_grad_stores()
         self._clip_factor, self._clip_value = 1.0, math.inf
 
@@ -161,11 +162,18 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
             if self._clip_value < math.inf:
                 gradient.clamp_(-self._clip_value, self._clip_value)
 
-    def _own_pass(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _own_pass(self) -> Iterator[None]:
         """A block for a backward pass of this optimizer, not of another one of the model. Stage 1 may run it without
         synchronization: whole gradients accumulate, which the parent refuses if gradients are sharded."""
         sharded = self._partition_grads and (self.require_grad_sync or not self._may_accumulate)
-        return replaced(self, _partition_grads=sharded, _runs_backward=True)
+        is_only_pass = self.require_grad_sync and not self.sums.accumulating
+        with (
+            replaced(self, _partition_grads=sharded),
+            self.sums.passes(lambda: 1) if is_only_pass else nullcontext(),
+            self.sums.one_pass(),
+        ):
+            yield
 
     def backward(self, loss: Tensor, inputs: Any = None, retain_graph: bool = False) -> None:
         with self._own_pass():
@@ -176,15 +184,35 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
             super().backward_by_grad(tensor, grad, inputs=inputs, retain_graph=retain_graph)
 
     def _before_step(self) -> None:
-        """Complete the sums. At the first step, let gradients enter buckets in the order in which they get ready."""
+        """Complete the sums, and at the first step let gradients enter buckets in the order in which rank 0 had its
+        gradients. Those that it did not get keep their order and come last."""
         self._complete_sums()
-        if not self._has_order:
-            self._buckets.agree_on_order()
-            self._has_order = True
+        if self._has_order or not self._order:
+            return
+        self._has_order = True
+        places = {key: place for place, key in enumerate(self.sums.passes_of)}
+        order = torch.tensor([places.get(id(each), len(places)) for each in self._order], device=self._order[0].device)
+        dist.broadcast(order, dist.get_global_rank(self._group(), 0), group=self._group())
+        found = dict(zip(self._order, order.tolist(), strict=True))
+        self._order = self._withheld_last(sorted(self._order, key=found.__getitem__))
+        self.sums.arrange(self._buckets())
 
     def _complete_sums(self) -> None:
-        self._forget(self._buckets.complete())
-        if any(parameter.grad is not None for parameter in self._buckets.order):
+        """Sum gradients that came after their sum, and drop those of parameters that no rank has used; see [Note:
+        unused parameters]. Called by all ranks at once."""
+        parameters, sums = self._order, self.sums
+        if parameters:
+            known = [[id(each) in keys for each in parameters] for keys in (sums.used, sums.late)]
+            found = torch.tensor(known, dtype=torch.int32).to(parameters[0].device)
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group())
+            is_used, is_late = found.tolist()
+            late = tuple(compress(parameters, is_late))
+            if late:
+                self._start_sum(GradientBucket(self._group(), late))()
+                sums.late.clear()
+            if any(is_used):  # otherwise nothing was summed
+                self._forget(each for each, used in zip(parameters, is_used, strict=True) if not used)
+        if any(parameter.grad is not None for parameter in parameters):
             raise RuntimeError(
                 "with ZeRO, gradients are summed over ranks in the backward pass of their own optimizer, but a "
                 "parameter of this one got its gradient in another pass: call booster.backward(loss, optimizer) with "
@@ -230,7 +258,7 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
             padded = self._working_param_to_padded_working_param[parameter]
             found[id(parameter)] = UpdatedParameter(parameter, shard.to(device).to(self._dtype), padded)
         # Backward passes use parameters in the reverse order of forward passes.
-        return [found[id(each)] for each in reversed(self._buckets.order) if id(each) in found]
+        return [found[id(each)] for each in reversed(self._order) if id(each) in found]
 
     def _force_wait_all_gather(self) -> None:
         if self.late_parameters is not None:
@@ -274,9 +302,7 @@ def summing_in_passes(schedule: Any, optimizer: Any) -> AbstractContextManager[N
     ):
         return nullcontext()
     # The attribute has another name in each kind of schedule. It may be set when the passes begin.
-    return optimizer.reducing_in_last_pass(
-        lambda: getattr(schedule, "num_microbatches", None) or schedule.num_microbatch
-    )
+    return optimizer.sums.passes(lambda: getattr(schedule, "num_microbatches", None) or schedule.num_microbatch)
 
 
 def split_off_overlap(

@@ -21,8 +21,6 @@ from colossalai.interface import ModelWrapper, OptimizerWrapper
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from ...colossalai_support.accelerator import get_accelerator
 from ...colossalai_support.gpu_over_gloo import is_gpu_over_gloo
@@ -118,14 +116,8 @@ class _Replicas(TorchDDPPlugin):
         super().__init__(**options)
         self.precision = precision
 
-    def configure(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
-        criterion: Callable | None = None,
-        dataloader: DataLoader | None = None,
-        lr_scheduler: LRScheduler | None = None,
-    ) -> Configured:
+    def configure(self, *objects: Any) -> Configured:
+        model, optimizer, criterion, dataloader, lr_scheduler = objects
         if get_accelerator().name == "cpu" or is_gpu_over_gloo():
             # The parent's method converts BatchNorm to SyncBatchNorm, which runs only on GPUs, so that in a job with
             # GPUs and CPUs some ranks would wait for others that do not take part.
@@ -133,9 +125,7 @@ class _Replicas(TorchDDPPlugin):
             if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
                 optimizer = OptimizerWrapper(optimizer)
         else:
-            model, optimizer, criterion, dataloader, lr_scheduler = super().configure(
-                model, optimizer, criterion, dataloader, lr_scheduler
-            )
+            model, optimizer, criterion, dataloader, lr_scheduler = super().configure(*objects)
         if optimizer is not None:
             refuse_unfinished_sums(model.module, optimizer)
         if self.precision == "bf16":

@@ -36,7 +36,8 @@ def prepare(group: dist.ProcessGroup, form: str = "block", **options: object) ->
         mock.patch.object(pretest, "measure_costs", wraps=pretest.measure_costs) as measure,
     ):
         warnings.simplefilter("always")
-        costs = pretest.prepare_costs(config, group, SHAPES, 40, torch.float32, CPU, traffic, form)
+        measurement = pretest.CostMeasurement(group, SHAPES, 40, torch.float32, CPU, traffic, form)
+        costs = pretest.prepare_costs(config, measurement)
     return costs, measure.call_count, [str(warning.message) for warning in caught]
 
 

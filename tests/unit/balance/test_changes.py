@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from colossal_hetero.balance.changes import SETTLED_AFTER, ChangeTeller, plan_in_words
+from colossal_hetero.balance.latest import SETTLED_AFTER, ChangeTeller, plan_in_words
 from colossal_hetero.balance.plan import BalancePlan, RankTimes
 
 SLOW = (RankTimes(1.0, 1.0), RankTimes(6.1, 6.1), RankTimes(1.2, 1.2))

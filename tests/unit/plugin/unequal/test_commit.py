@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from colossal_hetero.plugin.replicas.layer_sums import SharedBucket
 from colossal_hetero.plugin.replicas.replica_gradients import Commit, ReplicaGradients, SharedParameters, exchange
+from colossal_hetero.plugin.zero.gradient_sums import GradientBucket
 
 
 class Operations(TorchDispatchMode):
@@ -45,7 +45,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def gradients_of(parameters: list[Parameter], used: int) -> ReplicaGradients:
     """The first ``used`` parameters got a gradient."""
     numbers = {id(each): number for number, each in enumerate(parameters)}
-    shared = SharedParameters(numbers, len(parameters), (SharedBucket(Mock(), tuple(parameters)),))
+    shared = SharedParameters(numbers, len(parameters), (GradientBucket(Mock(), tuple(parameters)),))
     gradients = ReplicaGradients(shared, Mock(), lambda bucket: lambda: None, sharded=False, early=False)
     for number, each in enumerate(parameters):
         each.grad = torch.full_like(each, number + 0.5) if number < used else None

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from colossal_hetero.plugin.replicas.layer_sums import LayerSums, SharedBucket
+from colossal_hetero.plugin.zero.gradient_sums import GradientBucket, GradientSums
 
 
 class RecordedSums:
@@ -21,7 +21,7 @@ class RecordedSums:
         self.events: list[str] = []
         self.names: dict[int, str] = {}
 
-    def start(self, bucket: SharedBucket) -> Callable[[], None]:
+    def start(self, bucket: GradientBucket) -> Callable[[], None]:
         label = "".join(self.names[id(each)] for each in bucket.parameters)
         self.events.append(f"start {label}")
 
@@ -33,7 +33,7 @@ class RecordedSums:
         return finish
 
 
-def three_layers(early: bool = True) -> tuple[nn.Sequential, LayerSums, RecordedSums]:
+def three_layers(early: bool = True, one_group: bool = False) -> tuple[nn.Sequential, GradientSums, RecordedSums]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3)))
     recorded = RecordedSums()
@@ -41,15 +41,15 @@ def three_layers(early: bool = True) -> tuple[nn.Sequential, LayerSums, Recorded
         recorded.names[id(layer.weight)] = name
         layer.weight.register_post_accumulate_grad_hook(lambda _, name=name: recorded.events.append(f"gradient {name}"))
     group = Mock(**{"size.return_value": 2})
-    buckets = [SharedBucket(group, (model[2].weight, model[1].weight)), SharedBucket(group, (model[0].weight,))]
-    return model, LayerSums(buckets, recorded.start, early), recorded
+    buckets = [GradientBucket(group, (model[2].weight, model[1].weight)), GradientBucket(group, (model[0].weight,))]
+    watched = list(model.parameters()) if early else []
+    return model, GradientSums(buckets, recorded.start, watched, one_group), recorded
 
 
-def backward(model: nn.Module, times: int, sums: LayerSums | None = None) -> None:
+def backward(model: nn.Module, times: int, sums: GradientSums | None = None) -> None:
     for _ in range(times):
-        if sums is not None:
-            sums.begin_pass()
-        model(torch.ones(1, 2)).sum().backward()
+        with nullcontext() if sums is None else sums.one_pass():
+            model(torch.ones(1, 2)).sum().backward()
 
 
 def test_a_sum_starts_in_the_last_backward_pass_when_its_gradients_are_there() -> None:
@@ -62,6 +62,16 @@ def test_a_sum_starts_in_the_last_backward_pass_when_its_gradients_are_there() -
         assert recorded.events == ["gradient c", "gradient b", "start cb", "gradient a", "start a"]
         sums.finish()
     assert recorded.events[-2:] == ["finish cb", "finish a"]
+
+
+def test_in_interleaved_schedules_parameters_have_passes_of_their_own() -> None:
+    model, sums, recorded = three_layers()
+    with sums.passes(lambda: 2):
+        for chunk in (model[1:], model[1:], model[:1], model[:1]):
+            backward(chunk, 1, sums)
+        assert recorded.events[-6:] == ["gradient c", "gradient b", "start cb", "gradient a", "gradient a", "start a"]
+        sums.finish()
+    assert list(sums.passes_of) == [id(layer.weight) for layer in reversed(model)]
 
 
 def checkpointed(model: nn.Sequential, times: int) -> None:
@@ -79,8 +89,8 @@ def test_a_layer_in_several_checkpoints_is_summed_when_all_its_gradients_are_the
         recorded.events.clear()
         with sums.passes(lambda: micro_batches):
             for _ in range(micro_batches):
-                sums.begin_pass()
-                checkpointed(model, 3)
+                with sums.one_pass():
+                    checkpointed(model, 3)
             if step or micro_batches > 1:
                 assert recorded.events[-4:] == [*["gradient a"] * 3, "start a"]
             sums.finish()
@@ -98,15 +108,42 @@ def test_a_gradient_after_the_start_is_refused() -> None:
     model, sums, _ = three_layers()
     with sums.passes(lambda: 2):
         for times in (2, 3):
-            sums.begin_pass()
-            with pytest.raises(RuntimeError, match="overlap_communication=False") if times == 3 else nullcontext():
+            is_refused = pytest.raises(RuntimeError, match="overlap_communication=False")
+            with is_refused if times == 3 else nullcontext(), sums.one_pass():
                 checkpointed(model, times)
+
+
+def test_over_one_group_sums_start_in_the_first_pass_and_what_comes_late_is_kept() -> None:
+    model, sums, recorded = three_layers(one_group=True)
+    weight, started = model[0].weight, []
+    for _ in range(2):
+        recorded.events.clear()
+        with sums.passes(lambda: 1), sums.one_pass():
+            checkpointed(model, 2)
+            started.append(recorded.events.index("start a"))
+            assert recorded.events.count("start a") == 1
+            sums.finish()
+        late, sums.late = set(sums.late), set()
+        assert late == ({id(weight)} if len(started) == 1 else set())
+        sums.drop()
+        model.zero_grad()
+    assert started[0] < started[1]  # the second pass knows that two gradients come
+
+
+def test_sums_may_all_start_at_the_end() -> None:
+    model, sums, recorded = three_layers(early=False)
+    with sums.passes(lambda: 1):
+        backward(model, 1)
+        assert "start" not in " ".join(recorded.events)
+        sums.finish()
+    assert recorded.events[3:] == ["start cb", "start a", "finish cb", "finish a"]
 
 
 def test_a_parameter_without_a_gradient_does_not_stop_the_sums() -> None:
     model, sums, recorded = three_layers()
     with sums.passes(lambda: 1):
-        model[0](torch.ones(1, 2)).sum().backward()
+        with sums.one_pass():
+            model[0](torch.ones(1, 2)).sum().backward()
         assert recorded.events == ["gradient a"]  # the sum of the others comes first on all ranks
         sums.finish()
     assert recorded.events[1:] == ["start cb", "start a", "finish cb", "finish a"]

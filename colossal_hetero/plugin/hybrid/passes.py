@@ -1,0 +1,259 @@
+"""The passes of a batch in the hybrid plugin: in a pipeline or in one stage, to train or to evaluate."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from colossalai.booster.plugin import HybridParallelPlugin
+from colossalai.interface import ModelWrapper, OptimizerWrapper
+from colossalai.pipeline.schedule import InterleavedSchedule, ZeroBubbleVPipeScheduler
+from colossalai.pipeline.schedule._utils import (
+    detach,
+    get_batch_size,
+    get_micro_batch,
+    merge_batch,
+    model_forward,
+    to_device,
+    tree_map_hf,
+)
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from ...colossalai_support.accelerator import get_accelerator
+from ...colossalai_support.corrections import replaced
+from ...common.ranks import naming_ended_ranks
+from ...common.text import count
+from ...data_parallel.config import BatchConfig
+from ...data_parallel.unsummed_steps import noted_passes, refuse_unsummed_steps
+from ...layers.timm_vit import inputs_of
+from ...profiling.training_step import with_dicts
+from ..elastic.elastic_run import ElasticRun
+from ..replicas.unequal_replicas import UnequalReplicas
+from ..uneven_batches import PipelineBatches, UnevenBatches
+from ..zero.overlapped_optimizer import summing_in_passes
+from .planned_run import PlannedRun
+
+# One stage -----------------------------------------------------------------------------------------------------------
+# ``execute_pipeline`` for a model that is not cut into stages, so that a training loop fits any plan. It returns and
+# refuses what Colossal-AI's 1F1B schedule does, of which it is the case of one stage.
+
+
+class OneStageSchedule:
+    """Runs the forward and backward passes of a replica's batch, and accumulates their gradients; they are summed over
+    replicas in the last backward pass, unless ``without_sync`` is None."""
+
+    def __init__(
+        self,
+        num_microbatches: int | None,
+        microbatch_size: int | None,
+        without_sync: Callable[[ModelWrapper, OptimizerWrapper], AbstractContextManager[Any]] | None,
+    ) -> None:
+        self._count = num_microbatches
+        self._size = microbatch_size
+        self._without_sync = without_sync
+        self.num_microbatches = 0  # of the batch that runs
+
+    def forward_backward_step(
+        self,
+        model: ModelWrapper,
+        data_iter: Iterator[Any],
+        criterion: Callable[[Any, Any], Tensor],
+        optimizer: OptimizerWrapper | None = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+    ) -> dict[str, Any]:
+        """Train on the next batch, or evaluate it if gradients are switched off. Returns ``loss``: fp32, ``[]``, the
+        mean over micro-batches, or None; ``outputs``: those of the model for the whole batch, or None."""
+        training = torch.is_grad_enabled()
+        if training and optimizer is None:
+            raise ValueError("give execute_pipeline the optimizer, or evaluate inside torch.no_grad()")
+        device = get_accelerator().get_current_device()
+        batch = next(data_iter)
+        samples = get_batch_size(batch)
+        size = self._micro_batch_size(samples, training)
+        starts = range(0, samples, size)
+        self.num_microbatches = len(starts)
+        total = torch.zeros((), device=device) if return_loss else None
+        outputs: list[Any] = []
+        for start in starts:
+            micro_batch = tree_map(lambda each: to_device(each, device), get_micro_batch(batch, start, size))
+            waits = training and self._without_sync is not None and start != starts[-1]
+            with self._without_sync(model, optimizer) if waits else nullcontext():  # type: ignore[misc, arg-type]
+                output = model_forward(model, inputs_of(model.unwrap(), micro_batch), None)
+                loss = criterion(output, micro_batch) / len(starts)
+                if optimizer is not None and training:
+                    optimizer.backward(loss)
+            if total is not None:
+                total += loss.detach()
+            if return_outputs:
+                outputs.append(tree_map_hf(detach, output))
+        axis = getattr(model.unwrap(), "batch_size_dim", 0)
+        return {"loss": total, "outputs": merge_batch(outputs, axis) if return_outputs else None}
+
+    def _micro_batch_size(self, samples: int, training: bool) -> int:
+        """Samples in each micro-batch; in evaluation the last one may be smaller."""
+        divisor = self._count or self._size or 1
+        if training and samples % divisor != 0:
+            parts = f"{self._count} micro-batches" if self._count else f"micro-batches of {self._size}"
+            raise ValueError(
+                f"a batch of {count(samples, 'sample')} cannot be divided into {parts} of equal size; "
+                f"use a batch size that is a multiple of {divisor}, and drop_last=True"
+            )
+        return -(-samples // self._count) if self._count else self._size or samples
+
+
+class PassesPlugin(HybridParallelPlugin):
+    """Runs the passes of batches, and refuses steps on gradients that are not summed."""
+
+    batches: BatchConfig | None
+    _elastic: ElasticRun | None
+    _planned: PlannedRun | None
+    _unequal: UnequalReplicas | None
+    _uneven_batches: UnevenBatches | None
+    _one_stage: OneStageSchedule
+
+    def _make_one_stage(self, arguments: Mapping[str, Any]) -> OneStageSchedule:
+        micro_batches = arguments.get("num_microbatches"), arguments.get("microbatch_size")
+        if self.batches is not None:
+            micro_batches = None, None  # the data loader gives micro-batches
+        elif self._planned is not None:
+            micro_batches = None, self._planned.plan.micro_batch
+        # ZeRO stage 2 divides gradients among ranks after every backward pass, so it must sum them every time.
+        return OneStageSchedule(*micro_batches, None if self.zero_stage == 2 else self.no_sync)
+
+    def is_last_stage(self) -> bool:
+        """True if this rank has the loss: with the last chunk of the model, or without a pipeline, where
+        ``stage_manager`` is None."""
+        if self.stage_manager is None:
+            return True
+        # In the zero-bubble schedule, the chunks go down the stages and up again.
+        is_at_end = (
+            self.stage_manager.is_first_stage if self.stage_manager.use_zbv else self.stage_manager.is_last_stage
+        )
+        return bool(is_at_end(ignore_chunk=True))
+
+    def execute_pipeline(
+        self, data_iter: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any
+    ) -> dict:
+        """See ``PipelinePluginBase.execute_pipeline``; called by ``Booster.execute_pipeline``. Without a pipeline,
+        every rank accumulates the gradients of its batch, divided into micro-batches as the plan, ``num_microbatches``
+        or ``microbatch_size`` say (not divided without them), and has the loss. Batches that are mappings reach the
+        model and ``criterion`` as dicts.
+
+        Raises:
+            TypeError: ``data_iter`` is no iterator.
+            ValueError: the batch has another size than the plan, or without a pipeline cannot be divided; or gradients
+                are switched off, and the schedule cannot evaluate the batch.
+        """
+        if not isinstance(data_iter, Iterator):
+            raise TypeError(
+                f"execute_pipeline takes an iterator, as iter(dataloader), not a {type(data_iter).__name__}"
+            )
+
+        def execute(batches: Iterator) -> dict:
+            return self._execute(batches, model, criterion, *args, **kwargs)
+
+        data_iter = map(with_dicts, data_iter)
+        if self._elastic is None:
+            return execute(data_iter)
+        if torch.is_grad_enabled():
+            return self._elastic.run(functools.partial(execute, data_iter))
+        return self._elastic.evaluate(model, data_iter, execute)
+
+    def _execute(
+        self, data_iter: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any
+    ) -> dict:
+        if not torch.is_grad_enabled():
+            return self._evaluate(data_iter, model, criterion, *args, **kwargs)
+        if self._planned is not None and self._uneven_batches is None:
+            data_iter = self._planned.checked_batches(data_iter)
+
+        def run_passes(batches: Iterator, criterion: Callable) -> dict:
+            return self._run_passes(batches, model, criterion, *args, **kwargs)
+
+        with naming_ended_ranks():
+            if isinstance(self._uneven_batches, PipelineBatches):
+                schedule = self.scheduler or self._one_stage
+                result = self._uneven_batches.run(schedule, run_passes, data_iter, criterion)
+            else:
+                result = run_passes(data_iter, criterion)
+        if self._planned is not None:
+            self._planned.after_passes()
+        return result
+
+    def _evaluate(
+        self, data_iter: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any
+    ) -> dict:
+        if self.scheduler is None:
+            return self._one_stage.forward_backward_step(model, data_iter, criterion, *args, **kwargs)
+        if isinstance(self.scheduler, ZeroBubbleVPipeScheduler):
+            raise ValueError(
+                "Colossal-AI's zero-bubble schedule cannot evaluate; save the model, and evaluate it with another "
+                "schedule"
+            )
+        if self._planned is not None:
+            data_iter = self._planned.batches_to_evaluate(data_iter)
+        # Without gradients there is nothing to synchronize, and the gradients of weights that stages share may be None
+        # since the last step.
+        with (
+            naming_ended_ranks(),
+            model.no_sync(),
+            nullcontext() if self._planned is None else training_sizes_kept(self.scheduler),
+        ):
+            return super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
+
+    def _run_passes(
+        self, data_iter: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any
+    ) -> dict:
+        """Train on a batch of this replica, with the sums that belong to its passes."""
+        optimizer = args[0] if args else kwargs.get("optimizer")
+        if self._unequal is None:
+            if self.scheduler is None:
+                return self._one_stage.forward_backward_step(model, data_iter, criterion, *args, **kwargs)
+            with noted_passes(model, optimizer), summing_in_passes(self.scheduler, optimizer):
+                return super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
+        schedule = self.scheduler or self._one_stage
+        sums = model.require_grad_sync and getattr(optimizer, "require_grad_sync", True)
+        with model.gradients.sums.passes((lambda: schedule.num_microbatches) if sums else None):
+            if self.scheduler is not None:
+                return super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
+            result = self._one_stage.forward_backward_step(model, data_iter, criterion, *args, **kwargs)
+            if self.zero_stage == 0 and sums:
+                model.sync_dp_grads()
+        return result
+
+    def micro_batch_place(self, number: int) -> tuple[int, int]:
+        """First sample and number of samples of this rank's micro-batch ``number`` in the current global batch."""
+        assert self._planned is not None and isinstance(self._uneven_batches, PipelineBatches)
+        return self._uneven_batches.first_sample(number), self._planned.plan.micro_batch
+
+    def _refuse_unsummed_steps(self, model: ModelWrapper, optimizer: OptimizerWrapper) -> None:
+        """Refuse steps on gradients that are not summed, where uneven batches or unequal pipelines do not do it."""
+        in_pipeline = self.scheduler is not None
+        checks_itself = self._unequal if in_pipeline else self.batches
+        if checks_itself is not None:
+            return
+        if self.dp_size > 1 or self.zero_stage or self.enable_sequence_parallelism or model.shared_params:
+            in_shards, counted_again = bool(self.zero_stage) and self._unequal is None, None
+            if not self.zero_stage and self._unequal is None:
+                # Colossal-AI adds up these gradients over ranks after each pass; means of means stay the same.
+                if self.enable_sequence_parallelism and self.sequence_parallelism_mode in ("split_gather", "ring"):
+                    counted_again = f"sequence parallelism ({self.sequence_parallelism_mode})"
+                elif model.shared_params:
+                    counted_again = "weights that pipeline stages share"
+            refuse_unsummed_steps(
+                model, optimizer, in_pipeline=in_pipeline, in_shards=in_shards, counted_again=counted_again
+            )
+
+
+def training_sizes_kept(schedule: object) -> AbstractContextManager[None]:
+    """Let a 1F1B or interleaved schedule evaluate batches of another size, and train on as before. It would train with
+    the number of micro-batches of the last evaluation, and asserts that all batches are as large as the last one."""
+    number = "num_microbatch" if isinstance(schedule, InterleavedSchedule) else "num_microbatches"
+    sizes = (number, "microbatch_size", "batch_size", "last_batch_size", "enable_metadata_cache")
+    shapes = ("send_tensor_metadata", "send_grad_metadata", "tensor_metadata_recv", "grad_metadata_recv")
+    return replaced(schedule, **{name: getattr(schedule, name) for name in (*sizes, *shapes)})
