@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from colossal_hetero.planner import Curve
-from colossal_hetero.planner.batches.closed_loop import BatchDivider, GlobalBatchTime, Redivision, Speed
+from colossal_hetero.planner.batches.closed_loop import PATIENCE, BatchDivider, GlobalBatchTime, Redivision, Speed
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.simulated_replicas import SimulatedReplica, Simulation
 
@@ -189,9 +189,9 @@ def test_a_device_that_saved_up_time_does_not_get_far_too_much_again_and_again()
     assert sum(late) / len(late) <= 1.1 * best_wall(simulation)
 
 
-def loop(ranks: int = 2, min_gain: float = 0.02) -> Redivision:
-    curve = Curve.from_seconds([float(n) for n in range(1, 13)])
-    return Redivision(BatchDivider([curve] * ranks, 1), 12, min_gain)
+def loop(ranks: int = 2, min_gain: float = 0.02, samples: int = 12) -> Redivision:
+    curve = Curve.from_seconds([float(n) for n in range(1, samples + 1)])
+    return Redivision(BatchDivider([curve] * ranks, 1), samples, min_gain)
 
 
 def constant(speeds: Sequence[float], redivision: Redivision, count: int) -> list[list[GlobalBatchTime]]:
@@ -225,6 +225,17 @@ def test_what_does_not_lead_to_a_new_division() -> None:
         redivision = loop(**options)
         assert not redivision.observe(constant(speeds, redivision, count))
     assert redivision.observe(constant([1.0, 3.0], redivision, 10))
+
+
+def test_after_a_wrong_step_a_replica_is_not_believed_for_longer() -> None:
+    """The second replica looks a fifth faster while it waits; with one sample more it is as slow as before. It looks
+    faster again, and is believed only after the checks for which it is not, and those before an optimistic speed is."""
+    redivision, steps = loop(samples=200), []
+    for look in [1.0, 0.8, 1.0, *[0.8] * (2 * PATIENCE)]:
+        steps.append(redivision.observe(constant([1.0, look], redivision, 5)))
+        if len(steps) == 2:
+            assert [share.samples for share in redivision.allocation.shares] == [99, 101]
+    assert [check for check, is_step in enumerate(steps) if is_step] == [1, 2 + 2 * PATIENCE]
 
 
 def test_a_loop_gets_more_micro_batches_only_where_they_save_two_percent() -> None:
