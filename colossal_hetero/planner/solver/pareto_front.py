@@ -337,18 +337,18 @@ class _Search:
         # Both ends are looked for first.
         if len(self._ratios) < 2:
             return int(np.argmin(np.where(self._left, self._dollars if self._ratios else self._seconds, np.inf)))
-        # Plans do not reach the bounds; those that were made show by how much.
-        ratio = float(np.median(self._ratios))
-        ahead = np.full(len(self._seconds), np.inf)
-        for point in self.points:
-            faster = point.seconds / (self._seconds * ratio)
-            cheaper = point.dollars / (self._dollars * ratio + 1e-300)
-            ahead = np.minimum(ahead, np.maximum(faster, cheaper))
-        # Many nodes take long to plan for.
-        promising = self._left & (ahead > 1 + tolerance)
-        promise = np.where(promising, (ahead - 1) / self._counts.sum(axis=1), 0.0)
-        row = int(np.argmax(promise))
-        return row if promise[row] > 0 else None
+        # Plans do not reach the bounds; those that were made show by how much. The bounds alone have the last word.
+        for ratio in (float(np.median(self._ratios)), 1.0):
+            ahead = np.full(len(self._seconds), np.inf)
+            for point in self.points:
+                faster = point.seconds / (self._seconds * ratio)
+                cheaper = point.dollars / (self._dollars * ratio + 1e-300)
+                ahead = np.minimum(ahead, np.maximum(faster, cheaper))
+            promising = self._left & (ahead > 1 + tolerance)
+            if promising.any():
+                # Many nodes take long to plan for.
+                return int(np.argmax(np.where(promising, (ahead - 1) / self._counts.sum(axis=1), 0.0)))
+        return None
 
     def add(self, row: int, points: Sequence[FrontPoint]) -> None:
         """Add the plans of a choice, the fastest first."""
