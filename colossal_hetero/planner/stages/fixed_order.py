@@ -49,53 +49,55 @@ def exact(pipeline: Pipeline, order: Sequence[int] | None) -> Split | None:
     return min(found, key=lambda split: evaluate(pipeline, split).seconds, default=None)
 
 
-def split_in_order(slots: Sequence[Slot], hops: Sequence[Channel], micro_batches: int) -> Split | None:
-    """The fastest split that keeps the slots, by stage, in this order and fits in memory; None if none fits. ``hops``
-    are the channels between neighboring stages, ``[stages − 1]``."""
-    stages, blocks = len(slots), len(slots[0].costs.forward_seconds)
-    if stages > blocks:
+def split_in_order(
+    slots: Sequence[Slot], hops: Sequence[Channel], micro_batches: int, below: float = np.inf
+) -> Split | None:
+    """The fastest split that keeps the slots, by stage, in this order and fits in memory; None if none that fits takes
+    less than ``below`` seconds. ``hops`` are the channels between neighboring stages, ``[stages − 1]``."""
+    stages = len(slots)
+    if stages > len(slots[0].costs.forward_seconds):
         return None
-    seconds = _stage_seconds(slots, hops, micro_batches)
-    if stages == 1:
-        return Split((0,), (0, blocks)) if np.isfinite(seconds[0, 0, blocks]) else None
+    seconds = windows(_stage_seconds(slots, hops, micro_batches))
     repetitions = micro_batches - 1
     shortest = min_longest(seconds)
     if not np.isfinite(shortest):
         return None
-    sums, cuts = min_sums(seconds, np.array([shortest, np.inf]))
-    best, bounds = sums[0] + repetitions * shortest, cuts[0]
+    sum_at_shortest, least = _min_sums(seconds, np.array([shortest, np.inf]))
+    if not repetitions * shortest + least < below:
+        return None
+    best, limit = sum_at_shortest + repetitions * shortest, shortest
     # A limit is worth trying if it would be better with the smallest possible sum.
-    limits = np.unique(seconds[np.isfinite(seconds) & (seconds > shortest)])
-    limits = limits[limits * repetitions + sums[1] < best]
-    sum_above = np.full(len(limits), sums[1])
+    limits = seconds[np.isfinite(seconds) & (seconds > shortest)]
+    limits = np.unique(limits[limits * repetitions + least < min(best, below)])
+    sum_above = np.full(len(limits), least)
     while len(limits):
         promising = np.flatnonzero(repetitions * limits + sum_above < best * (1 - 1e-12))
         if not len(promising):
             break
         tried = promising[np.unique(np.linspace(0, len(promising) - 1, LIMITS).astype(int))]
-        found, cuts = min_sums(seconds, limits[tried])
+        found = _min_sums(seconds, limits[tried])
         totals = found + repetitions * limits[tried]
         if totals.min() < best:
-            best, bounds = totals.min(), cuts[int(totals.argmin())]
+            best, limit = totals.min(), limits[tried[totals.argmin()]]
         # Below a limit that was tried, no sum is smaller than the sum at that limit.
         above = np.searchsorted(tried, np.arange(len(limits)))
-        known = np.append(found, sums[1])[above]
+        known = np.append(found, least)[above]
         sum_above = np.maximum(sum_above, known)
         untried = np.ones(len(limits), dtype=bool)
         untried[tried] = False
         limits, sum_above = limits[untried], sum_above[untried]
-    return Split(tuple(range(stages)), tuple(int(bound) for bound in bounds))
+    return Split(tuple(range(stages)), min_sum_bounds(seconds, limit)) if best < below else None
 
 
-def _stage_seconds(slots: Sequence[Slot], hops: Sequence[Channel], micro_batches: int) -> _Floats:
-    """Time per micro-batch of each stage with blocks ``[a, b)``, ``[stages, a, b]``; infinite if it does not fit."""
+def _stage_seconds(slots: Sequence[Slot], hops: Sequence[Channel], micro_batches: int) -> list[_Floats]:
+    """Time per micro-batch of each stage with blocks ``[a, b)``, ``[a, b]`` each; infinite if it does not fit."""
     stages, before = len(slots), None
     seconds = []
     for stage, (slot, after) in enumerate(zip(slots, [*hops, None], strict=True)):
         in_flight = min(micro_batches, stages - stage)
         seconds.append(_seconds_of_stage(slot, in_flight, before, after))
         before = None if after is None else (slot.costs, after)
-    return np.stack(seconds)
+    return seconds
 
 
 @functools.lru_cache(maxsize=512)
@@ -146,31 +148,46 @@ def fits(slot: Slot, in_flight: int) -> NDArray[np.bool_]:
     return fit if slot.recomputed is None else fit | _fit(*slot.recomputed, in_flight)
 
 
+def windows(by_stage: Sequence[_Floats]) -> _Floats:
+    """Of values by stage for blocks ``[a, b)``, ``[a, b]``, those of splits in which each stage has a block: stage s
+    with blocks ``[s + i, s + j + 1)``, ``[stages, i, j]``."""
+    size = len(by_stage[0]) - len(by_stage)
+    return np.stack([each[s : s + size, s + 1 : s + 1 + size] for s, each in enumerate(by_stage)])
+
+
 def min_longest(seconds: _Floats) -> float:
-    """The smallest possible ``max t`` of all splits, in seconds; infinite if no split fits."""
+    """The smallest possible ``max t`` of all splits, for :func:`windows` of seconds; infinite if no split fits."""
     reached = seconds[0, 0]
     for stage in seconds[1:]:
         reached = np.maximum(reached[:, None], stage).min(axis=0)
     return float(reached[-1])
 
 
-def min_sums(seconds: _Floats, limits: _Floats) -> tuple[_Floats, list[list[int]]]:
-    """For each limit, the smallest Σ t of the splits with no stage above the limit, ``[limits]``, and their bounds."""
-    chosen = []
-    sums = np.where(seconds[0, 0] <= limits[:, None], seconds[0, 0], np.inf)
+def _min_sums(seconds: _Floats, limits: _Floats) -> _Floats:
+    """For each limit, the smallest Σ t of the splits with no stage above the limit, ``[limits]``."""
+    limits = limits[:, None, None]
+    sums = np.where(seconds[0, 0] <= limits[:, 0], seconds[0, 0], np.inf)
     for number, stage in enumerate(seconds[1:], 2):
         if number == len(seconds):
             stage = stage[:, -1:]  # the last stage ends with the last block
-        through = sums[:, :, None] + np.where(stage <= limits[:, None, None], stage, np.inf)
-        chosen.append(through.argmin(axis=1))
-        sums = through.min(axis=1)
-    cuts = []
-    for number in range(len(limits)):
-        bounds = [seconds.shape[1] - 1]
-        for starts in reversed(chosen):
-            bounds.append(int(starts[number, bounds[-1] if len(bounds) > 1 else 0]))
-        cuts.append([0, *reversed(bounds)])
-    return sums[:, -1], cuts
+        sums = (sums[:, :, None] + np.where(stage <= limits, stage, np.inf)).min(axis=1)
+    return np.asarray(sums[:, -1])
+
+
+def min_sum_bounds(seconds: _Floats, limit: float) -> tuple[int, ...]:
+    """Bounds of the split with the smallest Σ t of those with no stage above ``limit``."""
+    allowed = np.where(seconds <= limit, seconds, np.inf)
+    sums, starts = allowed[0, 0], []
+    for stage in allowed[1:]:
+        through = sums[:, None] + stage
+        starts.append(through.argmin(axis=0))
+        sums = through.min(axis=0)
+    place = len(sums) - 1
+    bounds = [len(seconds) + place]
+    for number in range(len(starts), 0, -1):
+        place = int(starts[number - 1][place])
+        bounds.append(number + place)
+    return (0, *reversed(bounds))
 
 
 # All cuts ------------------------------------------------------------------------------------------------------------

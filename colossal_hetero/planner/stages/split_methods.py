@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .fixed_order import exact, fits, min_longest, min_sums
+from .fixed_order import exact, fits, min_longest, min_sum_bounds, windows
 from .pipeline import Pipeline, Split
 
 
@@ -156,12 +156,9 @@ def autohet(pipeline: Pipeline, order: Sequence[int] | None) -> Split | None:
         fits(pipeline.slots[slot], min(pipeline.micro_batches, len(order) - stage)) & (lengths > 0)
         for stage, slot in enumerate(order)
     ]
-    loads = np.where(possible, lengths / by_stage[:, None, None], np.inf)
+    loads = windows(list(np.where(possible, lengths / by_stage[:, None, None], np.inf)))
     longest = min_longest(loads)
-    if longest == inf:
-        return None
-    _, (bounds,) = min_sums(loads, np.array([longest * (1 + ROUNDING)]))
-    return Split(order, tuple(bounds))
+    return None if longest == inf else Split(order, min_sum_bounds(loads, longest * (1 + ROUNDING)))
 
 
 def _bounds(parts: NDArray[np.int_]) -> tuple[int, ...]:
