@@ -90,7 +90,8 @@ class DraftBuilder:
         self._node_of = [device.node for device in topology.devices]
         self._cluster_of = [node.cluster for node in topology.nodes]
         self._gradients = GradientTimes(topology)
-        self._splits_in_order: dict[object, Split | None] = {}
+        self._splits_in_order: dict[object, tuple[float, Split | None]] = {}
+        """Fastest splits, and the seconds below which they were looked for."""
         self._splits: dict[object, Split | str] = {}
         self._costs: dict[object, PipelineCost] = {}
         self._slots: dict[object, Slot] = {}
@@ -108,10 +109,16 @@ class DraftBuilder:
         return min(found, key=lambda draft: draft.seconds) if found else next(iter(drafts.values()))
 
     def build_placed(
-        self, pool: SlotPool, places: Rows, *, symmetric: bool = False, in_order: bool = False
+        self,
+        pool: SlotPool,
+        places: Rows,
+        *,
+        symmetric: bool = False,
+        in_order: bool = False,
+        below: float = np.inf,
     ) -> Draft | str:
-        """The draft with these slots, or in words why there is none. If ``symmetric``, all pipelines are cut alike; if
-        ``in_order``, the stages are in the order of the slots."""
+        """The draft with these slots, or in words why there is none in which pipelines take less than ``below``
+        seconds. If ``symmetric``, all are cut alike; if ``in_order``, the stages are in the order of the slots."""
         total = pool.total_micro_batches
         minimum = list(map(len, places))
         if symmetric:
@@ -120,7 +127,7 @@ class DraftBuilder:
             return f"{total} micro-batches are too few for the stages of all replicas"
         else:
             counts = [max(each, round(total / len(places))) for each in minimum]
-        splits = self._split(pool, places, counts, symmetric, in_order)
+        splits = self._split(pool, places, counts, symmetric, in_order, below if symmetric else np.inf)
         if isinstance(splits, str):
             return splits
         rows = [[each[slot] for slot in cut.order] for each, cut in zip(places, splits, strict=True)]
@@ -136,6 +143,8 @@ class DraftBuilder:
                 counts, costs = divided, again
             elif all(cost.fits for cost in costs) and sum(counts) != total:
                 return "a stage has too little memory for its micro-batches in flight"
+        if not max(cost.seconds for cost in costs) < below:
+            return "a pipeline takes too long"
         return self._draft(pool, rows, bounds, counts, costs)
 
     def build_cut(
@@ -179,7 +188,7 @@ class DraftBuilder:
         return Draft(pool, list(map(list, rows)), list(bounds), list(counts), costs, synchronization)
 
     def _split(
-        self, pool: SlotPool, places: Rows, counts: Sequence[int], symmetric: bool, in_order: bool
+        self, pool: SlotPool, places: Rows, counts: Sequence[int], symmetric: bool, in_order: bool, below: float
     ) -> list[Split] | str:
         """A split for each pipeline, or in words why there is none. If the pipelines are cut alike, it is one split,
         made for the slowest link between two stages and the slowest slot of each."""
@@ -196,9 +205,9 @@ class DraftBuilder:
         for number, each in enumerate(kinds):
             found: Split | str | None = None
             if self._chooses_order:
-                found = self._split_in_order(pool, each, hops[number], counts[number])
+                found = self._split_in_order(pool, each, hops[number], counts[number], below)
                 if found is None and in_order:
-                    return "no split in this order fits in memory"
+                    return "no split in this order fits in memory and is fast enough"
                 if found is None and not matrices:
                     matrices = self._matrices(pool, places)
                     if symmetric:
@@ -212,13 +221,17 @@ class DraftBuilder:
             splits.append(found)
         return splits * len(places) if symmetric else splits
 
-    def _split_in_order(self, pool: SlotPool, kinds: Kinds, hops: Hops, micro_batches: int) -> Split | None:
-        """The blocks of each slot if each runs the stage of its place; None if no split fits in memory."""
+    def _split_in_order(
+        self, pool: SlotPool, kinds: Kinds, hops: Hops, micro_batches: int, below: float
+    ) -> Split | None:
+        """The blocks of each slot if each runs the stage of its place; None if no split fits and is below."""
         key = (pool, kinds, hops, micro_batches)
-        if key not in self._splits_in_order:
+        tried, found = self._splits_in_order.get(key, (-np.inf, None))
+        if found is None and tried < below:
             slots = [self.slot(pool, each, len(kinds)) for each in kinds]
-            self._splits_in_order[key] = split_in_order(slots, _channels(pool, hops), micro_batches)
-        return self._splits_in_order[key]
+            found = split_in_order(slots, _channels(pool, hops), micro_batches, below)
+            self._splits_in_order[key] = below, found
+        return found
 
     def _split_by_method(
         self, pool: SlotPool, kinds: Kinds, matrix: NDArray[np.int64], micro_batches: int

@@ -23,9 +23,12 @@ MAX_SUMMED = 300
 
 
 class PlacedPipelines:
-    def __init__(self, builder: DraftBuilder, pool: SlotPool) -> None:
+    """Pipelines of one pool. ``sums`` is the least time in which so many pipelines sum their gradients."""
+
+    def __init__(self, builder: DraftBuilder, pool: SlotPool, sums: Callable[[int], float] = lambda _: 0.0) -> None:
         self.builder = builder
         self.pool = pool
+        self.sums = sums
         self.blocks = len(pool.kinds[0].costs.forward_seconds)
         self._cuts: dict[int, AllCuts] = {}
         self._cut_times: dict[object, CutTimes] = {}
@@ -58,10 +61,10 @@ class PlacedPipelines:
     def best(self, rows: Rows, below: float) -> Draft | None:
         """The best cuts if all pipelines are cut alike; None if there is no plan faster than ``below``."""
         pool, stages = self.pool, len(rows[0])
-        count = pool.total_micro_batches // len(rows)
+        count, least = pool.total_micro_batches // len(rows), self.sums(len(rows))
         bounds = all_bounds(self.blocks, stages)
         if bounds is None or not self.builder.chooses_cuts:
-            draft = self.builder.build_placed(pool, rows, symmetric=True, in_order=True)
+            draft = self.builder.build_placed(pool, rows, symmetric=True, in_order=True, below=below - least)
             return draft if isinstance(draft, Draft) and draft.seconds < below else None
         times = self._times(rows)
         if times is None:
@@ -71,10 +74,10 @@ class PlacedPipelines:
             cut = int(seconds.argmin())
             return self._draft(rows, [bounds[cut]], [count]) if seconds[cut] < below else None
         order = np.argsort(seconds, kind="stable")
-        order = order[seconds[order] < below][:MAX_SUMMED]
+        order = order[seconds[order] + least < below][:MAX_SUMMED]
         best, chosen, summing = below, -1, self._summing(rows)
         for cut in order.tolist():
-            if seconds[cut] >= best:
+            if seconds[cut] + least >= best:
                 break
             total = seconds[cut] + summing([bounds[cut]] * len(rows))
             if total < best:
@@ -84,7 +87,7 @@ class PlacedPipelines:
     def best_unequal(self, rows: Rows, below: float) -> Draft | None:
         """The best cuts and numbers of micro-batches of each pipeline; None if no plan is faster than ``below``. There
         are at least as many micro-batches as stages."""
-        times, total = self._times(rows), self.pool.total_micro_batches
+        times, total, least = self._times(rows), self.pool.total_micro_batches, self.sums(len(rows))
         if times is None:
             return None
         minimum = list(map(len, rows))
@@ -110,12 +113,12 @@ class PlacedPipelines:
         # If micro-batches could be divided, all pipelines would end at the same moment.
         steps = np.maximum(step, 1e-15)
         together = (total - len(rows) + (fill / steps).sum(axis=0)) / (1 / steps).sum(axis=0)
-        worth = np.maximum(together * (1 - 1e-9), fill.max(axis=0)) < below
+        worth = np.maximum(together * (1 - 1e-9), fill.max(axis=0)) + least < below
         grid, fill, step, most = grid[:, worth], fill[:, worth], step[:, worth], most[:, worth]
-        seconds = _last_end(fill, step, most, total, below)
+        seconds = _last_end(fill, step, most, total, below - least)
         best, found, summing = below, None, self._summing(rows)
         for number in np.argsort(seconds, kind="stable")[:MAX_SUMMED].tolist():
-            if not seconds[number] < best:
+            if not seconds[number] + least < best:
                 break
             bounds = [each[cut] for each, cut in zip(all_of, grid[:, number].tolist(), strict=True) if each is not None]
             if seconds[number] + summing(bounds) < best:

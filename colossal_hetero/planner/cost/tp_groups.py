@@ -7,9 +7,9 @@ A *slot* is a tensor-parallel group of devices of one kind in one node; it can r
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 
 import numpy as np
@@ -85,7 +85,8 @@ def tensor_parallel_degrees(topology: Topology, profile: ModelProfile) -> list[i
     return sorted({t.tensor_parallel for t in profile.times if t.tensor_parallel <= largest.get(t.device, 0)})
 
 
-def tensor_parallel_groups(topology: Topology, degree: int) -> dict[tuple[str, float], list[tuple[int, ...]]]:
+@lru_cache(maxsize=16)
+def tensor_parallel_groups(topology: Topology, degree: int) -> Mapping[tuple[str, float], tuple[tuple[int, ...], ...]]:
     """Groups of ``degree`` devices of one kind in one node, by kind and speed of the slowest member. Devices of similar
     speed are together; those that do not fill a whole group are left out."""
     groups: dict[tuple[str, float], list[tuple[int, ...]]] = {}
@@ -99,7 +100,7 @@ def tensor_parallel_groups(topology: Topology, degree: int) -> dict[tuple[str, f
                 group = tuple(ranks[start : start + degree])
                 speed = min(topology.devices[rank].speed for rank in group)
                 groups.setdefault((name, speed), []).append(tuple(sorted(group)))
-    return groups
+    return {form: tuple(each) for form, each in groups.items()}
 
 
 def slot_kinds(
@@ -113,7 +114,6 @@ def slot_kinds(
 ) -> list[SlotKind]:
     """Slots by kind, the least computing power first, without the kinds of which so many samples were not measured with
     this degree."""
-    usable = {device.kind.name: device.kind.usable_bytes for device in reversed(topology.devices)}
     kinds = []
     for (name, speed), slots in tensor_parallel_groups(topology, degree).items():
         if degree not in profile.tensor_parallel_degrees(name):
@@ -122,7 +122,8 @@ def slot_kinds(
         if measured[0] <= micro_batch <= measured[-1]:
             costs = partial(profile.costs, name, degree, micro_batch, speed, zero_shards=pipelines or 1)
             recomputed = costs(recompute=True) if recompute else None
-            kinds.append(SlotKind(name, speed, usable[name], costs(), tuple(slots), recomputed))
+            usable = topology.devices[slots[0][0]].kind.usable_bytes
+            kinds.append(SlotKind(name, speed, usable, costs(), slots, recomputed))
     return sorted(kinds, key=lambda kind: (-kind.model_seconds, kind.device, kind.speed))
 
 

@@ -13,6 +13,9 @@ from ..cost.runnable import enough_micro_batches
 from ..cost.tp_groups import compositions, divisors
 from .pipeline_bounds import PipelineBounds
 
+MAX_ROWS = 16
+"""Rows that are built for a set of kinds of devices, in the order of their bounds."""
+
 
 class Shape(NamedTuple):
     """Equal pipelines, ordered by the lower bound."""
@@ -35,8 +38,9 @@ class EqualRows:
         below: float = np.inf,
     ) -> None:
         self.pools = pools
+        self._bounds = bounds
         fastest = max(channel.bytes_per_second for pool in pools for channel in pool.links.channels)
-        numbers, groups, seconds = [], [], []
+        numbers, groups, sums, seconds = [], [], [], []
         self._counts: list[NDArray[np.int64]] = []
         self._start = []
         known: dict[object, NDArray[np.int64]] = {}
@@ -60,23 +64,23 @@ class EqualRows:
             counts = np.concatenate([rows for _, rows in parts])
             copies = np.concatenate([np.full(len(rows), count) for count, rows in parts])
             gradients = min(float(kind.costs.gradient_bytes.sum()) for kind in pool.kinds)
-            summed = 2 * (copies - 1) / copies * gradients / counts.sum(axis=1) / fastest
+            lengths: NDArray[np.int64] = counts.sum(axis=1)
+            sums.append(2 * (copies - 1) / copies * gradients / lengths / fastest)
+            micro_batches: NDArray[np.int64] = pool.total_micro_batches // copies
+            work = micro_batches / np.maximum(counts @ (1.0 / bound.work_seconds), 1e-300) * (1 - 1e-8)
+            seconds.append(np.where(enough_micro_batches(lengths, micro_batches), work + sums[-1], np.inf))
             self._counts.append(counts)
             self._start.append(total)
             total += len(counts)
             numbers.append(np.full(len(counts), number))
             groups.append(copies)
-            seconds.append(_at_least(bound, counts, pool.total_micro_batches // copies, summed, below))
-        self._pool_of, self._pipelines = np.concatenate(numbers), np.concatenate(groups)
-        self.seconds = np.concatenate(seconds)
-        """Lower bounds, ``[rows]``."""
-        held = {pool.tensor_parallel for pool, each in zip(pools, seconds, strict=True) if np.isfinite(each).any()}
-        self.too_large = {pool.tensor_parallel for pool in pools} - held
-        """Tensor-parallel degrees with which the devices cannot hold the model."""
-        counts_of_stages = np.concatenate([counts.sum(axis=1) for counts in self._counts])
-        totals = np.array([pool.total_micro_batches for pool in pools])[self._pool_of]
-        self.seconds[~enough_micro_batches(counts_of_stages, totals // self._pipelines)] = np.inf
-        self._by_bound = np.argsort(self.seconds, kind="stable")
+        self._pool_of, self._pipelines, self._sums = (np.concatenate(each) for each in (numbers, groups, sums))
+        self._work = np.concatenate(seconds)
+        """Lower bounds by work over speed, which are quick, ``[rows]``."""
+        self.seconds = self._work.copy()
+        """Lower bounds, ``[rows]``: those of work over speed, until better ones are needed."""
+        self._left = self._work < below
+        self._by_work = np.argsort(self._work, kind="stable")
 
     def row(self, row: int) -> tuple[SlotPool, tuple[int, ...], int]:
         """Pool, slots of a pipeline by kind, and number of pipelines."""
@@ -84,13 +88,21 @@ class EqualRows:
         counts = self._counts[number][row - self._start[number]]
         return self.pools[number], tuple(counts.tolist()), int(self._pipelines[row])
 
+    def holds(self, tensor_parallel: int) -> bool:
+        """True if devices can hold the model with this degree, by the lower bounds."""
+        return any(
+            np.isfinite(self._bound(np.arange(len(counts)) + start)).any()
+            for pool, counts, start in zip(self.pools, self._counts, self._start, strict=True)
+            if pool.tensor_parallel == tensor_parallel and len(counts)
+        )
+
     def of_kinds(self, allowed: frozenset[str]) -> NDArray[np.int64]:
-        """Rows that use only devices of these kinds, in the order of their bounds."""
+        """The best rows that use only devices of these kinds, see :meth:`_best`."""
         usable = np.zeros(len(self.seconds), dtype=bool)
         for number, pool in enumerate(self.pools):
             others = [place for place, kind in enumerate(pool.kinds) if kind.device not in allowed]
             usable[self._part(number)] = (self._counts[number][:, others] == 0).all(axis=1)
-        return self._by_bound[usable[self._by_bound]]
+        return self._best(usable)
 
     def of_size(self, devices: int) -> NDArray[np.int64]:
         whole = np.zeros(len(self.seconds), dtype=bool)
@@ -98,24 +110,37 @@ class EqualRows:
             part = self._part(number)
             used = self._counts[number].sum(axis=1) * pool.tensor_parallel * self._pipelines[part]
             whole[part] = used == devices
-        return self._by_bound[whole[self._by_bound]]
+        return self._best(whole)
 
     def _part(self, number: int) -> slice:
         return slice(self._start[number], self._start[number] + len(self._counts[number]))
 
+    def _best(self, allowed: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """At most :data:`MAX_ROWS` of the allowed rows, in the order of their bounds."""
+        rows = self._by_work[allowed[self._by_work]]
+        number, stop = 0, 256 * MAX_ROWS
+        while True:
+            self._improve(rows[number:stop])
+            number, stop = min(stop, len(rows)), 2 * stop
+            best = np.sort(rows[:number])
+            best = best[np.argsort(self.seconds[best], kind="stable")][:MAX_ROWS]
+            # Better bounds are never lower.
+            if number == len(rows) or self.seconds[best[-1]] < self._work[rows[number]]:
+                return best
 
-def _at_least(
-    bound: PipelineBounds,
-    counts: NDArray[np.int64],
-    micro_batches: NDArray[np.int64],
-    summed: NDArray[np.float64],
-    below: float,
-) -> NDArray[np.float64]:
-    """Lower bounds by row: work over speed, which is quick, and the better ones where that is below ``below``."""
-    seconds = micro_batches / np.maximum(counts @ (1.0 / bound.work_seconds), 1e-300) + summed
-    open_ = seconds < below
-    seconds[open_] = bound.seconds(counts[open_], micro_batches[open_]) + summed[open_]
-    return seconds
+    def _improve(self, rows: NDArray[np.int64]) -> None:
+        rows = rows[self._left[rows]]
+        self._left[rows] = False
+        pools = self._pool_of[rows]
+        for number in np.unique(pools).tolist():
+            part = rows[pools == number]
+            self.seconds[part] = self._bound(part) + self._sums[part]
+
+    def _bound(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Lower bounds on the seconds of pipelines, of rows of one pool."""
+        number = int(self._pool_of[rows[0]])
+        micro_batches = self.pools[number].total_micro_batches // self._pipelines[rows]
+        return self._bounds[number].seconds(self._counts[number][rows - self._start[number]], micro_batches)
 
 
 def pipeline_counts(pool: SlotPool) -> list[int]:

@@ -22,10 +22,11 @@ def impossible_degrees(searches: Sequence[PlanSearch]) -> list[str]:
     """Tensor-parallel degrees that are not possible in any of the searches, with the reason in the first one."""
     if not searches:
         return []
+    first = searches[0]
+    possible = {draft.pool.tensor_parallel for search in searches for draft in search.drafts.values()}
+    others = {pool.tensor_parallel for pool in first.pools} - possible
     # A degree with neither a draft nor a problem was skipped because of a lower bound on its time.
-    problems = searches[0].problems | dict.fromkeys(searches[0].rows.too_large, "the model does not fit")
-    drafts = [draft for search in searches for draft in search.drafts.values()]
-    possible = {draft.pool.tensor_parallel for draft in drafts}
+    problems = first.problems | {each: "the model does not fit" for each in others if not first.rows.holds(each)}
     return [
         f"tensor parallelism {degree} is not possible: {problem}"
         for degree, problem in sorted(problems.items())

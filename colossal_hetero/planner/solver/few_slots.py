@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost.draft import Draft, DraftBuilder
+from ..cost.draft import Draft
 from ..cost.placed_pipelines import PlacedPipelines, Rows
 from ..cost.placement import Place, SlotPool
 from ..cost.runnable import enough_micro_batches
@@ -18,28 +18,28 @@ MAX_EQUAL, MAX_UNEQUAL = 5, 4
 """Most slots for which all plans are tried: 5 slots form equal pipelines in up to 411 ways, and others in 1,031."""
 
 
+def are_few(pool: SlotPool, *, equal: bool) -> bool:
+    return pool.slots <= (MAX_EQUAL if equal else MAX_UNEQUAL)
+
+
 class FewSlots:
+    """All plans of a pool: those that are cut alike, or those that may differ."""
+
     def __init__(
         self,
-        builder: DraftBuilder,
-        pool: SlotPool,
+        placed: PlacedPipelines,
         bounds: PipelineBounds,
         stages: Sequence[int] | None,
         *,
         equal: bool,
         devices: int = 0,
     ) -> None:
-        self.placed = PlacedPipelines(builder, pool)
-        self.pool = pool
+        self.placed, self.pool = placed, placed.pool
         self.bounds = bounds
         self.stages = stages
         self.equal = equal
         self.devices = devices
         self._bound_of: dict[object, float] = {}
-
-    @property
-    def are_few(self) -> bool:
-        return self.pool.slots <= (MAX_EQUAL if self.equal else MAX_UNEQUAL)
 
     def better_than(self, seconds: float) -> list[Draft]:
         """Drafts that are each faster than ``seconds`` and than those before, so the last one is the best of all."""

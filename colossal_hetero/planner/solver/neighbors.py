@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from ..cluster.topology import Topology
-from ..cost.draft import Draft, DraftBuilder
+from ..cost.draft import Draft
 from ..cost.placed_pipelines import PlacedPipelines, Rows
 from ..cost.placement import Place, SlotPool
 from ..cost.ranked_plan import ranking_seconds
@@ -25,24 +25,16 @@ LEAST_GAIN = 1e-9
 
 
 class Neighborhood:
-    """Neighbors of drafts of one pool. ``sums`` is the least time in which so many pipelines sum their gradients."""
+    """Neighbors of drafts of one pool."""
 
     def __init__(
-        self,
-        builder: DraftBuilder,
-        pool: SlotPool,
-        bounds: PipelineBounds,
-        sums: Callable[[int], float],
-        stages: Sequence[int] | None,
-        *,
-        all_slots: bool,
+        self, placed: PlacedPipelines, bounds: PipelineBounds, stages: Sequence[int] | None, *, all_slots: bool
     ) -> None:
-        self.builder = builder
-        self.pool = pool
-        self._bounds, self._sums = bounds, sums
+        self.builder, self.pool = builder, pool = placed.builder, placed.pool
+        self._bounds = bounds
         self._stages = None if stages is None else frozenset(stages)
         self._all_slots = all_slots
-        self._placed = PlacedPipelines(builder, pool)
+        self._placed = placed
         self._power: list[float] = (1.0 / bounds.work_seconds).tolist()
         places = [(kind, slot) for kind, each in enumerate(pool.kinds) for slot in range(len(each.slots))]
         self._type = {place: (place[0], builder.node(pool, place)) for place in places}
@@ -109,11 +101,11 @@ class Neighborhood:
         below = draft.seconds * (1 - LEAST_GAIN)
         if not self._cuts_stay(draft):
             return self._placed.best(rows, below)
-        found = (
-            self.builder.build_placed(self.pool, rows, symmetric=True, in_order=True)
-            if in_order
-            else self.builder.build_cut(self.pool, rows, draft.bounds, draft.micro_batches, below)
-        )
+        if in_order:
+            pipelines_below = below - self._placed.sums(len(rows))
+            found = self.builder.build_placed(self.pool, rows, symmetric=True, in_order=True, below=pipelines_below)
+        else:
+            found = self.builder.build_cut(self.pool, rows, draft.bounds, draft.micro_batches, below)
         return found if isinstance(found, Draft) and found.seconds < below else None
 
     def _exchanged(self, draft: Draft) -> Iterator[tuple[Rows, bool]]:
@@ -146,10 +138,12 @@ class Neighborhood:
     # Pipelines that may differ --------------------------------------------------------------------------------------
 
     def _better(self, draft: Draft, rows: Rows, in_order: bool) -> Draft | None:
-        ranking = draft.ranking_seconds
-        if not self._may_take_less(rows, ranking):
+        ranking, may_be_equal = draft.ranking_seconds, len(set(map(len, rows))) == 1
+        below = ranking / ranking_seconds(1.0, equal=may_be_equal, plain=self.pool.pipelines is None)
+        below -= self._placed.sums(len(rows))
+        if not self._may_take_less(rows, below):
             return None
-        found = self.builder.build_placed(self.pool, rows, in_order=in_order)
+        found = self.builder.build_placed(self.pool, rows, in_order=in_order, below=below)
         return found if isinstance(found, Draft) and found.ranking_seconds < ranking * (1 - LEAST_GAIN) else None
 
     def _moved(self, draft: Draft) -> Iterator[tuple[Rows, bool]]:
@@ -224,12 +218,8 @@ class Neighborhood:
             for one in {self._type[place]: place for place in rows[at]}.values():
                 yield from ((one, other) for other in free if self._type[one] != self._type[other])
 
-    def _may_take_less(self, rows: Rows, ranking: float) -> bool:
-        """True if pipelines of these slots may be ranked before plans with so many :attr:`.Draft.ranking_seconds`."""
-        may_be_equal = len(set(map(len, rows))) == 1
-        seconds = ranking / ranking_seconds(1.0, equal=may_be_equal, plain=self.pool.pipelines is None) - self._sums(
-            len(rows)
-        )
+    def _may_take_less(self, rows: Rows, seconds: float) -> bool:
+        """True if pipelines of these slots may run all micro-batches in so many seconds."""
         run = 0
         for kinds, pipelines in Counter(tuple(sorted([kind for kind, _ in row])) for row in rows).items():
             most = max(

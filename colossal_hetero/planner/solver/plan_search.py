@@ -13,18 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cost.draft import Draft, DraftBuilder
+from ..cost.placed_pipelines import PlacedPipelines
 from ..cost.placement import SlotPool
 from ..cost.ranked_plan import MIN_GAIN
-from .equal_rows import EqualRows, Shape, shapes
-from .few_slots import MAX_EQUAL, FewSlots
+from .equal_rows import MAX_ROWS, EqualRows, Shape, shapes
+from .few_slots import MAX_EQUAL, FewSlots, are_few
 from .gradient_bounds import GradientBounds
 from .neighbors import Neighborhood
 from .pipeline_bounds import PipelineBounds
 from .problem import Problem
 from .unequal_groups import UnequalGroups
 
-MAX_ROWS = 16
-"""Rows that are built for a set of kinds of devices, in the order of their bounds."""
 MAX_LEFT_OUT = 2
 """Speeds of networks, from the slowest on, whose nodes are left out by turns."""
 MAX_GROUPED = 10
@@ -61,6 +60,7 @@ class PlanSearch:
         """Reasons why candidates could not be built, by tensor-parallel degree."""
         self.best_ranking = below
         self._known = known
+        self._neighborhoods: dict[SlotPool, Neighborhood] = {}
         self._near = NEAR if below == np.inf else NEAR_KNOWN
 
     def run(self, keep: int, is_enough: Callable[[float], bool] | None = None) -> list[Draft]:
@@ -81,7 +81,7 @@ class PlanSearch:
     def _steps(self) -> list[Callable[[], None]]:
         # Earlier steps do not depend on it, so the best equal replicas are those of a search for equal ones only.
         unequal = [self._try_unequal] if self.problem.unequal else []
-        if self.builder.chooses_cuts and all(each.are_few for each in self._all_of_few()):
+        if self.builder.chooses_cuts and all(are_few(pool, equal=not unequal) for pool in self.pools):
             return [self._try_known, self._try_equal, *unequal, self._try_all_of_few]
         moves = [self._move] if self.problem.unequal else []
         return [self._try_known, self._try_equal, self._exchange, *unequal, *moves, self._try_all_of_few]
@@ -138,7 +138,7 @@ class PlanSearch:
 
     def _try_rows(self, rows: NDArray[np.int64], best: float) -> None:
         """Try rows in the order of their bounds until none can be faster than ``best`` and those tried before."""
-        for row in rows[:MAX_ROWS]:
+        for row in rows:
             if not float(self.rows.seconds[row]) < best:
                 break
             pool, counts, pipelines = self.rows.row(row)
@@ -223,35 +223,29 @@ class PlanSearch:
                 self._add(("moved", draft.pool, len(draft.rows)), better)
 
     def _neighborhood(self, pool: SlotPool) -> Neighborhood:
-        number = self.pools.index(pool)
-        return Neighborhood(
-            self.builder,
-            pool,
-            self.bounds[number],
-            self._sums[number],
-            self.problem.stages,
-            all_slots=self.all_devices,
-        )
+        if pool not in self._neighborhoods:
+            number = self.pools.index(pool)
+            placed = PlacedPipelines(self.builder, pool, self._sums[number])
+            self._neighborhoods[pool] = Neighborhood(
+                placed, self.bounds[number], self.problem.stages, all_slots=self.all_devices
+            )
+        return self._neighborhoods[pool]
 
     def _limit(self, times_devices: int, most: int) -> int:
         return min(max(times_devices // len(self.topology.devices), 2), most)
 
-    def _all_of_few(self) -> list[FewSlots]:
-        """All plans of each pool: first those that are cut alike, then the others if they are wanted."""
-        devices = len(self.topology.devices) if self.all_devices else 0
-        return [
-            FewSlots(self.builder, pool, bounds, self.problem.stages, equal=equal, devices=devices)
-            for equal in ((True, False) if self.problem.unequal else (True,))
-            for pool, bounds in zip(self.pools, self.bounds, strict=True)
-        ]
-
     def _try_all_of_few(self) -> None:
+        """Try all plans of pools of few slots: first those that are cut alike, then the others if they are wanted."""
         if self.builder.method not in ("exact", "uniform"):
             return
-        for few in self._all_of_few():
-            if few.are_few:
-                for draft in few.better_than(self._below if few.equal else self._unequal_below):
-                    self._add(("few", len(self.drafts)), draft)
+        devices = len(self.topology.devices) if self.all_devices else 0
+        for equal in (True, False) if self.problem.unequal else (True,):
+            for pool, bounds, sums in zip(self.pools, self.bounds, self._sums, strict=True):
+                if are_few(pool, equal=equal):
+                    placed = PlacedPipelines(self.builder, pool, sums)
+                    few = FewSlots(placed, bounds, self.problem.stages, equal=equal, devices=devices)
+                    for draft in few.better_than(self._below if equal else self._unequal_below):
+                        self._add(("few", len(self.drafts)), draft)
 
     # Pools --------------------------------------------------------------------------------------------------
 

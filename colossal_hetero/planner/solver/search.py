@@ -23,6 +23,7 @@ from ..cost.ranked_plan import RankedPlan, prediction_error, ties_resolved
 from ..cost.runnable import NoPlanError
 from ..stages.split_methods import uniform_bounds
 from .chunked_plans import Candidate, ChunkedPlans, merged_by_time, ranked_by_time
+from .equal_rows import MAX_ROWS
 from .explanations import (
     against_equal_replicas,
     impossible_degrees,
@@ -32,7 +33,7 @@ from .explanations import (
 )
 from .iteration_bound import IterationBound
 from .pipeline_bounds import RelaxedPool
-from .plan_search import MAX_ROWS, PlanSearch
+from .plan_search import PlanSearch
 from .problem import Problem
 
 MAX_SHARDED = 24
