@@ -57,7 +57,7 @@ def split_in_order(
     stages = len(slots)
     if stages > len(slots[0].costs.forward_seconds):
         return None
-    seconds = windows(_stage_seconds(slots, hops, micro_batches))
+    seconds = _stage_seconds(slots, hops, micro_batches)
     repetitions = micro_batches - 1
     shortest = min_longest(seconds)
     if not np.isfinite(shortest):
@@ -89,43 +89,29 @@ def split_in_order(
     return Split(tuple(range(stages)), min_sum_bounds(seconds, limit)) if best < below else None
 
 
-def _stage_seconds(slots: Sequence[Slot], hops: Sequence[Channel], micro_batches: int) -> list[_Floats]:
-    """Time per micro-batch of each stage with blocks ``[a, b)``, ``[a, b]`` each; infinite if it does not fit."""
-    stages, before = len(slots), None
-    seconds = []
-    for stage, (slot, after) in enumerate(zip(slots, [*hops, None], strict=True)):
-        in_flight = min(micro_batches, stages - stage)
-        seconds.append(_seconds_of_stage(slot, in_flight, before, after))
-        before = None if after is None else (slot.costs, after)
+def _stage_seconds(slots: Sequence[Slot], hops: Sequence[Channel], micro_batches: int) -> _Floats:
+    """Time per micro-batch of each stage, as :func:`windows`; infinite if the blocks do not fit."""
+    stages = len(slots)
+    by_stage = [_block_seconds(slot, min(micro_batches, stages - stage)) for stage, slot in enumerate(slots)]
+    seconds = windows(by_stage)
+    size = seconds.shape[1]
+    for stage, slot in enumerate(slots):
+        seconds[stage] += slot.costs.schedule_seconds * ((stage > 0) + (stage + 1 < stages))
+        if stage + 1 < stages:
+            sent = slot.costs.hop_seconds(hops[stage])[stage + 1 : stage + 1 + size]
+            seconds[stage] += sent
+            seconds[stage + 1] += sent[:, None]
     return seconds
 
 
 @functools.lru_cache(maxsize=512)
-def _seconds_of_stage(
-    slot: Slot,
-    in_flight: int,
-    before: tuple[LayerCosts, Channel] | None,
-    after: Channel | None,
-) -> _Floats:
-    """One stage of :func:`_stage_seconds`, ``[a, b]``."""
-    costs = slot.costs
-    blocks = len(costs.forward_seconds)
-    nothing = np.zeros(blocks + 1)
-    received = nothing if before is None else before[0].hop_seconds(before[1])
-    sent = nothing if after is None else costs.hop_seconds(after)
-    work = _from_zero(costs.forward_seconds + costs.backward_seconds)
-    each = (work + sent)[None, :] - (work - received)[:, None]
-    each += costs.schedule_seconds * ((before is not None) + (after is not None))
-    each += _seconds_to_fit(slot, in_flight)
-    return each
-
-
-@functools.lru_cache(maxsize=128)
-def _seconds_to_fit(slot: Slot, in_flight: int) -> _Floats:
-    """Seconds for recomputing the blocks ``[a, b)`` if they only fit then, ``[a, b]``; infinite if they never fit."""
-    seconds = np.where(_fit(slot.costs, slot.memory_bytes, in_flight), 0.0, np.inf)
+def _block_seconds(slot: Slot, in_flight: int) -> _Floats:
+    """Seconds of the blocks ``[a, b)`` without transfers, ``[a, b]``: with recomputation if they fit only then, and
+    infinite if they never fit."""
+    work = _from_zero(slot.costs.forward_seconds + slot.costs.backward_seconds)
+    seconds = np.where(_fit(slot.costs, slot.memory_bytes, in_flight), work[None, :] - work[:, None], np.inf)
     if slot.recomputed is not None:
-        again = slot.costs.cumulative.forward_seconds
+        again = work + slot.costs.cumulative.forward_seconds
         possible = _fit(*slot.recomputed, in_flight) & ~np.isfinite(seconds)
         seconds = np.where(possible, again[None, :] - again[:, None], seconds)
     seconds[np.tril_indices_from(seconds)] = np.inf  # a stage has a block
