@@ -73,18 +73,19 @@ class Neighborhood:
         neighbors: Callable[[Draft], Iterator[tuple[Rows, bool]]],
         better: Callable[[Draft, Rows, bool], Draft | None],
     ) -> Draft:
-        """The last of drafts of which each is the first better neighbor of the one before."""
+        """The last of drafts of which each is the first better one among ``most`` neighbors of the one before."""
         seen: set[object] = set()
         found: Draft | None = draft
         while found is not None:
-            draft, found = found, None
+            draft, found, tried = found, None, 0
             for rows, in_order in neighbors(draft):
                 look = self._placed.look(rows)
                 if look in seen:
                     continue
-                if len(seen) >= most:
+                if tried >= most:
                     break
                 seen.add(look)
+                tried += 1
                 found = better(draft, rows, in_order)
                 if found is not None:
                     break
