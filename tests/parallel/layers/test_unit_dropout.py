@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -30,6 +29,7 @@ from tests.support.migration_runs import (
     ITERATIONS,
     Watch,
     assert_equal,
+    draw_by_unit,
     give,
     migrate,
     reference_run,
@@ -37,7 +37,7 @@ from tests.support.migration_runs import (
 )
 from tests.support.model_families import BUILDERS, SHARDING_OPTIONS, allow_cpu, family_loss
 from tests.support.sharding import _assert_loss_and_gradients, _loss_and_gradients, own_share, randomize, shard
-from tests.support.training import Trained, tiny_vit, train
+from tests.support.training import tiny_vit, train
 
 checks = Checks()
 
@@ -61,13 +61,6 @@ def checkpointed_vit(reentrant: bool | None) -> nn.Module:
     return model
 
 
-def run_that_draws_by_unit(make: Callable[[], nn.Module]) -> Trained:
-    """Work has migrated before, and each rank computes its own units again."""
-    run = seeded_migrating_run(make, 0)
-    run.plugin.balancer.follow(BalancePlan.idle(dist.get_world_size()))
-    return run
-
-
 @checks.on(2)
 @checks.on(3)
 def training_with_dropout_in_blocks_does_not_depend_on_the_plan() -> None:
@@ -77,7 +70,7 @@ def training_with_dropout_in_blocks_does_not_depend_on_the_plan() -> None:
     models = [(gpt2_with_dropout, train_on_tokens), (vit_with_dropout, train)]
     # On more ranks one model is enough: that masks are in the right places does not depend on the model.
     for make, loop in models if ranks == 2 else models[:1]:
-        expected = run_that_draws_by_unit(make)
+        expected = draw_by_unit(seeded_migrating_run(make, ()))
         for _ in range(ranks):
             loop(expected, 2)
         run = seeded_migrating_run(make, ())
@@ -110,7 +103,7 @@ def until_a_plan_divides_units_dropout_is_that_of_colossalai() -> None:
 
 @checks.on(2)
 def a_pass_that_checkpointing_repeats_drops_the_same() -> None:
-    expected = train(run_that_draws_by_unit(lambda: checkpointed_vit(None)), ITERATIONS, accumulation=2)
+    expected = train(draw_by_unit(seeded_migrating_run(lambda: checkpointed_vit(None), ())), ITERATIONS, accumulation=2)
     for reentrant, sender in ((False, 0), (True, 1)):
         run = seeded_migrating_run(lambda reentrant=reentrant: checkpointed_vit(reentrant), sender)
         watch = Watch(run)
