@@ -77,14 +77,19 @@ def train(run: Run, folder: Path) -> list[dict[str, Any]]:
             subprocess.Popen(line, env=variables | own, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
             for line, own in starts
         ]
+        errors = ""
         try:
             for process in started:
                 error = process.communicate(timeout=600)[1]
+                errors += error
                 if process.returncode:
                     raise RuntimeError(f"{run} failed:\n{error}")
         finally:
             for process in started:
                 process.terminate()
+    if not found.exists():
+        print(f"{run} has no report:\n{errors}")
+        return [{"cause": "no report", "ranks": []}]
     return json.loads(found.read_text())["findings"]
 
 

@@ -285,7 +285,7 @@ COLLECTIVES = (
     *("barrier", "batch_isend_irecv", "broadcast", "_broadcast_coalesced", "gather", "recv", "reduce"),
     *("reduce_scatter", "reduce_scatter_tensor", "_reduce_scatter_base", "scatter", "send"),
 )
-WARMUP = 5  # iterations whose median sets how often to measure
+WARMUP = 5  # iterations before those whose duration sets how often to measure
 SAMPLE_SECONDS, WINDOW_SECONDS = 0.1, 1.0  # from one measured iteration to the next, and of a window
 MAX_WINDOWS = 120
 LARGE_BYTES, TRIPS = 1 << 20, 5
@@ -431,8 +431,9 @@ class Recorder:
     def _agree(self) -> None:
         """All ranks measure the same iterations, which rank 0 chooses by their duration."""
         self.ends.append(time.perf_counter())
-        if self.rank == 0 and len(self.ends) > WARMUP:
-            seconds = median(after - before for before, after in pairwise(self.ends))
+        later = self.ends[WARMUP:]
+        if self.rank == 0 and len(later) > 1 and later[-1] - later[0] >= WINDOW_SECONDS:  # many periods of a CPU quota
+            seconds = (later[-1] - later[0]) / (len(later) - 1)
             stride = max(1, round(SAMPLE_SECONDS / seconds))
             length = stride * max(1, round(WINDOW_SECONDS / seconds / stride))
             self._set("schedule", (stride, length, self.iteration + 2))
