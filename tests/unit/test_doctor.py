@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch.distributed as dist
 
 from colossal_hetero.doctor import Link, Recorder, Window, advice, balanced_seconds, diagnose, needs_links
 
@@ -96,6 +97,20 @@ def test_the_iterations_are_those_of_the_optimizer_that_steps_most(monkeypatch: 
     for name in "ab" * 5 + "c" * 5 + "cb" * 5:
         recorder.tick(name)  # type: ignore[arg-type]
     assert begun == ["a", "c"]
+
+
+def test_a_window_lasts_a_second_also_if_a_quota_lets_the_first_iterations_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorder, now = Recorder(60, None), 0.0
+    recorder.store, recorder.rank, recorder.iteration, recorder.ends = dist.HashStore(), 0, 0, []
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    while recorder.schedule is None:
+        now += 0.01 if recorder.iteration < 12 else 0.075
+        recorder.iteration += 1
+        recorder._agree()
+    _, length, _ = recorder.schedule
+    assert 0.7 < length * 0.075 < 1.5
 
 
 def test_several_ranks_and_causes_are_named() -> None:
