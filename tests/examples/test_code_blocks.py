@@ -33,11 +33,10 @@ from tests.parallel.doctor.test_doctor import can_limit
 from tests.parallel.plugin.hybrid.test_plan_agreement import BLOCKS, cluster, profile
 from tests.support.forked_python import ForkedPopen
 from tests.support.harness import run_ranks
-from tests.support.paths import REPOSITORY
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import BATCH, batch, loss_of, ours, tiny_vit
 from tests.support.zero_runs import unmeasured
-from tools.code_blocks import PAGES, Block, blocks, outputs, run, run_process, same_form, write_cluster
+from tools.code_blocks import PAGES, Block, blocks, outputs, prepare, run, run_process, same_form, write_cluster
 
 MOST_LINES = 25
 """Of the README's first script."""
@@ -189,5 +188,5 @@ def test_python_runs(page: Path, tmp_path: Path) -> None:
     save_profile(layers, tmp_path / "profile.json")
     plan = search(Problem(topology=topology, profile=layers, global_batch=16)).plans[0].plan
     save_plan(plan, tmp_path / "plan.json")
-    (tmp_path / "examples").symlink_to(REPOSITORY / "examples")
+    prepare(tmp_path)
     run_ranks(RANKS.get(page.name, 2), run_python, page, tmp_path)
