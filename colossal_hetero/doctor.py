@@ -84,11 +84,6 @@ class Window:
         used = self.forward_cpu + self.rest_cpu
         return used / (used + self.delay) if used else 1.0
 
-    @property
-    def asleep(self) -> float:
-        """Time of forward passes in which the thread neither computed nor wanted a core."""
-        return self.forward - self.forward_cpu - self.delay
-
 
 Ranks = Sequence[Sequence[Window]]  # the windows of each rank
 
@@ -121,6 +116,12 @@ def typical(windows: Sequence[Window], field: str) -> float:
     return median(getattr(window, field) for window in windows)
 
 
+def in_same_windows(ranks: Ranks, field: str) -> list[list[float]]:
+    """The values of all ranks, for each window that all ranks have."""
+    values = [{window.number: getattr(window, field) for window in windows} for windows in ranks]
+    return [[each[number] for each in values] for number in sorted(set.intersection(*map(set, values)))]
+
+
 def excess(ranks: Ranks, rank: int, field: str) -> tuple[float, float]:
     """Median by which a rank exceeds the median of the others in the same windows, and its standard error.
 
@@ -128,14 +129,13 @@ def excess(ranks: Ranks, rank: int, field: str) -> tuple[float, float]:
     error comes from differences of successive windows: of normal noise the median of their absolute values is
     0.6745·√2·σ, and the standard error of a median of n is 1.2533·σ/√n.
     """
-    values = [{window.number: getattr(window, field) for window in windows} for windows in ranks]
-    common = sorted(set.intersection(*(set(each) for each in values)))
-    if len(common) < MIN_WINDOWS:
+    rows = in_same_windows(ranks, field)
+    if len(rows) < MIN_WINDOWS:
         return 0.0, float("inf")
-    others = [each for other, each in enumerate(values) if other != rank]
-    more = [values[rank][number] - median(each[number] for each in others) for number in common]
+    more = [row[rank] - median(row[:rank] + row[rank + 1 :]) for row in rows]
     steps = [abs(after - before) for before, after in pairwise(more)]
-    overall = typical(ranks[rank], field) - median(median(each.values()) for each in others)
+    others = [typical(windows, field) for other, windows in enumerate(ranks) if other != rank]
+    overall = typical(ranks[rank], field) - median(others)
     return min(median(more), overall), 1.2533 * median(steps) / (0.6745 * 2**0.5) / len(more) ** 0.5
 
 
@@ -148,9 +148,7 @@ def slow_ranks(ranks: Ranks, field: str) -> dict[int, float]:
 
 def communication(ranks: Ranks) -> float:
     """Time in communication of the rank that waits least, so that nobody is late for it."""
-    values = [{window.number: window.wait for window in windows} for windows in ranks]
-    common = set.intersection(*(set(each) for each in values))
-    return median(min(each[number] for each in values) for number in common) if common else 0.0
+    return median([min(row) for row in in_same_windows(ranks, "wait")] or [0.0])
 
 
 def balanced_seconds(ranks: Ranks) -> float:
@@ -213,7 +211,8 @@ def _why(cause: str, rank: int, ranks: Ranks) -> str:
         return f"{why}; its GPU is idle while the host launches operations"
     if not windows[-1].gpu and shares[rank] < 0.8 * max(shares):
         return f"{why}; it gets {shares[rank]:.0%} of a core: a CPU quota, or other programs on its core"
-    if not windows[-1].gpu and typical(windows, "asleep") > 0.5 * typical(windows, "forward"):
+    forward, computed = typical(windows, "forward"), typical(windows, "forward_cpu")
+    if not windows[-1].gpu and forward - computed - typical(windows, "delay") > 0.5 * forward:
         return f"{why}; its forward pass sleeps, or waits for something that is no collective"
     return f"{why}; it computes all the time: a slower or throttled device, or more work"
 
