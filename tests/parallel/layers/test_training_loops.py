@@ -281,6 +281,17 @@ def unused_passes(run: Trained) -> None:
         finish(run)
 
 
+def blocks_left_out(run: Trained) -> None:
+    """As layerdrop does."""
+    block = run.model.unwrap().blocks[0]
+    for step in range(STEPS):
+        if step == 1:
+            block.forward = nn.Identity().forward
+        backward(run, step)
+        finish(run)
+        vars(block).pop("forward", None)
+
+
 def the_model_inside(run: Trained) -> None:
     """The model that was given to ``boost``, which is inside the boosted one, is called and switched to training."""
     inner = run.model.unwrap()
@@ -321,6 +332,7 @@ LOOPS: dict[str, Loop] = {
     "discarded gradients": Loop(discarded_gradients, columns=True),
     "failures": Loop(failures, columns=True),
     "unused passes": Loop(unused_passes, columns=True),
+    "blocks left out": Loop(blocks_left_out),
     "the model inside": Loop(the_model_inside, columns=True),
 }
 ON_THREE_RANKS = ("clipping by norm", "sharpness-aware", "autograd.grad")

@@ -127,8 +127,3 @@ def test_work_that_cannot_be_moved_is_allowed_for() -> None:
 @pytest.mark.parametrize("times", [group(1.0, 1.0), group(1.0, 1.05), [RankTimes(1.0, 0.0), RankTimes(2.0, 0.0)]])
 def test_no_rank_is_slow(times: list[RankTimes]) -> None:
     assert semi_plan(times, FREE, 0.9, straggler_margin=0.1) == BalancePlan.idle(2)
-
-
-def test_ratios_are_capped() -> None:
-    plan = semi_plan(FIG_11, Costs(migrate_fixed_seconds=8.0), 0.6)
-    assert plan.resize == pytest.approx((0.6, 0.6, 0.6, 0.5, 0, 0, 0, 0)) and sum(plan.migrate) == 0
