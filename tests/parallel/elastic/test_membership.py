@@ -18,7 +18,7 @@ from colossal_hetero.elastic.membership import Membership
 from colossal_hetero.elastic.world import MembershipError, MembershipTiming, StoreLostError
 from tests.support.harness import _context, run_alone
 
-TIMING = MembershipTiming(keep_alive_seconds=0.25, keep_alive_attempts=6, last_call_seconds=0.6, store_limit_seconds=1.5)
+TIMING = MembershipTiming(keep_alive_seconds=0.25, keep_alive_attempts=6, store_limit_seconds=1.5)
 
 
 def serve(pipe: Any) -> None:
