@@ -126,10 +126,7 @@ class InMemory:
 
 
 def gathered(run: Run, everywhere: bool = True) -> InMemory:
-    """What all ranks hold. Every element must be there, and be equal on all ranks that hold it.
-
-    If not ``everywhere``, only rank 0 has the tensors.
-    """
+    """What all ranks hold. Every element must be there, and be equal on all ranks that hold it."""
     own = [(piece.key, piece.shape, piece.box, piece.data.clone()) for piece in run.pieces]
     everyone: list[Any] = [None] * dist.get_world_size()
     if everywhere:

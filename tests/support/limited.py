@@ -1,7 +1,4 @@
-"""Train with a limited address space, and profile before training if asked to.
-
-:func:`main` runs in a process of its own (``run_alone`` of the harness), because the limit applies to a whole process.
-"""
+"""Train with a limited address space, and profile before training if asked to."""
 
 from __future__ import annotations
 

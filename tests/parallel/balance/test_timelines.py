@@ -42,10 +42,7 @@ class VirtualTime:
 
 @contextmanager
 def virtual_time() -> Iterator[None]:
-    """Use virtual time for clocks and pauses.
-
-    The ranks of a group leave a collective at the same time, and all ranks end an iteration at the same time.
-    """
+    """Use virtual time for clocks and pauses."""
     time = VirtualTime()
     pairs = [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)]
     pair = pairs[dist.get_rank() // 2]

@@ -1,7 +1,4 @@
-"""Migration is exact while plans change, weights are frozen, and columns are pruned.
-
-The reference is Colossal-AI's own plugin.
-"""
+"""Migration is exact while plans change, weights are frozen, and columns are pruned."""
 
 from __future__ import annotations
 
@@ -83,10 +80,7 @@ class First:
 
 
 def _pruned_columns(run: Trained) -> dict[str, tuple[int, int]]:
-    """The contraction columns ``[start, stop)`` that this rank prunes, by layer.
-
-    For a block only the row-parallel weight is listed, because units with zero output weights have no gradient.
-    """
+    """The contraction columns ``[start, stop)`` that this rank prunes, by layer."""
     found = {}
     for name, layer in hetero_layers(run.model.unwrap()).items():
         if layer.block is not None and layer.block.output is not layer:

@@ -1,7 +1,4 @@
-"""Migration is exact together with features of the plugin: parallelism, precision, checkpointing and so on.
-
-The reference is Colossal-AI's own plugin.
-"""
+"""Migration is exact together with features of the plugin: parallelism, precision, checkpointing and so on."""
 
 from __future__ import annotations
 
@@ -48,10 +45,7 @@ def blocks_of(run: Trained) -> list[str]:
 
 @contextmanager
 def seeded() -> Iterator[None]:
-    """Use the same random numbers in every run.
-
-    Colossal-AI seeds each dropout layer with a number that counts such layers; the counter starts again at 0.
-    """
+    """Use the same random numbers in every run."""
     Randomizer._INDEX = 0
     torch.manual_seed(11)
     yield

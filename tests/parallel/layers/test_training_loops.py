@@ -1,7 +1,4 @@
-"""Training is exact whatever a loop does while units or columns migrate, and after units were permanently re-sharded.
-
-The reference is Colossal-AI's own plugin.
-"""
+"""Training is that of Colossal-AI's plugin whatever a loop does while units or columns migrate, and move for good."""
 
 from __future__ import annotations
 
@@ -235,10 +232,7 @@ def _fail(*_: Any) -> None:
 
 
 def failures(run: Trained) -> None:
-    """In each iteration, all ranks fail in the forward pass of one batch and the backward pass of another one.
-
-    The forward pass fails between two blocks and inside a block.
-    """
+    """In each iteration, all ranks fail in the forward pass of one batch and the backward pass of another one."""
     block = run.model.unwrap().blocks[0]
     for iteration in range(ITERATIONS):
         for micro in range(3):

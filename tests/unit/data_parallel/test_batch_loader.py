@@ -148,22 +148,6 @@ def test_a_resumed_epoch_equals_the_uninterrupted_one(workers: dict[str, Any], d
     assert together([train(loader) for loader in resumed]) == whole[2]
 
 
-def test_a_resumed_epoch_draws_no_random_number_of_the_training_process() -> None:
-    """As the epoch that it continues, which has drawn its own at its beginning."""
-    whole = loaders()[0]
-    torch.manual_seed(0)
-    iterator = iter(whole)
-    while not whole.is_last:
-        next(iterator)
-    whole.finish_global_batch()
-    expected = torch.get_rng_state()
-    resumed = loaders()[0]
-    resumed.load_state_dict(whole.state_dict())
-    torch.set_rng_state(expected)
-    next(iter(resumed))
-    assert torch.equal(torch.get_rng_state(), expected)
-
-
 @workers
 def test_a_new_division_within_an_epoch_keeps_the_global_batches(workers: dict[str, Any]) -> None:
     whole = [together([train(loader) for loader in made]) for made in [loaders(62, 6)] for _ in range(2)]

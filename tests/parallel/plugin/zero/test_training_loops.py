@@ -337,10 +337,7 @@ EXACT = {
 
 
 def some(stages: tuple[int, ...], name: str) -> list[int]:
-    """One of the stages 1 and 2, which have one kind of optimizer, and the others; with ``thorough`` all.
-
-    On three ranks one of them only.
-    """
+    """One of the stages 1 and 2, which have one kind of optimizer, and the others; with ``thorough`` all."""
     left_out = () if IS_THOROUGH or len(stages) < 3 else (1 + len(name) % 2,)
     chosen = [stage for stage in stages if stage not in left_out]
     return chosen if IS_THOROUGH or torch.distributed.get_world_size() == 2 else chosen[1:2]

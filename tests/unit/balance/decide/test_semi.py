@@ -48,16 +48,6 @@ def test_eq2_balances_both_costs(
         assert resizing >= migrating - 1e-9
 
 
-def test_eq2_by_hand() -> None:
-    # γ = 0.75; 0.1·4 = migrated·1
-    assert resize_and_migrate(group(1.0, 4.0), Costs(resize_fixed=0.1), 1, 0.9) == pytest.approx((0.35, 0.4))
-    assert resize_and_migrate(group(1.0, 4.0), FREE, 1, 0.9) == (0.75, 0.0)  # resizing is free
-    assert resize_and_migrate(group(1.0, 4.0), FREE, 1, 0.5) == (0.5, 0.25)  # but not allowed
-    assert resize_and_migrate(group(1.0, 4.0), FREE, 1, 0.0) == (0.0, 0.75)
-    dear = Costs(resize_fixed=10.0)
-    assert resize_and_migrate(group(1.0, 4.0), dear, 1, 0.9) == (0.0, 0.75)
-
-
 def test_one_straggler() -> None:
     plan = semi_plan(group(1.0, 1.0, 4.0), Costs(resize_fixed=0.1), 0.9)
     assert plan.resize == pytest.approx((0.0, 0.0, 0.0))
