@@ -94,7 +94,6 @@ def check_round_trip(plan: Plan, folder: Path, sharded: bool, options: dict[str,
     "sharded, options",
     [
         pytest.param(False, {}, id="unsharded"),
-        pytest.param(True, {}, id="sharded"),
         pytest.param(True, dict(precision="bf16", zero_stage=1), id="sharded-zero"),
     ],
 )
