@@ -110,9 +110,6 @@ def parts_of(plugin: HeteroHybridParallelPlugin) -> tuple[int, list[int]]:
     return dist.get_rank(plugin.dp_group), [SAMPLES // replicas] * replicas
 
 
-# Without files -----------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class InMemory:
     """All pieces of all ranks put together, as a checkpoint would be."""

@@ -7,10 +7,12 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from colossal_hetero.elastic.job_store import WorldConnections
@@ -76,16 +78,21 @@ def test_a_member_dies_before_it_connects() -> None:
     assert any("connectFullMesh failed" in answer for answer in answers), answers
 
 
-def lose_store(port: int, store: int, number: int) -> float:
-    """Seconds until a member knows that the store is lost. A collective that runs then raises."""
-    member = Membership("127.0.0.1", port, "job", "a", max_members=1, timing=TIMING)
-    member.form()
-    os.kill(store, number)
+def lose_store(node: str, port: int, store: int, number: int) -> float:
+    """Seconds until a member of two knows that the store is lost. A collective raises."""
+    member = Membership("127.0.0.1", port, "job", node, min_members=2, max_members=2, timing=TIMING)
+    world = member.form()
+    member.seal()
+    dist.all_reduce(torch.ones(1))
     start = time.monotonic()
-    with pytest.raises(StoreLostError, match=r"the store at 127\.0\.0\.1:"):
+    if world.rank == 0:
+        os.kill(store, number)
+    with pytest.raises(RuntimeError):
         while time.monotonic() < start + 20:
-            member.fail("a collective has raised")
-            time.sleep(0.05)
+            dist.all_reduce(torch.ones(1))
+            time.sleep(0.01)
+    with pytest.raises(StoreLostError, match=r"the store at 127\.0\.0\.1:"):
+        member.fail("a collective has raised")
     with pytest.raises(StoreLostError):
         member.depart()
     return time.monotonic() - start
@@ -93,9 +100,43 @@ def lose_store(port: int, store: int, number: int) -> float:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_the_store_is_lost(number: signal.Signals) -> None:
-    with running(serve) as (store, port):
-        seconds = run_alone(lose_store, 60, port=port, store=store, number=int(number))
-    assert seconds < 6 * TIMING.store_limit_seconds
+    with running(serve) as (store, port), ThreadPoolExecutor(2) as pool:
+        arguments = dict(port=port, store=store, number=int(number))
+        members = [pool.submit(run_alone, lose_store, 60, node=node, **arguments) for node in "ab"]
+        assert max(member.result() for member in members) < 6 * TIMING.store_limit_seconds
+
+
+def train_until_warned(pipe: Any, port: int) -> None:
+    pipe.send(None)
+    member, warned = Membership("127.0.0.1", port, "job", "a", min_members=2, max_members=2, timing=TIMING), list[int]()
+    signal.signal(signal.SIGTERM, lambda number, _: warned.append(number))
+    member.form()
+    while not warned:
+        dist.all_reduce(torch.ones(1))
+    member.depart()
+
+
+def watch_the_other(port: int, other: int, number: int) -> Any:
+    """How the world ends for a member when the other one gets a signal."""
+    member = Membership("127.0.0.1", port, "job", "b", min_members=2, max_members=2, timing=TIMING)
+    member.form()
+    dist.all_reduce(torch.ones(1))
+    os.kill(other, number)
+    with pytest.raises(RuntimeError):
+        while True:
+            dist.all_reduce(torch.ones(1))
+    time.sleep(2 * TIMING.dead_wait_seconds)
+    return member.failure
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGTERM], ids=["frozen", "warned"])
+def test_a_member_that_is_silent_is_dead_and_one_that_departs_is_not(number: signal.Signals) -> None:
+    with running(serve) as (_, port), running(train_until_warned, port) as (other, _):
+        failure = run_alone(watch_the_other, 60, port=port, other=other, number=int(number))
+    if number == signal.SIGTERM:
+        assert failure is None
+    else:
+        assert "no sign of life for 1.5 s from a" in failure.reason
 
 
 def hold_name(pipe: Any, port: int) -> None:

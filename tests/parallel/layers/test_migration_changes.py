@@ -33,8 +33,6 @@ from tests.support.training import (
 
 checks = Checks()
 
-# A plan that changes -------------------------------------------------------------------------------------------------
-
 PHASE = 3
 
 
@@ -63,9 +61,6 @@ def stragglers_that_come_and_go_or_follow_each_other(slowdown: SlowdownScript) -
         turns = [pair[1] for pair in zip([(), *senders], senders, strict=False) if pair[0] != pair[1] and pair[1]]
         assert turns == [(rank,) for rank in range(world)], f"{method}: {senders}"
         assert_equal(run, expected, method)
-
-
-# Pruning and migrating at once ---------------------------------------------------------------------------------------
 
 
 class First:
@@ -131,9 +126,6 @@ def a_rank_that_prunes_and_migrates_trains_the_remaining_columns_exactly() -> No
             left_out = _pruned_columns(run) if dist.get_rank() == sender else {}
             train(run, ITERATIONS)
         assert_equal(run, _train_without(reference_run(tp_size=2), ITERATIONS, left_out), what)
-
-
-# Frozen weights ------------------------------------------------------------------------------------------------------
 
 
 def _partly_frozen_vit() -> torch.nn.Module:

@@ -51,9 +51,6 @@ def seeded() -> Iterator[None]:
     yield
 
 
-# Features of the plugin ----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Case:
     """Options and model of a training run in which one group has a straggler."""
@@ -148,9 +145,6 @@ def migration_is_exact_with_each_feature_of_the_plugin() -> None:
         methods = methods_for(number) if number % 3 == 0 or IS_THOROUGH else ("block",)
         for method in case.methods or methods:
             assert_equal(run_case(case, method, f"{name}, {method}"), expected, f"{name}, {method}")
-
-
-# Half precision ------------------------------------------------------------------------------------------------------
 
 
 HALF: dict[int, dict[str, Case]] = {

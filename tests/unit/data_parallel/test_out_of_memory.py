@@ -31,6 +31,10 @@ def make_model() -> nn.Module:
     )
 
 
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [value.grad.clone() for value in model.parameters() if value.grad is not None]
+
+
 class RunsOut(nn.Module):
     """Raises an out-of-memory error as long as ``left`` is above 0, in forward."""
 
@@ -53,6 +57,25 @@ def guarded(may_repeat: bool, **changes: Any) -> tuple[nn.Module, RunsOut, Any]:
     guard = OutOfMemoryGuard(loader, 0, changes.get("path"), may_repeat=may_repeat)
     guard.attach(model, optimizer)  # type: ignore[arg-type]
     return model, runs_out, optimizer
+
+
+def test_a_repeated_pass_gives_the_same_result(caplog: pytest.LogCaptureFixture) -> None:
+    inputs = torch.randn(3, 3, 8, 8)
+    found = []
+    for failures in (0, 1):
+        model, runs_out, optimizer = guarded(True)
+        runs_out.left = failures
+        torch.manual_seed(2)
+        losses = []
+        for _ in range(3):
+            loss = model(inputs).square().mean()
+            optimizer.backward(loss)
+            losses.append(loss.detach())
+        found.append([*losses, *gradients(model), torch.rand(1)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    told = caplog.text
+    assert told.count("rank 1 ran out of memory in the forward pass of a micro-batch of 3 samples") == 1
+    assert "nothing is lost" in told and "max_micro_batch=2" in told
 
 
 def test_a_pass_that_cannot_be_repeated_says_what_happened() -> None:

@@ -25,9 +25,6 @@ CROSSED = [[[1], [2]], [[3], [0]]]
 """Two replicas. In one data-parallel group the first replica has the lower rank, in the other group the higher one."""
 
 
-# The mesh --------------------------------------------------------------------------------------------------------
-
-
 def check_places(plan: Plan) -> tuple[int, int, int]:
     plugin = planned(plan)
     assert hybrid_parallel_plugin.ProcessGroupMesh is ProcessGroupMesh, "Colossal-AI's mesh class is still replaced"
@@ -63,9 +60,6 @@ def test_rank_0_is_in_the_first_replica_and_first_in_its_tensor_parallel_group(
 ) -> None:
     with patch.object(dist, "get_world_size", lambda: 4):
         assert as_launched(make_plan(rank_order, (1, 3), MICRO_BATCH, MICRO_BATCHES)).rank_order == expected
-
-
-# Checkpoints -----------------------------------------------------------------------------------------------------
 
 
 def check_round_trip(plan: Plan, folder: Path, sharded: bool, options: dict[str, Any]) -> None:
