@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from itertools import product
 from random import Random
 from typing import Any
 from unittest.mock import Mock, patch
@@ -14,19 +13,16 @@ import torch
 import torch.distributed as dist
 from colossalai.tensor.d_tensor import api
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from colossal_hetero import BalanceConfig
 from colossal_hetero.balance import host_messages
 from colossal_hetero.balance.divide import BlockShape, LayerShape, Move, Port, block_ports, column_traffic, divide
 from colossal_hetero.balance.plan import BalancePlan, Traffic, Volume
-from colossal_hetero.layers.column_migration import COLUMN_EXCHANGES, ColumnMigration
 from colossal_hetero.layers.transport import Transport
 from colossal_hetero.layers.unit_exchange import UnitExchange
 from tests.support.applied_plans import Training
 from tests.support.checks import Checks, of_all_ranks
 from tests.support.migration_runs import relative_difference
-from tests.support.parallel_layers import KINDS, build, inputs, owned
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import BATCH, batch, boost, loss_of, ours, sgd
 
@@ -279,59 +275,6 @@ def an_iteration_does_not_copy_the_layout_of_parameters() -> None:
 
 
 # Each kind of layer --------------------------------------------------------------------------------------------------
-
-
-def _layer_variants(kind: str) -> Iterator[dict[str, Any]]:
-    yield {}
-    yield {"skip_bias_add": True}
-    yield {"gather_output": True} if kind.endswith("Col") else {"parallel_input": False}
-
-
-def _train_layer(
-    layer: torch.nn.Module, kind: str, options: dict[str, Any], checkpointed: bool, steps: int
-) -> dict[str, Tensor]:
-    """Outputs and input gradients of the last of ``steps`` steps of SGD with momentum, and the parameters after it."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3, momentum=0.9)
-    results = {}
-    for step in range(steps):
-        whole, x, dy = inputs(kind, rank, world, seed=step)
-        x = (whole if "parallel_input" in options else x).clone().requires_grad_()
-        if kind.endswith("Col") and "gather_output" not in options:
-            dy = dy[..., owned(kind, rank, world)].contiguous()
-        y = checkpoint(layer, x, use_reentrant=True) if checkpointed else layer(x)
-        y = y[0] if isinstance(y, tuple) else y
-        optimizer.zero_grad()
-        y.backward(dy)
-        optimizer.step()
-        layer.begin_iteration() if hasattr(layer, "begin_iteration") else None
-        results = {"y": y.detach(), "dx": x.grad}
-    return results | {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
-
-
-@checks.on(2, 2)
-@checks.on(3, 2)
-def each_kind_of_layer_computes_the_same_as_colossalais(steps: int) -> None:
-    ranks = dist.get_world_size()
-    transport = Transport(dist.new_group())
-    for of_kind, (kind, (our_class, their_class)) in enumerate(KINDS.items()):
-        for options in _layer_variants(kind):
-            for checkpointed in (False, True):
-                if checkpointed and options:
-                    continue
-                expected = _train_layer(build(their_class, kind, **options), kind, options, checkpointed, steps)
-                # The effect of a layer's options does not depend on the sender.
-                every = list(plans(ranks))[: None if not (options or checkpointed) else 1]
-                for number, (plan, method) in enumerate(product(every, COLUMN_EXCHANGES)):
-                    if (number + of_kind) % ranks and not IS_THOROUGH:
-                        continue  # each plan and method is checked with some kinds of layers
-                    layer = build(our_class, kind, **options)
-                    moves = divide(layer.contraction_columns, plan).moves
-                    assert moves
-                    layer.assign(None, ColumnMigration(COLUMN_EXCHANGES[method](transport), moves))
-                    actual = _train_layer(layer, kind, options, checkpointed, steps)
-                    what = f"{kind} {options} {method} {plan} {checkpointed=}"
-                    assert relative_difference(actual, expected) <= 1e-5, what
 
 
 test_on_ranks = checks.test()
