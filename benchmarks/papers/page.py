@@ -17,6 +17,14 @@ PAGE, PICTURES = DOCS / "papers.md", DOCS / "papers"
 
 
 @dataclass(frozen=True)
+class Inputs:
+    images: str
+    """Folder of images, as train/CLASS/* and test/CLASS/*."""
+    tables: Path
+    """Folder of published times of GPUs, see :mod:`.gpu_tables`."""
+
+
+@dataclass(frozen=True)
 class Curves:
     x_label: str
     y_label: str

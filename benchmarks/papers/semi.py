@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from benchmarks.papers.group_training import RANKS, Run, Trained, iteration_ratios, round_robin, steady, train_all
-from benchmarks.papers.page import Curves, Figure
+from benchmarks.papers.page import Curves, Figure, Inputs
 from colossal_hetero.balance import BalanceConfig, BalancePlan, Costs, RankTimes, predicted_seconds
 from colossal_hetero.balance.modes import decide
 from colossal_hetero.balance.optimum import divide_stragglers
@@ -40,10 +40,10 @@ SMALL = (
 )
 
 
-def fig3(data_dir: str) -> Figure:
+def fig3(inputs: Inputs) -> Figure:
     """Imputations with γ = ½ on all ranks, random columns."""
     runs = {name: Run(steady((0.5,) * RANKS, EPOCHS), imputation=name) for name in ("same", "zero", "average")}
-    trained = train_all([Run(NOTHING), *runs.values()], data_dir)
+    trained = train_all([Run(NOTHING), *runs.values()], inputs.images)
     control = trained[Run(NOTHING)]
     return Figure(
         "SEMI, Fig. 3: imputations, γ = ½ on all ranks",
@@ -58,15 +58,15 @@ def fig3(data_dir: str) -> Figure:
     )
 
 
-def fig5(data_dir: str) -> Figure:
+def fig5(inputs: Inputs) -> Figure:
     return _all_ranks(
-        "SEMI, Fig. 5: all ranks pruned", 3, data_dir, {("priority", 0.9): "18 % smaller loss than random"}
+        "SEMI, Fig. 5: all ranks pruned", 3, inputs.images, {("priority", 0.9): "18 % smaller loss than random"}
     )
 
 
-def fig6(data_dir: str) -> Figure:
+def fig6(inputs: Inputs) -> Figure:
     said = {("priority", 0.5): "runtime −23.5 %, loss 14.9 %"}
-    return _all_ranks("SEMI, Fig. 6: all ranks pruned, larger model", LARGER, data_dir, said)
+    return _all_ranks("SEMI, Fig. 6: all ranks pruned, larger model", LARGER, inputs.images, said)
 
 
 def _all_ranks(title: str, depth: int, data_dir: str, said: dict[tuple[str, float], str]) -> Figure:
@@ -93,12 +93,12 @@ def _all_ranks(title: str, depth: int, data_dir: str, said: dict[tuple[str, floa
     return Figure(title, columns, rows, why, [_epochs(curves)])
 
 
-def fig7(data_dir: str) -> Figure:
-    return _one_in_turn("SEMI, Fig. 7: one straggler, in turn by epoch, χ = 2", 3, data_dir)
+def fig7(inputs: Inputs) -> Figure:
+    return _one_in_turn("SEMI, Fig. 7: one straggler, in turn by epoch, χ = 2", 3, inputs.images)
 
 
-def fig8(data_dir: str) -> Figure:
-    return _one_in_turn("SEMI, Fig. 8: one straggler, in turn by epoch, χ = 2, larger model", LARGER, data_dir)
+def fig8(inputs: Inputs) -> Figure:
+    return _one_in_turn("SEMI, Fig. 8: one straggler, in turn by epoch, χ = 2, larger model", LARGER, inputs.images)
 
 
 def _one_in_turn(title: str, depth: int, data_dir: str) -> Figure:
@@ -134,7 +134,7 @@ def decided(method: str, slowdowns: Sequence[float]) -> BalancePlan:
     return decide(times, ASSUMED, config, BalancePlan.idle(len(times)))
 
 
-def fig9(data_dir: str) -> Figure:
+def fig9(inputs: Inputs) -> Figure:
     """The straggler goes round by epoch; accuracies of three seeds at χ = 8, otherwise of one."""
     runs: dict[tuple[str, float], list[Run]] = {}
     for method, rule in RULES.items():
@@ -142,10 +142,10 @@ def fig9(data_dir: str) -> Figure:
             ratio = decided(method, [slowdown, *[1.0] * (RANKS - 1)]).resize[0]
             seeds = SEEDS if slowdown == SLOWDOWNS[-1] else SEEDS[:1]
             runs[method, slowdown] = [Run(round_robin(ratio, EPOCHS), rule, seed=seed) for seed in seeds]
-    return _with_straggler("SEMI, Fig. 9: resizing, the straggler in turn by epoch", runs, data_dir, PAPER_AT_8)
+    return _with_straggler("SEMI, Fig. 9: resizing, the straggler in turn by epoch", runs, inputs.images, PAPER_AT_8)
 
 
-def fig10(data_dir: str) -> Figure:
+def fig10(inputs: Inputs) -> Figure:
     """One rank is the straggler all the time."""
     runs: dict[tuple[str, float], list[Run]] = {}
     for method in ("zero-pridiff-r", "mig", "semi", "auto"):
@@ -154,7 +154,7 @@ def fig10(data_dir: str) -> Figure:
             rule = "random" if not any(shares) else "priority-diff"
             runs[method, slowdown] = [Run(steady(shares, EPOCHS), rule, seed=seed) for seed in SEEDS[:1]]
     said = {"semi": "best of all together", "mig": "far from ideal at large χ", "zero-pridiff-r": "most loss"}
-    return _with_straggler("SEMI, Fig. 10: one straggler", runs, data_dir, said)
+    return _with_straggler("SEMI, Fig. 10: one straggler", runs, inputs.images, said)
 
 
 def _with_straggler(
@@ -194,14 +194,14 @@ def measured_times() -> dict[str, float]:
     return _measure("benchmarks.papers.straggler_times", Path("runs/papers/times.json"))
 
 
-def fig11(data_dir: str) -> Figure:
+def fig11(inputs: Inputs) -> Figure:
     """Half of the ranks are stragglers, of which the λ slowest migrate and the others resize."""
     slowdowns = (8.0, 6.0, 4.0, 2.0, 1.0, 1.0, 1.0, 1.0)
     times = [RankTimes(slowdown, slowdown) for slowdown in slowdowns]
     plans = {f"λ = {count}": divide_stragglers(times, range(count), range(4), 0.9) for count in range(5)}
     plans |= {"semi": decided("semi", slowdowns), "auto": decided("auto", slowdowns)}
     runs = {name: Run(steady(plan.resize, EPOCHS), "priority-diff") for name, plan in plans.items() if any(plan.resize)}
-    trained = train_all([Run(NOTHING), *runs.values()], data_dir)
+    trained = train_all([Run(NOTHING), *runs.values()], inputs.images)
     best = trained[Run(NOTHING)].accuracy[-1]
     seconds = {name: predicted_seconds(times, ASSUMED, plan) for name, plan in plans.items()}
     losses = {name: best - trained[runs[name]].accuracy[-1] if name in runs else 0.0 for name in plans}
@@ -229,7 +229,7 @@ def fig11(data_dir: str) -> Figure:
     return Figure("SEMI, Fig. 11: stragglers of χ = 8, 6, 4, 2 among eight ranks", columns, rows, why, curves)
 
 
-def table1(data_dir: str) -> Figure:
+def table1(inputs: Inputs) -> Figure:
     """Epoch times of migrating to other ranks although nobody is slow, by the share γ and the number of senders ν."""
     said = {
         ("broadcast-reduce", 1): (373, 425, 451, 473, 500),

@@ -247,9 +247,7 @@ def _build(file: _File) -> Topology:
                             f"presets are {', '.join(GPUS)}; others are described in the file: "
                             f"[kinds.{tomlkit.key(alike.kind).as_string()}] with memory_gb and tflops"
                         )
-                    device = Device(
-                        kinds[alike.kind], len(nodes), cluster_number, alike.speed, cluster.training_speed
-                    )
+                    device = Device(kinds[alike.kind], len(nodes), cluster_number, alike.speed, cluster.training_speed)
                     devices += [device] * alike.count
                 ranks = tuple(range(first, len(devices)))
                 inside = _usual_inside(name, part) if part.inside is None else part.inside.channel()

@@ -116,6 +116,7 @@ def compare(
     settings = [("exact", accumulation), ("uniform", accumulation), ("flops", accumulation)]
     if stage < 2:
         settings.insert(1, ("exact", "per_rank" if accumulation == "shared" else "shared"))
+    settings.append(("poplar", "per_rank" if stage < 2 else "shared"))
     if method == "adapt" or profile.links:
         settings.append(("adapt", accumulation))
     chosen = divide(method, accumulation)
