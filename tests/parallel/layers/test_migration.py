@@ -18,11 +18,13 @@ from colossal_hetero import BalanceConfig
 from colossal_hetero.balance import host_messages
 from colossal_hetero.balance.divide import BlockShape, LayerShape, Move, Port, block_ports, column_traffic, divide
 from colossal_hetero.balance.plan import BalancePlan, Traffic, Volume
+from colossal_hetero.layers.column_migration import COLUMN_EXCHANGES, ColumnMigration
 from colossal_hetero.layers.transport import Transport
 from colossal_hetero.layers.unit_exchange import UnitExchange
 from tests.support.applied_plans import Training
 from tests.support.checks import Checks, of_all_ranks
 from tests.support.migration_runs import relative_difference
+from tests.support.parallel_layers import KINDS, build, inputs, owned
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import BATCH, batch, boost, loss_of, ours, sgd
 
@@ -275,6 +277,44 @@ def an_iteration_does_not_copy_the_layout_of_parameters() -> None:
 
 
 # Each kind of layer --------------------------------------------------------------------------------------------------
+
+
+def _layer_options(kind: str) -> list[dict[str, Any]]:
+    return [{"skip_bias_add": True}, {"gather_output": True} if kind.endswith("Col") else {"parallel_input": False}]
+
+
+def _train_layer(layer: torch.nn.Module, kind: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    """Outputs and input gradients of the second step of SGD with momentum, and the parameters after it."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3, momentum=0.9)
+    results = {}
+    for step in range(2):
+        whole, x, dy = inputs(kind, rank, world, seed=step)
+        x = (whole if "parallel_input" in options else x).clone().requires_grad_()
+        if kind.endswith("Col") and "gather_output" not in options:
+            dy = dy[..., owned(kind, rank, world)].contiguous()
+        y = layer(x)
+        y = y[0] if isinstance(y, tuple) else y
+        optimizer.zero_grad()
+        y.backward(dy)
+        optimizer.step()
+        layer.begin_iteration() if hasattr(layer, "begin_iteration") else None
+        results = {"y": y.detach(), "dx": x.grad}
+    return results | {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
+
+
+@checks.on(2)
+@checks.on(3)
+def options_of_each_kind_of_layer_are_those_of_colossalais() -> None:
+    ranks = dist.get_world_size()
+    transport = Transport(dist.new_group())
+    for number, (kind, (our_class, their_class)) in enumerate(KINDS.items()):
+        for options in _layer_options(kind):
+            expected = _train_layer(build(their_class, kind, **options), kind, options)
+            layer, plan = build(our_class, kind, **options), plan_for({number % ranks: 0.6}, ranks)
+            exchange = list(COLUMN_EXCHANGES.values())[number % len(COLUMN_EXCHANGES)]
+            layer.assign(None, ColumnMigration(exchange(transport), divide(layer.contraction_columns, plan).moves))
+            assert relative_difference(_train_layer(layer, kind, options), expected) <= 1e-5, f"{kind} {options}"
 
 
 test_on_ranks = checks.test()

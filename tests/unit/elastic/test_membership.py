@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -203,6 +204,21 @@ def test_each_world_has_the_state_that_a_launch_leaves(monkeypatch: pytest.Monke
         cpu._messages._sends.append((None, torch.ones(1)))
         launched.leave()
         groups.destroy()
+
+
+def test_a_world_that_breaks_while_it_forms_is_followed_by_another(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    initialize, reasons = ProcessGroups.initialize, ["Connection closed by peer"]
+
+    def fail_once(*arguments: Any) -> None:
+        if reasons:
+            raise RuntimeError(reasons.pop())
+        initialize(*arguments)
+
+    monkeypatch.setattr(ProcessGroups, "initialize", fail_once)
+    member = Membership("127.0.0.1", port, "j", "a", max_members=1)
+    world = member.form()
+    assert reasons == [] and (world.rank, world.nodes) == (0, ("a",)) and member.failure is None
+    member.depart()
 
 
 def connected(listener: socket.socket) -> tuple[socket.socket, socket.socket]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from colossalai.booster.plugin.torch_fsdp_plugin import TorchFSDPModel
@@ -14,7 +16,25 @@ from torch import nn
 
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
-from tests.support.zero_runs import boosted, unmeasured
+from tests.support.zero_runs import boosted, flat, make_model, unmeasured
+
+
+def measure_and_look() -> None:
+    for stage in (0, 1, 2, 3):
+        model, numbers = make_model(), []
+        before = flat(model)
+        for boosts in (False, True):
+            random.seed(1), np.random.seed(1), torch.manual_seed(1)
+            if boosts:
+                run = boosted(stage, model, "adamw", loader=dict(shuffle=True))
+            numbers.append([random.random(), float(np.random.rand()), float(torch.rand(()))])
+        assert numbers[0] == numbers[1] and not run.optimizer.optim.state, stage
+        assert all(value.grad is None for value in run.model.parameters()), stage
+        assert torch.equal(flat(run.model)[: len(before)], before), stage
+
+
+def test_measuring_leaves_no_trace() -> None:
+    run_ranks(2, measure_and_look)
 
 
 def fail_on(rank: int) -> None:
