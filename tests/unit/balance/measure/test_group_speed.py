@@ -15,6 +15,8 @@ from colossal_hetero.balance.work_times import (
     MAX_PATIENCE,
     MAX_SLOPE,
     MIN_SLOPE,
+    RELAX_AFTER,
+    Damping,
     EqualWork,
     WorkLine,
 )
@@ -268,3 +270,30 @@ def test_flicker_of_one_rank_does_not_delay_the_answer_to_another() -> None:
     for iteration in range(6):
         group.iterate([1.0, 4.0 if iteration % 6 < 3 else 1.0, 1.0, 3.0])
     assert group.plan.migrate[3] > 0 and group.plan.migrate[1] == 0
+
+
+def test_patience_doubles_with_each_plan_taken_back_and_relaxes_in_calm() -> None:
+    damping = Damping(2)
+    for expected in (4, 8, 16, 32, 32):
+        damping.relieved(0.6)
+        for _ in range(3):
+            damping.observed(slow_spell=False)
+        damping.relieved(0.0)
+        assert damping.patience == expected
+    for _ in range(RELAX_AFTER - 1):
+        damping.observed(slow_spell=False)
+    assert damping.patience == 32
+    damping.observed(slow_spell=True)
+    for _ in range(10 * RELAX_AFTER):
+        damping.observed(slow_spell=False)
+    assert damping.patience == 2
+
+
+@pytest.mark.parametrize(("shares", "iterations"), [((0.6, 0.0), 7), ((0.6, 0.5, 0.55, 0.7), 1)])
+def test_a_plan_that_lasted_or_was_only_adjusted_is_no_flicker(shares: tuple[float, ...], iterations: int) -> None:
+    damping = Damping(2)
+    for share in shares:
+        damping.relieved(share)
+        for _ in range(iterations):
+            damping.observed(slow_spell=False)
+    assert damping.patience == 2
