@@ -48,6 +48,13 @@ def test_eq2_balances_both_costs(
         assert resizing >= migrating - 1e-9
 
 
+def test_eq2_by_hand() -> None:
+    times = [RankTimes(2.0, 1.0), RankTimes(2.0, 2.0), RankTimes(5.0, 4.0)]
+    # γ = 0.75; 0.1·4 = migrated·2/2, as the slower receiver takes 2 s
+    assert resize_and_migrate(times, Costs(resize_fixed=0.1), 2, 0.9) == pytest.approx((0.35, 0.4))
+    assert resize_and_migrate(times, FREE, 2, 0.5) == (0.5, 0.25)  # resizing is free, but not allowed
+
+
 def test_one_straggler() -> None:
     plan = semi_plan(group(1.0, 1.0, 4.0), Costs(resize_fixed=0.1), 0.9)
     assert plan.resize == pytest.approx((0.0, 0.0, 0.0))
