@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -12,9 +13,11 @@ from torch import Tensor
 from tests.support.checkpoint_runs import MODELS as BUILDERS
 from tests.support.checkpoint_runs import (
     boosted,
+    different_tensors,
     gathered,
     hybrid,
     last_loss,
+    load,
     samples_of,
     train,
 )
@@ -83,3 +86,22 @@ def check_against_colossalai(folder: Path) -> None:
 
 def test_zero_slices_are_those_of_colossalais_checkpoint(tmp_path: Path) -> None:
     run_ranks(4, check_against_colossalai, tmp_path)
+
+
+def check_reload() -> None:
+    one = boosted("gpt2", hybrid(pp_size=2, **ZERO), sgd)
+    train(one, range(STEPS))
+    saved = gathered(one)
+    losses = train(one, range(STEPS, STEPS + 2))
+    two = boosted("gpt2", hybrid(tp_size=2, precision="fp16"), sgd)
+    train(two, [7])  # so that everything must be replaced
+    load(two, saved)
+    found = gathered(two)
+    assert found.kinds == saved.kinds and different_tensors(found, saved) == []
+    copies = two.optimizer.get_working_to_master_map()
+    assert all(torch.equal(each, copies[id(each)].half()) for each in two.model.parameters())
+    assert train(two, range(STEPS, STEPS + 2)) == pytest.approx(losses, rel=2e-2)
+
+
+def test_another_plan_with_copies_in_higher_precision_continues() -> None:
+    run_ranks(4, check_reload)
