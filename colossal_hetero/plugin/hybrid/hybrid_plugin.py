@@ -24,7 +24,7 @@ from ...checkpoint.config import CheckpointConfig
 from ...checkpoint.layer_checkpoint import Start
 from ...checkpoint.run_states import Training
 from ...colossalai_support.gpu_over_gloo import support_gpus_over_gloo
-from ...common.ranks import check_launched, name_ended_ranks, of_every_rank, watch_ranks
+from ...common.ranks import check_launched, of_every_rank
 from ...data_parallel.batch_balancer import BatchBalancer
 from ...data_parallel.config import BatchConfig, BatchSetup
 from ...data_parallel.resumable_loader import make_even_loader
@@ -289,7 +289,6 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
         return self._elastic.configure(self._configure, objects)
 
     def _configure(self, objects: TrainingObjects) -> TrainingObjects:
-        watch_ranks()
         is_trained = objects.optimizer is not None
         if self._checkpoints is not None and is_trained:
             self._checkpoints.note(objects)
@@ -324,7 +323,6 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
             if part is not None:
                 part.attach(self, objects)
         self._refuse_unsummed_steps(objects.model, objects.optimizer)
-        name_ended_ranks(objects.model, objects.optimizer)
         return objects
 
     def prepare_dataloader(

@@ -16,7 +16,6 @@ from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel
 
 from ...colossalai_support.accelerator import get_accelerator
 from ...colossalai_support.corrections import replaced
-from ...common.ranks import naming_ended_ranks
 from ..checkpoint_part import PresentCheckpointIO
 from .optimizer_checkpoints import ParameterFacts, load_optimizer, plain_name
 
@@ -37,8 +36,7 @@ class StageCheckpointIO(PresentCheckpointIO):
             raise ValueError(
                 "the optimizer to load into is not one that booster.boost returned; boost it first, then load"
             )
-        with naming_ended_ranks():
-            load_optimizer(self._present(), optimizer, self._facts[optimizer], str(checkpoint), *args, **kwargs)
+        load_optimizer(self._present(), optimizer, self._facts[optimizer], str(checkpoint), *args, **kwargs)
 
 
 class ShardedCheckpointIO(TorchFSDPCheckpointIO):

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from ...checkpoint.config import CheckpointConfig
 from ...colossalai_support.accelerator import get_accelerator
 from ...colossalai_support.gpu_over_gloo import is_gpu_over_gloo, support_gpus_over_gloo
-from ...common.ranks import check_launched, name_ended_ranks, on_every_rank, watch_ranks
+from ...common.ranks import check_launched, on_every_rank
 from ...data_parallel.batch_balancer import BatchBalancer
 from ...data_parallel.config import BatchConfig, BatchSetup
 from ...planner.batches.allocation import Allocation
@@ -177,7 +177,6 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
             return self._inner.configure(model, optimizer, criterion, dataloader, lr_scheduler)
         objects = TrainingObjects(model, optimizer, criterion, dataloader, lr_scheduler)
         objects = self._uneven_batches.before_configure(self, objects)
-        watch_ranks()
         devices = on_every_rank(device_of_this_rank, "asking for the device of each rank")
         self._stages = stages_for(shardable_stages(self._stages, optimizer), devices)
         if self._checkpoints is not None:
@@ -195,7 +194,6 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         if self._checkpoints is not None:
             self._checkpoints.attach(self, objects)
         self._reports.attach(objects.optimizer, self.report)
-        name_ended_ranks(objects.model, objects.optimizer)
         return objects
 
     def prepare_dataloader(
