@@ -24,11 +24,10 @@ from .busy_timer import BusyTimer, ForwardOnlyTimer, forward_curve
 from .config import BatchSetup
 from .loader import HeteroDataLoader
 from .loss_weights import (
-    WORDS,
     CountedTotal,
     SampleTotal,
-    found_weight,
     refuse_ignored,
+    require_mean_over_samples,
     samples_in,
     weight_function,
 )
@@ -178,14 +177,13 @@ class MeasuredBatches:
         return balancer, accumulation
 
     def _total_weight(self, model: ModelWrapper) -> tuple[Any, SampleTotal]:
-        """What losses are means over (the user's choice, or found by a trial), and what adds up the weights. The loader
-        gets the function that weighs a batch."""
+        """What losses are means over (by default samples, which a trial confirms), and what adds up the weights. The
+        loader gets the function that weighs a batch."""
         setup, trial, weight_by = self._setup, self._trial, self._setup.config.weight_by
         if weight_by is None:
-            weight_by = found_weight(trial, setup.precision)
-            print_on_rank_0(f"losses are weighted {WORDS[weight_by]}")
-            if weight_by == "samples":
-                self._loader.check = refuse_ignored(trial.criterion)
+            require_mean_over_samples(trial, setup.precision)
+            weight_by = "samples"
+            self._loader.check = refuse_ignored(trial.criterion)
         replicas = max(setup.replica_of) + 1
         weight_of = samples_in(trial) if weight_by == "samples" else weight_function(weight_by)
         if weight_of is None:

@@ -58,7 +58,8 @@ class BatchConfig:
     weight_by: str | Callable[[Any], Any] | None = None
     """Kind of mean of the loss, for the weights of unequal micro-batches: ``samples``; ``tokens``, the labels that are
     not -100; ``next_tokens``, these without the first of each sequence, as in causal language models; or a function of
-    a batch, such as ``lambda batch: batch["mask"].sum()``. None: found by comparing losses, or asked for."""
+    a batch, such as ``lambda batch: batch["mask"].sum()``. None: samples, if comparing losses before training confirms
+    it; otherwise an error asks for it."""
 
     @property
     def largest_micro_batch(self) -> int:
