@@ -30,7 +30,7 @@ from ..training_objects import TrainingObjects
 from ..uneven_batches import UnevenBatches, check_batches
 from .elementwise_updates import check_sharding, why_not_sharded
 from .lowest_zero_stage import configure_lowest_stage
-from .optimizer_checkpoints import ParameterFacts, check_owned, name_groups, parameter_facts
+from .optimizer_checkpoints import Shapes, check_owned, name_groups, parameter_names, plain_name
 from .zero_checkpoints import StageCheckpointIO
 from .zero_stages import (
     PRECISIONS,
@@ -137,7 +137,7 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         self.precision = precision
         self.max_norm = max_norm
         self._checkpoint_io: tuple[DPPluginBase, CheckpointIO] | None = None
-        self._facts: WeakKeyDictionary[OptimizerWrapper, dict[str, ParameterFacts]] = WeakKeyDictionary()
+        self._shapes: WeakKeyDictionary[OptimizerWrapper, Shapes] = WeakKeyDictionary()
         self._uneven_batches = UnevenBatches(self.batches)
         self._stages = stages_to_try(stage, precision, self.batches.accumulation)
         self._options = options_by_stage(self._stages, options)
@@ -181,13 +181,14 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         self._stages = stages_for(shardable_stages(self._stages, optimizer), devices)
         if self._checkpoints is not None:
             self._checkpoints.note(objects)
-        facts = parameter_facts(model, optimizer)
+        names = parameter_names(model, optimizer)
+        shapes = {plain_name(name): tuple(value.shape) for name, value in model.named_parameters()}
         check_owned(model, optimizer, self._stages)
         self.stage, self._inner, objects = configure_lowest_stage(
             self._stages, self.precision, self._plugin_of, self.batches.training_step, objects
         )
-        name_groups(objects.optimizer, facts)
-        self._facts[objects.optimizer] = {each.name: each for each in facts.values()}
+        name_groups(objects.optimizer, names, int(self.stage))
+        self._shapes[objects.optimizer] = shapes
         self._uneven_batches.measure(self, objects)
         objects.optimizer.zero_grad()
         self._uneven_batches.attach(self, objects)
@@ -253,7 +254,7 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         return True
 
     def get_checkpoint_io(self) -> CheckpointIO:
-        return StageCheckpointIO(self._checkpoint_io_of_stage, self._facts)
+        return StageCheckpointIO(self._checkpoint_io_of_stage, self._shapes)
 
     def _checkpoint_io_of_stage(self) -> CheckpointIO:
         if self._checkpoint_io is None or self._checkpoint_io[0] is not self._inner:
