@@ -28,7 +28,7 @@ from ..checkpoint_part import CheckpointMethods, Checkpoints, check_config
 from ..report import OnReport, Report, Reports
 from ..training_objects import TrainingObjects
 from ..uneven_batches import UnevenBatches, check_batches
-from .elementwise_updates import check_sharding, why_not_sharded
+from .elementwise_updates import can_be_sharded, check_sharding
 from .lowest_zero_stage import configure_lowest_stage
 from .optimizer_checkpoints import Shapes, check_owned, name_groups, parameter_names, plain_name
 from .zero_checkpoints import StageCheckpointIO
@@ -264,7 +264,7 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
 
 def shardable_stages(stages: Sequence[int], optimizer: Optimizer) -> list[int]:
     """Stages among ``stages`` at which ``optimizer`` updates parameters exactly; ``ValueError`` if there are none."""
-    possible = [stage for stage in stages if stage == 0 or why_not_sharded(optimizer, distributed=stage < 3) is None]
+    possible = [stage for stage in stages if stage == 0 or can_be_sharded(optimizer, distributed=stage < 3)]
     if not possible:
         check_sharding(optimizer, "stage", stages[0], distributed=stages[0] < 3)
     return possible
