@@ -33,7 +33,6 @@ from .loss_weights import (
 )
 from .out_of_memory import OutOfMemoryGuard
 from .saved_profile import CachedProfile, ProfileFile, context_of
-from .sync_batch_norm import SampleWeightedBatchNorm
 
 
 class MeasuredBatches:
@@ -171,7 +170,7 @@ class MeasuredBatches:
         communicates = (
             setup.stage == 3
             or list(setup.replica_of).count(self._replica) > 1
-            or any(isinstance(module, nn.SyncBatchNorm | SampleWeightedBatchNorm) for module in model.modules())
+            or any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
         )
         OutOfMemoryGuard(loader, self._replica, self._path, may_repeat=not communicates).attach(model, optimizer)
         return balancer, accumulation

@@ -44,9 +44,6 @@ class BatchConfig:
     multiple_of: int | None = None
     """Number that all batch sizes are multiples of, such as 2 for timm's Mixup or for pairs. None: found before
     training, up to 4, if ``training_step`` or ``collate_fn`` fails with other sizes."""
-    sync_batchnorm: bool = False
-    """True if batch normalization weights all samples of all ranks in a micro-step alike; needs
-    ``accumulation="shared"`` and replicas of one rank."""
     reallocate_above: float = 0.02
     """Predicted gain from which on global batches are divided again (0.02 = 2 %), if it is also above the noise of the
     measured times; ``inf``: never."""
@@ -84,11 +81,6 @@ class BatchConfig:
         if not (self.weight_by is None or callable(self.weight_by) or self.weight_by in WEIGHTS):
             raise ValueError(
                 f"weight_by={self.weight_by!r} is not one of {', '.join(WEIGHTS)}, nor a function of a batch"
-            )
-        if self.sync_batchnorm and self.accumulation == "per_rank":
-            raise ValueError(
-                'sync_batchnorm=True waits for all ranks in each micro-batch, but with accumulation="per_rank" they '
-                'run different numbers of them; use accumulation="shared"'
             )
         if not self.reallocate_above > 0 or math.isnan(self.reallocate_above):
             raise ValueError(f"reallocate_above={self.reallocate_above} must be above 0; inf switches it off")

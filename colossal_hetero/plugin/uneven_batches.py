@@ -14,9 +14,8 @@ from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-import torch.distributed as dist
 from colossalai.pipeline.schedule._utils import get_batch_size
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from ..colossalai_support.accelerator import recorded_event
@@ -28,7 +27,6 @@ from ..data_parallel.batch_balancer import BatchBalancer, BatchReport, BatchShar
 from ..data_parallel.config import BatchConfig, BatchSetup
 from ..data_parallel.loader import HeteroDataLoader, check_same_order, make_loader
 from ..data_parallel.resumable_loader import make_even_loader
-from ..data_parallel.sync_batch_norm import synchronize_batch_norm
 from ..planner.batches.allocation import divide_micro_batches, micro_batch_seconds
 from ..planner.cost.plan import Plan
 from ..profiling.rank_profiler import describe
@@ -103,7 +101,7 @@ class UnevenBatches:
         loader = self._loader_to_train_with(plugin, objects.dataloader)
         check_same_order(loader)
         self._description = describe(objects.model)
-        return objects._replace(dataloader=loader, model=self._synchronized(plugin, objects.model, loader))
+        return objects._replace(dataloader=loader)
 
     def measure(self, plugin: ReplicaPlugin, objects: TrainingObjects) -> None:
         self._measured = MeasuredBatches(plugin.batch_setup(objects), self._description, *objects[:4])
@@ -120,16 +118,6 @@ class UnevenBatches:
         if optimizer not in self._accumulations:
             raise RuntimeError("no_sync is for training: call booster.boost with an optimizer before it")
         return self._accumulations[optimizer].no_sync()
-
-    def _synchronized(self, plugin: ReplicaPlugin, model: nn.Module, loader: HeteroDataLoader) -> nn.Module:
-        if not self._config.sync_batchnorm:
-            return model
-        if plugin.replica()[1] != dist.get_world_size():
-            raise ValueError(
-                f"sync_batchnorm=True needs replicas of one rank, but {dist.get_world_size()} ranks hold "
-                f"{plugin.replica()[1]} replicas; use tp_size=1"
-            )
-        return synchronize_batch_norm(model, lambda: None if loader.current is None else loader.current.samples)
 
     def _loader_to_train_with(self, plugin: ReplicaPlugin, dataloader: DataLoader | None) -> HeteroDataLoader:
         if isinstance(dataloader, HeteroDataLoader):

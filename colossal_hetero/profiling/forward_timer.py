@@ -48,7 +48,7 @@ class ForwardTimer:
             self._handles.append(shard.module.register_forward_pre_hook(self._end_gap))
         for module in inner.modules():
             # Their forward passes contain collectives, in which fast ranks wait for slow ones.
-            if isinstance(module, nn.SyncBatchNorm) or getattr(module, "waits_for_ranks", False):
+            if isinstance(module, nn.SyncBatchNorm):
                 self._handles.append(module.register_forward_pre_hook(self._begin_gap))
                 self._handles.append(
                     module.register_forward_hook(lambda module, inputs, _: self._end_gap(module, inputs))
