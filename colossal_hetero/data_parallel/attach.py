@@ -19,8 +19,8 @@ from ..profiling.preserved_state import inner_optimizer, preserved_state
 from ..profiling.rank_profiler import ModelDescription, changes, profile_ranks, speed_now
 from ..profiling.training_step import TrialRun
 from .accumulation import GradientAccumulation
-from .batch_balancer import BatchBalancer, divider_of
-from .busy_timer import BusyTimer, ForwardOnlyTimer, forward_curve
+from .batch_balancer import BatchBalancer
+from .busy_timer import BusyTimer
 from .config import BatchSetup
 from .loader import HeteroDataLoader
 from .loss_weights import (
@@ -163,7 +163,7 @@ class MeasuredBatches:
         weight_by, total = self._total_weight(model)
         multiple = loader.multiple_of
         loader.set_placeholders(max(-(-kind.min_batch // multiple) * multiple for kind in self._profile.kinds))
-        timer = self._timer(model, optimizer)
+        timer = self._timer(optimizer)
         balancer = BatchBalancer(setup, self._profile, loader, timer)
         accumulation = GradientAccumulation(setup, loader, total, weight_by, on_step=balancer.on_step)
         accumulation.attach(model, optimizer, lr_scheduler)
@@ -190,18 +190,17 @@ class MeasuredBatches:
         self._loader.weigh_by(weight_of, by_samples=weight_by == "samples")
         return weight_by, CountedTotal(replicas, model, equal_steps=setup.config.accumulation == "shared")
 
-    def _timer(self, model: ModelWrapper, optimizer: OptimizerWrapper) -> BusyTimer | ForwardOnlyTimer:
+    def _timer(self, optimizer: OptimizerWrapper) -> BusyTimer | None:
         """Timer of this rank's global batches, attached before accumulation, so that it sees the optimizer's steps
-        only."""
-        setup, profile, loader = self._setup, self._profile, self._loader
-        if setup.stage == 3 and get_accelerator().name != "cpu":
-            whole = divider_of(setup.config, profile, setup.stage, loader.multiple_of).curves[self._replica]
-            forward = forward_curve(profile.kinds[profile.ranks[self._replica]], whole.max_batch)
-            if forward is not None:
-                return ForwardOnlyTimer(
-                    model, lambda: 1 if loader.current is None else max(1, loader.current.samples), whole, forward
-                )
-        timer = BusyTimer(setup.replica_of)
+        only. On a GPU, FSDP (stage 3) gathers and sums on streams of its own, for which the device waits at places in
+        the passes that no hook marks, so that work cannot be told from waiting."""
+        if self._setup.stage == 3 and get_accelerator().name != "cpu":
+            print_on_rank_0(
+                "at ZeRO stage 3 on GPUs, batches are divided once: if a speed changes, start again from a checkpoint, "
+                "or use stage 0, 1 or 2, where they are divided again"
+            )
+            return None
+        timer = BusyTimer(self._setup.replica_of)
         timer.attach(optimizer)
-        loader.load_timer = timer
+        self._loader.load_timer = timer
         return timer

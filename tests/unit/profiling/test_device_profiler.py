@@ -147,13 +147,12 @@ class Device:
         self.runs: list[int] = []
         self._seconds = seconds
 
-    def run(self, batch: int) -> tuple[float, float]:
+    def run(self, batch: int) -> float:
         self.runs.append(batch)
         self.peak = 1000 + self.held + 10 * batch
         if self.peak > self.limit:
             raise MemoryError
-        seconds = self._seconds(batch, self.runs.count(batch))
-        return seconds, seconds / 3
+        return self._seconds(batch, self.runs.count(batch))
 
     @contextmanager
     def reserved(self, size_bytes: int, device: torch.device) -> Iterator[None]:
@@ -234,7 +233,6 @@ def test_typical_times(seconds: Callable[[int, int], float], expected: list[floa
     points = profiled(device, 4).points
     assert [point.batch for point in points] == [1, 2, 4]
     assert [point.seconds for point in points] == pytest.approx(expected, rel=0.15 if expected[0] < 1 else 1e-9)
-    assert [point.forward_seconds for point in points] == pytest.approx([point.seconds / 3 for point in points])
     if expected[0] < 1:
         assert device.runs.count(1) > 20 > 10 > device.runs.count(4)
 
