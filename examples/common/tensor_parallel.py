@@ -102,7 +102,6 @@ class TensorParallelOptions(Options):
                 slowdowns=parse_rank_factors(self.straggler),
                 schedule=self.straggler_schedule,
                 period=self.straggler_period,
-                means=self.straggler_means,
                 seed=self.seed,
                 world_size=world_size,
             )
@@ -289,12 +288,6 @@ def add_balance_flags(parser: argparse.ArgumentParser) -> None:
         choices=("iteration", "epoch"),
         default="epoch",
         help="period of the schedule (default epoch)",
-    )
-    stragglers.add_argument(
-        "--straggler-means",
-        choices=("repeat", "sleep"),
-        default="repeat",
-        help="repeat each product, or pause after it (default repeat)",
     )
 
 

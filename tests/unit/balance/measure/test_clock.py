@@ -7,7 +7,6 @@ import torch
 
 from colossal_hetero.balance import clock as clocks
 from colossal_hetero.balance.clock import CpuClock, CudaClock, IterationTimes
-from colossal_hetero.testing.stragglers import _CudaSleepSlowdown
 from tests.support.fake_device import FakeDevice
 
 
@@ -71,23 +70,6 @@ def test_cuda_times_are_read_when_the_device_is_done(device: FakeDevice) -> None
     device.catch_up()
     assert [times.tag for times in clock.read()] == [1]
     assert clock.read() == []
-
-
-def test_cuda_sleep_slowdown_pauses_by_the_time_of_the_iteration_before(device: FakeDevice) -> None:
-    slow_down = _CudaSleepSlowdown()
-    device.slept.clear()
-    slow_down.factor = 4.0
-
-    def product() -> torch.Tensor:
-        device.milliseconds += 2.0
-        return torch.ones(1)
-
-    slow_down(product)
-    assert device.slept == []  # its time is not known yet
-    device.catch_up()
-    slow_down.begin_iteration()
-    slow_down(product)
-    assert device.slept == [pytest.approx(3 * 2e-3 * 1e9, rel=1e-6)]
 
 
 STRETCHES = [("other", 2.0), ("matmul", 5.0), ("block", 4.0), ("matmul", 1.0), ("matmul", 2.0), ("communication", 3.0)]
