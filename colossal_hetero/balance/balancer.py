@@ -32,7 +32,6 @@ from .plan import BalancePlan, Costs, Traffic
 from .pretest import CostMeasurement, Form, ProductShape, prepare_costs
 from .report import BalanceReport, IterationRecord, LocalRecord, bound_in_words, merge_records
 from .resharding import Resharding
-from .work_times import EqualWork
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +85,6 @@ class Balancer:
         self._relieved_for = (0,) * self._exchange.size
         self._follows = False
         """True if :meth:`follow` has given the plan."""
-        self._equal_work = EqualWork(config.patience)
         self._speed = GroupSpeed([kind.full for kind in self._applier.kinds], self._exchange.size, config)
         self._records: deque[LocalRecord] = deque(maxlen=MAX_RECORDS)
         self._best_seconds = math.inf
@@ -367,7 +365,8 @@ class Balancer:
         self._newest = iteration
         # The operations between a block's products move with its units.
         movable = times.matmul_seconds + (times.block_seconds if self.config.moves_blocks else 0.0)
-        equal = self._equal_work.normalize(times.work_seconds, movable, shares.load)
+        rank = self._ranks.index(dist.get_rank())
+        equal = self._speed.at_full_share(rank, times.work_seconds, movable, shares.loads)
         self._best_seconds = min(self._best_seconds, equal.work_seconds)
         record = LocalRecord(
             iteration=iteration,
