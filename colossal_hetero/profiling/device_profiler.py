@@ -31,7 +31,7 @@ import torch
 from ..colossalai_support.accelerator import get_accelerator
 from ..planner.batches.batch_profile import DeviceProfile, TimedBatch
 from .memory import is_out_of_memory, memory_limit, peak_bytes, recover, reserved_memory, reset_peak, used_bytes
-from .progress import SEARCHING, TIMING, Progress, seconds_left
+from .progress import SEARCHING, TIMING, Progress
 
 # Largest batch -------------------------------------------------------------------------------------------------------
 
@@ -145,7 +145,7 @@ def profile_device(
     limit = memory_limit(device)
     state, sample, largest = used_bytes(device), 0, 0
     reserve = 0
-    trials = _Trials(run, device, cap, on_progress, abort)
+    trials = _Trials(run, device, on_progress, abort)
     points: tuple[TimedBatch, ...] = ()
     try:
         with reserved_memory(state_bytes_to_come, device):
@@ -188,7 +188,6 @@ def profile_device(
 class _Trials:
     run: Run
     device: torch.device
-    cap: int
     on_progress: Callable[[Progress], None] | None
     abort: Callable[[], None]
     base: int = 0
@@ -223,9 +222,7 @@ class _Trials:
     def attempt(self, batch: int, keep: bool = True) -> bool:
         """Run a batch; True if it fits. With ``keep``, its time and memory are stored."""
         if self.on_progress is not None:
-            known = {size: min(timings) for size, timings in self._timings.items() if timings}
-            left = seconds_left(self._action, batch, known, self.cap, self._failed, STEADY_SECONDS)
-            self.on_progress(Progress(self._action, batch, left))
+            self.on_progress(Progress(self._action, batch))
         reset_peak(self.device)
         timing = None
         try:
