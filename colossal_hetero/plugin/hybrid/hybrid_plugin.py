@@ -265,11 +265,6 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
         """Divides the global batches; None before ``booster.boost`` and without ``batches``."""
         return None if self._uneven_batches is None else self._uneven_batches.balancer
 
-    @property
-    def replica_micro_batches(self) -> tuple[int, ...]:
-        """Micro-batches of a global batch, by replica, with a plan of unequal replicas; otherwise ()."""
-        return self._uneven_batches.micro_batches if isinstance(self._uneven_batches, PipelineBatches) else ()
-
     def configure(
         self,
         model: nn.Module,
