@@ -167,6 +167,8 @@ def autohet_iteration(topology: Topology, model: ModelProfile, global_batch: int
     for degree in DEGREES:
         for size in SIZES:
             kinds = slot_kinds(topology, model, degree, size)
+            if not kinds:
+                continue
             total = global_batch // size
             costs = kinds[0].costs
             grouping = find_grouping(
