@@ -44,6 +44,11 @@ class Shares:
     loads: tuple[float, ...] = ()
     """Number of units that the rank computes in each of its blocks, by kind of layers."""
 
+    @property
+    def load(self) -> float:
+        """Amount that the rank computes; 1 is its full share."""
+        return 1.0 - self.resized - self.migrated - self.resharded + self.received
+
 
 def columns_stay(config: BalanceConfig, blocks: Sequence[Block]) -> bool:
     """True if layers in no block stay as they are: mode "auto" moves blocks, as other activations cost more to send."""
