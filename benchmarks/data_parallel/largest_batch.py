@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.common import print_table
 from colossal_hetero.profiling.aborted_step import abort_step
-from colossal_hetero.profiling.device_profiler import Timing, profile_device
+from colossal_hetero.profiling.device_profiler import profile_device
 from colossal_hetero.profiling.memory import is_out_of_memory, recover
 from colossal_hetero.profiling.optimizer_state import optimizer_state_bytes, step_temporary_bytes
 from colossal_hetero.profiling.preserved_state import preserved_state
@@ -189,17 +189,13 @@ def profile(trial: TrialRun) -> dict[str, Any]:
         if progress.action == SEARCHING:
             searched.append(progress.samples)
 
-    def run(batch: int) -> Timing:
-        seconds = trial(batch)
-        return Timing(seconds, seconds / 3)
-
     model, optimizer = trial.model, trial.optimizer
     trial.step_bytes = step_temporary_bytes(optimizer)
     start = time.perf_counter()
     with preserved_state(model, optimizer):
         abort = partial(abort_step, model, optimizer)
         found = profile_device(
-            run,
+            trial,
             1 << 16,
             state_bytes_to_come=optimizer_state_bytes(optimizer),
             device=CPU,

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from rich.progress import Progress
 from timm.models.vision_transformer import VisionTransformer
 
+from benchmarks.in_process import shard_in_process
 from colossal_hetero.balance.apply import Applier
 from colossal_hetero.balance.config import BalanceConfig, Pruning
 from colossal_hetero.common.files import write_json
-from colossal_hetero.testing.in_process import shard_in_process
 from examples.common.images import load_data
 from examples.vit.options import parse_options
 

@@ -29,10 +29,10 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from benchmarks.common import print_table
+from benchmarks.in_process import shard_in_process
 from colossal_hetero.balance.apply import Applier
 from colossal_hetero.balance.config import BalanceConfig, Pruning
 from colossal_hetero.balance.pruning import ColumnSelector, make_selector
-from colossal_hetero.testing.in_process import shard_in_process
 from examples.common.images import load_data
 from examples.vit.options import parse_options
 

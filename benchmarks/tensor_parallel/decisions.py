@@ -8,10 +8,8 @@ compared by predicted iteration time.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from itertools import combinations
-from pathlib import Path
 from statistics import median
 
 import numpy as np
@@ -79,20 +77,16 @@ def compare_divisions(costs: Costs, matmul_seconds: float, max_resize: float) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--costs", type=Path, help="use the costs in this file of the cost cache instead of assumed costs"
-    )
-    parser.add_argument(
         "--matmul-seconds", type=float, default=1.0, help="time of the products on a rank that is not slow (default: 1)"
     )
     parser.add_argument("--max-resize", type=float, nargs="+", default=[0.9, 0.5, 0.0])
     arguments = parser.parse_args()
-    costs = Costs(**json.loads(arguments.costs.read_text())["costs"]) if arguments.costs else ASSUMED
 
     rows = [(mode, 1e3 * decision_seconds(mode, 8, 100)) for mode in MODES]
     print_table("Milliseconds per decision, median of 100", ("mode", "8 ranks"), rows)
     for max_resize in arguments.max_resize:
-        compare_divisions(costs, arguments.matmul_seconds, max_resize)
-    print(f"{'Costs from the file' if arguments.costs else 'Assumed costs'}: {costs}")
+        compare_divisions(ASSUMED, arguments.matmul_seconds, max_resize)
+    print(f"Assumed costs: {ASSUMED}")
 
 
 if __name__ == "__main__":

@@ -32,15 +32,15 @@ from .plan import BalancePlan, Costs, Traffic
 from .pretest import CostMeasurement, Form, ProductShape, prepare_costs
 from .report import BalanceReport, IterationRecord, LocalRecord, bound_in_words, merge_records
 from .resharding import Resharding
-from .timeline import RankSegments, SampledIterations, Timelines, TimelineSampler, choose_timelines
-from .work_times import EqualWork
 
 log = logging.getLogger(__name__)
 
 MAX_RECORDS = 100_000
 """Number of iterations kept for :meth:`Balancer.collect`; older ones are dropped."""
 ALWAYS_MEASURED = 16
-"""Number of first iterations that are measured in mode "off"; of the later ones, those with timelines are."""
+"""Number of first iterations that are measured in mode "off"; of the later ones, those in detail are."""
+DETAILED_EVERY = 8
+"""One of this many iterations is measured in detail; later in a run, one of this many that are measured."""
 SETTLED_AFTER = 10
 """Number of iterations with a plan from which its cost of communication is learned."""
 MAX_STARVED = 1 / 3
@@ -85,11 +85,9 @@ class Balancer:
         self._relieved_for = (0,) * self._exchange.size
         self._follows = False
         """True if :meth:`follow` has given the plan."""
-        self._equal_work = EqualWork(config.patience)
         self._speed = GroupSpeed([kind.full for kind in self._applier.kinds], self._exchange.size, config)
         self._records: deque[LocalRecord] = deque(maxlen=MAX_RECORDS)
         self._best_seconds = math.inf
-        self._timelines = TimelineSampler(config.warmup_iterations, config.patience, clock.sample_every)
         self._newest = -1
         self._unsent: deque[tuple[int, list[float]]] = deque()
         self._migration_seconds: list[float] = []
@@ -217,13 +215,18 @@ class Balancer:
 
     def _wants_times(self) -> bool:
         """True if the iteration that begins is measured; the same on all ranks of the group."""
-        if self._timelines.wants(self._iteration):
+        if self._is_detailed:
             return True
         if not self.active:
             return self._iteration < ALWAYS_MEASURED or self._reports
         # Marks would slow down a host that is late already.
         attentive = self._speed.is_attentive and not self._is_starved
         return attentive or self._iteration % self._clock.sample_every == 0
+
+    @property
+    def _is_detailed(self) -> bool:
+        every = DETAILED_EVERY * self._clock.sample_every
+        return self._iteration % (DETAILED_EVERY if self._iteration < every else every) == 0
 
     def _measure(self, is_measured: bool) -> None:
         """Let layers mark the clock in this iteration, or not, because a mark costs the host some time."""
@@ -232,7 +235,7 @@ class Balancer:
             for layer in self._layers.values():
                 layer.clock = self._clock if is_measured else None
         if is_measured:
-            self._clock.keep_segments = self._timelines.wants(self._iteration)
+            self._clock.detailed = self._is_detailed
             self._clock.start()
 
     def begin_evaluation_pass(self, asks_for_heads: bool = False) -> None:
@@ -362,10 +365,9 @@ class Balancer:
         self._newest = iteration
         # The operations between a block's products move with its units.
         movable = times.matmul_seconds + (times.block_seconds if self.config.moves_blocks else 0.0)
-        equal = self._equal_work.normalize(times.work_seconds, movable, shares.load)
+        rank = self._ranks.index(dist.get_rank())
+        equal = self._speed.at_full_share(rank, times.work_seconds, movable, shares.loads)
         self._best_seconds = min(self._best_seconds, equal.work_seconds)
-        if times.segments:
-            self._timelines.add(RankSegments(iteration, times.segments, times.time_base))
         record = LocalRecord(
             iteration=iteration,
             work_seconds=times.work_seconds,
@@ -437,7 +439,6 @@ class Balancer:
     def _change_plan(self, plan: BalancePlan, for_good: bool) -> None:
         """Follow ``plan``, which differs from the present one or in whether it is applied for good."""
         self._plan = self._adopt(plan, for_good)
-        self._timelines.plan_changed(self._iteration)
         self._latest.plan_changed(self._iteration)
         if self._changes is not None:
             self._changes.changed(self._iteration, self._plan, self._speed.known_work())
@@ -524,7 +525,7 @@ class Balancer:
     def collect(self) -> list[IterationRecord] | None:
         """The records of all ranks since the last call, on global rank 0; None on other ranks. Collective over all
         ranks; call it at the end of an epoch or of the run. In mode "off" only the first :data:`ALWAYS_MEASURED`
-        iterations and those with a timeline (``TimelineSampler.wants``) are measured and have a record."""
+        iterations and one of :data:`DETAILED_EVERY` are measured and have a record."""
         # A GPU's clock has times late, which differs between ranks; what some rank lacks is returned by the next call.
         newest = torch.tensor(self._newest)
         dist.all_reduce(newest, op=dist.ReduceOp.MIN, group=self._groups.world)
@@ -536,16 +537,6 @@ class Balancer:
             gathered = [[] for _ in range(dist.get_world_size())]
         dist.gather_object(local, gathered, dst=0, group=self._groups.world)
         return None if gathered is None else merge_records(gathered, self._groups.tensor_parallel)
-
-    def timelines(self) -> Timelines | None:
-        """An iteration before and one after balancing, on global rank 0; None if there is none. Collective over all."""
-        gathered: list[SampledIterations | None] | None = None
-        if dist.get_rank() == 0:
-            gathered = [None] * dist.get_world_size()
-        dist.gather_object(self._timelines.kept(), gathered, dst=0, group=self._groups.world)
-        if gathered is None:
-            return None
-        return choose_timelines(gathered, self._groups.tensor_parallel)  # type: ignore[arg-type]
 
 
 def _numbers(times: IterationTimes, kinds: int) -> tuple[int, list[float]]:

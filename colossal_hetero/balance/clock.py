@@ -2,7 +2,7 @@
 
 A mark ends a part of the iteration. A CUDA clock records events, and reads them when the device has passed them, so
 that the host never waits. An event takes the host some microseconds, so there are none for inner parts, except in
-iterations whose parts are kept as segments.
+iterations that are measured in detail.
 
 Layers that are balanced give their kind with each mark. The time of a kind is its own work between two collectives of
 such layers. Balancing cannot change the time between other marks (loading data, the embedding, the loss, the optimizer
@@ -18,19 +18,16 @@ part of it (1 or 2 % of an MLP, on all ranks).
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
 from ..layers.workload import Part
-from .timeline import Segment
 
 
 class KindTimes(NamedTuple):
@@ -50,10 +47,6 @@ class IterationTimes:
     tag: Any = None
     block_seconds: float = 0.0
     """Time between the products of a block (activation functions, attention), which moves with whole units."""
-    segments: tuple[Segment, ...] = ()
-    """The iteration's parts in order, with adjacent parts of one kind merged; empty unless they were requested."""
-    time_base: str = ""
-    """Equal and not empty on ranks whose segments count from the same moment."""
     migration_seconds: float = 0.0
     """The part of ``communication_seconds`` in which this rank waited for migrated work."""
     kinds: Mapping[int, KindTimes] = field(default_factory=dict)
@@ -73,29 +66,25 @@ class CpuClock:
     """Measuring one of so many iterations is enough while nothing changes; measuring costs time."""
 
     def __init__(self) -> None:
-        self.keep_segments = False
+        self.detailed = False
+        """True if inner parts are to be measured in the next iteration; here they always are."""
         self._finished: list[IterationTimes] = []
         self.start()
 
     def start(self) -> None:
         """Begin an iteration; marks before it are ignored."""
         self._sums = _Sums(measures_overlapped=True)
-        self._marks: list[tuple[Part, float]] | None = [] if self.keep_segments else None
-        self._start = self._last = time.perf_counter()
+        self._last = time.perf_counter()
 
     def mark(self, part: Part, kind: int | None = None, inner: bool = False) -> None:
         now = time.perf_counter()
         self._sums.add(now - self._last, part, kind)
         self._last = now
-        if self._marks is not None:
-            self._marks.append((part, now))
 
     def stop(self, tag: Any = None) -> None:
         """End the iteration; the time since the last mark was other work."""
         self.mark("other")
-        segments = () if self._marks is None else _segments(self._start, self._marks)
-        self._marks = None
-        self._finished.append(self._sums.times(tag, segments, _machine()))
+        self._finished.append(self._sums.times(tag))
 
     def read(self) -> list[IterationTimes]:
         """The iterations whose times have become known since the last call, oldest first."""
@@ -122,21 +111,19 @@ class _Stopped:
     detailed: bool
     sums: _Sums
     starved: float
-    ends: list[tuple[Part, float]] = field(default_factory=list)
-    elapsed: float = 0.0
     events_read: int = 0
 
 
 class CudaClock:
-    """A clock of events on the stream that is current when an iteration starts. Segments count from the first event. If
-    the device has passed an event before the next is recorded, the time between may be that of the host's launches."""
+    """A clock of events on the stream that is current when an iteration starts. If the
+    device has passed an event before the next is recorded, the time between may be that of the host's launches."""
 
     sample_every = 16
     """A mark takes the host some microseconds, and the device a moment: about a thirtieth of an iteration at
     tensor-parallel degree 8, averaged far below a percent."""
 
     def __init__(self, host_waits: bool = False) -> None:
-        self.keep_segments = False
+        self.detailed = False
         self._host_waits = host_waits
         self._stream: Any = None
         self._pool: list[torch.cuda.Event] = []
@@ -151,7 +138,7 @@ class CudaClock:
     def start(self) -> None:
         self._pool.extend(event for _, _, event in self._marks)
         self._stream = torch.cuda.current_stream()
-        self._inner, self._detailed, self._starved = None, self.keep_segments, 0
+        self._inner, self._detailed, self._starved = None, self.detailed, 0
         self._marks = [("other", None, self._record())]
 
     def mark(self, part: Part, kind: int | None = None, inner: bool = False) -> None:
@@ -189,18 +176,14 @@ class CudaClock:
                 break
             self._stopped.popleft()
             self._pool.extend(event for _, _, event in first.marks)
-            times = first.sums.times(first.tag, _segments(0.0, first.ends) if first.detailed else (), "")
-            finished.append(replace(self._with_blocks(times, first.detailed), starved=first.starved))
+            times = self._with_blocks(first.sums.times(first.tag), first.detailed)
+            finished.append(replace(times, starved=first.starved))
         return finished
 
     def _read(self, stopped: _Stopped, events: int) -> None:
         last = min(stopped.events_read + events, len(stopped.marks) - 1)
         for (_, _, begin), (part, kind, end) in pairwise(stopped.marks[stopped.events_read : last + 1]):
-            stretch = begin.elapsed_time(end) * 1e-3
-            stopped.sums.add(stretch, part, kind)
-            stopped.elapsed += stretch
-            if stopped.detailed:
-                stopped.ends.append((part, stopped.elapsed))  # type: ignore[arg-type]
+            stopped.sums.add(begin.elapsed_time(end) * 1e-3, part, kind)
         stopped.events_read = last
 
     def _with_blocks(self, times: IterationTimes, detailed: bool) -> IterationTimes:
@@ -260,41 +243,13 @@ class _Sums:
                 self._fixed[kind] = self._fixed.get(kind, 0.0) + seconds
         self._kind_before = kind
 
-    def times(self, tag: Any, segments: tuple[Segment, ...], time_base: str) -> IterationTimes:
+    def times(self, tag: Any) -> IterationTimes:
         return IterationTimes(
             matmul_seconds=self._parts["matmul"] + self._parts["overlapped"],
             communication_seconds=self._parts["communication"] + self._parts["migration"],
             other_seconds=self._parts["other"],
             tag=tag,
             block_seconds=self._parts["block"],
-            segments=segments,
-            time_base=time_base,
             migration_seconds=self._parts["migration"],
             kinds={kind: KindTimes(self._movable[kind], self._fixed.get(kind, 0.0)) for kind in sorted(self._movable)},
         )
-
-
-_SEGMENT_KINDS: dict[str, Any] = {"migration": "communication", "overlapped": "matmul"}
-
-
-def _segments(start_seconds: float, marks: Sequence[tuple[Part, float]]) -> tuple[Segment, ...]:
-    """The segments from the start on, given ``marks`` with the part and the end of each."""
-    segments: list[Segment] = []
-    last = start_seconds
-    for part, end in marks:
-        kind = _SEGMENT_KINDS.get(part, part)
-        if segments and segments[-1].kind == kind:
-            segments[-1] = Segment(kind, segments[-1].start_seconds, end)
-        else:
-            segments.append(Segment(kind, last, end))
-        last = end
-    return tuple(segments)
-
-
-@functools.cache
-def _machine() -> str:
-    """The boot of this machine, whose processes share a monotonic clock; empty if it is unknown."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""

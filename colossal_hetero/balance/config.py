@@ -101,10 +101,9 @@ class BalanceConfig:
     head: bool = True
     """True if rows of the vocabulary-parallel head of a language model migrate like units of a block, where nothing is
     pruned. Then a slow rank computes ``logits`` of training passes with ``labels`` when they are first used."""
-    measure_costs: bool | str = True
-    """When a rank is slow, modes ``semi`` and ``auto`` measure the costs of pruning and migrating, in a few seconds,
-    and keep them for the next run on the same devices: in this folder, with True in
-    ``$XDG_CACHE_HOME/colossal_hetero`` or ``~/.cache/colossal_hetero``, with "" nowhere. With False they are zero."""
+    measure_costs: bool = True
+    """When a rank is slow, modes ``semi`` and ``auto`` measure the costs of pruning and migrating, in a few
+    seconds. With False they are zero."""
     threshold: float = 0.10
     """A rank's speed has changed if its work differs from that of its group by more than this share in ``patience``
     successive iterations; must be positive. Smaller changes are accepted after more iterations. In modes that prune, or
@@ -123,6 +122,8 @@ class BalanceConfig:
     def __post_init__(self) -> None:
         _check_choice("mode", self.mode, get_args(Mode))
         _check_choice("migration", self.migration, get_args(Migration))
+        if not isinstance(self.measure_costs, bool):
+            raise TypeError(f"measure_costs={self.measure_costs!r} is neither True nor False")
         if not isinstance(self.pruning, Pruning | None):
             raise TypeError(f"pruning={self.pruning!r} is not a Pruning; write pruning=Pruning(...)")
         if not (self.threshold > 0.0 and math.isfinite(self.threshold)):

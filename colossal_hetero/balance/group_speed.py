@@ -297,6 +297,19 @@ class GroupSpeed:
         """:meth:`equal_work`, or None before the first iterations are known."""
         return None if self._expected is None else self.equal_work()
 
+    def at_full_share(self, rank: int, work_seconds: float, movable: float, loads: Sequence[float]) -> RankTimes:
+        """A rank's times at its full share, from those of an iteration with these ``loads`` by kind."""
+        pairs = list(zip(self._lines[rank], loads, strict=True))
+        if all(load == line.full for line, load in pairs):
+            return RankTimes(work_seconds, movable)
+        if self._expected is None:
+            dense = movable * len(pairs) / fsum(load / line.full for line, load in pairs)
+        else:
+            lines = [line.line(self._noise, self.receive_factor) for line in self._lines[rank]]
+            more = fsum(line.slope * (line.full - load) for line, load in zip(lines, loads, strict=True))
+            dense = max(movable + self.scale * more, 1e-3 * movable)
+        return RankTimes(work_seconds - movable + dense, dense)
+
     def equal_work(self) -> list[RankTimes]:
         """Times of all balanced layers with a rank's full share of their work, by rank."""
         times = []

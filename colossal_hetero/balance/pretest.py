@@ -1,23 +1,16 @@
 """Costs of balancing on this device and network, measured before training (SEMI, Algorithm 2, line 1). Dense, resized
-and smaller products are timed for Ω and Φ2, messages of several sizes for Φ1, in one or two seconds. Costs are kept on
-disk, and all ranks of the group get the same."""
+and smaller products are timed for Ω and Φ2, messages of several sizes for Φ1, in one or two seconds. All ranks of the
+group get the same costs."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
-import os
-import platform
-import socket
 import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -27,61 +20,10 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor
 
-from ..common.atomic_files import default_folder, replacing
-from ..common.ranks import of_every_rank
 from ..layers.transport import is_out_of_memory
 from ..layers.workload import impute
 from .config import BalanceConfig
 from .plan import Costs, Traffic, Volume, fit_affine
-
-# Cost cache ----------------------------------------------------------------------------------------------------------
-
-SCHEMA = 1
-"""Version of the file format; costs in files of another version are measured again."""
-
-
-class CostCache:
-    """A folder with one file per context; ``None`` means the default folder, ``""`` no files."""
-
-    def __init__(self, folder: str | None) -> None:
-        self._folder = default_folder() if folder is None else Path(folder) if folder else None
-
-    def path(self, context: Mapping[str, Any]) -> Path | None:
-        """The file for costs measured in ``context``, which must consist of JSON values; None if nothing is kept."""
-        if self._folder is None:
-            return None
-        key = hashlib.sha256(json.dumps(context, sort_keys=True).encode()).hexdigest()[:16]
-        return self._folder / f"costs-{key}.json"
-
-    def read(self, context: Mapping[str, Any]) -> Costs | None:
-        """The costs measured in ``context``, or None if there is no file, or it is damaged or of another version."""
-        path = self.path(context)
-        if path is None:
-            return None
-        with suppress(OSError, ValueError, TypeError, KeyError):
-            content = json.loads(path.read_text(encoding="utf-8"))
-            # Compare as JSON values, in which tuples are lists.
-            if content["schema"] == SCHEMA and content["context"] == json.loads(json.dumps(context)):
-                return Costs(**content["costs"])
-        return None
-
-    def write(self, context: Mapping[str, Any], costs: Costs) -> None:
-        """Store the costs. If the folder cannot be written to, warn and store nothing."""
-        path = self.path(context)
-        if path is None:
-            return
-        content = {"schema": SCHEMA, "context": context, "costs": asdict(costs)}
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as draft:
-                draft.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            warnings.warn(
-                f"the measured costs of balancing cannot be kept in {path.parent} ({error}); they are measured again "
-                "in every run. Set BalanceConfig.measure_costs to a folder that can be written to, or to '' for none",
-                stacklevel=2,
-            )
-
 
 log = logging.getLogger(__name__)
 
@@ -139,31 +81,21 @@ class CostMeasurement:
 
 
 def prepare_costs(config: BalanceConfig, measurement: CostMeasurement) -> Costs:
-    """Costs according to the configuration: zero, those of an earlier run, or measured now (:func:`measure_costs`).
-    Collective over the group, whose ranks all get the same costs."""
-    group, device = measurement.group, measurement.device
-    if group.size() == 1 or config.measure_costs is False:
+    """Costs according to the configuration: zero, or measured now (:func:`measure_costs`). Collective over the group,
+    whose ranks all get the same costs."""
+    group = measurement.group
+    if group.size() == 1 or not config.measure_costs:
         return Costs()
-    cache = CostCache(None if config.measure_costs is True else config.measure_costs)
-    # All ranks compute the context together, but only one reads the cache, so that all get the same costs.
-    context = _context(measurement)
-    first = group.rank() == 0
-    kept = _broadcast_costs(cache.read(context) if first else None, group, device)
-    if kept is not None:
-        return kept
     if not _fit_everywhere(measurement):
-        if first:
+        if group.rank() == 0:
             log.warning(
-                "a rank has too little memory left to measure the costs of balancing, so they are taken as zero; give "
-                "BalanceConfig(measure_costs=...) the folder of a run that measured them, or use smaller batches"
+                "a rank has too little memory left to measure the costs of balancing, so they are taken as zero; use "
+                "smaller batches"
             )
         return Costs()
     shown = Console(stderr=True).status("Measuring the costs of balancing")
     with shown if dist.get_rank() == 0 else nullcontext():
-        costs = measure_costs(measurement)
-    if first:
-        cache.write(context, costs)
-    return costs
+        return measure_costs(measurement)
 
 
 def measure_costs(measurement: CostMeasurement) -> Costs:
@@ -183,9 +115,9 @@ def measure_costs(measurement: CostMeasurement) -> Costs:
     fixed_seconds, seconds_per_share = fit_affine(MIGRATED_SHARES, communication)
     costs = Costs(resize_fixed, resize_per_share, fixed_seconds, seconds_per_share, receive_factor)
     # Processors that round differently may get fits that differ in the last bit.
-    agreed = _broadcast_costs(costs, group, device)
-    assert agreed is not None
-    return agreed
+    message = torch.tensor(list(asdict(costs).values()), dtype=torch.float64, device=device)
+    dist.broadcast(message, src=dist.get_global_rank(group, 0), group=group)
+    return Costs(*message.tolist())
 
 
 def fit_resize(shares: Sequence[float], ratios: Sequence[float] | np.ndarray) -> tuple[float, float]:
@@ -387,43 +319,3 @@ def _gather(values: Sequence[float], group: dist.ProcessGroup, device: torch.dev
     everyone = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(everyone, mine, group=group)
     return torch.stack(everyone).cpu().numpy()
-
-
-def _broadcast_costs(costs: Costs | None, group: dist.ProcessGroup, device: torch.device) -> Costs | None:
-    names = list(asdict(Costs()))
-    values = [float("nan")] * len(names) if costs is None else [asdict(costs)[name] for name in names]
-    message = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.broadcast(message, src=dist.get_global_rank(group, 0), group=group)
-    values = message.tolist()
-    return None if np.isnan(values).any() else Costs(**dict(zip(names, values, strict=True)))
-
-
-def _context(measurement: CostMeasurement) -> dict[str, Any]:
-    """All that the costs depend on, as JSON values. Collective; equal on all ranks."""
-    group, device = measurement.group, measurement.device
-    devices = of_every_rank((socket.gethostname(), _device_name(device)), group)
-    hosts = list(dict.fromkeys(host for host, _ in devices))
-    return {
-        "devices": [name for _, name in devices],
-        # In a cloud, host names change from run to run, but not which ranks share a host.
-        "hosts": [hosts.index(host) for host, _ in devices],
-        "device_count": torch.cuda.device_count() if device.type == "cuda" else os.cpu_count(),
-        "torch": torch.__version__,
-        "backend": dist.get_backend(group),
-        "threads": torch.get_num_threads(),
-        "shapes": sorted({(shape.outputs, shape.columns) for shape in measurement.shapes}),
-        "rows": measurement.rows,
-        "dtype": str(measurement.dtype),
-        "form": measurement.form,
-        "traffic": [asdict(measurement.traffic(share)) for share in MIGRATED_SHARES],
-    }
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

@@ -1,176 +1,29 @@
-"""Name the ranks that have ended, where a collective fails because of them.
-
-[Note: ended ranks] When the process of a rank ends, the collectives of all others fail, with words of Gloo or NCCL that
-name a port or nothing. So every rank listens on a port that all others know. It never accepts a connection while it
-trains: the operating system does, for as long as the process lives, however busy it is. If a collective fails, a rank
-tries to connect to all others; an ended one refuses. Before the rank raises its error and ends itself, it sends the
-names of the ended ranks to all that live: a rank that has sent such a message is not the cause.
-"""
+"""Functions that all ranks call, and what processes need of their groups."""
 
 from __future__ import annotations
 
-import errno
 import functools
 import os
 import re
-import selectors
 import socket
-import sys
-import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import distributed_c10d
 
 from .text import print_words
 
-PATIENCE_SECONDS = 1.0
-"""Longest search for an ended rank: a connection may be closed a moment before the process has ended."""
-PAUSE_SECONDS = 0.02
-"""Pause after the first attempt; it doubles after each."""
-ANSWER_SECONDS = 0.5
-"""Time in which the operating system of a rank that lives answers."""
-AT_ONCE = 200
-"""Number of connections that are opened at once; a process may usually have 1,024 open files."""
-METHODS = ("backward", "step", "clip_grad_by_norm", "clip_grad_by_value", "unscale_grad")
-
 _LOST = re.compile(
     r"gloo|nccl|connection|broken pipe|socket|by peer|remote process|tcpstore|communicator", re.IGNORECASE
 )
-_MESSAGE = re.compile(rb"(\d+) has lost (\d+(?:,\d+)*)\n")
-
-
-class Address(NamedTuple):
-    host: str
-    ip: str
-    port: int
 
 
 def is_lost_connection(words: str) -> bool:
     """True if an error message of a collective may mean that another rank has ended."""
     return _LOST.search(words) is not None
-
-
-class RankWatch:
-    def __init__(self, rank: int, listener: socket.socket, addresses: Sequence[Address]) -> None:
-        self._rank = rank
-        self._listener = listener
-        listener.setblocking(False)
-        here = addresses[rank].host
-        # A loopback address of another machine leads to this machine.
-        others = {
-            number: (address.ip, address.port)
-            for number, address in enumerate(addresses)
-            if number != rank and (address.host == here or not address.ip.startswith(("127.", "::1")))
-        }
-        # A rank behind a firewall cannot be told from one that has ended, so only those that answer now are watched.
-        self._others = {number: others[number] for number in _attempt(others, ANSWER_SECONDS).connected}
-
-    @property
-    def watched(self) -> frozenset[int]:
-        return frozenset(self._others)
-
-    def close(self) -> None:
-        self._listener.close()
-
-    def ended(self, patience_seconds: float = PATIENCE_SECONDS) -> list[int]:
-        """The ranks that have ended and caused a lost connection, ascending; told to the ranks that live."""
-        deadline, pause = time.monotonic() + patience_seconds, PAUSE_SECONDS
-        told: dict[int, set[int]] = {}
-        while True:
-            told |= self._read()
-            answers = _attempt(self._others, ANSWER_SECONDS)
-            causes = (answers.refused | set().union(*told.values())) - told.keys() - {self._rank}
-            if causes:
-                self._tell(answers.connected, causes)
-                return sorted(causes)
-            if time.monotonic() >= deadline:
-                return []
-            time.sleep(pause)
-            pause *= 2
-
-    def _read(self) -> dict[int, set[int]]:
-        """Messages that have arrived since the last call: the sender, and the ranks that it has lost."""
-        found: dict[int, set[int]] = {}
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:  # nobody waits, or this rank has stopped listening
-                return found
-            with connection:
-                connection.settimeout(ANSWER_SECONDS)
-                try:
-                    message = _MESSAGE.fullmatch(connection.recv(1 << 16))
-                except OSError:
-                    continue
-            if message is not None:
-                found[int(message[1])] = {int(number) for number in message[2].split(b",")}
-
-    def _tell(self, ranks: Collection[int], causes: Collection[int]) -> None:
-        message = f"{self._rank} has lost {','.join(map(str, sorted(causes)))}\n".encode()
-        for number in ranks:
-            try:
-                with socket.create_connection(self._others[number], ANSWER_SECONDS) as connection:
-                    connection.sendall(message)
-            except OSError:
-                continue  # it has ended meanwhile
-
-
-class _Answers(NamedTuple):
-    connected: set[int]
-    refused: set[int]
-
-
-def _attempt(addresses: Mapping[int, tuple[str, int]], seconds: float) -> _Answers:
-    """Ranks that accept a connection, and ranks that refuse it; the others do not answer within ``seconds``."""
-    answers = _Answers(set(), set())
-    ranks = list(addresses)
-    for first in range(0, len(ranks), AT_ONCE):
-        with selectors.DefaultSelector() as selector:
-            for rank in ranks[first : first + AT_ONCE]:
-                ip, port = addresses[rank]
-                attempt = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
-                attempt.setblocking(False)
-                attempt.connect_ex((ip, port))
-                selector.register(attempt, selectors.EVENT_WRITE, rank)
-            deadline = time.monotonic() + seconds
-            while selector.get_map():
-                for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
-                    attempt = key.fileobj  # type: ignore[assignment]
-                    status = attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                    if status == 0:
-                        answers.connected.add(key.data)
-                    elif status in (errno.ECONNREFUSED, errno.ECONNRESET):
-                        answers.refused.add(key.data)
-                    selector.unregister(attempt)
-                    attempt.close()
-                if time.monotonic() >= deadline:
-                    break
-            for key in list(selector.get_map().values()):
-                key.fileobj.close()  # type: ignore[union-attr]
-    return answers
-
-
-_watch: RankWatch | None = None
-
-
-def watch_ranks() -> RankWatch:
-    """Let all ranks watch each other from now on. Every rank calls it."""
-    global _watch
-    if _watch is not None:
-        _watch.close()
-    ip = own_address()
-    listener = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET)
-    listener.bind((ip, 0))
-    listener.listen(4096)
-    addresses = of_every_rank(Address(socket.gethostname(), ip, listener.getsockname()[1]))
-    _watch = RankWatch(dist.get_rank(), listener, addresses)
-    return _watch
 
 
 def own_address() -> str:
@@ -184,58 +37,6 @@ def own_address() -> str:
     except OSError:
         return "127.0.0.1"
 
-
-def _close_in_child() -> None:
-    # A worker of a data loader must not answer for a rank that has ended.
-    if _watch is not None:
-        _watch.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
-
-
-@contextmanager
-def naming_ended_ranks(watch: RankWatch | None = None) -> Iterator[None]:
-    """If the block raises because another rank has ended, begin the message with that rank; type and traceback remain.
-    Without a call of :func:`watch_ranks`, whose watch is the default, nothing changes."""
-    try:
-        yield
-    except RuntimeError as error:
-        _name(error, watch or _watch)
-        raise
-
-
-def _name(error: BaseException, watch: RankWatch | None) -> None:
-    words = str(error)
-    if watch is None or not is_lost_connection(words) or "ended, and the other ranks" in words:
-        return
-    ended = watch.ended()
-    if ended:
-        numbers = ", ".join(map(str, ended))
-        have = f"rank {numbers} has" if len(ended) == 1 else f"ranks {numbers} have"
-        error.args = (
-            f"{have} ended, and the other ranks cannot continue alone; look for the reason in the output of rank "
-            f"{ended[0]}, and start again from the latest checkpoint. The error on this rank: {words}",
-        )
-
-
-def name_ended_ranks(model: nn.Module, optimizer: Any) -> None:
-    """Name the ranks that have ended in errors in the forward pass of ``model`` and in methods of ``optimizer``.
-
-    Call it after everything else that replaces methods of the optimizer, a wrapper of Colossal-AI's.
-    """
-    model.register_forward_hook(_name_in_forward, always_call=True)
-    for name in METHODS:
-        setattr(optimizer, name, naming_ended_ranks()(getattr(optimizer, name)))
-
-
-def _name_in_forward(model: nn.Module, inputs: Any, output: Any) -> None:
-    error = sys.exc_info()[1]
-    if isinstance(error, RuntimeError):
-        _name(error, _watch)
-
-
-# Every rank ----------------------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
@@ -285,8 +86,7 @@ def on_every_rank(function: Callable[[], T], purpose: str) -> list[T]:
         outcome = function(), None
     except Exception as error:
         failure, outcome = error, (None, f"{type(error).__name__}: {error}")
-    with naming_ended_ranks():
-        everyone: list[tuple[Any, str | None]] = of_every_rank(outcome)
+    everyone: list[tuple[Any, str | None]] = of_every_rank(outcome)
     failures = [f"rank {rank}: {words}" for rank, (_, words) in enumerate(everyone) if words is not None]
     if failures:
         raise RuntimeError(f"{purpose} failed on {'; '.join(failures)}") from failure

@@ -19,22 +19,20 @@ from ..profiling.preserved_state import inner_optimizer, preserved_state
 from ..profiling.rank_profiler import ModelDescription, changes, profile_ranks, speed_now
 from ..profiling.training_step import TrialRun
 from .accumulation import GradientAccumulation
-from .batch_balancer import BatchBalancer, divider_of
-from .busy_timer import BusyTimer, ForwardOnlyTimer, forward_curve
+from .batch_balancer import BatchBalancer
+from .busy_timer import BusyTimer
 from .config import BatchSetup
 from .loader import HeteroDataLoader
 from .loss_weights import (
-    WORDS,
     CountedTotal,
     SampleTotal,
-    found_weight,
     refuse_ignored,
+    require_mean_over_samples,
     samples_in,
     weight_function,
 )
 from .out_of_memory import OutOfMemoryGuard
 from .saved_profile import CachedProfile, ProfileFile, context_of
-from .sync_batch_norm import SampleWeightedBatchNorm
 
 
 class MeasuredBatches:
@@ -165,27 +163,26 @@ class MeasuredBatches:
         weight_by, total = self._total_weight(model)
         multiple = loader.multiple_of
         loader.set_placeholders(max(-(-kind.min_batch // multiple) * multiple for kind in self._profile.kinds))
-        timer = self._timer(model, optimizer)
+        timer = self._timer(optimizer)
         balancer = BatchBalancer(setup, self._profile, loader, timer)
         accumulation = GradientAccumulation(setup, loader, total, weight_by, on_step=balancer.on_step)
         accumulation.attach(model, optimizer, lr_scheduler)
         communicates = (
             setup.stage == 3
             or list(setup.replica_of).count(self._replica) > 1
-            or any(isinstance(module, nn.SyncBatchNorm | SampleWeightedBatchNorm) for module in model.modules())
+            or any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
         )
         OutOfMemoryGuard(loader, self._replica, self._path, may_repeat=not communicates).attach(model, optimizer)
         return balancer, accumulation
 
     def _total_weight(self, model: ModelWrapper) -> tuple[Any, SampleTotal]:
-        """What losses are means over (the user's choice, or found by a trial), and what adds up the weights. The loader
-        gets the function that weighs a batch."""
+        """What losses are means over (by default samples, which a trial confirms), and what adds up the weights. The
+        loader gets the function that weighs a batch."""
         setup, trial, weight_by = self._setup, self._trial, self._setup.config.weight_by
         if weight_by is None:
-            weight_by = found_weight(trial, setup.precision)
-            print_on_rank_0(f"losses are weighted {WORDS[weight_by]}")
-            if weight_by == "samples":
-                self._loader.check = refuse_ignored(trial.criterion)
+            require_mean_over_samples(trial, setup.precision)
+            weight_by = "samples"
+            self._loader.check = refuse_ignored(trial.criterion)
         replicas = max(setup.replica_of) + 1
         weight_of = samples_in(trial) if weight_by == "samples" else weight_function(weight_by)
         if weight_of is None:
@@ -193,18 +190,17 @@ class MeasuredBatches:
         self._loader.weigh_by(weight_of, by_samples=weight_by == "samples")
         return weight_by, CountedTotal(replicas, model, equal_steps=setup.config.accumulation == "shared")
 
-    def _timer(self, model: ModelWrapper, optimizer: OptimizerWrapper) -> BusyTimer | ForwardOnlyTimer:
+    def _timer(self, optimizer: OptimizerWrapper) -> BusyTimer | None:
         """Timer of this rank's global batches, attached before accumulation, so that it sees the optimizer's steps
-        only."""
-        setup, profile, loader = self._setup, self._profile, self._loader
-        if setup.stage == 3 and get_accelerator().name != "cpu":
-            whole = divider_of(setup.config, profile, setup.stage, loader.multiple_of).curves[self._replica]
-            forward = forward_curve(profile.kinds[profile.ranks[self._replica]], whole.max_batch)
-            if forward is not None:
-                return ForwardOnlyTimer(
-                    model, lambda: 1 if loader.current is None else max(1, loader.current.samples), whole, forward
-                )
-        timer = BusyTimer(setup.replica_of)
+        only. On a GPU, FSDP (stage 3) gathers and sums on streams of its own, for which the device waits at places in
+        the passes that no hook marks, so that work cannot be told from waiting."""
+        if self._setup.stage == 3 and get_accelerator().name != "cpu":
+            print_on_rank_0(
+                "at ZeRO stage 3 on GPUs, batches are divided once: if a speed changes, start again from a checkpoint, "
+                "or use stage 0, 1 or 2, where they are divided again"
+            )
+            return None
+        timer = BusyTimer(self._setup.replica_of)
         timer.attach(optimizer)
-        loader.load_timer = timer
+        self._loader.load_timer = timer
         return timer

@@ -22,7 +22,7 @@ from ..planner.batches.allocation import Allocation
 from ..planner.batches.batch_profile import BatchProfile
 from ..planner.batches.closed_loop import BatchDivider, GlobalBatchTime, Redivision
 from ..planner.batches.time_curve import equal_devices, joint_curves, joint_seconds
-from .busy_timer import BusyTimer, ForwardOnlyTimer, TimedGlobalBatch
+from .busy_timer import BusyTimer, TimedGlobalBatch
 from .config import BatchConfig, BatchSetup
 from .loader import HeteroDataLoader
 
@@ -158,7 +158,7 @@ class BatchBalancer:
         setup: BatchSetup,
         profile: BatchProfile,
         loader: HeteroDataLoader,
-        timer: BusyTimer | ForwardOnlyTimer,
+        timer: BusyTimer | None,
     ) -> None:
         self._config = config = setup.config
         self._profile = profile
@@ -232,14 +232,14 @@ class BatchBalancer:
             )
         else:
             due = self._since_check >= self._config.check_every
-        if due and math.isfinite(self._config.reallocate_above):
+        if due and self._timer is not None and math.isfinite(self._config.reallocate_above):
             self._since_check = 0
-            self._check()
+            self._check(self._timer)
 
-    def _check(self) -> None:
+    def _check(self, timer: BusyTimer) -> None:
         replica = self._replica_of[dist.get_rank()]
         current = -1 if self._loader.current is None else self._loader.current.global_batch
-        measured = [self._against_profile(replica, each) for each in self._timer.take()]
+        measured = [self._against_profile(replica, each) for each in timer.take()]
         everyone = of_every_rank((measured, self._loader.drawn_global_batch))
         by_rank = _complete([times for times, _ in everyone])
         if not by_rank[0]:

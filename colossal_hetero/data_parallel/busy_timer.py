@@ -25,15 +25,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 from colossalai.interface import OptimizerWrapper
-from scipy.optimize import isotonic_regression
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Variable
 
 from ..colossalai_support.accelerator import get_accelerator, recorded_event
 from ..common.methods import wrap_method
-from ..planner.batches.batch_profile import DeviceProfile
-from ..planner.batches.time_curve import Curve
-from ..profiling.forward_timer import ForwardTimer
 
 # Collective waits ----------------------------------------------------------------------------------------------------
 # Collectives are watched if called as attributes of ``torch.distributed``: by the script, ZeRO's optimizer, FSDP and
@@ -244,36 +240,3 @@ class BusyTimer:
         self._running = None
         self._in_collective = False
         tell_waits(None)
-
-
-# Forward only timer --------------------------------------------------------------------------------------------------
-# On a GPU, FSDP (stage 3) gathers and sums on streams of its own, and the device waits for them at places in the
-# backward pass that no hook marks. If a device changes its speed, both passes change alike, so forward passes and the
-# profile give the time of a whole global batch.
-
-
-class ForwardOnlyTimer:
-    """Times forward passes, by which whole micro-batches are judged, each as a global batch."""
-
-    def __init__(self, model: nn.Module, samples: Callable[[], int], whole: Curve, forward: Curve) -> None:
-        self._whole, self._forward = whole, forward
-        self._timer = ForwardTimer(model, samples)
-
-    def take(self) -> list[TimedGlobalBatch]:
-        return [
-            TimedGlobalBatch((samples,), seconds * self._ratio(samples), 0.0, 0.0, 0.0)
-            for samples, seconds in self._timer.take()
-        ]
-
-    def _ratio(self, samples: int) -> float:
-        return float(self._whole.seconds[samples] / self._forward.seconds[samples])
-
-
-def forward_curve(device: DeviceProfile, max_batch: int) -> Curve | None:
-    """Seconds of a forward pass by its samples; None if the profile has too few forward times to compare speeds."""
-    points = {point.batch: point.forward_seconds for point in device.points if point.forward_seconds is not None}
-    if len(points) < min(2, max_batch):
-        return None
-    # The times of short passes are noisy; make them non-decreasing.
-    seconds = isotonic_regression([points[batch] for batch in sorted(points)]).x
-    return Curve.through(dict(zip(sorted(points), seconds, strict=True)), max(max_batch, *points)).limited(max_batch)

@@ -44,9 +44,6 @@ class BatchConfig:
     multiple_of: int | None = None
     """Number that all batch sizes are multiples of, such as 2 for timm's Mixup or for pairs. None: found before
     training, up to 4, if ``training_step`` or ``collate_fn`` fails with other sizes."""
-    sync_batchnorm: bool = False
-    """True if batch normalization weights all samples of all ranks in a micro-step alike; needs
-    ``accumulation="shared"`` and replicas of one rank."""
     reallocate_above: float = 0.02
     """Predicted gain from which on global batches are divided again (0.02 = 2 %), if it is also above the noise of the
     measured times; ``inf``: never."""
@@ -58,7 +55,8 @@ class BatchConfig:
     weight_by: str | Callable[[Any], Any] | None = None
     """Kind of mean of the loss, for the weights of unequal micro-batches: ``samples``; ``tokens``, the labels that are
     not -100; ``next_tokens``, these without the first of each sequence, as in causal language models; or a function of
-    a batch, such as ``lambda batch: batch["mask"].sum()``. None: found by comparing losses, or asked for."""
+    a batch, such as ``lambda batch: batch["mask"].sum()``. None: samples, if comparing losses before training confirms
+    it; otherwise an error asks for it."""
 
     @property
     def largest_micro_batch(self) -> int:
@@ -83,11 +81,6 @@ class BatchConfig:
         if not (self.weight_by is None or callable(self.weight_by) or self.weight_by in WEIGHTS):
             raise ValueError(
                 f"weight_by={self.weight_by!r} is not one of {', '.join(WEIGHTS)}, nor a function of a batch"
-            )
-        if self.sync_batchnorm and self.accumulation == "per_rank":
-            raise ValueError(
-                'sync_batchnorm=True waits for all ranks in each micro-batch, but with accumulation="per_rank" they '
-                'run different numbers of them; use accumulation="shared"'
             )
         if not self.reallocate_above > 0 or math.isnan(self.reallocate_above):
             raise ValueError(f"reallocate_above={self.reallocate_above} must be above 0; inf switches it off")

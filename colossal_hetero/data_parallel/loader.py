@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, default_collate
 
 from ..colossalai_support.accelerator import get_accelerator
-from ..common.ranks import naming_ended_ranks, of_every_rank
+from ..common.ranks import of_every_rank
 from .busy_timer import BusyTimer
 from .progress import LoopProgress, MicroBatch
 from .sampler import Division, GlobalBatchSampler, SeededSamples
@@ -95,8 +95,7 @@ class HeteroDataLoader(DataLoader[Any]):
         if not current.is_last:
             return None
         del self._sums[key]
-        with naming_ended_ranks():
-            dist.all_reduce(found.sums)
+        dist.all_reduce(found.sums)
         total, count = found.sums.tolist()
         return total / count if count else math.nan
 

@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 from ..colossalai_support.accelerator import get_accelerator
 from ..common.ranks import on_every_rank
 from ..profiling.aborted_step import find_zero_optimizer
-from ..profiling.loss_mean import COMPARED, IGNORED, found_mean, ignored_labels, labels_of
+from ..profiling.loss_mean import COMPARED, IGNORED, check_samples, ignored_labels, labels_of
 from ..profiling.training_step import TrialRun, with_dicts
 from .progress import MicroBatch
 
@@ -35,36 +35,32 @@ def next_tokens(batch: Any) -> int:
 
 WEIGHT_OF: dict[str, Callable[[Any], int]] = {"tokens": tokens, "next_tokens": next_tokens}
 
-WORDS = {
-    "samples": "by samples",
-    "tokens": "by tokens whose label is not -100",
-    "next_tokens": "by tokens whose label is not -100, without the first of each sequence",
-}
-
 
 def weight_function(weight_by: str | Callable[[Any], Any]) -> Callable[[Any], Any] | None:
     """Function that counts a batch; None if samples are counted."""
     return weight_by if callable(weight_by) else WEIGHT_OF.get(weight_by)
 
 
-def found_weight(trial: TrialRun, precision: str) -> str:
-    """Kind of mean of the user's loss, found by comparing losses. Every rank calls it; see :func:`.found_mean`."""
-    found = found_mean(trial, precision)
-    if found.kind in WORDS:
-        return found.kind
-    why = f" ({found.reason})" if found.reason else ""
-    if found.kind == "undecided":
+def require_mean_over_samples(trial: TrialRun, precision: str) -> None:
+    """Raise ``ValueError`` unless losses show that the user's loss is the mean over samples. Every rank calls it."""
+    why = check_samples(trial, precision)
+    if why is None:
+        return
+    choices = (
+        'give weight_by="tokens" if the loss is the mean over labels that are not -100, "next_tokens" if it leaves out '
+        "the first label of each sequence too (causal language models of transformers), or a function of a batch that "
+        'returns what its loss was divided by, such as lambda batch: batch["mask"].sum() or, with weights of classes, '
+        "lambda batch: criterion.weight[batch[1]].sum()"
+    )
+    if why:
         raise ValueError(
-            f"what the loss is a mean over cannot be found out by comparing losses{why}, but micro-batches of "
-            'different sizes need the right weights: give weight_by="samples" if the loss is the mean over the samples '
-            'of a batch, "tokens" or "next_tokens" if it is one over labels that are not -100, or a function of a '
-            "batch that returns what its loss was divided by"
+            f"what the loss is a mean over cannot be found out by comparing losses ({why}), but micro-batches of "
+            f'different sizes need the right weights: give weight_by="samples" if it is one over samples; {choices}'
         )
     raise ValueError(
-        f"the loss of two samples together is not the mean of their losses{why}, so micro-batches of different sizes "
-        "need weights that the plugin cannot find out: give weight_by, a function of a batch that returns what its "
-        'loss was divided by, such as lambda batch: batch["mask"].sum(). If the loss compares the samples of a '
-        'batch with each other, it depends on how they are divided; weight_by="samples" trains all the same'
+        "the loss of two samples together is not the mean of their losses, so micro-batches of different sizes need "
+        f"weights that the plugin does not know: {choices}. If the loss compares the samples of a batch with each "
+        'other, it depends on how they are divided; weight_by="samples" trains all the same'
     )
 
 

@@ -14,7 +14,6 @@ from ..checkpoint.config import CheckpointConfig
 from ..checkpoint.layer_checkpoint import LayerCheckpoint, Start
 from ..checkpoint.model_outline import ModelOutline, outline_of
 from ..checkpoint.run_states import Training
-from ..common.ranks import naming_ended_ranks
 from .training_objects import TrainingObjects
 
 
@@ -53,11 +52,11 @@ class Checkpoints:
         """See :meth:`CheckpointMethods.save`; with ``always``, whatever ``save_every`` is."""
         if step % self._save_every and not always:
             return False
-        with naming_ended_ranks(), self._ordinary_shards():
+        with self._ordinary_shards():
             return self._files.save(training, step=step, epoch=epoch, plan=plan, always=always)
 
     def resume(self, training: Training, step: int | None) -> Start:
-        with naming_ended_ranks(), self._ordinary_shards():
+        with self._ordinary_shards():
             start = self._files.resume(training, step)
         self._weights_changed()
         return start
@@ -92,8 +91,7 @@ class PresentCheckpointIO:
     def __getattr__(self, name: str) -> Any:
         if name == "_present" or name.startswith("__"):  # of a copy that has no attributes yet
             raise AttributeError(name)
-        found = getattr(self._present(), name)
-        return naming_ended_ranks()(found) if callable(found) else found
+        return getattr(self._present(), name)
 
 
 CheckpointIO.register(PresentCheckpointIO)

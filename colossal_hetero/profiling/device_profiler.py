@@ -25,14 +25,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
-from typing import NamedTuple
 
 import torch
 
 from ..colossalai_support.accelerator import get_accelerator
 from ..planner.batches.batch_profile import DeviceProfile, TimedBatch
 from .memory import is_out_of_memory, memory_limit, peak_bytes, recover, reserved_memory, reset_peak, used_bytes
-from .progress import SEARCHING, TIMING, Progress, seconds_left
+from .progress import SEARCHING, TIMING, Progress
 
 # Largest batch -------------------------------------------------------------------------------------------------------
 
@@ -123,13 +122,8 @@ TOLERATED_DIP = 0.1
 """Largest share by which a size may be slower than a larger one; above it, it gets the time of the larger one."""
 
 
-class Timing(NamedTuple):
-    seconds: float
-    forward_seconds: float
-    """The part of ``seconds`` until the loss was computed."""
-
-
-Run = Callable[[int], tuple[float, float]]
+Run = Callable[[int], float]
+"""Seconds of a micro-batch of so many samples, forward and backward."""
 
 
 def profile_device(
@@ -151,7 +145,7 @@ def profile_device(
     limit = memory_limit(device)
     state, sample, largest = used_bytes(device), 0, 0
     reserve = 0
-    trials = _Trials(run, device, cap, on_progress, abort)
+    trials = _Trials(run, device, on_progress, abort)
     points: tuple[TimedBatch, ...] = ()
     try:
         with reserved_memory(state_bytes_to_come, device):
@@ -194,7 +188,6 @@ def profile_device(
 class _Trials:
     run: Run
     device: torch.device
-    cap: int
     on_progress: Callable[[Progress], None] | None
     abort: Callable[[], None]
     base: int = 0
@@ -206,7 +199,7 @@ class _Trials:
         self._failed: int | None = None
         self._held = 0
         self._action = SEARCHING
-        self._timings: dict[int, list[Timing]] = {}
+        self._timings: dict[int, list[float]] = {}
         self._timed: set[int] = set()
         self._peaks: dict[int, int] = {}
 
@@ -229,13 +222,11 @@ class _Trials:
     def attempt(self, batch: int, keep: bool = True) -> bool:
         """Run a batch; True if it fits. With ``keep``, its time and memory are stored."""
         if self.on_progress is not None:
-            known = {size: min(timings).seconds for size, timings in self._timings.items() if timings}
-            left = seconds_left(self._action, batch, known, self.cap, self._failed, STEADY_SECONDS)
-            self.on_progress(Progress(self._action, batch, left))
+            self.on_progress(Progress(self._action, batch))
         reset_peak(self.device)
         timing = None
         try:
-            timing = Timing(*self.run(batch))
+            timing = self.run(batch)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -300,17 +291,17 @@ class _Trials:
         if len(sizes) < 3:
             return
         middle = len(sizes) // 2
-        first, last = self._typical(sizes[0]).seconds, self._typical(sizes[-1]).seconds
+        first, last = self._typical(sizes[0]), self._typical(sizes[-1])
         slope = (last - first) / (sizes[-1] - sizes[0])
         if not self._time(sizes[middle]):
             return
         predicted = first + slope * (sizes[middle] - sizes[0])
-        if abs(self._typical(sizes[middle]).seconds - predicted) > STRAIGHT * predicted:
+        if abs(self._typical(sizes[middle]) - predicted) > STRAIGHT * predicted:
             self._time_between(sizes[: middle + 1])
             self._time_between(sizes[middle:])
 
     def _lacks_runs(self, batch: int) -> bool:
-        timings = [timing.seconds for timing in self._timings[batch]]
+        timings = self._timings[batch]
         if len(timings) < REPEATS:
             return True
         if len(timings) >= MAX_REPEATS or sum(timings) >= MIN_SECONDS:
@@ -335,30 +326,27 @@ class _Trials:
         return reliable
 
     def _dips(self) -> list[int]:
-        seconds = {batch: self._typical(batch).seconds for batch in sorted(self._timed)}
+        seconds = {batch: self._typical(batch) for batch in sorted(self._timed)}
         pairs = [(a, b) for a, b in pairwise(seconds) if seconds[a] > seconds[b]]
         return sorted({batch for pair in pairs for batch in pair})
 
-    def _typical(self, batch: int) -> Timing:
-        """Median timing without the first run, which prepares libraries; of many runs, the mean without the longest."""
+    def _typical(self, batch: int) -> float:
+        """Median time without the first run, which prepares libraries; of many runs, the mean without the longest."""
         timings = sorted(self._timings[batch][1:] or self._timings[batch])
         if len(timings) < MANY_RUNS:
             return timings[(len(timings) - 1) // 2]
-        kept = timings[:-1]
-        return Timing(fmean(each.seconds for each in kept), fmean(each.forward_seconds for each in kept))
+        return fmean(timings[:-1])
 
     def points(self) -> tuple[TimedBatch, ...]:
         """Times of all timed sizes. If a size remains clearly slower than a larger one, it gets the time of that."""
-        shortest = Timing(float("inf"), float("inf"))
+        shortest = math.inf
         points: list[TimedBatch] = []
         for batch in sorted(self._timed, reverse=True):
-            timing = self._typical(batch)
-            if timing.seconds > shortest.seconds * (1 + TOLERATED_DIP):
-                timing = shortest
-            shortest = min(shortest, timing)
-            # A training step that never calls the model itself has no forward time.
-            forward = timing.forward_seconds if timing.forward_seconds > 0 else None
-            points.append(TimedBatch(batch=batch, seconds=timing.seconds, forward_seconds=forward))
+            seconds = self._typical(batch)
+            if seconds > shortest * (1 + TOLERATED_DIP):
+                seconds = shortest
+            shortest = min(shortest, seconds)
+            points.append(TimedBatch(batch=batch, seconds=seconds))
         return tuple(reversed(points))
 
 

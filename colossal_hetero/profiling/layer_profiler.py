@@ -36,12 +36,14 @@ from .memory import counts_bytes, is_out_of_memory, memory_limit, outside_bytes,
 from .merge_ranks import MeasuredLayers, RankLayers, merge_ranks
 from .model_layers import BlockRow, LayerDescription, describe_layers, find_block_row
 from .preserved_state import preserved_state
-from .progress import MIN_ROUNDS, WARM_UP_ROUNDS, Progress, layer_seconds_left
+from .progress import Progress
 from .schedule_loop import Loopback, ScheduleLoop, loopback
 
 MIN_SECONDS = 3.0
 """Shortest measurement of each micro-batch size: 30 periods of a quota, so one more or less is an error of 3 %."""
 
+MIN_ROUNDS = 5
+WARM_UP_ROUNDS = 2
 UPDATES = 5
 
 SPREAD_OF_QUARTILES = 1.349
@@ -199,14 +201,10 @@ class _Measurement:
         # In a fixed order, a quota might always hit the same part. Layers may communicate, so ranks have the same one.
         order = random.Random(size)
 
-        spent, left = 0.0, None
-
-        def round_of_all(rounds: int) -> None:
-            nonlocal spent, left
+        def round_of_all() -> None:
             if self.on_progress is not None:
                 which = f" ({index + 1} of {len(sizes)})" if len(sizes) > 1 else ""
-                self.on_progress(Progress(f"measuring micro-batches{which}", size, left))
-            begin = clock()
+                self.on_progress(Progress(f"measuring micro-batches{which}", size))
             for part in order.sample([ENDS, SCHEDULE, *self._parts], len(self._parts) + 2):
                 if part == ENDS:
                     before, after = passes.ends()
@@ -216,17 +214,14 @@ class _Measurement:
                     durations.setdefault(part, []).append((schedule.run(), Duration(0.0, 0.0)))
                 else:
                     durations.setdefault(part, []).append(passes.run(*part[1:]))
-            took = (clock() - begin).wall
-            spent += took if rounds >= WARM_UP_ROUNDS else 0.0
-            left = layer_seconds_left(sizes, index, rounds + 1, spent, took, self.least_seconds)
 
-        for rounds in range(WARM_UP_ROUNDS):
-            round_of_all(rounds)
+        for _ in range(WARM_UP_ROUNDS):
+            round_of_all()
         durations.clear()
         begin = clock()
-        rounds = WARM_UP_ROUNDS
-        while self._goes_on(rounds - WARM_UP_ROUNDS, (clock() - begin).wall):
-            round_of_all(rounds)
+        rounds = 0
+        while self._goes_on(rounds, (clock() - begin).wall):
+            round_of_all()
             rounds += 1
         self._loop += clock() - begin
         return durations

@@ -1,11 +1,10 @@
-"""Find out, before training, what a loss is a mean over: samples, labels, or something else. Losses of unequal
-micro-batches get their weights from it (accumulation.py); that it is a mean is checked in loss_check.py.
+"""Check, before training, that a loss is the mean over the samples of a batch. Losses of unequal micro-batches get
+their weights by samples then (accumulation.py); that it is a mean at all is checked in loss_check.py.
 
 [Note: evidence] Let a and b be the losses of two samples alone, and L that of the batch of both. In a mean in which
-they count w_a and w_b, ``L = s·a + (1 − s)·b`` with ``s = w_a / (w_a + w_b)``. So each pair of samples with different
-losses shows a ratio of weights, which is compared with that of every kind of mean. Of samples from the whole dataset,
-those whose labels differ most are compared. Parameters are changed at random meanwhile: a new model may give all
-samples the same loss, or equal parts of it.
+they count w_a and w_b, ``L = s·a + (1 − s)·b`` with ``s = w_a / (w_a + w_b)``, and in a mean over samples s is a half.
+Of samples from the whole dataset, those whose labels differ most are compared. Parameters are changed at random
+meanwhile: a new model may give all samples the same loss, or equal parts of it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,8 +31,6 @@ from .memory import is_out_of_memory, recover
 from .preserved_state import preserved_state
 from .training_step import TrialRun, with_dicts
 
-LossMean = Literal["samples", "tokens", "next_tokens", "other", "undecided"]
-"""``next_tokens``: over all tokens but the first of each sequence, which a causal language model does not predict."""
 IGNORED = -100
 """Label that torch's losses leave out by default."""
 DRAWN = 32
@@ -52,74 +49,39 @@ MAX_ERROR = 0.05
 """Pairs whose share is less certain than this show nothing."""
 TOLERANCE = 0.02
 """Difference of shares that counts as equal, in addition to their error: weights differ by less than 9 %."""
-BY_CLASS = "the weights of classes: weight_by=lambda batch: criterion.weight[labels].sum()"
-
 SAME = 0.02
-"""Largest relative difference between losses that count as equal where labels are ignored."""
+"""Largest relative difference between losses of a sample alone and twice that count as equal."""
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """Two samples; see [Note: evidence]."""
 
     share: float
     """Measured part of the first one in the mean of both; nan if no weights explain the loss of both."""
     error: float
     """Largest error of ``share``."""
-    shares: Mapping[str, float]
-    """Share of the first one by each kind of mean. Kinds in words are no :data:`LossMean`."""
 
 
 @dataclass(frozen=True)
 class Evidence:
     pairs: tuple[Pair, ...] = ()
-    by_labels: LossMean | None = None
-    """Result of an experiment with ignored labels (:func:`mean_of_labels`); None if it was not made."""
-    rivals: frozenset[str] = frozenset()
-    """Kinds of mean that only ``pairs`` can exclude: the loss may leave labels out, or classes have weights."""
+    leaves_out: bool = False
+    """True if the loss may leave labels out that were seen, or weighs classes."""
     is_random: bool = False
 
 
-@dataclass(frozen=True)
-class FoundMean:
-    kind: LossMean
-    reason: str = ""
-
-
-def decide(found: Sequence[Evidence]) -> FoundMean:
+def why_not_samples(found: Sequence[Evidence]) -> str | None:
+    """Reason why the loss is not known to be the mean over samples; "" if it is another mean; None if it is known."""
     if any(each.is_random for each in found):
-        return FoundMean("undecided", "the loss of the same batch differs from pass to pass")
+        return "the loss of the same batch differs from pass to pass"
     pairs = [pair for each in found for pair in each.pairs if not pair.error > MAX_ERROR]
     if not pairs:
-        return FoundMean("undecided", "no samples could be compared, or all of them have the same loss")
-    fits = [kind for kind in pairs[0].shares if all(_fits(pair, kind) for pair in pairs)]
-    by_labels = {each.by_labels for each in found} - {None}
-    if by_labels:
-        kind = next(iter(by_labels)) if len(by_labels) == 1 else "other"
-        return FoundMean(kind if kind in fits else "other")  # type: ignore[arg-type]
-    if "samples" in fits:
-        rivals = frozenset().union(*(each.rivals for each in found)) & set(fits)
-        # They say the same of all pairs, and would say something else of other ones.
-        reason = (
-            f"the samples that were compared agree with a mean over samples, and also with {min(rivals, default='')}"
-        )
-        return FoundMean("undecided", reason) if rivals else FoundMean("samples")
-    known = [kind for kind in fits if kind in ("tokens", "next_tokens")]
-    if known:
-        return FoundMean(known[0]) if len(known) == 1 else FoundMean("undecided", " and ".join(known))  # type: ignore[arg-type]
-    return FoundMean("other", f"the losses agree with {fits[0]}" if fits else "")
-
-
-def _fits(pair: Pair, kind: str) -> bool:
-    return kind in pair.shares and abs(pair.share - pair.shares[kind]) <= pair.error + TOLERANCE
-
-
-def mean_of_labels(full: float, half_ignored: float, only_first: float) -> LossMean:
-    """Kind of mean of a loss whose labels can be ignored."""
-    if not math.isclose(half_ignored, full, rel_tol=SAME):
-        return "other"
-    # A mean over nothing is not a number; some losses divide by at least 1 and are 0 then.
-    return "tokens" if math.isfinite(only_first) and only_first != 0 else "next_tokens"
+        return "no samples could be compared, or all of them have the same loss"
+    if not all(abs(pair.share - 0.5) <= pair.error + TOLERANCE for pair in pairs):
+        return ""
+    if any(each.leaves_out for each in found):
+        return "they agree with a mean over samples, but the loss may leave labels out, or weigh classes"
+    return None
 
 
 def labels_of(batch: Any) -> Tensor | None:
@@ -141,24 +103,27 @@ def ignored_labels(criterion: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys((IGNORED, *(each for each in own if isinstance(each, int)))))
 
 
-def class_weights(criterion: Any) -> Tensor | None:
-    """The weights of classes, if ``criterion`` divides by their sum and they are not all equal."""
-    for module in criterion.modules() if isinstance(criterion, nn.Module) else ():
-        if isinstance(module, nn.CrossEntropyLoss | nn.NLLLoss) and module.weight is not None:
-            return None if bool((module.weight == module.weight[0]).all()) else module.weight
-    return None
+def weighs_classes(criterion: Any) -> bool:
+    """True if ``criterion`` divides by the sum of the weights of classes, and they are not all equal."""
+    return any(
+        isinstance(module, nn.CrossEntropyLoss | nn.NLLLoss)
+        and module.weight is not None
+        and not bool((module.weight == module.weight[0]).all())
+        for module in (criterion.modules() if isinstance(criterion, nn.Module) else ())
+    )
 
 
-def found_mean(trial: TrialRun, precision: str) -> FoundMean:
-    """Find the kind of mean of the loss that ``trial`` computes. Every rank calls it, and gets the same answer. Nothing
-    is trained, the model does not communicate, and its parameters and all other state are restored."""
+def check_samples(trial: TrialRun, precision: str) -> str | None:
+    """Compare the losses that ``trial`` computes of samples alone and in pairs; see :func:`why_not_samples`. Every rank
+    calls it, and gets the same answer. Nothing is trained, the model does not communicate, and its parameters and all
+    other state are restored."""
     if len(trial.loader.dataset) < 2:  # type: ignore[arg-type]
-        return FoundMean("samples")
+        return None
     found = on_every_rank(
         lambda: _Comparison(trial, ROUNDING[precision]).evidence(),
         "finding out what the loss is a mean over",
     )
-    return decide(found)
+    return why_not_samples(found)
 
 
 class _Comparison:
@@ -197,7 +162,7 @@ class _Comparison:
 
     def _compared(self, mode: Mode) -> Evidence:
         set_mode(self._trial.model, mode)
-        by_labels, pairs = None, []
+        pairs: list[Pair] = []
         for scale in SCALES:
             with changed_parameters(self._trial.model, scale):
                 first = next(iter(self._batches))
@@ -206,9 +171,8 @@ class _Comparison:
                     return Evidence(is_random=True)
                 pairs = self._pairs()
                 if sum(pair.error <= MAX_ERROR for pair in pairs) >= max(len(pairs) // 2, 1):
-                    by_labels = self._of_labels()
                     break
-        return Evidence(tuple(pairs), by_labels, self._rivals())
+        return Evidence(tuple(pairs), self._leaves_out())
 
     def _loss(self, *indices: int) -> float:
         return float(self._trial.loss_of(copy(self._batch(*indices))))
@@ -230,69 +194,18 @@ class _Comparison:
         twice = [(one, self._loss(index, index)) for index, one in zip(chosen[:2], alone, strict=False)]
         if any(abs(two - one) > SAME * abs(one) for one, two in twice):
             # No mean gives the same sample twice another loss.
-            return [Pair(math.nan, 0.0, {"samples": 0.5})]
+            return [Pair(math.nan, 0.0)]
         noise = max((abs(two - one) for one, two in twice if math.isfinite(two - one)), default=0.0)
-        counts = [self._counts(self._batches[index]) for index in chosen]
-        pairs = []
-        for i, j in pairwise(range(len(chosen))):
-            batch = self._batch(chosen[i], chosen[j])
-            together = self._counts(batch)
-            share, error = _share(alone[i], alone[j], float(self._trial.loss_of(batch)), noise, self._rounding)
-            shares = {"samples": 0.5}
-            for kind in counts[i].keys() & counts[j].keys() & together.keys():
-                # A kind that counts padding, too, counts more in a batch of both.
-                if kind != "samples" and together[kind] == counts[i][kind] + counts[j][kind]:
-                    shares[kind] = _part(counts[i][kind], counts[j][kind])
-            pairs.append(Pair(share, error, shares))
-        return pairs
+        return [
+            _pair(alone[i], alone[j], self._loss(chosen[i], chosen[j]), noise, self._rounding)
+            for i, j in pairwise(range(len(chosen)))
+        ]
 
-    def _counts(self, batch: Any) -> dict[str, float]:
-        """Weight of a sample, by the kind of mean."""
-        counts = {"samples": 1.0}
-        labels = labels_of(batch)
-        if labels is not None:
-            for value in dict.fromkeys((*ignored_labels(self._trial.criterion), -1, 0, 255)):
-                counts[_without(value)] = float((labels != value).sum())
-            if labels.dim() == 2:
-                counts["next_tokens"] = float((labels[:, 1:] != IGNORED).sum())
-            weight = class_weights(self._trial.criterion)
-            if weight is not None and bool(((labels >= 0) & (labels < len(weight))).all()):
-                counts[BY_CLASS] = float(weight.to(labels.device)[labels.long()].sum())
-        return counts
-
-    def _rivals(self) -> frozenset[str]:
-        found = {BY_CLASS} if class_weights(self._trial.criterion) is not None else set()
-        for labels in map(labels_of, self._batches.values()):
-            for value in ignored_labels(self._trial.criterion):
-                if labels is not None and bool((labels == value).any()):
-                    found |= {_without(value)} | ({"next_tokens"} if value == IGNORED else set())
-        return frozenset(found)
-
-    def _of_labels(self) -> LossMean | None:
-        """The experiment of :func:`mean_of_labels`, if sequences have ignored labels."""
-        found: dict[int, Tensor] = {}
-        for number, batch in self._batches.items():
-            labels = labels_of(batch) if isinstance(batch, Mapping) and "labels" in batch else None
-            if labels is not None and labels.dim() == 2 and labels.shape[1] > 1:
-                found[number] = labels
-        if self._multiple > 1 or not any(bool((labels == IGNORED).any()) for labels in found.values()):
-            return None
-        index = max(found, key=lambda index: int((found[index] != IGNORED).sum()))
-        own = found[index][0]
-        nothing = torch.full_like(own, IGNORED)
-        only_first = nothing.clone()
-        only_first[0] = own[own != IGNORED][0]
-
-        def loss(labels: Sequence[Tensor]) -> float:
-            batch = dict(_joined([self._batches[index]] * len(labels)))
-            batch["labels"] = torch.stack(list(labels))
-            return float(self._trial.loss_of(batch))
-
-        return mean_of_labels(loss([own]), loss([own, nothing]), loss([only_first]))
-
-
-def _without(value: int) -> str:
-    return "tokens" if value == IGNORED else f"weight_by=lambda batch: (labels != {value}).sum()"
+    def _leaves_out(self) -> bool:
+        criterion = self._trial.criterion
+        found = [labels for labels in map(labels_of, self._batches.values()) if labels is not None]
+        ignored = ignored_labels(criterion)
+        return weighs_classes(criterion) or any(torch.any(labels == value) for labels in found for value in ignored)
 
 
 def _joined(batches: Sequence[Any]) -> Any:
@@ -306,23 +219,19 @@ def _equal(one: Any, other: Any) -> bool:
     return all(not isinstance(a, Tensor) or (a.shape == b.shape and torch.equal(a, b)) for a, b in pairs)
 
 
-def _share(one: float, other: float, both: float, noise: float, rounding: float) -> tuple[float, float]:
-    """Share of the first sample in the loss of both, and its error; see [Note: evidence]."""
+def _pair(one: float, other: float, both: float, noise: float, rounding: float) -> Pair:
+    """See [Note: evidence]."""
     finite = math.isfinite(one), math.isfinite(other)
     if finite == (True, True):
         error = noise + rounding * max(abs(one), abs(other), abs(both))
         if not abs(one - other) * MAX_ERROR > error:
-            return math.nan, math.inf
-        return (both - other) / (one - other), error / abs(one - other)
+            return Pair(math.nan, math.inf)
+        return Pair((both - other) / (one - other), error / abs(one - other))
     if finite == (False, False):
-        return math.nan, math.inf
+        return Pair(math.nan, math.inf)
     # The mean over nothing is not a number: the sample counts nothing, if the loss of both is that of the other one.
     known = one if finite[0] else other
-    return (float(finite[0]) if math.isclose(both, known, rel_tol=SAME) else math.nan), 0.0
-
-
-def _part(one: float, other: float) -> float:
-    return one / (one + other) if one + other else math.nan
+    return Pair(float(finite[0]) if math.isclose(both, known, rel_tol=SAME) else math.nan, 0.0)
 
 
 def _features(batches: Sequence[Any]) -> np.ndarray:

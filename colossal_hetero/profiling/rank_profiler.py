@@ -19,7 +19,6 @@ from ..common.ranks import of_every_rank, on_every_rank
 from ..planner.batches.batch_profile import BatchProfile, DeviceProfile, ModelIdentity
 from .aborted_step import abort_step
 from .device_profiler import STEADY_SECONDS, peak_flops, profile_device
-from .forward_timer import ForwardTimer
 from .local_collectives import local_collectives
 from .memory import causes, is_out_of_memory, memory_limit, recover
 from .optimizer_state import optimizer_state_bytes, optimizer_step_seconds, step_temporary_bytes
@@ -112,14 +111,10 @@ def profile_ranks(
     """Measure every rank's largest micro-batch and times, all at once, and a synchronization (Poplar, Algorithm 1).
     Model, optimizer, buffers, gradients and random state are restored bit for bit."""
     model, optimizer = trial.model, trial.optimizer
-    size, cap = 1, cap // multiple_of
+    cap //= multiple_of
 
-    def run(units: int) -> tuple[float, float]:
-        nonlocal size
-        size = units * multiple_of
-        watch.take()
-        seconds = trial(size)
-        return seconds, sum(forward for _, forward in watch.take())
+    def run(units: int) -> float:
+        return trial(units * multiple_of)
 
     def find_smallest() -> int:
         """The fewest samples that this rank can train with. Errors of the training step show here, without others."""
@@ -159,10 +154,10 @@ def profile_ranks(
         def both() -> tuple[float, float]:
             synchronize(stage != 0)
             with local_collectives(model):
-                local = run(smallest)[0]
+                local = run(smallest)
             synchronize(True)
             dist.barrier()
-            return local, run(smallest)[0]
+            return local, run(smallest)
 
         both()
         timed = [both() for _ in range(SYNCHRONIZATIONS)]
@@ -174,7 +169,6 @@ def profile_ranks(
         local, synchronized = (sorted(times)[:-1] for times in zip(*timed, strict=True))
         return statistics.fmean(synchronized) - statistics.fmean(local)
 
-    watch = ForwardTimer(model, lambda: size)
     try:
         with preserved_state(model, optimizer), _progress() as tell:
             smallest = max(on_every_rank(find_smallest, "a first training step"))
@@ -186,7 +180,6 @@ def profile_ranks(
             seconds = min(on_every_rank(synchronization_seconds, "measuring communication")) if fits else 0.0
             optimizer.zero_grad()
     finally:
-        watch.remove()
         synchronize(True)
     replicas = [
         _slowest([device for device, replica in zip(devices, replica_of, strict=True) if replica == own])

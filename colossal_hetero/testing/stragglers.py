@@ -3,10 +3,10 @@ do so; the code that measures and decides has to detect them as it detects a slo
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -22,7 +22,6 @@ from ..common.text import parse_rank_factors
 
 Schedule = Literal["constant", "round-robin", "random"]
 Period = Literal["iteration", "epoch"]
-Means = Literal["repeat", "sleep"]
 
 
 def parse_slowdowns(text: str) -> dict[int, float]:
@@ -35,14 +34,11 @@ class Stragglers:
     """Ranks that are slowed down, by which factor, and when."""
 
     slowdowns: Mapping[int, float]
-    """Factor χ ≥ 1 by global rank: products take χ times as long."""
+    """Factor χ ≥ 1 by global rank: each product is computed χ times, so that a resized layer is slowed by less."""
     schedule: Schedule = "constant"
     """``constant``: always the given ranks. In each period, ``round-robin`` moves every factor to the next rank, and
     ``random`` gives the factors to newly drawn ranks."""
     period: Period = "epoch"
-    means: Means = "repeat"
-    """``repeat`` computes each product χ times, so that a resized layer is slowed by less; ``sleep`` pauses for χ − 1
-    times the time that the product took."""
     seed: int = 0
     """Seed of the ``random`` schedule; the same on all ranks."""
     world_size: int = field(default=0)
@@ -58,7 +54,7 @@ class Stragglers:
                 raise ValueError(
                     f"slowdown {slowdown} of rank {rank} must be a number of at least 1 (1 means not slowed down)"
                 )
-        for name, kinds in (("schedule", Schedule), ("period", Period), ("means", Means)):
+        for name, kinds in (("schedule", Schedule), ("period", Period)):
             if getattr(self, name) not in get_args(kinds):
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}; valid are {', '.join(get_args(kinds))}")
 
@@ -88,66 +84,6 @@ class _RepeatSlowdown:
             self._debt -= 1.0
         return result
 
-    def begin_iteration(self) -> None:
-        """Do nothing: the fraction is also carried over to the next iteration."""
-
-
-class _SleepSlowdown:
-    """Pauses the host after each product, for products on a CPU."""
-
-    def __init__(self) -> None:
-        self.factor = 1.0
-
-    def __call__(self, product: Callable[[], Tensor]) -> Tensor:
-        start = time.perf_counter()
-        result = product()
-        time.sleep((self.factor - 1.0) * (time.perf_counter() - start))
-        return result
-
-    def begin_iteration(self) -> None:
-        """Do nothing: each product is timed separately."""
-
-
-def _sleep_cycles_per_second(cycles: int = 20_000_000) -> float:
-    """Measured cycles of ``torch.cuda._sleep`` per second; waits for the device once."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    torch.cuda._sleep(cycles)
-    end.record()
-    end.synchronize()
-    return cycles / (start.elapsed_time(end) * 1e-3)
-
-
-class _CudaSleepSlowdown:
-    """Pauses the stream after each product for (factor − 1) times as long as it took in an earlier iteration. Its
-    position in the iteration identifies a product, so the host never waits for the device."""
-
-    def __init__(self) -> None:
-        self.factor = 1.0
-        self._place = 0
-        self._seconds: dict[int, float] = {}
-        self._events: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
-        self._cycles_per_second = _sleep_cycles_per_second()
-
-    def __call__(self, product: Callable[[], Tensor]) -> Tensor:
-        place, self._place = self._place, self._place + 1
-        if place in self._events and self._events[place][1].query():
-            before, after = self._events.pop(place)
-            self._seconds[place] = before.elapsed_time(after) * 1e-3
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        start.record()
-        result = product()
-        end.record()
-        self._events.setdefault(place, (start, end))
-        cycles = int((self.factor - 1.0) * self._seconds.get(place, 0.0) * self._cycles_per_second)
-        if cycles > 0:
-            torch.cuda._sleep(cycles)
-        return result
-
-    def begin_iteration(self) -> None:
-        self._place = 0
-
 
 def inject_stragglers(
     model: nn.Module, optimizer: Any, stragglers: Stragglers, iterations_per_epoch: int | None = None
@@ -173,10 +109,7 @@ def inject_stragglers(
         raise ValueError(
             "the model has no tensor-parallel layers of colossal_hetero, so no products can be slowed down"
         )
-    on_gpu = next(model.parameters()).is_cuda
-    slow_down = (
-        _RepeatSlowdown() if stragglers.means == "repeat" else (_CudaSleepSlowdown() if on_gpu else _SleepSlowdown())
-    )
+    slow_down = _RepeatSlowdown()
     rank = dist.get_rank()
     length = iterations_per_epoch if stragglers.period == "epoch" and iterations_per_epoch else 1
     iterations = 0
@@ -192,10 +125,53 @@ def inject_stragglers(
         result = step(*args, **kwargs)
         iterations += 1
         slow_down.factor = stragglers.slowdown(rank, iterations // length)
-        slow_down.begin_iteration()
         return result
 
     optimizer.step = step_and_count
+
+
+# Repeated passes -----------------------------------------------------------------------------------------------------
+
+
+class _BeforeBackward(torch.autograd.Function):
+    """The identity, whose backward pass calls ``action`` with the gradient first."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, action: Any) -> Tensor:
+        ctx.action = action
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        ctx.action(gradient)
+        return gradient, None
+
+
+def repeat_passes(model: nn.Module, times: int) -> None:
+    """Run every forward and backward pass of ``model`` in training ``times`` times from now on. More passes run in a
+    copy outside of the model, whose gradients, hooks and sharded memory stay the same; it needs the memory of a pass.
+    """
+    if times == 1:
+        return
+    twin = copy.deepcopy(model)
+
+    def run_again(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor | None:
+        if not (module.training and torch.is_grad_enabled()):
+            return None
+        first = inputs[0].detach()
+        twin.to(first)  # the device and the precision that a plugin has chosen
+        parameters = list(twin.parameters())
+        for _ in range(times - 2):
+            twin(first)
+        again = twin(first)
+
+        def backward_again(gradient: Tensor) -> None:
+            for left in reversed(range(times - 1)):
+                torch.autograd.grad(again, parameters, gradient.to(again.dtype), retain_graph=left > 0)
+
+        return _BeforeBackward.apply(output, backward_again)
+
+    model.register_forward_hook(run_again)
 
 
 # Cpu quota -----------------------------------------------------------------------------------------------------------

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from colossal_hetero.accelerator import get_accelerator
 from colossal_hetero.balance.report import comparison_text, moved_shares, rank_table
-from colossal_hetero.balance.timeline import Timelines
 
-from .measurements import Measurements, TensorBoardLog, TraceFile, summarize, write_timelines
+from .measurements import Measurements, TensorBoardLog, TraceFile, summarize
 from .tensor_parallel import Layout, TensorParallelOptions
 from .terminal import Terminal, peak_memory_by_rank, write_json
 
@@ -143,14 +142,11 @@ class BalancingReport(Terminal):
     def finish(self) -> dict[str, Any] | None:
         """Write the files and print the result; the summary on rank 0, None elsewhere. Collective over all ranks."""
         peaks = peak_memory_by_rank()
-        balancer = getattr(self._plugin, "balancer", None)
-        timelines: Timelines | None = None if balancer is None else balancer.timelines()
         if not self._first:
             return None
         summary = summarize(self.measurements, peaks)
         if self._options.summary is not None:
             write_json(summary, self._options.summary)
-        write_timelines(timelines, self._options.plot, self._options.chrome_trace)
         self.print_result(summary)
         return summary
 
@@ -178,4 +174,4 @@ class BalancingReport(Terminal):
             self._console.print(
                 f"Accuracy on held-out {self._accuracy_of}: {self.measurements.accuracy[-1]:.1%} ({self._baseline})."
             )
-        self.print_files(self._options, "summary", "trace", "plot", "chrome_trace", "tensorboard", "checkpoint")
+        self.print_files(self._options, "summary", "trace", "tensorboard", "checkpoint")

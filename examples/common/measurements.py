@@ -10,11 +10,10 @@ from statistics import median
 from typing import Any, TextIO
 
 from colossal_hetero.balance.report import BalanceReport, IterationRecord, WhatIf, ideal_ratio, report, what_if
-from colossal_hetero.balance.timeline import Timelines, chrome_trace, plot_timelines
 from colossal_hetero.testing.stragglers import Stragglers
 
 from .tensor_parallel import Layout, TensorParallelOptions
-from .terminal import finite, quantiles, warmup_iterations, write_json
+from .terminal import finite, quantiles, warmup_iterations
 
 UNEXPECTED = 0.3
 """Relative difference of a slowdown from that which was injected, from which the result says so."""
@@ -160,18 +159,6 @@ TRACED_RANK_VALUES = (
     *("rank", "communication_seconds", "block_seconds", "equal_work_seconds", "equal_matmul_seconds"),
     *RANK_VALUES,
 )
-
-
-def write_timelines(timelines: Timelines | None, plot: Path | None, trace: Path | None) -> None:
-    """Write the files of ``--plot`` and ``--chrome-trace`` that are asked for, if there are timelines."""
-    if timelines is None:
-        return
-    before, after = timelines
-    if plot is not None:
-        plot_timelines(before, after, plot)
-    if trace is not None:
-        titled = {"latest": before} if after is None else {"before balancing": before, "after": after}
-        write_json(chrome_trace(titled), trace, indent=None)
 
 
 class TraceFile(AbstractContextManager["TraceFile"]):

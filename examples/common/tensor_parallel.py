@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from colossal_hetero.balance.config import PAPER_METHODS, BalanceConfig, Migration, Mode, Pruning
 from colossal_hetero.common.text import parse_rank_factors
 
-from .options import Options, UsageError, attempt, check_at_least_one, check_file, check_plot, check_training, flag
+from .options import Options, UsageError, attempt, check_at_least_one, check_file, check_training, flag
 
 if TYPE_CHECKING:
     from colossal_hetero.testing.stragglers import Stragglers
@@ -90,7 +90,6 @@ class TensorParallelOptions(Options):
                 slowdowns=parse_rank_factors(self.straggler),
                 schedule=self.straggler_schedule,
                 period=self.straggler_period,
-                means=self.straggler_means,
                 seed=self.seed,
                 world_size=world_size,
             )
@@ -159,17 +158,10 @@ class TensorParallelOptions(Options):
         self._check_output()
 
     def _check_output(self) -> None:
-        for name in ("summary", "trace", "plot", "chrome_trace"):
+        for name in ("summary", "trace"):
             path = getattr(self, name)
-            if path is None:
-                continue
-            check_file(name, path)
-            if name in ("plot", "chrome_trace") and self.plugin != "hetero":
-                raise UsageError(
-                    f"{flag(name)} {path} needs --plugin hetero; --plugin {self.plugin} does not measure its ranks"
-                )
-        if self.plot is not None:
-            check_plot(self.plot)
+            if path is not None:
+                check_file(name, path)
         for name in ("tensorboard", "checkpoint"):
             path = getattr(self, name)
             if path is not None:
@@ -272,12 +264,6 @@ def add_balance_flags(parser: argparse.ArgumentParser) -> None:
         default="epoch",
         help="period of the schedule (default epoch)",
     )
-    stragglers.add_argument(
-        "--straggler-means",
-        choices=("repeat", "sleep"),
-        default="repeat",
-        help="repeat each product, or pause after it (default repeat)",
-    )
 
 
 def add_output_flags(parser: argparse.ArgumentParser) -> None:
@@ -285,11 +271,5 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("output")
     output.add_argument("--summary", type=Path, metavar="FILE.json", help="write what the run measured, at its end")
     output.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="write a line per iteration")
-    output.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="draw an iteration before and after balancing (needs matplotlib)"
-    )
-    output.add_argument(
-        "--chrome-trace", type=Path, metavar="FILE.json", help="write the same two iterations for ui.perfetto.dev"
-    )
     output.add_argument("--tensorboard", type=Path, metavar="DIR", help="log for TensorBoard")
     output.add_argument("--checkpoint", type=Path, metavar="DIR", help="save the trained model's weights")

@@ -49,7 +49,7 @@ from colossal_hetero.planner.report.plan_table import one_line
 from colossal_hetero.planner.solver.problem import Problem
 from colossal_hetero.planner.solver.search import search
 from colossal_hetero.profiling.layer_profiler import profile_layers
-from colossal_hetero.testing.in_process import repeat_passes
+from colossal_hetero.testing.stragglers import repeat_passes
 from examples.common.images import ImageSet, find_data, load_data, padded_batches, whole_batch
 from examples.common.learning_rate import warm_up_and_decay
 from examples.common.options import slowdowns

@@ -43,7 +43,7 @@ from colossalai.accelerator import get_accelerator
 from colossalai.booster import Booster
 
 from colossal_hetero import BatchConfig, HeteroZeroPlugin
-from colossal_hetero.testing.in_process import repeat_passes
+from colossal_hetero.testing.stragglers import repeat_passes
 from examples.common.images import DataInfo, ImageSet, find_data, load_data, padded_batches, whole_batch
 from examples.common.learning_rate import warm_up_and_decay
 from examples.common.options import UsageError, slowdowns

@@ -18,7 +18,6 @@ class FakeDevice:
         self.read = 0
         """Calls of ``elapsed_time``."""
         self.queried = 0
-        self.slept: list[int] = []
         device = self
 
         class Event:
@@ -41,12 +40,7 @@ class FakeDevice:
                 device.read += 1
                 return end.milliseconds - self.milliseconds
 
-        self.fakes: dict[str, Callable] = {"Event": Event, "current_stream": lambda: "stream", "_sleep": self._sleep}
+        self.fakes: dict[str, Callable] = {"Event": Event, "current_stream": lambda: "stream"}
 
     def catch_up(self) -> None:
         self.reached = self.recorded
-
-    def _sleep(self, cycles: int) -> None:
-        """At 1 GHz."""
-        self.slept.append(cycles)
-        self.milliseconds += cycles / 1e6

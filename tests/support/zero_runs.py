@@ -36,7 +36,7 @@ def equal_devices(
     multiple_of: int = 1,
     **__: Any,
 ) -> BatchProfile:
-    """The profile of devices that take a second per sample, a quarter of it for the forward pass, without measuring."""
+    """The profile of devices that take a second per sample, without measuring."""
     sizes = range(multiple_of, max(cap, multiple_of) + 1, multiple_of)
     kind = DeviceProfile(
         device="cpu",
@@ -45,7 +45,7 @@ def equal_devices(
         sample_bytes=2**10,
         max_batch=sizes[-1],
         memory_bound=False,
-        points=tuple(TimedBatch(batch=size, seconds=size, forward_seconds=size / 4) for size in sizes),
+        points=tuple(TimedBatch(batch=size, seconds=size) for size in sizes),
     )
     size = dict(parameter_bytes=0, gradient_bytes=0, optimizer_bytes=0)
     identity = ModelIdentity(name=model.name, parameters=model.parameters, digest=model.digest, **size)

@@ -19,11 +19,11 @@ from torch import Tensor
 from benchmarks.gpu.part import Case, Machine, Part, Row
 from benchmarks.gpu.ranks import run_ranks
 from benchmarks.gpu.vit_training import Shape, VitTraining, shape_for
+from benchmarks.in_process import InProcessShard, shard_in_process
 from colossal_hetero import BalanceConfig
 from colossal_hetero.balance.clock import make_clock
 from colossal_hetero.balance.report import IterationRecord, ideal_ratio, report
 from colossal_hetero.layers import Workload
-from colossal_hetero.testing.in_process import InProcessShard, shard_in_process
 
 GIB = 2**30
 STRAGGLER = 1

@@ -16,10 +16,11 @@ import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (prepares C
 from colossalai.booster import Booster
 from colossalai.booster.plugin import HybridParallelPlugin
 
+from benchmarks.in_process import shard_in_process
 from colossal_hetero import BalanceConfig, HeteroHybridParallelPlugin, Pruning
 from colossal_hetero.balance.apply import Applier
 from colossal_hetero.layers import TimmViTPolicy
-from colossal_hetero.testing import Stragglers, inject_stragglers, shard_in_process
+from colossal_hetero.testing import Stragglers, inject_stragglers
 
 from .host_waits import HostWait, host_waits
 from .vit_shard import VitShard

@@ -362,10 +362,6 @@ def _check_numbers(ranks: int, name: str, values: Sequence[float] | None) -> Non
 # A pipeline of P stages takes ``(k + P − 1)·c`` seconds for k micro-batches of c seconds (docs/algorithms.md, 2.3).
 
 
-def micro_batch_seconds(elapsed_seconds: float, micro_batches: int, stages: int) -> float:
-    return elapsed_seconds / (micro_batches + stages - 1)
-
-
 def divide_micro_batches(seconds: Sequence[float], micro_batches: int, stages: int | Sequence[int]) -> tuple[int, ...]:
     """The number of micro-batches of each replica with the least time of the slowest replica.
 

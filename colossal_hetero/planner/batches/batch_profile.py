@@ -49,16 +49,6 @@ class TimedBatch(FilePart):
 
     batch: PositiveCount
     seconds: PositiveSeconds
-    forward_seconds: PositiveSeconds | None = None
-    """The part of ``seconds`` that forward took."""
-
-    @model_validator(mode="after")
-    def _forward_is_a_part(self) -> TimedBatch:
-        if self.forward_seconds is not None and self.forward_seconds > self.seconds:
-            raise ValueError(
-                f"forward_seconds={self.forward_seconds} is more than seconds={self.seconds}, which includes it"
-            )
-        return self
 
 
 class DeviceProfile(FilePart):

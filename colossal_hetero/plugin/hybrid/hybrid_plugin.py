@@ -24,7 +24,7 @@ from ...checkpoint.config import CheckpointConfig
 from ...checkpoint.layer_checkpoint import Start
 from ...checkpoint.run_states import Training
 from ...colossalai_support.gpu_over_gloo import support_gpus_over_gloo
-from ...common.ranks import check_launched, name_ended_ranks, of_every_rank, watch_ranks
+from ...common.ranks import check_launched, of_every_rank
 from ...data_parallel.batch_balancer import BatchBalancer
 from ...data_parallel.config import BatchConfig, BatchSetup
 from ...data_parallel.resumable_loader import make_even_loader
@@ -40,7 +40,7 @@ from ..plan_config import PlanConfig
 from ..replicas.unequal_replicas import ReplicaCheckpointIO, why_layer_sums
 from ..report import OnReport, Report, Reports
 from ..training_objects import TrainingObjects
-from ..uneven_batches import PipelineBatches, UnevenBatches, check_batches, check_pipeline_batches
+from ..uneven_batches import PipelineBatches, UnevenBatches, check_batches
 from ..zero.elementwise_updates import check_sharding
 from ..zero.overlapped_optimizer import split_off_overlap
 from .drift import DriftReport
@@ -90,7 +90,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
             does not change the result (dropout inside blocks draws other units); what cannot be balanced is only
             measured.
         batches: how to divide global batches over replicas that are not equally fast (data parallelism); by default
-            evenly. With a pipeline (1F1B, and ``microbatch_size``), each replica gets micro-batches that fit its speed.
+            evenly. For pipelines a plan does it.
         plan: which rank computes which layers: a plan, the path of a plan file (``colossal-hetero plan --out`` writes
             one), or "auto", which makes a plan from ``planning``. Only rank 0 needs the files. In 1F1B, replicas may
             differ in stages and batches, and stages whose times differ from the plan are reported at the end of each
@@ -219,15 +219,11 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
     def _make_uneven_batches(self, arguments: Mapping[str, Any]) -> UnevenBatches | None:
         batches = self.batches
         if self._unequal is not None and batches is None:
-            plan = self._unequal.plan
-            return PipelineBatches(BatchConfig(global_batch_size=plan.global_batch), plan.micro_batch, plan)
+            return PipelineBatches(self._unequal.plan)
         if batches is None:
             return None
         check_uneven_batches(batches, arguments)
-        if arguments["pp_size"] <= 1:
-            return UnevenBatches(batches)
-        check_pipeline_batches(batches, arguments, self._planned is not None)
-        return PipelineBatches(batches, arguments["microbatch_size"])
+        return UnevenBatches(batches)
 
     def __del__(self) -> None:
         # The parent's method needs an attribute that its constructor sets, which is not reached after an error.
@@ -266,14 +262,8 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
 
     @property
     def batch_balancer(self) -> BatchBalancer | None:
-        """Divides the global batches; None before ``booster.boost``, without ``batches``, and with a pipeline."""
+        """Divides the global batches; None before ``booster.boost`` and without ``batches``."""
         return None if self._uneven_batches is None else self._uneven_batches.balancer
-
-    @property
-    def replica_micro_batches(self) -> tuple[int, ...]:
-        """Micro-batches of a global batch, by replica, with a plan of unequal replicas, or with ``batches`` and a
-        pipeline (after ``boost``); otherwise ()."""
-        return self._uneven_batches.micro_batches if isinstance(self._uneven_batches, PipelineBatches) else ()
 
     def configure(
         self,
@@ -289,7 +279,6 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
         return self._elastic.configure(self._configure, objects)
 
     def _configure(self, objects: TrainingObjects) -> TrainingObjects:
-        watch_ranks()
         is_trained = objects.optimizer is not None
         if self._checkpoints is not None and is_trained:
             self._checkpoints.note(objects)
@@ -324,7 +313,6 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
             if part is not None:
                 part.attach(self, objects)
         self._refuse_unsummed_steps(objects.model, objects.optimizer)
-        name_ended_ranks(objects.model, objects.optimizer)
         return objects
 
     def prepare_dataloader(

@@ -25,7 +25,6 @@ from torch.utils._pytree import tree_map
 
 from ...colossalai_support.accelerator import get_accelerator
 from ...colossalai_support.corrections import replaced
-from ...common.ranks import naming_ended_ranks
 from ...common.text import count
 from ...data_parallel.config import BatchConfig
 from ...data_parallel.unsummed_steps import noted_passes, refuse_unsummed_steps
@@ -175,12 +174,11 @@ class PassesPlugin(HybridParallelPlugin):
         def run_passes(batches: Iterator, criterion: Callable) -> dict:
             return self._run_passes(batches, model, criterion, *args, **kwargs)
 
-        with naming_ended_ranks():
-            if isinstance(self._uneven_batches, PipelineBatches):
-                schedule = self.scheduler or self._one_stage
-                result = self._uneven_batches.run(schedule, run_passes, data_iter, criterion)
-            else:
-                result = run_passes(data_iter, criterion)
+        if isinstance(self._uneven_batches, PipelineBatches):
+            schedule = self.scheduler or self._one_stage
+            result = self._uneven_batches.run(schedule, run_passes, data_iter, criterion)
+        else:
+            result = run_passes(data_iter, criterion)
         if self._planned is not None:
             self._planned.after_passes()
         return result
@@ -200,7 +198,6 @@ class PassesPlugin(HybridParallelPlugin):
         # Without gradients there is nothing to synchronize, and the gradients of weights that stages share may be None
         # since the last step.
         with (
-            naming_ended_ranks(),
             model.no_sync(),
             nullcontext() if self._planned is None else training_sizes_kept(self.scheduler),
         ):

@@ -125,6 +125,12 @@ def check_world_size(tp_size: int, pp_size: int) -> None:
 
 
 def check_uneven_batches(batches: BatchConfig, arguments: Mapping[str, Any]) -> None:
+    if arguments["pp_size"] > 1:
+        raise ValueError(
+            f"batches cannot be combined with a pipeline (pp_size={arguments['pp_size']}): a plan gives each pipeline "
+            'the micro-batches that fit its speed; give plan="auto" with planning=PlanConfig(...), or a plan file of '
+            "colossal-hetero plan, and leave batches out"
+        )
     # Without a mode, it is all_to_all; these two split sequences over the tensor-parallel ranks.
     mode = arguments.get("sequence_parallelism_mode")
     in_parts = arguments.get("enable_sequence_parallelism") and mode not in ("split_gather", "ring")

@@ -1,10 +1,10 @@
-"""Load an optimizer's checkpoint at another ZeRO stage than it was saved at; see [Note: names in checkpoints]."""
+"""Load an optimizer's checkpoint with the parameters, in the order, that it was saved with."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from colossalai.booster.plugin.torch_fsdp_plugin import FSDPOptimizerWrapper
@@ -24,29 +24,18 @@ from ...profiling.preserved_state import inner_optimizer
 # [Note: names in checkpoints] A checkpoint of an optimizer refers to a parameter by its number: its place in the
 # optimizer's groups. The stages number them differently: 1 and 2 leave out frozen parameters, and 3 with an
 # ``auto_wrap_policy`` puts parameters outside of wrapped modules first. So every group holds the names of its
-# parameters in this order, under ``param_names``, the entry that torch 2.6 uses for this; all stages save it.
+# parameters in this order, under ``param_names``, the entry that torch 2.6 uses for this, and its stage.
 
 
-NAMES = "param_names"  # entry of a group: names of its parameters, in the order in which a checkpoint numbers them
+NAMES, STAGE = "param_names", "zero_stage"
+Shapes = Mapping[str, tuple[int, ...]]  # of parameters as the user made them, by name
 
 
-class ParameterFacts(NamedTuple):
-    """A parameter as the user made it, before a stage's plugin casts or shards it."""
-
-    name: str
-    shape: tuple[int, ...]
-    trained: bool  # it requires a gradient
-
-
-def parameter_facts(model: nn.Module, optimizer: Any) -> dict[int, ParameterFacts]:
-    """Parameters by ``id``, before they are configured; names of those only in the optimizer are their places there."""
-    named = {value: plain_name(name) for name, value in model.named_parameters()}
+def parameter_names(model: nn.Module, optimizer: Any) -> dict[int, str]:
+    """Names by ``id``, before parameters are configured; of those only in the optimizer their places there."""
     values = [value for group in inner_optimizer(optimizer).param_groups for value in group["params"]]
-    other = {value: f"parameter {place}" for place, value in enumerate(values) if value not in named}
-    return {
-        id(value): ParameterFacts(name, tuple(value.shape), value.requires_grad)
-        for value, name in (named | other).items()
-    }
+    others = {id(value): f"parameter {place}" for place, value in enumerate(values)}
+    return others | {id(value): plain_name(name) for name, value in model.named_parameters()}
 
 
 def check_owned(model: nn.Module, optimizer: Any, stages: Sequence[int]) -> None:
@@ -78,8 +67,8 @@ def plain_name(name: str) -> str:
     return clean_tensor_name(name).replace("_orig_mod.", "")
 
 
-def name_groups(optimizer: OptimizerWrapper, facts: Mapping[int, ParameterFacts]) -> None:
-    """Put the names of its parameters into every group of a configured optimizer; see [Note: names in checkpoints]."""
+def name_groups(optimizer: OptimizerWrapper, known: Mapping[int, str], stage: int) -> None:
+    """Note names and stage in every group of a configured optimizer; see [Note: names in checkpoints]."""
     zero = find_zero_optimizer(optimizer)
     is_sharded = isinstance(optimizer, FSDPOptimizerWrapper)
     flat = _get_param_to_fqns(optimizer.unwrap_model().module) if is_sharded else {}
@@ -88,10 +77,14 @@ def name_groups(optimizer: OptimizerWrapper, facts: Mapping[int, ParameterFacts]
         if isinstance(value, FlatParameter):
             yield from map(plain_name, flat[value])
         else:
-            yield facts[id(value if zero is None else zero.master_to_working_param[id(value)])].name
+            yield known[id(value if zero is None else zero.master_to_working_param[id(value)])]
 
     for group in inner_optimizer(optimizer).param_groups:
         group[NAMES] = [name for value in group["params"] for name in names(value)]
+        group[STAGE] = stage
+
+
+# Loading -------------------------------------------------------------------------------------------------------------
 
 
 Group = Mapping[str, Any]
@@ -100,146 +93,97 @@ State = dict[str, Any]  # of one parameter: tensors with its whole shape, and nu
 PARAMETER_SHAPED = ("momentum_buffer", "exp_avg", "exp_avg_sq")  # entries with the parameter's shape
 
 
-class Match(NamedTuple):
-    names: dict[int, str]  # in the optimizer, of each numbered parameter of the checkpoint that it has
-    options: list[dict[str, Any]]  # of each group of the optimizer, such as the learning rate, from the checkpoint
-
-
-def match_groups(saved: Sequence[Group], groups: Sequence[Group], facts: Mapping[str, ParameterFacts]) -> Match:
-    """Match the groups of a checkpoint with those of an optimizer by the names of their parameters. Without names (in
-    one of Colossal-AI's own plugins), the order of parameters must be the same: it is at the same stage, or at another
-    one without frozen parameters and without an ``auto_wrap_policy``."""
-    if not all(len(group.get(NAMES, ())) == len(group["params"]) for group in saved):
-        return _match_in_order(saved, groups)
-    place = {
-        name: (index, number)
-        for index, group in enumerate(saved)
-        for name, number in zip(group[NAMES], group["params"], strict=True)
-    }
-    trained = [name for group in groups for name in group[NAMES] if facts[name].trained]
-    missing = [name for name in trained if name not in place]
-    if missing:
-        raise ValueError(
-            f"the checkpoint has no parameter {_some(missing)}, which this optimizer trains; "
-            "load a checkpoint of the same model and of the same parameters"
-        )
-    options: list[dict[str, Any]] = []
-    sources: list[int] = []
-    for index, group in enumerate(groups):
-        found = sorted({place[name][0] for name in group[NAMES] if name in place})
-        if len(found) > 1 or set(found) & set(sources):
-            raise ValueError(
-                f"the checkpoint has other groups of parameters: those of group {index} are in its "
-                f"{'groups' if len(found) > 1 else 'group'} {', '.join(map(str, found))}, together with others; "
-                "make the optimizer with the groups that it was saved with"
-            )
-        sources += found
-        options.append(_options(saved[found[0]] if found else group))
-    here = {name for group in groups for name in group[NAMES]}
-    return Match({number: name for name, (_, number) in place.items() if name in here}, options)
-
-
-def _match_in_order(saved: Sequence[Group], groups: Sequence[Group]) -> Match:
-    counts = [[len(group[key]) for group in each] for each, key in ((saved, "params"), (groups, NAMES))]
-    if counts[0] != counts[1]:
-        raise ValueError(
-            f"the checkpoint has {_sizes(counts[0])}, this optimizer {_sizes(counts[1])}, and the checkpoint does not "
-            "contain the names of its parameters; load it at the stage that it was saved at, and save it again"
-        )
-    names = {
-        number: name
-        for one, other in zip(saved, groups, strict=True)
-        for number, name in zip(one["params"], other[NAMES], strict=True)
-    }
-    return Match(names, [_options(group) for group in saved])
-
-
-def _options(group: Group) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in ("params", NAMES)}
-
-
-def _sizes(counts: Sequence[int]) -> str:
-    return f"{len(counts)} groups of {', '.join(map(str, counts))} parameters"
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def states_by_name(
-    states: Iterable[tuple[int, State]], match: Match, facts: Mapping[str, ParameterFacts]
-) -> dict[str, State]:
-    found: dict[str, State] = {}
-    for number, state in states:
-        if not state:
-            continue
-        if number not in match.names:
-            raise ValueError(
-                f"the checkpoint has the state of parameter {number}, which this optimizer does not train; load a "
-                "checkpoint of the same model and of the same parameters"
-            )
-        name = match.names[number]
-        for key in PARAMETER_SHAPED:
-            value = state.get(key)
-            if isinstance(value, torch.Tensor) and tuple(value.shape) != facts[name].shape:
-                raise ValueError(
-                    f"{key} of parameter {number} in the checkpoint has shape {tuple(value.shape)}, but parameter "
-                    f"{number} is {name} with shape {facts[name].shape}; load a checkpoint of the same model, or load "
-                    "this one at the stage that it was saved at, and save it again"
-                )
-        found[name] = state
-    return found
-
-
 def load_optimizer(
     checkpoint_io: CheckpointIO,
     optimizer: OptimizerWrapper,
-    facts: Mapping[str, ParameterFacts],
+    shapes: Shapes,
     checkpoint: str,
-    prefix: str | None = None,
-    low_cpu_mem_mode: bool = True,
-    num_threads: int = 1,
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
-    """Load a checkpoint that was saved at any stage. Every rank calls it."""
+    """Load a checkpoint; every rank calls it. Stages 0 to 2 read each other's, if they number parameters alike."""
     groups = inner_optimizer(optimizer).param_groups
     shard = optimizer.unwrap_model().module if isinstance(optimizer, FSDPOptimizerWrapper) else None
-    streamed = False
-    states: dict[str, State] = {}
-    options: list[dict[str, Any]] = []
+    stage = groups[0][STAGE]
+    content: dict[str, Any] = {}
 
     def read() -> None:
-        nonlocal streamed, states, options
         saved, files = _read_groups(checkpoint)
-        match = match_groups(saved, groups, facts)
-        in_order = [(group["params"], group.get(NAMES)) for group in saved] == _numbered(groups)
-        streamed = shard is None and in_order and isinstance(files, list)
-        if not streamed:
-            states, options = states_by_name(_read_states(files), match, facts), match.options
+        names = check_groups(saved, groups)
+        is_named = NAMES in saved[0]
+        if shard is not None or not is_named:
+            states = dict(_read_states(files))
+            if not is_named:
+                check_shapes(states, names, shapes)
+            content.update(groups=saved, states={names[number]: state for number, state in states.items() if state})
 
     on_every_rank(read, f"loading the optimizer's checkpoint {checkpoint}")
-    if streamed:
-        checkpoint_io.load_optimizer(optimizer, checkpoint, prefix, low_cpu_mem_mode, num_threads)
-    elif shard is not None:
-        _load_sharded(shard, optimizer, states, options)
+    if shard is None:
+        checkpoint_io.load_optimizer(optimizer, checkpoint, *args, **kwargs)
     else:
-        _load_by_number(optimizer, states, options)
+        _load_sharded(shard, optimizer, content["states"], content["groups"])
+    for group in groups:
+        group[STAGE] = stage
     _separate_scalars(inner_optimizer(optimizer))
 
 
+def check_groups(saved: Sequence[Group], groups: Sequence[Group]) -> dict[int, str]:
+    """Names of a checkpoint's parameters by their numbers, if an optimizer has the same ones in the same groups and
+    order; at stage 3, which loads by names, in any order. Without names (in one of Colossal-AI's own plugins), as many
+    parameters in each group must do."""
+    sizes = [[len(group[key]) for group in each] for each, key in ((saved, "params"), (groups, NAMES))]
+    named, stage = saved, groups[0][STAGE]
+    if not all(NAMES in group for group in saved):
+        named = groups
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"the checkpoint has {_in_words(sizes[0])}, this optimizer {_in_words(sizes[1])}, and the checkpoint "
+                "does not contain the names of its parameters; load it at the stage that it was saved at, and save it "
+                "again"
+            )
+    elif (saved[0][STAGE] == 3) != (stage == 3) or _listed(saved, stage) != _listed(groups, stage):
+        raise ValueError(
+            f"the checkpoint was saved at ZeRO stage {saved[0][STAGE]} with {_in_words(sizes[0])}, and this optimizer, "
+            f"at stage {stage} with {_in_words(sizes[1])}, has other ones, or in another order; use "
+            f"stage={saved[0][STAGE]}, the model and the groups that it was saved with. To change between stages 0 to "
+            "2, save and resume layer checkpoints: checkpoints=CheckpointConfig(...), plugin.save and plugin.resume"
+        )
+    return {
+        number: name
+        for one, other in zip(saved, named, strict=True)
+        for number, name in zip(one["params"], other[NAMES], strict=True)
+    }
+
+
+def _listed(groups: Sequence[Group], stage: int) -> list[list[str]]:
+    return [sorted(group[NAMES]) if stage == 3 else group[NAMES] for group in groups]
+
+
+def check_shapes(states: Mapping[int, State], names: Mapping[int, str], shapes: Shapes) -> None:
+    for number, state in states.items():
+        for key in PARAMETER_SHAPED:
+            value = state.get(key)
+            if isinstance(value, torch.Tensor) and tuple(value.shape) != shapes[names[number]]:
+                raise ValueError(
+                    f"{key} of parameter {number} in the checkpoint has shape {tuple(value.shape)}, but parameter "
+                    f"{number} is {names[number]} with shape {shapes[names[number]]}; load a checkpoint of the same "
+                    "model, or load this one at the stage that it was saved at, and save it again"
+                )
+
+
+def _in_words(counts: Sequence[int]) -> str:
+    return f"{len(counts)} groups of {', '.join(map(str, counts))} parameters"
+
+
 def _separate_scalars(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter tensors of its own for numbers such as ``step``. In a checkpoint of stage 3, the parameters
-    of one flat parameter share one, which another stage would increase once for each parameter in every step."""
+    """Give every parameter tensors of its own for numbers such as ``step``: in a checkpoint of stage 3, the parameters
+    of one flat parameter share one, which a step would increase once for each of them."""
     seen: set[int] = set()
     for state in optimizer.state.values():
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim() == 0:
                 state[key] = value.clone() if value.data_ptr() in seen else value
                 seen.add(value.data_ptr())
-
-
-def _numbered(groups: Sequence[Group]) -> list[tuple[list[int], list[str]]]:
-    numbers = iter(range(sum(len(group[NAMES]) for group in groups)))
-    return [([next(numbers) for _ in group[NAMES]], list(group[NAMES])) for group in groups]
 
 
 def _read_groups(checkpoint: str) -> tuple[list[dict[str, Any]], list[str] | dict[int, State]]:
@@ -266,23 +210,8 @@ def _read_states(files: list[str] | dict[int, State]) -> Iterator[tuple[int, Sta
         yield from ((int(number), state) for number, state in part.items())
 
 
-def _load_by_number(
-    optimizer: OptimizerWrapper, states: Mapping[str, State], options: Sequence[Mapping[str, Any]]
-) -> None:
-    numbered = _numbered(inner_optimizer(optimizer).param_groups)
-    groups = [
-        {**chosen, NAMES: names, "params": numbers} for (numbers, names), chosen in zip(numbered, options, strict=True)
-    ]
-    places = {number: name for numbers, names in numbered for number, name in zip(numbers, names, strict=True)}
-    found = {number: states[name] for number, name in places.items() if name in states}
-    optimizer.load_state_dict({"state": found, "param_groups": groups})
-
-
 def _load_sharded(
-    shard: FullyShardedDataParallel,
-    optimizer: OptimizerWrapper,
-    states: dict[str, State],
-    options: Sequence[Mapping[str, Any]],
+    shard: FullyShardedDataParallel, optimizer: OptimizerWrapper, states: dict[str, State], saved: Sequence[Group]
 ) -> None:
     names_in_shard = _get_param_to_fqns(shard)
     for value, names in names_in_shard.items():
@@ -291,7 +220,7 @@ def _load_sharded(
     full = {plain_name(name): name for names in names_in_shard.values() for name in names}
     groups = [
         {**chosen, NAMES: list(group[NAMES]), "params": [full[name] for name in group[NAMES]]}
-        for group, chosen in zip(inner_optimizer(optimizer).param_groups, options, strict=True)
+        for group, chosen in zip(inner_optimizer(optimizer).param_groups, saved, strict=True)
     ]
     content = {"state": {full[name]: state for name, state in states.items()}, "param_groups": groups}
     with FullyShardedDataParallel.state_dict_type(shard, StateDictType.FULL_STATE_DICT):

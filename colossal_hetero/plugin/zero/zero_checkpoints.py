@@ -16,29 +16,27 @@ from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel
 
 from ...colossalai_support.accelerator import get_accelerator
 from ...colossalai_support.corrections import replaced
-from ...common.ranks import naming_ended_ranks
 from ..checkpoint_part import PresentCheckpointIO
-from .optimizer_checkpoints import ParameterFacts, load_optimizer, plain_name
+from .optimizer_checkpoints import Shapes, load_optimizer, plain_name
 
 
 class StageCheckpointIO(PresentCheckpointIO):
-    """The checkpoint IO of the present stage, but optimizers are loaded from checkpoints of any stage."""
+    """The checkpoint IO of the present stage, which refuses an optimizer's checkpoint of other parameters."""
 
     def __init__(
         self,
         of_stage: Callable[[], CheckpointIO],
-        facts: WeakKeyDictionary[OptimizerWrapper, dict[str, ParameterFacts]],
+        shapes: WeakKeyDictionary[OptimizerWrapper, Shapes],
     ) -> None:
         super().__init__(of_stage)
-        self._facts = facts
+        self._shapes = shapes
 
     def load_optimizer(self, optimizer: OptimizerWrapper, checkpoint: str, *args: Any, **kwargs: Any) -> None:
-        if optimizer not in self._facts:
+        if optimizer not in self._shapes:
             raise ValueError(
                 "the optimizer to load into is not one that booster.boost returned; boost it first, then load"
             )
-        with naming_ended_ranks():
-            load_optimizer(self._present(), optimizer, self._facts[optimizer], str(checkpoint), *args, **kwargs)
+        load_optimizer(self._present(), optimizer, self._shapes[optimizer], str(checkpoint), *args, **kwargs)
 
 
 class ShardedCheckpointIO(TorchFSDPCheckpointIO):

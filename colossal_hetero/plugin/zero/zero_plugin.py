@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from ...checkpoint.config import CheckpointConfig
 from ...colossalai_support.accelerator import get_accelerator
 from ...colossalai_support.gpu_over_gloo import is_gpu_over_gloo, support_gpus_over_gloo
-from ...common.ranks import check_launched, name_ended_ranks, on_every_rank, watch_ranks
+from ...common.ranks import check_launched, on_every_rank
 from ...data_parallel.batch_balancer import BatchBalancer
 from ...data_parallel.config import BatchConfig, BatchSetup
 from ...planner.batches.allocation import Allocation
@@ -28,9 +28,9 @@ from ..checkpoint_part import CheckpointMethods, Checkpoints, check_config
 from ..report import OnReport, Report, Reports
 from ..training_objects import TrainingObjects
 from ..uneven_batches import UnevenBatches, check_batches
-from .elementwise_updates import check_sharding, why_not_sharded
+from .elementwise_updates import can_be_sharded, check_sharding
 from .lowest_zero_stage import configure_lowest_stage
-from .optimizer_checkpoints import ParameterFacts, check_owned, name_groups, parameter_facts
+from .optimizer_checkpoints import Shapes, check_owned, name_groups, parameter_names, plain_name
 from .zero_checkpoints import StageCheckpointIO
 from .zero_stages import (
     PRECISIONS,
@@ -137,7 +137,7 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         self.precision = precision
         self.max_norm = max_norm
         self._checkpoint_io: tuple[DPPluginBase, CheckpointIO] | None = None
-        self._facts: WeakKeyDictionary[OptimizerWrapper, dict[str, ParameterFacts]] = WeakKeyDictionary()
+        self._shapes: WeakKeyDictionary[OptimizerWrapper, Shapes] = WeakKeyDictionary()
         self._uneven_batches = UnevenBatches(self.batches)
         self._stages = stages_to_try(stage, precision, self.batches.accumulation)
         self._options = options_by_stage(self._stages, options)
@@ -177,25 +177,24 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
             return self._inner.configure(model, optimizer, criterion, dataloader, lr_scheduler)
         objects = TrainingObjects(model, optimizer, criterion, dataloader, lr_scheduler)
         objects = self._uneven_batches.before_configure(self, objects)
-        watch_ranks()
         devices = on_every_rank(device_of_this_rank, "asking for the device of each rank")
         self._stages = stages_for(shardable_stages(self._stages, optimizer), devices)
         if self._checkpoints is not None:
             self._checkpoints.note(objects)
-        facts = parameter_facts(model, optimizer)
+        names = parameter_names(model, optimizer)
+        shapes = {plain_name(name): tuple(value.shape) for name, value in model.named_parameters()}
         check_owned(model, optimizer, self._stages)
         self.stage, self._inner, objects = configure_lowest_stage(
             self._stages, self.precision, self._plugin_of, self.batches.training_step, objects
         )
-        name_groups(objects.optimizer, facts)
-        self._facts[objects.optimizer] = {each.name: each for each in facts.values()}
+        name_groups(objects.optimizer, names, int(self.stage))
+        self._shapes[objects.optimizer] = shapes
         self._uneven_batches.measure(self, objects)
         objects.optimizer.zero_grad()
         self._uneven_batches.attach(self, objects)
         if self._checkpoints is not None:
             self._checkpoints.attach(self, objects)
         self._reports.attach(objects.optimizer, self.report)
-        name_ended_ranks(objects.model, objects.optimizer)
         return objects
 
     def prepare_dataloader(
@@ -255,7 +254,7 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         return True
 
     def get_checkpoint_io(self) -> CheckpointIO:
-        return StageCheckpointIO(self._checkpoint_io_of_stage, self._facts)
+        return StageCheckpointIO(self._checkpoint_io_of_stage, self._shapes)
 
     def _checkpoint_io_of_stage(self) -> CheckpointIO:
         if self._checkpoint_io is None or self._checkpoint_io[0] is not self._inner:
@@ -265,7 +264,7 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
 
 def shardable_stages(stages: Sequence[int], optimizer: Optimizer) -> list[int]:
     """Stages among ``stages`` at which ``optimizer`` updates parameters exactly; ``ValueError`` if there are none."""
-    possible = [stage for stage in stages if stage == 0 or why_not_sharded(optimizer, distributed=stage < 3) is None]
+    possible = [stage for stage in stages if stage == 0 or can_be_sharded(optimizer, distributed=stage < 3)]
     if not possible:
         check_sharding(optimizer, "stage", stages[0], distributed=stages[0] < 3)
     return possible

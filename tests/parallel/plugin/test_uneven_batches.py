@@ -11,18 +11,28 @@ from colossalai.booster import Booster
 from colossalai.booster.plugin import HybridParallelPlugin
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import Dataset
 
 from colossal_hetero import BalanceConfig, BatchConfig, HeteroHybridParallelPlugin
 from colossal_hetero.layers import hetero_policy
-from tests.parallel.plugin.test_pipeline_batches import Images
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
-from tests.support.training import tiny_vit
+from tests.support.training import CLASSES, tiny_vit
 from tests.support.zero_runs import fit, global_batches, sizes_by_rank, unmeasured
 
 SAMPLES = 17
 GLOBAL_BATCH = 7
 STEPS = 3  # an epoch, whose last global batch has three samples
+
+
+class Images(Dataset):
+    images = torch.randn(SAMPLES, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.images[index], index % CLASSES
 
 
 def train(
@@ -31,7 +41,7 @@ def train(
     plugin = HeteroHybridParallelPlugin(
         tp_size, 1, batches=BatchConfig(global_batch_size=GLOBAL_BATCH, max_micro_batch=7), **options
     )
-    loader = plugin.prepare_dataloader(Images(SAMPLES))
+    loader = plugin.prepare_dataloader(Images())
     model = tiny_vit()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model, optimizer, _, loader, _ = Booster(plugin=plugin).boost(model, optimizer, nn.CrossEntropyLoss(), loader)
@@ -52,7 +62,7 @@ def train(
     assert steps == STEPS
     model.eval()
     with torch.no_grad():
-        logits = model(Images(SAMPLES).images).float()
+        logits = model(Images().images).float()
     return {"logits": logits, "samples": [share.samples for share in chosen], "ticks": plugin.balancer._iteration}
 
 
@@ -63,10 +73,10 @@ def train_alone(max_norm: float = 0.0) -> Tensor:
 
 def train_on_whole_batches(model: nn.Module, optimizer: Any, max_norm: float = 0.0) -> Tensor:
     """Returns the logits of all samples after training."""
-    fit(model, optimizer, global_batches(Images(SAMPLES), GLOBAL_BATCH), max_norm=max_norm)
+    fit(model, optimizer, global_batches(Images(), GLOBAL_BATCH), max_norm=max_norm)
     model.eval()
     with torch.no_grad():
-        return model(Images(SAMPLES).images)
+        return model(Images().images)
 
 
 @unmeasured
@@ -149,7 +159,7 @@ def test_options_that_cannot_be_combined_are_refused() -> None:
         (
             {"tp_size": 1, "pp_size": 2, "num_microbatches": 2},
             {"global_batch_size": 4},
-            r"pp_size=2\): give microbatch_size",
+            r"cannot be combined with a pipeline \(pp_size=2\): a plan gives each",
         ),
         (
             {"tp_size": 1, "pp_size": 1, "zero_stage": 2},

@@ -32,7 +32,6 @@ from tests.unit.planner.batches.test_batch_profile import device, profile
         ({"accumulation": "mine"}, ValueError, "accumulation='mine' is not one of shared, per_rank"),
         ({"weight_by": "words"}, ValueError, "weight_by='words' is not one of samples, tokens, next_tokens"),
         ({"weight_by": 3}, ValueError, "weight_by=3 is not one of"),
-        ({"sync_batchnorm": True, "accumulation": "per_rank"}, ValueError, "sync_batchnorm=True waits for all ranks"),
         ({"reallocate_above": 0}, ValueError, "reallocate_above=0 must be above 0"),
         ({"reallocate_above": float("nan")}, ValueError, "reallocate_above=nan must be above 0"),
     ],

@@ -16,12 +16,11 @@ from PIL import Image
 from colossal_hetero import BalanceConfig, Pruning
 from colossal_hetero.balance.config import PAPER_METHODS
 from colossal_hetero.balance.report import IterationRecord, RankRecord
-from colossal_hetero.balance.timeline import IterationTimeline, Segment, Timelines
 from colossal_hetero.profiling.named_profile import build_model
 from examples.common import terminal
 from examples.common.balancing_report import BalancingReport
 from examples.common.images import Augmentation, DataInfo, ImageSet, find_data, load_data, padded_batches
-from examples.common.measurements import Measurements, TraceFile, summarize, write_timelines
+from examples.common.measurements import Measurements, TraceFile, summarize
 from examples.common.options import UsageError
 from examples.common.tensor_parallel import Layout
 from examples.common.terminal import write_json
@@ -89,13 +88,6 @@ def test_a_missing_tensorboard_is_reported(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(UsageError, match="needs the package tensorboard"):
         check_options(options(f"--tensorboard {tmp_path}"), 2)
-
-
-def test_a_missing_matplotlib_is_reported_before_training(monkeypatch, tmp_path):
-    check_options(options(f"--plot {tmp_path}/timeline.png"), 2)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UsageError, match=r"--plot .* pip install 'colossal-hetero\[plot\]'"):
-        check_options(options(f"--plot {tmp_path}/timeline.png"), 2)
 
 
 # Model ----------------------------------------------------------------------------------------------------
@@ -396,24 +388,3 @@ def test_without_a_progress_bar_a_line_says_how_far_training_is(capsys, monkeypa
         moment += seconds
         shown.is_at(done, 20)
     assert capsys.readouterr().out.split("\n") == ["  3 of 20 iterations", "  6 of 20 iterations", ""]
-
-
-# Timelines ------------------------------------------------------------------------------------------------
-
-
-def test_timelines_are_written_only_to_the_given_files(tmp_path):
-    before, after = (IterationTimeline(number, ((Segment("matmul", 0.0, 0.1),),)) for number in (4, 8))
-    plot, trace = tmp_path / "timeline.png", tmp_path / "trace.json"
-    write_timelines(None, plot, trace)
-    write_timelines(Timelines(before, after), None, None)
-    assert not list(tmp_path.iterdir())
-    write_timelines(Timelines(before, after), plot, trace)
-    assert plot.read_bytes().startswith(b"\x89PNG") and sorted(tmp_path.iterdir()) == [plot, trace]
-
-    def titles() -> list[str]:
-        events = json.loads(trace.read_text())["traceEvents"]
-        return [event["args"]["name"] for event in events if event["name"] == "process_name"]
-
-    assert titles() == ["before balancing (iteration 4)", "after (iteration 8)"]
-    write_timelines(Timelines(before, None), None, trace)
-    assert titles() == ["latest (iteration 4)"]

@@ -146,13 +146,12 @@ class Device:
         self.runs: list[int] = []
         self._seconds = seconds
 
-    def run(self, batch: int) -> tuple[float, float]:
+    def run(self, batch: int) -> float:
         self.runs.append(batch)
         self.peak = 1000 + self.held + 10 * batch
         if self.peak > self.limit:
             raise MemoryError
-        seconds = self._seconds(batch, self.runs.count(batch))
-        return seconds, seconds / 3
+        return self._seconds(batch, self.runs.count(batch))
 
     @contextmanager
     def reserved(self, size_bytes: int, device: torch.device) -> Iterator[None]:
@@ -233,7 +232,6 @@ def test_typical_times(seconds: Callable[[int, int], float], expected: list[floa
     points = profiled(device, 4).points
     assert [point.batch for point in points] == [1, 2, 4]
     assert [point.seconds for point in points] == pytest.approx(expected, rel=0.15 if expected[0] < 1 else 1e-9)
-    assert [point.forward_seconds for point in points] == pytest.approx([point.seconds / 3 for point in points])
     if expected[0] < 1:
         assert device.runs.count(1) > 20 > 10 > device.runs.count(4)
 
@@ -257,18 +255,10 @@ def test_a_size_that_fits_only_once_is_rejected() -> None:
     assert len(aborted) == device.runs.count(7) - 1 + sum(batch > 7 for batch in device.runs)
 
 
-def test_the_next_pass_and_the_time_left_are_told() -> None:
+def test_the_next_pass_is_told() -> None:
     progress: list[Progress] = []
     device = Device(LARGE, lambda batch, run: 0.1 * batch)
     profiled(device, 32, on_progress=progress.append)
     assert [each.samples for each in progress] == device.runs
     assert {each.action for each in progress} == {SEARCHING, TIMING}
-    assert progress[0].seconds_left is None and progress[1].seconds_left is None
     assert str(progress[1]).endswith("searching for the largest micro-batch, 1 sample")
-    assert str(progress[2]).endswith(" s left")
-    total, spent, known = 0.1 * sum(device.runs), 0.0, []
-    for batch, each in zip(device.runs, progress, strict=True):
-        if each.seconds_left is not None and each.action == SEARCHING:
-            known.append(each.seconds_left / (total - spent))
-        spent += 0.1 * batch
-    assert known and all(0.7 < ratio < 1.3 for ratio in known), known

@@ -255,10 +255,6 @@ def test_progress_is_reported(clock: SimulatedClock) -> None:
     measure(Model(clock), clock, on_progress=seen.append)
     sizes = [("measuring micro-batches (1 of 2)", 2), ("measuring micro-batches (2 of 2)", 3)]
     assert list(dict.fromkeys((each.action, each.samples) for each in seen)) == sizes
-    assert seen[0].seconds_left is None
-    # The clock advances in the passes of the layers only, and each size is measured for 3 seconds.
-    assert seen[1].seconds_left == pytest.approx(6, rel=0.25)
-    assert 0 < seen[-1].seconds_left < 0.5 < seen[len(seen) // 2].seconds_left
 
 
 class Halving(Linear):

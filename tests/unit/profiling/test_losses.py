@@ -1,4 +1,4 @@
-"""Kind of a loss, from the losses of a few samples: mean or sum, and what it is a mean over."""
+"""Kind of a loss, from the losses of a few samples: mean or sum, and if it is a mean over samples."""
 
 from __future__ import annotations
 
@@ -9,47 +9,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_hetero.profiling.loss_check import MAX_NOISE, kind_of_loss
-from colossal_hetero.profiling.loss_mean import Evidence, Pair, decide
-
-CLASSES = 5
-
-
-def pair(share: float, error: float = 0.001, **shares: float) -> Pair:
-    return Pair(share, error, {"samples": 0.5, **shares})
+from colossal_hetero.profiling.loss_mean import Evidence, Pair, why_not_samples
 
 
 @pytest.mark.parametrize(
-    "pairs, expected",
+    ("pairs", "leaves_out", "why"),
     [
-        ([pair(0.5), pair(0.501)], "samples"),
-        ([pair(0.5), pair(0.46)], "other"),  # weights 1 and 1.17
-        ([pair(0.5), pair(0.46, error=0.03)], "samples"),  # rounding in bfloat16
-        ([pair(0.5), pair(0.2, error=0.2)], "samples"),  # shows nothing
-        ([pair(0.2, error=0.2), pair(math.nan, error=math.inf)], "undecided"),  # at ln(classes)
-        ([pair(math.nan, error=0.0)], "other"),  # a sum, or samples compared with each other
-        ([pair(0.75, tokens=0.75, next_tokens=0.8), pair(0.4, tokens=0.4, next_tokens=0.3)], "tokens"),
-        ([pair(0.8, tokens=0.75, next_tokens=0.8), pair(0.3, tokens=0.4, next_tokens=0.3)], "next_tokens"),
-        ([pair(0.75, tokens=0.75, next_tokens=0.75)], "undecided"),
-        ([pair(0.5, tokens=0.75)], "samples"),
-        ([pair(0.5, tokens=0.5)], "undecided"),  # some samples have ignored labels, but all equally many
+        ([Pair(0.5, 0.001), Pair(0.501, 0.001)], False, None),
+        ([Pair(0.5, 0.001), Pair(0.46, 0.001)], False, ""),  # weights 1 and 1.17
+        ([Pair(0.5, 0.001), Pair(0.46, 0.03)], False, None),  # rounding in bfloat16
+        ([Pair(0.5, 0.001), Pair(0.2, 0.2)], False, None),  # shows nothing
+        ([Pair(0.2, 0.2), Pair(math.nan, math.inf)], False, "no samples could be compared"),  # at ln(classes)
+        ([Pair(math.nan, 0.0)], False, ""),  # a sum, or samples compared with each other
+        ([Pair(0.75, 0.001)], True, ""),
+        ([Pair(0.5, 0.001)], True, "may leave labels out"),  # perhaps all equally many
     ],
 )
-def test_pairs_decide_or_ask(pairs: list[Pair], expected: str) -> None:
-    rivals = frozenset({"tokens", "next_tokens"})
-    assert decide([Evidence((), rivals=rivals), Evidence(tuple(pairs), rivals=rivals)]).kind == expected
-
-
-def test_the_experiment_with_labels_must_agree_with_the_pairs_of_all_ranks() -> None:
-    agrees = Evidence((pair(0.8, tokens=0.8),), "tokens")
-    assert decide([agrees, agrees]).kind == "tokens"
-    assert decide([agrees, Evidence((pair(0.5, tokens=0.8),), "tokens")]).kind == "other"
-    assert decide([agrees, Evidence((pair(0.8, tokens=0.8),), "next_tokens")]).kind == "other"
-    assert decide([agrees, Evidence(is_random=True)]).kind == "undecided"
-
-
-def test_a_known_count_is_suggested() -> None:
-    found = decide([Evidence((Pair(0.3, 0.001, {"samples": 0.5, "the weights of classes": 0.3}),))])
-    assert found.kind == "other" and "the weights of classes" in found.reason
+def test_pairs_show_a_mean_over_samples_or_another_one_or_nothing(
+    pairs: list[Pair], leaves_out: bool, why: str | None
+) -> None:
+    found = why_not_samples([Evidence(), Evidence(tuple(pairs), leaves_out)])
+    assert found == why if not why else found is not None and why in found
+    assert why_not_samples([Evidence(tuple(pairs)), Evidence(is_random=True)]) is not None
 
 
 losses = st.floats(1e-6, 1e6) | st.floats(-1e6, -1e-6)

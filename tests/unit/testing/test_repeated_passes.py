@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from colossal_hetero.testing.in_process import repeat_passes
+from colossal_hetero.testing.stragglers import repeat_passes
 
 
 def test_repeated_passes_change_only_the_time():

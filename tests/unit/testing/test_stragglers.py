@@ -50,26 +50,10 @@ def test_repeating_computes_a_product_factor_times_on_average(slowdown: float, p
 
         assert slow_down(product) == number
         assert int(slowdown) <= len(runs) - before <= int(slowdown) + 1, "repetitions are not spread evenly"
-        if number % 10 == 0:
-            slow_down.begin_iteration()
     assert len(runs) == pytest.approx(products, abs=1)
 
 
-@pytest.mark.parametrize("slowdown", [1.0, 1.5, 8.0])
-def test_the_sleep_is_proportional_to_the_time_of_the_product(slowdown: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, slept = 100.0, []
-    monkeypatch.setattr(module.time, "perf_counter", lambda: now)
-    monkeypatch.setattr(module.time, "sleep", slept.append)
-    slow_down = module._SleepSlowdown()
-    slow_down.factor = slowdown
-
-    def product() -> torch.Tensor:
-        nonlocal now
-        now += 0.25
-        return torch.ones(1)
-
-    assert torch.equal(slow_down(product), torch.ones(1))
-    assert slept == [pytest.approx((slowdown - 1) * 0.25)]
+# Injection -------------------------------------------------------------------------------------------------------
 
 
 class Optimizer:
@@ -102,17 +86,16 @@ def slowdowns_by_iteration(
     return seen
 
 
-@pytest.mark.parametrize("means", ["repeat", "sleep"])
-def test_injection_follows_the_schedule_by_iteration_and_by_epoch(means: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    by_iteration = dict(schedule="round-robin", period="iteration", means=means)
+def test_injection_follows_the_schedule_by_iteration_and_by_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_iteration = dict(schedule="round-robin", period="iteration")
     assert slowdowns_by_iteration(monkeypatch, 0, 5, **by_iteration) == [3.0, 1.0, 3.0, 1.0, 3.0]
     assert slowdowns_by_iteration(monkeypatch, 1, 5, **by_iteration) == [1.0, 3.0, 1.0, 3.0, 1.0]
-    by_epoch = dict(schedule="round-robin", means=means)
+    by_epoch = dict(schedule="round-robin")
     assert slowdowns_by_iteration(monkeypatch, 0, 7, 3, **by_epoch) == [3.0, 3.0, 3.0, 1.0, 1.0, 1.0, 3.0]
     # If the schedule changes every iteration, the length of an epoch makes no difference.
     assert slowdowns_by_iteration(monkeypatch, 0, 4, 3, **by_iteration) == [3.0, 1.0, 3.0, 1.0]
-    assert slowdowns_by_iteration(monkeypatch, 0, 3, means=means) == [3.0, 3.0, 3.0]
-    assert slowdowns_by_iteration(monkeypatch, 1, 3, means=means) == [1.0, 1.0, 1.0]
+    assert slowdowns_by_iteration(monkeypatch, 0, 3) == [3.0, 3.0, 3.0]
+    assert slowdowns_by_iteration(monkeypatch, 1, 3) == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +109,6 @@ def test_injection_follows_the_schedule_by_iteration_and_by_epoch(means: str, mo
         ),
         (dict(schedule="often"), "unknown schedule 'often'; valid are constant, round-robin, random"),
         (dict(period="often"), "unknown period 'often'; valid are iteration, epoch"),
-        (dict(means="often"), "unknown means 'often'; valid are repeat, sleep"),
         (dict(schedule="random"), "a random schedule that changes every epoch needs iterations_per_epoch"),
         (dict(), "has no tensor-parallel layers of colossal_hetero"),
     ],

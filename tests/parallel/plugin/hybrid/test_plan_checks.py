@@ -35,7 +35,7 @@ def check_refused(folder: Path) -> None:
         ),
         (r"pp_style='interleaved' contradicts the plan, which has '1f1b'", plan, dict(pp_style="interleaved")),
         (
-            r"pp_size=2\): a plan fixes the micro-batches of each pipeline",
+            r"pp_size=2\): a plan gives each pipeline the micro-batches",
             plan,
             dict(batches=BatchConfig(global_batch_size=8)),
         ),

@@ -8,11 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from colossalai.booster import Booster
 from torch import Tensor, nn
 
-from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin
-from tests.parallel.plugin.test_pipeline_batches import Images
 from tests.support.checks import Checks
 from tests.support.language_models import gpt2, tokens
 from tests.support.training import CLASSES, Trained, batch, boost, loss_of, ours, sgd, tiny_vit
@@ -86,19 +83,6 @@ def check_pipelines() -> None:
             execute(run, own_batch(run, number), synced=number == 2)
         finish(run)
         check_as_alone(run, [[1, 2]], tolerance=tolerance)
-
-
-@checks.on(4)
-def check_divided_batches() -> None:
-    plugin = HeteroHybridParallelPlugin(1, precision="fp32", batches=BatchConfig(global_batch_size=16), **STAGES)
-    booster = Booster(plugin=plugin)
-    loader = plugin.prepare_dataloader(Images())
-    model = tiny_vit()
-    model, optimizer, _, loader, _ = booster.boost(model, sgd(model), None, loader)
-    run = Trained([], model, optimizer, booster, plugin)
-    with booster.no_sync(model, optimizer):
-        booster.execute_pipeline(iter(loader), model, criterion, optimizer)
-    check_refused(run)
 
 
 @checks.on(2)

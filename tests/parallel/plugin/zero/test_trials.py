@@ -162,36 +162,6 @@ def train_normalized_alone(division: list[list[int]]) -> torch.Tensor:
     return flat(model)
 
 
-class Convolutions(nn.Module):
-    """Batch normalization of ``[N, C, L]`` and of ``[N, C]``, with and without parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.layers = nn.Sequential(
-            nn.Conv1d(1, 5, 3), nn.BatchNorm1d(5), nn.GELU(), nn.Flatten(), nn.Linear(25, 7),
-            nn.BatchNorm1d(7, affine=False, momentum=None), nn.Linear(7, 3),
-        )  # fmt: skip
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.layers(inputs[:, None, :7])
-
-
-@checks.on(2, [[0], [8]])
-@checks.on(2, [[7], [1]])
-@checks.on(3, [[4], [0], [4]])
-@unmeasured
-def synchronized_batch_normalization_equals_that_of_one_process(division: list[list[int]]) -> None:
-    """Also the running statistics, and if a rank has a single sample or none."""
-    alone = Convolutions()
-    expected = fit(alone, make_optimizer(alone, "sgd"), global_batches(Numbered(), 8)[: SAMPLES // 8])
-    for kind in chosen(PLUGINS, division):
-        run = boosted(kind, Convolutions(), division=division, loader=DROP_LAST, sync_batchnorm=True)
-        assert_trained([[run.fit()]], [kind], expected, atol=1e-5)
-        for buffer, wanted in zip(run.model.buffers(), alone.buffers(), strict=True):
-            torch.testing.assert_close(buffer.float(), wanted.float(), rtol=1e-4, atol=1e-5)
-
-
 def refuse_single_samples(folder: str) -> None:
     path = f"{folder}/profile.json"
     with pytest.raises(RuntimeError, match="batch normalization needs more than one value per channel"):

@@ -7,8 +7,6 @@ import torch
 
 from colossal_hetero.balance import clock as clocks
 from colossal_hetero.balance.clock import CpuClock, CudaClock, IterationTimes
-from colossal_hetero.balance.timeline import Segment
-from colossal_hetero.testing.stragglers import _CudaSleepSlowdown
 from tests.support.fake_device import FakeDevice
 
 
@@ -57,23 +55,6 @@ def run(clock: CudaClock, device: FakeDevice, parts: list[tuple[str, float]], ta
     clock.stop(tag)
 
 
-def test_cuda_sleep_slowdown_pauses_by_the_time_of_the_iteration_before(device: FakeDevice) -> None:
-    slow_down = _CudaSleepSlowdown()
-    device.slept.clear()
-    slow_down.factor = 4.0
-
-    def product() -> torch.Tensor:
-        device.milliseconds += 2.0
-        return torch.ones(1)
-
-    slow_down(product)
-    assert device.slept == []  # its time is not known yet
-    device.catch_up()
-    slow_down.begin_iteration()
-    slow_down(product)
-    assert device.slept == [pytest.approx(3 * 2e-3 * 1e9, rel=1e-6)]
-
-
 STRETCHES = [("other", 2.0), ("matmul", 5.0), ("block", 4.0), ("matmul", 1.0), ("matmul", 2.0), ("communication", 3.0)]
 """With a second of other work after them."""
 
@@ -86,47 +67,14 @@ def assert_parts(times: IterationTimes, unit: float) -> None:
     assert times.work_seconds == pytest.approx(15 * unit)
 
 
-def assert_segments(segments: tuple[Segment, ...], start: float, unit: float) -> None:
-    """Those of :data:`STRETCHES`, neighbors of one kind as one."""
-    expected = [("other", 0, 2), ("matmul", 2, 7), ("block", 7, 11), ("matmul", 11, 14), ("communication", 14, 17)]
-    expected.append(("other", 17, 18))
-    assert [segment.kind for segment in segments] == [kind for kind, _, _ in expected]
-    for segment, (_, first, last) in zip(segments, expected, strict=True):
-        assert segment[1:] == pytest.approx((start + first * unit, start + last * unit))
-
-
-def test_segments_are_kept_of_the_iterations_that_are_wanted(device: FakeDevice, host: HostSeconds) -> None:
-    clock = CpuClock()
-    assert run_on_host(clock, host, STRETCHES).segments == ()
-    clock.keep_segments = True
-    start = host.now
-    times = run_on_host(clock, host, STRETCHES)
-    assert_segments(times.segments, start, 1.0)
-    assert_parts(times, 1.0)
-    clock.mark("other")  # an evaluation
-    clock.keep_segments = False
-    assert run_on_host(clock, host, STRETCHES).segments == ()
-
+def test_parts_are_told_apart_with_and_without_details(device: FakeDevice, host: HostSeconds) -> None:
+    assert_parts(run_on_host(CpuClock(), host, STRETCHES), 1.0)
     cuda = CudaClock()
-    for tag, wanted in enumerate((False, True, False)):
-        cuda.keep_segments = wanted
+    for tag, cuda.detailed in enumerate((False, True, False)):
         run(cuda, device, STRETCHES, tag)
     device.catch_up()  # all are read late, when the wish has long changed
-    first, second, third = cuda.read()
-    assert first.segments == third.segments == ()
-    assert_segments(second.segments, 0.0, 1e-3)
-    assert_parts(second, 1e-3)
-
-
-def test_processes_of_one_machine_can_compare_their_times_and_gpus_cannot(
-    device: FakeDevice, host: HostSeconds
-) -> None:
-    base = run_on_host(CpuClock(), host, STRETCHES).time_base
-    assert base and base == run_on_host(CpuClock(), host, STRETCHES).time_base
-    clock = CudaClock()
-    run(clock, device, STRETCHES, tag=0)
-    device.catch_up()
-    assert clock.read()[0].time_base == ""
+    for times in cuda.read():
+        assert_parts(times, 1e-3)
 
 
 ATTENTION, MLP = 0, 1
@@ -228,10 +176,10 @@ def iterate(clock: CudaClock, device: FakeDevice, parts: list[tuple[str, float, 
     clock.stop()
 
 
-def test_inner_parts_take_events_only_in_iterations_with_segments(device: FakeDevice) -> None:
+def test_inner_parts_take_events_only_in_detailed_iterations(device: FakeDevice) -> None:
     clock = CudaClock()
     times, events = [], []
-    for clock.keep_segments in (True, False):
+    for clock.detailed in (True, False):
         before = device.recorded
         iterate(clock, device)
         events.append(device.recorded - before)
@@ -247,10 +195,9 @@ def test_inner_parts_take_events_only_in_iterations_with_segments(device: FakeDe
     # A product beside a collective is taken to be as long as the one before: 3 instead of 5 ms.
     assert merged.communication_seconds == pytest.approx(detailed.communication_seconds + 2.5e-3)
     assert merged.work_seconds + 2.5e-3 == pytest.approx(detailed.work_seconds)
-    # The parts of a block are told apart as they were in the last iteration with segments.
+    # The parts of a block are told apart as they were in the last detailed iteration.
     share = detailed.block_seconds / (detailed.block_seconds + detailed.matmul_seconds)
     assert merged.block_seconds == pytest.approx(share * (merged.block_seconds + merged.matmul_seconds))
-    assert merged.segments == ()
 
 
 def test_events_are_read_in_slices_while_there_is_time(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_hetero.balance import BalanceConfig, BalancePlan
+from colossal_hetero.balance.group_speed import GroupSpeed, KindWork
+from colossal_hetero.balance.plan import RankTimes
 from colossal_hetero.balance.ratios import Line, UnitKind, fastest_counts, slowest_seconds
 from colossal_hetero.balance.work_times import (
     MAX_PATIENCE,
@@ -17,7 +19,6 @@ from colossal_hetero.balance.work_times import (
     MIN_SLOPE,
     RELAX_AFTER,
     Damping,
-    EqualWork,
     WorkLine,
 )
 from tests.support.random_examples import IS_THOROUGH, examples
@@ -183,27 +184,17 @@ def test_a_wrong_measurement_cannot_turn_the_line_over() -> None:
         assert line.line(0.03).slope == pytest.approx(slope)
 
 
-@pytest.mark.parametrize(
-    ("load", "measured", "dense"),
-    [
-        (0.25, 1.2, 4.0),  # a quarter, and 0.2 s of overhead
-        *((1.5, 5.6, 4.0), (1.5, 6.5, 4.0)),  # larger products may be more efficient, and others' units take handling
-        *((1.5, 5.0, 5.0 / 1.275), (1.5, 7.0, 7.0 / 1.65)),
-        (1.5, 9.0, 6.0),  # neither, but another speed
-    ],
-)
-def test_times_at_another_load_are_scaled_to_the_full_share(load: float, measured: float, dense: float) -> None:
-    equal = EqualWork(2)
-    equal.normalize(5.0, 4.0, 1.0)
-    scaled = equal.normalize(1.0 + measured, measured, load)
-    assert scaled.matmul_seconds == pytest.approx(dense)
-    assert scaled.work_seconds == pytest.approx(1.0 + dense)
-
-
-@pytest.mark.parametrize("bad", [0.0, -0.5, float("nan")])
-def test_no_speed_without_work(bad: float) -> None:
-    with pytest.raises(ValueError, match="must be above zero"):
-        EqualWork(2).normalize(1.0, 0.5, bad)
+def test_times_at_another_load_are_scaled_to_the_full_share() -> None:
+    """Products of a quarter, with 0.2 s of overhead, and of one and a half, among kinds of 100 and 50 units."""
+    speed = GroupSpeed([100.0, 50.0], 2, BalanceConfig(mode="auto", warmup_iterations=0, patience=1))
+    assert speed.at_full_share(0, 5.0, 4.0, [100.0, 50.0]) == RankTimes(5.0, 4.0)
+    assert speed.at_full_share(0, 3.0, 2.0, [50.0, 25.0]) == RankTimes(5.0, 4.0)
+    for loads, movable in (([100.0, 50.0], [3.0, 1.0]), ([25.0, 12.5], [0.9, 0.3]), ([150.0, 75.0], [4.5, 1.5])):
+        for _ in range(12):
+            speed.observe([[KindWork(load, each, 0.5) for load, each in zip(loads, movable, strict=True)]] * 2)
+        found = speed.at_full_share(0, 1.0 + sum(movable), sum(movable), loads)
+        assert found.matmul_seconds == pytest.approx(4.0, rel=0.05)
+        assert found.work_seconds == pytest.approx(1.0 + found.matmul_seconds)
 
 
 # Flicker ---------------------------------------------------------------------------------------------------------

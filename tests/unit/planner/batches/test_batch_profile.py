@@ -35,7 +35,7 @@ def device(name: str = "fast", **changes: Any) -> DeviceProfile:
         "sample_bytes": 2 * GIB,
         "max_batch": 4,
         "memory_bound": True,
-        "points": [{"batch": 1, "seconds": 0.1}, {"batch": 4, "seconds": 0.25, "forward_seconds": 0.1}],
+        "points": [{"batch": 1, "seconds": 0.1}, {"batch": 4, "seconds": 0.25}],
         "flops": 1e12,
     }
     return DeviceProfile(**{**values, **changes})
@@ -61,7 +61,7 @@ def test_a_saved_profile_loads_unchanged(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
     text = path.read_text()
     assert json.loads(text)["schema"] == 1
-    assert '{ "batch": 1, "seconds": 0.1, "forward_seconds": null }' in text  # one line per point, easy to edit
+    assert '{ "batch": 1, "seconds": 0.1 }' in text  # one line per point, easy to edit
 
 
 def test_curves_communication_and_flops_of_a_profile() -> None:
@@ -137,7 +137,6 @@ def test_a_profile_of_another_run_is_rejected() -> None:
         (lambda content: content.pop("schema"), 'it has no "schema"'),
         (put("kinds", 0, "points", 1, "seconds", value=-0.1), r"kinds\[0\].points\[1\].seconds is -0.1: must be"),
         (put("kinds", 0, "points", 0, "batch", value=4), r"kinds\[0\].points: duplicate batch 4"),
-        (put("kinds", 0, "points", 0, "forward_seconds", value=1), r"forward_seconds=1.0 is more than seconds=0.1"),
         (put("kinds", 0, "points", value=[]), "max_batch=4, but there are no points; measure"),
         (put("kinds", 1, "memory_bound", value=1), "memory_bound is 1: must be true or false"),
         (put("model", value=[]), r"model is \[\]: must be an object"),

@@ -3,14 +3,13 @@ computes ``e`` shards in turn by the layers' code, as ``e`` processes would up t
 
 from __future__ import annotations
 
-import copy
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from ..layers.linear import HeteroLinear
+from colossal_hetero.layers.linear import HeteroLinear
 
 
 class InProcessShard(HeteroLinear):
@@ -89,47 +88,3 @@ def shard_in_process(model: VisionTransformer, ranks: int) -> list[dict[str, InP
             for rank, shard in enumerate(layer.shards):
                 shards[rank][f"blocks.{number}.{name}"] = shard
     return shards
-
-
-# Repeated passes -----------------------------------------------------------------------------------------------------
-
-
-class _BeforeBackward(torch.autograd.Function):
-    """The identity, whose backward pass calls ``action`` with the gradient first."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, action: Any) -> Tensor:
-        ctx.action = action
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        ctx.action(gradient)
-        return gradient, None
-
-
-def repeat_passes(model: nn.Module, times: int) -> None:
-    """Run every forward and backward pass of ``model`` in training ``times`` times from now on. More passes run in a
-    copy outside of the model, whose gradients, hooks and sharded memory stay the same; it needs the memory of a pass.
-    """
-    if times == 1:
-        return
-    twin = copy.deepcopy(model)
-
-    def run_again(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor | None:
-        if not (module.training and torch.is_grad_enabled()):
-            return None
-        first = inputs[0].detach()
-        twin.to(first)  # the device and the precision that a plugin has chosen
-        parameters = list(twin.parameters())
-        for _ in range(times - 2):
-            twin(first)
-        again = twin(first)
-
-        def backward_again(gradient: Tensor) -> None:
-            for left in reversed(range(times - 1)):
-                torch.autograd.grad(again, parameters, gradient.to(again.dtype), retain_graph=left > 0)
-
-        return _BeforeBackward.apply(output, backward_again)
-
-    model.register_forward_hook(run_again)

@@ -12,7 +12,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 import colossal_hetero.layers as ours
-from colossal_hetero.testing.in_process import InProcessLinear, shard_in_process
+from benchmarks.in_process import InProcessLinear, shard_in_process
 from tests.support.harness import run_ranks
 
 

@@ -1,4 +1,7 @@
-"""A checkpoint saved at one ZeRO stage and loaded at another continues the training of one process."""
+"""A checkpoint continues the training as if it had not been interrupted, or is refused at another ZeRO stage.
+
+The reference is one process that trains on the same global batches without an interruption.
+"""
 
 from __future__ import annotations
 
@@ -148,9 +151,18 @@ class Run:
                         entry.add_(5.0)
 
 
+def can_load(source: str, target: str, parts: str) -> bool:
+    """True if parameters have the same numbers; frozen ones have none at stages 1 and 2."""
+    stages = LAYOUTS[source][0], LAYOUTS[target][0]
+    return stages[0] == stages[1] or (3 not in stages and (parts == "one group" or 0 not in stages))
+
+
 @unmeasured
 def exchange(kind: str, parts: str, folder: str) -> dict[tuple[str, str, bool], torch.Tensor]:
-    """Save in each layout in the middle of the second epoch, and finish it in each layout from each checkpoint."""
+    """Save in each layout in the middle of the second epoch, and finish it from each checkpoint that can be loaded.
+
+    Returns the parameters by the layout of saving, that of loading, and whether checkpoints were sharded.
+    """
     place = Path(folder)
     runs = {layout: Run(layout, kind, parts, place) for layout in LAYOUTS}
     for layout, run in runs.items():
@@ -163,6 +175,11 @@ def exchange(kind: str, parts: str, folder: str) -> dict[tuple[str, str, bool], 
         for other, source in enumerate(LAYOUTS):
             for sharded in (False, True) if IS_THOROUGH else ((number + other) % 2 == 1,):
                 run.spoil()
+                if not can_load(source, target, parts):
+                    stage, _ = LAYOUTS[source]
+                    with pytest.raises(RuntimeError, match=f"ZeRO stage {stage}.*; use stage={stage}, the model"):
+                        run.load(place / source, sharded)
+                    continue
                 run.load(place / source, sharded)
                 run.train(1)
                 found[source, target, sharded] = flat(run.model)
@@ -173,11 +190,11 @@ def exchange(kind: str, parts: str, folder: str) -> dict[tuple[str, str, bool], 
 def resume(kind: str, parts: str, folder: str) -> dict[tuple[str, str, bool], torch.Tensor]:
     """As :func:`exchange`, of one checkpoint for each layout that other ranks have saved."""
     found = {}
-    for target, source in zip(LAYOUTS, reversed(LAYOUTS), strict=True):
-        run = Run(target, kind, parts, Path(folder))
-        run.load(Path(folder) / source, True)
+    for layout in LAYOUTS:
+        run = Run(layout, kind, parts, Path(folder))
+        run.load(Path(folder) / layout, True)
         run.train(1)
-        found[source, target, True] = flat(run.model)
+        found[layout, layout, True] = flat(run.model)
     return found
 
 
@@ -194,10 +211,10 @@ if IS_THOROUGH:
 
 
 @pytest.mark.parametrize("kind, parts", KINDS_AND_PARTS)
-def test_training_continues_at_any_stage_and_on_more_ranks(kind: str, parts: str, tmp_path: Path) -> None:
+def test_training_continues_at_the_same_stage_and_on_more_ranks(kind: str, parts: str, tmp_path: Path) -> None:
     expected = train_alone(kind, parts)
-    cases = (2 if IS_THOROUGH else 1) * len(LAYOUTS) ** 2
-    for ranks, function, count in ((2, exchange, cases), (3, resume, len(LAYOUTS))):
+    loads = sum(can_load(source, target, parts) for source in LAYOUTS for target in LAYOUTS)
+    for ranks, function, count in ((2, exchange, loads * (2 if IS_THOROUGH else 1)), (3, resume, len(LAYOUTS))):
         for found in run_ranks(ranks, function, kind, parts, str(tmp_path), timeout_seconds=400):
             assert len(found) == count
             assert_trained([list(found.values())], [f"{case}, {ranks} ranks" for case in found], expected, atol=1e-5)
