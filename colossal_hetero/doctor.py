@@ -1,9 +1,7 @@
 """Watch a distributed training script and say which rank is slow, why, what it costs, and what would help.
 
-    torchrun --standalone --nproc-per-node 2 -m colossal_hetero.doctor train.py --its --flags
-
-or, in a script, before it imports functions of ``torch.distributed`` by name:
-``from colossal_hetero.doctor import watch; watch()``. See ``docs/doctor.md``.
+``torchrun … -m colossal_hetero.doctor train.py``; or in a script, before it imports functions of ``torch.distributed``
+by name: ``from colossal_hetero.doctor import watch; watch()``. See ``docs/doctor.md``.
 """
 
 from __future__ import annotations
@@ -33,10 +31,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Column, Table
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import dataloader
+
+from .common.tables import make_table, number_column
 
 # Decisions: numbers in, findings out ----------------------------------------------------------------------------------
 
@@ -84,11 +83,6 @@ class Window:
         used = self.forward_cpu + self.rest_cpu
         return used / (used + self.delay) if used else 1.0
 
-    @property
-    def asleep(self) -> float:
-        """Time of forward passes in which the thread neither computed nor wanted a core."""
-        return self.forward - self.forward_cpu - self.delay
-
 
 Ranks = Sequence[Sequence[Window]]  # the windows of each rank
 
@@ -104,21 +98,22 @@ class Link:
 
 @dataclass(frozen=True)
 class Finding:
-    """``cause`` is ``compute``, ``loader``, ``network``, ``memory`` or ``host``; no ``ranks``: all of them.
-
-    ``seconds`` is what it costs per iteration, ``predicted_seconds`` an iteration after the remedy, or a lower bound.
-    """
-
-    cause: str
-    ranks: tuple[int, ...]
-    seconds: float
-    predicted_seconds: float
+    cause: str  # compute, loader, network, memory or host
+    ranks: tuple[int, ...]  # none: all of them
+    seconds: float  # that it costs per iteration
+    predicted_seconds: float  # of an iteration after the remedy, or a lower bound
     why: str
     remedy: str
 
 
 def typical(windows: Sequence[Window], field: str) -> float:
     return median(getattr(window, field) for window in windows)
+
+
+def in_same_windows(ranks: Ranks, field: str) -> list[list[float]]:
+    """The values of all ranks, for each window that all ranks have."""
+    values = [{window.number: getattr(window, field) for window in windows} for windows in ranks]
+    return [[each[number] for each in values] for number in sorted(set.intersection(*map(set, values)))]
 
 
 def excess(ranks: Ranks, rank: int, field: str) -> tuple[float, float]:
@@ -128,14 +123,13 @@ def excess(ranks: Ranks, rank: int, field: str) -> tuple[float, float]:
     error comes from differences of successive windows: of normal noise the median of their absolute values is
     0.6745·√2·σ, and the standard error of a median of n is 1.2533·σ/√n.
     """
-    values = [{window.number: getattr(window, field) for window in windows} for windows in ranks]
-    common = sorted(set.intersection(*(set(each) for each in values)))
-    if len(common) < MIN_WINDOWS:
+    rows = in_same_windows(ranks, field)
+    if len(rows) < MIN_WINDOWS:
         return 0.0, float("inf")
-    others = [each for other, each in enumerate(values) if other != rank]
-    more = [values[rank][number] - median(each[number] for each in others) for number in common]
+    more = [row[rank] - median(row[:rank] + row[rank + 1 :]) for row in rows]
     steps = [abs(after - before) for before, after in pairwise(more)]
-    overall = typical(ranks[rank], field) - median(median(each.values()) for each in others)
+    others = [typical(windows, field) for other, windows in enumerate(ranks) if other != rank]
+    overall = typical(ranks[rank], field) - median(others)
     return min(median(more), overall), 1.2533 * median(steps) / (0.6745 * 2**0.5) / len(more) ** 0.5
 
 
@@ -148,16 +142,11 @@ def slow_ranks(ranks: Ranks, field: str) -> dict[int, float]:
 
 def communication(ranks: Ranks) -> float:
     """Time in communication of the rank that waits least, so that nobody is late for it."""
-    values = [{window.number: window.wait for window in windows} for windows in ranks]
-    common = set.intersection(*(set(each) for each in values))
-    return median(min(each[number] for each in values) for number in common) if common else 0.0
+    return median([min(row) for row in in_same_windows(ranks, "wait")] or [0.0])
 
 
 def balanced_seconds(ranks: Ranks) -> float:
-    """Iteration when each rank has work that fits its speed: total work over total speed, and what is not work.
-
-    With the work times t_r, the longest loader time l and the communication c: ``N / Σ 1/t_r + l + c``.
-    """
+    """Iteration when each rank has work that fits its speed: ``N / Σ 1/t_r``, the longest loader, communication."""
     speed = sum(1 / max(typical(windows, "own"), 1e-9) for windows in ranks)
     return len(ranks) / speed + max(typical(windows, "loader") for windows in ranks) + communication(ranks)
 
@@ -213,7 +202,8 @@ def _why(cause: str, rank: int, ranks: Ranks) -> str:
         return f"{why}; its GPU is idle while the host launches operations"
     if not windows[-1].gpu and shares[rank] < 0.8 * max(shares):
         return f"{why}; it gets {shares[rank]:.0%} of a core: a CPU quota, or other programs on its core"
-    if not windows[-1].gpu and typical(windows, "asleep") > 0.5 * typical(windows, "forward"):
+    forward, computed = typical(windows, "forward"), typical(windows, "forward_cpu")
+    if not windows[-1].gpu and forward - computed - typical(windows, "delay") > 0.5 * forward:
         return f"{why}; its forward pass sleeps, or waits for something that is no collective"
     return f"{why}; it computes all the time: a slower or throttled device, or more work"
 
@@ -236,22 +226,21 @@ def needs_links(ranks: Ranks) -> bool:
 
 def _slow_links(links: Sequence[Link], wall: float, spent: float) -> list[Finding]:
     """A rank whose links are all slower than those between the others, or a link slower than the others, or all."""
-    members = sorted({rank for link in links for rank in link.ranks})
-    suspects = [((rank,), [link for link in links if rank in link.ranks]) for rank in members]
-    for ranks, own in [*suspects, *((link.ranks, [link]) for link in links)]:
+    alone = [(rank,) for rank in sorted({rank for link in links for rank in link.ranks})]
+    for ranks in [*alone, *(link.ranks for link in links)]:
+        own = [link for link in links if set(ranks) <= set(link.ranks)]
         others = [link for link in links if link not in own]
         if others:
             small, large = median(e.small_seconds for e in others), median(e.large_seconds for e in others)
-            late = [link.small_seconds > max(5 * small, 1e-3) or link.large_seconds > 2 * large for link in own]
-            if all(late):
-                return [_network(ranks, max(own, key=lambda e: e.large_seconds), large, wall, spent)]
-    if median(link.large_seconds for link in links) > SLOW_MESSAGE_SECONDS:
-        return [_network((), max(links, key=lambda e: e.large_seconds), 0.0, wall, spent)]
-    return []
+            if all(e.small_seconds > max(5 * small, 1e-3) or e.large_seconds > 2 * large for e in own):
+                return [_network(ranks, own, large, wall, spent)]
+    all_are = median(link.large_seconds for link in links) > SLOW_MESSAGE_SECONDS
+    return [_network((), links, 0.0, wall, spent)] if all_are else []
 
 
-def _network(ranks: tuple[int, ...], link: Link, usual: float, wall: float, spent: float) -> Finding:
+def _network(ranks: tuple[int, ...], own: Sequence[Link], usual: float, wall: float, spent: float) -> Finding:
     """The gain is at most the communication times the part of a message by which the link exceeds the others."""
+    link = max(own, key=lambda e: e.large_seconds)
     gain = spent * max(1 - usual / link.large_seconds, 0.0)
     elsewhere = f", elsewhere {_ms(usual)}" if usual else ""
     why = (
@@ -287,9 +276,8 @@ COLLECTIVES = (
 )
 WARMUP = 5  # iterations before those whose duration sets how often to measure
 SAMPLE_SECONDS, WINDOW_SECONDS = 0.1, 1.0  # from one measured iteration to the next, and of a window
-MAX_WINDOWS = 120
+MAX_WINDOWS, MAX_ROUNDS = 120, 15  # a rank keeps so many windows, and measures links to so many others
 LARGE_BYTES, TRIPS = 1 << 20, 5
-MAX_ROUNDS = 15  # each rank measures links to at most so many others
 LAST_WAIT_SECONDS = 5.0  # for the last windows of other ranks, at the end of rank 0
 
 
@@ -302,9 +290,8 @@ class Recorder:
         self.store: Any = None
         self.optimizer: Callable[[], Any] = lambda: None
         self.other_steps: Counter[int] = Counter()
-        self.beginnings = 0
         self.hooks: list[Any] = []
-        self.is_off = False
+        self.is_off, self.beginnings = False, 0
         self.schedule: tuple[int, int, int] | None = None  # iterations between samples, of a window, first iteration
         self._restart()
 
@@ -312,27 +299,24 @@ class Recorder:
         """Begin anew with the iterations of this optimizer, at the same step on all ranks."""
         self.optimizer = weakref.ref(optimizer)
         self.beginnings += 1
-        self.rank, self.world_size, self.backend = dist.get_rank(), dist.get_world_size(), dist.get_backend()
-        place = f"colossal_hetero.doctor/{self.beginnings}"
-        self.store = dist.PrefixStore(place, dist.distributed_c10d._get_default_store())
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        store = dist.distributed_c10d._get_default_store()
+        self.store = dist.PrefixStore(f"colossal_hetero.doctor/{self.beginnings}", store)
         self._measure_forward(False)
-        self.iteration = 0
+        self.iteration, self.schedule = 0, None
         self.ends: list[float] = []
-        self.schedule = None
         self.windows: deque[str] = deque(maxlen=MAX_WINDOWS)  # as JSON, which takes long to write
         self.samples: list[tuple[dict[str, float], list[Any]]] = []
         self.calls: set[tuple[str, str]] = set()
         self.probe_at: int | None = None
-        self.look_after = self.after / 2  # seconds until rank 0 looks whether links have to be measured
-        self.reported = False
+        self.reported, self.look_after = False, self.after / 2  # seconds until rank 0 looks at communication
 
     def _restart(self) -> None:
         self.stack, self.depth = ["rest"], 0
         self.times = {phase: [0.0, 0.0] for phase in ("rest", "forward", "loader", "wait")}
         self.events: list[Any] = []
         self.counters = _counters() if self.hooks else {}
-        self.last = (time.perf_counter(), time.thread_time())
-        self.started = self.last[0]
+        self.last = self.started = (time.perf_counter(), time.thread_time())
 
     def _charge(self) -> None:
         now = (time.perf_counter(), time.thread_time())
@@ -358,12 +342,12 @@ class Recorder:
     def timed(self, phase: str, function: Callable) -> Callable:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not self.enter(phase, function.__name__):
-                return function(*args, **kwargs)
+            entered = self.enter(phase, function.__name__)
             try:
                 return function(*args, **kwargs)
             finally:
-                self.leave()
+                if entered:
+                    self.leave()
 
         return call
 
@@ -396,13 +380,8 @@ class Recorder:
         """Called after each step of each optimizer. Those of the one that steps most often are the iterations."""
         if self.is_off or threading.get_ident() != self.thread or not dist.is_initialized():
             return
-        is_known = self.optimizer() is optimizer
-        if is_known and not self.hooks and self.schedule and (self.iteration + 1) % self.schedule[0]:
-            self.iteration += 1
-            self.other_steps.clear()
-            return
         try:
-            if not is_known:
+            if self.optimizer() is not optimizer:
                 self.other_steps[id(optimizer)] += 1
                 if self.optimizer() is not None and self.other_steps[id(optimizer)] < 3:
                     return
@@ -442,7 +421,7 @@ class Recorder:
     def _sample(self, length: int) -> None:
         rest, forward, loader, _ = self.times.values()
         sample = {name: value - self.counters[name] for name, value in _counters().items()}
-        sample |= {"number": (self.iteration - 1) // length, "wall": self.last[0] - self.started}
+        sample |= {"number": (self.iteration - 1) // length, "wall": self.last[0] - self.started[0]}
         sample |= {"forward": forward[0], "forward_cpu": forward[1], "rest_cpu": rest[1], "loader": loader[0]}
         self.samples.append((sample, self.events))
 
@@ -457,9 +436,7 @@ class Recorder:
         self.probe_at = self.probe_at or self._get("probe_at")
         if self.iteration == self.probe_at:
             self._set(f"links/{self.rank}", self._measure_links())
-        passed = time.perf_counter() - self.ends[0]
-        if self.rank > 0:
-            return
+        passed = time.perf_counter() - self.ends[0] if self.rank == 0 else 0.0
         if self.probe_at is None and passed > self.look_after:
             self.look_after *= 2
             if needs_links(self._all_windows()):
@@ -469,7 +446,7 @@ class Recorder:
             self.report()
 
     def _set(self, key: str, value: Any) -> None:
-        self.store.set(key, json.dumps(value, default=asdict))
+        self.store.set(key, json.dumps(value))
 
     def _get(self, key: str, default: Any = None) -> Any:
         return json.loads(self.store.get(key)) if self.store.check([key]) else default
@@ -477,33 +454,25 @@ class Recorder:
     def _all_windows(self) -> list[list[Window]]:
         return [[Window(**each) for each in self._get(f"windows/{rank}", [])] for rank in range(self.world_size)]
 
-    def _measure_links(self) -> list[Link]:
-        """Links between this rank and those of higher number, measured by all ranks in the same order.
-
-        In each round every rank has one partner, over a group that only this measurement knows.
-        """
+    def _measure_links(self) -> list[tuple[tuple[int, int], float, float]]:
+        """Links to ranks of higher number. In each round every rank has one partner, over a group of their own."""
         store, timeout = dist.PrefixStore("links", self.store), timedelta(seconds=20)
-        on_gpu = "nccl" in self.backend
-        if on_gpu:
-            torch.cuda.synchronize()
+        on_gpu = "nccl" in dist.get_backend()
         kind: Any = dist.ProcessGroupNCCL if on_gpu else dist.ProcessGroupGloo
         group = kind(store, self.rank, self.world_size, timeout)
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        links = []
+        measured = []
         for round_ in range(1, min(1 << (self.world_size - 1).bit_length(), MAX_ROUNDS + 1)):
             partner = self.rank ^ round_
             if partner < self.world_size:
                 small, large = (_trip_seconds(group, self.rank, partner, size, device) for size in (1, LARGE_BYTES))
-                links.append(Link((self.rank, partner), small, large))
-        return [link for link in links if link.ranks[0] < link.ranks[1]]
+                measured.append(((self.rank, partner), small, large))
+        return [each for each in measured if each[0][0] < each[0][1]]
 
     def report(self) -> None:
         ranks = self._all_windows()
-        links = [
-            Link(**(link | {"ranks": tuple(link["ranks"])}))
-            for rank in range(self.world_size)
-            for link in self._get(f"links/{rank}", [])
-        ]
+        told = [link for rank in range(self.world_size) for link in self._get(f"links/{rank}", [])]
+        links = [Link(tuple(ranks), *seconds) for ranks, *seconds in told]
         if min(map(len, ranks)) < MIN_WINDOWS:
             print("colossal_hetero.doctor: too few iterations to judge.", file=sys.stderr)
             return
@@ -516,9 +485,8 @@ class Recorder:
 
     def _parallelism(self) -> str:
         names = {name for _, name in self.calls}
-        if names & {"batch_isend_irecv", "send", "recv"}:
-            return "pipeline"
-        return "tensor" if ("forward", "all_reduce") in self.calls else "data"
+        sends = names & {"batch_isend_irecv", "send", "recv"}
+        return "pipeline" if sends else "tensor" if ("forward", "all_reduce") in self.calls else "data"
 
     def finish(self) -> None:
         """The last report, when the interpreter exits. A rank that is gone is not waited for for long."""
@@ -528,22 +496,20 @@ class Recorder:
         with suppress(Exception):
             self._set(f"done/{self.rank}", True)
             if self.rank == 0 and self.schedule is not None:
-                end = time.monotonic() + (0 if hasattr(sys, "last_value") else LAST_WAIT_SECONDS)
-                keys = [f"done/{rank}" for rank in range(self.world_size)]
-                while time.monotonic() < end and not self.store.check(keys):
-                    time.sleep(0.05)
+                wait = timedelta(seconds=0.05 if hasattr(sys, "last_value") else LAST_WAIT_SECONDS)
+                with suppress(RuntimeError):
+                    self.store.wait([f"done/{rank}" for rank in range(self.world_size)], wait)
                 self.report()
 
 
 def _counters() -> dict[str, float]:
     """What the system has counted so far for this process, and its delay for this thread."""
-    delay = 0.0
+    counted: dict[str, float] = {"faults": resource.getrusage(resource.RUSAGE_SELF).ru_majflt}
     with suppress(OSError, IndexError):
-        delay = int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
-    on_gpu = torch.cuda.is_initialized()
-    retries = torch.cuda.memory_stats_as_nested_dict().get("num_alloc_retries", 0) if on_gpu else 0
-    return {"delay": delay, "faults": faults, "retries": retries}
+        counted["delay"] = int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    if torch.cuda.is_initialized():
+        counted["retries"] = torch.cuda.memory_stats_as_nested_dict().get("num_alloc_retries", 0)
+    return counted
 
 
 def _record(events: list[Any]) -> None:
@@ -562,29 +528,26 @@ def _trip_seconds(group: Any, rank: int, partner: int, size: int, device: torch.
     """Seconds in one direction: half of the shortest round trip, which other programs disturb least."""
     message = torch.zeros(size, dtype=torch.uint8, device=device)
     seconds = []
-    for _ in range(TRIPS + 1):  # the first one connects
+    for _ in range(TRIPS + 1):  # the first one connects, and waits for a GPU
         start = time.perf_counter()
         for move in (group.send, group.recv) if rank < partner else (group.recv, group.send):
             move([message], partner, 0).wait()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        _ = message[0].item()
         seconds.append(time.perf_counter() - start)
     return min(seconds[1:]) / 2
 
 
 def show(ranks: Ranks, sentences: Sequence[str]) -> None:
-    names = ("rank", "iteration", "forward", "other work", "loader", "communication", "CPU share")
-    columns = (Column(name, justify="right") for name in names)
-    table = Table(*columns, title="colossal_hetero.doctor: milliseconds per iteration")
+    columns = map(number_column, ("rank", "iteration", "forward", "other work", "loader", "communication", "CPU share"))
+    lines = []
     for rank, windows in enumerate(ranks):
         own, gpu = typical(windows, "own"), typical(windows, "gpu")
         forward = gpu or typical(windows, "forward")
-        cells = [typical(windows, "wall"), forward, max(own - forward, 0.0)]
-        cells += [typical(windows, "loader"), typical(windows, "wait")]
-        share = "" if gpu else f"{typical(windows, 'cpu_share'):.0%}"
-        table.add_row(str(rank), *(f"{seconds * 1e3:.1f}" for seconds in cells), share)
+        rest = max(own - forward, 0.0), typical(windows, "loader"), typical(windows, "wait")
+        cells = [f"{seconds * 1e3:.1f}" for seconds in (typical(windows, "wall"), forward, *rest)]
+        lines.append([str(rank), *cells, "" if gpu else f"{typical(windows, 'cpu_share'):.0%}"])
     console = Console(file=sys.stderr, width=80)
-    console.print(table)
+    console.print(make_table([*columns], lines, title="colossal_hetero.doctor: milliseconds per iteration"))
     for sentence in sentences:
         console.print(sentence, highlight=False, markup=False)
 
@@ -601,10 +564,9 @@ def watch(after: float = 60.0, json_path: str | Path | None = None) -> None:
     recorder = Recorder(after, None if json_path is None else Path(json_path))
     _watched.append(recorder)
     for name in COLLECTIVES:
-        if hasattr(dist, name):
-            wrapped = recorder.timed("wait", getattr(dist, name))
-            for module in (dist, dist.distributed_c10d):
-                setattr(module, name, wrapped)
+        for module in (dist, dist.distributed_c10d):
+            if hasattr(module, name):
+                setattr(module, name, recorder.timed("wait", getattr(module, name)))
     dist.Work.wait = recorder.timed("wait", dist.Work.wait)  # type: ignore[method-assign]
     base: Any = dataloader._BaseDataLoaderIter
     base.__next__ = recorder.timed("loader", base.__next__)

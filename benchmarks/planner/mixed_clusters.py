@@ -7,7 +7,7 @@ number of blocks, with ranks as launched. "Alone" is the planner's best plan for
 others. A plan for all kinds may leave devices out, so it should never be slower than any of these; the last line says
 whether it is. One cost model predicts all of them; no two kinds were run together. `benchmarks.planner.measured_plans`
 compares the model with iterations that were run. A plan may use the nominal memory of a device.
-`benchmarks.data_parallel.clusters` is about dividing batches instead of layers.
+`benchmarks.papers.poplar` is about dividing batches instead of layers.
 
 Times and bandwidths were measured by the authors of Sailor (SOSP 2025, github.com/eth-easl/sailor, MIT, © 2023 ETH
 Zurich), in single precision with TF32 matrix products. The times of GPT-Neo-2.7 on GH200 are estimated; see

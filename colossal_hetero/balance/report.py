@@ -8,11 +8,11 @@ from statistics import fmean, median
 from typing import Any
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..common.tables import make_table, number_column, word_column
 from ..common.text import duration, numbers_of
 
 # Records -------------------------------------------------------------------------------------------------------------
@@ -233,23 +233,18 @@ def rank_table(report: BalanceReport, slowdowns: Mapping[int, float] | None = No
     """A row per rank: medians of times in ms, shares moved, and speed: the fastest rank's time for the same work over
     this rank's (``vs fastest``), and this rank's best time so far over its present one (``vs own best``)."""
     # Up to ten columns have to fit in 80 characters.
-    table = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False, title_justify="left")
-    table.title = "An iteration, by rank (medians, times in ms)"
     moved = [name for name in MOVED if any(getattr(rank, name) for rank in report.ranks)]
     slowed = ["slowed"] if slowdowns is not None else []
-    table.add_column("rank")
-    for heading in (*slowed, "work", "matmul", "wait", *moved, "vs fastest", "vs own best"):
-        table.add_column(heading, justify="right")
+    titles = (*slowed, "work", "matmul", "wait", *moved, "vs fastest", "vs own best")
+    columns = [word_column("rank"), *map(number_column, titles)]
+    lines = []
     for rank in report.ranks:
         slowdown = 1.0 if slowdowns is None else slowdowns.get(rank.rank, 1.0)
-        table.add_row(
-            str(rank.rank),
-            *([f"× {slowdown:g}" if slowdown > 1 else ""] if slowed else []),
-            *(f"{seconds * 1e3:.0f}" for seconds in (rank.work_seconds, rank.matmul_seconds, rank.wait_seconds)),
-            *(f"{getattr(rank, name):.0%}" for name in moved),
-            *(f"{score:.2f}" for score in (rank.relative_score, rank.own_score)),
-        )
-    return table
+        cells = [str(rank.rank), *([f"× {slowdown:g}" if slowdown > 1 else ""] if slowed else [])]
+        cells += [f"{seconds * 1e3:.0f}" for seconds in (rank.work_seconds, rank.matmul_seconds, rank.wait_seconds)]
+        cells += [f"{getattr(rank, name):.0%}" for name in moved]
+        lines.append([*cells, f"{rank.relative_score:.2f}", f"{rank.own_score:.2f}"])
+    return make_table(columns, lines, title="An iteration, by rank (medians, times in ms)")
 
 
 def comparison_text(report: BalanceReport, balanced: bool) -> str:

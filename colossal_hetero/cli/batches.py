@@ -24,7 +24,7 @@ from .common import check_outputs, errors_on_one_line, make_console
 )
 @click.option(
     "--method",
-    type=click.Choice(["exact", "uniform", "flops", "adapt"]),
+    type=click.Choice(["exact", "uniform", "flops", "adapt", "poplar"]),
     default="exact",
     show_default=True,
     help="Rule that divides the global batch.",

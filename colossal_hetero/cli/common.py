@@ -16,8 +16,7 @@ from ..common.atomic_files import check_writable
 from ..common.text import MarkedError, check_matplotlib, check_name
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
+    from ..common.tables import ReportConsole
     from ..planner.cluster.topology import Topology
     from ..planner.profile.layer_profile import ModelProfile
 
@@ -166,14 +165,10 @@ def _in_words(error: Exception) -> str:
     return errors_in_words(error, ()) if isinstance(error, ValidationError) else str(error)
 
 
-def make_console() -> Console:
-    """A console of 140 characters width if the output is not a terminal."""
-    from rich.console import Console
+def make_console() -> ReportConsole:
+    from ..common.tables import ReportConsole
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 140
-    return console
+    return ReportConsole()
 
 
 def load_inputs(cluster: Path, profile: Path, memory_reserve: float | None = None) -> tuple[Topology, ModelProfile]:

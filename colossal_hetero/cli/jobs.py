@@ -28,16 +28,13 @@ def checkpoint() -> None:
 @folder_argument
 def list_checkpoints(folder: Path) -> None:
     """List the checkpoints in FOLDER: step, time, size, plan, and whether they are complete."""
-    from rich.table import Table
-
     from ..checkpoint.places import entries
+    from ..common.tables import make_table, word_column
 
     with errors_on_one_line():
         found = entries(folder)
-    table = Table("folder", "step", "epoch", "saved (UTC)", "size", "files", "ranks", "plan", "of node", "state")
-    for entry in found:
-        table.add_row(*_cells(entry))
-    make_console().print(table)
+    titles = ("folder", "step", "epoch", "saved (UTC)", "size", "files", "ranks", "plan", "of node", "state")
+    make_console().print(make_table([word_column(title) for title in titles], [_cells(entry) for entry in found]))
     for entry in found:
         for fault in entry.faults:
             click.echo(f"{entry.name}: {fault}")

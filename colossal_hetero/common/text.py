@@ -37,6 +37,8 @@ def times(*columns: Sequence[float]) -> tuple[Any, ...]:
 
 
 def duration(seconds: float) -> str:
+    if seconds == 0.0:
+        return "0 s"
     unit, (text,) = times([seconds])
     return f"{text} {unit}"
 

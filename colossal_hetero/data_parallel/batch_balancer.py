@@ -11,12 +11,12 @@ from itertools import groupby
 from statistics import fmean
 
 import torch.distributed as dist
-from rich.box import SIMPLE_HEAD
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from ..common.ranks import of_every_rank, print_on_rank_0
+from ..common.tables import make_table, number_column, word_column
 from ..common.text import count, duration, numbers_of, times
 from ..planner.batches.allocation import Allocation
 from ..planner.batches.batch_profile import BatchProfile
@@ -83,18 +83,17 @@ class BatchReport:
 
 
 def batch_table(report: BatchReport) -> Table:
-    table = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False, title_justify="left")
     source = "measured" if report.is_measured else "predicted"
     unit, work, wait = times(
         *([getattr(each, name) for each in report.shares] for name in ("work_seconds", "wait_seconds"))
     )
-    table.title = f"A global batch of {report.global_batch_size}, by {report.of} (times in {unit}, {source})"
-    table.add_column(report.of)
-    for heading in ("samples", "micro-batches", "work", "wait", "slowdown"):
-        table.add_column(heading, justify="right")
-    for each, worked, waited in zip(report.shares, work, wait, strict=True):
-        table.add_row(str(each.number), str(each.samples), each.in_words(), worked, waited, f"{each.slowdown:.2f}")
-    return table
+    title = f"A global batch of {report.global_batch_size}, by {report.of} (times in {unit}, {source})"
+    columns = map(number_column, ("samples", "micro-batches", "work", "wait", "slowdown"))
+    lines = [
+        (str(each.number), str(each.samples), each.in_words(), worked, waited, f"{each.slowdown:.2f}")
+        for each, worked, waited in zip(report.shares, work, wait, strict=True)
+    ]
+    return make_table([word_column(report.of), *columns], lines, title=title)
 
 
 def batches_in_words(report: BatchReport) -> str:

@@ -37,7 +37,7 @@ ACCUMULATIONS = ("shared", "per_rank")
 LEAST_GAIN = 0.02
 """Share of the wall time that more micro-batches must save where a loop runs them: it has a turn for each of them, and
 timed curves are not more exact than that."""
-METHODS = ("exact", "uniform", "flops", "adapt")
+METHODS = ("exact", "uniform", "flops", "adapt", "poplar")
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def allocate(
         method: ``exact`` has the smallest possible wall time and, among equal ones, the fewest micro-steps. ``uniform``
             (DeepSpeed) gives every rank the same number of samples, ``flops`` (Whale) divides in proportion to
             ``flops``, ``adapt`` (ADAPT) in proportion to measured throughput; :func:`.adapt.adapt` also drops
-            devices.
+            devices. ``poplar`` is Algorithm 2 of that paper; its stages 0 and 1 need ``per_rank``.
         accumulation: with ``shared`` all ranks run the same number of micro-steps, and the micro-batches of a rank
             differ by at most one sample. With ``per_rank`` rank i runs ``n_i // b_i`` micro-batches of ``b_i`` samples
             and a last one of ``n_i % b_i``; only for stages 0 and 1.
@@ -135,7 +135,11 @@ def allocate(
     """
     _check(curves, global_batch_size, stage, method, accumulation, communication_seconds, flops, step_seconds)
     samples, fixed_seconds = int(global_batch_size), step_seconds if stage == 0 else None
-    if method != "exact":
+    if method == "poplar":
+        runs = (
+            _poplar_once(curves, samples) if stage < 2 else _poplar_synchronized(curves, samples, communication_seconds)
+        )
+    elif method != "exact":
         runs = _in_proportion(curves, samples, "every step" if stage >= 2 else accumulation, method, flops)
     elif stage >= 2:
         runs = exact_synchronized(curves, samples, communication_seconds, least_gain)
@@ -196,6 +200,36 @@ def _in_proportion(
             "samples; use method='exact', or another global batch size"
         )
     return [split_evenly(int(count), steps) for count in by_rank]
+
+
+# Poplar's Algorithm 2 as printed. Beyond the print: what remains in stages 2 and 3 is a smaller last micro-step.
+
+
+def _poplar_once(curves: Sequence[Curve], samples: int) -> list[Runs]:
+    """Lines 2 to 16, for one synchronization per global batch: each rank gets ``⌊t·speed_i⌋`` samples, with the peak
+    speeds and ``t = gbs / Σ speed_i``; the others go one by one to the rank that has computed for the shortest time.
+    Micro-batches have the size of the peak."""
+    speeds = np.array([curve.peak_speed for curve in curves])
+    parts = np.floor(samples / speeds.sum() * speeds + 1e-9).astype(np.int64)
+    for _ in range(samples - int(parts.sum())):
+        parts[np.argmin(parts / speeds)] += 1
+    return [split_per_rank(int(part), curve.peak_batch) for part, curve in zip(parts, curves, strict=True)]
+
+
+def _poplar_synchronized(curves: Sequence[Curve], samples: int, communication_seconds: float) -> list[Runs]:
+    """Lines 17 to 30: of all times t of a micro-step, in which each rank computes the largest micro-batch that takes no
+    longer, the one with the least ``(t + t_comm)·gas``, ``gas = ⌈gbs / Σ b_i⌉``."""
+    kinds = {id(curve): curve for curve in curves}
+    best, least = np.zeros(0, dtype=np.int64), math.inf
+    for seconds in np.unique(np.concatenate([curve.seconds[curve.min_batch :] for curve in kinds.values()])):
+        fitting = {key: int(np.searchsorted(curve.seconds, seconds, "right")) - 1 for key, curve in kinds.items()}
+        sizes = np.array([size if size >= curves[0].min_batch else 0 for size in (fitting[id(c)] for c in curves)])
+        if sizes.any() and (wall := (seconds + communication_seconds) * math.ceil(samples / sizes.sum())) < least:
+            best, least = sizes, wall
+    full, rest = divmod(samples, int(best.sum()))
+    last = largest_remainders(best.astype(np.float64), rest)
+    steps = [(best, full), (last, 1 if rest else 0)]
+    return [tuple((int(step[rank]), count) for step, count in steps if count) for rank in range(len(curves))]
 
 
 def _parts(weights: NDArray[np.float64], samples: int, floor: int) -> NDArray[np.int64]:
@@ -296,6 +330,11 @@ def _check(
             f"a global batch of {global_batch_size} cannot be run, because the model trains with at least {min_batch} "
             "samples (it has a batch normalization); use drop_last=True if it is the last one of an epoch, or another "
             "global batch size"
+        )
+    if method == "poplar" and accumulation == "shared" and stage < 2:
+        raise ValueError(
+            "method='poplar' gives each rank its own number of micro-steps in stages 0 and 1; use "
+            "accumulation='per_rank', or stage 2 or 3"
         )
     if accumulation == "per_rank" and stage >= 2:
         raise ValueError(

@@ -146,6 +146,7 @@ class _Nodes(FilePart):
 
 class _Cluster(FilePart):
     name: Name
+    training_speed: Factor | None = None
     nodes: Annotated[tuple[_Nodes, ...], Field(min_length=1)]
 
 
@@ -177,6 +178,9 @@ class _File(FilePart):
         names = [cluster.name for cluster in self.clusters]
         if (twice := first_repeated(names)) is not None:
             raise ValueError(f"two clusters have the name {twice}")
+        without = [cluster.name for cluster in self.clusters if cluster.training_speed is None]
+        if 0 < len(without) < len(names):
+            raise ValueError(f"cluster {without[0]} has no training_speed, but others have; give it to all or to none")
         nodes = [name for cluster in self.clusters for node in cluster.nodes for name in node.names(cluster.name)]
         if (twice := first_repeated(nodes)) is not None:
             raise ValueError(f"two nodes have the name {twice}; give each [[clusters.nodes]] a name of its own")
@@ -243,9 +247,8 @@ def _build(file: _File) -> Topology:
                             f"presets are {', '.join(GPUS)}; others are described in the file: "
                             f"[kinds.{tomlkit.key(alike.kind).as_string()}] with memory_gb and tflops"
                         )
-                    devices += [
-                        Device(kinds[alike.kind], len(nodes), cluster_number, alike.speed) for _ in range(alike.count)
-                    ]
+                    device = Device(kinds[alike.kind], len(nodes), cluster_number, alike.speed, cluster.training_speed)
+                    devices += [device] * alike.count
                 ranks = tuple(range(first, len(devices)))
                 inside = _usual_inside(name, part) if part.inside is None else part.inside.channel()
                 nics = sorted((nic.channel() for nic in part.nics), key=lambda nic: -nic.bytes_per_second)
@@ -335,6 +338,7 @@ def write_cluster(topology: Topology, comment: str = "") -> str:
     content["clusters"] = [
         {
             "name": name,
+            **_training_speed(topology, number),
             "nodes": tomlkit.items.AoT([_node_table(topology, alike) for alike in _alike(topology, number)]),
         }
         for number, name in enumerate(topology.clusters)
@@ -357,6 +361,11 @@ def write_cluster(topology: Topology, comment: str = "") -> str:
             "node, NICs ordered by descending bandwidth, and devices of one kind's name be alike"
         )
     return text
+
+
+def _training_speed(topology: Topology, cluster: int) -> dict[str, float]:
+    speed = next(device.training_speed for device in topology.devices if device.cluster == cluster)
+    return {} if speed is None else {"training_speed": speed}
 
 
 def _kind_fields(kind: DeviceKind) -> dict[str, float]:

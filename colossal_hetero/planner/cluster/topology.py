@@ -118,6 +118,8 @@ class Device:
     cluster: int
     speed: float = 1.0
     """Share of its kind's speed that it reaches: ¼ if it is throttled to a quarter."""
+    training_speed: float | None = None
+    """Speed that training on its cluster alone reached, in a unit that all clusters share; for the method holmes."""
 
 
 @dataclass(frozen=True)

@@ -312,6 +312,7 @@ class DraftBuilder:
                 _worst([kind.costs for kind in several]),
                 min(kind.memory_in_pipeline(stages) for kind in several),
                 (_worst([costs for costs, _ in again]), min(memory for _, memory in again)) if again else None,
+                min((kind.training_speed for kind in several if kind.training_speed is not None), default=None),
             )
         return self._slots[key]
 

@@ -253,7 +253,7 @@ def available_slots(topology: Topology, layout: PlanLayout) -> dict[str, tuple[t
                 first[device],
             )
         # By node, the fastest first.
-        by_speed = [(-speed, group) for (kind, speed), each in every.items() if kind == device for group in each]
+        by_speed = [(-speed, group) for (kind, speed, _), each in every.items() if kind == device for group in each]
         by_speed.sort(key=lambda each: (topology.devices[each[1][0]].node, each[0]))
         groups = [group for _, group in by_speed]
         if len(groups) < needed[device]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +40,8 @@ class SlotKind:
     """Ranks of each slot, as launched."""
     recomputed: LayerCosts | None = None
     """Costs of a stage that recomputes; None: none may."""
+    training_speed: float | None = None
+    """Of the slots' clusters, see :class:`.Device`."""
 
     @property
     def memory_bytes(self) -> float:
@@ -75,6 +78,13 @@ class SlotKind:
         return float(self.block_seconds.sum())
 
 
+class GroupForm(NamedTuple):
+    device: str
+    speed: float
+    """Of the slowest member."""
+    training_speed: float | None
+
+
 def tensor_parallel_degrees(topology: Topology, profile: ModelProfile) -> list[int]:
     """Tensor-parallel degrees in the profile for which some node has enough devices of the profiled kind, ascending."""
     largest: dict[str, int] = {}
@@ -86,10 +96,10 @@ def tensor_parallel_degrees(topology: Topology, profile: ModelProfile) -> list[i
 
 
 @lru_cache(maxsize=16)
-def tensor_parallel_groups(topology: Topology, degree: int) -> Mapping[tuple[str, float], tuple[tuple[int, ...], ...]]:
-    """Groups of ``degree`` devices of one kind in one node, by kind and speed of the slowest member. Devices of similar
-    speed are together; those that do not fill a whole group are left out."""
-    groups: dict[tuple[str, float], list[tuple[int, ...]]] = {}
+def tensor_parallel_groups(topology: Topology, degree: int) -> Mapping[GroupForm, tuple[tuple[int, ...], ...]]:
+    """Groups of ``degree`` devices of one kind in one node. Devices of similar speed are together; those that do not
+    fill a whole group are left out."""
+    groups: dict[GroupForm, list[tuple[int, ...]]] = {}
     for node in topology.nodes:
         by_kind: dict[str, list[int]] = {}
         for rank in node.devices:
@@ -99,7 +109,8 @@ def tensor_parallel_groups(topology: Topology, degree: int) -> Mapping[tuple[str
             for start in range(0, len(ranks) - degree + 1, degree):
                 group = tuple(ranks[start : start + degree])
                 speed = min(topology.devices[rank].speed for rank in group)
-                groups.setdefault((name, speed), []).append(tuple(sorted(group)))
+                form = GroupForm(name, speed, topology.devices[group[0]].training_speed)
+                groups.setdefault(form, []).append(tuple(sorted(group)))
     return {form: tuple(each) for form, each in groups.items()}
 
 
@@ -115,7 +126,7 @@ def slot_kinds(
     """Slots by kind, the least computing power first, without the kinds of which so many samples were not measured with
     this degree."""
     kinds = []
-    for (name, speed), slots in tensor_parallel_groups(topology, degree).items():
+    for (name, speed, training_speed), slots in tensor_parallel_groups(topology, degree).items():
         if degree not in profile.tensor_parallel_degrees(name):
             continue
         measured = profile.micro_batches(name, degree)
@@ -123,8 +134,8 @@ def slot_kinds(
             costs = partial(profile.costs, name, degree, micro_batch, speed, zero_shards=pipelines or 1)
             recomputed = costs(recompute=True) if recompute else None
             usable = topology.devices[slots[0][0]].kind.usable_bytes
-            kinds.append(SlotKind(name, speed, usable, costs(), slots, recomputed))
-    return sorted(kinds, key=lambda kind: (-kind.model_seconds, kind.device, kind.speed))
+            kinds.append(SlotKind(name, speed, usable, costs(), slots, recomputed, training_speed))
+    return sorted(kinds, key=lambda kind: (-kind.model_seconds, kind.device, kind.speed, kind.training_speed or 0))
 
 
 def compositions(seconds: Sequence[float], available: Sequence[int], max_stages: int) -> NDArray[np.int64]:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from ...common.files import write_json
+from ...common.tables import make_table, number_column, word_column
 from ...common.text import (
     BLUE,
     ORANGE,
@@ -116,6 +116,7 @@ def compare(
     settings = [("exact", accumulation), ("uniform", accumulation), ("flops", accumulation)]
     if stage < 2:
         settings.insert(1, ("exact", "per_rank" if accumulation == "shared" else "shared"))
+    settings.append(("poplar", "per_rank" if stage < 2 else "shared"))
     if method == "adapt" or profile.links:
         settings.append(("adapt", accumulation))
     chosen = divide(method, accumulation)
@@ -202,28 +203,25 @@ def _devices(report: BatchComparison) -> Table:
     lines = device_lines(report.profile, report.chosen)
     second, busy, idle = times([line.busy_seconds for line in lines], [line.idle_seconds for line in lines])
     size, unit = byte_unit(max(line.device.memory_bytes for line in lines))
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("ranks", overflow="fold")
-    table.add_column("device", overflow="fold")
-    counts = ("micro-batch", "micro-steps", "last micro-batch", "samples")
-    for column in (*counts, f"busy [{second}]", f"idle [{second}]", f"memory [{unit}]"):
-        # A Text, because in a plain string rich takes brackets as markup.
-        table.add_column(Text(column), justify="right", no_wrap=True)
+    columns = [word_column("ranks"), word_column("device")]
+    columns += map(number_column, ("micro-\nbatch", "micro-\nsteps", "last micro-\nbatch", "samples"))
+    columns += map(number_column, (f"busy\n[{second}]", f"idle\n[{second}]", f"memory\n[{unit}]"))
     if any(not line.share.runs for line in lines):
-        table.add_column("dropped because", overflow="fold")
+        columns.append(word_column("dropped because"))
+    rows: list[Sequence[str]] = []
     steps = report.adapt.steps if report.adapt is not None else ()
     for index, line in enumerate(lines):
         device, share = line.device, line.share
-        name = Text(f"{device.device} ({device.host})" if device.host else device.device)
-        memory = f"of {device.memory_bytes / size:.1f}"
+        name = f"{device.device} ({device.host})" if device.host else device.device
+        memory = f"/{device.memory_bytes / size:.1f}"
         if share.runs:
             numbers = [f"{n:,}" for n in (share.micro_batch, share.steps, share.last_batch, share.samples)]
-            memory = f"{line.used_bytes / size:.1f} {memory}"
-            table.add_row(spans(line.ranks), name, *numbers, busy[index], idle[index], memory)
+            cells = [*numbers, busy[index], idle[index], f"{line.used_bytes / size:.1f}{memory}"]
+            rows.append([spans(line.ranks), name, *cells, *[""] * (len(columns) - 9)])
         else:
             reasons = dict.fromkeys(each.reason for each in steps if each.kept and set(each.without) & set(line.ranks))
-            table.add_row(spans(line.ranks), name, "dropped", *"-----", f"- {memory}", "; ".join(reasons), style="dim")
-    return table
+            rows.append([spans(line.ranks), name, "dropped", *"-----", f"-{memory}", "; ".join(reasons)])
+    return make_table(columns, rows, {index: "dim" for index, line in enumerate(lines) if not line.share.runs})
 
 
 def _comparison(report: BatchComparison) -> Table:
@@ -231,22 +229,22 @@ def _comparison(report: BatchComparison) -> Table:
     second, walls = times([allocation.wall_seconds for allocation in made])
     speeds = aligned([allocation.samples_per_second for allocation in made])
     uniform = next((allocation for allocation in made if allocation.method == "uniform"), None)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("method")
-    for column in ("accumulation", f"wall time [{second}]", "samples/s", "vs uniform"):
-        table.add_column(Text(column), justify="right", no_wrap=True)
-    table.add_column("note", overflow="fold")
-    for each in report.results:
+    columns = map(number_column, ("accumulation", f"wall time\n[{second}]", "samples/s", "vs\nuniform"))
+    rows: list[Sequence[str]] = []
+    styles = {}
+    for index, each in enumerate(report.results):
         allocation = each.allocation
         if allocation is None:
-            table.add_row(each.name, "-", "-", "-", "-", Text(each.note), style="dim")
+            rows.append([each.name, *"----", each.note])
+            styles[index] = "dim"
             continue
         accumulation = allocation.accumulation if allocation.stage < 2 else "every micro-step"
         ratio = "-" if uniform is None else f"{uniform.wall_seconds / allocation.wall_seconds:.3f}"
         numbers = (accumulation, walls[made.index(allocation)], speeds[made.index(allocation)], ratio)
-        style = "bold" if allocation is report.chosen else None
-        table.add_row(each.name, *numbers, Text(each.note), style=style)
-    return table
+        rows.append([each.name, *numbers, each.note])
+        if allocation is report.chosen:
+            styles[index] = "bold"
+    return make_table([word_column("method"), *columns, word_column("note")], rows, styles)
 
 
 def _notes(report: BatchComparison) -> list[str]:

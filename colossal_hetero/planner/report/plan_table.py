@@ -7,11 +7,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
+from ...common.tables import make_table, number_column, word_column
 from ...common.text import aligned, byte_unit, count, duration, spans, times
 from ..cost.evaluate import HOUR, EvaluatedPlan, devices_in_words, differences
 from ..cost.layout_line import device_in_words, joined_ranges, layout_of, write_layout
@@ -45,22 +45,6 @@ def short_ranks(ranks: Sequence[int]) -> str:
     text = spans(ranks)
     parts = text.split(", ")
     return text if len(parts) <= 2 else f"{parts[0]} … {ranks[-1]} ({len(ranks)})"
-
-
-def _words(title: str, ratio: int | None = None) -> Column:
-    return Column(Text(title), overflow="fold", min_width=len(title), ratio=ratio)
-
-
-def _number(title: str) -> Column:
-    # In a plain string rich would read the brackets of a unit as markup.
-    return Column(Text(title), justify="right", no_wrap=True)
-
-
-def _table(columns: Sequence[Column], lines: Sequence[Sequence[str]], bold: int | None = None) -> Table:
-    table = Table(*columns, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for index, cells in enumerate(lines):
-        table.add_row(*map(Text, cells), style="bold" if index == bold else None)
-    return table
 
 
 # Stages --------------------------------------------------------------------------------------------------------------
@@ -123,16 +107,16 @@ def rows(plan: Plan) -> list[Row]:
     return found
 
 
-def _stage_table(plan: Plan, lines: Sequence[Row], numbers: Mapping[str, Sequence[str]]) -> Table:
-    """A row for each of ``lines``, with further columns of these titles."""
-    columns = [_words(title) for title in ("replica", "stage", "device", "node", "ranks")]
-    columns += [_number(title) for title in ("layers\n[a, b)", *numbers)]
+def _stage_table(plan: Plan, rows: Sequence[Row], numbers: Mapping[str, Sequence[str]]) -> Table:
+    """A row for each of ``rows``, with further columns of these titles."""
+    columns = [word_column(title) for title in ("replica", "stage", "device", "node", "ranks")]
+    columns += [number_column(title) for title in ("layers\n[a, b)", *numbers)]
     single = len(plan.replicas) == 1
-    table = _table(columns[single:], [])
-    for line, *cells in zip(lines, *numbers.values(), strict=True):
+    lines: list[Sequence[str] | None] = []
+    for line, *cells in zip(rows, *numbers.values(), strict=True):
         is_first = 0 in line.numbers
-        if is_first and table.row_count:
-            table.add_section()
+        if is_first and lines:
+            lines.append(None)
         alike = f" (×{len(line.replicas)})" if len(line.replicas) > 1 else ""
         nodes = list(dict.fromkeys(stage.node for stage in line.everywhere))
         texts = (
@@ -144,8 +128,8 @@ def _stage_table(plan: Plan, lines: Sequence[Row], numbers: Mapping[str, Sequenc
             line.layers,
             *cells,
         )
-        table.add_row(*map(Text, texts[single:]))
-    return table
+        lines.append(texts[single:])
+    return make_table(columns[single:], lines)
 
 
 def _span(values: Sequence[float], decimals: int) -> str:
@@ -191,7 +175,7 @@ def _planned_stages(plan: Plan) -> Table:
     available = [min(stage.memory_available_bytes for stage in line.everywhere) for line in lines]
     size, unit = byte_unit(max(available))
     memory = [
-        f"{_span([stage.memory_bytes / size for stage in line.stages], 1)} of {most / size:.1f}"
+        f"{_span([stage.memory_bytes / size for stage in line.stages], 1)}/{most / size:.1f}"
         for line, most in zip(lines, available, strict=True)
     ]
     bubbles = [[plan.replicas[line.replicas[0]].bubble_shares[number] for number in line.numbers] for line in lines]
@@ -236,12 +220,17 @@ def _ranking(ranked: Sequence[RankedPlan]) -> Table:
     # A plan that is faster by less than a hundredth shows why it is not the first.
     shown = [f"{ratio:.2f}" if round(ratio, 2) > 1 or math.isclose(ratio, 1.0) else f"{ratio:.4f}" for ratio in ratios]
     several = len({plan.precision for plan in plans}) > 1
-    columns = [_words(""), _words("layout", 3), _number(f"iteration\n[{unit}]"), _number("× best\ntime")]
+    columns = [
+        word_column(""),
+        word_column("layout", 3),
+        number_column(f"iteration\n[{unit}]"),
+        number_column("× best\ntime"),
+    ]
     lines = []
     for index, each in enumerate(ranked):
         precision = f" · {each.plan.precision}" if several else ""
         lines.append([str(index + 1), f"{layout(each.plan)}{precision}", seconds[index], shown[index], each.reason])
-    return _table([*columns, _words("reason", 2)], lines, bold=0)
+    return make_table([*columns, word_column("reason", 2)], lines, {0: "bold"})
 
 
 # Simulations ---------------------------------------------------------------------------------------------------------
@@ -335,9 +324,13 @@ def render_comparison(plans: Sequence[tuple[str, EvaluatedPlan]]) -> RenderableT
         [each.plan.iteration_seconds for _, each in plans], [each.simulated_seconds for _, each in plans]
     )
     priced = all(each.cost is not None for _, each in plans)
-    columns = [_words("plan"), _number(f"formula\n[{unit}]"), _number(f"simulation\n[{unit}]")]
-    columns += [_number("× best\ntime"), _number("samples/s"), *([_number("$ / 1,000\niterations")] if priced else [])]
-    columns += [_number("memory\nleft"), _words("devices"), _words("layout", 1)]
+    columns = [word_column("plan"), number_column(f"formula\n[{unit}]"), number_column(f"simulation\n[{unit}]")]
+    columns += [
+        number_column("× best\ntime"),
+        number_column("samples/s"),
+        *([number_column("$ / 1,000\niterations")] if priced else []),
+    ]
+    columns += [number_column("memory\nleft"), word_column("devices"), word_column("layout", 1)]
     lines = []
     for number, (name, each) in enumerate(plans):
         ratio = each.plan.iteration_seconds / plans[best][1].plan.iteration_seconds
@@ -349,7 +342,7 @@ def render_comparison(plans: Sequence[tuple[str, EvaluatedPlan]]) -> RenderableT
         left = (stage.memory_available_bytes - stage.memory_bytes) / size
         cells.append(f"{left:.1f} {memory}" if each.fits else f"{-left:.1f} {memory} too little")
         lines.append([*cells, devices_in_words(each.plan), layout(each.plan)])
-    return Group(_table(columns, lines, bold=best), *map(Text, _differences(plans, best)))
+    return Group(make_table(columns, lines, {best: "bold"}), *map(Text, _differences(plans, best)))
 
 
 def _differences(plans: Sequence[tuple[str, EvaluatedPlan]], best: int) -> list[str]:
@@ -375,8 +368,13 @@ def render_front(
 ) -> Table:
     """A row for each point, the fastest first; the chosen one is bold. ``samples`` are those of the whole training."""
     unit, seconds = times([point.seconds for point in front])
-    columns = [_words("nodes"), _number(f"iteration\n[{unit}]"), _number("$ / hour"), _number("$ / 1,000\niterations")]
-    columns += [] if samples is None else [_number("training\n[h]"), _number("training\n[$]")]
+    columns = [
+        word_column("nodes"),
+        number_column(f"iteration\n[{unit}]"),
+        number_column("$ / hour"),
+        number_column("$ / 1,000\niterations"),
+    ]
+    columns += [] if samples is None else [number_column("training\n[h]"), number_column("training\n[$]")]
     lines = []
     for point, iteration in zip(front, seconds, strict=True):
         cells = [nodes_in_words(point, types), iteration, f"{point.cost.dollars_per_hour:,.2f}"]
@@ -386,7 +384,7 @@ def render_front(
             cells += [f"{iterations * point.seconds / HOUR:,.1f}", _dollars(iterations * point.dollars)]
         lines.append([*cells, f"{point.gap:.1%}", layout(point.plan)])
     bold = next(number for number, point in enumerate(front) if point is chosen)
-    return _table([*columns, _number("gap"), _words("layout", 1)], lines, bold)
+    return make_table([*columns, number_column("gap"), word_column("layout", 1)], lines, {bold: "bold"})
 
 
 def nodes_in_words(point: FrontPoint, types: Sequence[NodeType]) -> str:
@@ -403,15 +401,19 @@ def _dollars(amount: float) -> str:
 
 def render_profile(profile: ModelProfile) -> RenderableType:
     """Times by kind of device: blocks, layers before and after them, a pipeline's schedule; below, memory per block."""
-    columns = [_words("device"), *map(_number, ("ranks", "tp", "micro-batch\n[samples]", "before blocks\n[ms]"))]
-    columns += map(_number, ("per block\n[ms]", "after blocks\n[ms]", "all, per sample\n[ms]", "update\n[ms]"))
-    table = _table([*columns, _number("schedule, per cut\n[ms]")], [])
+    columns = [
+        word_column("device"),
+        *map(number_column, ("ranks", "tp", "micro-batch\n[samples]", "before blocks\n[ms]")),
+    ]
+    columns += map(number_column, ("per block\n[ms]", "after blocks\n[ms]", "all, per sample\n[ms]", "update\n[ms]"))
+    lines: list[Sequence[str] | None] = []
     for device, of_device in itertools.groupby(profile.times, key=lambda each: each.device):
         ranks = [rank for rank, each in enumerate(profile.rank_devices) if each == device]
         for each in of_device:
-            table.add_row(*map(Text, (device, short_ranks(ranks) if ranks else "–", *_measured(profile, each))))
-        table.add_section()
+            lines.append((device, short_ranks(ranks) if ranks else "–", *_measured(profile, each)))
+        lines.append(None)
     title = Text(f"{profile.name}, {profile.precision}: forward plus backward pass, and optimizer step")
+    table = make_table([*columns, number_column("schedule, per cut\n[ms]")], lines)
     return Group(title, table, *map(Text, _sizes(profile)))
 
 

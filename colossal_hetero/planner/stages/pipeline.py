@@ -50,6 +50,8 @@ class Slot:
     """Memory that may be used on each device."""
     recomputed: tuple[LayerCosts, float] | None = None
     """Costs and memory if the stage recomputes; see [Note: recomputation]. None: it may not."""
+    training_speed: float | None = None
+    """Measured where its cluster trained alone, with its network; for the method holmes."""
 
 
 @dataclass(frozen=True, eq=False)

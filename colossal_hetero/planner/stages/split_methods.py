@@ -126,10 +126,13 @@ def uniform(pipeline: Pipeline, order: Sequence[int] | None) -> Split:
 
 def holmes(pipeline: Pipeline, order: Sequence[int] | None) -> Split:
     """Holmes' self-adapting partition (section 3.3, Eq. 2): in order of speed, a stage of speed S gets ``⌊α·N·S/ΣS⌋``
-    of the N blocks; the slowest stages share the rest. Differences: each stage gets at least one block, and if all are
-    equally fast, the parts are equal."""
+    of the N blocks; the slowest stages share the rest. S is the speed that training on the stage's cluster alone has
+    reached, which contains its network (Table 1), if the cluster file has it, else the speed of the slot's blocks.
+    Differences: each stage gets at least one block, and if all are equally fast, the parts are equal."""
     order = tuple(range(len(pipeline.slots)) if order is None else order)
-    by_stage = _speeds(pipeline)[list(order)]
+    measured = [slot.training_speed for slot in pipeline.slots]
+    speeds = _speeds(pipeline) if None in measured else np.array(measured, dtype=float)
+    by_stage = speeds[list(order)]
     slowest = by_stage <= by_stage.min() * (1 + ROUNDING)
     parts = np.zeros(len(order), dtype=int)
     left, waiting = pipeline.blocks, len(order)

@@ -49,10 +49,10 @@ def failure(*arguments: object) -> str:
 def test_the_table_shows_the_share_of_each_device_and_the_other_methods() -> None:
     result = run(EXAMPLE, "--global-batch", 1024)
     assert result.exit_code == 0, result.output
-    for words in ("0-3", "A100-SXM4-80GB", "busy [s]", "idle [s]", "memory [GiB]", "of 80.0", "of 40.0", "vs uniform"):
+    for words in ("0-3", "A100-SXM4-80GB", "busy", "[s]", "[GiB]", "/80.0", "/40.0", "uniform"):
         assert words in result.output
     rows = [line.split()[0] for line in result.output.splitlines() if line.strip()]
-    assert [name for name in rows if name in METHODS] == ["exact", "exact", "uniform", "flops"]
+    assert [name for name in rows if name in METHODS] == ["exact", "exact", "uniform", "flops", "poplar"]
     assert max(map(len, result.output.splitlines())) <= 140
 
 
@@ -75,7 +75,8 @@ def test_json_holds_every_rank_and_the_comparison(path: Path, tmp_path: Path) ->
 
 def test_every_method_at_every_stage(path: Path) -> None:
     for stage, method in itertools.product(range(4), METHODS):
-        result = run(path, "--global-batch", 3, "--stage", stage, "--method", method)
+        form = "per_rank" if method == "poplar" and stage < 2 else "shared"
+        result = run(path, "--global-batch", 3, "--stage", stage, "--method", method, "--accumulation", form)
         assert result.exit_code == 0, result.output
         assert f"stage {stage}" in result.output and f"method {method}" in result.output
 

@@ -131,6 +131,23 @@ def test_every_method_makes_a_plan_none_faster_than_exact(files: tuple[Path, Pat
         assert ("with uniform stages" in text) == (method != "uniform")
 
 
+def test_holmes_divides_by_the_speeds_that_clusters_reached_in_training(files: tuple[Path, Path]) -> None:
+    """Two clusters of equal GPUs, joined by other networks: their own speeds are equal."""
+    cluster = """
+[[clusters]]
+name = "{name}"
+training_speed = {speed}
+
+[[clusters.nodes]]
+devices = [{{ kind = "A100-40" }}]
+nics = [{{ kind = "Ethernet", gigabits_per_second = 50 }}]
+"""
+    files[0].write_text("schema = 1\n" + "".join(cluster.format(name=n, speed=s) for n, s in (("ib", 3), ("roce", 1))))
+    text, _ = planned(files, 8, "--micro-batch", "1", "--equal", "--method", "holmes", "--top", "8")
+    layouts = "".join(text.split())
+    assert "pp[A100-400-3|A100-404-5]" in layouts and "0-2|A100-403-5" not in layouts
+
+
 def test_replicas_may_differ_unless_asked_otherwise(files: tuple[Path, Path]) -> None:
     # 11 micro-batches cannot be divided over several replicas that are alike.
     _, equal = planned(files, 11, "--micro-batch", "1", "--equal")

@@ -171,6 +171,8 @@ def test_exact_is_never_slower_than_the_simple_rules(
     walls = {}
     for method in METHODS:
         options = {"method": method, "accumulation": accumulation, "communication_seconds": communication}
+        if method == "poplar" and stage < 2 and accumulation == "shared":
+            continue  # its form is per_rank
         try:
             allocation = allocate(curves, samples, stage, flops=flops, **options)
         except ValueError as error:
@@ -179,7 +181,8 @@ def test_exact_is_never_slower_than_the_simple_rules(
         assert allocation.method == method
         check_sound(allocation, curves, samples, communication)
         walls[method] = allocation.wall_seconds
-    assert set(walls) == set(METHODS) if smallest == 1 else "exact" in walls or not walls
+    compared = set(METHODS) - ({"poplar"} if stage < 2 and accumulation == "shared" else set())
+    assert set(walls) == compared if smallest == 1 else "exact" in walls or not walls
     assert not walls or walls["exact"] <= min(walls.values()) * ROUNDING
 
 
@@ -194,6 +197,21 @@ def test_more_micro_steps_must_save_time(stage: int, data: st.DataObject, sample
     found = allocate(curves, samples, stage, least_gain=gain)
     check_sound(found, curves, samples, 0.0)
     assert (found.steps, found.wall_seconds) == (fewest, pytest.approx(walls[fewest - 1], rel=1e-9))
+
+
+def test_poplar_as_printed() -> None:
+    """Peaks of 4 and 2 samples per second: t = 11/6 s, so 7 and 3 samples, and one more to rank 1, which has 1.5 s."""
+    fast, slow = Curve.from_seconds([0.5, 0.6, 0.75]), Curve.from_seconds([0.6, 1.0, 1.6])
+    found = allocate([fast, slow], 11, 0, method="poplar", accumulation="per_rank")
+    assert [share.runs for share in found.shares] == [((3, 2), (1, 1)), ((2, 2),)]
+    assert found.wall_seconds == pytest.approx(2.0)
+    exact = allocate([fast, slow], 11, 0, accumulation="per_rank").wall_seconds
+    assert exact <= found.wall_seconds
+    # t = 0.75: 3 + 1 samples, 3 micro-steps of 0.75 + 0.25 s; t = 1.0: 3 + 2 in 3 of 1.25 s; t = 0.6: 2 + 1 in 4.
+    found = allocate([fast, slow], 11, 2, method="poplar", communication_seconds=0.25)
+    assert [share.sizes for share in found.shares] == [(3, 3, 2), (1, 1, 1)]
+    with pytest.raises(ValueError, match="use accumulation='per_rank', or stage 2 or 3"):
+        allocate([fast, slow], 11, 1, method="poplar")
 
 
 def test_the_flops_method_divides_in_proportion_to_flops() -> None:

@@ -109,7 +109,9 @@ def topologies(draw: st.DrawFn) -> Topology:
     speeds = st.just(1.0) | st.floats(0.01, 4)
     devices: list[Device] = []
     nodes: list[Node] = []
+    trained = draw(st.booleans())
     for number, _ in enumerate(clusters):
+        training_speed = draw(st.floats(0.01, 1000)) if trained else None
         for _ in range(draw(st.integers(1, 3))):
             inside = draw(channels(fast_kinds))
             nics = [draw(channels(st.just("Ethernet"))), *draw(st.lists(channels(st.just("RoCE")), max_size=1))]
@@ -117,7 +119,7 @@ def topologies(draw: st.DrawFn) -> Topology:
             like = draw(st.lists(st.tuples(st.sampled_from(kinds), speeds), min_size=1, max_size=4))
             for _ in range(draw(st.integers(1, 3))):
                 ranks = tuple(range(len(devices), len(devices) + len(like)))
-                devices += [Device(kind, len(nodes), number, speed) for kind, speed in like]
+                devices += [Device(kind, len(nodes), number, speed, training_speed) for kind, speed in like]
                 name = draw(st.sampled_from([f"node-{len(nodes)}", f"{len(nodes)}-0", f"n{len(nodes)}"]))
                 nodes.append(Node(name, number, ranks, inside, tuple(nics), draw(st.just(math.inf) | positive)))
     pairs = [(a, b) for a in range(len(clusters)) for b in range(len(clusters)) if a != b]
@@ -170,6 +172,7 @@ MISTAKES = [
     ("count = 4", "count = 65536", "these are 65542 devices; at most 65536 can be planned for"),
     ('[{ kind = "V100-16", count = 4 }]', "[]", "clusters[1].nodes[0].devices is []: must not be empty"),
     ("memory_gb = 12", "memory_gb 12", "is not TOML: ", "at line 5"),
+    ('name = "east"\n', 'name = "east"\ntraining_speed = 197\n', "west has no training_speed"),
     ("speed = 0.25", "sped = 0.25", "devices[1].sped is not a field; did you mean speed?"),
     ('"RoCE"', '"ROCE"', "kind 'ROCE' is not known; did you mean RoCE?"),
     ("schema = 1", "schema = 2", "has schema 2, this version reads schema 1"),

@@ -51,10 +51,10 @@ def test_the_communication_time_is_the_measured_one_or_follows_from_the_links() 
 def test_what_is_printed() -> None:
     """Units fit the values, predicted ones are marked, and names with brackets are no markup."""
     text = printed(compare(profile(links=[]), 64))
-    assert "busy [s]" in text and "predicted" not in text
+    assert " [s] " in text and "predicted" not in text
     quick = device(points=[{"batch": 1, "seconds": 2e-4}, {"batch": 4, "seconds": 5e-4}], memory_bytes=2**20)
     text = printed(compare(profile(kinds=[quick], ranks=[0], links=[], communication_seconds=1e-5), 4))
-    assert "busy [µs]" in text and "memory [MiB]" in text and "µs (2% of the wall time) in communication" in text
+    assert "[µs]" in text and "[MiB]" in text and "µs (2% of the wall time) in communication" in text
     text = printed(compare(profile(links=[], communication_seconds=50.0), 64, stage=3))
     assert "measured at stage 0" in text and "fast was measured up to a micro-batch of 4; above it" in text
     odd = device("[bold]odd[/x]", host="node[3]")

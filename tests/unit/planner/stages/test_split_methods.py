@@ -195,6 +195,14 @@ def test_holmes(speeds, blocks, parts):
     assert split(pipeline_of(speeds, blocks), "holmes").blocks_per_stage == parts
 
 
+def test_holmes_takes_the_speeds_that_clusters_reached_in_training():
+    """The same GPUs, joined by InfiniBand and by RoCE, reached 197 and 160 TFLOP/s (Table 1)."""
+    equal = pipeline_of([1.0, 1.0], 30)
+    slots = tuple(replace(slot, training_speed=speed) for slot, speed in zip(equal.slots, (160.0, 197.0), strict=True))
+    assert split(replace(equal, slots=slots), "holmes").blocks_per_stage == (13, 17)
+    assert split(replace(equal, slots=(slots[0], equal.slots[1])), "holmes").blocks_per_stage == (15, 15)
+
+
 def test_autohet_has_the_smallest_maximum_load_that_fits():
     random = np.random.default_rng(3)
     for _ in range(100):

@@ -1,6 +1,6 @@
 """The cost of migrating when no rank is slow: SEMI's Table I, by migration method.
 
-python -m benchmarks.tensor_parallel.policies [--ranks 4] [--rounds 4] [--senders 1 3]
+python -m benchmarks.papers.policies [--ranks 8] [--rounds 2] [--senders 1 4] [--out FILE.json]
 
 The first ``senders`` ranks migrate a share γ of their work to the others, which receive equal parts. No rank is slow,
 so the difference from γ = 0 is the cost of migrating plus the additional work of the receivers. All methods take turns
@@ -11,12 +11,14 @@ not on the slowest rank.
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import torch.distributed as dist
 
 from benchmarks.common import MODEL, Variant, print_table, start_ranks, take_turns
 from colossal_hetero import BalanceConfig
 from colossal_hetero.balance.plan import BalancePlan
+from colossal_hetero.common.files import write_json
 
 METHODS = ("broadcast-reduce", "scatter-gather", "block")
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -36,10 +38,11 @@ def plan(senders: int, share: float) -> BalancePlan:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--senders", type=int, nargs="+", default=[1, 3])
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--senders", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--hidden", type=int, default=MODEL["embed_dim"], help="width of the ViT")
+    parser.add_argument("--out", type=Path, help="file for the seconds of each cell")
     arguments = parser.parse_args()
     start_ranks(arguments.ranks)
     MODEL["embed_dim"] = arguments.hidden
@@ -64,6 +67,8 @@ def main() -> None:
                 totals = [0] * dist.get_world_size()
                 dist.all_gather_object(totals, sum(counted.bytes for counted in traffic))
                 sent[method, senders, share] = sum(totals) / 2**20
+    if arguments.out is not None and dist.get_rank() == 0:
+        write_json({f"{method}, {n}, {share:g}": value for (method, n, share), value in seconds.items()}, arguments.out)
     rows = [
         (
             f"{method} ({senders})",

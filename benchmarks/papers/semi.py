@@ -1,0 +1,266 @@
+"""SEMI: what resizing and migration cost and save (Wang et al. 2024, Figs. 3 and 5 to 11, Table I).
+
+Accuracy is that of a small ViT on eight ranks in one process (:mod:`.group_training`); the data is a folder of images.
+Iteration times of several methods with a straggler are measured on two ranks (:mod:`.straggler_times`).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, stdev
+
+from benchmarks.papers.group_training import RANKS, Run, Trained, iteration_ratios, round_robin, steady, train_all
+from benchmarks.papers.page import Curves, Figure, Inputs
+from colossal_hetero.balance import BalanceConfig, BalancePlan, Costs, RankTimes, predicted_seconds
+from colossal_hetero.balance.modes import decide
+from colossal_hetero.balance.optimum import divide_stragglers
+
+EPOCHS = 3
+RATIOS = (0.25, 0.5, 0.9)
+SLOWDOWNS = (2.0, 4.0, 8.0)
+SEEDS = (0, 1, 2)
+LARGER = 5
+"""Depth of the model that stands for ViT-3B; that for ViT-1B has 3 layers."""
+NOTHING = steady((0.0,) * RANKS, EPOCHS)
+ASSUMED = Costs(
+    resize_fixed=0.03,
+    resize_per_share=0.05,
+    migrate_fixed_seconds=0.02,
+    migrate_seconds_per_share=0.05,
+    receive_factor=1.05,
+)
+"""Costs of pruning and migrating where eight ranks are only calculated, for products of one second."""
+SMALL = (
+    "The paper trains ViT-1B or ViT-3B on all of CIFAR-10 for 150 epochs on eight V100; here it is a ViT of width 128 "
+    f"on 4,096 of its images per epoch for {EPOCHS} epochs, so losses are of the beginning of a training."
+)
+
+
+def fig3(inputs: Inputs) -> Figure:
+    """Imputations with γ = ½ on all ranks, random columns."""
+    runs = {name: Run(steady((0.5,) * RANKS, EPOCHS), imputation=name) for name in ("same", "zero", "average")}
+    trained = train_all([Run(NOTHING), *runs.values()], inputs.images)
+    control = trained[Run(NOTHING)]
+    return Figure(
+        "SEMI, Fig. 3: imputations, γ = ½ on all ranks",
+        ("imputation", "paper: order of accuracy", "accuracy [%]", "loss"),
+        [("nothing pruned", "", control.accuracy[-1], "")]
+        + [
+            (name, place, trained[run].accuracy[-1], control.accuracy[-1] - trained[run].accuracy[-1])
+            for place, (name, run) in enumerate(runs.items(), 1)
+        ],
+        f"{SMALL} The paper gives the order only.",
+        [_epochs({"nothing pruned": control} | {name: trained[run] for name, run in runs.items()})],
+    )
+
+
+def fig5(inputs: Inputs) -> Figure:
+    return _all_ranks(
+        "SEMI, Fig. 5: all ranks pruned", 3, inputs.images, {("priority", 0.9): "18 % smaller loss than random"}
+    )
+
+
+def fig6(inputs: Inputs) -> Figure:
+    said = {("priority", 0.5): "runtime −23.5 %, loss 14.9 %"}
+    return _all_ranks("SEMI, Fig. 6: all ranks pruned, larger model", LARGER, inputs.images, said)
+
+
+def _all_ranks(title: str, depth: int, data_dir: str, said: dict[tuple[str, float], str]) -> Figure:
+    control = Run(NOTHING, depth=depth)
+    runs = {
+        (rule, ratio): Run(steady((ratio,) * RANKS, EPOCHS), rule, depth=depth)
+        for rule in ("random", "priority")
+        for ratio in RATIOS
+    }
+    trained = train_all([control, *runs.values()], data_dir)
+    ratios = iteration_ratios([control, *runs.values()])
+    best = trained[control].accuracy[-1]
+    rows = [("nothing", "0", "", 1.0, best, "")]
+    for (rule, ratio), run in runs.items():
+        last = trained[run].accuracy[-1]
+        rows.append((rule, f"{ratio:g}", said.get((rule, ratio), ""), ratios[run], last, best - last))
+    columns = ("columns", "γ", "paper", "iteration / unpruned", "accuracy [%]", "loss")
+    curves = {"nothing pruned": trained[control]}
+    curves |= {f"{rule}, γ = {ratio:g}": trained[run] for (rule, ratio), run in runs.items()}
+    why = (
+        f"{SMALL} Iterations are those of all eight shards in one process, without communication, in turns; the "
+        "paper's runtimes contain what pruning does not shorten."
+    )
+    return Figure(title, columns, rows, why, [_epochs(curves)])
+
+
+def fig7(inputs: Inputs) -> Figure:
+    return _one_in_turn("SEMI, Fig. 7: one straggler, in turn by epoch, χ = 2", 3, inputs.images)
+
+
+def fig8(inputs: Inputs) -> Figure:
+    return _one_in_turn("SEMI, Fig. 8: one straggler, in turn by epoch, χ = 2, larger model", LARGER, inputs.images)
+
+
+def _one_in_turn(title: str, depth: int, data_dir: str) -> Figure:
+    control = Run(NOTHING, depth=depth)
+    here = {ratio: Run(round_robin(ratio, EPOCHS), "priority", depth=depth) for ratio in RATIOS}
+    everywhere = {ratio: Run(steady((ratio,) * RANKS, EPOCHS), "priority", depth=depth) for ratio in RATIOS}
+    trained = train_all([control, *here.values(), *everywhere.values()], data_dir)
+    best = trained[control].accuracy[-1]
+    rows: list[Sequence[object]] = [("0", "", best, "", "")]
+    for ratio, run in here.items():
+        loss, of_all = (best - trained[each].accuracy[-1] for each in (run, everywhere[ratio]))
+        rows.append((f"{ratio:g}", "less loss than with all ranks pruned", trained[run].accuracy[-1], loss, of_all))
+    curves = {"nothing pruned": trained[control]} | {f"γ = {ratio:g}": trained[run] for ratio, run in here.items()}
+    columns = ("γ of the straggler", "paper", "accuracy [%]", "loss", "loss with all ranks pruned")
+    return Figure(title, columns, rows, SMALL, [_epochs(curves)])
+
+
+def _epochs(trained: dict[str, Trained]) -> Curves:
+    lines = {name: (range(1, EPOCHS + 1), each.accuracy) for name, each in trained.items()}
+    return Curves("epoch", "held-out accuracy [%]", lines)
+
+
+# With a straggler ----------------------------------------------------------------------------------------------------
+
+PAPER_AT_8 = {"zero-pri": "3.5 ×, loss 1.3 %", "zero-pridiff-e": "2.1 ×, loss 0.3 %", "zero-pridiff-r": ""}
+RULES = {"zero-pri": "priority", "zero-pridiff-e": "priority-diff", "zero-pridiff-r": "priority-diff"}
+
+
+def decided(method: str, slowdowns: Sequence[float]) -> BalancePlan:
+    """The plan of a method for ranks whose products take so many seconds, and nothing else takes time."""
+    times = [RankTimes(slowdown, slowdown) for slowdown in slowdowns]
+    config = BalanceConfig(mode="auto") if method == "auto" else BalanceConfig.paper(method)
+    return decide(times, ASSUMED, config, BalancePlan.idle(len(times)))
+
+
+def fig9(inputs: Inputs) -> Figure:
+    """The straggler goes round by epoch; accuracies of three seeds at χ = 8, otherwise of one."""
+    runs: dict[tuple[str, float], list[Run]] = {}
+    for method, rule in RULES.items():
+        for slowdown in SLOWDOWNS:
+            ratio = decided(method, [slowdown, *[1.0] * (RANKS - 1)]).resize[0]
+            seeds = SEEDS if slowdown == SLOWDOWNS[-1] else SEEDS[:1]
+            runs[method, slowdown] = [Run(round_robin(ratio, EPOCHS), rule, seed=seed) for seed in seeds]
+    return _with_straggler("SEMI, Fig. 9: resizing, the straggler in turn by epoch", runs, inputs.images, PAPER_AT_8)
+
+
+def fig10(inputs: Inputs) -> Figure:
+    """One rank is the straggler all the time."""
+    runs: dict[tuple[str, float], list[Run]] = {}
+    for method in ("zero-pridiff-r", "mig", "semi", "auto"):
+        for slowdown in SLOWDOWNS:
+            shares = decided(method, [slowdown, *[1.0] * (RANKS - 1)]).resize
+            rule = "random" if not any(shares) else "priority-diff"
+            runs[method, slowdown] = [Run(steady(shares, EPOCHS), rule, seed=seed) for seed in SEEDS[:1]]
+    said = {"semi": "best of all together", "mig": "far from ideal at large χ", "zero-pridiff-r": "most loss"}
+    return _with_straggler("SEMI, Fig. 10: one straggler", runs, inputs.images, said)
+
+
+def _with_straggler(
+    title: str, runs: dict[tuple[str, float], list[Run]], data_dir: str, said: dict[str, str]
+) -> Figure:
+    controls = {seed: Run(NOTHING, seed=seed) for seed in SEEDS}
+    trained = train_all([*controls.values(), *(run for each in runs.values() for run in each)], data_dir)
+    seconds = measured_times()
+    rows: list[Sequence[object]] = []
+    for slowdown in SLOWDOWNS:
+        off = seconds[f"off, {slowdown:g}"]
+        rows.append((f"{slowdown:g}", "baseline", "", off / seconds["off, 1"], 1.0, "", "0"))
+        for (method, at), each in runs.items():
+            if at != slowdown:
+                continue
+            losses = [trained[controls[run.seed]].accuracy[-1] - trained[run].accuracy[-1] for run in each]
+            loss = f"{mean(losses):.1f}" + (f" ± {stdev(losses):.1f}" if len(losses) > 1 else "")
+            pruned = max(map(max, each[0].ratios))
+            paper = said.get(method, "") if slowdown == SLOWDOWNS[-1] else ""
+            took = seconds[f"{method}, {slowdown:g}"]
+            rows.append((f"{slowdown:g}", method, paper, took / seconds["off, 1"], off / took, f"{pruned:.0%}", loss))
+    columns = ("χ", "method", "paper", "iteration / no straggler", "speed-up", "pruned (8 ranks)", "loss [points]")
+    lines = {
+        method: (SLOWDOWNS, [seconds[f"{method}, {slowdown:g}"] / seconds["off, 1"] for slowdown in SLOWDOWNS])
+        for method in ("off", *dict.fromkeys(method for method, _ in runs))
+    }
+    why = (
+        f"{SMALL} Times are measured on two ranks of two cores, where the straggler does its products χ times (the "
+        "paper sleeps) and has one helper instead of seven, so migration must gain less. ± is the standard deviation "
+        "of three seeds; other losses are of one, and below 1 point they say nothing."
+    )
+    return Figure(title, columns, rows, why, [Curves("χ", "iteration / no straggler", lines)])
+
+
+def measured_times() -> dict[str, float]:
+    """Median seconds of an iteration by "METHOD, χ"."""
+    return _measure("benchmarks.papers.straggler_times", Path("runs/papers/times.json"))
+
+
+def fig11(inputs: Inputs) -> Figure:
+    """Half of the ranks are stragglers, of which the λ slowest migrate and the others resize."""
+    slowdowns = (8.0, 6.0, 4.0, 2.0, 1.0, 1.0, 1.0, 1.0)
+    times = [RankTimes(slowdown, slowdown) for slowdown in slowdowns]
+    plans = {f"λ = {count}": divide_stragglers(times, range(count), range(4), 0.9) for count in range(5)}
+    plans |= {"semi": decided("semi", slowdowns), "auto": decided("auto", slowdowns)}
+    runs = {name: Run(steady(plan.resize, EPOCHS), "priority-diff") for name, plan in plans.items() if any(plan.resize)}
+    trained = train_all([Run(NOTHING), *runs.values()], inputs.images)
+    best = trained[Run(NOTHING)].accuracy[-1]
+    seconds = {name: predicted_seconds(times, ASSUMED, plan) for name, plan in plans.items()}
+    losses = {name: best - trained[runs[name]].accuracy[-1] if name in runs else 0.0 for name in plans}
+    rows = [
+        (
+            name,
+            {"λ = 3": "sweet spot", "semi": "finds λ = 3"}.get(name, ""),
+            seconds[name],
+            f"{sum(plan.resize) / 8:.0%}",
+            f"{sum(plan.migrate) / 8:.0%}",
+            losses[name],
+        )
+        for name, plan in plans.items()
+    ]
+    by_hand = [name for name in plans if name.startswith("λ")]
+    curves = [
+        Curves("λ", "iteration / no straggler", {"predicted": (range(5), [seconds[name] for name in by_hand])}),
+        Curves("λ", "loss of accuracy [points]", {"trained": (range(5), [losses[name] for name in by_hand])}),
+    ]
+    columns = ("division", "paper", "iteration / no straggler", "pruned of all", "migrated of all", "loss [points]")
+    why = (
+        f"{SMALL} Times are predicted for products only, with assumed costs: two cores cannot be eight ranks. "
+        "What is best depends on these costs. Eq. 3 as printed would make receivers late (docs/algorithms.md, 1.6)."
+    )
+    return Figure("SEMI, Fig. 11: stragglers of χ = 8, 6, 4, 2 among eight ranks", columns, rows, why, curves)
+
+
+def table1(inputs: Inputs) -> Figure:
+    """Epoch times of migrating to other ranks although nobody is slow, by the share γ and the number of senders ν."""
+    said = {
+        ("broadcast-reduce", 1): (373, 425, 451, 473, 500),
+        ("scatter-gather", 1): (373, 478, 627, 796, 963),
+        ("broadcast-reduce", 4): (373, 737, 846, 998, 1113),
+        ("scatter-gather", 4): (373, 779, 971, 1198, 1436),
+    }
+    measured = _measure("benchmarks.papers.policies", Path("runs/papers/policies.json"))
+    shares = (0.0, 0.25, 0.5, 0.75, 1.0)
+    rows: list[Sequence[object]] = []
+    for senders in (1, 4):
+        for method in ("broadcast-reduce", "scatter-gather", "block"):
+            here = [measured[f"{method}, {senders}, {share:g}"] for share in shares]
+            paper = said.get((method, senders))
+            paper_ratios = [f"{each / paper[0]:.2f}" for each in paper] if paper else ["–"] * 5
+            both = (f"{old} / {new / here[0]:.2f}" for old, new in zip(paper_ratios, here, strict=True))
+            rows.append((f"{method} ({senders})", *both))
+    why = (
+        "Each cell: the paper's epoch relative to γ = 0, and ours. Eight ranks share two cores here, so an iteration "
+        "takes as long as the work of all ranks together, which migration does not change; what remains is its cost. "
+        "`block` is ours."
+    )
+    return Figure("SEMI, Table I: migration policies", ("policy (ν)", *(f"γ = {s:g}" for s in shares)), rows, why)
+
+
+def _measure(module: str, out: Path) -> dict[str, float]:
+    if not out.exists():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        subprocess.run([sys.executable, "-m", module, "--out", str(out)], check=True)
+    return json.loads(out.read_text())
+
+
+FIGURES = {"fig3": fig3, "fig5": fig5, "fig6": fig6, "fig7": fig7, "fig8": fig8, "fig9": fig9, "fig10": fig10}
+FIGURES |= {"fig11": fig11, "table1": table1}
