@@ -28,7 +28,7 @@ from .starts import MAX_ROWS, SMALL, EqualRows, Shape, UnequalGroups, shapes
 
 MAX_LEFT_OUT = 2
 """Speeds of networks, from the slowest on, whose nodes are left out by turns."""
-STARTED, IMPROVED, NEIGHBORS = 100, 12, 400
+STARTED, IMPROVED, NEIGHBORS = 75, 12, 400
 """Shapes of equal pipelines for which starts are made, drafts whose neighborhoods are searched, and neighbors of each
 that are tried, for up to :data:`SMALL` devices; fewer, in inverse proportion, for more devices."""
 NEAR, NEAR_KNOWN = 1.5, 1.05
@@ -57,7 +57,7 @@ class PlanSearch:
         """Candidates that were built, by what they were built from."""
         self.problems: dict[int, str] = {}
         """Reasons why candidates could not be built, by tensor-parallel degree."""
-        self.best_ranking = below
+        self.best_ranking = self._known_ranking = below
         self._known = known
         self._neighborhoods: dict[object, Neighborhood] = {}
         self._near = NEAR if below == np.inf else NEAR_KNOWN
@@ -82,7 +82,7 @@ class PlanSearch:
         unequal = [self._try_unequal] if self.problem.unequal else []
         if self.builder.chooses_cuts and all(pool.slots <= MAX_GROUPS for pool in self.pools):
             return [self._try_known, self._try_equal, *unequal, self._try_all_of_few]
-        moves = [self._move] if self.problem.unequal else []
+        moves = [self._move, self._perturb] if self.problem.unequal else []
         return [self._try_known, self._try_equal, self._exchange, *unequal, *moves, self._try_all_of_few]
 
     def found(self) -> list[Draft]:
@@ -162,11 +162,13 @@ class PlanSearch:
                 break
             if self.all_devices and each.pool.devices < len(self.topology.devices):
                 continue
-            for groups in each.candidates(self.problem.stages):
+            # Of few slots, near plans are starts, and are shown beside the best one.
+            near = self._near if each.pool.slots <= SMALL else 1.0
+            for groups in each.candidates(self.problem.stages, near * self._unequal_below):
                 slots = int(np.sum(groups))
                 if self.all_devices and slots * each.pool.tensor_parallel < len(self.topology.devices):
                     continue
-                if slots <= each.pool.total_micro_batches and each.min_seconds(groups) < self._unequal_below:
+                if slots <= each.pool.total_micro_batches:
                     self._try(each.pool, groups, symmetric=False)
 
     def _try(self, pool: SlotPool, groups: Sequence[tuple[int, ...]], symmetric: bool) -> Draft | None:
@@ -221,18 +223,15 @@ class PlanSearch:
                 better = self._neighborhood(draft.pool).improved(draft, self._limit(NEIGHBORS), equal=False)
                 self._add(("moved", draft.pool, len(draft.rows)), better)
 
-    def perturbed(self, best: Draft) -> list[Draft]:
-        """Better plans than ``best``, from drafts near it with other numbers of slots or pipelines."""
-        found: list[Draft] = []
-        while not self._has_one_type:
-            better = self._neighborhood(best.pool).perturbed(
-                best, self._limit(NEIGHBORS), max(self._limit(IMPROVED) // 4, 1), NEAR_KNOWN
-            )
+    def _perturb(self) -> None:
+        """Go on from drafts near the best plan, if it is new, with other numbers of slots or pipelines."""
+        while not self._has_one_type and self.best_ranking < self._known_ranking:
+            best = self.found()[0]
+            neighborhood = self._neighborhood(best.pool)
+            better = neighborhood.perturbed(best, self._limit(NEIGHBORS), self._limit(IMPROVED), NEAR_KNOWN)
             if better is best:
                 break
-            best = better
-            found.append(best)
-        return found
+            self._add(("perturbed", len(self.drafts)), better)
 
     def _neighborhood(self, pool: SlotPool) -> Neighborhood:
         # Pools of equally many slots have the same ones.

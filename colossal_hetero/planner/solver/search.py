@@ -202,9 +202,6 @@ def _drafts(problem: Problem, keep: int, goal: _Goal | None) -> tuple[list[PlanS
         if chosen:
             searches.append(PlanSearch(problem, chosen, builder, known))
             drafts += searches[-1].run(keep, is_enough)
-    best = min(drafts, key=lambda draft: draft.ranking_seconds, default=None)
-    if problem.unequal and best is not None and not (is_enough is not None and is_enough(best.seconds)):
-        drafts += searches[-1].perturbed(best)
     return searches, drafts
 
 

@@ -277,21 +277,32 @@ class UnequalGroups:
         power = float((self._available / self.bounds.work_seconds).sum())
         return (total + slots - pipelines) / power
 
-    def min_seconds(self, groups: Groups) -> float:
-        """Lower bound on the seconds of these pipelines, reached if all end at the same moment."""
-        power = (np.array(groups) / self.bounds.work_seconds).sum()
-        return float(self.pool.total_micro_batches / power) + self.sums(len(groups))
-
-    def candidates(self, stages: Sequence[int] | None) -> list[Groups]:
+    def candidates(self, stages: Sequence[int] | None, below: float) -> list[Groups]:
+        """Groups that may run all micro-batches, and sum their gradients, in less than ``below`` seconds."""
         found = [*self._of_one_device()]
         if self.pool.slots <= SMALL:
             found += self._dealt()
-        distinct = dict.fromkeys(tuple(sorted(each)) for each in found)
-        return [
-            list(each)
-            for each in distinct
+        distinct = [
+            each
+            for each in dict.fromkeys(tuple(sorted(each)) for each in found)
             if self.pool.allows(len(each)) and (stages is None or {sum(group) for group in each} <= set(stages))
         ]
+        counts = sorted({group for each in distinct for group in each if 1 <= sum(group) <= self.bounds.blocks})
+        if not counts:
+            return []
+        first, further = self.bounds.options(np.array(counts))
+        place = {group: number for number, group in enumerate(counts)}
+
+        def may_take_less(groups: tuple[tuple[int, ...], ...]) -> bool:
+            if not all(group in place for group in groups):
+                return False
+            of, limit = [place[group] for group in groups], below - self.sums(len(groups))
+            fits = np.isfinite(first[:, of]) & (first[:, of] <= limit)
+            left = limit - np.where(fits, first[:, of], 0.0)
+            most = np.where(fits, np.floor(left / further[:, of] + 1e-9) + 1, 0).max(axis=0)
+            return bool(most.min() >= 1 and most.sum() >= self.pool.total_micro_batches)
+
+        return [list(each) for each in distinct if may_take_less(each)]
 
     def _dealt(self) -> Iterator[Groups]:
         """All slots given out, the strongest first, each to the weakest pipeline."""
