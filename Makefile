@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install vit zero pipeline elastic language gpu papers docs test test-thorough check lint lines
+.PHONY: help install vit zero pipeline elastic language gpu vit-1b papers docs test test-thorough check lint lines
 help:
 	@echo "make install   make .venv and install into it; then activate it: . .venv/bin/activate"
 	@echo "make vit       train the ViT example on two ranks, one of them slowed, balancing on"
@@ -12,6 +12,7 @@ help:
 	@echo "make elastic   train on four nodes of this machine, of which one is killed and another joins"
 	@echo "make language  train a GPT-2 on two ranks, one of them slowed, balancing on"
 	@echo "make gpu       measure everything on a GPU, and write benchmarks/gpu/RESULTS.md"
+	@echo "make vit-1b    a few iterations of SEMI's ViT-1B, slowed and balanced: 16 GB of memory, ten minutes"
 	@echo "make papers    figures of the five papers, into docs/papers.md (DATA=folder of images: train/CLASS, test/CLASS)"
 	@echo "make test      run all tests (about 15 minutes on 2 cores)"
 	@echo "make check     lint and run the unit tests, before a commit (a few minutes)"
@@ -46,6 +47,9 @@ language: install
 
 gpu: install
 	$(BIN)/python -m benchmarks.gpu
+
+vit-1b: install
+	$(BIN)/python -m benchmarks.papers semi vit-1b
 
 DATA ?= data/cifar10
 papers: install

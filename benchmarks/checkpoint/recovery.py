@@ -43,6 +43,7 @@ from colossal_hetero import CheckpointConfig
 from colossal_hetero.checkpoint import exchange
 from colossal_hetero.checkpoint.places import Place
 from colossal_hetero.checkpoint.transfers import Read
+from colossal_hetero.common.files import write_json
 from tests.support.harness import run_ranks
 
 DISK_BY_CLOUD = 3500 / 1200
@@ -169,9 +170,10 @@ def main() -> None:
     parser.add_argument("--cloud", type=float, default=40.0, help="MB/s of the shared folder (default: %(default)s)")
     parser.add_argument("--width", type=int, default=480, help="hidden size (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each way (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="file for the seconds")
     arguments = parser.parse_args()
     width, cloud = arguments.width, arguments.cloud * 1e6
-    rows = []
+    rows, seconds = [], {}
     with tempfile.TemporaryDirectory(prefix="recovery") as folder:
         root = Path(folder)
         expected = run_ranks(len(SAVED.nodes), save, root, width)[0]
@@ -184,7 +186,10 @@ def main() -> None:
             bound = median(each for _, each in found[Way.NEAREST])
             figures = (alone, once, nearest, alone / nearest, scenario.paper, bound, nearest / bound)
             rows.append((name, *(f"{figure:.2f}" for figure in figures)))
+            seconds[name] = {"alone": alone, "once": once, "nearest": nearest, "paper": scenario.paper}
         total = sum(tensor.numel() * tensor.element_size() for tensor in expected.tensors.values())
+    if arguments.out is not None:
+        write_json(seconds, arguments.out)
     print(describe_machine())
     print_table(
         f"{total / 1e6:.0f} MB, shared folder {arguments.cloud:g} MB/s; aims: at least AutoHet's factor, ≤ 1.1 × bound",

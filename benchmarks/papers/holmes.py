@@ -143,7 +143,7 @@ def table3(inputs: Inputs) -> Figure:
         for name, each in fitted.items()
     )
     why = (
-        f"Fitted: {networks}. Over the other cells the mean error is {mean(errors):.1%}, the largest {max(errors):.1%}. "
+        f"Fitted: {networks}. Over the other cells the mean error is {mean(errors):.1%}, at most {max(errors):.1%}. "
         "A network changes the time of a GPU's micro-batch, too, which no bandwidth explains. The paper's InfiniBand "
         "loses a fifth per GPU from 6 to 8 nodes, and RoCE nothing; the model has no reason for that. Groups 3 and 4 "
         "have wider layers, which use a GPU better than those that are fitted."

@@ -30,9 +30,10 @@ TIMED_ITERATIONS = 60
 VARIANTS: dict[str, tuple[str, ...]] = {
     "off, no straggler": ("--balance", "off"),
     "off": ("--balance", "off"),
-    "resize, columns": ("--balance", "resize", "--resizing", "column"),
-    "resize, blocks": ("--balance", "resize", "--resizing", "block"),
+    "resize": ("--balance", "resize"),
+    "zero-pridiff-r": ("--paper", "zero-pridiff-r"),
     "semi": ("--balance", "semi"),
+    "semi of the paper": ("--paper", "semi"),
     "auto": ("--balance", "auto"),
 }
 """The example's arguments for each variant."""

@@ -170,7 +170,7 @@ class BalanceConfig:
         Raises:
             ValueError: the name is unknown, or a setting is impossible.
         """
-        _check_choice("method", name, tuple(_PAPER))
+        _check_choice("method", name, PAPER_METHODS)
         preset = dict(_PAPER[name])
         rules = {each.name: settings.pop(each.name) for each in fields(Pruning) if each.name in settings}
         if "pruning" in settings:
@@ -260,3 +260,5 @@ _PAPER: dict[str, dict[str, Any]] = {
         "pruning": Pruning(priority="priority-diff", ratio_form="printed"),
     },
 }
+
+PAPER_METHODS = tuple(_PAPER)

@@ -56,7 +56,11 @@ class BalancingReport(Terminal):
         """Print what is going to happen."""
         options, layout = self._options, self._layout
         device = get_accelerator().get_current_device()
-        plugin = "Colossal-AI's plugin" if options.plugin == "colossalai" else f"balance {options.balance}"
+        plugin = (
+            "Colossal-AI's plugin"
+            if options.plugin == "colossalai"
+            else (options.balancing.lstrip("-") or "balance off")
+        )
         straggler = f", straggler {options.straggler}" if options.straggler else ""
         self._console.print(f"{model}, {options.precision} on {device}")
         self._console.print(data)
@@ -168,7 +172,7 @@ class BalancingReport(Terminal):
                 f"An iteration took {took * 1e3:.0f} ms (median), of which ranks waited {waited * 1e3:.0f} ms for "
                 "slower ones (mean over ranks)."
             )
-            self._console.print(comparison_text(found, balanced=self._options.balance != "off"))
+            self._console.print(comparison_text(found, balanced=bool(self._options.balancing)))
             if words := self.measurements.slowdown_in_words():
                 self._console.print(words)
             if found.notes and not any(rank.migrated + rank.resharded for rank in found.ranks):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
 import math
 import re
@@ -12,16 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from colossal_hetero.balance.config import (
-    BalanceConfig,
-    Imputation,
-    Migration,
-    Mode,
-    Priority,
-    Pruning,
-    Reference,
-    Resizing,
-)
+from colossal_hetero.balance.config import PAPER_METHODS, BalanceConfig, Migration, Mode, Pruning
 from colossal_hetero.common.text import parse_rank_factors
 
 from .options import Options, UsageError, attempt, check_at_least_one, check_file, check_plot, check_training, flag
@@ -63,29 +53,27 @@ class TensorParallelOptions(Options):
         """
         mode = self.balance
         try:
-            ratio = "auto" if self.resize_ratio == "auto" else float(self.resize_ratio)
-        except ValueError:
-            raise UsageError(f"--resize-ratio {self.resize_ratio} is neither auto nor a number in [0, 1)") from None
-        try:
-            rules = Pruning(
-                resizing=self.resizing,
-                priority=self.priority,
-                imputation=self.imputation,
-                resize_ratio=ratio,  # type: ignore[arg-type]
-                reference=self.reference,
-                seed=self.seed,
-            )
+            if self.paper is not None:
+                if mode != "off":
+                    raise UsageError(f"--paper {self.paper} and --balance {mode} exclude each other; leave one out")
+                seed = {} if self.paper == "mig" else {"seed": self.seed}
+                return BalanceConfig.paper(self.paper, **seed, max_resize=self.max_resize)
             chosen: dict[str, Any] = {"mode": mode, "max_resize": self.max_resize}
             # What a mode does not use is left out, so that the same flags can be tried with all modes.
-            if mode in ("semi", "auto"):
-                rules = Pruning(priority=self.priority, imputation=self.imputation, seed=self.seed)
             if mode in ("resize", "semi") or (mode == "auto" and self.max_resize):
-                chosen["pruning"] = rules
+                chosen["pruning"] = Pruning(seed=self.seed)
             if mode in ("migrate", "semi", "auto"):
                 chosen["migration"] = self.migration
             return BalanceConfig(**chosen)
         except ValueError as error:
             raise UsageError(_in_flags(str(error))) from None
+
+    @property
+    def balancing(self) -> str:
+        """The flag that asks for balancing; empty if none does."""
+        if self.paper is not None:
+            return f"--paper {self.paper}"
+        return "" if self.balance == "off" else f"--balance {self.balance}"
 
     def stragglers(self, world_size: int) -> Stragglers | None:
         """The ranks to slow down; None without ``--straggler``.
@@ -149,15 +137,12 @@ class TensorParallelOptions(Options):
     def check_balancing(self, layout: Layout) -> None:
         """Raise ``UsageError`` if balancing, a straggler or an output file is not possible with these options."""
         self.balance_config()
-        if self.balance != "off":
+        if self.balancing:
             if self.plugin != "hetero":
-                raise UsageError(
-                    f"--balance {self.balance} needs --plugin hetero; --plugin {self.plugin} cannot balance"
-                )
+                raise UsageError(f"{self.balancing} needs --plugin hetero; --plugin {self.plugin} cannot balance")
             if layout.tp == 1:
                 raise UsageError(
-                    f"--balance {self.balance} has nothing to balance with --tp 1; use at least two tensor-parallel "
-                    "ranks"
+                    f"{self.balancing} has nothing to balance with --tp 1; use at least two tensor-parallel ranks"
                 )
         if self.straggler is not None:
             if self.plugin != "hetero":
@@ -203,9 +188,8 @@ class TensorParallelOptions(Options):
 
 
 def _in_flags(message: str) -> str:
-    """``resize_ratio=2 is …`` as ``--resize-ratio 2 is …``."""
-    names = "|".join(field.name for kind in (BalanceConfig, Pruning) for field in dataclasses.fields(kind))
-    return re.sub(rf"\b({names})=", lambda match: f"{flag(match[1])} ", message)
+    """``max_resize=2 is …`` as ``--max-resize 2 is …``."""
+    return re.sub(r"\b(max_resize|migration)=", lambda match: f"{flag(match[1])} ", message)
 
 
 def add_plugin_flags(group: argparse._ArgumentGroup) -> None:
@@ -244,7 +228,6 @@ def add_batch_flags(group: argparse._ArgumentGroup, batch_size: int, samples: st
 
 def add_balance_flags(parser: argparse.ArgumentParser) -> None:
     """Add what to do about slow ranks, and which ranks to make slow."""
-    default = {field.name: field.default for kind in (BalanceConfig, Pruning) for field in dataclasses.fields(kind)}
     balancing = parser.add_argument_group("balancing")
     balancing.add_argument(
         "--balance",
@@ -253,26 +236,18 @@ def add_balance_flags(parser: argparse.ArgumentParser) -> None:
         help="off: measure only; resize: prune on slow ranks; migrate: give their work to the others; semi: both; "
         "auto: whatever takes the least time, pruning no more than --max-resize allows (default off)",
     )
-    for name, kinds, what in (
-        (
-            "migration",
-            Migration,
-            "what is given away: units of a block (neurons, heads), or columns of each product, all of them sent to "
-            "every rank (broadcast-reduce) or to each receiver its part (scatter-gather)",
-        ),
-        ("resizing", Resizing, "what is pruned: columns of each product, or units of a block"),
-        ("priority", Priority, "which columns are pruned"),
-        ("imputation", Imputation, "what gradients hold at pruned columns"),
-        ("reference", Reference, "the time that slow ranks are brought down to"),
-    ):
-        balancing.add_argument(
-            f"--{name}", choices=get_args(kinds), default=default[name], help=f"{what} (default {default[name]})"
-        )
     balancing.add_argument(
-        "--resize-ratio",
-        metavar="auto|SHARE",
-        default="auto",
-        help="share of its columns that a slow rank prunes (default auto: by its measured time)",
+        "--paper",
+        choices=PAPER_METHODS,
+        help="a method as SEMI describes it, in place of --balance: zero-rd, zero-pri and zero-pridiff-r or -e prune "
+        "columns; mig migrates them; semi is both",
+    )
+    balancing.add_argument(
+        "--migration",
+        choices=get_args(Migration),
+        default="block",
+        help="what is given away: units of a block (neurons, heads), or columns of each product, all of them sent to "
+        "every rank (broadcast-reduce) or to each receiver its part (scatter-gather) (default block)",
     )
     balancing.add_argument(
         "--max-resize",

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from colossal_hetero import BalanceConfig, Pruning
+from colossal_hetero.balance.config import PAPER_METHODS
 from colossal_hetero.balance.report import IterationRecord, RankRecord
 from colossal_hetero.balance.timeline import IterationTimeline, Segment, Timelines
 from colossal_hetero.profiling.named_profile import build_model
@@ -70,18 +71,18 @@ def test_tensor_parallel_groups_are_consecutive_ranks():
 @pytest.mark.parametrize("mode", ["off", "resize", "migrate", "semi", "auto"])
 def test_the_balancing_flags_reach_the_plugin(mode):
     """All modes take all flags; what a mode does not use is left out."""
-    chosen = options(
-        f"--balance {mode} --migration scatter-gather --resizing column --resize-ratio 0.2 --reference mean "
-        "--priority random --imputation average --max-resize 0.25 --seed 3"
-    )
+    chosen = options(f"--balance {mode} --migration scatter-gather --max-resize 0.25 --seed 3")
     migration = {"migration": "scatter-gather"} if mode in ("migrate", "semi", "auto") else {}
-    rules = {"priority": "random", "imputation": "average", "seed": 3}
-    if mode == "resize":
-        rules |= {"resizing": "column", "resize_ratio": 0.2, "reference": "mean"}
-    pruning = {"pruning": Pruning(**rules)} if mode in ("resize", "semi", "auto") else {}
+    pruning = {"pruning": Pruning(seed=3)} if mode in ("resize", "semi", "auto") else {}
     assert chosen.balance_config() == BalanceConfig(mode=mode, max_resize=0.25, **migration, **pruning)
     # Without the flags the defaults of the package apply.
     assert options(f"--balance {mode}").balance_config().rules == BalanceConfig(mode=mode).rules
+
+
+@pytest.mark.parametrize("name", PAPER_METHODS)
+def test_a_method_of_the_paper_reaches_the_plugin(name):
+    seed = {} if name == "mig" else {"seed": 3}
+    assert options(f"--paper {name} --seed 3").balance_config() == BalanceConfig.paper(name, **seed)
 
 
 def test_a_missing_tensorboard_is_reported(monkeypatch, tmp_path):

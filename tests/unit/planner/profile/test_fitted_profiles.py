@@ -152,6 +152,18 @@ def test_memory_is_eighteen_bytes_per_parameter() -> None:
     np.testing.assert_allclose(part.output_bytes, 2 * 2 * 2048 * 3072)
 
 
+def test_with_recomputation_an_estimate_takes_the_flop_of_holmes() -> None:
+    """Eq. 6: ``96 B s l h² (1 + s/(6h) + V/(16 l h))``, of which the logits run forward once."""
+    model = Transformer(layers=30, hidden=3072, vocabulary=51200, sequence=2048, heads=32)
+    device = DeviceKind("a", 10**12, 1e12)
+    costs = estimated_profile(model, [device], efficiency=1.0, micro_batches=[4]).costs("a", 1, 4, recompute=True)
+    s, h, layers, v = model.sequence, model.hidden, model.layers, model.vocabulary
+    flop = 96 * 4 * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
+    logits = 4 * model.head_forward_flop
+    total = float(costs.forward_seconds.sum() + costs.backward_seconds.sum()) * 1e12
+    assert total == pytest.approx(flop + logits, rel=1e-12)  # here the head is recomputed with the last block
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
