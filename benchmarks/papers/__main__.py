@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.papers.gpu_tables import DATA
 from benchmarks.papers.page import Inputs, show
 
-PAPERS = ("semi", "poplar", "holmes", "autohet")
+PAPERS = ("semi", "poplar", "adapt", "holmes", "autohet")
 
 
 def main() -> None:

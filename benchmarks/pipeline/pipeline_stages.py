@@ -18,6 +18,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -34,6 +35,7 @@ from colossalai.booster import Booster
 
 from colossal_hetero import HeteroHybridParallelPlugin
 from colossal_hetero.cli.probe_ranks import probe_ranks
+from colossal_hetero.common.files import write_json
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.cost.simulate import simulate_plan
 from colossal_hetero.planner.profile.fitted_profiles import as_profiled
@@ -123,6 +125,7 @@ def main() -> None:
     parser.add_argument("--global-batch", type=int, default=64, help="images per iteration (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each split (default: %(default)s)")
     parser.add_argument("--block", type=int, default=3, help="timed iterations per turn (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="file for the seconds of equal stages, ADAPT's and the planner's")
     parser.add_argument("--orders", action="store_true", help="also try splits with the slow rank first")
     arguments = parser.parse_args()
     start_ranks(2)
@@ -186,6 +189,15 @@ def compare(quota: float, hidden: int, arguments: argparse.Namespace) -> list[fl
         stages=[2],
         unequal=False,
     )
+    if arguments.out is not None and dist.get_rank() == 0:
+        wishes = {"global_batch": arguments.global_batch, "micro_batches": [arguments.micro_batch]}
+        plans = {"equal": uniform.plan, "ours": chosen}
+        plans["adapt"] = simple_plan(topology, profile, **wishes, stages=[2], unequal=False, method="adapt")
+        taken = {tuple(shape(variant.plan)): variant for variant in variants}
+        found = {name: taken.get(tuple(shape(plan))) for name, plan in plans.items()}
+        write_json(
+            {name: [each.name, each.median_seconds] for name, each in found.items() if each is not None}, arguments.out
+        )
     notes = []
     for variant in variants:
         if shape(variant.plan) == shape(chosen):

@@ -56,11 +56,8 @@ class BalancingReport(Terminal):
         """Print what is going to happen."""
         options, layout = self._options, self._layout
         device = get_accelerator().get_current_device()
-        plugin = (
-            "Colossal-AI's plugin"
-            if options.plugin == "colossalai"
-            else (options.balancing.lstrip("-") or "balance off")
-        )
+        balancing = options.balancing.removeprefix("--") or "balance off"
+        plugin = "Colossal-AI's plugin" if options.plugin == "colossalai" else balancing
         straggler = f", straggler {options.straggler}" if options.straggler else ""
         self._console.print(f"{model}, {options.precision} on {device}")
         self._console.print(data)

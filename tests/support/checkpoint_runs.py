@@ -110,9 +110,6 @@ def parts_of(plugin: HeteroHybridParallelPlugin) -> tuple[int, list[int]]:
     return dist.get_rank(plugin.dp_group), [SAMPLES // replicas] * replicas
 
 
-# Without files -----------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class InMemory:
     """All pieces of all ranks put together, as a checkpoint would be."""
@@ -126,10 +123,7 @@ class InMemory:
 
 
 def gathered(run: Run, everywhere: bool = True) -> InMemory:
-    """What all ranks hold. Every element must be there, and be equal on all ranks that hold it.
-
-    If not ``everywhere``, only rank 0 has the tensors.
-    """
+    """What all ranks hold. Every element must be there, and be equal on all ranks that hold it."""
     own = [(piece.key, piece.shape, piece.box, piece.data.clone()) for piece in run.pieces]
     everyone: list[Any] = [None] * dist.get_world_size()
     if everywhere:

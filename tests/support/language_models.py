@@ -1,8 +1,4 @@
-"""Train tiny language models through ``Booster.boost``.
-
-The sizes are divisible by 2, 3 and 4 ranks, with several units in each block of each rank. The vocabulary is not, so
-that Colossal-AI pads it.
-"""
+"""Train tiny language models through ``Booster.boost``."""
 
 from __future__ import annotations
 

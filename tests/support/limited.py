@@ -1,7 +1,4 @@
-"""Train with a limited address space, and profile before training if asked to.
-
-:func:`main` runs in a process of its own (``run_alone`` of the harness), because the limit applies to a whole process.
-"""
+"""Train with a limited address space, and profile before training if asked to."""
 
 from __future__ import annotations
 
@@ -27,6 +24,8 @@ from colossal_hetero.profiling.preserved_state import preserved_state
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
 """Parameters of glibc's ``mallopt``."""
 DEVICE = torch.device("cpu")
+ROOM, CAP = 50_200_000, 1000
+"""Bytes that may be mapped beyond what is, and the largest batch of the search."""
 
 
 class Net(nn.Module):
@@ -81,10 +80,10 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return state.hexdigest()
 
 
-def every_size(model: nn.Module, cap: int) -> int:
-    """The largest batch that fits, up to ``cap``, found by trying 1, 2, 3, …"""
+def every_size(model: nn.Module) -> int:
+    """The largest batch that fits, up to :data:`CAP`, found by trying 1, 2, 3, …"""
     largest = 0
-    while largest < cap:
+    while largest < CAP:
         try:
             step(model, largest + 1)
         except Exception as error:
@@ -96,21 +95,13 @@ def every_size(model: nn.Module, cap: int) -> int:
     return largest
 
 
-def limit_address_space(room: int) -> None:
-    """Limit the address space of this process to ``room`` bytes more than are mapped now."""
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + room, hard))
-
-
 def map_large_tensors() -> None:
     """Map and unmap each tensor of 64 kB or more separately, so that the address space contains only tensors in use."""
     mallopt = ctypes.CDLL(None).mallopt
     assert mallopt(M_MMAP_THRESHOLD, 65536) and mallopt(M_TRIM_THRESHOLD, 65536) and mallopt(M_ARENA_MAX, 1)
 
 
-def main(
-    profiled: bool = True, trained_before: bool = True, room: int = 50_200_000, cap: int = 1000, to_come: int = 0
-) -> dict[str, Any]:
+def main(profiled: bool = True, trained_before: bool = True, to_come: int = 0) -> dict[str, Any]:
     map_large_tensors()
     random.seed(0), np.random.seed(0), torch.manual_seed(0)
     model = Net()
@@ -120,27 +111,24 @@ def main(
         train(model, optimizer, 2)
         optimizer.zero_grad()
     result["before"] = digest(model, optimizer)
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    limit_address_space(room)
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + ROOM, hard))
     if profiled:
         with preserved_state(model, optimizer):
             sizes: list[int] = []
             profile = profile_device(
                 lambda batch: (sizes.append(batch), step(model, batch))[1],
-                cap,
+                CAP,
                 state_bytes_to_come=to_come + optimizer_state_bytes(optimizer),
                 device=DEVICE,
                 abort=lambda: abort_step(model, optimizer),
             )
             result.update(profile=profile.model_dump(), sizes=sizes)
-        if not profile.max_batch:
-            resource.setrlimit(resource.RLIMIT_AS, limits)  # without this, training would run out of memory
-        else:
-            reserve = resource.getrlimit(resource.RLIMIT_AS)[0] - profile.memory_bytes
-            held = to_come + optimizer_state_bytes(optimizer) + reserve
-            with preserved_state(model, optimizer), reserved_memory(held, DEVICE):
-                step(model, 1)
-                result["every_size"] = every_size(model, cap)
+        reserve = resource.getrlimit(resource.RLIMIT_AS)[0] - profile.memory_bytes
+        held = to_come + optimizer_state_bytes(optimizer) + reserve
+        with preserved_state(model, optimizer), reserved_memory(held, DEVICE):
+            step(model, 1)
+            result["every_size"] = every_size(model)
     result["after"] = digest(model, optimizer)
     result["losses"] = train(model, optimizer, 3)
     result["trained"] = digest(model, optimizer)

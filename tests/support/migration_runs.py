@@ -25,10 +25,7 @@ ITERATIONS = 2
 
 
 def methods_for(case: int) -> tuple[str, ...]:
-    """The methods that a case is checked with: block form, and one of the two column forms in turn.
-
-    The column forms differ only in the messages that they send. ``make test-thorough`` checks each case with all.
-    """
+    """The methods that a case is checked with: block form, and one of the two column forms in turn."""
     return METHODS if IS_THOROUGH else ("block", METHODS[1 + case % 2])
 
 

@@ -18,10 +18,7 @@ UNITS = 64
 
 
 class SimulatedGroup:
-    """Ranks with given slowdowns, noise and a resizing overhead. They run the same state machine as real ranks.
-
-    Units of other ranks take ``received`` times as long as own ones.
-    """
+    """Ranks with given slowdowns, noise and a resizing overhead. They run the same state machine as real ranks."""
 
     def __init__(
         self,
@@ -48,11 +45,7 @@ class SimulatedGroup:
         return self.plan.units[0][rank] / UNITS if self.plan.units else self.plan.load(rank)
 
     def iterate(self, slowdowns: Sequence[float], length: float = 1.0) -> None:
-        """Run one iteration, with a batch of that relative length.
-
-        At its end the times of the iteration before are known to all ranks. A plan that is decided then applies from
-        the next iteration on.
-        """
+        """Run one iteration, with a batch of that relative length."""
         works = []
         for rank, slowdown in enumerate(slowdowns):
             overhead = self.overhead if self.plan.resize[rank] else 0.0

@@ -78,13 +78,7 @@ def seconds_of_a_save(root: Path) -> float:
 
 
 def check_killed(root: Path, *, operation: int | None = None, seconds: float | None = None) -> str:
-    """Save steps 10 and 20, then kill a process that saves step 30; check what is whole.
-
-    The local folder loads step 20 or 30, bitwise; the shared folder too. The next save removes what was left. Half of
-    the runs save a step again that is there.
-
-    Returns the step that the local folder had, and whether the process was killed.
-    """
+    """Save steps 10 and 20, then kill a process that saves step 30; check what is whole."""
     again = root.name.endswith("again")
     child = start_save(root, again, operation)
     if seconds is not None:

@@ -164,10 +164,7 @@ def train(
     each: Callable[[int], None] = lambda iteration: None,
     no_sync: bool = True,
 ) -> Trained:
-    """Continue ``run``; ``each`` is called with the number of the iteration after its step.
-
-    If ``no_sync``, gradients are accumulated before they are summed over replicas.
-    """
+    """Continue ``run``; ``each`` is called with the number of the iteration after its step."""
     plugin, model, optimizer = run.plugin, run.model, run.optimizer
     replica = int(plugin.pg_mesh.coordinate(plugin.dp_axis))
     for iteration in range(iterations):

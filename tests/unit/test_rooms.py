@@ -9,6 +9,7 @@ import ast
 import importlib
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -74,6 +75,12 @@ def room_of(module: str) -> str:
     return folder.as_posix() if folder.as_posix() in RULES else folder.parts[0] if folder.parts else ""
 
 
+@cache
+def nodes_of(module: str) -> list[ast.AST]:
+    """The syntax tree of a module, and all nodes below it."""
+    return list(ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))))
+
+
 def imported(module: str) -> Iterator[str]:
     """Modules of the package that ``module`` imports anywhere: at the top, in functions, under TYPE_CHECKING."""
     for name in imported_names(module):
@@ -87,7 +94,7 @@ def imported_names(module: str) -> Iterator[str]:
     """Full names of all that ``module`` imports."""
     path = MODULES[module]
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(module):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -154,8 +161,9 @@ def test_decisions_are_pure() -> None:
 
 def test_no_two_classes_have_the_same_name() -> None:
     modules: dict[str, list[str]] = {}
-    for module, path in MODULES.items():
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for module in MODULES:
+        (tree, *_) = nodes_of(module)
+        for node in tree.body:  # type: ignore[attr-defined]
             if isinstance(node, ast.ClassDef):
                 modules.setdefault(node.name, []).append(module)
     assert {name: where for name, where in modules.items() if len(where) > 1} == {}

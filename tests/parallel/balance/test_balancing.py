@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from colossalai.tensor.d_tensor import is_customized_distributed_tensor, is_distributed_tensor
+from timm.layers import set_reentrant_ckpt
 
 from colossal_hetero import BalanceConfig, Pruning
 from colossal_hetero.balance import balancer as balancer_module
@@ -335,17 +336,18 @@ def test_balancing_is_refused_in_a_cuda_graph() -> None:
 def activation_checkpointing_changes_nothing() -> None:
     """A recomputed forward pass uses the columns that the first one chose, at random."""
     runs = []
-    for checkpointing in (False, True):
+    for reentrant in (None, False, True):
+        set_reentrant_ckpt(bool(reentrant))
         model = tiny_vit(depth=1)
-        model.set_grad_checkpointing(checkpointing)
+        model.set_grad_checkpointing(reentrant is not None)
         with scripted(always(0)):
             run = boost(ours(resizing(priority="random"), tp_size=2), model)
         runs.append(train(run, 6, accumulation=2))
-    plain, checkpointed = runs
-    assert plain.plans == checkpointed.plans
+    plain, *checkpointed = runs
     assert plain.plans[-1] == (pytest.approx(RATIO), 0.0)
-    assert checkpointed.losses == plain.losses
-    assert_same_parameters(checkpointed.parameters, plain.parameters, "checkpointed")
+    for run in checkpointed:
+        assert (run.plans, run.losses) == (plain.plans, plain.losses)
+        assert_same_parameters(run.parameters, plain.parameters, "checkpointed")
 
 
 # What must not disturb the balancer --------------------------------------------------------------------------------

@@ -1,9 +1,4 @@
-"""The cost of balancing on the host, which is the same on every machine: calls in an iteration that is not measured,
-and no waiting for a GPU, because no operation reads a result of the device.
-
-On a CPU such operations are seen by recording what torch dispatches. Copies between host and device are seen on a GPU
-only (``benchmarks/gpu/parts/sync.py``).
-"""
+"""The cost of balancing on the host: calls in an iteration that is not measured, and no operation waits for a GPU."""
 
 from __future__ import annotations
 

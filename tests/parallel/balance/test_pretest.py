@@ -123,8 +123,6 @@ def test_without_measuring_costs_have_their_defaults() -> None:
         assert results == ((Costs(), 0, []), (Costs(), 0, []))
 
 
-# Fits ------------------------------------------------------------------------------------------------------------
-
 SIZES = (2**12, 2**16, 2**20)
 
 

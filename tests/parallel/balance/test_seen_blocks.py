@@ -1,7 +1,4 @@
-"""Blocks in which somebody sees what a rank computes: their units stay, and training is that of Colossal-AI's plugin.
-
-Each rank is the straggler in turn. What is seen is also used in the loss, where units of other ranks would be too many.
-"""
+"""Blocks in which somebody sees what a rank computes: their units stay, and training is as in Colossal-AI's plugin."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Models with several optimizers: training is that of one process, also after units were permanently re-sharded.
-
-Each rank is the straggler in turn.
-"""
+"""Models with several optimizers: training is that of one process, also after units were permanently re-sharded."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Every part of the GPU suite runs on a CPU with tiny sizes, at least its first case that needs no GPU: the results are
-right."""
+"""The first case that needs no GPU of each part of the GPU suite is right on a CPU, with tiny sizes."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from tests.support.checkpoint_runs import (
 )
 from tests.support.checkpoints import read_weights
 from tests.support.harness import run_ranks
-from tests.support.training import adamw, sgd
+from tests.support.training import sgd
 
 STEPS = 2
 ZERO = dict(zero_stage=1, precision="bf16")
@@ -88,26 +88,20 @@ def test_zero_slices_are_those_of_colossalais_checkpoint(tmp_path: Path) -> None
     run_ranks(4, check_against_colossalai, tmp_path)
 
 
-def check_reload(name: str, saved_in: dict[str, Any], loaded_in: list[dict[str, Any]], optimizer: str) -> None:
-    make_optimizer = {"adamw": adamw, "sgd": sgd}[optimizer]
-    one = boosted(name, hybrid(**saved_in), make_optimizer)
+def check_reload() -> None:
+    one = boosted("gpt2", hybrid(pp_size=2, **ZERO), sgd)
     train(one, range(STEPS))
     saved = gathered(one)
     losses = train(one, range(STEPS, STEPS + 2))
-    same = saved_in.get("precision", "fp32") == "fp32"
-    for options in loaded_in:
-        two = boosted(name, hybrid(**options), make_optimizer)
-        train(two, [7])  # so that everything must be replaced
-        load(two, saved)
-        found = gathered(two)
-        assert found.kinds == saved.kinds and different_tensors(found, saved) == []
-        assert train(two, range(STEPS, STEPS + 2)) == pytest.approx(losses, rel=1e-5 if same else 2e-2)
+    two = boosted("gpt2", hybrid(tp_size=2, precision="fp16"), sgd)
+    train(two, [7])  # so that everything must be replaced
+    load(two, saved)
+    found = gathered(two)
+    assert found.kinds == saved.kinds and different_tensors(found, saved) == []
+    copies = two.optimizer.get_working_to_master_map()
+    assert all(torch.equal(each, copies[id(each)].half()) for each in two.model.parameters())
+    assert train(two, range(STEPS, STEPS + 2)) == pytest.approx(losses, rel=2e-2)
 
 
-def check_reloads() -> None:
-    check_reload("llama", dict(tp_size=2, **ZERO), [dict(pp_size=2, **ZERO)], "adamw")
-    check_reload("gpt2", dict(pp_size=2, **ZERO), [dict(tp_size=2, precision="fp16")], "sgd")  # masters
-
-
-def test_other_plans_continue_with_the_same_values() -> None:
-    run_ranks(4, check_reloads)
+def test_another_plan_with_copies_in_higher_precision_continues() -> None:
+    run_ranks(4, check_reload)

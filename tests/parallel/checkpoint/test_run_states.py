@@ -12,7 +12,6 @@ import torch.distributed as dist
 from colossalai.booster import Booster
 from colossalai.shardformer.layer.utils import Randomizer
 from torch import nn
-from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import Sampler, TensorDataset
 
@@ -21,7 +20,7 @@ from colossal_hetero.checkpoint.layer_checkpoint import Start
 from colossal_hetero.checkpoint.reader import export
 from tests.support.checkpoint_runs import MODELS, boosted, different_tensors, gathered, saving, train
 from tests.support.harness import run_ranks
-from tests.support.training import CLASSES, sgd, zero_plugin
+from tests.support.training import zero_plugin
 from tests.support.zero_runs import full_parameters
 
 DROPOUT = dict(pos_drop_rate=0.1, proj_drop_rate=0.1, attn_drop_rate=0.1, drop_path_rate=0.1)
@@ -75,41 +74,6 @@ def test_another_plan_continues_with_the_same_losses(tmp_path: Path) -> None:
     model = MODELS["gpt2"]()
     found = model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True), strict=False)
     assert found == (["lm_head.weight"], [])  # which is the embedding
-
-
-def check_position(folder: Path) -> list[list[float]]:
-    """Train an epoch of five global batches with two replicas, and resume after the second batch, also with one."""
-    generator = torch.Generator().manual_seed(0)
-    data = TensorDataset(torch.randn(40, 3, 8, 8, generator=generator), torch.arange(40) % CLASSES)
-    found = []
-    for options in (dict(tp_size=1), dict(tp_size=1), dict(tp_size=2)):
-        plugin = saving(folder, **options)
-        loader = plugin.prepare_dataloader(data, 8 * options["tp_size"] // 2, shuffle=True)
-        run = boosted("vit", plugin, sgd, seed=len(found))
-        start = plugin.resume(run.model, run.optimizer, dataloader=loader)
-        loader.sampler.set_epoch(start.epoch)
-        step, losses = start.step, []
-        for images, labels in loader:
-            loss = cross_entropy(run.model(images), labels)
-            run.booster.backward(loss, run.optimizer)
-            run.optimizer.step()
-            run.optimizer.zero_grad()
-            step += 1
-            mean = loss.detach().clone()
-            dist.all_reduce(mean)
-            losses.append(mean.item() / dist.get_world_size())
-            if not found and step == 2:
-                assert plugin.save(run.model, run.optimizer, dataloader=loader, step=step)
-        plugin.wait_for_saves()
-        dist.barrier()
-        found.append(losses)
-    return found
-
-
-def test_the_loader_of_the_hybrid_plugin_continues_within_the_epoch(tmp_path: Path) -> None:
-    for undisturbed, resumed, one_replica in run_ranks(2, check_position, tmp_path):
-        assert len(undisturbed) == 5 and resumed == undisturbed[2:]
-        assert one_replica == pytest.approx(undisturbed[2:], rel=1e-5)
 
 
 class Net(nn.Module):

@@ -1,5 +1,4 @@
-"""Gradients are clipped by the norm of the whole model, or by value, as torch does in one process: in the step
-(``max_norm``), and before it (``optimizer.clip_grad_by_norm`` and ``clip_grad_by_value``)."""
+"""Gradients are clipped as torch does in one process: in the step (``max_norm``), and by the optimizer before it."""
 
 from __future__ import annotations
 

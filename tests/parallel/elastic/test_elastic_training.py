@@ -248,6 +248,7 @@ def test_a_batch_is_evaluated_again_if_a_member_is_lost() -> None:
 # Many changes -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(not IS_THOROUGH, reason="takes long: make test-thorough")
 def test_members_that_come_and_go_at_random(tmp_path: Path) -> None:
     """A short soak: what ``benchmarks/elastic/soak.py`` does for long."""
     steps = 26

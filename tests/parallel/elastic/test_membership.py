@@ -1,79 +1,45 @@
-"""Worlds of real processes: members are killed, frozen, warned and added, and sums of the others stay right."""
+"""Members without training: one that dies before it connects, a store that is lost, a name that is taken."""
 
 from __future__ import annotations
 
-import random
+import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from colossal_hetero.elastic.job_store import WorldConnections
-from colossal_hetero.elastic.world import MembershipTiming
-from tests.support.elastic_nodes import running_nodes
+from colossal_hetero.elastic.membership import Membership
+from colossal_hetero.elastic.world import MembershipError, MembershipTiming, StoreLostError
 from tests.support.harness import _context, run_alone
-from tests.support.random_examples import IS_THOROUGH
 
-TIMING = MembershipTiming(
-    keep_alive_seconds=0.25,
-    keep_alive_attempts=6,
-    last_call_seconds=0.6,
-    join_limit_seconds=20,
-    collective_limit_seconds=20,
-    store_limit_seconds=1.5,
-)
+TIMING = MembershipTiming(keep_alive_seconds=0.25, keep_alive_attempts=6, store_limit_seconds=1.5)
 
 
-def survivors_of(nodes: tuple[str, ...], gone: str) -> tuple[str, ...]:
-    return tuple(name for name in nodes if name != gone)
+def serve(pipe: Any) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    signal.pause()
 
 
-def test_each_rank_is_killed_in_turn() -> None:
-    """Two spares take places, then a new node does; survivors keep their order, and all of them get an error."""
-    with running_nodes("abc", max_members=3, timing=TIMING) as nodes:
-        world = nodes.wait_for_world(*"abc")["a"].world
-        nodes.start("d", "e")
-        nodes.wait_for("d", "up")
-        nodes.wait_for("e", "up")
-        time.sleep(0.3)
-        assert nodes.kinds("d") == nodes.kinds("e") == ["up"], "a spare has to wait"
-        for rank in (0, 1):
-            dead = world.nodes[rank]
-            rest = survivors_of(world.nodes, dead)
-            told = {name: len(nodes.events[name]) for name in rest}
-            formed = {name: len(nodes.formations(name)) for name in rest}
-            nodes.kill(dead)
-            for name in rest:
-                nodes.wait_for(name, "error", after=told[name])
-            world = nodes.wait_for_world(*rest, others=1)[rest[0]].world
-            assert world.nodes[:2] == rest and world.nodes[2] in "de"
-            for name in rest:
-                formations = nodes.formations(name)[formed[name] :]
-                assert [gone for each in formations for gone in each.gone] == [dead]
-                assert [joined for each in formations for joined in each.joined] == [world.nodes[2]]
-        dead = world.nodes[2]
-        rest = survivors_of(world.nodes, dead)
-        nodes.kill(dead)
-        assert nodes.wait_for_world(*rest)[rest[0]].world.nodes == rest
-        before = {name: nodes.kinds(name).count("error") for name in rest}
-        nodes.start("f")
-        assert nodes.wait_for_world(*rest, "f")["f"].world.nodes == (*rest, "f")
-        assert before == {name: nodes.kinds(name).count("error") for name in rest}, "a join is no error"
-
-
-def test_a_kill_while_a_world_forms() -> None:
-    """The connections of the dead stay open, because a worker of a data loader has them too."""
-    with running_nodes("abcd", has_worker=True, max_members=4, timing=TIMING) as nodes:
-        nodes.kill("a")
-        nodes.wait_for("b", "error")
-        time.sleep(0.5)  # the others wait until it is certain that "a" is dead
-        nodes.kill("c")
-        nodes.wait_for_world("b", "d")
-        formations = nodes.formations("b")
-        assert sorted(gone for each in formations for gone in each.gone) == ["a", "c"]
-        assert any(each.failure is not None for each in formations)
+@contextmanager
+def running(function: Any, *arguments: Any) -> Iterator[tuple[int, Any]]:
+    """Another process, which calls ``function`` with a pipe and is killed at the end: its number, and what it sends."""
+    receiver, sender = _context.Pipe(duplex=False)
+    process = _context.Process(target=function, args=(sender, *arguments), daemon=True)
+    process.start()
+    try:
+        yield process.pid, receiver.recv()
+    finally:
+        process.kill()
+        process.join()
 
 
 def connect(port: int, rank: int) -> str:
@@ -87,6 +53,12 @@ def connect(port: int, rank: int) -> str:
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+def publish(port: int) -> None:
+    """Tell the store the address of rank 1, and wait for rank 0."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=1, world_size=2)
 
 
 def test_a_member_dies_before_it_connects() -> None:
@@ -106,78 +78,84 @@ def test_a_member_dies_before_it_connects() -> None:
     assert any("connectFullMesh failed" in answer for answer in answers), answers
 
 
-def publish(port: int) -> None:
-    """Tell the store the address of rank 1, and wait for rank 0."""
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=1, world_size=2)
-
-
-def test_a_warned_departure_and_a_frozen_process() -> None:
-    with running_nodes("abc", min_members=2, max_members=3, timing=TIMING) as nodes:
-        nodes.signal("b", signal.SIGTERM)
-        nodes.wait_for("b", "departed")
-        formations = nodes.wait_for_world("a", "c")
-        assert (formations["a"].gone, formations["a"].failure) == (("b",), None)
-        assert "error" not in nodes.kinds("a") + nodes.kinds("b") + nodes.kinds("c"), "it was planned"
-        nodes.start("d")
-        first, second, third = nodes.wait_for_world("a", "c", "d")["d"].world.nodes
-        nodes.signal(first, signal.SIGSTOP)
-        formation = nodes.wait_for_world(second, third)[second]
-        assert formation.gone == (first,) and "no sign of life" in formation.failure.reason
-        assert "error" not in nodes.kinds(first)
-        nodes.signal(first, signal.SIGCONT)
-        assert nodes.wait_for(first, "error").kind == "error"
-        assert nodes.wait_for_world(first, second, third)[first].world.nodes == (second, third, first)
+def lose_store(node: str, port: int, store: int, number: int) -> float:
+    """Seconds until a member of two knows that the store is lost. A collective raises."""
+    member = Membership("127.0.0.1", port, "job", node, min_members=2, max_members=2, timing=TIMING)
+    world = member.form()
+    member.seal()
+    dist.all_reduce(torch.ones(1))
+    start = time.monotonic()
+    if world.rank == 0:
+        os.kill(store, number)
+    with pytest.raises(RuntimeError):
+        while time.monotonic() < start + 20:
+            dist.all_reduce(torch.ones(1))
+            time.sleep(0.01)
+    with pytest.raises(StoreLostError, match=r"the store at 127\.0\.0\.1:"):
+        member.fail("a collective has raised")
+    with pytest.raises(StoreLostError):
+        member.depart()
+    return time.monotonic() - start
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_the_store_is_lost(number: signal.Signals) -> None:
-    with running_nodes("ab", max_members=2, timing=TIMING) as nodes:
-        start = nodes.signal("store", number)
-        for name in "ab":
-            ended = nodes.wait_for(name, "ended")
-            assert ended.seconds - start < 4 * TIMING.store_limit_seconds
-            assert "StoreLostError: the store at 127.0.0.1:" in ended.value
-            assert "error" in nodes.kinds(name), "a collective must raise"
+    with running(serve) as (store, port), ThreadPoolExecutor(2) as pool:
+        arguments = dict(port=port, store=store, number=int(number))
+        members = [pool.submit(run_alone, lose_store, 60, node=node, **arguments) for node in "ab"]
+        assert max(member.result() for member in members) < 6 * TIMING.store_limit_seconds
 
 
-def test_the_job_ends_for_spares() -> None:
-    with running_nodes("a", max_members=1, timing=TIMING) as nodes:
-        nodes.start("b")
-        nodes.wait_for("b", "up")
-        time.sleep(0.3)
-        nodes.signal("a", signal.SIGUSR1)
-        nodes.wait_for("a", "departed")
-        assert nodes.wait_for("b", "ended").value.startswith("JobEndedError: job job has ended")
+def train_until_warned(pipe: Any, port: int) -> None:
+    pipe.send(None)
+    member, warned = Membership("127.0.0.1", port, "job", "a", min_members=2, max_members=2, timing=TIMING), list[int]()
+    signal.signal(signal.SIGTERM, lambda number, _: warned.append(number))
+    member.form()
+    while not warned:
+        dist.all_reduce(torch.ones(1))
+    member.depart()
+
+
+def watch_the_other(port: int, other: int, number: int) -> Any:
+    """How the world ends for a member when the other one gets a signal."""
+    member = Membership("127.0.0.1", port, "job", "b", min_members=2, max_members=2, timing=TIMING)
+    member.form()
+    dist.all_reduce(torch.ones(1))
+    os.kill(other, number)
+    with pytest.raises(RuntimeError):
+        while True:
+            dist.all_reduce(torch.ones(1))
+    time.sleep(2 * TIMING.dead_wait_seconds)
+    return member.failure
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGTERM], ids=["frozen", "warned"])
+def test_a_member_that_is_silent_is_dead_and_one_that_departs_is_not(number: signal.Signals) -> None:
+    with running(serve) as (_, port), running(train_until_warned, port) as (other, _):
+        failure = run_alone(watch_the_other, 60, port=port, other=other, number=int(number))
+    if number == signal.SIGTERM:
+        assert failure is None
+    else:
+        assert "no sign of life for 1.5 s from a" in failure.reason
+
+
+def hold_name(pipe: Any, port: int) -> None:
+    Membership("127.0.0.1", port, "job", "a", max_members=2, timing=TIMING, launcher="torchrun 1").form()
+    pipe.send(None)
+    signal.pause()
+
+
+def take_name(port: int) -> str | tuple[str, ...]:
+    try:
+        member = Membership("127.0.0.1", port, "job", "a", max_members=2, timing=TIMING, launcher="torchrun 2")
+        return member.form().nodes
+    except MembershipError as error:
+        return str(error)
 
 
 def test_a_second_launcher_with_the_name_of_a_node_is_refused_until_the_first_has_ended() -> None:
-    with running_nodes("ab", max_members=3, timing=TIMING, launcher="torchrun 1") as nodes:
-        nodes.start("c", node="a", launcher="torchrun 2")
-        assert nodes.wait_for("c", "ended").value.startswith(
-            "MembershipError: node 'a' is already in job 'job': torchrun 1 has this name. Each node of a job needs a"
-        )
-        nodes.kill("a")
-        nodes.start("c", node="a", launcher="torchrun 2")
-        assert nodes.wait_for("c", "formed").value[-1].world.nodes == ("b", "a")
-
-
-@pytest.mark.skipif(not IS_THOROUGH, reason="takes a minute: make test-thorough")
-def test_random_kills_and_joins() -> None:
-    draw = random.Random(0)
-    names = iter(f"n{number}" for number in range(100))
-    there = [next(names) for _ in range(3)]
-    with running_nodes(there, max_members=5, timing=TIMING) as nodes:
-        for _ in range(20):
-            events = draw.sample(["kill", "join", "warn", "freeze"], draw.choice([1, 1, 2]))
-            for event in events:
-                time.sleep(draw.random() * 1.5)
-                if event == "join" or len(there) < 3:
-                    if len(there) < 5:
-                        there.append(next(names))
-                        nodes.start(there[-1])
-                    continue
-                name = there.pop(draw.randrange(len(there)))
-                number = {"kill": signal.SIGKILL, "warn": signal.SIGTERM, "freeze": signal.SIGSTOP}[event]
-                nodes.signal(name, number)
-            nodes.wait_for_world(*there, seconds=40)
+    with running(serve) as (_, port):
+        with running(hold_name, port):
+            refused = run_alone(take_name, 30, port=port)
+            assert "node 'a' is already in job 'job': torchrun 1 has this name. Each node of a job needs" in refused
+        assert run_alone(take_name, 30, port=port) == ("a",)

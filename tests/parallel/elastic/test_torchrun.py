@@ -65,12 +65,7 @@ TRAINING = REPOSITORY / "tests/support/torchrun_script.py"
 
 
 class TorchrunNodes:
-    """Nodes on this machine, each with a torchrun of its own. What they run writes into ``folder``.
-
-    Except ``with_new_interpreters``, their processes are forked from one that has loaded everything.
-
-    Leaving the ``with`` block kills everything that is left.
-    """
+    """Nodes on this machine, each with a torchrun of its own. What they run writes into ``folder``."""
 
     def __init__(self, folder: Path, with_new_interpreters: bool = IS_THOROUGH) -> None:
         self.folder = folder

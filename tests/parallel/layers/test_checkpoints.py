@@ -77,7 +77,6 @@ def check_interchange(folder: Path, method: str, options: dict[str, Any], sharde
 @pytest.mark.parametrize(
     ("method", "options", "sharded"),
     [
-        ("resize", dict(tp_size=2), False),
         ("resize", dict(tp_size=2, precision="bf16"), True),
         ("broadcast-reduce", dict(tp_size=2), False),
         ("block", PIPELINE, True),

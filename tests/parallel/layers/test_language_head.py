@@ -1,6 +1,4 @@
-"""The vocabulary-parallel head of language models is balanced by its columns, or by rows of the vocabulary where
-nothing is pruned; the reference is Colossal-AI's plugin.
-"""
+"""The vocabulary-parallel head is balanced by columns, or by rows of the vocabulary where nothing is pruned."""
 
 from __future__ import annotations
 

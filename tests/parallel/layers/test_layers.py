@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from colossalai.shardformer import layer as theirs
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import colossal_hetero.layers as ours
 from tests.support.checks import Checks
@@ -226,33 +225,6 @@ def micro_batches_of_an_iteration_share_their_columns() -> None:
         assert len(chosen) == 2 and not torch.equal(chosen[1], kept), (
             f"{kind}: a new iteration did not choose other columns"
         )
-
-
-@checks.on(2)
-def recomputed_forward_uses_the_same_columns() -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    first = ours.HeteroLinear1D_Col.from_native_module(nn.Linear(IN, OUT), process_group=dist.group.WORLD)
-    second = ours.HeteroLinear1D_Row.from_native_module(nn.Linear(OUT, IN), process_group=dist.group.WORLD)
-    for layer in (first, second):
-        layer.assign(ours.Workload(prune=0.4, select=choosing_at_random(rank)))
-
-    def block(x: Tensor) -> Tensor:
-        return second(torch.nn.functional.gelu(first(x)))
-
-    results = []
-    for wrap in (None, True, False):
-        for layer, seed in ((first, 7), (second, 8)):
-            layer.assign(ours.Workload(prune=0.4, select=choosing_at_random(seed + world * rank)))
-            layer.zero_grad()
-        x = inputs("Linear1D_Col", rank, world, 5)[0].requires_grad_()
-        y = block(x) if wrap is None else checkpoint(block, x, use_reentrant=wrap)
-        y.square().sum().backward()
-        results.append(
-            {"y": y.detach(), "dx": x.grad, "dw": first.weight.grad.clone(), "dw2": second.weight.grad.clone()}
-        )
-    assert_equal(results[1], results[0], "reentrant checkpointing", exact=True)
-    assert_equal(results[2], results[0], "checkpointing", exact=True)
 
 
 @checks.on(2)

@@ -1,7 +1,4 @@
-"""Migration is exact while plans change, weights are frozen, and columns are pruned.
-
-The reference is Colossal-AI's own plugin.
-"""
+"""Migration is exact while plans change, weights are frozen, and columns are pruned."""
 
 from __future__ import annotations
 
@@ -36,8 +33,6 @@ from tests.support.training import (
 
 checks = Checks()
 
-# A plan that changes -------------------------------------------------------------------------------------------------
-
 PHASE = 3
 
 
@@ -68,9 +63,6 @@ def stragglers_that_come_and_go_or_follow_each_other(slowdown: SlowdownScript) -
         assert_equal(run, expected, method)
 
 
-# Pruning and migrating at once ---------------------------------------------------------------------------------------
-
-
 class First:
     """A priority rule that keeps the first columns or units, so that a test knows which are pruned."""
 
@@ -83,10 +75,7 @@ class First:
 
 
 def _pruned_columns(run: Trained) -> dict[str, tuple[int, int]]:
-    """The contraction columns ``[start, stop)`` that this rank prunes, by layer.
-
-    For a block only the row-parallel weight is listed, because units with zero output weights have no gradient.
-    """
+    """The contraction columns ``[start, stop)`` that this rank prunes, by layer."""
     found = {}
     for name, layer in hetero_layers(run.model.unwrap()).items():
         if layer.block is not None and layer.block.output is not layer:
@@ -137,9 +126,6 @@ def a_rank_that_prunes_and_migrates_trains_the_remaining_columns_exactly() -> No
             left_out = _pruned_columns(run) if dist.get_rank() == sender else {}
             train(run, ITERATIONS)
         assert_equal(run, _train_without(reference_run(tp_size=2), ITERATIONS, left_out), what)
-
-
-# Frozen weights ------------------------------------------------------------------------------------------------------
 
 
 def _partly_frozen_vit() -> torch.nn.Module:

@@ -1,10 +1,4 @@
-"""Each model family of Colossal-AI computes the same as its unsharded model, also while one of two ranks migrates work.
-
-Compared are the loss and every gradient of tiny models with random weights, in fp32.
-
-In column form all layers migrate columns. In block form layers of a block migrate units, and all others columns. Units
-are also permanently re-sharded.
-"""
+"""Each model family of Colossal-AI has the loss and gradients of its unsharded model, also while one rank migrates."""
 
 from __future__ import annotations
 
@@ -97,11 +91,7 @@ class NoOptimizer:
 
 
 class Migration:
-    """Changes the plan of a sharded model before each run: another method, or another of the two ranks as the sender.
-
-    Each family is checked in block form, in one of the column forms, which differ only in their messages, and with
-    units that are permanently re-sharded. ``make test-thorough`` checks all forms with both senders.
-    """
+    """Changes the plan of a sharded model before each run: block form, a column form, and units moved for good."""
 
     def __init__(self, number: int) -> None:
         self.loose = 0

@@ -1,7 +1,4 @@
-"""Migration is exact together with features of the plugin: parallelism, precision, checkpointing and so on.
-
-The reference is Colossal-AI's own plugin.
-"""
+"""Migration is exact together with features of the plugin: parallelism, precision, checkpointing and so on."""
 
 from __future__ import annotations
 
@@ -48,16 +45,10 @@ def blocks_of(run: Trained) -> list[str]:
 
 @contextmanager
 def seeded() -> Iterator[None]:
-    """Use the same random numbers in every run.
-
-    Colossal-AI seeds each dropout layer with a number that counts such layers; the counter starts again at 0.
-    """
+    """Use the same random numbers in every run."""
     Randomizer._INDEX = 0
     torch.manual_seed(11)
     yield
-
-
-# Features of the plugin ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -154,9 +145,6 @@ def migration_is_exact_with_each_feature_of_the_plugin() -> None:
         methods = methods_for(number) if number % 3 == 0 or IS_THOROUGH else ("block",)
         for method in case.methods or methods:
             assert_equal(run_case(case, method, f"{name}, {method}"), expected, f"{name}, {method}")
-
-
-# Half precision ------------------------------------------------------------------------------------------------------
 
 
 HALF: dict[int, dict[str, Case]] = {

@@ -1,7 +1,4 @@
-"""Trained parameters inside blocks, which all ranks have whole, get the gradients that one process gives them.
-
-Each rank is the straggler once; its units migrate, and then are permanently re-sharded.
-"""
+"""Trained parameters inside blocks, which all ranks have whole, get the gradients that one process gives them."""
 
 from __future__ import annotations
 

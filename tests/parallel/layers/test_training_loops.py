@@ -1,13 +1,10 @@
-"""Training is exact whatever a loop does while units or columns migrate, and after units were permanently re-sharded.
-
-The reference is Colossal-AI's own plugin.
-"""
+"""Training is that of Colossal-AI's plugin whatever a loop does while units or columns migrate, and move for good."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Any
@@ -71,10 +68,6 @@ def shorter_windows(clip: Callable[[Any], Any], run: Trained) -> None:
 
 def is_sharded(parameter: nn.Parameter) -> bool:
     return is_distributed_tensor(parameter) or is_customized_distributed_tensor(parameter)
-
-
-def clip_by_value(run: Trained) -> None:
-    nn.utils.clip_grad_value_(run.model.parameters(), 0.002)
 
 
 def clip_by_norm(run: Trained) -> None:
@@ -235,10 +228,7 @@ def _fail(*_: Any) -> None:
 
 
 def failures(run: Trained) -> None:
-    """In each iteration, all ranks fail in the forward pass of one batch and the backward pass of another one.
-
-    The forward pass fails between two blocks and inside a block.
-    """
+    """In each iteration, all ranks fail in the forward pass of one batch and the backward pass of another one."""
     block = run.model.unwrap().blocks[0]
     for iteration in range(ITERATIONS):
         for micro in range(3):
@@ -281,6 +271,17 @@ def unused_passes(run: Trained) -> None:
         finish(run)
 
 
+def blocks_left_out(run: Trained) -> None:
+    """As layerdrop does."""
+    block = run.model.unwrap().blocks[0]
+    for step in range(STEPS):
+        if step == 1:
+            block.forward = nn.Identity().forward
+        backward(run, step)
+        finish(run)
+        vars(block).pop("forward", None)
+
+
 def the_model_inside(run: Trained) -> None:
     """The model that was given to ``boost``, which is inside the boosted one, is called and switched to training."""
     inner = run.model.unwrap()
@@ -302,10 +303,11 @@ class Loop:
     for_good: bool | None = False
     """Whether units can be permanently re-sharded: if the loop keeps no tensor of a parameter's shape from one step to
     the next. None: this is tried, and hooks prevent it."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of the plugin."""
 
 
 LOOPS: dict[str, Loop] = {
-    "clipping by value": Loop(partial(shorter_windows, clip_by_value), for_good=True),
     "changed gradients": Loop(changed_gradients),
     "clipping by norm": Loop(partial(shorter_windows, clip_by_norm), for_good=True),
     "clipping by the optimizer": Loop(
@@ -321,6 +323,7 @@ LOOPS: dict[str, Loop] = {
     "discarded gradients": Loop(discarded_gradients, columns=True),
     "failures": Loop(failures, columns=True),
     "unused passes": Loop(unused_passes, columns=True),
+    "blocks left out": Loop(blocks_left_out, options=dict(find_unused_parameters=True)),
     "the model inside": Loop(the_model_inside, columns=True),
 }
 ON_THREE_RANKS = ("clipping by norm", "sharpness-aware", "autograd.grad")
@@ -333,17 +336,18 @@ def a_loop_may_do_anything() -> None:
     for number, (name, loop) in enumerate(LOOPS.items()):
         if world > 2 and name not in ON_THREE_RANKS and not IS_THOROUGH:
             continue
-        expected = reference_run(tp_size=world)
+        options = dict(tp_size=world) | loop.options
+        expected = reference_run(**options)
         loop.train(expected)
         for sender in range(world) if IS_THOROUGH else (number % world,):
             for method in METHODS[: 2 + number % 2] if loop.columns else METHODS[:1]:
-                run = migrating_run(method, sender, tp_size=world)
+                run = migrating_run(method, sender, **options)
                 loop.train(run)
                 assert run.plugin.balancer.plan.migrate[sender] > 0.1, name
                 assert_equal(run, expected, f"{name}, {method}, sender {sender}")
             if loop.for_good is False:
                 continue
-            run = migrating_run("block", sender, choices=dict(reshard_after=1), tp_size=world)
+            run = migrating_run("block", sender, choices=dict(reshard_after=1), **options)
             loop.train(run)
             assert run.plugin.balancer.has_resharded == (loop.for_good is True), name
             with run.plugin.balancer.ordinary_shards():

@@ -124,8 +124,6 @@ def attention_whose_kernel_draws_the_masks_is_in_no_block() -> None:
     assert [block.name for block in blocks] == ["transformer.h.0.mlp", "transformer.h.1.mlp"]
 
 
-# Each model family --------------------------------------------------------------------------------------------------
-
 PROBABILITY = 0.3
 DROPOUTS = dict(bert=2, gpt2=2, gptj=2, opt=2, t5=4, vit=2, whisper=10, blip2=8, llama=2, falcon=0)
 """How many blocks with dropout inside the models of each family have."""

@@ -1,7 +1,4 @@
-"""Process groups communicate over their networks.
-
-With Gloo, the addresses of its sockets show which network is used. For NCCL, the options of the group are checked.
-"""
+"""Process groups communicate over their networks."""
 
 from __future__ import annotations
 

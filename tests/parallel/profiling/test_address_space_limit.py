@@ -39,16 +39,3 @@ def test_the_largest_batch_is_found_and_training_is_unchanged(trained_before: bo
     assert profiled["losses"] == plain["losses"] and profiled["trained"] == plain["trained"]
     predicted = (profile["memory_bytes"] - profile["state_bytes"]) // profile["sample_bytes"]
     assert predicted == pytest.approx(profile["max_batch"], abs=2)
-
-
-@pytest.mark.parametrize("arguments", [{"room": 500_000}, {"to_come": 100_000_000}])
-def test_memory_that_is_too_small_for_one_sample(arguments: dict[str, int]) -> None:
-    answer = limited(trained_before=False, **arguments)
-    profile = answer["profile"]
-    assert profile["max_batch"] == 0 and not profile["points"] and profile["memory_bound"]
-    assert answer["after"] == answer["before"]
-
-
-def test_the_search_ends_at_the_cap() -> None:
-    profile = limited(cap=13)["profile"]
-    assert profile["max_batch"] == 13 and not profile["memory_bound"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, ctc_loss, mse_loss
+from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
@@ -50,10 +50,6 @@ def in_order(index: int, generator: torch.Generator) -> Any:
     return numbers(generator, WIDTH), index // 18
 
 
-def rare_class(index: int, generator: torch.Generator) -> Any:
-    return numbers(generator, WIDTH), int(index == 77)
-
-
 def map_of_pixels(ignored: int | None, equally_many: bool = False) -> Callable[[int, torch.Generator], Any]:
     def make(index: int, generator: torch.Generator) -> Any:
         labels = torch.randint(CLASSES, (4, 4), generator=generator)
@@ -71,19 +67,6 @@ def translated(index: int, generator: torch.Generator) -> Any:
 
 def padded(samples: list[Any]) -> Any:
     return tuple(pad_sequence(part, batch_first=True) for part in zip(*samples, strict=True))
-
-
-def spoken(index: int, generator: torch.Generator) -> Any:
-    return numbers(generator, 24, WIDTH), torch.randint(1, CLASSES, (length(index) // 2 + 1,), generator=generator)
-
-
-def spoken_batch(samples: list[Any]) -> Any:
-    sounds, labels = zip(*samples, strict=True)
-    return dict(
-        sounds=torch.stack(sounds),
-        labels=pad_sequence(labels, batch_first=True),
-        sizes=torch.tensor(list(map(len, labels))),
-    )
 
 
 def masked(index: int, generator: torch.Generator) -> Any:
@@ -110,43 +93,9 @@ def pixels() -> nn.Module:
     return head
 
 
-def by_sample(of_one: Callable[..., Tensor]) -> TrainingStep:
-    """The mean over samples of what ``of_one`` says of each."""
-
-    def step(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
-        x, y = batch
-        return torch.stack([of_one(out, label) for out, label in zip(model(x), y, strict=True)]).mean()
-
-    return step
-
-
-def focal(out: Tensor, label: Tensor) -> Tensor:
-    loss = cross_entropy(out, label)
-    return (1 - (-loss).exp()) ** 2 * loss
-
-
-def over_positives(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
-    """As detectors do: the sum of all losses, divided by the number of positives."""
-    x, y = batch
-    wanted = (y == 1).float()
-    loss = binary_cross_entropy_with_logits(model(x).squeeze(1), wanted, reduction="sum")
-    return loss / wanted.sum().clamp(min=1)
-
-
-def dice(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
-    x, y = batch
-    found, wanted = model(x).softmax(1)[:, 1], (y == 1).float()
-    return 1 - 2 * (found * wanted).sum() / (found.sum() + wanted.sum())
-
-
 def contrastive(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
     out = model(batch[0])
     return cross_entropy(out @ out.T, torch.arange(len(out)))
-
-
-def ctc(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
-    found = model(batch["sounds"]).log_softmax(-1).transpose(0, 1)
-    return ctc_loss(found, batch["labels"], torch.full((found.shape[1],), found.shape[0]), batch["sizes"])
 
 
 def regression(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
@@ -183,9 +132,7 @@ ASKS = "is not the mean of their losses"
 UNKNOWN = "cannot be found out"
 CASES = [
     Case("classes", classified, "samples"),
-    Case("a model that was not made with zeros", classified, "samples", model=lambda: nn.Linear(WIDTH, CLASSES)),
     Case("a loss in training mode only", classified, "samples", step=in_training_only),
-    Case("focal loss", classified, "samples", step=by_sample(focal)),
     Case("mild class weights", classified, "criterion.weight", nn.CrossEntropyLoss(torch.tensor([1, 1, 1.5, 1.5, 2]))),
     Case("class weights in order", in_order, "criterion.weight", nn.CrossEntropyLoss(torch.tensor([1, 1, 3, 3, 9.0]))),
     Case("equal class weights", classified, "samples", nn.CrossEntropyLoss(torch.full((5,), 3.0))),
@@ -197,7 +144,6 @@ CASES = [
         "the weight of a class that is hardly seen", lambda index, generator: (numbers(generator, WIDTH), 1), UNKNOWN,
         nn.CrossEntropyLoss(torch.tensor([9, 1, 1, 1, 1.0])),
     ),
-    Case("positives", rare_class, ASKS, step=over_positives, model=lambda: nn.Linear(WIDTH, 1)),
     Case("pixels", map_of_pixels(None), "samples", model=pixels),
     Case("pixels without 255", map_of_pixels(255), r"!= 255", nn.CrossEntropyLoss(ignore_index=255), pixels),
     Case("pixels without -100", map_of_pixels(-100), "tokens", model=pixels),
@@ -205,10 +151,8 @@ CASES = [
         "equally many pixels are left out", map_of_pixels(255, True), UNKNOWN, nn.CrossEntropyLoss(ignore_index=255),
         pixels,
     ),
-    Case("dice", map_of_pixels(None), ASKS, step=dice, model=pixels),
     Case("samples without a label", some_ignored, "tokens"),
     Case("translation", translated, r"!= 0", translation, collate=padded),
-    Case("CTC", spoken, "samples", step=ctc, collate=spoken_batch),
     Case("masked regression", masked, ASKS, step=regression, model=lambda: nn.Linear(WIDTH, 1)),
     Case("contrastive", classified, ASKS, step=contrastive, model=lambda: nn.Linear(WIDTH, CLASSES)),
     Case("random noise", classified, "differs from pass to pass", step=random_noise),

@@ -123,19 +123,6 @@ def test_variation_by_hand(layout: str, dtype: torch.dtype) -> None:
     assert indices(selector(x, weight, 2)) == [0, 3]
 
 
-def test_a_weight_changed_in_place_is_compared_with_what_it_was() -> None:
-    """Optimizers write into the weight, and the selector sees a view of it."""
-    weight = torch.zeros(2, 3)
-    selector = WeightVariation(weight, seed=0)
-    weight += torch.tensor([0.0, 1.0, 2.0])
-    selector.end_interval(weight)
-    assert indices(selector(torch.zeros(1, 3), weight, 1)) == [2]
-    weight += torch.tensor([4.0, 1.0, 0.0])
-    selector.end_interval(weight)
-    # Columns 0 and 1 were pruned and keep their 0 and 1; column 2 did not change.
-    assert indices(selector(torch.zeros(1, 3), weight, 1)) == [1]
-
-
 class ForgetfulVariation(WeightVariation):
     """Without the incremental update: a pruned column counts as one that did not vary."""
 
@@ -210,23 +197,6 @@ def resizer(layers: dict[str, PlainLayer], interval: int = 2, **options: Any) ->
     return Applier(layers, [], BalanceConfig(mode="resize", pruning=Pruning(resizing="column", **options)), interval)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("ratio", [0.1, 0.5, 0.75])
-def test_resizer_gives_every_layer_its_ratio_and_takes_it_back(ratio: float) -> None:
-    layers = {"wide": PlainLayer(torch.randn(6, 40)), "narrow": PlainLayer(torch.randn(30, 20))}
-    resize = resizer(layers, priority="random")
-    assert resize.shares.resized == 0.0
-    resize.prune(ratio)
-    for layer in layers.values():
-        assert len(layer.kept()) == round((1 - ratio) * layer.contraction_columns)
-    pruned = sum(layer.matrix.shape[0] * (layer.contraction_columns - len(layer.kept())) for layer in layers.values())
-    assert resize.shares.resized == pytest.approx(pruned / (6 * 40 + 30 * 20))
-    resize.end_iteration()
-    assert [layer.begun for layer in layers.values()] == [1, 1]
-    resize.prune(0.0)
-    assert [layer.workload for layer in layers.values()] == [None, None]
-    assert resize.shares.resized == 0.0
-
-
 def test_a_rank_that_becomes_slow_knows_how_weights_varied_before() -> None:
     """Stragglers of SEMI's Figs. 7 to 9 change with each epoch."""
     layer = PlainLayer(torch.zeros(3, 6))
@@ -246,18 +216,6 @@ def test_a_rank_that_becomes_slow_knows_how_weights_varied_before() -> None:
     epoch(0.1, 0.2, 0.6, 0.3, 0.5, 0.4)
     resize.prune(0.5)
     assert layer.kept() == [2, 4, 5]
-
-
-def test_priorities_are_updated_at_the_end_of_an_interval() -> None:
-    layer = PlainLayer(torch.zeros(3, 6))
-    resize = resizer({"layer": layer}, interval=3, priority="priority")
-    resize.prune(0.5)
-    first = layer.kept()
-    for _ in range(2):
-        resize.end_iteration()
-        assert layer.kept() == first
-    resize.end_iteration()
-    assert layer.kept() == sorted(set(range(6)) - set(first))
 
 
 def test_a_changed_ratio_keeps_the_priorities() -> None:

@@ -1,7 +1,4 @@
-"""The GPU suite: what is measured again, what a failure leaves behind, the page, parity and waits of the host.
-
-Parts run in tests/parallel.
-"""
+"""The GPU suite: what is measured again, what a failure leaves behind, the page, parity and waits of the host."""
 
 from __future__ import annotations
 
@@ -46,20 +43,6 @@ def measure(of: Part, path: Path, seconds: float = 60.0, again: bool = False, on
     return measure_part(of, MACHINE, path, seconds, again=again, only=only)
 
 
-def test_a_failed_case_does_not_stop_the_others(tmp_path: Path) -> None:
-    first, second = Counted(error=ValueError("no")), Counted(2.0)
-    assert measure(part(first=first, second=second), tmp_path / "p.json")
-    results = load_results(tmp_path / "p.json")
-    assert results is not None
-    assert (results.cases["first"].status, results.cases["first"].message) == ("failed", "ValueError: no")
-    assert results.cases["second"].rows == [[2.0]]
-
-
-def test_no_case_begins_after_the_time_is_over(tmp_path: Path) -> None:
-    assert not measure(part(a=Counted()), tmp_path / "p.json", seconds=-1.0)
-    assert measure(part(a=Counted()), tmp_path / "p.json")
-
-
 def test_a_case_that_ended_the_process_is_not_tried_again(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     killed = Counted(error=KeyboardInterrupt())  # no Exception: as if the process were killed
@@ -77,15 +60,6 @@ def test_results_of_another_machine_are_not_used(tmp_path: Path) -> None:
     assert measure(part(a=case), path)
     results = load_results(path)
     assert results is not None and results.cases["a"].rows == [[1.0]]
-
-
-def test_what_does_not_fit_is_listed(tmp_path: Path) -> None:
-    cases = [Case("two GPUs", Counted(), gpus=2), Case("out of memory", Counted(error=MemoryError()))]
-    measure(Part("p", "", ("case", "s"), lambda machine: cases), tmp_path / "p.json")
-    results = load_results(tmp_path / "p.json")
-    assert results is not None
-    assert results.cases["two GPUs"].message == "needs 2 GPUs, and there are 0"
-    assert {result.status for result in results.cases.values()} == {"does not fit"}
 
 
 def test_the_page_shows_every_case() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.papers import autohet, holmes, page, poplar, semi
+from benchmarks.papers import adapt, autohet, holmes, page, poplar, semi
 from benchmarks.papers.page import Curves, Figure, Inputs
 
 NO_INPUTS = Inputs("", Path("."))
@@ -48,5 +48,5 @@ def test_plans_of_semi_prune_what_eq_1_says() -> None:
 
 
 def test_all_papers_have_figures() -> None:
-    for module in (autohet, holmes, poplar, semi):
+    for module in (adapt, autohet, holmes, poplar, semi):
         assert module.FIGURES and all(map(callable, module.FIGURES.values()))

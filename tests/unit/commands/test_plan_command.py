@@ -1,5 +1,4 @@
-"""The commands ``colossal-hetero plan`` and ``colossal-hetero simulate``: what they print, which files they write, and
-their error messages."""
+"""``colossal-hetero plan`` and ``colossal-hetero simulate``: what they print and write, and their errors."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -65,25 +66,18 @@ def test_equal_plans_are_equally_fast() -> None:
     assert "2: as fast as 1\n  the same layout on other devices, or the same plan" in output
 
 
-@pytest.mark.parametrize("number", ["nan", "inf", "1e400", "1e300"])
-@pytest.mark.parametrize("command", [("evaluate", LAYOUT), ("plan", "--global-batch", 32)])
-def test_a_memory_reserve_is_finite(command: tuple[object, ...], number: str) -> None:
-    assert "--memory-reserve" in failure(*command, CLUSTER, PROFILE, "--memory-reserve", number)
-
-
 @pytest.mark.parametrize(
-    ("command", "option"),
+    ("command", "options"),
     [
-        ("rent", "--budget"),
-        ("rent", "--deadline"),
-        ("rent", "--time-limit"),
-        ("plan", "--time-limit"),
-        ("plan", "--gap"),
+        ("rent", ("--budget", "--deadline", "--time-limit")),
+        ("plan", ("--time-limit", "--gap", "--memory-reserve")),
     ],
 )
-def test_numbers_are_finite(prices: Path, command: str, option: str) -> None:
-    for number in ("nan", "inf"):
-        assert "is not a finite number" in failure(command, prices, PROFILE, "--global-batch", 32, option, number)
+def test_numbers_are_finite(prices: Path, command: str, options: tuple[str, ...]) -> None:
+    for option, number in product(options, ("nan", "inf")):
+        words = failure(command, prices, PROFILE, "--global-batch", 32, option, number)
+        assert "is not a finite number" in words, option
+    assert "--memory-reserve" in failure("evaluate", LAYOUT, *FILES, "--memory-reserve", "1e300")
 
 
 def test_numbers_that_are_too_large(prices: Path) -> None:

@@ -1,5 +1,4 @@
-"""Every sample is drawn once, and no division changes the global batches, nor the augmentation of a sample. One sampler
-stands for each rank."""
+"""Every sample is drawn once, and no division changes global batches or augmentation. A sampler stands for a rank."""
 
 from __future__ import annotations
 
@@ -97,8 +96,7 @@ def test_every_sample_is_drawn_once_in_the_order_of_the_epoch(case: tuple) -> No
 
 @given(cases, st.data())
 def test_a_new_division_keeps_the_global_batches(case: tuple, data: st.DataObject) -> None:
-    """The division may change at any time, also if ranks have drawn ahead by different amounts. The new division starts
-    after the highest global batch that any rank has drawn."""
+    """At any time, from the global batch on that no rank has drawn yet; ranks draw ahead by different amounts."""
     (size, batch), ranks, shuffle, drop_last, _, salt = case
     made = samplers(size, batch, ranks, salt, shuffle=shuffle, drop_last=drop_last)
     for epoch in range(3):

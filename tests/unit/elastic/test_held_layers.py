@@ -56,9 +56,6 @@ def test_the_fewest_bytes_move(seed: int, sizes: tuple[int, ...]) -> None:
         assert stage.node == topology.nodes[topology.devices[stage.ranks[0]].node].name
 
 
-# Versions --------------------------------------------------------------------------------------------------------
-
-
 NEW = Standing(None, False, None)
 
 
@@ -81,9 +78,6 @@ def test_ranks_agree_on_a_version(standings: list[Standing], commit: str, catch_
     assert agreed is not None and (agreed.version, agreed.commit) == ({"four": 4, "five": 5}[commit], commit)
     assert agreed.catch_ups == tuple(CatchUp[each] for each in catch_ups.split())
     assert agree([NEW, NEW]) is None
-
-
-# Survivors -------------------------------------------------------------------------------------------------------
 
 
 CLUSTER = machines(Nodes("InfiniBand", (2, 1)), Nodes("RoCE", (3,)))

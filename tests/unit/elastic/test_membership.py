@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import os
 import socket
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from colossalai.cluster import DistCoordinator
+from colossalai.shardformer.layer.utils import Randomizer
 from torch.distributed import distributed_c10d
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousSettings,
@@ -19,10 +24,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _RendezvousState,
 )
 
+from colossal_hetero.colossalai_support import cpu
 from colossal_hetero.elastic import rendezvous
 from colossal_hetero.elastic.job_store import WorldConnections, open_sockets, peer_port
 from colossal_hetero.elastic.membership import Membership
-from colossal_hetero.elastic.process_groups import ProcessGroups
+from colossal_hetero.elastic.process_groups import LaunchedState, ProcessGroups
 from colossal_hetero.elastic.rendezvous import described, member_of, missing_message, next_action
 from colossal_hetero.elastic.world import NEW, JoinTimeoutError, Member, MembershipTiming, StoreLostError, World
 from tests.support.harness import free_port
@@ -181,6 +187,38 @@ def test_the_limit_holds_for_groups_of_all_backends_until_they_are_destroyed() -
     assert limits() == [timedelta(seconds=7)] * 2
     groups.destroy()
     assert limits() == before
+
+
+def test_each_world_has_the_state_that_a_launch_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    groups, launched = ProcessGroups(7.0), LaunchedState("127.0.0.1", 29400, seed=1)
+    for number in range(2):
+        groups.initialize(dist.HashStore(), World(0, 1, number, ("a",)))
+        launched.enter(World(0, 1, number, ("a",)))
+        coordinator = DistCoordinator()
+        names = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")]
+        assert names == ["0", "1", "0", "127.0.0.1", "29400"]
+        assert (coordinator.world_size, Randomizer._INDEX, cpu._messages.kept) == (1, 0, 0)
+        coordinator._world_size = 9  # as that of an earlier world
+        Randomizer.increment_index()
+        cpu._messages._sends.append((None, torch.ones(1)))
+        launched.leave()
+        groups.destroy()
+
+
+def test_a_world_that_breaks_while_it_forms_is_followed_by_another(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    initialize, reasons = ProcessGroups.initialize, ["Connection closed by peer"]
+
+    def fail_once(*arguments: Any) -> None:
+        if reasons:
+            raise RuntimeError(reasons.pop())
+        initialize(*arguments)
+
+    monkeypatch.setattr(ProcessGroups, "initialize", fail_once)
+    member = Membership("127.0.0.1", port, "j", "a", max_members=1)
+    world = member.form()
+    assert reasons == [] and (world.rank, world.nodes) == (0, ("a",)) and member.failure is None
+    member.depart()
 
 
 def connected(listener: socket.socket) -> tuple[socket.socket, socket.socket]:

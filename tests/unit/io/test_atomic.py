@@ -69,16 +69,6 @@ def test_standard_output_can_be_written_to_a_file_or_a_pipe(tmp_path: Path) -> N
     assert (tmp_path / "output").read_text() == "before\ncontent\n"
 
 
-def test_a_named_pipe_is_written_to(tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    check_writable(pipe)
-    with subprocess.Popen(["cat", str(pipe)], stdout=subprocess.PIPE, text=True) as reader:
-        write(pipe)
-        assert reader.communicate(timeout=10)[0] == "new"
-    assert stat.S_ISFIFO(pipe.stat().st_mode)
-
-
 @pytest.mark.parametrize(
     ("name", "says"),
     [

@@ -1,5 +1,4 @@
-"""Profiling on a simulated device: which sizes it runs, how often, what it makes of their times, and how much memory it
-leaves free. The search for the largest batch is exact for every size, cap and estimate, in few trials."""
+"""Profiling on a simulated device: sizes, repetitions, times and memory; the search for the largest batch is exact."""
 
 from __future__ import annotations
 

@@ -56,8 +56,7 @@ def test_layer_times_are_those_of_the_simulated_clock(clock: SimulatedClock) -> 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("quota", [1 / 2, 1 / 4])
 def test_a_cpu_quota_slows_layers_by_its_share(monkeypatch: pytest.MonkeyPatch, quota: float, threads: int) -> None:
-    """A single pass takes between a third of the mean and three times the mean: most passes have no pause, some a long
-    one."""
+    """Most passes have no pause, some a long one."""
     clock = SimulatedClock(quota, threads)
     use_clock(clock, monkeypatch)
     seconds = 6.0 if threads == 1 else 20.0
@@ -158,8 +157,7 @@ def test_a_failing_model_is_not_changed(clock: SimulatedClock) -> None:
     [("sgd", "fp32", 2.0), ("adam", "fp32", 4.0), ("adamw", "fp32", 4.0), ("adam", "bf16", 9.0), ("sgd", "fp16", 5.0)],
 )
 def test_state_is_counted(optimizer: str, precision: str, factor: float) -> None:
-    """The state has parameters, gradients and, for Adam, two moments; with half precision it also has fp32 copies, and
-    for the step gradients in fp32 instead of half precision."""
+    """Parameters, gradients and, for Adam, two moments; in half precision also copies and gradients in fp32."""
     model = Model(SimulatedClock())
     profile = measure(model, optimizer=optimizer, precision=precision, min_seconds=0.0).profile
     assert profile.state_factor == factor

@@ -37,9 +37,6 @@ def test_random_draws_new_ranks_in_every_period() -> None:
     assert set(places) == {0, 1, 2, 3} and max(places.values()) < 30
 
 
-# Slowdowns ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("slowdown, products", [(1.0, 100), (4.0, 400), (1.25, 125), (2.5, 250), (1.01, 101)])
 def test_repeating_computes_a_product_factor_times_on_average(slowdown: float, products: int) -> None:
     slow_down, runs = module._RepeatSlowdown(), []
@@ -73,9 +70,6 @@ def test_the_sleep_is_proportional_to_the_time_of_the_product(slowdown: float, m
 
     assert torch.equal(slow_down(product), torch.ones(1))
     assert slept == [pytest.approx((slowdown - 1) * 0.25)]
-
-
-# Injection -------------------------------------------------------------------------------------------------------
 
 
 class Optimizer:

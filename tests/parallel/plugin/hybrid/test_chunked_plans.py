@@ -7,26 +7,23 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from colossalai.pipeline.schedule.interleaved_pp import InterleavedSchedule
 from colossalai.pipeline.schedule.v_schedule import PipelineGraph
 from torch import Tensor
 
-from colossal_hetero import HeteroHybridParallelPlugin, PlanConfig
+from colossal_hetero import PlanConfig
 from colossal_hetero.planner.cost.chunked_price import price_chunks
 from colossal_hetero.planner.cost.pass_order import GraphSeconds, Pass, interleaved, zero_bubble_nodes
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.cost.simulate import order_of
 from tests.parallel.plugin.hybrid.test_plan_agreement import BLOCKS, cluster, profile
 from tests.parallel.plugin.hybrid.test_planned_run import (
-    MICRO_BATCH,
-    MICRO_BATCHES,
     images_and_labels,
     train_alone,
     train_planned,
 )
 from tests.support.harness import run_ranks
-from tests.support.planning import make_plan, make_plans, planned
+from tests.support.planning import make_plans, planned
 from tests.support.training import boost, by_labels, mean_over_replicas, sgd, tiny_vit
 
 
@@ -206,25 +203,3 @@ def check_orders() -> None:
 
 def test_orders_of_passes_are_those_of_colossalai() -> None:
     run_ranks(1, check_orders)
-
-
-def check_without_plan(expected: list[float]) -> None:
-    graph = PipelineGraph(
-        n_stage=2, n_micro=MICRO_BATCHES, f_cost=1, b_cost=1, w_cost=1, c_cost=1, f_mem=3, b_mem=-2, w_mem=-1
-    ).get_v_schedule()
-    tp_size = dist.get_world_size() // 2
-    sizes = make_plan([[list(range(tp_size)), list(range(tp_size, 2 * tp_size))]], (3, 3), MICRO_BATCH, MICRO_BATCHES)
-    for schedule in (
-        dict(pp_style="interleaved", num_layers_per_stage=[3, 1, 1, 1]),
-        dict(pp_style="zbv", scheduler_nodes=graph, num_layers_per_stage=[2, 1, 1, 2]),
-    ):
-        plugin = HeteroHybridParallelPlugin(
-            tp_size, 2, precision="fp32", num_model_chunks=2, num_microbatches=MICRO_BATCHES, **schedule
-        )
-        run = boost(plugin, tiny_vit(depth=6), sgd)
-        assert train_planned(run, sizes=sizes) == pytest.approx(expected, rel=1e-5), schedule
-
-
-def test_schedules_run_unequal_chunks_without_a_plan() -> None:
-    expected, _ = train_alone(6, MICRO_BATCH * MICRO_BATCHES)
-    run_ranks(4, check_without_plan, expected)

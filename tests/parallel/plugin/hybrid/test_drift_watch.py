@@ -26,10 +26,7 @@ from tests.support.training import Trained, by_labels, loss_of, sgd, tiny_vit
 def check_drift(
     plan: Plan, times: dict[int, PassSeconds] | None, slow: int | None, planning: PlanConfig | None = None
 ) -> tuple[list[str], Any]:
-    """Train two epochs of three iterations. Returns the printed lines and the second report.
-
-    The clock returns ``times`` by rank. If they are None, it measures, and the blocks of rank ``slow`` take longer.
-    """
+    """Train two epochs of three iterations. Returns the printed lines and the second report."""
     printed: list[str] = []
     clock = nullcontext() if times is None else patch.object(StageClock, "read", lambda _: times[dist.get_rank()])
     model = tiny_vit(depth=plan.blocks)

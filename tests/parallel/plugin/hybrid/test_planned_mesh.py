@@ -15,7 +15,6 @@ from torch.utils.data import TensorDataset
 
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.plugin.hybrid.plan_agreement import as_launched
-from colossal_hetero.plugin.hybrid.planned_mesh import PlannedMesh
 from tests.parallel.plugin.hybrid.test_planned_run import MICRO_BATCH, MICRO_BATCHES, train_planned
 from tests.support.checkpoints import load_checkpoint, save_checkpoint
 from tests.support.harness import run_ranks
@@ -24,46 +23,6 @@ from tests.support.training import assert_same_parameters, tiny_vit
 
 CROSSED = [[[1], [2]], [[3], [0]]]
 """Two replicas. In one data-parallel group the first replica has the lower rank, in the other group the higher one."""
-
-
-# The mesh --------------------------------------------------------------------------------------------------------
-
-
-def check_mesh() -> None:
-    ranks = [4, 2, 0, 3, 1, 5]
-    mesh, plain = PlannedMesh(3, 2, ranks=ranks), ProcessGroupMesh(3, 2)
-    rank = dist.get_rank()
-    assert mesh.rank == rank
-    assert mesh.ravel(mesh.coordinate(), mesh.shape) == rank
-    assert mesh.unravel(rank, mesh.shape) == mesh.coordinate()
-    assert mesh.coordinate() == ProcessGroupMesh.unravel(ranks.index(rank), (3, 2))
-    for axis in (0, 1):
-        group, other = mesh.get_group_along_axis(axis), plain.get_group_along_axis(axis)
-        assert dist.get_rank(group) == mesh.coordinate(axis)
-        members = [ranks[place] for place in plain_places(mesh, plain, axis)]
-        assert mesh.get_ranks_in_group(group) == dist.get_process_group_ranks(group) == members
-        assert group.size() == other.size()
-        # Collectives use the order of the group, messages use global ranks.
-        found = [torch.zeros(1) for _ in members]
-        dist.all_gather(found, torch.tensor([float(rank)]), group=group)
-        assert [int(each) for each in found] == members
-        dist.broadcast(value := torch.tensor([float(rank)]), src=members[-1], group=group)
-        assert int(value) == members[-1]
-    assert mesh.get_group_along_axis(0) is mesh.get_group_along_axis(0)
-    following = mesh.ravel((mesh.coordinate(0) + 1, mesh.coordinate(1)), mesh.shape, mode="wrap")
-    order = mesh.get_ranks_in_group(mesh.get_group_along_axis(0))
-    assert following == order[(order.index(rank) + 1) % len(order)]
-    mesh.destroy_mesh_process_groups()
-
-
-def plain_places(mesh: PlannedMesh, plain: ProcessGroupMesh, axis: int) -> list[int]:
-    """The positions in a plain mesh of all places along ``axis`` that include this rank's coordinate."""
-    coords = ProcessGroupMesh.get_coords_along_axis(mesh.coordinate(), axis, list(range(mesh.size(axis))))
-    return [ProcessGroupMesh.ravel(coord, mesh.shape) for coord in coords]
-
-
-def test_the_mesh_assigns_ranks_to_the_given_places() -> None:
-    run_ranks(6, check_mesh)
 
 
 def check_places(plan: Plan) -> tuple[int, int, int]:
@@ -103,9 +62,6 @@ def test_rank_0_is_in_the_first_replica_and_first_in_its_tensor_parallel_group(
         assert as_launched(make_plan(rank_order, (1, 3), MICRO_BATCH, MICRO_BATCHES)).rank_order == expected
 
 
-# Checkpoints -----------------------------------------------------------------------------------------------------
-
-
 def check_round_trip(plan: Plan, folder: Path, sharded: bool, options: dict[str, Any]) -> None:
     run = boosted(plan, **options)
     train_planned(run, 2)
@@ -132,7 +88,6 @@ def check_round_trip(plan: Plan, folder: Path, sharded: bool, options: dict[str,
     "sharded, options",
     [
         pytest.param(False, {}, id="unsharded"),
-        pytest.param(True, {}, id="sharded"),
         pytest.param(True, dict(precision="bf16", zero_stage=1), id="sharded-zero"),
     ],
 )

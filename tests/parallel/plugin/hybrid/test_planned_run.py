@@ -36,10 +36,7 @@ def train_alone(depth: int, global_batch: int, iterations: int = ITERATIONS) -> 
 
 
 def train_planned(run: Any, iterations: int = ITERATIONS, first: int = 0, sizes: Plan | None = None) -> list[float]:
-    """Train. Returns the losses of the global batch on every rank.
-
-    If the plugin has no plan, ``sizes`` gives the size of the global batch.
-    """
+    """Train. Returns the losses of the global batch on every rank."""
     plugin = run.plugin
     plan: Plan = sizes or plugin.plan
     size = plan.global_batch // len(plan.replicas)

@@ -31,10 +31,7 @@ ESTABLISHED = 1
 
 
 def sent_bytes() -> int:
-    """Bytes that this process has sent over its TCP connections and that have arrived, headers of messages included.
-
-    A busy machine sends some packets more than once: those count once.
-    """
+    """Bytes that this process has sent over its TCP connections and that have arrived, headers of messages included."""
     return sum(arrived_bytes(int(number)) for number in os.listdir("/proc/self/fd"))
 
 

@@ -1,7 +1,4 @@
-"""A checkpoint saved at one ZeRO stage and loaded at another continues the training as if it had not been interrupted.
-
-The reference is one process that trains on the same global batches without an interruption.
-"""
+"""A checkpoint saved at one ZeRO stage and loaded at another continues the training of one process."""
 
 from __future__ import annotations
 
@@ -153,10 +150,7 @@ class Run:
 
 @unmeasured
 def exchange(kind: str, parts: str, folder: str) -> dict[tuple[str, str, bool], torch.Tensor]:
-    """Save in each layout in the middle of the second epoch, and finish it in each layout from each checkpoint.
-
-    Returns the parameters by the layout of saving, that of loading, and whether checkpoints were sharded.
-    """
+    """Save in each layout in the middle of the second epoch, and finish it in each layout from each checkpoint."""
     place = Path(folder)
     runs = {layout: Run(layout, kind, parts, place) for layout in LAYOUTS}
     for layout, run in runs.items():

@@ -1,7 +1,4 @@
-"""Frozen parameters, adapters (LoRA) and an optimizer of some of the parameters only, at every stage.
-
-The reference is one process that trains on the same global batches.
-"""
+"""Frozen parameters, adapters (LoRA) and an optimizer of some of the parameters only, at every stage."""
 
 from __future__ import annotations
 
@@ -57,10 +54,7 @@ def make_lora_optimizer(model: nn.Module, all_parameters: bool) -> torch.optim.O
 def train_lora(
     stage: int | str, all_parameters: bool, max_norm: float, in_layers: bool, folder: str
 ) -> list[torch.Tensor]:
-    """Train an epoch, save, train, load, train again. Returns the parameters after each of both trainings.
-
-    Both must be equal, because the second one begins with what the first one began with.
-    """
+    """Train an epoch, save, train, load, train again. Returns the parameters after each of both trainings."""
     options = {"auto_wrap_policy": ModuleWrapPolicy({BertLayer})} if in_layers else {}
     plugin = zero_plugin(stage, GLOBAL_BATCH, max_norm=max_norm, **options)
     booster = Booster(plugin=plugin)

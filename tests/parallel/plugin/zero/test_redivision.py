@@ -1,7 +1,4 @@
-"""Global batches that are divided again in training: what is measured, and what follows from it.
-
-Times are those of a clock that the test moves, so nothing here depends on the speed of the machine.
-"""
+"""Global batches that are divided again in training: what is measured, and what follows from it."""
 
 from __future__ import annotations
 
@@ -198,10 +195,7 @@ def change_speed(
     slow_epochs: Sequence[int] = (),
     epochs: int = 2,
 ) -> dict[str, Any]:
-    """Train, while rank ``slow`` is measured to be three times slower in some epochs.
-
-    All the time its passes take ``bias`` times as long as in the profile, and its data ``data_seconds`` per sample.
-    """
+    """Train, while rank ``slow`` is measured to be three times slower in some epochs."""
     said: list[str] = []
     given: list[dict[str, float]] = []
     batch_balancer.print_on_rank_0 = said.append  # type: ignore[assignment]

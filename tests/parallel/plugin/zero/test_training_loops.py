@@ -32,8 +32,6 @@ checks = Checks()
 GLOBAL_BATCH = 8
 EPOCHS = 2
 RATE = 0.1
-CLIP_VALUE = 0.02
-"""Below many elements of the gradients."""
 NORM = 0.05
 """Below the norm of all gradients."""
 CLASSES = (1.0, 2.0, 3.0)
@@ -53,14 +51,8 @@ class Script:
     """What a training script has after ``booster.boost``, the samples that it trains with, and numbers that it logs."""
 
     def __init__(self, stage: int, division: list[list[int]], **options: Any) -> None:
-
-        def optimizer_with_a_schedule(model: nn.Module) -> torch.optim.Optimizer:
-            optimizer = sgd(model)
-            self.schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)  # it is not boosted
-            return optimizer
-
         run = boosted(
-            *(stage, None, optimizer_with_a_schedule),
+            *(stage, None, sgd),
             division=division,
             loader=dict(shuffle=True, seed=11, drop_last=True),
             max_micro_batch=8,
@@ -182,11 +174,6 @@ def evaluation_mode(script: Script) -> None:
             script.model(torch.zeros(2, 8))
 
 
-def schedule_that_was_not_boosted(script: Script, batch: Any) -> None:
-    script.train_with(batch)
-    script.schedule.step()
-
-
 def two_passes(script: Script, batch: Any) -> None:
     loss = script.loss(batch)
     script.optimizer.backward(loss * 0.25, retain_graph=True)
@@ -198,12 +185,6 @@ def two_forwards_first(script: Script, batch: Any) -> None:
     losses = [script.loss(batch) * share for share in (0.5, 0.3, 0.2)]
     for loss in losses:
         script.booster.backward(loss, script.optimizer)
-    script.update()
-
-
-def summed(script: Script, batch: Any) -> None:
-    losses = [script.loss(batch) * share for share in (0.5, 0.3, 0.2)]
-    script.booster.backward(sum(losses), script.optimizer)
     script.update()
 
 
@@ -220,10 +201,10 @@ def parts_of_two_outputs(script: Script, batch: Any) -> None:
 # Loops that use gradients before the step ----------------------------------------------------------------------------
 
 
-def zero_grad_of_module(script: Script, batch: Any, **options: bool) -> None:
+def zero_grad_of_module(script: Script, batch: Any) -> None:
     script.backward(batch)
     script.optimizer.step()
-    script.model.zero_grad(**options)
+    script.model.zero_grad()
 
 
 def zero_grad_before(script: Script, batch: Any) -> None:
@@ -238,12 +219,6 @@ def own_zero_grad(script: Script, batch: Any) -> None:
         parameter.grad = None
     script.booster.backward(loss, script.optimizer)
     script.optimizer.step()
-
-
-def clipped_by_value(script: Script, batch: Any) -> None:
-    script.backward(batch)
-    script.optimizer.clip_grad_by_value(CLIP_VALUE)
-    script.update()
 
 
 def clipped_by_norm(script: Script, batch: Any) -> None:
@@ -317,16 +292,12 @@ EXACT = {
     "no_sync": Exact(partial(accumulated, no_sync=True), per_step=3, counts_batches=True),
     "two losses": Exact(each(two_losses)),
     "evaluation mode": Exact(evaluation_mode),
-    "schedule": Exact(each(schedule_that_was_not_boosted)),
     "two passes": Exact(each(two_passes), (0, 1, 2)),
     "two forward passes": Exact(each(two_forwards_first), (0, 1, 2)),
-    "summed": Exact(each(summed)),
     "parts": Exact(each(parts_of_two_outputs), (0, 1, 2)),
     "zero_grad of the module": Exact(each(zero_grad_of_module)),
-    "zero_grad to zeros": Exact(each(partial(zero_grad_of_module, set_to_none=False))),
     "zero_grad before": Exact(each(zero_grad_before)),
     "own zero_grad": Exact(each(own_zero_grad)),
-    "value": Exact(each(clipped_by_value)),
     "norm": Exact(each(clipped_by_norm)),
     "both": Exact(each(clipped_by_both)),
     "second": Exact(each(clipped_at_the_second_step)),
@@ -337,10 +308,7 @@ EXACT = {
 
 
 def some(stages: tuple[int, ...], name: str) -> list[int]:
-    """One of the stages 1 and 2, which have one kind of optimizer, and the others; with ``thorough`` all.
-
-    On three ranks one of them only.
-    """
+    """One of the stages 1 and 2, which have one kind of optimizer, and the others; with ``thorough`` all."""
     left_out = () if IS_THOROUGH or len(stages) < 3 else (1 + len(name) % 2,)
     chosen = [stage for stage in stages if stage not in left_out]
     return chosen if IS_THOROUGH or torch.distributed.get_world_size() == 2 else chosen[1:2]
@@ -380,14 +348,12 @@ def train_alone(name: str, batches: list[list[int]]) -> tuple[Tensor, list[float
         if name in ("norm", "torch", "both", "counted") or (name == "second" and number % 3 == 2):
             norm = float(nn.utils.clip_grad_norm_(model.parameters(), NORM))
             numbers += [] if name == "second" else [norm]
-        if name in ("value", "both"):
-            nn.utils.clip_grad_value_(model.parameters(), CLIP_VALUE if name == "value" else NORM / 4)
+        if name == "both":
+            nn.utils.clip_grad_value_(model.parameters(), NORM / 4)
         for parameter in model.parameters() if name == "mask" else ():
             parameter.grad = mask(parameter.grad)
         optimizer.step()
         optimizer.zero_grad()
-        if name == "schedule":
-            optimizer.param_groups[0]["lr"] *= 0.9
     return flat(model), numbers
 
 
@@ -459,12 +425,6 @@ def used(use: Callable[[list[nn.Parameter]], Any]) -> Loop:
     return each(iteration)
 
 
-def scaled(parameters: list[nn.Parameter]) -> None:
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad *= 0.5
-
-
 def replaced(parameters: list[nn.Parameter]) -> None:
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -507,11 +467,6 @@ def penalty_of_its_own(script: Script, batch: Any) -> None:
     script.update()
 
 
-def plain_after_weighted(script: Script, batch: Any) -> None:
-    script.backward(batch)
-    plain_backward(script, batch)
-
-
 def closure(script: Script, batch: Any) -> None:
     script.optimizer.step(lambda: script.backward(batch))
 
@@ -532,7 +487,6 @@ SECOND = "there is a second backward pass since the latest forward pass"
 REFUSED: dict[str, tuple[Loop, str, tuple[int, ...]]] = {
     "plain backward": (each(plain_backward), PLAIN, ALL),
     "own backward": (each(penalty_of_its_own), PLAIN, ALL),
-    "own backward after": (each(plain_after_weighted), PLAIN, ALL),
     "accumulated": (accumulated, "the loop accumulates gradients over several batches by itself", ALL),
     "rate": (each(rate_of_each_part), "the learning rate changed from 0.1 to 0.09", ALL),
     "again": (first_part_again, "is passed forward again after optimizer.step()", ALL),
@@ -542,8 +496,6 @@ REFUSED: dict[str, tuple[Loop, str, tuple[int, ...]]] = {
     ),
     "no_sync": (each(step_without_sync), "the last backward pass ran inside no_sync()", (0, 1)),
     "torch norm": (used(partial(nn.utils.clip_grad_norm_, max_norm=NORM)), CLIP, ALL),
-    "torch value": (used(partial(nn.utils.clip_grad_value_, clip_value=NORM)), CLIP, ALL),
-    "scaled": (used(scaled), CLIP, ALL),
     "log": (used(total_norm), CLIP, ALL),
     "replaced": (used(replaced), LOST, (0, 1, 2)),
     "one removed": (used(one_removed), LOST, (0, 1, 2)),

@@ -110,15 +110,6 @@ def test_one_straggler_gives_ranges_as_in_the_paper(ranks: int, slow: int, given
     assert list(division.moves) == expected
 
 
-def test_by_hand() -> None:
-    plan = BalancePlan(resize=(0.0, 0.25, 0.0, 0.0), migrate=(0.0, 0.5, 0.75, 0.0), receive=(0.625, 0.0, 0.0, 0.625))
-    division = divide(1024, plan)  # in grains of 32
-    assert division.moves == (Move(1, 3, 512, 1024), Move(2, 3, 256, 384), Move(2, 0, 384, 1024))
-    assert division.pruned == (0, 256, 0, 0)
-    assert division.loads == (1.625, 0.25, 0.25, 1.625)
-    assert [division.kept(rank) for rank in range(4)] == [1024, 256, 256, 1024]
-
-
 def test_few_units_are_given_where_that_is_faster() -> None:
     """Six heads: 2.1 of them would be exact. Giving a third one would make the receiver later than it relieves."""
     assert divide(6, one_straggler(2, 0, 0.35)).given(0) == 2

@@ -243,13 +243,6 @@ def test_receivers_take_no_more_than_they_have_memory_for(mode: str) -> None:
     assert sum(limited.migrate) == pytest.approx(sum(limited.receive))
 
 
-@given(groups())
-def test_off_does_nothing(group: list[RankTimes]) -> None:
-    assert decide(
-        group, FREE, BalanceConfig(mode="off"), BalancePlan.resizing((0.5,) * len(group))
-    ) == BalancePlan.idle(len(group))
-
-
 def test_eq1_by_hand() -> None:
     assert resize_ratios([1.0, 4.0], [1.0, 4.0], 1.0, 0.9).tolist() == [0.0, 0.75]
     assert resize_ratios([1.0, 4.0], [1.0, 4.0], 2.5, 0.9).tolist() == [0.0, 0.375]  # the mean

@@ -127,32 +127,11 @@ def test_lossless_plans_without_costs_reach_the_reports_bound(times: list[RankTi
     assert bound <= found * (1 + 1e-9) and found == pytest.approx(max(bound, reserve), rel=1e-3)
 
 
-@given(groups(8), st.floats(0.01, 0.99))
-def test_free_pruning_to_the_fastest_rank_needs_no_migration(times: list[RankTimes], cap: float) -> None:
-    least = min(time.work_seconds for time in times)
-    capped = [
-        RankTimes(min(time.work_seconds, least + 0.5 * cap * time.matmul_seconds), time.matmul_seconds)
-        for time in times
-    ]
-    plan = optimal_plan(capped, FREE, cap)
-    assert max(plan.migrate) <= 1e-6
-    assert predicted_seconds(capped, FREE, plan) == pytest.approx(least)
-
-
 def test_only_what_is_needed_is_pruned() -> None:
     """Rank 2 cannot be pruned further than to 5 s, and migrating is too dear: rank 1 need not be faster than that."""
     times = [RankTimes(1.0, 1.0), RankTimes(6.0, 6.0), RankTimes(10.0, 10.0)]
     plan = optimal_plan(times, Costs(migrate_fixed_seconds=100.0), 0.5)
     assert plan.resize == pytest.approx((0.0, 1 / 6, 0.5)) and plan.migrate == (0.0, 0.0, 0.0)
-
-
-def test_a_rank_prunes_for_another_that_may_not_prune_more() -> None:
-    times = [RankTimes(1.0, 1.0), RankTimes(2.0, 2.0), RankTimes(8.0, 8.0)]
-    plan = optimal_plan(times, FREE, 0.5)
-    # Half of rank 1's work goes, then it is as fast as rank 0, and they share what rank 2 may not prune.
-    assert plan.resize == pytest.approx((0.0, 0.5, 0.5))
-    deadline = predicted_seconds(times, FREE, plan)
-    assert (deadline - 1.0) + (deadline - 1.0) / 2.0 == pytest.approx((4.0 - deadline) / 8.0)
 
 
 @pytest.mark.parametrize(

@@ -289,18 +289,11 @@ def test_patience_doubles_with_each_plan_taken_back_and_relaxes_in_calm() -> Non
     assert damping.patience == 2
 
 
-def test_a_plan_that_lasted_is_no_flicker() -> None:
+@pytest.mark.parametrize(("shares", "iterations"), [((0.6, 0.0), 7), ((0.6, 0.5, 0.7), 1), ((0.6, 0.7, 0.0), 4)])
+def test_a_plan_that_lasted_or_was_only_adjusted_is_no_flicker(shares: tuple[float, ...], iterations: int) -> None:
     damping = Damping(2)
-    damping.relieved(0.6)
-    for _ in range(7):
-        damping.observed(slow_spell=False)
-    damping.relieved(0.0)
-    assert damping.patience == 2
-
-
-def test_a_plan_that_was_only_adjusted_is_no_flicker() -> None:
-    damping = Damping(2)
-    for share in (0.6, 0.5, 0.55, 0.7):
+    for share in shares:
         damping.relieved(share)
-        damping.observed(slow_spell=False)
+        for _ in range(iterations):
+            damping.observed(slow_spell=False)
     assert damping.patience == 2

@@ -47,9 +47,6 @@ def local(
     )
 
 
-# Merging ---------------------------------------------------------------------------------------------------------
-
-
 def test_waiting_is_what_a_rank_spends_in_collectives_beyond_the_last_to_arrive() -> None:
     per_rank = [[local(0, communication=c), local(1, communication=c + 1)] for c in (0.5, 0.1, 0.3, 0.9)]
     together = merge_records(per_rank, [[0, 1, 2, 3]])
@@ -76,8 +73,6 @@ def test_an_iteration_is_exchanged_or_changed_if_any_group_did() -> None:
     (record,) = merge_records([per_rank[0], per_rank[3]], [[0, 1]])
     assert not record.exchanged and not record.plan_changed
 
-
-# Bounds ----------------------------------------------------------------------------------------------------------
 
 seconds = st.floats(0.01, 100)
 ranks_times = st.lists(st.tuples(seconds, seconds), min_size=1, max_size=6)
@@ -108,9 +103,6 @@ def test_lossless_seconds_of_one_straggler_is_the_papers_bound(
     found = lossless_seconds([other] * ranks, [matmul] * (ranks - 1) + [slowdown * matmul])
     assert found == pytest.approx(other + matmul * bound)
     assert ideal_ratio({ranks - 1: slowdown}, ranks) == pytest.approx(bound)
-
-
-# Report ----------------------------------------------------------------------------------------------------------
 
 
 def records_of(iterations: int) -> list[IterationRecord]:

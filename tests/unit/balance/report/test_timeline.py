@@ -60,9 +60,6 @@ def seconds_of(segments: tuple[Segment, ...], kind: str) -> float:
     return sum(end - start for own, start, end in segments if own == kind)
 
 
-# Merging ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_rank_waits_until_the_last_of_its_group_arrives_at_the_same_collective() -> None:
     merged = merge_segments([rank(*FAST, iteration=7), rank(*SLOW, iteration=7)], [[0, 1]])
     assert merged.iteration == 7 and merged.seconds == pytest.approx(8.5)
@@ -134,9 +131,6 @@ def test_merging_neither_loses_time_nor_makes_any(ranks: list[list[tuple[str, fl
         assert all(end > start >= -1e-9 for _, start, end in segments)
 
 
-# Choosing --------------------------------------------------------------------------------------------------------
-
-
 def sampled(*iterations: int, change: int | None = None) -> SampledIterations:
     return SampledIterations(tuple(rank(("matmul", 1.0), iteration=number) for number in iterations), change)
 
@@ -178,9 +172,6 @@ def test_segments_are_rare_where_iterations_are_measured_rarely() -> None:
     sampler = TimelineSampler(warmup_iterations=0, patience=3, measured_every=16)
     wanted = [iteration for iteration in range(400) if sampler.wants(iteration)]
     assert wanted == [0, 3, *range(8, 128, 8), 128, 256, 384]
-
-
-# Chrome trace ----------------------------------------------------------------------------------------------------
 
 
 def test_the_chrome_trace_has_the_fields_that_the_format_requires() -> None:
