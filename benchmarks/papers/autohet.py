@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import mean
 
 from benchmarks.papers.page import Figure, Inputs
+from benchmarks.planner.autohet_groups import MemberKind, find_grouping
 from benchmarks.planner.planning import CLUSTERS, autohet_iteration, cluster, gpt
 from colossal_hetero.planner.cost.draft import Draft, DraftBuilder
 from colossal_hetero.planner.cost.layout_line import PipelineLayout, PlanLayout, StageLayout
@@ -24,7 +25,6 @@ from colossal_hetero.planner.cost.price import price
 from colossal_hetero.planner.cost.tp_groups import slot_kinds
 from colossal_hetero.planner.solver.problem import Problem
 from colossal_hetero.planner.solver.search import Effort, search
-from colossal_hetero.planner.solver.unequal_groups import MemberKind, find_grouping
 from colossal_hetero.planner.stages.split_methods import uniform_bounds
 
 BATCH = 128

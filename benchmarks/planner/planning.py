@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import print_table
+from benchmarks.planner.autohet_groups import MemberKind, effective_power, find_grouping
 from colossal_hetero.planner.cluster.gpu_catalog import GPUS
 from colossal_hetero.planner.cluster.topology import Channel, Device, Node, Topology
 from colossal_hetero.planner.cost.draft import Draft, DraftBuilder
@@ -28,7 +29,6 @@ from colossal_hetero.planner.cost.tp_groups import slot_kinds
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile
 from colossal_hetero.planner.solver.problem import Problem
 from colossal_hetero.planner.solver.search import search
-from colossal_hetero.planner.solver.unequal_groups import MemberKind, effective_power, find_grouping
 
 NAMES = ("A100-80", "H800", "H20")
 CLUSTERS = {

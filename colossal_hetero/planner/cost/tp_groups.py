@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -43,7 +43,7 @@ class SlotKind:
     training_speed: float | None = None
     """Of the slots' clusters, see :class:`.Device`."""
 
-    @property
+    @cached_property
     def memory_bytes(self) -> float:
         """:meth:`memory_in_pipeline` of several stages."""
         return self.memory_in_pipeline(2)
@@ -58,7 +58,7 @@ class SlotKind:
             return None
         return self.recomputed, self.recomputed.memory_for_blocks(self.usable_bytes, stages)
 
-    @property
+    @cached_property
     def models_in_memory(self) -> float:
         """Number of models that a slot's memory holds, with their state and one micro-batch's activations."""
         forms = [(self.costs, self.memory_bytes), self.recomputed_in_pipeline(2)]
@@ -67,12 +67,12 @@ class SlotKind:
             for costs, memory in (form for form in forms if form is not None)
         )
 
-    @property
+    @cached_property
     def block_seconds(self) -> NDArray[np.float64]:
         """Seconds of forward and backward per block, ``[blocks]``."""
         return self.costs.forward_seconds + self.costs.backward_seconds
 
-    @property
+    @cached_property
     def model_seconds(self) -> float:
         """Seconds of forward and backward of all blocks; the inverse is the slot's computing power."""
         return float(self.block_seconds.sum())

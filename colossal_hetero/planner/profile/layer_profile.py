@@ -242,12 +242,15 @@ class ModelProfile(FilePart):
         """
         key = (device, tensor_parallel, micro_batch, speed, recompute, zero_shards)
         if key not in self._costs:
-            made = self._make_costs(device, tensor_parallel, micro_batch, speed)
-            made = made.recomputed() if recompute else made
             if zero_shards > 1:
+                made = self.costs(device, tensor_parallel, micro_batch, speed, recompute=recompute)
                 # In fp32, ZeRO copies its part of the parameters, which a profile with master copies counts already.
                 copies = self.precision == "fp32" and not self.master_copies
                 made = made.sharded(zero_shards, self.state_factor, copies=copies)
+            elif recompute:
+                made = self.costs(device, tensor_parallel, micro_batch, speed).recomputed()
+            else:
+                made = self._make_costs(device, tensor_parallel, micro_batch, speed)
             for value in vars(made).values():
                 if isinstance(value, np.ndarray):
                     value.flags.writeable = False

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from ..cluster.topology import Topology
 from ..cost.draft import Draft
 from ..cost.placed_pipelines import PlacedPipelines, Rows
-from ..cost.placement import Place, SlotPool
+from ..cost.placement import Place
 from ..cost.ranked_plan import ranking_seconds
 from ..stages.fixed_order import all_bounds
 from .pipeline_bounds import PipelineBounds
+from .starts import starting_rows
 
 LEAST_GAIN = 1e-9
 """Relative gain of a change, above rounding."""
@@ -28,12 +28,21 @@ class Neighborhood:
     """Neighbors of drafts of one pool."""
 
     def __init__(
-        self, placed: PlacedPipelines, bounds: PipelineBounds, stages: Sequence[int] | None, *, all_slots: bool
+        self,
+        placed: PlacedPipelines,
+        bounds: PipelineBounds,
+        stages: Sequence[int] | None,
+        *,
+        all_slots: bool,
+        others: Callable[[int], Neighborhood],
     ) -> None:
+        """``others`` gives the neighborhood of the same slots for so many pipelines in ZeRO stage 1."""
+        self._others = others
         self.builder, self.pool = builder, pool = placed.builder, placed.pool
         self._bounds = bounds
         self._stages = None if stages is None else frozenset(stages)
         self._all_slots = all_slots
+        self._least_pipelines = 1 if pool.pipelines is None else 2
         self._placed = placed
         self._power: list[float] = (1.0 / bounds.work_seconds).tolist()
         places = [(kind, slot) for kind, each in enumerate(pool.kinds) for slot in range(len(each.slots))]
@@ -58,27 +67,43 @@ class Neighborhood:
         if not equal:
             # First the same slots, with cuts and micro-batches of each pipeline.
             loose = self._better(draft, tuple(map(tuple, draft.rows)), True) or draft
-            moved = self._climbed(loose, most, self._moved, self._better)
-            return self._climbed(moved, most, self._reordered, self._better)
-        best = self._climbed(draft, most, self._exchanged, self._better_equal)
+            moved = self._climbed(loose, most, Neighborhood._moved, Neighborhood._better)
+            return self._climbed(moved, most, Neighborhood._reordered, Neighborhood._better)
+        best = self._climbed(draft, most, Neighborhood._exchanged, Neighborhood._better_equal)
         if best is not draft and self._cuts_stay(best):
             again = self.builder.build_placed(best.pool, best.rows, symmetric=True)
             best = again if isinstance(again, Draft) and again.seconds < best.seconds else best
+        return best
+
+    def perturbed(self, draft: Draft, most: int, starts: int, near: float) -> Draft:
+        """``draft``, or a faster one that is reached from one of the best slower drafts with another number of slots or
+        pipelines, each ``near`` times as slow at most."""
+        shape = len(draft.rows), sum(map(len, draft.rows))
+        seen, found = {self._placed.look(tuple(map(tuple, draft.rows)))}, []
+        for rows, in_order in itertools.islice(self._moved(draft, near), most):
+            if (len(rows), sum(map(len, rows))) != shape and (look := self._placed.look(rows)) not in seen:
+                seen.add(look)
+                slower = self._of(len(rows))._better(draft, rows, in_order, near)
+                found += [slower] if slower is not None else []
+        best = draft
+        for start in sorted(found, key=lambda each: each.ranking_seconds)[:starts]:
+            climbed = self._of(len(start.rows))._climbed(start, most, Neighborhood._moved, Neighborhood._better)
+            best = min(best, climbed, key=lambda each: each.ranking_seconds)
         return best
 
     def _climbed(
         self,
         draft: Draft,
         most: int,
-        neighbors: Callable[[Draft], Iterator[tuple[Rows, bool]]],
-        better: Callable[[Draft, Rows, bool], Draft | None],
+        neighbors: Callable[[Neighborhood, Draft], Iterator[tuple[Rows, bool]]],
+        better: Callable[[Neighborhood, Draft, Rows, bool], Draft | None],
     ) -> Draft:
         """The last of drafts of which each is the first better one among ``most`` neighbors of the one before."""
         seen: set[object] = set()
         found: Draft | None = draft
         while found is not None:
             draft, found, tried = found, None, 0
-            for rows, in_order in neighbors(draft):
+            for rows, in_order in neighbors(self._of(len(draft.rows)), draft):
                 look = self._placed.look(rows)
                 if look in seen:
                     continue
@@ -86,10 +111,13 @@ class Neighborhood:
                     break
                 seen.add(look)
                 tried += 1
-                found = better(draft, rows, in_order)
+                found = better(self._of(len(rows)), draft, rows, in_order)
                 if found is not None:
                     break
         return draft
+
+    def _of(self, pipelines: int) -> Neighborhood:
+        return self if self.pool.allows(pipelines) else self._others(pipelines)
 
     # Equal pipelines ------------------------------------------------------------------------------------------------
 
@@ -138,8 +166,8 @@ class Neighborhood:
 
     # Pipelines that may differ --------------------------------------------------------------------------------------
 
-    def _better(self, draft: Draft, rows: Rows, in_order: bool) -> Draft | None:
-        ranking, may_be_equal = draft.ranking_seconds, len(set(map(len, rows))) == 1
+    def _better(self, draft: Draft, rows: Rows, in_order: bool, factor: float = 1.0) -> Draft | None:
+        ranking, may_be_equal = draft.ranking_seconds * factor, len(set(map(len, rows))) == 1
         below = ranking / ranking_seconds(1.0, equal=may_be_equal, plain=self.pool.pipelines is None)
         below -= self._placed.sums(len(rows))
         if not self._may_take_less(rows, below):
@@ -147,12 +175,12 @@ class Neighborhood:
         found = self.builder.build_placed(self.pool, rows, in_order=in_order, below=below)
         return found if isinstance(found, Draft) and found.ranking_seconds < ranking * (1 - LEAST_GAIN) else None
 
-    def _moved(self, draft: Draft) -> Iterator[tuple[Rows, bool]]:
+    def _moved(self, draft: Draft, factor: float = 1.0) -> Iterator[tuple[Rows, bool]]:
         """Rows after each change that is allowed and may be faster."""
-        ranking = draft.ranking_seconds
+        ranking = draft.ranking_seconds * factor
         for rows in self._changed(draft):
             lengths = [len(row) for row in rows]
-            if not lengths or not self.pool.allows(len(rows)) or max(lengths) > self._bounds.blocks:
+            if len(rows) < self._least_pipelines or max(lengths) > self._bounds.blocks:
                 continue
             if self._all_slots and sum(lengths) < len(self._type):
                 continue
@@ -272,71 +300,3 @@ def _first_of_each(values: Sequence[object]) -> list[int]:
     for number, value in enumerate(values):
         first.setdefault(value, number)
     return list(first.values())
-
-
-# Starting rows -------------------------------------------------------------------------------------------------------
-
-
-def starting_rows(topology: Topology, pool: SlotPool, pipelines: int, stages: int) -> Iterator[Rows]:
-    """Slots of each pipeline in the order of the stages, ``[pipelines][stages]``.
-
-    Slots of all nodes, and of nodes with faster networks only, are sorted by speed, memory or nearness, and given out
-    pipeline by pipeline or stage by stage, in this order and the opposite one within a pipeline.
-    """
-    number = pipelines * stages
-    nodes = topology.nodes
-    slots = [(kind, slot) for kind, each in enumerate(pool.kinds) for slot in range(len(each.slots))]
-    node_of = {(kind, slot): topology.devices[pool.kinds[kind].slots[slot][0]].node for kind, slot in slots}
-    network = {node: max((nic.bytes_per_second for nic in nodes[node].nics), default=0.0) for node in node_of.values()}
-
-    def work(place: Place) -> float:
-        return pool.kinds[place[0]].model_seconds
-
-    def in_groups(places: Sequence[Place], size: int) -> Iterator[list[Place]]:
-        yield from _in_groups(places, size, work, lambda place: node_of[place])
-        yield from _in_groups(places, size, work, lambda place: nodes[node_of[place]].nics)
-
-    for least in sorted(set(network.values())):
-        places = sorted(
-            (place for place in slots if network[node_of[place]] >= least),
-            key=lambda place: (work(place), node_of[place]),
-        )
-        if len(places) < number:
-            break
-        by_memory = sorted(places, key=lambda place: -pool.kinds[place[0]].memory_bytes)
-        sizes = Counter(node_of[place] for place in places)
-        by_node = sorted(places, key=lambda place: (-sizes[node_of[place]], node_of[place]))
-        for order in (places, by_memory, by_node, *in_groups(places, stages)):
-            yield from _both_ways([order[first * stages : (first + 1) * stages] for first in range(pipelines)])
-        for order in (places, by_memory, *in_groups(places, pipelines)):
-            yield from _both_ways([order[first:number:pipelines] for first in range(pipelines)])
-
-
-def _both_ways(rows: Sequence[Sequence[Place]]) -> Iterator[Rows]:
-    yield tuple(tuple(row) for row in rows)
-    yield tuple(tuple(row[::-1]) for row in rows)
-
-
-def _in_groups(
-    places: Sequence[Place], size: int, work: Callable[[Place], float], near: Callable[[Place], object]
-) -> Iterator[list[Place]]:
-    """Places in groups of ``size`` with equal ``near``, a node in a wide sense, and then those left over.
-
-    First come the fastest groups, or the fastest group of each node, or all groups of the largest node.
-    """
-    together: dict[object, list[Place]] = {}
-    for place in places:
-        together.setdefault(near(place), []).append(place)
-    groups, rest = [], []
-    largest_first = sorted(together.values(), key=lambda slots: (-len(slots), sum(map(work, slots))))
-    for number, slots in enumerate(largest_first):
-        for turn in range(len(slots) // size):
-            group = slots[turn * size : (turn + 1) * size]
-            groups.append((turn, sum(map(work, group)), number, group))
-        rest += slots[len(slots) // size * size :]
-    for ordered in (
-        sorted(groups, key=lambda each: each[1:3]),
-        sorted(groups, key=lambda each: each[:3]),
-        sorted(groups, key=lambda each: (each[2], each[0])),
-    ):
-        yield [*(place for *_, group in ordered for place in group), *sorted(rest, key=work)]

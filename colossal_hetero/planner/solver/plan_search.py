@@ -1,4 +1,4 @@
-"""One search for 1F1B plans: starts (equal rows, AutoHet's groups), then the neighborhoods of the best of them.
+"""One search for 1F1B plans: starts (rows that are cut alike, groups that differ), then the neighborhoods of the best.
 
 Of a few slots, all plans are tried. Of pipelines that are cut alike, those of all kinds of devices come first, then
 those of each kind alone, so that a mixed plan is never slower than leaving the other kinds idle.
@@ -6,32 +6,31 @@ those of each kind alone, so that a mixed plan is never slower than leaving the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..cost.chunked_price import MAX_GROUPS
 from ..cost.draft import Draft, DraftBuilder
-from ..cost.placed_pipelines import PlacedPipelines
-from ..cost.placement import SlotPool
+from ..cost.placed_pipelines import PlacedPipelines, Rows
+from ..cost.placement import Place, SlotPool
 from ..cost.ranked_plan import MIN_GAIN
-from .equal_rows import MAX_ROWS, EqualRows, Shape, shapes
-from .few_slots import MAX_EQUAL, FewSlots, are_few
+from ..cost.runnable import enough_micro_batches
 from .gradient_bounds import GradientBounds
 from .neighbors import Neighborhood
 from .pipeline_bounds import PipelineBounds
 from .problem import Problem
-from .unequal_groups import UnequalGroups
+from .starts import MAX_ROWS, SMALL, EqualRows, Shape, UnequalGroups, shapes
 
 MAX_LEFT_OUT = 2
 """Speeds of networks, from the slowest on, whose nodes are left out by turns."""
-MAX_GROUPED = 10
-"""Pools for which unequal groups are formed, the shortest expected plans first."""
-STARTED, IMPROVED, NEIGHBORS = 1200, 192, 6400
-"""Divided by the number of devices: shapes of equal pipelines for which starts are made (at most 100), drafts whose
-neighborhoods are searched (at most 12), and neighbors of each that are tried (at most 400). A quarter of IMPROVED,
-divided in the same way, is the number of starts that are improved for each shape (at least one)."""
+STARTED, IMPROVED, NEIGHBORS = 75, 12, 400
+"""Shapes of equal pipelines for which starts are made, drafts whose neighborhoods are searched, and neighbors of each
+that are tried, for up to :data:`SMALL` devices; fewer, in inverse proportion, for more devices."""
 NEAR, NEAR_KNOWN = 1.5, 1.05
 """Most times the best time, for drafts whose neighborhoods are searched; and if a plan is known from other pools."""
 
@@ -58,9 +57,9 @@ class PlanSearch:
         """Candidates that were built, by what they were built from."""
         self.problems: dict[int, str] = {}
         """Reasons why candidates could not be built, by tensor-parallel degree."""
-        self.best_ranking = below
+        self.best_ranking = self._known_ranking = below
         self._known = known
-        self._neighborhoods: dict[SlotPool, Neighborhood] = {}
+        self._neighborhoods: dict[object, Neighborhood] = {}
         self._near = NEAR if below == np.inf else NEAR_KNOWN
 
     def run(self, keep: int, is_enough: Callable[[float], bool] | None = None) -> list[Draft]:
@@ -81,9 +80,9 @@ class PlanSearch:
     def _steps(self) -> list[Callable[[], None]]:
         # Earlier steps do not depend on it, so the best equal replicas are those of a search for equal ones only.
         unequal = [self._try_unequal] if self.problem.unequal else []
-        if self.builder.chooses_cuts and all(are_few(pool, equal=not unequal) for pool in self.pools):
+        if self.builder.chooses_cuts and all(pool.slots <= MAX_GROUPS for pool in self.pools):
             return [self._try_known, self._try_equal, *unequal, self._try_all_of_few]
-        moves = [self._move] if self.problem.unequal else []
+        moves = [self._move, self._perturb] if self.problem.unequal else []
         return [self._try_known, self._try_equal, self._exchange, *unequal, *moves, self._try_all_of_few]
 
     def found(self) -> list[Draft]:
@@ -158,16 +157,18 @@ class PlanSearch:
             UnequalGroups(pool, bound, allowed, sums)
             for pool, bound, sums in zip(self.pools, self.bounds, self._sums, strict=True)
         ]
-        for each in sorted(groups_of, key=lambda each: each.expected_seconds)[:MAX_GROUPED]:
+        for each in sorted(groups_of, key=lambda each: each.expected_seconds)[:MAX_ROWS]:
             if not each.expected_seconds < self._unequal_below:
                 break
             if self.all_devices and each.pool.devices < len(self.topology.devices):
                 continue
-            for groups in each.candidates(self.problem.stages, self._unequal_below, may_be_idle=not self.all_devices):
+            # Of few slots, near plans are starts, and are shown beside the best one.
+            near = self._near if each.pool.slots <= SMALL else 1.0
+            for groups in each.candidates(self.problem.stages, near * self._unequal_below):
                 slots = int(np.sum(groups))
                 if self.all_devices and slots * each.pool.tensor_parallel < len(self.topology.devices):
                     continue
-                if slots <= each.pool.total_micro_batches and each.min_seconds(groups) < self._unequal_below:
+                if slots <= each.pool.total_micro_batches:
                     self._try(each.pool, groups, symmetric=False)
 
     def _try(self, pool: SlotPool, groups: Sequence[tuple[int, ...]], symmetric: bool) -> Draft | None:
@@ -198,16 +199,16 @@ class PlanSearch:
             for shape in shapes(self.pools, self.bounds, self.problem.stages)
             if shape.seconds < self._below and (not self.all_devices or self._devices(shape) == world)
         }
-        for shape in list(worth)[: self._limit(STARTED, 100)]:
+        for shape in list(worth)[: self._limit(STARTED)]:
             starts = self._neighborhood(shape[0]).starts(*shape[1:])
             best[shape] = sorted([*best.get(shape, []), *starts], key=lambda draft: draft.seconds)[:3]
             if starts:
                 self._add(("start", *shape), starts[0])
         chosen = sorted((shape for shape in best if shape in worth and best[shape]), key=lambda at: best[at][0].seconds)
-        for shape in chosen[: self._limit(IMPROVED, 12)]:
-            for number, start in enumerate(best[shape][: max(IMPROVED // (4 * world), 1)]):
+        for shape in chosen[: self._limit(IMPROVED)]:
+            for number, start in enumerate(best[shape][: max(self._limit(IMPROVED) // 4, 1)]):
                 if worth[shape] < self._below and start.seconds <= self._near * self._below:
-                    draft = self._neighborhood(shape[0]).improved(start, self._limit(NEIGHBORS, 400), equal=True)
+                    draft = self._neighborhood(shape[0]).improved(start, self._limit(NEIGHBORS), equal=True)
                     self._add(("exchanged", *shape, number), draft)
 
     def _move(self) -> None:
@@ -217,22 +218,36 @@ class PlanSearch:
         best: dict[tuple[SlotPool, int], Draft] = {}
         for draft in self.found():
             best.setdefault((draft.pool, len(draft.rows)), draft)
-        for draft in list(best.values())[: self._limit(IMPROVED, 12)]:
+        for draft in list(best.values())[: self._limit(IMPROVED)]:
             if draft.ranking_seconds <= self._near * self.best_ranking:
-                better = self._neighborhood(draft.pool).improved(draft, self._limit(NEIGHBORS, 400), equal=False)
+                better = self._neighborhood(draft.pool).improved(draft, self._limit(NEIGHBORS), equal=False)
                 self._add(("moved", draft.pool, len(draft.rows)), better)
 
-    def _neighborhood(self, pool: SlotPool) -> Neighborhood:
-        if pool not in self._neighborhoods:
-            number = self.pools.index(pool)
-            placed = PlacedPipelines(self.builder, pool, self._sums[number])
-            self._neighborhoods[pool] = Neighborhood(
-                placed, self.bounds[number], self.problem.stages, all_slots=self.all_devices
-            )
-        return self._neighborhoods[pool]
+    def _perturb(self) -> None:
+        """Go on from drafts near the best plan, if it is new, with other numbers of slots or pipelines."""
+        while not self._has_one_type and self.best_ranking < self._known_ranking:
+            best = self.found()[0]
+            neighborhood = self._neighborhood(best.pool)
+            better = neighborhood.perturbed(best, self._limit(NEIGHBORS), self._limit(IMPROVED), NEAR_KNOWN)
+            if better is best:
+                break
+            self._add(("perturbed", len(self.drafts)), better)
 
-    def _limit(self, times_devices: int, most: int) -> int:
-        return min(max(times_devices // len(self.topology.devices), 2), most)
+    def _neighborhood(self, pool: SlotPool) -> Neighborhood:
+        # Pools of equally many slots have the same ones.
+        key = pool.tensor_parallel, pool.micro_batch, pool.pipelines, pool.slots
+        if key not in self._neighborhoods:
+            self._neighborhoods[key] = Neighborhood(
+                PlacedPipelines(self.builder, pool, self._min_sums(pool)),
+                PipelineBounds.of_pool(pool),
+                self.problem.stages,
+                all_slots=self.all_devices,
+                others=cache(lambda number: self._neighborhood(self.problem.with_pipelines(pool, number))),
+            )
+        return self._neighborhoods[key]
+
+    def _limit(self, most: int) -> int:
+        return max(most * SMALL // max(len(self.topology.devices), SMALL), 2)
 
     def _try_all_of_few(self) -> None:
         """Try all plans of pools of few slots: first those that are cut alike, then the others if they are wanted."""
@@ -241,7 +256,7 @@ class PlanSearch:
         devices = len(self.topology.devices) if self.all_devices else 0
         for equal in (True, False) if self.problem.unequal else (True,):
             for pool, bounds, sums in zip(self.pools, self.bounds, self._sums, strict=True):
-                if are_few(pool, equal=equal):
+                if pool.slots <= MAX_GROUPS:
                     placed = PlacedPipelines(self.builder, pool, sums)
                     few = FewSlots(placed, bounds, self.problem.stages, equal=equal, devices=devices)
                     for draft in few.better_than(self._below if equal else self._unequal_below):
@@ -288,7 +303,7 @@ def _on_faster_networks(problem: Problem, pools: Sequence[SlotPool]) -> list[Slo
         for pool in pools:
             slots = [tuple(ranks for ranks in kind.slots if fast.issuperset(ranks)) for kind in pool.kinds]
             kinds = tuple(replace(kind, slots=each) for kind, each in zip(pool.kinds, slots, strict=True) if each)
-            if kinds and pool.slots > MAX_EQUAL:
+            if kinds and pool.slots > MAX_GROUPS:
                 found.append(replace(pool, kinds=kinds))
     return found
 
@@ -301,3 +316,97 @@ def _diverse(ranked: Sequence[Draft], keep: int) -> list[Draft]:
     kept = sorted(chosen.values(), key=lambda draft: draft.ranking_seconds)[:keep]
     kept += [draft for draft in ranked if not any(draft is each for each in kept)][: keep - len(kept)]
     return sorted(kept, key=lambda draft: draft.ranking_seconds)
+
+
+# Few slots ------------------------------------------------------------------------------------------------------------
+
+
+class FewSlots:
+    """All plans of a pool: those that are cut alike, or those that may differ."""
+
+    def __init__(
+        self,
+        placed: PlacedPipelines,
+        bounds: PipelineBounds,
+        stages: Sequence[int] | None,
+        *,
+        equal: bool,
+        devices: int = 0,
+    ) -> None:
+        self.placed, self.pool = placed, placed.pool
+        self.bounds = bounds
+        self.stages = stages
+        self.equal = equal
+        self.devices = devices
+        self._bound_of: dict[object, float] = {}
+
+    def better_than(self, seconds: float) -> list[Draft]:
+        """Drafts that are each faster than ``seconds`` and than those before, so the last one is the best of all."""
+        found = []
+        arrangements = sorted(
+            ((self._lower_bound(rows), number, rows) for number, rows in enumerate(self._distinct())),
+            key=lambda each: each[:2],
+        )
+        for bound, _, rows in arrangements:
+            if bound >= seconds * (1 - 1e-12):
+                break
+            draft = self.placed.best(rows, seconds) if self.equal else self.placed.best_unequal(rows, seconds)
+            if draft is not None and draft.seconds < seconds:
+                found.append(draft)
+                seconds = draft.seconds
+        return found
+
+    def _distinct(self) -> Iterator[Rows]:
+        """Arrangements, without those that differ only by slots of a kind in a node, or by nodes that are alike."""
+        slots = [(kind, slot) for kind, each in enumerate(self.pool.kinds) for slot in range(len(each.slots))]
+        seen: set[object] = set()
+        for rows in _arrangements(slots):
+            if not self._allowed(rows):
+                continue
+            look = self.placed.look(rows)
+            if look not in seen:
+                seen.add(look)
+                yield rows
+
+    def _allowed(self, rows: Rows) -> bool:
+        total, lengths = self.pool.total_micro_batches, {len(row) for row in rows}
+        if not self.pool.allows(len(rows)):
+            return False
+        if sum(map(len, rows)) * self.pool.tensor_parallel < self.devices:
+            return False
+        if max(lengths) > self.bounds.blocks or len(rows) > total:
+            return False
+        if self.stages is not None and not lengths <= set(self.stages):
+            return False
+        if not self.equal:
+            return sum(map(len, rows)) <= total
+        if len(lengths) > 1 or total % len(rows):
+            return False
+        return enough_micro_batches(len(rows[0]), total // len(rows))
+
+    def _lower_bound(self, rows: Rows) -> float:
+        counts = np.array([np.bincount([kind for kind, _ in row], minlength=len(self.pool.kinds)) for row in rows])
+        if self.equal:
+            return max(self._pipeline_bound(row, self.pool.total_micro_batches // len(rows)) for row in counts)
+        shortest = max(self._pipeline_bound(row, number) for row, number in zip(counts, map(len, rows), strict=True))
+        if shortest == np.inf:
+            return np.inf
+        power = float((counts / self.bounds.work_seconds).sum())
+        return max(shortest, self.pool.total_micro_batches / power * (1 - 1e-9))
+
+    def _pipeline_bound(self, counts: NDArray[np.int64], micro_batches: int) -> float:
+        key = counts.tobytes(), micro_batches
+        if key not in self._bound_of:
+            self._bound_of[key] = float(self.bounds.seconds(counts[None], np.array([micro_batches]))[0])
+        return self._bound_of[key]
+
+
+def _arrangements(slots: Sequence[Place], above: tuple[Place, ...] = ()) -> Iterator[Rows]:
+    """Pipelines of some of the slots in every order, each of them in ascending order after ``above``."""
+    for length in range(1, len(slots) + 1):
+        for row in itertools.permutations(slots, length):
+            if row <= above:
+                continue
+            yield (row,)
+            left = [slot for slot in slots if slot not in row]
+            yield from ((row, *others) for others in _arrangements(left, row))

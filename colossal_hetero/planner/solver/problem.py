@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -129,6 +129,20 @@ class Problem:
         if not kinds:
             return None
         return SlotPool(degree, size, tuple(kinds), self.global_batch // size, self._links(kinds), pipelines)
+
+    def with_pipelines(self, pool: SlotPool, number: int) -> SlotPool:
+        """The slots of a pool with ZeRO stage 1 for another number of pipelines."""
+        costs = partial(self.profile.costs, zero_shards=number)
+        form = pool.tensor_parallel, pool.micro_batch
+        kinds = tuple(
+            replace(
+                kind,
+                costs=costs(kind.device, *form, kind.speed),
+                recomputed=kind.recomputed and costs(kind.device, *form, kind.speed, recompute=True),
+            )
+            for kind in pool.kinds
+        )
+        return replace(pool, kinds=kinds, pipelines=number)
 
     def _links(self, kinds: Sequence[SlotKind]) -> NodeLinks:
         message = min(float(np.max(kind.costs.output_bytes)) for kind in kinds)

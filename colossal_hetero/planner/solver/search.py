@@ -23,7 +23,6 @@ from ..cost.ranked_plan import RankedPlan, prediction_error, ties_resolved
 from ..cost.runnable import NoPlanError
 from ..stages.split_methods import uniform_bounds
 from .chunked_plans import Candidate, ChunkedPlans, merged_by_time, ranked_by_time
-from .equal_rows import MAX_ROWS
 from .explanations import (
     against_equal_replicas,
     impossible_degrees,
@@ -35,9 +34,7 @@ from .iteration_bound import IterationBound
 from .pipeline_bounds import RelaxedPool
 from .plan_search import PlanSearch
 from .problem import Problem
-
-MAX_SHARDED = 24
-"""Pools with ZeRO stage 1 that are searched: the shortest expected plans."""
+from .starts import MAX_ROWS, some_numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,8 +241,8 @@ def _sharded(problem: Problem, known: Sequence[Draft]) -> list[SlotPool]:
         if not gains and 0 in problem.zero_stages:
             continue
         most = min(plain.slots, plain.total_micro_batches)
-        powers = {f << p for f in (1, 3) for p in range(most.bit_length())} | {number for *_, number in of_known}
-        for pipelines in range(2, most + 1) if most <= FEW else sorted(n for n in powers if 2 <= n <= most):
+        numbers = {*some_numbers(most), *(number for *_, number in of_known)}
+        for pipelines in sorted(number for number in numbers if 2 <= number <= most):
             pool = problem.pool(
                 plain.tensor_parallel, plain.micro_batch, recompute=problem.recompute, pipelines=pipelines
             )
@@ -254,12 +251,7 @@ def _sharded(problem: Problem, known: Sequence[Draft]) -> list[SlotPool]:
             seconds = 0.0 if is_known else _expected_seconds(pool, fastest)
             if seconds < below:
                 found.append((seconds, len(found), pool))
-    return [pool for *_, pool in sorted(found)[:MAX_SHARDED]]
-
-
-FEW = 8
-"""Slots up to which every number of pipelines is tried with ZeRO stage 1; else 2, 3, 4, 6, 8, 12, … With more numbers
-between them, good ones are not among MAX_SHARDED: plans for models that fit tightly get 1 to 3 % slower."""
+    return [pool for *_, pool in sorted(found)[:MAX_ROWS]]
 
 
 def _expected_seconds(pool: SlotPool, bytes_per_second: float) -> float:

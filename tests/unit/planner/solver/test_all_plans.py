@@ -190,7 +190,7 @@ def test_nearly_the_best_of_all_arrangements_is_found(pipelines: int, stages: in
             continue
         builder = DraftBuilder(topology, "exact")
         placed, bounds = PlacedPipelines(builder, pool), PipelineBounds.of_pool(pool)
-        neighborhood = Neighborhood(placed, bounds, None, all_slots=False)
+        neighborhood = Neighborhood(placed, bounds, None, all_slots=False, others={}.__getitem__)
         slots = [(kind, slot) for kind, each in enumerate(pool.kinds) for slot in range(len(each.slots))]
         best = np.inf
         for chosen in itertools.permutations(slots, pipelines * stages):

@@ -17,6 +17,7 @@ from colossal_hetero.planner.cost.gradient_times import divide_micro_batches
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.cost.ranked_plan import MIN_GAIN
 from colossal_hetero.planner.cost.runnable import why_not_runnable
+from colossal_hetero.planner.cost.tp_groups import MAX_COMPOSITIONS, compositions
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from colossal_hetero.planner.solver.problem import Problem
 from colossal_hetero.planner.solver.search import search
@@ -238,3 +239,16 @@ def test_zero_stage_1_alone_is_for_several_replicas() -> None:
     assert {(each.plan.zero_stage, len(each.plan.replicas)) for each in plans} == {(1, 2)}
     with pytest.raises(ValueError, match="ZeRO stage 1 is for several replicas"):
         make_plans(cluster({"fast": 1}), profile(), global_batch=8, zero_stages=(1,))
+
+
+@pytest.mark.parametrize(("kinds", "each", "stages"), [(3, 2, 4), (18, 1, 18), (25, 1, 24), (60, 3, 96), (4, 500, 96)])
+def test_for_many_speeds_a_bounded_number_is_listed(kinds: int, each: int, stages: int) -> None:
+    available = [each] * kinds
+    rows = compositions(np.geomspace(4.0, 1.0, kinds).tolist(), available, stages)
+    assert 0 < len(rows) <= MAX_COMPOSITIONS
+    assert len({row.tobytes() for row in np.ascontiguousarray(rows)}) == len(rows)
+    assert (rows <= available).all() and (rows >= 0).all()
+    if len(rows) < 100:
+        assert len(rows) == sum(1 <= sum(row) <= stages for row in itertools.product(range(each + 1), repeat=kinds))
+    sums = rows.sum(axis=1)
+    assert sums.min() == 1 and sums.max() == min(stages, each * kinds)

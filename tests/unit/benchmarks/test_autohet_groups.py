@@ -1,8 +1,7 @@
-"""Groups of unequal devices compared with an exhaustive search; compositions of a pipeline."""
+"""AutoHet's groups compared with an exhaustive search."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -10,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_hetero.planner.cost.tp_groups import MAX_COMPOSITIONS, compositions
-from colossal_hetero.planner.solver.unequal_groups import MemberKind, find_grouping
+from benchmarks.planner.autohet_groups import MemberKind, find_grouping
 from tests.support.random_examples import examples
 
 
@@ -22,23 +20,23 @@ def power_of(group: Sequence[int], kinds: Sequence[MemberKind], micro_batches: f
     return sum(count * kind.power for count, kind in zip(group, kinds, strict=True)) * (1 - bubbles)
 
 
-def partitions(left: tuple[int, ...], at_most: tuple[int, ...], idle: bool) -> Iterator[list[tuple[int, ...]]]:
+def partitions(left: tuple[int, ...], at_most: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
     """Every division of the counts into groups that do not increase in lexical order."""
-    if idle or not any(left):
+    if not any(left):
         yield []
     for group in np.ndindex(*(count + 1 for count in left)):
         if any(group) and group <= at_most:
             rest = tuple(a - b for a, b in zip(left, group, strict=True))
-            for others in partitions(rest, group, idle):
+            for others in partitions(rest, group):
                 yield [group, *others]
 
 
 def exhaustive(
-    kinds: Sequence[MemberKind], model_bytes: float, micro_batches: float, most: int, idle: bool, groups: int | None
+    kinds: Sequence[MemberKind], model_bytes: float, micro_batches: float, most: int, groups: int | None
 ) -> float:
     counts = tuple(kind.count for kind in kinds)
     best = 0.0
-    for each in partitions(counts, counts, idle):
+    for each in partitions(counts, counts):
         held = all(
             sum(n * kind.memory_bytes for n, kind in zip(group, kinds, strict=True)) >= model_bytes
             and sum(group) <= most
@@ -57,7 +55,6 @@ def exhaustive(
     model_bytes=st.sampled_from([0.5, 2.0, 4.0, 7.0, 30.0]),
     micro_batches=st.sampled_from([1, 2, 4, 16]),
     most=st.sampled_from([2, 4, 6]),
-    idle=st.booleans(),
     groups=st.sampled_from([None, 1, 2, 3]),
 )
 def test_as_good_as_exhaustive_search(
@@ -67,17 +64,16 @@ def test_as_good_as_exhaustive_search(
     model_bytes: float,
     micro_batches: int,
     most: int,
-    idle: bool,
     groups: int | None,
 ) -> None:
     kinds = [MemberKind(*each) for each in zip(powers, memory, counts, strict=False)]
-    found = find_grouping(kinds, model_bytes, micro_batches, allow_idle=idle, max_members=most, groups=groups)
-    best = exhaustive(kinds, model_bytes, micro_batches, most, idle, groups)
+    found = find_grouping(kinds, model_bytes, micro_batches, max_members=most, groups=groups)
+    best = exhaustive(kinds, model_bytes, micro_batches, most, groups)
     assert (found.objective if found else 0.0) == pytest.approx(best, rel=1e-8)
     if found is None:
         return
     used = np.array(found.groups).sum(axis=0)
-    assert (used <= counts).all() and (idle or (used == counts).all())
+    assert (used == counts).all()
     for group in found.groups:
         assert 1 <= sum(group) <= most
         assert np.dot(group, [kind.memory_bytes for kind in kinds]) >= model_bytes
@@ -96,16 +92,3 @@ def test_large_clusters_reach_the_bound() -> None:
     kinds = [MemberKind(312.0, 80.0, 352), MemberKind(990.0, 80.0, 352), MemberKind(148.0, 96.0, 320)]
     found = find_grouping(kinds, 1000.0, 64, groups=32)
     assert found is not None and set(found.groups) == {(11, 11, 10)}
-
-
-@pytest.mark.parametrize(("kinds", "each", "stages"), [(3, 2, 4), (18, 1, 18), (25, 1, 24), (60, 3, 96), (4, 500, 96)])
-def test_for_many_speeds_a_bounded_number_is_listed(kinds: int, each: int, stages: int) -> None:
-    available = [each] * kinds
-    rows = compositions(np.geomspace(4.0, 1.0, kinds).tolist(), available, stages)
-    assert 0 < len(rows) <= MAX_COMPOSITIONS
-    assert len({row.tobytes() for row in np.ascontiguousarray(rows)}) == len(rows)
-    assert (rows <= available).all() and (rows >= 0).all()
-    if len(rows) < 100:
-        assert len(rows) == sum(1 <= sum(row) <= stages for row in itertools.product(range(each + 1), repeat=kinds))
-    sums = rows.sum(axis=1)
-    assert sums.min() == 1 and sums.max() == min(stages, each * kinds)
