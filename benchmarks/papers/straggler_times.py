@@ -1,6 +1,6 @@
 """Iteration times of SEMI's methods on two ranks, of which one does its products χ times (times for Figs. 9 and 10).
 
-python -m benchmarks.papers.straggler_times --out FILE.json [--rounds 3]
+python -m benchmarks.papers.straggler_times --out FILE.json [--rounds 2]
 
 Methods take turns in the same processes.
 """
@@ -33,7 +33,7 @@ def variants(slowdown: float) -> list[Variant]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     arguments = parser.parse_args()
     start_ranks(2)
     seconds = {}
@@ -41,7 +41,7 @@ def main() -> None:
         compared = variants(slowdown)
         for variant in compared:
             variant.build()
-        take_turns(compared, warmup=12, rounds=arguments.rounds, block=3)
+        take_turns(compared, warmup=10, rounds=arguments.rounds, block=3)
         seconds |= {f"{variant.name}, {slowdown:g}": variant.median_seconds for variant in compared}
     if dist.get_rank() == 0:
         write_json(seconds, arguments.out)
