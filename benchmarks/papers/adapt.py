@@ -38,7 +38,7 @@ def dp(inputs: Inputs) -> Figure:
 
 
 def pp(inputs: Inputs) -> Figure:
-    options = ("--quotas", "0.6", "--hidden", "192", "--rounds", "2")
+    options = ("--quotas", "0.6", "--hidden", "192", "--rounds", "2", "--orders")
     found = _measured("benchmarks.pipeline.pipeline_stages", Path("runs/papers/pipeline.json"), *options)
     equal = found["equal"][1]
     paper = {"equal": "1.00", "adapt": "ViT 1.56 to 1.91", "ours": ""}

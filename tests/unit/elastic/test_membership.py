@@ -31,7 +31,7 @@ from colossal_hetero.elastic.membership import Membership
 from colossal_hetero.elastic.process_groups import LaunchedState, ProcessGroups
 from colossal_hetero.elastic.rendezvous import described, member_of, missing_message, next_action
 from colossal_hetero.elastic.world import NEW, JoinTimeoutError, Member, MembershipTiming, StoreLostError, World
-from tests.support.harness import free_port
+from tests.support.harness import free_port, run_alone
 from tests.support.paths import REPOSITORY
 
 
@@ -189,8 +189,8 @@ def test_the_limit_holds_for_groups_of_all_backends_until_they_are_destroyed() -
     assert limits() == before
 
 
-def test_each_world_has_the_state_that_a_launch_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "0")
+def enter_and_leave_worlds() -> None:
+    os.environ["LOCAL_RANK"] = "0"
     groups, launched = ProcessGroups(7.0), LaunchedState("127.0.0.1", 29400, seed=1)
     for number in range(2):
         groups.initialize(dist.HashStore(), World(0, 1, number, ("a",)))
@@ -204,6 +204,10 @@ def test_each_world_has_the_state_that_a_launch_leaves(monkeypatch: pytest.Monke
         cpu._messages._sends.append((None, torch.ones(1)))
         launched.leave()
         groups.destroy()
+
+
+def test_each_world_has_the_state_that_a_launch_leaves() -> None:
+    run_alone(enter_and_leave_worlds, 60)  # it changes the environment and the state of Colossal-AI
 
 
 def test_a_world_that_breaks_while_it_forms_is_followed_by_another(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
