@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -210,7 +211,7 @@ def test_each_world_has_the_state_that_a_launch_leaves() -> None:
     run_alone(enter_and_leave_worlds, 60)  # it changes the environment and the state of Colossal-AI
 
 
-def test_a_world_that_breaks_while_it_forms_is_followed_by_another(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def form_after_a_failure(port: int) -> None:
     initialize, reasons = ProcessGroups.initialize, ["Connection closed by peer"]
 
     def fail_once(*arguments: Any) -> None:
@@ -218,11 +219,15 @@ def test_a_world_that_breaks_while_it_forms_is_followed_by_another(port: int, mo
             raise RuntimeError(reasons.pop())
         initialize(*arguments)
 
-    monkeypatch.setattr(ProcessGroups, "initialize", fail_once)
-    member = Membership("127.0.0.1", port, "j", "a", max_members=1)
-    world = member.form()
+    with patch.object(ProcessGroups, "initialize", fail_once):
+        member = Membership("127.0.0.1", port, "j", "a", max_members=1)
+        world = member.form()
     assert reasons == [] and (world.rank, world.nodes) == (0, ("a",)) and member.failure is None
     member.depart()
+
+
+def test_a_world_that_breaks_while_it_forms_is_followed_by_another(port: int) -> None:
+    run_alone(form_after_a_failure, 60, port=port)
 
 
 def connected(listener: socket.socket) -> tuple[socket.socket, socket.socket]:
