@@ -16,7 +16,8 @@ from typing import Any
 
 from benchmarks.papers.group_training import RANKS, Run, Trained, iteration_ratios, round_robin, steady, train_all
 from benchmarks.papers.page import Curves, Figure, Inputs
-from colossal_hetero.balance import BalanceConfig, BalancePlan, Costs, RankTimes, predicted_seconds
+from benchmarks.tensor_parallel.decisions import ASSUMED
+from colossal_hetero.balance import BalanceConfig, BalancePlan, RankTimes, predicted_seconds
 from colossal_hetero.balance.modes import decide
 from colossal_hetero.balance.optimum import divide_stragglers
 
@@ -27,14 +28,6 @@ SEEDS = (0, 1, 2)
 LARGER = 5
 """Depth of the model that stands for ViT-3B; that for ViT-1B has 3 layers."""
 NOTHING = steady((0.0,) * RANKS, EPOCHS)
-ASSUMED = Costs(
-    resize_fixed=0.03,
-    resize_per_share=0.05,
-    migrate_fixed_seconds=0.02,
-    migrate_seconds_per_share=0.05,
-    receive_factor=1.05,
-)
-"""Costs of pruning and migrating where eight ranks are only calculated, for products of one second."""
 SMALL = (
     "The paper trains ViT-1B or ViT-3B on all of CIFAR-10 for 150 epochs on eight V100; here it is a ViT of width 128 "
     f"on 4,096 of its images per epoch for {EPOCHS} epochs, so losses are of the beginning of a training."
