@@ -51,9 +51,6 @@ class GradientBounds:
     def most_in_a_node(self) -> NDArray[np.int64]:
         return np.asarray(self._by_kind.max(axis=0))
 
-    def nodes_with(self, slots: int) -> NDArray[np.int64]:
-        return np.asarray((self._by_kind >= slots).sum(axis=0))
-
     @property
     def one_kind_per_node(self) -> bool:
         return bool(((self._by_kind > 0).sum(axis=1) <= 1).all())
@@ -76,11 +73,6 @@ class GradientBounds:
         if rate <= 0:
             return np.inf
         return 2 * (pipelines - 1) * (float(self._bytes[blocks]) / pipelines / rate + self._latency) * (1 - 1e-9)
-
-    def crossing_blocks(self, pipelines: int, blocks: int) -> int:
-        """Most blocks that cross, if at most so many different ones do in each node."""
-        holders = int(np.minimum(self._slots, pipelines - 1).sum())
-        return blocks * holders // pipelines
 
     def message_seconds(self, message_bytes: float) -> float:
         """Seconds of a message of every device of a slot to another node; infinite if there is no link."""

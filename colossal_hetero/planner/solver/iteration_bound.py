@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from ..cost.placement import SlotPool
 from ..cost.tp_groups import SlotKind, compositions, number_of_compositions
 from .gradient_bounds import GradientBounds
-from .pipeline_bounds import BlockLimits, PipelineBounds, RelaxedPool, least_costs, smallest_message
+from .pipeline_bounds import PipelineBounds, RelaxedPool, least_costs, smallest_message
 
 # Packing -------------------------------------------------------------------------------------------------------------
 #
@@ -311,28 +311,17 @@ class _Pool:
     def _types_of(self, part: _Range) -> PipelineTypes:
         """Types of pipelines that plans of the range can have."""
         kinds = len(self.available)
-        free, needed = np.full(kinds, self.bounds.blocks), np.zeros(kinds, dtype=np.int64)
-        (pipelines, _), (_, crossing) = part.pipelines, part.blocks
-        together = self.bounds.blocks
+        most, needed = np.full(kinds, self.bounds.blocks), np.zeros(kinds, dtype=np.int64)
         if part.inside is not None and part.pipelines[1] > 1:
-            outside = [kind for kind in range(kinds) if kind not in part.inside]
-            free[outside] = 0
-            if part.inside:
-                together = self.gradients.crossing_blocks(pipelines, crossing)
-            if part.inside and self._tells_kinds:
-                inside = sorted(part.inside)
-                if part.exactly:
-                    needed[inside] = 1
-                # In a node where all have a slot, this many are left for one of them.
-                left = self.gradients.most_in_a_node - pipelines + 1
-                free[inside] = (self.gradients.nodes_with(pipelines) * left)[inside]
+            most[[kind for kind in range(kinds) if kind not in part.inside]] = part.blocks[1]
+            if part.exactly:
+                needed[list(part.inside)] = 1
         held = self._held_by(part.pipelines[1])
-        key = id(held), free.tobytes(), crossing, together, needed.tobytes()
+        key = id(held), most.tobytes(), needed.tobytes()
         if key not in self._types:
             able = held.fits & (self._compositions >= needed).all(axis=1)
             counts = self._compositions[able]
-            limits = BlockLimits(free, crossing, self.gradients.nodes_with(1), together)
-            first, further = held.bounds.options(counts, limits)
+            first, further = held.bounds.options(counts, most)
             stages, nodes = counts.sum(axis=1), np.maximum(self._nodes(counts), 1)
             more = min(max(self.gradients.message_seconds(self._message) - self.bounds.transfer_seconds, 0.0), NO_LINK)
             first = first + 2 * more * (nodes - 1)

@@ -21,38 +21,8 @@ from .problem import Problem
 # and that one takes longer. So for the longest stage m, Σ n[t]·m / ρ[t] ≥ 1 and Σ n[t]·cap[t, m] ≥ blocks. For each m,
 # the sum of the stages' times is smallest if the fast kinds are filled first. It is piecewise linear in m, so the
 # minimum of sum + (K − 1)·m is at the smallest possible m, or where the fastest kinds alone do all the work. A stage
-# has at least the smallest f. Between two sums of blocks cap is constant, so the largest f of cap blocks limits shares.
-# Sending and the schedule take time at a cut, so a stage's blocks take at most m less the shortest such time.
-
-
-WHOLE_LEVELS = 3
-"""Times of a longest stage, from the shortest one on, that are looked at with whole blocks only."""
-
-
-@dataclass(frozen=True, eq=False)
-class BlockLimits:
-    """Most blocks that the stages of a pipeline may hold: some are *free*, the others limited."""
-
-    free: NDArray[np.int64]
-    """Most free stages, by kind."""
-    in_a_node: int
-    """Blocks of the limited stages in one node together."""
-    nodes: NDArray[np.int64]
-    """Number by kind."""
-    together: int
-    """Blocks of all limited stages."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Levels:
-    """Times of a longest stage, less its transfer, at which stages can hold more blocks."""
-
-    seconds: NDArray[np.float64]
-    """Ascending, ``[levels]``."""
-    shares: NDArray[np.float64]
-    """Largest share of the work of a stage, if the longest one is shorter than the next level, ``[kinds, levels]``."""
-    tables: list[NDArray[np.int64]]
-    """Blocks of any stage, of one with the first block, and of one with the last block, ``[kinds, levels]`` each."""
+# has at least the smallest f. Sending and the schedule take time at a cut, so a stage's blocks take at most m less the
+# shortest such time.
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,22 +78,18 @@ class PipelineBounds:
             self._forms.append(_Form.of(longer, [each[0] for each in held_again]))
             held = [np.maximum(*each) for each in zip(held, held_again, strict=True)]
         self._min_share = float(shares.min())
-        self._largest = np.concatenate([[0.0], -_min_sums(np.concatenate([[0.0], -np.cumsum(shares)]))])
         self._memory = np.array([[0, *np.cumsum(each)] for each in held])
         """Most blocks in the last n stages, ``[kinds, 1 + blocks]``; the n-th last keeps n micro-batches."""
         self._whole = np.array([self._holds_the_model(kind) for kind in self.kinds])
 
     @cached_property
-    def _levels(self) -> _Levels:
+    def _levels(self) -> tuple[NDArray[np.float64], list[NDArray[np.int64]]]:
+        """Times of a longest stage, less its transfer, at which stages can hold more blocks, ``[levels]``; and blocks
+        of any stage, of one with the first block, and of one with the last block, ``[kinds, levels]`` each."""
         ends = np.unique(np.concatenate([np.ravel(rows) for form in self._forms for rows in form.sums]))
         grid = ends * (1 + 1e-12)
-        tables = [
-            np.max([form.capacities(place, grid) for form in self._forms], axis=0)
-            for place in range(len(self._forms[0].sums))
-        ]
-        # A longest stage that has these capacities is shorter than the next level.
-        longest = np.append(grid[1:], np.inf)
-        return _Levels(ends, np.minimum(self._largest[tables[0]], longest / self._work[:, None]), tables)
+        places = range(len(self._forms[0].sums))
+        return ends, [np.max([form.capacities(place, grid) for form in self._forms], axis=0) for place in places]
 
     def _held(self, costs: LayerCosts, memory_bytes: float) -> NDArray[np.int64]:
         """Most blocks of a stage with 1, 2, … micro-batches in flight, ``[blocks]``."""
@@ -178,28 +144,22 @@ class PipelineBounds:
         return np.asarray((first + (micro_batches - 1) * further).min(axis=0))
 
     def options(
-        self, counts: NDArray[np.int64], limits: BlockLimits | None = None
+        self, counts: NDArray[np.int64], most: NDArray[np.int64] | None = None
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Seconds of the first micro-batch and of each further one, ``[options, rows]`` both; infinite if nothing fits.
 
         K micro-batches take at least ``min(first + (K − 1) · further)`` over the options, without regard to memory in
-        flight. ``counts`` are slots by kind, ``[rows, kinds]``, from one to as many as blocks in each row.
+        flight. ``counts`` are slots by kind, ``[rows, kinds]``, from one to as many as blocks in each row. ``most`` are
+        the blocks that a stage of each kind may hold, ``[kinds]``; None: all.
         """
-        levels = self._levels
         # Kinds come first: sums over them are then several times as fast.
         slots = np.ascontiguousarray(counts.T)
-        level = self._min_level(slots, limits or self._no_limits)
-        last = len(levels.seconds) - 1
+        level = self._min_level(slots, most)
+        levels, _ = self._levels
+        last = len(levels) - 1
         balanced = 1.0 / ((1.0 / self._work) @ slots)
-        steps, sums = [], []
-        for further in range(WHOLE_LEVELS):
-            here = np.minimum(level + further, last)
-            steps.append(np.maximum(levels.seconds[here], balanced))
-            sums.append(self._min_sum(slots, levels.shares.take(here, axis=1)))
-        longest = np.maximum(levels.seconds[np.minimum(level + WHOLE_LEVELS, last)], balanced)
-        for step in self._turns(slots, longest):
-            steps.append(step)
-            sums.append(self._min_sum(slots, step / self._work[:, None]))
+        steps = list(self._turns(slots, np.maximum(levels[np.minimum(level, last)], balanced)))
+        sums = [self._min_sum(slots, step / self._work[:, None]) for step in steps]
         stages, hop = slots.sum(axis=0), self.transfer_seconds + self.schedule_seconds
         first = np.stack(sums) * (1 - 1e-9) + 2 * (stages - 1) * hop + self._update / stages
         return np.where(level <= last, first, np.inf), np.stack(steps) * (1 - 1e-9) + (stages > 1) * hop
@@ -225,37 +185,24 @@ class PipelineBounds:
             left -= part
         return np.asarray(total)
 
-    @property
-    def _no_limits(self) -> BlockLimits:
-        every = np.full(len(self.kinds), self.blocks)
-        return BlockLimits(every, 0, every, self.blocks)
-
-    def _min_level(self, slots: NDArray[np.int64], limits: BlockLimits) -> NDArray[np.int64]:
+    def _min_level(self, slots: NDArray[np.int64], most: NDArray[np.int64] | None) -> NDArray[np.int64]:
         """Index of the level, by row, of the shortest longest stage that holds all blocks; else their number."""
-        kinds = len(self.kinds)
-        free = np.minimum(slots, limits.free[:, None])
-        slots = np.concatenate([free, slots - free])
-        each = np.minimum(np.tile(self.blocks_per_stage, 2), [*[self.blocks] * kinds, *[limits.in_a_node] * kinds])
-        of_kind = (limits.in_a_node * limits.nodes)[:, None]
-        capacities, heads, tails = (np.minimum(np.tile(table, (2, 1)), each[:, None]) for table in self._levels.tables)
+        each = self.blocks_per_stage if most is None else np.minimum(self.blocks_per_stage, most)
+        capacities, heads, tails = (np.minimum(table, each[:, None]) for table in self._levels[1])
         headless, tailless = capacities - heads, capacities - tails
         absent = np.where(slots > 0, 0, self.blocks)
 
         # Each stage holds a block from some level on.
         first = (capacities < 1).sum(axis=1)[:, None]
         low = np.where(slots > 0, first, 0).max(axis=0) - 1
-        high = np.full(slots.shape[1], len(self._levels.seconds))
+        high = np.full(slots.shape[1], len(self._levels[0]))
         while (open_ := high - low > 1).any():
             middle = (low + high) // 2
-            by_kind = slots * capacities.take(middle, axis=1)
-            held_free, limited = by_kind[:kinds].sum(axis=0), by_kind[kinds:]
             ends = np.maximum(
                 (tailless.take(middle, axis=1) + absent).min(axis=0),
                 (headless.take(middle, axis=1) + absent).min(axis=0),
             )
-            held_limited = np.minimum(np.minimum(limited, of_kind).sum(axis=0), limits.together)
-            total = held_free + np.minimum(limited.sum(axis=0) - ends, held_limited)
-            enough = total >= self.blocks
+            enough = (slots * capacities.take(middle, axis=1)).sum(axis=0) - ends >= self.blocks
             high = np.where(open_ & enough, middle, high)
             low = np.where(open_ & ~enough, middle, low)
         return high
