@@ -45,7 +45,7 @@ from colossal_hetero.planner.cluster.gpu_catalog import GPUS
 from colossal_hetero.planner.cluster.topology import Channel
 from colossal_hetero.planner.profile.layer_costs import LayerCosts
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
-from colossal_hetero.planner.stages.pipeline import Pipeline, PipelineCost, Slot, Split, evaluate
+from colossal_hetero.planner.stages.pipeline import PipelineCost, Slot, evaluate
 
 ADDED_SHARE = 3 / 7
 """Memory traffic of adding one array to another, as a share of the memory traffic of Adam's step."""
@@ -130,15 +130,15 @@ def predict(plan: MeasuredPlan, profile: ModelProfile, channels: Mapping[str, Gp
     """
     prediction = _Prediction(plan, profile, channels)
     replicas = [prediction.pipeline(replica) for replica in range(plan.replicas)]
-    costs = [evaluate(pipeline, split) for pipeline, split in replicas]
+    costs = [evaluate(slots, hops, plan.micro_batches, plan.bounds(profile)) for slots, hops in replicas]
     memory = [
         used + slot.costs.temporary_bytes + GPUS[stage.replicas[number].gpu].memory_reserve_bytes
-        for number, ((pipeline, _), cost) in enumerate(zip(replicas, costs, strict=True))
-        for slot, stage, used in zip(pipeline.slots, plan.stages, cost.memory_bytes, strict=True)
+        for number, ((slots, _), cost) in enumerate(zip(replicas, costs, strict=True))
+        for slot, stage, used in zip(slots, plan.stages, cost.memory_bytes, strict=True)
     ]
     return PlanPrediction(
         tuple(_one_message_after_the_other(cost, plan.micro_batches) for cost in costs),
-        prediction.gradient_seconds([pipeline for pipeline, _ in replicas]),
+        prediction.gradient_seconds([slots for slots, _ in replicas]),
         max(memory),
     )
 
@@ -168,8 +168,8 @@ class _Prediction:
         self._hop_senders = self._senders(hops)
         self._ring_senders = self._senders(rings)
 
-    def pipeline(self, replica: int) -> tuple[Pipeline, Split]:
-        """The pipeline of one replica, and its split into stages."""
+    def pipeline(self, replica: int) -> tuple[list[Slot], list[Channel]]:
+        """The slots of one replica, and the channels between neighbors."""
         plan = self._plan
         slots = []
         for number, stage in enumerate(plan.stages):
@@ -177,20 +177,11 @@ class _Prediction:
             costs = self._profile.costs(own.gpu, own.tensor_parallel, plan.micro_batch)
             slots.append(Slot(f"stage {number} on {own.gpu}", _accumulating(costs, plan.micro_batches), math.inf))
         message_bytes = float(slots[0].costs.output_bytes[0])
-        count = len(slots)
-        rows = tuple(
-            tuple(
-                self._link((sender, replica), (receiver, replica), message_bytes)
-                if abs(sender - receiver) == 1
-                else Channel("none", 1.0)
-                for receiver in range(count)
-            )
-            for sender in range(count)
-        )
-        split = Split(tuple(range(count)), plan.bounds(self._profile))
-        return Pipeline(tuple(slots), rows, plan.micro_batches), split
+        return slots, [
+            self._link((sender, replica), (sender + 1, replica), message_bytes) for sender in range(len(slots) - 1)
+        ]
 
-    def gradient_seconds(self, pipelines: Sequence[Pipeline]) -> float:
+    def gradient_seconds(self, pipelines: Sequence[Sequence[Slot]]) -> float:
         """Seconds until every stage has reduced its gradients over its replicas, all at the same time."""
         replicas, bounds = self._plan.replicas, self._plan.bounds(self._profile)
         if replicas == 1:
@@ -198,7 +189,7 @@ class _Prediction:
         slowest = 0.0
         for stage, (start, stop) in enumerate(pairwise(bounds)):
             # A step of the ring: each rank passes on one of as many parts of its gradients as there are replicas.
-            parts = [float(each.slots[stage].costs.gradient_bytes[start:stop].sum()) / replicas for each in pipelines]
+            parts = [float(each[stage].costs.gradient_bytes[start:stop].sum()) / replicas for each in pipelines]
             for replica in range(replicas):
                 place, following = (stage, replica), (stage, (replica + 1) % replicas)
                 if self._nodes[place] == self._nodes[following]:

@@ -1,7 +1,7 @@
 """The best of all plans of a few devices in 1F1B, found by trying every one, without the planner.
 
 A stage is a tensor-parallel group of any devices of one kind in a node, with or without recomputation; with ZeRO stage
-0 or 1. All stages of a plan have one degree. Pipelines are priced one by one by ``evaluate_stages`` with what each
+0 or 1. All stages of a plan have one degree. Pipelines are priced one by one by ``evaluate`` with what each
 stage was given, over the channels of ``hop_channels``. Sums of gradients are worked out here.
 """
 
@@ -20,7 +20,7 @@ from colossal_hetero.planner.cluster.all_reduce import concurrent_seconds, synch
 from colossal_hetero.planner.cluster.topology import Channel, Topology
 from colossal_hetero.planner.cost.ranked_plan import MIN_GAIN
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
-from colossal_hetero.planner.stages.pipeline import Slot, evaluate_stages
+from colossal_hetero.planner.stages.pipeline import Slot, evaluate
 from tests.support.shared_hops import hop_channels
 
 __all__ = ["EveryPlan", "wishes_to_prove"]
@@ -190,7 +190,7 @@ class EveryPlan:
         if key not in self._known:
             may = (False, True) if again else (False,)
             choices = [[self._slot(stage, size, len(stages), pipelines, each) for each in may] for stage in stages]
-            costs = [evaluate_stages(chosen, hops, count, bounds) for chosen in itertools.product(*choices)]
+            costs = [evaluate(chosen, hops, count, bounds) for chosen in itertools.product(*choices)]
             self._known[key] = min((cost.seconds for cost in costs if cost.fits), default=np.inf)
         return self._known[key]
 

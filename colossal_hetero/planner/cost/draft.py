@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..cluster.topology import Channel, Topology
 from ..profile.layer_costs import LayerCosts
 from ..profile.layer_profile import ModelProfile
-from ..stages.fixed_order import split_in_order
-from ..stages.pipeline import Pipeline, PipelineCost, Slot, Split, evaluate_stages
+from ..stages.pipeline import PipelineCost, Slot, evaluate
 from ..stages.split_methods import split
 from .gradient_times import GradientTimes, Summing, divide_micro_batches
 from .placement import Place, SlotPool, place, place_together
@@ -28,7 +26,7 @@ Kinds = tuple[tuple[int, ...], ...]
 Hops = tuple[int, ...]
 """Numbers of the channels between neighboring slots of a pipeline; −1 where there is no link."""
 Rows = Sequence[Sequence[Place]]
-"""Slots of each pipeline, in the order of its stages except where a method chooses it."""
+"""Slots of each pipeline, in the order of its stages."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,15 +82,13 @@ class DraftBuilder:
         self.topology = topology
         self.method = method
         self.overlap = overlap
-        self._chooses_order = method in ("exact", "adapt")
         self.chooses_cuts = method == "exact"
         """True if the method looks for the fastest cuts by the formula, so that all cuts may be compared."""
         self._node_of = [device.node for device in topology.devices]
         self._cluster_of = [node.cluster for node in topology.nodes]
         self._gradients = GradientTimes(topology)
-        self._splits_in_order: dict[object, tuple[float, Split | None]] = {}
-        """Fastest splits, and the seconds below which they were looked for."""
-        self._splits: dict[object, Split | str] = {}
+        self._cuts: dict[object, tuple[float, tuple[int, ...] | str]] = {}
+        """Bounds, and the seconds below which they were looked for."""
         self._costs: dict[object, PipelineCost] = {}
         self._slots: dict[object, Slot] = {}
         self._last_hops: tuple[object, list[Hops]] = (None, [])
@@ -118,7 +114,7 @@ class DraftBuilder:
         below: float = np.inf,
     ) -> Draft | str:
         """The draft with these slots, or in words why there is none in which pipelines take less than ``below``
-        seconds. If ``symmetric``, all are cut alike; if ``in_order``, the stages are in the order of the slots."""
+        seconds. If ``symmetric``, all are cut alike; if ``in_order``, stages have no other order, even if that fits."""
         total = pool.total_micro_batches
         minimum = list(map(len, places))
         if symmetric:
@@ -127,11 +123,19 @@ class DraftBuilder:
             return f"{total} micro-batches are too few for the stages of all replicas"
         else:
             counts = [max(each, round(total / len(places))) for each in minimum]
-        splits = self._split(pool, places, counts, symmetric, in_order, below if symmetric else np.inf)
-        if isinstance(splits, str):
-            return splits
-        rows = [[each[slot] for slot in cut.order] for each, cut in zip(places, splits, strict=True)]
-        bounds = [cut.bounds for cut in splits]
+        below_split = below if symmetric else np.inf
+        rows, bounds = places, self._split(pool, places, counts, symmetric, below_split)
+        if isinstance(bounds, str) and self.chooses_cuts and not in_order:
+            # Blocks fit into other orders of the stages.
+            fitting = [
+                (max(cost.seconds for cost in self._price(pool, arranged, found, counts)), arranged, found)
+                for arranged in self._arranged(pool, places)
+                if not isinstance(found := self._split(pool, arranged, counts, symmetric, below_split), str)
+            ]
+            if fitting:
+                _, rows, bounds = min(fitting, key=lambda each: each[0])
+        if isinstance(bounds, str):
+            return bounds
         costs = self._price(pool, rows, bounds, counts)
         if not symmetric:
             steps = [max(cost.stage_seconds) for cost in costs]
@@ -187,79 +191,47 @@ class DraftBuilder:
             synchronization = exposed_seconds(synchronization, passes, equal=equal)
         return Draft(pool, list(map(list, rows)), list(bounds), list(counts), costs, synchronization)
 
+    def _arranged(self, pool: SlotPool, places: Rows) -> list[Rows]:
+        """The pipelines with stages by speed and by memory, both ways."""
+        rules: tuple[Callable[[Place], float], ...] = (
+            lambda place: pool.kinds[place[0]].model_seconds,
+            lambda place: pool.kinds[place[0]].memory_bytes,
+        )
+        return [
+            [sorted(row, key=rule, reverse=reverse) for row in places] for rule in rules for reverse in (False, True)
+        ]
+
     def _split(
-        self, pool: SlotPool, places: Rows, counts: Sequence[int], symmetric: bool, in_order: bool, below: float
-    ) -> list[Split] | str:
-        """A split for each pipeline, or in words why there is none. If the pipelines are cut alike, it is one split,
-        made for the slowest link between two stages and the slowest slot of each."""
-        kinds = [_kinds(row) for row in places]
-        hops = self.hops(pool, places) if self._chooses_order else []
+        self, pool: SlotPool, rows: Rows, counts: Sequence[int], symmetric: bool, below: float
+    ) -> list[tuple[int, ...]] | str:
+        """The bounds of each pipeline, or in words why there are none. If pipelines are cut alike, they are those for
+        the slowest link between two stages and the slowest slot of each."""
+        kinds, hops = [_kinds(row) for row in rows], self.hops(pool, rows)
         if symmetric:
             if len(set(kinds)) > 1:
                 kinds = [tuple(tuple(sorted(set().union(*stage))) for stage in zip(*kinds, strict=True))]
             if len(set(hops)) > 1:
                 hops = [tuple(pool.links.slowest(np.array(hops), axis=0).tolist())]
             kinds = kinds[:1]
-        matrices: list[NDArray[np.int64]] = []
-        splits: list[Split] = []
-        for number, each in enumerate(kinds):
-            found: Split | str | None = None
-            if self._chooses_order:
-                found = self._split_in_order(pool, each, hops[number], counts[number], below)
-                if found is None and in_order:
-                    return "no split in this order fits in memory and is fast enough"
-                if found is None and not matrices:
-                    matrices = self._matrices(pool, places)
-                    if symmetric:
-                        matrices = [pool.links.slowest(np.stack(matrices), axis=0)]
-            if found is None:
-                # Methods that do not choose the order do not look at channels.
-                matrix = matrices[number] if matrices else np.full((len(each), len(each)), -1)
-                found = self._split_by_method(pool, each, matrix, counts[number])
-            if isinstance(found, str):
-                return found
-            splits.append(found)
-        return splits * len(places) if symmetric else splits
+        bounds: list[tuple[int, ...]] = []
+        for each, own_hops, count in zip(kinds, hops, counts, strict=False):
+            cut = self._cut(pool, each, own_hops, count, below)
+            if isinstance(cut, str):
+                return cut
+            bounds.append(cut)
+        return bounds * len(rows) if symmetric else bounds
 
-    def _split_in_order(
-        self, pool: SlotPool, kinds: Kinds, hops: Hops, micro_batches: int, below: float
-    ) -> Split | None:
-        """The blocks of each slot if each runs the stage of its place; None if no split fits and is below."""
+    def _cut(self, pool: SlotPool, kinds: Kinds, hops: Hops, micro_batches: int, below: float) -> tuple[int, ...] | str:
         key = (pool, kinds, hops, micro_batches)
-        tried, found = self._splits_in_order.get(key, (-np.inf, None))
-        if found is None and tried < below:
+        tried, found = self._cuts.get(key, (-np.inf, ""))
+        if isinstance(found, str) and tried < below:
             slots = [self.slot(pool, each, len(kinds)) for each in kinds]
-            found = split_in_order(slots, _channels(pool, hops), micro_batches, below)
-            self._splits_in_order[key] = below, found
-        return found
-
-    def _split_by_method(
-        self, pool: SlotPool, kinds: Kinds, matrix: NDArray[np.int64], micro_batches: int
-    ) -> Split | str:
-        """The blocks of each slot, and their order if the method chooses it; or in words why there is no split."""
-        key = (pool, kinds, matrix.tobytes(), micro_batches)
-        if key not in self._splits:
-            slots = tuple(self.slot(pool, each, len(kinds)) for each in kinds)
-            rows = tuple(tuple(_channels(pool, row)) for row in matrix.tolist())
-            order = None if self._chooses_order else range(len(kinds))
             try:
-                self._splits[key] = split(Pipeline(slots, rows, micro_batches), self.method, order=order)
+                found = split(slots, _channels(pool, hops), micro_batches, self.method, below=below)
             except ValueError as error:
-                self._splits[key] = str(error)
-        return self._splits[key]
-
-    def _matrices(self, pool: SlotPool, places: Rows) -> list[NDArray[np.int64]]:
-        """The channels between each two slots of each pipeline if its other stages are in this order."""
-        links, width = pool.links, pool.tensor_parallel
-        rows = [[self.node(pool, place) for place in row] for row in places]
-        load = links.load(rows, width)
-        matrices = []
-        for row in rows:
-            nodes = sorted(set(row))
-            of_nodes = np.array([[links.shared(a, b, load, width) for b in nodes] for a in nodes])
-            number = np.searchsorted(nodes, row)
-            matrices.append(of_nodes[np.ix_(number, number)])
-        return matrices
+                found = str(error)
+            self._cuts[key] = below, found
+        return found
 
     def _price(
         self,
@@ -276,7 +248,7 @@ class DraftBuilder:
             key = (pool, kinds, hops, count, cut)
             if key not in self._costs:
                 slots = [self.slot(pool, each, len(kinds)) for each in kinds]
-                self._costs[key] = evaluate_stages(slots, _channels(pool, hops), count, cut)
+                self._costs[key] = evaluate(slots, _channels(pool, hops), count, cut)
             costs.append(self._costs[key])
             if not costs[-1].seconds < below:
                 break

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ..cluster.topology import Channel
 from ..profile.layer_costs import LayerCosts
-from .pipeline import Pipeline, Slot, Split, evaluate
+from .pipeline import Slot
 
 LIMITS = 16
 """Number of limits that are tried at once."""
@@ -28,41 +28,34 @@ LIMITS = 16
 _Floats = NDArray[np.float64]
 
 
-def exact(pipeline: Pipeline, order: Sequence[int] | None) -> Split | None:
-    """The fastest split of the slots in this order; None if none fits in memory.
-
-    Without an order, the best of a few: as given, and by speed and by memory, both ways. The search exchanges slots.
-    """
-    slots = range(len(pipeline.slots))
-    rules = (
-        lambda slot: slot,
-        lambda slot: float(pipeline.slots[slot].costs.cumulative.forward_seconds[-1]),
-        lambda slot: pipeline.slots[slot].memory_bytes,
-    )
-    orders = [sorted(slots, key=rule, reverse=reverse) for rule in rules for reverse in (False, True)]
-    found: list[Split] = []
-    for each in dict.fromkeys([tuple(order)] if order is not None else map(tuple, orders)):
-        hops = [pipeline.channels[a][b] for a, b in itertools.pairwise(each)]
-        cut = split_in_order([pipeline.slots[slot] for slot in each], hops, pipeline.micro_batches)
-        if cut is not None:
-            found.append(Split(each, cut.bounds))
-    return min(found, key=lambda split: evaluate(pipeline, split).seconds, default=None)
-
-
-def split_in_order(
+def exact(
     slots: Sequence[Slot], hops: Sequence[Channel], micro_batches: int, below: float = np.inf
-) -> Split | None:
-    """The fastest split that keeps the slots, by stage, in this order and fits in memory; None if none that fits takes
-    less than ``below`` seconds. ``hops`` are the channels between neighboring stages, ``[stages − 1]``."""
-    stages = len(slots)
-    if stages > len(slots[0].costs.forward_seconds):
+) -> tuple[int, ...] | None:
+    """Bounds of the fastest split that fits in memory; None if none that fits takes less than ``below`` seconds."""
+    if len(slots) > len(slots[0].costs.forward_seconds):
         return None
     seconds = _stage_seconds(slots, hops, micro_batches)
-    repetitions = micro_batches - 1
+    return fastest(seconds, seconds, micro_batches - 1, below)
+
+
+def adapt(slots: Sequence[Slot], hops: Sequence[Channel], micro_batches: int) -> tuple[int, ...] | None:
+    """Bounds of the split with the smallest cost of ADAPT, ``Σ Comp + (K − 1)·max Comp`` (Eq. 6.4), with Comp the
+    forward and backward time of a stage, plus the transfer over each cut once (Eq. 6.2); None if none fits in memory.
+    The paper also looks for the order of devices, depth-first; here it is that of the slots."""
+    work = _work_seconds(slots, micro_batches)
+    costs, size = work.copy(), work.shape[1]
+    for stage, (slot, hop) in enumerate(zip(slots[:-1], hops, strict=True)):
+        costs[stage] += slot.costs.hop_seconds(hop)[stage + 1 : stage + 1 + size]
+    return fastest(costs, work, micro_batches - 1)
+
+
+def fastest(costs: _Floats, seconds: _Floats, repetitions: int, below: float = np.inf) -> tuple[int, ...] | None:
+    """Bounds of the split with the smallest ``Σ costs + repetitions · max seconds``, both as :func:`windows`; None if
+    none that fits takes less than ``below``."""
     shortest = min_longest(seconds)
     if not np.isfinite(shortest):
         return None
-    sum_at_shortest, least = _min_sums(seconds, np.array([shortest, np.inf]))
+    sum_at_shortest, least = _min_sums(costs, seconds, np.array([shortest, np.inf]))
     if not repetitions * shortest + least < below:
         return None
     best, limit = sum_at_shortest + repetitions * shortest, shortest
@@ -75,7 +68,7 @@ def split_in_order(
         if not len(promising):
             break
         tried = promising[np.unique(np.linspace(0, len(promising) - 1, LIMITS).astype(int))]
-        found = _min_sums(seconds, limits[tried])
+        found = _min_sums(costs, seconds, limits[tried])
         totals = found + repetitions * limits[tried]
         if totals.min() < best:
             best, limit = totals.min(), limits[tried[totals.argmin()]]
@@ -86,15 +79,18 @@ def split_in_order(
         untried = np.ones(len(limits), dtype=bool)
         untried[tried] = False
         limits, sum_above = limits[untried], sum_above[untried]
-    return Split(tuple(range(stages)), min_sum_bounds(seconds, limit)) if best < below else None
+    return min_sum_bounds(costs, seconds, limit) if best < below else None
+
+
+def _work_seconds(slots: Sequence[Slot], micro_batches: int) -> _Floats:
+    """Forward and backward seconds of each stage, as :func:`windows`; infinite if the blocks do not fit."""
+    return windows([_block_seconds(slot, min(micro_batches, len(slots) - stage)) for stage, slot in enumerate(slots)])
 
 
 def _stage_seconds(slots: Sequence[Slot], hops: Sequence[Channel], micro_batches: int) -> _Floats:
-    """Time per micro-batch of each stage, as :func:`windows`; infinite if the blocks do not fit."""
-    stages = len(slots)
-    by_stage = [_block_seconds(slot, min(micro_batches, stages - stage)) for stage, slot in enumerate(slots)]
-    seconds = windows(by_stage)
-    size = seconds.shape[1]
+    """:func:`_work_seconds` with transfers and the schedule."""
+    seconds = _work_seconds(slots, micro_batches)
+    stages, size = len(slots), seconds.shape[1]
     for stage, slot in enumerate(slots):
         seconds[stage] += slot.costs.schedule_seconds * ((stage > 0) + (stage + 1 < stages))
         if stage + 1 < stages:
@@ -149,20 +145,20 @@ def min_longest(seconds: _Floats) -> float:
     return float(reached[-1])
 
 
-def _min_sums(seconds: _Floats, limits: _Floats) -> _Floats:
-    """For each limit, the smallest Σ t of the splits with no stage above the limit, ``[limits]``."""
+def _min_sums(costs: _Floats, seconds: _Floats, limits: _Floats) -> _Floats:
+    """For each limit, the smallest Σ costs of the splits with no stage above the limit, ``[limits]``."""
     limits = limits[:, None, None]
-    sums = np.where(seconds[0, 0] <= limits[:, 0], seconds[0, 0], np.inf)
-    for number, stage in enumerate(seconds[1:], 2):
+    sums = np.where(seconds[0, 0] <= limits[:, 0], costs[0, 0], np.inf)
+    for number, (cost, stage) in enumerate(zip(costs[1:], seconds[1:], strict=True), 2):
         if number == len(seconds):
-            stage = stage[:, -1:]  # the last stage ends with the last block
-        sums = (sums[:, :, None] + np.where(stage <= limits, stage, np.inf)).min(axis=1)
+            cost, stage = cost[:, -1:], stage[:, -1:]  # the last stage ends with the last block
+        sums = (sums[:, :, None] + np.where(stage <= limits, cost, np.inf)).min(axis=1)
     return np.asarray(sums[:, -1])
 
 
-def min_sum_bounds(seconds: _Floats, limit: float) -> tuple[int, ...]:
-    """Bounds of the split with the smallest Σ t of those with no stage above ``limit``."""
-    allowed = np.where(seconds <= limit, seconds, np.inf)
+def min_sum_bounds(costs: _Floats, seconds: _Floats, limit: float) -> tuple[int, ...]:
+    """Bounds of the split with the smallest Σ costs of those with no stage above ``limit``."""
+    allowed = np.where(seconds <= limit, costs, np.inf)
     sums, starts = allowed[0, 0], []
     for stage in allowed[1:]:
         through = sums[:, None] + stage

@@ -1,8 +1,9 @@
-"""A pipeline of unequal stages: its description, and the time and memory that a split of the model costs.
+"""A stage's slot, and the time and memory of a pipeline of unequal stages.
 
 A model is a row of *blocks* and can be cut between any two of them; the embedding is part of the first block, norm and
 head of the last. A stage holds at least one block and runs in a *slot*: a tensor-parallel group of devices of one kind
-in one node. Slots are interchangeable if they share one ``LayerCosts`` object and have the same memory and channels.
+in one node. Slots are interchangeable if they share one ``LayerCosts`` object and have the same memory. *Bounds* say
+which blocks a stage runs: ``[bounds[s], bounds[s + 1])``.
 
 `[Note: formula]`  The time of an iteration is estimated by AutoHet's Eq. 1, ``C = Σ t + (K − 1)·max t``: the first
 micro-batch passes through the empty pipeline, and each further one takes one period of the longest stage. Compared with
@@ -40,8 +41,7 @@ from ..profile.layer_costs import LayerCosts
 
 @dataclass(frozen=True)
 class Slot:
-    """A tensor-parallel group that can run one stage. Equal slots are interchangeable, except for their channels;
-    ``LayerCosts`` objects are compared by identity."""
+    """A tensor-parallel group that can run one stage; ``LayerCosts`` objects are compared by identity."""
 
     name: str = field(compare=False)
     """Name in error messages."""
@@ -52,33 +52,6 @@ class Slot:
     """Costs and memory if the stage recomputes; see [Note: recomputation]. None: it may not."""
     training_speed: float | None = None
     """Measured where its cluster trained alone, with its network; for the method holmes."""
-
-
-@dataclass(frozen=True, eq=False)
-class Pipeline:
-    """A model and the slots to divide it over: there are as many stages as slots, each with at least one block."""
-
-    slots: tuple[Slot, ...]
-    channels: tuple[tuple[Channel, ...], ...]
-    """``channels[a][b]`` is the channel from slot a to slot b, ``[slots][slots]``. The diagonal is not used."""
-    micro_batches: int
-    """Micro-batches per iteration, K."""
-
-    @property
-    def blocks(self) -> int:
-        return len(self.slots[0].costs.forward_seconds)
-
-
-@dataclass(frozen=True)
-class Split:
-    """Slots and blocks of the stages: stage s runs blocks ``[bounds[s], bounds[s + 1])`` in slot ``order[s]``."""
-
-    order: tuple[int, ...]
-    bounds: tuple[int, ...]
-
-    @property
-    def blocks_per_stage(self) -> tuple[int, ...]:
-        return tuple(stop - start for start, stop in itertools.pairwise(self.bounds))
 
 
 @dataclass(frozen=True)
@@ -111,16 +84,7 @@ class PipelineCost:
         return tuple(map(sum, zip(*parts, strict=True)))
 
 
-def evaluate(pipeline: Pipeline, split: Split) -> PipelineCost:
-    """Time and memory of ``split`` by the formula; see :func:`evaluate_stages`."""
-    slots = [pipeline.slots[index] for index in split.order]
-    hops = [pipeline.channels[a][b] for a, b in itertools.pairwise(split.order)]
-    return evaluate_stages(slots, hops, pipeline.micro_batches, split.bounds)
-
-
-def evaluate_stages(
-    slots: Sequence[Slot], hops: Sequence[Channel], micro_batches: int, bounds: Sequence[int]
-) -> PipelineCost:
+def evaluate(slots: Sequence[Slot], hops: Sequence[Channel], micro_batches: int, bounds: Sequence[int]) -> PipelineCost:
     """Time and memory of stages by the formula; see Note: formula. ``hops`` are the channels between neighbors.
 
     A transfer keeps both of its stages busy, because the sender waits until the receiver has taken the message, as in

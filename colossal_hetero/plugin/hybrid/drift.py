@@ -5,6 +5,7 @@ stage's measured time / planned time, and the layers are divided again. Stages k
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from ...planner.cluster.topology import Channel
 from ...planner.cost.plan import Plan, Replica, StagePlan
 from ...planner.profile.layer_costs import LayerCosts
 from ...planner.profile.layer_profile import ModelProfile
-from ...planner.stages.pipeline import Pipeline, Slot, Split, evaluate
+from ...planner.stages.pipeline import Slot, evaluate
 from ...planner.stages.split_methods import split
 
 
@@ -159,17 +160,21 @@ def propose(plan: Plan, stages: tuple[StageDrift, ...], profile: ModelProfile | 
         max((each for each in stages if each.stage == index), key=lambda each: each.ratio)
         for index in range(len(plan.layers_per_stage))
     ]
-    pipeline, basis = _pipeline(plan, slowest, profile)
-    order = tuple(range(len(slowest)))
-    present = Split(order, (0, *(int(bound) for bound in np.cumsum(plan.layers_per_stage))))
+    slots, hops, basis = _pipeline(plan, slowest, profile)
+    pipeline = slots, hops, plan.replicas[0].micro_batches
     try:
-        best = split(pipeline, "exact", order=order)
+        best = split(*pipeline)
     except ValueError:
         return None
-    return Proposal(best.blocks_per_stage, evaluate(pipeline, best).seconds, evaluate(pipeline, present).seconds, basis)
+    present = (0, *itertools.accumulate(plan.layers_per_stage))
+    blocks = tuple(stop - start for start, stop in itertools.pairwise(best))
+    return Proposal(blocks, evaluate(*pipeline, best).seconds, evaluate(*pipeline, present).seconds, basis)
 
 
-def _pipeline(plan: Plan, slowest: list[StageDrift], profile: ModelProfile | None) -> tuple[Pipeline, str]:
+def _pipeline(
+    plan: Plan, slowest: list[StageDrift], profile: ModelProfile | None
+) -> tuple[list[Slot], list[Channel], str]:
+    """Slots of the stages, channels between neighbors, and the origin of the costs."""
     replica = plan.replicas[0]
     placed = [plan.replicas[each.replica].stages[each.stage] for each in slowest]
     basis = "plan"
@@ -191,16 +196,15 @@ def _pipeline(plan: Plan, slowest: list[StageDrift], profile: ModelProfile | Non
             basis = "profile"
         except ValueError:
             pass  # the plan was made from another profile; its means per stage are used instead
-    slots = tuple(
+    slots = [
         Slot(
             f"stage {each.stage}",
             _scaled(costs, stage, each.measured, seconds),
             stage.memory_available_bytes - stage.memory_overhead_bytes,
         )
         for each, stage, costs, seconds in zip(slowest, placed, whole, schedule, strict=True)
-    )
-    outputs = [costs.output_bytes for costs in whole]
-    return Pipeline(slots, _channels(replica, outputs), replica.micro_batches), basis
+    ]
+    return slots, _channels(replica, [costs.output_bytes for costs in whole]), basis
 
 
 def _costs_of_mean(stage: StagePlan, blocks: int) -> LayerCosts:
@@ -239,17 +243,14 @@ def _scaled(costs: LayerCosts, stage: StagePlan, measured: PassSeconds, schedule
     )
 
 
-def _channels(replica: Replica, output_bytes: Sequence[NDArray[np.float64]]) -> tuple[tuple[Channel, ...], ...]:
-    """Channels between stages of the present ``replica``. Neighbors have the planned speed, whatever the size of the
-    planned message was. ``output_bytes``: by stage, what it sends behind each block, ``[blocks]``."""
-    count = len(replica.stages)
-    hops = replica.hop_seconds
-    rows = []
-    for sender in range(count):
-        seconds = hops[sender] if sender + 1 < count else 0.0
-        size = float(output_bytes[sender][replica.stages[sender].blocks[1] - 1])
-        rows.append((Channel("as planned", size / seconds if seconds > 0 else np.inf),) * count)
-    return tuple(rows)
+def _channels(replica: Replica, output_bytes: Sequence[NDArray[np.float64]]) -> list[Channel]:
+    """Channels between neighbors in the present ``replica``, with the planned speed, whatever the size of the planned
+    message was. ``output_bytes``: by stage, what it sends behind each block, ``[blocks]``."""
+    channels = []
+    for stage, sent, seconds in zip(replica.stages, output_bytes, replica.hop_seconds, strict=False):
+        size = float(sent[stage.blocks[1] - 1])
+        channels.append(Channel("as planned", size / seconds if seconds > 0 else np.inf))
+    return channels
 
 
 # Drift watch ---------------------------------------------------------------------------------------------------------
