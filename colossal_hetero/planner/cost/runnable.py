@@ -47,9 +47,14 @@ def why_not_runnable(plan: Plan, ranks: int | None = None) -> str | None:
             f"the plan is for {plan.world_size} ranks, but {ranks} were started; start {plan.world_size}, or plan for "
             f"{count(ranks, 'device')}"
         )
-    recomputes = why_recomputes(plan)
-    if recomputes is not None and plan.schedule != "1f1b":
-        return f"{recomputes}, which is possible with the schedule 1f1b only, not with {plan.schedule}"
+    if plan.schedule != "1f1b":
+        for number, replica in enumerate(plan.replicas):
+            for index, stage in enumerate(replica.stages):
+                if stage.recompute:
+                    return (
+                        f"stage {index} of replica {number} runs its forward passes again in the backward passes, "
+                        f"which is possible with the schedule 1f1b only, not with {plan.schedule}"
+                    )
     if not plan.symmetric and plan.schedule != "1f1b":
         layout = write_layout(layout_of(plan), shortened=True)
         return (
@@ -65,13 +70,4 @@ def why_not_runnable(plan: Plan, ranks: int | None = None) -> str | None:
                 f"{who} has {count(micro_batches, 'micro-batch')} for {count(stages, 'stage')}, but {problem}; plan "
                 "with smaller micro-batches or a larger global batch"
             )
-    return None
-
-
-def why_recomputes(plan: Plan) -> str | None:
-    """The first stage that recomputes, in words; None if there is none."""
-    for number, replica in enumerate(plan.replicas):
-        for index, stage in enumerate(replica.stages):
-            if stage.recompute:
-                return f"stage {index} of replica {number} runs its forward passes again in the backward passes"
     return None

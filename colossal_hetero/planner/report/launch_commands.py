@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
-import numpy as np
-
 from ...common.text import count, spans
 from ..cost.plan import Plan
-from ..cost.runnable import why_not_runnable, why_recomputes
+from ..cost.runnable import why_not_runnable
 
 MAX_NODES = 4
 """Number of consecutive nodes with equally many ranks above which they share a command."""
@@ -36,7 +34,7 @@ def training_call(plan: Plan, path: str = "plan.json", *, overlap: bool = False)
     ]
     if plan.schedule == "zbv":
         lines.append("# the first stage has the loss; batches cannot be evaluated in this schedule")
-    return "\n".join([*lines, "", *_colossal_call(plan)])
+    return "\n".join(lines)
 
 
 def launch_lines(plan: Plan) -> list[str]:
@@ -78,60 +76,3 @@ def _batch_lines(plan: Plan) -> list[str]:
         f"# it gives the replicas {shares}{', …' if len(counts) > MAX_REPLICAS else ''} samples of each step, in "
         f"micro-batches of {plan.micro_batch}",
     ]
-
-
-def _colossal_call(plan: Plan) -> list[str]:
-    reason = _why_not_colossal(plan)
-    if reason is not None:
-        return [f"# Colossal-AI's own HybridParallelPlugin cannot run this plan: {reason}"]
-    stages = len(plan.layers_per_stage)
-    arguments = [f"tp_size={plan.tensor_parallel}", f"pp_size={stages}"]
-    if stages > 1:
-        if plan.schedule == "1f1b":
-            arguments.append(f"num_layers_per_stage={list(plan.layers_per_stage)}")
-        else:
-            arguments.append(f'pp_style="{plan.schedule}", num_model_chunks={plan.chunks_per_stage}')
-        arguments.append(f"microbatch_size={plan.micro_batch}")
-    if _replicas_outside(plan) is False:
-        arguments.append("dp_outside=False")
-    arguments.append(f'precision="{plan.precision}"')
-    if plan.zero_stage:
-        arguments.append("zero_stage=1")
-    lines = [
-        "# the same with Colossal-AI alone, without balancing",
-        "from colossalai.booster.plugin import HybridParallelPlugin",
-        f"plugin = HybridParallelPlugin({', '.join(arguments)})",
-    ]
-    micro_batches = plan.replicas[0].micro_batches
-    if stages == 1 and micro_batches > 1:
-        lines.append(
-            f"# it has no execute_pipeline without a pipeline: accumulate {micro_batches} backward passes per step"
-        )
-    return lines
-
-
-def _why_not_colossal(plan: Plan) -> str | None:
-    """Reason why Colossal-AI's own plugin cannot run a plan that this package's plugin can."""
-    if not plan.symmetric:
-        return "its replicas are not alike"
-    if plan.schedule != "1f1b" and len(set(plan.layers_per_chunk)) > 1:
-        return "its chunks are unequal"
-    if plan.schedule == "zbv":
-        return "it needs scheduler_nodes, which the plugin above makes from the plan"
-    if plan.zero_stage and plan.precision == "fp32":
-        return "it refuses ZeRO in fp32"
-    if why_recomputes(plan) is not None:
-        return "single stages recompute for a few models only, with its argument gradient_checkpoint_config"
-    if _replicas_outside(plan) is None:
-        return "it places ranks in the order of launch, and the plan does not"
-    return None
-
-
-def _replicas_outside(plan: Plan) -> bool | None:
-    """``dp_outside`` with which Colossal-AI's ``ProcessGroupMesh`` places ranks as the plan does: True for the order
-    (dp, pp, tp), False for (pp, dp, tp); None for neither."""
-    ranks = np.array(plan.launched_order)
-    launched = np.arange(ranks.size)
-    if np.array_equal(ranks.ravel(), launched):
-        return True
-    return False if np.array_equal(ranks.swapaxes(0, 1).ravel(), launched) else None

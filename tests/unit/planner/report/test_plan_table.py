@@ -12,7 +12,7 @@ from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.cost.ranked_plan import RankedPlan
 from colossal_hetero.planner.report.launch_commands import launch_lines, training_call
 from colossal_hetero.planner.report.plan_table import layout, one_line, render, rows, short_ranks
-from tests.unit.planner.plans.test_plan import chunked, chunked_stage, plan, replica, stage
+from tests.unit.planner.plans.test_plan import chunked, plan, replica, stage
 
 
 def printed(*candidates: RankedPlan, width: int = 140) -> str:
@@ -82,27 +82,23 @@ def test_the_next_plans_are_listed_with_reasons_and_names_are_not_markup() -> No
         assert words in text
 
 
-def plugin_arguments(text: str, name: str) -> dict[str, Any] | None:
-    """Keyword arguments of the call of ``name`` in Python lines of ``text``."""
-    for line in text.splitlines():
-        if line.startswith(f"plugin = {name}("):
-            call = ast.parse(line).body[0].value  # type: ignore[attr-defined]
-            return {each.arg: eval(ast.unparse(each.value)) for each in call.keywords}
-    return None
+def plugin_arguments(text: str) -> dict[str, Any]:
+    """Keyword arguments with which Python lines of ``text`` make the plugin."""
+    (line,) = (line for line in text.splitlines() if line.startswith("plugin = HeteroHybridParallelPlugin("))
+    call = ast.parse(line).body[0].value  # type: ignore[attr-defined]
+    return {each.arg: eval(ast.unparse(each.value)) for each in call.keywords}
 
 
 def test_the_calls_that_run_a_plan() -> None:
     text = training_call(plan(precision="bf16"), "my plan.json")
-    assert plugin_arguments(text, "HeteroHybridParallelPlugin") == {"plan": "my plan.json", "precision": "bf16"}
-    assert plugin_arguments(text, "HybridParallelPlugin") == {
-        "tp_size": 1,
-        "pp_size": 2,
-        "num_layers_per_stage": [4, 2],
-        "microbatch_size": 2,
-        "precision": "bf16",
-    }
+    assert plugin_arguments(text) == {"plan": "my plan.json", "precision": "bf16"}
     assert "the data loader of every replica gives 16 samples per step: 8 micro-batches of 2" in text
     assert "torchrun --nproc-per-node 4 train.py" in text
+    assert "train with booster.execute_pipeline(...), which divides them" in text
+    text = training_call(unequal(), "u.json", overlap=True)
+    expected = {"plan": "u.json", "precision": "fp32", "zero_stage": 1, "overlap_communication": True}
+    assert plugin_arguments(text) == expected
+    assert "gives the replicas 24, 8 samples of each step, in micro-batches of 2" in text
 
 
 def test_the_chunks_of_stages_are_shown() -> None:
@@ -110,33 +106,8 @@ def test_the_chunks_of_stages_are_shown() -> None:
     assert "[A100-40 0-1 + 3-4 | A100-40 2 + 5] · micro-batch 2 × 8 · interleaved" in one_line(made)
     assert [row.layers for row in rows(made)] == ["[0, 2), [3, 5)", "[2, 3), [5, 6)"]
     assert "[0, 2), [3, 5)" in printed(RankedPlan(made, ""))
-    assert "its chunks are unequal" in training_call(made)
-    equal = [chunked_stage(rank, [(rank, rank + 1), (rank + 2, rank + 3)]) for rank in range(2)]
-    made = plan(replica(*equal), blocks=4, schedule="interleaved")
-    arguments = plugin_arguments(training_call(made), "HybridParallelPlugin")
-    assert arguments is not None and (arguments["pp_style"], arguments["num_model_chunks"]) == ("interleaved", 2)
     text = training_call(chunked("zbv"))
     assert "the first stage has the loss" in text
-
-
-def ordered(dp: int, pp: int, ranks: Any) -> Plan:
-    """A plan in which stage ``p`` of replica ``d`` has only the rank ``ranks[d][p]``."""
-    return plan(*(replica(*(stage(s, s + 1, (ranks[r][s],)) for s in range(pp))) for r in range(dp)))
-
-
-def test_the_rank_orders_of_colossalai_and_one_that_only_our_plugin_runs() -> None:
-    same = plugin_arguments(training_call(ordered(2, 3, [[0, 1, 2], [3, 4, 5]])), "HybridParallelPlugin")
-    assert same is not None and "dp_outside" not in same
-    swapped = ordered(2, 3, [[0, 2, 4], [1, 3, 5]])
-    arguments = plugin_arguments(training_call(swapped), "HybridParallelPlugin")
-    assert arguments is not None and arguments["dp_outside"] is False
-    mixed = ordered(2, 3, [[0, 1, 5], [3, 4, 2]])
-    text = training_call(mixed)
-    assert plugin_arguments(text, "HybridParallelPlugin") is None
-    assert plugin_arguments(text, "HeteroHybridParallelPlugin") is not None
-    assert "it places ranks in the order of launch, and the plan does not" in text
-    # Unused ranks do not count, because only the used ranks are launched.
-    assert plugin_arguments(training_call(ordered(2, 2, [[1, 3], [5, 9]])), "HybridParallelPlugin") is not None
 
 
 def test_the_text_says_why_a_plan_cannot_be_run() -> None:
@@ -144,30 +115,6 @@ def test_the_text_says_why_a_plan_cannot_be_run() -> None:
     assert "It cannot be run:" in few and "colossal-hetero simulate few.json" in few
     assert "1 micro-batch for 2 stages" in few and "smaller micro-batches or a larger global batch" in few
     assert "Plugin(" not in few and all(line.startswith("#") for line in few.splitlines())
-
-
-def test_only_our_plugin_runs_unlike_replicas_and_stages_that_recompute() -> None:
-    text = training_call(unequal(), "u.json", overlap=True)
-    assert plugin_arguments(text, "HeteroHybridParallelPlugin") == {
-        "plan": "u.json",
-        "precision": "fp32",
-        "zero_stage": 1,
-        "overlap_communication": True,
-    }
-    assert "gives the replicas 24, 8 samples of each step, in micro-batches of 2" in text
-    assert plugin_arguments(text, "HybridParallelPlugin") is None and "its replicas are not alike" in text
-    text = training_call(plan(replica(stage(0, 4, (0,)), stage(4, 6, (1,), recompute=True))))
-    assert plugin_arguments(text, "HeteroHybridParallelPlugin") is not None
-    assert "gradient_checkpoint_config" in text
-
-
-def test_without_a_pipeline_only_colossalais_loop_accumulates() -> None:
-    text = training_call(plan(replica(stage(0, 6, (0,)))))
-    arguments = plugin_arguments(text, "HybridParallelPlugin")
-    assert arguments == {"tp_size": 1, "pp_size": 1, "precision": "fp32"}
-    ours, colossalais = text.split("# the same with Colossal-AI alone")
-    assert "train with booster.execute_pipeline(...), which divides them" in ours and "accumulate" not in ours
-    assert "no execute_pipeline without a pipeline: accumulate 8 backward passes per step" in colossalais
 
 
 def test_every_node_has_a_command_with_its_number_of_ranks() -> None:
