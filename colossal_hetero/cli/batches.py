@@ -35,11 +35,6 @@ from .common import check_outputs, errors_on_one_line, make_console
     help="Cluster file of the same ranks, as colossal-hetero probe writes it; method adapt uses its links.",
 )
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the division to this JSON file.")
-@click.option(
-    "--plot",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Draw throughput curves and times of devices to this file: .png, .pdf or .svg.",
-)
 def batches(
     profile: Path,
     global_batch: int,
@@ -48,7 +43,6 @@ def batches(
     method: str,
     cluster: Path | None,
     out: Path | None,
-    plot: Path | None,
 ) -> None:
     """Divide a global batch over the devices of PROFILE, a JSON file that profiling wrote.
 
@@ -57,16 +51,14 @@ def batches(
     from ..planner.batches.adapt import with_cluster_links
     from ..planner.batches.batch_profile import load_profile
     from ..planner.cluster.cluster_file import load_cluster
-    from ..planner.report.batch_report import compare, plot_report, render, save_report
+    from ..planner.report.batch_report import compare, render, save_report
 
     with errors_on_one_line():
-        check_outputs(out, picture=plot)
+        check_outputs(out)
         loaded = load_profile(profile)
         if cluster is not None:
             loaded = with_cluster_links(loaded, load_cluster(cluster))
         report = compare(loaded, global_batch, stage=stage, accumulation=accumulation, method=method)
         if out is not None:
             save_report(report, out)
-        if plot is not None:
-            plot_report(report, plot)
     make_console().print(render(report))

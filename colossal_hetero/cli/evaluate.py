@@ -58,7 +58,7 @@ GROUPS = {
 @click.option(
     "--plot",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Draw the schedule of one plan, or the parts of the time of several: .png, .pdf or .svg.",
+    help="Draw the schedule of the plan: .png, .pdf or .svg.",
 )
 def evaluate(
     plans: tuple[str, ...],
@@ -80,13 +80,14 @@ def evaluate(
     """
     from ..planner.cost.plan import save_plan
     from ..planner.cost.simulate import simulate_plan
-    from ..planner.report.plan_picture import plot_comparison, plot_plan
+    from ..planner.report.plan_picture import plot_plan
     from ..planner.report.plan_table import render_comparison, render_evaluation
 
     with errors_on_one_line():
         check_outputs(out, picture=plot)
-        if out is not None and len(plans) > 1:
-            raise ValueError(f"--out is for one plan, but {len(plans)} were given; leave it out")
+        for name, given in (("--out", out), ("--plot", plot)):
+            if given is not None and len(plans) > 1:
+                raise ValueError(f"{name} is for one plan, but {len(plans)} were given; leave it out")
         topology, model = load_inputs(cluster, profile, memory_reserve)
         found, notes = [], []
         with status_line("pricing the plans"):
@@ -106,9 +107,7 @@ def evaluate(
         (_, first), *others = found
         if out is not None:
             save_plan(first.plan.model_copy(update={"cluster": cluster.name, "profile": profile.name}), out)
-        if plot is not None and others:
-            plot_comparison(found, plot)
-        elif plot is not None:
+        if plot is not None:
             plot_plan(simulate_plan(first.plan), plot)
     console = make_console()
     console.print(render_comparison(found) if others else render_evaluation(first, notes))

@@ -31,7 +31,7 @@ GROUPS = {
     "What to train": ("global_batch", "samples", "memory_reserve"),
     "Limits": ("objective", "budget", "deadline", "at_most"),
     "Plans to try": ("micro_batch", "tp", "equal", "time_limit"),
-    "Output": ("out", "plot"),
+    "Output": ("out",),
 }
 
 
@@ -75,11 +75,6 @@ GROUPS = {
     help="How long to look for nodes to take.",
 )
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the chosen plan to this JSON file.")
-@click.option(
-    "--plot",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Draw the plans that are worth their price: .png, .pdf or .svg.",
-)
 def rent(
     cluster: Path,
     profile: Path,
@@ -95,7 +90,6 @@ def rent(
     equal: bool,
     time_limit: float,
     out: Path | None,
-    plot: Path | None,
 ) -> None:
     """Choose which machines to take, of those in CLUSTER, a TOML file with prices.
 
@@ -105,7 +99,6 @@ def rent(
     from ..planner.cost.plan import save_plan
     from ..planner.cost.ranked_plan import RankedPlan
     from ..planner.report.launch_commands import training_call
-    from ..planner.report.plan_picture import plot_front
     from ..planner.report.plan_table import one_line, render, render_front
     from ..planner.solver.pareto_front import choose, node_types, pareto_front
     from ..planner.solver.problem import Problem
@@ -114,7 +107,7 @@ def rent(
         for name, given in (("--budget", budget), ("--deadline", deadline)):
             if given is not None and samples is None:
                 raise ValueError(f"{name} is for the whole training; say with --samples how long that is")
-        check_outputs(out, picture=plot)
+        check_outputs(out)
         topology, model = load_inputs(cluster, profile, memory_reserve)
         problem = Problem(
             topology=topology,
@@ -138,8 +131,6 @@ def rent(
         types = node_types(topology)
         if out is not None:
             save_plan(best, out)
-        if plot is not None:
-            plot_front(front, types, chosen, plot)
     console = make_console()
     console.print(render_front(front, types, chosen, samples))
     console.print(render([RankedPlan(best, "the best within the limits")]))

@@ -9,25 +9,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from ...common.files import write_json
 from ...common.tables import make_table, number_column, word_column
-from ...common.text import (
-    BLUE,
-    ORANGE,
-    RED,
-    aligned,
-    byte_unit,
-    count,
-    duration,
-    save_figure,
-    spans,
-    times,
-)  # fmt: skip
+from ...common.text import aligned, byte_unit, count, duration, spans, times
 from ..batches.adapt import AdaptPlan, RingNetwork, adapt, ring_cost
 from ..batches.allocation import LEAST_GAIN, Allocation, Share, allocate
 from ..batches.batch_profile import UNITS, BatchProfile, DeviceProfile
@@ -145,14 +133,6 @@ def _check_sizes(profile: BatchProfile, global_batch_size: int, stage: int) -> N
 
 SCHEMA = 1
 MAX_RING_RANKS = 32
-MAX_ROWS = 40
-"""Rows of devices that are drawn."""
-BARS: dict[str, dict[str, Any]] = {
-    "computing": {"facecolor": BLUE, "edgecolor": "#FFFFFF"},
-    "waiting": {"facecolor": "#FFFFFF", "edgecolor": RED, "hatch": "/////", "linewidth": 0.0},
-    "communication": {"facecolor": ORANGE, "edgecolor": "#FFFFFF"},
-}
-MARKERS = "os^Dv<>P"
 
 
 @dataclass(frozen=True)
@@ -337,83 +317,3 @@ def as_json(report: BatchComparison) -> dict[str, Any]:
             step["cost_seconds"] = step["cost_seconds"] if math.isfinite(step["cost_seconds"]) else None
         content["adapt"] = {"ring": plan.ring, "dropped": plan.dropped, "protocol": plan.protocol, "steps": steps}
     return content
-
-
-# Picture -------------------------------------------------------------------------------------------------------------
-
-
-def plot_report(report: BatchComparison, path: Path) -> None:
-    """Draw the throughput of each kind of device, and what each device does during a global batch."""
-    from matplotlib.figure import Figure
-
-    lines = device_lines(report.profile, report.chosen)
-    rows = min(len(lines), MAX_ROWS)
-    figure = Figure(figsize=(11, 6.0 + 0.4 * rows), layout="constrained")
-    upper, lower = figure.subplots(2, 1, height_ratios=[4.0, 1.2 + 0.4 * rows])
-    _draw_curves(upper, report)
-    _draw_times(lower, report.chosen, lines[:MAX_ROWS], len(lines))
-    for axis, grid in ((upper, "y"), (lower, "x")):
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(axis=grid, color="#DDDDDD", linewidth=0.6)
-        axis.set_axisbelow(True)
-    figure.legend(*lower.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
-    save_figure(figure, path)
-
-
-def _draw_curves(axis: Any, report: BatchComparison) -> None:
-    from matplotlib import colormaps
-
-    profile = report.profile
-    chosen: dict[str, Any] = {"color": RED, "marker": "o", "linestyle": "none", "fillstyle": "none"}
-    for index, kind in enumerate(profile.kinds):
-        ranks = [rank for rank, each in enumerate(profile.ranks) if each == index]
-        if not ranks:
-            continue
-        curve, color = report.curves[ranks[0]], colormaps["viridis"](0.85 * index / max(len(profile.kinds) - 1, 1))
-        batches = np.arange(1, curve.max_batch + 1)
-        axis.plot(batches, batches / curve.seconds[1:], color=color, linewidth=1.5)
-        name: str | None = f"{kind.device}, {'rank' if len(ranks) == 1 else 'ranks'} {spans(ranks)}"
-        for style in ("full", "none"):
-            points = [each for each in kind.points if (each.batch > curve.max_batch) == (style == "none")]
-            axis.plot(
-                [each.batch for each in points], [each.batch / each.seconds for each in points], label=name,
-                color=color, marker=MARKERS[index % len(MARKERS)], linestyle="none", fillstyle=style,
-            )  # fmt: skip
-            name = None
-        used = sorted({report.chosen.shares[rank].micro_batch for rank in ranks} - {0})
-        axis.plot(used, [batch / curve.seconds[batch] for batch in used], markersize=13, **chosen)
-    axis.plot([], [], markersize=11, label="chosen micro-batch", **chosen)
-    axis.set_xlabel("micro-batch [samples]")
-    axis.set_ylabel("throughput [samples/s]")
-    axis.set_xlim(0, 1.25 * max(curve.max_batch for curve in report.curves) + 0.5)
-    axis.set_ylim(0, 1.12 * max(curve.peak_speed for curve in report.curves))
-    title = "Throughput: measured (points; open points exceed the memory limit) and fitted (lines)"
-    axis.set_title(title, loc="left", fontsize=11)
-    axis.legend(frameon=False, fontsize=9, loc="lower right")
-
-
-def _draw_times(axis: Any, chosen: Allocation, lines: Sequence[DeviceLine], count: int) -> None:
-    scale, unit = (1.0, "s") if chosen.wall_seconds >= 1 else (1e3, "ms")
-    start = np.zeros(len(lines))
-    working = np.array([bool(line.share.runs) for line in lines])
-    parts = {
-        "computing": np.array([line.busy_seconds for line in lines]),
-        "waiting": np.array([line.idle_seconds for line in lines]),
-        "communication": np.full(len(lines), chosen.communication_seconds),
-    }
-    for name, seconds in parts.items():
-        seconds = np.where(working, seconds * scale, 0.0)
-        axis.barh(range(len(lines)), seconds, left=start, height=0.72, label=name, **BARS[name])
-        start += seconds
-    axis.set_yticks(range(len(lines)), [line.name for line in lines], fontsize=9)
-    axis.set_ylim(len(lines) - 0.5, -0.5)
-    axis.tick_params(axis="y", length=0)
-    axis.set_xlim(left=0)
-    axis.set_xlabel(f"time [{unit}]")
-    rows = "" if count == len(lines) else f", {len(lines)} of {count} groups of ranks"
-    axis.set_title(
-        f"A global batch of {chosen.global_batch_size:,}, stage {chosen.stage}, method {chosen.method}: "
-        f"{chosen.wall_seconds * scale:.4g} {unit}{rows}",
-        loc="left",
-        fontsize=11,
-    )

@@ -1,4 +1,4 @@
-"""Pictures of plans: a timeline of each stage during one iteration, times of several plans, and a front of prices."""
+"""The picture of a plan: a timeline of each stage during one iteration."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ import itertools
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ...common.text import BLUE, GRAY, LIGHT_BLUE, ORANGE, count, save_figure, spans, times
-from ..cost.evaluate import EvaluatedPlan, time_parts
 from ..cost.layout_line import device_in_words
 from ..cost.simulate import Event, PlanSimulation
-from .plan_table import alike_replicas, layout, nodes_in_words, short_ranks
-
-if TYPE_CHECKING:
-    from ..solver.pareto_front import FrontPoint, NodeType
+from .plan_table import alike_replicas, layout, short_ranks
 
 MAX_LANES = 48
 SHOWN_STEPS = 8
@@ -194,70 +190,3 @@ def _number(
                 texts.append((axis, (bar.start + bar.stop) / 2 * scale, place, text, KINDS[bar.kind][2]))
     for axis, middle, place, text, color in texts[:MAX_NUMBERS]:
         axis.text(middle, place, text, ha="center", va="center_baseline", fontsize=7, color=color)
-
-
-# Several plans -------------------------------------------------------------------------------------------------------
-
-
-def plot_comparison(plans: Sequence[tuple[str, EvaluatedPlan]], path: Path) -> None:
-    """Draw a bar for each plan: its parts by the formula, and a mark for the simulated time."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 1.2 + 0.9 * len(plans)), layout="constrained")
-    axes = figure.add_subplot()
-    rows = range(len(plans))
-    left = [0.0] * len(plans)
-    parts = [time_parts(each.plan) for _, each in plans]
-    for name, color in zip(parts[0], (BLUE, LIGHT_BLUE, ORANGE), strict=True):
-        widths = [each[name] for each in parts]
-        axes.barh(rows, widths, left=left, color=color, label=name, height=0.6)
-        left = [start + width for start, width in zip(left, widths, strict=True)]
-    simulated = [each.simulated_seconds for _, each in plans]
-    axes.plot(simulated, rows, "|", color="black", markersize=12, label="by event simulation")
-    for row, (_, each) in enumerate(plans):
-        if not each.fits:
-            axes.text(left[row], row, " does not fit in memory", va="center", fontsize=8)
-    axes.set_yticks(rows, [f"{name}\n{textwrap.fill(layout(each.plan), 60)}" for name, each in plans], fontsize=7)
-    axes.invert_yaxis()
-    axes.set_xlabel("seconds per iteration")
-    axes.grid(axis="x", color=GRAY)
-    axes.set_axisbelow(True)
-    axes.margins(x=0.25)
-    figure.legend(loc="outside lower center", ncols=4, fontsize=8)
-    save_figure(figure, path)
-
-
-def plot_front(front: Sequence[FrontPoint], types: Sequence[NodeType], chosen: FrontPoint, path: Path) -> None:
-    """Draw a front of prices, with the line beyond which no plan can be, by the lower bounds."""
-    from matplotlib.figure import Figure
-
-    cost, seconds = [1000 * point.dollars for point in front], [point.seconds for point in front]
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot()
-    axes.plot(cost[::-1], seconds[::-1], "-o", drawstyle="steps-post", color=BLUE, label="plans that were found")
-    corners, heights = zip(*proved_edge(front), strict=True)
-    no_plan = "no plan is better in both than this"
-    axes.plot(corners, heights, ":", drawstyle="steps-pre", color="#888888", label=no_plan)
-    axes.plot([1000 * chosen.dollars], [chosen.seconds], "o", color=ORANGE, markersize=10, label="chosen")
-    for point, x, y in zip(front, cost, seconds, strict=True):
-        name = nodes_in_words(point, types)
-        axes.annotate(name, (x, y), (-7, -8), textcoords="offset points", fontsize=7, ha="right")
-    axes.set_xlabel("dollars per 1,000 iterations")
-    axes.set_ylabel("seconds per iteration")
-    axes.margins(x=0.15)
-    axes.set_ylim(bottom=0)
-    axes.legend()
-    axes.grid(alpha=0.3)
-    save_figure(figure, path)
-
-
-def proved_edge(front: Sequence[FrontPoint]) -> list[tuple[float, float]]:
-    """The corners of the edge below which no plan can be: dollars per 1,000 iterations, ascending, and seconds.
-
-    By its gap, each point excludes all plans that are better in both than a corner.
-    """
-    corners = [(1000 * point.dollars / (1 + point.gap), point.seconds / (1 + point.gap)) for point in front]
-    corners.sort(reverse=True)
-    # Where plans are excluded up to some dollars, they are also excluded for less.
-    heights = itertools.accumulate((seconds for _, seconds in corners), max)
-    return [(dollars, height) for (dollars, _), height in zip(corners, heights, strict=True)][::-1]

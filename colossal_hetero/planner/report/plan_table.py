@@ -382,9 +382,9 @@ def render_front(
         if samples is not None:
             iterations = samples / point.plan.global_batch
             cells += [f"{iterations * point.seconds / HOUR:,.1f}", _dollars(iterations * point.dollars)]
-        lines.append([*cells, f"{point.gap:.1%}", layout(point.plan)])
+        lines.append([*cells, layout(point.plan)])
     bold = next(number for number, point in enumerate(front) if point is chosen)
-    return make_table([*columns, number_column("gap"), word_column("layout", 1)], lines, {bold: "bold"})
+    return make_table([*columns, word_column("layout", 1)], lines, {bold: "bold"})
 
 
 def nodes_in_words(point: FrontPoint, types: Sequence[NodeType]) -> str:

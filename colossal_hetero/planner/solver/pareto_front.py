@@ -1,7 +1,7 @@
 """Plans of which none is both faster and cheaper than another.
 
 Each choice of numbers of nodes has a lower bound on the time and cost of an iteration. Plans are made for the choice
-that promises most beside what was found. Bounds of other choices count in each plan's gap to the best possible.
+that promises most beside what was found, until no choice does or the time is over.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations_with_replacement, pairwise
 from typing import Literal
 
 import numpy as np
@@ -23,7 +22,6 @@ from ..cost.placement import SlotPool
 from ..cost.plan import Plan
 from ..cost.runnable import NoPlanError
 from ..profile.layer_profile import ModelProfile
-from .iteration_bound import IterationBound
 from .pipeline_bounds import PipelineBounds, RelaxedPool
 from .problem import Problem
 from .search import search
@@ -114,12 +112,7 @@ def taken(topology: Topology, types: Sequence[NodeType], counts: Sequence[int]) 
 #   whose shares are 1 together, K_p ≤ T·P_p; summed over pipelines, T ≥ K / P.
 # - Filling pipelines. The first micro-batch takes at least ρ_min, and each further one at least 1 / P_p. So with D
 #   pipelines T ≥ ρ_min + (K − D) / P. A pipeline has as many stages as hold the model, so D is limited.
-# - Summing gradients. With D pipelines on n slots, some stage holds at least the share D / n of the gradients' bytes G.
-#   Its ring takes at least 2·(D − 1)/D · G·D/n over the bandwidth of the fastest link: inside a node if D slots are in
-#   one node, else between nodes. It is added to the other two. Without it, gaps on the example with prices
-#   (``examples/plans``, 64 to 512 samples, five seconds) are 0.58 to 1.34 instead of 0.47 to 0.86.
 # - Memory. All slots together must hold all blocks.
-# The bound is the smallest over all D; for a range of D, the second one is that of its end, the third of its start.
 
 
 def time_bounds(
@@ -133,59 +126,19 @@ def time_bounds(
 def _of_pool(
     topology: Topology, pool: SlotPool, types: Sequence[NodeType], counts: NDArray[np.int64]
 ) -> NDArray[np.float64]:
-    per_node = _slots_per_node(topology, pool, types)
-    slots = counts @ per_node
+    slots = counts @ _slots_per_node(topology, pool, types)
     bounds = PipelineBounds.of_pool(pool)
     work, present, held = bounds.work_seconds, slots > 0, bounds.blocks_per_stage
-    fits = ((slots * held).sum(axis=1) >= bounds.blocks) & (
-        (slots.sum(axis=1) > 1) | (present & bounds.hold_the_model).any(axis=1)
-    )
-    counts, slots, present = counts[fits], slots[fits], present[fits]
-    total, number = pool.total_micro_batches, slots.sum(axis=1)
-    power = (slots / work).sum(axis=1)
+    whole = np.asarray((present & bounds.hold_the_model).any(axis=1))  # a pipeline of one stage needs more memory
+    fits = ((slots * held).sum(axis=1) >= bounds.blocks) & ((slots.sum(axis=1) > 1) | whole)
+    slots, present, whole = slots[fits], present[fits], whole[fits]
+    total, power = pool.total_micro_batches, (slots / work).sum(axis=1)
     first = np.where(present, work, np.inf).min(axis=1)
-    whole = (present & bounds.hold_the_model).any(axis=1)  # a pipeline of one stage needs more memory
     stages = np.maximum(np.ceil(bounds.blocks / np.where(present, held, 0).max(axis=1)), np.where(whole, 1, 2))
-    most = np.minimum(np.floor(number / stages), total)
-    inside, between = _bandwidths(topology, types, counts)
-    in_a_node = np.where(counts > 0, per_node.sum(axis=1), 0).max(axis=1)
-    gradients = float(pool.kinds[0].costs.gradient_bytes.sum())
-    best = np.full(len(counts), np.inf)
-    for start, stop in pairwise(_ranges(int(most.max(initial=0)))):
-        passes = np.maximum(total / power, first + (total - np.minimum(stop - 1, most)) / power)
-        rate = np.where(start <= in_a_node, np.maximum(inside, between), between)
-        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-            sums = 2 * (start - 1) * gradients / number / rate if start > 1 else 0.0
-        seconds = passes + sums
-        best = np.minimum(best, np.where(start <= most, seconds, np.inf))
+    most = np.minimum(np.floor(slots.sum(axis=1) / stages), total)
     found = np.full(len(fits), np.inf)
-    found[fits] = best * (1 - 1e-9)
+    found[fits] = np.maximum(total / power, first + (total - most) / power) * (1 - 1e-9)
     return found
-
-
-def _ranges(most: int) -> list[int]:
-    """Starts of ranges of numbers of pipelines, and one more than the last number."""
-    starts = {round(1.15**power) for power in range(math.ceil(math.log(most + 1, 1.15)) + 1)} if most else set()
-    return sorted({each for each in starts if each <= most} | {most + 1})
-
-
-def _bandwidths(
-    topology: Topology, types: Sequence[NodeType], counts: NDArray[np.int64]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Bytes per second of the fastest link inside a node, and between nodes, ``[choices]``; 0 if there is none."""
-    rates = np.array([topology.nodes[each.nodes[0]].inside.bytes_per_second for each in types])
-    inside = np.where(counts > 0, rates, 0.0).max(axis=1, initial=0.0)
-    between = np.zeros(len(counts))
-    for one, other in combinations_with_replacement(range(len(types)), 2):
-        if one == other and len(types[one].nodes) < 2:
-            continue
-        try:
-            channel = topology.node_channel(types[one].nodes[0], types[other].nodes[-1])
-        except ValueError:
-            continue
-        both = (counts[:, one] > 1) if one == other else (counts[:, one] > 0) & (counts[:, other] > 0)
-        between = np.where(both, np.maximum(between, channel.bytes_per_second), between)
-    return inside, between
 
 
 def _slots_per_node(topology: Topology, pool: SlotPool, types: Sequence[NodeType]) -> NDArray[np.int64]:
@@ -205,11 +158,6 @@ Objective = Literal["time", "cost"]
 PER_CHOICE = 3
 """Plans that are kept for each choice of nodes; they may leave nodes out."""
 
-SEARCHED = 0.6
-"""Share of the time in which plans are looked for."""
-PROOF_SECONDS = 0.5
-"""Limit for a better lower bound on the time of one choice of nodes."""
-
 ROUNDING = 1e-9
 
 
@@ -221,8 +169,6 @@ class FrontPoint:
     """Ranks are those of the whole cluster."""
     cost: PlanCost
     nodes: tuple[int, ...]
-    gap: float
-    """No plan can be both faster and cheaper by more than this share (0.03: 3 %), by the lower bounds."""
 
     @property
     def seconds(self) -> float:
@@ -267,17 +213,11 @@ def pareto_front(
             plans, why = [], str(error)
         points = [_point(topology, problem.profile, types, _renumbered(plan, numbers)) for plan in plans]
         found.add(row, points)
-        if time.monotonic() - begin > SEARCHED * time_limit_seconds and found.knows_both_ends:
+        if time.monotonic() - begin > time_limit_seconds and found.knows_both_ends:
             break
     if not found.points:
         raise NoPlanError(why)
-    while (left := begin + time_limit_seconds - time.monotonic()) > 0 and (loosest := found.loosest()) is not None:
-        row, below = loosest
-        part, _ = taken(topology, types, counts[row].tolist())
-        smaller = replace(problem, topology=part)
-        bound = IterationBound([RelaxedPool(smaller, pool) for pool in smaller.pools])
-        found.raise_bounds(row, bound.seconds(below, time_limit_seconds=min(left, PROOF_SECONDS)))
-    return found.front()
+    return _worth_their_price(found.points)
 
 
 def choose(
@@ -322,7 +262,6 @@ class _Search:
     def __init__(self, counts: NDArray[np.int64], seconds: NDArray[np.float64], dollars: NDArray[np.float64]) -> None:
         self._counts, self._seconds, self._dollars = counts, seconds, dollars
         self._left = np.ones(len(counts), dtype=bool)
-        self._proved = np.zeros(len(counts), dtype=bool)
         self._ratios: list[float] = []
         self.points: list[FrontPoint] = []
 
@@ -360,39 +299,11 @@ class _Search:
             self._left[fewer.all(axis=1)] = False
         self.points += points
 
-    def loosest(self) -> tuple[int, float] | None:
-        """Choice with the largest gap, each once, and the seconds from which on it makes none; None if none does."""
-        front = _worth_their_price(self.points)
-        seconds = np.array([[point.seconds] for point in front])
-        dollars = np.array([[point.dollars] for point in front])
-        gaps = np.minimum(seconds / self._seconds, dollars / np.maximum(self._dollars, 1e-300))
-        gaps[:, self._proved] = 0.0
-        row = int(gaps.max(axis=0).argmax())
-        if gaps[:, row].max() <= 1 + ROUNDING:
-            return None
-        self._proved[row] = True
-        return row, float(gaps[:, row].max() * self._seconds[row])
-
-    def raise_bounds(self, row: int, seconds: float) -> None:
-        """Note that no plan of this choice, and so none of its nodes, takes less than these seconds."""
-        fewer = (self._counts <= self._counts[row]).all(axis=1) & (self._seconds < seconds)
-        self._dollars[fewer] *= seconds / self._seconds[fewer]
-        self._seconds[fewer] = seconds
-
-    def front(self) -> list[FrontPoint]:
-        return [self._with_gap(point) for point in _worth_their_price(self.points)]
-
-    def _with_gap(self, point: FrontPoint) -> FrontPoint:
-        faster = point.seconds / self._seconds
-        cheaper = point.dollars / np.maximum(self._dollars, 1e-300)
-        gap = max(float(np.minimum(faster, cheaper).max()) - 1.0, 0.0)
-        return replace(point, gap=gap)
-
 
 def _point(topology: Topology, profile: ModelProfile, types: Sequence[NodeType], plan: Plan) -> FrontPoint:
     used = {topology.devices[rank].node for replica in plan.rank_order for group in replica for rank in group}
     nodes = tuple(len(used & set(each.nodes)) for each in types)
-    return FrontPoint(plan, plan_cost(topology, profile, plan), nodes, 0.0)
+    return FrontPoint(plan, plan_cost(topology, profile, plan), nodes)
 
 
 def _renumbered(plan: Plan, numbers: Sequence[int]) -> Plan:

@@ -135,7 +135,6 @@ def test_missing_links_are_named(tmp_path: Path) -> None:
             ["--global-batch", 8, "--stage", 2, "--accumulation", "per_rank"],
             "use accumulation='shared', or stage 0 or 1",
         ),
-        (["--global-batch", 8, "--plot", "batches.doc"], "end the name in .png, .pdf, .svg"),
         (["--global-batch", 8, "--out", "/nowhere/at/all.json"], "all.json: there is no folder /nowhere/at"),
         (["--global-batch", 8, "--color"], "No such option"),
     ],
@@ -143,11 +142,6 @@ def test_missing_links_are_named(tmp_path: Path) -> None:
 def test_wrong_options_are_reported_in_one_line(path: Path, arguments: list[object], words: str) -> None:
     assert words in failure(path, *arguments)
     assert "nothing.json: no such file" in failure(path.with_name("nothing.json"), "--global-batch", 8)
-
-
-def test_without_matplotlib_the_message_says_how_to_install_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "pip install 'colossal-hetero[plot]'" in failure(path, "--global-batch", 8, "--plot", "batches.png")
 
 
 def test_the_package_is_the_command() -> None:

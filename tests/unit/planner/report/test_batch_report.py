@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from colossal_hetero.planner.batches.allocation import LEAST_GAIN
 from colossal_hetero.planner.cluster.topology import MeasuredLink
-from colossal_hetero.planner.report.batch_report import compare, device_lines, plot_report, render
-from tests.support.figures import saved_figures
+from colossal_hetero.planner.report.batch_report import compare, device_lines, render
 from tests.unit.planner.batches.test_batch_profile import GIB, device, profile
 
 PAIRS = [(a, b) for a in range(4) for b in range(a)]
@@ -59,18 +57,6 @@ def test_what_is_printed() -> None:
     assert "measured at stage 0" in text and "fast was measured up to a micro-batch of 4; above it" in text
     odd = device("[bold]odd[/x]", host="node[3]")
     assert "[bold]odd[/x] (node[3])" in printed(compare(profile(kinds=[odd], ranks=[0], links=[]), 4))
-
-
-def test_the_picture_has_a_curve_per_kind_and_a_row_per_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = saved_figures(monkeypatch)
-    report = compare(profile(links=[]), 37)
-    path = tmp_path / "batches.svg"
-    plot_report(report, path)
-    assert list(tmp_path.iterdir()) == [path]
-    upper, lower = figures[0].axes
-    labels = upper.get_legend_handles_labels()[1]
-    assert labels == ["fast, ranks 0, 2", "slow, ranks 1, 3", "chosen micro-batch"]
-    assert len(lower.get_yticklabels()) == len(device_lines(report.profile, report.chosen))
 
 
 def test_the_remaining_ranks_hold_the_state_of_a_dropped_rank() -> None:

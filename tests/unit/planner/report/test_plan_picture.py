@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import random
 from itertools import pairwise, product
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
 
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.cost.simulate import simulate_plan, slowed
-from colossal_hetero.planner.report.plan_picture import MAX_LANES, lanes, plot_plan, proved_edge
-from colossal_hetero.planner.solver.pareto_front import FrontPoint
+from colossal_hetero.planner.report.plan_picture import MAX_LANES, lanes, plot_plan
 from tests.support.figures import saved_figures
 from tests.unit.planner.plans.test_plan import chunked, plan, replica, stage
 from tests.unit.planner.report.test_plan_table import large, unequal
@@ -124,34 +120,3 @@ def test_pictures_of_long_large_and_slowed_plans(tmp_path: Path, figures: list[F
     assert "rank 1 slowed 2 ×" in figures[2].get_suptitle()
     # Replica 1 is not slow, so it has its own rows.
     assert len(figures[2].axes[0].get_yticklabels()) == 4
-
-
-# Front of prices ------------------------------------------------------------------------------------------------------
-
-
-def point(dollars: float, seconds: float, gap: float) -> FrontPoint:
-    """A point with this cost of 1,000 iterations."""
-    plan: Any = SimpleNamespace(iteration_seconds=seconds)
-    cost: Any = SimpleNamespace(dollars_per_iteration=dollars / 1000)
-    return FrontPoint(plan, cost, (1,), gap)
-
-
-def height(edge: list[tuple[float, float]], dollars: float) -> float:
-    """Of the edge that is drawn: that of the next corner on the right."""
-    return next((seconds for corner, seconds in edge if dollars < corner), 0.0)
-
-
-def test_nothing_is_drawn_as_excluded_that_is_not() -> None:
-    draw = random.Random(0)
-    for _ in range(200):
-        front = [point(draw.uniform(1, 9), draw.uniform(1, 9), draw.choice((0.0, 0.1, 1.0))) for _ in range(4)]
-        edge = proved_edge(front)
-        assert edge == sorted(edge)
-        for _ in range(50):
-            dollars, seconds = draw.uniform(0, 10), draw.uniform(0, 10)
-            excluded = any(
-                dollars * (1 + each.gap) < 1000 * each.cost.dollars_per_iteration
-                and seconds * (1 + each.gap) < each.plan.iteration_seconds
-                for each in front
-            )
-            assert excluded == (seconds < height(edge, dollars))
