@@ -21,7 +21,7 @@ from ..data_parallel.batch_balancer import BatchBalancer, BatchReport, BatchShar
 from ..data_parallel.config import BatchConfig, BatchSetup
 from ..data_parallel.loader import HeteroDataLoader, check_same_order, make_loader
 from ..data_parallel.resumable_loader import make_even_loader
-from ..planner.batches.allocation import divide_micro_batches
+from ..planner.cost.gradient_times import divide_micro_batches
 from ..planner.cost.plan import Plan
 from ..profiling.rank_profiler import describe
 from .training_objects import TrainingObjects
@@ -298,4 +298,6 @@ class PipelineBatches(UnevenBatches):
                 f"of {self._micro_batch} and at least {fewest} (a micro-batch for each stage of all replicas); use "
                 "drop_last=True"
             )
-        return divide_micro_batches(self._seconds, samples // self._micro_batch, self._stages)
+        # A pipeline of P stages takes (k + P − 1)·c seconds for k micro-batches of c seconds (docs/algorithms.md, 2.3).
+        fill = [stages * each for stages, each in zip(self._stages, self._seconds, strict=True)]
+        return tuple(divide_micro_batches(fill, self._seconds, samples // self._micro_batch, self._stages))

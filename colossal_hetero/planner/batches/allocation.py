@@ -356,27 +356,3 @@ def _check_numbers(ranks: int, name: str, values: Sequence[float] | None) -> Non
         if number is None or not math.isfinite(number) or number < 0 or (name == "flops" and number == 0):
             must = "a positive number of FLOP/s" if name == "flops" else "finite and at least 0"
             raise ValueError(f"{name}[{rank}]={number} must be {must}")
-
-
-# Pipeline replicas ---------------------------------------------------------------------------------------------------
-# A pipeline of P stages takes ``(k + P − 1)·c`` seconds for k micro-batches of c seconds (docs/algorithms.md, 2.3).
-
-
-def divide_micro_batches(seconds: Sequence[float], micro_batches: int, stages: int | Sequence[int]) -> tuple[int, ...]:
-    """The number of micro-batches of each replica with the least time of the slowest replica.
-
-    Every replica gets at least as many micro-batches as it has stages, because Colossal-AI's 1F1B schedule needs them.
-    The further ones are those that would be finished first, which is exact: see [Note: the order statistic].
-    """
-    depths = np.broadcast_to(stages, len(seconds))
-    fewest = int(depths.sum())
-    more = micro_batches - fewest
-    if more < 0:
-        raise ValueError(
-            f"{micro_batches} micro-batches are too few for {len(seconds)} pipelines of "
-            f"{', '.join(map(str, sorted(set(depths.tolist()))))} stages, each of which needs at least as many as it "
-            f"has stages; use a larger global batch or a smaller micro-batch, so that there are at least {fewest}"
-        )
-    ends = (2 * depths[:, None] + np.arange(more)) * np.array(seconds)[:, None]  # from k = P + 1 on
-    first = np.argsort(ends, axis=None, kind="stable")[:more]
-    return tuple((depths + np.bincount(first // max(more, 1), minlength=len(depths))).tolist())

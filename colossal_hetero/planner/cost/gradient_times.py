@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections import Counter
@@ -121,37 +122,34 @@ class Summing:
 
 
 def divide_micro_batches(
-    fill: Sequence[float], longest: Sequence[float], micro_batches: int, minimum: Sequence[int]
+    fill: Sequence[float] | NDArray[np.float64],
+    longest: Sequence[float] | NDArray[np.float64],
+    micro_batches: int,
+    minimum: Sequence[int],
+    most: Sequence[int] | NDArray[np.int64] | None = None,
 ) -> list[int]:
-    """Numbers of micro-batches with which the last pipeline ends as early as possible, ``[pipelines]``."""
-    # What a pipeline runs in any case counts as its first micro-batch.
-    extra = np.asarray(minimum) - 1
-    step = np.maximum(np.asarray(longest), 1e-15)
-    first = np.asarray(fill) + extra * step
-    micro_batches -= int(extra.sum())
+    """Numbers of micro-batches with which the last pipeline ends as early as possible, ``[pipelines]``.
 
-    def done(seconds: float) -> NDArray[np.int64]:
-        counts: NDArray[np.float64] = np.minimum(np.maximum((seconds - first) // step + 1, 1), micro_batches)
-        return counts.astype(np.int64)
-
-    low, high = float(first.max()), float((first + (micro_batches - 1) * step).max()) * (1 + 1e-12)
-    if done(low).sum() < micro_batches:
-        # If micro-batches could be divided, all would end at this time. Whole ones take at most one step longer.
-        even = (micro_batches - len(first) + float((first / step).sum())) / float((1.0 / step).sum())
-        low, high = max(low, even * (1 - 1e-9)), min(high, (even + float(step.max())) * (1 + 1e-9))
-        while high - low > 1e-13 * high:
-            middle = (low + high) / 2
-            count = done(middle).sum()
-            low, high = (low, middle) if count >= micro_batches else (middle, high)
-            if count == micro_batches:
-                break
-        counts, max_counts = done(low), done(high)
-    else:
-        # The pipeline that takes longest for a single micro-batch decides the time; the others share the rest.
-        counts, max_counts = np.ones(len(first), dtype=np.int64), done(low)
-    rest = micro_batches - int(counts.sum())
-    for pipeline in np.lexsort((np.arange(len(first)), first + counts * step)):
-        more = min(rest, int(max_counts[pipeline] - counts[pipeline]))
-        counts[pipeline] += more
-        rest -= more
-    return [int(count) for count in counts + extra]
+    The first micro-batch of a pipeline takes ``fill`` seconds and each further one ``longest``. Beyond the ``minimum``,
+    pipelines get those that end first, up to ``most``.
+    """
+    fewest, steps = np.asarray(minimum), np.maximum(np.asarray(longest), 1e-15)
+    ends = np.asarray(fill) + (fewest - 1) * steps
+    limits = np.full(len(ends), micro_batches) if most is None else np.asarray(most)
+    # If micro-batches could be divided, all pipelines that get more would end at this time: no whole one ends later.
+    order = np.argsort(ends, kind="stable")
+    left = micro_batches - int(fewest.sum())
+    level = ((left + np.cumsum((ends / steps)[order])) / np.cumsum((1.0 / steps)[order])).min() * (1 - 1e-12)
+    counts = np.minimum(fewest + np.maximum((level - ends) // steps, 0).astype(np.int64), limits)
+    following = [
+        (end, number)
+        for number, end in enumerate((ends + (counts - fewest + 1) * steps).tolist())
+        if counts[number] < limits[number]
+    ]
+    heapq.heapify(following)
+    for _ in range(micro_batches - int(counts.sum())):
+        end, number = heapq.heappop(following)
+        counts[number] += 1
+        if counts[number] < limits[number]:
+            heapq.heappush(following, (end + float(steps[number]), number))
+    return [int(count) for count in counts]

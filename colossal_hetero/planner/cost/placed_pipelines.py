@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from ..stages.fixed_order import AllCuts, CutTimes, all_bounds
 from ..stages.pipeline import Slot
 from .draft import Draft, DraftBuilder
+from .gradient_times import divide_micro_batches
 from .placement import Place, SlotPool
 
 Rows = tuple[tuple[Place, ...], ...]
@@ -122,8 +123,9 @@ class PlacedPipelines:
                 break
             bounds = [each[cut] for each, cut in zip(all_of, grid[:, number].tolist(), strict=True) if each is not None]
             if seconds[number] + summing(bounds) < best:
-                counts = _counts(fill[:, number], step[:, number], most[:, number], total, float(seconds[number]))
-                draft = self._draft(rows, bounds, [int(count) for count in counts + extra])
+                ones = [1] * len(rows)
+                counts = divide_micro_batches(fill[:, number], step[:, number], total, ones, most[:, number])
+                draft = self._draft(rows, bounds, (counts + extra).tolist())
                 if draft is not None and draft.seconds < best:
                     best, found = draft.seconds, draft
         return found
@@ -188,16 +190,3 @@ def _last_end(
         enough = done(middle) >= total
         low, high = np.where(enough, low, middle), np.where(enough, middle, high)
     return np.where(reached, np.where(at_once, fill.max(axis=0), high), np.inf)
-
-
-def _counts(
-    fill: NDArray[np.float64], step: NDArray[np.float64], most: NDArray[np.int64], total: int, end: float
-) -> NDArray[np.int64]:
-    """Micro-batches of each pipeline so that all end at ``end``, the pipelines with the latest end having fewer."""
-    steps = np.maximum(step, 1e-15)
-    most_by_time = np.floor((end * (1 + 1e-12) - fill) / steps + 1e-9)
-    counts = np.minimum(np.clip(most_by_time, 0, total).astype(np.int64) + 1, most)
-    for _ in range(int(counts.sum()) - total):
-        last = int(np.where(counts > 1, fill + (counts - 1) * steps, -np.inf).argmax())
-        counts[last] -= 1
-    return counts

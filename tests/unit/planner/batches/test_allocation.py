@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
-from itertools import product
 from math import inf
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colossal_hetero.planner import Allocation, Curve, Share, allocate
-from colossal_hetero.planner.batches.allocation import METHODS, divide_micro_batches, evaluate, largest_remainders
+from colossal_hetero.planner.batches.allocation import METHODS, evaluate, largest_remainders
 from tests.support.random_examples import examples
 
 SETTINGS = [(0, "shared"), (1, "shared"), (2, "shared"), (3, "shared"), (0, "per_rank"), (1, "per_rank")]
@@ -256,23 +255,3 @@ def test_wrong_arguments_are_named(arguments: tuple, message: str) -> None:
         evaluate([CURVE, CURVE], [Share(((2, 1),)), Share(((3, 1),))], 0, method="exact")
     with pytest.raises(ValueError, match="all ranks must run the same number of micro-steps"):
         evaluate([CURVE, CURVE], [Share(((2, 1),)), Share(((2, 2),))], 2, method="exact")
-
-
-@given(
-    st.lists(st.floats(0.01, 100), min_size=1, max_size=3),
-    st.integers(1, 3),
-    st.integers(0, 9),
-)
-def test_no_division_of_pipelines_is_faster(seconds: list[float], stages: int, more: int) -> None:
-    count = stages * len(seconds) + more
-    found = divide_micro_batches(seconds, count, stages)
-    assert sum(found) == count and min(found) >= stages
-
-    def wall(counts: tuple[int, ...]) -> float:
-        return max((k + stages - 1) * c for k, c in zip(counts, seconds, strict=True))
-
-    possible = product(range(stages, count + 1), repeat=len(seconds))
-    assert wall(found) == min(wall(each) for each in possible if sum(each) == count)
-    if len(seconds) > 1:
-        with pytest.raises(ValueError, match="are too few for"):
-            divide_micro_batches(seconds, stages * len(seconds) - 1, stages)
