@@ -5,23 +5,9 @@ head of the last. A stage holds at least one block and runs in a *slot*: a tenso
 in one node. Slots are interchangeable if they share one ``LayerCosts`` object and have the same memory. *Bounds* say
 which blocks a stage runs: ``[bounds[s], bounds[s + 1])``.
 
-`[Note: formula]`  The time of an iteration is estimated by AutoHet's Eq. 1, ``C = Σ t + (K − 1)·max t``: the first
-micro-batch passes through the empty pipeline, and each further one takes one period of the longest stage. Compared with
-the event simulation (``cost/simulate.py``), where F and B are a stage's forward and backward time, each with half of
-the time of the schedule itself, t = F + B + the hops over its two cuts, for K micro-batches and P stages:
-
-- The period is exact: every cycle in the graph of dependencies has as many forwards as backwards of each stage.
-- Lower bound of the simulation: with ``blocking`` transfers it takes at least ``Σ_{q<c} t_q + K·t_c`` for every stage
-  c, and at least ``Σ t``. So C exceeds it at most by ``Σ_{q>c} t_q``, the time of the stages behind the longest stage
-  c, and usually by less: C counts these stages in full, while part of their work happens during warm-up and cool-down,
-  at the same time as that of the longest stage. If K = 1, both are equal.
-- C can also be lower. The simulation takes at most ``C + max_e Σ (g − t_q)``, where e = 0 … P − 1, the sum is over the
-  last e stages, and ``g = max (t − B) + max (t − F) − max t`` (``overlapped``: ``g = max F + max B − max t``). Reason:
-  a path through the schedule that does not reach the last e stages alternates between F and B of one stage, except for
-  at most e forwards at its start and e backwards at its end. So C is an upper bound if every stage except the first
-  takes at least g. Without transfers this is true if the ratio of forward to backward time is the same in all stages. C
-  can be lower if the longest forward and the longest backward are in different stages, or if very short stages follow
-  expensive hops.
+The time of an iteration is estimated by AutoHet's Eq. 1, ``C = Σ t + (K − 1)·max t``: the first micro-batch passes
+through the empty pipeline, and each further one takes one period of the longest stage. What it is worth beside the
+event simulation is in ``docs/algorithms.md``, section 3.
 """
 
 from __future__ import annotations
@@ -85,7 +71,7 @@ class PipelineCost:
 
 
 def evaluate(slots: Sequence[Slot], hops: Sequence[Channel], micro_batches: int, bounds: Sequence[int]) -> PipelineCost:
-    """Time and memory of stages by the formula; see Note: formula. ``hops`` are the channels between neighbors.
+    """Time and memory of stages by the formula. ``hops`` are the channels between neighbors.
 
     A transfer keeps both of its stages busy, because the sender waits until the receiver has taken the message, as in
     Colossal-AI's schedule with NCCL. Activations and gradients are sent at the same time in steady state, so a stage
