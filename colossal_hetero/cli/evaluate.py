@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..planner.profile.layer_profile import ModelProfile
 
 GROUPS = {
-    "Batches of layouts": ("micro_batch", "micro_batches", "global_batch", "overlap"),
+    "Predictions": ("global_batch", "overlap"),
     "Machines": ("memory_reserve",),
     "Output": ("out", "plot"),
 }
@@ -37,10 +37,6 @@ GROUPS = {
 @click.argument("plans", metavar="PLAN...", nargs=-1, required=True)
 @click.argument("cluster", type=click.Path(path_type=Path))
 @click.argument("profile", type=click.Path(path_type=Path))
-@click.option("--micro-batch", type=Whole(), help="Samples per micro-batch, if a layout has no size.")
-@click.option(
-    "--micro-batches", type=Whole(), help="Micro-batches of each pipeline and iteration, if a layout has no number."
-)
 @click.option(
     "--global-batch",
     type=Whole(),
@@ -64,8 +60,6 @@ def evaluate(
     plans: tuple[str, ...],
     cluster: Path,
     profile: Path,
-    micro_batch: int | None,
-    micro_batches: int | None,
     global_batch: int | None,
     overlap: bool,
     memory_reserve: float | None,
@@ -93,9 +87,7 @@ def evaluate(
         with status_line("pricing the plans"):
             for number, each in enumerate(plans, 1):
                 try:
-                    evaluated, remarks = _evaluated(
-                        each, topology, model, micro_batch, micro_batches, global_batch, overlap
-                    )
+                    evaluated, remarks = _evaluated(each, topology, model, global_batch, overlap)
                 except MarkedError:
                     raise
                 except ValueError as error:
@@ -126,8 +118,6 @@ def _evaluated(
     given: str,
     topology: Topology,
     profile: ModelProfile,
-    micro_batch: int | None,
-    micro_batches: int | None,
     global_batch: int | None,
     overlap: bool,
 ) -> tuple[EvaluatedPlan, list[str]]:
@@ -143,7 +133,7 @@ def _evaluated(
             "dp 2 x pp [A100-40 0-23], micro-batch 2 x 32"
         )
     if not os.path.exists(given):
-        layout = read_layout(given).with_batches(micro_batch, micro_batches)
+        layout = read_layout(given)
         return evaluate_layout(topology, profile, layout, global_batch=global_batch, overlap=overlap), []
     plan = load_plan(given)
     problem = why_other_devices(as_profiled(topology, profile), plan)

@@ -56,19 +56,6 @@ class PlanLayout:
         shapes = {(each.micro_batches, tuple(stage.block_ranges for stage in each.stages)) for each in self.pipelines}
         return len(shapes) == 1
 
-    def with_batches(self, micro_batch: int | None = None, micro_batches: int | None = None) -> PlanLayout:
-        """The layout with a size of micro-batches, and with so many of them in each pipeline, where they are given."""
-        for what, said, given in (
-            ("micro-batches of {} samples", {self.micro_batch}, micro_batch),
-            ("{} micro-batches per pipeline", {each.micro_batches for each in self.pipelines}, micro_batches),
-        ):
-            others = sorted(number for number in said - {None, given} if number is not None)
-            if given is not None and others:
-                has = what.format(", ".join(map(str, others)))
-                raise ValueError(f"the layout has {has}, not {given}; leave one of both out")
-        pipelines = tuple(replace(each, micro_batches=micro_batches or each.micro_batches) for each in self.pipelines)
-        return replace(self, pipelines=pipelines, micro_batch=self.micro_batch or micro_batch)
-
     def wrong(self, message: str, stage: StageLayout | None = None) -> NoReturn:
         """Raise an error that says what is wrong with the layout, and where in the line that was read."""
         if self.line and stage is not None:

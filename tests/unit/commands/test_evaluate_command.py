@@ -55,7 +55,7 @@ def test_a_plan_of_other_machines_gets_other_devices(tmp_path: Path) -> None:
 def test_prices_and_batches_from_flags(tmp_path: Path) -> None:
     priced = tmp_path / "prices.toml"
     priced.write_text(CLUSTER.read_text().replace("devices = [", "dollars_per_hour = 2.5\ndevices = ["))
-    result = run("evaluate", "dp 4 x pp [A100-40 0-23]", priced, PROFILE, "--micro-batch", 2, "--global-batch", 64)
+    result = run("evaluate", "dp 4 x pp [A100-40 0-23], micro-batch 2", priced, PROFILE, "--global-batch", 64)
     assert result.exit_code == 0, result.output
     assert "as 4 replicas × 8 micro-batches of 2" in result.output and "price: 2.50 $ an hour" in result.output
 

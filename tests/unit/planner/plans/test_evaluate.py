@@ -83,8 +83,8 @@ def test_the_planners_plans_and_their_lines_cost_the_same(
 
 
 def test_micro_batches_are_divided_for_the_earliest_end(cluster: Topology, profile: ModelProfile) -> None:
-    line = "dp 2 = pp [A100-40 0-23] + pp [4 x V100-16 0-23]"
-    free = evaluate_layout(cluster, profile, read_layout(line).with_batches(2), global_batch=48).plan
+    line = "dp 2 = pp [A100-40 0-23] + pp [4 x V100-16 0-23], micro-batch 2"
+    free = evaluate_layout(cluster, profile, read_layout(line), global_batch=48).plan
     assert sum(replica.micro_batches for replica in free.replicas) == 24
     others = []
     for first in range(1, 21):

@@ -145,13 +145,3 @@ def test_no_text_ends_in_another_error(text: str) -> None:
         assert 0 <= error.place <= len(text)
     else:
         assert read_layout(write_layout(read)).pipelines
-
-
-def test_batches_from_elsewhere() -> None:
-    said = read_layout("dp 2 × pp [A 0-3] · micro-batch 2 × 8")
-    assert said.with_batches(2, 8) == said
-    assert read_layout("dp 2 × pp [A 0-3]").with_batches(2, 8) == said
-    with pytest.raises(ValueError, match="micro-batches of 2 samples, not 4"):
-        said.with_batches(4)
-    with pytest.raises(ValueError, match="8 micro-batches per pipeline, not 4"):
-        said.with_batches(None, 4)
