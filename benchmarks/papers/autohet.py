@@ -24,7 +24,7 @@ from colossal_hetero.planner.cost.placement import NodeLinks, SlotPool
 from colossal_hetero.planner.cost.price import price
 from colossal_hetero.planner.cost.tp_groups import slot_kinds
 from colossal_hetero.planner.solver.problem import Problem
-from colossal_hetero.planner.solver.search import Effort, search
+from colossal_hetero.planner.solver.search import search
 from colossal_hetero.planner.stages.split_methods import uniform_bounds
 
 BATCH = 128
@@ -133,7 +133,7 @@ def overhead(inputs: Inputs) -> Figure:
         start = time.process_time()
         search(problem)
         took = time.process_time() - start
-        gap = search(problem, effort=Effort(bound_seconds=10)).best.gap
+        gap = search(problem, bound_seconds=10).best.gap
         rows.append((f"{gpus:,}", said.get(gpus, "–"), took, "–" if gap is None else f"{gap:.1%}"))
     why = (
         "The paper solves Eq. 3 alone, by SCIP; here it is the whole search, with all degrees, micro-batches, "

@@ -14,7 +14,7 @@ from benchmarks.planner.planning import CLUSTERS, cluster, gpt
 from colossal_hetero.planner.cluster.topology import Topology
 from colossal_hetero.planner.solver.pareto_front import pareto_front
 from colossal_hetero.planner.solver.problem import Problem
-from colossal_hetero.planner.solver.search import Effort, search
+from colossal_hetero.planner.solver.search import search
 
 PRICES = {"A100-80": 2.2, "H800": 4.5, "H20": 1.6}
 """Dollars per hour and device."""
@@ -42,7 +42,7 @@ def main() -> None:
     rows = []
     for gpus in arguments.gpus:
         problem = Problem(topology=cluster(CLUSTERS[gpus]), profile=model, global_batch=arguments.global_batch)
-        bests = [search(problem, effort=Effort(bound_seconds=seconds)).best for seconds in arguments.seconds]
+        bests = [search(problem, bound_seconds=seconds).best for seconds in arguments.seconds]
         rows.append((f"{gpus:,}", bests[-1].iteration_seconds, *(f"{best.gap:.1%}" for best in bests)))
     print_table(
         "No plan is faster by more than",

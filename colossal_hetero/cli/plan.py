@@ -24,7 +24,6 @@ from .common import (
 
 if TYPE_CHECKING:
     from ..planner.cost.pass_order import Schedule
-    from ..planner.solver.search import Effort
 
 PROOF_SECONDS = 2.0
 GROUPS = {
@@ -154,7 +153,11 @@ def plan(
             overlap=overlap,
         )
         with status_line(f"planning for {len(topology.devices):,} devices"):
-            found = search(problem, keep=top, compare=True, effort=_effort(gap, time_limit)).of_files(cluster, profile)
+            if gap is None:
+                answer = search(problem, keep=top, compare=True, bound_seconds=PROOF_SECONDS)
+            else:
+                answer = search(problem, keep=top, compare=True, bound_seconds=time_limit, gap=gap / 100)
+            found = answer.of_files(cluster, profile)
         if out is not None:
             save_plan(found.best, out)
         if plot is not None:
@@ -169,12 +172,3 @@ def plan(
     console.print(f"{one_line(found.best)}\n\n{call}", markup=False, soft_wrap=True)
     if out is None:
         console.print("\n# --out plan.json writes this plan to that file", markup=False, soft_wrap=True)
-
-
-def _effort(gap: float | None, time_limit: float) -> Effort:
-    """Effort for a lower bound; ``gap`` is in percent."""
-    from ..planner.solver.search import Effort
-
-    if gap is not None:
-        return Effort(gap=gap / 100, bound_seconds=time_limit)
-    return Effort(bound_seconds=PROOF_SECONDS)

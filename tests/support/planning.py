@@ -13,7 +13,7 @@ from colossal_hetero.planner.cost.price import price_ranks
 from colossal_hetero.planner.cost.ranked_plan import RankedPlan
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from colossal_hetero.planner.solver.problem import Problem
-from colossal_hetero.planner.solver.search import PLAIN, Effort, search
+from colossal_hetero.planner.solver.search import search
 from tests.support.training import Trained, boost, sgd, tiny_vit
 
 SECONDS = 1.0
@@ -82,13 +82,14 @@ def make_plans(
     *,
     keep: int = 5,
     compare: bool = False,
-    effort: Effort = PLAIN,
+    bound_seconds: float = 0.0,
+    gap: float | None = None,
     **wishes: Any,
 ) -> list[RankedPlan]:
     """The best plans; ``wishes`` are fields of :class:`.Problem`. Without recomputation and ZeRO if none says else."""
     simple = {"recompute": False, "zero_stages": (0,)}
     problem = Problem(topology=topology, profile=profile, **(simple | wishes))
-    return list(search(problem, keep=keep, compare=compare, effort=effort).plans)
+    return list(search(problem, keep=keep, compare=compare, bound_seconds=bound_seconds, gap=gap).plans)
 
 
 def predict_plan(*given: Any, **sizes: Any) -> Plan:

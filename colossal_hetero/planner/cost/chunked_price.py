@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -220,21 +219,7 @@ def _replica(
     return Replica(stages=tuple(stages), micro_batches=micro_batches, pipeline_seconds=seconds)
 
 
-# Arrangements --------------------------------------------------------------------------------------------------------
-
-
-MAX_GROUPS = 5
-"""Groups up to which all ways are tried: 5 groups form pipelines of at least 2 stages in 380 ways."""
-
-
-def all_arrangements(groups: Sequence[tuple[int, ...]]) -> Iterator[Ranks]:
-    """Every choice of groups in every order of stages, at least 2. The order of replicas does not matter."""
-    for stages in range(2, len(groups) + 1):
-        rows = list(itertools.permutations(groups, stages))
-        for replicas in range(1, len(groups) // stages + 1):
-            for chosen in itertools.combinations(rows, replicas):
-                if len(set(itertools.chain(*chosen))) == stages * replicas:
-                    yield chosen
+# Parts of a price --------------------------------------------------------------------------------------------------
 
 
 def equal_micro_batches(global_batch: int, micro_batch: int, replicas: int) -> int:
@@ -365,8 +350,6 @@ MAX_COMPARED = 1_500
 """Largest number of divisions that are all compared."""
 MAX_ROUNDS = 200
 """Moves of blocks from each start."""
-MAX_PAIRS_OF_MOVES = 4_000
-"""Largest number of pairs of moves that are tried where no single move helps."""
 ROUNDING = 1e-12
 
 
@@ -406,10 +389,7 @@ def _improved(pipelines: Sequence[ChunkedPipeline], start: NDArray[np.int64]) ->
     sizes = np.diff(start)
     excess, seconds = (float(each[0]) for each in _prices(pipelines, start[None]))
     for _ in range(MAX_ROUNDS):
-        moved = _moved(sizes)
-        found = _better(pipelines, moved, excess, seconds)
-        if found is None and 0 < len(moved) ** 2 <= MAX_PAIRS_OF_MOVES:
-            found = _better(pipelines, np.concatenate([_moved(each) for each in moved]), excess, seconds)
+        found = _better(pipelines, _moved(sizes), excess, seconds)
         if found is None:
             break
         sizes, excess, seconds = found

@@ -308,7 +308,7 @@ def _worst(costs: Sequence[LayerCosts]) -> LayerCosts:
 # Plans ---------------------------------------------------------------------------------------------------------------
 
 
-def write_plan(draft: Draft, topology: Topology, profile: ModelProfile, method: str, notes: Sequence[str]) -> Plan:
+def write_plan(draft: Draft, topology: Topology, profile: ModelProfile, method: str) -> Plan:
     pool = draft.pool
     return finished_plan(
         profile,
@@ -318,7 +318,6 @@ def write_plan(draft: Draft, topology: Topology, profile: ModelProfile, method: 
         method=method,
         tensor_parallel=pool.tensor_parallel,
         zero_stage=0 if pool.pipelines is None else 1,
-        notes=tuple(notes),
     )
 
 

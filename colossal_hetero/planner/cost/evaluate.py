@@ -30,14 +30,22 @@ def differences(one: Plan, other: Plan) -> list[str]:
     return found
 
 
+LONGEST = "longest stage, in all"
+
+
+def slowest_replica(plan: Plan) -> Replica:
+    return max(plan.replicas, key=lambda replica: replica.pipeline_seconds)
+
+
 def time_parts(plan: Plan) -> dict[str, float]:
     """Parts of the time of an iteration, by the formula, in seconds."""
-    slowest = max(plan.replicas, key=lambda replica: replica.pipeline_seconds)
-    longest = max(slowest.stages, key=lambda stage: stage.micro_batch_seconds)
+    slowest = slowest_replica(plan)
+    steady = slowest.micro_batches * max(stage.micro_batch_seconds for stage in slowest.stages)
+    update = max(stage.update_seconds for stage in slowest.stages)
     return {
-        "longest stage, in all": slowest.micro_batches * longest.micro_batch_seconds,
-        "filling and emptying the pipeline": slowest.pipeline_seconds
-        - slowest.micro_batches * longest.micro_batch_seconds,
+        LONGEST: steady,
+        "filling and emptying the pipelines": max(slowest.pipeline_seconds - steady - update, 0.0),
+        "optimizer steps": update,
         "sums of gradients": plan.synchronization_seconds,
     }
 

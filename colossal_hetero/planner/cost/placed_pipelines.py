@@ -34,11 +34,7 @@ class PlacedPipelines:
         self._cuts: dict[int, AllCuts] = {}
         self._cut_times: dict[object, CutTimes] = {}
         on_node: dict[int, list[int]] = {}
-        node_of = {
-            (kind, slot): builder.node(pool, (kind, slot))
-            for kind, each in enumerate(pool.kinds)
-            for slot in range(len(each.slots))
-        }
+        node_of = {place: builder.node(pool, place) for place in pool.places}
         for (kind, _), node in node_of.items():
             on_node.setdefault(node, []).append(kind)
         types = {node: (int(pool.links.node_kind[node]), tuple(kinds)) for node, kinds in on_node.items()}

@@ -165,10 +165,14 @@ class SlotPool:
     def devices(self) -> int:
         return self.slots * self.tensor_parallel
 
+    @property
+    def places(self) -> list[Place]:
+        return [(kind, slot) for kind, each in enumerate(self.kinds) for slot in range(len(each.slots))]
+
     @cached_property
     def place_of(self) -> dict[tuple[int, ...], Place]:
         """Place of each slot by its ranks."""
-        return {ranks: (kind, slot) for kind, each in enumerate(self.kinds) for slot, ranks in enumerate(each.slots)}
+        return {self.kinds[kind].slots[slot]: (kind, slot) for kind, slot in self.places}
 
     def allows(self, pipelines: int) -> bool:
         return self.pipelines in (None, pipelines)

@@ -107,9 +107,7 @@ class Pricer:
         if overlap and layout.schedule != "1f1b":
             raise ValueError(f"overlap is predicted for the schedule 1f1b only, not for {layout.schedule}")
         if layout.micro_batch is None:
-            raise ValueError(
-                "the layout does not say how large a micro-batch is; write · micro-batch 2 × 8, or give it"
-            )
+            raise ValueError("the layout does not say how large a micro-batch is; write · micro-batch 2 × 8")
         self.layout = layout
         self.micro_batch = layout.micro_batch
         self.order_seconds = order_seconds
@@ -120,7 +118,7 @@ class Pricer:
     def plan(self, ranks: Ranks) -> Plan:
         if self.layout.schedule != "1f1b":
             return self._chunked(ranks)
-        plan = write_plan(self._draft(ranks), self.topology, self.profile, METHOD, ())
+        plan = write_plan(self._draft(ranks), self.topology, self.profile, METHOD)
         replicas = []
         for replica, pipeline in zip(plan.replicas, self.layout.pipelines, strict=True):
             stages = zip(replica.stages, pipeline.stages, strict=True)
@@ -329,8 +327,7 @@ def look(topology: Topology, ranks: Ranks) -> object:
             node = topology.nodes[first.node]
             number = numbers.setdefault(first.node, len(numbers))
             speed = min(topology.devices[rank].speed for rank in group)
-            looks.append(
-                (first.kind, number, node.cluster, node.inside, node.inside_bytes_per_second, node.nics, speed)
-            )
+            of_node = node.cluster, node.inside, node.inside_bytes_per_second, node.nics
+            looks.append((first.kind, len(group), speed, number, of_node))
         pipelines.append(tuple(looks))
     return tuple(pipelines)

@@ -38,6 +38,12 @@ def ranking_seconds(seconds: float, *, equal: bool, plain: bool = True) -> float
     return seconds * (1.0 if equal else MIN_GAIN) * (1.0 if plain else MIN_GAIN)
 
 
+def ranking_of(plan: Plan, seconds: float | None = None) -> float:
+    """:func:`ranking_seconds` of a plan, by its predicted time or by other ``seconds``."""
+    given = plan.iteration_seconds if seconds is None else seconds
+    return ranking_seconds(given, equal=plan.symmetric, plain=plan.plain)
+
+
 def compared(seconds: float, best_seconds: float, what: str = "it is not as simple") -> str:
     """Difference of a plan from the best one, e.g. "3.1 % slower". A faster one is behind it because of ``what``."""
     percent = 100 * (seconds / best_seconds - 1)
@@ -94,14 +100,12 @@ def ties_resolved(ranked: Sequence[RankedPlan], profile: ModelProfile) -> list[R
     simplest = min([fastest, *tied], key=lambda each: _complexity(each.plan))
     if simplest is fastest:
         return [replace(each, reason=words.get(id(each), each.reason)) for each in ranked]
-    plan = simplest.plan.model_copy(update={"notes": fastest.plan.notes})
     first = RankedPlan(
-        plan,
+        simplest.plan,
         f"the simplest of {len(tied) + 1} plans that the times of the profile cannot tell apart; the fastest is "
-        f"predicted to be {_behind(plan, fastest.plan):.1%} faster",
+        f"predicted to be {_behind(simplest.plan, fastest.plan):.1%} faster",
     )
-    without_notes = fastest.plan.model_copy(update={"notes": ()})
-    second = RankedPlan(without_notes, "the fastest by its prediction, but not simpler, and the difference is a tie")
+    second = RankedPlan(fastest.plan, "the fastest by its prediction, but not simpler, and the difference is a tie")
     rest = [replace(each, reason=words.get(id(each), each.reason)) for each in others if each is not simplest]
     return [first, second, *rest]
 

@@ -6,10 +6,7 @@ stage 1 runs by Colossal-AI's optimizer if replicas are alike, else by the plugi
 
 from __future__ import annotations
 
-from typing import overload
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from ...common.text import count, spans
 from .layout_line import layout_of, write_layout
@@ -21,14 +18,8 @@ class NoPlanError(ValueError):
     """There is no plan for these machines; for others there may be one."""
 
 
-@overload
-def enough_micro_batches(stages: int, micro_batches: int) -> bool: ...
-@overload
-def enough_micro_batches(stages: NDArray[np.int64], micro_batches: NDArray[np.int64]) -> NDArray[np.bool_]: ...
-def enough_micro_batches(
-    stages: int | NDArray[np.int64], micro_batches: int | NDArray[np.int64]
-) -> bool | NDArray[np.bool_]:
-    """True if a replica with this many micro-batches per iteration can have this many stages; element by element."""
+def enough_micro_batches(stages: Any, micro_batches: Any) -> Any:
+    """True if a replica with this many micro-batches per iteration can have this many stages: numbers, or arrays."""
     return (stages <= micro_batches) | (stages == 1)
 
 

@@ -1,24 +1,18 @@
-"""Best plans of the interleaved and the zero-bubble schedule for given pipelines, the most promising first, with stages
-exchanged, because the places of the first and the last blocks depend on the schedule."""
+"""Best plans of the interleaved and the zero-bubble schedule for given pipelines, the most promising first."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..cost.chunked_price import Ranks, price_chunks, stage_slots, summing_seconds
 from ..cost.pass_order import Schedule, why_not_schedulable
 from ..cost.plan import Plan
 from ..cost.price import look
-from ..cost.ranked_plan import RankedPlan, compared, ranking_seconds
 from .problem import Problem
 
 MAX_TRIED = 64
 """Pipelines whose blocks are divided, for each schedule and number of chunks."""
-MAX_EXCHANGED = 2
-MAX_EXCHANGES = 24
 CERTAIN = 0.95
 """Share of a pipeline's estimated work that must be below the best time; the estimate is nearly a bound."""
 
@@ -53,7 +47,6 @@ class ChunkedPlans:
         estimated = sorted(estimates, key=lambda each: each[0].seconds)
         found: list[Plan] = []
         for schedule, chunks in self.kinds:
-            made: dict[object, Plan | None] = {}
             best, tried = float("inf"), 0
             for estimate, candidate in estimated:
                 if tried >= MAX_TRIED:
@@ -61,12 +54,11 @@ class ChunkedPlans:
                 if estimate.work_seconds * CERTAIN >= best or not self._can_be_divided(candidate, schedule, chunks):
                     continue
                 tried += 1
-                plan = self._make(candidate, schedule, chunks, made)
-                best = min(best, plan.iteration_seconds) if plan is not None else best
-            for plan in _by_time(made.values())[:MAX_EXCHANGED]:
-                self._exchange(plan, schedule, chunks, made)
-            found += _by_time(made.values())
-        return _by_time(found)
+                plan = self._make(candidate, schedule, chunks)
+                if plan is not None:
+                    found.append(plan)
+                    best = min(best, plan.iteration_seconds)
+        return sorted(found, key=lambda plan: plan.iteration_seconds)
 
     def _estimate(self, candidate: Candidate) -> _Estimate:
         ranks, size = candidate
@@ -92,81 +84,19 @@ class ChunkedPlans:
             return False
         return why_not_schedulable(schedule, stages, micro_batches) is None
 
-    def _make(
-        self, candidate: Candidate, schedule: Schedule, chunks: int, made: dict[object, Plan | None]
-    ) -> Plan | None:
+    def _make(self, candidate: Candidate, schedule: Schedule, chunks: int) -> Plan | None:
         ranks, size = candidate
-        key = look(self.topology, ranks), size
-        if key not in made:
-            made[key] = None
-            try:
-                made[key] = price_chunks(
-                    self.topology,
-                    self.profile,
-                    ranks,
-                    schedule=schedule,
-                    chunks=chunks,
-                    micro_batch=size,
-                    global_batch=self.global_batch,
-                    method=self.method,
-                )
-            except ValueError as error:
-                self.problems.setdefault(schedule, str(error))
-        return made[key]
-
-    def _exchange(self, plan: Plan, schedule: Schedule, chunks: int, made: dict[object, Plan | None]) -> None:
-        """Try exchanges of two stages in all replicas; go on from the first one that is faster."""
-        left, better = MAX_EXCHANGES, True
-        while better:
-            better = False
-            for ranks in _exchanged(plan.rank_order):
-                if (look(self.topology, ranks), plan.micro_batch) in made:
-                    continue
-                if not left:
-                    return
-                left -= 1
-                other = self._make((ranks, plan.micro_batch), schedule, chunks, made)
-                if other is not None and other.iteration_seconds < plan.iteration_seconds * (1 - 1e-9):
-                    plan, better = other, True
-                    break
-
-
-def _by_time(plans: Iterable[Plan | None]) -> list[Plan]:
-    return sorted((plan for plan in plans if plan is not None), key=lambda plan: plan.iteration_seconds)
-
-
-def _exchanged(ranks: Ranks) -> Iterator[Ranks]:
-    for one, other in itertools.combinations(range(len(ranks[0])), 2):
-        places = list(range(len(ranks[0])))
-        places[one], places[other] = other, one
-        yield tuple(tuple(replica[place] for place in places) for replica in ranks)
-
-
-# Ranking -------------------------------------------------------------------------------------------------------------
-
-
-def ranked_by_time(plans: Sequence[Plan], keep: int) -> list[RankedPlan]:
-    """Best ``keep`` of these plans, which are in the order of their times, each with a reason."""
-    return [
-        RankedPlan(plan, _reason(plan, plans[0], f"the shortest simulated iteration of {len(plans)} plans"))
-        for plan in plans[:keep]
-    ]
-
-
-def merged_by_time(one: Sequence[RankedPlan], other: Sequence[RankedPlan], keep: int) -> list[RankedPlan]:
-    """Best ``keep`` of both lists. Where the best of a list is not the best of all, reasons are made anew."""
-    both = sorted(
-        [*one, *other],
-        key=lambda each: ranking_seconds(each.plan.iteration_seconds, equal=each.plan.symmetric, plain=each.plan.plain),
-    )[:keep]
-    best = both[0]
-    kept = one if best in one else other
-    return [each if each in kept else replace(each, reason=_reason(each.plan, best.plan, "")) for each in both]
-
-
-def _reason(plan: Plan, best: Plan, of_best: str) -> str:
-    if plan is best:
-        return of_best
-    slower = compared(plan.iteration_seconds, best.iteration_seconds)
-    waits = [share for replica in plan.replicas for share in replica.bubble_shares]
-    return f"{slower}: stages wait {100 * sum(waits) / len(waits):.0f} % of the time on average"
+        try:
+            return price_chunks(
+                self.topology,
+                self.profile,
+                ranks,
+                schedule=schedule,
+                chunks=chunks,
+                micro_batch=size,
+                global_batch=self.global_batch,
+                method=self.method,
+            )
+        except ValueError as error:
+            self.problems.setdefault(schedule, str(error))
+            return None

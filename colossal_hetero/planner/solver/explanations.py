@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...common.text import count, duration
-from ..cost.draft import Draft
+from ..cost.evaluate import LONGEST, slowest_replica, time_parts
 from ..cost.pass_order import Schedule
 from ..cost.placement import SlotPool
 from ..cost.plan import Plan
@@ -34,65 +34,34 @@ def impossible_degrees(searches: Sequence[PlanSearch]) -> list[str]:
     ]
 
 
-def against_equal_replicas(plan: Plan, found: Sequence[Draft]) -> str:
-    """Gain of ``plan``, whose replicas are not alike, over the best of these plans with equal replicas."""
-    seconds = min((draft.seconds for draft in found if draft.is_equal), default=None)
-    if seconds is None:
-        return "no plan with equal replicas is possible"
-    ratio = seconds / plan.iteration_seconds
-    return f"{ratio:.2f} × as fast as the best plan with equal replicas ({duration(seconds)})"
-
-
-def reason(draft: Draft, ranked: Sequence[Draft], worked_out: int) -> str:
+def reason(plan: Plan, ranked: Sequence[Plan], worked_out: int) -> str:
     """Reason for the best plan; of another plan, how much slower it is and the largest cause."""
     best = ranked[0]
-    if draft is best:
+    if plan is best:
         plans = f"of the {count(worked_out, 'plan')} that were worked out"
-        is_fastest = min(each.seconds for each in ranked) >= best.seconds * (1 - ROUNDING)
+        is_fastest = min(each.iteration_seconds for each in ranked) >= best.iteration_seconds * (1 - ROUNDING)
         return f"the shortest predicted iteration {plans}" if is_fastest else f"the simplest within 1 % {plans}"
-    slower = compared(draft.seconds, best.seconds, _not_as_simple(draft))
-    parts, best_parts = _parts(draft), _parts(best)
+    slower = compared(plan.iteration_seconds, best.iteration_seconds, _not_as_simple(plan))
+    parts, best_parts = time_parts(plan), time_parts(best)
     more = {cause: parts[cause] - best_parts[cause] for cause in parts}
     cause = max(more, key=lambda each: more[each])
-    if draft.seconds < best.seconds or more[cause] <= ROUNDING * best.seconds:
+    if plan.iteration_seconds < best.iteration_seconds or more[cause] <= ROUNDING * best.iteration_seconds:
         return slower
-    what = _longest_stage(draft) if cause == LONGEST else cause
+    what = _longest_stage(plan) if cause == LONGEST else cause
     return f"{slower}: {what}, {duration(parts[cause])} instead of {duration(best_parts[cause])}"
 
 
-LONGEST = "longest stage"
+def _longest_stage(plan: Plan) -> str:
+    replica = slowest_replica(plan)
+    number, stage = max(enumerate(replica.stages), key=lambda each: each[1].micro_batch_seconds)
+    blocks = " + ".join(f"{start} to {stop - 1}" for start, stop in stage.block_ranges)
+    return f"{count(replica.micro_batches, 'micro-batch')} in stage {number} ({stage.device}, blocks {blocks})"
 
 
-def _parts(draft: Draft) -> dict[str, float]:
-    """Seconds of the parts of an iteration."""
-    number = _slowest(draft)
-    cost, micro_batches = draft.costs[number], draft.micro_batches[number]
-    steady, update = micro_batches * max(cost.stage_seconds), max(cost.update_seconds)
-    return {
-        LONGEST: steady,
-        "filling and emptying the pipelines": cost.seconds - steady - update,
-        "optimizer steps": update,
-        "sums of gradients": draft.synchronization_seconds,
-    }
-
-
-def _longest_stage(draft: Draft) -> str:
-    number = _slowest(draft)
-    times, row, bounds = draft.costs[number].stage_seconds, draft.rows[number], draft.bounds[number]
-    stage = int(np.argmax(times))
-    device = draft.pool.kinds[row[stage][0]].device
-    blocks = f"blocks {bounds[stage]} to {bounds[stage + 1] - 1}"
-    return f"{count(draft.micro_batches[number], 'micro-batch')} in stage {stage} ({device}, {blocks})"
-
-
-def _not_as_simple(draft: Draft) -> str:
-    if not draft.is_equal:
+def _not_as_simple(plan: Plan) -> str:
+    if not plan.symmetric:
         return "its replicas are not alike"
-    return "it uses ZeRO stage 1" if draft.pool.pipelines is not None else "it recomputes"
-
-
-def _slowest(draft: Draft) -> int:
-    return int(np.argmax([cost.seconds for cost in draft.costs]))
+    return "it uses ZeRO stage 1" if plan.zero_stage else "it recomputes"
 
 
 # No plan -------------------------------------------------------------------------------------------------------------

@@ -45,8 +45,7 @@ class Neighborhood:
         self._least_pipelines = 1 if pool.pipelines is None else 2
         self._placed = placed
         self._power: list[float] = (1.0 / bounds.work_seconds).tolist()
-        places = [(kind, slot) for kind, each in enumerate(pool.kinds) for slot in range(len(each.slots))]
-        self._type = {place: (place[0], builder.node(pool, place)) for place in places}
+        self._type = {place: (place[0], builder.node(pool, place)) for place in pool.places}
         """Kind and node of each slot: slots of one type are interchangeable."""
         self._options: dict[tuple[int, ...], list[tuple[float, float]]] = {}
 

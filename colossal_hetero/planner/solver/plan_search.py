@@ -14,7 +14,6 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cost.chunked_price import MAX_GROUPS
 from ..cost.draft import Draft, DraftBuilder
 from ..cost.placed_pipelines import PlacedPipelines, Rows
 from ..cost.placement import Place, SlotPool
@@ -321,6 +320,10 @@ def _diverse(ranked: Sequence[Draft], keep: int) -> list[Draft]:
 # Few slots ------------------------------------------------------------------------------------------------------------
 
 
+MAX_GROUPS = 5
+"""Slots up to which all plans are tried: with chunks, five form pipelines of at least 2 stages in 380 ways."""
+
+
 class FewSlots:
     """All plans of a pool: those that are cut alike, or those that may differ."""
 
@@ -358,9 +361,8 @@ class FewSlots:
 
     def _distinct(self) -> Iterator[Rows]:
         """Arrangements, without those that differ only by slots of a kind in a node, or by nodes that are alike."""
-        slots = [(kind, slot) for kind, each in enumerate(self.pool.kinds) for slot in range(len(each.slots))]
         seen: set[object] = set()
-        for rows in _arrangements(slots):
+        for rows in arrangements(self.pool.places):
             if not self._allowed(rows):
                 continue
             look = self.placed.look(rows)
@@ -382,7 +384,7 @@ class FewSlots:
             return sum(map(len, rows)) <= total
         if len(lengths) > 1 or total % len(rows):
             return False
-        return enough_micro_batches(len(rows[0]), total // len(rows))
+        return bool(enough_micro_batches(len(rows[0]), total // len(rows)))
 
     def _lower_bound(self, rows: Rows) -> float:
         counts = np.array([np.bincount([kind for kind, _ in row], minlength=len(self.pool.kinds)) for row in rows])
@@ -401,7 +403,7 @@ class FewSlots:
         return self._bound_of[key]
 
 
-def _arrangements(slots: Sequence[Place], above: tuple[Place, ...] = ()) -> Iterator[Rows]:
+def arrangements(slots: Sequence[Place], above: tuple[Place, ...] = ()) -> Iterator[Rows]:
     """Pipelines of some of the slots in every order, each of them in ascending order after ``above``."""
     for length in range(1, len(slots) + 1):
         for row in itertools.permutations(slots, length):
@@ -409,4 +411,4 @@ def _arrangements(slots: Sequence[Place], above: tuple[Place, ...] = ()) -> Iter
                 continue
             yield (row,)
             left = [slot for slot in slots if slot not in row]
-            yield from ((row, *others) for others in _arrangements(left, row))
+            yield from ((row, *others) for others in arrangements(left, row))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from ..cluster.topology import Topology
 from ..cost.layout_line import layout_of
 from ..cost.plan import Plan
 from ..cost.price import price
-from ..cost.ranked_plan import ranking_seconds
+from ..cost.ranked_plan import ranking_of
 from ..cost.simulate import PlanSimulation, Transfers, simulate_plan, slowed
 from ..profile.fitted_profiles import as_profiled
 from ..profile.layer_profile import ModelProfile
@@ -43,7 +44,7 @@ def replan(
 ) -> Replanned:
     """Best plan for ``topology`` with some devices slower, by event simulation; the present one is a candidate."""
     slowed(plan, slow)  # refuses ranks that the plan does not use
-    devices, last = len(topology.devices), max(rank for group in _groups(plan) for rank in group)
+    devices, last = len(topology.devices), max(map(max, itertools.chain(*plan.rank_order)))
     if last >= devices:
         raise ValueError(f"the plan uses rank {last}, but the cluster has only ranks 0 to {devices - 1}; give its own")
     if profile.blocks != plan.blocks:
@@ -78,15 +79,7 @@ def replan(
         return Replanned(present, present)
     files = {"cluster": plan.cluster, "profile": plan.profile}
     others = [simulate_plan(each.plan.model_copy(update=files), transfers=transfers) for each in found]
-    best = min(others, key=_ranking)
+    best = min(others, key=lambda each: ranking_of(each.plan, each.seconds))
+    limit = ranking_of(present.plan, present.seconds) * (1 - 1e-9)
     # Other times of the same plan are rounding.
-    return Replanned(present, best if _ranking(best) < _ranking(present) * (1 - 1e-9) else present)
-
-
-def _ranking(simulation: PlanSimulation) -> float:
-    plan = simulation.plan
-    return ranking_seconds(simulation.seconds, equal=plan.symmetric, plain=plan.plain)
-
-
-def _groups(plan: Plan) -> list[tuple[int, ...]]:
-    return [group for replica in plan.rank_order for group in replica]
+    return Replanned(present, best if ranking_of(best.plan, best.seconds) < limit else present)

@@ -15,49 +15,20 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..cost.chunked_price import MAX_GROUPS, all_arrangements
+from ...common.text import duration
 from ..cost.draft import Draft, DraftBuilder, write_plan
-from ..cost.placement import SlotPool
+from ..cost.placement import Place, SlotPool
 from ..cost.plan import Plan
-from ..cost.ranked_plan import RankedPlan, prediction_error, ties_resolved
+from ..cost.ranked_plan import RankedPlan, prediction_error, ranking_of, ties_resolved
 from ..cost.runnable import NoPlanError
 from ..stages.split_methods import uniform_bounds
-from .chunked_plans import Candidate, ChunkedPlans, merged_by_time, ranked_by_time
-from .explanations import (
-    against_equal_replicas,
-    impossible_degrees,
-    reason,
-    why_no_chunks,
-    why_nothing,
-)
+from .chunked_plans import Candidate, ChunkedPlans
+from .explanations import impossible_degrees, reason, why_no_chunks, why_nothing
 from .iteration_bound import IterationBound
 from .pipeline_bounds import RelaxedPool
-from .plan_search import PlanSearch
+from .plan_search import MAX_GROUPS, PlanSearch, arrangements
 from .problem import Problem
 from .starts import MAX_ROWS, some_numbers
-
-
-@dataclass(frozen=True, kw_only=True)
-class Effort:
-    """Effort to prove how good the plans are."""
-
-    bound_seconds: float = 0.0
-    """Time limit for a lower bound; 0: none is looked for."""
-    gap: float | None = None
-    """The search ends when no plan can be faster by more than this share (0.03: 3 %), or once there is a plan after
-    ``bound_seconds``; None: it does not end early."""
-
-    def __post_init__(self) -> None:
-        for name in ("bound_seconds", "gap"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ValueError(f"{name}={value}: must be at least 0")
-        if self.gap is not None and self.bound_seconds == 0:
-            raise ValueError(f"gap={self.gap} without time to find a bound; give bound_seconds, such as 5")
-
-
-PLAIN = Effort()
-"""The whole search, and no bound."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +49,17 @@ class Answer:
         return replace(self, plans=tuple(_changed(each, **names) for each in self.plans))
 
 
-def search(problem: Problem, *, keep: int = 5, compare: bool = False, effort: Effort = PLAIN) -> Answer:
+def search(
+    problem: Problem, *, keep: int = 5, compare: bool = False, bound_seconds: float = 0.0, gap: float | None = None
+) -> Answer:
     """The best plans for a problem, best first; of those within the error of the profile, the simplest first.
 
     Args:
         keep: number of plans.
         compare: the best plan also says what it gains over uniform stages and over equal replicas.
-        effort: limits of the search, and of the proof how good its result is.
+        bound_seconds: time limit for a lower bound; 0: none is looked for.
+        gap: the search ends when no plan can be faster by more than this share (0.03: 3 %), or once there is a plan
+            after ``bound_seconds``; None: it does not end early.
 
     Raises:
         NoPlanError: if no plan fits; the message says why, and what would make one possible.
@@ -94,36 +69,31 @@ def search(problem: Problem, *, keep: int = 5, compare: bool = False, effort: Ef
         raise ValueError(f"keep={keep}: must be at least 1")
     method = problem.method
     uniform = _uniform(problem) if compare and method != "uniform" else None
-    goal = _goal(problem, effort)
+    goal = _goal(problem, bound_seconds, gap)
     searches, drafts = _drafts(problem, keep, goal)
     if method == "exact" and uniform is not None:
         drafts += [draft for draft in uniform.found()[:1] if all(draft.seconds < each.seconds for each in drafts)]
     drafts = sorted(drafts, key=lambda draft: draft.ranking_seconds)
     drafts = _different(drafts)[:keep] if "1f1b" in problem.schedules else []
-    chunked: list[RankedPlan] = []
+    chunked: list[Plan] = []
     if set(problem.schedules) != {"1f1b"}:
         makes = ChunkedPlans(problem)
-        chunked = ranked_by_time(makes.plans(_pipelines_to_divide(problem, searches)), keep)
+        chunked = makes.plans(_pipelines_to_divide(problem, searches))
         if not chunked and "1f1b" not in problem.schedules:
             raise NoPlanError(why_no_chunks(problem.schedules, makes))
     if not drafts and not chunked:
         raise NoPlanError(why_nothing(problem, searches))
-    tried = sum(len(each.drafts) for each in searches)
-    ranked = [
-        RankedPlan(
-            write_plan(draft, problem.topology, problem.profile, method, impossible_degrees(searches) if first else ()),
-            reason(draft, drafts, tried),
-        )
-        for draft, first in zip(drafts, [True, *[False] * len(drafts)], strict=False)
-    ]
-    if chunked:
-        ranked = merged_by_time(ranked, chunked, keep)
+    plans = [write_plan(draft, problem.topology, problem.profile, method) for draft in drafts] + chunked[:keep]
+    plans = sorted(plans, key=ranking_of)[:keep]
+    tried = sum(len(each.drafts) for each in searches) + len(chunked)
+    ranked = [RankedPlan(plan, reason(plan, plans, tried)) for plan in plans]
     ranked = ties_resolved(ranked, problem.profile)
     bound = goal.lower_bound(min(each.plan.iteration_seconds for each in ranked)) if goal is not None else None
+    found = [draft for each in searches for draft in each.found()]
+    best = ranked[0].plan.model_copy(update={"notes": tuple(impossible_degrees(searches))})
     if compare:
-        found = [draft for each in searches for draft in each.found()]
-        best = _compared(problem, ranked, uniform, found)
-        ranked = [replace(ranked[0], plan=best), *ranked[1:]]
+        best = _compared(problem, best, [each.plan for each in ranked], uniform, found)
+    ranked = [replace(ranked[0], plan=best), *ranked[1:]]
     return Answer(
         tuple(
             _changed(each, bound_seconds=bound, relative_error=prediction_error(each.plan, problem.profile) or None)
@@ -144,16 +114,21 @@ def _uniform(problem: Problem) -> PlanSearch:
     return uniform
 
 
-def _goal(problem: Problem, effort: Effort) -> _Goal | None:
-    """Bound of the effort; None if none is looked for, or none is known for these plans."""
+def _goal(problem: Problem, bound_seconds: float, gap: float | None) -> _Goal | None:
+    """The bound of a search; None if none is looked for, or none is known for these plans."""
     is_known = set(problem.schedules) == {"1f1b"} and not problem.overlap
-    if effort.gap is not None and not is_known:
+    for name, value in (("bound_seconds", bound_seconds), ("gap", gap)):
+        if value is not None and not value >= 0:
+            raise ValueError(f"{name}={value}: must be at least 0")
+    if gap is not None and bound_seconds == 0:
+        raise ValueError(f"gap={gap} without time to find a bound; give bound_seconds, such as 5")
+    if gap is not None and not is_known:
         raise ValueError(
             "a gap is proved for the schedule 1f1b without overlap only; leave the gap out, or the other schedules"
         )
-    if effort.bound_seconds <= 0 or not is_known:
+    if bound_seconds == 0 or not is_known:
         return None
-    return _Goal(IterationBound([RelaxedPool(problem, pool) for pool in problem.pools]), effort)
+    return _Goal(IterationBound([RelaxedPool(problem, pool) for pool in problem.pools]), bound_seconds, gap)
 
 
 @dataclass(eq=False)
@@ -161,23 +136,24 @@ class _Goal:
     """Lower bound of one search, which is looked for only as far as needed."""
 
     bound: IterationBound
-    effort: Effort
+    limit_seconds: float
+    gap: float | None
     _begin: float = field(default_factory=time.monotonic)
     _spent: float = 0.0
 
     def is_enough(self, seconds: float) -> bool:
         """True if a search that has found a plan of so many seconds may end."""
-        if self.effort.gap is None:
+        if self.gap is None:
             return False
-        if time.monotonic() - self._begin > self.effort.bound_seconds:
+        if time.monotonic() - self._begin > self.limit_seconds:
             return True
-        enough = seconds / (1.0 + self.effort.gap)
+        enough = seconds / (1.0 + self.gap)
         return self.lower_bound(seconds, enough) >= enough
 
     def lower_bound(self, seconds: float, enough: float = math.inf) -> float:
         """Seconds that no plan is below, at most ``seconds``, the time of the fastest plan that was found."""
         begin = time.monotonic()
-        left = max(self.effort.bound_seconds - self._spent, 0.0)
+        left = max(self.limit_seconds - self._spent, 0.0)
         found = self.bound.seconds(seconds, enough=enough, time_limit_seconds=left)
         self._spent += time.monotonic() - begin
         return found
@@ -276,20 +252,27 @@ def _different(drafts: Sequence[Draft]) -> list[Draft]:
     return list(kept.values())
 
 
-def _compared(problem: Problem, ranked: Sequence[RankedPlan], uniform: PlanSearch | None, found: list[Draft]) -> Plan:
+def _compared(
+    problem: Problem, best: Plan, ranked: Sequence[Plan], uniform: PlanSearch | None, found: Sequence[Draft]
+) -> Plan:
     """The best plan with what it gains over uniform stages and equal replicas."""
-    best = ranked[0].plan
     notes = list(best.notes)
     if uniform is not None:
         # A plan in the list can have uniform stages in an order that the method "uniform" does not try.
-        one_chunk = [each.plan for each in ranked if each.plan.schedule == "1f1b" and each.plan.symmetric]
+        one_chunk = [plan for plan in ranked if plan.schedule == "1f1b" and plan.symmetric]
         seconds = [plan.iteration_seconds for plan in one_chunk if _has_uniform_stages(plan)]
         seconds += [draft.seconds for draft in uniform.found()[:1]]
         if not seconds:
             notes.append(f"no plan with uniform stages: {why_nothing(problem, [uniform])}")
         best = best.model_copy(update={"uniform_seconds": min(seconds, default=None)})
     if not best.symmetric:
-        notes.append(against_equal_replicas(best, found))
+        seconds = [draft.seconds for draft in found if draft.is_equal]
+        ratio = min(seconds, default=0.0) / best.iteration_seconds
+        notes.append(
+            f"{ratio:.2f} × as fast as the best plan with equal replicas ({duration(min(seconds))})"
+            if seconds
+            else "no plan with equal replicas is possible"
+        )
     if len(problem.topology.devices) == 1:
         notes.append("there is one device, so there is nothing to divide: only the micro-batches were chosen")
     return best.model_copy(update={"notes": tuple(notes)})
@@ -322,15 +305,15 @@ def _pipelines_to_divide(problem: Problem, searches: Sequence[PlanSearch]) -> li
             part = PlanSearch(replace(problem, stages=[number], unequal=False), [pool], builder)
             part.run(1)
             drafts += part.found()
-    candidates: list[Candidate] = []
-    for draft in sorted(drafts, key=lambda each: each.seconds):
-        if draft.is_equal:
-            slots = [tuple(draft.pool.kinds[kind].slots[slot] for kind, slot in row) for row in draft.rows]
-            candidates.append((tuple(slots), draft.pool.micro_batch))
+    found = [draft for draft in sorted(drafts, key=lambda each: each.seconds) if draft.is_equal]
+    rows: list[tuple[SlotPool, Sequence[Sequence[Place]]]] = [(draft.pool, draft.rows) for draft in found]
     for pool in problem.pools:
         if pool.slots <= MAX_GROUPS:
-            groups = [ranks for kind in pool.kinds for ranks in kind.slots]
-            candidates += [(ranks, pool.micro_batch) for ranks in all_arrangements(groups)]
+            rows += [(pool, each) for each in arrangements(pool.places) if len(set(map(len, each))) == 1]
+    candidates = [
+        (tuple(tuple(pool.kinds[kind].slots[slot] for kind, slot in row) for row in each), pool.micro_batch)
+        for pool, each in rows
+    ]
     devices = world if problem.all_devices else 0
     return [
         (ranks, size)

@@ -193,8 +193,7 @@ def starting_rows(topology: Topology, pool: SlotPool, pipelines: int, stages: in
     """
     number = pipelines * stages
     nodes = topology.nodes
-    slots = [(kind, slot) for kind, each in enumerate(pool.kinds) for slot in range(len(each.slots))]
-    node_of = {(kind, slot): topology.devices[pool.kinds[kind].slots[slot][0]].node for kind, slot in slots}
+    node_of = {(kind, slot): topology.devices[pool.kinds[kind].slots[slot][0]].node for kind, slot in pool.places}
     network = {node: max((nic.bytes_per_second for nic in nodes[node].nics), default=0.0) for node in node_of.values()}
 
     def work(place: Place) -> float:
@@ -206,7 +205,7 @@ def starting_rows(topology: Topology, pool: SlotPool, pipelines: int, stages: in
 
     for least in sorted(set(network.values())):
         places = sorted(
-            (place for place in slots if network[node_of[place]] >= least),
+            (place for place in node_of if network[node_of[place]] >= least),
             key=lambda place: (work(place), node_of[place]),
         )
         if len(places) < number:

@@ -13,7 +13,6 @@ from colossal_hetero.planner.cluster.topology import Channel, Device, Node, Topo
 from colossal_hetero.planner.cost.runnable import NoPlanError
 from colossal_hetero.planner.solver.iteration_bound import IterationBound, pack
 from colossal_hetero.planner.solver.pipeline_bounds import RelaxedPool
-from colossal_hetero.planner.solver.search import Effort
 from tests.support.planning import make_plans
 from tests.support.random_clusters import (
     Problem,
@@ -68,9 +67,9 @@ def test_equal_devices_reach_the_bound() -> None:
     kind = like_nodes_problem(1).topology.devices[0].kind
     nodes = (Node("n", 0, (0, 1, 2, 3), Channel("NVLink", 1e15), ()),)
     topology = Topology(tuple(Device(kind, 0, 0) for _ in range(4)), nodes, ("here",))
-    best = make_plans(
-        topology, profile, global_batch=16, tensor_parallel=(1,), micro_batches=(1,), effort=Effort(bound_seconds=10)
-    )[0].plan
+    best = make_plans(topology, profile, global_batch=16, tensor_parallel=(1,), micro_batches=(1,), bound_seconds=10)[
+        0
+    ].plan
     assert best.gap is not None and best.gap < 0.002
 
 
@@ -82,25 +81,22 @@ def test_a_search_that_ends_early_keeps_its_promise(seed: int) -> None:
         best = make_plans(**options)[0].plan  # type: ignore[arg-type]
     except ValueError:
         return
-    early = make_plans(**options, effort=Effort(gap=0.5, bound_seconds=20))[0].plan  # type: ignore[arg-type]
+    early = make_plans(**options, gap=0.5, bound_seconds=20)[0].plan  # type: ignore[arg-type]
     assert early.bound_seconds is not None and early.gap is not None
     assert early.bound_seconds <= best.iteration_seconds * (1 + ROUNDING)
     assert early.iteration_seconds <= best.iteration_seconds * (1 + early.gap) * (1 + ROUNDING)
 
 
-def test_efforts_that_are_not_possible() -> None:
-    with pytest.raises(ValueError, match=r"gap=-1: must be at least 0"):
-        Effort(gap=-1, bound_seconds=1)
-    with pytest.raises(ValueError, match=r"gap=0.03 without time to find a bound; give bound_seconds, such as 5"):
-        Effort(gap=0.03)
-
-
 @pytest.mark.parametrize("options", [{"overlap": True}, {"schedules": ("1f1b", "zbv")}])
 def test_no_gap_is_proved_for_other_plans(options: dict[str, Any]) -> None:
     topology, profile, global_batch = like_nodes_problem(1)
+    with pytest.raises(ValueError, match=r"gap=-1: must be at least 0"):
+        make_plans(topology, profile, global_batch=global_batch, gap=-1, bound_seconds=1)
+    with pytest.raises(ValueError, match=r"gap=0.03 without time to find a bound; give bound_seconds, such as 5"):
+        make_plans(topology, profile, global_batch=global_batch, gap=0.03)
     with pytest.raises(ValueError, match="for the schedule 1f1b without overlap only"):
-        make_plans(topology, profile, global_batch=global_batch, effort=Effort(gap=0.1, bound_seconds=1), **options)
-    plan = make_plans(topology, profile, global_batch=global_batch, effort=Effort(bound_seconds=1), **options)[0].plan
+        make_plans(topology, profile, global_batch=global_batch, gap=0.1, bound_seconds=1, **options)
+    plan = make_plans(topology, profile, global_batch=global_batch, bound_seconds=1, **options)[0].plan
     assert plan.bound_seconds is None
 
 
