@@ -57,17 +57,13 @@ class PipelineCost:
     """Optimizer step, once per iteration."""
     memory_bytes: tuple[float, ...]
     """Memory used on each device of the stage."""
+    stage_seconds: tuple[float, ...]
+    """t: forward, backward, transfer and schedule time."""
     fits: bool
     seconds: float
-    """``Σ t + (K − 1)·max t`` (see ``stage_seconds``) plus the longest update."""
+    """``Σ t + (K − 1)·max t`` plus the longest update."""
     recompute: tuple[bool, ...] = ()
     """True if each stage recomputes. Empty if no slot may."""
-
-    @property
-    def stage_seconds(self) -> tuple[float, ...]:
-        """t: forward, backward, transfer and schedule time of each stage per micro-batch."""
-        parts = (self.forward_seconds, self.backward_seconds, self.transfer_seconds, self.schedule_seconds)
-        return tuple(map(sum, zip(*parts, strict=True)))
 
 
 def evaluate(slots: Sequence[Slot], hops: Sequence[Channel], micro_batches: int, bounds: Sequence[int]) -> PipelineCost:
@@ -114,6 +110,7 @@ def evaluate(slots: Sequence[Slot], hops: Sequence[Channel], micro_batches: int,
         schedule_seconds=tuple(schedule),
         update_seconds=tuple(update),
         memory_bytes=tuple(memory),
+        stage_seconds=tuple(times),
         fits=fits,
         seconds=sum(times) + (micro_batches - 1) * max(times) + max(update),
         recompute=tuple(recompute) if may_recompute else (),
