@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..cluster.topology import Channel, Topology
-from ..profile.layer_costs import LayerCosts
+from ..profile.layer_costs import combined
 from ..profile.layer_profile import ModelProfile
 from ..stages.pipeline import PipelineCost, Slot, evaluate
 from ..stages.split_methods import split
@@ -281,9 +281,9 @@ class DraftBuilder:
             again = [form for kind in several if (form := kind.recomputed_in_pipeline(stages)) is not None]
             self._slots[key] = Slot(
                 name,
-                _worst([kind.costs for kind in several]),
+                combined([kind.costs for kind in several], np.max),
                 min(kind.memory_in_pipeline(stages) for kind in several),
-                (_worst([costs for costs, _ in again]), min(memory for _, memory in again)) if again else None,
+                (combined([each for each, _ in again], np.max), min(each for _, each in again)) if again else None,
                 min((kind.training_speed for kind in several if kind.training_speed is not None), default=None),
             )
         return self._slots[key]
@@ -295,14 +295,6 @@ def _kinds(row: Sequence[Place]) -> Kinds:
 
 def _channels(pool: SlotPool, numbers: Sequence[int]) -> list[Channel]:
     return [pool.links.channels[number] if number >= 0 else NO_LINK for number in numbers]
-
-
-def _worst(costs: Sequence[LayerCosts]) -> LayerCosts:
-    """Longest time and largest size of each block."""
-    if len(costs) == 1:
-        return costs[0]
-    names = [field.name for field in fields(LayerCosts)]
-    return LayerCosts(**{name: np.max([getattr(each, name) for each in costs], axis=0) for name in names})
 
 
 # Plans ---------------------------------------------------------------------------------------------------------------

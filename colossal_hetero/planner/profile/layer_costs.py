@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,3 +111,11 @@ class LayerCosts:
         """Different message sizes, and the index of each block's size, without the last block."""
         sizes, which = np.unique(self.output_bytes[:-1], return_inverse=True)
         return sizes.tolist(), which
+
+
+def combined(costs: Sequence[LayerCosts], choose: Callable[..., Any]) -> LayerCosts:
+    """What ``choose`` (``np.max``, ``np.min``) takes of several costs, block by block."""
+    if len(costs) == 1:
+        return costs[0]
+    names = [field.name for field in fields(LayerCosts)]
+    return LayerCosts(**{name: choose([getattr(each, name) for each in costs], axis=0) for name in names})

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from ..cost.placement import SlotPool
 from ..cost.tp_groups import SlotKind, compositions, number_of_compositions
 from .gradient_bounds import GradientBounds
-from .pipeline_bounds import PipelineBounds, RelaxedPool, least_costs, smallest_message
+from .pipeline_bounds import PipelineBounds, RelaxedPool, least_kind, smallest_message
 
 # Packing -------------------------------------------------------------------------------------------------------------
 #
@@ -134,7 +134,7 @@ class PipelineTypes:
         return np.where(most >= self.min_micro_batches, most, 0.0)
 
     def least_seconds(
-        self, available: NDArray[np.int64], pipelines: int, low: float, high: float, first: Basis, precision: float
+        self, available: NDArray[np.int64], pipelines: int, low: float, high: float, first: Basis
     ) -> tuple[float, Basis]:
         """Lower bound on the time in which all micro-batches can be run, at most ``high``; and the last basis."""
         limits, needed = np.append(available, pipelines).astype(float), self.max_micro_batches * (1 - ROUNDING)
@@ -146,8 +146,8 @@ class PipelineTypes:
             worth = self.micro_batches(seconds) - self.counts @ prices
             return bool(prices @ limits[:-1] + limits[-1] * worth.max(initial=0.0) < needed)
 
-        basis, tried, step = first, high, precision
-        while low < high and high > low * (1 + precision):
+        basis, tried, step = first, high, PRECISION
+        while low < high and high > low * (1 + PRECISION):
             is_too_little, prices, basis = packed(tried)
             if is_too_little:
                 low = tried
@@ -155,7 +155,7 @@ class PipelineTypes:
                 high = tried
                 # The prices of a time prove nearly as much for times a little below it.
                 below, above = low, high
-                while above > below * (1 + precision / 4):
+                while above > below * (1 + PRECISION / 4):
                     middle = (below + above) / 2
                     below, above = (middle, above) if are_too_few(prices, middle) else (below, middle)
                 low = below
@@ -170,12 +170,12 @@ class PipelineTypes:
 MAX_TYPES = 12_000
 
 
-def few_kinds(kinds: Sequence[SlotKind]) -> tuple[SlotKind, ...]:
-    """Kinds, merged until pipelines have at most :data:`MAX_TYPES` compositions, the most similar ones first.
+def few_kinds(pool: SlotPool) -> SlotPool:
+    """The pool with kinds merged until pipelines have at most :data:`MAX_TYPES` compositions, the most similar first.
 
     A merged kind has all slots of both, and the faster time and larger memory. So no plan gets slower by it.
     """
-    merged = list(kinds)
+    merged = list(pool.kinds)
     blocks = len(merged[0].costs.forward_seconds)
     while len(merged) > 1:
         counts = [np.arange(min(len(kind.slots), blocks) + 1) for kind in merged]
@@ -184,28 +184,22 @@ def few_kinds(kinds: Sequence[SlotKind]) -> tuple[SlotKind, ...]:
         times = np.log(np.maximum([kind.model_seconds for kind in merged], 1e-300))
         first = int(np.argmin(np.abs(np.diff(times))))
         merged[first : first + 2] = [_merged(merged[first], merged[first + 1])]
-    return tuple(merged)
+    return replace(pool, kinds=tuple(merged))
 
 
 def _merged(one: SlotKind, other: SlotKind) -> SlotKind:
     return replace(
-        one,
+        least_kind(one, other),
         device=f"{one.device} or {other.device}",
         usable_bytes=max(one.usable_bytes, other.usable_bytes),
-        costs=least_costs(one.costs, other.costs),
-        recomputed=one.recomputed and other.recomputed and least_costs(one.recomputed, other.recomputed),
         slots=(*one.slots, *other.slots),
     )
 
 
 PRECISION = 1e-3
-"""Relative: ranges are not halved if the bound can grow by less."""
-FEW_SUMS = 0.02
-"""Relative to P: if S grows by less, sets Q are told apart first, and most ranges of j need not be halved."""
+"""Relative, of linear programming; and ranges are not halved if the bound can grow by less."""
 STEP = 0.01
 """Relative: others are looked for so far above the lowest bound."""
-ROUGHLY = STEP / 2
-"""Precision for ranges that can be halved; less than a step, or nothing would be found in a step."""
 NO_LINK = 1e15
 """Seconds of a transfer between nodes that cannot reach each other."""
 MAX_KINDS_INSIDE = 3
@@ -224,8 +218,8 @@ class _Range:
     exactly: bool
     """True if Q has all kinds of ``inside``; else it has at least one."""
     passes: float
-    precision: float = np.inf
-    """Relative precision of ``passes`` as a result of linear programming; infinite: not known."""
+    settled: bool = False
+    """True if ``passes`` is the result of linear programming."""
 
 
 class _Held(NamedTuple):
@@ -236,11 +230,11 @@ class _Held(NamedTuple):
 
 class _Pool:
     def __init__(self, relaxed: RelaxedPool) -> None:
-        pool = _with_few_kinds(relaxed.of(relaxed.most_pipelines))
+        pool = few_kinds(relaxed.of(relaxed.most_pipelines))
         self._relaxed, self._by_pool = relaxed, dict[SlotPool, _Held]()
         self.total = pool.total_micro_batches
         self.available = np.array([len(kind.slots) for kind in pool.kinds])
-        self.bounds = PipelineBounds.of_pool(pool)
+        self.bounds = PipelineBounds(pool)
         self.gradients = GradientBounds(relaxed.problem.topology, pool)
         self._message = smallest_message(pool)
         self._types: dict[object, PipelineTypes] = {}
@@ -259,13 +253,13 @@ class _Pool:
     def seconds(self, part: _Range) -> float:
         return part.passes + self.sums(part)
 
-    def improved(self, part: _Range, below: float, precision: float) -> _Range:
+    def improved(self, part: _Range, below: float) -> _Range:
         """Range with a better bound by linear programming, which need not be the best if it is not below."""
         high = below - self.sums(part)
         low, self._basis = self._types_of(part).least_seconds(
-            self.available, part.pipelines[1], part.passes, high, self._basis, precision
+            self.available, part.pipelines[1], part.passes, high, self._basis
         )
-        return replace(part, passes=max(low, part.passes), precision=precision if low < high else np.inf)
+        return replace(part, passes=max(low, part.passes), settled=low < high)
 
     def sums(self, part: _Range) -> float:
         if part.inside is None:
@@ -274,7 +268,7 @@ class _Pool:
         return sums if part.inside else max(sums, self.gradients.of_pipelines(part.pipelines[0]))
 
     def parts(self, part: _Range) -> Iterator[_Range]:
-        part = replace(part, precision=np.inf)
+        part = replace(part, settled=False)
         (least, most), (low, high) = part.pipelines, part.blocks
         if part.inside is None:
             yield replace(part, pipelines=(1, 1), inside=frozenset(), exactly=True)
@@ -290,7 +284,7 @@ class _Pool:
             middle = math.isqrt(least * most)
             yield replace(part, pipelines=(least, middle))
             yield replace(part, pipelines=(middle + 1, most))
-        elif part.inside and not part.exactly and self._tells_kinds and by_blocks < FEW_SUMS * part.passes:
+        elif part.inside and not part.exactly and self._tells_kinds:
             for number in range(1, len(part.inside) + 1):
                 for kinds in itertools.combinations(sorted(part.inside), number):
                     yield replace(part, inside=frozenset(kinds), exactly=True)
@@ -337,7 +331,7 @@ class _Pool:
     def _held_by(self, pipelines: int) -> _Held:
         pool = self._relaxed.of(pipelines)
         if pool not in self._by_pool:
-            bounds = PipelineBounds.of_pool(_with_few_kinds(pool))
+            bounds = PipelineBounds(few_kinds(pool))
             counts = self._compositions
             self._by_pool[pool] = _Held(bounds, bounds.fits(counts, counts.sum(axis=1)))
         return self._by_pool[pool]
@@ -347,10 +341,6 @@ class _Pool:
         if self.gradients.one_kind_per_node:
             return np.asarray((-(-counts // np.maximum(self.gradients.most_in_a_node, 1))).sum(axis=1))
         return np.asarray(-(-counts.sum(axis=1) // self.gradients.slots_in_a_node))
-
-
-def _with_few_kinds(pool: SlotPool) -> SlotPool:
-    return replace(pool, kinds=few_kinds(pool.kinds))
 
 
 class IterationBound:
@@ -370,12 +360,9 @@ class IterationBound:
             seconds, _, pool, part = self._open[0]
             if seconds >= enough or time.monotonic() > end:
                 return seconds
-            parts = list(pool.parts(part)) if part.precision < np.inf else []
-            if not parts and part.precision <= PRECISION:
-                return seconds
+            parts = list(pool.parts(part)) if part.settled else [pool.improved(part, min(below, seconds * (1 + STEP)))]
             if not parts:
-                goal = min(below, seconds * (1 + STEP))
-                parts = [pool.improved(part, goal, PRECISION if part.precision < np.inf else ROUGHLY)]
+                return seconds
             heapq.heappop(self._open)
             for each in parts:
                 self._add(pool, each, below)

@@ -119,15 +119,14 @@ def time_bounds(
     topology: Topology, pools: Sequence[SlotPool], types: Sequence[NodeType], counts: NDArray[np.int64]
 ) -> NDArray[np.float64]:
     """Lower bounds on the seconds of an iteration, ``[choices]``; infinite where the model does not fit."""
-    none = np.full(len(counts), np.inf)
-    return np.asarray(np.minimum.reduce([none, *(_of_pool(topology, pool, types, counts) for pool in pools)]))
+    return np.asarray(np.minimum.reduce([_of_pool(topology, pool, types, counts) for pool in pools]))
 
 
 def _of_pool(
     topology: Topology, pool: SlotPool, types: Sequence[NodeType], counts: NDArray[np.int64]
 ) -> NDArray[np.float64]:
     slots = counts @ _slots_per_node(topology, pool, types)
-    bounds = PipelineBounds.of_pool(pool)
+    bounds = PipelineBounds(pool)
     work, present, held = bounds.work_seconds, slots > 0, bounds.blocks_per_stage
     whole = np.asarray((present & bounds.hold_the_model).any(axis=1))  # a pipeline of one stage needs more memory
     fits = ((slots * held).sum(axis=1) >= bounds.blocks) & ((slots.sum(axis=1) > 1) | whole)
@@ -213,7 +212,7 @@ def pareto_front(
             plans, why = [], str(error)
         points = [_point(topology, problem.profile, types, _renumbered(plan, numbers)) for plan in plans]
         found.add(row, points)
-        if time.monotonic() - begin > time_limit_seconds and found.knows_both_ends:
+        if time.monotonic() - begin > time_limit_seconds and len(found.ratios) > 1:
             break
     if not found.points:
         raise NoPlanError(why)
@@ -262,22 +261,18 @@ class _Search:
     def __init__(self, counts: NDArray[np.int64], seconds: NDArray[np.float64], dollars: NDArray[np.float64]) -> None:
         self._counts, self._seconds, self._dollars = counts, seconds, dollars
         self._left = np.ones(len(counts), dtype=bool)
-        self._ratios: list[float] = []
+        self.ratios: list[float] = []
         self.points: list[FrontPoint] = []
-
-    @property
-    def knows_both_ends(self) -> bool:
-        return len(self._ratios) > 1 or not self._left.any()
 
     def most_promising(self, tolerance: float) -> int | None:
         """Choice that should be ahead of all that was found by the largest share; None if there is none."""
         if not self._left.any():
             return None
         # Both ends are looked for first.
-        if len(self._ratios) < 2:
-            return int(np.argmin(np.where(self._left, self._dollars if self._ratios else self._seconds, np.inf)))
+        if len(self.ratios) < 2:
+            return int(np.argmin(np.where(self._left, self._dollars if self.ratios else self._seconds, np.inf)))
         # Plans do not reach the bounds; those that were made show by how much. The bounds alone have the last word.
-        for ratio in (float(np.median(self._ratios)), 1.0):
+        for ratio in (float(np.median(self.ratios)), 1.0):
             ahead = np.full(len(self._seconds), np.inf)
             for point in self.points:
                 faster = point.seconds / (self._seconds * ratio)
@@ -293,7 +288,7 @@ class _Search:
         """Add the plans of a choice, the fastest first."""
         self._left[row] = False
         if points:
-            self._ratios.append(points[0].seconds / float(self._seconds[row]))
+            self.ratios.append(points[0].seconds / float(self._seconds[row]))
             # Without nodes that the fastest plan leaves out it is the fastest, too.
             fewer = (self._counts <= self._counts[row]) & (self._counts >= np.array(points[0].nodes))
             self._left[fewer.all(axis=1)] = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ..cost.placement import SlotPool
 from ..cost.tp_groups import SlotKind
-from ..profile.layer_costs import LayerCosts
+from ..profile.layer_costs import LayerCosts, combined
 from .problem import Problem
 
 # [Note: a lower bound on a pipeline's time] Let w[t, b] be the time of block b on kind t, f any weights of the blocks
@@ -44,30 +44,22 @@ class _Form:
         return np.minimum(np.stack(rows), self.in_memory[:, None])
 
 
-@dataclass(eq=False)
 class PipelineBounds:
-    """Lower bounds on the seconds of pipelines of these kinds, see [Note: a lower bound on a pipeline's time]."""
+    """Lower bounds on the seconds of pipelines of a pool's slots, see [Note: a lower bound on a pipeline's time]."""
 
-    kinds: Sequence[SlotKind]
-    transfer_seconds: float = 0.0
-    """Shortest possible transfer between stages, one way."""
-    schedule_seconds: float = 0.0
-    """Least time of the schedule on one side of a cut."""
-    _work: NDArray[np.float64] = field(init=False)
-
-    @classmethod
-    def of_pool(cls, pool: SlotPool) -> PipelineBounds:
-        """Bounds for the slots of a pool, whose stages send over its fastest channel."""
+    def __init__(self, pool: SlotPool) -> None:
+        self.kinds = pool.kinds
         sent = smallest_message(pool)
-        transfer = min(channel.seconds(sent) for channel in pool.links.channels)
-        return cls(pool.kinds, transfer, min(kind.costs.schedule_seconds for kind in pool.kinds))
-
-    def __post_init__(self) -> None:
+        self.transfer_seconds = min(channel.seconds(sent) for channel in pool.links.channels)
+        """Shortest possible transfer between stages, one way: over the fastest channel of the pool."""
+        self.schedule_seconds = min(kind.costs.schedule_seconds for kind in self.kinds)
+        """Least time of the schedule on one side of a cut."""
         seconds = np.maximum(np.array([kind.block_seconds for kind in self.kinds]), 1e-15)
         self.blocks = seconds.shape[1]
         shares = (seconds / seconds.sum(axis=1, keepdims=True)).mean(axis=0)
-        self._work = (seconds / shares).min(axis=1)
-        self._fastest_first = np.argsort(self._work, kind="stable")
+        self.work_seconds: NDArray[np.float64] = (seconds / shares).min(axis=1)
+        """By kind: a slot needs at least ``s`` times this for a share ``s`` of the model's work."""
+        self._fastest_first = np.argsort(self.work_seconds, kind="stable")
         self._update = min(float(kind.costs.update_seconds.sum()) for kind in self.kinds)
         held = [self._held(kind.costs, kind.memory_bytes) for kind in self.kinds]
         self._forms = [_Form.of(seconds, [each[0] for each in held])]
@@ -80,7 +72,8 @@ class PipelineBounds:
         self._min_share = float(shares.min())
         self._memory = np.array([[0, *np.cumsum(each)] for each in held])
         """Most blocks in the last n stages, ``[kinds, 1 + blocks]``; the n-th last keeps n micro-batches."""
-        self._whole = np.array([self._holds_the_model(kind) for kind in self.kinds])
+        self.blocks_per_stage: NDArray[np.int64] = self._memory[:, 1]
+        self.hold_the_model = np.array([self._holds_the_model(kind) for kind in self.kinds])
 
     @cached_property
     def _levels(self) -> tuple[NDArray[np.float64], list[NDArray[np.int64]]]:
@@ -106,19 +99,6 @@ class PipelineBounds:
             for costs, memory in (form for form in forms if form is not None)
         )
 
-    @property
-    def work_seconds(self) -> NDArray[np.float64]:
-        """By kind: a slot needs at least ``s`` times this for a share ``s`` of the model's work."""
-        return self._work
-
-    @property
-    def blocks_per_stage(self) -> NDArray[np.int64]:
-        return self._memory[:, 1]
-
-    @property
-    def hold_the_model(self) -> NDArray[np.bool_]:
-        return self._whole
-
     def fits(self, counts: NDArray[np.int64], micro_batches: NDArray[np.int64]) -> NDArray[np.bool_]:
         """True for rows that may hold the model, ``[rows]``: ``counts [rows, kinds]``, ``micro_batches [rows]``.
 
@@ -129,19 +109,16 @@ class PipelineBounds:
         blocks = self._memory[kind, short]
         last = self._memory[kind, short] - self._memory[kind, np.maximum(short - 1, 0)]
         fits = (blocks + (counts - short) * last).sum(axis=1) >= self.blocks
-        return np.asarray(fits & ((counts.sum(axis=1) > 1) | (counts[:, self._whole] > 0).any(axis=1)))
+        return np.asarray(fits & ((counts.sum(axis=1) > 1) | (counts[:, self.hold_the_model] > 0).any(axis=1)))
 
     def seconds(self, counts: NDArray[np.int64], micro_batches: NDArray[np.int64]) -> NDArray[np.float64]:
         """Lower bounds, ``[rows]``, for K ``micro_batches`` per pipeline, ``[rows]``; infinite where nothing fits."""
         bound = np.full(len(counts), np.inf)
         held = np.flatnonzero(self.fits(counts, micro_batches))
         if len(held):
-            bound[held] = self._seconds(counts[held], micro_batches[held])
+            first, further = self.options(counts[held])
+            bound[held] = (first + (micro_batches[held] - 1) * further).min(axis=0)
         return bound
-
-    def _seconds(self, counts: NDArray[np.int64], micro_batches: NDArray[np.int64]) -> NDArray[np.float64]:
-        first, further = self.options(counts)
-        return np.asarray((first + (micro_batches - 1) * further).min(axis=0))
 
     def options(
         self, counts: NDArray[np.int64], most: NDArray[np.int64] | None = None
@@ -157,9 +134,9 @@ class PipelineBounds:
         level = self._min_level(slots, most)
         levels, _ = self._levels
         last = len(levels) - 1
-        balanced = 1.0 / ((1.0 / self._work) @ slots)
+        balanced = 1.0 / ((1.0 / self.work_seconds) @ slots)
         steps = list(self._turns(slots, np.maximum(levels[np.minimum(level, last)], balanced)))
-        sums = [self._min_sum(slots, step / self._work[:, None]) for step in steps]
+        sums = [self._min_sum(slots, step / self.work_seconds[:, None]) for step in steps]
         stages, hop = slots.sum(axis=0), self.transfer_seconds + self.schedule_seconds
         first = np.stack(sums) * (1 - 1e-9) + 2 * (stages - 1) * hop + self._update / stages
         return np.where(level <= last, first, np.inf), np.stack(steps) * (1 - 1e-9) + (stages > 1) * hop
@@ -168,7 +145,7 @@ class PipelineBounds:
         """Longest stages, ``[rows]`` each: ``longest``, and those with which the fastest kinds alone do all work."""
         yield longest
         order = self._fastest_first
-        ordered, power = slots[order], (slots / self._work[:, None])[order]
+        ordered, power = slots[order], (slots / self.work_seconds[:, None])[order]
         rest = 1.0 - self._min_share * (ordered.sum(axis=0) - np.cumsum(ordered, axis=0))
         summed = np.cumsum(power, axis=0)
         for kind in range(len(order) - 1):
@@ -178,10 +155,10 @@ class PipelineBounds:
     def _min_sum(self, slots: NDArray[np.int64], shares: NDArray[np.float64]) -> NDArray[np.float64]:
         """Smallest sum of the stages' times, ``[rows]``, if each has at most a share of the work, ``[kinds, rows]``."""
         least = slots * self._min_share
-        total, left = self._work @ least, 1.0 - least.sum(axis=0)
+        total, left = self.work_seconds @ least, 1.0 - least.sum(axis=0)
         for kind in self._fastest_first:
             part = np.minimum(np.maximum(slots[kind] * (shares[kind] - self._min_share), 0.0), left)
-            total += part * self._work[kind]
+            total += part * self.work_seconds[kind]
             left -= part
         return np.asarray(total)
 
@@ -224,13 +201,10 @@ def _min_sums(cumulative: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.asarray(sums.min(axis=0))
 
 
-# Least costs ---------------------------------------------------------------------------------------------------------
-
-
-def least_costs(one: LayerCosts, other: LayerCosts) -> LayerCosts:
-    """Element-wise minimum of both costs."""
-    names = [field.name for field in fields(LayerCosts)]
-    return LayerCosts(**{name: np.min([getattr(one, name), getattr(other, name)], axis=0) for name in names})
+def least_kind(one: SlotKind, other: SlotKind) -> SlotKind:
+    """The first kind with the least costs of both."""
+    again = one.recomputed and other.recomputed and combined((one.recomputed, other.recomputed), np.min)
+    return replace(one, costs=combined((one.costs, other.costs), np.min), recomputed=again)
 
 
 # Relaxed pools -------------------------------------------------------------------------------------------------------
@@ -270,12 +244,5 @@ class RelaxedPool:
             for each in (None, shards)
         )
         assert one is not None and divided is not None, "these slots were measured"
-        least = [
-            replace(
-                here,
-                costs=least_costs(here.costs, there.costs),
-                recomputed=here.recomputed and there.recomputed and least_costs(here.recomputed, there.recomputed),
-            )
-            for here, there in zip(one.kinds, divided.kinds, strict=True)
-        ]
-        return replace(self.pool, kinds=tuple(least))
+        kinds = [least_kind(*both) for both in zip(one.kinds, divided.kinds, strict=True)]
+        return replace(self.pool, kinds=tuple(kinds))

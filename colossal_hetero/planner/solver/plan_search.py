@@ -49,7 +49,7 @@ class PlanSearch:
         plain = pools[0].pipelines is None and pools[0].kinds[0].recomputed is None
         self._factor = 1.0 if plain else MIN_GAIN
         self.all_devices = problem.all_devices
-        self.bounds = [PipelineBounds.of_pool(pool) for pool in pools]
+        self.bounds = [PipelineBounds(pool) for pool in pools]
         self.rows = EqualRows(pools, self.bounds, problem.stages, below=below / self._factor)
         self._sums = [self._min_sums(pool) for pool in pools]
         self.drafts: dict[object, Draft] = {}
@@ -238,7 +238,7 @@ class PlanSearch:
         if key not in self._neighborhoods:
             self._neighborhoods[key] = Neighborhood(
                 PlacedPipelines(self.builder, pool, self._min_sums(pool)),
-                PipelineBounds.of_pool(pool),
+                PipelineBounds(pool),
                 self.problem.stages,
                 all_slots=self.all_devices,
                 others=cache(lambda number: self._neighborhood(self.problem.with_pipelines(pool, number))),
@@ -272,13 +272,9 @@ class PlanSearch:
     @property
     def _has_one_type(self) -> bool:
         """True if all slots of a pool are of one kind, in nodes with equal links and sizes."""
-        nodes, node_kind = self.topology.nodes, self.pools[0].links.node_kind
-        types = set()
-        for kind in self.pools[0].kinds:
-            for ranks in kind.slots:
-                node = self.topology.devices[ranks[0]].node
-                types.add((kind.device, kind.speed, int(node_kind[node]), len(nodes[node].devices)))
-        return len(types) == 1
+        pool, kind_of, nodes = self.pools[0], self.pools[0].links.node_kind, self.topology.nodes
+        placed = [(pool.kinds[place[0]], self.builder.node(pool, place)) for place in pool.places]
+        return len({(kind.device, kind.speed, int(kind_of[at]), len(nodes[at].devices)) for kind, at in placed}) == 1
 
     def _min_sums(self, pool: SlotPool) -> Callable[[int], float]:
         """Least seconds in which so many pipelines sum their gradients; 0 where that is not known."""
