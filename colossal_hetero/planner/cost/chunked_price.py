@@ -219,9 +219,6 @@ def _replica(
     return Replica(stages=tuple(stages), micro_batches=micro_batches, pipeline_seconds=seconds)
 
 
-# Parts of a price --------------------------------------------------------------------------------------------------
-
-
 def equal_micro_batches(global_batch: int, micro_batch: int, replicas: int) -> int:
     micro_batches, left = divmod(global_batch, micro_batch * replicas)
     if left or not micro_batches:

@@ -68,8 +68,8 @@ class Summing:
         self._times, self._node_kind, self._groups = times, node_kind, groups
         self._nodes = [[times.node_of[ranks[0]] for ranks in pipeline] for pipeline in groups]
         self._width = len(groups[0][0])
-        self._gradient_bytes = gradient_bytes
-        self._bytes_of: dict[tuple[int, int], float] = {}
+        self._total: list[float] = [0.0, *np.cumsum(gradient_bytes).tolist()]
+        """Bytes of the first blocks together."""
 
     def seconds(self, bounds: Sequence[tuple[int, ...]]) -> float:
         """Seconds until every stage has summed the gradients of its blocks, all stages at once."""
@@ -78,7 +78,7 @@ class Summing:
         return self._of_equal_cuts(bounds[0]) if len(set(bounds)) == 1 else self._of_any_cuts(bounds)
 
     def _of_equal_cuts(self, bounds: tuple[int, ...]) -> float:
-        sizes = [self._bytes(start, stop) for start, stop in itertools.pairwise(bounds)]
+        sizes = [self._total[stop] - self._total[start] for start, stop in itertools.pairwise(bounds)]
         if min(sizes) <= 0:
             # Rings that sum nothing leave their share of the networks to the others.
             used = [(ring, size) for ring, size in zip(self._rings, sizes, strict=True) if size > 0]
@@ -98,7 +98,6 @@ class Summing:
     def _of_any_cuts(self, bounds: Sequence[tuple[int, ...]]) -> float:
         slots_on = Counter(itertools.chain.from_iterable(self._nodes))
         cuts = sorted(set(itertools.chain.from_iterable(bounds)))
-        total = np.concatenate([[0.0], np.cumsum(self._gradient_bytes)])
         stage_of = np.array([np.searchsorted(cut, cuts[:-1], side="right") - 1 for cut in bounds])
         spent: Counter[tuple[int, int]] = Counter()
         for (start, stop), stages in zip(itertools.pairwise(cuts), stage_of.T.tolist(), strict=True):
@@ -106,16 +105,11 @@ class Summing:
             count_on = Counter(nodes[stage] for nodes, stage in zip(self._nodes, stages, strict=True))
             # A ring leaves a node once, no matter how many of its members are in the node.
             sharing = self._width * max(math.ceil(slots_on[node] / count) for node, count in count_on.items())
-            seconds = self._times.ring_seconds(self._node_kind, ring, float(total[stop] - total[start]), sharing)
+            size = self._total[stop] - self._total[start]
+            seconds = self._times.ring_seconds(self._node_kind, ring, size, sharing)
             for member in enumerate(stages):
                 spent[member] += seconds  # type: ignore[assignment]
         return float(max(spent.values()))
-
-    def _bytes(self, start: int, stop: int) -> float:
-        key = start, stop
-        if key not in self._bytes_of:
-            self._bytes_of[key] = float(self._gradient_bytes[start:stop].sum())
-        return self._bytes_of[key]
 
 
 # Micro batch division ------------------------------------------------------------------------------------------------

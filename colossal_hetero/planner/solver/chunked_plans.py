@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from ..cost.chunked_price import Ranks, price_chunks, stage_slots, summing_seconds
 from ..cost.pass_order import Schedule, why_not_schedulable
@@ -18,13 +17,6 @@ CERTAIN = 0.95
 
 Candidate = tuple[Ranks, int]
 """Pipelines whose stages run the same blocks, and the samples of a micro-batch."""
-
-
-class _Estimate(NamedTuple):
-    work_seconds: float
-    """Work without any waiting, if every stage is as fast as its slowest replica."""
-    seconds: float
-    """Work, half of the waiting of 1F1B, and sums of gradients."""
 
 
 class ChunkedPlans:
@@ -43,15 +35,15 @@ class ChunkedPlans:
 
     def plans(self, candidates: Sequence[Candidate]) -> list[Plan]:
         distinct = {(look(self.topology, ranks), size): (ranks, size) for ranks, size in reversed(candidates)}
-        estimates = [(self._estimate(each), each) for each in reversed(distinct.values())]
-        estimated = sorted(estimates, key=lambda each: each[0].seconds)
+        estimates = [(*self._estimate(each), each) for each in reversed(distinct.values())]
+        estimated = sorted(estimates, key=lambda each: each[0])
         found: list[Plan] = []
         for schedule, chunks in self.kinds:
             best, tried = float("inf"), 0
-            for estimate, candidate in estimated:
+            for _, work, candidate in estimated:
                 if tried >= MAX_TRIED:
                     break
-                if estimate.work_seconds * CERTAIN >= best or not self._can_be_divided(candidate, schedule, chunks):
+                if work * CERTAIN >= best or not self._can_be_divided(candidate, schedule, chunks):
                     continue
                 tried += 1
                 plan = self._make(candidate, schedule, chunks)
@@ -60,7 +52,9 @@ class ChunkedPlans:
                     best = min(best, plan.iteration_seconds)
         return sorted(found, key=lambda plan: plan.iteration_seconds)
 
-    def _estimate(self, candidate: Candidate) -> _Estimate:
+    def _estimate(self, candidate: Candidate) -> tuple[float, float]:
+        """Seconds of work, half of the waiting of 1F1B, and sums of gradients; and of work without any waiting, if
+        every stage is as fast as its slowest replica."""
         ranks, size = candidate
         slots = [stage_slots(self.topology, self.profile, groups, len(groups[0]), size) for groups in ranks]
         rows = [
@@ -74,7 +68,7 @@ class ChunkedPlans:
             summing = summing_seconds(self.topology, ranks, [gradients] * stages)
         except ValueError:
             summing = float("inf")
-        return _Estimate(work, work * (1 + (stages - 1) / (2 * micro_batches)) + summing)
+        return work * (1 + (stages - 1) / (2 * micro_batches)) + summing, work
 
     def _can_be_divided(self, candidate: Candidate, schedule: Schedule, chunks: int) -> bool:
         ranks, size = candidate

@@ -22,7 +22,7 @@ from ..cost.plan import Plan
 from ..cost.ranked_plan import RankedPlan, prediction_error, ranking_of, ties_resolved
 from ..cost.runnable import NoPlanError
 from ..stages.split_methods import uniform_bounds
-from .chunked_plans import Candidate, ChunkedPlans
+from .chunked_plans import MAX_TRIED, Candidate, ChunkedPlans
 from .explanations import impossible_degrees, reason, why_no_chunks, why_nothing
 from .iteration_bound import IterationBound
 from .pipeline_bounds import RelaxedPool
@@ -36,8 +36,6 @@ class Answer:
     """Plans with the shortest predicted iteration, best first, each with the reason for its place."""
 
     plans: tuple[RankedPlan, ...]
-    bound_seconds: float | None = None
-    """Seconds of an iteration that no plan is below; None if it was not computed."""
 
     @property
     def best(self) -> Plan:
@@ -98,8 +96,7 @@ def search(
         tuple(
             _changed(each, bound_seconds=bound, relative_error=prediction_error(each.plan, problem.profile) or None)
             for each in ranked
-        ),
-        bound,
+        )
     )
 
 
@@ -168,31 +165,29 @@ def _drafts(problem: Problem, keep: int, goal: _Goal | None) -> tuple[list[PlanS
     is_enough = goal.is_enough if goal is not None else None
     searches: list[PlanSearch] = []
     drafts: list[Draft] = []
-    for pools in _families(problem):
-        known = sorted(
-            itertools.chain.from_iterable(each.found() for each in searches), key=lambda draft: draft.ranking_seconds
-        )
-        if known and is_enough is not None and is_enough(min(draft.seconds for draft in known)):
+
+    def known() -> list[Draft]:
+        found = itertools.chain.from_iterable(each.found() for each in searches)
+        return sorted(found, key=lambda draft: draft.ranking_seconds)
+
+    for pools in _families(problem, known):
+        if searches and is_enough is not None and (best := known()) and is_enough(min(each.seconds for each in best)):
             break
-        chosen = pools(known)
-        if chosen:
-            searches.append(PlanSearch(problem, chosen, builder, known))
+        if pools:
+            searches.append(PlanSearch(problem, pools, builder, known()))
             drafts += searches[-1].run(keep, is_enough)
     return searches, drafts
 
 
-def _families(problem: Problem) -> Iterator[Callable[[Sequence[Draft]], list[SlotPool]]]:
-    """Functions from the plans that are known, best first, to the pools that are searched next."""
+def _families(problem: Problem, known: Callable[[], list[Draft]]) -> Iterator[list[SlotPool]]:
+    """Pools that are searched one after the other, with the plans that are known by then."""
     if 0 in problem.zero_stages:
-        yield lambda _: problem.pools
+        yield problem.pools
         if problem.recompute:
-            yield lambda _: [
-                pool
-                for each in problem.pools
-                if _is_scarce(each) and (pool := problem.pool(each.tensor_parallel, each.micro_batch, recompute=True))
-            ]
+            scarce = [(each.tensor_parallel, each.micro_batch) for each in problem.pools if _is_scarce(each)]
+            yield [pool for form in scarce if (pool := problem.pool(*form, recompute=True)) is not None]
     if 1 in problem.zero_stages:
-        yield lambda known: _sharded(problem, known)
+        yield _sharded(problem, known())
 
 
 def _is_scarce(pool: SlotPool) -> bool:
@@ -288,35 +283,23 @@ def _has_uniform_stages(plan: Plan) -> bool:
 # Pipelines to divide over chunks -------------------------------------------------------------------------------------
 
 
-MAX_NUMBERS_OF_STAGES = 8
-"""Smallest numbers of stages for which pipelines to divide over chunks are searched."""
-
-
 def _pipelines_to_divide(problem: Problem, searches: Sequence[PlanSearch]) -> list[Candidate]:
     """Pipelines that are alike, whose blocks can be divided over chunks: all of a few slots, else the best of 1F1B."""
-    world = len(problem.topology.devices)
-    max_slots = max(pool.slots for pool in problem.pools)
-    max_stages = min(max_slots, problem.profile.blocks // 2)
-    numbers = [n for n in range(2, max_stages + 1) if problem.stages is None or n in problem.stages]
+    most = max(pool.slots for pool in problem.pools)
+    numbers = set(range(2, min(most, problem.profile.blocks // 2) + 1))
+    numbers &= numbers if problem.stages is None else set(problem.stages)
     drafts = [draft for each in searches for draft in each.found()]
-    if max_slots > MAX_GROUPS:
-        builder = DraftBuilder(problem.topology, "exact")
-        for number, pool in itertools.product(numbers[:MAX_NUMBERS_OF_STAGES], problem.pools):
-            part = PlanSearch(replace(problem, stages=[number], unequal=False), [pool], builder)
-            part.run(1)
-            drafts += part.found()
-    found = [draft for draft in sorted(drafts, key=lambda each: each.seconds) if draft.is_equal]
-    rows: list[tuple[SlotPool, Sequence[Sequence[Place]]]] = [(draft.pool, draft.rows) for draft in found]
+    if most > MAX_GROUPS and numbers:
+        several = replace(problem, stages=sorted(numbers), unequal=False)
+        drafts += PlanSearch(several, problem.pools, DraftBuilder(problem.topology, "exact")).run(MAX_TRIED)
+    equal = [draft for draft in sorted(drafts, key=lambda each: each.seconds) if draft.is_equal]
+    rows: list[tuple[SlotPool, Sequence[Sequence[Place]]]] = [(draft.pool, draft.rows) for draft in equal]
     for pool in problem.pools:
         if pool.slots <= MAX_GROUPS:
             rows += [(pool, each) for each in arrangements(pool.places) if len(set(map(len, each))) == 1]
-    candidates = [
+    least = len(problem.topology.devices) if problem.all_devices else 0
+    return [
         (tuple(tuple(pool.kinds[kind].slots[slot] for kind, slot in row) for row in each), pool.micro_batch)
         for pool, each in rows
-    ]
-    devices = world if problem.all_devices else 0
-    return [
-        (ranks, size)
-        for ranks, size in candidates
-        if len(ranks[0]) in numbers and len(ranks) * len(ranks[0]) * len(ranks[0][0]) >= devices
+        if len(each[0]) in numbers and len(each) * len(each[0]) * pool.tensor_parallel >= least
     ]
