@@ -43,8 +43,6 @@ class BatchComparison:
     """The division by the chosen method, beside those by the other methods."""
 
     profile: BatchProfile
-    curves: tuple[Curve, ...]
-    """Time curve of each rank at the stage of ``chosen``, by rank."""
     chosen: Allocation
     adapt: AdaptPlan | None
     """The search that found ``chosen``, if it is that of ``adapt``."""
@@ -110,8 +108,7 @@ def compare(
     chosen = divide(method, accumulation)
     assert chosen.allocation is not None
     results = [chosen if each == (method, accumulation) else attempt(*each) for each in settings]
-    own_curves = curves if chosen.adapt is None else curves_of(len(chosen.adapt.ring))
-    return BatchComparison(profile, tuple(own_curves), chosen.allocation, chosen.adapt, tuple(results))
+    return BatchComparison(profile, chosen.allocation, chosen.adapt, tuple(results))
 
 
 def _check_sizes(profile: BatchProfile, global_batch_size: int, stage: int) -> None:
@@ -146,11 +143,6 @@ class DeviceLine:
     idle_seconds: float
     used_bytes: int
     """Predicted memory use: the state and the largest micro-batch."""
-
-    @property
-    def name(self) -> str:
-        dropped = "" if self.share.runs else " (dropped)"
-        return f"{self.device.device}, {'rank' if len(self.ranks) == 1 else 'ranks'} {spans(self.ranks)}{dropped}"
 
 
 def device_lines(profile: BatchProfile, allocation: Allocation) -> list[DeviceLine]:
