@@ -1,4 +1,4 @@
-"""The profile file: saving and loading, error messages, and the memory at other stages of ZeRO."""
+"""The batch profile: files, memory at stages of ZeRO; curves through measured points, joint ones of equal devices."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from colossal_hetero.planner import Curve, allocate
 from colossal_hetero.planner.batches.batch_profile import (
     BatchProfile,
     DeviceProfile,
@@ -17,6 +21,13 @@ from colossal_hetero.planner.batches.batch_profile import (
     load_profile,
     save_profile,
     state_bytes,
+)
+from colossal_hetero.planner.batches.time_curve import (
+    MAX_DIP,
+    MAX_SPREAD,
+    equal_devices,
+    joint_curves,
+    joint_seconds,
 )
 from colossal_hetero.planner.cluster.topology import MeasuredLink
 from tests.support.changed_files import error_after, put
@@ -149,3 +160,134 @@ def test_error_messages_name_the_field(tmp_path: Path, change: Callable[[Any], N
     save_profile(profile(), tmp_path / "broken.json")
     message = error_after(change, tmp_path / "broken.json", load_profile)
     assert re.search(words, message), message
+
+
+# Time curves --------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def measured(draw: st.DrawFn) -> tuple[dict[int, float], int]:
+    """Points whose times rise, except for noise."""
+    batches = sorted(draw(st.sets(st.integers(1, 64), min_size=2, max_size=8)))
+    times, time = [], draw(st.floats(0.001, 1.0))
+    for _ in batches:
+        times.append(time * draw(st.floats(1 - MAX_DIP / 2.1, 1.0)))
+        time += draw(st.floats(0.0, 1.0))
+    return dict(zip(batches, times, strict=True)), draw(st.integers(1, 100))
+
+
+@given(measured())
+def test_curves_rise_and_stay_near_the_points(case: tuple[dict[int, float], int]) -> None:
+    points, max_batch = case
+    curve = Curve.through(points, max_batch)
+    assert curve.max_batch == max_batch and curve.seconds.shape == (max_batch + 1,)
+    assert (np.diff(curve.seconds) >= 0).all() and (curve.seconds > 0).all() and curve.seconds[0] == curve.seconds[1]
+    for batch, seconds in points.items():
+        if batch <= max_batch:
+            assert curve.seconds[batch] == pytest.approx(seconds, rel=MAX_DIP)
+
+
+def test_curves_by_hand() -> None:
+    points = {1: 1.0, 2: 1.1, 4: 1.9, 8: 4.5, 13: 6.0}
+    curve = Curve.through(points, 20)
+    assert {batch: curve.seconds[batch] for batch in points} == pytest.approx(points)
+    # After the last point the curve is linear.
+    assert np.diff(curve.seconds[13:], 2) == pytest.approx(np.zeros(6), abs=1e-12)
+    # The natural spline: its second derivative is 18/8 at 4, and 0 at 2 and 6.
+    curve = Curve.through({2: 1.0, 4: 2.0, 6: 9.0}, 6)
+    assert curve.seconds[5] == pytest.approx(18 / 8 / 12 + (2 / 2 - 18 / 8 / 3) + 9 / 2)
+    # Between two points it stays between their times, and below the first one no sample is faster than there.
+    curve = Curve.through({1: 1.0, 8: 1.0, 9: 5.0, 16: 5.0}, 16)
+    assert curve.seconds[1:9].tolist() == [1.0] * 8 and curve.seconds[9:].tolist() == [5.0] * 8
+    assert (Curve.through({4: 2.0, 8: 6.0}, 8).seconds[1:4] >= 2.0 * np.arange(1, 4) / 4 - 1e-12).all()
+    assert Curve.through({1: 0.5}, 1).seconds.tolist() == [0.5, 0.5]
+    curve = Curve.from_seconds([2.0, 2.0, 4.5, 5.0])
+    assert curve.peak_speed == 1.0 and curve.limited(0).peak_speed == 0.0
+    assert curve.limited(9) is curve and curve.limited(2).max_batch == 2 and curve.limited(0).max_batch == 0
+    assert not curve.seconds.flags.writeable
+    # Noise is averaged.
+    curve = Curve.through({1: 1.0, 2: 2.0, 4: 1.9, 8: 4.0}, 8)
+    assert curve.seconds[[2, 3, 4]].tolist() == pytest.approx([1.95] * 3)
+
+
+def test_below_the_smallest_batch_the_curve_is_level() -> None:
+    points = {2: 1.0, 4: 2.0, 6: 9.0}
+    curve, whole = Curve.through(points, 6, min_batch=2), Curve.through(points, 6)
+    assert curve.seconds.tolist() == [1.0, 1.0, 1.0, *whole.seconds[3:]]
+    assert curve.limited(3).min_batch == 2 and curve.limited(1).max_batch == 0
+    assert Curve.through({2: 1.0}, 2, min_batch=2).seconds.tolist() == [1.0] * 3
+    assert Curve.from_seconds([1.0, 2.0, 3.0], 3).seconds.tolist() == [3.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("curve", "message"),
+    [
+        (lambda: Curve.through({}, 4), "at least two"),
+        (lambda: Curve.through({1: 1.0}, 4), "gives no slope; measure a second"),
+        (lambda: Curve.through({0: 1.0, 1: 1.0}, 4), "batch 0"),
+        (lambda: Curve.through({1: 0.0, 2: 1.0}, 4), "batch 1 has time 0.0 s"),
+        (lambda: Curve.through({1: 1.0, 2: float("nan")}, 4), "batch 2 has time nan s"),
+        (lambda: Curve.through({1: 1.0, 2: 2.0}, 0), "cannot hold one sample"),
+        (
+            lambda: Curve.through({1: 1.0, 2: 2.0, 4: 1.7}, 8),
+            "batch 4 takes 1.7 s, less than batch 2 with 2 s",
+        ),
+        (lambda: Curve.through({2: 1.0, 4: 2.0}, 1, min_batch=2), "cannot hold 2 samples"),
+        (lambda: Curve(np.ones(3), 4), "min_batch=4 must be"),
+        (lambda: Curve(np.array([1.0, 1.0, 2.0]), 2), r"must equal seconds\[2\]=2"),
+        (lambda: Curve(np.ones((1, 1))), "has shape"),
+        (lambda: Curve(np.array([1.0, 1.0, np.nan])), "nan at batch 2"),
+        (lambda: Curve(np.zeros(2)), "0.0 at batch 0"),
+        (lambda: Curve(np.array([1.0, 1.0, 3.0, 2.0])), "decreases from 3 at batch 2 to 2"),
+    ],
+)
+def test_unusable_times_are_named(curve: Callable[[], Curve], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        curve()
+
+
+def device_curve(factor: float, max_batch: int = 64, min_batch: int = 1) -> Curve:
+    return Curve.from_seconds(factor * (0.2 + 0.1 * np.arange(1, max_batch + 1)), min_batch)
+
+
+def noisy(seed: int, max_batch: int = 64) -> Curve:
+    """A curve through points of which each has an error of up to 4 %."""
+    random = np.random.default_rng(seed)
+    sizes = (1, 2, 8, 16, 32, 64)
+    return Curve.through({size: (0.2 + 0.1 * size) * random.uniform(0.96, 1.04) for size in sizes}, max_batch)
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [(2, 0), (3, 1), (4, 2), (3, 3)])
+def test_equal_devices_get_equal_parts_in_spite_of_noise(ranks: int, stage: int) -> None:
+    unequal = 0
+    for seed in range(5):
+        curves = [noisy(ranks * seed + rank) for rank in range(ranks)]
+        groups = equal_devices(["gpu"] * ranks, curves)
+        divided = allocate(joint_curves(curves, groups), 48 * ranks, stage)
+        assert [share.samples for share in divided.shares] == [48] * ranks
+        unequal += len({share.samples for share in allocate(curves, 48 * ranks, stage).shares}) > 1
+    assert unequal > 0  # without joint curves, noise divides unequally
+
+
+def test_devices_that_differ_by_more_than_noise_keep_their_curves() -> None:
+    curves = [device_curve(1.0), device_curve(2.0), device_curve(1.02), device_curve(2.0 * (1 + 0.5 * MAX_SPREAD))]
+    groups = equal_devices(["gpu"] * 4, curves)
+    assert groups == [[0, 2], [1, 3]]
+    joint = joint_curves(curves, groups)
+    assert joint[0] is joint[2] and joint[1] is joint[3]
+    np.testing.assert_allclose(joint[0].seconds, 1.01 * curves[0].seconds)
+    # A group is never wider than the spread, and devices of different names are never equal.
+    assert equal_devices(["gpu"] * 4, [device_curve(factor) for factor in (1.0, 1.08, 1.16, 1.24)]) == [[0, 1], [2, 3]]
+    assert equal_devices(["a", "b", "a"], [device_curve(1.0)] * 3) == [[0, 2], [1]]
+    both = [device_curve(1.0), Curve(np.ones(1))]
+    assert [each.max_batch for each in joint_curves(both, equal_devices(["gpu", "cpu"], both))] == [64, 0]
+    assert joint_seconds([1.0, 2.0, 4.0], [[0, 2], [1]]) == [2.5, 2.0, 2.5]
+
+
+def test_each_device_keeps_its_largest_micro_batch() -> None:
+    curves = [device_curve(1.0, 64, 2), device_curve(1.03, 40, 2), device_curve(1.04, 64, 2)]
+    joint = joint_curves(curves, equal_devices(["gpu"] * 3, curves))
+    assert [(each.min_batch, each.max_batch) for each in joint] == [(2, 64), (2, 40), (2, 64)]
+    np.testing.assert_array_equal(joint[0].seconds[:41], joint[1].seconds)
+    # The shorter curve was slower. Where it ends, the joint one does not become faster.
+    np.testing.assert_allclose(joint[0].seconds, device_curve(np.mean([1.0, 1.03, 1.04]), 64, 2).seconds)

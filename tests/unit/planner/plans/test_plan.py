@@ -75,32 +75,25 @@ def plans(draw: st.DrawFn) -> Plan:
     bounds = [(0, *sorted(cut for cut in own if cut < blocks), blocks) for own in cuts]
     ranks = iter(draw(st.permutations(range(degree * sum(len(own) - 1 for own in bounds)))))
     size = draw(st.integers(1, 64))
+    fields = [name for name in StagePlan.model_fields if name.endswith(("_seconds", "_bytes"))]
     replicas = []
     for own in bounds:
         stages = tuple(
-            StagePlan(
-                blocks=(a, b),
-                device=draw(names),
-                ranks=tuple(next(ranks) for _ in range(degree)),
+            stage(
+                *(a, b, [next(ranks) for _ in range(degree)], draw(names)),
                 node=draw(names),
-                **{
-                    name: draw(seconds)
-                    for name, field in StagePlan.model_fields.items()
-                    if name.endswith(("_seconds", "_bytes"))
-                },
+                **{name: draw(seconds) for name in fields},
             )
             for a, b in itertools.pairwise(own)
         )
         count = draw(st.integers(1, 99))
         replicas.append(Replica(stages=stages, micro_batches=count, pipeline_seconds=draw(seconds)))
-    return Plan(
+    return plan(
+        *replicas,
         model=draw(names),
-        blocks=blocks,
         method=draw(names),
-        tensor_parallel=degree,
         micro_batch=size,
         global_batch=size * sum(r.micro_batches for r in replicas),
-        replicas=tuple(replicas),
         synchronization_seconds=draw(seconds),
         iteration_seconds=draw(st.floats(1e-6, 1e6)),
         uniform_seconds=draw(st.none() | st.floats(1e-6, 1e6)),
