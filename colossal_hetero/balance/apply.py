@@ -156,7 +156,7 @@ class Applier:
         self._for_good = for_good
         if plan.units or any((*plan.resize, *plan.migrate)):
             for block in self._blocks:
-                block.drops_by_unit = True
+                block.separates_dropout = True
         self._pruning.start(plan.resize[self._rank])
         self._assign()
 

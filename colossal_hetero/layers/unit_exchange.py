@@ -19,9 +19,8 @@ from torch import Tensor
 
 from .block import Block, BlockWorkload, Fetch, ReturnGradients
 from .column_migration import MovedRange, moved_count
-from .dropout import UnitRange
 from .transport import Started, Transport, check_room
-from .unit_layout import split_message
+from .unit_layout import UnitRange, split_message
 from .unit_transfers import (
     BlockTransfer,
     Bucket,

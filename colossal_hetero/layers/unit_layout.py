@@ -41,6 +41,14 @@ class UnitPlace:
         return tensor.numel() // self.units
 
 
+class UnitRange(NamedTuple):
+    """The units ``[start, stop)`` of the rank ``owner``."""
+
+    owner: int
+    start: int
+    stop: int
+
+
 class MatrixLayout(Protocol):
     """Interface of :class:`.WeightLayout` for this module."""
 
