@@ -240,7 +240,7 @@ class Applier:
         idle = BalancePlan.idle(len(plan.resize))
         divisions = []
         for target, kind in zip(self._targets, self._kind_of, strict=True):
-            if target.block is not None and target.block.is_fixed:
+            if target.block is not None and (target.block.stays or target.block.moves is False):
                 divisions.append(divide(target.columns, idle))
             elif plan.units and target.block is not None:
                 assert kind is not None

@@ -132,6 +132,9 @@ class Block:
         """True from the first plan on that divides units, the same on all ranks (:func:`separate_random_numbers`)."""
         self.stays = False
         """True if units stay because somebody sees them (:func:`is_seen`), on whichever rank; the same on all ranks."""
+        self.moves: bool | None = True
+        """True if units can migrate now, False if never, None if that is not known yet; the same on all ranks."""
+        self.reshards = True
         self._heads = heads
         self._widths = {width: getattr(heads, width) for width in widths if hasattr(heads, width)}
         self._fetch: Fetch = tuple
@@ -141,23 +144,9 @@ class Block:
             layer.block = self
 
     @property
-    def moves(self) -> bool:
-        """True if units can migrate now; the same on all ranks."""
-        return True
-
-    @property
-    def is_fixed(self) -> bool:
-        """True if units do not migrate, whatever the plan; the same on all ranks."""
-        return self.stays
-
-    @property
     def is_hooked(self) -> bool:
         """True if a parameter that holds units has a hook of the user on this rank."""
         return any(True for tensors in self.unit_parameters for tensor in tensors for _ in user_hooks(tensor))
-
-    @property
-    def reshards(self) -> bool:
-        return True
 
     def is_seen(self, asks_for_heads: bool) -> bool:
         return (asks_for_heads and self._heads is not None) or is_seen(self.inside)

@@ -255,8 +255,9 @@ class HeadBlock(Block):
         self._head = layer
         self._rows: VocabularyRows | None = None
         self._computes_loss = False
-        self._fits: bool | None = None
-        """True if the model has shown that rows of its head can migrate; None: not yet."""
+        # Known with the first training loss: computed by Colossal-AI's function from the head's own outputs, or not.
+        self.moves = None
+        self.reshards = False  # in evaluation, loops use the logits of the rank's own rows
         self._outputs: Tensor | None = None
         """Outputs of the head in a pass that may decide whether units can migrate."""
         self._logits: OwnLogits | None = None
@@ -267,20 +268,6 @@ class HeadBlock(Block):
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end)
         layer.register_forward_hook(self._keep_outputs)
-
-    @property
-    def moves(self) -> bool:
-        """True once the model has computed a training loss by Colossal-AI's function from the head's own outputs."""
-        return bool(self._fits) and super().moves
-
-    @property
-    def is_fixed(self) -> bool:
-        return self._fits is False or super().is_fixed
-
-    @property
-    def reshards(self) -> bool:
-        """False: in evaluation, loops use the logits of the rank's own rows."""
-        return False
 
     def _assigned(self) -> None:
         self._rows = None
@@ -330,7 +317,7 @@ class HeadBlock(Block):
 
     @uncompiled
     def _keep_outputs(self, head: nn.Module, args: Any, outputs: Tensor) -> None:
-        if self._computes_loss and self._fits is None and outputs.grad_fn is not None:
+        if self._computes_loss and self.moves is None and outputs.grad_fn is not None:
             self._outputs = outputs
 
     @uncompiled
@@ -339,11 +326,11 @@ class HeadBlock(Block):
         has_loss = end_expecting()
         if outputs is not None and model.training:
             logits = output.get("logits") if isinstance(output, Mapping) else None
-            self._fits = has_loss and (logits is None or _is_copy(logits, outputs))
+            self.moves = has_loss and (logits is None or _is_copy(logits, outputs))
             self._type = None if logits is None else logits.dtype
         if not self._is_active(self._head):
             return
-        if not has_loss or self._fits is False:
+        if not has_loss or self.moves is False:
             raise RuntimeError(
                 f"{type(model).__name__} computes its loss otherwise than by Colossal-AI's cross_entropy_1d, or "
                 "changes the outputs of its head, so rows of the head cannot migrate; exclude it with "
