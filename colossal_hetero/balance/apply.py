@@ -264,7 +264,6 @@ class Applier:
         first = len(self._layers)
         selectors: Sequence[ColumnSelector | None] = self._pruning.selectors[first:] or [None] * len(self._blocks)
         if self._unit_exchange is not None:
-            assert self._plan is not None
             moves = [division.moves for division in divisions[first:]]
             if self._resharding is not None:
                 self._unit_exchange.release(self._blocks)
@@ -280,7 +279,6 @@ class Applier:
                     for number, count in enumerate(kept[first:])
                 ],
                 selectors,
-                in_evaluation=not any(self._plan.resize),
             )
 
     def _measure(self, kept: Sequence[int], divisions: Sequence[Division]) -> Shares:

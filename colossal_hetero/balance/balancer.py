@@ -169,7 +169,7 @@ class Balancer:
             self._passes = 0
         self._passes += 1
         self._keep_seen(asks_for_heads)
-        self._applier.units.begin_pass("training", number, passes)
+        self._applier.units.begin_pass(number, passes)
 
     @property
     def _is_idle(self) -> bool:
@@ -239,17 +239,10 @@ class Balancer:
             self._clock.start()
 
     def begin_evaluation_pass(self, asks_for_heads: bool = False) -> None:
-        """Begin a forward pass without gradients, which belongs to no iteration."""
+        """Begin a forward pass without gradients, which belongs to no iteration: ranks compute the units they hold."""
         self._raise_failure()
-        self._keep_seen(asks_for_heads)
-        self._applier.units.begin_pass("evaluation")
-
-    def end_evaluation_pass(self) -> None:
-        self._applier.units.end_pass()
-
-    def begin_evaluation(self) -> None:
-        """Take note that the model is switched to evaluation: its weights may be others from now on."""
-        self._applier.units.begin_evaluation()
+        if self.has_resharded:
+            self._keep_seen(asks_for_heads)
 
     def weights_changed(self) -> None:
         """Take note of loaded weights, also during an iteration; call it on all ranks of the group."""

@@ -120,10 +120,8 @@ class Block:
         self.workload: BlockWorkload | None = None
         self.held: tuple[UnitRange, ...] | None = None
         """Units that this rank's parameters hold, in their order; None: its own :attr:`units`, as ordinarily."""
-        self.evaluates = False
-        """True if the workload applies to the current pass although it has no gradients."""
-        self.before_forward: Callable[[bool], None] | None = None
-        """Called before the first layer's forward pass, also without a workload; True in a pass of training."""
+        self.before_forward: Callable[[], None] | None = None
+        """Called before the first layer's forward pass in training, also without a workload."""
         self.inside: tuple[nn.Module, ...] = self.layers  # type: ignore[assignment]
         """Modules through which only the units pass that this rank computes."""
         self.dropout: Callable[[], Context | None] = lambda: None
@@ -192,7 +190,6 @@ class Block:
     ) -> None:
         """Compute ``workload`` from the next iteration on; None means the full share of the work."""
         self.workload = workload
-        self.evaluates = False
         self._fetch = fetch
         self._shares = ()
         self.begin_iteration()
@@ -241,9 +238,7 @@ class Block:
         return self._shares[self.layers.index(layer)]
 
     def _is_active(self, layer: Any) -> bool:
-        if self.workload is None:
-            return False
-        return layer.training if is_recorded() else self.evaluates
+        return self.workload is not None and layer.training and is_recorded()
 
     def _choose(self) -> Tensor | None:
         assert self.workload is not None

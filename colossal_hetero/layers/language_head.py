@@ -24,7 +24,7 @@ from ..colossalai_support.corrections import without_second_derivatives
 from .block import Block
 from .linear import HeteroVocabParallelLMHead1D
 from .unit_layout import UnitPlace
-from .workload import Clock, is_recorded, uncompiled
+from .workload import Clock, uncompiled
 
 # Own logits ----------------------------------------------------------------------------------------------------------
 # Every rank keeps the head's input and the weights of its own rows. So while a plan lets it compute other rows, it can
@@ -293,8 +293,7 @@ class HeadBlock(Block):
         self._unused = []
 
     def _is_active(self, layer: Any) -> bool:
-        # In evaluation the rank's own rows are computed, because loops use the logits there.
-        return self._computes_loss and is_recorded() and super()._is_active(layer)
+        return self._computes_loss and super()._is_active(layer)
 
     def _numbers(self) -> Tensor:
         assert self.workload is not None

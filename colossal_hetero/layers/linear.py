@@ -228,18 +228,13 @@ class HeteroLinear:
             in_block=block is not None,
             inner_backward=block is not None and self not in block.layers[-2:],
         )
-        device = x.device.type
-        if how.share is None or not torch.is_autocast_enabled(device):
-            return parallel_product(x, layer.weight, bias, how)
-        # In evaluation: ranks without a share have outputs of autocast's type.
-        with torch.autocast(device, enabled=False):
-            y = parallel_product(x.to(layer.weight.dtype), layer.weight, bias, how)
-        return y.to(torch.get_autocast_dtype(device))
+        return parallel_product(x, layer.weight, bias, how)
 
     def _begin_block(self) -> None:
         block = self.block
-        if block is not None and block.before_forward is not None and block.layers[0] is self:
-            block.before_forward(self._is_balanced())
+        is_first = block is not None and block.before_forward is not None and block.layers[0] is self
+        if is_first and self._is_balanced():
+            block.before_forward()
 
     def _is_balanced(self) -> bool:
         """True if the workload applies to the current forward pass: only if gradients will be computed for it."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -31,8 +30,6 @@ from .unit_transfers import (
     weights_for,
 )
 from .workload import Clock, Part, Selector
-
-Purpose = Literal["training", "evaluation"]
 
 
 class UnitExchange:
@@ -54,16 +51,12 @@ class UnitExchange:
         """Number of buckets whose messages have been started since the weights changed."""
         self._returning: dict[tuple[BlockTransfer, int], tuple[Started, list[tuple[int, Tensor]]]] = {}
         """Gradients that are being sent to their owners, with the tensors that they are sent from, by layer."""
-        self._in_evaluation = False
-        self._evaluates = False
-        """True if the current pass is one for evaluation in which units migrate."""
-        self._sent_for: Purpose | None = None
-        """Use of the weights that were sent last; None if they have changed since."""
+        self._are_sent = False
+        """True if weights were sent, and may not have changed since."""
         self._passes = 1
         """Backward passes of a layer in a run of the schedule; 1 without a schedule."""
         self.are_hooked = False
         """True if on any rank a parameter of a block has a hook of the user, which must see each backward pass."""
-        self._versions: list[int] = []
         self._sent_frozen: dict[int, list[int]] | None = None
         """:meth:`_frozen_versions` when weights were sent; None if frozen weights have changed since."""
         self._unchanged: set[int] = set()
@@ -78,14 +71,11 @@ class UnitExchange:
         moves: Sequence[Sequence[MovedRange]],
         kept: Sequence[int],
         select: Sequence[Selector | None],
-        in_evaluation: bool = False,
     ) -> None:
         """Migrate each block's ``moves``, and compute ``kept`` of this rank's own units, from the next iteration on.
-        ``select`` chooses the kept units if some are pruned. With ``in_evaluation``, which must be equal on all ranks
-        and requires that no rank prunes, units also migrate in passes that are begun for evaluation."""
+        ``select`` chooses the kept units if some are pruned."""
         self.release(blocks)
         self._blocks = blocks
-        self._in_evaluation = in_evaluation
         rank = self._transport.rank
         buckets: dict[int, Bucket] = defaultdict(Bucket)
         self._numbers = bucket_numbers(blocks, moves)
@@ -142,24 +132,16 @@ class UnitExchange:
             block.assign(None)
             block.before_forward = None
 
-    def begin_pass(self, purpose: Purpose = "training", number: int = 1, passes: int = 1) -> None:
+    def begin_pass(self, number: int = 1, passes: int = 1) -> None:
         """Start sending the units' weights; later buckets follow while the blocks run. Collective over the group; call
-        it before each forward pass, and :meth:`end_pass` after one for evaluation. A block that runs before starts the
-        sending. Training sends them before each forward pass, because a loop may change them without a trace
-        (``weight.data``), but only once in a schedule. Weights sent for evaluation are not used for training, and vice
-        versa: an average of the weights may take their place then, and not all code that does so can be noticed."""
-        if purpose == "evaluation" and not self._in_evaluation:
-            return
-        if purpose == "training":
-            may_differ, self._passes = number == 1, passes
-            if may_differ:
-                self._begin_accumulation()
-        else:
-            may_differ = self._versions != self._present_versions()
-        if may_differ or self._sent_for != purpose:
+        it before each forward pass of training. A block that runs before starts the sending. Weights are sent before
+        each forward pass, because a loop may change them without a trace (``weight.data``), but only once in a
+        schedule, whose passes have a ``number`` from 1 on and so many backward ``passes`` of a layer."""
+        if number == 1:
+            self._passes = passes
+            self._begin_accumulation()
             self._refresh()
-        self._send(purpose)
-        self._set_evaluates(purpose == "evaluation")
+        self._send()
 
     def _begin_accumulation(self) -> None:
         for transfer in self._transfers:
@@ -183,26 +165,6 @@ class UnitExchange:
                     "that are left out at random (layerdrop) need balance mode 'off'"
                 )
 
-    def end_pass(self) -> None:
-        """End a pass: in what follows without gradients, each rank computes its own units."""
-        self._set_evaluates(False)
-
-    def _set_evaluates(self, evaluates: bool) -> None:
-        self._evaluates = evaluates
-        for transfer in self._transfers:
-            transfer.block.evaluates = evaluates
-
-    def begin_evaluation(self) -> None:
-        """Expect passes without gradients, possibly with other weights than those before."""
-        if self._sent_for == "evaluation":
-            self._refresh()
-
-    def _present_versions(self) -> list[int]:
-        """Versions of all blocks, also of those that do not concern this rank: all must notice the same changes."""
-        if not self._buckets:
-            return []
-        return [version for block in self._blocks for version in _versions(block)]
-
     def _frozen_versions(self) -> dict[int, list[int]]:
         """Versions of the parameters in buckets whose blocks are all frozen, by bucket number."""
         frozen: dict[int, list[int]] = {}
@@ -213,11 +175,10 @@ class UnitExchange:
                 trained.add(number)
         return {number: versions for number, versions in frozen.items() if number not in trained}
 
-    def _send(self, purpose: Purpose) -> None:
-        if self._sent_for is not None or not self._buckets:
+    def _send(self) -> None:
+        if self._are_sent or not self._buckets:
             return
-        self._sent_for = purpose
-        self._versions = self._present_versions()
+        self._are_sent = True
         before, self._sent_frozen = self._sent_frozen or {}, self._frozen_versions()
         # Weights that are trained may change without a new version.
         self._unchanged = {number for number, versions in self._sent_frozen.items() if before.get(number) == versions}
@@ -226,9 +187,9 @@ class UnitExchange:
         self._mark("migration", None)
         self._start_buckets(0)
 
-    def _starter(self, number: int) -> Callable[[bool], None]:
-        def start(is_training: bool) -> None:
-            if self._sent_for is not None and (is_training or self._evaluates):
+    def _starter(self, number: int) -> Callable[[], None]:
+        def start() -> None:
+            if self._are_sent:
                 self._start_buckets(number)
 
         return start
@@ -269,15 +230,15 @@ class UnitExchange:
 
     def _refresh(self) -> None:
         """Send weights again before the next pass, except frozen ones that have not changed."""
-        if self._sent_for is not None:
+        if self._are_sent:
             # Also those of blocks that did not run: another rank may have started its part of their messages.
             self._start_buckets(self._buckets[-1].number)
         for bucket in self._buckets:
             bucket.started.received.wait()
         for transfer in self._transfers:
             transfer.block.refresh()
-        self._has_trained |= self._sent_for == "training"
-        self._sent_for, self._started_buckets = None, 0
+        self._has_trained |= self._are_sent
+        self._are_sent, self._started_buckets = False, 0
 
     def _mark(self, part: Part, kind: int | None) -> None:
         if self._clock is not None:
@@ -295,7 +256,7 @@ class UnitExchange:
         def receive() -> list[list[list[Tensor]]]:
             if transfer.bucket is None:
                 return []
-            self._send("training")
+            self._send()
             self._start_buckets(transfer.bucket.number)
             self._mark("other", transfer.block.kind)
             transfer.bucket.started.received.wait()

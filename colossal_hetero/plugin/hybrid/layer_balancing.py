@@ -230,24 +230,9 @@ def _begin_on_forward(model: ModelWrapper, attached: _Attached, count: Callable[
         elif not torch.is_grad_enabled():
             balancer.begin_evaluation_pass(asks)
 
-    @torch.compiler.disable
-    def end(*_: Any) -> None:
-        if not torch.is_grad_enabled():
-            attached.balancer.end_evaluation_pass()
-
     # On the innermost model, whose layers make the same check: the user may call or switch it without the wrappers. It
     # also runs inside the hooks by which ZeRO waits for weights that it gathers late.
-    innermost = model.unwrap(unwrap_peft=False)
-    innermost.register_forward_pre_hook(begin, with_kwargs=True)
-    innermost.register_forward_hook(end, always_call=True)
-
-    def switch(train: Callable[..., nn.Module], mode: bool = True) -> nn.Module:
-        if not mode:
-            attached.balancer.begin_evaluation()
-        return train(mode)
-
-    # The wrappers' eval and train call that of each module inside.
-    wrap_method(innermost, "train", switch)
+    model.unwrap(unwrap_peft=False).register_forward_pre_hook(begin, with_kwargs=True)
 
 
 def _count_as_communication(owner: Any, name: str, clock: IterationClock) -> None:
