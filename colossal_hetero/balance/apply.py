@@ -160,10 +160,6 @@ class Applier:
         self._pruning.start(plan.resize[self._rank])
         self._assign()
 
-    @property
-    def is_hooked(self) -> bool:
-        return any(block.is_hooked for block in self._blocks)
-
     def seen(self, asks_for_heads: bool) -> list[bool]:
         """:meth:`.Block.is_seen` of each block on this rank."""
         self._seen = [block.is_seen(asks_for_heads) for block in self._blocks]
@@ -209,8 +205,6 @@ class Applier:
         shapes = [BlockShape(block.units, block.elements_per_unit, len(block.layers)) for block in self._blocks]
         numbers = bucket_numbers(self._blocks, moves)
         ports = block_ports(shapes, moves, numbers, self._transport.size, bytes_per_element)
-        if self.units.is_in_schedule:
-            passes = 1
         return total + Traffic(point_to_point=busiest_port(ports)) * passes
 
     def end_iteration(self) -> None:

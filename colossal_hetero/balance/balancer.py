@@ -151,10 +151,9 @@ class Balancer:
         self._agree_on_seen()
         self._plan = self._adopt(plan, self._stays_resharded(plan))
 
-    def begin(self, asks_for_heads: bool = False, number: int = 1, passes: int = 1) -> None:
+    def begin(self, asks_for_heads: bool = False, number: int = 1) -> None:
         """Begin a training forward pass; the first one since :meth:`tick` begins an iteration. ``number`` is that of
-        the pass in a run of a schedule, from 1 on, and ``passes`` the backward passes of each layer in it: nobody
-        changes weights, or uses gradients, before they have ended."""
+        the pass in a run of a schedule, from 1 on: nobody changes weights before it has ended."""
         self._raise_failure()
         if not self._running:
             is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
@@ -169,7 +168,7 @@ class Balancer:
             self._passes = 0
         self._passes += 1
         self._keep_seen(asks_for_heads)
-        self._applier.units.begin_pass(number, passes)
+        self._applier.units.begin_pass(number)
 
     @property
     def _is_idle(self) -> bool:
@@ -248,9 +247,6 @@ class Balancer:
         """Take note of loaded weights, also during an iteration; call it on all ranks of the group."""
         self._applier.units.weights_changed()
         self._running = False
-
-    def end_schedule(self) -> None:
-        self._applier.units.end_schedule()
 
     def forget_gradients(self) -> None:
         """Take note that the loss scale has changed, or that gradients were not finite."""
@@ -495,8 +491,6 @@ class Balancer:
 
     def _adopt(self, plan: BalancePlan, for_good: bool = False) -> BalancePlan:
         """Apply ``plan``, or if receivers have too little memory one that migrates less; returns what was applied."""
-        if sum(plan.migrate) > 0:
-            self._applier.units.are_hooked = not self._exchange.all_agree(not self._applier.is_hooked)
         while True:
             try:
                 self._applier.apply(plan, for_good)

@@ -80,7 +80,7 @@ def _has_others(functions: Iterable[Any], packages: tuple[str, ...]) -> bool:
 
 Fetch = Callable[[], Sequence[Sequence[Sequence[Tensor]]]]
 """Returns the taken units: for each range of them and each layer, contiguous views of weight and bias."""
-ReturnGradients = Callable[[int, list[Tensor]], Sequence[Sequence[Tensor]] | None]
+ReturnGradients = Callable[[int, list[Tensor]], Sequence[Sequence[Tensor]]]
 """Takes a layer's index and its taken units' gradients; returns those of its given units (:class:`.UnitShare`)."""
 
 
@@ -186,7 +186,7 @@ class Block:
         self,
         workload: BlockWorkload | None,
         fetch: Fetch = tuple,
-        return_gradients: ReturnGradients = lambda layer, gradients: None,
+        return_gradients: ReturnGradients = lambda layer, gradients: (),
     ) -> None:
         """Compute ``workload`` from the next iteration on; None means the full share of the work."""
         self.workload = workload

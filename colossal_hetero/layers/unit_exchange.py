@@ -4,8 +4,8 @@ The weights of many blocks (a *bucket*) are sent in one message per pair of rank
 changed. A rank waits for a bucket when its first block is about to compute. At that moment all ranks start the messages
 of the next bucket: no earlier, because queued messages can hold back products on a GPU; and also ranks that have no
 part in it, because NCCL demands one order of the operations of two communicators (messages, all-reduces) on all ranks.
-Gradients return to their owners inside a layer's backward pass, in a schedule the last one, so that hooks of
-parameters, data parallelism, ZeRO and the loop find them complete.
+Gradients return to their owners inside each backward pass of a layer, so that hooks of parameters, data parallelism,
+ZeRO and the loop find them complete.
 """
 
 from __future__ import annotations
@@ -53,10 +53,6 @@ class UnitExchange:
         """Gradients that are being sent to their owners, with the tensors that they are sent from, by layer."""
         self._are_sent = False
         """True if weights were sent, and may not have changed since."""
-        self._passes = 1
-        """Backward passes of a layer in a run of the schedule; 1 without a schedule."""
-        self.are_hooked = False
-        """True if on any rank a parameter of a block has a hook of the user, which must see each backward pass."""
         self._sent_frozen: dict[int, list[int]] | None = None
         """:meth:`_frozen_versions` when weights were sent; None if frozen weights have changed since."""
         self._unchanged: set[int] = set()
@@ -86,7 +82,6 @@ class UnitExchange:
             if count == block.units and not moved:
                 continue
             transfer = BlockTransfer(block, given, taken)
-            transfer.clear_gradients()
             workload = BlockWorkload(
                 given=moved_count(given),
                 taken=tuple(UnitRange(move.sender, move.start, move.stop) for move in taken),
@@ -117,10 +112,6 @@ class UnitExchange:
             device = self._transfers[0].block.parameters[0][0].device
             check_room(device, max(0, more_bytes - bytes_before), max(0.0, more_work - work_before))
 
-    @property
-    def is_in_schedule(self) -> bool:
-        return self._passes > 1
-
     def release(self, blocks: Sequence[Block]) -> None:
         self.end_iteration()
         self._wait_for_receivers()
@@ -132,38 +123,14 @@ class UnitExchange:
             block.assign(None)
             block.before_forward = None
 
-    def begin_pass(self, number: int = 1, passes: int = 1) -> None:
+    def begin_pass(self, number: int = 1) -> None:
         """Start sending the units' weights; later buckets follow while the blocks run. Collective over the group; call
         it before each forward pass of training. A block that runs before starts the sending. Weights are sent before
-        each forward pass, because a loop may change them without a trace (``weight.data``), but only once in a
-        schedule, whose passes have a ``number`` from 1 on and so many backward ``passes`` of a layer."""
+        each forward pass, because a loop may change them without a trace (``weight.data``), but only before the first
+        one of a schedule, whose passes have a ``number`` from 1 on."""
         if number == 1:
-            self._passes = passes
-            self._begin_accumulation()
             self._refresh()
         self._send()
-
-    def _begin_accumulation(self) -> None:
-        for transfer in self._transfers:
-            # Those of a run that failed.
-            transfer.clear_gradients()
-        if self._passes == 1 or self.are_hooked or not self._buckets:
-            return
-        if hooked := [block.name or "the model" for block in self._blocks if block.is_hooked]:
-            raise RuntimeError(
-                f"a hook was registered on a parameter of {hooked[0]} while units migrate in a pipeline: it would see "
-                "the gradients of all micro-batches at once; register hooks before training"
-            )
-
-    def end_schedule(self) -> None:
-        """Raise ``RuntimeError`` if a block did not run in all passes of the schedule, which has ended."""
-        for transfer in self._transfers:
-            if any(transfer.passes):
-                raise RuntimeError(
-                    f"{transfer.block.name or 'a block'} ran in {max(transfer.passes)} of {self._passes} "
-                    "micro-batches, but gradients of units that migrate in a pipeline return after all of them: blocks "
-                    "that are left out at random (layerdrop) need balance mode 'off'"
-                )
 
     def _frozen_versions(self) -> dict[int, list[int]]:
         """Versions of the parameters in buckets whose blocks are all frozen, by bucket number."""
@@ -266,13 +233,9 @@ class UnitExchange:
         return receive
 
     def _returner(self, transfer: BlockTransfer) -> ReturnGradients:
-        def return_gradients(layer: int, gradients: list[Tensor]) -> list[list[Tensor]] | None:
+        def return_gradients(layer: int, gradients: list[Tensor]) -> list[list[Tensor]]:
             if transfer.bucket is None:
                 return []
-            transfer.add(layer, gradients)
-            if transfer.passes[layer] < self._passes and not self.are_hooked:
-                return None
-            gradients = transfer.take_sum(layer)
             places, parameters = transfer.block.places[layer], transfer.block.parameters[layer]
             elements = sum(place.numel(tensor) for place, tensor in zip(places, parameters, strict=True))
             sends = [(move.sender, message) for move, message in zip(transfer.taken, gradients, strict=True)]

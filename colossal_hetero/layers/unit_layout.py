@@ -138,7 +138,7 @@ class UnitShare:
         self,
         places: Sequence[UnitPlace],
         remaining: int,
-        return_gradients: Callable[[list[Tensor]], Sequence[Sequence[Tensor]] | None],
+        return_gradients: Callable[[list[Tensor]], Sequence[Sequence[Tensor]]],
     ) -> None:
         self._places = places
         self._remaining = remaining
@@ -230,7 +230,7 @@ class UnitShare:
 
     def gradients(self, dw: Tensor, db: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Complete the gradients of the layer's whole weight, ``dw`` of :meth:`weight_gradient`, and bias, and return
-        those of the taken units. ``db`` is that of the computed units. Given units get zeros until theirs return."""
+        those of the taken units. ``db`` is that of the computed units."""
         whole = [dw]
         if db is not None:
             own = db.new_empty(self._shapes[1] if self._selected is None else self._selected[1].shape)
@@ -242,9 +242,6 @@ class UnitShare:
         returned = self._return_gradients(messages)
         for number, (place, gradient) in enumerate(zip(self._places, whole, strict=False)):
             given = place.view(gradient).narrow(place.unit_dim, self._remaining, place.units - self._remaining)
-            if returned is None:
-                given.zero_()
-                continue
             start = 0
             for units in returned:
                 count = units[number].shape[place.unit_dim]

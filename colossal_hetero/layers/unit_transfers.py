@@ -1,4 +1,4 @@
-"""The units of blocks that a rank gives and takes, their messages, and the bookkeeping of their gradients."""
+"""The units of blocks that a rank gives and takes, and their messages."""
 
 from __future__ import annotations
 
@@ -23,28 +23,6 @@ class BlockTransfer:
     """Units of this rank that other ranks compute, in ascending order."""
     taken: list[MovedRange]
     bucket: Bucket | None = None
-    passes: list[int] = field(default_factory=list)
-    """Number of backward passes of each layer whose gradients have not returned."""
-    sums: list[list[Tensor]] = field(default_factory=list)
-    """Sums of the taken units' gradients in these passes, by layer: a message for each range of units."""
-
-    def clear_gradients(self) -> None:
-        self.passes = [0] * len(self.block.layers)
-        self.sums = [[] for _ in self.block.layers]
-
-    def add(self, layer: int, gradients: list[Tensor]) -> None:
-        """Add the taken units' gradients in a backward pass, whose tensors may be kept."""
-        self.passes[layer] += 1
-        if not self.sums[layer]:
-            self.sums[layer] = gradients
-            return
-        for total, gradient in zip(self.sums[layer], gradients, strict=True):
-            total.add_(gradient)
-
-    def take_sum(self, layer: int) -> list[Tensor]:
-        total = self.sums[layer]
-        self.passes[layer], self.sums[layer] = 0, []
-        return total
 
 
 @dataclass(eq=False)
