@@ -245,7 +245,7 @@ class Balancer:
 
     def weights_changed(self) -> None:
         """Take note of loaded weights, also during an iteration; call it on all ranks of the group."""
-        self._applier.units.weights_changed()
+        self._applier.units.end_iteration()
         self._running = False
 
     def forget_gradients(self) -> None:

@@ -162,10 +162,6 @@ class Block:
         return [[values_of(tensor) for tensor in tensors] for tensors in self.unit_parameters]
 
     @property
-    def is_frozen(self) -> bool:
-        return not any(tensor.requires_grad for tensors in self.unit_parameters for tensor in tensors)
-
-    @property
     def elements_per_unit(self) -> int:
         return sum(
             place.numel(tensor)

@@ -1,11 +1,10 @@
 """Messages of migrated units: weights before a forward pass, gradients back in backward (docs/algorithms.md, 1.5).
 
-The weights of many blocks (a *bucket*) are sent in one message per pair of ranks, frozen weights only when they have
-changed. A rank waits for a bucket when its first block is about to compute. At that moment all ranks start the messages
-of the next bucket: no earlier, because queued messages can hold back products on a GPU; and also ranks that have no
-part in it, because NCCL demands one order of the operations of two communicators (messages, all-reduces) on all ranks.
-Gradients return to their owners inside each backward pass of a layer, so that hooks of parameters, data parallelism,
-ZeRO and the loop find them complete.
+The weights of many blocks (a *bucket*) are sent in one message per pair of ranks. A rank waits for a bucket when its
+first block is about to compute. At that moment all ranks start the messages of the next bucket: no earlier, because
+queued messages can hold back products on a GPU; and also ranks that have no part in it, because NCCL demands one order
+of the operations of two communicators (messages, all-reduces) on all ranks. Gradients return to their owners inside
+each backward pass of a layer, so that hooks of parameters, data parallelism, ZeRO and the loop find them complete.
 """
 
 from __future__ import annotations
@@ -43,8 +42,6 @@ class UnitExchange:
     ) -> None:
         self._transport = transport
         self._clock = clock
-        self._blocks: Sequence[Block] = ()
-        self._numbers: list[int] = []
         self._transfers: list[BlockTransfer] = []
         self._buckets: list[Bucket] = []
         self._started_buckets = 0
@@ -53,10 +50,6 @@ class UnitExchange:
         """Gradients that are being sent to their owners, with the tensors that they are sent from, by layer."""
         self._are_sent = False
         """True if weights were sent, and may not have changed since."""
-        self._sent_frozen: dict[int, list[int]] | None = None
-        """:meth:`_frozen_versions` when weights were sent; None if frozen weights have changed since."""
-        self._unchanged: set[int] = set()
-        """Numbers of buckets whose weights receivers still have."""
         self._growth = self.largest_growth = (0, 0.0)
         """:func:`peak_growth` of the present plan, and the largest so far, which the peak so far includes."""
         self._has_trained = False
@@ -71,12 +64,10 @@ class UnitExchange:
         """Migrate each block's ``moves``, and compute ``kept`` of this rank's own units, from the next iteration on.
         ``select`` chooses the kept units if some are pruned."""
         self.release(blocks)
-        self._blocks = blocks
         rank = self._transport.rank
         buckets: dict[int, Bucket] = defaultdict(Bucket)
-        self._numbers = bucket_numbers(blocks, moves)
-        self._sent_frozen = None
-        for block, moved, count, rule, number in zip(blocks, moves, kept, select, self._numbers, strict=True):
+        numbers = bucket_numbers(blocks, moves)
+        for block, moved, count, rule, number in zip(blocks, moves, kept, select, numbers, strict=True):
             given = [move for move in moved if move.sender == rank]
             taken = [move for move in moved if move.receiver == rank]
             if count == block.units and not moved:
@@ -96,7 +87,7 @@ class UnitExchange:
         self._check_room()
         self._buckets = [buckets[number] for number in sorted(buckets)]
         first_blocks: dict[int, Block] = {}
-        for block, number in zip(blocks, self._numbers, strict=True):
+        for block, number in zip(blocks, numbers, strict=True):
             first_blocks.setdefault(number, block)
         for number, bucket in sorted(buckets.items()):
             bucket.number = number
@@ -132,23 +123,10 @@ class UnitExchange:
             self._refresh()
         self._send()
 
-    def _frozen_versions(self) -> dict[int, list[int]]:
-        """Versions of the parameters in buckets whose blocks are all frozen, by bucket number."""
-        frozen: dict[int, list[int]] = {}
-        trained = set()
-        for block, number in zip(self._blocks, self._numbers, strict=True):
-            frozen.setdefault(number, []).extend(_versions(block))
-            if not block.is_frozen:
-                trained.add(number)
-        return {number: versions for number, versions in frozen.items() if number not in trained}
-
     def _send(self) -> None:
         if self._are_sent or not self._buckets:
             return
         self._are_sent = True
-        before, self._sent_frozen = self._sent_frozen or {}, self._frozen_versions()
-        # Weights that are trained may change without a new version.
-        self._unchanged = {number for number, versions in self._sent_frozen.items() if before.get(number) == versions}
         self._mark("other", None)
         self._wait_for_receivers()
         self._mark("migration", None)
@@ -167,8 +145,6 @@ class UnitExchange:
             if bucket.number > last_number:
                 break
             self._started_buckets += 1
-            if bucket.number in self._unchanged:
-                continue
             for other, message in bucket.send_buffers.items():
                 torch.cat([part.reshape(-1) for part in weights_for(bucket, other)], out=message)
             if self._has_trained:
@@ -176,11 +152,6 @@ class UnitExchange:
             bucket.started = self._transport.exchange(
                 list(bucket.send_buffers.items()), list(bucket.receive_buffers.items())
             )
-
-    def weights_changed(self) -> None:
-        """Stop using the weights that were sent before, frozen ones too, because they have changed."""
-        self.end_iteration()
-        self._sent_frozen = None
 
     def before_step(self) -> None:
         """Prepare for an optimizer step: weights change, and kept units are chosen again."""
@@ -196,7 +167,7 @@ class UnitExchange:
             transfer.block.begin_iteration()
 
     def _refresh(self) -> None:
-        """Send weights again before the next pass, except frozen ones that have not changed."""
+        """Send weights again before the next pass."""
         if self._are_sent:
             # Also those of blocks that did not run: another rank may have started its part of their messages.
             self._start_buckets(self._buckets[-1].number)
@@ -258,7 +229,3 @@ class UnitExchange:
             ]
 
         return return_gradients
-
-
-def _versions(block: Block) -> list[int]:
-    return [tensor._version for tensors in block.unit_parameters for tensor in tensors]

@@ -58,19 +58,19 @@ class Bucket:
 
 def bucket_numbers(blocks: Sequence[Block], moves: Sequence[Sequence[MovedRange]]) -> list[int]:
     """Bucket number of each block, the same on all ranks. A bucket ends when it has :data:`MESSAGE_BYTES`, or when the
-    next block has another dtype or differs in being frozen."""
+    next block has another dtype."""
     numbers: list[int] = []
-    size, last_dtype, last_frozen = 0, None, False
+    size, last_dtype = 0, None
     for block, moved in zip(blocks, moves, strict=True):
-        dtype, frozen = block.parameters[0][0].dtype, block.is_frozen
+        dtype = block.parameters[0][0].dtype
         if not numbers:
             numbers.append(0)
-        elif size >= MESSAGE_BYTES or last_dtype != dtype or last_frozen != frozen:
+        elif size >= MESSAGE_BYTES or last_dtype != dtype:
             numbers.append(numbers[-1] + 1)
             size = 0
         else:
             numbers.append(numbers[-1])
-        last_dtype, last_frozen = dtype, frozen
+        last_dtype = dtype
         size += moved_count(moved) * block.elements_per_unit * dtype.itemsize
     return numbers
 
