@@ -91,7 +91,6 @@ class Applier:
         self._uneven: frozenset[int] = frozenset()
         """Numbers of the blocks whose units are permanently re-sharded."""
         self._shares = Shares(loads=tuple(kind.full for kind in self.kinds))
-        self._seen = [False] * len(self._blocks)
 
     def _number_kinds(self) -> list[LayerKind]:
         """Give each target its kind: blocks with the same sizes are one kind, and all other layers another one."""
@@ -162,16 +161,11 @@ class Applier:
 
     def seen(self, asks_for_heads: bool) -> list[bool]:
         """:meth:`.Block.is_seen` of each block on this rank."""
-        self._seen = [block.is_seen(asks_for_heads) for block in self._blocks]
-        return self._seen
+        return [block.is_seen(asks_for_heads) for block in self._blocks]
 
     def sees_more(self, asks_for_heads: bool) -> bool:
         """True if somebody on this rank sees inside of a block whose units need not stay so far."""
         return any(not block.stays and block.is_seen(asks_for_heads) for block in self._blocks)
-
-    def sees_other(self, asks_for_heads: bool) -> bool:
-        """True if this rank sees inside of other blocks than :meth:`seen` has returned last."""
-        return self._seen != [block.is_seen(asks_for_heads) for block in self._blocks]
 
     @property
     def is_for_good(self) -> bool:

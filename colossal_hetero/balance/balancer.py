@@ -285,15 +285,12 @@ class Balancer:
             self._relieved_for = relieved_for(self._relieved_for, self._plan)
             # Not any(…), which would stop at the first iteration after which to decide.
             times_of_ranks = self._exchange.take()
-            if self._exchange.is_flagged:
-                self._agree_on_seen()
             if sum([self._compare(rows) for rows in times_of_ranks]):
                 self._replan()
             self._reshard_if_due()
             nothing = (-1, [0.0] * (2 + 3 * len(self._applier.kinds)))
             iteration, numbers = self._unsent.popleft() if self._unsent else nothing
-            sees_other = self._is_measured and not self._is_idle and self._applier.sees_other(self._asks_for_heads)
-            self._exchange.post(iteration, numbers, self._plan.digest, sees_other)
+            self._exchange.post(iteration, numbers, self._plan.digest)
             self._applier.end_iteration()
         self._iteration += 1
         if self._latest.end_iteration(self._iteration):
