@@ -96,18 +96,6 @@ def slowest_seconds(lines: Sequence[Line], counts: Sequence[int]) -> float:
     return max(line(count) for line, count in zip(lines, counts, strict=True))
 
 
-def divisible_seconds(lines: Sequence[Line]) -> float:
-    """The time of the slowest rank if units could be divided as finely as one likes and sent without a cost."""
-    low, high = min(line(0.0) for line in lines), max(line(line.full) for line in lines)
-    for _ in range(50):
-        middle = (low + high) / 2
-        if sum(max(0.0, line.units_within(middle)) for line in lines) < sum(line.full for line in lines):
-            low = middle
-        else:
-            high = middle
-    return max(high, max(line(0.0) for line in lines))
-
-
 def moved_units(kind: UnitKind, counts: Sequence[int]) -> int:
     return sum(max(0, kind.units - count) for count in counts)
 
