@@ -11,8 +11,7 @@ from ..layers.block import Block
 from ..layers.column_migration import COLUMN_EXCHANGES, ColumnExchange, ColumnMigration
 from ..layers.linear import HeteroLinear
 from ..layers.transport import Transport
-from ..layers.unit_exchange import UnitExchange
-from ..layers.unit_transfers import bucket_numbers
+from ..layers.unit_exchange import UnitExchange, bucket_numbers
 from ..layers.workload import Clock, Workload, kept_count
 from .config import BalanceConfig
 from .divide import (

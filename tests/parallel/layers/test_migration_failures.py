@@ -24,9 +24,8 @@ from colossal_hetero.balance.host_messages import Exchange
 from colossal_hetero.balance.plan import BalancePlan
 from colossal_hetero.layers import unit_exchange
 from colossal_hetero.layers.column_migration import BroadcastReduce, ScatterGather, moved_count
-from colossal_hetero.layers.unit_exchange import UnitExchange
+from colossal_hetero.layers.unit_exchange import Bucket, UnitExchange
 from colossal_hetero.layers.unit_layout import UnitShare
-from colossal_hetero.layers.unit_transfers import Bucket
 from tests.support.checks import Checks
 from tests.support.harness import errors_of_the_others, run_ranks
 from tests.support.migration_runs import (

@@ -162,14 +162,6 @@ def test_auto_weighs_what_sending_costs_and_migrate_does_not() -> None:
         assert bool(plan.units) == migrates
 
 
-@pytest.mark.parametrize("heads, is_lost", [(2, True), (64, False)])
-def test_the_note_says_which_blocks_cannot_be_divided_evenly(heads: int, is_lost: bool) -> None:
-    """Of two heads, a rank that is five times slower should keep two thirds of one."""
-    kinds = [LayerKind(heads, 1, 0.5), LayerKind(64, 1, 0.5)]
-    plan = decide_units((1.0, 5.0), IDLE, 0.0, kinds)
-    assert ("blocks with 2 units per rank" in plan.note) == is_lost, plan.note
-
-
 def test_what_cannot_migrate_stays() -> None:
     kinds = [KINDS[0], replace(KINDS[1], moves=False)]
     plan = decide_units((1.0, 3.0), IDLE, 0.0, kinds)
