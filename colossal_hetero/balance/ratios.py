@@ -72,11 +72,6 @@ class Line:
     def __call__(self, units: float) -> float:
         return self._to_full(units) - self._to_full(self.units) + self.seconds
 
-    def units_within(self, seconds: float) -> float:
-        """Number of units that the rank computes in this time; negative if it cannot even do the rest of its work."""
-        beyond = seconds - self(self.full)
-        return self.full + beyond / (self.slope_above if beyond > 0 else self.slope)
-
     def _to_full(self, units: float) -> float:
         beyond = units - self.full
         return beyond * (self.slope_above if beyond > 0 else self.slope)
