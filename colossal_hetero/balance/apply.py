@@ -11,8 +11,7 @@ from ..layers.block import Block
 from ..layers.column_migration import COLUMN_EXCHANGES, ColumnExchange, ColumnMigration
 from ..layers.linear import HeteroLinear
 from ..layers.transport import Transport
-from ..layers.unit_exchange import UnitExchange
-from ..layers.unit_transfers import bucket_numbers
+from ..layers.unit_exchange import UnitExchange, bucket_numbers
 from ..layers.workload import Clock, Workload, kept_count
 from .config import BalanceConfig
 from .divide import (
@@ -91,7 +90,6 @@ class Applier:
         self._uneven: frozenset[int] = frozenset()
         """Numbers of the blocks whose units are permanently re-sharded."""
         self._shares = Shares(loads=tuple(kind.full for kind in self.kinds))
-        self._seen = [False] * len(self._blocks)
 
     def _number_kinds(self) -> list[LayerKind]:
         """Give each target its kind: blocks with the same sizes are one kind, and all other layers another one."""
@@ -156,26 +154,17 @@ class Applier:
         self._for_good = for_good
         if plan.units or any((*plan.resize, *plan.migrate)):
             for block in self._blocks:
-                block.drops_by_unit = True
+                block.separates_dropout = True
         self._pruning.start(plan.resize[self._rank])
         self._assign()
 
-    @property
-    def is_hooked(self) -> bool:
-        return any(block.is_hooked for block in self._blocks)
-
     def seen(self, asks_for_heads: bool) -> list[bool]:
         """:meth:`.Block.is_seen` of each block on this rank."""
-        self._seen = [block.is_seen(asks_for_heads) for block in self._blocks]
-        return self._seen
+        return [block.is_seen(asks_for_heads) for block in self._blocks]
 
     def sees_more(self, asks_for_heads: bool) -> bool:
         """True if somebody on this rank sees inside of a block whose units need not stay so far."""
         return any(not block.stays and block.is_seen(asks_for_heads) for block in self._blocks)
-
-    def sees_other(self, asks_for_heads: bool) -> bool:
-        """True if this rank sees inside of other blocks than :meth:`seen` has returned last."""
-        return self._seen != [block.is_seen(asks_for_heads) for block in self._blocks]
 
     @property
     def is_for_good(self) -> bool:
@@ -209,8 +198,6 @@ class Applier:
         shapes = [BlockShape(block.units, block.elements_per_unit, len(block.layers)) for block in self._blocks]
         numbers = bucket_numbers(self._blocks, moves)
         ports = block_ports(shapes, moves, numbers, self._transport.size, bytes_per_element)
-        if self.units.is_in_schedule:
-            passes = 1
         return total + Traffic(point_to_point=busiest_port(ports)) * passes
 
     def end_iteration(self) -> None:
@@ -240,7 +227,7 @@ class Applier:
         idle = BalancePlan.idle(len(plan.resize))
         divisions = []
         for target, kind in zip(self._targets, self._kind_of, strict=True):
-            if target.block is not None and target.block.is_fixed:
+            if target.block is not None and (target.block.stays or target.block.moves is False):
                 divisions.append(divide(target.columns, idle))
             elif plan.units and target.block is not None:
                 assert kind is not None
@@ -264,7 +251,6 @@ class Applier:
         first = len(self._layers)
         selectors: Sequence[ColumnSelector | None] = self._pruning.selectors[first:] or [None] * len(self._blocks)
         if self._unit_exchange is not None:
-            assert self._plan is not None
             moves = [division.moves for division in divisions[first:]]
             if self._resharding is not None:
                 self._unit_exchange.release(self._blocks)
@@ -280,7 +266,6 @@ class Applier:
                     for number, count in enumerate(kept[first:])
                 ],
                 selectors,
-                in_evaluation=not any(self._plan.resize),
             )
 
     def _measure(self, kept: Sequence[int], divisions: Sequence[Division]) -> Shares:

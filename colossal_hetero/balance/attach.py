@@ -165,11 +165,11 @@ def _copy(model: nn.Module, shared: tuple[object, ...], memo: dict[int, Any]) ->
         for name in _HOOKS
     ]
     memo.update((id(getattr(module, name)), type(getattr(module, name))(hooks)) for module, name, hooks in kept)
-    own: dict[str, Any] = {name: model.__dict__.pop(name) for name in ("__deepcopy__", "train") if name in vars(model)}
+    own = vars(model).pop("__deepcopy__")
     try:
         made = copy.deepcopy(model, memo)
     finally:
-        model.__dict__.update(own)
+        model.__deepcopy__ = own
     for module, name, hooks in kept:
         for key, hook in hooks.items():
             getattr(memo[id(module)], name)[key] = copy.deepcopy(hook, memo)

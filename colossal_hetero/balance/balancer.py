@@ -151,10 +151,9 @@ class Balancer:
         self._agree_on_seen()
         self._plan = self._adopt(plan, self._stays_resharded(plan))
 
-    def begin(self, asks_for_heads: bool = False, number: int = 1, passes: int = 1) -> None:
+    def begin(self, asks_for_heads: bool = False, number: int = 1) -> None:
         """Begin a training forward pass; the first one since :meth:`tick` begins an iteration. ``number`` is that of
-        the pass in a run of a schedule, from 1 on, and ``passes`` the backward passes of each layer in it: nobody
-        changes weights, or uses gradients, before they have ended."""
+        the pass in a run of a schedule, from 1 on: nobody changes weights before it has ended."""
         self._raise_failure()
         if not self._running:
             is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
@@ -169,7 +168,7 @@ class Balancer:
             self._passes = 0
         self._passes += 1
         self._keep_seen(asks_for_heads)
-        self._applier.units.begin_pass("training", number, passes)
+        self._applier.units.begin_pass(number)
 
     @property
     def _is_idle(self) -> bool:
@@ -239,25 +238,15 @@ class Balancer:
             self._clock.start()
 
     def begin_evaluation_pass(self, asks_for_heads: bool = False) -> None:
-        """Begin a forward pass without gradients, which belongs to no iteration."""
+        """Begin a forward pass without gradients, which belongs to no iteration: ranks compute the units they hold."""
         self._raise_failure()
-        self._keep_seen(asks_for_heads)
-        self._applier.units.begin_pass("evaluation")
-
-    def end_evaluation_pass(self) -> None:
-        self._applier.units.end_pass()
-
-    def begin_evaluation(self) -> None:
-        """Take note that the model is switched to evaluation: its weights may be others from now on."""
-        self._applier.units.begin_evaluation()
+        if self.has_resharded:
+            self._keep_seen(asks_for_heads)
 
     def weights_changed(self) -> None:
         """Take note of loaded weights, also during an iteration; call it on all ranks of the group."""
-        self._applier.units.weights_changed()
+        self._applier.units.end_iteration()
         self._running = False
-
-    def end_schedule(self) -> None:
-        self._applier.units.end_schedule()
 
     def forget_gradients(self) -> None:
         """Take note that the loss scale has changed, or that gradients were not finite."""
@@ -296,15 +285,12 @@ class Balancer:
             self._relieved_for = relieved_for(self._relieved_for, self._plan)
             # Not any(…), which would stop at the first iteration after which to decide.
             times_of_ranks = self._exchange.take()
-            if self._exchange.is_flagged:
-                self._agree_on_seen()
             if sum([self._compare(rows) for rows in times_of_ranks]):
                 self._replan()
             self._reshard_if_due()
             nothing = (-1, [0.0] * (2 + 3 * len(self._applier.kinds)))
             iteration, numbers = self._unsent.popleft() if self._unsent else nothing
-            sees_other = self._is_measured and not self._is_idle and self._applier.sees_other(self._asks_for_heads)
-            self._exchange.post(iteration, numbers, self._plan.digest, sees_other)
+            self._exchange.post(iteration, numbers, self._plan.digest)
             self._applier.end_iteration()
         self._iteration += 1
         if self._latest.end_iteration(self._iteration):
@@ -502,8 +488,6 @@ class Balancer:
 
     def _adopt(self, plan: BalancePlan, for_good: bool = False) -> BalancePlan:
         """Apply ``plan``, or if receivers have too little memory one that migrates less; returns what was applied."""
-        if sum(plan.migrate) > 0:
-            self._applier.units.are_hooked = not self._exchange.all_agree(not self._applier.is_hooked)
         while True:
             try:
                 self._applier.apply(plan, for_good)

@@ -183,7 +183,7 @@ def _apportion(total: int, weights: Sequence[float], grain: int) -> list[int]:
 # ==================  =============================================  ==================================================
 #
 # ``Nc`` must be multiplied by the number of micro-batches. A ``block`` sends twice the elements of its migrated units,
-# weights and gradients: in each pass of a loop, and once for all passes of a pipeline's schedule.
+# weights and gradients, in each pass; a pipeline's schedule sends weights in the first one only, which is not counted.
 
 
 @dataclass(frozen=True)

@@ -26,33 +26,29 @@ class Exchange:
         self._table: torch.Tensor | None = None
         self._pending: Any = None
         self._rows: dict[int, dict[int, list[float]]] = {}
-        self.is_flagged = False
-        """True if some rank has flagged what :meth:`take` has returned last."""
 
     @property
     def size(self) -> int:
         return self._group.size()
 
-    def post(self, iteration: int, numbers: Sequence[float], digest: int, flag: bool = False) -> None:
+    def post(self, iteration: int, numbers: Sequence[float], digest: int) -> None:
         """Start telling all ranks this rank's ``numbers`` of an iteration, equally many on all ranks, without waiting.
         A rank that knows none yet (a GPU's clock is late) posts iteration −1. ``digest`` is the hash of its plan."""
-        self._table = torch.zeros(self.size, 3 + len(numbers), dtype=torch.float64)
-        self._table[self._group.rank()] = torch.tensor([iteration, digest, flag, *numbers], dtype=torch.float64)
+        self._table = torch.zeros(self.size, 2 + len(numbers), dtype=torch.float64)
+        self._table[self._group.rank()] = torch.tensor([iteration, digest, *numbers], dtype=torch.float64)
         self._pending = dist.all_reduce(self._table, group=self._group, async_op=True)
 
     def take(self) -> list[list[list[float]]]:
         """Numbers ``[iteration][rank][number]`` that became known to all since the last call; equal on all ranks."""
-        self.is_flagged = False
         if self._pending is None:
             return []
         self._pending.wait()
         self._pending = None
         assert self._table is not None
         table = self._table.tolist()
-        self.is_flagged = any(row[2] for row in table)
         if any(row[1] != table[0][1] for row in table):
             raise RuntimeError(_DIFFERENT_PLANS)
-        for rank, (iteration, _, _, *numbers) in enumerate(table):
+        for rank, (iteration, _, *numbers) in enumerate(table):
             if iteration >= 0:
                 self._rows.setdefault(int(iteration), {})[rank] = numbers
         complete = sorted(iteration for iteration, rows in self._rows.items() if len(rows) == self.size)

@@ -12,7 +12,7 @@ import numpy as np
 from .config import BalanceConfig
 from .optimum import optimal_plan, semi_plan
 from .plan import BalancePlan, Costs, Counts, RankTimes, predicted_seconds
-from .ratios import Line, UnitKind, divisible_seconds, fastest_counts, moved_units, resize_ratios, slowest_seconds
+from .ratios import Line, UnitKind, fastest_counts, moved_units, resize_ratios, slowest_seconds
 
 # Division ------------------------------------------------------------------------------------------------------------
 
@@ -64,8 +64,6 @@ def decide_counts(
     return wanted, f"migration pays: {compared}"
 
 
-COARSE = 0.02
-"""Time that is lost because units are whole, as a share of the blocks' time, from which the plan's note tells it."""
 STEPS = 2**20
 """Shares are multiples of 1/STEPS in modes that migrate. So processors that round differently get the same shares, and
 what is given equals what is taken to the last bit."""
@@ -178,7 +176,6 @@ def _decide_units(
     counts, note = decide_counts(problems, now, uncertainty, fixed)
     if math.isfinite(max_received):
         note = f"receivers have memory for no more than {max_received:.0%} of their own work; {note}"
-    note += _coarseness(problems)
     if counts == now:
         return replace(current, note=note) if current.units else BalancePlan.idle(ranks, note)
     weight = math.fsum(kind.weight for _, kind in blocks)
@@ -198,25 +195,6 @@ def _decide_units(
         nothing, tuple(max(0.0, -share) for share in more), tuple(max(0.0, share) for share in more), note
     )
     return replace(_in_steps(shares, 0.0), units=counts)
-
-
-def _coarseness(problems: Sequence[KindProblem]) -> str:
-    """A sentence about the blocks whose units are too large to divide their work evenly; empty if there are none."""
-    total, most, reason = 0.0, 0.0, ""
-    for problem in problems:
-        kind, ranks = problem.kind, len(problem.lines)
-        whole = slowest_seconds(
-            problem.lines, fastest_counts(replace(kind, max_taken=(ranks - 1) * kind.units), problem.lines)
-        )
-        total += whole
-        lost = whole - divisible_seconds(problem.lines)
-        if lost > most:
-            most = lost
-            step = "one" if kind.grain == 1 else str(kind.grain)
-            reason = f"blocks with {kind.units} units per rank, of which {step} can move at a time"
-    if most <= COARSE * total:
-        return ""
-    return f"; {most / total:.0%} of that is lost because {reason}, cannot be divided evenly"
 
 
 def _decide_resize(

@@ -33,9 +33,8 @@ RECEIVED_SHARES = (0.125, 0.25, 0.5)
 MIGRATED_SHARES = (0.125, 0.25, 0.5, 0.75)
 MESSAGES = {4 * 2**10: 21, 64 * 2**10: 21, 2**20: 7, 4 * 2**20: 7, 16 * 2**20: 3}
 """Sizes in bytes of the timed messages, and how often each is timed; on a slow network only the smaller ones are."""
-SHAPES = 3
-"""Number of the largest layer shapes that are timed to represent all, if there is time."""
 PRODUCT_SECONDS = 1.2
+"""Time after which no further round of products begins."""
 DENSE_SECONDS = 0.04
 """Maximum time of a dense product; instead of a slower one a smaller product is timed."""
 MIN_SIZE = 512
@@ -159,30 +158,15 @@ def _fit_everywhere(measurement: CostMeasurement) -> bool:
 
 
 def _time_products(measurement: CostMeasurement) -> tuple[list[float], list[float]]:
-    """Times of resized and received products relative to dense ones; means over shapes, weighted by their work."""
-    largest = sorted(set(measurement.shapes), key=lambda shape: (-shape.outputs * shape.columns, shape.outputs))[
-        :SHAPES
-    ]
-    if not largest:
+    """Times of resized and received products of the largest layer relative to a dense one, from the fastest of several
+    rounds, because other work on the machine only adds time."""
+    if not measurement.shapes:
         return [1.0 - share for share in RESIZED_SHARES], list(RECEIVED_SHARES)
-    ratios: list[list[float]] = []
-    weights = []
-    start = time.perf_counter()
-    for shape in largest:
-        if time.perf_counter() - start > PRODUCT_SECONDS / 2:
-            break
-        ratios.append(_time_shape(shape, measurement, PRODUCT_SECONDS / len(largest)))
-        weights.append(shape.outputs * shape.columns)
-    mean = np.average(ratios, axis=0, weights=weights).tolist()
-    return mean[: len(RESIZED_SHARES)], mean[len(RESIZED_SHARES) :]
-
-
-def _time_shape(shape: ProductShape, measurement: CostMeasurement, budget_seconds: float) -> list[float]:
-    """The same for one shape, from the fastest of several rounds, because other work on the machine only adds time."""
     dtype, device = measurement.dtype, measurement.device
     # A separate generator, so that measuring does not change the random numbers of training.
     generator = torch.Generator(device).manual_seed(0)
-    rows, shape = _affordable(shape, measurement.rows, dtype, device, generator)
+    largest = max(measurement.shapes, key=lambda shape: (shape.outputs * shape.columns, shape.columns))
+    rows, shape = _affordable(largest, measurement.rows, dtype, device, generator)
     products = _Products(shape, rows, dtype, device, generator)
     along = 1 if measurement.form == "column" else 0
     size = shape.columns if along else shape.outputs
@@ -191,10 +175,11 @@ def _time_shape(shape: ProductShape, measurement: CostMeasurement, budget_second
     runs += [products.part(along, round(share * size), whole_gradients=False) for share in RECEIVED_SHARES]
     rounds: list[list[float]] = []
     start = time.perf_counter()
-    while len(rounds) < 2 or (len(rounds) < MAX_ROUNDS and time.perf_counter() - start < budget_seconds):
+    while len(rounds) < 2 or (len(rounds) < MAX_ROUNDS and time.perf_counter() - start < PRODUCT_SECONDS):
         rounds.append([_seconds(run, device) for run in runs])
     dense, *parts = np.min(rounds, axis=0).tolist()
-    return [part / dense for part in parts]
+    ratios = [part / dense for part in parts]
+    return ratios[: len(RESIZED_SHARES)], ratios[len(RESIZED_SHARES) :]
 
 
 def _affordable(

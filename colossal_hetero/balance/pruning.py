@@ -111,28 +111,7 @@ def make_selector(rule: Priority, weight: Tensor, seed: int) -> ColumnSelector:
     return WeightVariation(weight, seed)
 
 
-# Late numbers --------------------------------------------------------------------------------------------------------
-
-
-class LateNumbers:
-    """A copy of ``numbers [n]`` on the host, which is started now and read later."""
-
-    def __init__(self, numbers: Tensor) -> None:
-        self._arrived: torch.cuda.Event | None = None
-        if numbers.device.type == "cuda":
-            # Only a copy into pinned memory lets the host continue.
-            self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self._host.copy_(numbers, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
-        else:
-            self._host = numbers.cpu()
-
-    def read(self) -> list[float]:
-        """The numbers; it waits if the device has not computed them yet."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._host.tolist()
+# Targets -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -178,8 +157,8 @@ class Pruner:
         self._ratio = 0.0
         self._iterations = 0
         self._candidates = [0.0] * len(targets)
-        self._new_candidates: LateNumbers | None = None
-        """The same after the last interval, until the next iteration ends."""
+        self._new_candidates: Tensor | None = None
+        """The same after the last interval, until the next iteration ends: by then the device has computed them."""
         self.selectors: list[ColumnSelector] = []
         """One selector for each target, or none before they are needed."""
 
@@ -216,7 +195,7 @@ class Pruner:
             return False
         may_have_changed = self._new_candidates is not None and self._ratio > 0.0
         if self._new_candidates is not None:
-            self._candidates, self._new_candidates = self._new_candidates.read(), None
+            self._candidates, self._new_candidates = self._new_candidates.tolist(), None
         self._iterations += 1
         if self._iterations % self._interval == 0:
             for selector, target in zip(self.selectors, self._targets, strict=True):
@@ -224,5 +203,5 @@ class Pruner:
             if self._rules.priority == "priority-diff":
                 threshold = self._interval * self._rules.variation_threshold
                 shares = [selector.candidate_share(threshold) for selector in self.selectors]
-                self._new_candidates = LateNumbers(torch.stack(shares))
+                self._new_candidates = torch.stack(shares)
         return may_have_changed

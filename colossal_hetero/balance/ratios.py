@@ -72,11 +72,6 @@ class Line:
     def __call__(self, units: float) -> float:
         return self._to_full(units) - self._to_full(self.units) + self.seconds
 
-    def units_within(self, seconds: float) -> float:
-        """Number of units that the rank computes in this time; negative if it cannot even do the rest of its work."""
-        beyond = seconds - self(self.full)
-        return self.full + beyond / (self.slope_above if beyond > 0 else self.slope)
-
     def _to_full(self, units: float) -> float:
         beyond = units - self.full
         return beyond * (self.slope_above if beyond > 0 else self.slope)
@@ -94,18 +89,6 @@ class UnitKind:
 def slowest_seconds(lines: Sequence[Line], counts: Sequence[int]) -> float:
     """Seconds of the slowest rank, if the ranks compute ``counts`` units; both arguments are by rank."""
     return max(line(count) for line, count in zip(lines, counts, strict=True))
-
-
-def divisible_seconds(lines: Sequence[Line]) -> float:
-    """The time of the slowest rank if units could be divided as finely as one likes and sent without a cost."""
-    low, high = min(line(0.0) for line in lines), max(line(line.full) for line in lines)
-    for _ in range(50):
-        middle = (low + high) / 2
-        if sum(max(0.0, line.units_within(middle)) for line in lines) < sum(line.full for line in lines):
-            low = middle
-        else:
-            high = middle
-    return max(high, max(line(0.0) for line in lines))
 
 
 def moved_units(kind: UnitKind, counts: Sequence[int]) -> int:

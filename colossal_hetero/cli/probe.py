@@ -19,8 +19,6 @@ from .common import Finite, check_outputs, errors_on_one_line, make_console
 # Probe command -------------------------------------------------------------------------------------------------------
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ..planner.cluster.topology import MeasuredLink
 
 
@@ -30,7 +28,7 @@ MAX_LINES = 200
 """Largest number of measured links in the comment at the top of the file."""
 
 
-def probe_as_rank(out: Path, cluster_of: Sequence[tuple[str, str]], timeout_seconds: float, console: Console) -> None:
+def probe_as_rank(out: Path, cluster_of: Sequence[tuple[str, str]], timeout_seconds: float) -> None:
     """Measure together with all other ranks; rank 0 shows the progress and writes the file.
 
     After ``timeout_seconds`` this process ends itself with exit status 1, because another rank is missing.
@@ -40,7 +38,7 @@ def probe_as_rank(out: Path, cluster_of: Sequence[tuple[str, str]], timeout_seco
     alarm.daemon = True
     alarm.start()
     try:
-        _probe(rank, out, cluster_of, timeout_seconds, console)
+        _probe(rank, out, cluster_of, timeout_seconds)
     except RuntimeError as error:  # the base class of torch's DistError
         if STARTED_HERE in os.environ and "failed on rank" not in str(error):
             time.sleep(LOST_PEER_SECONDS)
@@ -58,9 +56,7 @@ def _give_up(rank: int, timeout_seconds: float) -> None:
     os._exit(1)
 
 
-def _probe(
-    rank: int, out: Path, cluster_of: Sequence[tuple[str, str]], timeout_seconds: float, console: Console
-) -> None:
+def _probe(rank: int, out: Path, cluster_of: Sequence[tuple[str, str]], timeout_seconds: float) -> None:
     import torch
     import torch.distributed as dist
 
@@ -69,7 +65,7 @@ def _probe(
     from .probe_ranks import probe_ranks
 
     device = local_gpu(rank, "probe") or torch.device("cpu")
-    say = console.print if rank == 0 else (lambda *_: None)
+    say = make_console().print if rank == 0 else (lambda *_: None)
     destroy_without_lock()
     dist.init_process_group(
         "gloo",
@@ -164,13 +160,6 @@ def probe(out: Path, nproc: int | None, cluster_of: list[tuple[str, str]], timeo
         if is_rank():
             if nproc is not None:
                 raise ValueError("a launcher has already started the ranks; leave out --nproc, which starts ranks too")
-            probe_as_rank(out, cluster_of, timeout, make_console())
+            probe_as_rank(out, cluster_of, timeout)
         else:
-            arguments = ["--out", str(out), "--timeout", str(timeout)]
-            for host, name in cluster_of:
-                arguments += ["--cluster-of", f"{host}={name}"]
-            start_ranks(nproc or local_devices(), "colossal_hetero.cli.probe", arguments)
-
-
-if __name__ == "__main__":  # a rank
-    probe()
+            start_ranks(nproc or local_devices(), probe_as_rank, out, cluster_of, timeout)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,6 +19,9 @@ from .common import (
     profile_out_option,
     show_profile,
 )
+
+if TYPE_CHECKING:
+    from ..profiling.named_profile import ProfileRequest
 
 
 def _settings(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, Any]:
@@ -116,31 +120,23 @@ def profile(
 
 def _measure(model: str, out: Path, nproc: int | None, given: dict[str, Any]) -> None:
     from ..common.launch import is_rank, local_devices, start_ranks
-    from ..profiling.named_profile import ProfileRequest, check_request, profile_named_model
+    from ..profiling.named_profile import ProfileRequest, check_request
 
     given["min_seconds"] = given.pop("seconds")
     request = ProfileRequest(model=model, out=out, **given)
     if is_rank():
         if nproc is not None:
             raise ValueError("--nproc starts ranks, but a launcher has started them already; leave it out")
-        measured = profile_named_model(request, make_console())
-        import os
-
-        if os.environ["RANK"] == "0":
-            show_profile(measured.profile, out)
+        profile_as_rank(request)
         return
     ranks = nproc or local_devices(ranks_on_cpu=max(request.tensor_parallel))
     check_request(request, ranks)
-    arguments = ["--model", model, "--out", str(out), "--seconds", str(request.min_seconds)]
-    arguments += ["--sequence", str(request.sequence), "--micro-batch", ",".join(map(str, request.micro_batches))]
-    arguments += ["--tp", ",".join(map(str, request.tensor_parallel))]
-    arguments += ["--optimizer", request.optimizer, "--precision", request.precision]
-    if request.image_size is not None:
-        arguments += ["--image-size", str(request.image_size)]
-    for key, value in request.options.items():
-        arguments += ["--set", f"{key}={json.dumps(value)}"]
-    start_ranks(ranks, "colossal_hetero.cli.profile", arguments)
+    start_ranks(ranks, profile_as_rank, request)
 
 
-if __name__ == "__main__":  # a rank
-    profile()
+def profile_as_rank(request: ProfileRequest) -> None:
+    from ..profiling.named_profile import profile_named_model
+
+    measured = profile_named_model(request, make_console())
+    if os.environ["RANK"] == "0":
+        show_profile(measured.profile, request.out)

@@ -125,7 +125,8 @@ _HOST_STREAM = HostStream()
 
 
 class HeteroCpuAccelerator(CpuAccelerator):
-    """Colossal-AI's CPU accelerator, completed: one device, work in program order, resident memory as device memory."""
+    """Colossal-AI's CPU accelerator, with what Colossal-AI asks of one: one device, work in program order, resident
+    memory as device memory. What else a GPU has is refused by its parent."""
 
     def current_device(self) -> int:
         return 0
@@ -147,26 +148,8 @@ class HeteroCpuAccelerator(CpuAccelerator):
     def get_rng_state(self, device: torch.device | int | str | None = None) -> torch.Tensor:
         return torch.get_rng_state()
 
-    def get_rng_state_all(self) -> list[torch.Tensor]:
-        return [torch.get_rng_state()]
-
-    def set_rng_state_all(self, new_states: list[torch.Tensor]) -> None:
-        torch.set_rng_state(new_states[0])
-
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def seed(self) -> None:
-        torch.seed()
-
-    def seed_all(self) -> None:
-        torch.seed()
-
-    def initial_seed(self) -> int:
-        return torch.initial_seed()
 
     # Memory: bytes of this process's resident set ---------------------------------------------------------
 
@@ -185,17 +168,8 @@ class HeteroCpuAccelerator(CpuAccelerator):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
 
-    def memory_reserved(self, device: Any = None) -> int:
-        return self.memory_allocated(device)
-
     def max_memory_reserved(self, device: Any = None) -> int:
         return self.max_memory_allocated(device)
-
-    def memory_stats(self, device: Any = None) -> dict[str, int]:
-        return {
-            "allocated_bytes.all.current": self.memory_allocated(device),
-            "allocated_bytes.all.peak": self.max_memory_allocated(device),
-        }
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
         """Set the peak to the current resident set, if the kernel supports and permits it."""
@@ -218,12 +192,6 @@ class HeteroCpuAccelerator(CpuAccelerator):
 
     def current_stream(self, device: Any = None) -> HostStream:
         return _HOST_STREAM
-
-    def default_stream(self, device: Any = None) -> HostStream:
-        return _HOST_STREAM
-
-    def set_stream(self, stream_: Any) -> None:
-        """Do nothing: there is only one stream."""
 
     def stream(self, stream_: Any) -> AbstractContextManager[None]:
         return nullcontext()

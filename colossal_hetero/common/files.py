@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
@@ -35,43 +36,22 @@ def read_text(path: Path | str, file_format: str) -> str:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def write_json(content: Any, path: Path | str, *, fill: bool = False) -> None:
-    """Write a file atomically: readers see the old file or the complete new one."""
-    with replacing(path) as temporary:
-        temporary.write_text(_lay_out(content, fill, 0) + "\n", encoding="utf-8")
-
-
 LINE_LENGTH = 110
+_INNERMOST = re.compile(r'[\[{]\n(?:"(?:[^"\\]|\\.)*"|[^\[\]{}"])*[\]}]')
+"""A list or object with only simple values, as ``json`` lays it out; strings contain no line breaks there."""
 
 
-def _lay_out(value: Any, fill: bool, depth: int) -> str:
-    """Indented JSON. Lists and objects that hold only simple values are on one line, if the line is not too long."""
-    if not isinstance(value, dict | list | tuple) or not value:
-        return json.dumps(value, ensure_ascii=False)
-    is_object = isinstance(value, dict)
-    members = list(value.values()) if isinstance(value, dict) else list(value)
-    texts = [_lay_out(member, fill, depth + 1) for member in members]
-    if isinstance(value, dict):
-        texts = [f"{json.dumps(str(key), ensure_ascii=False)}: {text}" for key, text in zip(value, texts, strict=True)]
-    joined = ", ".join(texts)
-    joined = f"{{ {joined} }}" if is_object else f"[{joined}]"
-    if len(joined) <= LINE_LENGTH and not any(isinstance(member, dict | list | tuple) for member in members):
-        return joined
-    lines = [f"{text}," for text in texts[:-1]] + texts[-1:]
-    if fill and is_object and not any("\n" in text or "{" in text for text in texts):
-        lines = _fill(lines)
-    start, end = "{}" if is_object else "[]"
-    return f"\n{'  ' * (depth + 1)}".join([start, *lines]) + f"\n{'  ' * depth}{end}"
+def write_json(content: Any, path: Path | str) -> None:
+    """Write a file atomically: readers see the old file or the complete new one. What is short is on one line."""
+    with replacing(path) as temporary:
+        text = json.dumps(content, ensure_ascii=False, indent=2)
+        temporary.write_text(_INNERMOST.sub(_on_one_line, text) + "\n", encoding="utf-8")
 
 
-def _fill(texts: Sequence[str]) -> list[str]:
-    lines = [texts[0]]
-    for text in texts[1:]:
-        if len(lines[-1]) + 1 + len(text) <= LINE_LENGTH:
-            lines[-1] += f" {text}"
-        else:
-            lines.append(text)
-    return lines
+def _on_one_line(found: re.Match[str]) -> str:
+    inside = " ".join(line.strip() for line in found[0][1:-1].strip().splitlines())
+    line = f"{{ {inside} }}" if found[0][0] == "{" else f"[{inside}]"
+    return line if len(line) <= LINE_LENGTH else found[0]
 
 
 def check_units(units: dict[str, str], read: Mapping[str, str]) -> dict[str, str]:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
 STARTED_HERE = "COLOSSAL_HETERO_STARTED_HERE"
 """Environment variable of ranks that :func:`start_ranks` started."""
+START_METHOD = "spawn"
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)  # here, because a process that was just forked must not load it
 
@@ -57,78 +53,38 @@ def local_gpu(rank: int, action: str) -> torch.device | None:
     return torch.device("cuda", local_rank)
 
 
-def start_ranks(count: int, module: str, arguments: Sequence[str]) -> None:
+def start_ranks(count: int, run: Callable[..., object], *arguments: object) -> None:
+    """Call ``run(*arguments)`` in ``count`` processes. If it raises or one is ended, all end, and a ``ValueError`` says
+    why."""
+    from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
+
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it tells which processes it ends
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    command = [sys.executable, "-m", module, *arguments]
-    with _received_signals() as received, tempfile.TemporaryDirectory(prefix="ranks_") as folder:
-        shared = {
-            "OMP_NUM_THREADS": str(max(1, cores // count)),
-            **os.environ,
-            STARTED_HERE: "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
-            "WORLD_SIZE": str(count),
-            "LOCAL_WORLD_SIZE": str(count),
-        }
-        ranks: list[subprocess.Popen[bytes]] = []
-        try:
-            for rank in range(count):
-                with open(Path(folder, f"errors_{rank}"), "wb") as errors:
-                    ranks.append(
-                        subprocess.Popen(
-                            command,
-                            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                            stdout=None if rank == 0 else subprocess.DEVNULL,
-                            stderr=errors,
-                        )
-                    )
-            _wait(ranks, Path(folder), received)
-        finally:
-            for process in ranks:
-                if process.poll() is None:
-                    process.kill()
-                process.wait()
-
-
-@contextmanager
-def _received_signals() -> Iterator[list[int]]:
-    """The signals that have asked this process to end, which then does not end by itself: an exception in the handler
-    could come while a rank is being started, which would then remain."""
-    received: list[int] = []
-    before = {}
-    if threading.current_thread() is threading.main_thread():  # only the main thread may set handlers
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-                before[number] = signal.signal(number, lambda number, frame: received.append(number))
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _free_port() -> int:
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // count)))  # torch reads it when it is imported
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+        port = free.getsockname()[1]
+    try:
+        start_processes(_rank, (count, port, os.getpid(), run, arguments), count, start_method=START_METHOD)
+    except ProcessRaisedException as error:
+        kind, _, words = str(error).strip().splitlines()[-1].partition(": ")
+        reason = words or kind
+        is_named = error.error_index == 0 or reason.startswith("rank ")
+        raise ValueError(reason if is_named else f"rank {error.error_index}: {reason}") from None
+    except ProcessExitedException as error:
+        how = f"ended with status {error.exit_code}"
+        if error.exit_code < 0:
+            how = f"was ended by signal {-error.exit_code}"
+        raise ValueError(f"rank {error.error_index} {how}; the other ranks were stopped") from None
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], folder: Path, received: Sequence[int]) -> None:
-    while True:
-        if received:
-            raise SystemExit(128 + received[0])
-        states = [process.poll() for process in ranks]
-        if all(state == 0 for state in states):
-            return
-        if any(states):
-            break
-        time.sleep(0.05)
-    failed = [rank for rank, state in enumerate(states) if state]
-    # A rank that was ended by a signal is the cause of the errors of the others.
-    rank = min(failed, key=lambda rank: (ranks[rank].returncode > 0, rank))
-    status = ranks[rank].returncode
-    if status < 0:
-        raise ValueError(f"rank {rank} was ended by signal {-status}; the other ranks were stopped")
-    lines = Path(folder, f"errors_{rank}").read_text(errors="replace").strip().splitlines()
-    reason = lines[-1].removeprefix("Error: ") if lines else f"ended with status {status}"
-    raise ValueError(reason if rank == 0 or reason.startswith("rank ") else f"rank {rank}: {reason}")
+def _rank(rank: int, count: int, port: int, parent: int, run: Callable[..., object], arguments: Any) -> None:
+    end_with_parent()
+    if os.getppid() != parent:
+        return  # it ended while this process was starting
+    if rank != 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+    world |= {STARTED_HERE: 1, "RANK": rank, "LOCAL_RANK": rank}
+    os.environ.update({name: str(value) for name, value in world.items()})
+    run(*arguments)

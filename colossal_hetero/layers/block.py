@@ -5,8 +5,6 @@ run in any case sum the partial outputs and partial input gradients (docs/algori
 
 from __future__ import annotations
 
-import inspect
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,15 +13,14 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
 
 from ..colossalai_support.user_hooks import OWN_PACKAGES, is_from, user_hooks
 from .block_rules import BlockRule, rule_for
-from .dropout import UnitDropout, UnitRange
+from .dropout import separate_random_numbers
 from .linear import HeteroLinear
-from .unit_layout import UnitPlace, UnitShare
+from .unit_layout import UnitPlace, UnitRange, UnitShare
 from .workload import Context, Selector, Surrounded, is_recorded, uncompiled, values_of
 
 # Views ---------------------------------------------------------------------------------------------------------------
@@ -83,7 +80,7 @@ def _has_others(functions: Iterable[Any], packages: tuple[str, ...]) -> bool:
 
 Fetch = Callable[[], Sequence[Sequence[Sequence[Tensor]]]]
 """Returns the taken units: for each range of them and each layer, contiguous views of weight and bias."""
-ReturnGradients = Callable[[int, list[Tensor]], Sequence[Sequence[Tensor]] | None]
+ReturnGradients = Callable[[int, list[Tensor]], Sequence[Sequence[Tensor]]]
 """Takes a layer's index and its taken units' gradients; returns those of its given units (:class:`.UnitShare`)."""
 
 
@@ -99,9 +96,9 @@ class BlockWorkload:
     select: Selector | None = None
     """Chooses the kept units if some are pruned, from ``x [b, U]`` and ``weight [a, U]`` of :attr:`Block.matrices`."""
 
-    def units_of(self, rank: int) -> list[UnitRange]:
+    def units_of(self, rank: int) -> tuple[UnitRange, ...]:
         """Units that rank ``rank`` of the group computes, as activations order them; kept units count as the first."""
-        return [UnitRange(rank, 0, self.kept), *self.taken]
+        return UnitRange(rank, 0, self.kept), *self.taken
 
 
 class Block:
@@ -123,18 +120,19 @@ class Block:
         self.workload: BlockWorkload | None = None
         self.held: tuple[UnitRange, ...] | None = None
         """Units that this rank's parameters hold, in their order; None: its own :attr:`units`, as ordinarily."""
-        self.evaluates = False
-        """True if the workload applies to the current pass although it has no gradients."""
-        self.before_forward: Callable[[bool], None] | None = None
-        """Called before the first layer's forward pass, also without a workload; True in a pass of training."""
+        self.before_forward: Callable[[], None] | None = None
+        """Called before the first layer's forward pass in training, also without a workload."""
         self.inside: tuple[nn.Module, ...] = self.layers  # type: ignore[assignment]
         """Modules through which only the units pass that this rank computes."""
         self.dropout: Callable[[], Context | None] = lambda: None
-        """Returns the context in which the current pass draws dropout by unit; None: it draws as without balancing."""
-        self.drops_by_unit = False
-        """True from the first plan on that divides units, the same on all ranks: then no later plan changes a mask."""
+        """Returns the context of dropout in the current pass; None: it draws as without balancing."""
+        self.separates_dropout = False
+        """True from the first plan on that divides units, the same on all ranks (:func:`separate_random_numbers`)."""
         self.stays = False
         """True if units stay because somebody sees them (:func:`is_seen`), on whichever rank; the same on all ranks."""
+        self.moves: bool | None = True
+        """True if units can migrate now, False if never, None if that is not known yet; the same on all ranks."""
+        self.reshards = True
         self._heads = heads
         self._widths = {width: getattr(heads, width) for width in widths if hasattr(heads, width)}
         self._fetch: Fetch = tuple
@@ -144,23 +142,9 @@ class Block:
             layer.block = self
 
     @property
-    def moves(self) -> bool:
-        """True if units can migrate now; the same on all ranks."""
-        return True
-
-    @property
-    def is_fixed(self) -> bool:
-        """True if units do not migrate, whatever the plan; the same on all ranks."""
-        return self.stays
-
-    @property
     def is_hooked(self) -> bool:
         """True if a parameter that holds units has a hook of the user on this rank."""
         return any(True for tensors in self.unit_parameters for tensor in tensors for _ in user_hooks(tensor))
-
-    @property
-    def reshards(self) -> bool:
-        return True
 
     def is_seen(self, asks_for_heads: bool) -> bool:
         return (asks_for_heads and self._heads is not None) or is_seen(self.inside)
@@ -176,10 +160,6 @@ class Block:
     @property
     def parameters(self) -> list[list[Tensor]]:
         return [[values_of(tensor) for tensor in tensors] for tensors in self.unit_parameters]
-
-    @property
-    def is_frozen(self) -> bool:
-        return not any(tensor.requires_grad for tensors in self.unit_parameters for tensor in tensors)
 
     @property
     def elements_per_unit(self) -> int:
@@ -202,11 +182,10 @@ class Block:
         self,
         workload: BlockWorkload | None,
         fetch: Fetch = tuple,
-        return_gradients: ReturnGradients = lambda layer, gradients: None,
+        return_gradients: ReturnGradients = lambda layer, gradients: (),
     ) -> None:
         """Compute ``workload`` from the next iteration on; None means the full share of the work."""
         self.workload = workload
-        self.evaluates = False
         self._fetch = fetch
         self._shares = ()
         self.begin_iteration()
@@ -254,19 +233,8 @@ class Block:
                 layer.clock.mark("block", self.kind)
         return self._shares[self.layers.index(layer)]
 
-    def computed_units(self) -> list[UnitRange]:
-        rank = dist.get_rank(self.output.process_group)  # type: ignore[attr-defined]
-        if self.held is not None:
-            return list(self.held)
-        if not self._is_active(self.output):
-            return [UnitRange(rank, 0, self.units)]
-        assert self.workload is not None
-        return self.workload.units_of(rank)
-
     def _is_active(self, layer: Any) -> bool:
-        if self.workload is None:
-            return False
-        return layer.training if is_recorded() else self.evaluates
+        return self.workload is not None and layer.training and is_recorded()
 
     def _choose(self) -> Tensor | None:
         assert self.workload is not None
@@ -282,8 +250,9 @@ class Block:
         """Return the context of the current forward pass, for attention's widths and dropout inside the block."""
         if self._heads is None or (self.held is None and not self._is_active(self.output)):
             return self.dropout()
-        units = sum(stop - start for _, start, stop in self.computed_units())
-        return self._with_widths(units, self.dropout() or nullcontext())
+        ranges = self.held if self.workload is None else self.workload.units_of(0)
+        assert ranges is not None
+        return self._with_widths(sum(stop - start for _, start, stop in ranges), self.dropout() or nullcontext())
 
     @contextmanager
     @torch.compiler.disable(recursive=False)
@@ -298,28 +267,17 @@ class Block:
 
 def attach_blocks(model: nn.Module) -> list[Block]:
     """Find the blocks of ``model`` by :data:`.RULES`, connect their layers to them, and return them in model order.
-    Call it once per model. If attention is in no block because of its kernel, global rank 0 warns."""
-    blocks, left_out = [], []
+    Call it once per model."""
     holders: dict[Block, nn.Module] = {}
     for name, module in model.named_modules():
         rule = rule_for(type(module))
         if rule is None or not _has_balanced_layers(module, rule):
             continue
-        if _has_dropout(module, rule) and _has_unknown_kernel(module, rule):
-            left_out.append(name)
-        elif (block := _block(name, module, rule)) is not None:
-            blocks.append(block)
+        if (block := _block(name, module, rule)) is not None:
             holders[block] = module
     for block, holder in holders.items():
         block.inside = tuple(_inside(block, holder, set(holders.values()) - {holder}))
-    if left_out and dist.get_rank() == 0:
-        warnings.warn(
-            f"{len(left_out)} attention modules ({left_out[0]}, …) cannot be balanced by whole heads, because their "
-            "kernel draws dropout itself; set their dropout to 0, or use torch's attention (attn_implementation='sdpa' "
-            "or 'eager', without enable_flash_attention)",
-            stacklevel=2,
-        )
-    return blocks
+    return list(holders)
 
 
 def _inside(block: Block, holder: nn.Module, others: set[nn.Module]) -> Iterator[nn.Module]:
@@ -366,17 +324,16 @@ def _block(name: str, module: nn.Module, rule: BlockRule) -> Block | None:
     places.append([UnitPlace(1 - output.output_dim, 1, units, output.contraction_columns // units)])
     block = Block(name, inputs, output, places, heads, rule.widths)
     if rule.dropouts:
-        dropout = UnitDropout(name, units, -1 if heads is None else -3, block.computed_units)
 
         def context() -> Context | None:
-            if block.drops_by_unit and module.training and _has_dropout(module, rule):
-                return dropout.between(inputs[0], output)
+            if block.separates_dropout and module.training and _has_dropout(module, rule):
+                return separate_random_numbers(inputs[0], output)
             return None
 
         block.dropout = context
     if rule.dropouts or heads is not None:
         holder = module if heads is None else heads
-        # The compiler cannot compile what the mode for dropout replaces.
+        # The compiler cannot compile what sets random states.
         vars(holder)["forward"] = Surrounded(holder, block.context, compiles=not _has_dropout(module, rule))
     return block
 
@@ -393,16 +350,6 @@ def _present(module: nn.Module, paths: Sequence[str]) -> Iterator[Any]:
 
 def _has_dropout(module: nn.Module, rule: BlockRule) -> bool:
     return any(map(_is_set, _present(module, rule.dropouts)))
-
-
-def _has_unknown_kernel(module: nn.Module, rule: BlockRule) -> bool:
-    heads = _heads(module, rule)
-    if heads is None:
-        return False
-    code = getattr(inspect.unwrap(heads.forward), "__code__", None)
-    if code is not None and not {"ColoAttention", "RingAttention"}.isdisjoint((*code.co_names, *code.co_freevars)):
-        return True
-    return getattr(getattr(heads, "config", None), "_attn_implementation", "sdpa") not in ("eager", "sdpa")
 
 
 def _is_set(found: Any) -> bool:

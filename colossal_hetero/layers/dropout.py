@@ -1,154 +1,62 @@
-"""Dropout inside a block, with masks that depend on the unit and not on the rank that computes it: the seed is a hash
-of a key of the forward pass, the block, the number of the dropout in it, the units' owner and their number. The key
-comes from torch's random state on the host, which all ranks of a tensor-parallel group share, and which activation
-checkpointing restores before it repeats a pass. Fused attention draws in a kernel, so it is called once for each unit.
-On a GPU of another model the same seed gives another mask. If a rank prunes units, its kept ones count as first."""
+"""Random numbers in training: what ranks draw inside a block must not change what all draw equally afterwards; what all
+ranks hold in full gets the same mask on all of them; and passes that are repeated get the same masks again."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from colossalai.shardformer.layer import DropoutForParallelInput, DropoutForReplicatedInput
 from colossalai.shardformer.layer.utils import Randomizer
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from .workload import uncompiled
 
-MAX_GROUPS = 16
-"""Maximum number of draws for a rank's mask. A rank that computes a part of a group of units draws the whole group."""
-
-
-class UnitRange(NamedTuple):
-    """The units ``[start, stop)`` of the rank ``owner``."""
-
-    owner: int
-    start: int
-    stop: int
-
-
-class UnitDropout(TorchFunctionMode):
-    """Replaces dropout between the products of the block ``name``, in training. ``units`` is the number that each rank
-    owns; activations count them along ``dim``: -1 for neurons ``[..., H]``, -3 for heads ``[..., H, queries, keys]``,
-    of a size that is a multiple of the units. ``computed`` returns the units of the current pass in order."""
-
-    def __init__(self, name: str, units: int, dim: int, computed: Callable[[], Sequence[UnitRange]]) -> None:
-        super().__init__()
-        self._name, self._units, self._dim, self._computed = name, units, dim, computed
-        self._block = zlib.crc32(name.encode())
-        self._group = -(-units // MAX_GROUPS)
-        self._key, self._calls, self._inside = 0, 0, False
-        self._first: nn.Module | None = None
-
-    @contextmanager
-    @torch.compiler.disable(recursive=False)
-    def between(self, first: nn.Module, last: nn.Module) -> Iterator[None]:
-        """Be active in a pass, from the output of ``first`` to the input of ``last``."""
-        self._key = int(torch.randint(2**62, (), device="cpu"))
-        self._calls, self._first = 0, first
-        try:
-            # Hooks only now: they take each pass of a layer some microseconds.
-            with first.register_forward_hook(self._pass_by), last.register_forward_pre_hook(self._pass_by), self:
-                yield
-        finally:
-            self._inside = False
-
-    @uncompiled
-    def _pass_by(self, layer: nn.Module, *_: Any) -> None:
-        self._inside = layer is self._first
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._inside and func is F.dropout:
-            return self._dropout(*args, **kwargs)
-        if self._inside and func is F.scaled_dot_product_attention:
-            return self._attention(*args, **kwargs)
-        return func(*args, **kwargs)
-
-    def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        if not training or p == 0.0:
-            return input
-        size = self._size_of_unit(input)
-        self._calls += 1
-        generator = torch.Generator(input.device)
-        parts = [part for units in self._computed() for part in self._masks(units, input, size, 1 - p, generator)]
-        mask = torch.cat(parts, self._dim)
-        scale = 0.0 if p == 1.0 else 1 / (1 - p)
-        return input.mul_(mask).mul_(scale) if inplace else (input * mask).mul_(scale)
-
-    def _masks(
-        self, units: UnitRange, like: Tensor, size: int, keep: float, generator: torch.Generator
-    ) -> Iterator[Tensor]:
-        """The masks of ``units`` as parts along the units' dimension, bool; each element is True with ``keep``."""
-        shape = list(like.shape)
-        for first in range(units.start - units.start % self._group, units.stop, self._group):
-            last = min(first + self._group, self._units)
-            shape[self._dim] = (last - first) * size
-            generator.manual_seed(self._seed(units.owner, first))
-            mask = torch.empty(shape, dtype=torch.bool, device=like.device).bernoulli_(keep, generator=generator)
-            start, stop = max(units.start, first), min(units.stop, last)
-            yield mask.narrow(self._dim, (start - first) * size, (stop - start) * size)
-
-    def _attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Tensor:
-        if dropout_p == 0.0:
-            return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, *args, **kwargs)
-        numbers = [(owner, unit) for owner, start, stop in self._computed() for unit in range(start, stop)]
-        self._size_of_unit(query)
-        self._calls += 1
-        heads, outputs = query.shape[self._dim], []
-
-        def split(tensor: Tensor) -> Sequence[Tensor]:
-            return tensor.chunk(len(numbers), self._dim)
-
-        masks: Sequence[Tensor | None] = [attn_mask] * len(numbers)
-        if attn_mask is not None and attn_mask.dim() >= -self._dim and attn_mask.shape[self._dim] == heads > 1:
-            masks = split(attn_mask)
-        with _random_state_kept(query.device) as generator:
-            for number, q, k, v, mask in zip(numbers, split(query), split(key), split(value), masks, strict=True):
-                generator.manual_seed(self._seed(*number))
-                outputs.append(F.scaled_dot_product_attention(q, k, v, mask, dropout_p, *args, **kwargs))
-        return torch.cat(outputs, self._dim)
-
-    def _size_of_unit(self, activations: Tensor) -> int:
-        count = sum(stop - start for _, start, stop in self._computed())
-        size, rest = divmod(activations.shape[self._dim], count)
-        if rest:
-            raise RuntimeError(
-                f"dropout inside {self._name} has an input of shape {list(activations.shape)}; dimension {self._dim} "
-                f"must be a multiple of the {count} units that this rank computes"
-            )
-        return size
-
-    def _seed(self, owner: int, number: int) -> int:
-        # Python's hash of integers is the same in all processes.
-        return hash((self._key, self._block, self._calls, owner, number)) % 2**63
+# Dropout inside of a block -------------------------------------------------------------------------------------------
+# Ranks that compute different numbers of units draw differently many random numbers. So what is drawn there comes from
+# a state of its own, whose seed is drawn on the host from torch's random state: the ranks of a group share that state,
+# and activation checkpointing restores it before it repeats a pass.
 
 
 @contextmanager
-def _random_state_kept(device: torch.device) -> Iterator[torch.Generator]:
+@torch.compiler.disable(recursive=False)
+def separate_random_numbers(first: Any, last: nn.Module) -> Iterator[None]:
+    """In the block, draw by a seed of the pass from the output of the layer ``first`` to the input of ``last``."""
+    seed = int(torch.randint(2**62, (), device="cpu"))
+    inside = ExitStack()
+
+    @uncompiled
+    def begin(*_: Any) -> None:
+        inside.enter_context(_seeded(first.weight.device, seed))
+
+    @uncompiled
+    def end(*_: Any) -> None:
+        inside.close()
+
+    try:
+        # Hooks only now: they take each pass of a layer some microseconds.
+        with first.register_forward_hook(begin), last.register_forward_pre_hook(end):
+            yield
+    finally:
+        inside.close()
+
+
+@contextmanager
+def _seeded(device: torch.device, seed: int) -> Iterator[None]:
     if device.type == "cpu":
         generator = torch.default_generator
     else:
         backend = getattr(torch, device.type)
         generator = backend.default_generators[backend.current_device() if device.index is None else device.index]
     state = generator.get_state()
+    generator.manual_seed(seed)
     try:
-        yield generator
+        yield
     finally:
         generator.set_state(state)
 
@@ -227,3 +135,98 @@ def _state(randomizer: Randomizer) -> tuple[Tensor, Tensor]:
 def _restore(states: list[tuple[Randomizer, tuple[Tensor, Tensor]]]) -> None:
     for randomizer, (device_state, cpu_state) in states:
         randomizer.device_rng_state, randomizer.cpu_rng_state = device_state, cpu_state
+
+
+# Seeded passes -------------------------------------------------------------------------------------------------------
+# Random numbers of training passes that depend on the step, the micro-batch and the block, and on nothing else: at the
+# beginning of every block torch's generators are seeded with a hash of the micro-batch's seed and the block's name, so
+# masks are the same wherever a block is computed. When activation checkpointing repeats a block, other micro-batches
+# have begun. It first restores the random state from before the block, so the micro-batch's seed is read from it.
+
+AFTER_BLOCKS = 1
+"""Added to a micro-batch's even seed after a block, so that dropout after all blocks differs from that before them."""
+
+
+class SeededPasses:
+    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], group_rank: int) -> None:
+        self._group_rank = group_rank
+        self._seed_of: Callable[[int], int] | None = None
+        self._passes = 0
+        self._inside = 0
+        self._seeded: list[Tensor] = []
+        self.draws = False
+        """True if a block of the model has drawn random numbers."""
+        in_blocks = {id(module) for block in blocks.values() for module in block.modules()}
+        outside = [module for module in model.modules() if id(module) not in in_blocks]
+        model.register_forward_pre_hook(partial(self._begin_pass, _randomizers(outside)))
+        for name, block in blocks.items():
+            number = zlib.crc32(name.encode())
+            block.register_forward_pre_hook(partial(self._begin_block, number, _randomizers(block.modules())))
+            block.register_forward_hook(self._end_block)
+
+    @contextmanager
+    def run(self, seed_of: Callable[[int], int]) -> Iterator[None]:
+        """Take forward passes of the model in this context for micro-batches 0, 1, 2 and so on of this rank."""
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        with torch.random.fork_rng(devices=devices):
+            self._seed_of, self._passes = seed_of, 0
+            try:
+                yield
+            finally:
+                self._seed_of = None
+
+    @torch.compiler.disable
+    def _begin_pass(self, randomizers: Sequence[tuple[Randomizer, bool]], *_: Any) -> None:
+        if self._seed_of is not None:
+            seed = self._seed_of(self._passes) % 2**61 * 2
+            self._passes += 1
+            self._reseed(seed, randomizers)
+
+    @torch.compiler.disable
+    def _begin_block(self, number: int, randomizers: Sequence[tuple[Randomizer, bool]], *_: Any) -> None:
+        if self._seed_of is not None:
+            self._inside = torch.initial_seed() & ~AFTER_BLOCKS
+            self._reseed(_mixed(self._inside, number), randomizers)
+            if not self.draws:
+                self._seeded = _states()
+
+    @torch.compiler.disable
+    def _end_block(self, *_: Any) -> None:
+        if self._seed_of is not None:
+            if not self.draws:
+                self.draws = not all(map(torch.equal, self._seeded, _states()))
+            _seed(self._inside | AFTER_BLOCKS)
+
+    def _reseed(self, seed: int, randomizers: Sequence[tuple[Randomizer, bool]]) -> None:
+        for number, (randomizer, differs) in enumerate(randomizers):
+            rank = self._group_rank if differs else 0
+            vars(randomizer).update(vars(Randomizer(_mixed(seed, number, rank))), seed=randomizer.seed)
+        _seed(seed)
+
+
+def _generators() -> list[torch.Generator]:
+    """Those of the host and of this process's GPU. ``torch.manual_seed`` also notes a stack trace for every kind of
+    device that is not in use, which takes longer than a small block."""
+    found = [torch.default_generator]
+    if torch.cuda.is_initialized():
+        found.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    return found
+
+
+def _seed(seed: int) -> None:
+    for generator in _generators():
+        generator.manual_seed(seed)
+
+
+def _states() -> list[Tensor]:
+    return [generator.get_state() for generator in _generators()]
+
+
+def _randomizers(modules: Iterable[nn.Module]) -> list[tuple[Randomizer, bool]]:
+    """Random states of Colossal-AI's dropout in ``modules``, each with whether it differs between ranks."""
+    return [(each, isinstance(module, DropoutForParallelInput)) for module, each in randomizers_of(modules)]
+
+
+def _mixed(*numbers: int) -> int:
+    # Python's hash of integers is the same in all processes.
+    return hash(numbers) % 2**62

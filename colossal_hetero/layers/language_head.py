@@ -24,7 +24,7 @@ from ..colossalai_support.corrections import without_second_derivatives
 from .block import Block
 from .linear import HeteroVocabParallelLMHead1D
 from .unit_layout import UnitPlace
-from .workload import Clock, is_recorded, uncompiled
+from .workload import Clock, uncompiled
 
 # Own logits ----------------------------------------------------------------------------------------------------------
 # Every rank keeps the head's input and the weights of its own rows. So while a plan lets it compute other rows, it can
@@ -255,8 +255,9 @@ class HeadBlock(Block):
         self._head = layer
         self._rows: VocabularyRows | None = None
         self._computes_loss = False
-        self._fits: bool | None = None
-        """True if the model has shown that rows of its head can migrate; None: not yet."""
+        # Known with the first training loss: computed by Colossal-AI's function from the head's own outputs, or not.
+        self.moves = None
+        self.reshards = False  # in evaluation, loops use the logits of the rank's own rows
         self._outputs: Tensor | None = None
         """Outputs of the head in a pass that may decide whether units can migrate."""
         self._logits: OwnLogits | None = None
@@ -267,20 +268,6 @@ class HeadBlock(Block):
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end)
         layer.register_forward_hook(self._keep_outputs)
-
-    @property
-    def moves(self) -> bool:
-        """True once the model has computed a training loss by Colossal-AI's function from the head's own outputs."""
-        return bool(self._fits) and super().moves
-
-    @property
-    def is_fixed(self) -> bool:
-        return self._fits is False or super().is_fixed
-
-    @property
-    def reshards(self) -> bool:
-        """False: in evaluation, loops use the logits of the rank's own rows."""
-        return False
 
     def _assigned(self) -> None:
         self._rows = None
@@ -306,8 +293,7 @@ class HeadBlock(Block):
         self._unused = []
 
     def _is_active(self, layer: Any) -> bool:
-        # In evaluation the rank's own rows are computed, because loops use the logits there.
-        return self._computes_loss and is_recorded() and super()._is_active(layer)
+        return self._computes_loss and super()._is_active(layer)
 
     def _numbers(self) -> Tensor:
         assert self.workload is not None
@@ -330,7 +316,7 @@ class HeadBlock(Block):
 
     @uncompiled
     def _keep_outputs(self, head: nn.Module, args: Any, outputs: Tensor) -> None:
-        if self._computes_loss and self._fits is None and outputs.grad_fn is not None:
+        if self._computes_loss and self.moves is None and outputs.grad_fn is not None:
             self._outputs = outputs
 
     @uncompiled
@@ -339,11 +325,11 @@ class HeadBlock(Block):
         has_loss = end_expecting()
         if outputs is not None and model.training:
             logits = output.get("logits") if isinstance(output, Mapping) else None
-            self._fits = has_loss and (logits is None or _is_copy(logits, outputs))
+            self.moves = has_loss and (logits is None or _is_copy(logits, outputs))
             self._type = None if logits is None else logits.dtype
         if not self._is_active(self._head):
             return
-        if not has_loss or self._fits is False:
+        if not has_loss or self.moves is False:
             raise RuntimeError(
                 f"{type(model).__name__} computes its loss otherwise than by Colossal-AI's cross_entropy_1d, or "
                 "changes the outputs of its head, so rows of the head cannot migrate; exclude it with "

@@ -4,8 +4,7 @@ slowdown the parent's ``forward`` runs, otherwise :func:`.parallel_product`, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,41 +31,17 @@ from torch import Tensor, nn
 
 from .column_migration import ColumnMigration, MigratedProductContext, migrated_product
 from .product import (
-    CONV1D_LAYOUT,
-    LINEAR_LAYOUT,
     ProductContext,
     SequenceParts,
-    WeightLayout,
     parallel_product,
     sum_outputs,
     sum_parts,
 )
-from .unit_layout import UnitShare
+from .unit_layout import CONV1D_LAYOUT, LINEAR_LAYOUT, WeightLayout
 from .workload import Clock, Lineage, Slowdown, Workload, is_recorded, matrix_view, traced, uncompiled, values_of
 
 _OF_BALANCING = {"clock", "slow_down", "kind", "block", "_workload", "_migration", "_lineage", "_previous"}
 """Attributes that a copy of a layer does not have."""
-
-
-class LayerBlock(Protocol):
-    """Interface of :class:`.Block` for its layers."""
-
-    before_forward: Callable[[bool], None] | None
-
-    @property
-    def layers(self) -> Sequence[HeteroLinear]:
-        """The layers, in the order in which they run."""
-
-    @property
-    def workload(self) -> object | None:
-        """None while every rank computes exactly the units that it holds."""
-
-    @property
-    def held(self) -> object | None:
-        """None while every rank holds its own units."""
-
-    def share_of(self, layer: HeteroLinear) -> UnitShare | None:
-        """Units that ``layer`` computes in the current forward pass; None: exactly its own."""
 
 
 class HeteroLinear:
@@ -79,8 +54,8 @@ class HeteroLinear:
     passes = 0
     kind: int | None = None
     """Layers of one kind are balanced in the same way; None: this layer is not balanced."""
-    block: LayerBlock | None = None
-    """The block that contains the layer; its workload takes precedence over the layer's."""
+    block: Any = None
+    """The :class:`.Block` that contains the layer, if any; its workload takes precedence over the layer's."""
     _layout: WeightLayout = LINEAR_LAYOUT
     _column_parallel: bool
     _workload: Workload | None = None
@@ -253,18 +228,13 @@ class HeteroLinear:
             in_block=block is not None,
             inner_backward=block is not None and self not in block.layers[-2:],
         )
-        device = x.device.type
-        if how.share is None or not torch.is_autocast_enabled(device):
-            return parallel_product(x, layer.weight, bias, how)
-        # In evaluation: ranks without a share have outputs of autocast's type.
-        with torch.autocast(device, enabled=False):
-            y = parallel_product(x.to(layer.weight.dtype), layer.weight, bias, how)
-        return y.to(torch.get_autocast_dtype(device))
+        return parallel_product(x, layer.weight, bias, how)
 
     def _begin_block(self) -> None:
         block = self.block
-        if block is not None and block.before_forward is not None and block.layers[0] is self:
-            block.before_forward(self._is_balanced())
+        is_first = block is not None and block.before_forward is not None and block.layers[0] is self
+        if is_first and self._is_balanced():
+            block.before_forward()
 
     def _is_balanced(self) -> bool:
         """True if the workload applies to the current forward pass: only if gradients will be computed for it."""

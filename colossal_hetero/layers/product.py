@@ -21,11 +21,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from colossalai.shardformer.layer import _operation
 from torch import Tensor
 
 from ..colossalai_support.corrections import without_second_derivatives
-from .unit_layout import UnitShare
+from .unit_layout import UnitShare, WeightLayout
 from .workload import Clock, Lineage, Part, Slowdown, matrix_view
 
 # Sequence parallel ---------------------------------------------------------------------------------------------------
@@ -89,68 +88,6 @@ class _SumParts(torch.autograd.Function):
 def sum_parts(whole: Tensor, sequence: SequenceParts, mark: Callable[[Part], None]) -> Tensor:
     """Sum of ``whole`` over ranks, of which each keeps its part ``[.., S/e, ..]``; backward marks its gathering."""
     return _SumParts.apply(whole, sequence, mark)
-
-
-FUSED_KERNELS = {torch.float32: "wgrad_gemm_accum_fp32", torch.float16: "wgrad_gemm_accum_fp16"}
-"""Functions of apex that add ``dyᵀ · x`` to a gradient of that type."""
-
-
-class WeightLayout:
-    """Storage of a weight; this class: ``[N, L]``, as in ``torch.nn.Linear``."""
-
-    columns = 1
-    """The dimension of the weight that the product contracts."""
-
-    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, weight, bias)
-
-    def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
-        return dy.matmul(weight)
-
-    def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
-        return dy.t().matmul(x)
-
-    def add_weight_gradient(self, dy: Tensor, x: Tensor, grad: Tensor) -> bool:
-        """Add dW to ``grad`` in apex's fused kernel, as Colossal-AI's layers do; False if it is missing."""
-        if not _operation._grad_accum_fusion_available or grad.dtype not in FUSED_KERNELS:
-            return False
-        getattr(_operation.fused_weight_gradient_mlp_cuda, FUSED_KERNELS[grad.dtype])(x, dy, grad)
-        return True
-
-    def as_matrix(self, weight: Tensor) -> Tensor:
-        return weight
-
-    def from_matrix(self, matrix: Tensor) -> Tensor:
-        return matrix
-
-
-class Conv1DLayout(WeightLayout):
-    """The layout of GPT-2's ``Conv1D`` in ``transformers``: ``[L, N]``."""
-
-    columns = 0
-
-    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        y = torch.matmul(x, weight)
-        return y if bias is None else y + bias
-
-    def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
-        return dy.matmul(weight.t())
-
-    def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
-        return x.t().matmul(dy)
-
-    def add_weight_gradient(self, dy: Tensor, x: Tensor, grad: Tensor) -> bool:
-        return False  # The kernel adds a gradient [N, L].
-
-    def as_matrix(self, weight: Tensor) -> Tensor:
-        return weight.t()
-
-    def from_matrix(self, matrix: Tensor) -> Tensor:
-        return matrix.t().contiguous()
-
-
-LINEAR_LAYOUT = WeightLayout()
-CONV1D_LAYOUT = Conv1DLayout()
 
 
 @dataclass(slots=True)

@@ -1,39 +1,150 @@
 """Messages of migrated units: weights before a forward pass, gradients back in backward (docs/algorithms.md, 1.5).
 
-The weights of many blocks (a *bucket*) are sent in one message per pair of ranks, frozen weights only when they have
-changed. A rank waits for a bucket when its first block is about to compute. At that moment all ranks start the messages
-of the next bucket: no earlier, because queued messages can hold back products on a GPU; and also ranks that have no
-part in it, because NCCL demands one order of the operations of two communicators (messages, all-reduces) on all ranks.
-Gradients return to their owners inside a layer's backward pass, in a schedule the last one, so that hooks of
-parameters, data parallelism, ZeRO and the loop find them complete.
+The weights of many blocks (a *bucket*) are sent in one message per pair of ranks. A rank waits for a bucket when its
+first block is about to compute. At that moment all ranks start the messages of the next bucket: no earlier, because
+queued messages can hold back products on a GPU; and also ranks that have no part in it, because NCCL demands one order
+of the operations of two communicators (messages, all-reduces) on all ranks. Gradients return to their owners inside
+each backward pass of a layer, so that hooks of parameters, data parallelism, ZeRO and the loop find them complete.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Literal
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from .block import Block, BlockWorkload, Fetch, ReturnGradients
 from .column_migration import MovedRange, moved_count
-from .dropout import UnitRange
-from .transport import Started, Transport, check_room
-from .unit_layout import split_message
-from .unit_transfers import (
-    BlockTransfer,
-    Bucket,
-    bucket_numbers,
-    check_backward_memory,
-    peak_growth,
-    unpack,
-    weights_for,
-)
+from .transport import Pending, Started, Transport, check_room
+from .unit_layout import UnitRange, split_message
 from .workload import Clock, Part, Selector
 
-Purpose = Literal["training", "evaluation"]
+MESSAGE_BYTES = 4 << 20
+"""Blocks are added to a bucket until their moved weights reach this size; larger messages would not be faster."""
+
+
+@dataclass(eq=False)
+class BlockTransfer:
+    block: Block
+    given: list[MovedRange]
+    """Units of this rank that other ranks compute, in ascending order."""
+    taken: list[MovedRange]
+    bucket: Bucket | None = None
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Blocks whose weights are sent together, with a buffer for each message, by the other rank."""
+
+    transfers: list[BlockTransfer] = field(default_factory=list)
+    send_buffers: dict[int, Tensor] = field(default_factory=dict)
+    receive_buffers: dict[int, Tensor] = field(default_factory=dict)
+    started: Started = field(default_factory=lambda: Started(Pending(()), Pending(())))
+    number: int = 0
+
+    def keep_received(self) -> None:
+        """Receive into other memory from now on, because a backward pass may need what is there."""
+        lengths = {other: len(message) for other, message in self.receive_buffers.items()}
+        self.receive_buffers.clear()
+        like = self.transfers[0].block.parameters[0][0]
+        self.receive_buffers.update({other: like.new_empty(length) for other, length in lengths.items()})
+
+    def reserve(self) -> None:
+        like = self.transfers[0].block.parameters[0][0]
+        for buffers, direction, other in (
+            (self.send_buffers, "given", "receiver"),
+            (self.receive_buffers, "taken", "sender"),
+        ):
+            lengths: dict[int, int] = {}
+            for transfer in self.transfers:
+                for move in getattr(transfer, direction):
+                    elements = moved_count([move]) * transfer.block.elements_per_unit
+                    lengths[getattr(move, other)] = lengths.get(getattr(move, other), 0) + elements
+            buffers.update({other: like.new_empty(length) for other, length in sorted(lengths.items())})
+
+
+def bucket_numbers(blocks: Sequence[Block], moves: Sequence[Sequence[MovedRange]]) -> list[int]:
+    """Bucket number of each block, the same on all ranks. A bucket ends when it has :data:`MESSAGE_BYTES`, or when the
+    next block has another dtype."""
+    numbers: list[int] = []
+    size, last_dtype = 0, None
+    for block, moved in zip(blocks, moves, strict=True):
+        dtype = block.parameters[0][0].dtype
+        if not numbers:
+            numbers.append(0)
+        elif size >= MESSAGE_BYTES or last_dtype != dtype:
+            numbers.append(numbers[-1] + 1)
+            size = 0
+        else:
+            numbers.append(numbers[-1])
+        last_dtype = dtype
+        size += moved_count(moved) * block.elements_per_unit * dtype.itemsize
+    return numbers
+
+
+def peak_growth(transfers: Sequence[BlockTransfer]) -> tuple[int, float]:
+    """Additional memory of an iteration with ``transfers``: bytes of the buffers and of the taken units' gradients,
+    which are kept once and packed once; and activations, as a share of those of own units."""
+    given = taken = own = 0
+    for each in transfers:
+        unit_bytes = each.block.elements_per_unit * each.block.parameters[0][0].element_size()
+        given += unit_bytes * moved_count(each.given)
+        taken += unit_bytes * moved_count(each.taken)
+        own += unit_bytes * each.block.units
+    return given + 3 * taken, taken / own if taken else 0.0
+
+
+def check_backward_memory(transfers: Sequence[BlockTransfer]) -> None:
+    """Allocate, and release at once, the memory for gradients of the backward pass: of taken units until they have
+    returned, of the rank's own where none exist yet, and of one layer before they are sent or added up. Activations
+    depend on the batch, and are not included; on a GPU see :func:`peak_growth`."""
+    room, largest = [], 0
+    for transfer in transfers:
+        taken = moved_count(transfer.taken)
+        for layer, tensors, places in zip(
+            transfer.block.layers, transfer.block.parameters, transfer.block.places, strict=True
+        ):
+            if taken and layer.weight.requires_grad:  # type: ignore[attr-defined]
+                elements = sum(place.numel(tensor) for tensor, place in zip(tensors, places, strict=True))
+                whole = sum(tensor.numel() for tensor in tensors)
+                own = whole if layer.weight.grad is None else 0  # type: ignore[attr-defined]
+                room.append(tensors[0].new_empty(taken * elements + own))
+                largest = max(largest, taken * elements + whole)
+    if room:
+        room.append(room[0].new_empty(largest))
+
+
+def weights_for(bucket: Bucket, other: int) -> list[Tensor]:
+    """Views of the bucket's units that are sent to rank ``other``, in the order of blocks, layers, tensors."""
+    return [
+        place.view(tensor).narrow(place.unit_dim, move.start, move.stop - move.start)
+        for transfer in bucket.transfers
+        for move in transfer.given
+        if move.receiver == other
+        for tensors, places in zip(transfer.block.parameters, transfer.block.places, strict=True)
+        for tensor, place in zip(tensors, places, strict=True)
+    ]
+
+
+def unpack(transfer: BlockTransfer, move: MovedRange) -> list[list[Tensor]]:
+    """The weights of the moved units by layer and tensor, as views of the message that contains them."""
+    assert transfer.bucket is not None
+    message = transfer.bucket.receive_buffers[move.sender]
+    offset = 0
+    for earlier in transfer.bucket.transfers:
+        if earlier is transfer:
+            break
+        count = moved_count(other for other in earlier.taken if other.sender == move.sender)
+        offset += count * earlier.block.elements_per_unit
+    layers = []
+    for tensors, places in zip(transfer.block.parameters, transfer.block.places, strict=True):
+        views, used = split_message(message[offset:], places, tensors, moved_count([move]))
+        layers.append(views)
+        offset += used
+    return layers
 
 
 class UnitExchange:
@@ -47,28 +158,14 @@ class UnitExchange:
     ) -> None:
         self._transport = transport
         self._clock = clock
-        self._blocks: Sequence[Block] = ()
-        self._numbers: list[int] = []
         self._transfers: list[BlockTransfer] = []
         self._buckets: list[Bucket] = []
         self._started_buckets = 0
         """Number of buckets whose messages have been started since the weights changed."""
         self._returning: dict[tuple[BlockTransfer, int], tuple[Started, list[tuple[int, Tensor]]]] = {}
         """Gradients that are being sent to their owners, with the tensors that they are sent from, by layer."""
-        self._in_evaluation = False
-        self._evaluates = False
-        """True if the current pass is one for evaluation in which units migrate."""
-        self._sent_for: Purpose | None = None
-        """Use of the weights that were sent last; None if they have changed since."""
-        self._passes = 1
-        """Backward passes of a layer in a run of the schedule; 1 without a schedule."""
-        self.are_hooked = False
-        """True if on any rank a parameter of a block has a hook of the user, which must see each backward pass."""
-        self._versions: list[int] = []
-        self._sent_frozen: dict[int, list[int]] | None = None
-        """:meth:`_frozen_versions` when weights were sent; None if frozen weights have changed since."""
-        self._unchanged: set[int] = set()
-        """Numbers of buckets whose weights receivers still have."""
+        self._are_sent = False
+        """True if weights were sent, and may not have changed since."""
         self._growth = self.largest_growth = (0, 0.0)
         """:func:`peak_growth` of the present plan, and the largest so far, which the peak so far includes."""
         self._has_trained = False
@@ -79,25 +176,19 @@ class UnitExchange:
         moves: Sequence[Sequence[MovedRange]],
         kept: Sequence[int],
         select: Sequence[Selector | None],
-        in_evaluation: bool = False,
     ) -> None:
         """Migrate each block's ``moves``, and compute ``kept`` of this rank's own units, from the next iteration on.
-        ``select`` chooses the kept units if some are pruned. With ``in_evaluation``, which must be equal on all ranks
-        and requires that no rank prunes, units also migrate in passes that are begun for evaluation."""
+        ``select`` chooses the kept units if some are pruned."""
         self.release(blocks)
-        self._blocks = blocks
-        self._in_evaluation = in_evaluation
         rank = self._transport.rank
         buckets: dict[int, Bucket] = defaultdict(Bucket)
-        self._numbers = bucket_numbers(blocks, moves)
-        self._sent_frozen = None
-        for block, moved, count, rule, number in zip(blocks, moves, kept, select, self._numbers, strict=True):
+        numbers = bucket_numbers(blocks, moves)
+        for block, moved, count, rule, number in zip(blocks, moves, kept, select, numbers, strict=True):
             given = [move for move in moved if move.sender == rank]
             taken = [move for move in moved if move.receiver == rank]
             if count == block.units and not moved:
                 continue
             transfer = BlockTransfer(block, given, taken)
-            transfer.clear_gradients()
             workload = BlockWorkload(
                 given=moved_count(given),
                 taken=tuple(UnitRange(move.sender, move.start, move.stop) for move in taken),
@@ -112,7 +203,7 @@ class UnitExchange:
         self._check_room()
         self._buckets = [buckets[number] for number in sorted(buckets)]
         first_blocks: dict[int, Block] = {}
-        for block, number in zip(blocks, self._numbers, strict=True):
+        for block, number in zip(blocks, numbers, strict=True):
             first_blocks.setdefault(number, block)
         for number, bucket in sorted(buckets.items()):
             bucket.number = number
@@ -128,10 +219,6 @@ class UnitExchange:
             device = self._transfers[0].block.parameters[0][0].device
             check_room(device, max(0, more_bytes - bytes_before), max(0.0, more_work - work_before))
 
-    @property
-    def is_in_schedule(self) -> bool:
-        return self._passes > 1
-
     def release(self, blocks: Sequence[Block]) -> None:
         self.end_iteration()
         self._wait_for_receivers()
@@ -143,93 +230,27 @@ class UnitExchange:
             block.assign(None)
             block.before_forward = None
 
-    def begin_pass(self, purpose: Purpose = "training", number: int = 1, passes: int = 1) -> None:
+    def begin_pass(self, number: int = 1) -> None:
         """Start sending the units' weights; later buckets follow while the blocks run. Collective over the group; call
-        it before each forward pass, and :meth:`end_pass` after one for evaluation. A block that runs before starts the
-        sending. Training sends them before each forward pass, because a loop may change them without a trace
-        (``weight.data``), but only once in a schedule. Weights sent for evaluation are not used for training, and vice
-        versa: an average of the weights may take their place then, and not all code that does so can be noticed."""
-        if purpose == "evaluation" and not self._in_evaluation:
-            return
-        if purpose == "training":
-            may_differ, self._passes = number == 1, passes
-            if may_differ:
-                self._begin_accumulation()
-        else:
-            may_differ = self._versions != self._present_versions()
-        if may_differ or self._sent_for != purpose:
+        it before each forward pass of training. A block that runs before starts the sending. Weights are sent before
+        each forward pass, because a loop may change them without a trace (``weight.data``), but only before the first
+        one of a schedule, whose passes have a ``number`` from 1 on."""
+        if number == 1:
             self._refresh()
-        self._send(purpose)
-        self._set_evaluates(purpose == "evaluation")
+        self._send()
 
-    def _begin_accumulation(self) -> None:
-        for transfer in self._transfers:
-            # Those of a run that failed.
-            transfer.clear_gradients()
-        if self._passes == 1 or self.are_hooked or not self._buckets:
+    def _send(self) -> None:
+        if self._are_sent or not self._buckets:
             return
-        if hooked := [block.name or "the model" for block in self._blocks if block.is_hooked]:
-            raise RuntimeError(
-                f"a hook was registered on a parameter of {hooked[0]} while units migrate in a pipeline: it would see "
-                "the gradients of all micro-batches at once; register hooks before training"
-            )
-
-    def end_schedule(self) -> None:
-        """Raise ``RuntimeError`` if a block did not run in all passes of the schedule, which has ended."""
-        for transfer in self._transfers:
-            if any(transfer.passes):
-                raise RuntimeError(
-                    f"{transfer.block.name or 'a block'} ran in {max(transfer.passes)} of {self._passes} "
-                    "micro-batches, but gradients of units that migrate in a pipeline return after all of them: blocks "
-                    "that are left out at random (layerdrop) need balance mode 'off'"
-                )
-
-    def end_pass(self) -> None:
-        """End a pass: in what follows without gradients, each rank computes its own units."""
-        self._set_evaluates(False)
-
-    def _set_evaluates(self, evaluates: bool) -> None:
-        self._evaluates = evaluates
-        for transfer in self._transfers:
-            transfer.block.evaluates = evaluates
-
-    def begin_evaluation(self) -> None:
-        """Expect passes without gradients, possibly with other weights than those before."""
-        if self._sent_for == "evaluation":
-            self._refresh()
-
-    def _present_versions(self) -> list[int]:
-        """Versions of all blocks, also of those that do not concern this rank: all must notice the same changes."""
-        if not self._buckets:
-            return []
-        return [version for block in self._blocks for version in _versions(block)]
-
-    def _frozen_versions(self) -> dict[int, list[int]]:
-        """Versions of the parameters in buckets whose blocks are all frozen, by bucket number."""
-        frozen: dict[int, list[int]] = {}
-        trained = set()
-        for block, number in zip(self._blocks, self._numbers, strict=True):
-            frozen.setdefault(number, []).extend(_versions(block))
-            if not block.is_frozen:
-                trained.add(number)
-        return {number: versions for number, versions in frozen.items() if number not in trained}
-
-    def _send(self, purpose: Purpose) -> None:
-        if self._sent_for is not None or not self._buckets:
-            return
-        self._sent_for = purpose
-        self._versions = self._present_versions()
-        before, self._sent_frozen = self._sent_frozen or {}, self._frozen_versions()
-        # Weights that are trained may change without a new version.
-        self._unchanged = {number for number, versions in self._sent_frozen.items() if before.get(number) == versions}
+        self._are_sent = True
         self._mark("other", None)
         self._wait_for_receivers()
         self._mark("migration", None)
         self._start_buckets(0)
 
-    def _starter(self, number: int) -> Callable[[bool], None]:
-        def start(is_training: bool) -> None:
-            if self._sent_for is not None and (is_training or self._evaluates):
+    def _starter(self, number: int) -> Callable[[], None]:
+        def start() -> None:
+            if self._are_sent:
                 self._start_buckets(number)
 
         return start
@@ -240,8 +261,6 @@ class UnitExchange:
             if bucket.number > last_number:
                 break
             self._started_buckets += 1
-            if bucket.number in self._unchanged:
-                continue
             for other, message in bucket.send_buffers.items():
                 torch.cat([part.reshape(-1) for part in weights_for(bucket, other)], out=message)
             if self._has_trained:
@@ -249,11 +268,6 @@ class UnitExchange:
             bucket.started = self._transport.exchange(
                 list(bucket.send_buffers.items()), list(bucket.receive_buffers.items())
             )
-
-    def weights_changed(self) -> None:
-        """Stop using the weights that were sent before, frozen ones too, because they have changed."""
-        self.end_iteration()
-        self._sent_frozen = None
 
     def before_step(self) -> None:
         """Prepare for an optimizer step: weights change, and kept units are chosen again."""
@@ -269,16 +283,16 @@ class UnitExchange:
             transfer.block.begin_iteration()
 
     def _refresh(self) -> None:
-        """Send weights again before the next pass, except frozen ones that have not changed."""
-        if self._sent_for is not None:
+        """Send weights again before the next pass."""
+        if self._are_sent:
             # Also those of blocks that did not run: another rank may have started its part of their messages.
             self._start_buckets(self._buckets[-1].number)
         for bucket in self._buckets:
             bucket.started.received.wait()
         for transfer in self._transfers:
             transfer.block.refresh()
-        self._has_trained |= self._sent_for == "training"
-        self._sent_for, self._started_buckets = None, 0
+        self._has_trained |= self._are_sent
+        self._are_sent, self._started_buckets = False, 0
 
     def _mark(self, part: Part, kind: int | None) -> None:
         if self._clock is not None:
@@ -296,7 +310,7 @@ class UnitExchange:
         def receive() -> list[list[list[Tensor]]]:
             if transfer.bucket is None:
                 return []
-            self._send("training")
+            self._send()
             self._start_buckets(transfer.bucket.number)
             self._mark("other", transfer.block.kind)
             transfer.bucket.started.received.wait()
@@ -306,13 +320,9 @@ class UnitExchange:
         return receive
 
     def _returner(self, transfer: BlockTransfer) -> ReturnGradients:
-        def return_gradients(layer: int, gradients: list[Tensor]) -> list[list[Tensor]] | None:
+        def return_gradients(layer: int, gradients: list[Tensor]) -> list[list[Tensor]]:
             if transfer.bucket is None:
                 return []
-            transfer.add(layer, gradients)
-            if transfer.passes[layer] < self._passes and not self.are_hooked:
-                return None
-            gradients = transfer.take_sum(layer)
             places, parameters = transfer.block.places[layer], transfer.block.parameters[layer]
             elements = sum(place.numel(tensor) for place, tensor in zip(places, parameters, strict=True))
             sends = [(move.sender, message) for move, message in zip(transfer.taken, gradients, strict=True)]
@@ -335,7 +345,3 @@ class UnitExchange:
             ]
 
         return return_gradients
-
-
-def _versions(block: Block) -> list[int]:
-    return [tensor._version for tensors in block.unit_parameters for tensor in tensors]

@@ -1,7 +1,7 @@
-"""Places of a block's units in its layers' weights, and the products of the units that a rank computes. A unit is a set
-of rows of a column-parallel weight ``[N, K]``, with their bias, and of columns of the following row-parallel one. A
-rank multiplies by the weights of units where they are, and writes the products next to each other or adds them, so that
-neither weights nor gradients are copied."""
+"""Layouts of weights, places of a block's units in them, and the products of the units that a rank computes. A unit is
+a set of rows of a column-parallel weight ``[N, K]``, with their bias, and of columns of the following row-parallel one.
+A rank multiplies by the weights of units where they are, and writes the products next to each other or adds them, so
+that neither weights nor gradients are copied."""
 
 from __future__ import annotations
 
@@ -9,12 +9,80 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
+from colossalai.shardformer.layer import _operation
 from torch import Tensor
 
 from .workload import matrix_view
+
+# Weights -------------------------------------------------------------------------------------------------------------
+
+FUSED_KERNELS = {torch.float32: "wgrad_gemm_accum_fp32", torch.float16: "wgrad_gemm_accum_fp16"}
+"""Functions of apex that add ``dyᵀ · x`` to a gradient of that type."""
+
+
+class WeightLayout:
+    """Storage of a weight; this class: ``[N, L]``, as in ``torch.nn.Linear``."""
+
+    columns = 1
+    """The dimension of the weight that the product contracts."""
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
+        return dy.matmul(weight)
+
+    def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
+        return dy.t().matmul(x)
+
+    def add_weight_gradient(self, dy: Tensor, x: Tensor, grad: Tensor) -> bool:
+        """Add dW to ``grad`` in apex's fused kernel, as Colossal-AI's layers do; False if it is missing."""
+        if not _operation._grad_accum_fusion_available or grad.dtype not in FUSED_KERNELS:
+            return False
+        getattr(_operation.fused_weight_gradient_mlp_cuda, FUSED_KERNELS[grad.dtype])(x, dy, grad)
+        return True
+
+    def as_matrix(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def from_matrix(self, matrix: Tensor) -> Tensor:
+        return matrix
+
+
+class Conv1DLayout(WeightLayout):
+    """The layout of GPT-2's ``Conv1D`` in ``transformers``: ``[L, N]``."""
+
+    columns = 0
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y = torch.matmul(x, weight)
+        return y if bias is None else y + bias
+
+    def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
+        return dy.matmul(weight.t())
+
+    def weight_gradient(self, dy: Tensor, x: Tensor) -> Tensor:
+        return x.t().matmul(dy)
+
+    def add_weight_gradient(self, dy: Tensor, x: Tensor, grad: Tensor) -> bool:
+        return False  # The kernel adds a gradient [N, L].
+
+    def as_matrix(self, weight: Tensor) -> Tensor:
+        return weight.t()
+
+    def from_matrix(self, matrix: Tensor) -> Tensor:
+        return matrix.t().contiguous()
+
+
+LINEAR_LAYOUT = WeightLayout()
+CONV1D_LAYOUT = Conv1DLayout()
+
+
+# Units ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -41,13 +109,12 @@ class UnitPlace:
         return tensor.numel() // self.units
 
 
-class MatrixLayout(Protocol):
-    """Interface of :class:`.WeightLayout` for this module."""
+class UnitRange(NamedTuple):
+    """The units ``[start, stop)`` of the rank ``owner``."""
 
-    columns: int
-
-    def as_matrix(self, weight: Tensor) -> Tensor:
-        """The weight as a view ``[N, L]``."""
+    owner: int
+    start: int
+    stop: int
 
 
 class _Slice(NamedTuple):
@@ -71,7 +138,7 @@ class UnitShare:
         self,
         places: Sequence[UnitPlace],
         remaining: int,
-        return_gradients: Callable[[list[Tensor]], Sequence[Sequence[Tensor]] | None],
+        return_gradients: Callable[[list[Tensor]], Sequence[Sequence[Tensor]]],
     ) -> None:
         self._places = places
         self._remaining = remaining
@@ -115,7 +182,7 @@ class UnitShare:
         share._ranges = parts
         return share
 
-    def output(self, layout: MatrixLayout, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def output(self, layout: WeightLayout, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``Y [..., N]`` of the units, from ``x [..., L]``; N or L is the number of their rows or columns."""
         rows, weights, dim = matrix_view(x), self._sources(0, weight), self._places[0].dim
         if dim == layout.columns:
@@ -134,7 +201,7 @@ class UnitShare:
         # As torch's own product does, so that what follows may change the output in place.
         return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
 
-    def input_gradient(self, layout: MatrixLayout, dy: Tensor, weight: Tensor) -> Tensor:
+    def input_gradient(self, layout: WeightLayout, dy: Tensor, weight: Tensor) -> Tensor:
         """``dX [..., L]`` of the units, from ``dy [..., N]``."""
         rows, weights, dim = matrix_view(dy), self._sources(0, weight), self._places[0].dim
         if dim == layout.columns:
@@ -145,7 +212,7 @@ class UnitShare:
             dx = _sum((rows[:, part.activations], layout.as_matrix(part.of(weights, dim))) for part in self._slices())
         return dx.view(*dy.shape[:-1], dx.shape[-1])
 
-    def weight_gradient(self, layout: MatrixLayout, dy: Tensor, x: Tensor) -> Tensor:
+    def weight_gradient(self, layout: WeightLayout, dy: Tensor, x: Tensor) -> Tensor:
         """Gradient of the layer's whole weight, from ``dy [M, N]`` and ``x [M, L]``: zero for pruned units, unset for
         given ones (see :meth:`gradients`). The taken units' gradients are written into messages to their owners."""
         dim = self._places[0].dim
@@ -163,7 +230,7 @@ class UnitShare:
 
     def gradients(self, dw: Tensor, db: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Complete the gradients of the layer's whole weight, ``dw`` of :meth:`weight_gradient`, and bias, and return
-        those of the taken units. ``db`` is that of the computed units. Given units get zeros until theirs return."""
+        those of the taken units. ``db`` is that of the computed units."""
         whole = [dw]
         if db is not None:
             own = db.new_empty(self._shapes[1] if self._selected is None else self._selected[1].shape)
@@ -175,9 +242,6 @@ class UnitShare:
         returned = self._return_gradients(messages)
         for number, (place, gradient) in enumerate(zip(self._places, whole, strict=False)):
             given = place.view(gradient).narrow(place.unit_dim, self._remaining, place.units - self._remaining)
-            if returned is None:
-                given.zero_()
-                continue
             start = 0
             for units in returned:
                 count = units[number].shape[place.unit_dim]

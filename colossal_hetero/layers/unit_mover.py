@@ -12,9 +12,8 @@ from torch import Tensor
 
 from .block import Block
 from .column_migration import MovedRange, moved_count
-from .dropout import UnitRange
 from .transport import Transport, is_out_of_memory
-from .unit_layout import UnitPlace
+from .unit_layout import UnitPlace, UnitRange
 from .workload import values_of
 
 # Holdings ------------------------------------------------------------------------------------------------------------

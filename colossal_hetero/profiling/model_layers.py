@@ -8,21 +8,12 @@ of a model are the part before the first block, each block, and the part after t
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
-from torch.utils.flop_counter import FlopCounterMode
-
-from .training_step import with_dicts
+from torch import nn
 
 RIVAL_SHARE = 0.25
 """Share of the largest row's parameters from which on a second row makes it unclear which one to cut."""
@@ -40,11 +31,8 @@ class LayerDescription:
     """Layers of a model; tuples are ``[blocks + 2]``, the part before the blocks first, and that after them last."""
 
     row: BlockRow
-    parameters: tuple[int, ...]
-    """Number of parameters of each layer. Tied embeddings count at both ends, because both stages hold them."""
     parameter_bytes: tuple[int, ...]
-    flops: tuple[int, ...] | None
-    """FLOP of the forward pass of each layer for the given batch (backward: about twice as many), if there is one."""
+    """Bytes of each layer. Tied embeddings count at both ends, because both stages hold them."""
     before: tuple[str, ...]
     after: tuple[str, ...]
 
@@ -75,22 +63,20 @@ def find_block_row(model: nn.Module, name: str | None = None) -> BlockRow:
     return BlockRow(largest, tuple(rows[largest].children()))
 
 
-def describe_layers(model: nn.Module, batch: Any = None, *, blocks: str | None = None) -> LayerDescription:
+def describe_layers(model: nn.Module, batch: Any, *, blocks: str | None = None) -> LayerDescription:
+    """The layers of ``model``, which runs once with ``batch``."""
     row = find_block_row(model, blocks)
-    ends, flops = (None, None) if batch is None else _trace(model, row, batch)
+    places = _places(model, row, batch)
     owned: dict[str, list[str]] = {"before": [], "after": []}
     inside = {id(parameter) for block in row.blocks for parameter in block.parameters()}
     passed = False
     for module_name, module in model.named_modules(remove_duplicate=False):
-        if module_name == row.name:
-            passed = True
+        passed |= module_name == row.name
+        # Parameters of the model itself, such as a class token, are used before the blocks in all these models.
+        by_order = "after" if passed and not list(module.children()) else "before"
         for name, parameter in module.named_parameters(prefix=module_name, recurse=False):
-            if id(parameter) in inside:
-                continue
-            place = None if ends is None else ends.get(id(module))
-            # Parameters of the model itself, such as a class token, are used before the blocks in all these models.
-            by_order = "after" if passed and list(module.children()) == [] else "before"
-            owned[place or by_order].append(name)
+            if id(parameter) not in inside:
+                owned[places.get(id(module), by_order)].append(name)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     groups = [
         [parameters[name] for name in owned["before"]],
@@ -99,9 +85,7 @@ def describe_layers(model: nn.Module, batch: Any = None, *, blocks: str | None =
     ]
     return LayerDescription(
         row=row,
-        parameters=tuple(sum(each.numel() for each in group) for group in groups),
         parameter_bytes=tuple(sum(each.numel() * each.element_size() for each in group) for group in groups),
-        flops=flops,
         before=tuple(owned["before"]),
         after=tuple(owned["after"]),
     )
@@ -126,99 +110,35 @@ def _is_row(module: nn.Module) -> bool:
     )
 
 
-def _trace(model: nn.Module, row: BlockRow, batch: Any) -> tuple[dict[int, str], tuple[int, ...]]:
-    """Run ``model`` once: the part ("before" or "after" the blocks) of other modules by ``id``, and FLOP per layer."""
-    # torch does not count the operations of fused attention on a CPU, so it is switched off.
-    with _quiet_modes(model), sdpa_kernel(SDPBackend.MATH):
-        try:
-            with FakeTensorMode(allow_non_fake_inputs=True):
-                return _trace_on(_with_fakes(model, batch), model, row, _ValuesAreTrue())
-        except (RuntimeError, NotImplementedError, TypeError) as error:
-            # Some models depend on values, which fake tensors do not have.
-            if any(parameter.is_meta for parameter in model.parameters()):
-                raise ValueError(
-                    f"{type(model).__name__} does not run on tensors without values "
-                    f"({' '.join(str(error).split())[:200]}); build it with weights to count its FLOP, or leave the "
-                    "batch out"
-                ) from None
-        return _trace_on(lambda: call_model(model, batch), model, row, nullcontext())
-
-
-class _ValuesAreTrue(TorchDispatchMode):
-    """Answers True (or 1) if a model reads the value of a fake tensor: transformers test whether a mask is all True."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return args[0].dtype == torch.bool or 1
-        return func(*args, **(kwargs or {}))
-
-
-def _trace_on(
-    run: Callable[[], Any], model: nn.Module, row: BlockRow, inner: AbstractContextManager[Any]
-) -> tuple[dict[int, str], tuple[int, ...]]:
+def _places(model: nn.Module, row: BlockRow, batch: Any) -> dict[int, str]:
+    """Run ``model`` once: "before" or "after" the blocks, by ``id`` of the other modules without children."""
     places: dict[int, str] = {}
-    done: list[int] = []
-    """FLOP counted when each block begins, and when the last one ends."""
-    left = False
+    ran: list[nn.Module] = []
 
-    def enter(module: nn.Module, _: Any) -> None:
-        done.append(counter.get_total_flops())
-
-    def leave(module: nn.Module, _: Any, __: Any) -> None:
-        nonlocal left
-        left = True
-        done.append(counter.get_total_flops())
+    def enter(block: nn.Module, _: Any) -> None:
+        ran.append(block)
 
     def see(module: nn.Module, _: Any) -> None:
-        places.setdefault(id(module), "after" if left else "before")
+        places.setdefault(id(module), "after" if len(ran) >= len(row.blocks) else "before")
 
     within = {id(module) for block in row.blocks for module in block.modules()}
-    hooks = [
-        module.register_forward_pre_hook(see)
-        for module in model.modules()
-        if id(module) not in within and not list(module.children())
-    ]
+    leaves = [each for each in model.modules() if id(each) not in within and not list(each.children())]
+    hooks = [module.register_forward_pre_hook(see) for module in leaves]
     hooks += [block.register_forward_pre_hook(enter) for block in row.blocks]
-    hooks.append(row.blocks[-1].register_forward_hook(leave))
-    counter = FlopCounterMode(display=False)
+    # In evaluation mode a pass changes no buffer, draws no random number and accepts a single sample.
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
     try:
-        with torch.no_grad(), counter, inner:
-            run()
+        with torch.no_grad():
+            call_model(model, batch)
     finally:
+        for module, training in modes.items():
+            module.training = training
         for hook in hooks:
             hook.remove()
-    if len(done) != len(row.blocks) + 1:
+    if [id(each) for each in ran] != [id(each) for each in row.blocks]:
         raise ValueError(
             f"{type(model).__name__} does not run each module of {row.name} exactly once in order, so a pipeline "
             "cannot cut it by layers"
         )
-    bounds = [0, *done, counter.get_total_flops()]
-    return places, tuple(stop - start for start, stop in itertools.pairwise(bounds))
-
-
-def _with_fakes(model: nn.Module, batch: Any) -> Callable[[], Any]:
-    """A function that runs the model with fake tensors instead of its parameters, which stay as they are."""
-
-    def fake(part: Any) -> Any:
-        return torch.empty(part.shape, dtype=part.dtype) if isinstance(part, Tensor) else part
-
-    tensors = {name: fake(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-    inputs = tree_map(fake, with_dicts(batch))
-    args, kwargs = ((), inputs) if isinstance(inputs, dict) else ((_first(inputs),), {})
-    return lambda: torch.func.functional_call(model, tensors, args, kwargs)
-
-
-def _first(batch: Any) -> Any:
-    return batch[0] if isinstance(batch, tuple | list) else batch
-
-
-@contextmanager
-def _quiet_modes(model: nn.Module) -> Iterator[None]:
-    """In the block, use evaluation mode: passes change no buffer, draw no random number and accept a single sample."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
+    return places

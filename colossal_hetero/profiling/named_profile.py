@@ -22,7 +22,7 @@ from ..planner.profile.estimate import IMAGE_SIZE, VITS
 from ..planner.profile.layer_profile import save_profile
 from .layer_profiler import MIN_SECONDS, profile_layers
 from .merge_ranks import MeasuredLayers, merge_degrees
-from .model_layers import describe_layers
+from .model_layers import find_block_row
 from .progress import ProgressDisplay
 
 # Named models --------------------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def check_request(request: ProfileRequest, ranks_per_node: int) -> int:
     """Check the request before any rank starts, without building weights; returns the number of blocks of the model."""
     named = request.build("meta")
     check_degrees(named.model, request.tensor_parallel, ranks_per_node)
-    return len(describe_layers(named.model).row.blocks)
+    return len(find_block_row(named.model).blocks)
 
 
 def profile_named_model(request: ProfileRequest, console: Console) -> MeasuredLayers:

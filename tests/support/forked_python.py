@@ -20,7 +20,6 @@ from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TextIO
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
@@ -107,7 +106,7 @@ def _run(streams: Sequence[Connection], environment: Mapping[str, str], argument
     os.environ.clear()
     os.environ.update(environment)
     popen: Any = partial(ForkedPopen, context=multiprocessing.get_context("fork"))
-    launch.subprocess = SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL)  # type: ignore[attr-defined]
+    launch.START_METHOD = "fork"
     SubprocessHandler._popen = lambda handler, *started: popen(*started, handler._stdout, handler._stderr)  # type: ignore
     arguments = [each for each in arguments if each != "-u"]
     try:

@@ -31,13 +31,6 @@ def test_the_random_state_is_that_of_torch(accelerator: HeteroCpuAccelerator) ->
     expected = torch.rand(5)
     accelerator.set_rng_state(state)
     assert torch.equal(torch.rand(5), expected)
-    accelerator.set_rng_state_all([state])
-    assert torch.equal(torch.rand(5), expected)
-    accelerator.manual_seed_all(3)
-    assert accelerator.initial_seed() == 3
-    assert torch.equal(accelerator.get_rng_state_all()[0], state)
-    accelerator.seed()
-    assert accelerator.initial_seed() != 3
     accelerator.manual_seed(1024)
 
 
@@ -48,11 +41,7 @@ def test_memory_is_the_resident_set_in_bytes(accelerator: HeteroCpuAccelerator) 
     grown = accelerator.memory_allocated() - before
     assert 0.9 * MEGABYTES_64 < grown < 3 * MEGABYTES_64
     del block
-    peak = accelerator.max_memory_allocated()
-    assert peak - before > 0.9 * MEGABYTES_64
-    stats = accelerator.memory_stats()
-    assert stats["allocated_bytes.all.peak"] >= peak
-    assert stats["allocated_bytes.all.current"] == pytest.approx(accelerator.memory_reserved(), rel=0.1)
+    assert accelerator.max_memory_allocated() - before > 0.9 * MEGABYTES_64
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the peak is reset through Linux's /proc")

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from colossal_hetero.layers.product import LINEAR_LAYOUT, ProductContext, parallel_product
-from colossal_hetero.layers.unit_layout import UnitPlace, UnitShare
+from colossal_hetero.layers.product import ProductContext, parallel_product
+from colossal_hetero.layers.unit_layout import LINEAR_LAYOUT, UnitPlace, UnitShare
 from colossal_hetero.layers.workload import Lineage, kept_count
 
 from ..part import Row

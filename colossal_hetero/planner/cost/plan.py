@@ -361,7 +361,7 @@ def load_plan(path: Path | str) -> Plan:
 
 def save_plan(plan: Plan, path: Path | str) -> None:
     """Write a plan, atomically."""
-    write_json(plan.model_dump(mode="json", by_alias=True), path, fill=True)
+    write_json(plan.model_dump(mode="json", by_alias=True), path)
 
 
 # Overlap -------------------------------------------------------------------------------------------------------------

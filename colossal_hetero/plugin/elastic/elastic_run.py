@@ -35,7 +35,7 @@ from ...common.ranks import is_lost_connection, of_every_rank, print_on_rank_0
 from ...data_parallel.loader import HeteroDataLoader
 from ...elastic.config import ElasticConfig
 from ...elastic.held_layers import CatchUp, Held, HeldLayers, Recovery, RecoveryDecision, Standing, agree
-from ...layers.seeded_passes import SeededPasses
+from ...layers.dropout import SeededPasses
 from ...planner.cost.runnable import NoPlanError
 from ...profiling.model_layers import find_block_row
 from ..replicas.replica_gradients import Commit, exchange

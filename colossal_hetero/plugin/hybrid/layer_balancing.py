@@ -130,7 +130,7 @@ class LayerBalancing:
         self.balancer = balancer
         self._balancers.append(ref(balancer))
         attached = _Attached(self, balancer, memory, clock)
-        _begin_on_forward(model, attached, _counting_passes(plugin.scheduler, balancer.end_schedule))
+        _begin_on_forward(model, attached, _counting_passes(plugin.scheduler))
         shapes = self._shapes.get(innermost, {})
         make_copyable(model, shapes, (plugin.pg_mesh, plugin.stage_manager), balancer.keep_shapes)
         # Zero-bubble schedules have other passes, so their layers can neither be balanced nor timed.
@@ -192,32 +192,27 @@ class LayerBalancing:
                 balancer.weights_changed()
 
 
-def _counting_passes(schedule: Any, end: Callable[[], None]) -> Callable[[], tuple[int, int]]:
-    """Find the number of the forward pass that begins in a run of ``schedule``, and the backward passes in that run.
-    ``end`` is called after a run for training."""
+def _counting_passes(schedule: Any) -> Callable[[], int]:
+    """Find the number of the forward pass that begins in a run of ``schedule``, from 1 on."""
     if schedule is None:
-        return lambda: (1, 1)
+        return lambda: 1
     number = 0
 
     def run(run_passes: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal number
         number = 0
-        result = run_passes(*args, **kwargs)
-        if torch.is_grad_enabled():
-            end()
-        return result
+        return run_passes(*args, **kwargs)
 
-    def count() -> tuple[int, int]:
+    def count() -> int:
         nonlocal number
         number += 1
-        # The attribute has another name in each kind of schedule.
-        return number, getattr(schedule, "num_microbatches", None) or schedule.num_microbatch
+        return number
 
     wrap_method(schedule, "forward_backward_step", run)
     return count
 
 
-def _begin_on_forward(model: ModelWrapper, attached: _Attached, count: Callable[[], tuple[int, int]]) -> None:
+def _begin_on_forward(model: ModelWrapper, attached: _Attached, count: Callable[[], int]) -> None:
     """Tell the balancer of each forward pass. The hooks keep ``attached`` alive, as long as the model."""
 
     @torch.compiler.disable
@@ -225,29 +220,14 @@ def _begin_on_forward(model: ModelWrapper, attached: _Attached, count: Callable[
         balancer = attached.balancer
         asks = balancer.active and asks_for_heads(module, arguments)
         if module.training and torch.is_grad_enabled():
-            balancer.begin(asks, *count())
+            balancer.begin(asks, count())
             time_collectives(balancer.running_clock)
         elif not torch.is_grad_enabled():
             balancer.begin_evaluation_pass(asks)
 
-    @torch.compiler.disable
-    def end(*_: Any) -> None:
-        if not torch.is_grad_enabled():
-            attached.balancer.end_evaluation_pass()
-
     # On the innermost model, whose layers make the same check: the user may call or switch it without the wrappers. It
     # also runs inside the hooks by which ZeRO waits for weights that it gathers late.
-    innermost = model.unwrap(unwrap_peft=False)
-    innermost.register_forward_pre_hook(begin, with_kwargs=True)
-    innermost.register_forward_hook(end, always_call=True)
-
-    def switch(train: Callable[..., nn.Module], mode: bool = True) -> nn.Module:
-        if not mode:
-            attached.balancer.begin_evaluation()
-        return train(mode)
-
-    # The wrappers' eval and train call that of each module inside.
-    wrap_method(innermost, "train", switch)
+    model.unwrap(unwrap_peft=False).register_forward_pre_hook(begin, with_kwargs=True)
 
 
 def _count_as_communication(owner: Any, name: str, clock: IterationClock) -> None:

@@ -17,12 +17,10 @@ from torch.nn.functional import cross_entropy, gelu
 from torch.nn.modules.module import register_module_forward_hook
 
 from colossal_hetero.balance import balancer
-from colossal_hetero.balance.host_messages import Exchange
 from tests.support.checks import Checks
 from tests.support.model_families import BUILDERS
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import Trained, batch, boost, ours, scripted, sgd, theirs, tiny_vit
-from tests.support.training import train as train_vit
 from tests.support.uneven_runs import config, relieve
 
 checks = Checks()
@@ -250,20 +248,6 @@ def a_hook_on_one_rank_or_in_a_part_of_the_model_is_refused() -> None:
             pytest.raises(RuntimeError, match=r"0:00:01 later other ranks .* do not have them.* add the same hooks"),
         ):
             run.model(images)
-
-
-@checks.on(2)
-def a_hook_on_one_rank_is_agreed_on_once() -> None:
-    """Rank 0 alone looks into a block from the beginning; the ranks agree on that once, and not again and again."""
-    with patch.object(Exchange, "post", autospec=True, side_effect=Exchange.post) as post:
-        with scripted():
-            run = boost(ours(config(reshard_after=None), tp_size=2), tiny_vit(depth=1), sgd)
-        if dist.get_rank() == 0:
-            LOOKS["activation"](run.model.unwrap(), [])
-        relieve(run.plugin, 1)
-        train_vit(run, 6)
-        assert run.plugin.balancer.plan.migrate[1] > 0.1
-        assert not any(call.args[-1] for call in post.call_args_list[-4:])
 
 
 test_on_ranks = checks.test()

@@ -13,7 +13,7 @@ GPT = ["hf:gpt2", "--set", "n_layer=2", "--set", "n_embd=48", "--set", "vocab_si
 
 
 def arguments(model: list[str], out: Path) -> list[str]:
-    command = ["-m", "colossal_hetero.cli.profile", "--model", *model]
+    command = ["-m", "colossal_hetero.cli.main", "profile", "--model", *model]
     return [*command, "--micro-batch", "1,2", "--seconds", "0", "--nproc", "2", "--out", str(out)]
 
 

@@ -105,7 +105,7 @@ def the_weights_of_a_block_are_sent_when_the_block_before_starts() -> None:
         block.attn.register_forward_pre_hook(lambda *_, number=number: events.append(f"attention {number}"))
         block.mlp.register_forward_pre_hook(lambda *_, number=number: events.append(f"mlp {number}"))
     ranks = dist.get_world_size()
-    with patch("colossal_hetero.layers.unit_transfers.MESSAGE_BYTES", 1):
+    with patch("colossal_hetero.layers.unit_exchange.MESSAGE_BYTES", 1):
         training.applier.apply(plan_for({ranks - 1: 0.6}, ranks))
     difference = relative_difference(train(training), expected)
     with patch.object(training.transport, "exchange", log_and_exchange):
@@ -145,7 +145,7 @@ def _sums_before_messages() -> list[dict[int, list[int]]]:
         kept = [block.units - (sender == rank) for block, (sender, _) in zip(training.blocks, pairs, strict=True)]
         units = UnitExchange(training.transport)
         with (
-            patch("colossal_hetero.layers.unit_transfers.MESSAGE_BYTES", 1),
+            patch("colossal_hetero.layers.unit_exchange.MESSAGE_BYTES", 1),
             patch.object(training.transport, "exchange", log_and_exchange),
             patch.object(dist, "all_reduce", log_and_sum),
         ):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -135,29 +134,24 @@ def _partly_frozen_vit() -> torch.nn.Module:
     return model
 
 
-def _train_and_change(run: Trained, each: Callable[[int], None] = lambda iteration: None) -> Trained:
+def _train_and_change(run: Trained) -> Trained:
     """Change frozen weights after some iterations, and train them in the end."""
     frozen = run.model.unwrap().blocks[0]
-    train(run, 2, each=each)
+    train(run, 2)
     with torch.no_grad():
         for parameter in frozen.parameters():
-            parameter.mul_(1.1)
-    train(run, 2, each=each)
+            parameter.data.mul_(1.1)  # without a trace
+    train(run, 2)
     frozen.requires_grad_(True)
-    return train(run, 2, each=each)
+    return train(run, 2)
 
 
 @checks.on(2)
-def frozen_weights_are_sent_again_only_when_they_change() -> None:
+def frozen_weights_may_change() -> None:
     expected = _train_and_change(reference_run(_partly_frozen_vit(), tp_size=2))
     run = migrating_run("block", 1, _partly_frozen_vit(), tp_size=2)
-    watch = Watch(run)
-    _train_and_change(run, each=watch)
+    _train_and_change(run)
     assert_equal(run, expected, "frozen")
-    if dist.get_rank() == 1:
-        first, later, changed, after, _, trained = watch.bytes
-        # Both transformer blocks have the same size.
-        assert first == changed == trained == 2 * later == 2 * after, watch.bytes
 
 
 test_on_ranks = checks.test()

@@ -24,8 +24,8 @@ from colossal_hetero.balance.host_messages import Exchange
 from colossal_hetero.balance.plan import BalancePlan
 from colossal_hetero.layers import unit_exchange
 from colossal_hetero.layers.column_migration import BroadcastReduce, ScatterGather, moved_count
-from colossal_hetero.layers.unit_exchange import UnitExchange
-from colossal_hetero.layers.unit_transfers import BlockTransfer, Bucket
+from colossal_hetero.layers.unit_exchange import Bucket, UnitExchange
+from colossal_hetero.layers.unit_layout import UnitShare
 from tests.support.checks import Checks
 from tests.support.harness import errors_of_the_others, run_ranks
 from tests.support.migration_runs import (
@@ -263,9 +263,9 @@ def check_death(method: str, victim: int, moment: Moment) -> None:
 @pytest.mark.parametrize(
     "world, method, victim, moment",
     [
-        pytest.param(2, "block", 0, (BlockTransfer, "take_sum"), id="block-receiver-backward"),
+        pytest.param(2, "block", 0, (UnitShare, "gradients"), id="block-receiver-backward"),
         pytest.param(2, "block", 1, (UnitExchange, "begin_pass"), id="block-sender-forward"),
-        pytest.param(3, "block", 2, (BlockTransfer, "take_sum"), id="block-one-of-two-receivers"),
+        pytest.param(3, "block", 2, (UnitShare, "gradients"), id="block-one-of-two-receivers"),
         pytest.param(2, "scatter-gather", 0, (ScatterGather, "reduce"), id="scatter-gather-receiver-forward"),
         pytest.param(3, "scatter-gather", 1, (ScatterGather, "distribute"), id="scatter-gather-sender-forward"),
         pytest.param(3, "broadcast-reduce", 1, (BroadcastReduce, "distribute"), id="broadcast-reduce-sender-forward"),

@@ -18,13 +18,15 @@ from tests.support.forked_python import forked_output
 from tests.support.harness import free_port, run_ranks
 from tests.support.paths import REPOSITORY
 
-COMMAND = [sys.executable, "-m", "colossal_hetero.cli.probe"]
+COMMAND = [sys.executable, "-m", "colossal_hetero.cli.main", "probe"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def test_the_cluster_file_describes_this_machine(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
-    shown = forked_output("-m", "colossal_hetero.cli.probe", "--nproc", 2, "--out", path, "--cluster-of", "*=here")
+    shown = forked_output(
+        "-m", "colossal_hetero.cli.main", "probe", "--nproc", 2, "--out", path, "--cluster-of", "*=here"
+    )
     topology = load_cluster(path)
     assert topology.clusters == ("here",)
     assert [node.devices for node in topology.nodes] == [(0, 1)]
@@ -49,17 +51,14 @@ def test_every_rank_returns_all_links() -> None:
     assert all(link.bytes_per_second > 0 and link.latency_seconds >= 0 for link in results[0])
 
 
-def rank_process(command: psutil.Process, rank: int) -> psutil.Process:
-    """Wait until the process of this rank exists, and return it."""
-    for _ in range(300):
-        for process in command.children():
-            try:
-                if process.environ().get("RANK") == str(rank):
-                    return process
-            except psutil.Error:
-                pass
+def rank_processes(command: psutil.Process) -> list[psutil.Process]:
+    """Wait until both ranks exist, and return their processes."""
+    for _ in range(1200):
+        ranks = [each for each in command.children() if "spawn_main" in " ".join(each.cmdline())]
+        if len(ranks) == 2:
+            return sorted(ranks, key=lambda each: each.pid)
         time.sleep(0.05)
-    raise AssertionError(f"rank {rank} was not started")
+    raise AssertionError("the ranks were not started")
 
 
 def test_a_killed_rank_ends_the_command_with_a_message(tmp_path: Path) -> None:
@@ -72,8 +71,8 @@ def test_a_killed_rank_ends_the_command_with_a_message(tmp_path: Path) -> None:
         text=True,
     ) as command:
         try:
-            other = rank_process(psutil.Process(command.pid), 0)
-            os.kill(rank_process(psutil.Process(command.pid), 1).pid, signal.SIGKILL)
+            other, killed = rank_processes(psutil.Process(command.pid))
+            os.kill(killed.pid, signal.SIGKILL)
             _, errors = command.communicate(timeout=60)
         finally:
             command.kill()

@@ -11,7 +11,8 @@ import torch
 from colossalai.shardformer.layer import _operation
 from torch import Tensor
 
-from colossal_hetero.layers.product import CONV1D_LAYOUT, LINEAR_LAYOUT, ProductContext, parallel_product
+from colossal_hetero.layers.product import ProductContext, parallel_product
+from colossal_hetero.layers.unit_layout import CONV1D_LAYOUT, LINEAR_LAYOUT
 from colossal_hetero.layers.workload import Lineage
 
 

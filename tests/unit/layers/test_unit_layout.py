@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from colossal_hetero.layers.product import CONV1D_LAYOUT, LINEAR_LAYOUT, WeightLayout
-from colossal_hetero.layers.unit_layout import UnitPlace, UnitShare
+from colossal_hetero.layers.unit_layout import CONV1D_LAYOUT, LINEAR_LAYOUT, UnitPlace, UnitShare, WeightLayout
 from colossal_hetero.layers.workload import matrix_view
 
 UNITS, SIZE, OTHER = 5, 2, 3

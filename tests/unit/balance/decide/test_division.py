@@ -27,12 +27,10 @@ from colossal_hetero.balance.plan import Counts
 from colossal_hetero.balance.ratios import (
     Line,
     UnitKind,
-    divisible_seconds,
     fastest_counts,
     moved_units,
     slowest_seconds,
 )
-from tests.support.random_examples import examples
 
 
 def lines_of(slopes: list[float], full: int, fixed: float = 0.0, above: float = 1.0) -> list[Line]:
@@ -72,21 +70,6 @@ def test_no_division_is_faster(problem: tuple[UnitKind, list[Line], float]) -> N
     # Of equally fast divisions it is one that moves the least.
     equal = [counts for counts in every if seconds(counts) <= seconds(found) * (1 + 1e-12)]
     assert moved_units(kind, found) <= min(moved_units(kind, counts) for counts in equal) + kind.grain * (per_unit > 0)
-
-
-@examples(ordinary=8, thorough=1000)
-@given(problems())
-def test_finer_units_come_close_to_the_time_of_divisible_ones(problem: tuple[UnitKind, list[Line], float]) -> None:
-    kind, lines, _ = problem
-    finer, ranks = 1000, len(lines)
-    fine = UnitKind(kind.units * finer, 1, kind.units * finer * (ranks - 1))
-    shares = [
-        Line(line.units * finer, line.seconds, line.slope / finer, line.slope_above / finer, line.full * finer)
-        for line in lines
-    ]
-    bound = divisible_seconds(lines)
-    assert bound == pytest.approx(slowest_seconds(shares, fastest_counts(fine, shares)), rel=5e-3)
-    assert bound <= slowest_seconds(lines, fastest_counts(kind, lines)) * (1 + 1e-9)
 
 
 HEADS = UnitKind(8, 1, 8)
@@ -177,14 +160,6 @@ def test_auto_weighs_what_sending_costs_and_migrate_does_not() -> None:
     for mode, migrates in (("auto", False), ("migrate", True)):
         plan = decide_units((2.0, 1.0), IDLE, 0.05, costs=costs, mode=mode)
         assert bool(plan.units) == migrates
-
-
-@pytest.mark.parametrize("heads, is_lost", [(2, True), (64, False)])
-def test_the_note_says_which_blocks_cannot_be_divided_evenly(heads: int, is_lost: bool) -> None:
-    """Of two heads, a rank that is five times slower should keep two thirds of one."""
-    kinds = [LayerKind(heads, 1, 0.5), LayerKind(64, 1, 0.5)]
-    plan = decide_units((1.0, 5.0), IDLE, 0.0, kinds)
-    assert ("blocks with 2 units per rank" in plan.note) == is_lost, plan.note
 
 
 def test_what_cannot_migrate_stays() -> None:

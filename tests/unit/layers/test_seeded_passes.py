@@ -10,7 +10,7 @@ from colossalai.shardformer.layer import DropoutForParallelInput, DropoutForRepl
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from colossal_hetero.layers.seeded_passes import SeededPasses
+from colossal_hetero.layers.dropout import SeededPasses
 
 pytestmark = pytest.mark.unit
 
