@@ -99,7 +99,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
         elastic: goes on when processes die or join; see ``docs/elastic.md``. The constructor then forms the group of
             processes, in place of ``colossalai.launch_from_torch``.
         on_report: called on rank 0 with the numbers of :meth:`report` when ranks have exchanged them: after 4, 8, 16,
-            … optimizer steps, and then after every ``report_every``. See :mod:`.sinks` for TensorBoard and others.
+            … optimizer steps, and then after every ``report_every``.
         report_every: at least 1, the same on all ranks.
 
     Raises:

@@ -96,8 +96,7 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         precision: ``fp32``, ``bf16`` or, below stage 3, ``fp16``.
         max_norm: clip gradients to this 2-norm; 0 for no clipping.
         checkpoints: where :meth:`save` saves layer checkpoints, from which :meth:`resume` continues; stages 0 to 2.
-        on_report: called on rank 0 every ``report_every`` optimizer steps with the numbers of :meth:`report`; see
-            :mod:`.sinks` for TensorBoard and others.
+        on_report: called on rank 0 every ``report_every`` optimizer steps with the numbers of :meth:`report`.
         report_every: at least 1.
         options: further arguments of the stage's plugin; with ``"auto"``, of the plugins of all stages that have them.
 
