@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -78,9 +77,8 @@ def test_recomputation_and_zero_are_used_where_they_are_allowed() -> None:
 def test_elastic_training_has_simple_plans() -> None:
     random = np.random.default_rng(0)
     model, topology = random_model(random), random_cluster(random, 4)
-    known: Any = SimpleNamespace(with_kinds=lambda kinds: model)
     names = [node.name for node in topology.nodes]
-    planning = elastic_planning({"planning": PlanConfig(global_batch_size=8)}, topology, known, names)
+    planning = elastic_planning({"planning": PlanConfig(global_batch_size=8)}, topology, model, names)
     assert (planning.recompute, planning.zero_stages, planning.layer_sums) == (False, (0,), True)
 
 
