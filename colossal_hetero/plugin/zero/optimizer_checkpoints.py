@@ -13,7 +13,7 @@ from colossalai.checkpoint_io.utils import has_index_file, load_state_dict, load
 from colossalai.interface import OptimizerWrapper
 from colossalai.utils.safetensors import load_flat
 from torch import nn
-from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.fsdp._common_utils import _get_param_to_fqns, clean_tensor_name
 
 from ...common.ranks import on_every_rank
@@ -28,7 +28,6 @@ from ...profiling.preserved_state import inner_optimizer
 
 
 NAMES, STAGE = "param_names", "zero_stage"
-Shapes = Mapping[str, tuple[int, ...]]  # of parameters as the user made them, by name
 
 
 def parameter_names(model: nn.Module, optimizer: Any) -> dict[int, str]:
@@ -70,17 +69,9 @@ def plain_name(name: str) -> str:
 def name_groups(optimizer: OptimizerWrapper, known: Mapping[int, str], stage: int) -> None:
     """Note names and stage in every group of a configured optimizer; see [Note: names in checkpoints]."""
     zero = find_zero_optimizer(optimizer)
-    is_sharded = isinstance(optimizer, FSDPOptimizerWrapper)
-    flat = _get_param_to_fqns(optimizer.unwrap_model().module) if is_sharded else {}
-
-    def names(value: Any) -> Iterator[str]:
-        if isinstance(value, FlatParameter):
-            yield from map(plain_name, flat[value])
-        else:
-            yield known[id(value if zero is None else zero.master_to_working_param[id(value)])]
-
+    working = {} if zero is None else zero.master_to_working_param
     for group in inner_optimizer(optimizer).param_groups:
-        group[NAMES] = [name for value in group["params"] for name in names(value)]
+        group[NAMES] = [known[id(working.get(id(value), value))] for value in group["params"]]
         group[STAGE] = stage
 
 
@@ -90,32 +81,25 @@ def name_groups(optimizer: OptimizerWrapper, known: Mapping[int, str], stage: in
 Group = Mapping[str, Any]
 State = dict[str, Any]  # of one parameter: tensors with its whole shape, and numbers such as ``step``
 
-PARAMETER_SHAPED = ("momentum_buffer", "exp_avg", "exp_avg_sq")  # entries with the parameter's shape
-
 
 def load_optimizer(
-    checkpoint_io: CheckpointIO,
-    optimizer: OptimizerWrapper,
-    shapes: Shapes,
-    checkpoint: str,
-    *args: Any,
-    **kwargs: Any,
+    checkpoint_io: CheckpointIO, optimizer: OptimizerWrapper, checkpoint: str, *args: Any, **kwargs: Any
 ) -> None:
     """Load a checkpoint; every rank calls it. Stages 0 to 2 read each other's, if they number parameters alike."""
     groups = inner_optimizer(optimizer).param_groups
+    if STAGE not in groups[0]:
+        raise ValueError("the optimizer to load into is not one that booster.boost returned; boost it first, then load")
     shard = optimizer.unwrap_model().module if isinstance(optimizer, FSDPOptimizerWrapper) else None
     stage = groups[0][STAGE]
     content: dict[str, Any] = {}
 
     def read() -> None:
         saved, files = _read_groups(checkpoint)
-        names = check_groups(saved, groups)
-        is_named = NAMES in saved[0]
-        if shard is not None or not is_named:
-            states = dict(_read_states(files))
-            if not is_named:
-                check_shapes(states, names, shapes)
-            content.update(groups=saved, states={names[number]: state for number, state in states.items() if state})
+        check_groups(saved, groups)
+        if shard is not None:
+            names = {number: name for one in saved for number, name in zip(one["params"], one[NAMES], strict=True)}
+            states = {names[number]: state for number, state in _read_states(files) if state}
+            content.update(groups=saved, states=states)
 
     on_every_rank(read, f"loading the optimizer's checkpoint {checkpoint}")
     if shard is None:
@@ -127,52 +111,30 @@ def load_optimizer(
     _separate_scalars(inner_optimizer(optimizer))
 
 
-def check_groups(saved: Sequence[Group], groups: Sequence[Group]) -> dict[int, str]:
-    """Names of a checkpoint's parameters by their numbers, if an optimizer has the same ones in the same groups and
-    order; at stage 3, which loads by names, in any order. Without names (in one of Colossal-AI's own plugins), as many
-    parameters in each group must do."""
-    sizes = [[len(group[key]) for group in each] for each, key in ((saved, "params"), (groups, NAMES))]
-    named, stage = saved, groups[0][STAGE]
+def check_groups(saved: Sequence[Group], groups: Sequence[Group]) -> None:
+    """Check that an optimizer has the same parameters as a checkpoint, in the same groups and order; at stage 3, which
+    loads by names, in any order."""
+    stage = groups[0][STAGE]
     if not all(NAMES in group for group in saved):
-        named = groups
-        if sizes[0] != sizes[1]:
-            raise ValueError(
-                f"the checkpoint has {_in_words(sizes[0])}, this optimizer {_in_words(sizes[1])}, and the checkpoint "
-                "does not contain the names of its parameters; load it at the stage that it was saved at, and save it "
-                "again"
-            )
-    elif (saved[0][STAGE] == 3) != (stage == 3) or _listed(saved, stage) != _listed(groups, stage):
         raise ValueError(
-            f"the checkpoint was saved at ZeRO stage {saved[0][STAGE]} with {_in_words(sizes[0])}, and this optimizer, "
-            f"at stage {stage} with {_in_words(sizes[1])}, has other ones, or in another order; use "
+            "the checkpoint does not contain the names of its parameters, so their order may be another one: it was "
+            "not saved by this plugin, which begins with a new optimizer there"
+        )
+    if (saved[0][STAGE] == 3) != (stage == 3) or _listed(saved, stage) != _listed(groups, stage):
+        raise ValueError(
+            f"the checkpoint was saved at ZeRO stage {saved[0][STAGE]} with {_in_words(saved)}, and this optimizer, "
+            f"at stage {stage} with {_in_words(groups)}, has other ones, or in another order; use "
             f"stage={saved[0][STAGE]}, the model and the groups that it was saved with. To change between stages 0 to "
             "2, save and resume layer checkpoints: checkpoints=CheckpointConfig(...), plugin.save and plugin.resume"
         )
-    return {
-        number: name
-        for one, other in zip(saved, named, strict=True)
-        for number, name in zip(one["params"], other[NAMES], strict=True)
-    }
 
 
 def _listed(groups: Sequence[Group], stage: int) -> list[list[str]]:
     return [sorted(group[NAMES]) if stage == 3 else group[NAMES] for group in groups]
 
 
-def check_shapes(states: Mapping[int, State], names: Mapping[int, str], shapes: Shapes) -> None:
-    for number, state in states.items():
-        for key in PARAMETER_SHAPED:
-            value = state.get(key)
-            if isinstance(value, torch.Tensor) and tuple(value.shape) != shapes[names[number]]:
-                raise ValueError(
-                    f"{key} of parameter {number} in the checkpoint has shape {tuple(value.shape)}, but parameter "
-                    f"{number} is {names[number]} with shape {shapes[names[number]]}; load a checkpoint of the same "
-                    "model, or load this one at the stage that it was saved at, and save it again"
-                )
-
-
-def _in_words(counts: Sequence[int]) -> str:
-    return f"{len(counts)} groups of {', '.join(map(str, counts))} parameters"
+def _in_words(groups: Sequence[Group]) -> str:
+    return f"{len(groups)} groups of {', '.join(str(len(group[NAMES])) for group in groups)} parameters"
 
 
 def _separate_scalars(optimizer: torch.optim.Optimizer) -> None:
@@ -213,11 +175,7 @@ def _read_states(files: list[str] | dict[int, State]) -> Iterator[tuple[int, Sta
 def _load_sharded(
     shard: FullyShardedDataParallel, optimizer: OptimizerWrapper, states: dict[str, State], saved: Sequence[Group]
 ) -> None:
-    names_in_shard = _get_param_to_fqns(shard)
-    for value, names in names_in_shard.items():
-        if isinstance(value, FlatParameter):
-            states |= _complete([plain_name(name) for name in names], value._shapes, states)
-    full = {plain_name(name): name for names in names_in_shard.values() for name in names}
+    full = {plain_name(name): name for names in _get_param_to_fqns(shard).values() for name in names}
     groups = [
         {**chosen, NAMES: list(group[NAMES]), "params": [full[name] for name in group[NAMES]]}
         for group, chosen in zip(inner_optimizer(optimizer).param_groups, saved, strict=True)
@@ -226,20 +184,3 @@ def _load_sharded(
     with FullyShardedDataParallel.state_dict_type(shard, StateDictType.FULL_STATE_DICT):
         part = FullyShardedDataParallel.optim_state_dict_to_load(model=shard, optim=optimizer, optim_state_dict=content)
     optimizer.load_state_dict(part)
-
-
-def _complete(names: Sequence[str], shapes: Sequence[Sequence[int]], states: Mapping[str, State]) -> dict[str, State]:
-    """States of zeros for parameters without a state whose neighbors in a flat parameter have one. FSDP keeps one state
-    for all of them, and would drop it if the first parameter had none. A parameter without a state has not been
-    trained, so that zeros have the same effect, except on the correction by ``step``."""
-    known = next((states[name] for name in names if name in states), None)
-    if known is None:
-        return {}
-    return {
-        name: {
-            key: value.new_zeros(tuple(shape)) if isinstance(value, torch.Tensor) and value.dim() > 0 else value
-            for key, value in known.items()
-        }
-        for name, shape in zip(names, shapes, strict=True)
-        if name not in states
-    }

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from colossalai.booster.plugin import TorchDDPPlugin
 from colossalai.booster.plugin.dp_plugin_base import DPPluginBase
@@ -30,7 +29,7 @@ from ..training_objects import TrainingObjects
 from ..uneven_batches import UnevenBatches, check_batches
 from .elementwise_updates import can_be_sharded, check_sharding
 from .lowest_zero_stage import configure_lowest_stage
-from .optimizer_checkpoints import Shapes, check_owned, name_groups, parameter_names, plain_name
+from .optimizer_checkpoints import check_owned, name_groups, parameter_names
 from .zero_checkpoints import StageCheckpointIO
 from .zero_stages import (
     PRECISIONS,
@@ -136,7 +135,6 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         self.precision = precision
         self.max_norm = max_norm
         self._checkpoint_io: tuple[DPPluginBase, CheckpointIO] | None = None
-        self._shapes: WeakKeyDictionary[OptimizerWrapper, Shapes] = WeakKeyDictionary()
         self._uneven_batches = UnevenBatches(self.batches)
         self._stages = stages_to_try(stage, precision, self.batches.accumulation)
         self._options = options_by_stage(self._stages, options)
@@ -181,13 +179,11 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         if self._checkpoints is not None:
             self._checkpoints.note(objects)
         names = parameter_names(model, optimizer)
-        shapes = {plain_name(name): tuple(value.shape) for name, value in model.named_parameters()}
         check_owned(model, optimizer, self._stages)
         self.stage, self._inner, objects = configure_lowest_stage(
             self._stages, self.precision, self._plugin_of, self.batches.training_step, objects
         )
         name_groups(objects.optimizer, names, int(self.stage))
-        self._shapes[objects.optimizer] = shapes
         self._uneven_batches.measure(self, objects)
         objects.optimizer.zero_grad()
         self._uneven_batches.attach(self, objects)
@@ -234,7 +230,10 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         return True
 
     def enable_lora(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """See ``TorchDDPPlugin.enable_lora``; adapters are the same at every stage."""
+        """See ``TorchDDPPlugin.enable_lora``; the same at stages 0 to 2."""
+        self._stages = [stage for stage in self._stages if stage < 3]
+        if not self._stages:
+            raise ValueError("LoRA at stage 3 is not possible, as in TorchFSDPPlugin; use stage 0, 1 or 2")
         return TorchDDPPlugin().enable_lora(model, *args, **kwargs)
 
     def control_precision(self) -> bool:
@@ -253,7 +252,7 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         return True
 
     def get_checkpoint_io(self) -> CheckpointIO:
-        return StageCheckpointIO(self._checkpoint_io_of_stage, self._shapes)
+        return StageCheckpointIO(self._checkpoint_io_of_stage)
 
     def _checkpoint_io_of_stage(self) -> CheckpointIO:
         if self._checkpoint_io is None or self._checkpoint_io[0] is not self._inner:
