@@ -533,7 +533,7 @@ def loops_that_would_train_to_other_weights_are_refused_on_every_rank() -> None:
 @unmeasured
 def optimizers_that_need_a_closure_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^LBFGS\.step needs a closure"):
-        boosted(0, None, lambda model: torch.optim.LBFGS(model.parameters()), profile_cache="")
+        boosted(0, None, lambda model: torch.optim.LBFGS(model.parameters()))
 
 
 # Two models of one loop ----------------------------------------------------------------------------------------------
@@ -575,9 +575,7 @@ def two_models_train_on_the_batches_of_one_loader() -> None:
     expected = adversarial(alone, [plain_sgd(model) for model in alone], global_batches(Numbered(24), 8))
     for stage in (0, 1, 2):
         for division in (WHOLE[ranks], PARTS[ranks])[: 2 if IS_THOROUGH or stage == 1 else 1]:
-            plugin = zero_plugin(
-                stage, GLOBAL_BATCH, max_micro_batch=8, weight_by="samples", profile_cache="", training_step=mean_square
-            )
+            plugin = zero_plugin(stage, GLOBAL_BATCH, max_micro_batch=8, weight_by="samples", training_step=mean_square)
             booster, loader = Booster(plugin=plugin), plugin.prepare_dataloader(Numbered(24))
             models, optimizers = list(two_models()), []
             for number, model in enumerate(models):
