@@ -121,7 +121,9 @@ class MeasuredBatches:
         assert isinstance(model, ModelWrapper)
         weight_by, total = self._total_weight(model)
         multiple = loader.multiple_of
-        loader.set_placeholders(max(-(-kind.min_batch // multiple) * multiple for kind in self._profile.kinds))
+        loader.global_sampler.placeholders = max(
+            -(-kind.min_batch // multiple) * multiple for kind in self._profile.kinds
+        )
         timer = self._timer(optimizer)
         balancer = BatchBalancer(setup, self._profile, loader, timer)
         accumulation = GradientAccumulation(setup, loader, total, weight_by, on_step=balancer.on_step)

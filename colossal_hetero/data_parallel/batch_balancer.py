@@ -240,7 +240,7 @@ class BatchBalancer:
         replica = self._replica_of[dist.get_rank()]
         current = -1 if self._loader.current is None else self._loader.current.global_batch
         measured = [self._against_profile(replica, each) for each in timer.take()]
-        everyone = of_every_rank((measured, self._loader.drawn_global_batch))
+        everyone = of_every_rank((measured, self._loader.global_sampler.drawn_global_batch))
         by_rank = _complete([times for times, _ in everyone])
         if not by_rank[0]:
             return
