@@ -40,7 +40,7 @@ class MeasuredBatches:
     """The batches of a configured model, optimizer and loader: measured at first, and then divided (:meth:`attach`).
     Every rank calls both. The user's loss is checked in any case.
 
-    The profile is that of the user's file, or a new one. The file is changed if a rank runs out of memory.
+    The profile is that of the user's file, or a new one.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class MeasuredBatches:
             or list(setup.replica_of).count(self._replica) > 1
             or any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
         )
-        OutOfMemoryGuard(loader, self._replica, self._path, may_repeat=not communicates).attach(model, optimizer)
+        OutOfMemoryGuard(loader, may_repeat=not communicates).attach(model, optimizer)
         return balancer, accumulation
 
     def _total_weight(self, model: ModelWrapper) -> tuple[Any, SampleTotal]:
