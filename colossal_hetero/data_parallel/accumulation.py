@@ -15,8 +15,7 @@ not known in advance, such as the number of tokens, an estimate takes its place,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -86,7 +85,6 @@ class GradientAccumulation:
         self._drop_gradients: Callable[..., None] = lambda: None
         self._param_groups: list[dict[str, Any]] = []
         self._rates: list[Any] = []
-        self._may_synchronize = self._is_synchronized = True
         self._knows_schedules = False
         self._guard = GradientGuard(())
         self._guarded_for: str | None = None
@@ -125,15 +123,6 @@ class GradientAccumulation:
         if lr_scheduler is not None:
             pause_within_global_batch(lr_scheduler, self.progress)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """In the block, gradients are not summed over ranks where the stage allows that (0 and 1)."""
-        self._may_synchronize = False
-        try:
-            yield
-        finally:
-            self._may_synchronize = True
-
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._open_gradients()
         given = [*args, *kwargs.values()]
@@ -154,8 +143,7 @@ class GradientAccumulation:
                 if must_drop and not self.progress.must_drop:
                     self._drop()
                 self._check_rates(micro_batch)
-                self._is_synchronized = self._may_synchronize
-                self._setup.synchronize(micro_batch.is_last and self._may_synchronize)
+                self._setup.synchronize(micro_batch.is_last)
         return args, kwargs
 
     def _after_forward(self, *_: Any) -> None:
@@ -218,8 +206,6 @@ class GradientAccumulation:
             return f"at ZeRO stage {self._stage} each rank has another part of it; {CLIPPING}"
         if self.within_global_batch:
             return f"it lacks micro-batches of the global batch; {CLIPPING}, or use it where loader.is_last"
-        if not self._is_synchronized:
-            return "it is not summed over ranks, because the backward pass ran inside no_sync()"
         if self._total.is_estimated:
             return f"it is corrected before the step, when the sum of weights (weight_by) is known; {CLIPPING}"
         if self._setup.precision == "fp16" and not self._is_unscaled:
@@ -269,11 +255,6 @@ class GradientAccumulation:
         if not self.progress.step():
             self._find_schedules(optimizer)
             return None
-        if not self._is_synchronized:
-            raise RuntimeError(
-                "optimizer.step() was called, but the last backward pass ran inside no_sync(), so the ranks have "
-                "different gradients; leave the last batch before a step out of no_sync()"
-            )
         self._open_gradients()
         self._total.correct(optimizer)
         if self._setup.max_norm > 0:

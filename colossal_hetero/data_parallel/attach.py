@@ -103,8 +103,8 @@ class MeasuredBatches:
 
     def _sum_once(self, samples: int) -> None:
         """Let DDP sum gradients before training, as measuring does, if it searches for unused parameters. If the very
-        first backward pass runs inside ``no_sync``, the first sum fails or waits forever for a parameter that was used
-        in that pass only."""
+        first backward pass does not sum, the first sum fails or waits forever for a parameter that was used in that
+        pass only."""
         trial = self._trial
         if any(
             isinstance(each, DistributedDataParallel) and each.find_unused_parameters for each in trial.model.modules()
@@ -114,7 +114,7 @@ class MeasuredBatches:
                 trial(samples)
                 trial.optimizer.zero_grad()
 
-    def attach(self, lr_scheduler: LRScheduler | None) -> tuple[BatchBalancer, GradientAccumulation]:
+    def attach(self, lr_scheduler: LRScheduler | None) -> BatchBalancer:
         """Divide the loader's batches, and replace the methods that the training loop calls by ones for uneven ones."""
         setup, loader = self._setup, self._loader
         model, optimizer = self._trial.model, self._trial.optimizer
@@ -126,15 +126,14 @@ class MeasuredBatches:
         )
         timer = self._timer(optimizer)
         balancer = BatchBalancer(setup, self._profile, loader, timer)
-        accumulation = GradientAccumulation(setup, loader, total, weight_by, on_step=balancer.on_step)
-        accumulation.attach(model, optimizer, lr_scheduler)
+        GradientAccumulation(setup, loader, total, weight_by, balancer.on_step).attach(model, optimizer, lr_scheduler)
         communicates = (
             setup.stage == 3
             or list(setup.replica_of).count(self._replica) > 1
             or any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
         )
         OutOfMemoryGuard(loader, may_repeat=not communicates).attach(model, optimizer)
-        return balancer, accumulation
+        return balancer
 
     def _total_weight(self, model: ModelWrapper) -> tuple[Any, SampleTotal]:
         """What losses are means over (by default samples, which a trial confirms), and what adds up the weights. The

@@ -6,16 +6,13 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 from colossalai.pipeline.schedule._utils import get_batch_size
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from ..common.methods import wrap_method
-from ..data_parallel.accumulation import GradientAccumulation
 from ..data_parallel.attach import MeasuredBatches
 from ..data_parallel.batch_balancer import BatchBalancer, BatchReport, BatchShare
 from ..data_parallel.config import BatchConfig, BatchSetup
@@ -48,7 +45,6 @@ class UnevenBatches:
 
     def __init__(self, config: BatchConfig) -> None:
         self.balancer: BatchBalancer | None = None  # of the objects that were configured last
-        self._accumulations: WeakKeyDictionary[Any, GradientAccumulation] = WeakKeyDictionary()
         self._config = config
         self._even_loaders: dict[int, tuple[DataLoader, dict[str, Any]]] = {}
         """Colossal-AI's loaders that were made here, by ``id``, each with the arguments it was made with."""
@@ -101,17 +97,12 @@ class UnevenBatches:
         self._measured = MeasuredBatches(plugin.batch_setup(objects), self._description, *objects[:4])
 
     def attach(self, plugin: ReplicaPlugin, objects: TrainingObjects) -> None:
-        self.balancer, self._accumulations[objects.optimizer] = self._measured.attach(objects.lr_scheduler)
+        self.balancer = self._measured.attach(objects.lr_scheduler)
         del self._measured
 
     def report(self) -> BatchReport | None:
         """How global batches are divided now; None before ``booster.boost``."""
         return None if self.balancer is None else self.balancer.report()
-
-    def no_sync(self, optimizer: Any) -> AbstractContextManager[None]:
-        if optimizer not in self._accumulations:
-            raise RuntimeError("no_sync is for training: call booster.boost with an optimizer before it")
-        return self._accumulations[optimizer].no_sync()
 
     def _loader_to_train_with(self, plugin: ReplicaPlugin, dataloader: DataLoader | None) -> HeteroDataLoader:
         if isinstance(dataloader, HeteroDataLoader):

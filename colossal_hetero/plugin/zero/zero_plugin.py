@@ -221,10 +221,9 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         return True
 
     def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper) -> AbstractContextManager[None]:
-        """In the block, gradients are not summed over ranks in stages 0 and 1; a step needs a later backward pass.
-        Stages 2 and 3 keep gradients in shards, and sum them in every pass; the result is the same."""
-        context = self._uneven_batches.no_sync(optimizer)
-        return context if self.stage in (0, 1) else nullcontext()
+        """Changes nothing: gradients are summed over ranks once per global batch, and in stages 2 and 3 in every pass,
+        in which they become shards. A loop that accumulates several global batches gets the same result."""
+        return nullcontext()
 
     def support_lora(self) -> bool:
         return True

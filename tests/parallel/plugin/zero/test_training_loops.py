@@ -127,7 +127,7 @@ def prefetched(script: Script) -> None:
 
 
 def accumulated(script: Script, no_sync: bool = False) -> None:
-    """Step after every third batch; with ``no_sync``, synchronize before the step only."""
+    """Step after every third batch; with ``no_sync``, all but the last of them are in its block."""
     for number, batch in enumerate(script.all_batches(), 1):
         is_due = number % 3 == 0
         waits = no_sync and not is_due
@@ -412,11 +412,6 @@ def left_out(script: Script) -> None:
                 script.train_with(batch)
 
 
-def step_without_sync(script: Script, batch: Any) -> None:
-    with script.booster.no_sync(script.model, script.optimizer):
-        script.train_with(batch)
-
-
 def used(use: Callable[[list[nn.Parameter]], Any]) -> Loop:
     """A loop that calls ``use`` with the parameters between backward pass and step."""
 
@@ -497,7 +492,6 @@ REFUSED: dict[str, tuple[Loop, str, tuple[int, ...]]] = {
     "left out": (
         left_out, "micro-batch 0 of global batch 1 was drawn, but the next forward pass is that of micro-batch 1", ALL,
     ),
-    "no_sync": (each(step_without_sync), "the last backward pass ran inside no_sync()", (0, 1)),
     "torch norm": (used(partial(nn.utils.clip_grad_norm_, max_norm=NORM)), CLIP, ALL),
     "log": (used(total_norm), CLIP, ALL),
     "replaced": (used(replaced), LOST, (0, 1, 2)),
