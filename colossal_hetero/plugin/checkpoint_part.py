@@ -17,11 +17,6 @@ from ..checkpoint.run_states import Training
 from .training_objects import TrainingObjects
 
 
-def check_config(config: Any) -> None:
-    if not isinstance(config, CheckpointConfig | None):
-        raise TypeError(f"checkpoints={config!r} is not a CheckpointConfig; write CheckpointConfig(shared=...)")
-
-
 class Checkpoints:
     """Notes what a model is before it is divided, and saves and loads it afterwards."""
 

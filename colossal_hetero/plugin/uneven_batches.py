@@ -34,12 +34,6 @@ class ReplicaPlugin(Protocol):
         """The setup with which the configured objects train. Called by all ranks."""
 
 
-def check_batches(batches: Any) -> Any:
-    if not isinstance(batches, BatchConfig | None):
-        raise TypeError(f"batches={batches!r} is not a BatchConfig; write BatchConfig(global_batch_size=...)")
-    return batches
-
-
 class UnevenBatches:
     """Makes data loaders in which every replica has its own batches, measures the replicas, and divides the batches."""
 

@@ -21,6 +21,7 @@ from ...planner.profile.fitted_profiles import on_links
 from ...planner.profile.layer_profile import ModelProfile, load_profile
 from ..plan_config import PlanConfig
 from ..replicas.unequal_replicas import why_not_unequal
+from ..training_objects import check_option
 from .members import Members
 
 SECONDS_PER_LOOK = 0.1  # between two looks who has come
@@ -73,8 +74,7 @@ class WaitForNodes:
 
 
 def check_elastic(elastic: Any, arguments: Mapping[str, Any]) -> None:
-    if not isinstance(elastic, ElasticConfig):
-        raise TypeError(f"elastic={elastic!r} is not an ElasticConfig; write ElasticConfig(min_members=...)")
+    check_option("elastic", elastic, ElasticConfig, "min_members=...")
     planning = arguments["planning"]
     if (
         arguments["plan"] != "auto"

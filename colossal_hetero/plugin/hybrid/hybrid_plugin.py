@@ -32,15 +32,15 @@ from ...data_parallel.unsummed_steps import refuse_unfinished_sums, replica_of
 from ...elastic.config import ElasticConfig
 from ...elastic.held_layers import HeldLayers, Recoveries, Recovery
 from ...planner.cost.plan import Plan
-from ..checkpoint_part import CheckpointMethods, Checkpoints, PresentCheckpointIO, check_config
+from ..checkpoint_part import CheckpointMethods, Checkpoints, PresentCheckpointIO
 from ..elastic.elastic_run import ElasticRun
 from ..elastic.planning import check_elastic, seated
 from ..elastic.restart_run import elastic_run_of
 from ..plan_config import PlanConfig
 from ..replicas.unequal_replicas import ReplicaCheckpointIO, why_layer_sums
 from ..report import OnReport, Report, Reports
-from ..training_objects import TrainingObjects
-from ..uneven_batches import PipelineBatches, UnevenBatches, check_batches
+from ..training_objects import TrainingObjects, check_option
+from ..uneven_batches import PipelineBatches, UnevenBatches
 from ..zero.elementwise_updates import check_sharding
 from ..zero.overlapped_optimizer import split_off_overlap
 from .layer_balancing import LayerBalancing
@@ -54,7 +54,6 @@ from .plugin_arguments import (
     check_model_at_division,
     check_sizes_given,
     check_spelling,
-    check_types,
     check_uneven_batches,
     check_world_size,
     naming_sizes,
@@ -128,7 +127,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
         self._elastic: ElasticRun | None = None
         self._reports = Reports(on_report, report_every)
         given = dict(balance=balance, batches=batches, plan=plan, planning=planning, checkpoints=checkpoints)
-        arguments = arguments_by_name(args, kwargs) | dict(tp_size=tp_size, pp_size=pp_size) | given
+        arguments = arguments_by_name(tp_size, pp_size, *args, **kwargs) | given
         if elastic is None:
             check_launched()
             self._build(**arguments)
@@ -166,11 +165,13 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
         **arguments: Any,
     ) -> None:
         """Make the parent and the parts; ``arguments`` are those of the parent."""
-        check_types(balance, planning)
-        check_config(checkpoints)
+        check_option("balance", balance, BalanceConfig, "mode=...")
+        check_option("planning", planning, PlanConfig, "cluster=..., profile=...")
+        check_option("checkpoints", checkpoints, CheckpointConfig, "shared=...")
+        check_option("batches", batches, BatchConfig, "global_batch_size=...")
         check_sizes_given(arguments, plan)
         self.balance = balance or DEFAULT_BALANCE
-        self.batches = check_batches(batches)
+        self.batches = batches
         self.planning = planning or PlanConfig()
         self.custom_policy: Policy | None
         if arguments.get("use_fp8"):

@@ -27,21 +27,13 @@ class ShardedCheckpointIO(TorchFSDPCheckpointIO):
     """FSDP's checkpoint IO. On a CPU it does not offload gathered parameters and states: that would free or overwrite
     the only copy."""
 
-    def save_unsharded_model(self, *args: Any, **kwargs: Any) -> None:
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
         with _without_offload():
-            super().save_unsharded_model(*args, **kwargs)
+            super().save_model(*args, **kwargs)
 
-    def save_sharded_model(self, *args: Any, **kwargs: Any) -> None:
-        with _without_offload():
-            super().save_sharded_model(*args, **kwargs)
-
-    def save_unsharded_optimizer(self, *args: Any, **kwargs: Any) -> None:
+    def save_optimizer(self, *args: Any, **kwargs: Any) -> None:
         with _states_copied():
-            super().save_unsharded_optimizer(*args, **kwargs)
-
-    def save_sharded_optimizer(self, *args: Any, **kwargs: Any) -> None:
-        with _states_copied():
-            super().save_sharded_optimizer(*args, **kwargs)
+            super().save_optimizer(*args, **kwargs)
 
 
 def _without_offload() -> AbstractContextManager[None]:

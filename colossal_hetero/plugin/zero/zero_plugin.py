@@ -23,10 +23,10 @@ from ...common.ranks import check_launched, on_every_rank
 from ...data_parallel.batch_balancer import BatchBalancer
 from ...data_parallel.config import BatchConfig, BatchSetup
 from ...planner.batches.allocation import Allocation
-from ..checkpoint_part import CheckpointMethods, Checkpoints, check_config
+from ..checkpoint_part import CheckpointMethods, Checkpoints
 from ..report import OnReport, Report, Reports
-from ..training_objects import TrainingObjects
-from ..uneven_batches import UnevenBatches, check_batches
+from ..training_objects import TrainingObjects, check_option
+from ..uneven_batches import UnevenBatches
 from .elementwise_updates import can_be_sharded, check_sharding
 from .lowest_zero_stage import configure_lowest_stage
 from .optimizer_checkpoints import check_owned, name_groups, parameter_names
@@ -126,10 +126,12 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
             raise TypeError("give one of global_batch_size and batches=BatchConfig(global_batch_size=..., ...)")
         if global_batch_size is not None:
             batches = BatchConfig(global_batch_size=global_batch_size)
-        self.batches = check_batches(batches)
+        check_option("batches", batches, BatchConfig, "global_batch_size=...")
+        check_option("checkpoints", checkpoints, CheckpointConfig, "shared=...")
+        assert batches is not None
+        self.batches = batches
         if not max_norm >= 0:
             raise ValueError(f"max_norm={max_norm} must be 0 (no clipping) or above")
-        check_config(checkpoints)
         self._checkpoints = None if checkpoints is None else Checkpoints(checkpoints)
         self.stage = stage
         self.precision = precision

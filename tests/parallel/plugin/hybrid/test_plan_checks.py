@@ -168,7 +168,7 @@ def check_numbers_of_layers() -> None:
     for model in (tiny_vit(depth=6), bert(6)):
         with pytest.raises(ValueError, match=r"num_layers_per_stage=\[1, 3\] adds up to 4; the model has 6 layers"):
             boost(plugin, model)
-    with pytest.raises(TypeError, match="got multiple values for argument 'sp_size'"):
+    with pytest.raises(TypeError, match="multiple values for argument 'sp_size'"):
         HeteroHybridParallelPlugin(1, 2, None, sp_size=1)
 
 
