@@ -29,8 +29,7 @@ from ..training_objects import TrainingObjects, check_option
 from ..uneven_batches import UnevenBatches
 from .elementwise_updates import can_be_sharded, check_sharding
 from .lowest_zero_stage import configure_lowest_stage
-from .optimizer_checkpoints import check_owned, name_groups, parameter_names
-from .zero_checkpoints import StageCheckpointIO
+from .zero_checkpoints import StageCheckpointIO, check_owned, name_groups, parameter_names
 from .zero_stages import (
     PRECISIONS,
     STAGES,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from colossal_hetero.plugin.zero.optimizer_checkpoints import check_groups, plain_name
+from colossal_hetero.plugin.zero.zero_checkpoints import check_groups, plain_name
 
 
 def groups(stage: int, *names: str) -> list[dict[str, Any]]:
