@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 from colossalai.booster.plugin import torch_fsdp_plugin
 from colossalai.booster.plugin.torch_fsdp_plugin import FSDPOptimizerWrapper, TorchFSDPCheckpointIO
 from colossalai.checkpoint_io import CheckpointIndexFile
@@ -114,17 +113,6 @@ def _in_words(groups: Sequence[Group]) -> str:
     return f"{len(groups)} groups of {', '.join(str(len(group[NAMES])) for group in groups)} parameters"
 
 
-def _separate_scalars(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter tensors of its own for numbers such as ``step``: in a checkpoint of stage 3, the parameters
-    of one flat parameter share one, which a step would increase once for each of them."""
-    seen: set[int] = set()
-    for state in optimizer.state.values():
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim() == 0:
-                state[key] = value.clone() if value.data_ptr() in seen else value
-                seen.add(value.data_ptr())
-
-
 def _read_groups(checkpoint: str) -> tuple[list[dict[str, Any]], list[str] | dict[int, State]]:
     """The groups in a checkpoint, and the files of the states, or the states if they are in the same file."""
     if not Path(checkpoint).exists():
@@ -195,7 +183,6 @@ class StageCheckpointIO(PresentCheckpointIO):
             _load_sharded(shard, optimizer, content["states"], content["groups"])
         for group in groups:
             group[STAGE] = stage
-        _separate_scalars(inner_optimizer(optimizer))
 
 
 class ShardedCheckpointIO(TorchFSDPCheckpointIO):
