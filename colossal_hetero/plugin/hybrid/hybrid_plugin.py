@@ -362,7 +362,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
             return load()
         if self._checkpoints is None:
             return self._elastic.resume(lr_scheduler, dataloader, Start, lambda: None)
-        saved_step = functools.partial(self._checkpoints.newest_step, step)
+        saved_step = functools.partial(self._checkpoints.files.newest_step, step)
         return self._elastic.resume(lr_scheduler, dataloader, load, saved_step)
 
     def finish(self) -> None:
@@ -377,7 +377,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
             return False
         epoch = int(training.loader.state_dict()["epoch"])
         self._checkpoints.save(training, step, epoch, self._plan_in_words(), always=True)
-        self._checkpoints.wait()
+        self._checkpoints.files.wait()
         return True
 
     def adopt(self, model: ModelWrapper, dataloader: Any) -> None:
