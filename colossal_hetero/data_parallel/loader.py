@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -45,8 +45,7 @@ class HeteroDataLoader(DataLoader[Any]):
         self._weight_by: Any = None
         self._weight_of: Callable[[Any], Any] | None = None
         self._by_samples = True
-        self._sums: dict[tuple[str, int], _Sum] = {}
-        self._mean_calls: tuple[MicroBatch | None, Counter[str]] = None, Counter()
+        self._sums: dict[str, _Sum] = {}
         self.check: Callable[[Any], None] = lambda batch: None
         """Called with every batch that is drawn; it raises an error to refuse the batch."""
         self.multiple_of = 1
@@ -68,23 +67,21 @@ class HeteroDataLoader(DataLoader[Any]):
 
     def mean(self, value: Any, name: str = "loss") -> float | None:
         """The mean of a value, such as the loss, over the global batch and all ranks; None before its last micro-batch.
-        Call it on every rank for every micro-batch, after its forward pass, with the mean over that micro-batch. The
-        last call of a global batch adds up the values of all ranks, each with the weight of its loss."""
+        Call it on every rank for every micro-batch, after its forward pass, with the mean over that micro-batch, and
+        with a name for each of several values. The last call of a global batch adds up the values of all ranks, each
+        with the weight of its loss."""
         current = self.current
         if current is None:
             raise RuntimeError("loader.mean() needs a batch of the loader; call it after the forward pass of a batch")
         weight = float(current.samples if current.weight is None else current.weight)
-        if self._mean_calls[0] is not current:
-            self._mean_calls = current, Counter()
-        self._mean_calls[1][name] += 1
-        key = name, self._mean_calls[1][name]
-        if current.step == 0:
-            self._sums[key] = _Sum(torch.zeros(2, dtype=torch.float64, device=get_accelerator().get_current_device()))
-        found = self._sums.get(key)
+        if current.step == 0 and name not in self._sums:
+            zeros = torch.zeros(2, dtype=torch.float64, device=get_accelerator().get_current_device())
+            self._sums[name] = _Sum(zeros)
+        found = self._sums.get(name)
         if found is None or found.micro_batches != current.step:
             raise RuntimeError(
-                f"loader.mean(…, name={name!r}) was called {key[1]} times for micro-batch {current.step}, but not for "
-                "each micro-batch of the global batch before; call it equally often for every batch of the loader"
+                f"loader.mean(…, name={name!r}) was not called once for each micro-batch of the global batch, up to "
+                f"micro-batch {current.step}; call it for every batch of the loader, with a name for each value"
             )
         found.micro_batches += 1
         if weight:  # the loss of placeholder samples may not be a number
@@ -92,7 +89,7 @@ class HeteroDataLoader(DataLoader[Any]):
             found.sums += weight * torch.stack([own, torch.ones_like(own)])
         if not current.is_last:
             return None
-        del self._sums[key]
+        del self._sums[name]
         dist.all_reduce(found.sums)
         total, count = found.sums.tolist()
         return total / count if count else math.nan

@@ -307,14 +307,14 @@ def test_the_length_means_optimizer_steps_and_batches_or_is_refused() -> None:
     assert len(loader) == len(iter(loader)) == len(list(loader)) == 4  # type: ignore[arg-type]
 
 
-def test_several_means_without_names_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_means_are_kept_apart_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: None)
     for division in ([[9], [0]], [[5, 4], [0, 0]]):
         loader = make_loader(Numbers(18), 9, 0, 2)
         loader.divide_by(lambda samples, division=division: division)
         found = []
         for batch in loader:
-            found.append((loader.mean(batch.float().mean()), loader.mean((batch % 2).float().mean())))
+            found.append((loader.mean(batch.float().mean()), loader.mean((batch % 2).float().mean(), "odd")))
         assert [each for each in found if None not in each] == [
             (4.0, pytest.approx(4 / 9)),
             (13.0, pytest.approx(5 / 9)),
@@ -327,8 +327,10 @@ def test_means_that_are_not_asked_for_in_every_micro_batch_are_refused() -> None
     batches = iter(loader)
     next(batches)
     loader.mean(1.0)
+    with pytest.raises(RuntimeError, match=r"name='loss'.* with a name for each value"):
+        loader.mean(1.0)
     next(batches)
-    with pytest.raises(RuntimeError, match="called 1 times for micro-batch 1, but not for each"):
+    with pytest.raises(RuntimeError, match=r"name='accuracy'.* was not called once for each micro-batch"):
         loader.mean(1.0, "accuracy")
 
 
