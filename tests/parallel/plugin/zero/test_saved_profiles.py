@@ -61,6 +61,9 @@ def use_a_file(path: str) -> None:
         file, times = f"{path}-1.json", measured.times
         with pytest.raises(ValueError, match="made at stage 1, not 2"):
             boosted(2, samples=6, profile=file)
+        elsewhere = file if torch.distributed.get_rank() == 0 else f"{path}-none.json"
+        with pytest.raises(ValueError, match=r"does not exist on ranks \[1\]; copy it to their machines"):
+            boosted(1, samples=8, profile=elsewhere)
         # A user may edit the profile. Here it then says that rank 1 is much slower, so rank 1 gets fewer samples.
         change_kinds(file, points=lambda rank: [dict(batch=size, seconds=size * (1 + 4 * rank)) for size in (1, 4, 8)])
         fast, slow = boosted(1, samples=6, profile=file).plugin.allocation.shares
