@@ -1,4 +1,4 @@
-"""How long ``booster.boost`` takes, with and without a profile of an earlier run.
+"""How long ``booster.boost`` takes, with and without a profile file of an earlier run.
 
 python -m benchmarks.data_parallel.boost_time [--stages 0 1 2 3] [--rounds 3]
 
@@ -62,7 +62,8 @@ def main() -> None:
                 dist.broadcast_object_list(folders)
                 for seconds in (measured, again):
                     plugin = HeteroZeroPlugin(
-                        stage, batches=BatchConfig(global_batch_size=arguments.batch, profile_cache=folders[0])
+                        stage,
+                        batches=BatchConfig(global_batch_size=arguments.batch, profile=f"{folders[0]}/profile.json"),
                     )
                     spent, parameters = seconds_of(plugin, None, shape)
                     seconds.append(spent)

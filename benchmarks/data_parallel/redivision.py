@@ -54,7 +54,7 @@ class Run(Turns):
     def divide(self, samples: Sequence[int]) -> None:
         """Use a fixed division from the next global batch on."""
         loader = self._loader
-        loader.divide_by(lambda whole: [[count] for count in samples], loader.drawn_global_batch)
+        loader.divide_by(lambda whole: [[count] for count in samples], loader.global_sampler.drawn_global_batch)
 
     def mean_seconds(self, iterations: int) -> float:
         """Mean time of an iteration, the same on all ranks."""

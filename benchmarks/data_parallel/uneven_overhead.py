@@ -47,7 +47,7 @@ def main() -> None:
             # The plugin as users run it, with its check at the end of an epoch.
             Turns(
                 "fitted",
-                HeteroZeroPlugin(stage, batches=BatchConfig(global_batch_size=arguments.batch, profile_cache="")),
+                HeteroZeroPlugin(stage, batches=BatchConfig(global_batch_size=arguments.batch)),
                 make_model(*shape),
                 data,
                 None,
@@ -57,9 +57,7 @@ def main() -> None:
                 "fitted, equal parts",
                 HeteroZeroPlugin(
                     stage,
-                    batches=BatchConfig(
-                        global_batch_size=arguments.batch, method="uniform", reallocate_above=math.inf, profile_cache=""
-                    ),
+                    batches=BatchConfig(global_batch_size=arguments.batch, method="uniform", reallocate_above=math.inf),
                 ),
                 make_model(*shape),
                 data,

@@ -92,7 +92,7 @@ class Training:
     """A model that is trained with a plan."""
 
     def __init__(self, plan: Plan, layer_sums: bool, sums: bool = True, **options: Any) -> None:
-        planning = PlanConfig(layer_sums=layer_sums, drift_threshold=float("inf"))
+        planning = PlanConfig(layer_sums=layer_sums)
         self.plugin = HeteroHybridParallelPlugin(plan=plan, planning=planning, precision="fp32", **options)
         model: nn.Module = build_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)

@@ -214,7 +214,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-RANDOM, SAMPLER, SCALER, SCHEDULER = "random", "sampler", "scaler", "scheduler"
+RANDOM, SCALER, SCHEDULER = "random", "scaler", "scheduler"
 
 
 def check_loader(loader: Any) -> None:
@@ -255,10 +255,6 @@ def run_state_of(training: Training, pieces: Sequence[TensorPiece], *, epoch: in
     scaler = scaler_state(optimizer)
     if scaler is not None:
         binary[SCALER] = as_bytes(scaler, "the loss scale")
-    of_loader = None if loader is None else dict(loader.state_dict())
-    if of_loader is not None and of_loader.get("sampler") is not None:
-        # The user's own, such as the state of a generator, which is a tensor.
-        binary[SAMPLER] = as_bytes(of_loader.pop("sampler"), "the state of the sampler")
     groups = zip(outline.groups, group_options(optimizer), strict=True)
     return RunState(
         epoch=epoch,
@@ -267,7 +263,7 @@ def run_state_of(training: Training, pieces: Sequence[TensorPiece], *, epoch: in
         common={
             "optimizer": _kind(optimizer),
             "state": state_entries(optimizer),
-            "loader": of_loader,
+            "loader": None if loader is None else loader.state_dict(),
         },
         rank={"place": place_digest(pieces)},
         binary=binary,
@@ -287,8 +283,7 @@ def restore_run(training: Training, pieces: Sequence[TensorPiece], saved: Sequen
         lr_scheduler.load_state_dict(from_bytes(first.binary[SCHEDULER]))
     if loader is not None and first.common["loader"] is not None:
         check_loader(loader)
-        sampler = {SAMPLER: from_bytes(first.binary[SAMPLER])} if SAMPLER in first.binary else {}
-        loader.load_state_dict({**first.common["loader"], **sampler})
+        loader.load_state_dict(first.common["loader"])
     rank = dist.get_rank()
     own = saved[rank] if rank < len(saved) else None
     same = of_every_rank(own is not None and own.rank["place"] == place_digest(pieces))

@@ -64,9 +64,3 @@ def _is_stream(path: Path) -> bool:
     if str(path).startswith(OPEN_FILES):
         return True
     return path.exists() and not path.is_file() and not path.is_dir()
-
-
-def default_folder() -> Path:
-    """``$XDG_CACHE_HOME/colossal_hetero``, or ``~/.cache/colossal_hetero``."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "colossal_hetero"

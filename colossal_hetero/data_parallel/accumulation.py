@@ -15,9 +15,7 @@ not known in advance, such as the number of tokens, an estimate takes its place,
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -39,76 +37,31 @@ from .progress import LoopProgress, MicroBatch, averages_of, pause_within_global
 from .tagged_tensor import micro_batches_of, share_of_samples, untagged
 from .unsummed_steps import CLIPPING, GradientGuard, prepare_sums
 
-# Parameter hooks -----------------------------------------------------------------------------------------------------
-# A hook of ``parameter.register_hook`` gets the gradient of one micro-batch, times its weight. The sum over
-# micro-batches is exact only if its result is linear in the gradient, such as a mask or a factor, unlike clipping or
-# noise. So each hook is tried on gradients of very different sizes.
 
-
-class HookCheck:
-    def __init__(self, model: nn.Module, stage: int) -> None:
-        self._parameters = list(model.named_parameters())
-        self._stage = stage
-        self._checked: dict[int, Any] = {}
-
-    def check(self) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            for name, parameter, hook, is_late in list(self._new()):
-                self._checked[id(hook)] = hook
-                reason = self._why_not(parameter, hook, is_late)
-                if reason is not None:
-                    raise RuntimeError(
-                        f"the hook {_name(hook)} on the parameter {name} cannot be exact, because {reason}"
-                    )
-
-    def _new(self) -> Iterator[tuple[str, Tensor, Callable[..., Any], bool]]:
-        for name, parameter in self._parameters:
-            for hook, is_late in user_hooks(parameter):
-                if id(hook) not in self._checked:
-                    yield name, parameter, hook, is_late
-
-    def _why_not(self, parameter: Tensor, hook: Callable[..., Any], is_late: bool) -> str | None:
+def check_hooks(parameters: Iterable[tuple[str, Tensor]], stage: int) -> None:
+    """Refuse the user's hooks on parameters whose results would not be those for the gradient of the global batch. A
+    hook of ``register_hook`` gets the gradient of one micro-batch, times its weight, so it must be linear."""
+    with torch._C.DisableTorchFunctionSubclass():  # parameters may be late
+        found = [(name, *each) for name, parameter in parameters for each in user_hooks(parameter)]
+    for name, hook, is_late in found:
         if is_late:
-            return (
+            reason = (
                 "it would use the gradient of this rank's micro-batch and not that of the global batch; use gradients "
                 "after the backward pass, at stage 0 and where loader.is_last"
             )
-        if self._stage == 3:
-            return "FSDP calls no hooks of parameters; use stage 0, 1 or 2"
-        first, second = _sample(parameter, 0), _sample(parameter, 1)
-        given = [first, second, first + second]
-        results = [each.clone() for each in given]
-        returned = [hook(each) for each in results]
-        one, other, both = (old if new is None else new for old, new in zip(results, returned, strict=True))
-        if returned == [None] * 3 and all(map(torch.equal, given, results)):
-            warnings.warn(
-                f"the hook {_name(hook)} on a parameter gets the gradient of each micro-batch of this rank, times its "
-                "weight, and not that of the global batch",
-                stacklevel=2,
+        elif stage == 3:
+            reason = "FSDP calls no hooks of parameters; use stage 0, 1 or 2"
+        elif not getattr(hook, "is_linear", False):
+            reason = (
+                "it is called for each micro-batch of each rank, whose gradients are summed afterwards; clip by "
+                "optimizer.clip_grad_by_norm() or clip_grad_by_value(), or change gradients after the backward pass, "
+                "at stage 0 and where loader.is_last. If what it returns is linear in the gradient, as with a mask or "
+                "a factor, set is_linear = True on the function"
             )
-        elif not _is_sum(one, other, both):
-            return (
-                "what it returns for a sum of gradients is not the sum of what it returns for each, and it is called "
-                "for each micro-batch of each rank; clip by optimizer.clip_grad_by_norm() or clip_grad_by_value(), or "
-                "change gradients after the backward pass, at stage 0 and where loader.is_last"
-            )
-        return None
-
-
-def _name(hook: Any) -> str:
-    return getattr(getattr(hook, "func", hook), "__qualname__", type(hook).__name__)
-
-
-def _sample(parameter: Tensor, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(parameter.shape, generator=generator)
-    sizes = (2 * torch.rand(parameter.shape, generator=generator) - 1) * (3 if parameter.dtype == torch.half else 6)
-    return (values * 10**sizes).to(parameter.device, parameter.dtype)
-
-
-def _is_sum(one: Tensor, other: Tensor, both: Tensor) -> bool:
-    error = (one.float() + other.float() - both.float()).abs()
-    return bool((error <= 4 * torch.finfo(both.dtype).eps * (one.float().abs() + other.float().abs())).all())
+        else:
+            continue
+        what = getattr(getattr(hook, "func", hook), "__qualname__", type(hook).__name__)
+        raise RuntimeError(f"the hook {what} on the parameter {name} cannot be exact, because {reason}")
 
 
 class GradientAccumulation:
@@ -132,7 +85,6 @@ class GradientAccumulation:
         self._drop_gradients: Callable[..., None] = lambda: None
         self._param_groups: list[dict[str, Any]] = []
         self._rates: list[Any] = []
-        self._may_synchronize = self._is_synchronized = True
         self._knows_schedules = False
         self._guard = GradientGuard(())
         self._guarded_for: str | None = None
@@ -155,9 +107,9 @@ class GradientAccumulation:
         self._model = model
         self._drop_gradients = optimizer.zero_grad
         self._param_groups = inner_optimizer(optimizer).param_groups
-        self._guard = GradientGuard(model.named_parameters())
-        self._hooks = HookCheck(model, self._stage)
-        self._hooks.check()
+        self._parameters = list(model.named_parameters())
+        self._guard = GradientGuard(self._parameters)
+        check_hooks(self._parameters, self._stage)
         self._watch_backward(model)
         self._replica = next((each for each in model.modules() if isinstance(each, DistributedDataParallel)), None)
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
@@ -170,15 +122,6 @@ class GradientAccumulation:
             wrap_method(optimizer, name, partial(self._between_global_batches, optimizer))
         if lr_scheduler is not None:
             pause_within_global_batch(lr_scheduler, self.progress)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """In the block, gradients are not summed over ranks where the stage allows that (0 and 1)."""
-        self._may_synchronize = False
-        try:
-            yield
-        finally:
-            self._may_synchronize = True
 
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._open_gradients()
@@ -196,12 +139,11 @@ class GradientAccumulation:
             must_drop = self.progress.must_drop
             micro_batch = self.progress.forward(sources, share_of_samples(sources[0], given) if sources else 1.0)
             if micro_batch is not None:
-                self._hooks.check()
+                check_hooks(self._parameters, self._stage)
                 if must_drop and not self.progress.must_drop:
                     self._drop()
                 self._check_rates(micro_batch)
-                self._is_synchronized = self._may_synchronize
-                self._setup.synchronize(micro_batch.is_last and self._may_synchronize)
+                self._setup.synchronize(micro_batch.is_last)
         return args, kwargs
 
     def _after_forward(self, *_: Any) -> None:
@@ -264,8 +206,6 @@ class GradientAccumulation:
             return f"at ZeRO stage {self._stage} each rank has another part of it; {CLIPPING}"
         if self.within_global_batch:
             return f"it lacks micro-batches of the global batch; {CLIPPING}, or use it where loader.is_last"
-        if not self._is_synchronized:
-            return "it is not summed over ranks, because the backward pass ran inside no_sync()"
         if self._total.is_estimated:
             return f"it is corrected before the step, when the sum of weights (weight_by) is known; {CLIPPING}"
         if self._setup.precision == "fp16" and not self._is_unscaled:
@@ -315,11 +255,6 @@ class GradientAccumulation:
         if not self.progress.step():
             self._find_schedules(optimizer)
             return None
-        if not self._is_synchronized:
-            raise RuntimeError(
-                "optimizer.step() was called, but the last backward pass ran inside no_sync(), so the ranks have "
-                "different gradients; leave the last batch before a step out of no_sync()"
-            )
         self._open_gradients()
         self._total.correct(optimizer)
         if self._setup.max_norm > 0:

@@ -12,11 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..colossalai_support.accelerator import get_accelerator
-from ..common.ranks import on_every_rank, print_on_rank_0
-from ..planner.batches.batch_profile import BatchProfile
+from ..common.atomic_files import check_writable
+from ..common.ranks import from_rank_0, of_every_rank, print_on_rank_0
+from ..planner.batches.batch_profile import BatchProfile, load_profile, save_profile
+from ..profiling.device_profiler import device_name
 from ..profiling.loss_check import check_loss
-from ..profiling.preserved_state import inner_optimizer, preserved_state
-from ..profiling.rank_profiler import ModelDescription, changes, profile_ranks, speed_now
+from ..profiling.preserved_state import preserved_state
+from ..profiling.rank_profiler import ModelDescription, profile_ranks
 from ..profiling.training_step import TrialRun
 from .accumulation import GradientAccumulation
 from .batch_balancer import BatchBalancer
@@ -32,14 +34,13 @@ from .loss_weights import (
     weight_function,
 )
 from .out_of_memory import OutOfMemoryGuard
-from .saved_profile import CachedProfile, ProfileFile, context_of
 
 
 class MeasuredBatches:
     """The batches of a configured model, optimizer and loader: measured at first, and then divided (:meth:`attach`).
     Every rank calls both. The user's loss is checked in any case.
 
-    The profile is that of the user's file, of an earlier run, or a new one. It is changed if a rank runs out of memory.
+    The profile is that of the user's file, or a new one.
     """
 
     def __init__(
@@ -54,10 +55,10 @@ class MeasuredBatches:
         self._setup, self._loader = setup, loader
         self._trial = TrialRun(model, optimizer, criterion, setup.config.training_step, loader)
         self._replica = setup.replica_of[dist.get_rank()]
-        self._profile, self._path = self._find_profile(description)
+        self._path = None if setup.config.profile is None else Path(setup.config.profile)
+        self._profile = self._find_profile(description)
 
-    def _find_profile(self, description: ModelDescription) -> tuple[BatchProfile, Path | None]:
-        """The profile, and its path, if it is kept."""
+    def _find_profile(self, description: ModelDescription) -> BatchProfile:
         setup, config, loader, trial = self._setup, self._setup.config, self._loader, self._trial
         if config.accumulation == "per_rank" and any(
             isinstance(module, nn.SyncBatchNorm) for module in trial.model.modules()
@@ -68,12 +69,8 @@ class MeasuredBatches:
             )
         cap = config.largest_micro_batch
         profile: BatchProfile | None = None
-        kept: ProfileFile | CachedProfile | None = None
-        if config.profile is not None:
-            kept = ProfileFile(config.profile)
-            profile = kept.read(setup.replica_of, description, setup.stage, setup.precision, cap)
-            if profile is None:
-                kept.check_writable()
+        if self._path is not None:
+            profile = _read_profile(self._path, setup, description)
         loader.set_multiple(check_loss(trial, setup.replica_of, config.multiple_of))
         if loader.multiple_of > 1:
             print_on_rank_0(f"all batch sizes are multiples of {loader.multiple_of} samples")
@@ -81,9 +78,6 @@ class MeasuredBatches:
             raise ValueError(
                 f"batch sizes must be multiples of {loader.multiple_of} samples, but max_micro_batch={cap}; allow more"
             )
-        if kept is None:
-            kept = self._cached_profile(description, cap)
-            profile = self._still_right(kept)
         if profile is None:
             profile = profile_ranks(
                 trial,
@@ -95,7 +89,8 @@ class MeasuredBatches:
                 replica_of=setup.replica_of,
                 multiple_of=loader.multiple_of,
             )
-            kept.write(profile)
+            if self._path is not None:
+                _write_profile(self._path, profile)
         smallest = max(kind.min_batch for kind in profile.kinds)
         if cap < smallest:
             raise ValueError(
@@ -104,12 +99,12 @@ class MeasuredBatches:
             )
         if all(kind.max_batch for kind in profile.kinds):
             self._sum_once(smallest)
-        return profile, kept.path
+        return profile
 
     def _sum_once(self, samples: int) -> None:
         """Let DDP sum gradients before training, as measuring does, if it searches for unused parameters. If the very
-        first backward pass runs inside ``no_sync``, the first sum fails or waits forever for a parameter that was used
-        in that pass only."""
+        first backward pass does not sum, the first sum fails or waits forever for a parameter that was used in that
+        pass only."""
         trial = self._trial
         if any(
             isinstance(each, DistributedDataParallel) and each.find_unused_parameters for each in trial.model.modules()
@@ -119,61 +114,26 @@ class MeasuredBatches:
                 trial(samples)
                 trial.optimizer.zero_grad()
 
-    def _cached_profile(self, description: ModelDescription, cap: int) -> CachedProfile:
-        setup, trial, multiple = self._setup, self._trial, self._loader.multiple_of
-        step, criterion = setup.config.training_step, trial.criterion
-        with preserved_state(trial.model, trial.optimizer):
-            samples = trial.batch([trial.first] * multiple)
-        context = context_of(
-            trial.model,
-            inner_optimizer(trial.optimizer),
-            samples,
-            description,
-            stage=setup.stage,
-            precision=setup.precision,
-            cap=cap,
-            replica_of=list(setup.replica_of),
-            multiple_of=multiple,
-            training_step=f"{step.__module__}.{getattr(step, '__qualname__', type(step).__qualname__)}",
-            criterion=criterion if criterion is None else getattr(criterion, "__qualname__", repr(criterion)),
-        )
-        return CachedProfile(setup.config.profile_cache, context)
-
-    def _still_right(self, cached: CachedProfile) -> BatchProfile | None:
-        """The profile of an earlier run, if every rank's memory and speed are still the same."""
-        profile = cached.read()
-        if profile is None:
-            return None
-        setup, device = self._setup, profile.kinds[profile.ranks[self._replica]]
-        ranks = on_every_rank(
-            lambda: speed_now(device, self._trial, setup.synchronize, setup.stage), "checking an earlier profile"
-        )
-        changed = changes(ranks, setup.replica_of)
-        if changed is not None:
-            print_on_rank_0(f"the profile of an earlier run is not right any more ({changed}); measuring again")
-            return None
-        print_on_rank_0(f"memory and speed of each device are those of an earlier run ({cached.path})")
-        return profile
-
-    def attach(self, lr_scheduler: LRScheduler | None) -> tuple[BatchBalancer, GradientAccumulation]:
+    def attach(self, lr_scheduler: LRScheduler | None) -> BatchBalancer:
         """Divide the loader's batches, and replace the methods that the training loop calls by ones for uneven ones."""
         setup, loader = self._setup, self._loader
         model, optimizer = self._trial.model, self._trial.optimizer
         assert isinstance(model, ModelWrapper)
         weight_by, total = self._total_weight(model)
         multiple = loader.multiple_of
-        loader.set_placeholders(max(-(-kind.min_batch // multiple) * multiple for kind in self._profile.kinds))
+        loader.global_sampler.placeholders = max(
+            -(-kind.min_batch // multiple) * multiple for kind in self._profile.kinds
+        )
         timer = self._timer(optimizer)
         balancer = BatchBalancer(setup, self._profile, loader, timer)
-        accumulation = GradientAccumulation(setup, loader, total, weight_by, on_step=balancer.on_step)
-        accumulation.attach(model, optimizer, lr_scheduler)
+        GradientAccumulation(setup, loader, total, weight_by, balancer.on_step).attach(model, optimizer, lr_scheduler)
         communicates = (
             setup.stage == 3
             or list(setup.replica_of).count(self._replica) > 1
             or any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
         )
-        OutOfMemoryGuard(loader, self._replica, self._path, may_repeat=not communicates).attach(model, optimizer)
-        return balancer, accumulation
+        OutOfMemoryGuard(loader, may_repeat=not communicates).attach(model, optimizer)
+        return balancer
 
     def _total_weight(self, model: ModelWrapper) -> tuple[Any, SampleTotal]:
         """What losses are means over (by default samples, which a trial confirms), and what adds up the weights. The
@@ -204,3 +164,47 @@ class MeasuredBatches:
         timer.attach(optimizer)
         self._loader.load_timer = timer
         return timer
+
+
+# Profile files -------------------------------------------------------------------------------------------------------
+
+
+def _read_profile(path: Path, setup: BatchSetup, description: ModelDescription) -> BatchProfile | None:
+    """Rank 0's profile, checked; None if no rank has it, and rank 0 can write it. Every rank calls it."""
+    everyone = of_every_rank((path.exists(), device_name(get_accelerator().get_current_device())))
+    missing = [rank for rank, (exists, _) in enumerate(everyone) if not exists]
+    if len(missing) == len(everyone):
+        try:
+            from_rank_0(lambda: check_writable(path))
+        except ValueError as error:
+            raise ValueError(f"profile={str(path)!r} cannot be written: {error}") from None
+        return None
+    if missing:
+        raise ValueError(f"profile={str(path)!r} does not exist on ranks {missing}; copy it to their machines")
+    profile = from_rank_0(lambda: load_profile(path))
+    devices: list[list[str]] = [[] for _ in range(max(setup.replica_of) + 1)]
+    for (_, device), replica in zip(everyone, setup.replica_of, strict=True):
+        devices[replica].append(device)
+    profile.check_fits(
+        [" + ".join(each) for each in devices], description.digest, stage=setup.stage, precision=setup.precision
+    )
+    kinds = [profile.kinds[index] for index in profile.ranks if not profile.kinds[index].memory_bound]
+    largest = min((kind.max_batch for kind in kinds if kind.max_batch), default=setup.config.largest_micro_batch)
+    if largest < setup.config.largest_micro_batch:
+        print_on_rank_0(
+            f"the profile {path} limits micro-batches to {largest} samples, though memory does not; remove the file to "
+            "measure again"
+        )
+    return profile
+
+
+def _write_profile(path: Path, profile: BatchProfile) -> None:
+    """Write the profile on rank 0. Every rank calls it."""
+
+    def store() -> None:
+        try:
+            save_profile(profile, path)
+        except OSError as error:
+            raise ValueError(f"profile={str(path)!r} cannot be written: {error.strerror}") from error
+
+    from_rank_0(store)

@@ -84,14 +84,13 @@ class BatchReport:
 
 def batch_table(report: BatchReport) -> Table:
     source = "measured" if report.is_measured else "predicted"
-    unit, work, wait = times(
-        *([getattr(each, name) for each in report.shares] for name in ("work_seconds", "wait_seconds"))
-    )
+    names = ("work_seconds", "data_seconds", "wait_seconds")
+    unit, *columns_of_times = times(*([getattr(each, name) for each in report.shares] for name in names))
     title = f"A global batch of {report.global_batch_size}, by {report.of} (times in {unit}, {source})"
-    columns = map(number_column, ("samples", "micro-batches", "work", "wait", "slowdown"))
+    columns = map(number_column, ("samples", "micro-batches", "work", "data", "wait", "slowdown"))
     lines = [
-        (str(each.number), str(each.samples), each.in_words(), worked, waited, f"{each.slowdown:.2f}")
-        for each, worked, waited in zip(report.shares, work, wait, strict=True)
+        (str(each.number), str(each.samples), each.in_words(), *taken, f"{each.slowdown:.2f}")
+        for each, *taken in zip(report.shares, *columns_of_times, strict=True)
     ]
     return make_table([word_column(report.of), *columns], lines, title=title)
 
@@ -136,18 +135,9 @@ def changes_in_words(
     return f"global batches of {before.global_batch_size} are divided again: {'; '.join(changes)}" if changes else None
 
 
-def slow_data_in_words(rank: int, data_seconds: float, workers: int) -> str:
-    return (
-        f"rank {rank} waits {data_seconds:.2g} s per global batch for its data: more workers would help "
-        f"(num_workers={workers})"
-    )
-
-
 FIRST_GLOBAL_BATCHES = 2
 """Global batches after the start or a new division that are not judged: they allocate memory, a device under a CPU
 quota has saved up time, and a prefetcher may still hold a batch of the former division."""
-SLOW_DATA = 0.2
-"""Share of its own time from which on a rank that waits for data is named."""
 
 
 class BatchBalancer:
@@ -170,7 +160,6 @@ class BatchBalancer:
         self._redivision = Redivision(self._divider, config.global_batch_size, config.reallocate_above)
         self._redivision.skip(FIRST_GLOBAL_BATCHES)
         self._since_check = 0
-        self._named: set[int] = set()
         self._measured: tuple[Allocation, list[tuple[float, float]]] | None = None
         """Work and waiting for data in the latest check, by rank, with the division at that time."""
         self.reallocations = 0
@@ -240,11 +229,10 @@ class BatchBalancer:
         replica = self._replica_of[dist.get_rank()]
         current = -1 if self._loader.current is None else self._loader.current.global_batch
         measured = [self._against_profile(replica, each) for each in timer.take()]
-        everyone = of_every_rank((measured, self._loader.drawn_global_batch))
+        everyone = of_every_rank((measured, self._loader.global_sampler.drawn_global_batch))
         by_rank = _complete([times for times, _ in everyone])
         if not by_rank[0]:
             return
-        self._name_slow_data(by_rank)
         self._measured = (
             self.allocation,
             [(fmean(each.work_seconds for each in of), fmean(each.data_seconds for each in of)) for of in by_rank],
@@ -271,17 +259,6 @@ class BatchBalancer:
         expected = self._divider.expected_seconds(replica, timed.sizes)
         work = timed.work_seconds + (timed.step_seconds if self._stage == 0 else 0.0)
         return GlobalBatchTime(expected, sum(max(size, 1) for size in timed.sizes), work, timed.data_seconds)
-
-    def _name_slow_data(self, by_rank: Sequence[Sequence[GlobalBatchTime]]) -> None:
-        """Say once which ranks wait long for data; again if one did not in between."""
-        for rank, of_rank in enumerate(by_rank):
-            data = fmean(each.data_seconds for each in of_rank)
-            share = data / (data + fmean(each.work_seconds for each in of_rank))
-            if share > SLOW_DATA and rank not in self._named:
-                self._named.add(rank)
-                print_on_rank_0(slow_data_in_words(rank, data, self._loader.num_workers))
-            elif share < SLOW_DATA / 2:
-                self._named.discard(rank)
 
     def _divide(self, drawn_global_batch: int = -1) -> None:
         speeds = self._redivision.speeds

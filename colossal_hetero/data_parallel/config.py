@@ -35,10 +35,8 @@ class BatchConfig:
     iterations, as their collectives and schedules require. ``per_rank``: each rank runs the number that is best for it
     (Poplar, Algorithm 2); only in stages 0 and 1."""
     profile: str | Path | None = None
-    """Path of a profile file, which is used if it exists; otherwise it is written after measuring."""
-    profile_cache: str | Path | None = None
-    """Folder of profiles for later runs with the same model, data and devices; not used with ``profile``. None:
-    ``$XDG_CACHE_HOME/colossal_hetero`` or ``~/.cache/colossal_hetero``; "": profiles are not kept."""
+    """Path of a profile file, which is used if it exists; otherwise it is written after measuring. None: every run
+    measures."""
     max_micro_batch: int | None = None
     """Largest micro-batch, in samples, that a rank runs or tries. None: only memory sets the limit."""
     multiple_of: int | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +14,7 @@ from weakref import ReferenceType, ref
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..colossalai_support.accelerator import get_accelerator
 from ..common.ranks import of_every_rank
@@ -34,12 +34,10 @@ class HeteroDataLoader(DataLoader[Any]):
     def __init__(self, dataset: Dataset[Any], batch_sampler: GlobalBatchSampler, **kwargs: Any) -> None:
         if not kwargs.get("in_order", True):
             raise ValueError("in_order=False is not possible, because it mixes samples of global batches; leave it out")
-        if kwargs.get("collate_fn") not in (None, default_collate):
-            kwargs["collate_fn"] = _NamedCollate(kwargs["collate_fn"])
         super().__init__(dataset, batch_sampler=batch_sampler, **kwargs)
         # DataLoader sets a sampler here that it does not use, and forbids to change it.
         object.__setattr__(self, "sampler", batch_sampler)
-        self._global_sampler = batch_sampler
+        self.global_sampler = batch_sampler
         self._iteration = 0
         self._latest: ref[_Iteration] | None = None
         self._drawn: MicroBatch | None = None
@@ -47,8 +45,7 @@ class HeteroDataLoader(DataLoader[Any]):
         self._weight_by: Any = None
         self._weight_of: Callable[[Any], Any] | None = None
         self._by_samples = True
-        self._sums: dict[tuple[str, int], _Sum] = {}
-        self._mean_calls: tuple[MicroBatch | None, Counter[str]] = None, Counter()
+        self._sums: dict[str, _Sum] = {}
         self.check: Callable[[Any], None] = lambda batch: None
         """Called with every batch that is drawn; it raises an error to refuse the batch."""
         self.multiple_of = 1
@@ -70,23 +67,21 @@ class HeteroDataLoader(DataLoader[Any]):
 
     def mean(self, value: Any, name: str = "loss") -> float | None:
         """The mean of a value, such as the loss, over the global batch and all ranks; None before its last micro-batch.
-        Call it on every rank for every micro-batch, after its forward pass, with the mean over that micro-batch. The
-        last call of a global batch adds up the values of all ranks, each with the weight of its loss."""
+        Call it on every rank for every micro-batch, after its forward pass, with the mean over that micro-batch, and
+        with a name for each of several values. The last call of a global batch adds up the values of all ranks, each
+        with the weight of its loss."""
         current = self.current
         if current is None:
             raise RuntimeError("loader.mean() needs a batch of the loader; call it after the forward pass of a batch")
         weight = float(current.samples if current.weight is None else current.weight)
-        if self._mean_calls[0] is not current:
-            self._mean_calls = current, Counter()
-        self._mean_calls[1][name] += 1
-        key = name, self._mean_calls[1][name]
-        if current.step == 0:
-            self._sums[key] = _Sum(torch.zeros(2, dtype=torch.float64, device=get_accelerator().get_current_device()))
-        found = self._sums.get(key)
+        if current.step == 0 and name not in self._sums:
+            zeros = torch.zeros(2, dtype=torch.float64, device=get_accelerator().get_current_device())
+            self._sums[name] = _Sum(zeros)
+        found = self._sums.get(name)
         if found is None or found.micro_batches != current.step:
             raise RuntimeError(
-                f"loader.mean(…, name={name!r}) was called {key[1]} times for micro-batch {current.step}, but not for "
-                "each micro-batch of the global batch before; call it equally often for every batch of the loader"
+                f"loader.mean(…, name={name!r}) was not called once for each micro-batch of the global batch, up to "
+                f"micro-batch {current.step}; call it for every batch of the loader, with a name for each value"
             )
         found.micro_batches += 1
         if weight:  # the loss of placeholder samples may not be a number
@@ -94,7 +89,7 @@ class HeteroDataLoader(DataLoader[Any]):
             found.sums += weight * torch.stack([own, torch.ones_like(own)])
         if not current.is_last:
             return None
-        del self._sums[key]
+        del self._sums[name]
         dist.all_reduce(found.sums)
         total, count = found.sums.tolist()
         return total / count if count else math.nan
@@ -121,18 +116,14 @@ class HeteroDataLoader(DataLoader[Any]):
     @property
     def global_batches(self) -> int:
         """Number of global batches, and optimizer steps, in an epoch."""
-        return self._global_sampler.global_batches
-
-    @property
-    def drawn_global_batch(self) -> int:
-        return self._global_sampler.drawn_global_batch
+        return self.global_sampler.global_batches
 
     @property
     def seed(self) -> int:
-        return self._global_sampler.seed
+        return self.global_sampler.seed
 
     def set_multiple(self, samples: int) -> None:
-        sampler = self._global_sampler
+        sampler = self.global_sampler
         last = 0 if sampler.drop_last else sampler.dataset_size % sampler.global_batch_size
         if sampler.global_batch_size % samples:
             raise ValueError(
@@ -147,11 +138,13 @@ class HeteroDataLoader(DataLoader[Any]):
         self.multiple_of = samples
 
     def some_samples(self, count: int, seed: int) -> list[int]:
-        return self._global_sampler.some(count, seed)
+        """``count`` samples of the dataset at random, fewer if it has fewer."""
+        size = self.global_sampler.dataset_size
+        return random.Random(seed).sample(range(size), min(count, size))
 
     def __len__(self) -> int:
         """Number of batches of an epoch, which is the number of optimizer steps."""
-        micro_batches = len(self._global_sampler)
+        micro_batches = len(self.global_sampler)
         if micro_batches != self.global_batches:
             raise TypeError(
                 f"len(loader) has two meanings here: an epoch has {self.global_batches} optimizer steps "
@@ -164,17 +157,14 @@ class HeteroDataLoader(DataLoader[Any]):
     @property
     def micro_batches(self) -> int:
         """Number of batches in an epoch on this rank, by the latest division."""
-        return len(self._global_sampler)
-
-    def set_placeholders(self, samples: int) -> None:
-        self._global_sampler.placeholders = samples
+        return len(self.global_sampler)
 
     def divide_by(self, division: Division, drawn_global_batch: int = -1) -> None:
         """Use ``division`` for the global batches after ``drawn_global_batch``, the latest that a rank has drawn."""
-        self._global_sampler.divide_by(division, from_global_batch=drawn_global_batch + 1)
+        self.global_sampler.divide_by(division, from_global_batch=drawn_global_batch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        self._global_sampler.set_epoch(epoch)
+        self.global_sampler.set_epoch(epoch)
 
     def finish_global_batch(self) -> None:
         """Mark the current global batch as done, after the optimizer's step; a state saved now resumes after it."""
@@ -183,21 +173,21 @@ class HeteroDataLoader(DataLoader[Any]):
                 "the global batch cannot be finished before its last micro-batch was drawn; "
                 f"the latest micro-batch is {self.current}"
             )
-        self._global_sampler.finish_global_batch(self.current.global_batch)
+        self.global_sampler.finish_global_batch(self.current.global_batch)
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the epoch, in finished global batches, without random state; for any ranks and division."""
-        return self._global_sampler.state_dict()
+        return self.global_sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next ``iter()`` resume at the position of ``state``; a running iteration becomes invalid. Before it,
         a script may call ``set_epoch`` with the epoch of the state."""
-        self._global_sampler.load_state_dict(state)
+        self.global_sampler.load_state_dict(state)
         self._reset()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Begin an epoch. An older iteration over this loader becomes invalid."""
-        if not self._global_sampler.is_divided:
+        if not self.global_sampler.is_divided:
             raise RuntimeError(
                 "the global batches are not divided over the ranks yet; pass the loader to booster.boost() before "
                 "iterating over it"
@@ -231,24 +221,24 @@ class HeteroDataLoader(DataLoader[Any]):
     def continue_as(self, rank: int, world_size: int, division: Division) -> None:
         """Continue as another rank, of another number of them, with the first global batch that is not done."""
         state = self.state_dict()
-        self._global_sampler.join(rank, world_size)
+        self.global_sampler.join(rank, world_size)
         self.divide_by(division)
         iteration = None if self._latest is None else self._latest()
         runs = iteration is not None and iteration._iteration == self._iteration
         self.load_state_dict(state)
         if runs:
             assert iteration is not None
-            batches = (iter(()), deque[MicroBatch]()) if self._global_sampler.is_over else self._begin()
+            batches = (iter(()), deque[MicroBatch]()) if self.global_sampler.is_over else self._begin()
             iteration._batches, iteration._record = batches
             iteration._iteration = self._iteration
 
     def _begin(self) -> tuple[Iterator[Any], deque[MicroBatch]]:
         self._reset()
-        self._global_sampler.begin_epoch()
+        self.global_sampler.begin_epoch()
         record: deque[MicroBatch] = deque()
-        self._global_sampler.record = record
+        self.global_sampler.record = record
         # torch draws a random number at the beginning of an iteration. One that continues an epoch has none.
-        with torch.random.fork_rng(devices=[], enabled=self._global_sampler.is_resumed):
+        with torch.random.fork_rng(devices=[], enabled=self.global_sampler.start > 0):
             return super().__iter__(), record
 
     def _reset(self) -> None:
@@ -313,7 +303,7 @@ class _Iteration:
             batch = next(self._batches)
             micro_batch = self._record.popleft()
         except StopIteration:
-            loader._global_sampler.end_epoch()
+            loader.global_sampler.end_epoch()
             raise
         except Exception:
             # With the next batch, this rank would be one micro-step ahead of the others.
@@ -329,23 +319,6 @@ class _Iteration:
         return len(self._loader)
 
 
-class _NamedCollate:
-    """The user's ``collate_fn``; if it fails, the error says what it was called with."""
-
-    def __init__(self, collate_fn: Callable[[list[Any]], Any]) -> None:
-        self.collate_fn = collate_fn
-
-    def __call__(self, samples: list[Any]) -> Any:
-        try:
-            return self.collate_fn(samples)
-        except Exception as error:
-            raise RuntimeError(
-                f"collate_fn failed for a micro-batch of {len(samples)} samples ({type(error).__name__}: {error}). If "
-                "it leaves samples out, none may be left of a small micro-batch: take them out of the dataset, or keep "
-                "one that counts nothing (weight_by)"
-            ) from error
-
-
 def make_loader(
     dataset: Dataset[Any],
     global_batch_size: int,
@@ -355,32 +328,29 @@ def make_loader(
     shuffle: bool = False,
     seed: int | None = None,
     drop_last: bool = False,
-    sampler: Sampler[int] | None = None,
     seeds_samples: bool = False,
     pin_memory: bool = False,
     num_workers: int = 0,
     **kwargs: Any,
 ) -> HeteroDataLoader:
     """A loader of this rank's part of ``dataset``; :meth:`HeteroDataLoader.divide_by` sets the division."""
-    for name in ("batch_size", "batch_sampler"):
+    for name in ("batch_size", "batch_sampler", "sampler"):
         if kwargs.get(name) is not None:
             raise TypeError(
                 f"{name} cannot be given, because the plugin divides every {global_batch_size} samples "
-                f"(global_batch_size) over the ranks by their speed; leave {name} out"
+                f"(global_batch_size) over the ranks by their speed; leave {name} out. For an order of your own, give "
+                "a dataset in that order, such as torch.utils.data.Subset(dataset, indices)"
             )
         kwargs.pop(name, None)
     _check_dataset(dataset)
-    if sampler is not None:
-        _check_sampler(sampler, shuffle)
     batch_sampler = GlobalBatchSampler(
-        len(dataset if sampler is None else sampler),  # type: ignore[arg-type]
+        len(dataset),  # type: ignore[arg-type]
         global_batch_size,
         rank,
         world_size,
         shuffle=shuffle,
         seed=ORDER_SEED if seed is None else seed,
         drop_last=drop_last,
-        order=sampler,
         seeds_samples=seeds_samples,
     )
     if seeds_samples:
@@ -391,12 +361,12 @@ def make_loader(
 
 
 def check_same_order(loader: HeteroDataLoader) -> None:
-    everyone = of_every_rank((loader._global_sampler.identity(), loader._global_sampler.digest()))
+    everyone = of_every_rank(loader.global_sampler.identity())
     others = [rank for rank, found in enumerate(everyone) if found != everyone[0]]
     if others:
         raise ValueError(
-            f"ranks {', '.join(map(str, others))} draw other samples than rank 0: all ranks need the same dataset, and "
-            "a sampler with the indices of all ranks, which draws random numbers from torch, NumPy or Python only"
+            f"ranks {', '.join(map(str, others))} draw other samples than rank 0: all ranks need the same dataset and "
+            "the same arguments of plugin.prepare_dataloader"
         )
 
 
@@ -414,16 +384,3 @@ def _check_dataset(dataset: Dataset[Any]) -> None:
         )
     if not hasattr(dataset, "__len__"):
         raise TypeError(f"{name} has no length, so it cannot be divided over the ranks; add a __len__ method")
-
-
-def _check_sampler(sampler: Sampler[int], shuffle: bool) -> None:
-    name = type(sampler).__name__
-    if shuffle:
-        raise ValueError(f"shuffle=True cannot be combined with {name}, which sets the order; leave one of them out")
-    if isinstance(sampler, DistributedSampler):
-        raise ValueError(
-            f"{name} gives each rank its own indices, but here the plugin divides the samples over the ranks; leave it "
-            "out (shuffle=True gives the same order), or pass a sampler with the indices of all ranks"
-        )
-    if not hasattr(sampler, "__len__"):
-        raise TypeError(f"{name} has no length, so the global batches of an epoch cannot be counted; add __len__")

@@ -5,7 +5,7 @@ made smaller. If forward runs out of memory, it is repeated in the same call wit
 memory (:func:`stored_outside`), as later ones of that size are at once; the result is the same. This is possible if
 forward does not communicate (below stage 3, without tensor parallelism and SyncBatchNorm). A backward pass has released
 parts of its graph, and other ranks may wait in its collectives: this rank raises an error, and its end ends the others.
-In both cases the profile is changed, so that the next run uses smaller micro-batches on this rank.
+In both cases it says how the next run uses smaller micro-batches.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from torch import Tensor, nn
 
 from ..common.methods import wrap_method
 from ..common.text import print_words
-from ..planner.batches.batch_profile import BatchProfile, load_profile, save_profile
 from ..profiling.local_collectives import local_collectives
 from ..profiling.memory import is_out_of_memory, recover
 from ..profiling.preserved_state import random_state
@@ -82,32 +80,11 @@ def _in_file(tensor: Tensor) -> Callable[[], Tensor]:
     return read
 
 
-STEP_DOWN = 1 / 8
-"""Share by which the largest micro-batch of the next run is smaller."""
-
-
-def with_smaller_batch(profile: BatchProfile, replica: int, failed: int) -> BatchProfile:
-    """``profile`` with a smaller largest micro-batch of a replica that ran out of memory with ``failed`` samples."""
-    index = profile.ranks[replica]
-    kind = profile.kinds[index]
-    smaller = max(min(kind.max_batch, failed - max(int(failed * STEP_DOWN), 1)), min(kind.min_batch, kind.max_batch))
-    # Other replicas of this kind of device keep their size.
-    changed = kind.model_copy(update={"max_batch": smaller, "memory_bound": True})
-    ranks = list(profile.ranks)
-    ranks[replica] = len(profile.kinds)
-    if profile.ranks.count(index) == 1:
-        kinds = tuple(changed if each == index else old for each, old in enumerate(profile.kinds))
-        return profile.model_copy(update={"kinds": kinds})
-    return profile.model_copy(update={"kinds": (*profile.kinds, changed), "ranks": tuple(ranks)})
-
-
 class OutOfMemoryGuard:
     """Handles out-of-memory errors of a model in training; see [Note: out of memory in training]."""
 
-    def __init__(self, loader: HeteroDataLoader, replica: int, profile: Path | None, *, may_repeat: bool) -> None:
+    def __init__(self, loader: HeteroDataLoader, *, may_repeat: bool) -> None:
         self._loader = loader
-        self._replica = replica
-        self._profile = profile
         self._may_repeat = may_repeat
         self._outside_from: int | None = None
 
@@ -160,7 +137,7 @@ class OutOfMemoryGuard:
         print_words(
             f"rank {dist.get_rank()} ran out of memory in the forward pass of a micro-batch of {samples} samples. The "
             "pass is repeated with activations outside the device's memory, as will be all of this size; nothing is "
-            f"lost, but they take longer. {self._lower_profile(samples)}"
+            f"lost, but they take longer. {_for_the_next_run(samples)}"
         )
 
     def _failure(self, phase: str, samples: int) -> RuntimeError:
@@ -168,16 +145,10 @@ class OutOfMemoryGuard:
         where = "" if current is None else f" of global batch {current.global_batch}"
         return RuntimeError(
             f"rank {dist.get_rank()} ran out of memory in the {phase} pass of a micro-batch of {samples} samples{where}"
-            f", and the pass cannot be repeated. {self._lower_profile(samples)} Start again from a checkpoint"
+            f", and the pass cannot be repeated. {_for_the_next_run(samples)} Start again from a checkpoint"
         )
 
-    def _lower_profile(self, samples: int) -> str:
-        """Change the profile file for the next run; returns what was done, in words."""
-        smaller = max(samples - max(int(samples * STEP_DOWN), 1), 1)
-        with suppress(ValueError, OSError):
-            if self._profile is not None and self._profile.exists():
-                changed = with_smaller_batch(load_profile(self._profile), self._replica, samples)
-                save_profile(changed, self._profile)
-                largest = changed.kinds[changed.ranks[self._replica]].max_batch
-                return f"The next run gives this rank at most {largest} samples (changed in {self._profile})."
-        return f"For the next run, set max_micro_batch={smaller} or lower max_batch of this rank in the profile."
+
+def _for_the_next_run(samples: int) -> str:
+    smaller = max(samples - max(samples // 8, 1), 1)
+    return f"For the next run, set max_micro_batch={smaller}, or lower max_batch of this rank in a profile file."

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ..common.methods import with_checked_names
 
@@ -31,10 +30,6 @@ class ElasticConfig:
     """Largest number of processes that train; more wait as spares. None: as many as the cluster file has devices."""
     notice_file: str | Path | None = None
     """A file that appears when this machine is going to be taken away; SIGTERM says the same."""
-    measure: Callable[[], Any] | None = None
-    """Measures the model's layers, before the process joins, on a device whose kind the profile lacks; a function such
-    as ``lambda: profile_layers(make_model(), batch, criterion).profile``. None: a process with such a device is
-    refused."""
     dead_seconds: float = 2.0
     """Silence after which a member counts as dead."""
     last_call_seconds: float | None = None
@@ -69,8 +64,6 @@ class ElasticConfig:
             raise ValueError(f"max_members={self.max_members} is less than min_members={self.min_members}")
         if self.last_call_seconds is None:
             object.__setattr__(self, "last_call_seconds", LAST_CALL_SECONDS[self.recovery])
-        if self.measure is not None and not callable(self.measure):
-            raise TypeError(f"measure={self.measure!r} is not a function that measures the layers")
         if not 0 <= self.start_seconds < math.inf:
             raise ValueError(f"start_seconds={self.start_seconds!r} must be a number of seconds, at least 0")
         for name in ("dead_seconds", "last_call_seconds", "timeout_seconds", "join_seconds"):

@@ -17,11 +17,6 @@ from ..checkpoint.run_states import Training
 from .training_objects import TrainingObjects
 
 
-def check_config(config: Any) -> None:
-    if not isinstance(config, CheckpointConfig | None):
-        raise TypeError(f"checkpoints={config!r} is not a CheckpointConfig; write CheckpointConfig(shared=...)")
-
-
 class Checkpoints:
     """Notes what a model is before it is divided, and saves and loads it afterwards."""
 
@@ -33,7 +28,7 @@ class Checkpoints:
         ordinary_shards: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._save_every = config.save_every
-        self._files = LayerCheckpoint(config, is_broken)
+        self.files = LayerCheckpoint(config, is_broken)
         self._weights_changed = weights_changed
         self._ordinary_shards = ordinary_shards
         self._outlines: WeakKeyDictionary[nn.Module, ModelOutline] = WeakKeyDictionary()
@@ -53,24 +48,13 @@ class Checkpoints:
         if step % self._save_every and not always:
             return False
         with self._ordinary_shards():
-            return self._files.save(training, step=step, epoch=epoch, plan=plan, always=always)
+            return self.files.save(training, step=step, epoch=epoch, plan=plan, always=always)
 
     def resume(self, training: Training, step: int | None) -> Start:
         with self._ordinary_shards():
-            start = self._files.resume(training, step)
+            start = self.files.resume(training, step)
         self._weights_changed()
         return start
-
-    def newest_step(self, step: int | None = None) -> int | None:
-        """The step that :meth:`resume` would load; None if there is none. Every rank calls it."""
-        return self._files.newest_step(step)
-
-    def give_up(self) -> None:
-        """Give up what is not written yet, because the ranks of the run have changed."""
-        self._files.give_up()
-
-    def wait(self) -> None:
-        self._files.wait()
 
     def training(self, model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any) -> Training:
         if model not in self._outlines:
@@ -141,12 +125,12 @@ class CheckpointMethods:
     def wait_for_saves(self) -> None:
         """Wait until the last checkpoint is written, and raise its error if there was one. Call it before the script
         ends. In elastic training, a save that loses a rank is given up without an error."""
-        self._needed().wait()
+        self._needed().files.wait()
 
     def give_up_saves(self) -> None:
         """Give up saves, because other ranks have ended; then the end of this process waits for nothing."""
         if self._checkpoints is not None:
-            self._checkpoints.give_up()
+            self._checkpoints.files.give_up()
 
     def _needed(self) -> Checkpoints:
         if self._checkpoints is None:

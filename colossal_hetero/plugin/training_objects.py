@@ -1,4 +1,4 @@
-"""The objects that a plugin configures."""
+"""The objects that a plugin configures, and the check of its options."""
 
 from __future__ import annotations
 
@@ -24,3 +24,9 @@ class TrainingObjects(NamedTuple):
             return max(1, len(self.dataloader))
         except TypeError:
             return DEFAULT_EPOCH_LENGTH
+
+
+def check_option(name: str, value: object, kind: type, example: str) -> None:
+    if value is not None and not isinstance(value, kind):
+        article = "an" if kind.__name__[0] in "AEIO" else "a"
+        raise TypeError(f"{name}={value!r} is not {article} {kind.__name__}; write {kind.__name__}({example})")

@@ -6,19 +6,16 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from typing import Any
 
 from colossalai.pipeline.schedule._utils import get_batch_size
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from ..common.methods import wrap_method
-from ..data_parallel.accumulation import GradientAccumulation
 from ..data_parallel.attach import MeasuredBatches
 from ..data_parallel.batch_balancer import BatchBalancer, BatchReport, BatchShare
-from ..data_parallel.config import BatchConfig, BatchSetup
+from ..data_parallel.config import BatchConfig
 from ..data_parallel.loader import HeteroDataLoader, check_same_order, make_loader
 from ..data_parallel.resumable_loader import make_even_loader
 from ..planner.cost.gradient_times import divide_micro_batches
@@ -27,35 +24,19 @@ from ..profiling.rank_profiler import describe
 from .training_objects import TrainingObjects
 
 
-class ReplicaPlugin(Protocol):
-    """Methods that a plugin must have for uneven batches."""
-
-    def replica(self) -> tuple[int, int]:
-        """Index of this rank's replica of the model, and the number of replicas."""
-
-    def batch_setup(self, objects: TrainingObjects) -> BatchSetup:
-        """The setup with which the configured objects train. Called by all ranks."""
-
-
-def check_batches(batches: Any) -> Any:
-    if not isinstance(batches, BatchConfig | None):
-        raise TypeError(f"batches={batches!r} is not a BatchConfig; write BatchConfig(global_batch_size=...)")
-    return batches
-
-
 class UnevenBatches:
-    """Makes data loaders in which every replica has its own batches, measures the replicas, and divides the batches."""
+    """Makes data loaders in which every replica has its own batches, measures the replicas, and divides the batches. A
+    ``plugin`` has ``replica()``, the index of this rank's replica and their number, and ``batch_setup(objects)``."""
 
     def __init__(self, config: BatchConfig) -> None:
         self.balancer: BatchBalancer | None = None  # of the objects that were configured last
-        self._accumulations: WeakKeyDictionary[Any, GradientAccumulation] = WeakKeyDictionary()
         self._config = config
         self._even_loaders: dict[int, tuple[DataLoader, dict[str, Any]]] = {}
         """Colossal-AI's loaders that were made here, by ``id``, each with the arguments it was made with."""
 
     def prepare_dataloader(
         self,
-        plugin: ReplicaPlugin,
+        plugin: Any,
         prepare: Callable[..., DataLoader],
         dataset: Dataset,
         batch_size: int | None = None,
@@ -90,30 +71,25 @@ class UnevenBatches:
         self._even_loaders[id(loader)] = loader, arguments
         return loader
 
-    def before_configure(self, plugin: ReplicaPlugin, objects: TrainingObjects) -> TrainingObjects:
+    def before_configure(self, plugin: Any, objects: TrainingObjects) -> TrainingObjects:
         _check_step(objects.optimizer)
         loader = self._loader_to_train_with(plugin, objects.dataloader)
         check_same_order(loader)
         self._description = describe(objects.model)
         return objects._replace(dataloader=loader)
 
-    def measure(self, plugin: ReplicaPlugin, objects: TrainingObjects) -> None:
+    def measure(self, plugin: Any, objects: TrainingObjects) -> None:
         self._measured = MeasuredBatches(plugin.batch_setup(objects), self._description, *objects[:4])
 
-    def attach(self, plugin: ReplicaPlugin, objects: TrainingObjects) -> None:
-        self.balancer, self._accumulations[objects.optimizer] = self._measured.attach(objects.lr_scheduler)
+    def attach(self, plugin: Any, objects: TrainingObjects) -> None:
+        self.balancer = self._measured.attach(objects.lr_scheduler)
         del self._measured
 
     def report(self) -> BatchReport | None:
         """How global batches are divided now; None before ``booster.boost``."""
         return None if self.balancer is None else self.balancer.report()
 
-    def no_sync(self, optimizer: Any) -> AbstractContextManager[None]:
-        if optimizer not in self._accumulations:
-            raise RuntimeError("no_sync is for training: call booster.boost with an optimizer before it")
-        return self._accumulations[optimizer].no_sync()
-
-    def _loader_to_train_with(self, plugin: ReplicaPlugin, dataloader: DataLoader | None) -> HeteroDataLoader:
+    def _loader_to_train_with(self, plugin: Any, dataloader: DataLoader | None) -> HeteroDataLoader:
         if isinstance(dataloader, HeteroDataLoader):
             return dataloader
         if dataloader is None or id(dataloader) not in self._even_loaders:
@@ -128,11 +104,11 @@ class UnevenBatches:
         )
         return self._make_loader(plugin, dataloader.dataset, self._even_loaders[id(dataloader)][1])
 
-    def _preparing(self, plugin: ReplicaPlugin, prepare: Callable[..., DataLoader]) -> Callable[..., DataLoader]:
+    def _preparing(self, plugin: Any, prepare: Callable[..., DataLoader]) -> Callable[..., DataLoader]:
         """``prepare`` of Colossal-AI's plugin, for the replica of this rank."""
         return prepare
 
-    def _make_loader(self, plugin: ReplicaPlugin, dataset: Dataset, arguments: dict[str, Any]) -> HeteroDataLoader:
+    def _make_loader(self, plugin: Any, dataset: Dataset, arguments: dict[str, Any]) -> HeteroDataLoader:
         rank, size = plugin.replica()
         return make_loader(dataset, self._config.global_batch_size, rank, size, **arguments)
 
@@ -166,7 +142,7 @@ class PipelineBatches(UnevenBatches):
         self._seconds = [max(stage.micro_batch_seconds for stage in replica.stages) for replica in plan.replicas]
         self._weight = 1.0  # of the losses of the batch that runs
 
-    def _preparing(self, plugin: ReplicaPlugin, prepare: Callable[..., DataLoader]) -> Callable[..., DataLoader]:
+    def _preparing(self, plugin: Any, prepare: Callable[..., DataLoader]) -> Callable[..., DataLoader]:
         index, replicas = plugin.replica()
 
         def of_replica(*args: Any, distributed_sampler_cls: Any = None, **kwargs: Any) -> DataLoader:
@@ -179,7 +155,7 @@ class PipelineBatches(UnevenBatches):
 
         return of_replica
 
-    def _make_loader(self, plugin: ReplicaPlugin, dataset: Dataset, arguments: dict[str, Any]) -> HeteroDataLoader:
+    def _make_loader(self, plugin: Any, dataset: Dataset, arguments: dict[str, Any]) -> HeteroDataLoader:
         loader = super()._make_loader(plugin, dataset, arguments)
         sampler: Any = loader.batch_sampler
         rest = 0 if sampler.drop_last else sampler.dataset_size % sampler.global_batch_size
@@ -188,7 +164,7 @@ class PipelineBatches(UnevenBatches):
         loader.divide_by(self._division)
         return loader
 
-    def before_configure(self, plugin: ReplicaPlugin, objects: TrainingObjects) -> TrainingObjects:
+    def before_configure(self, plugin: Any, objects: TrainingObjects) -> TrainingObjects:
         self._index, _ = plugin.replica()
         self._loader = objects.dataloader if isinstance(objects.dataloader, HeteroDataLoader) else None
         size = getattr(objects.dataloader, "batch_size", None)
@@ -196,10 +172,10 @@ class PipelineBatches(UnevenBatches):
             self._planned_share(size)
         return objects
 
-    def measure(self, plugin: ReplicaPlugin, objects: TrainingObjects) -> None:
+    def measure(self, plugin: Any, objects: TrainingObjects) -> None:
         """Measure nothing: times are those of the plan."""
 
-    def attach(self, plugin: ReplicaPlugin, objects: TrainingObjects) -> None:
+    def attach(self, plugin: Any, objects: TrainingObjects) -> None:
         wrap_method(objects.optimizer, "step", self._step)
 
     def report(self) -> BatchReport | None:
@@ -235,9 +211,10 @@ class PipelineBatches(UnevenBatches):
         first = sum(self.micro_batches[: self._index]) * self._micro_batch if current is None else current.first
         return first + micro_batch * self._micro_batch
 
-    def continue_loader(self, plugin: ReplicaPlugin, loader: HeteroDataLoader) -> None:
+    def continue_loader(self, plugin: Any, loader: HeteroDataLoader) -> None:
         """Let a loader that another plan has used draw this replica's batches from now on."""
-        loader.continue_as(*plugin.replica(), self._division)
+        rank, size = plugin.replica()
+        loader.continue_as(rank, size, self._division)
 
     def run(
         self,

@@ -9,7 +9,6 @@ import tests.support.planning
 import tests.support.sharding
 import tests.support.training  # noqa: F401
 from colossal_hetero import BalanceConfig
-from colossal_hetero.data_parallel import saved_profile
 from colossal_hetero.plugin.hybrid import hybrid_plugin
 from colossal_hetero.profiling import device_profiler, rank_profiler
 
@@ -27,9 +26,6 @@ device_profiler.REPEATS = rank_profiler.SYNCHRONIZATIONS = 2
 # Ranks of tests share cores, so now and then one seems to be slow. Tests of balancing ask for it.
 assert BalanceConfig(mode="auto", reshard_after=None, head=False) == hybrid_plugin.DEFAULT_BALANCE
 hybrid_plugin.DEFAULT_BALANCE = BalanceConfig(mode="off")
-
-# A test must not use what an earlier one measured. Tests of profiles that are kept name a folder.
-saved_profile.default_folder = lambda: ""
 
 # Colossal-AI copies the device mesh with the layout of each parameter that it shards. A mesh never changes, so one is
 # enough for all. The copies take a third of the time of Booster.boost.

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import TCPStore
@@ -183,32 +184,17 @@ class RestartedMember:
     def _number(self, node: str) -> int:
         return self._order.get(node, len(self._order))
 
-    def seal(self) -> None:
-        """All groups of this world exist."""
+    def _leave_it_to_torchrun(self, *_: Any) -> None:
+        """torchrun notices who has ended, and starts and ends the others. The groups end with the process."""
 
-    def fail(self, reason: str) -> None:
-        """The others notice that the connections to this process are closed."""
+    seal = fail = leave = depart = end_job = _leave_it_to_torchrun
 
-    def is_broken(self) -> bool:
-        """False: if a process ends, torchrun ends the others."""
+    def _only_torchrun_knows(self) -> bool:
+        """False: torchrun looks for processes that join, ends the others if one ends, and knows the reason of SIGTERM,
+        which all workers get whenever it starts them again."""
         return False
 
-    def leave(self) -> None:
-        """The groups end with the process."""
-
-    def is_somebody_waiting(self) -> bool:
-        """torchrun looks for processes that join."""
-        return False
-
-    def depart(self) -> None:
-        """The groups end with the process."""
-
-    def end_job(self) -> None:
-        """torchrun notices that its workers have ended."""
-
-    def is_leaving(self) -> bool:
-        """False: only torchrun knows what SIGTERM means, which all workers get whenever it starts them again."""
-        return False
+    is_broken = is_somebody_waiting = is_leaving = _only_torchrun_knows
 
 
 Members = JobMember | RestartedMember

@@ -1,12 +1,10 @@
-"""Plans in elastic training: from the plugin's arguments, the members that are there, and the kinds of their devices.
-A process whose kind the profile does not have measures its device before it joins, while the others train. The result
-goes into the store, where the members find it before they make the plan that has the newcomer."""
+"""Plans in elastic training: from the plugin's arguments and the members that are there."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,87 +14,17 @@ from ...common.ranks import of_every_rank
 from ...common.text import say
 from ...elastic.config import ElasticConfig
 from ...elastic.held_layers import HeldLayers, surviving_topology, with_fewest_moves
-from ...elastic.membership import Membership
 from ...planner.cluster.cluster_file import load_cluster
 from ...planner.cluster.topology import Topology
 from ...planner.cost.plan import Plan
-from ...planner.profile.fitted_profiles import on_links, with_kind
+from ...planner.profile.fitted_profiles import on_links
 from ...planner.profile.layer_profile import ModelProfile, load_profile
 from ..plan_config import PlanConfig
 from ..replicas.unequal_replicas import why_not_unequal
+from ..training_objects import check_option
 from .members import Members
 
-SECONDS_PER_LOOK = 0.1  # between two looks whether another process has measured
-
-
-class KnownKinds:
-    """The script's profile, and the kinds of devices that members have measured."""
-
-    def __init__(
-        self,
-        profile: ModelProfile,
-        board: Membership | None,
-        measure: Callable[[], ModelProfile] | None,
-        limit_seconds: float,
-    ) -> None:
-        self._profile, self._board, self._measure, self._limit = profile, board, measure, limit_seconds
-
-    def with_kinds(self, kinds: Collection[str]) -> ModelProfile:
-        profile = self._profile
-        for kind in sorted(set(kinds) - set(profile.devices)):
-            text = None if self._board is None else self._board.published(_name(kind))
-            if text is not None:
-                profile = with_kind(profile, kind, ModelProfile.model_validate_json(text))
-        return profile
-
-    def learn(self, kind: str) -> None:
-        """Measure the device of this process, if neither the profile nor another process knows its kind."""
-        if kind in self.with_kinds([kind]).devices:
-            return
-        if self._measure is None or self._board is None:
-            way = " under torchrun, where processes cannot measure it" if self._board is None else ""
-            remedy = "" if way else ", or give ElasticConfig(measure=...), which measures before the process joins"
-            raise ValueError(
-                f"the profile of {self._profile.name} has no times of {kind}, the device of this process{way}; it has "
-                f"those of {', '.join(self._profile.devices)}. Measure this kind too and start the job again{remedy}"
-            )
-        deadline = time.monotonic() + self._limit
-        while self._board.count(_name(kind) + "/measuring", 1) > 1 and time.monotonic() < deadline:
-            self._board.count(_name(kind) + "/measuring", -1)
-            time.sleep(SECONDS_PER_LOOK)
-            if self._board.published(_name(kind)) is not None:
-                return
-        # After the limit, the other process is taken for dead.
-        try:
-            # It may have published, and counted itself out, since the last look.
-            if self._board.published(_name(kind)) is None:
-                self._measure_and_publish(kind, self._measure, self._board)
-        finally:
-            self._board.count(_name(kind) + "/measuring", -1)
-
-    def _measure_and_publish(self, kind: str, measure: Callable[[], ModelProfile], board: Membership) -> None:
-        say(f"{kind} is not in the profile of {self._profile.name}: measuring its layers before this process joins")
-        begin = time.monotonic()
-        try:
-            measured = measure()
-            merged = with_kind(self._profile, kind, measured)
-        except Exception as error:
-            raise ValueError(
-                f"this process cannot join, because its device, {kind}, is not in the profile of {self._profile.name}, "
-                f"and measuring it has failed: {type(error).__name__}: {error}"
-            ) from error
-        board.publish(_name(kind), measured.model_dump_json(by_alias=True))
-        size = merged.micro_batches(kind, min(merged.tensor_parallel_degrees(kind)))[0]
-        costs = merged.costs(kind, min(merged.tensor_parallel_degrees(kind)), size)
-        seconds = float((costs.forward_seconds + costs.backward_seconds).sum())
-        say(
-            f"{kind} was measured in {time.monotonic() - begin:.1f} s: a micro-batch of {size} takes "
-            f"{1e3 * seconds:.3g} ms; all members have it"
-        )
-
-
-def _name(kind: str) -> str:
-    return f"layers of {kind}"
+SECONDS_PER_LOOK = 0.1  # between two looks who has come
 
 
 # Waiting -------------------------------------------------------------------------------------------------------------
@@ -146,8 +74,7 @@ class WaitForNodes:
 
 
 def check_elastic(elastic: Any, arguments: Mapping[str, Any]) -> None:
-    if not isinstance(elastic, ElasticConfig):
-        raise TypeError(f"elastic={elastic!r} is not an ElasticConfig; write ElasticConfig(min_members=...)")
+    check_option("elastic", elastic, ElasticConfig, "min_members=...")
     planning = arguments["planning"]
     if (
         arguments["plan"] != "auto"
@@ -175,18 +102,23 @@ def cluster_of(arguments: Mapping[str, Any]) -> Topology:
     return load_cluster(cluster) if isinstance(cluster, str | Path) else cluster
 
 
-def profile_of(arguments: Mapping[str, Any]) -> ModelProfile:
+def profile_of(arguments: Mapping[str, Any], own_kind: str) -> ModelProfile:
+    """The profile, which must have the kind of this process's device."""
     profile = arguments["planning"].profile
     profile = load_profile(profile) if isinstance(profile, str | Path) else profile
+    if own_kind not in profile.devices:
+        raise ValueError(
+            f"the profile of {profile.name} has no times of {own_kind}, the device of this process; it has those of "
+            f"{', '.join(profile.devices)}. Measure all kinds of the cluster file before the job starts"
+        )
     return on_links(profile, cluster_of(arguments))
 
 
 def elastic_planning(
-    arguments: Mapping[str, Any], cluster: Topology, known: KnownKinds, nodes: Sequence[str]
+    arguments: Mapping[str, Any], cluster: Topology, profile: ModelProfile, nodes: Sequence[str]
 ) -> PlanConfig:
     planning: PlanConfig = arguments["planning"]
     there = surviving_topology(cluster, nodes)
-    profile = known.with_kinds({device.kind.name for device in there.devices})
     return dataclasses.replace(
         planning, cluster=there, profile=profile, layer_sums=True, recompute=False, zero_stages=(0,)
     )

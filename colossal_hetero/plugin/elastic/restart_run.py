@@ -45,7 +45,7 @@ from ...elastic.state_keeper import StateKeeper
 from ..replicas.replica_gradients import Commit
 from .elastic_run import Build, ElasticRun
 from .members import JobMember, Members, RestartedMember
-from .planning import KnownKinds, cluster_of, elastic_planning, profile_of
+from .planning import cluster_of, elastic_planning, profile_of
 
 START_AGAIN_CODE = 1  # of a process that is to be started again
 SIGTERM_SECONDS = 20.0
@@ -214,13 +214,12 @@ def elastic_run_of(plugin: Any, arguments: Mapping[str, Any], config: ElasticCon
     kind: type[JobMember] | type[RestartedMember] = JobMember if is_in_place or STORE in os.environ else RestartedMember
     cluster = cluster_of(arguments)
     members = kind(config, cluster)
-    known = KnownKinds(profile_of(arguments), members.board, config.measure, config.join_seconds)
-    known.learn(members.kind)
+    profile = profile_of(arguments, members.kind)
 
     def build(
         nodes: Sequence[str], held: Sequence[HeldLayers | None], micro_batch: int | None
     ) -> tuple[HeldLayers, int]:
-        planning = elastic_planning(arguments, cluster, known, nodes)
+        planning = elastic_planning(arguments, cluster, profile, nodes)
         plan = plugin.build_again(arguments, planning, held, micro_batch)
         return layers_by_rank(plan)[dist.get_rank()], plan.micro_batch
 

@@ -32,18 +32,17 @@ from ...data_parallel.unsummed_steps import refuse_unfinished_sums, replica_of
 from ...elastic.config import ElasticConfig
 from ...elastic.held_layers import HeldLayers, Recoveries, Recovery
 from ...planner.cost.plan import Plan
-from ..checkpoint_part import CheckpointMethods, Checkpoints, PresentCheckpointIO, check_config
+from ..checkpoint_part import CheckpointMethods, Checkpoints, PresentCheckpointIO
 from ..elastic.elastic_run import ElasticRun
 from ..elastic.planning import check_elastic, seated
 from ..elastic.restart_run import elastic_run_of
 from ..plan_config import PlanConfig
 from ..replicas.unequal_replicas import ReplicaCheckpointIO, why_layer_sums
 from ..report import OnReport, Report, Reports
-from ..training_objects import TrainingObjects
-from ..uneven_batches import PipelineBatches, UnevenBatches, check_batches
+from ..training_objects import TrainingObjects, check_option
+from ..uneven_batches import PipelineBatches, UnevenBatches
 from ..zero.elementwise_updates import check_sharding
 from ..zero.overlapped_optimizer import split_off_overlap
-from .drift import DriftReport
 from .layer_balancing import LayerBalancing
 from .passes import PassesPlugin
 from .plan_agreement import agree_on_next_plan
@@ -55,7 +54,6 @@ from .plugin_arguments import (
     check_model_at_division,
     check_sizes_given,
     check_spelling,
-    check_types,
     check_uneven_batches,
     check_world_size,
     naming_sizes,
@@ -93,15 +91,14 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
             evenly. For pipelines a plan does it.
         plan: which rank computes which layers: a plan, the path of a plan file (``colossal-hetero plan --out`` writes
             one), or "auto", which makes a plan from ``planning``. Only rank 0 needs the files. In 1F1B, replicas may
-            differ in stages and batches, and stages whose times differ from the plan are reported at the end of each
-            epoch. A replica's batch is all its micro-batches. One training loop (:meth:`execute_pipeline`) fits every
-            plan.
-        planning: what to plan from, over which networks ranks communicate, and how much stage times may differ.
+            differ in stages and batches. A replica's batch is all its micro-batches. One training loop
+            (:meth:`execute_pipeline`) fits every plan.
+        planning: what to plan from, and over which networks ranks communicate.
         checkpoints: where :meth:`save` saves layer checkpoints, from which :meth:`resume` continues with any plan.
         elastic: goes on when processes die or join; see ``docs/elastic.md``. The constructor then forms the group of
             processes, in place of ``colossalai.launch_from_torch``.
         on_report: called on rank 0 with the numbers of :meth:`report` when ranks have exchanged them: after 4, 8, 16,
-            … optimizer steps, and then after every ``report_every``. See :mod:`.sinks` for TensorBoard and others.
+            … optimizer steps, and then after every ``report_every``.
         report_every: at least 1, the same on all ranks.
 
     Raises:
@@ -130,7 +127,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
         self._elastic: ElasticRun | None = None
         self._reports = Reports(on_report, report_every)
         given = dict(balance=balance, batches=batches, plan=plan, planning=planning, checkpoints=checkpoints)
-        arguments = arguments_by_name(args, kwargs) | dict(tp_size=tp_size, pp_size=pp_size) | given
+        arguments = arguments_by_name(tp_size, pp_size, *args, **kwargs) | given
         if elastic is None:
             check_launched()
             self._build(**arguments)
@@ -168,11 +165,13 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
         **arguments: Any,
     ) -> None:
         """Make the parent and the parts; ``arguments`` are those of the parent."""
-        check_types(balance, planning)
-        check_config(checkpoints)
+        check_option("balance", balance, BalanceConfig, "mode=...")
+        check_option("planning", planning, PlanConfig, "cluster=..., profile=...")
+        check_option("checkpoints", checkpoints, CheckpointConfig, "shared=...")
+        check_option("batches", batches, BatchConfig, "global_batch_size=...")
         check_sizes_given(arguments, plan)
         self.balance = balance or DEFAULT_BALANCE
-        self.batches = check_batches(batches)
+        self.batches = batches
         self.planning = planning or PlanConfig()
         self.custom_policy: Policy | None
         if arguments.get("use_fp8"):
@@ -245,15 +244,8 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
             iterations=self.version or (0 if balancer is None else balancer.iterations),
             balance=balance,
             batches=None if batches is None else batches.report(),
-            stages=self.drift,
             recoveries=Recoveries(self.recoveries) if self.recoveries else None,
         )
-
-    @property
-    def drift(self) -> DriftReport | None:
-        """Stage times of the last epoch against the plan; None before an epoch ends, and without a planned 1F1B
-        pipeline. An epoch has as many iterations as the boosted dataloader has batches, or 100 if that is unknown."""
-        return None if self._planned is None else self._planned.drift
 
     @property
     def balancer(self) -> Balancer | None:
@@ -307,9 +299,9 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
             refuse_unfinished_sums(replica, objects.optimizer)
         if self._uneven_batches is not None:
             self._uneven_batches.measure(self, objects)  # before anything counts the trials as iterations
-        # Each attaches around those before it. The plan's clock times only the passes. Balancing ends an iteration when
-        # the optimizer steps; uneven batches, around it, step once per global batch.
-        for part in (self._checkpoints, self._planned, self._balancing, self._uneven_batches, self._elastic):
+        # Each attaches around those before it. Balancing ends an iteration when the optimizer steps; uneven batches,
+        # around it, step once per global batch.
+        for part in (self._checkpoints, self._balancing, self._uneven_batches, self._elastic):
             if part is not None:
                 part.attach(self, objects)
         self._refuse_unsummed_steps(objects.model, objects.optimizer)
@@ -370,7 +362,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
             return load()
         if self._checkpoints is None:
             return self._elastic.resume(lr_scheduler, dataloader, Start, lambda: None)
-        saved_step = functools.partial(self._checkpoints.newest_step, step)
+        saved_step = functools.partial(self._checkpoints.files.newest_step, step)
         return self._elastic.resume(lr_scheduler, dataloader, load, saved_step)
 
     def finish(self) -> None:
@@ -385,7 +377,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
             return False
         epoch = int(training.loader.state_dict()["epoch"])
         self._checkpoints.save(training, step, epoch, self._plan_in_words(), always=True)
-        self._checkpoints.wait()
+        self._checkpoints.files.wait()
         return True
 
     def adopt(self, model: ModelWrapper, dataloader: Any) -> None:

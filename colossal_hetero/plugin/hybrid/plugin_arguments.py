@@ -22,7 +22,6 @@ from ...data_parallel.config import BatchConfig
 from ...planner.cost.pass_order import zero_bubble_nodes
 from ...planner.cost.plan import Plan, Replica
 from ...profiling.model_layers import find_block_row
-from ..plan_config import PlanConfig
 
 
 def check_spelling(plugin: type, arguments: Mapping[str, Any]) -> None:
@@ -31,25 +30,9 @@ def check_spelling(plugin: type, arguments: Mapping[str, Any]) -> None:
     check_names(plugin.__name__, arguments, [name for name in known if name not in ("args", "kwargs")])
 
 
-def arguments_by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of Colossal-AI's plugin by name; ``args`` are the positional ones after ``tp_size, pp_size``."""
-    parameters = list(inspect.signature(HybridParallelPlugin.__init__).parameters)[3:]
-    if len(args) > len(parameters):
-        raise TypeError(
-            f"{len(args)} positional arguments after tp_size and pp_size, but the plugin has {len(parameters)}"
-        )
-    by_place = dict(zip(parameters, args, strict=False))
-    repeated = sorted(by_place.keys() & kwargs)
-    if repeated:
-        raise TypeError(f"got multiple values for argument {repeated[0]!r}")
-    return by_place | kwargs
-
-
-def check_types(balance: Any, planning: Any) -> None:
-    if not isinstance(balance, BalanceConfig | None):
-        raise TypeError(f"balance={balance!r} is not a BalanceConfig; write BalanceConfig(mode=...)")
-    if not isinstance(planning, PlanConfig | None):
-        raise TypeError(f"planning={planning!r} is not a PlanConfig; write PlanConfig(cluster=..., profile=...)")
+def arguments_by_name(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments of Colossal-AI's plugin by name."""
+    return inspect.signature(HybridParallelPlugin).bind(*args, **kwargs).arguments
 
 
 def check_sizes_given(arguments: Mapping[str, Any], plan: object) -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from colossalai.checkpoint_io import HybridParallelCheckpointIO
-from torch import Tensor
-from torch.distributed.distributed_c10d import GroupMember
 
-from ...colossalai_support.corrections import replaced
 from ...planner.cost.plan import Plan
 from .replica_optimizers import replica_optimizers
 
@@ -137,63 +133,26 @@ class UnequalReplicas:
 
 
 class ReplicaCheckpointIO(HybridParallelCheckpointIO):
-    """``HybridParallelCheckpointIO`` if the ranks that hold a parameter share its optimizer state with ZeRO."""
+    """``HybridParallelCheckpointIO`` for replicas that are not alike, of which the one with rank 0 writes."""
 
-    use_zero: bool
-    global_dp_size: int
-
-    def __init__(self, writes: bool, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, writes: bool, *args: Any) -> None:
+        super().__init__(*args)
         self._writes = writes
         self.dp_rank = 0 if writes else 1  # what the parent class tells them by
 
-    def save_sharded_optimizer(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        with self._whole_states(optimizer):
-            if self._writes:
-                super().save_sharded_optimizer(optimizer, *args, **kwargs)
+    def save_optimizer(self, *args: Any, **kwargs: Any) -> None:
+        self._refuse_zero()
+        if self._writes:
+            super().save_optimizer(*args, **kwargs)
 
-    def save_unsharded_optimizer(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        with self._whole_states(optimizer):
-            if self._writes:
-                super().save_unsharded_optimizer(optimizer, *args, **kwargs)
+    def load_optimizer(self, *args: Any, **kwargs: Any) -> None:
+        self._refuse_zero()
+        super().load_optimizer(*args, **kwargs)
 
-    def load_states_into_optimizer(self, optimizer: Any, state_dict: Mapping[Any, Any], id_map: dict) -> None:
-        if not self.use_zero:
-            super().load_states_into_optimizer(optimizer, state_dict, id_map)
-            return
-        for key, state in state_dict.items():
-            if int(key) in id_map:
-                group = _holders(optimizer, id_map[int(key)])
-                with replaced(self, global_dp_size=dist.get_world_size(group), dp_rank=dist.get_rank(group)):
-                    super().load_states_into_optimizer(optimizer, {key: state}, id_map)
-
-    @contextmanager
-    def _whole_states(self, optimizer: Any) -> Iterator[None]:
-        """In the block, the optimizer has the whole state of each parameter, as without ZeRO. Called by all ranks."""
-        if not self.use_zero:
-            yield
-            return
-        # All ranks gather in the order of the model's parameters.
-        masters = [master for group in optimizer.optim.param_groups for master in group["params"]]
-        sharded = optimizer.optim.state
-        whole = {master: _gathered(sharded[master], optimizer, master) for master in masters if master in sharded}
-        with replaced(self, use_zero=False), replaced(optimizer.optim, state=whole):
-            yield
-
-
-def _holders(optimizer: Any, master: Tensor) -> Any:
-    group = optimizer.param_to_pg[optimizer.get_master_to_working_map()[id(master)]]
-    assert group is not GroupMember.NON_GROUP_MEMBER
-    return group
-
-
-def _gathered(state: Mapping[str, Any], optimizer: Any, master: Tensor) -> dict[str, Any]:
-    parameter = optimizer.get_master_to_working_map()[id(master)]
-    group = _holders(optimizer, master)
-    whole = dict(state)
-    for name, value in state.items():
-        if isinstance(value, Tensor) and value.shape == master.shape:
-            parts = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(parts, value.contiguous(), group=group)
-            whole[name] = torch.cat([part.flatten() for part in parts])[: parameter.numel()].view_as(parameter)
-    return whole
+    def _refuse_zero(self) -> None:
+        if self.use_zero:
+            raise NotImplementedError(
+                "with ZeRO, the ranks that hold a layer share its optimizer state, which Colossal-AI's checkpoints "
+                "cannot do if replicas are not alike; give the plugin checkpoints=CheckpointConfig(...), and use "
+                "plugin.save and plugin.resume"
+            )

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from colossalai.booster.plugin import TorchDDPPlugin
 from colossalai.booster.plugin.dp_plugin_base import DPPluginBase
@@ -24,14 +23,13 @@ from ...common.ranks import check_launched, on_every_rank
 from ...data_parallel.batch_balancer import BatchBalancer
 from ...data_parallel.config import BatchConfig, BatchSetup
 from ...planner.batches.allocation import Allocation
-from ..checkpoint_part import CheckpointMethods, Checkpoints, check_config
+from ..checkpoint_part import CheckpointMethods, Checkpoints
 from ..report import OnReport, Report, Reports
-from ..training_objects import TrainingObjects
-from ..uneven_batches import UnevenBatches, check_batches
+from ..training_objects import TrainingObjects, check_option
+from ..uneven_batches import UnevenBatches
 from .elementwise_updates import can_be_sharded, check_sharding
 from .lowest_zero_stage import configure_lowest_stage
-from .optimizer_checkpoints import Shapes, check_owned, name_groups, parameter_names, plain_name
-from .zero_checkpoints import StageCheckpointIO
+from .zero_checkpoints import StageCheckpointIO, check_owned, name_groups, parameter_names
 from .zero_stages import (
     PRECISIONS,
     STAGES,
@@ -96,8 +94,7 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         precision: ``fp32``, ``bf16`` or, below stage 3, ``fp16``.
         max_norm: clip gradients to this 2-norm; 0 for no clipping.
         checkpoints: where :meth:`save` saves layer checkpoints, from which :meth:`resume` continues; stages 0 to 2.
-        on_report: called on rank 0 every ``report_every`` optimizer steps with the numbers of :meth:`report`; see
-            :mod:`.sinks` for TensorBoard and others.
+        on_report: called on rank 0 every ``report_every`` optimizer steps with the numbers of :meth:`report`.
         report_every: at least 1.
         options: further arguments of the stage's plugin; with ``"auto"``, of the plugins of all stages that have them.
 
@@ -128,16 +125,17 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
             raise TypeError("give one of global_batch_size and batches=BatchConfig(global_batch_size=..., ...)")
         if global_batch_size is not None:
             batches = BatchConfig(global_batch_size=global_batch_size)
-        self.batches = check_batches(batches)
+        check_option("batches", batches, BatchConfig, "global_batch_size=...")
+        check_option("checkpoints", checkpoints, CheckpointConfig, "shared=...")
+        assert batches is not None
+        self.batches = batches
         if not max_norm >= 0:
             raise ValueError(f"max_norm={max_norm} must be 0 (no clipping) or above")
-        check_config(checkpoints)
         self._checkpoints = None if checkpoints is None else Checkpoints(checkpoints)
         self.stage = stage
         self.precision = precision
         self.max_norm = max_norm
         self._checkpoint_io: tuple[DPPluginBase, CheckpointIO] | None = None
-        self._shapes: WeakKeyDictionary[OptimizerWrapper, Shapes] = WeakKeyDictionary()
         self._uneven_batches = UnevenBatches(self.batches)
         self._stages = stages_to_try(stage, precision, self.batches.accumulation)
         self._options = options_by_stage(self._stages, options)
@@ -182,13 +180,11 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         if self._checkpoints is not None:
             self._checkpoints.note(objects)
         names = parameter_names(model, optimizer)
-        shapes = {plain_name(name): tuple(value.shape) for name, value in model.named_parameters()}
         check_owned(model, optimizer, self._stages)
         self.stage, self._inner, objects = configure_lowest_stage(
             self._stages, self.precision, self._plugin_of, self.batches.training_step, objects
         )
         name_groups(objects.optimizer, names, int(self.stage))
-        self._shapes[objects.optimizer] = shapes
         self._uneven_batches.measure(self, objects)
         objects.optimizer.zero_grad()
         self._uneven_batches.attach(self, objects)
@@ -226,16 +222,18 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         return True
 
     def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper) -> AbstractContextManager[None]:
-        """In the block, gradients are not summed over ranks in stages 0 and 1; a step needs a later backward pass.
-        Stages 2 and 3 keep gradients in shards, and sum them in every pass; the result is the same."""
-        context = self._uneven_batches.no_sync(optimizer)
-        return context if self.stage in (0, 1) else nullcontext()
+        """Changes nothing: gradients are summed over ranks once per global batch, and in stages 2 and 3 in every pass,
+        in which they become shards. A loop that accumulates several global batches gets the same result."""
+        return nullcontext()
 
     def support_lora(self) -> bool:
         return True
 
     def enable_lora(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """See ``TorchDDPPlugin.enable_lora``; adapters are the same at every stage."""
+        """See ``TorchDDPPlugin.enable_lora``; the same at stages 0 to 2."""
+        self._stages = [stage for stage in self._stages if stage < 3]
+        if not self._stages:
+            raise ValueError("LoRA at stage 3 is not possible, as in TorchFSDPPlugin; use stage 0, 1 or 2")
         return TorchDDPPlugin().enable_lora(model, *args, **kwargs)
 
     def control_precision(self) -> bool:
@@ -254,7 +252,7 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         return True
 
     def get_checkpoint_io(self) -> CheckpointIO:
-        return StageCheckpointIO(self._checkpoint_io_of_stage, self._shapes)
+        return StageCheckpointIO(self._checkpoint_io_of_stage)
 
     def _checkpoint_io_of_stage(self) -> CheckpointIO:
         if self._checkpoint_io is None or self._checkpoint_io[0] is not self._inner:

@@ -87,11 +87,7 @@ class _ShardedOptimizer(FSDPOptimizerWrapper):
             flat = self._handles[number].flat_param
             if is_used or not flat.requires_grad:
                 continue
-            if flat._params is None:
-                raise ValueError(
-                    f"no rank has used {flat._fqns[index]} in this step, so it has no gradient, but FSDP would change "
-                    "it: a model on the meta device has only flat parameters. Create the model on a device"
-                )
+            assert flat._params is not None  # FSDP keeps the parameters of the model
             flat._params[index].grad = None
         return super().step(*args, **kwargs)
 
@@ -159,15 +155,6 @@ def _clip_unscaled(optimizer: OptimizerWrapper, *args: Any, **kwargs: Any) -> to
     return OptimizerWrapper.clip_grad_by_norm(optimizer, *args, **kwargs)
 
 
-def _needs_flat_parameters(model: nn.Module, optimizer: Optimizer) -> bool:
-    """True if FSDP must replace parameters by flat ones, because some are on the meta device. It can, if the optimizer
-    has one group with all of them, none frozen. Otherwise it keeps them, each with this rank's part of it."""
-    ours = set(model.parameters())
-    groups = inner_optimizer(optimizer).param_groups
-    alike = len(groups) == 1 and set(groups[0]["params"]) == ours and all(value.requires_grad for value in ours)
-    return alike and any(value.is_meta for value in ours)
-
-
 class _ShardedParameters(TorchFSDPPlugin):
     """Stage 3: Colossal-AI's FSDP plugin, on any device, with the precision given by its name."""
 
@@ -177,24 +164,15 @@ class _ShardedParameters(TorchFSDPPlugin):
         super().__init__(**options)
 
     def configure(self, model: nn.Module, optimizer: Optimizer | None = None, *others: Any) -> Configured:
+        if any(value.is_meta for value in model.parameters()):
+            raise ValueError(
+                "the model is on the meta device, where FSDP would replace its parameters by new ones, which the "
+                "optimizer does not have; create the model on a device"
+            )
         device = get_accelerator().get_current_device()
-        keeps = optimizer is not None and not _needs_flat_parameters(model, optimizer)
-        sharded = TorchFSDPModel(model, device_id=device, use_orig_params=keeps, **self.fsdp_kwargs)
+        sharded = TorchFSDPModel(model, device_id=device, use_orig_params=True, **self.fsdp_kwargs)
         if optimizer is not None and not isinstance(optimizer, FSDPOptimizerWrapper):
             optimizer.state.clear()
-            if keeps:
-                ours = set(sharded.parameters())
-                if any(value not in ours for group in optimizer.param_groups for value in group["params"]):
-                    raise ValueError(
-                        "FSDP has made new parameters, as it does for those on the meta device, and the optimizer "
-                        "has the old ones; give it one group with all parameters and freeze none, or create the model "
-                        "on a device"
-                    )
-            else:
-                # FSDP has replaced the parameters by flat ones, which take over the options of the one group.
-                options = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
-                optimizer.param_groups.clear()
-                optimizer.add_param_group({"params": list(sharded.parameters()), **options})
             optimizer = _ShardedOptimizer(optimizer, sharded)
         return sharded, optimizer, *others
 

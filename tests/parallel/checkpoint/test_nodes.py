@@ -159,7 +159,7 @@ def check_states(folder: Path) -> int | None:
         run.plugin.resume(run.model, run.optimizer)
     (entry,) = entries(folder / "a")
     assert len(entry.faults) == 1 and "states.bin is missing" in entry.faults[0]
-    return run.plugin._checkpoints.newest_step()
+    return run.plugin._checkpoints.files.newest_step()
 
 
 def check_rest(folder: Path) -> tuple[list[list[str]], str, int | None]:

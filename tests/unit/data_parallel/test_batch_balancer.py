@@ -11,7 +11,6 @@ from colossal_hetero.data_parallel.batch_balancer import (
     changes_in_words,
     divider_of,
     division_in_words,
-    slow_data_in_words,
 )
 from colossal_hetero.planner import Curve, allocate
 from colossal_hetero.planner.batches.batch_profile import DeviceProfile
@@ -76,9 +75,3 @@ def test_changes_name_the_ranks_whose_samples_change() -> None:
         "rank 1 (B) takes 2.00 times as long as before: 3 → 2 samples"
     )
     assert changes_in_words(before, before, [1.1, 1.0], ["A", "B"]) is None
-
-
-def test_slow_data_names_the_rank_and_the_remedy() -> None:
-    assert slow_data_in_words(1, 0.4321, 2) == (
-        "rank 1 waits 0.43 s per global batch for its data: more workers would help (num_workers=2)"
-    )

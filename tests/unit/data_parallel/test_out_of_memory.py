@@ -1,4 +1,4 @@
-"""Running out of memory in training: the repeated pass is the same, and the profile gets a smaller micro-batch."""
+"""Running out of memory in training: the repeated pass is the same, or words say what to do."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from colossal_hetero.data_parallel import out_of_memory
-from colossal_hetero.data_parallel.out_of_memory import OutOfMemoryGuard, with_smaller_batch
-from tests.unit.planner.batches.test_batch_profile import profile
+from colossal_hetero.data_parallel.out_of_memory import OutOfMemoryGuard
 
 
 @pytest.fixture(autouse=True)
@@ -49,12 +48,12 @@ class RunsOut(nn.Module):
         return inputs
 
 
-def guarded(may_repeat: bool, **changes: Any) -> tuple[nn.Module, RunsOut, Any]:
+def guarded(may_repeat: bool) -> tuple[nn.Module, RunsOut, Any]:
     runs_out = RunsOut()
     model = nn.Sequential(make_model(), runs_out)
     optimizer = SimpleNamespace(backward=lambda loss: loss.backward())
     loader: Any = SimpleNamespace(current=SimpleNamespace(samples=3, global_batch=7))
-    guard = OutOfMemoryGuard(loader, 0, changes.get("path"), may_repeat=may_repeat)
+    guard = OutOfMemoryGuard(loader, may_repeat=may_repeat)
     guard.attach(model, optimizer)  # type: ignore[arg-type]
     return model, runs_out, optimizer
 
@@ -97,14 +96,3 @@ def test_other_errors_and_evaluation_are_left_alone() -> None:
     assert model.eval()(torch.randn(3, 3, 8, 8)).shape == (3, 4)
     with pytest.raises(AttributeError):
         optimizer.backward(None)
-
-
-def test_the_profile_of_the_next_run_has_a_smaller_micro_batch() -> None:
-    before = profile()  # kinds of at most 4 and 2 samples, for ranks 0 and 2, and 1 and 3
-    after = with_smaller_batch(before, 2, 4)
-    assert [after.kinds[kind].max_batch for kind in after.ranks] == [4, 2, 3, 2]
-    assert after.kinds[after.ranks[2]].memory_bound
-    again = with_smaller_batch(after, 2, 3)
-    assert [again.kinds[kind].max_batch for kind in again.ranks] == [4, 2, 2, 2] and len(again.kinds) == 3
-    assert with_smaller_batch(again, 2, 1).kinds[2].max_batch == 1
-    assert before == profile()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from colossal_hetero.common.atomic_files import check_writable, default_folder, replacing
+from colossal_hetero.common.atomic_files import check_writable, replacing
 
 
 def write(path: Path, text: str = "new") -> None:
@@ -84,11 +84,3 @@ def test_what_cannot_be_written_is_said_before_the_work(tmp_path: Path, name: st
     with pytest.raises(ValueError, match=f"cannot write .*: {says}"):
         check_writable(tmp_path / name)
     assert sorted(os.listdir(tmp_path)) == ["dangling", "folder"]
-
-
-def test_the_folder_of_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_folder() == tmp_path / "colossal_hetero"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert default_folder() == tmp_path / "home" / ".cache" / "colossal_hetero"

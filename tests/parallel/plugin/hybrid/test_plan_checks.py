@@ -168,7 +168,7 @@ def check_numbers_of_layers() -> None:
     for model in (tiny_vit(depth=6), bert(6)):
         with pytest.raises(ValueError, match=r"num_layers_per_stage=\[1, 3\] adds up to 4; the model has 6 layers"):
             boost(plugin, model)
-    with pytest.raises(TypeError, match="got multiple values for argument 'sp_size'"):
+    with pytest.raises(TypeError, match="multiple values for argument 'sp_size'"):
         HeteroHybridParallelPlugin(1, 2, None, sp_size=1)
 
 
@@ -184,8 +184,6 @@ def test_numbers_of_layers_that_do_not_fit_are_refused() -> None:
 @pytest.mark.parametrize(
     "field, value, message",
     [
-        ("drift_threshold", 0.0, "drift_threshold=0.0 must be a positive share"),
-        ("drift_threshold", float("nan"), "must be a positive share"),
         ("global_batch_size", 0, "global_batch_size=0 must be a whole number"),
         ("micro_batch_sizes", (), "micro_batch_sizes is empty"),
         ("micro_batch_sizes", (2, 1.5), "micro_batch_sizes=1.5 must be"),

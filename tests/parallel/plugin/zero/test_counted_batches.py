@@ -50,7 +50,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 @unmeasured
 def boost(stage: int | str, data: Dataset, division: Any, collate: Any = None, **options: Any) -> Boosted:
-    fixed = dict(profile_cache="", reallocate_above=float("inf"), max_micro_batch=8, loader=dict(collate_fn=collate))
+    fixed = dict(reallocate_above=float("inf"), max_micro_batch=8, loader=dict(collate_fn=collate))
     return boosted(stage, net(), sgd, data, division=division, **fixed, **options)
 
 
@@ -146,7 +146,7 @@ def mixed_step(mixup: Mixup) -> Any:
 def mixup_gets_even_batches() -> None:
     mixup = Mixup(mixup_alpha=0.8, num_classes=3)
     for stage in (0, 1, "auto"):
-        step, options = mixed_step(mixup), dict(samples=12, profile_cache="")
+        step, options = mixed_step(mixup), dict(samples=12)
         run = boosted(stage, net(), sgd, Images(), loader=dict(drop_last=True), training_step=step, **options)
         assert run.loader.multiple_of == 2
         for batch in run.loader:

@@ -99,7 +99,7 @@ def train(stage: int, division: list[list[int]], optimizer_name: str, **options:
     kind = "hybrid" if options.pop("hybrid", False) else stage
     model = make_model()
     optimizer = make_optimizer(model, optimizer_name)
-    options |= dict(max_micro_batch=8, training_step=training_step, profile_cache="")
+    options |= dict(max_micro_batch=8, training_step=training_step)
     run = boosted(kind, model, optimizer, Mixed(), criterion=None, division=division, **options)
     run.fit(mixed_loss)
     return run.fit(mixed_loss)

@@ -1,4 +1,4 @@
-"""Arguments and networks of the plugin that follow from a plan, and plans that its options allow."""
+"""Arguments of the hybrid plugin: what follows from a plan, plans that they allow, and obstacles of moving units."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from colossalai.interface import OptimizerWrapper
+from torch import nn
 
 from colossal_hetero.planner.cluster.group_networks import Network
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.cost.runnable import NoPlanError, why_not_runnable
 from colossal_hetero.plugin.elastic.planning import elastic_planning
+from colossal_hetero.plugin.hybrid.optimizer_slots import HybridOptimizerMemory
 from colossal_hetero.plugin.hybrid.plan_agreement import best_plan
 from colossal_hetero.plugin.hybrid.planned_mesh import usable_network
 from colossal_hetero.plugin.hybrid.plugin_arguments import arguments_from_plan
@@ -78,9 +82,8 @@ def test_recomputation_and_zero_are_used_where_they_are_allowed() -> None:
 def test_elastic_training_has_simple_plans() -> None:
     random = np.random.default_rng(0)
     model, topology = random_model(random), random_cluster(random, 4)
-    known: Any = SimpleNamespace(with_kinds=lambda kinds: model)
     names = [node.name for node in topology.nodes]
-    planning = elastic_planning({"planning": PlanConfig(global_batch_size=8)}, topology, known, names)
+    planning = elastic_planning({"planning": PlanConfig(global_batch_size=8)}, topology, model, names)
     assert (planning.recompute, planning.zero_stages, planning.layer_sums) == (False, (0,), True)
 
 
@@ -88,3 +91,29 @@ def test_elastic_training_has_simple_plans() -> None:
 def test_zero_stages_that_cannot_be_planned(stages: Any) -> None:
     with pytest.raises(ValueError, match=r"zero_stages=.* cannot be planned; use \(0,\), \(1,\) or \(0, 1\)"):
         PlanConfig(zero_stages=stages)
+
+
+# Permanent re-sharding ----------------------------------------------------------------------------------------------
+
+
+PLAIN = dict(zero_stage=0, dp_size=1, sp_size=1)
+
+
+def memory_of(optimizer: torch.optim.Optimizer, is_elastic: bool = False, **plugin: Any) -> HybridOptimizerMemory:
+    model = SimpleNamespace(module=nn.Linear(2, 2))
+    return HybridOptimizerMemory(SimpleNamespace(**(PLAIN | plugin)), model, OptimizerWrapper(optimizer), is_elastic)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (dict(is_elastic=True), "elastic training moves whole layers"),
+        (dict(zero_stage=1), "ZeRO stage 1"),
+        (dict(dp_size=2), "2 replicas"),
+        (dict(sp_size=3), "3 replicas"),
+        ({}, None),
+    ],
+)
+def test_obstacles_of_the_plugin(options: dict[str, Any], reason: str | None) -> None:
+    obstacle = memory_of(torch.optim.SGD([nn.Parameter(torch.zeros(2))]), **options).obstacle
+    assert obstacle is None if reason is None else reason in str(obstacle)
