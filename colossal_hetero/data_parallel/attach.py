@@ -32,14 +32,15 @@ from .loss_weights import (
     weight_function,
 )
 from .out_of_memory import OutOfMemoryGuard
-from .saved_profile import CachedProfile, ProfileFile, context_of
+from .saved_profile import CachedProfile, ProfileFile, context_of, device_names
 
 
 class MeasuredBatches:
     """The batches of a configured model, optimizer and loader: measured at first, and then divided (:meth:`attach`).
     Every rank calls both. The user's loss is checked in any case.
 
-    The profile is that of the user's file, of an earlier run, or a new one. It is changed if a rank runs out of memory.
+    The profile is that of the setup, of the user's file, of an earlier run, or a new one. It is changed if a rank runs
+    out of memory.
     """
 
     def __init__(
@@ -69,7 +70,11 @@ class MeasuredBatches:
         cap = config.largest_micro_batch
         profile: BatchProfile | None = None
         kept: ProfileFile | CachedProfile | None = None
-        if config.profile is not None:
+        if setup.profile is not None:
+            profile = setup.profile
+            devices = device_names(setup.replica_of)
+            profile.check_fits(devices, description.digest, stage=setup.stage, precision=setup.precision)
+        elif config.profile is not None:
             kept = ProfileFile(config.profile)
             profile = kept.read(setup.replica_of, description, setup.stage, setup.precision, cap)
             if profile is None:
@@ -81,7 +86,7 @@ class MeasuredBatches:
             raise ValueError(
                 f"batch sizes must be multiples of {loader.multiple_of} samples, but max_micro_batch={cap}; allow more"
             )
-        if kept is None:
+        if kept is None and profile is None:
             kept = self._cached_profile(description, cap)
             profile = self._still_right(kept)
         if profile is None:
@@ -95,6 +100,7 @@ class MeasuredBatches:
                 replica_of=setup.replica_of,
                 multiple_of=loader.multiple_of,
             )
+            assert kept is not None
             kept.write(profile)
         smallest = max(kind.min_batch for kind in profile.kinds)
         if cap < smallest:
@@ -104,7 +110,7 @@ class MeasuredBatches:
             )
         if all(kind.max_batch for kind in profile.kinds):
             self._sum_once(smallest)
-        return profile, kept.path
+        return profile, None if kept is None else kept.path
 
     def _sum_once(self, samples: int) -> None:
         """Let DDP sum gradients before training, as measuring does, if it searches for unused parameters. If the very

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from ...common.text import (
     spans,
     times,
 )  # fmt: skip
-from ..batches.adapt import AdaptPlan, RingNetwork, adapt, ring_cost
+from ..batches.adapt import AdaptPlan, RingNetwork, adapt_profile, ring_cost
 from ..batches.allocation import LEAST_GAIN, Allocation, Share, allocate
 from ..batches.batch_profile import UNITS, BatchProfile, DeviceProfile
 from ..batches.time_curve import Curve
@@ -85,15 +84,11 @@ def compare(
         except ValueError as error:
             network, link_error = None, str(error)
 
-    @lru_cache
-    def curves_of(ranks: int) -> list[Curve]:
-        return profile.curves(stage, global_batch_size, sharing_ranks=ranks, allow_empty=True)
-
     def divide(name: str, accumulation: str) -> MethodResult:
         if name == "adapt" and profile.links:
             if network is None:
                 raise ValueError(link_error)
-            plan = adapt(curves_of, global_batch_size, stage, network, accumulation)
+            plan = adapt_profile(profile, global_batch_size, stage, accumulation)
             left_out = f"without {'rank' if len(plan.dropped) == 1 else 'ranks'} {spans(plan.dropped)}"
             note = f"{left_out if plan.dropped else 'all devices'}, {plan.protocol}"
             return MethodResult(name, plan.allocation, note, plan)
@@ -122,8 +117,9 @@ def compare(
     chosen = divide(method, accumulation)
     assert chosen.allocation is not None
     results = [chosen if each == (method, accumulation) else attempt(*each) for each in settings]
-    own_curves = curves if chosen.adapt is None else curves_of(len(chosen.adapt.ring))
-    return BatchComparison(profile, tuple(own_curves), chosen.allocation, chosen.adapt, tuple(results))
+    if chosen.adapt is not None:
+        curves = profile.curves(stage, global_batch_size, sharing_ranks=len(chosen.adapt.ring), allow_empty=True)
+    return BatchComparison(profile, tuple(curves), chosen.allocation, chosen.adapt, tuple(results))
 
 
 def _check_sizes(profile: BatchProfile, global_batch_size: int, stage: int) -> None:

@@ -28,6 +28,7 @@ from ..checkpoint_part import CheckpointMethods, Checkpoints, check_config
 from ..report import OnReport, Report, Reports
 from ..training_objects import TrainingObjects
 from ..uneven_batches import UnevenBatches, check_batches
+from .adapt_world import adapt_world
 from .elementwise_updates import can_be_sharded, check_sharding
 from .lowest_zero_stage import configure_lowest_stage
 from .optimizer_checkpoints import Shapes, check_owned, name_groups, parameter_names, plain_name
@@ -121,17 +122,20 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         **options: Any,
     ) -> None:
         check_launched()
-        super().__init__()
-        self._reports = Reports(on_report, report_every)
-        support_gpus_over_gloo()
         if (global_batch_size is None) == (batches is None):
             raise TypeError("give one of global_batch_size and batches=BatchConfig(global_batch_size=..., ...)")
         if global_batch_size is not None:
             batches = BatchConfig(global_batch_size=global_batch_size)
         self.batches = check_batches(batches)
+        self._stages = stages_to_try(stage, precision, self.batches.accumulation)
+        self._options = options_by_stage(self._stages, options)
         if not max_norm >= 0:
             raise ValueError(f"max_norm={max_norm} must be 0 (no clipping) or above")
         check_config(checkpoints)
+        self._adapted = adapt_world(self.batches)
+        super().__init__()
+        support_gpus_over_gloo()
+        self._reports = Reports(on_report, report_every)
         self._checkpoints = None if checkpoints is None else Checkpoints(checkpoints)
         self.stage = stage
         self.precision = precision
@@ -139,8 +143,6 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         self._checkpoint_io: tuple[DPPluginBase, CheckpointIO] | None = None
         self._shapes: WeakKeyDictionary[OptimizerWrapper, Shapes] = WeakKeyDictionary()
         self._uneven_batches = UnevenBatches(self.batches)
-        self._stages = stages_to_try(stage, precision, self.batches.accumulation)
-        self._options = options_by_stage(self._stages, options)
         self._inner = self._plugin_of(self._stages[0])
 
     @property
@@ -218,6 +220,7 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
             synchronize=synchronizer(int(self.stage), objects.model, objects.optimizer),
             leaves=flat_parameters(objects.model),
             max_norm=self.max_norm if self.stage in (0, 3) else 0.0,  # ZeRO's optimizer clips in its step
+            profile=self._adapted,
         )
 
     # Answers of the stage's plugin -------------------------------------------------------------------------------
