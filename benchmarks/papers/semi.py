@@ -6,16 +6,11 @@ Iteration times of several methods with a straggler are measured on two ranks (:
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import mean, median, stdev
-from typing import Any
 
 from benchmarks.papers.group_training import RANKS, Run, Trained, iteration_ratios, round_robin, steady, train_all
-from benchmarks.papers.page import Curves, Figure, Inputs
+from benchmarks.papers.page import Curves, Figure, Inputs, measured
 from benchmarks.tensor_parallel.decisions import ASSUMED
 from colossal_hetero.balance import BalanceConfig, BalancePlan, RankTimes, predicted_seconds
 from colossal_hetero.balance.modes import decide
@@ -188,7 +183,7 @@ def _with_straggler(
 
 def measured_times() -> dict[str, float]:
     """Median seconds of an iteration by "METHOD, χ"."""
-    return _measure("benchmarks.papers.straggler_times", Path("runs/papers/times.json"))
+    return measured("benchmarks.papers.straggler_times", "times")
 
 
 def fig11(inputs: Inputs) -> Figure:
@@ -234,12 +229,12 @@ def table1(inputs: Inputs) -> Figure:
         ("broadcast-reduce", 4): (373, 737, 846, 998, 1113),
         ("scatter-gather", 4): (373, 779, 971, 1198, 1436),
     }
-    measured = _measure("benchmarks.papers.policies", Path("runs/papers/policies.json"))
+    seconds = measured("benchmarks.papers.policies", "policies")
     shares = (0.0, 0.25, 0.5, 0.75, 1.0)
     rows: list[Sequence[object]] = []
     for senders in (1, 4):
         for method in ("broadcast-reduce", "scatter-gather", "block"):
-            here = [measured[f"{method}, {senders}, {share:g}"] for share in shares]
+            here = [seconds[f"{method}, {senders}, {share:g}"] for share in shares]
             paper = said.get((method, senders))
             paper_ratios = [f"{each / paper[0]:.2f}" for each in paper] if paper else ["–"] * 5
             both = (f"{old} / {new / here[0]:.2f}" for old, new in zip(paper_ratios, here, strict=True))
@@ -254,7 +249,7 @@ def table1(inputs: Inputs) -> Figure:
 
 def vit_1b(inputs: Inputs) -> Figure:
     """The paper's ViT-1B for a few iterations."""
-    found = _measure("benchmarks.papers.vit_1b", Path("runs/papers/vit-1b.json"))
+    found = measured("benchmarks.papers.vit_1b", "vit-1b")
     off, auto = found["off"], found["auto"]
     difference = max(abs(a / b - 1) for a, b in zip(auto["losses"], off["losses"], strict=True))
     before = median(off["seconds"][-3:])
@@ -277,13 +272,6 @@ def vit_1b(inputs: Inputs) -> Figure:
         "each rank has until it is divided. The paper has eight V100 and batches of 64; it gives no such table."
     )
     return Figure("SEMI, ViT-1B: a few iterations of the model itself", columns, rows, why)
-
-
-def _measure(module: str, out: Path) -> dict[str, Any]:
-    if not out.exists():
-        out.parent.mkdir(parents=True, exist_ok=True)
-        subprocess.run([sys.executable, "-m", module, "--out", str(out)], check=True)
-    return json.loads(out.read_text())
 
 
 FIGURES = {"fig3": fig3, "fig5": fig5, "fig6": fig6, "fig7": fig7, "fig8": fig8, "fig9": fig9, "fig10": fig10}

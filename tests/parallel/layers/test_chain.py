@@ -98,10 +98,9 @@ def test_links_compute_what_the_model_does(name: str, count: int) -> None:
 
 
 class AddsInPlace(nn.Module):
-    default_cfg = {"input_size": (3, 8, 8)}
-
     def __init__(self) -> None:
         super().__init__()
+        self.default_cfg = {"input_size": (3, 8, 8)}
         self.first, self.second = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
