@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
-from benchmarks.papers.page import Curves, Figure, Inputs
+from benchmarks.papers.page import Curves, Figure, Inputs, measured
 
 NAMES = {"equal": "equal parts", "adapt": "ADAPT", "ours": "ours"}
 
 
-def _measured(module: str, out: Path, *options: str) -> dict[str, Any]:
-    if not out.exists():
-        out.parent.mkdir(parents=True, exist_ok=True)
-        subprocess.run([sys.executable, "-m", module, "--out", str(out), *options], check=True)
-    return json.loads(out.read_text())
-
-
 def _runs() -> dict[str, Any]:
-    return _measured("benchmarks.papers.adapt_runs", Path("runs/papers/adapt.json"))
+    return measured("benchmarks.papers.adapt_runs", "adapt")
 
 
 def dp(inputs: Inputs) -> Figure:
@@ -39,7 +28,7 @@ def dp(inputs: Inputs) -> Figure:
 
 def pp(inputs: Inputs) -> Figure:
     options = ("--quotas", "0.6", "--hidden", "192", "--rounds", "2", "--orders")
-    found = _measured("benchmarks.pipeline.pipeline_stages", Path("runs/papers/pipeline.json"), *options)
+    found = measured("benchmarks.pipeline.pipeline_stages", "pipeline", *options)
     equal = found["equal"][1]
     paper = {"equal": "1.00", "adapt": "ViT 1.56 to 1.91", "ours": ""}
     rows = [(NAMES[name], paper[name], equal / seconds, seconds, split) for name, (split, seconds) in found.items()]
@@ -63,8 +52,8 @@ def ramp(inputs: Inputs) -> Figure:
         lines[name] = (range(len(seconds)), seconds)
     columns = ("quota of rank 1", "equal [s]", "ADAPT [s]", "ours [s]", "equal / ours", "samples, ours")
     why = (
-        "The quota of a core falls step by step; the picture has all iterations. ADAPT profiles every k epochs; it is "
-        "our plugin here that divides again every 24 iterations, without its profiling, so its times are a lower bound."
+        "The quota of a core falls step by step; the picture has all iterations. ADAPT profiles every k epochs; here "
+        'it is our plugin with `method="adapt"`, which divides again every 24 iterations by times of training itself.'
     )
     curves = [Curves("iteration", "seconds", lines)]
     return Figure("ADAPT, Fig. 8.5: a load that grows", columns, rows, why, curves)

@@ -28,7 +28,7 @@ ITERATIONS = 12
 """Of each run at each quota."""
 RUNS: dict[str, dict[str, Any]] = {
     "equal": {"method": "uniform"},
-    "adapt": {"check_every": 24},
+    "adapt": {"method": "adapt", "check_every": 24},
     "ours": {"check_every": 4},
 }
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.box import MARKDOWN
 from rich.console import Console
@@ -40,6 +44,16 @@ class Figure:
     why: str
     """What differs from the paper, and why."""
     curves: Sequence[Curves] = field(default=())
+
+
+def measured(module: str, name: str, *options: str) -> dict[str, Any]:
+    """Numbers that a module of this folder writes, kept in ``runs/papers/NAME.json``."""
+    out = Path("runs/papers", f"{name}.json")
+    if not out.exists():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if subprocess.run([sys.executable, "-m", module, "--out", str(out), *options], check=False).returncode:
+            sys.exit(f"{module} has failed, as it says above")
+    return json.loads(out.read_text())
 
 
 def show(name: str, figure: Figure) -> None:

@@ -6,16 +6,12 @@ Iteration times of several methods with a straggler are measured on two ranks (:
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 from statistics import mean, median, stdev
-from typing import Any
 
-from benchmarks.papers.group_training import RANKS, Run, Trained, iteration_ratios, round_robin, steady, train_all
-from benchmarks.papers.page import Curves, Figure, Inputs
+from benchmarks.papers.group_training import RANKS, Run, iteration_ratios, round_robin, steady, train_all
+from benchmarks.papers.page import Curves, Figure, Inputs, measured
 from benchmarks.tensor_parallel.decisions import ASSUMED
 from colossal_hetero.balance import BalanceConfig, BalancePlan, RankTimes, predicted_seconds
 from colossal_hetero.balance.modes import decide
@@ -30,25 +26,56 @@ LARGER = 5
 NOTHING = steady((0.0,) * RANKS, EPOCHS)
 SMALL = (
     "The paper trains ViT-1B or ViT-3B on all of CIFAR-10 for 150 epochs on eight V100; here it is a ViT of width 128 "
-    f"on 4,096 of its images per epoch for {EPOCHS} epochs, so losses are of the beginning of a training."
+    f"on 4,096 of its images per epoch for {EPOCHS} epochs, so losses are of the beginning of a training. "
+    "Accuracies are means of three seeds, and ± is the standard deviation of the differences."
 )
+
+
+class Trainings:
+    """Runs with all seeds, and the control without pruning."""
+
+    def __init__(self, runs: Sequence[Run], data_dir: str, depth: int = 3) -> None:
+        self._control = Run(NOTHING, depth=depth)
+        every = [replace(run, seed=seed) for run in (self._control, *runs) for seed in SEEDS]
+        self._trained = train_all(every, data_dir)
+
+    def accuracies(self, run: Run | None = None) -> list[tuple[float, ...]]:
+        """Accuracy after each epoch, by seed; without a run, of the control."""
+        return [self._trained[replace(run or self._control, seed=seed)].accuracy for seed in SEEDS]
+
+    def accuracy(self, run: Run | None = None) -> float:
+        """The last accuracy, mean over seeds."""
+        return mean(each[-1] for each in self.accuracies(run))
+
+    def loss(self, run: Run) -> str:
+        """Points of accuracy below the control with the same seed: mean and standard deviation."""
+        pairs = zip(self.accuracies(), self.accuracies(run), strict=True)
+        losses = [control[-1] - pruned[-1] for control, pruned in pairs]
+        return f"{mean(losses):.1f} ± {stdev(losses):.1f}"
+
+    def curves(self, runs: dict[str, Run]) -> Curves:
+        chosen: dict[str, Run | None] = {"nothing pruned": None, **runs}
+        lines = {
+            name: (range(1, EPOCHS + 1), [mean(each) for each in zip(*self.accuracies(run), strict=True)])
+            for name, run in chosen.items()
+        }
+        return Curves("epoch", "held-out accuracy [%]", lines)
 
 
 def fig3(inputs: Inputs) -> Figure:
     """Imputations with γ = ½ on all ranks, random columns."""
     runs = {name: Run(steady((0.5,) * RANKS, EPOCHS), imputation=name) for name in ("same", "zero", "average")}
-    trained = train_all([Run(NOTHING), *runs.values()], inputs.images)
-    control = trained[Run(NOTHING)]
+    trained = Trainings(list(runs.values()), inputs.images)
+    rows: list[Sequence[object]] = [("nothing pruned", "", trained.accuracy(), "")]
+    rows += [
+        (name, place, trained.accuracy(run), trained.loss(run)) for place, (name, run) in enumerate(runs.items(), 1)
+    ]
     return Figure(
         "SEMI, Fig. 3: imputations, γ = ½ on all ranks",
         ("imputation", "paper: order of accuracy", "accuracy [%]", "loss"),
-        [("nothing pruned", "", control.accuracy[-1], "")]
-        + [
-            (name, place, trained[run].accuracy[-1], control.accuracy[-1] - trained[run].accuracy[-1])
-            for place, (name, run) in enumerate(runs.items(), 1)
-        ],
+        rows,
         f"{SMALL} The paper gives the order only.",
-        [_epochs({"nothing pruned": control} | {name: trained[run] for name, run in runs.items()})],
+        [trained.curves(runs)],
     )
 
 
@@ -70,23 +97,21 @@ def _all_ranks(title: str, depth: int, data_dir: str, said: dict[tuple[str, floa
         for rule in ("random", "priority")
         for ratio in RATIOS
     }
-    trained = train_all([control, *runs.values()], data_dir)
+    trained = Trainings(list(runs.values()), data_dir, depth)
     ratios = iteration_ratios([control, *runs.values()])
-    best = trained[control].accuracy[-1]
-    rows = [("nothing", "0", "", 1.0, best, "")]
+    rows: list[Sequence[object]] = [("nothing", "0", "", 1.0, trained.accuracy(), "")]
     for (rule, ratio), run in runs.items():
-        last = trained[run].accuracy[-1]
-        rows.append((rule, f"{ratio:g}", said.get((rule, ratio), ""), ratios[run], last, best - last))
+        paper = said.get((rule, ratio), "")
+        rows.append((rule, f"{ratio:g}", paper, ratios[run], trained.accuracy(run), trained.loss(run)))
     columns = ("columns", "γ", "paper", "iteration / unpruned", "accuracy [%]", "loss")
-    curves = {"nothing pruned": trained[control]}
-    curves |= {f"{rule}, γ = {ratio:g}": trained[run] for (rule, ratio), run in runs.items()}
+    curves = trained.curves({f"{rule}, γ = {ratio:g}": run for (rule, ratio), run in runs.items()})
     why = (
         f"{SMALL} Iterations are those of all eight shards in one process, without communication, in turns; the "
         "paper's runtimes contain what pruning does not shorten. Columns of so small layers take longer "
         "to choose and gather than a half of them saves; of layers that are 2,048 wide, half takes 0.60 of the time "
         "(`benchmarks.tensor_parallel.layer`)."
     )
-    return Figure(title, columns, rows, why, [_epochs(curves)])
+    return Figure(title, columns, rows, why, [curves])
 
 
 def fig7(inputs: Inputs) -> Figure:
@@ -98,23 +123,16 @@ def fig8(inputs: Inputs) -> Figure:
 
 
 def _one_in_turn(title: str, depth: int, data_dir: str) -> Figure:
-    control = Run(NOTHING, depth=depth)
     here = {ratio: Run(round_robin(ratio, EPOCHS), "priority", depth=depth) for ratio in RATIOS}
     everywhere = {ratio: Run(steady((ratio,) * RANKS, EPOCHS), "priority", depth=depth) for ratio in RATIOS}
-    trained = train_all([control, *here.values(), *everywhere.values()], data_dir)
-    best = trained[control].accuracy[-1]
-    rows: list[Sequence[object]] = [("0", "", best, "", "")]
+    trained = Trainings([*here.values(), *everywhere.values()], data_dir, depth)
+    rows: list[Sequence[object]] = [("0", "", trained.accuracy(), "", "")]
     for ratio, run in here.items():
-        loss, of_all = (best - trained[each].accuracy[-1] for each in (run, everywhere[ratio]))
-        rows.append((f"{ratio:g}", "less loss than with all ranks pruned", trained[run].accuracy[-1], loss, of_all))
-    curves = {"nothing pruned": trained[control]} | {f"γ = {ratio:g}": trained[run] for ratio, run in here.items()}
+        losses = trained.loss(run), trained.loss(everywhere[ratio])
+        rows.append((f"{ratio:g}", "less loss than with all ranks pruned", trained.accuracy(run), *losses))
     columns = ("γ of the straggler", "paper", "accuracy [%]", "loss", "loss with all ranks pruned")
-    return Figure(title, columns, rows, SMALL, [_epochs(curves)])
-
-
-def _epochs(trained: dict[str, Trained]) -> Curves:
-    lines = {name: (range(1, EPOCHS + 1), each.accuracy) for name, each in trained.items()}
-    return Curves("epoch", "held-out accuracy [%]", lines)
+    curves = trained.curves({f"γ = {ratio:g}": run for ratio, run in here.items()})
+    return Figure(title, columns, rows, SMALL, [curves])
 
 
 # With a straggler ----------------------------------------------------------------------------------------------------
@@ -131,44 +149,39 @@ def decided(method: str, slowdowns: Sequence[float]) -> BalancePlan:
 
 
 def fig9(inputs: Inputs) -> Figure:
-    """The straggler goes round by epoch; accuracies of three seeds at χ = 8, otherwise of one."""
-    runs: dict[tuple[str, float], list[Run]] = {}
+    """The straggler goes round by epoch."""
+    runs: dict[tuple[str, float], Run] = {}
     for method, rule in RULES.items():
         for slowdown in SLOWDOWNS:
             ratio = decided(method, [slowdown, *[1.0] * (RANKS - 1)]).resize[0]
-            seeds = SEEDS if slowdown == SLOWDOWNS[-1] else SEEDS[:1]
-            runs[method, slowdown] = [Run(round_robin(ratio, EPOCHS), rule, seed=seed) for seed in seeds]
+            runs[method, slowdown] = Run(round_robin(ratio, EPOCHS), rule)
     return _with_straggler("SEMI, Fig. 9: resizing, the straggler in turn by epoch", runs, inputs.images, PAPER_AT_8)
 
 
 def fig10(inputs: Inputs) -> Figure:
     """One rank is the straggler all the time."""
-    runs: dict[tuple[str, float], list[Run]] = {}
+    runs: dict[tuple[str, float], Run] = {}
     for method in ("zero-pridiff-r", "mig", "semi", "auto"):
         for slowdown in SLOWDOWNS:
             shares = decided(method, [slowdown, *[1.0] * (RANKS - 1)]).resize
             rule = "random" if not any(shares) else "priority-diff"
-            runs[method, slowdown] = [Run(steady(shares, EPOCHS), rule, seed=seed) for seed in SEEDS[:1]]
+            runs[method, slowdown] = Run(steady(shares, EPOCHS), rule)
     said = {"semi": "best of all together", "mig": "far from ideal at large χ", "zero-pridiff-r": "most loss"}
     return _with_straggler("SEMI, Fig. 10: one straggler", runs, inputs.images, said)
 
 
-def _with_straggler(
-    title: str, runs: dict[tuple[str, float], list[Run]], data_dir: str, said: dict[str, str]
-) -> Figure:
-    controls = {seed: Run(NOTHING, seed=seed) for seed in SEEDS}
-    trained = train_all([*controls.values(), *(run for each in runs.values() for run in each)], data_dir)
+def _with_straggler(title: str, runs: dict[tuple[str, float], Run], data_dir: str, said: dict[str, str]) -> Figure:
+    trained = Trainings([run for run in runs.values() if _prunes(run)], data_dir)
     seconds = measured_times()
     rows: list[Sequence[object]] = []
     for slowdown in SLOWDOWNS:
         off = seconds[f"off, {slowdown:g}"]
         rows.append((f"{slowdown:g}", "baseline", "", off / seconds["off, 1"], 1.0, "", "0"))
-        for (method, at), each in runs.items():
+        for (method, at), run in runs.items():
             if at != slowdown:
                 continue
-            losses = [trained[controls[run.seed]].accuracy[-1] - trained[run].accuracy[-1] for run in each]
-            loss = f"{mean(losses):.1f}" + (f" ± {stdev(losses):.1f}" if len(losses) > 1 else "")
-            pruned = max(map(max, each[0].ratios))
+            loss = trained.loss(run) if _prunes(run) else "0"
+            pruned = max(map(max, run.ratios))
             paper = said.get(method, "") if slowdown == SLOWDOWNS[-1] else ""
             took = seconds[f"{method}, {slowdown:g}"]
             rows.append((f"{slowdown:g}", method, paper, took / seconds["off, 1"], off / took, f"{pruned:.0%}", loss))
@@ -180,15 +193,18 @@ def _with_straggler(
     why = (
         f"{SMALL} Times are measured on two ranks of two cores, where the straggler does its products χ times (the "
         "paper sleeps) and has one helper instead of seven, so that migration gains less; the mean of two ranks, to "
-        "which ZERO prunes, is far above the fast one. Each way has few iterations after ten of warm-up. ± is the "
-        "standard deviation of three seeds; other losses are of one, and below 1 point they say nothing."
+        "which ZERO prunes, is far above the fast one. Each way has few iterations after ten of warm-up."
     )
     return Figure(title, columns, rows, why, [Curves("χ", "iteration / no straggler", lines)])
 
 
+def _prunes(run: Run) -> bool:
+    return any(map(any, run.ratios))
+
+
 def measured_times() -> dict[str, float]:
     """Median seconds of an iteration by "METHOD, χ"."""
-    return _measure("benchmarks.papers.straggler_times", Path("runs/papers/times.json"))
+    return measured("benchmarks.papers.straggler_times", "times")
 
 
 def fig11(inputs: Inputs) -> Figure:
@@ -198,10 +214,9 @@ def fig11(inputs: Inputs) -> Figure:
     plans = {f"λ = {count}": divide_stragglers(times, range(count), range(4), 0.9) for count in range(5)}
     plans |= {"semi": decided("semi", slowdowns), "auto": decided("auto", slowdowns)}
     runs = {name: Run(steady(plan.resize, EPOCHS), "priority-diff") for name, plan in plans.items() if any(plan.resize)}
-    trained = train_all([Run(NOTHING), *runs.values()], inputs.images)
-    best = trained[Run(NOTHING)].accuracy[-1]
+    trained = Trainings(list(runs.values()), inputs.images)
     seconds = {name: predicted_seconds(times, ASSUMED, plan) for name, plan in plans.items()}
-    losses = {name: best - trained[runs[name]].accuracy[-1] if name in runs else 0.0 for name in plans}
+    losses = {name: trained.loss(runs[name]) if name in runs else "0" for name in plans}
     rows = [
         (
             name,
@@ -214,9 +229,10 @@ def fig11(inputs: Inputs) -> Figure:
         for name, plan in plans.items()
     ]
     by_hand = [name for name in plans if name.startswith("λ")]
+    lost = [float(losses[name].split()[0]) for name in by_hand]
     curves = [
         Curves("λ", "iteration / no straggler", {"predicted": (range(5), [seconds[name] for name in by_hand])}),
-        Curves("λ", "loss of accuracy [points]", {"trained": (range(5), [losses[name] for name in by_hand])}),
+        Curves("λ", "loss of accuracy [points]", {"trained": (range(5), lost)}),
     ]
     columns = ("division", "paper", "iteration / no straggler", "pruned of all", "migrated of all", "loss [points]")
     why = (
@@ -234,12 +250,12 @@ def table1(inputs: Inputs) -> Figure:
         ("broadcast-reduce", 4): (373, 737, 846, 998, 1113),
         ("scatter-gather", 4): (373, 779, 971, 1198, 1436),
     }
-    measured = _measure("benchmarks.papers.policies", Path("runs/papers/policies.json"))
+    seconds = measured("benchmarks.papers.policies", "policies")
     shares = (0.0, 0.25, 0.5, 0.75, 1.0)
     rows: list[Sequence[object]] = []
     for senders in (1, 4):
         for method in ("broadcast-reduce", "scatter-gather", "block"):
-            here = [measured[f"{method}, {senders}, {share:g}"] for share in shares]
+            here = [seconds[f"{method}, {senders}, {share:g}"] for share in shares]
             paper = said.get((method, senders))
             paper_ratios = [f"{each / paper[0]:.2f}" for each in paper] if paper else ["–"] * 5
             both = (f"{old} / {new / here[0]:.2f}" for old, new in zip(paper_ratios, here, strict=True))
@@ -254,7 +270,7 @@ def table1(inputs: Inputs) -> Figure:
 
 def vit_1b(inputs: Inputs) -> Figure:
     """The paper's ViT-1B for a few iterations."""
-    found = _measure("benchmarks.papers.vit_1b", Path("runs/papers/vit-1b.json"))
+    found = measured("benchmarks.papers.vit_1b", "vit-1b")
     off, auto = found["off"], found["auto"]
     difference = max(abs(a / b - 1) for a, b in zip(auto["losses"], off["losses"], strict=True))
     before = median(off["seconds"][-3:])
@@ -277,13 +293,6 @@ def vit_1b(inputs: Inputs) -> Figure:
         "each rank has until it is divided. The paper has eight V100 and batches of 64; it gives no such table."
     )
     return Figure("SEMI, ViT-1B: a few iterations of the model itself", columns, rows, why)
-
-
-def _measure(module: str, out: Path) -> dict[str, Any]:
-    if not out.exists():
-        out.parent.mkdir(parents=True, exist_ok=True)
-        subprocess.run([sys.executable, "-m", module, "--out", str(out)], check=True)
-    return json.loads(out.read_text())
 
 
 FIGURES = {"fig3": fig3, "fig5": fig5, "fig6": fig6, "fig7": fig7, "fig8": fig8, "fig9": fig9, "fig10": fig10}

@@ -38,6 +38,7 @@ from colossalai.booster import Booster
 from colossal_hetero import HeteroHybridParallelPlugin, PlanConfig
 from colossal_hetero.planner.cost.plan import Plan, Replica, StagePlan
 
+LAYER_SUMS = PlanConfig(layer_sums=True)
 DEPTH = 6
 MODEL = dict(img_size=64, patch_size=16, num_classes=10, embed_dim=256, depth=DEPTH, num_heads=4)
 UNLIMITED = 100_000
@@ -91,8 +92,7 @@ def loss_of(outputs: torch.Tensor, batch: Any) -> torch.Tensor:
 class Training:
     """A model that is trained with a plan."""
 
-    def __init__(self, plan: Plan, layer_sums: bool, sums: bool = True, **options: Any) -> None:
-        planning = PlanConfig(layer_sums=layer_sums)
+    def __init__(self, plan: Plan, planning: PlanConfig, sums: bool = True, **options: Any) -> None:
         self.plugin = HeteroHybridParallelPlugin(plan=plan, planning=planning, precision="fp32", **options)
         model: nn.Module = build_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
@@ -150,24 +150,26 @@ def in_turns(trainings: dict[str, Training], arguments: argparse.Namespace) -> d
 def measure_overlap(shapes: Sequence[Shape], arguments: argparse.Namespace) -> tuple[int, float, dict[str, float]]:
     """Samples of a micro-batch, seconds of the sums alone, and of an iteration by way."""
     summing = summing_seconds()
-    few, many = (Training(make_plan(shapes, size), True, sums=False).seconds(2) for size in (4, 12))
+    few, many = (Training(make_plan(shapes, size), LAYER_SUMS, sums=False).seconds(2) for size in (4, 12))
     per_sample = max((many - few) / 8, many / 24)
     # Two thirds of the passes of a micro-batch are its backward pass.
     passes = arguments.ratio * summing * 1.5 * max(number for _, number in shapes)
     size = max(1, round((passes - max(many - 12 * per_sample, 0.0)) / per_sample))
     plan = make_plan(shapes, size)
     ways: dict[str, Callable[[], Training]] = {
-        "at the end": lambda: Training(plan, True, overlap_communication=False, ddp_bucket_cap_mb=arguments.bucket),
-        "in the last backward pass": lambda: Training(plan, True, ddp_bucket_cap_mb=arguments.bucket),
-        "no sums": lambda: Training(plan, True, sums=False),
+        "at the end": lambda: Training(
+            plan, LAYER_SUMS, overlap_communication=False, ddp_bucket_cap_mb=arguments.bucket
+        ),
+        "in the last backward pass": lambda: Training(plan, LAYER_SUMS, ddp_bucket_cap_mb=arguments.bucket),
+        "no sums": lambda: Training(plan, LAYER_SUMS, sums=False),
     }
     return size, summing, in_turns({name: make() for name, make in ways.items()}, arguments)
 
 
 def measure_equal(shapes: Sequence[Shape], arguments: argparse.Namespace) -> dict[str, float]:
     plan = make_plan(shapes, 8)
-    ways = {"as before": False, "as before, again": False, "layer by layer": True}
-    return in_turns({name: Training(plan, layer_sums) for name, layer_sums in ways.items()}, arguments)
+    ways = {"as before": PlanConfig(), "as before, again": PlanConfig(), "layer by layer": LAYER_SUMS}
+    return in_turns({name: Training(plan, planning) for name, planning in ways.items()}, arguments)
 
 
 def main() -> None:

@@ -40,7 +40,7 @@ class MeasuredBatches:
     """The batches of a configured model, optimizer and loader: measured at first, and then divided (:meth:`attach`).
     Every rank calls both. The user's loss is checked in any case.
 
-    The profile is that of the user's file, or a new one.
+    The profile is that of the setup, of the user's file, or a new one.
     """
 
     def __init__(
@@ -69,7 +69,11 @@ class MeasuredBatches:
             )
         cap = config.largest_micro_batch
         profile: BatchProfile | None = None
-        if self._path is not None:
+        if setup.profile is not None:
+            profile = setup.profile
+            devices = of_every_rank(device_name(get_accelerator().get_current_device()))
+            profile.check_fits(devices, description.digest, stage=setup.stage, precision=setup.precision)
+        elif self._path is not None:
             profile = _read_profile(self._path, setup, description)
         loader.set_multiple(check_loss(trial, setup.replica_of, config.multiple_of))
         if loader.multiple_of > 1:

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from ..common.methods import with_checked_names
 from ..planner.batches.allocation import ACCUMULATIONS
+from ..planner.batches.batch_profile import BatchProfile
 from ..profiling.training_step import TrainingStep, default_training_step
 
 WEIGHTS = ("samples", "tokens", "next_tokens")
 """Kinds of mean of a loss, by name."""
-METHODS = ("exact", "uniform", "flops")
+METHODS = ("exact", "uniform", "flops", "adapt")
 """Methods to divide a global batch in training; the planner has more."""
 
 
@@ -29,7 +30,10 @@ class BatchConfig:
     """Samples per optimizer step, over all ranks and accumulation steps."""
     method: str = "exact"
     """``exact`` minimizes the predicted time per global batch. For comparison, ``uniform`` gives every rank the same
-    number of samples (DeepSpeed), and ``flops`` divides in proportion to the FLOP/s in the profile (Whale)."""
+    number of samples (DeepSpeed), and ``flops`` divides in proportion to the FLOP/s in the profile (Whale). ``adapt``
+    divides in proportion to measured throughput. If ``profile`` exists, with links or a ``cluster``,
+    ``HeteroZeroPlugin`` also leaves out devices that slow down the others, and numbers the ranks in the order of the
+    best ring (ADAPT, chapter 5)."""
     accumulation: str = "shared"
     """``shared``: all ranks run the same number of micro-batches per global batch, so training loops have equally many
     iterations, as their collectives and schedules require. ``per_rank``: each rank runs the number that is best for it
@@ -37,6 +41,8 @@ class BatchConfig:
     profile: str | Path | None = None
     """Path of a profile file, which is used if it exists; otherwise it is written after measuring. None: every run
     measures."""
+    cluster: str | Path | None = None
+    """Path of a cluster file of the same ranks, whose links method ``adapt`` uses if ``profile`` has none."""
     max_micro_batch: int | None = None
     """Largest micro-batch, in samples, that a rank runs or tries. None: only memory sets the limit."""
     multiple_of: int | None = None
@@ -99,3 +105,5 @@ class BatchSetup:
     """The tensors that backward passes add gradients to; (): the model's parameters."""
     max_norm: float = 0.0
     """Norm that gradients are clipped to before the step; 0: no clipping, or the optimizer does it."""
+    profile: BatchProfile | None = None
+    """Profile of these ranks; None: the one that ``config`` names, or a new one."""

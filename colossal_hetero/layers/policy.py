@@ -24,6 +24,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from .chain import ChainPolicy, links_of
 from .linear import (
     HeteroFusedLinear1D_Col,
     HeteroFusedLinear1D_Row,
@@ -119,7 +120,8 @@ def hetero_policy(model_or_policy: nn.Module | Policy) -> Policy:
     is.
 
     Args:
-        model_or_policy: a model that Colossal-AI has a policy for, a timm ``VisionTransformer``, or any policy.
+        model_or_policy: a model that Colossal-AI has a policy for, a timm ``VisionTransformer`` or chain of
+            modules (:mod:`.chain`), or any policy.
 
     Raises:
         ValueError: Colossal-AI has no policy for the model.
@@ -128,6 +130,8 @@ def hetero_policy(model_or_policy: nn.Module | Policy) -> Policy:
         policy = model_or_policy
     elif isinstance(model_or_policy, VisionTransformer):
         policy = TimmViTPolicy()
+    elif links_of(model_or_policy) is not None:
+        policy = ChainPolicy()
     else:
         policy = _auto_policy(model_or_policy)
     if isinstance(policy, _HeteroPolicy):

@@ -250,25 +250,12 @@ class TimmViTPolicy(Policy):
 
     # Pipeline ---------------------------------------------------------------------------------------------
 
-    def _stage_blocks(self) -> list[tuple[int, int]]:
-        """Ranges of blocks ``[start, end)`` that this stage holds, one per model chunk."""
-        stage_manager = self.pipeline_stage_manager
-        depth, given = len(self.model.blocks), stage_manager.num_layers_per_stage
-        try:
-            layers = stage_manager.distribute_layers(depth)
-        except AssertionError:
-            raise ValueError(
-                f"num_layers_per_stage={list(given)} adds up to {sum(given)}; the model has {depth} blocks"
-            ) from None
-        ranges = stage_manager.get_stage_index(layers)
-        return ranges if stage_manager.is_interleave else [ranges]
-
     def get_held_layers(self) -> list[nn.Module]:
         model, stage_manager = self.model, self.pipeline_stage_manager
         held: list[nn.Module | None] = []
         if stage_manager.is_first_stage(ignore_chunk=True):
             held += [model.patch_embed, model.pos_drop, model.patch_drop, model.norm_pre]
-        for start, end in self._stage_blocks():
+        for start, end in stage_ranges(stage_manager, len(self.model.blocks)):
             held += model.blocks[start:end]
         # A zero-bubble schedule is V-shaped: its last chunk is back on the first stage.
         last = stage_manager.is_first_stage if stage_manager.use_zbv else stage_manager.is_last_stage
@@ -281,9 +268,9 @@ class TimmViTPolicy(Policy):
         forward = partial(_pipeline_forward, stage_manager=stage_manager)
         if stage_manager.is_interleave:
             # The schedule passes the range of blocks of the chunk that it runs.
-            stage_manager.stage_indices = self._stage_blocks()
+            stage_manager.stage_indices = stage_ranges(stage_manager, len(self.model.blocks))
         else:
-            forward.keywords["stage_index"] = self._stage_blocks()[0]
+            forward.keywords["stage_index"] = stage_ranges(stage_manager, len(self.model.blocks))[0]
         self.append_or_create_method_replacement({"forward": forward}, policy, type(self.model))
 
 
@@ -319,13 +306,26 @@ def _pipeline_forward(
 
 
 def inputs_of(model: nn.Module, micro_batch: Any) -> Any:
-    """The part of ``micro_batch`` that ``model`` reads: without labels if it is timm's VisionTransformer, which would
-    take them for a mask outside of a pipeline. Other models are called with everything, as in a pipeline."""
-    if not isinstance(model, VisionTransformer):
+    """The part of ``micro_batch`` that ``model`` reads: without labels if it is timm's, which takes images only, and a
+    VisionTransformer would take labels for a mask. Other models are called with everything, as in a pipeline."""
+    if not isinstance(model, VisionTransformer) and not hasattr(model, "default_cfg"):
         return micro_batch
     if isinstance(micro_batch, Mapping):
         return {name: value for name, value in micro_batch.items() if name in ("x", "attn_mask", "is_causal")}
     return micro_batch[0] if isinstance(micro_batch, list | tuple) else micro_batch
+
+
+def stage_ranges(stage_manager: PipelineStageManager, depth: int) -> list[tuple[int, int]]:
+    """Ranges of blocks ``[start, end)``, of ``depth`` in all, that this stage holds, one per model chunk."""
+    given = stage_manager.num_layers_per_stage
+    try:
+        layers = stage_manager.distribute_layers(depth)
+    except AssertionError:
+        raise ValueError(
+            f"num_layers_per_stage={list(given)} adds up to {sum(given)}; the model has {depth} blocks"
+        ) from None
+    ranges = stage_manager.get_stage_index(layers)
+    return ranges if stage_manager.is_interleave else [ranges]
 
 
 def _kind(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> type[nn.Module] | None:

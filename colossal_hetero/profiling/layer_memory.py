@@ -75,7 +75,7 @@ def measure_memory(
     temporaries_of: dict[int, int] = {}
     for kind, block in singles.items():
         with saved_bytes(shared) as saved:
-            hidden = passes.hidden.detach().clone().requires_grad_()
+            hidden = passes.input_of(block).detach().clone().requires_grad_()
             output = passes.forward(hidden, block, 1)
             own = saved.total_without(hidden)
             # The pipeline schedule keeps the input of a stage until its backward, even if no block needs it.
@@ -94,14 +94,14 @@ def measure_memory(
     if counting is not None:
         first, last = _of_ends(passes, before, own_after, counting)
         temporaries = [first, *(temporaries_of[kind] for kind in kinds), last]
-    handed_on = passes.hidden.numel() * passes.hidden.element_size()
-    return LayerMemory(
-        [before, *(kept_of[kind] for kind in kinds), after], [handed_on] * (len(kinds) + 1) + [0], temporaries
-    )
+    # The input of each block, and the output of the last one, which is as large as its input or not sent on.
+    inputs = [passes.input_of(block) for block in (*range(len(kinds)), len(kinds) - 1)]
+    handed_on = [each.numel() * each.element_size() for each in inputs]
+    return LayerMemory([before, *(kept_of[kind] for kind in kinds), after], [*handed_on, 0], temporaries)
 
 
 def _of_block(passes: LayerPasses, block: int, kept_bytes: int, device: torch.device) -> int:
-    hidden = passes.hidden.detach().requires_grad_()
+    hidden = passes.input_of(block).detach().requires_grad_()
     held = used_bytes(device)
     reset_peak(device)
     output = passes.forward(hidden, block, 1)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..colossalai_support.accelerator import get_accelerator
+from ..layers.chain import Chain
 from .model_layers import BlockRow, call_model
 from .training_step import default_training_step
 
@@ -57,16 +58,17 @@ class LayerPasses:
         self._criterion = criterion
         self._batch = batch
         self._calls: list[_Call] = []
-        self._first: Tensor
+        self.keeps_shape = not isinstance(model, Chain)
+        self._inputs: list[Tensor] = []
+        """Input of each block of a chain, whose shapes differ; of other models, that of the first block."""
         self._last: Tensor
         self._capture(row.name)
-        self._gradient = torch.randn_like(self._last).mul_(GRADIENT_SCALE)
-        self._first_gradient = torch.randn_like(self._first).mul_(GRADIENT_SCALE)
+        self._gradients = [torch.randn_like(each).mul_(GRADIENT_SCALE) for each in (*self._inputs[1:], self._last)]
+        self._first_gradient = torch.randn_like(self._inputs[0]).mul_(GRADIENT_SCALE)
 
-    @property
-    def hidden(self) -> Tensor:
-        """Input of the first block. The micro-batch is not necessarily its first dimension."""
-        return self._first
+    def input_of(self, block: int) -> Tensor:
+        """Input of a block. The micro-batch is not necessarily its first dimension."""
+        return self._inputs[min(block, len(self._inputs) - 1)]
 
     def shared_tensors(self) -> list[Tensor]:
         leaves = tree_leaves([(call.args, call.kwargs) for call in self._calls])
@@ -74,11 +76,11 @@ class LayerPasses:
 
     def run(self, start: int, count: int) -> tuple[Duration, Duration]:
         """Durations of forward and backward of ``count`` blocks; gradients are added to those of the parameters."""
-        hidden = self._first.detach().requires_grad_()
+        hidden = self.input_of(start).detach().requires_grad_()
         begin = clock()
         output = self.forward(hidden, start, count)
         middle = clock()
-        output.backward(self._gradient)
+        output.backward(self._gradients[min(start + count, len(self._gradients)) - 1])
         return middle - begin, clock() - middle
 
     def forward(self, hidden: Tensor, start: int, count: int) -> Tensor:
@@ -159,13 +161,13 @@ class LayerPasses:
                     hidden = kwargs[name]
                     kwargs = {key: value for key, value in kwargs.items() if key != name}
                 result = _hidden_of(output)
-                if result.shape != hidden.shape:
+                if result.shape != hidden.shape and self.keeps_shape:
                     raise ValueError(
                         f"{row}.{index} changes the shape of the hidden state from {tuple(hidden.shape)} to "
                         f"{tuple(result.shape)}; only blocks that keep it can be profiled"
                     )
-                if index == 0:
-                    self._first = hidden.detach().clone()
+                if index == 0 or not self.keeps_shape:
+                    self._inputs.append(hidden.detach().clone())
                 if index == len(self.blocks) - 1:
                     self._last = result.detach().clone()
                 found[index] = _Call(args, kwargs, name, _with_hidden(output, None))

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ..common.ranks import on_every_rank
+from ..layers.chain import Chain, links_of
 from ..planner.cluster.gpu_catalog import kind_name
 from .device_profiler import device_name
 from .layer_memory import measure_memory
@@ -84,6 +85,9 @@ def profile_layers(
     the optimizer takes as much memory as the state of ``max_run`` blocks."""
     _check(model, micro_batches, optimizer, precision, tensor_parallel, group)
     factory = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
+    name, links = name or type(model).__name__, links_of(model) if blocks is None else None
+    if links is not None:
+        model = Chain(links)
     find_block_row(model, blocks)
 
     def run() -> tuple[RankLayers, LayerDescription]:
@@ -97,10 +101,9 @@ def profile_layers(
             measured.train()
             return measure(sorted(set(micro_batches)), precision), layers
 
-    called = name or type(model).__name__
     if not dist.is_initialized():
         result, layers = run()
-        return merge_ranks([result], [(0,)], layers.parameter_bytes, tensor_parallel, precision, called)
+        return merge_ranks([result], [(0,)], layers.parameter_bytes, tensor_parallel, precision, name)
     ranks = dist.get_process_group_ranks(group) if group is not None else [dist.get_rank()]
 
     def run_here() -> tuple[RankLayers, tuple[int, ...], tuple[int, ...]]:
@@ -109,7 +112,7 @@ def profile_layers(
 
     everyone = on_every_rank(run_here, "measuring layers")
     groups = list(dict.fromkeys(ranks for _, ranks, _ in everyone))
-    return merge_ranks([each for each, _, _ in everyone], groups, everyone[0][2], tensor_parallel, precision, called)
+    return merge_ranks([each for each, _, _ in everyone], groups, everyone[0][2], tensor_parallel, precision, name)
 
 
 Part = tuple[str, int, int]
@@ -136,7 +139,7 @@ class _Measurement:
     def __post_init__(self) -> None:
         self._device = next(self.model.parameters()).device
         count = len(self.layers.row.blocks)
-        self._kinds = _kinds_of_blocks(self.layers.row)
+        self._kinds = [*range(count)] if isinstance(self.model, Chain) else _kinds_of_blocks(self.layers.row)
         lengths = [2**power for power in range(count.bit_length()) if 2**power <= min(count, max(self.max_run, 1))]
         self._runs: list[Part] = [("run", 0, length) for length in lengths]
         self._singles: dict[int, Part] = {kind: ("run", self._kinds.index(kind), 1) for kind in set(self._kinds)}

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..layers.chain import Chain, links_of
+
 RIVAL_SHARE = 0.25
 """Share of the largest row's parameters from which on a second row makes it unclear which one to cut."""
 
@@ -40,6 +42,8 @@ class LayerDescription:
 def find_block_row(model: nn.Module, name: str | None = None) -> BlockRow:
     """The row of blocks between which Colossal-AI's pipeline cuts ``model``."""
     kind = type(model).__name__
+    if isinstance(model, Chain):
+        return BlockRow("links", tuple(model.links))
     rows = {each: modules for each, modules in model.named_modules() if _is_row(modules)}
     if name is not None:
         if name not in rows:
@@ -61,6 +65,11 @@ def find_block_row(model: nn.Module, name: str | None = None) -> BlockRow:
             "tp_size and pp_size); or, if Colossal-AI cuts only one of these rows, name the row in Python with blocks="
         )
     return BlockRow(largest, tuple(rows[largest].children()))
+
+
+def count_blocks(model: nn.Module) -> int:
+    """Blocks that plans divide: the links of a chain, or those of :func:`find_block_row`."""
+    return len(links_of(model) or find_block_row(model).blocks)
 
 
 def describe_layers(model: nn.Module, batch: Any, *, blocks: str | None = None) -> LayerDescription:

@@ -22,7 +22,7 @@ from ..planner.profile.estimate import IMAGE_SIZE, VITS
 from ..planner.profile.layer_profile import save_profile
 from .layer_profiler import MIN_SECONDS, profile_layers
 from .merge_ranks import MeasuredLayers, merge_degrees
-from .model_layers import find_block_row
+from .model_layers import count_blocks
 from .progress import ProgressDisplay
 
 # Named models --------------------------------------------------------------------------------------------------------
@@ -77,7 +77,8 @@ def _from_timm(
     if not timm.is_model(name.split(".")[0]):
         close = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.3)
         raise ValueError(f"timm has no model {name!r}; it has for example {', '.join(close) or 'vit_tiny_patch16_224'}")
-    if image_size is not None:
+    config = timm.get_pretrained_cfg(name)
+    if image_size is not None and (config is None or config.fixed_input_size):  # others take images of any size
         options["img_size"] = image_size
     try:
         with device:
@@ -235,7 +236,7 @@ def check_request(request: ProfileRequest, ranks_per_node: int) -> int:
     """Check the request before any rank starts, without building weights; returns the number of blocks of the model."""
     named = request.build("meta")
     check_degrees(named.model, request.tensor_parallel, ranks_per_node)
-    return len(find_block_row(named.model).blocks)
+    return count_blocks(named.model)
 
 
 def profile_named_model(request: ProfileRequest, console: Console) -> MeasuredLayers:

@@ -142,12 +142,14 @@ class _BlockStage(nn.Module):
     def __init__(self, passes: LayerPasses) -> None:
         super().__init__()
         self._passes = passes
-        self._on_cpu = passes.hidden.device.type == "cpu"
+        self._on_cpu = passes.input_of(0).device.type == "cpu"
         self._times: list[tuple[Any, Any]] = []
 
     def forward(self, _: Tensor, **received: Tensor) -> dict[str, Tensor]:
         with self._timed():
-            return {HIDDEN: self._passes.forward(received[HIDDEN], 0, 1)}
+            hidden = received[HIDDEN]
+            # A message that comes back has the size of one that was sent.
+            return {HIDDEN: self._passes.forward(hidden, 0, 1) if self._passes.keeps_shape else hidden * 1}
 
     def backward_by_grad(self, output: Tensor, gradient: Tensor) -> None:
         with self._timed():
@@ -174,7 +176,7 @@ class _BlockStage(nn.Module):
 class ScheduleLoop:
     def __init__(self, passes: LayerPasses, messages: Loopback) -> None:
         self._messages = messages
-        self._hidden = passes.hidden.detach().contiguous()
+        self._hidden = passes.input_of(0).detach().contiguous()
         self._stage = _BlockStage(passes)
         self._schedule = OneForwardOneBackwardSchedule(_MiddleStage(), num_microbatches=MICRO_BATCHES)
         # Ranks exchange the shapes of messages in their first iteration only, so they are known here.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from statistics import fmean, median
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from colossal_hetero.accelerator import get_accelerator
 from colossal_hetero.balance.report import comparison_text, moved_shares, rank_table
 
-from .measurements import Measurements, TensorBoardLog, TraceFile, summarize
+from .measurements import Measurements, summarize
 from .tensor_parallel import Layout, TensorParallelOptions
 from .terminal import Terminal, peak_memory_by_rank, write_json
 
@@ -49,7 +48,6 @@ class BalancingReport(Terminal):
         self._options, self._layout, self._plugin = options, layout, plugin
         self._accuracy_of, self._baseline = accuracy_of, baseline
         self.measurements = Measurements(options, layout, options.stragglers(layout.world_size))
-        self._files = ExitStack()
 
     def start(self, model: str, data: str, epochs: int, iterations: int) -> None:
         """Print what is going to happen."""
@@ -70,17 +68,7 @@ class BalancingReport(Terminal):
     def __enter__(self) -> BalancingReport:
         get_accelerator().reset_peak_memory_stats()
         self._progress.start()
-        self._trace = self._files.enter_context(
-            TraceFile(self._options.trace if self._first else None, self.measurements)
-        )
-        self._log = self._files.enter_context(
-            TensorBoardLog(self._options.tensorboard if self._first else None, self.measurements)
-        )
         return self
-
-    def __exit__(self, *_: object) -> None:
-        super().__exit__()
-        self._files.close()
 
     def begin_epoch(self) -> None:
         """The time from here to the next :meth:`iteration` belongs to the epoch's first iteration."""
@@ -117,8 +105,6 @@ class BalancingReport(Terminal):
         balancer = getattr(self._plugin, "balancer", None)
         measured = self.measurements
         measured.epoch(list(losses), accuracy, None if balancer is None else balancer.collect())
-        self._trace.write()
-        self._log.write(epoch)
         self.print_epoch(epoch)
 
     def print_epoch(self, epoch: int) -> None:
@@ -174,4 +160,4 @@ class BalancingReport(Terminal):
             self._console.print(
                 f"Accuracy on held-out {self._accuracy_of}: {self.measurements.accuracy[-1]:.1%} ({self._baseline})."
             )
-        self.print_files(self._options, "summary", "trace", "tensorboard", "checkpoint")
+        self.print_files(self._options, "summary", "checkpoint")

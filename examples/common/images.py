@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,8 +200,6 @@ def _statistics(pixels: Pixels) -> tuple[Tensor, Tensor]:
 def _find_digits(options: Options) -> DataInfo:
     if options.data_dir is not None:
         raise UsageError(f"--data-dir {options.data_dir} is not used by --data digits; give --data folder or cifar10")
-    import importlib.util
-
     if importlib.util.find_spec("sklearn") is None:
         raise UsageError("--data digits needs scikit-learn, which is not installed; pip install scikit-learn")
     return DataInfo(*DIGITS_IMAGES, classes=10)
@@ -323,7 +322,5 @@ def _read_folder(root: Path, split: str, track: Track) -> tuple[Pixels, Tensor]:
 
 
 def _need_torchvision(options: Options) -> None:
-    import importlib.util
-
     if importlib.util.find_spec("torchvision") is None:
         raise UsageError(f"--data {options.data} needs torchvision, which is not installed; pip install torchvision")

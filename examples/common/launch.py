@@ -133,6 +133,8 @@ def _run_as_rank(function: Callable[[], None], console: Console) -> int:
     """
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+    from colossal_hetero.common.ranks import is_lost_connection
+
     rank = int(os.environ["RANK"])
     try:
         function()
@@ -141,7 +143,7 @@ def _run_as_rank(function: Callable[[], None], console: Console) -> int:
             _print(console, f"train.py: error: {error}", "red")
         return 2
     except Exception as error:
-        if _lost_peer(error):
+        if is_lost_connection(str(error)):
             time.sleep(LOST_PEER_SECONDS)
             reason = f"rank {rank} lost the connection to another rank: {str(error).splitlines()[0]}"
         else:
@@ -203,12 +205,6 @@ def _report_failure(failures: Mapping[int, Any], ranks: int, console: Console) -
 def _print(console: Console, text: str, style: str) -> None:
     """Print ``text`` as it is, lines unbroken."""
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
-
-
-def _lost_peer(error: BaseException) -> bool:
-    """Whether the error only says that the connection to another rank is lost."""
-    text = str(error)
-    return "gloo" in text or "Connection closed by peer" in text or "NCCL communicator was aborted" in text
 
 
 def _cores() -> int:

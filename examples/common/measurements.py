@@ -1,20 +1,19 @@
-"""What a run with tensor parallelism measured, its summary, and files that hold single iterations. Rank 0 only."""
+"""What a run with tensor parallelism measured, and its summary. Rank 0 only."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-from contextlib import AbstractContextManager
-from pathlib import Path
 from statistics import median
-from typing import Any, TextIO
+from typing import Any
 
-from colossal_hetero.balance.report import BalanceReport, IterationRecord, WhatIf, ideal_ratio, report, what_if
+from colossal_hetero.balance.report import BalanceReport, IterationRecord, WhatIf, ideal_ratio, report
 from colossal_hetero.testing.stragglers import Stragglers
 
 from .tensor_parallel import Layout, TensorParallelOptions
 from .terminal import finite, quantiles, warmup_iterations
 
+WHAT_IF = (*(field.name for field in dataclasses.fields(WhatIf)), "saved_seconds")
+"""Seconds of an iteration as it was and as it would have been."""
 UNEXPECTED = 0.3
 """Relative difference of a slowdown from that which was injected, from which the result says so."""
 
@@ -65,13 +64,6 @@ class Measurements:
         counting = [record for number, record in sorted(self.records.items()) if number >= self.warmup_iterations]
         reports = [report(counting, group) for group in self.layout.tp_groups]
         return max((found for found in reports if found), key=lambda found: found.balanced_seconds, default=None)
-
-    def what_if(self, iteration: int) -> WhatIf | None:
-        """An iteration as it was and as it would have been, for the group that took longest in it."""
-        record = self.records.get(iteration)
-        if record is None:
-            return None
-        return max((what_if(record, group) for group in self.layout.tp_groups), key=lambda it: it.balanced_seconds)
 
     def slowdown_in_words(self) -> str:
         """A sentence if a rank's products took another time than they were made to take; "" if not, or if unknown."""
@@ -128,7 +120,7 @@ def summarize(measurements: Measurements, peak_memory_bytes: list[int]) -> dict[
         "bound": {"ideal_ratio": ideal, "measured_ratio": seconds["median"] / found.homogeneous_seconds}
         if found and ideal is not None
         else None,
-        "what_if": what_if_json(found)
+        "what_if": {name: getattr(found, name) for name in WHAT_IF}
         | {
             "scores": [
                 {"rank": rank.rank, "relative": rank.relative_score, "own": rank.own_score} for rank in found.ranks
@@ -138,101 +130,3 @@ def summarize(measurements: Measurements, peak_memory_bytes: list[int]) -> dict[
         if found
         else None,
     }
-
-
-def what_if_json(found: WhatIf) -> dict[str, float]:
-    """An iteration as it was and as it would have been, in seconds, by name."""
-    names = [field.name for field in dataclasses.fields(WhatIf)] + ["saved_seconds"]
-    return {name: getattr(found, name) for name in names}
-
-
-# Files of iterations -------------------------------------------------------------------------------------------------
-
-
-RANK_VALUES = (
-    *("work_seconds", "matmul_seconds", "wait_seconds", "resized", "migrated", "resharded", "received"),
-    *("relative_score", "own_score"),
-)
-"""What is logged about a rank in an iteration."""
-
-TRACED_RANK_VALUES = (
-    *("rank", "communication_seconds", "block_seconds", "equal_work_seconds", "equal_matmul_seconds"),
-    *RANK_VALUES,
-)
-
-
-class TraceFile(AbstractContextManager["TraceFile"]):
-    """A JSON line per iteration with all that was measured and decided in it."""
-
-    def __init__(self, path: Path | None, measurements: Measurements) -> None:
-        self._measurements = measurements
-        self._file: TextIO | None = None if path is None else path.open("w")
-        self._written = 0
-
-    def write(self) -> None:
-        """Add the iterations since the last call."""
-        if self._file is None:
-            return
-        for iteration in range(self._written, len(self._measurements.loss)):
-            self._file.write(json.dumps(self._line(iteration)) + "\n")
-        self._written = len(self._measurements.loss)
-        self._file.flush()
-
-    def _line(self, iteration: int) -> dict[str, Any]:
-        measured = self._measurements
-        record = measured.records.get(iteration)
-        found = measured.what_if(iteration)
-        return {
-            "iteration": iteration,
-            "epoch": measured.epochs[iteration],
-            "seconds": measured.seconds[iteration],
-            "loss": finite(measured.loss[iteration]),
-            "exchanged": record.exchanged if record else None,
-            "plan_changed": record.plan_changed if record else None,
-            "note": record.note if record else None,
-            "what_if": what_if_json(found) if found else None,
-            "ranks": [
-                {name: getattr(rank, name) for name in TRACED_RANK_VALUES}
-                | {"slowdown": measured.slowdown(rank.rank, iteration)}
-                for rank in record.ranks
-            ]
-            if record
-            else None,
-        }
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
-
-
-class TensorBoardLog(AbstractContextManager["TensorBoardLog"]):
-    """Loss, accuracy, and times, shares and scores by rank, for TensorBoard."""
-
-    def __init__(self, directory: Path | None, measurements: Measurements) -> None:
-        self._measurements = measurements
-        self._writer: Any = None
-        self._written = 0
-        if directory is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(str(directory))
-
-    def write(self, epoch: int) -> None:
-        """Add the iterations since the last call, and the epoch's accuracy."""
-        if self._writer is None:
-            return
-        measured = self._measurements
-        for iteration in range(self._written, len(measured.loss)):
-            self._writer.add_scalar("loss", measured.loss[iteration], iteration)
-            self._writer.add_scalar("iteration_seconds", measured.seconds[iteration], iteration)
-            record = measured.records.get(iteration)
-            for rank in record.ranks if record else ():
-                for name in RANK_VALUES:
-                    self._writer.add_scalar(f"{name}/rank{rank.rank}", getattr(rank, name), iteration)
-        self._written = len(measured.loss)
-        self._writer.add_scalar("accuracy", measured.accuracy[-1], epoch)
-        self._writer.flush()
-
-    def __exit__(self, *_: object) -> None:
-        if self._writer is not None:
-            self._writer.close()

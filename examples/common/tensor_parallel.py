@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import math
 import re
 import tempfile
@@ -158,25 +157,11 @@ class TensorParallelOptions(Options):
         self._check_output()
 
     def _check_output(self) -> None:
-        for name in ("summary", "trace"):
-            path = getattr(self, name)
-            if path is not None:
-                check_file(name, path)
-        for name in ("tensorboard", "checkpoint"):
-            path = getattr(self, name)
-            if path is not None:
-                attempt(f"--{name} {path} cannot be created", lambda path=path: path.mkdir(parents=True, exist_ok=True))
-                attempt(
-                    f"--{name} {path} cannot be written", lambda path=path: tempfile.TemporaryFile(dir=path).close()
-                )
-        if self.tensorboard is not None:
-            try:
-                importlib.import_module("torch.utils.tensorboard")
-            except ImportError as error:
-                raise UsageError(
-                    f"--tensorboard {self.tensorboard} needs the package tensorboard, which cannot be imported "
-                    f"({error}); pip install tensorboard"
-                ) from None
+        if self.summary is not None:
+            check_file("summary", self.summary)
+        if (folder := self.checkpoint) is not None:
+            attempt(f"--checkpoint {folder} cannot be created", lambda: folder.mkdir(parents=True, exist_ok=True))
+            attempt(f"--checkpoint {folder} cannot be written", lambda: tempfile.TemporaryFile(dir=folder).close())
 
 
 def _in_flags(message: str) -> str:
@@ -270,6 +255,4 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
     """Add the files that a run writes."""
     output = parser.add_argument_group("output")
     output.add_argument("--summary", type=Path, metavar="FILE.json", help="write what the run measured, at its end")
-    output.add_argument("--trace", type=Path, metavar="FILE.jsonl", help="write a line per iteration")
-    output.add_argument("--tensorboard", type=Path, metavar="DIR", help="log for TensorBoard")
     output.add_argument("--checkpoint", type=Path, metavar="DIR", help="save the trained model's weights")

@@ -42,7 +42,8 @@ RULES: dict[str, set[str]] = {
     "elastic": {"common", "colossalai_support", "checkpoint", "planner/cluster", "planner/cost"},
     "plugin": {"common", "colossalai_support", "planner/batches", "profiling", "data_parallel", "checkpoint", *PLANNER},
     "plugin/zero": {
-        *("common", "colossalai_support", "planner/batches", "profiling", "data_parallel", "checkpoint", "plugin"),
+        *("common", "colossalai_support", "planner/batches", "planner/cluster", "profiling", "data_parallel"),
+        *("checkpoint", "plugin"),
     },
     "plugin/replicas": {"common", "colossalai_support", "planner/*", "data_parallel", "plugin", "plugin/zero"},
     "plugin/elastic": {

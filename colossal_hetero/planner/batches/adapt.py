@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import combinations
 from typing import Any
 
@@ -304,6 +305,16 @@ def adapt(
                 current = tried
                 break
     return replace(current, steps=tuple(steps))
+
+
+def adapt_profile(profile: BatchProfile, global_batch_size: int, stage: int, accumulation: str = "shared") -> AdaptPlan:
+    """:func:`adapt` for the devices and links of a profile."""
+
+    @lru_cache
+    def curves_of(ranks: int) -> list[Curve]:
+        return profile.curves(stage, global_batch_size, sharing_ranks=ranks, allow_empty=True)
+
+    return adapt(curves_of, global_batch_size, stage, RingNetwork.of(profile, stage), accumulation)
 
 
 def _drop_candidates(

@@ -208,6 +208,38 @@ class BatchProfile(FilePart):
             curves[kind] = self.kinds[kind].curve(batches[kind])
         return [curves[kind] for kind in self.ranks]
 
+    def of_ranks(self, ranks: Sequence[int], communication_seconds: float) -> BatchProfile:
+        """The profile if only ``ranks`` train, numbered anew in this order; memory is predicted if they are fewer."""
+        number = {rank: index for index, rank in enumerate(ranks)}
+        states, batches = (
+            self.state_bytes(self.stage, len(ranks)),
+            self.kind_max_batches(self.stage, sharing_ranks=len(ranks)),
+        )
+        parts = len(self.ranks) / len(ranks) if self.stage else 1.0
+        kinds = tuple(
+            kind.model_copy(
+                update={
+                    "state_bytes": state,
+                    "max_batch": batch,
+                    "step_seconds": kind.step_seconds and kind.step_seconds * parts,
+                }
+            )
+            for kind, state, batch in zip(self.kinds, states, batches, strict=True)
+        )
+        links = tuple(
+            link.model_copy(update={"ranks": tuple(number[rank] for rank in link.ranks)})
+            for link in self.links
+            if all(rank in number for rank in link.ranks)
+        )
+        return self.model_copy(
+            update={
+                "communication_seconds": communication_seconds,
+                "kinds": kinds,
+                "ranks": tuple(self.ranks[rank] for rank in ranks),
+                "links": links,
+            }
+        )
+
     def check_fits(self, devices: Sequence[str], model_digest: str, *, stage: int, precision: str) -> None:
         if len(devices) != len(self.ranks):
             raise ValueError(f"the profile is of {len(self.ranks)} ranks, but there are {len(devices)}; {REPROFILE}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,9 @@ from rich.text import Text
 from ...common.files import write_json
 from ...common.tables import make_table, number_column, word_column
 from ...common.text import aligned, byte_unit, count, duration, spans, times
-from ..batches.adapt import AdaptPlan, RingNetwork, adapt, ring_cost
+from ..batches.adapt import AdaptPlan, RingNetwork, adapt_profile, ring_cost
 from ..batches.allocation import LEAST_GAIN, Allocation, Share, allocate
 from ..batches.batch_profile import UNITS, BatchProfile, DeviceProfile
-from ..batches.time_curve import Curve
 
 MAX_GLOBAL_BATCH = 2**20
 """Largest global batch, in samples: the exact search needs about 60 bytes for each."""
@@ -71,15 +69,11 @@ def compare(
         except ValueError as error:
             network, link_error = None, str(error)
 
-    @lru_cache
-    def curves_of(ranks: int) -> list[Curve]:
-        return profile.curves(stage, global_batch_size, sharing_ranks=ranks, allow_empty=True)
-
     def divide(name: str, accumulation: str) -> MethodResult:
         if name == "adapt" and profile.links:
             if network is None:
                 raise ValueError(link_error)
-            plan = adapt(curves_of, global_batch_size, stage, network, accumulation)
+            plan = adapt_profile(profile, global_batch_size, stage, accumulation)
             left_out = f"without {'rank' if len(plan.dropped) == 1 else 'ranks'} {spans(plan.dropped)}"
             note = f"{left_out if plan.dropped else 'all devices'}, {plan.protocol}"
             return MethodResult(name, plan.allocation, note, plan)

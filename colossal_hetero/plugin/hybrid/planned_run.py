@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ...common.text import count
 from ...data_parallel.config import BatchConfig
+from ...layers.chain import links_of
 from ...layers.dropout import repeated_dropout
 from ...planner.cost.plan import Plan
 from ...profiling.model_layers import find_block_row
@@ -45,6 +46,11 @@ def find_recomputable_blocks(model: nn.Module) -> str:
             f"the plan has stages that recompute, but {kind} does not say that its blocks can run twice: it has "
             "neither supports_gradient_checkpointing = True (as models of transformers) nor set_grad_checkpointing (as "
             "models of timm); add one of them if no block changes its inputs in place, or plan without recomputation"
+        )
+    if links_of(model) is not None:
+        raise ValueError(
+            f"the plan has stages that recompute, but {kind} is cut as a chain of unlike modules, which do not; plan "
+            "without recomputation"
         )
     try:
         return find_block_row(model).name

@@ -21,7 +21,7 @@ from ...common.text import spans
 from ...data_parallel.config import BatchConfig
 from ...planner.cost.pass_order import zero_bubble_nodes
 from ...planner.cost.plan import Plan, Replica
-from ...profiling.model_layers import find_block_row
+from ...profiling.model_layers import count_blocks
 
 
 def check_spelling(plugin: type, arguments: Mapping[str, Any]) -> None:
@@ -215,7 +215,7 @@ def unequal_layer_counts() -> AbstractContextManager[None]:
 def check_model(model: nn.Module, plan: Plan) -> None:
     """Raise ``ValueError`` if ``model`` has another number of blocks than ``plan``; models without blocks pass."""
     try:
-        num_layers = len(find_block_row(model).blocks)
+        num_layers = count_blocks(model)
     except ValueError:
         return
     if num_layers != plan.blocks:

@@ -27,6 +27,7 @@ from ..checkpoint_part import CheckpointMethods, Checkpoints
 from ..report import OnReport, Report, Reports
 from ..training_objects import TrainingObjects, check_option
 from ..uneven_batches import UnevenBatches
+from .adapt_world import adapt_world
 from .elementwise_updates import can_be_sharded, check_sharding
 from .lowest_zero_stage import configure_lowest_stage
 from .zero_checkpoints import StageCheckpointIO, check_owned, name_groups, parameter_names
@@ -118,9 +119,6 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         **options: Any,
     ) -> None:
         check_launched()
-        super().__init__()
-        self._reports = Reports(on_report, report_every)
-        support_gpus_over_gloo()
         if (global_batch_size is None) == (batches is None):
             raise TypeError("give one of global_batch_size and batches=BatchConfig(global_batch_size=..., ...)")
         if global_batch_size is not None:
@@ -129,16 +127,20 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         check_option("checkpoints", checkpoints, CheckpointConfig, "shared=...")
         assert batches is not None
         self.batches = batches
+        self._stages = stages_to_try(stage, precision, self.batches.accumulation)
+        self._options = options_by_stage(self._stages, options)
         if not max_norm >= 0:
             raise ValueError(f"max_norm={max_norm} must be 0 (no clipping) or above")
+        self._adapted = adapt_world(self.batches)
+        super().__init__()
+        support_gpus_over_gloo()
+        self._reports = Reports(on_report, report_every)
         self._checkpoints = None if checkpoints is None else Checkpoints(checkpoints)
         self.stage = stage
         self.precision = precision
         self.max_norm = max_norm
         self._checkpoint_io: tuple[DPPluginBase, CheckpointIO] | None = None
         self._uneven_batches = UnevenBatches(self.batches)
-        self._stages = stages_to_try(stage, precision, self.batches.accumulation)
-        self._options = options_by_stage(self._stages, options)
         self._inner = self._plugin_of(self._stages[0])
 
     @property
@@ -214,6 +216,7 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
             synchronize=synchronizer(int(self.stage), objects.model, objects.optimizer),
             leaves=flat_parameters(objects.model),
             max_norm=self.max_norm if self.stage in (0, 3) else 0.0,  # ZeRO's optimizer clips in its step
+            profile=self._adapted,
         )
 
     # Answers of the stage's plugin -------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from colossal_hetero.profiling.named_profile import build_model
 from examples.common import terminal
 from examples.common.balancing_report import BalancingReport
 from examples.common.images import Augmentation, DataInfo, ImageSet, find_data, load_data, padded_batches
-from examples.common.measurements import Measurements, TraceFile, summarize
+from examples.common.measurements import Measurements, summarize
 from examples.common.options import UsageError
 from examples.common.tensor_parallel import Layout
 from examples.common.terminal import write_json
@@ -82,12 +81,6 @@ def test_the_balancing_flags_reach_the_plugin(mode):
 def test_a_method_of_the_paper_reaches_the_plugin(name):
     seed = {} if name == "mig" else {"seed": 3}
     assert options(f"--paper {name} --seed 3").balance_config() == BalanceConfig.paper(name, **seed)
-
-
-def test_a_missing_tensorboard_is_reported(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(UsageError, match="needs the package tensorboard"):
-        check_options(options(f"--tensorboard {tmp_path}"), 2)
 
 
 # Model ----------------------------------------------------------------------------------------------------
@@ -312,24 +305,12 @@ def test_the_summary_holds_the_what_if_times():
 def test_without_records_there_are_no_what_if_times():
     measurements = measured("", 4)
     measurements.records.clear()
-    assert summarize(measurements, [1, 1])["what_if"] is None and measurements.what_if(0) is None
-
-
-def test_the_trace_holds_the_what_if_times_of_every_iteration(tmp_path):
-    measurements = measured("--balance auto", 3, note="too slow", own_score=0.5, migrated=0.1, block_seconds=0.01)
-    del measurements.records[1]
-    with TraceFile(tmp_path / "trace.jsonl", measurements) as trace:
-        trace.write()
-    first, lost, _ = (json.loads(line) for line in (tmp_path / "trace.jsonl").read_text().splitlines())
-    assert first["what_if"] == pytest.approx(WHAT_IF) and first["note"] == "too slow"
-    assert first["ranks"][1]["relative_score"] == pytest.approx(1 / 3) and first["ranks"][1]["own_score"] == 0.5
-    assert (first["ranks"][1]["migrated"], first["ranks"][1]["block_seconds"]) == (0.1, 0.01)
-    assert lost["what_if"] is lost["note"] is lost["ranks"] is None and lost["loss"] == 2.0
+    assert summarize(measurements, [1, 1])["what_if"] is None
 
 
 def test_the_slowest_group_determines_the_time_of_an_iteration():
     measurements = measured("--tp 1", 4, work_seconds=0.2)
-    found = measurements.what_if(0)
+    found = measurements.report()
     assert measurements.layout.tp_groups == [[0], [1]]
     assert (found.balanced_seconds, found.unbalanced_seconds) == pytest.approx((0.2, 0.3))
 
