@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from ..planner.profile.layer_profile import ModelProfile
 @with_checked_names
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """Options of planned runs: input of ``plan="auto"``, and the networks to use."""
+    """Options of planned runs: input of ``plan="auto"``, the networks to use, and when slow stages are reported."""
 
     cluster: str | Path | Topology | None = None
     """Cluster file (``colossal-hetero probe`` writes one) or its content. Required for ``plan="auto"``. If it is given,
@@ -24,7 +25,8 @@ class PlanConfig:
     adapters: Mapping[str, Adapter] | None = None
     """Names of this rank's network adapters, by kind in the cluster file. None: as the environment variables say."""
     profile: str | Path | ModelProfile | None = None
-    """Profile file of the model (``colossal-hetero profile`` writes one) or its content; for ``plan="auto"``."""
+    """Profile file of the model (``colossal-hetero profile`` writes one) or its content. Required for ``plan="auto"``.
+    With any plan, new splits are computed from it if stage times differ from the plan."""
     global_batch_size: int | None = None
     """Samples per optimizer step, over all replicas. Required for ``plan="auto"``."""
     micro_batch_sizes: Sequence[int] | None = None
@@ -48,6 +50,9 @@ class PlanConfig:
     zero_stages: Sequence[int] = (0, 1)
     """ZeRO stages to try, where they gain 1 %; ``zero_stage`` of the plugin then follows from the plan. Only 0 if
     ``zero_stage`` is given to the plugin. Elastic training has plans in stage 0 without recomputation only."""
+    drift_threshold: float = 0.2
+    """Relative difference from the planned time per micro-batch beyond which a stage is reported at the end of an
+    epoch. With ``inf``, or in a schedule other than 1F1B, stages are neither timed nor reported."""
 
     def __post_init__(self) -> None:
         for name, kinds in (("cluster", (str, Path, Topology)), ("profile", (str, Path, ModelProfile))):
@@ -64,6 +69,11 @@ class PlanConfig:
                 raise ValueError("micro_batch_sizes is empty; give at least one size, or leave it out to try all")
             for size in self.micro_batch_sizes:
                 _check_samples("micro_batch_sizes", size)
+        if isinstance(self.drift_threshold, bool) or not self.drift_threshold > 0 or math.isnan(self.drift_threshold):
+            raise ValueError(
+                f"drift_threshold={self.drift_threshold!r} must be a positive share, such as 0.2 for 20 %; "
+                "inf reports nothing"
+            )
 
 
 def _check_samples(name: str, value: object, what: str = "samples") -> None:

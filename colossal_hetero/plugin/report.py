@@ -90,6 +90,8 @@ class Report:
     """A :class:`.BalanceReport` of the tensor-parallel group whose iterations take longest."""
     batches: Part | None = None
     """A :class:`.BatchReport` where global batches are divided by speed."""
+    stages: Part | None = None
+    """A :class:`.DriftReport` of a planned pipeline, after its first epoch."""
     recoveries: Part | None = None
     """The :class:`.Recoveries` of elastic training."""
 
@@ -118,6 +120,6 @@ class Report:
         return text.getvalue().rstrip()
 
     def _parts(self) -> Iterator[tuple[str, Part]]:
-        for name in ("balance", "batches", "recoveries"):
+        for name in ("balance", "batches", "stages", "recoveries"):
             if (part := getattr(self, name)) is not None:
                 yield name, part

@@ -43,6 +43,7 @@ from ..training_objects import TrainingObjects, check_option
 from ..uneven_batches import PipelineBatches, UnevenBatches
 from ..zero.elementwise_updates import check_sharding
 from ..zero.overlapped_optimizer import split_off_overlap
+from .drift import DriftReport
 from .layer_balancing import LayerBalancing
 from .passes import PassesPlugin
 from .plan_agreement import agree_on_next_plan
@@ -91,9 +92,10 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
             evenly. For pipelines a plan does it.
         plan: which rank computes which layers: a plan, the path of a plan file (``colossal-hetero plan --out`` writes
             one), or "auto", which makes a plan from ``planning``. Only rank 0 needs the files. In 1F1B, replicas may
-            differ in stages and batches. A replica's batch is all its micro-batches. One training loop
-            (:meth:`execute_pipeline`) fits every plan.
-        planning: what to plan from, and over which networks ranks communicate.
+            differ in stages and batches, and stages whose times differ from the plan are reported at the end of each
+            epoch. A replica's batch is all its micro-batches. One training loop (:meth:`execute_pipeline`) fits every
+            plan.
+        planning: what to plan from, over which networks ranks communicate, and how much stage times may differ.
         checkpoints: where :meth:`save` saves layer checkpoints, from which :meth:`resume` continues with any plan.
         elastic: goes on when processes die or join; see ``docs/elastic.md``. The constructor then forms the group of
             processes, in place of ``colossalai.launch_from_torch``.
@@ -244,8 +246,15 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
             iterations=self.version or (0 if balancer is None else balancer.iterations),
             balance=balance,
             batches=None if batches is None else batches.report(),
+            stages=self.drift,
             recoveries=Recoveries(self.recoveries) if self.recoveries else None,
         )
+
+    @property
+    def drift(self) -> DriftReport | None:
+        """Stage times of the last epoch against the plan; None before an epoch ends, and without a planned 1F1B
+        pipeline. An epoch has as many iterations as the boosted dataloader has batches, or 100 if that is unknown."""
+        return None if self._planned is None else self._planned.drift
 
     @property
     def balancer(self) -> Balancer | None:
@@ -299,9 +308,9 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
             refuse_unfinished_sums(replica, objects.optimizer)
         if self._uneven_batches is not None:
             self._uneven_batches.measure(self, objects)  # before anything counts the trials as iterations
-        # Each attaches around those before it. Balancing ends an iteration when the optimizer steps; uneven batches,
-        # around it, step once per global batch.
-        for part in (self._checkpoints, self._balancing, self._uneven_batches, self._elastic):
+        # Each attaches around those before it. The plan's clock times only the passes. Balancing ends an iteration when
+        # the optimizer steps; uneven batches, around it, step once per global batch.
+        for part in (self._checkpoints, self._planned, self._balancing, self._uneven_batches, self._elastic):
             if part is not None:
                 part.attach(self, objects)
         self._refuse_unsummed_steps(objects.model, objects.optimizer)

@@ -176,8 +176,12 @@ class PassesPlugin(HybridParallelPlugin):
 
         if isinstance(self._uneven_batches, PipelineBatches):
             schedule = self.scheduler or self._one_stage
-            return self._uneven_batches.run(schedule, run_passes, data_iter, criterion)
-        return run_passes(data_iter, criterion)
+            result = self._uneven_batches.run(schedule, run_passes, data_iter, criterion)
+        else:
+            result = run_passes(data_iter, criterion)
+        if self._planned is not None:
+            self._planned.after_passes()
+        return result
 
     def _evaluate(
         self, data_iter: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any

@@ -1,9 +1,10 @@
-"""The part of the hybrid plugin that runs a plan: who computes what, and over which networks."""
+"""The part of the hybrid plugin that runs a plan: who computes what, over which networks, and whether times agree."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -27,6 +28,7 @@ from ...profiling.model_layers import find_block_row
 from ..plan_config import PlanConfig
 from ..replicas.unequal_replicas import UnequalReplicas, check_arguments, why_not_unequal
 from ..training_objects import TrainingObjects
+from .drift import DriftReport, DriftWatch
 from .plan_agreement import agree_on_plan, as_launched
 from .planned_mesh import ordered_group, plan_groups, planned_mesh, set_adapter_variables
 from .plugin_arguments import arguments_from_plan, check_model
@@ -114,7 +116,10 @@ class PlannedRun:
         unequal = pp_size is None and why_not_unequal(arguments, batches is not None) is None
         agreed = agree_on_plan(plan, planning, tp_size, pp_size, unequal=unequal)
         self.plan = as_launched(agreed.plan)
+        self._planning = planning
+        self._profile = agreed.profile
         self._batches = batches
+        self._watch: DriftWatch | None = None
         self._recomputed: str | None = None
         self._make_group = (
             None if agreed.topology is None else plan_groups(agreed.plan, agreed.topology, planning.adapters)
@@ -127,6 +132,11 @@ class PlannedRun:
     def batch_size(self) -> int:
         """Samples of a replica's batch: all its micro-batches."""
         return self.plan.micro_batch * self.plan.replicas[0].micro_batches
+
+    @property
+    def drift(self) -> DriftReport | None:
+        """The last epoch's stages against the plan; None before the first epoch ends, and without a pipeline."""
+        return None if self._watch is None else self._watch.report
 
     def _checked_arguments(self, given: Mapping[str, Any], layer_sums: bool) -> dict[str, Any]:
         replica = self.plan.replicas[0]
@@ -168,6 +178,22 @@ class PlannedRun:
         ):
             recompute_blocks(objects.model.unwrap(), self._recomputed)
 
+    def attach(self, plugin: HybridParallelPlugin, objects: TrainingObjects) -> None:
+        pipelines = any(len(replica.stages) > 1 for replica in self.plan.replicas)
+        if not pipelines or self.plan.schedule != "1f1b" or self._planning.drift_threshold == math.inf:
+            return
+        if self._watch is None:
+            self._watch = DriftWatch(
+                plugin.scheduler,
+                self.plan,
+                self._planning.drift_threshold,
+                self._profile,
+                objects.iterations_per_epoch,
+            )
+        else:
+            # Another model with the same schedule.
+            self._watch.interval = objects.iterations_per_epoch
+
     def checked_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Pass on a replica's ``batches``; raises ``ValueError`` if one does not have the size that the plan has."""
         for batch in batches:
@@ -196,3 +222,7 @@ class PlannedRun:
                 f"takes {count(self.plan.replicas[0].micro_batches, 'micro-batch')} of {self.plan.micro_batch}; use "
                 f"batch_size={' or '.join(map(str, valid))} (and drop_last=True)"
             )
+
+    def after_passes(self) -> None:
+        if self._watch is not None:
+            self._watch.tick()

@@ -89,6 +89,7 @@ def check_run(plans: list[Plan], expected: list[float], weights: dict[str, Tenso
         assert blocks == {block for a, b in ranges for block in range(a, b)}
         for name, value in held.items():
             torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=1e-6)
+        assert plugin.drift is None
         check_evaluation(run, plan, plan.schedule)
     planning = PlanConfig(
         cluster=cluster((1.0, 0.5)), profile=profile(), global_batch_size=8, schedules=("zbv", "interleaved")

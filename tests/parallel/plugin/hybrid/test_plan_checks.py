@@ -184,6 +184,8 @@ def test_numbers_of_layers_that_do_not_fit_are_refused() -> None:
 @pytest.mark.parametrize(
     "field, value, message",
     [
+        ("drift_threshold", 0.0, "drift_threshold=0.0 must be a positive share"),
+        ("drift_threshold", float("nan"), "must be a positive share"),
         ("global_batch_size", 0, "global_batch_size=0 must be a whole number"),
         ("micro_batch_sizes", (), "micro_batch_sizes is empty"),
         ("micro_batch_sizes", (2, 1.5), "micro_batch_sizes=1.5 must be"),
