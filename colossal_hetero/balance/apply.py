@@ -154,7 +154,7 @@ class Applier:
         self._for_good = for_good
         if plan.units or any((*plan.resize, *plan.migrate)):
             for block in self._blocks:
-                block.separates_dropout = True
+                block.drops_by_unit = True
         self._pruning.start(plan.resize[self._rank])
         self._assign()
 

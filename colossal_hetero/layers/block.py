@@ -5,6 +5,8 @@ run in any case sum the partial outputs and partial input gradients (docs/algori
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -13,12 +15,13 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
 
 from ..colossalai_support.user_hooks import OWN_PACKAGES, is_from, user_hooks
 from .block_rules import BlockRule, rule_for
-from .dropout import separate_random_numbers
+from .dropout import UnitDropout
 from .linear import HeteroLinear
 from .unit_layout import UnitPlace, UnitRange, UnitShare
 from .workload import Context, Selector, Surrounded, is_recorded, uncompiled, values_of
@@ -96,9 +99,9 @@ class BlockWorkload:
     select: Selector | None = None
     """Chooses the kept units if some are pruned, from ``x [b, U]`` and ``weight [a, U]`` of :attr:`Block.matrices`."""
 
-    def units_of(self, rank: int) -> tuple[UnitRange, ...]:
+    def units_of(self, rank: int) -> list[UnitRange]:
         """Units that rank ``rank`` of the group computes, as activations order them; kept units count as the first."""
-        return UnitRange(rank, 0, self.kept), *self.taken
+        return [UnitRange(rank, 0, self.kept), *self.taken]
 
 
 class Block:
@@ -125,9 +128,9 @@ class Block:
         self.inside: tuple[nn.Module, ...] = self.layers  # type: ignore[assignment]
         """Modules through which only the units pass that this rank computes."""
         self.dropout: Callable[[], Context | None] = lambda: None
-        """Returns the context of dropout in the current pass; None: it draws as without balancing."""
-        self.separates_dropout = False
-        """True from the first plan on that divides units, the same on all ranks (:func:`separate_random_numbers`)."""
+        """Returns the context in which the current pass draws dropout by unit; None: it draws as without balancing."""
+        self.drops_by_unit = False
+        """True from the first plan on that divides units, the same on all ranks: then no later plan changes a mask."""
         self.stays = False
         """True if units stay because somebody sees them (:func:`is_seen`), on whichever rank; the same on all ranks."""
         self.moves: bool | None = True
@@ -233,6 +236,15 @@ class Block:
                 layer.clock.mark("block", self.kind)
         return self._shares[self.layers.index(layer)]
 
+    def computed_units(self) -> list[UnitRange]:
+        rank = dist.get_rank(self.output.process_group)  # type: ignore[attr-defined]
+        if self.held is not None:
+            return list(self.held)
+        if not self._is_active(self.output):
+            return [UnitRange(rank, 0, self.units)]
+        assert self.workload is not None
+        return self.workload.units_of(rank)
+
     def _is_active(self, layer: Any) -> bool:
         return self.workload is not None and layer.training and is_recorded()
 
@@ -250,9 +262,8 @@ class Block:
         """Return the context of the current forward pass, for attention's widths and dropout inside the block."""
         if self._heads is None or (self.held is None and not self._is_active(self.output)):
             return self.dropout()
-        ranges = self.held if self.workload is None else self.workload.units_of(0)
-        assert ranges is not None
-        return self._with_widths(sum(stop - start for _, start, stop in ranges), self.dropout() or nullcontext())
+        units = sum(stop - start for _, start, stop in self.computed_units())
+        return self._with_widths(units, self.dropout() or nullcontext())
 
     @contextmanager
     @torch.compiler.disable(recursive=False)
@@ -267,17 +278,28 @@ class Block:
 
 def attach_blocks(model: nn.Module) -> list[Block]:
     """Find the blocks of ``model`` by :data:`.RULES`, connect their layers to them, and return them in model order.
-    Call it once per model."""
+    Call it once per model. If attention is in no block because of its kernel, global rank 0 warns."""
+    blocks, left_out = [], []
     holders: dict[Block, nn.Module] = {}
     for name, module in model.named_modules():
         rule = rule_for(type(module))
         if rule is None or not _has_balanced_layers(module, rule):
             continue
-        if (block := _block(name, module, rule)) is not None:
+        if _has_dropout(module, rule) and _has_unknown_kernel(module, rule):
+            left_out.append(name)
+        elif (block := _block(name, module, rule)) is not None:
+            blocks.append(block)
             holders[block] = module
     for block, holder in holders.items():
         block.inside = tuple(_inside(block, holder, set(holders.values()) - {holder}))
-    return list(holders)
+    if left_out and dist.get_rank() == 0:
+        warnings.warn(
+            f"{len(left_out)} attention modules ({left_out[0]}, …) cannot be balanced by whole heads, because their "
+            "kernel draws dropout itself; set their dropout to 0, or use torch's attention (attn_implementation='sdpa' "
+            "or 'eager', without enable_flash_attention)",
+            stacklevel=2,
+        )
+    return blocks
 
 
 def _inside(block: Block, holder: nn.Module, others: set[nn.Module]) -> Iterator[nn.Module]:
@@ -324,16 +346,17 @@ def _block(name: str, module: nn.Module, rule: BlockRule) -> Block | None:
     places.append([UnitPlace(1 - output.output_dim, 1, units, output.contraction_columns // units)])
     block = Block(name, inputs, output, places, heads, rule.widths)
     if rule.dropouts:
+        dropout = UnitDropout(name, units, -1 if heads is None else -3, block.computed_units)
 
         def context() -> Context | None:
-            if block.separates_dropout and module.training and _has_dropout(module, rule):
-                return separate_random_numbers(inputs[0], output)
+            if block.drops_by_unit and module.training and _has_dropout(module, rule):
+                return dropout.between(inputs[0], output)
             return None
 
         block.dropout = context
     if rule.dropouts or heads is not None:
         holder = module if heads is None else heads
-        # The compiler cannot compile what sets random states.
+        # The compiler cannot compile what the mode for dropout replaces.
         vars(holder)["forward"] = Surrounded(holder, block.context, compiles=not _has_dropout(module, rule))
     return block
 
@@ -350,6 +373,16 @@ def _present(module: nn.Module, paths: Sequence[str]) -> Iterator[Any]:
 
 def _has_dropout(module: nn.Module, rule: BlockRule) -> bool:
     return any(map(_is_set, _present(module, rule.dropouts)))
+
+
+def _has_unknown_kernel(module: nn.Module, rule: BlockRule) -> bool:
+    heads = _heads(module, rule)
+    if heads is None:
+        return False
+    code = getattr(inspect.unwrap(heads.forward), "__code__", None)
+    if code is not None and not {"ColoAttention", "RingAttention"}.isdisjoint((*code.co_names, *code.co_freevars)):
+        return True
+    return getattr(getattr(heads, "config", None), "_attn_implementation", "sdpa") not in ("eager", "sdpa")
 
 
 def _is_set(found: Any) -> bool:

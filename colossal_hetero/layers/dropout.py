@@ -1,62 +1,152 @@
-"""Random numbers in training: what ranks draw inside a block must not change what all draw equally afterwards; what all
-ranks hold in full gets the same mask on all of them; and passes that are repeated get the same masks again."""
+"""Random numbers in training that must not depend on who computes, nor on how often.
+
+Dropout inside a block has masks that depend on the unit and not on the rank that computes it: the seed is a hash of a
+key of the forward pass, the block, the number of the dropout in it, the units' owner and their number. The key comes
+from torch's random state on the host, which all ranks of a tensor-parallel group share, and which activation
+checkpointing restores before it repeats a pass. Fused attention draws in a kernel, so it is called once for each unit.
+On a GPU of another model the same seed gives another mask. If a rank prunes units, its kept ones count as first. What
+all ranks hold in full gets the same mask on all of them, and passes that are repeated get the same masks again.
+"""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from colossalai.shardformer.layer import DropoutForParallelInput, DropoutForReplicatedInput
 from colossalai.shardformer.layer.utils import Randomizer
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from .unit_layout import UnitRange
 from .workload import uncompiled
 
-# Dropout inside of a block -------------------------------------------------------------------------------------------
-# Ranks that compute different numbers of units draw differently many random numbers. So what is drawn there comes from
-# a state of its own, whose seed is drawn on the host from torch's random state: the ranks of a group share that state,
-# and activation checkpointing restores it before it repeats a pass.
+MAX_GROUPS = 16
+"""Maximum number of draws for a rank's mask. A rank that computes a part of a group of units draws the whole group."""
+
+
+class UnitDropout(TorchFunctionMode):
+    """Replaces dropout between the products of the block ``name``, in training. ``units`` is the number that each rank
+    owns; activations count them along ``dim``: -1 for neurons ``[..., H]``, -3 for heads ``[..., H, queries, keys]``,
+    of a size that is a multiple of the units. ``computed`` returns the units of the current pass in order."""
+
+    def __init__(self, name: str, units: int, dim: int, computed: Callable[[], Sequence[UnitRange]]) -> None:
+        super().__init__()
+        self._name, self._units, self._dim, self._computed = name, units, dim, computed
+        self._block = zlib.crc32(name.encode())
+        self._group = -(-units // MAX_GROUPS)
+        self._key, self._calls, self._inside = 0, 0, False
+        self._first: nn.Module | None = None
+
+    @contextmanager
+    @torch.compiler.disable(recursive=False)
+    def between(self, first: nn.Module, last: nn.Module) -> Iterator[None]:
+        """Be active in a pass, from the output of ``first`` to the input of ``last``."""
+        self._key = int(torch.randint(2**62, (), device="cpu"))
+        self._calls, self._first = 0, first
+        try:
+            # Hooks only now: they take each pass of a layer some microseconds.
+            with first.register_forward_hook(self._pass_by), last.register_forward_pre_hook(self._pass_by), self:
+                yield
+        finally:
+            self._inside = False
+
+    @uncompiled
+    def _pass_by(self, layer: nn.Module, *_: Any) -> None:
+        self._inside = layer is self._first
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._inside and func is F.dropout:
+            return self._dropout(*args, **kwargs)
+        if self._inside and func is F.scaled_dot_product_attention:
+            return self._attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not training or p == 0.0:
+            return input
+        size = self._size_of_unit(input)
+        self._calls += 1
+        generator = torch.Generator(input.device)
+        parts = [part for units in self._computed() for part in self._masks(units, input, size, 1 - p, generator)]
+        mask = torch.cat(parts, self._dim)
+        scale = 0.0 if p == 1.0 else 1 / (1 - p)
+        return input.mul_(mask).mul_(scale) if inplace else (input * mask).mul_(scale)
+
+    def _masks(
+        self, units: UnitRange, like: Tensor, size: int, keep: float, generator: torch.Generator
+    ) -> Iterator[Tensor]:
+        """The masks of ``units`` as parts along the units' dimension, bool; each element is True with ``keep``."""
+        shape = list(like.shape)
+        for first in range(units.start - units.start % self._group, units.stop, self._group):
+            last = min(first + self._group, self._units)
+            shape[self._dim] = (last - first) * size
+            generator.manual_seed(self._seed(units.owner, first))
+            mask = torch.empty(shape, dtype=torch.bool, device=like.device).bernoulli_(keep, generator=generator)
+            start, stop = max(units.start, first), min(units.stop, last)
+            yield mask.narrow(self._dim, (start - first) * size, (stop - start) * size)
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        if dropout_p == 0.0:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, *args, **kwargs)
+        numbers = [(owner, unit) for owner, start, stop in self._computed() for unit in range(start, stop)]
+        self._size_of_unit(query)
+        self._calls += 1
+        heads, outputs = query.shape[self._dim], []
+
+        def split(tensor: Tensor) -> Sequence[Tensor]:
+            return tensor.chunk(len(numbers), self._dim)
+
+        masks: Sequence[Tensor | None] = [attn_mask] * len(numbers)
+        if attn_mask is not None and attn_mask.dim() >= -self._dim and attn_mask.shape[self._dim] == heads > 1:
+            masks = split(attn_mask)
+        with _random_state_kept(query.device) as generator:
+            for number, q, k, v, mask in zip(numbers, split(query), split(key), split(value), masks, strict=True):
+                generator.manual_seed(self._seed(*number))
+                outputs.append(F.scaled_dot_product_attention(q, k, v, mask, dropout_p, *args, **kwargs))
+        return torch.cat(outputs, self._dim)
+
+    def _size_of_unit(self, activations: Tensor) -> int:
+        count = sum(stop - start for _, start, stop in self._computed())
+        size, rest = divmod(activations.shape[self._dim], count)
+        if rest:
+            raise RuntimeError(
+                f"dropout inside {self._name} has an input of shape {list(activations.shape)}; dimension {self._dim} "
+                f"must be a multiple of the {count} units that this rank computes"
+            )
+        return size
+
+    def _seed(self, owner: int, number: int) -> int:
+        # Python's hash of integers is the same in all processes.
+        return hash((self._key, self._block, self._calls, owner, number)) % 2**63
 
 
 @contextmanager
-@torch.compiler.disable(recursive=False)
-def separate_random_numbers(first: Any, last: nn.Module) -> Iterator[None]:
-    """In the block, draw by a seed of the pass from the output of the layer ``first`` to the input of ``last``."""
-    seed = int(torch.randint(2**62, (), device="cpu"))
-    inside = ExitStack()
-
-    @uncompiled
-    def begin(*_: Any) -> None:
-        inside.enter_context(_seeded(first.weight.device, seed))
-
-    @uncompiled
-    def end(*_: Any) -> None:
-        inside.close()
-
-    try:
-        # Hooks only now: they take each pass of a layer some microseconds.
-        with first.register_forward_hook(begin), last.register_forward_pre_hook(end):
-            yield
-    finally:
-        inside.close()
-
-
-@contextmanager
-def _seeded(device: torch.device, seed: int) -> Iterator[None]:
+def _random_state_kept(device: torch.device) -> Iterator[torch.Generator]:
     if device.type == "cpu":
         generator = torch.default_generator
     else:
         backend = getattr(torch, device.type)
         generator = backend.default_generators[backend.current_device() if device.index is None else device.index]
     state = generator.get_state()
-    generator.manual_seed(seed)
     try:
-        yield
+        yield generator
     finally:
         generator.set_state(state)
 

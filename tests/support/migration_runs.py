@@ -92,6 +92,14 @@ def seeded_migrating_run(make: Callable[[], nn.Module], senders: int | Sequence[
     return migrating_run("block", senders, model, tp_size=dist.get_world_size())
 
 
+def draw_by_unit(run: Trained) -> Trained:
+    """Let dropout be drawn by unit from now on, as after any plan. Each rank computes its own units."""
+    group = dist.get_process_group_ranks(run.plugin.tp_group)
+    give(run, group[0])
+    run.plugin.balancer.follow(BalancePlan.idle(len(group)))
+    return run
+
+
 def reference_run(model: nn.Module | None = None, **options: Any) -> Trained:
     """The same model and options with Colossal-AI's own plugin."""
     return boost(theirs(**options), model or small_vit(**options), sgd)

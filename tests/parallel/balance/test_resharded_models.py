@@ -21,6 +21,7 @@ from colossal_hetero.profiling.preserved_state import inner_optimizer
 from tests.support.checkpoints import read_weights
 from tests.support.checks import Checks, of_all_ranks
 from tests.support.harness import errors_of_the_others, run_ranks
+from tests.support.migration_runs import draw_by_unit
 from tests.support.training import Trained, batch, tiny_vit
 from tests.support.uneven_runs import (
     MAX_NORM,
@@ -104,16 +105,18 @@ def masters_move_with_the_parameters(precision: str) -> None:
 
 @checks.on(3)
 def dropout_and_frozen_weights() -> None:
-    """Without and with a straggler; dropout is outside of blocks, and the first MLP's hidden neurons are frozen."""
+    """Without and with a straggler; the hidden neurons of the first MLP are frozen."""
     found = []
     for straggler in (None, 0):
         Randomizer.reset_index()
-        model = tiny_vit(pos_drop_rate=0.2, drop_path_rate=0.2).double()
+        model = tiny_vit(attn_drop_rate=0.2, proj_drop_rate=0.2).double()
         for weight in model.blocks[0].mlp.parameters():
             weight.requires_grad_(False)
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         torch.manual_seed(11)
         run = relieved_run(straggler, model, lambda _, trained=trained: torch.optim.AdamW(trained, lr=3e-3))
+        if straggler is None:
+            draw_by_unit(run)
         train(run, STEPS)
         found.append(run.losses)
     assert run.plugin.balancer.has_resharded

@@ -15,7 +15,7 @@ from colossal_hetero.layers.language_head import OwnLogits
 from tests.parallel.layers.test_language_head import boosted, reference, z_loss
 from tests.support.checks import Checks
 from tests.support.language_models import plan_of, tokens
-from tests.support.migration_runs import ITERATIONS, Watch, assert_equal, seeded_migrating_run
+from tests.support.migration_runs import ITERATIONS, Watch, assert_equal, draw_by_unit, seeded_migrating_run
 from tests.support.sharding import shard
 from tests.support.training import batch, tiny_vit, train
 
@@ -54,7 +54,7 @@ def migration_is_exact_in_a_compiled_model() -> None:
     def make() -> nn.Module:
         return tiny_vit(depth=1, attn_drop_rate=0.2)
 
-    expected = train(seeded_migrating_run(make, 1), ITERATIONS)
+    expected = train(draw_by_unit(seeded_migrating_run(make, ())), ITERATIONS)
     run = seeded_migrating_run(make, 1)
     for module in (run.model.unwrap().blocks[0].attn, run.model.unwrap().blocks[0].mlp):
         module.compile(backend="eager")

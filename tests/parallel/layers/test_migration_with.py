@@ -63,7 +63,7 @@ class Case:
     sender: int = 1
     """Global rank of the straggler."""
     methods: tuple[str, ...] | None = None
-    """Methods to check; None: :func:`methods_for`. With dropout in blocks only columns get Colossal-AI's masks."""
+    """Methods to check; None: :func:`methods_for`. With dropout in blocks, these do not draw Colossal-AI's masks."""
 
 
 def _checkpointed(reentrant: bool = False, depth: int = 1) -> nn.Module:

@@ -100,8 +100,8 @@ def test_the_given_policy_and_the_table_of_colossalai_are_not_changed():
 
 def test_the_error_for_a_model_without_a_policy_says_what_is_valid():
     with pytest.raises(ValueError) as error:
-        hetero_policy(timm.create_model("resnet10t"))
+        hetero_policy(timm.create_model("mixer_s32_224"))
     message = str(error.value)
-    assert "Colossal-AI has no policy for timm.models.resnet.ResNet" in message
+    assert "Colossal-AI has no policy for timm.models.mlp_mixer.MlpMixer" in message
     for remedy in ("timm VisionTransformer", "custom_policy=", "hetero_policy(MyPolicy())", "auto_policy"):
         assert remedy in message

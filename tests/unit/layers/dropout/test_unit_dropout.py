@@ -1,0 +1,128 @@
+"""Dropout with a mask for each unit of a block."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+
+from colossal_hetero.layers.dropout import UnitDropout
+from colossal_hetero.layers.unit_layout import UnitRange
+from colossal_hetero.layers.workload import Surrounded
+
+P = 0.3
+UNITS = 37  # groups of three, and one of one
+OWN = (UnitRange(0, 0, UNITS),)
+
+
+class Holder(nn.Module):
+    """A module like one that holds a block: ``inside`` runs between the products of the block."""
+
+    def __init__(self, inside: Callable[..., Tensor], units: Sequence[UnitRange], dim: int) -> None:
+        super().__init__()
+        self.first, self.last, self.inside = nn.Identity(), nn.Identity(), inside
+        dropout = UnitDropout("block", UNITS, dim, lambda: units)
+        vars(self)["forward"] = Surrounded(self, lambda: dropout.between(self.first, self.last))
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        self.first(tensors[0])
+        return F.dropout(self.last(self.inside(*tensors)), 0.0)
+
+
+def dropped(x: Tensor, units: Sequence[UnitRange] = OWN, dim: int = -1, seed: int = 0, **options: bool) -> Tensor:
+    torch.manual_seed(seed)
+    return Holder(lambda x: F.dropout(x, P, **options), units, dim)(x)
+
+
+def test_elements_are_dropped_with_the_probability_and_the_others_are_scaled() -> None:
+    x = torch.randn(40, 5, 2 * UNITS, requires_grad=True)
+    y = dropped(x)
+    kept = y != 0
+    assert kept.float().mean() == pytest.approx(1 - P, abs=0.01)
+    torch.testing.assert_close(y, x * kept / (1 - P))
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, kept / (1 - P))
+    # Elements are independent of each other: units, samples and positions.
+    masks = kept.float().flatten(0, 1)
+    assert torch.corrcoef(masks.T).fill_diagonal_(0).abs().max() < 0.4
+    assert torch.corrcoef(masks).fill_diagonal_(0).abs().max() < 0.6
+
+
+@pytest.mark.parametrize("dim", [-1, -3])
+def test_a_unit_has_the_same_mask_on_each_rank(dim: int) -> None:
+    x = torch.ones(4, UNITS, 3, 5).movedim(1, dim)
+    on_own_rank = [dropped(x, [UnitRange(owner, 0, UNITS)], dim) for owner in range(3)]
+    ranges = [UnitRange(1, 0, 20), UnitRange(0, 31, 37), UnitRange(2, 5, 9), UnitRange(2, 14, 15)]
+    for number, count in ((1, 20), (2, 26), (3, 30), (4, 31)):
+        expected = [on_own_rank[owner].narrow(dim, start, stop - start) for owner, start, stop in ranges[:number]]
+        assert torch.equal(dropped(x.narrow(dim, 0, count), ranges[:number], dim), torch.cat(expected, dim))
+    masks = [*on_own_rank, dropped(x, seed=1, dim=dim)]
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(masks, 2))
+
+
+def test_dropout_in_place_and_dropout_of_everything() -> None:
+    x = torch.ones(4, UNITS)
+    expected = dropped(x)
+    assert torch.equal(dropped(x, inplace=True), expected) and torch.equal(x, expected)
+    assert not Holder(lambda x: F.dropout(x, 1.0), OWN, -1)(torch.ones(4, UNITS)).any()
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, units: Sequence[UnitRange], **options: object) -> Tensor:
+    torch.manual_seed(0)
+
+    def inside(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=P, **options)  # type: ignore[arg-type]
+
+    return Holder(inside, units, -3)(query, key, value)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"attn_mask": torch.randn(UNITS, 6, 6)}, {"scale": 0.3}])
+def test_fused_attention_drops_probabilities_by_unit(options: dict) -> None:
+    query, key = torch.randn(2, 50, UNITS, 6, 4)
+    # With the unit matrix as values, the outputs are the probabilities.
+    value = torch.eye(6).expand(50, UNITS, 6, 6)
+    y = attention(query, key, value, OWN, **options)
+    probabilities = F.scaled_dot_product_attention(query, key, value, **options)
+    kept = y != 0
+    torch.testing.assert_close(y, probabilities * kept / (1 - P))
+    assert kept[probabilities > 0].float().mean() == pytest.approx(1 - P, abs=0.01)
+    part = [UnitRange(1, 4, 5), UnitRange(0, 30, UNITS)]
+    last = {name: option[-8:] if isinstance(option, Tensor) else option for name, option in options.items()}
+    of_part = attention(query[:, -8:], key[:, -8:], value[:, -8:], part, **last)
+    torch.testing.assert_close(of_part[:, 1:], y[:, 30:])
+    assert not torch.equal(of_part[:, 0] != 0, kept[:, -8])
+
+
+def test_query_heads_of_a_group_share_a_unit() -> None:
+    query, key, value = torch.ones(2, 3 * UNITS, 6, 4), torch.ones(2, UNITS, 6, 4), torch.eye(6)[:, :4]
+    y = attention(query, key, value.expand(2, UNITS, 6, 4), OWN, enable_gqa=True)
+    of_last = attention(
+        query[:, -6:], key[:, -2:], value.expand(2, 2, 6, 4), [UnitRange(0, UNITS - 2, UNITS)], enable_gqa=True
+    )
+    assert torch.equal(of_last, y[:, -6:])
+
+
+def test_an_exception_in_the_block_leaves_nothing_behind() -> None:
+    def fail(x: Tensor) -> Tensor:
+        raise ValueError("in the block")
+
+    holder = Holder(fail, OWN, -1)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="in the block"):
+            holder(torch.ones(2, UNITS))
+        assert not _get_current_function_mode_stack()
+    holder.inside = lambda x: F.dropout(x, P)
+    torch.manual_seed(0)
+    assert torch.equal(holder(torch.ones(2, UNITS)), dropped(torch.ones(2, UNITS)))
+
+
+def test_activations_that_do_not_consist_of_units_are_refused() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"inside block has an input of shape \[2, 36\]; .* multiple of the 37 units"
+    ):
+        dropped(torch.ones(2, 36))
