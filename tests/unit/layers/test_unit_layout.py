@@ -47,7 +47,7 @@ class Case:
             for count in taken
         ]
         self.messages: list[Tensor] = []
-        self.returned: list[list[Tensor]] | None = None
+        self.returned: list[list[Tensor]] = []
         self.share = UnitShare(self.places, self.remaining, self.return_gradients)
         self.share.begin(self.parameters, None if kept is None else torch.tensor(kept), self.ranges)
         self.wide = [
@@ -62,7 +62,7 @@ class Case:
     def random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator)
 
-    def return_gradients(self, messages: list[Tensor]) -> list[list[Tensor]] | None:
+    def return_gradients(self, messages: list[Tensor]) -> list[list[Tensor]]:
         self.messages = messages
         return self.returned
 
@@ -109,41 +109,39 @@ def test_products_are_those_of_one_weight_with_all_units(
         torch.testing.assert_close(share.input_gradient(layout, dy, weight), x.grad)
         dy, rows = matrix_view(dy), matrix_view(x)
         given = UNITS - case.remaining
-        # The gradients of given units return for one half of them after the other, or not yet.
-        later = [
+        # The gradients of given units return for one half of them after the other.
+        case.returned = [
             [
                 case.random(*place.view(parameter).narrow(place.unit_dim, 0, count).shape)
                 for place, parameter in zip(case.places, case.parameters, strict=True)
             ]
             for count in (given // 2, given - given // 2)
         ]
-        for case.returned in (None, later):
-            # A rank that is slowed on purpose computes each product several times.
-            for _ in range(2):
-                dw = share.weight_gradient(layout, dy, rows)
-            whole = share.gradients(dw, dy.sum(0) if is_column_parallel else None)
-            for number, (place, parameter, wide_one) in enumerate(zip(case.places, case.parameters, wide, strict=True)):
-                actual = whole[number]
-                assert actual is not None and wide_one.grad is not None
-                assert actual.shape == parameter.shape and actual.is_contiguous()
-                computed = place.view(wide_one.grad).movedim(place.unit_dim, 0)
-                units = torch.zeros_like(place.view(parameter).movedim(place.unit_dim, 0))
-                units[case.kept] = computed[: len(case.kept)]
-                if case.returned is not None:
-                    ones = [views[number].movedim(place.unit_dim, 0) for views in case.returned]
-                    units[case.remaining :] = torch.cat(ones)
-                torch.testing.assert_close(place.view(actual).movedim(place.unit_dim, 0), units)
-            taken = [place.view(one.grad) for place, one in zip(case.places, wide, strict=True)]
-            start = len(case.kept)
-            assert len(case.messages) == len(case.ranges)
-            for message, views in zip(case.messages, case.ranges, strict=True):
-                count = views[0].shape[case.places[0].unit_dim]
-                parts_of = [
-                    view.narrow(place.unit_dim, start, count).reshape(-1)
-                    for place, view in zip(case.places, taken, strict=True)
-                ]
-                torch.testing.assert_close(message, torch.cat(parts_of))
-                start += count
+        # A rank that is slowed on purpose computes each product several times.
+        for _ in range(2):
+            dw = share.weight_gradient(layout, dy, rows)
+        whole = share.gradients(dw, dy.sum(0) if is_column_parallel else None)
+        for number, (place, parameter, wide_one) in enumerate(zip(case.places, case.parameters, wide, strict=True)):
+            actual = whole[number]
+            assert actual is not None and wide_one.grad is not None
+            assert actual.shape == parameter.shape and actual.is_contiguous()
+            computed = place.view(wide_one.grad).movedim(place.unit_dim, 0)
+            units = torch.zeros_like(place.view(parameter).movedim(place.unit_dim, 0))
+            units[case.kept] = computed[: len(case.kept)]
+            ones = [views[number].movedim(place.unit_dim, 0) for views in case.returned]
+            units[case.remaining :] = torch.cat(ones)
+            torch.testing.assert_close(place.view(actual).movedim(place.unit_dim, 0), units)
+        taken = [place.view(one.grad) for place, one in zip(case.places, wide, strict=True)]
+        start = len(case.kept)
+        assert len(case.messages) == len(case.ranges)
+        for message, views in zip(case.messages, case.ranges, strict=True):
+            count = views[0].shape[case.places[0].unit_dim]
+            parts_of = [
+                view.narrow(place.unit_dim, start, count).reshape(-1)
+                for place, view in zip(case.places, taken, strict=True)
+            ]
+            torch.testing.assert_close(message, torch.cat(parts_of))
+            start += count
 
 
 def test_neither_weights_nor_gradients_are_copied() -> None:
