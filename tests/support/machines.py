@@ -1,8 +1,9 @@
-"""Clusters for tests of layouts: nodes with NVLink inside, RDMA NICs and Ethernet."""
+"""Clusters for tests: nodes with NVLink inside, RDMA NICs and Ethernet, and nodes of any devices."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
@@ -48,3 +49,16 @@ def machines(
             nodes.append(Node(f"node-{len(nodes)}", index, numbers, NVLINK, tuple(nics)))
     count = 1 if one_cluster else len(clusters)
     return Topology(tuple(devices), tuple(nodes), tuple(f"cluster-{number}" for number in range(count)))
+
+
+def of_nodes(
+    nodes: Iterable[tuple[Sequence[DeviceKind], Channel, tuple[Channel, ...]]], inside_total: float = math.inf
+) -> Topology:
+    """One cluster of nodes with these devices, the channel between them, and NICs; transfers inside share a total."""
+    devices: list[Device] = []
+    made = []
+    for number, (kinds, inside, nics) in enumerate(nodes):
+        ranks = tuple(range(len(devices), len(devices) + len(kinds)))
+        devices += [Device(kind, number, 0) for kind in kinds]
+        made.append(Node(f"n{number}", 0, ranks, inside, nics, inside_total))
+    return Topology(tuple(devices), tuple(made), ("here",))

@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ...common.methods import without_collections
 from ...common.text import duration
 from ..cost.draft import Draft, DraftBuilder, write_plan
 from ..cost.placement import Place, SlotPool
@@ -47,6 +48,7 @@ class Answer:
         return replace(self, plans=tuple(_changed(each, **names) for each in self.plans))
 
 
+@without_collections
 def search(
     problem: Problem, *, keep: int = 5, compare: bool = False, bound_seconds: float = 0.0, gap: float | None = None
 ) -> Answer:

@@ -22,10 +22,12 @@ from colossal_hetero.planner.batches.adapt import (
     with_cluster_links,
 )
 from colossal_hetero.planner.batches.batch_profile import load_profile, save_profile
-from colossal_hetero.planner.cluster.cluster_file import parse_cluster
-from colossal_hetero.planner.cluster.topology import MeasuredLink
+from colossal_hetero.planner.cluster.cluster_file import save_cluster
+from colossal_hetero.planner.cluster.gpu_catalog import GPUS
+from colossal_hetero.planner.cluster.topology import Channel, DeviceKind, MeasuredLink
 from colossal_hetero.planner.report.batch_report import compare
 from tests.support.command_line import failure, run
+from tests.support.machines import of_nodes
 from tests.support.random_examples import examples
 from tests.unit.planner.batches.test_batch_profile import device, profile
 
@@ -184,39 +186,18 @@ def test_costs_are_those_of_the_best_ring_and_batches(
 
 # Links of a cluster file ---------------------------------------------------------------------------------------------
 
-CLUSTER = """
-schema = 1
 
-[kinds.host]
-memory_gb = 100
-tflops = 1
+def nics(**rates: float) -> tuple[Channel, ...]:
+    return tuple(Channel(kind, rate, 2e-6 if kind == "InfiniBand" else 3e-5) for kind, rate in rates.items())
 
-[[clusters]]
-name = "here"
 
-[[clusters.nodes]]
-name = "new"
-devices = [{ kind = "A100-40", count = 2 }]
-inside = { kind = "NVLink", gigabytes_per_second = 300, latency_microseconds = 5 }
-nics = [
-    { kind = "InfiniBand", gigabytes_per_second = 20, latency_microseconds = 2 },
-    { kind = "Ethernet", gigabytes_per_second = 3, latency_microseconds = 30 },
-]
-
-[[clusters.nodes]]
-name = "old"
-devices = [{ kind = "V100-16", count = 1 }]
-nics = [
-    { kind = "InfiniBand", gigabytes_per_second = 10, latency_microseconds = 2 },
-    { kind = "Ethernet", gigabytes_per_second = 1, latency_microseconds = 30 },
-]
-
-[[clusters.nodes]]
-name = "cpu"
-devices = [{ kind = "host", count = 1 }]
-inside = { kind = "local", gigabytes_per_second = 9 }
-nics = [{ kind = "Ethernet", gigabytes_per_second = 2, latency_microseconds = 30 }]
-"""
+TOPOLOGY = of_nodes(
+    [
+        ([GPUS["A100-40"]] * 2, Channel("NVLink", 3e11, 5e-6), nics(InfiniBand=2e10, Ethernet=3e9)),
+        ([GPUS["V100-16"]], Channel("NVLink", 1.5e11), nics(InfiniBand=1e10, Ethernet=1e9)),
+        ([DeviceKind("host", 10**11, 1e12)], Channel("local", 9e9), nics(Ethernet=2e9)),
+    ]
+)
 
 
 def four_devices(**changes: object):
@@ -225,7 +206,7 @@ def four_devices(**changes: object):
 
 
 def test_each_pair_has_a_link_in_each_common_protocol() -> None:
-    links = with_cluster_links(four_devices(), parse_cluster(CLUSTER)).links
+    links = with_cluster_links(four_devices(), TOPOLOGY).links
     found = {(*link.ranks, link.protocol): (link.bytes_per_second, link.latency_seconds) for link in links}
     ethernet = pytest.approx(30e-6)
     assert found == {
@@ -242,7 +223,7 @@ def test_each_pair_has_a_link_in_each_common_protocol() -> None:
 
 
 def test_other_devices_than_those_of_the_profile_are_refused() -> None:
-    topology = parse_cluster(CLUSTER)
+    topology = TOPOLOGY
     with pytest.raises(ValueError, match="the cluster has 4 devices, the profile 2 ranks"):
         with_cluster_links(four_devices(ranks=[0, 1]), topology)
     with pytest.raises(
@@ -263,10 +244,10 @@ def test_the_command_drops_devices_by_the_links_of_a_cluster_file(tmp_path: Path
         device("cpu", protocols=CPU, points=slow),
     ]
     save_profile(four_devices(kinds=kinds, communication_seconds=0.0), batches)
-    cluster.write_text(CLUSTER)
+    save_cluster(TOPOLOGY, cluster)
     result = run("batches", batches, "--global-batch", 16, "--method", "adapt", "--cluster", cluster, "--out", out)
     assert result.exit_code == 0, result.output
-    expected = compare(with_cluster_links(load_profile(batches), parse_cluster(CLUSTER)), 16, method="adapt").adapt
+    expected = compare(with_cluster_links(load_profile(batches), TOPOLOGY), 16, method="adapt").adapt
     assert expected is not None and expected.dropped == (3,) and expected.protocol == "nccl"
     assert "dropped" in result.output and '"dropped": [3]' in out.read_text()
     assert "no such file" in failure("batches", batches, "--global-batch", 16, "--cluster", tmp_path / "none.toml")

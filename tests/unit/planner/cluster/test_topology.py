@@ -20,11 +20,11 @@ from colossal_hetero.planner.cluster.all_reduce import (
 from colossal_hetero.planner.cluster.cluster_file import parse_cluster
 from colossal_hetero.planner.cluster.gpu_catalog import GPUS, INSIDE
 from colossal_hetero.planner.cluster.group_networks import Adapter, Network, group_network, process_environment
-from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
+from colossal_hetero.planner.cluster.topology import Channel, DeviceKind, Topology
 from colossal_hetero.planner.cost.gradient_times import GradientTimes, Summing
 from colossal_hetero.planner.cost.placement import NodeLinks
 from colossal_hetero.plugin.replicas.replica_gradients import HeldParameter, divide_into_buckets
-from tests.support.machines import GIGABIT, Nodes, machines
+from tests.support.machines import GIGABIT, Nodes, machines, of_nodes
 from tests.support.random_examples import examples
 from tests.support.shared_hops import hop_channels
 
@@ -309,13 +309,8 @@ PCIE, FAST, SLOW = Channel("PCIe", 16e9), Channel("InfiniBand", 25e9, 1e-5), Cha
 
 def cluster(*nodes: tuple[int, tuple[Channel, ...]], inside_total: float = math.inf) -> Topology:
     """One cluster; each node has this number of devices and these NICs. Transfers inside a node share a bandwidth."""
-    devices: list[Device] = []
-    made = []
-    for number, (count, nics) in enumerate(nodes):
-        ranks = tuple(range(len(devices), len(devices) + count))
-        made.append(Node(f"n{number}", 0, ranks, PCIE, nics, inside_total))
-        devices += [Device(DeviceKind("gpu", 10**10, 1e12), number, 0)] * count
-    return Topology(tuple(devices), tuple(made), ("here",))
+    gpu = DeviceKind("gpu", 10**10, 1e12)
+    return of_nodes((([gpu] * count, PCIE, nics) for count, nics in nodes), inside_total)
 
 
 @st.composite
@@ -348,10 +343,7 @@ def test_each_layer_is_summed_by_the_ranks_that_hold_it() -> None:
     """Replicas of 1, 2 and 3 stages on six nodes: the same groups, bytes and networks as the plugin's buckets have."""
     blocks, elements = 6, 10**8
     rates = [1e9, 4e9, 2e9, 8e9, 1e9, 4e9]
-    kind = DeviceKind("gpu", 10**10, 1e12)
-    inside = Channel("PCIe", 16e9)
-    nodes = [Node(f"n{at}", 0, (at,), inside, (Channel("Ethernet", rate),)) for at, rate in enumerate(rates)]
-    topology = Topology(tuple(Device(kind, at, 0) for at in range(6)), tuple(nodes), ("here",))
+    topology = cluster(*((1, (Channel("Ethernet", rate),)) for rate in rates))
     cuts = [((0,), (0, 6)), ((1, 2), (0, 4, 6)), ((3, 4, 5), (0, 1, 3, 6))]
     held = {
         rank: [HeldParameter(f"block {block}", elements, "fp32") for block in range(start, stop)]

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
+from colossal_hetero.planner.cluster.topology import Channel, DeviceKind, Topology
 from colossal_hetero.planner.cost.plan import Plan, exposed_seconds
 from colossal_hetero.planner.cost.ranked_plan import difference_error, prediction_error
 from colossal_hetero.planner.profile.fitted_profiles import as_profiled
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile
 from tests.support.layer_profiles import layer_times
+from tests.support.machines import of_nodes
 from tests.support.planning import make_plans, predict_plan
 
 MB = 10**6
@@ -45,19 +46,8 @@ def profile(blocks: int = 6, **changes) -> ModelProfile:
 
 def machines(*kinds: str, devices_per_node: int = 2, memory: int = 10**10, bandwidth: float = 1e9) -> Topology:
     """One cluster; each name is a node with devices of this kind."""
-    made = {name: DeviceKind(name, memory, 1e12) for name in set(kinds)}
-    devices = tuple(Device(made[name], node, 0) for node, name in enumerate(kinds) for _ in range(devices_per_node))
-    nodes = tuple(
-        Node(
-            f"node-{number}",
-            0,
-            tuple(range(number * devices_per_node, (number + 1) * devices_per_node)),
-            Channel("NVLink", 1e11),
-            (Channel("Ethernet", bandwidth),),
-        )
-        for number in range(len(kinds))
-    )
-    return Topology(devices, nodes, ("here",))
+    made = ([DeviceKind(name, memory, 1e12)] * devices_per_node for name in kinds)
+    return of_nodes((each, Channel("NVLink", 1e11), (Channel("Ethernet", bandwidth),)) for each in made)
 
 
 def test_a_pipeline_costs_what_the_formula_says():

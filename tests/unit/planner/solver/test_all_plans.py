@@ -27,6 +27,7 @@ from colossal_hetero.planner.solver.neighbors import Neighborhood
 from colossal_hetero.planner.solver.pipeline_bounds import PipelineBounds, RelaxedPool
 from colossal_hetero.planner.solver.search import search
 from tests.support.every_plan import EveryPlan, wishes_to_prove
+from tests.support.machines import of_nodes
 from tests.support.planning import make_plans, predict_plan
 from tests.support.random_clusters import (
     Problem,
@@ -129,15 +130,10 @@ def test_no_bound_is_above_where_pipelines_share_network_cards() -> None:
 
 def nodes(sizes: Sequence[int], kinds: Sequence[str], bandwidths: Sequence[float]) -> Topology:
     """Nodes with this number and kind of devices, and this bandwidth in bytes per second of their network cards."""
-    devices: list[Device] = []
-    made = []
-    for number, (size, kind, bandwidth) in enumerate(zip(sizes, kinds, bandwidths, strict=True)):
-        first = len(devices)
-        devices += [Device(DeviceKind(kind, 100, 1e12), number, 0)] * size
-        network = Channel("Ethernet", bandwidth, 1e-4)
-        inside = Channel("NVLink", 3e11, 1e-5)
-        made.append(Node(f"n{number}", 0, tuple(range(first, len(devices))), inside, (network,)))
-    return Topology(tuple(devices), tuple(made), ("here",))
+    return of_nodes(
+        ([DeviceKind(kind, 100, 1e12)] * size, Channel("NVLink", 3e11, 1e-5), (Channel("Ethernet", bandwidth, 1e-4),))
+        for size, kind, bandwidth in zip(sizes, kinds, bandwidths, strict=True)
+    )
 
 
 def best(

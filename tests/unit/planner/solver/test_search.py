@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
+from colossal_hetero.planner.cluster.topology import Channel, DeviceKind, Topology
 from colossal_hetero.planner.cost.gradient_times import divide_micro_batches
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.cost.ranked_plan import MIN_GAIN
@@ -22,6 +22,7 @@ from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from colossal_hetero.planner.solver.problem import Problem
 from colossal_hetero.planner.solver.search import search
 from tests.support.layer_profiles import layer_times, small_sizes
+from tests.support.machines import of_nodes
 from tests.support.planning import make_plans
 from tests.support.random_examples import IS_THOROUGH
 
@@ -30,15 +31,12 @@ FAST_LINK, SLOW_LINK = Channel("NVLink", 300e9, 1e-5), Channel("RoCE", 25e9, 2e-
 
 def cluster(*nodes: dict[str, int], memory: dict[str, int] | None = None, inside: Channel = FAST_LINK) -> Topology:
     """Nodes with these numbers of devices of each kind; a device has 100 bytes of memory unless ``memory`` differs."""
-    devices: list[Device] = []
-    made = []
-    for number, node in enumerate(nodes):
-        first = len(devices)
-        for name, count in node.items():
-            kind = DeviceKind(name, (memory or {}).get(name, 100), 1e12)
-            devices += [Device(kind, number, 0)] * count
-        made.append(Node(f"n{number}", 0, tuple(range(first, len(devices))), inside, (SLOW_LINK,)))
-    return Topology(tuple(devices), tuple(made), ("here",))
+    memories = memory or {}
+
+    def kinds(node: dict[str, int]) -> list[DeviceKind]:
+        return [DeviceKind(name, memories.get(name, 100), 1e12) for name, count in node.items() for _ in range(count)]
+
+    return of_nodes((kinds(node), inside, (SLOW_LINK,)) for node in nodes)
 
 
 def profile(
