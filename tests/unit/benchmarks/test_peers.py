@@ -15,7 +15,7 @@ from benchmarks.planner.peers.layouts import has_one_degree, layout_line
 from benchmarks.planner.peers.run_planners import Found, choose, written
 from benchmarks.planner.published_clusters import CLUSTERS, Case, cluster_name
 from colossal_hetero.planner.cost.layout_line import read_layout
-from tests.unit.planner.report.test_plan_table import plan
+from tests.support.plans import plan
 
 
 def priced(*seconds: float | None, fits: bool = True) -> PricedPlan:

@@ -17,9 +17,9 @@ from colossal_hetero.planner.batches.allocation import ACCUMULATIONS, METHODS
 from colossal_hetero.planner.batches.batch_profile import save_profile
 from colossal_hetero.planner.stages.split_methods import METHODS as SPLIT_METHODS
 from tests.support import command_line
+from tests.support.batch_profiles import device, profile
 from tests.support.layer_checkpoints import save_steps
 from tests.support.paths import REPOSITORY
-from tests.unit.planner.batches.test_batch_profile import device, profile
 
 EXAMPLE = REPOSITORY / "examples/zero/profiles/a100-80-a100-40.json"
 CLUSTER = REPOSITORY / "examples/plans/clusters/a100-v100.toml"

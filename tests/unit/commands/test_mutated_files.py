@@ -18,12 +18,11 @@ from colossal_hetero.cli.main import main
 from colossal_hetero.planner.batches.batch_profile import save_profile
 from colossal_hetero.planner.cost.plan import save_plan
 from colossal_hetero.planner.profile.layer_profile import save_profile as save_model_profile
+from tests.support.batch_profiles import profile as batch_profile
+from tests.support.plans import chunked, unequal
 from tests.support.random_examples import examples
 from tests.unit.commands.test_plan_command import CLUSTER
 from tests.unit.commands.test_plan_command import profile as layer_profile
-from tests.unit.planner.batches.test_batch_profile import profile as batch_profile
-from tests.unit.planner.plans.test_plan import chunked
-from tests.unit.planner.report.test_plan_table import unequal
 
 ABSURD = (
     *(1e308, -1e308, 5e-324, 1e-300, 0, -1, 1, 1e9, 2**31, 10**30, 10**400),

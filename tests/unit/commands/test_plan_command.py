@@ -20,8 +20,7 @@ from colossal_hetero.planner.report.plan_table import one_line
 from colossal_hetero.planner.stages.split_methods import METHODS
 from tests.support.command_line import failure, run
 from tests.support.layer_profiles import layer_times
-from tests.unit.planner.plans.test_plan import plan, replica, stage
-from tests.unit.planner.report.test_plan_table import unequal
+from tests.support.plans import plan, replica, stage, unequal
 
 CLUSTER = """
 schema = 1

@@ -68,7 +68,7 @@ def test_an_estimate_of_any_device(tmp_path: Path) -> None:
         (["--model", "timm:vit_tiny"], "timm has no model 'vit_tiny'; it has for example .*vit"),
         (["--model", "timm:vit_tiny_patch16_224", "--set", "depht=2"], "cannot be built with depht=2: .*depht"),
         (["--model", "timm:vit_tiny_patch16_224", "--set", "depth"], "'depth' is not KEY=VALUE, such as depth=6"),
-        (["--model", "timm:resnet18"], "ResNet has more than one row of blocks"),
+        (["--model", "timm:ghostnet_100"], "GhostNet has more than one row of blocks"),
         (["--model", "hf:gpt2", "--tp", "5"], "tensor parallel 5 does not divide the 12 attention heads of GPT2LMHead"),
         (["--model", "timm:vit_tiny_patch16_224", "--tp", "2"], "does not divide the 3 attention heads"),
         (

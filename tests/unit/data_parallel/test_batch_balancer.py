@@ -15,7 +15,7 @@ from colossal_hetero.data_parallel.batch_balancer import (
 from colossal_hetero.planner import Curve, allocate
 from colossal_hetero.planner.batches.batch_profile import DeviceProfile
 from colossal_hetero.planner.batches.closed_loop import Speed
-from tests.unit.planner.batches.test_batch_profile import device, profile
+from tests.support.batch_profiles import device, profile
 
 
 @pytest.mark.parametrize(

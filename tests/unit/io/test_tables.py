@@ -9,8 +9,8 @@ import pytest
 from colossal_hetero.common.tables import ReportConsole, make_table, number_column, word_column
 from colossal_hetero.planner.cost.ranked_plan import RankedPlan
 from colossal_hetero.planner.report import batch_report, plan_table
-from tests.unit.planner.batches.test_batch_profile import device, profile
-from tests.unit.planner.plans.test_plan import plan
+from tests.support.batch_profiles import device, profile
+from tests.support.plans import plan
 
 
 def at_80_columns(shown: object, monkeypatch: pytest.MonkeyPatch) -> list[str]:

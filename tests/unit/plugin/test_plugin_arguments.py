@@ -21,8 +21,8 @@ from colossal_hetero.plugin.hybrid.plan_agreement import best_plan
 from colossal_hetero.plugin.hybrid.planned_mesh import usable_network
 from colossal_hetero.plugin.hybrid.plugin_arguments import arguments_from_plan
 from colossal_hetero.plugin.plan_config import PlanConfig
+from tests.support.plans import plan
 from tests.support.random_clusters import random_cluster, random_model, whole_space_problem
-from tests.unit.planner.plans.test_plan import plan
 
 
 def test_the_zero_stage_follows_from_the_plan() -> None:

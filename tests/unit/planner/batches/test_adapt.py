@@ -26,10 +26,10 @@ from colossal_hetero.planner.cluster.cluster_file import save_cluster
 from colossal_hetero.planner.cluster.gpu_catalog import GPUS
 from colossal_hetero.planner.cluster.topology import Channel, DeviceKind, MeasuredLink
 from colossal_hetero.planner.report.batch_report import compare
+from tests.support.batch_profiles import device, profile
 from tests.support.command_line import failure, run
 from tests.support.machines import of_nodes
 from tests.support.random_examples import examples
-from tests.unit.planner.batches.test_batch_profile import device, profile
 
 GPU, CPU = ("nccl", "gloo"), ("gloo",)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,56 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from colossal_hetero.planner.cost.pass_order import GraphSeconds
-from colossal_hetero.planner.cost.plan import ChunkPlan, Plan, Replica, StagePlan, load_plan, save_plan
+from colossal_hetero.planner.cost.plan import Plan, Replica, StagePlan, load_plan, save_plan
 from colossal_hetero.planner.cost.runnable import why_not_runnable
 from tests.support.changed_files import error_after, put
-
-GIB = 2**30
-
-
-def stage(start: int, stop: int, ranks: Sequence[int], device: str = "A100-40", **changes: Any) -> StagePlan:
-    values: dict[str, Any] = {
-        "blocks": (start, stop),
-        "device": device,
-        "ranks": tuple(ranks),
-        "node": f"node-{ranks[0] // 4}",
-        "forward_seconds": 0.01 * (stop - start),
-        "backward_seconds": 0.02 * (stop - start),
-        "transfer_seconds": 0.002,
-        "update_seconds": 0.001,
-        "memory_bytes": 10 * GIB,
-        "memory_available_bytes": 40 * GIB,
-    }
-    return StagePlan(**{**values, **changes})
-
-
-def replica(*stages: StagePlan, micro_batches: int = 8) -> Replica:
-    each = [s.forward_seconds + s.backward_seconds + s.transfer_seconds for s in stages]
-    seconds = sum(each) + (micro_batches - 1) * max(each) + max(s.update_seconds for s in stages)
-    return Replica(stages=stages, micro_batches=micro_batches, pipeline_seconds=seconds)
-
-
-def plan(*replicas: Replica, **changes: Any) -> Plan:
-    """By default two replicas of [0, 4) on an A100 and [4, 6) on a V100."""
-    replicas = replicas or tuple(
-        replica(stage(0, 4, (2 * r,)), stage(4, 6, (2 * r + 1,), "V100-16", memory_available_bytes=16 * GIB))
-        for r in range(2)
-    )
-    synchronization = 0.05 if len(replicas) > 1 else 0.0
-    values: dict[str, Any] = {
-        "model": "net",
-        "blocks": replicas[0].stages[-1].blocks[1],
-        "method": "exact",
-        "tensor_parallel": len(replicas[0].stages[0].ranks),
-        "micro_batch": 2,
-        "global_batch": 2 * sum(r.micro_batches for r in replicas),
-        "replicas": replicas,
-        "synchronization_seconds": synchronization,
-        "iteration_seconds": max(r.pipeline_seconds for r in replicas) + synchronization,
-    }
-    return Plan(**{**values, **changes})
-
+from tests.support.plans import GRAPH, RANGES, chunked, chunked_stage, plan, replica, stage
 
 seconds = st.floats(0, 1e4, allow_nan=False)
 names = st.text(min_size=1, max_size=8)
@@ -183,29 +137,6 @@ def test_recomputation_and_zero_are_in_files_of_plans_that_use_them(tmp_path: Pa
     assert content["schedule"] == "1f1b" and not {"zero_stage", "order_seconds"} & content.keys()
     stages = content["replicas"][0]["stages"]
     assert all("blocks" in each and not {"recompute", "chunks"} & each.keys() for each in stages)
-
-
-GRAPH = GraphSeconds(forward=0.01, input_gradient=0.01, weight_gradient=0.01, transfer=0.0)
-RANGES = {"interleaved": ([(0, 2), (3, 5)], [(2, 3), (5, 6)]), "zbv": ([(0, 2), (5, 6)], [(2, 3), (3, 5)])}
-
-
-def chunked_stage(rank: int, ranges: list[tuple[int, int]]) -> StagePlan:
-    chunks = tuple(
-        ChunkPlan(blocks=(a, b), forward_seconds=0.01 * (b - a), backward_seconds=0.02 * (b - a), hop_seconds=0.002)
-        for a, b in ranges
-    )
-    made = stage(0, 1, (rank,), chunks=chunks)
-    return StagePlan(**{name: getattr(made, name) for name in made.model_fields_set - {"blocks"}})
-
-
-def chunked(schedule: str = "interleaved", micro_batches: int = 8) -> Plan:
-    stages = [chunked_stage(rank, ranges) for rank, ranges in enumerate(RANGES[schedule])]
-    return plan(
-        replica(*stages, micro_batches=micro_batches),
-        blocks=6,
-        schedule=schedule,
-        order_seconds=GRAPH if schedule == "zbv" else None,
-    )
 
 
 @pytest.mark.parametrize("schedule", RANGES)

@@ -9,45 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from colossal_hetero.planner.cluster.topology import Channel, DeviceKind, Topology
 from colossal_hetero.planner.cost.plan import Plan, exposed_seconds
 from colossal_hetero.planner.cost.ranked_plan import difference_error, prediction_error
 from colossal_hetero.planner.profile.fitted_profiles import as_profiled
-from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile
-from tests.support.layer_profiles import layer_times
-from tests.support.machines import of_nodes
+from colossal_hetero.planner.profile.layer_profile import LayerTimes, ModelProfile
 from tests.support.planning import make_plans, predict_plan
-
-MB = 10**6
-
-
-def profile(blocks: int = 6, **changes) -> ModelProfile:
-    """Layers on "fast" devices, and on "slow" devices that take three times as long, with tensor-parallel degrees 1 and
-    2 and micro-batches of 1 and 2."""
-    layers = blocks + 2
-
-    sizes = tuple(
-        LayerSizes(
-            tensor_parallel=degree,
-            parameter_bytes=(8 * MB // degree,) * layers,
-            activation_bytes=(MB,) * layers,
-            output_bytes=(MB,) * layers,
-        )
-        for degree in (1, 2)
-    )
-    rows = [
-        layer_times(device, (seconds * micro_batch / degree,) * layers, micro_batch=micro_batch, tensor_parallel=degree)
-        for device, seconds in (("fast", 0.01), ("slow", 0.03))
-        for degree in (1, 2)
-        for micro_batch in (1, 2)
-    ]
-    return ModelProfile(name="model", times=tuple(rows), sizes=sizes, **changes)
-
-
-def machines(*kinds: str, devices_per_node: int = 2, memory: int = 10**10, bandwidth: float = 1e9) -> Topology:
-    """One cluster; each name is a node with devices of this kind."""
-    made = ([DeviceKind(name, memory, 1e12)] * devices_per_node for name in kinds)
-    return of_nodes((each, Channel("NVLink", 1e11), (Channel("Ethernet", bandwidth),)) for each in made)
+from tests.support.two_speeds import MB, machines, profile
 
 
 def test_a_pipeline_costs_what_the_formula_says():

@@ -10,7 +10,7 @@ from rich.console import Console
 from colossal_hetero.planner.batches.allocation import LEAST_GAIN
 from colossal_hetero.planner.cluster.topology import MeasuredLink
 from colossal_hetero.planner.report.batch_report import compare, device_lines, render
-from tests.unit.planner.batches.test_batch_profile import GIB, device, profile
+from tests.support.batch_profiles import GIB, device, profile
 
 PAIRS = [(a, b) for a in range(4) for b in range(a)]
 LINKS = [MeasuredLink(ranks=pair, protocol="gloo", latency_seconds=1e-3, bytes_per_second=1e9) for pair in PAIRS]

@@ -19,20 +19,13 @@ from colossal_hetero.planner.report.launch_commands import launch_lines, trainin
 from colossal_hetero.planner.report.plan_picture import MAX_LANES, lanes, plot_plan
 from colossal_hetero.planner.report.plan_table import layout, one_line, render, rows, short_ranks
 from tests.support.figures import saved_figures
-from tests.unit.planner.plans.test_plan import chunked, plan, replica, stage
+from tests.support.plans import chunked, plan, replica, stage, unequal
 
 
 def printed(*candidates: RankedPlan, width: int = 140) -> str:
     stream = io.StringIO()
     Console(file=stream, width=width).print(render(candidates))
     return stream.getvalue()
-
-
-def unequal() -> Plan:
-    return plan(
-        replica(stage(0, 4, (0,)), stage(4, 6, (1,), "V100-16"), micro_batches=12),
-        replica(*(stage(2 * s, 2 * s + 2, (2 + s,), "T4") for s in range(3)), micro_batches=4),
-    )
 
 
 def large(replicas: int = 16, stages: int = 32) -> Plan:

@@ -31,7 +31,7 @@ from colossal_hetero.planner.solver.replan import replan
 from colossal_hetero.planner.stages.pipeline import Slot
 from tests.support.planning import make_plans
 from tests.support.random_examples import examples
-from tests.unit.planner.solver.test_search import FAST_LINK, cluster, profile
+from tests.support.small_problems import FAST_LINK, cluster, profile
 
 UNIT = GraphSeconds(forward=1.0, input_gradient=1.0, weight_gradient=1.0, transfer=0.0)
 

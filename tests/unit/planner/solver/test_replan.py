@@ -14,7 +14,7 @@ from colossal_hetero.planner.solver import replan as replan_module
 from colossal_hetero.planner.solver.replan import replan
 from colossal_hetero.planner.solver.search import Answer
 from tests.support.planning import make_plans, predict_plan
-from tests.unit.planner.plans.test_predict import machines, profile
+from tests.support.two_speeds import machines, profile
 
 
 def enumerated(topology: Topology, global_batch: int, blocks: int) -> float:
