@@ -176,7 +176,6 @@ def profile_device(
         sample_bytes=sample,
         max_batch=largest,
         memory_bound=largest < cap,
-        searched_batch=cap,
         min_batch=smallest,
         points=points,
         flops=flops,

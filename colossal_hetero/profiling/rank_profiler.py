@@ -200,7 +200,6 @@ def _in_samples(device: DeviceProfile, unit: int) -> DeviceProfile:
         update={
             "sample_bytes": -(-device.sample_bytes // unit),
             "max_batch": device.max_batch * unit,
-            "searched_batch": device.searched_batch and device.searched_batch * unit,
             "min_batch": device.min_batch * unit,
             "points": tuple(point.model_copy(update={"batch": point.batch * unit}) for point in device.points),
         }

@@ -65,9 +65,7 @@ class DeviceProfile(FilePart):
     max_batch: NonNegative
     """Largest micro-batch that ran; 0 if not even ``min_batch`` samples fit. May be lowered by hand."""
     memory_bound: bool
-    """True if one more sample ran out of memory; False if the search ended at ``searched_batch``."""
-    searched_batch: PositiveCount | None = None
-    """Largest micro-batch that the search was allowed to try; None if there was no search."""
+    """True if one more sample ran out of memory; False if the search ended there."""
     min_batch: PositiveCount = 1
     """Samples of the smallest micro-batch; 2 if a batch normalization has one value per sample and channel."""
     points: tuple[TimedBatch, ...]
