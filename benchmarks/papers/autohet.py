@@ -5,17 +5,13 @@ The clusters are the paper's; layer times are estimated from FLOP, and iteration
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from statistics import mean
 
-from benchmarks.papers.page import Figure, Inputs
+from benchmarks.papers.page import Figure, Inputs, measured
 from benchmarks.planner.autohet_groups import MemberKind, find_grouping
 from benchmarks.planner.planning import CLUSTERS, autohet_iteration, cluster, gpt
 from colossal_hetero.planner.cost.draft import Draft, DraftBuilder
@@ -103,15 +99,10 @@ def _equal_stages(topology, model, groups: Sequence[Sequence[tuple[int, ...]]]) 
 
 def fig10(inputs: Inputs) -> Figure:
     """Recovery after a change of devices, measured with throttled folders (`benchmarks.checkpoint.recovery`)."""
-    out = Path("runs/papers/recovery.json")
-    if not out.exists():
-        out.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "benchmarks.checkpoint.recovery", "--cloud", "20", "--rounds", "2"]
-        subprocess.run([*command, "--out", str(out)], check=True)
-    measured = json.loads(out.read_text())
+    found_by_name = measured("benchmarks.checkpoint.recovery", "recovery", "--cloud", "20", "--rounds", "2")
     rows = [
         (name, f"{found['paper']:.2f}", found["alone"] / found["nearest"], found["alone"], found["nearest"])
-        for name, found in measured.items()
+        for name, found in found_by_name.items()
     ]
     columns = ("scenario", "paper", "here", "each from the shared folder [s]", "from the nearest place [s]")
     why = (
