@@ -262,8 +262,8 @@ def table1(inputs: Inputs) -> Figure:
             rows.append((f"{method} ({senders})", *both))
     why = (
         "Each cell: the paper's epoch relative to γ = 0, and ours, of a ViT of width 256. Eight ranks share two cores "
-        "here, so an iteration takes as long as the work of all together: migrating costs, but fewer and wider products "
-        "save processor time, which hides it at large γ. What methods cost each other is not to be seen here. "
+        "here, so an iteration takes as long as the work of all together: migrating costs, but fewer and wider "
+        "products save processor time, which hides it at large γ. What methods cost each other is not to be seen here. "
         "`block` is ours."
     )
     return Figure("SEMI, Table I: migration policies", ("policy (ν)", *(f"γ = {s:g}" for s in shares)), rows, why)
