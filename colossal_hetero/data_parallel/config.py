@@ -82,6 +82,10 @@ class BatchConfig:
         ):
             if value not in known:
                 raise ValueError(f"{name}={value!r} is not one of {', '.join(known)}")
+        if self.cluster is not None and (self.method != "adapt" or self.profile is None):
+            raise ValueError(
+                f"cluster={str(self.cluster)!r} has an effect only with method='adapt' and an earlier run's profile"
+            )
         if not (self.weight_by is None or callable(self.weight_by) or self.weight_by in WEIGHTS):
             raise ValueError(
                 f"weight_by={self.weight_by!r} is not one of {', '.join(WEIGHTS)}, nor a function of a batch"

@@ -130,8 +130,8 @@ def hetero_policy(model_or_policy: nn.Module | Policy) -> Policy:
         policy = model_or_policy
     elif isinstance(model_or_policy, VisionTransformer):
         policy = TimmViTPolicy()
-    elif links_of(model_or_policy) is not None:
-        policy = ChainPolicy()
+    elif (links := links_of(model_or_policy)) is not None:
+        policy = ChainPolicy(links)
     else:
         policy = _auto_policy(model_or_policy)
     if isinstance(policy, _HeteroPolicy):

@@ -108,6 +108,8 @@ def check_world_size(tp_size: int, pp_size: int) -> None:
 
 
 def check_uneven_batches(batches: BatchConfig, arguments: Mapping[str, Any]) -> None:
+    if batches.cluster is not None:
+        raise ValueError("BatchConfig(cluster=...) has an effect in HeteroZeroPlugin only; leave it out")
     if arguments["pp_size"] > 1:
         raise ValueError(
             f"batches cannot be combined with a pipeline (pp_size={arguments['pp_size']}): a plan gives each pipeline "

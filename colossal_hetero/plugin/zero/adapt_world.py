@@ -13,7 +13,7 @@ import torch.distributed as dist
 from colossalai.cluster import DistCoordinator
 from torch.distributed import distributed_c10d
 
-from ...common.ranks import from_rank_0, world_timeout
+from ...common.ranks import from_rank_0, print_on_rank_0, world_timeout
 from ...common.text import duration, print_words, spans
 from ...data_parallel.config import BatchConfig
 from ...planner.batches.adapt import AdaptPlan, adapt_profile, with_cluster_links
@@ -28,11 +28,12 @@ def adapt_world(config: BatchConfig) -> BatchProfile | None:
     """With method ``adapt``, the profile of the ranks that train, which are numbered anew; None with another method, or
     without links in an existing profile. A rank that is left out does not return: it waits until the others have ended,
     and then ends with exit code 0. Called by all ranks, before groups are made."""
-    if config.method != "adapt" or config.profile is None:
+    if config.method != "adapt":
         return None
-    path = Path(config.profile)
-    profile = from_rank_0(lambda: _read(path, config.cluster) if path.exists() else None)
+    path = Path(config.profile or "")
+    profile = from_rank_0(lambda: _read(path, config.cluster) if path.is_file() else None)
     if profile is None or not profile.links:
+        print_on_rank_0("all devices take part: leaving devices out needs the profile of an earlier run, and a cluster")
         return None
     if len(profile.ranks) != dist.get_world_size():
         raise ValueError(

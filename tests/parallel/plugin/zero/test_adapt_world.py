@@ -85,3 +85,9 @@ def test_training_without_devices_that_slow_down_the_others(
         torch.testing.assert_close(result["logits"], alone(Numbered().inputs), rtol=1e-5, atol=1e-6)
     seen = {number for succeeded, result in answers if succeeded for number in result["seen"]}
     assert seen == set(range(len(Numbered())))
+
+
+@pytest.mark.parametrize("others", [{"profile": "p.json"}, {"method": "adapt"}])
+def test_a_cluster_that_has_no_effect_is_refused(others: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=r"cluster='c.toml' has an effect only with method='adapt'"):
+        BatchConfig(global_batch_size=8, cluster="c.toml", **others)
