@@ -256,3 +256,15 @@ def test_each_device_keeps_its_largest_micro_batch() -> None:
     np.testing.assert_array_equal(joint[0].seconds[:41], joint[1].seconds)
     # The shorter curve was slower. Where it ends, the joint one does not become faster.
     np.testing.assert_allclose(joint[0].seconds, device_curve(np.mean([1.0, 1.03, 1.04]), 64, 2).seconds)
+
+
+def test_a_profile_of_fewer_ranks_in_another_order() -> None:
+    """At stage 1, each of two ranks keeps and steps half of the optimizer's state instead of a quarter."""
+    made = profile(stage=1, kinds=[device(step_seconds=0.1), device("slow", step_seconds=0.2)])
+    fewer = made.of_ranks((1, 0), 0.25)
+    assert (fewer.devices, fewer.communication_seconds) == (["slow", "fast"], 0.25)
+    assert fewer.step_seconds(1) == pytest.approx([0.4, 0.2]) == [2 * each for each in made.step_seconds(1)[1::-1]]
+    assert [kind.state_bytes - 16 * GIB for kind in fewer.kinds] == [3 * GIB] * 2
+    assert [kind.max_batch for kind in fewer.kinds] == made.kind_max_batches(1, sharing_ranks=2)
+    assert [link.ranks for link in fewer.links] == [(1, 0)] and not made.of_ranks((0, 2), 0.0).links
+    assert made.of_ranks(range(4), made.communication_seconds) == made
