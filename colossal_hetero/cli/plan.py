@@ -30,7 +30,7 @@ GROUPS = {
     "What to train": ("global_batch", "memory_reserve"),
     "Plans to try": ("micro_batch", "tp", "schedules", "zero_stages", "no_recompute", "equal", "overlap", "method"),
     "Search": ("gap", "time_limit"),
-    "Output": ("out", "plot", "top"),
+    "Output": ("out", "plot", "top", "framework"),
 }
 
 
@@ -104,6 +104,13 @@ GROUPS = {
     help="Draw the schedule of the best plan: .png, .pdf or .svg.",
 )
 @click.option("--top", type=click.IntRange(min=1), default=5, show_default=True, help="Number of plans to list.")
+@click.option(
+    "--format",
+    "framework",
+    type=click.Choice(["megatron", "deepspeed", "flagscale", "colossalai"]),
+    help="Print the arguments or files with which this framework runs the best plan, or why it cannot. By default the "
+    "lines that train with this package.",
+)
 def plan(
     cluster: Path,
     profile: Path,
@@ -122,6 +129,7 @@ def plan(
     out: Path | None,
     plot: Path | None,
     top: int,
+    framework: str | None,
 ) -> None:
     """Plan the training of a model on a cluster: tensor, data and pipeline parallelism, and which device runs which
     layers.
@@ -132,6 +140,7 @@ def plan(
     """
     from ..planner.cost.plan import save_plan
     from ..planner.report.launch_commands import training_call
+    from ..planner.report.other_frameworks import plan_for
     from ..planner.report.plan_table import one_line, render
     from ..planner.solver.problem import Problem
     from ..planner.solver.search import search
@@ -168,7 +177,10 @@ def plan(
                 plot_plan(simulate_plan(found.best), plot)
     console = make_console()
     console.print(render(found.plans))
-    call = training_call(found.best, str(out or "plan.json"), overlap=overlap)
+    if framework is None:
+        call = training_call(found.best, str(out or "plan.json"), overlap=overlap)
+    else:
+        call = plan_for(framework, found.best, topology, overlap=overlap)
     console.print(f"{one_line(found.best)}\n\n{call}", markup=False, soft_wrap=True)
     if out is None:
         console.print("\n# --out plan.json writes this plan to that file", markup=False, soft_wrap=True)

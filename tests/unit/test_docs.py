@@ -56,7 +56,9 @@ OTHER_FLAGS = {
     *("--standalone", "--nnodes", "--nproc-per-node", "--nproc_per_node", "--numprocesses"),
     *("--rdzv-backend", "--rdzv-conf", "--rdzv-endpoint", "--rdzv-id"),
     *("--max-restarts", "--tee", "--nodes", "--ntasks-per-node", "--gpus-per-node", "--no-kill", "--kill-on-bad-exit"),
-    "--timing-log-level",
+    *("--timing-log-level", "--node-rank", "--master-addr", "--num-layers", "--tensor-model-parallel-size"),
+    *("--pipeline-model-parallel-size", "--pipeline-model-parallel-layout", "--use-tp-pp-dp-mapping"),
+    *("--micro-batch-size", "--global-batch-size"),
 }
 """Flags of torchrun, SLURM, colossalai, Megatron-LM and pytest, which the pages show as well."""
 

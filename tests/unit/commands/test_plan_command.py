@@ -294,3 +294,11 @@ def test_recomputation_and_zero_can_be_left_out(files: tuple[Path, Path]) -> Non
     (_, both), (_, without) = planned(files, 8), planned(files, 8, "--zero-stages", "0", "--no-recompute")
     assert (both.zero_stage, without.zero_stage) == (1, 0)
     assert both.iteration_seconds < 0.99 * without.iteration_seconds
+
+
+def test_the_plan_for_another_framework(files: tuple[Path, Path]) -> None:
+    text, made = planned(files, 16, "--equal", "--format", "megatron")
+    assert f"--num-layers {made.blocks}" in text and f"--global-batch-size {made.global_batch}" in text
+    assert "HeteroHybridParallelPlugin" not in text and "--out" not in text
+    text, _ = planned(files, 16, "--schedule", "zbv", "--format", "deepspeed")
+    assert "# DeepSpeed cannot run this plan:\n# - its schedule is zbv" in text
