@@ -5,7 +5,7 @@ Read for it: Megatron-LM core 0.20.0, commit d98e8a64 (``megatron/training/argum
 edaa7221 (``deepspeed/runtime/pipe/{module,topology,engine}.py``, ``deepspeed/runtime/{engine,config}.py``,
 ``deepspeed/utils/groups.py``); FlagScale 0.8.0, commit 16a2dd5b (``flagscale/train/arguments.py``,
 ``flagscale/train/hetero/parallel_context.py``, ``flagscale/runner/{runner_train,utils}.py``); Colossal-AI 0.5.0
-(``booster/plugin/hybrid_parallel_plugin.py``, ``pipeline/stage_manager.py``, ``shardformer/shard/grad_ckpt_config.py``)
+(``booster/plugin/hybrid_parallel_plugin.py``, ``pipeline/stage_manager.py``, ``shardformer/modeling/llama.py``).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class FrameworkJob(NamedTuple):
         return len(set(self.plan.layers_per_chunk)) == 1
 
     @property
-    def torn(self) -> str:
+    def split_nodes(self) -> str:
         """Nodes whose ranks are not consecutive, as torchrun numbers them."""
         nodes = [row.node for row in self.rows]
         return ", ".join(dict.fromkeys(node for node in nodes if nodes.count(node) > 1))
@@ -88,7 +88,7 @@ def plan_for(framework: str, plan: Plan, topology: Topology, *, overlap: bool = 
     if plan.symmetric:
         overlap = overlap and len(plan.replicas) > 1
         jobs = [FrameworkJob(plan, overlap, order, _rows(plan, topology, order)) for order in orders]
-        job = next((each for each in jobs if not each.torn), jobs[0])
+        job = next((each for each in jobs if not each.split_nodes), jobs[0])
         reasons = _reasons(framework, name, job)
         if not reasons:
             return "\n".join(write(job))
@@ -104,15 +104,16 @@ def _reasons(framework: str, name: str, job: FrameworkJob) -> list[str]:
     schedule = f"its schedule is {plan.schedule}, and"
     hidden = "it counts on communication that overlaps with passes, and"
     stored, simple = "plan again with --no-recompute", "plan again with --schedule 1f1b"
-    apart, here = "plan again without --overlap", "or train with this package"
+    waiting, here = "plan again without --overlap", "or train with this package"
     known = f"its precision is {plan.precision}; arguments are known for {', '.join(PRECISIONS)}"
     general = [
         (unlike, f"a stage recomputes activations in some replicas only, and in {name} in all or none; {stored}"),
         (plan.precision not in PRECISIONS, known),
     ]
     uneven = "no partition_method of PipelineModule takes such numbers; plan again with --method uniform"
-    torn = f"the ranks of node {job.torn} would not be consecutive, and its runner numbers ranks node by node"
-    zero = "it has ZeRO stage 1 in fp32, and HybridParallelPlugin has ZeRO in bf16 and fp16 only; plan again with"
+    apart = f"the ranks of node {job.split_nodes} would not be consecutive, and its runner numbers ranks node by node"
+    zero = "it has ZeRO stage 1 in fp32, and HybridParallelPlugin has ZeRO in bf16 and fp16 only; plan again"
+    without_zero = "without --overlap" if job.overlap else "with --zero-stages 0"
     own = {
         "megatron": [
             (plan.schedule == "zbv", f"{schedule} Megatron-LM has 1F1B and interleaved schedules only; {simple}"),
@@ -122,16 +123,19 @@ def _reasons(framework: str, name: str, job: FrameworkJob) -> list[str]:
             (chunked, f"{schedule} DeepSpeed's pipelines run 1F1B only; {simple}"),
             (not job.equal_layers, f"{layers} {uneven}, or write the layers of each stage as one LayerSpec"),
             (partly, f"{some} activation_checkpoint_interval is the same in all stages; {stored}"),
-            (job.overlap, f"{hidden} DeepSpeed overlaps neither sums in pipelines nor ZeRO 1's gathering; {apart}"),
+            (job.overlap, f"{hidden} DeepSpeed overlaps neither sums in pipelines nor ZeRO 1's gathering; {waiting}"),
         ],
         "flagscale": [
             (chunked, f"{schedule} its heterogeneous training has neither virtual stages nor zero bubbles; {simple}"),
-            (bool(job.torn), f"{torn}; --format megatron shows which device each rank has to be"),
+            (bool(job.split_nodes), f"{apart}; --format megatron shows which device each rank has to be"),
         ],
         "colossalai": [
             (chunked and not job.equal_layers, f"{layers} num_layers_per_stage is for 1F1B only; {simple}, {here}"),
-            (bool(job.zero_stage) and plan.precision == "fp32", f"{zero} --zero-stages 0, {here}"),
-            (job.overlap and stages > 1, f"{hidden} its pipelines sum gradients after the last pass; {apart}, {here}"),
+            (bool(job.zero_stage) and plan.precision == "fp32", f"{zero} {without_zero}, {here}"),
+            (
+                job.overlap and stages > 1,
+                f"{hidden} its pipelines sum gradients after the last pass; {waiting}, {here}",
+            ),
         ],
     }
     return [reason for wrong, reason in [*general, *own[framework]] if wrong]
@@ -171,11 +175,11 @@ def _launch(job: FrameworkJob, script: str, options: Sequence[str] = ()) -> list
     """The node and device of each rank as a comment, and the command that starts a node's ranks."""
     total, first = job.rows[-1].ranks.stop, job.rows[0].node
     lines: list[tuple[str, ...]]
-    if job.torn:
+    if job.split_nodes:
         lines = [("node", "ranks", "LOCAL_RANK"), *((row.node, spans(row.ranks), row.devices) for row in job.rows)]
         how = (
-            f". The ranks of node {job.torn} are not consecutive, as torchrun would number them: start each process "
-            f"with its RANK and LOCAL_RANK, WORLD_SIZE={total}, MASTER_ADDR={first} and a MASTER_PORT"
+            f". The ranks of node {job.split_nodes} are not consecutive, as torchrun would number them: start each "
+            f"process with its RANK and LOCAL_RANK, WORLD_SIZE={total}, MASTER_ADDR={first} and a MASTER_PORT"
         )
         command = f"python {script}"
     else:
