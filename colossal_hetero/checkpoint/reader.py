@@ -1,15 +1,17 @@
-"""Reader of a layer checkpoint: each box from the nearest whole copy; export of the parameters to one file."""
+"""Reader of a layer checkpoint: each box from the nearest whole copy; export of the parameters to files."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ..common.atomic_files import replacing
+from ..common.files import write_json
 from .config import CheckpointError
 from .pieces import STATES, RunState, TensorPiece, cover, whole
 from .places import Checkpoint, Copy, Place, find_checkpoints
@@ -176,27 +178,72 @@ MODEL = ("param.", "buffer.")
 """Beginnings of the keys of tensors that belong to the model, not to the optimizer."""
 
 
-def export(folder: Path, out: Path, step: int | None = None) -> tuple[int, int]:
-    """Write parameters and buffers, by their names in the model of one process; returns the step and their number."""
+def export(folder: Path, out: Path, step: int | None = None, shard_bytes: int | None = None) -> tuple[int, int, int]:
+    """Write parameters and buffers, by their names in the model of one process; returns the step, their number, and
+    the number of files.
+
+    Args:
+        shard_bytes: If they are larger together, they are written in Hugging Face's layout: files of at most this size
+            (or one tensor), ``model-00001-of-00003.safetensors`` for ``model.safetensors``, and an index.
+    """
     if out.suffix not in (".safetensors", ".pt"):
         raise ValueError(f"cannot tell the format of {out}: end its name in .safetensors or .pt")
+    if shard_bytes is not None and out.suffix == ".pt":
+        raise ValueError(f"{out} cannot have several shards; end its name in .safetensors")
     search = find_checkpoints([Place(folder)])
     checkpoint = search.newest() if step is None else search.of_step(step)
-    pieces = {}
-    for key, shape in sorted(checkpoint.shapes.items()):
-        start = next((start for start in MODEL if key.startswith(start)), None)
-        if start is not None:
-            data = torch.empty(shape, dtype=getattr(torch, checkpoint.dtypes[key]))
-            pieces[key.removeprefix(start)] = TensorPiece("", key, shape, whole(shape), data, "")
-    if not pieces:
+    keys = {
+        key.removeprefix(start): key
+        for key in sorted(checkpoint.shapes)
+        if (start := next((each for each in MODEL if key.startswith(each)), None)) is not None
+    }
+    if not keys:
         raise CheckpointError(f"the checkpoint of step {checkpoint.step} in {folder} has no parameters")
-    CheckpointReader(checkpoint, search.checkpoints).load(list(pieces.values()))
-    state = {name: piece.data for name, piece in pieces.items()}
+    types = {name: getattr(torch, checkpoint.dtypes[key]) for name, key in keys.items()}
+    sizes = {name: prod(checkpoint.shapes[key]) * types[name].itemsize for name, key in keys.items()}
+    shards = _shards(sizes, shard_bytes)
+    names = [out.name]
+    index = out.with_name(f"{out.name}.index.json")
+    if len(shards) > 1:
+        if out.exists():
+            raise ValueError(
+                f"{out} exists, and would be loaded in place of the shards; remove it, or give another --out"
+            )
+        names = [f"{out.stem}-{number:05}-of-{len(shards):05}{out.suffix}" for number in range(1, len(shards) + 1)]
+        # Until all shards are new, there is no index that joins old and new ones.
+        index.unlink(missing_ok=True)
+    reader = CheckpointReader(checkpoint, search.checkpoints)
+    for file, shard in zip(names, shards, strict=True):
+        pieces = []
+        for key, kind in ((keys[name], types[name]) for name in shard):
+            shape = checkpoint.shapes[key]
+            pieces.append(TensorPiece("", key, shape, whole(shape), torch.empty(shape, dtype=kind), ""))
+        reader.load(pieces)
+        _save(dict(zip(shard, (piece.data for piece in pieces), strict=True)), out.with_name(file))
+    if len(shards) > 1:
+        files = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+        write_json({"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}, index)
+    return checkpoint.step, len(keys), len(names)
+
+
+def _shards(sizes: Mapping[str, int], limit: int | None) -> list[list[str]]:
+    """Names in files of at most ``limit`` bytes, or of one tensor; all in one without a limit."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if limit is not None and shards[-1] and filled + size > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+def _save(state: Mapping[str, Tensor], out: Path) -> None:
     with replacing(out) as temporary:
         if out.suffix == ".pt":
-            torch.save(state, temporary)
+            torch.save(dict(state), temporary)
         else:
             from safetensors.torch import save_file
 
-            save_file(state, temporary, metadata={"format": "pt"})
-    return checkpoint.step, len(state)
+            save_file(dict(state), temporary, metadata={"format": "pt"})

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..common.text import byte_unit, count
-from .common import check_outputs, errors_on_one_line, make_console
+from .common import Finite, check_outputs, errors_on_one_line, make_console
 
 if TYPE_CHECKING:
     from ..checkpoint.places import Entry
@@ -70,15 +70,25 @@ def verify(folder: Path, step: int | None) -> None:
     type=click.Path(path_type=Path, dir_okay=False),
     help="The file to write: .safetensors or .pt; default: model.safetensors, or model.pt without that package.",
 )
-def export_checkpoint(folder: Path, step: int | None, out: Path | None) -> None:
-    """Write the parameters of a checkpoint in FOLDER to one file, as a plain state dict of Hugging Face or timm."""
+@click.option(
+    "--shard-size",
+    type=Finite(min=0, min_open=True),
+    metavar="GB",
+    help="Write files of at most this size, in 10⁹ bytes, and the index with which Hugging Face loads them; default: "
+    "one file.",
+)
+def export_checkpoint(folder: Path, step: int | None, out: Path | None, shard_size: float | None) -> None:
+    """Write the parameters of a checkpoint in FOLDER to a file, or in shards, as a plain state dict of Hugging Face or
+    timm."""
     with errors_on_one_line():
         from ..checkpoint.reader import export
 
         target = out or Path("model.pt" if find_spec("safetensors") is None else "model.safetensors")
         check_outputs(target)
-        step, tensors = export(folder, target, step)
-    click.echo(f"{target}: {count(tensors, 'tensor')} of step {step}")
+        step, tensors, files = export(folder, target, step, None if shard_size is None else round(shard_size * 1e9))
+    shown = target if files == 1 else f"{target}.index.json"
+    shards = "" if files == 1 else f" in {count(files, 'shard')}"
+    click.echo(f"{shown}: {count(tensors, 'tensor')} of step {step}{shards}")
 
 
 def _cells(entry: Entry) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,32 @@ def test_export_writes_the_parameters_of_the_whole_model(folder: Path, tmp_path:
     expected = {key.removeprefix("param."): value for key, value in tensors(10).items() if key.startswith("param.")}
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def test_export_in_shards_has_the_layout_of_hugging_face(folder: Path, tmp_path: Path) -> None:
+    load = pytest.importorskip("safetensors.torch").load_file
+    expected = {key.removeprefix("param."): value for key, value in tensors(10).items() if key.startswith("param.")}
+    whole = sum(value.nbytes for value in expected.values())
+    for size in (1, 600, 1200, whole - 1):
+        out = tmp_path / f"{size}/model.safetensors"
+        out.parent.mkdir()
+        command = ("checkpoint", "export", folder, "--step", 10, "--out", out, "--shard-size", size / 1e9)
+        result = command_line.run(*command)
+        index = json.loads(out.with_name("model.safetensors.index.json").read_text(encoding="utf-8"))
+        files = sorted(set(index["weight_map"].values()))
+        assert result.output.endswith(f"{out}.index.json: 8 tensors of step 10 in {len(files)} shards\n"), result.output
+        assert files == [f"model-{number + 1:05}-of-{len(files):05}.safetensors" for number in range(len(files))]
+        assert sorted(path.name for path in out.parent.iterdir()) == [*files, "model.safetensors.index.json"]
+        assert index["metadata"]["total_size"] == whole and index["weight_map"].keys() == expected.keys()
+        for file in files:
+            found = load(out.with_name(file))
+            assert {name for name, where in index["weight_map"].items() if where == file} == found.keys()
+            assert len(found) == 1 or sum(value.nbytes for value in found.values()) <= size
+            assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    # What fits is one file; where one is, shards would not be loaded.
+    assert command_line.run(*command[:-1], whole / 1e9).output.endswith(f"{out}: 8 tensors of step 10\n")
+    assert "would be loaded in place of the shards" in command_line.failure(*command)
+    assert "cannot have several shards" in command_line.failure(*command[:-3], out.with_name("x.pt"), *command[-2:])
 
 
 def test_what_is_wrong_is_said_in_one_line(folder: Path, tmp_path: Path) -> None:
