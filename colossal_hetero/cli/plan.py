@@ -140,10 +140,10 @@ def plan(
     """
     from ..planner.cost.plan import save_plan
     from ..planner.report.launch_commands import training_call
-    from ..planner.report.other_frameworks import plan_for
     from ..planner.report.plan_table import one_line, render
     from ..planner.solver.problem import Problem
     from ..planner.solver.search import search
+    from .other_frameworks import plan_for
 
     with errors_on_one_line():
         check_outputs(out, picture=plot)

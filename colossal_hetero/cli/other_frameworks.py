@@ -16,10 +16,10 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from ...common.text import count, spans
-from ..cluster.topology import Topology
-from ..cost.plan import Plan
-from .plan_table import layout
+from ..common.text import count, spans
+from ..planner.cluster.topology import Topology
+from ..planner.cost.plan import Plan
+from ..planner.report.plan_table import layout
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 DATA_FIRST = "tensor, data, pipeline"

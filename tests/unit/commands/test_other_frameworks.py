@@ -18,9 +18,9 @@ from colossalai.shardformer import PipelineGradientCheckpointConfig
 from hypothesis import given
 from hypothesis import strategies as st
 
+from colossal_hetero.cli.other_frameworks import DATA_FIRST, FRAMEWORKS, plan_for
 from colossal_hetero.cli.plan import plan as plan_command
 from colossal_hetero.planner.cost.plan import Plan
-from colossal_hetero.planner.report.other_frameworks import DATA_FIRST, FRAMEWORKS, plan_for
 from tests.support.machines import Nodes, machines
 from tests.support.plans import GRAPH, chunked, chunked_stage, plan, replica, stage, unequal
 
