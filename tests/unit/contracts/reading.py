@@ -189,4 +189,4 @@ def _dotted(node: ast.AST, aliases: dict[str, str]) -> str | None:
 
 
 def _is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__") and name.strip("_") != "" and name not in OF_PYTHON
+    return name.startswith("_") and not name.startswith("__") and not name.endswith("_") and name not in OF_PYTHON
