@@ -72,6 +72,7 @@ lint: install
 
 docs: install
 	$(BIN)/python -m tools.code_blocks
+	$(BIN)/python -m tools.long_description
 
 lines: install
 	@$(BIN)/python -m tools.count_lines

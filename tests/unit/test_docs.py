@@ -9,7 +9,6 @@ import importlib
 import io
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import click
 import pytest
@@ -30,7 +29,7 @@ from colossal_hetero.planner.profile import layer_profile
 from colossal_hetero.plugin.plan_config import PlanConfig
 from tests.support.paths import REPOSITORY
 from tests.unit.test_rooms import RULES
-from tools import draw_rooms
+from tools import draw_rooms, long_description
 
 MAX_README_LINES = 150
 
@@ -261,6 +260,11 @@ def test_described_names_exist() -> None:
             assert hasattr(importlib.import_module(package), name), f"{package} has no {name}"
 
 
+def test_the_description_of_the_package_is_up_to_date() -> None:
+    described = long_description.described(PAGES["README.md"])
+    assert described == PAGES["PYPI.md"], "run: python -m tools.long_description"
+
+
 def test_the_picture_of_the_rooms_is_up_to_date() -> None:
     page = PAGES["docs/architecture.md"]
     assert draw_rooms.updated(page) == page, "run: python -m tools.draw_rooms"
@@ -282,11 +286,6 @@ def test_the_citation_file_is_valid() -> None:
     assert citation["cff-version"] == "1.2.0"
     assert {"message", "title", "authors"} <= citation.keys()
     assert citation["version"] == colossal_hetero.__version__
-
-
-def test_annotations_are_shipped() -> None:
-    assert (Path(colossal_hetero.__file__).parent / "py.typed").is_file()
-    assert 'colossal_hetero = ["py.typed"]' in (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import socket
 import sys
@@ -33,7 +32,6 @@ from colossal_hetero.elastic.process_groups import LaunchedState, ProcessGroups
 from colossal_hetero.elastic.rendezvous import described, member_of, missing_message, next_action
 from colossal_hetero.elastic.world import NEW, JoinTimeoutError, Member, MembershipTiming, StoreLostError, World
 from tests.support.harness import free_port, run_alone
-from tests.support.paths import REPOSITORY
 
 
 @pytest.fixture
@@ -139,17 +137,6 @@ def test_who_waits_for_a_full_world_becomes_a_spare() -> None:
     state.complete = True
     action = next_action(_Action.SYNC, state, described(NEW_1), SETTINGS, 0, may_wait=False)
     assert action is _Action.REMOVE_FROM_WAIT_LIST
-
-
-def test_one_module_knows_the_private_names_of_torch_and_handles_all_actions() -> None:
-    modules = [
-        path for path in (REPOSITORY / "colossal_hetero").rglob("*.py") if "dynamic_rendezvous" in path.read_text()
-    ]
-    assert [path.name for path in modules] == ["rendezvous.py"]
-    ends = {_Action.SYNC, _Action.FINISH, _Action.ERROR_CLOSED, _Action.ERROR_TIMEOUT}
-    assert set(_Action) == ends | set(rendezvous._CHANGES)
-    parameters = inspect.signature(rendezvous._DistributedRendezvousOpExecutor.run).parameters
-    assert list(parameters) == list(inspect.signature(rendezvous._Executor.run).parameters)
 
 
 @pytest.mark.parametrize("name", ["participants", "wait_list", "redundancy_list"])
