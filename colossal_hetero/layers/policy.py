@@ -23,6 +23,7 @@ from colossalai.shardformer.policies.base_policy import ModulePolicyDescription,
 from peft.tuners.tuners_utils import BaseTunerLayer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from .chain import ChainPolicy, links_of
 from .linear import (
@@ -36,6 +37,7 @@ from .linear import (
 )
 from .partial_gradients import Shapes, shapes_of, sum_partial_gradients
 from .timm_vit import TimmViTPolicy
+from .transformers_policy import IS_NEWER_THAN_COLOSSALAI, TransformersPolicy
 
 HETERO_LAYERS: dict[type, type] = {
     Linear1D_Col: HeteroLinear1D_Col,
@@ -132,6 +134,8 @@ def hetero_policy(model_or_policy: nn.Module | Policy) -> Policy:
         policy = TimmViTPolicy()
     elif (links := links_of(model_or_policy)) is not None:
         policy = ChainPolicy(links)
+    elif IS_NEWER_THAN_COLOSSALAI and isinstance(model_or_policy, PreTrainedModel):
+        policy = TransformersPolicy(model_or_policy)
     else:
         policy = _auto_policy(model_or_policy)
     if isinstance(policy, _HeteroPolicy):

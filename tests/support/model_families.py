@@ -67,6 +67,10 @@ def qwen2() -> tuple[nn.Module, Inputs]:
     return _causal(transformers.Qwen2Config(**TEXT, num_key_value_heads=4), "Qwen2ForCausalLM")
 
 
+def qwen3() -> tuple[nn.Module, Inputs]:
+    return _causal(transformers.Qwen3Config(**TEXT, num_key_value_heads=4, head_dim=8), "Qwen3ForCausalLM")
+
+
 def cohere() -> tuple[nn.Module, Inputs]:
     return _causal(transformers.CohereConfig(**TEXT, num_key_value_heads=4, pad_token_id=0), "CohereForCausalLM")
 
@@ -176,6 +180,7 @@ BUILDERS: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {
         mistral,
         mixtral,
         qwen2,
+        qwen3,
         cohere,
         opt,
         bloom,

@@ -1,0 +1,101 @@
+"""Models whose forward pass is that of transformers itself train as in one process, divided and in pipelines."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from colossal_hetero import HeteroHybridParallelPlugin
+from colossal_hetero.layers import hetero_layers, hetero_policy
+from colossal_hetero.layers.transformers_policy import IS_NEWER_THAN_COLOSSALAI, TransformersPolicy
+from tests.support.harness import run_ranks
+from tests.support.model_families import BUILDERS, Inputs, family_loss
+from tests.support.sharding import assert_same_as_unsharded, own_share, randomize
+from tests.support.training import boost, pipeline_step, sgd, train_alone
+
+DECODERS = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+PIPELINES = (*DECODERS, "bert", *(("vit",) if IS_NEWER_THAN_COLOSSALAI else ()))
+FAMILIES = (*PIPELINES, "t5", "whisper")
+STEPS = 3
+
+
+def divided() -> None:
+    for family in FAMILIES:
+        model, inputs = BUILDERS[family]()
+        if dist.get_world_size() == 4 and family in ("gpt2", "vit"):
+            continue  # six heads
+        options = dict(policy=hetero_policy(TransformersPolicy(randomize(model))), make_vocab_size_divisible_by=16)
+        sharded = assert_same_as_unsharded(model, family_loss(inputs), **options)
+        assert hetero_layers(sharded), f"no layer of {family} is divided"
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_divided_models_have_the_gradients_of_the_whole_ones(world_size: int) -> None:
+    run_ranks(world_size, divided)
+
+
+def deep(family: str, tied: bool) -> tuple[nn.Module, Inputs]:
+    """A model of five blocks in fp64, and a batch of four samples."""
+    model, inputs = BUILDERS[family]()
+    config = model.config
+    setattr(config, {"gpt2": "n_layer"}.get(family, "num_hidden_layers"), 5)
+    if hasattr(config, "layer_types"):
+        config.layer_types = None
+    config = type(config)(**(config.to_diff_dict() | dict(tie_word_embeddings=tied)))
+    inputs = {name: value.repeat(2, *[1] * (value.dim() - 1))[:4] for name, value in inputs.items()}
+    if "pixel_values" in inputs:
+        inputs["pixel_values"] = inputs["pixel_values"].double()
+    return randomize(type(model)(config)).double(), inputs
+
+
+def loss_of(outputs: Any, inputs: Inputs) -> Tensor:
+    """In fp64: the models' own losses are fp32."""
+    return cross_entropy(outputs["logits"].flatten(0, -2), inputs["labels"].flatten())
+
+
+def trained(family: str, tied: bool, **options: Any) -> None:
+    model, inputs = deep(family, tied)
+    alone, _ = deep(family, tied)
+    batches = [inputs] * STEPS
+    expected = train_alone(alone, sgd(alone), batches, lambda whole, batch: loss_of(whole(**batch), batch))
+    assert expected[0] != expected[-1]
+    plugin = HeteroHybridParallelPlugin(
+        **(dict(precision="fp32", num_microbatches=4, zero_stage=0, max_norm=0.0) | options),
+        custom_policy=hetero_policy(TransformersPolicy(model)),
+    )
+    run = boost(plugin, model, sgd)
+    losses = [pipeline_step(run, iter([batch]), loss_of) for batch in batches]
+    if plugin.is_last_stage():
+        torch.testing.assert_close(losses, expected, rtol=1e-6, atol=0, msg=lambda text: f"{family}, loss: {text}")
+    wholes = dict(alone.named_parameters(remove_duplicate=False))
+    tolerance = 1e-5 if plugin.zero_stage else 1e-9  # ZeRO's parameters are fp32
+    for name, parameter in run.model.unwrap().named_parameters():
+        whole = own_share(parameter, wholes[name]).to(parameter.dtype)
+        message = partial("{}, {}: {}".format, family, name)
+        torch.testing.assert_close(parameter, whole, rtol=tolerance, atol=tolerance * 1e-2, msg=message)
+
+
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "two stages": (2, dict(tp_size=1, pp_size=2)),
+    "three unequal stages": (3, dict(tp_size=1, pp_size=3, num_layers_per_stage=[1, 3, 1])),
+    "stages that are divided": (4, dict(tp_size=2, pp_size=2)),
+    "ZeRO, two stages": (4, dict(tp_size=1, pp_size=2, zero_stage=1)),
+    "two chunks a stage": (2, dict(tp_size=1, pp_size=2, pp_style="interleaved", num_model_chunks=2)),
+}
+
+
+def pipelines(options: dict[str, Any]) -> None:
+    for family, tied in [*((family, False) for family in PIPELINES), ("llama", True), ("gpt2", True), ("bert", True)]:
+        trained(family, tied, **options)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pipelines_train_as_one_process(case: str) -> None:
+    world_size, options = CASES[case]
+    run_ranks(world_size, pipelines, options)
