@@ -37,7 +37,7 @@ from .linear import (
 )
 from .partial_gradients import Shapes, shapes_of, sum_partial_gradients
 from .timm_vit import TimmViTPolicy
-from .transformers_policy import IS_NEWER_THAN_COLOSSALAI, TransformersPolicy
+from .transformers_policy import IS_NEWER_THAN_COLOSSALAI, TransformersPolicy, plan_of
 
 HETERO_LAYERS: dict[type, type] = {
     Linear1D_Col: HeteroLinear1D_Col,
@@ -149,6 +149,8 @@ def _auto_policy(model: nn.Module) -> Policy:
     try:
         return get_autopolicy(model)
     except NotImplementedError as error:
+        if isinstance(model, PreTrainedModel) and plan_of(model).styles:
+            return TransformersPolicy(model)
         name = f"{type(model).__module__}.{type(model).__qualname__}"
         raise ValueError(
             f"Colossal-AI has no policy for {name}. Valid are a model for which it has one (listed in "

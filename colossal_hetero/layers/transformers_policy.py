@@ -24,7 +24,6 @@ from colossalai.shardformer.layer import (
     DropoutForParallelInput,
     DropoutForReplicatedInput,
     Embedding1D,
-    GPT2FusedLinearConv,
     GPT2FusedLinearConv1D_Col,
     GPT2FusedLinearConv1D_Row,
     Linear1D_Col,
@@ -201,6 +200,13 @@ class TransformersPolicy(Policy):
             self._check_layers(config.tensor_parallel_size)
         if self.pipeline_stage_manager is not None and not self._plan.blocks:
             raise ValueError(f"{kind} of {version} cannot be cut into pipeline stages; use pp_size=1")
+        if self._use_zbv and config.tensor_parallel_size == 1:
+            linear = [module for _, module, _ in self._layers() if isinstance(module, nn.Linear)]
+            if not linear or any(isinstance(module, Conv1D) for module in self.model.modules()):
+                raise ValueError(
+                    f"the zero-bubble schedule needs layers that compute the gradients of their weights later, which "
+                    f'Colossal-AI has not for {kind}; use pp_style="1f1b" or "interleaved"'
+                )
 
     def _check_layers(self, tp_size: int) -> None:
         kind, version = type(self.model).__name__, f"transformers {transformers.__version__}"
@@ -258,10 +264,8 @@ class TransformersPolicy(Policy):
             replaced += [self._divided_layer(*layer) for layer in self._layers()]
             replaced += [*self._vocabularies(), *self._dropouts()]
         elif self._use_zbv:
-            for name, module, _ in self._layers():
-                if isinstance(module, nn.Linear | Conv1D):
-                    target = GPT2FusedLinearConv if isinstance(module, Conv1D) else LinearWithGradAccum
-                    replaced.append(self._replacement(name, target, use_zbv=True))
+            linear = [(name, module) for name, module, _ in self._layers() if isinstance(module, nn.Linear)]
+            replaced += [self._replacement(name, LinearWithGradAccum, use_zbv=True) for name, _ in linear]
         return {type(self.model): ModulePolicyDescription(sub_module_replacement=replaced)} if replaced else {}
 
     @property
@@ -315,9 +319,7 @@ class TransformersPolicy(Policy):
             for name in found:
                 setattr_(self.model, name, (divided or list(found.values()))[0])
         if self.shard_config.enable_tensor_parallelism:
-            for pattern in self._plan.divided:
-                for name, number in self._matching(pattern):
-                    setattr_(self.model, name, number // self.shard_config.tensor_parallel_size)
+            self._divide_numbers(self.shard_config.tensor_parallel_size)
         if self.pipeline_stage_manager is not None:
             # Those of other stages' modules were released, but the library's forward may read them.
             for name, buffer in self._buffers.items():
@@ -326,6 +328,19 @@ class TransformersPolicy(Policy):
             self._buffers = {}
             _run_as_stage(self.model, self._plan, self.pipeline_stage_manager)
         return self.model
+
+    def _divide_numbers(self, tp_size: int) -> None:
+        for pattern in self._plan.divided:
+            for name, number in self._matching(pattern):
+                setattr_(self.model, name, number // tp_size)
+        config = self.model.config
+        for pattern in self._plan.styles:
+            if pattern.endswith(".k_proj") and not self._plan.divided:
+                # The library's passes need no numbers of heads, but whole heads migrate by them.
+                for name, _ in self._matching(pattern):
+                    holder = getattr_(self.model, name.rpartition(".")[0])
+                    holder.num_heads = config.num_attention_heads // tp_size
+                    holder.num_key_value_heads = config.num_key_value_heads // tp_size
 
     # Pipeline ---------------------------------------------------------------------------------------------
 

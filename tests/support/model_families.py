@@ -9,6 +9,8 @@ import torch
 import transformers
 from torch import nn
 
+from colossal_hetero.layers.transformers_policy import IS_NEWER_THAN_COLOSSALAI
+
 Inputs = dict[str, torch.Tensor]
 
 VOCABULARY = 128  # a multiple of 64 · ranks, so that embeddings are not padded
@@ -194,6 +196,10 @@ BUILDERS: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {
     )
 }
 """A function for each family, which makes a model and its inputs."""
+
+if IS_NEWER_THAN_COLOSSALAI:
+    for name in ("gptj", "mixtral", "opt", "bloom", "falcon", "falcon_alibi", "sam", "blip2"):
+        del BUILDERS[name]  # neither Colossal-AI nor transformers has a plan for them
 
 # Two ranks compute a different result than one with these models. Colossal-AI 0.5.0 divides the heads of SAM's
 # self-attention among the ranks, but not those of its cross-attention; each rank computes Falcon's ALiBi as if its own
