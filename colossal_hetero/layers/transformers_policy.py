@@ -154,6 +154,22 @@ PLANS: dict[str, ShardingPlan] = {
 }
 """Plans of families that have none of their own, by ``model_type`` of the configuration."""
 
+TESTED = {
+    *PLANS,
+    "cohere",
+    "exaone4",
+    "gemma2",
+    "gemma3_text",
+    "glm",
+    "gpt_oss",
+    "granite",
+    "llama",
+    "mistral",
+    "olmo2",
+}
+TESTED |= {"phi3", "qwen2", "qwen3", "smollm3", "starcoder2"}
+"""Model types that are compared with the unsharded model in tests; others are divided with a warning."""
+
 _IGNORED = ("replicated_with_grad_allreduce", "embedding_rowwise", "replicate")
 """Styles for which nothing is to be done: gradients are summed where graphs show it, and vocabularies are divided."""
 
@@ -212,9 +228,19 @@ class TransformersPolicy(Policy):
         kind, version = type(self.model).__name__, f"transformers {transformers.__version__}"
         if not self._plan.styles:
             raise ValueError(f"{version} has no plan that divides {kind} over ranks; use tp_size=1")
-        for name, _, style in self._layers():
+        for name, module, style in self._layers():
             if not style.startswith(("colwise", "rowwise", "embedding")):
                 raise ValueError(f"tensor parallelism cannot divide {name} of {kind} ({style}); use tp_size=1")
+            if type(module) not in (nn.Linear, nn.Embedding, Conv1D):
+                raise ValueError(
+                    f"tensor parallelism cannot divide {name} of {kind}, a {type(module).__name__}; use tp_size=1"
+                )
+        if self.model.config.model_type not in TESTED:
+            warnings.warn(
+                f"{kind} is divided as its configuration says (base_model_tp_plan), which this package has not tested "
+                "for this model: compare the loss of a first step with that of one process",
+                stacklevel=2,
+            )
         config = self.model.config
         heads = {name: getattr(config, name) for name in HEADS if isinstance(getattr(config, name, None), int)}
         wrong = {name: number for name, number in heads.items() if number % tp_size}
@@ -295,11 +321,13 @@ class TransformersPolicy(Policy):
     def _vocabularies(self) -> Iterator[SubModuleReplacementDescription]:
         """The embeddings of the vocabulary, and the head, whose output is gathered for the library's own losses."""
         embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        if type(embedding) is not nn.Embedding or type(head) not in (nn.Linear, type(None)):
+            return  # such as Gemma's, which multiplies by a constant: every rank has them whole
         multiple = {"make_vocab_size_divisible_by": self.shard_config.make_vocab_size_divisible_by}
         for name, module in self.model.named_modules(remove_duplicate=False):
             if isinstance(module, nn.Embedding) and module.weight is embedding.weight:
                 yield self._replacement(name, VocabParallelEmbedding1D, **multiple)
-            elif module is head and type(module) is nn.Linear:
+            elif module is head:
                 yield self._replacement(name, VocabParallelLMHead1D, gather_output=True, **multiple)
 
     def _dropouts(self) -> Iterator[SubModuleReplacementDescription]:

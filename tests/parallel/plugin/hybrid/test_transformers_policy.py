@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from colossalai.pipeline.schedule.v_schedule import PipelineGraph
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -17,7 +19,7 @@ from colossal_hetero.layers import hetero_layers, hetero_policy
 from colossal_hetero.layers.transformers_policy import IS_NEWER_THAN_COLOSSALAI, TransformersPolicy
 from tests.support.harness import run_ranks
 from tests.support.model_families import BUILDERS, Inputs, family_loss
-from tests.support.sharding import assert_same_as_unsharded, own_share, randomize
+from tests.support.sharding import assert_same_as_unsharded, own_share, randomize, shard
 from tests.support.training import boost, pipeline_step, sgd, train_alone
 
 DECODERS = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
@@ -39,6 +41,63 @@ def divided() -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_divided_models_have_the_gradients_of_the_whole_ones(world_size: int) -> None:
     run_ranks(world_size, divided)
+
+
+CONFIGURED: dict[str, dict[str, int]] = {
+    "Cohere": dict(num_key_value_heads=4),
+    "Exaone4": dict(num_key_value_heads=4),
+    "Gemma2": dict(num_key_value_heads=4, head_dim=8),
+    "Gemma3Text": dict(num_key_value_heads=4, head_dim=8),
+    "Glm": dict(num_key_value_heads=4, head_dim=8),
+    "GptOss": dict(num_key_value_heads=4),
+    "Granite": dict(num_key_value_heads=4),
+    "Olmo2": dict(num_key_value_heads=4),
+    "Phi3": dict(num_key_value_heads=8),
+    "SmolLM3": dict(num_key_value_heads=4),
+    "Starcoder2": dict(num_key_value_heads=4),
+}
+"""Models that are divided as their own configuration says."""
+TOKENS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+
+
+def divided_as_configured() -> None:
+    tokens = torch.randint(0, 128, (3, 6), generator=torch.Generator().manual_seed(1))
+    sizes = dict(vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8)
+    for name, options in CONFIGURED.items():
+        config = getattr(transformers, f"{name}Config")(**sizes, **TOKENS, **options)
+        model = randomize(getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config))
+        loss_of = family_loss(dict(input_ids=tokens, labels=tokens))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            assert_same_as_unsharded(model, loss_of, make_vocab_size_divisible_by=16)
+
+
+@pytest.mark.skipif(not IS_NEWER_THAN_COLOSSALAI, reason="plans of configurations are used from transformers 5 on")
+def test_models_divided_as_their_configuration_says_have_the_gradients_of_the_whole_ones() -> None:
+    run_ranks(2, divided_as_configured)
+
+
+def refused() -> None:
+    sizes = dict(vocab_size=128, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    opt = transformers.OPTForCausalLM(transformers.OPTConfig(**sizes, ffn_dim=48, word_embed_proj_dim=32))
+    with pytest.raises(ValueError, match="has no plan that divides OPTForCausalLM over ranks; use tp_size=1"):
+        shard(opt, TransformersPolicy(opt))
+    with pytest.raises(ValueError, match=r"OPTForCausalLM of transformers .* cannot be cut into pipeline stages"):
+        boost(HeteroHybridParallelPlugin(1, 2, num_microbatches=2, custom_policy=TransformersPolicy(opt)), opt, sgd)
+    llama, _ = BUILDERS["llama"]()
+    llama.config.num_key_value_heads = 3
+    with pytest.raises(ValueError, match=r"tp_size=2 does not divide num_key_value_heads=3 .* valid tp sizes: 1"):
+        shard(llama, TransformersPolicy(llama))
+    with pytest.raises(ValueError, match="sequence parallelism of LlamaForCausalLM needs Colossal-AI's own passes"):
+        shard(llama, TransformersPolicy(llama), enable_sequence_parallelism=True, sequence_parallelism_mode="ring")
+    if IS_NEWER_THAN_COLOSSALAI:
+        mixtral = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, intermediate_size=48))
+        with pytest.raises(ValueError, match=r"cannot divide .*gate_up_proj of MixtralForCausalLM"):
+            shard(mixtral, TransformersPolicy(mixtral))
+
+
+def test_what_cannot_be_divided_is_refused() -> None:
+    run_ranks(2, refused)
 
 
 def deep(family: str, tied: bool) -> tuple[nn.Module, Inputs]:
