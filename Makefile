@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install vit zero pipeline elastic language gpu vit-1b papers docs test test-thorough check lint lines
+.PHONY: help install vit zero pipeline elastic language gpu vit-1b papers docs test test-thorough test-newest check lint lines
 help:
 	@echo "make install   make .venv and install into it; then activate it: . .venv/bin/activate"
 	@echo "make vit       train the ViT example on two ranks, one of them slowed, balancing on"
@@ -19,6 +19,7 @@ help:
 	@echo "make lint      ruff and mypy"
 	@echo "make docs      run the commands of the documentation, and show there what they print"
 	@echo "make lines     lines of Python beside their budgets"
+	@echo "make test-newest  make .venv-newest with the newest torch and transformers, and run the tests that are for them"
 	@echo "make test-thorough  run all tests, with many more random examples and all combinations of cases"
 
 $(VENV)/.installed: pyproject.toml
@@ -63,6 +64,21 @@ test: install
 
 test-thorough: install
 	HYPOTHESIS_PROFILE=thorough $(PYTEST)
+
+# A second environment without Colossal-AI's pins, and the tests that are the same there.
+NEWEST := .venv-newest
+NEWEST_TESTS := tests/unit tests/parallel/layers tests/parallel/corrections tests/parallel/cpu tests/parallel/checkpoint \
+	tests/parallel/plugin/hybrid/test_transformers_policy.py
+
+$(NEWEST)/.installed: colossal_hetero/newest.txt
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --progress-bar off --no-deps colossalai==0.5.0 --editable .
+	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --progress-bar off --requirement colossal_hetero/newest.txt \
+		pytest pytest-timeout pytest-xdist hypothesis scikit-learn matplotlib
+	@touch $@
+
+test-newest: $(NEWEST)/.installed
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest --numprocesses 2 --dist worksteal $(NEWEST_TESTS)
 
 check: lint
 	$(PYTEST) -m unit tests/unit

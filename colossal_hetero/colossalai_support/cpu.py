@@ -4,8 +4,9 @@ is no GPU or NPU. Each replaces one name and says why; none changes what a GPU d
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache, wraps
 from typing import Any
 
@@ -18,7 +19,6 @@ from colossalai.shardformer.layer import _operation, qkv_fused_linear
 from colossalai.shardformer.layer.linear import Linear1D_Row
 from colossalai.shardformer.layer.qkv_fused_linear import FusedLinear1D_Row, GPT2FusedLinearConv1D_Row
 from colossalai.shardformer.layer.utils import Randomizer
-from colossalai.shardformer.modeling import gpt2, gptj, opt, t5
 from colossalai.zero.low_level import LowLevelZeroOptimizer
 
 from .corrections import ModuleProxy
@@ -297,8 +297,10 @@ def _set_device(device: Any) -> None:
 
 
 def patch_models() -> None:
-    for model in (gpt2, gptj, opt, t5):
-        model.torch = ModuleProxy(torch, cuda=ModuleProxy(torch.cuda, set_device=_set_device))
+    for name in ("gpt2", "gptj", "opt", "t5"):
+        with suppress(ImportError):  # of names that newer versions of transformers do not have
+            model = importlib.import_module(f"colossalai.shardformer.modeling.{name}")
+            model.torch = ModuleProxy(torch, cuda=ModuleProxy(torch.cuda, set_device=_set_device))
 
 
 # Zero ----------------------------------------------------------------------------------------------------------------

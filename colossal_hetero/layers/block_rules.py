@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .transformers_policy import IS_NEWER_THAN_COLOSSALAI
+
 
 @dataclass(frozen=True)
 class BlockRule:
@@ -86,6 +88,8 @@ RULES: dict[str, BlockRule] = {
     "transformers.MixtralAttention": _LLAMA,
     "transformers.Qwen2Attention": _LLAMA,
     "transformers.Qwen2MLP": _GATED_MLP,
+    "transformers.Qwen3Attention": _LLAMA,
+    "transformers.Qwen3MLP": _GATED_MLP,
     "transformers.CohereAttention": _LLAMA,
     "transformers.CohereMLP": _GATED_MLP,
     "transformers.OPTAttention": _OPT,
@@ -117,6 +121,12 @@ RULES: dict[str, BlockRule] = {
 }
 """Rules by ``package.Class``, which subclasses inherit. Attention with a bias per head (T5, BLOOM, Falcon with ALiBi)
 is left out, because the bias of a migrated head would stay on its rank."""
+
+if IS_NEWER_THAN_COLOSSALAI:
+    RULES["transformers.ViTAttention"] = BlockRule(
+        _SEPARATE_QKV, "o_proj", 1, "", ("num_attention_heads",), ("num_attention_heads",), ("attention_dropout",)
+    )
+    RULES["transformers.ViTMLP"] = _FC
 
 
 def rule_for(kind: type) -> BlockRule | None:

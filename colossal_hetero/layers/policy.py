@@ -23,6 +23,7 @@ from colossalai.shardformer.policies.base_policy import ModulePolicyDescription,
 from peft.tuners.tuners_utils import BaseTunerLayer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from .chain import ChainPolicy, links_of
 from .linear import (
@@ -36,6 +37,7 @@ from .linear import (
 )
 from .partial_gradients import Shapes, shapes_of, sum_partial_gradients
 from .timm_vit import TimmViTPolicy
+from .transformers_policy import IS_NEWER_THAN_COLOSSALAI, TransformersPolicy, plan_of
 
 HETERO_LAYERS: dict[type, type] = {
     Linear1D_Col: HeteroLinear1D_Col,
@@ -132,6 +134,8 @@ def hetero_policy(model_or_policy: nn.Module | Policy) -> Policy:
         policy = TimmViTPolicy()
     elif (links := links_of(model_or_policy)) is not None:
         policy = ChainPolicy(links)
+    elif IS_NEWER_THAN_COLOSSALAI and isinstance(model_or_policy, PreTrainedModel):
+        policy = TransformersPolicy(model_or_policy)
     else:
         policy = _auto_policy(model_or_policy)
     if isinstance(policy, _HeteroPolicy):
@@ -145,6 +149,8 @@ def _auto_policy(model: nn.Module) -> Policy:
     try:
         return get_autopolicy(model)
     except NotImplementedError as error:
+        if isinstance(model, PreTrainedModel) and plan_of(model).styles:
+            return TransformersPolicy(model)
         name = f"{type(model).__module__}.{type(model).__qualname__}"
         raise ValueError(
             f"Colossal-AI has no policy for {name}. Valid are a model for which it has one (listed in "

@@ -9,6 +9,8 @@ import torch
 import transformers
 from torch import nn
 
+from colossal_hetero.layers.transformers_policy import IS_NEWER_THAN_COLOSSALAI
+
 Inputs = dict[str, torch.Tensor]
 
 VOCABULARY = 128  # a multiple of 64 · ranks, so that embeddings are not padded
@@ -65,6 +67,10 @@ def mixtral() -> tuple[nn.Module, Inputs]:
 
 def qwen2() -> tuple[nn.Module, Inputs]:
     return _causal(transformers.Qwen2Config(**TEXT, num_key_value_heads=4), "Qwen2ForCausalLM")
+
+
+def qwen3() -> tuple[nn.Module, Inputs]:
+    return _causal(transformers.Qwen3Config(**TEXT, num_key_value_heads=4, head_dim=8), "Qwen3ForCausalLM")
 
 
 def cohere() -> tuple[nn.Module, Inputs]:
@@ -176,6 +182,7 @@ BUILDERS: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {
         mistral,
         mixtral,
         qwen2,
+        qwen3,
         cohere,
         opt,
         bloom,
@@ -189,6 +196,10 @@ BUILDERS: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {
     )
 }
 """A function for each family, which makes a model and its inputs."""
+
+if IS_NEWER_THAN_COLOSSALAI:
+    for name in ("gptj", "mixtral", "opt", "bloom", "falcon", "falcon_alibi", "sam", "blip2"):
+        del BUILDERS[name]  # neither Colossal-AI nor transformers has a plan for them
 
 # Two ranks compute a different result than one with these models. Colossal-AI 0.5.0 divides the heads of SAM's
 # self-attention among the ranks, but not those of its cross-attention; each rank computes Falcon's ALiBi as if its own

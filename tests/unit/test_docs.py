@@ -31,7 +31,7 @@ from tests.support.paths import REPOSITORY
 from tests.unit.test_rooms import RULES
 from tools import draw_rooms, long_description
 
-MAX_README_LINES = 150
+MAX_README_LINES = 160
 
 PAGES = {
     path.relative_to(REPOSITORY).as_posix(): path.read_text(encoding="utf-8")
@@ -52,6 +52,7 @@ BENCHMARK = re.compile(
 )
 
 OTHER_FLAGS = {
+    "--no-deps",
     *("--standalone", "--nnodes", "--nproc-per-node", "--nproc_per_node", "--numprocesses"),
     *("--rdzv-backend", "--rdzv-conf", "--rdzv-endpoint", "--rdzv-id"),
     *("--max-restarts", "--tee", "--nodes", "--ntasks-per-node", "--gpus-per-node", "--no-kill", "--kill-on-bad-exit"),

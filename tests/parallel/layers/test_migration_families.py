@@ -19,6 +19,7 @@ from colossal_hetero.balance.plan import BalancePlan
 from colossal_hetero.balance.resharding import Resharding
 from colossal_hetero.layers import hetero_layers
 from colossal_hetero.layers.block import attach_blocks
+from colossal_hetero.layers.transformers_policy import IS_NEWER_THAN_COLOSSALAI
 from colossal_hetero.layers.transport import Transport
 from colossal_hetero.layers.unit_mover import StateSlot
 from tests.support.harness import run_ranks
@@ -38,7 +39,9 @@ from tests.support.sharding import (
     randomize,
 )
 
-LOOSE = dict(bert=1, gpt2=1, gptj=1, llama=1, mistral=1, mixtral=3, qwen2=1, cohere=1, opt=1, bloom=5, falcon=1, t5=25)
+LOOSE = dict(
+    bert=1, gpt2=1, gptj=1, llama=1, mistral=1, mixtral=3, qwen2=1, qwen3=1, cohere=1, opt=1, bloom=5, falcon=1, t5=25
+)
 LOOSE |= dict(falcon_alibi=5, vit=1, whisper=1, sam=32, blip2=1)
 """How many layers of each family are in no block: heads, single layers, attention with a bias per head (T5, BLOOM,
 Falcon with ALiBi, SAM)."""
@@ -63,6 +66,7 @@ PARALLEL_LAYERS: dict[str, dict[str, int]] = {
     "mistral": _layers(10, 4),
     "mixtral": _layers(9, 2, head=0),
     "qwen2": _layers(11, 4, head=0),
+    "qwen3": _layers(10, 4),
     "cohere": _layers(10, 4),
     "opt": _layers(8, 4),
     "bloom": _layers(4, 4),
@@ -75,6 +79,9 @@ PARALLEL_LAYERS: dict[str, dict[str, int]] = {
     "blip2": _layers(24, 14, Col=2),
 }
 """How many of Colossal-AI's layers this package's layers replace in the model of each family."""
+if IS_NEWER_THAN_COLOSSALAI:
+    PARALLEL_LAYERS |= dict(qwen2=_layers(10, 4), vit=_layers(8, 4, head=0))
+    LOOSE["vit"] = 0
 
 METHODS = ("broadcast-reduce", "scatter-gather", "block")
 

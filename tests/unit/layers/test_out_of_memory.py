@@ -34,6 +34,7 @@ def test_other_errors() -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU with 100 bytes for this process, of which 60 were in use at most, 40 of them for activations."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 1000))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0, raising=False)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 70)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 60)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20)

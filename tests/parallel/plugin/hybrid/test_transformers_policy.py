@@ -1,0 +1,168 @@
+"""Models whose forward pass is that of transformers itself train as in one process, divided and in pipelines."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from colossalai.pipeline.schedule.v_schedule import PipelineGraph
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from colossal_hetero import HeteroHybridParallelPlugin
+from colossal_hetero.layers import hetero_layers, hetero_policy
+from colossal_hetero.layers.transformers_policy import IS_NEWER_THAN_COLOSSALAI, TransformersPolicy
+from tests.support.harness import run_ranks
+from tests.support.model_families import BUILDERS, Inputs, family_loss
+from tests.support.sharding import assert_same_as_unsharded, own_share, randomize, shard
+from tests.support.training import boost, pipeline_step, sgd, train_alone
+
+DECODERS = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+PIPELINES = (*DECODERS, "bert", *(("vit",) if IS_NEWER_THAN_COLOSSALAI else ()))
+FAMILIES = (*PIPELINES, "t5", "whisper")
+STEPS = 3
+
+
+def divided() -> None:
+    for family in FAMILIES:
+        model, inputs = BUILDERS[family]()
+        if dist.get_world_size() == 4 and family in ("gpt2", "vit"):
+            continue  # six heads
+        options = dict(policy=hetero_policy(TransformersPolicy(randomize(model))), make_vocab_size_divisible_by=16)
+        sharded = assert_same_as_unsharded(model, family_loss(inputs), **options)
+        assert hetero_layers(sharded), f"no layer of {family} is divided"
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_divided_models_have_the_gradients_of_the_whole_ones(world_size: int) -> None:
+    run_ranks(world_size, divided)
+
+
+CONFIGURED: dict[str, dict[str, int]] = {
+    "Cohere": dict(num_key_value_heads=4),
+    "Exaone4": dict(num_key_value_heads=4),
+    "Gemma2": dict(num_key_value_heads=4, head_dim=8),
+    "Gemma3Text": dict(num_key_value_heads=4, head_dim=8),
+    "Glm": dict(num_key_value_heads=4, head_dim=8),
+    "GptOss": dict(num_key_value_heads=4),
+    "Granite": dict(num_key_value_heads=4),
+    "Olmo2": dict(num_key_value_heads=4),
+    "Phi3": dict(num_key_value_heads=8),
+    "SmolLM3": dict(num_key_value_heads=4),
+    "Starcoder2": dict(num_key_value_heads=4),
+}
+"""Models that are divided as their own configuration says."""
+TOKENS = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+
+
+def divided_as_configured() -> None:
+    tokens = torch.randint(0, 128, (3, 6), generator=torch.Generator().manual_seed(1))
+    sizes = dict(vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8)
+    for name, options in CONFIGURED.items():
+        config = getattr(transformers, f"{name}Config")(**sizes, **TOKENS, **options)
+        model = randomize(getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config))
+        loss_of = family_loss(dict(input_ids=tokens, labels=tokens))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            assert_same_as_unsharded(model, loss_of, make_vocab_size_divisible_by=16)
+
+
+@pytest.mark.skipif(not IS_NEWER_THAN_COLOSSALAI, reason="plans of configurations are used from transformers 5 on")
+def test_models_divided_as_their_configuration_says_have_the_gradients_of_the_whole_ones() -> None:
+    run_ranks(2, divided_as_configured)
+
+
+def refused() -> None:
+    sizes = dict(vocab_size=128, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    opt = transformers.OPTForCausalLM(transformers.OPTConfig(**sizes, ffn_dim=48, word_embed_proj_dim=32))
+    with pytest.raises(ValueError, match="has no plan that divides OPTForCausalLM over ranks; use tp_size=1"):
+        shard(opt, TransformersPolicy(opt))
+    with pytest.raises(ValueError, match=r"OPTForCausalLM of transformers .* cannot be cut into pipeline stages"):
+        boost(HeteroHybridParallelPlugin(1, 2, num_microbatches=2, custom_policy=TransformersPolicy(opt)), opt, sgd)
+    llama, _ = BUILDERS["llama"]()
+    llama.config.num_key_value_heads = 3
+    with pytest.raises(ValueError, match=r"tp_size=2 does not divide num_key_value_heads=3 .* valid tp sizes: 1"):
+        shard(llama, TransformersPolicy(llama))
+    with pytest.raises(ValueError, match="sequence parallelism of LlamaForCausalLM needs Colossal-AI's own passes"):
+        shard(llama, TransformersPolicy(llama), enable_sequence_parallelism=True, sequence_parallelism_mode="ring")
+    if IS_NEWER_THAN_COLOSSALAI:
+        mixtral = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, intermediate_size=48))
+        with pytest.raises(ValueError, match=r"cannot divide .*gate_up_proj of MixtralForCausalLM"):
+            shard(mixtral, TransformersPolicy(mixtral))
+
+
+def test_what_cannot_be_divided_is_refused() -> None:
+    run_ranks(2, refused)
+
+
+def deep(family: str, tied: bool) -> tuple[nn.Module, Inputs]:
+    """A model of five blocks in fp64, and a batch of four samples."""
+    model, inputs = BUILDERS[family]()
+    config = model.config
+    setattr(config, {"gpt2": "n_layer"}.get(family, "num_hidden_layers"), 5)
+    if hasattr(config, "layer_types"):
+        config.layer_types = None
+    config = type(config)(**(config.to_diff_dict() | dict(tie_word_embeddings=tied)))
+    inputs = {name: value.repeat(2, *[1] * (value.dim() - 1))[:4] for name, value in inputs.items()}
+    if "pixel_values" in inputs:
+        inputs["pixel_values"] = inputs["pixel_values"].double()
+    return randomize(type(model)(config)).double(), inputs
+
+
+def loss_of(outputs: Any, inputs: Inputs) -> Tensor:
+    """In fp64: the models' own losses are fp32."""
+    return cross_entropy(outputs["logits"].flatten(0, -2), inputs["labels"].flatten())
+
+
+def trained(family: str, tied: bool, **options: Any) -> None:
+    model, inputs = deep(family, tied)
+    alone, _ = deep(family, tied)
+    batches = [inputs] * STEPS
+    expected = train_alone(alone, sgd(alone), batches, lambda whole, batch: loss_of(whole(**batch), batch))
+    assert expected[0] != expected[-1]
+    plugin = HeteroHybridParallelPlugin(
+        **(dict(precision="fp32", num_microbatches=4, zero_stage=0, max_norm=0.0) | options),
+        custom_policy=hetero_policy(TransformersPolicy(model)),
+    )
+    run = boost(plugin, model, sgd)
+    losses = [pipeline_step(run, iter([batch]), loss_of) for batch in batches]
+    if plugin.is_last_stage():
+        torch.testing.assert_close(losses, expected, rtol=1e-6, atol=0, msg=lambda text: f"{family}, loss: {text}")
+    wholes = dict(alone.named_parameters(remove_duplicate=False))
+    tolerance = 1e-5 if plugin.zero_stage else 1e-9  # ZeRO's parameters are fp32
+    for name, parameter in run.model.unwrap().named_parameters():
+        whole = own_share(parameter, wholes[name]).to(parameter.dtype)
+        message = partial("{}, {}: {}".format, family, name)
+        torch.testing.assert_close(parameter, whole, rtol=tolerance, atol=tolerance * 1e-2, msg=message)
+
+
+GRAPH = PipelineGraph(n_stage=2, n_micro=4, f_cost=1, b_cost=1, w_cost=1, c_cost=1, f_mem=2, b_mem=-1, w_mem=-1)
+ZERO_BUBBLE = dict(pp_style="zbv", num_model_chunks=2, scheduler_nodes=GRAPH.get_v_schedule())
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "two stages": (2, dict(tp_size=1, pp_size=2)),
+    "three unequal stages": (3, dict(tp_size=1, pp_size=3, num_layers_per_stage=[1, 3, 1])),
+    "stages that are divided": (4, dict(tp_size=2, pp_size=2)),
+    "ZeRO, two stages": (4, dict(tp_size=1, pp_size=2, zero_stage=1)),
+    "zero bubble": (2, dict(tp_size=1, pp_size=2, **ZERO_BUBBLE)),
+    "two chunks a stage": (2, dict(tp_size=1, pp_size=2, pp_style="interleaved", num_model_chunks=2)),
+}
+
+
+def pipelines(options: dict[str, Any]) -> None:
+    for family, tied in [*((family, False) for family in PIPELINES), ("llama", True), ("gpt2", True), ("bert", True)]:
+        if family == "gpt2" and "scheduler_nodes" in options:
+            with pytest.raises(ValueError, match=r"the zero-bubble schedule needs layers that .* GPT2LMHeadModel"):
+                trained(family, tied, **options)
+        else:
+            trained(family, tied, **options)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pipelines_train_as_one_process(case: str) -> None:
+    world_size, options = CASES[case]
+    run_ranks(world_size, pipelines, options)
