@@ -129,8 +129,7 @@ class _ReadAhead:
 # Exchange ------------------------------------------------------------------------------------------------------------
 
 
-AHEAD = 2
-"""Layers that are sent at the same time."""
+AHEAD = 2  # layers that are sent at the same time
 
 
 class Outcome(NamedTuple):

@@ -112,8 +112,7 @@ def moved(box: Box, part: LocalPart) -> Box:
 # Tensor parallel -----------------------------------------------------------------------------------------------------
 
 
-WHOLE = "whole"
-"""Shard of what all ranks of a tensor-parallel group and of a ZeRO group hold."""
+WHOLE = "whole"  # shard of what all ranks of a tensor-parallel group and of a ZeRO group hold
 
 
 class TensorDivision(NamedTuple):

@@ -159,8 +159,7 @@ def _bitmap(copies: Sequence[NodeCopy], checkpoint: Checkpoint, nodes: set[str])
 
 STORE_SECONDS = 60.0
 
-LOST_SECONDS = 10.0
-"""Time until a rank is known to be lost, at most."""
+LOST_SECONDS = 10.0  # time until a rank is known to be lost, at most
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable
 
 from torch.distributed import HashStore, Store
 
-PAUSES_SECONDS = (0.002, 0.1)
-"""Pauses between two looks for messages: the shortest, which doubles up to the longest."""
+PAUSES_SECONDS = (0.002, 0.1)  # pauses between two looks for messages: the shortest, which doubles up to the longest.
 
 
 class Stopped(Exception):

@@ -37,13 +37,10 @@ class RunState:
 # Names ---------------------------------------------------------------------------------------------------------------
 
 
-MANIFEST = "manifest.json"
-"""Written last: a folder without it is no checkpoint."""
+MANIFEST = "manifest.json"  # written last: a folder without it is no checkpoint.
 STATES = "states.bin"
-REPLACED = ".replaced"
-"""Ending of a checkpoint's folder while another checkpoint of the same step takes its place."""
-TEMPORARY = (".unfinished-step-", ".removed-step-")
-"""Beginnings of names of folders that are being written or removed."""
+REPLACED = ".replaced"  # ending of a checkpoint's folder while another checkpoint of the same step takes its place
+TEMPORARY = (".unfinished-step-", ".removed-step-")  # beginnings of names of folders that are being written or removed
 STEP = re.compile(rf"step-(\d{{8,}})({re.escape(REPLACED)})?")
 
 

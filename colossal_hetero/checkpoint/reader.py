@@ -31,8 +31,7 @@ class CheckpointReader:
         self._lock = threading.Lock()
         # Faults of files, as far as known, by place and file.
         self._faults: dict[str, str | None] = {}
-        self.problems: list[str] = []
-        """Copies that were found damaged, and what was done about it."""
+        self.problems: list[str] = []  # copies that were found damaged, and what was done about it
         self.bytes_read = 0
 
     def states(self) -> list[RunState]:
@@ -174,8 +173,7 @@ class CheckpointReader:
         return CheckpointError("; ".join([*reasons, "there is no other copy", *advice]))
 
 
-MODEL = ("param.", "buffer.")
-"""Beginnings of the keys of tensors that belong to the model, not to the optimizer."""
+MODEL = ("param.", "buffer.")  # beginnings of the keys of tensors that belong to the model, not to the optimizer
 
 
 def export(folder: Path, out: Path, step: int | None = None, shard_bytes: int | None = None) -> tuple[int, int, int]:

@@ -26,10 +26,8 @@ from .staging import StagingBuffer, Worker
 from .storage import FileOperations
 from .tier import Save, Tier
 
-GRACE_SECONDS = 10.0
-"""Time that a rank may take to hear that a save has ended."""
-EXIT_SECONDS = 60.0
-"""Time that a process that ends with an error waits for the last checkpoint."""
+GRACE_SECONDS = 10.0  # time that a rank may take to hear that a save has ended
+EXIT_SECONDS = 60.0  # time that a process that ends with an error waits for the last checkpoint
 Staged = dict[ShardFile, list[tuple[TensorPiece, NDArray[uint8]]]]
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from .pieces import MANIFEST, REPLACED, TEMPORARY, step_folder, step_of
 from .records import Manifest, parse_manifest
 
-PIECE_BYTES = 16 * 1024 * 1024
-"""Bytes that are written at a time."""
+PIECE_BYTES = 16 * 1024 * 1024  # bytes that are written at a time
 
 
 class DamagedCopy(Exception):

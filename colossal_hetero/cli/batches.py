@@ -6,35 +6,31 @@ from pathlib import Path
 
 import click
 
-from .common import check_outputs, errors_on_one_line, make_console
+from .common import (
+    check_outputs,
+    choice_option,
+    errors_on_one_line,
+    file_option,
+    global_batch_option,
+    make_console,
+    profile_argument,
+)
 
 
 @click.command()
-@click.argument("profile", type=click.Path(path_type=Path))
-@click.option(
-    "--global-batch", type=click.IntRange(min=1), required=True, help="Samples per optimizer step, over all devices."
-)
+@profile_argument
+@global_batch_option
 @click.option("--stage", type=click.IntRange(0, 3), help="Stage of ZeRO; default: the stage of the profile.")
-@click.option(
+@choice_option(
     "--accumulation",
-    type=click.Choice(["shared", "per_rank"]),
-    default="shared",
-    show_default=True,
+    *("shared", "per_rank"),
     help="Number of micro-steps per global batch: the same on all devices, or its own on each (stages 0 and 1).",
 )
-@click.option(
-    "--method",
-    type=click.Choice(["exact", "uniform", "flops", "adapt", "poplar"]),
-    default="exact",
-    show_default=True,
-    help="Rule that divides the global batch.",
+@choice_option(
+    "--method", *("exact", "uniform", "flops", "adapt", "poplar"), help="Rule that divides the global batch."
 )
-@click.option(
-    "--cluster",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Cluster file of the same ranks, as colossal-hetero probe writes it; method adapt uses its links.",
-)
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the division to this JSON file.")
+@file_option("--cluster", "Cluster file of the same ranks, as colossal-hetero probe writes it; adapt uses its links.")
+@file_option("--out", "Write the division to this JSON file.")
 def batches(
     profile: Path,
     global_batch: int,

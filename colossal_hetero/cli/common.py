@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 STATUS_AFTER_SECONDS = 1.0
 MAX_NUMBER, MAX_LAYERS = 1_000_000_000, 100_000
 """Largest number of samples, micro-batches or sizes of layers, and most layers, that options take."""
-MAX_AMOUNT = 10**15
-"""Largest number of samples of a training, of seconds, dollars or gigabytes."""
+MAX_AMOUNT = 10**15  # largest number of samples of a training, of seconds, dollars or gigabytes
 
 
 class Finite(click.FloatRange):
@@ -102,11 +101,28 @@ class Choices(click.ParamType):
         return tuple(name for name in self.names if name in chosen or "all" in chosen)
 
 
+FILE = click.Path(path_type=Path)
+cluster_argument = click.argument("cluster", type=FILE)
+profile_argument = click.argument("profile", type=FILE)
+
+
+def file_option(name: str, help: str, **options: Any) -> Any:
+    """An option with a file to write, or to read."""
+    return click.option(name, type=click.Path(path_type=Path, dir_okay=False), help=help, **options)
+
+
+def choice_option(name: str, *choices: str, help: str, **options: Any) -> Any:
+    """An option with one of several words; the first is the default."""
+    return click.option(name, type=click.Choice(choices), default=choices[0], show_default=True, help=help, **options)
+
+
+def amount_option(name: str, metavar: str, help: str, **options: Any) -> Any:
+    """An option with an amount of at least 0."""
+    return click.option(name, type=Finite(min=0), metavar=metavar, help=help, **options)
+
+
 global_batch_option = click.option(
-    "--global-batch",
-    type=click.IntRange(min=1),
-    required=True,
-    help="Samples per optimizer step, over all devices.",
+    "--global-batch", type=click.IntRange(min=1), required=True, help="Samples per optimizer step, over all devices."
 )
 sizes_option = click.option(
     "--micro-batch", type=Numbers(), help="Sizes of micro-batches to try, in samples; default: all in the profile."
@@ -114,11 +130,10 @@ sizes_option = click.option(
 degrees_option = click.option(
     "--tp", type=Numbers(), help="Tensor-parallel degrees to try; default: all in the profile."
 )
-memory_reserve_option = click.option(
+memory_reserve_option = amount_option(
     "--memory-reserve",
-    type=Finite(min=0),
-    metavar="GB",
-    help="Memory of each device that is not planned with, in 10⁹ bytes; default: as in the cluster file.",
+    "GB",
+    "Memory of each device that is not planned with, in 10⁹ bytes; default: as in the cluster file.",
 )
 
 micro_batch_option = click.option(
@@ -130,13 +145,7 @@ micro_batch_option = click.option(
     help="Sizes of micro-batches, in samples. Plans may use all sizes from the first to the last.",
 )
 
-profile_out_option = click.option(
-    "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default=Path("profile.json"),
-    show_default=True,
-    help="The file to write.",
-)
+profile_out_option = file_option("--out", "The file to write.", default=Path("profile.json"), show_default=True)
 
 
 class CommandError(click.ClickException):
@@ -220,27 +229,3 @@ def check_outputs(*paths: Path | None, picture: Path | None = None) -> None:
     if picture is not None:
         check_name(picture)
         check_matplotlib()
-
-
-# Option groups -------------------------------------------------------------------------------------------------------
-
-
-class GroupedCommand(click.Command):
-    """``groups``: the names of options by the title of their group; other options come last."""
-
-    def __init__(self, *args: Any, groups: Mapping[str, Sequence[str]], **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._groups = groups
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        # Some versions of click have a record of arguments, too, which say nothing here.
-        options = [each for each in self.get_params(ctx) if isinstance(each, click.Option)]
-        left = {option.name: option.get_help_record(ctx) for option in options}
-        for title, names in self._groups.items():
-            records = [record for name in names if (record := left.pop(name)) is not None]
-            with formatter.section(title):
-                formatter.write_dl(records)
-        others = [record for record in left.values() if record is not None]
-        if others:
-            with formatter.section("Other options"):
-                formatter.write_dl(others)

@@ -73,42 +73,25 @@ def estimate(
 
     For planning before there are machines; `colossal-hetero profile` measures instead.
     """
-    with errors_on_one_line():
-        check_outputs(out)
-        sizes = {"layers": layers, "hidden": hidden, "heads": heads, "vocabulary": vocabulary}
-        write_estimate(sizes, sequence, devices, cluster, micro_batches, tensor_parallel, efficiencies, out)
-
-
-def write_estimate(
-    sizes: dict[str, int | None],
-    sequence: int,
-    devices: tuple[str, ...],
-    cluster: Path | None,
-    micro_batches: tuple[int, ...],
-    tensor_parallel: tuple[int, ...],
-    efficiencies: tuple[str, ...],
-    out: Path,
-) -> None:
     from ..planner.profile.estimate import Transformer, estimated_profile
     from ..planner.profile.layer_profile import save_profile
 
-    given = {name: size for name, size in sizes.items() if size is not None}
-    missing = [f"--{name}" for name in SIZES if name not in given]
-    if missing:
-        wanted = ", ".join(f"--{name}" for name in SIZES)
-        raise ValueError(
-            f"to estimate a GPT, give {wanted}, --sequence and --device; {', '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} missing"
+    with errors_on_one_line():
+        check_outputs(out)
+        sizes = {name: size for name, size in zip(SIZES, (layers, hidden, heads, vocabulary), strict=True) if size}
+        missing = [f"--{name}" for name in SIZES if name not in sizes]
+        if missing:
+            wanted = ", ".join(f"--{name}" for name in SIZES)
+            raise ValueError(
+                f"to estimate a GPT, give {wanted}, --sequence and --device; {', '.join(missing)} "
+                f"{'is' if len(missing) == 1 else 'are'} missing"
+            )
+        kinds = _kinds(devices, cluster)
+        gpt, share = Transformer(sequence=sequence, **sizes), _efficiencies(efficiencies, [kind.name for kind in kinds])
+        result = estimated_profile(
+            gpt, kinds, efficiency=share, micro_batches=micro_batches, tensor_parallel=tensor_parallel
         )
-    kinds = _kinds(devices, cluster)
-    result = estimated_profile(
-        Transformer(sequence=sequence, **given),
-        kinds,
-        efficiency=_efficiencies(efficiencies, [kind.name for kind in kinds]),
-        micro_batches=micro_batches,
-        tensor_parallel=tensor_parallel,
-    )
-    save_profile(result, out)
+        save_profile(result, out)
     show_profile(result, out)
     for kind, given_as in zip(kinds, devices or [kind.name for kind in kinds], strict=True):
         if "=" in given_as:
@@ -131,9 +114,8 @@ def _kinds(devices: tuple[str, ...], cluster: Path | None) -> list[DeviceKind]:
         name, equals, numbers = device.partition("=")
         if equals:
             teraflops, comma, gigabytes = numbers.partition(",")
-            wanted = "TFLOP/s and gigabytes, e.g. W7900=122,48"
-            speed = _positive(teraflops, f"--device {device}", wanted)
-            memory = _positive(gigabytes, f"--device {device}", wanted) if comma else 1.0
+            wanted = f"--device {device}", "TFLOP/s and gigabytes, e.g. W7900=122,48"
+            speed, memory = _positive(teraflops, *wanted), _positive(gigabytes, *wanted) if comma else 1.0
             found.append(DeviceKind(name, round(memory * 1e9), speed * 1e12))
         elif name in known:
             found.append(known[name])

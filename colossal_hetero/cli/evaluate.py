@@ -11,13 +11,15 @@ import click
 
 from ..common.text import MarkedError
 from .common import (
-    GroupedCommand,
     Whole,
     check_outputs,
+    cluster_argument,
     errors_on_one_line,
+    file_option,
     load_inputs,
     make_console,
     memory_reserve_option,
+    profile_argument,
     status_line,
 )
 
@@ -26,17 +28,11 @@ if TYPE_CHECKING:
     from ..planner.cost.evaluate import EvaluatedPlan
     from ..planner.profile.layer_profile import ModelProfile
 
-GROUPS = {
-    "Predictions": ("global_batch", "overlap"),
-    "Machines": ("memory_reserve",),
-    "Output": ("out", "plot"),
-}
 
-
-@click.command(cls=GroupedCommand, groups=GROUPS)
+@click.command()
 @click.argument("plans", metavar="PLAN...", nargs=-1, required=True)
-@click.argument("cluster", type=click.Path(path_type=Path))
-@click.argument("profile", type=click.Path(path_type=Path))
+@cluster_argument
+@profile_argument
 @click.option(
     "--global-batch",
     type=Whole(),
@@ -48,14 +44,8 @@ GROUPS = {
     help="Communication between replicas overlaps with passes, as in `colossal-hetero plan`.",
 )
 @memory_reserve_option
-@click.option(
-    "--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the plan, if it is one, to this JSON file."
-)
-@click.option(
-    "--plot",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Draw the schedule of the plan: .png, .pdf or .svg.",
-)
+@file_option("--out", "Write the plan, if it is one, to this JSON file.")
+@file_option("--plot", "Draw the schedule of the plan: .png, .pdf or .svg.")
 def evaluate(
     plans: tuple[str, ...],
     cluster: Path,
@@ -115,11 +105,7 @@ def _name(given: str, number: int, others: Sequence[str]) -> str:
 
 
 def _evaluated(
-    given: str,
-    topology: Topology,
-    profile: ModelProfile,
-    global_batch: int | None,
-    overlap: bool,
+    given: str, topology: Topology, profile: ModelProfile, global_batch: int | None, overlap: bool
 ) -> tuple[EvaluatedPlan, list[str]]:
     """The cost of a plan on these machines, and notes about it."""
     from ..planner.cost.evaluate import evaluate_layout, evaluate_plan, why_other_devices

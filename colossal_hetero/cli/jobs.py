@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import click
 
 from ..common.text import byte_unit, count
-from .common import Finite, check_outputs, errors_on_one_line, make_console
+from .common import FILE, Finite, check_outputs, errors_on_one_line, file_option, make_console
 
 if TYPE_CHECKING:
     from ..checkpoint.places import Entry
 
 
-folder_argument = click.argument("folder", type=click.Path(path_type=Path))
+folder_argument = click.argument("folder", type=FILE)
 
 
 @click.group()
@@ -65,11 +65,7 @@ def verify(folder: Path, step: int | None) -> None:
 @checkpoint.command("export")
 @folder_argument
 @click.option("--step", type=click.IntRange(min=0), help="The checkpoint to export; default: the newest complete one.")
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="The file to write: .safetensors or .pt; default: model.safetensors, or model.pt without that package.",
-)
+@file_option("--out", "The file to write: .safetensors or .pt; default: model.safetensors, or without it model.pt.")
 @click.option(
     "--shard-size",
     type=Finite(min=0, min_open=True),
@@ -103,16 +99,9 @@ def _cells(entry: Entry) -> list[str]:
     return [entry.name, *numbers, str(manifest.world_size), manifest.plan or "-", manifest.held_by or "all", state]
 
 
-# Store ---------------------------------------------------------------------------------------------------------------
-
-DEFAULT_PORT = 29400
-
-
 @click.command()
 @click.option("--host", help="Listen on this address of the machine only; default: on all of them.")
-@click.option(
-    "--port", type=int, default=DEFAULT_PORT, show_default=True, help="Port to listen on; 0 means any free port."
-)
+@click.option("--port", type=int, default=29400, show_default=True, help="Port to listen on; 0 means any free port.")
 def store(host: str | None, port: int) -> None:
     """Run the store of elastic jobs on this machine, which must stay; SIGINT (Ctrl+C) or SIGTERM ends it.
 

@@ -22,11 +22,7 @@ def main() -> None:
     """Plan training on devices that are not equally fast, and look after checkpoints."""
 
 
-for command in (
-    *(probe, profile, estimate),
-    *(plan, rent, evaluate, simulate, batches),
-    *(checkpoint, store),
-):
+for command in (probe, profile, estimate, plan, rent, evaluate, simulate, batches, checkpoint, store):
     main.add_command(command)
 
 

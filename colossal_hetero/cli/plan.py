@@ -9,15 +9,18 @@ import click
 
 from .common import (
     Choices,
-    Finite,
-    GroupedCommand,
+    amount_option,
     check_outputs,
+    choice_option,
+    cluster_argument,
     degrees_option,
     errors_on_one_line,
+    file_option,
     global_batch_option,
     load_inputs,
     make_console,
     memory_reserve_option,
+    profile_argument,
     sizes_option,
     status_line,
 )
@@ -26,17 +29,11 @@ if TYPE_CHECKING:
     from ..planner.cost.pass_order import Schedule
 
 PROOF_SECONDS = 2.0
-GROUPS = {
-    "What to train": ("global_batch", "memory_reserve"),
-    "Plans to try": ("micro_batch", "tp", "schedules", "zero_stages", "no_recompute", "equal", "overlap", "method"),
-    "Search": ("gap", "time_limit"),
-    "Output": ("out", "plot", "top", "framework"),
-}
 
 
-@click.command(cls=GroupedCommand, groups=GROUPS)
-@click.argument("cluster", type=click.Path(path_type=Path))
-@click.argument("profile", type=click.Path(path_type=Path))
+@click.command()
+@cluster_argument
+@profile_argument
 @global_batch_option
 @memory_reserve_option
 @sizes_option
@@ -75,34 +72,22 @@ GROUPS = {
     help="Communication between replicas overlaps with passes: ZeRO stage 1 with overlap_communication and "
     "overlap_allgather. Only for the schedule 1f1b.",
 )
-@click.option(
+@choice_option(
     "--method",
-    type=click.Choice(["exact", "uniform", "holmes", "adapt", "autohet"]),
-    default="exact",
-    show_default=True,
+    *("exact", "uniform", "holmes", "adapt", "autohet"),
     help="How the layers of a pipeline are divided into stages; the last four are those of papers.",
 )
-@click.option(
+@amount_option(
     "--gap",
-    type=Finite(min=0),
-    metavar="PERCENT",
-    help="End the search when no plan can be faster by more than this; else search everything, and prove what can be "
+    "PERCENT",
+    "End the search when no plan can be faster by more than this; else search everything, and prove what can be "
     "proved in two seconds. Only for the schedule 1f1b without --overlap.",
 )
-@click.option(
-    "--time-limit",
-    type=Finite(min=0),
-    default=5.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="With --gap, how long to look for a plan and a proof.",
+@amount_option(
+    "--time-limit", "SECONDS", "With --gap, how long to look for a plan and a proof.", default=5.0, show_default=True
 )
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the best plan to this JSON file.")
-@click.option(
-    "--plot",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Draw the schedule of the best plan: .png, .pdf or .svg.",
-)
+@file_option("--out", "Write the best plan to this JSON file.")
+@file_option("--plot", "Draw the schedule of the best plan: .png, .pdf or .svg.")
 @click.option("--top", type=click.IntRange(min=1), default=5, show_default=True, help="Number of plans to list.")
 @click.option(
     "--format",
@@ -162,10 +147,8 @@ def plan(
             overlap=overlap,
         )
         with status_line(f"planning for {len(topology.devices):,} devices"):
-            if gap is None:
-                answer = search(problem, keep=top, compare=True, bound_seconds=PROOF_SECONDS)
-            else:
-                answer = search(problem, keep=top, compare=True, bound_seconds=time_limit, gap=gap / 100)
+            bound, share = (PROOF_SECONDS, None) if gap is None else (time_limit, gap / 100)
+            answer = search(problem, keep=top, compare=True, bound_seconds=bound, gap=share)
             found = answer.of_files(cluster, profile)
         if out is not None:
             save_plan(found.best, out)

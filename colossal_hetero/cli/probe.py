@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..common.launch import STARTED_HERE, local_gpu
-from .common import Finite, check_outputs, errors_on_one_line, make_console
-
-# Probe command -------------------------------------------------------------------------------------------------------
+from ..common.launch import STARTED_HERE, is_rank, local_devices, local_gpu, start_ranks
+from .common import Finite, check_outputs, errors_on_one_line, file_option, make_console
 
 if TYPE_CHECKING:
     from ..planner.cluster.topology import MeasuredLink
@@ -24,8 +22,7 @@ if TYPE_CHECKING:
 
 LOST_PEER_SECONDS = 10.0
 """Seconds that a rank waits to be ended if it loses another one, so that the user sees the error of the other."""
-MAX_LINES = 200
-"""Largest number of measured links in the comment at the top of the file."""
+MAX_LINES = 200  # largest number of measured links in the comment at the top of the file
 
 
 def probe_as_rank(out: Path, cluster_of: Sequence[tuple[str, str]], timeout_seconds: float) -> None:
@@ -49,10 +46,8 @@ def probe_as_rank(out: Path, cluster_of: Sequence[tuple[str, str]], timeout_seco
 
 def _give_up(rank: int, timeout_seconds: float) -> None:
     # The main thread may wait inside a library forever.
-    message = (
-        f"rank {rank} gave up after {timeout_seconds:g} s: another rank is missing or does not respond (--timeout)"
-    )
-    print(message, file=sys.stderr, flush=True)
+    words = f"gave up after {timeout_seconds:g} s: another rank is missing or does not respond (--timeout)"
+    print(f"rank {rank} {words}", file=sys.stderr, flush=True)
     os._exit(1)
 
 
@@ -67,12 +62,8 @@ def _probe(rank: int, out: Path, cluster_of: Sequence[tuple[str, str]], timeout_
     device = local_gpu(rank, "probe") or torch.device("cpu")
     say = make_console().print if rank == 0 else (lambda *_: None)
     destroy_without_lock()
-    dist.init_process_group(
-        "gloo",
-        rank=rank,
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=datetime.timedelta(seconds=timeout_seconds),
-    )
+    limit = datetime.timedelta(seconds=timeout_seconds)
+    dist.init_process_group("gloo", rank=rank, world_size=int(os.environ["WORLD_SIZE"]), timeout=limit)
     try:
         dist.barrier()
         topology, order, links = probe_ranks(device, cluster_of, say)
@@ -120,13 +111,7 @@ def _pairs(context: click.Context, parameter: click.Parameter, values: tuple[str
 
 
 @click.command()
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default=Path("cluster.toml"),
-    show_default=True,
-    help="Cluster file to write.",
-)
+@file_option("--out", "Cluster file to write.", default=Path("cluster.toml"), show_default=True)
 @click.option(
     "--nproc",
     type=click.IntRange(min=1),
@@ -140,11 +125,7 @@ def _pairs(context: click.Context, parameter: click.Parameter, values: tuple[str
     help="Put machines whose host name matches the pattern HOST into CLUSTER; default: by their fastest kind of NIC.",
 )
 @click.option(
-    "--timeout",
-    type=Finite(min=1),
-    default=600,
-    show_default=True,
-    help="Give up after this number of seconds.",
+    "--timeout", type=Finite(min=1), default=600, show_default=True, help="Give up after this number of seconds."
 )
 def probe(out: Path, nproc: int | None, cluster_of: list[tuple[str, str]], timeout: float) -> None:
     """Measure machines and write their cluster file: devices, memory, speed, latency and bandwidth between devices.
@@ -153,8 +134,6 @@ def probe(out: Path, nproc: int | None, cluster_of: list[tuple[str, str]], timeo
 
     torchrun --nnodes ... --nproc-per-node ... -m colossal_hetero.cli.main probe --out cluster.toml
     """
-    from ..common.launch import is_rank, local_devices, start_ranks
-
     with errors_on_one_line():
         check_outputs(out)
         if is_rank():

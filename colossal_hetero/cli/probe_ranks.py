@@ -19,12 +19,9 @@ from ..planner.cluster.group_networks import ETHERNET
 from ..planner.cluster.topology import MeasuredLink, Topology
 from .rank_facts import Nic, RankFacts, make_topology, pairs_to_measure
 
-# This machine --------------------------------------------------------------------------------------------------------
-
 WINDOW_SECONDS = 0.3
 """Longer than the period of a CPU quota: a throttled CPU is fast in some products and stopped in others."""
-WINDOWS = 5
-"""Number of windows, of which the median counts."""
+WINDOWS = 5  # number of windows, of which the median counts
 
 _ETHERNET_TYPE = "1"  # of /sys/class/net/*/type, as in linux/if_arp.h
 
@@ -99,13 +96,10 @@ def _read(path: Path) -> str:
     return ""
 
 
-# Links ---------------------------------------------------------------------------------------------------------------
-
 SMALL_BYTES = 8
 FIRST_BYTES = 1 << 20
 MAX_BYTES = 1 << 28
-AIM_SECONDS = 0.02
-"""Aimed time of the large message in one direction; it is long enough to make the latency negligible."""
+AIM_SECONDS = 0.02  # aimed time of the large message in one direction; it is long enough to make the latency negligible
 SMALL_TRIPS, LARGE_TRIPS = 30, 7
 
 

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..common.launch import is_rank, local_devices, start_ranks
 from .common import (
-    Finite,
     Numbers,
+    amount_option,
     check_outputs,
+    choice_option,
     errors_on_one_line,
     make_console,
     micro_batch_option,
@@ -59,26 +61,10 @@ def _settings(context: click.Context, parameter: click.Parameter, values: tuple[
     help="Tokens per sample of a language model.",
 )
 @micro_batch_option
-@click.option(
-    "--optimizer",
-    type=click.Choice(["adam", "adamw", "sgd"]),
-    default="adam",
-    show_default=True,
-    help="Optimizer whose step is measured.",
-)
-@click.option(
-    "--precision",
-    type=click.Choice(["fp32", "fp16", "bf16"]),
-    default="fp32",
-    show_default=True,
-    help="Precision in which the layers are measured.",
-)
-@click.option(
-    "--seconds",
-    type=Finite(min=0),
-    default=3.0,
-    show_default=True,
-    help="Measure each micro-batch for at least this long.",
+@choice_option("--optimizer", "adam", "adamw", "sgd", help="Optimizer whose step is measured.")
+@choice_option("--precision", "fp32", "fp16", "bf16", help="Precision in which the layers are measured.")
+@amount_option(
+    "--seconds", "SECONDS", "Measure each micro-batch for at least this long.", default=3.0, show_default=True
 )
 @click.option(
     "--tp",
@@ -94,13 +80,7 @@ def _settings(context: click.Context, parameter: click.Parameter, values: tuple[
     help="Ranks to start on this machine; default: one per GPU, or on the CPU as many as the largest --tp.",
 )
 @profile_out_option
-def profile(
-    model: str | None,
-    out: Path,
-    nproc: int | None,
-    tensor_parallel: tuple[int, ...],
-    **given: Any,
-) -> None:
+def profile(model: str | None, out: Path, nproc: int | None, tensor_parallel: tuple[int, ...], **given: Any) -> None:
     """Measure how long a model's layers take on the devices of this machine.
 
     `colossal-hetero estimate` computes such a profile from the sizes of a GPT instead. For several machines, run this
@@ -115,23 +95,18 @@ def profile(
                 "name a model to measure with --model; for an estimate from the sizes of a GPT use "
                 "colossal-hetero estimate"
             )
-        _measure(model, out, nproc, {**given, "tensor_parallel": tensor_parallel})
+        from ..profiling.named_profile import ProfileRequest, check_request
 
-
-def _measure(model: str, out: Path, nproc: int | None, given: dict[str, Any]) -> None:
-    from ..common.launch import is_rank, local_devices, start_ranks
-    from ..profiling.named_profile import ProfileRequest, check_request
-
-    given["min_seconds"] = given.pop("seconds")
-    request = ProfileRequest(model=model, out=out, **given)
-    if is_rank():
-        if nproc is not None:
-            raise ValueError("--nproc starts ranks, but a launcher has started them already; leave it out")
-        profile_as_rank(request)
-        return
-    ranks = nproc or local_devices(ranks_on_cpu=max(request.tensor_parallel))
-    check_request(request, ranks)
-    start_ranks(ranks, profile_as_rank, request)
+        seconds = given.pop("seconds")
+        request = ProfileRequest(model=model, out=out, tensor_parallel=tensor_parallel, min_seconds=seconds, **given)
+        if is_rank():
+            if nproc is not None:
+                raise ValueError("--nproc starts ranks, but a launcher has started them already; leave it out")
+            profile_as_rank(request)
+            return
+        ranks = nproc or local_devices(ranks_on_cpu=max(tensor_parallel))
+        check_request(request, ranks)
+        start_ranks(ranks, profile_as_rank, request)
 
 
 def profile_as_rank(request: ProfileRequest) -> None:

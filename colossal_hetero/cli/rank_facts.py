@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from itertools import combinations, zip_longest
 
 from ..planner.cluster.gpu_catalog import GPUS, INSIDE, kind_name, usual_memory_reserve
 from ..planner.cluster.group_networks import ETHERNET
 from ..planner.cluster.topology import Channel, Device, DeviceKind, MeasuredLink, Node, Topology
 
-TOLERANCE = 0.1
-"""Share by which speeds of devices of a kind may differ to count as equal."""
-MEMORY_TOLERANCE = 0.25
-"""Share by which the memory of devices of one kind may differ."""
-RESERVE_STEP = 10_000_000
-"""Bytes to whose multiples the reserve of a CPU is rounded up."""
+TOLERANCE = 0.1  # share by which speeds of devices of a kind may differ to count as equal
+MEMORY_TOLERANCE = 0.25  # share by which the memory of devices of one kind may differ
+RESERVE_STEP = 10_000_000  # bytes to whose multiples the reserve of a CPU is rounded up
 
 
 @dataclass(frozen=True)
@@ -54,12 +53,9 @@ def pairs_to_measure(facts: Sequence[RankFacts]) -> list[list[tuple[int, int]]]:
     All pairs inside each machine, and one between each two machines, whose bandwidth is that of one NIC of them.
     """
     nodes = nodes_of(facts)
-    rounds: list[list[tuple[int, int]]] = []
-    inside = [[(a, b) for i, a in enumerate(ranks) for b in ranks[i + 1 :]] for ranks in nodes]
-    for number in range(max(map(len, inside), default=0)):
-        rounds.append([pairs[number] for pairs in inside if number < len(pairs)])
-    rounds += [[(one[0], other[0])] for i, one in enumerate(nodes) for other in nodes[i + 1 :]]
-    return rounds
+    inside = zip_longest(*(combinations(ranks, 2) for ranks in nodes))
+    rounds = [[pair for pair in pairs if pair is not None] for pairs in inside]
+    return rounds + [[(one[0], other[0])] for one, other in combinations(nodes, 2)]
 
 
 def check_patterns(facts: Sequence[RankFacts], cluster_of: Sequence[tuple[str, str]]) -> None:
@@ -109,15 +105,14 @@ def make_topology(
         inside = _inside(kinds[ranks[0]].name, measured.get((number, number), []))
         made.append(Node(names[number], cluster, tuple(range(first, len(devices))), inside, nics))
     between = []
-    for i in range(len(clusters)):
-        for j in range(i + 1, len(clusters)):
-            best = [
-                _best(found)
-                for (one, other), found in measured.items()
-                if {cluster_names[one], cluster_names[other]} == {clusters[i], clusters[j]} and found
-            ]
-            if best:
-                between.append((i, j, _middle(best, ETHERNET)))
+    for i, j in combinations(range(len(clusters)), 2):
+        best = [
+            _best(found)
+            for (one, other), found in measured.items()
+            if {cluster_names[one], cluster_names[other]} == {clusters[i], clusters[j]} and found
+        ]
+        if best:
+            between.append((i, j, _middle(best, ETHERNET)))
     topology = Topology(tuple(devices), tuple(made), tuple(clusters), tuple(between))
     return topology, tuple(rank for number in order for rank in nodes[number])
 
@@ -169,9 +164,7 @@ def _by_nodes(
     nodes: Sequence[Sequence[int]], links: Iterable[MeasuredLink]
 ) -> dict[tuple[int, int], list[MeasuredLink]]:
     node = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
-    found: dict[tuple[int, int], list[MeasuredLink]] = {
-        (one, other): [] for one in range(len(nodes)) for other in range(one, len(nodes))
-    }
+    found: dict[tuple[int, int], list[MeasuredLink]] = defaultdict(list)
     for link in links:
         one, other = sorted(node[rank] for rank in link.ranks)
         found[one, other].append(link)
@@ -209,12 +202,10 @@ def _nics(
 def _inside(kind: str, links: Sequence[MeasuredLink]) -> Channel:
     usual = INSIDE.get(kind)
     name = usual.kind if usual else "local" if kind.startswith("cpu") else "PCIe"
-    by_pair: dict[tuple[int, int], list[MeasuredLink]] = {}
-    for link in links:
-        by_pair.setdefault(link.ranks, []).append(link)
-    if not by_pair:
+    if not links:
         return usual or Channel("PCIe", 15.75e9)  # there is one device, so the channel is not used
-    return _middle([_best(found) for found in by_pair.values()], name)
+    pairs = dict.fromkeys(link.ranks for link in links)
+    return _middle([_best(link for link in links if link.ranks == pair) for pair in pairs], name)
 
 
 def _middle(links: Sequence[MeasuredLink], kind: str) -> Channel:
@@ -230,13 +221,8 @@ def _channel(kind: str, link: MeasuredLink, alike: Sequence[MeasuredLink]) -> Ch
 
 
 def _unique(names: Sequence[str]) -> list[str]:
-    taken: set[str] = set()
-    unique = []
+    unique: list[str] = []
     for name in names:
-        number, candidate = 1, name
-        while candidate in taken:
-            number += 1
-            candidate = f"{name}-{number}"
-        taken.add(candidate)
-        unique.append(candidate)
+        others = (f"{name}-{number}" for number in range(2, len(names) + 2))
+        unique.append(next(each for each in (name, *others) if each not in unique))
     return unique

@@ -10,16 +10,19 @@ import click
 from .common import (
     MAX_AMOUNT,
     Finite,
-    GroupedCommand,
     Quotas,
     Whole,
+    amount_option,
     check_outputs,
+    cluster_argument,
     degrees_option,
     errors_on_one_line,
+    file_option,
     global_batch_option,
     load_inputs,
     make_console,
     memory_reserve_option,
+    profile_argument,
     sizes_option,
     status_line,
 )
@@ -27,17 +30,10 @@ from .common import (
 if TYPE_CHECKING:
     from ..planner.solver.pareto_front import Objective
 
-GROUPS = {
-    "What to train": ("global_batch", "samples", "memory_reserve"),
-    "Limits": ("objective", "budget", "deadline", "at_most"),
-    "Plans to try": ("micro_batch", "tp", "equal", "time_limit"),
-    "Output": ("out",),
-}
 
-
-@click.command(cls=GroupedCommand, groups=GROUPS)
-@click.argument("cluster", type=click.Path(path_type=Path))
-@click.argument("profile", type=click.Path(path_type=Path))
+@click.command()
+@cluster_argument
+@profile_argument
 @global_batch_option
 @click.option("--samples", type=Whole(MAX_AMOUNT), help="Samples of the whole training, for its time and its cost.")
 @memory_reserve_option
@@ -66,15 +62,8 @@ GROUPS = {
 @sizes_option
 @degrees_option
 @click.option("--equal", is_flag=True, help="Only plans with equal replicas.")
-@click.option(
-    "--time-limit",
-    type=Finite(min=0),
-    default=5.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long to look for nodes to take.",
-)
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Write the chosen plan to this JSON file.")
+@amount_option("--time-limit", "SECONDS", "How long to look for nodes to take.", default=5.0, show_default=True)
+@file_option("--out", "Write the chosen plan to this JSON file.")
 def rent(
     cluster: Path,
     profile: Path,

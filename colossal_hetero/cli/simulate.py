@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from ..common.text import parse_rank_factors
-from .common import check_outputs, errors_on_one_line, make_console
+from .common import FILE, check_outputs, choice_option, errors_on_one_line, file_option, make_console
 
 if TYPE_CHECKING:
     from ..planner.cost.plan import Plan
@@ -31,34 +31,18 @@ class Slow(click.ParamType):
 
 
 @click.command()
-@click.argument("plan", type=click.Path(path_type=Path))
+@click.argument("plan", type=FILE)
 @click.option("--slow", type=Slow(), help="Ranks whose work takes longer, e.g. 3:2: rank 3 takes twice as long.")
-@click.option(
+@choice_option(
     "--transfers",
-    type=click.Choice(["blocking", "overlapped"]),
-    default="blocking",
-    show_default=True,
+    *("blocking", "overlapped"),
     help="Whether stages wait while they send (blocking, as with NCCL) or continue (overlapped, as with Gloo). In "
     "schedules other than 1F1B only messages wait, until the receiver asks for them.",
 )
-@click.option(
-    "--cluster",
-    type=click.Path(path_type=Path),
-    help="With --slow: the cluster file of the plan; default: the file of that name next to PLAN.",
-)
-@click.option(
-    "--profile",
-    type=click.Path(path_type=Path),
-    help="With --slow: the profile file of the plan; default: the file of that name next to PLAN.",
-)
-@click.option(
-    "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="With --slow: write the best plan for the slow ranks to this JSON file.",
-)
-@click.option(
-    "--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw the simulated iteration: .png, .pdf or .svg."
-)
+@file_option("--cluster", "With --slow: the cluster file of the plan; default: the file of that name next to PLAN.")
+@file_option("--profile", "With --slow: the profile file of the plan; default: the file of that name next to PLAN.")
+@file_option("--out", "With --slow: write the best plan for the slow ranks to this JSON file.")
+@file_option("--plot", "Draw the simulated iteration: .png, .pdf or .svg.")
 def simulate(
     plan: Path,
     slow: dict[int, float] | None,
@@ -121,15 +105,10 @@ def _replanned(
     from ..planner.profile.layer_profile import load_profile
     from ..planner.solver.replan import replan
 
-    found = [
-        given or (path.parent / name if name else None)
-        for given, name in ((cluster, plan.cluster), (profile, plan.profile))
-    ]
-    missing = [
-        option
-        for option, file in zip(("--cluster", "--profile"), found, strict=True)
-        if file is None or not file.is_file()
-    ]
+    named = (cluster, plan.cluster), (profile, plan.profile)
+    found = [given or (path.parent / name if name else None) for given, name in named]
+    options = zip(("--cluster", "--profile"), found, strict=True)
+    missing = [option for option, file in options if file is None or not file.is_file()]
     if missing and not must:
         return None
     if None in found:

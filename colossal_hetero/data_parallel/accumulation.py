@@ -1,16 +1,14 @@
 """Gradient accumulation over uneven micro-batches, with exact gradients and an unchanged training loop.
 
-The loop calls forward, loss, ``booster.backward``, ``optimizer.step`` and ``zero_grad`` for every micro-batch. Within a
-global batch, ``step``, ``zero_grad``, gradient clipping and learning-rate schedules do nothing, so that the optimizer
-steps once per global batch. The tensors tell which micro-batch a pass belongs to (tagged_tensor.py), and what would
-train to other weights is refused (progress.py).
+The loop calls all it usually does for every micro-batch. Within a global batch, ``step``, ``zero_grad``, clipping and
+schedules do nothing. Tensors tell which micro-batch a pass belongs to (tagged_tensor.py), and what would train to other
+weights is refused (progress.py).
 
 [Note: weights of micro-batches] Data parallelism averages gradients over R ranks. The loss of a micro-batch, a mean
 over parts that count w together (usually its samples), is multiplied by ``w · R / W``, where W is the sum of w over the
-global batch. Summed over micro-batches and averaged over ranks, the gradient is then the mean over the global batch for
-every division. A rank without samples runs one with weight zero, because the others wait for it in collectives. If W is
-not known in advance, such as the number of tokens, an estimate takes its place, and sums are corrected before the step
-(``CountedTotal``).
+global batch: then the gradient is the mean over the global batch for every division. A rank without samples runs one
+with weight zero. If W is not known in advance, such as the number of tokens, an estimate takes its place, and sums are
+corrected before the step (``CountedTotal``).
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from ..profiling.preserved_state import inner_optimizer
 from .config import BatchSetup
 from .loader import HeteroDataLoader
 from .loss_weights import SampleTotal
-from .progress import LoopProgress, MicroBatch, averages_of, pause_within_global_batch, schedules_of
+from .progress import LoopProgress, MicroBatch, followers_of, pause_within_global_batch
 from .tagged_tensor import micro_batches_of, share_of_samples, untagged
 from .unsummed_steps import CLIPPING, GradientGuard, prepare_sums
 
@@ -75,26 +73,15 @@ class GradientAccumulation:
         weight_by: Any,
         on_step: Callable[[], None],
     ) -> None:
-        self._setup = setup
-        self._stage = setup.stage
-        self._loader = loader
-        self._total = total
-        self._weight_by = weight_by
-        self._is_unscaled = False
-        self._on_step = on_step
-        self._drop_gradients: Callable[..., None] = lambda: None
-        self._param_groups: list[dict[str, Any]] = []
+        self._setup, self._stage, self._loader = setup, setup.stage, loader
+        self._total, self._weight_by, self._on_step = total, weight_by, on_step
+        self._is_unscaled = self._knows_schedules = self._runs_backward = False
         self._rates: list[Any] = []
-        self._knows_schedules = False
-        self._guard = GradientGuard(())
         self._guarded_for: str | None = None
         self._latest_norm: Any = torch.zeros(())
-        self._replica: DistributedDataParallel | None = None
         self._waits: bool | None = None
         """True if DDP sums gradients after the running forward pass; within it, it must not wait for any."""
-        self._forwards = 0
-        """Forward passes since the latest backward pass."""
-        self._runs_backward = False
+        self._forwards = 0  # forward passes since the latest backward pass
         self.progress = LoopProgress()
 
     @property
@@ -105,8 +92,8 @@ class GradientAccumulation:
         """Replace the methods that a training loop calls. Called once, on objects that a plugin has configured."""
         self._loader.follow(self.progress, self._weight_by)
         self._model = model
-        self._drop_gradients = optimizer.zero_grad
-        self._param_groups = inner_optimizer(optimizer).param_groups
+        self._drop_gradients: Callable[..., None] = optimizer.zero_grad
+        self._param_groups: list[dict[str, Any]] = inner_optimizer(optimizer).param_groups
         self._parameters = list(model.named_parameters())
         self._guard = GradientGuard(self._parameters)
         check_hooks(self._parameters, self._stage)
@@ -164,19 +151,19 @@ class GradientAccumulation:
                     "the optimizer steps. Pass the schedule to booster.boost, or change the rate where loader.is_last"
                 )
 
-    def _find_schedules(self, optimizer: OptimizerWrapper) -> None:
-        """Find the schedules not passed to ``booster.boost``, when a step is left out for the first time."""
-        if not self._knows_schedules:
-            self._knows_schedules = True
-            owners: list[LRScheduler | nn.Module] = [*schedules_of(optimizer), *averages_of(self._model)]
-            for each in owners:
-                pause_within_global_batch(each, self.progress)
-
     def _backward(self, backward: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         self._open_gradients()
         micro_batch = self.progress.backward(micro_batches_of(loss))
         loss = self._total.weighted(untagged(loss), micro_batch)
-        self._prepare_sums(loss)
+        forwards, self._forwards = self._forwards, 0
+        if self._stage == 3 and not forwards:
+            raise RuntimeError(
+                "there is a second backward pass since the latest forward pass, and at ZeRO stage 3 the first one "
+                "frees the gathered parameters; add the losses and call booster.backward once, call the model before "
+                "each booster.backward, or use stage 0, 1 or 2"
+            )
+        if self._replica is not None and forwards != 1 and self._replica.require_backward_grad_sync:
+            prepare_sums(self._replica, loss)
         self._runs_backward = True
         try:
             result = backward(loss, *args, **kwargs)
@@ -185,20 +172,6 @@ class GradientAccumulation:
         self._guarded_for = self._why_guarded()
         self._close_gradients()
         return result
-
-    def _prepare_sums(self, loss: Tensor) -> None:
-        forwards, self._forwards = self._forwards, 0
-        if self._stage == 3 and not forwards:
-            raise RuntimeError(
-                "there is a second backward pass since the latest forward pass, and at ZeRO stage 3 the first one "
-                "frees the gathered parameters; add the losses and call booster.backward once, call the model before "
-                "each booster.backward, or use stage 0, 1 or 2"
-            )
-        replica = self._replica
-        if replica is not None and forwards != 1 and replica.require_backward_grad_sync:
-            prepare_sums(replica, loss)
-
-    # Gradients that the loop must not use -------------------------------------------------------------------------
 
     def _why_guarded(self) -> str | None:
         """Reason why gradients are not those of the global batch, and what to do; None if they are."""
@@ -231,8 +204,7 @@ class GradientAccumulation:
         this = ref(self)
 
         def check(_: Tensor) -> None:
-            accumulation = this()
-            if accumulation is not None and not accumulation._runs_backward:
+            if (accumulation := this()) is not None and not accumulation._runs_backward:
                 raise RuntimeError(
                     "a backward pass other than booster.backward(loss, optimizer) or optimizer.backward(loss) has "
                     "reached parameters of this optimizer; these give the loss of each batch its weight, and "
@@ -253,7 +225,10 @@ class GradientAccumulation:
                 "booster.backward(loss, optimizer) and optimizer.step() one after the other"
             )
         if not self.progress.step():
-            self._find_schedules(optimizer)
+            if not self._knows_schedules:  # those not passed to ``booster.boost``
+                self._knows_schedules = True
+                for each in followers_of(optimizer, self._model):
+                    pause_within_global_batch(each, self.progress)
             return None
         self._open_gradients()
         self._total.correct(optimizer)

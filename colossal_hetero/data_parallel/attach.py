@@ -38,10 +38,7 @@ from .out_of_memory import OutOfMemoryGuard
 
 class MeasuredBatches:
     """The batches of a configured model, optimizer and loader: measured at first, and then divided (:meth:`attach`).
-    Every rank calls both. The user's loss is checked in any case.
-
-    The profile is that of the setup, of the user's file, or a new one.
-    """
+    The profile is that of the setup, of the user's file, or a new one. Every rank calls both."""
 
     def __init__(
         self,
@@ -54,15 +51,12 @@ class MeasuredBatches:
     ) -> None:
         self._setup, self._loader = setup, loader
         self._trial = TrialRun(model, optimizer, criterion, setup.config.training_step, loader)
-        self._replica = setup.replica_of[dist.get_rank()]
         self._path = None if setup.config.profile is None else Path(setup.config.profile)
         self._profile = self._find_profile(description)
 
     def _find_profile(self, description: ModelDescription) -> BatchProfile:
         setup, config, loader, trial = self._setup, self._setup.config, self._loader, self._trial
-        if config.accumulation == "per_rank" and any(
-            isinstance(module, nn.SyncBatchNorm) for module in trial.model.modules()
-        ):
+        if config.accumulation == "per_rank" and self._has_synchronized_normalization():
             raise ValueError(
                 'with accumulation="per_rank" the ranks run different numbers of micro-batches, but SyncBatchNorm '
                 '(stage 0 converts BatchNorm to it) waits for all ranks in each micro-batch; use accumulation="shared"'
@@ -94,29 +88,27 @@ class MeasuredBatches:
                 multiple_of=loader.multiple_of,
             )
             if self._path is not None:
-                _write_profile(self._path, profile)
+                measured, path = profile, self._path
+                from_rank_0(lambda: save_profile(measured, path))
         smallest = max(kind.min_batch for kind in profile.kinds)
         if cap < smallest:
             raise ValueError(
                 f"the model trains with micro-batches of at least {smallest} samples, but max_micro_batch={cap}; allow "
                 "more"
             )
-        if all(kind.max_batch for kind in profile.kinds):
-            self._sum_once(smallest)
+        replicas = [each for each in trial.model.modules() if isinstance(each, DistributedDataParallel)]
+        fits = all(kind.max_batch for kind in profile.kinds)
+        if fits and any(each.find_unused_parameters for each in replicas):
+            # If the very first backward pass does not sum gradients, as measuring does, the first sum fails or waits
+            # forever for a parameter that was used in that pass only.
+            with preserved_state(trial.model, trial.optimizer):
+                setup.synchronize(True)
+                trial(smallest)
+                trial.optimizer.zero_grad()
         return profile
 
-    def _sum_once(self, samples: int) -> None:
-        """Let DDP sum gradients before training, as measuring does, if it searches for unused parameters. If the very
-        first backward pass does not sum, the first sum fails or waits forever for a parameter that was used in that
-        pass only."""
-        trial = self._trial
-        if any(
-            isinstance(each, DistributedDataParallel) and each.find_unused_parameters for each in trial.model.modules()
-        ):
-            with preserved_state(trial.model, trial.optimizer):
-                self._setup.synchronize(True)
-                trial(samples)
-                trial.optimizer.zero_grad()
+    def _has_synchronized_normalization(self) -> bool:
+        return any(isinstance(module, nn.SyncBatchNorm) for module in self._trial.model.modules())
 
     def attach(self, lr_scheduler: LRScheduler | None) -> BatchBalancer:
         """Divide the loader's batches, and replace the methods that the training loop calls by ones for uneven ones."""
@@ -125,17 +117,12 @@ class MeasuredBatches:
         assert isinstance(model, ModelWrapper)
         weight_by, total = self._total_weight(model)
         multiple = loader.multiple_of
-        loader.global_sampler.placeholders = max(
-            -(-kind.min_batch // multiple) * multiple for kind in self._profile.kinds
-        )
-        timer = self._timer(optimizer)
-        balancer = BatchBalancer(setup, self._profile, loader, timer)
+        smallest = max(kind.min_batch for kind in self._profile.kinds)
+        loader.global_sampler.placeholders = -(-smallest // multiple) * multiple
+        balancer = BatchBalancer(setup, self._profile, loader, self._timer(optimizer))
         GradientAccumulation(setup, loader, total, weight_by, balancer.on_step).attach(model, optimizer, lr_scheduler)
-        communicates = (
-            setup.stage == 3
-            or list(setup.replica_of).count(self._replica) > 1
-            or any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
-        )
+        communicates = setup.stage == 3 or self._has_synchronized_normalization()
+        communicates |= list(setup.replica_of).count(setup.replica_of[dist.get_rank()]) > 1
         OutOfMemoryGuard(loader, may_repeat=not communicates).attach(model, optimizer)
         return balancer
 
@@ -200,15 +187,3 @@ def _read_profile(path: Path, setup: BatchSetup, description: ModelDescription) 
             "measure again"
         )
     return profile
-
-
-def _write_profile(path: Path, profile: BatchProfile) -> None:
-    """Write the profile on rank 0. Every rank calls it."""
-
-    def store() -> None:
-        try:
-            save_profile(profile, path)
-        except OSError as error:
-            raise ValueError(f"profile={str(path)!r} cannot be written: {error.strerror}") from error
-
-    from_rank_0(store)

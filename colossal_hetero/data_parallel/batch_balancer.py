@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
+from operator import itemgetter
 from statistics import fmean
 
 import torch.distributed as dist
@@ -108,18 +109,12 @@ def batches_in_words(report: BatchReport) -> str:
 
 def division_in_words(allocation: Allocation, devices: Sequence[str]) -> str:
     """Samples of each rank in words; consecutive ranks with the same device and part are grouped."""
-    groups: list[tuple[int, int]] = []
-    for rank, (share, device) in enumerate(zip(allocation.shares, devices, strict=True)):
-        if groups and (share, device) == (allocation.shares[groups[-1][0]], devices[groups[-1][0]]):
-            groups[-1] = groups[-1][0], rank
-        else:
-            groups.append((rank, rank))
     parts = []
-    for first, last in groups:
-        share = allocation.shares[first]
-        names = f"rank {first}" if first == last else f"ranks {first}-{last}"
+    for (share, device), same in groupby(enumerate(zip(allocation.shares, devices, strict=True)), itemgetter(1)):
+        ranks = [rank for rank, _ in same]
+        names = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
         steps = "" if share.steps == 1 else f" in {share.steps} micro-batches of at most {share.micro_batch}"
-        parts.append(f"{names} ({devices[first]}) {share.samples}{steps}")
+        parts.append(f"{names} ({device}) {share.samples}{steps}")
     return f"of each global batch of {allocation.global_batch_size}: {'; '.join(parts)}"
 
 
@@ -144,18 +139,11 @@ class BatchBalancer:
     """Adapts the division of a loader's global batches to the speed of the ranks; it is the same on all of them."""
 
     def __init__(
-        self,
-        setup: BatchSetup,
-        profile: BatchProfile,
-        loader: HeteroDataLoader,
-        timer: BusyTimer | None,
+        self, setup: BatchSetup, profile: BatchProfile, loader: HeteroDataLoader, timer: BusyTimer | None
     ) -> None:
         self._config = config = setup.config
-        self._profile = profile
-        self._stage = setup.stage
-        self._loader = loader
-        self._timer = timer
-        self._replica_of = setup.replica_of
+        self._stage, self._replica_of = setup.stage, setup.replica_of
+        self._profile, self._loader, self._timer = profile, loader, timer
         self._divider = divider_of(config, profile, setup.stage, loader.multiple_of)
         self._redivision = Redivision(self._divider, config.global_batch_size, config.reallocate_above)
         self._redivision.skip(FIRST_GLOBAL_BATCHES)
@@ -186,11 +174,9 @@ class BatchBalancer:
 
     def report(self) -> BatchReport:
         """How global batches are divided now, and the latest times; the same on all ranks."""
-        allocation, speeds = self.allocation, self._redivision.speeds
-        measured = None
-        if self._measured is not None and self._measured[0] is allocation:
-            measured = self._measured[1]
-        shares = []
+        allocation, speeds, shares = self.allocation, self._redivision.speeds, []
+        is_measured = self._measured is not None and self._measured[0] is allocation
+        measured = self._measured[1] if self._measured is not None and is_measured else None
         for rank, replica in enumerate(self._replica_of):
             share = allocation.shares[replica]
             work, data = (allocation.busy_seconds[replica], 0.0) if measured is None else measured[rank]
@@ -215,10 +201,7 @@ class BatchBalancer:
         """Check the speeds if a check is due. Every rank calls it after every step."""
         self._since_check += 1
         if self._config.check_every is None:
-            due = (
-                self._loader.current is not None
-                and self._loader.current.global_batch == self._loader.global_batches - 1
-            )
+            due = self._current() == self._loader.global_batches - 1
         else:
             due = self._since_check >= self._config.check_every
         if due and self._timer is not None and math.isfinite(self._config.reallocate_above):
@@ -227,32 +210,30 @@ class BatchBalancer:
 
     def _check(self, timer: BusyTimer) -> None:
         replica = self._replica_of[dist.get_rank()]
-        current = -1 if self._loader.current is None else self._loader.current.global_batch
         measured = [self._against_profile(replica, each) for each in timer.take()]
         everyone = of_every_rank((measured, self._loader.global_sampler.drawn_global_batch))
         by_rank = _complete([times for times, _ in everyone])
         if not by_rank[0]:
             return
-        self._measured = (
-            self.allocation,
-            [(fmean(each.work_seconds for each in of), fmean(each.data_seconds for each in of)) for of in by_rank],
-        )
+        means = [(fmean(each.work_seconds for each in of), fmean(each.data_seconds for each in of)) for of in by_rank]
+        self._measured = self.allocation, means
         before, speeds_before = self.allocation, self._redivision.speeds
         if not self._redivision.observe(_by_replica(by_rank, self._replica_of)):
             return
         drawn = max(drawn for _, drawn in everyone)
-        self._redivision.skip(drawn - current + FIRST_GLOBAL_BATCHES)
+        self._redivision.skip(drawn - self._current() + FIRST_GLOBAL_BATCHES)
         self._divide(drawn_global_batch=drawn)
         self.reallocations += 1
         moves = []
-        for rank, (share, old, new) in enumerate(
-            zip(before.shares, speeds_before, self._redivision.speeds, strict=True)
-        ):
-            part = self._divider.expected_seconds(rank, share.sizes), share.samples
+        for rank, (old, new) in enumerate(zip(speeds_before, self._redivision.speeds, strict=True)):
+            part = self._divider.expected_seconds(rank, before.shares[rank].sizes), before.shares[rank].samples
             moves.append(new.seconds(*part) / old.seconds(*part))
         words = changes_in_words(before, self.allocation, moves, self._profile.devices)
         if words is not None:
             print_on_rank_0(words)
+
+    def _current(self) -> int:
+        return -1 if self._loader.current is None else self._loader.current.global_batch
 
     def _against_profile(self, replica: int, timed: TimedGlobalBatch) -> GlobalBatchTime:
         """Measured and profiled time. In stage 0, other ranks wait for the step; see [Note: what a rank waits for]."""
@@ -296,10 +277,10 @@ def _complete(by_rank: Sequence[Sequence[GlobalBatchTime]]) -> list[list[GlobalB
 
 
 def _by_replica(by_rank: Sequence[Sequence[GlobalBatchTime]], replica_of: Sequence[int]) -> list[list[GlobalBatchTime]]:
-    replicas = [
-        [times for times, index in zip(by_rank, replica_of, strict=True) if index == replica]
-        for replica in range(max(replica_of) + 1)
-    ]
+    """Times of the slowest rank of each replica."""
+    replicas: list[list[Sequence[GlobalBatchTime]]] = [[] for _ in range(max(replica_of) + 1)]
+    for of_rank, replica in zip(by_rank, replica_of, strict=True):
+        replicas[replica].append(of_rank)
     return [
         [max(each, key=lambda time: time.work_seconds + time.data_seconds) for each in zip(*ranks, strict=True)]
         for ranks in replicas

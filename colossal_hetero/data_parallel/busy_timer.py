@@ -1,16 +1,11 @@
 """Measure how long a rank works for a global batch, apart from the time in which it waits for other replicas.
 
-[Note: what a rank waits for] Marks (events in the device's stream, so the host does not wait) cut an iteration into
-
-- *data*: the loop waits in the data loader's ``__next__``,
-- *waiting*: the rank is in a collective with other replicas, or its last gradient is computed and the backward pass
-  has not ended. It contains what the collective itself takes, which does not depend on the division,
-- *step*: the optimizer's step without collectives. In stage 0 the next sum of gradients starts later by this time, so
-  it is work; in stages 1 to 3 all ranks synchronize their parameters after it or in the next forward pass,
-- *work*: everything else between the first ``__next__`` and the optimizer's step.
-
-What the loop does between the step and the next batch (evaluation, saving, logs) is left out. Whole iterations are
-judged, because a device under a CPU quota is not stopped equally often in both passes, in particular after waiting.
+[Note: what a rank waits for] Marks (events in the device's stream) cut an iteration into *data* (the loop waits in the
+loader's ``__next__``), *waiting* (in a collective with other replicas, or after its last gradient until the backward
+pass ends), *step* (the optimizer's, without collectives) and *work* (all else from the first ``__next__`` on). In stage
+0 the next sum of gradients starts later by the step, so it is work; in stages 1 to 3 all ranks synchronize after it.
+What the loop does between the step and the next batch is left out. Whole iterations are judged, because a device under
+a CPU quota is not stopped equally often in both passes.
 """
 
 from __future__ import annotations
@@ -65,6 +60,19 @@ def tell_waits(listener: BusyTimer | None) -> None:
                 setattr(dist, name, _told(function))
 
 
+@contextmanager
+def _telling(group: dist.ProcessGroup | None) -> Iterator[bool]:
+    """Tell the listener about a collective of ``group`` in the block; False if nobody listens to it."""
+    listener = _listener
+    if listener is None or not listener.before_collective(group):
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        listener.after_collective()
+
+
 class _ToldWork:
     """A started collective, waiting for which is told to the listener."""
 
@@ -75,37 +83,25 @@ class _ToldWork:
         return getattr(self._work, name)
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
-        listener = _listener
-        if listener is None or not listener.before_collective(self._group):
+        with _telling(self._group):
             return self._work.wait(*args, **kwargs)
-        try:
-            return self._work.wait(*args, **kwargs)
-        finally:
-            listener.after_collective()
 
 
 def _told(collective: Callable[..., Any]) -> Callable[..., Any]:
-    parameters = list(inspect.signature(collective).parameters)
-    place = parameters.index("group")
+    place = list(inspect.signature(collective).parameters).index("group")
 
     @functools.wraps(collective)
     def run(*args: Any, **kwargs: Any) -> Any:
-        listener = _listener
         group = kwargs.get("group", args[place] if len(args) > place else None)
-        if listener is None or not listener.before_collective(group):
-            return collective(*args, **kwargs)
-        try:
+        with _telling(group) as is_told:
             work = collective(*args, **kwargs)
-        finally:
-            listener.after_collective()
-        return work if work is None else _ToldWork(work, group)
+        return _ToldWork(work, group) if is_told and work is not None else work
 
     run.tells_waits = True  # type: ignore[attr-defined]
     return run
 
 
 MAX_GLOBAL_BATCHES = 256
-
 _Part = Literal["data", "work", "waiting", "step"]
 
 
@@ -133,7 +129,7 @@ class _MarkedIteration:
         for (_, before), (part, event) in pairwise(self.marks):
             assert part is not None
             sums[part] += before.elapsed_time(event) * 1e-3
-        return TimedGlobalBatch(tuple(self.sizes), sums["work"], sums["data"], sums["waiting"], sums["step"])
+        return TimedGlobalBatch(tuple(self.sizes), *(sums[part] for part in ("work", "data", "waiting", "step")))
 
 
 class BusyTimer:
@@ -159,8 +155,6 @@ class BusyTimer:
         self._finished.clear()
         return taken
 
-    # Called by the data loader ------------------------------------------------------------------------------------
-
     def before_batch(self) -> None:
         """Begin of the loop's wait for the next micro-batch."""
         if self._running is None:
@@ -178,8 +172,6 @@ class BusyTimer:
             self._running.sizes.append(samples)
         elif not self._running.sizes:
             self._stop()
-
-    # Called by collectives ----------------------------------------------------------------------------------------
 
     def before_collective(self, group: dist.ProcessGroup | None) -> bool:
         """Begin of a collective of ``group``; True if :meth:`after_collective` is to be called at its end."""
@@ -202,8 +194,6 @@ class BusyTimer:
             ranks = range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group)
             self._between[group] = len({self._replica_of[rank] for rank in ranks}) > 1
         return self._between[group]
-
-    # Around the optimizer's methods -------------------------------------------------------------------------------
 
     def _backward(self, backward: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         running = self._running

@@ -15,10 +15,8 @@ from ..planner.batches.allocation import ACCUMULATIONS
 from ..planner.batches.batch_profile import BatchProfile
 from ..profiling.training_step import TrainingStep, default_training_step
 
-WEIGHTS = ("samples", "tokens", "next_tokens")
-"""Kinds of mean of a loss, by name."""
-METHODS = ("exact", "uniform", "flops", "adapt")
-"""Methods to divide a global batch in training; the planner has more."""
+WEIGHTS = ("samples", "tokens", "next_tokens")  # kinds of mean of a loss, by name
+METHODS = ("exact", "uniform", "flops", "adapt")  # methods to divide a global batch in training; the planner has more
 
 
 @with_checked_names

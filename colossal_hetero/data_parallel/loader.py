@@ -7,7 +7,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -45,7 +45,7 @@ class HeteroDataLoader(DataLoader[Any]):
         self._weight_by: Any = None
         self._weight_of: Callable[[Any], Any] | None = None
         self._by_samples = True
-        self._sums: dict[str, _Sum] = {}
+        self._sums: dict[str, list[torch.Tensor]] = {}
         self.check: Callable[[Any], None] = lambda batch: None
         """Called with every batch that is drawn; it raises an error to refuse the batch."""
         self.multiple_of = 1
@@ -75,23 +75,21 @@ class HeteroDataLoader(DataLoader[Any]):
             raise RuntimeError("loader.mean() needs a batch of the loader; call it after the forward pass of a batch")
         weight = float(current.samples if current.weight is None else current.weight)
         if current.step == 0 and name not in self._sums:
-            zeros = torch.zeros(2, dtype=torch.float64, device=get_accelerator().get_current_device())
-            self._sums[name] = _Sum(zeros)
+            self._sums[name] = []
         found = self._sums.get(name)
-        if found is None or found.micro_batches != current.step:
+        if found is None or len(found) != current.step:
             raise RuntimeError(
                 f"loader.mean(…, name={name!r}) was not called once for each micro-batch of the global batch, up to "
                 f"micro-batch {current.step}; call it for every batch of the loader, with a name for each value"
             )
-        found.micro_batches += 1
-        if weight:  # the loss of placeholder samples may not be a number
-            own = torch.as_tensor(untagged(value), device=found.sums.device).detach().double().reshape(())
-            found.sums += weight * torch.stack([own, torch.ones_like(own)])
+        own = torch.as_tensor(untagged(value), device=get_accelerator().get_current_device()).detach().double()
+        pair = torch.stack([own.reshape(()), torch.ones_like(own).reshape(())])
+        found.append(weight * pair if weight else torch.zeros_like(pair))  # placeholder samples may have a loss of nan
         if not current.is_last:
             return None
-        del self._sums[name]
-        dist.all_reduce(found.sums)
-        total, count = found.sums.tolist()
+        sums = torch.stack(self._sums.pop(name)).sum(0)
+        dist.all_reduce(sums)
+        total, count = sums.tolist()
         return total / count if count else math.nan
 
     @property
@@ -123,17 +121,13 @@ class HeteroDataLoader(DataLoader[Any]):
         return self.global_sampler.seed
 
     def set_multiple(self, samples: int) -> None:
-        sampler = self.global_sampler
-        last = 0 if sampler.drop_last else sampler.dataset_size % sampler.global_batch_size
-        if sampler.global_batch_size % samples:
-            raise ValueError(
-                f"global_batch_size={sampler.global_batch_size} is not a multiple of {samples}, the samples that the "
-                "training step needs at once"
-            )
+        size, last = self.global_sampler.global_batch_size, self.global_sampler.rest
+        needed = f"a multiple of {samples}, the samples that the training step needs at once"
+        if size % samples:
+            raise ValueError(f"global_batch_size={size} is not {needed}")
         if last % samples:
             raise ValueError(
-                f"the last global batch of an epoch has {last} samples, which is not a multiple of {samples}, the "
-                "samples that the training step needs at once; use drop_last=True"
+                f"the last global batch of an epoch has {last} samples, which is not {needed}; use drop_last=True"
             )
         self.multiple_of = samples
 
@@ -224,10 +218,9 @@ class HeteroDataLoader(DataLoader[Any]):
         self.global_sampler.join(rank, world_size)
         self.divide_by(division)
         iteration = None if self._latest is None else self._latest()
-        runs = iteration is not None and iteration._iteration == self._iteration
+        is_valid = iteration is not None and iteration._iteration == self._iteration
         self.load_state_dict(state)
-        if runs:
-            assert iteration is not None
+        if iteration is not None and is_valid:
             batches = (iter(()), deque[MicroBatch]()) if self.global_sampler.is_over else self._begin()
             iteration._batches, iteration._record = batches
             iteration._iteration = self._iteration
@@ -251,27 +244,16 @@ class HeteroDataLoader(DataLoader[Any]):
     def _draw(self, micro_batch: MicroBatch, batch: Any) -> Any:
         self.check(batch)
         if self._weight_of is not None:
-            micro_batch = replace(micro_batch, weight=self._weight(batch) if micro_batch.samples else 0.0)
+            weight = float(self._weight_of(batch)) if micro_batch.samples else 0.0
+            if not (weight >= 0 and math.isfinite(weight)):
+                raise ValueError(f"weight_by gave {weight} for a batch; it must be a finite number of at least 0")
+            micro_batch = replace(micro_batch, weight=weight)
         if self._by_samples and micro_batch.samples:
             micro_batch = replace(micro_batch, shapes=shapes_of(batch))
         self._drawn = micro_batch
         for progress in self._followers:
             progress.draw(micro_batch)
         return tagged(batch, micro_batch) if self._followers else batch
-
-    def _weight(self, batch: Any) -> float:
-        assert self._weight_of is not None
-        weight = float(self._weight_of(batch))
-        if not (weight >= 0 and math.isfinite(weight)):
-            raise ValueError(f"weight_by gave {weight} for a batch; it must be a finite number of at least 0")
-        return weight
-
-
-@dataclass
-class _Sum:
-    sums: torch.Tensor
-    """``[2]``: weighted values, and weights."""
-    micro_batches: int = 0
 
 
 class _Iteration:
@@ -280,10 +262,7 @@ class _Iteration:
     def __init__(
         self, loader: HeteroDataLoader, batches: Iterator[Any], record: deque[MicroBatch], iteration: int
     ) -> None:
-        self._loader = loader
-        self._batches = batches
-        self._record = record
-        self._iteration = iteration
+        self._loader, self._batches, self._record, self._iteration = loader, batches, record, iteration
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -342,9 +321,15 @@ def make_loader(
                 "a dataset in that order, such as torch.utils.data.Subset(dataset, indices)"
             )
         kwargs.pop(name, None)
-    _check_dataset(dataset)
+    kind = type(dataset).__name__
+    if isinstance(dataset, IterableDataset):
+        raise TypeError(
+            f"{kind} is an IterableDataset, whose samples have no indices; pass a dataset with __len__ and __getitem__"
+        )
+    if not hasattr(dataset, "__len__"):
+        raise TypeError(f"{kind} has no length, so it cannot be divided over the ranks; add a __len__ method")
     batch_sampler = GlobalBatchSampler(
-        len(dataset),  # type: ignore[arg-type]
+        len(dataset),
         global_batch_size,
         rank,
         world_size,
@@ -374,13 +359,3 @@ def _seed_worker(seed: int, worker: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-
-
-def _check_dataset(dataset: Dataset[Any]) -> None:
-    name = type(dataset).__name__
-    if isinstance(dataset, IterableDataset):
-        raise TypeError(
-            f"{name} is an IterableDataset, whose samples have no indices; pass a dataset with __len__ and __getitem__"
-        )
-    if not hasattr(dataset, "__len__"):
-        raise TypeError(f"{name} has no length, so it cannot be divided over the ranks; add a __len__ method")

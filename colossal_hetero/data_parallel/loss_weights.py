@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -20,25 +21,24 @@ from ..profiling.training_step import TrialRun, with_dicts
 from .progress import MicroBatch
 
 
-def tokens(batch: Any) -> int:
-    """Number of labels (see :func:`.labels_of`) that are not ``IGNORED``."""
-    return _counted(_labels(batch))
-
-
-def next_tokens(batch: Any) -> int:
-    """As :func:`tokens`, without the first label of each sequence, for which there is no prediction."""
-    labels = _labels(batch)
-    if labels.dim() != 2:
-        raise TypeError(f'weight_by="next_tokens" needs labels [samples, tokens], not {list(labels.shape)}')
-    return _counted(labels[:, 1:])
-
-
-WEIGHT_OF: dict[str, Callable[[Any], int]] = {"tokens": tokens, "next_tokens": next_tokens}
-
-
 def weight_function(weight_by: str | Callable[[Any], Any]) -> Callable[[Any], Any] | None:
     """Function that counts a batch; None if samples are counted."""
-    return weight_by if callable(weight_by) else WEIGHT_OF.get(weight_by)
+    if callable(weight_by) or weight_by == "samples":
+        return weight_by if callable(weight_by) else None
+    return functools.partial(_tokens, is_next=weight_by == "next_tokens")
+
+
+def _tokens(batch: Any, is_next: bool) -> int:
+    """Number of labels that are not ``IGNORED``; of next tokens without the first, for which there is no prediction."""
+    labels = labels_of(batch)
+    if labels is None:
+        raise TypeError(
+            'weight_by="tokens" and "next_tokens" need integer labels: in a mapping under the key labels, or as the '
+            "second part of a pair; for other batches give a function of the batch"
+        )
+    if is_next and labels.dim() != 2:
+        raise TypeError(f'weight_by="next_tokens" needs labels [samples, tokens], not {list(labels.shape)}')
+    return int(((labels[:, 1:] if is_next else labels) != IGNORED).sum())
 
 
 def require_mean_over_samples(trial: TrialRun, precision: str) -> None:
@@ -124,20 +124,6 @@ def _sizes(batch: Any) -> list[int]:
     return [len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
 
 
-def _labels(batch: Any) -> Tensor:
-    labels = labels_of(batch)
-    if labels is None:
-        raise TypeError(
-            'weight_by="tokens" and "next_tokens" need integer labels: in a mapping under the key labels, or as the '
-            "second part of a pair; for other batches give a function of the batch"
-        )
-    return labels
-
-
-def _counted(labels: Tensor) -> int:
-    return int((labels != IGNORED).sum())
-
-
 # Total weight --------------------------------------------------------------------------------------------------------
 
 
@@ -168,11 +154,9 @@ class CountedTotal(SampleTotal):
         super().__init__(ranks)
         self._model = model
         self._equal_steps = equal_steps
-        self._per_sample: float | None = None
-        """Estimate; None before the first global batch."""
+        self._per_sample: float | None = None  # estimate; None before the first global batch
         self._divisor = 1.0
-        self._uncorrected = 0.0
-        """Sum of this rank's counts in an incomplete global batch."""
+        self._uncorrected = 0.0  # sum of this rank's counts in an incomplete global batch
         self.is_estimated = False
         self._samples = 1
         self._latest: MicroBatch | None = None
@@ -197,9 +181,8 @@ class CountedTotal(SampleTotal):
             return
         (total,) = self._sum_over_replicas(self._uncorrected)
         if total > 0:
-            if total != self._divisor:
-                for gradient in _gradients(self._model, optimizer):
-                    gradient.mul_(self._divisor / total)
+            for gradient in _gradients(self._model, optimizer) if total != self._divisor else ():
+                gradient.mul_(self._divisor / total)
             self._per_sample = total / self._samples
         latest = self._latest
         self.forget()

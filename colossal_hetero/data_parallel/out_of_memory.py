@@ -1,11 +1,9 @@
 """Out-of-memory errors in training, of a micro-batch whose size ran before training.
 
-[Note: out of memory in training] The other ranks and the loss count on the samples of a micro-batch, so it cannot be
-made smaller. If forward runs out of memory, it is repeated in the same call with its saved tensors outside the device's
-memory (:func:`stored_outside`), as later ones of that size are at once; the result is the same. This is possible if
-forward does not communicate (below stage 3, without tensor parallelism and SyncBatchNorm). A backward pass has released
-parts of its graph, and other ranks may wait in its collectives: this rank raises an error, and its end ends the others.
-In both cases it says how the next run uses smaller micro-batches.
+[Note: out of memory in training] Other ranks count on the samples of a micro-batch, so it cannot be made smaller. If
+forward runs out of memory and does not communicate, it is repeated with its saved tensors outside the device's memory,
+as later ones of that size are at once; the result is the same. A backward pass has released parts of its graph, and
+others may wait in its collectives: this rank raises an error. Both say how the next run uses smaller micro-batches.
 """
 
 from __future__ import annotations
@@ -28,25 +26,26 @@ from ..profiling.memory import is_out_of_memory, recover
 from ..profiling.preserved_state import random_state
 from .loader import HeteroDataLoader
 
-# Activation store ----------------------------------------------------------------------------------------------------
-# Tensors that forward saves for backward are kept in the host's memory (GPU) or in a temporary file (CPU). The results
-# are the same, bit for bit, but passes take longer.
-
-
-MIN_BYTES = 1 << 16
-"""Smaller tensors stay in place."""
+MIN_BYTES = 1 << 16  # smaller tensors stay in place
 
 
 @contextmanager
 def stored_outside(model: nn.Module) -> Iterator[None]:
-    """In the block, autograd saves tensors outside their device's memory, except those of ``model`` itself."""
+    """In the block, autograd saves tensors, except those of ``model`` itself, in the host's memory (GPU) or in files
+    (CPU). The results are the same, bit for bit, but passes take longer."""
     own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
 
     def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
         small = tensor.numel() * tensor.element_size() < MIN_BYTES
         if small or tensor.layout != torch.strided or tensor.untyped_storage().data_ptr() in own:
             return tensor
-        return _in_file(tensor) if tensor.device.type == "cpu" else _on_host(tensor)
+        if tensor.device.type != "cpu":
+            device, copy = tensor.device, tensor.detach().to("cpu")
+            return lambda: copy.to(device)
+        file = tempfile.TemporaryFile()  # noqa: SIM115 - closed when autograd releases the function below
+        part = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+        torch.save(tensor.detach().clone() if part else tensor.detach(), file)
+        return functools.partial(_read, file)
 
     def unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:
         return packed if isinstance(packed, Tensor) else packed()
@@ -55,29 +54,9 @@ def stored_outside(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _on_host(tensor: Tensor) -> Callable[[], Tensor]:
-    device, copy = tensor.device, tensor.detach().to("cpu")
-    return lambda: copy.to(device)
-
-
-def _in_file(tensor: Tensor) -> Callable[[], Tensor]:
-    """Write ``tensor`` to a temporary file, which is removed with the graph; returns the function that reads it."""
-    # Elements are written in the order of the memory, so that the copy has the same strides.
-    strides: tuple[int, ...] = tensor.stride()
-    order = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
-    dense = tensor.detach().permute(order).contiguous()
-    shape, dtype = dense.shape, dense.dtype
-    back = [order.index(dim) for dim in range(tensor.ndim)]
-    file = tempfile.TemporaryFile()  # noqa: SIM115 - closed when autograd releases the function below
-    file.write(dense.view(-1).view(torch.uint8).numpy().data)
-
-    def read() -> Tensor:
-        data = torch.empty(shape.numel(), dtype=dtype)
-        file.seek(0)
-        file.readinto(data.view(torch.uint8).numpy().data)
-        return data.view(shape).permute(back)
-
-    return read
+def _read(file: Any) -> Tensor:
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 class OutOfMemoryGuard:
@@ -93,8 +72,7 @@ class OutOfMemoryGuard:
         wrap_method(optimizer, "backward", self._backward)
 
     def _samples(self) -> int:
-        current = self._loader.current
-        return 0 if current is None else current.samples
+        return 0 if self._loader.current is None else self._loader.current.samples
 
     def _forward(self, model: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not (model.training and torch.is_grad_enabled()):
@@ -123,6 +101,13 @@ class OutOfMemoryGuard:
         with self._failing("backward"):
             return backward(*args, **kwargs)
 
+    def _tell(self, samples: int) -> None:
+        print_words(
+            f"rank {dist.get_rank()} ran out of memory in the forward pass of a micro-batch of {samples} samples. The "
+            "pass is repeated with activations outside the device's memory, as will be all of this size; nothing is "
+            f"lost, but they take longer. {_for_the_next_run(samples)}"
+        )
+
     @contextmanager
     def _failing(self, phase: str) -> Iterator[None]:
         """In the block, running out of memory cannot be repaired."""
@@ -132,13 +117,6 @@ class OutOfMemoryGuard:
             if not is_out_of_memory(error):
                 raise
             raise self._failure(phase, self._samples()) from error
-
-    def _tell(self, samples: int) -> None:
-        print_words(
-            f"rank {dist.get_rank()} ran out of memory in the forward pass of a micro-batch of {samples} samples. The "
-            "pass is repeated with activations outside the device's memory, as will be all of this size; nothing is "
-            f"lost, but they take longer. {_for_the_next_run(samples)}"
-        )
 
     def _failure(self, phase: str, samples: int) -> RuntimeError:
         current = self._loader.current

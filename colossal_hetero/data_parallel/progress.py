@@ -6,7 +6,7 @@ to other weights. It knows neither tensors nor ranks."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,8 +42,7 @@ class MicroBatch:
     """Of its tensors, if the loss is weighted by samples: all samples must be passed forward."""
 
 
-ALL = 1 - 1e-6
-"""Share of samples that counts as all of them."""
+ALL = 1 - 1e-6  # share of samples that counts as all of them
 
 REMEDY = "pass every batch of the loader forward once and call booster.backward(loss, optimizer)"
 
@@ -62,8 +61,6 @@ class LoopProgress:
         self._shares: dict[int, float] = {}  # of the samples that were passed forward, by id of the micro-batch
         self._step_called = True  # since the latest backward pass
         self._knows_last = False  # the loop has asked whether this is the last micro-batch
-
-    # What the loop does -----------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Begin an iteration over the loader; batches that were drawn but not used are forgotten."""
@@ -87,10 +84,10 @@ class LoopProgress:
         micro_batch = self._source_of_forward(sources)
         if micro_batch is None:
             return None
-        if any(each is micro_batch for each in self._open):
+        if _is_in(micro_batch, self._open):
             self._check_own_accumulation(micro_batch)
             skipped = self._open[: _index(self._open, micro_batch)]
-            if _has_part(skipped):
+            if skipped and (skipped[0].step > 0 or not skipped[-1].is_last):
                 raise RuntimeError(
                     f"{_name(skipped[0])} was drawn, but the next forward pass is that of {_name(micro_batch)}: "
                     f"samples of a global batch would be missing; {REMEDY}, or use loader.load_state_dict() to resume"
@@ -99,9 +96,9 @@ class LoopProgress:
                 self.drop()
             del self._open[: len(skipped) + 1]
             self._passed.append(micro_batch)
-        elif any(each is micro_batch for each in self._done):
+        elif _is_in(micro_batch, self._done):
             self._check_again(micro_batch)
-        elif not any(each is micro_batch for each in self._passed):
+        elif not _is_in(micro_batch, self._passed):
             if micro_batch.step or not micro_batch.is_last:
                 raise RuntimeError(
                     f"{_name(micro_batch)} was drawn in an earlier global batch or iteration, and is a part of a "
@@ -115,7 +112,7 @@ class LoopProgress:
     def frozen_forward(self, sources: Sequence[MicroBatch]) -> None:
         """Check a forward pass that trains no parameters of the model, such as for the loss of another model."""
         latest = sources or self._open or self._passed or self._done[-1:]
-        if any(each is latest[0] for each in self._done):
+        if latest and _is_in(latest[0], self._done):
             self._check_again(latest[0])
 
     def backward(self, sources: Sequence[MicroBatch]) -> MicroBatch:
@@ -125,7 +122,7 @@ class LoopProgress:
                 "weights; call booster.backward() with the loss of one batch at a time"
             )
         running = [*self._passed, *self._done]
-        known = [each for each in running if any(each is source for source in sources)]
+        known = [each for each in running if _is_in(each, sources)]
         if not running:
             raise RuntimeError(
                 "there is a backward pass, but before it no forward pass with a batch of the loader; train with the "
@@ -141,7 +138,7 @@ class LoopProgress:
             )
         else:
             micro_batch = running[0] if self._passed else running[-1]
-        if any(each is micro_batch for each in self._passed):
+        if _is_in(micro_batch, self._passed):
             del self._passed[_index(self._passed, micro_batch)]
             self._done.append(micro_batch)
         self._step_called = False
@@ -177,8 +174,6 @@ class LoopProgress:
         """Note that the gradients of all micro-batches so far were dropped."""
         self.must_drop = False
         self.finish()
-
-    # Where it is ------------------------------------------------------------------------------------------------
 
     @property
     def is_within_global_batch(self) -> bool:
@@ -224,12 +219,12 @@ class LoopProgress:
             )
 
 
+def _is_in(micro_batch: MicroBatch, among: Sequence[MicroBatch]) -> bool:
+    return any(each is micro_batch for each in among)
+
+
 def _index(among: Sequence[MicroBatch], micro_batch: MicroBatch) -> int:
     return next(index for index, each in enumerate(among) if each is micro_batch)
-
-
-def _has_part(micro_batches: Sequence[MicroBatch]) -> bool:
-    return bool(micro_batches) and (micro_batches[0].step > 0 or not micro_batches[-1].is_last)
 
 
 def _name(micro_batch: MicroBatch) -> str:
@@ -246,17 +241,22 @@ def _names(micro_batches: Sequence[MicroBatch]) -> str:
 AVERAGES: Any = (AveragedModel, ModelEmaV2, ModelEmaV3)
 
 
-def schedules_of(optimizer: OptimizerWrapper) -> list[LRScheduler]:
-    """All torch schedules of this optimizer, which does not know them; found among all objects in tenths of 1 s."""
-    inner = inner_optimizer(optimizer)
-    # Not `isinstance`, which runs code of objects that pretend to be others.
-    return [each for each in gc.get_objects() if issubclass(type(each), LRScheduler) and _is_of(each, inner)]
+def followers_of(optimizer: OptimizerWrapper, model: nn.Module) -> Iterator[LRScheduler | nn.Module]:
+    """All torch schedules of this optimizer, and all averages of weights, of torch's and timm's types, of ``model`` or
+    of a part of it. These do not know them; they are found among all objects in tenths of 1 s."""
+    inner, names = inner_optimizer(optimizer), _plain_names(model)
+    for each in gc.get_objects():
+        # Not `isinstance`, which runs code of objects that pretend to be others.
+        if issubclass(type(each), LRScheduler):
+            owner = getattr(each, "optimizer", None)
+            if owner is not None and inner_optimizer(owner) is inner:
+                yield each
+        elif issubclass(type(each), AVERAGES) and _plain_names(each) <= names:
+            yield each
 
 
-def averages_of(model: nn.Module) -> list[nn.Module]:
-    """All averages of weights, of torch's and timm's types, that were made of ``model`` or of a part of it."""
-    names = {name.removeprefix("module.") for name, _ in model.named_parameters()}
-    return [each for each in gc.get_objects() if issubclass(type(each), AVERAGES) and _averages(each, names)]
+def _plain_names(model: nn.Module) -> set[str]:
+    return {name.replace("module.", "") for name, _ in model.named_parameters()}
 
 
 def pause_within_global_batch(owner: Any, progress: LoopProgress) -> None:
@@ -277,12 +277,3 @@ def pause_within_global_batch(owner: Any, progress: LoopProgress) -> None:
     names = ["update", "update_parameters"] if isinstance(owner, nn.Module) else ["step"]
     methods = {name: paused(getattr(kind, name)) for name in names if hasattr(kind, name)}
     owner.__class__ = type(kind.__name__, (kind,), {**methods, "pauses": True})
-
-
-def _averages(average: nn.Module, names: set[str]) -> bool:
-    return {name.removeprefix("module.").removeprefix("module.") for name, _ in average.named_parameters()} <= names
-
-
-def _is_of(schedule: LRScheduler, inner: Any) -> bool:
-    optimizer = getattr(schedule, "optimizer", None)
-    return optimizer is not None and inner_optimizer(optimizer) is inner

@@ -33,12 +33,8 @@ class ResumableDataLoader(DataLoader[Any]):
         return self.batch_size * self._sampler.num_replicas
 
     def _identity(self) -> dict[str, Any]:
-        sampler = self._sampler
-        return {
-            "dataset_size": len(self.dataset),  # type: ignore[arg-type]
-            "shuffle": sampler.shuffle,
-            "seed": sampler.seed,
-        }
+        size: int = len(self.dataset)  # type: ignore[arg-type]
+        return {"dataset_size": size, "shuffle": self._sampler.shuffle, "seed": self._sampler.seed}
 
     @property
     def seed(self) -> int:
@@ -54,13 +50,8 @@ class ResumableDataLoader(DataLoader[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the latest epoch, as of a ``HeteroDataLoader``, in batches of all replicas; same on all ranks."""
-        return {
-            "epoch": self._sampler.epoch,
-            "global_batches_done": self._batches_done,
-            "global_batch_size": self._samples_at_once,
-            "drop_last": self.drop_last,
-            **self._identity(),
-        }
+        done = {"epoch": self._sampler.epoch, "global_batches_done": self._batches_done}
+        return {**done, "global_batch_size": self._samples_at_once, "drop_last": self.drop_last, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the position of ``state`` in the next iteration, if it is over the same epoch (``set_epoch``)."""
@@ -85,22 +76,21 @@ class ResumableDataLoader(DataLoader[Any]):
         self.batch_sampler.first = first
         with torch.random.fork_rng(devices=[], enabled=first > 0):
             batches = super().__iter__()
-        return self._counted(batches)
 
-    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            self._batches_done += 1
-            yield batch
+        def counted() -> Iterator[Any]:
+            for batch in batches:
+                self._batches_done += 1
+                yield batch
+
+        return counted()
 
 
 class _LaterBatches(BatchSampler):
-    first = 0
-    """First batch of the next iteration; all later ones begin with batch 0."""
+    first = 0  # batch of the next iteration
 
     def __iter__(self) -> Iterator[list[int]]:
         # A generator, because a loader with workers calls iter() twice, and a generator begins when it first draws.
-        first, self.first = self.first, 0
-        yield from itertools.islice(super().__iter__(), first, None)
+        yield from itertools.islice(super().__iter__(), self.first, None)
 
 
 def make_even_loader(

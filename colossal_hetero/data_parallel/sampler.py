@@ -1,9 +1,8 @@
 """Draw each rank's samples if every rank has micro-batches of its own sizes.
 
 [Note: global batches] An epoch is a permutation of the dataset that depends only on seed and epoch. Global batch k is
-its slice ``[k·G, (k+1)·G)``. A *division* cuts each global batch into consecutive slices, one per rank in rank order,
-and these into micro-batches. So another division or number of ranks, even in the middle of an epoch, never changes
-which samples form a global batch, nor their order.
+its slice ``[k·G, (k+1)·G)``. A *division* cuts each global batch into consecutive slices, one per rank, and these into
+micro-batches. So no division or number of ranks changes which samples form a global batch, nor their order.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ import operator
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,10 +53,18 @@ class SeededSamples(Dataset[Any]):
 
     def __getitems__(self, drawn: Sequence[DrawnSample]) -> list[Any]:
         samples = []
-        with _random_states_kept():
-            for number, seed in drawn:
-                _seed(seed)
-                samples.append(self.dataset[number])
+        python, numpy = random.getstate(), np.random.get_state()
+        with torch.random.fork_rng(devices=[]):
+            try:
+                for number, seed in drawn:
+                    # torch.manual_seed takes long, for devices that data does not need
+                    torch.default_generator.manual_seed(seed)
+                    np.random.seed(seed % 2**32)
+                    random.seed(seed)
+                    samples.append(self.dataset[number])
+            finally:
+                random.setstate(python)
+                np.random.set_state(numpy)
         return samples
 
     def __getattr__(self, name: str) -> Any:
@@ -69,33 +74,18 @@ class SeededSamples(Dataset[Any]):
         return getattr(self.dataset, name)
 
 
-@contextmanager
-def _random_states_kept() -> Iterator[None]:
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
-
-
-def _seed(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed takes long, for devices that data does not need
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
-
-
 Division = Callable[[int], Sequence[Sequence[int]]]
 """Micro-batch sizes of each rank from the number of samples of a global batch, their sum; the same on all ranks. For a
 size of 0, the rank runs placeholder samples of weight zero in that micro-step."""
 
 
-@dataclass(frozen=True)
-class _RankSlice:
-    offset: int
-    """Number of samples of the global batch before it."""
+class _RankSlice(NamedTuple):
+    offset: int  # samples of the global batch before it
     sizes: tuple[int, ...]
+
+
+_Division = tuple[int, dict[int, _RankSlice]]
+"""First global batch, and this rank's slice by samples of a global batch."""
 
 
 class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
@@ -124,27 +114,21 @@ class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
                 f"the dataset has {dataset_size} samples, fewer than global_batch_size={global_batch_size}; "
                 + (f"lower it to {dataset_size} or less" if dataset_size > 0 else "pass a dataset with samples")
             )
-        self.dataset_size = dataset_size
-        self.global_batch_size = global_batch_size
-        self.rank = rank
-        self.world_size = world_size
-        self.shuffle = shuffle
-        self.seed = seed
-        self.drop_last = drop_last
+        self.dataset_size, self.global_batch_size = dataset_size, global_batch_size
+        self.rank, self.world_size = rank, world_size
+        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self._seeds_samples = seeds_samples
         full, rest = divmod(dataset_size, global_batch_size)
-        self._rest = 0 if drop_last else rest
-        self.global_batches: int = full + (self._rest > 0)
+        self.rest = 0 if drop_last else rest
+        self.global_batches: int = full + (self.rest > 0)
         self.placeholders = 1
         """Number of samples of weight zero in a micro-batch without samples: the fewest that the model trains with."""
         self.record: deque[MicroBatch] | None = None
         """A loader's list of drawn micro-batches, possibly ahead of returned ones; it calls :meth:`end_epoch`."""
-        # Divisions of this epoch, ascending: first global batch, and this rank's slice by samples of a global batch.
-        self._parts: list[tuple[int, dict[int, _RankSlice]]] = []
-        self.epoch = 0
-        """Epoch of the latest iteration; before the first one, and after loading a state, of the next."""
-        self.start = 0
-        """First global batch of that iteration."""
+        # Divisions of this epoch, ascending.
+        self._parts: list[_Division] = []
+        self.epoch = 0  # epoch of the latest iteration; before the first one, and after loading a state, of the next
+        self.start = 0  # first global batch of that iteration
         self.drawn_global_batch = -1
         """Index of the latest global batch from which this rank has drawn, prefetching included; if none, one less than
         the iteration's first. It stays until the next iteration, so that it means the same on all ranks."""
@@ -170,8 +154,8 @@ class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
         (:attr:`drawn_global_batch`); after the end of the epoch, it takes effect in the next iteration."""
         assert self.drawn_global_batch < self.start or from_global_batch > self.drawn_global_batch
         assert self._parts or from_global_batch <= self.start
-        sizes = [self.global_batch_size, *([self._rest] if self._rest else [])]
-        parts = {samples: self._part_of(division, samples) for samples in sizes}
+        sizes = {self.global_batch_size, self.rest} - {0}
+        parts = {samples: self._part_of(division, samples) for samples in sorted(sizes, reverse=True)}
         kept = [entry for entry in self._parts if entry[0] < from_global_batch]
         self._parts = [*kept, (from_global_batch if kept else 0, parts)]
 
@@ -213,9 +197,7 @@ class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
         for global_batch in range(self.start, self.global_batches):
             self.drawn_global_batch = global_batch
             first = global_batch * self.global_batch_size
-            is_rest = self._rest and global_batch == self.global_batches - 1
-            samples = self._rest if is_rest else self.global_batch_size
-            part = next(parts for start, parts in reversed(self._parts) if start <= global_batch)[samples]
+            part, samples = self._part_at(self._parts, global_batch)
             indices = self._indices(first + part.offset, sum(part.sizes))
             done = 0
             for step, size in enumerate(part.sizes):
@@ -242,16 +224,9 @@ class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
         learning-rate schedules are created with it."""
         if not self._parts:
             return self.global_batches
-        entries = self._parts if self._is_running() else self._next_parts()
-        ends = [start for start, _ in entries[1:]] + [self.global_batches]
-        total = 0
-        for (start, parts), end in zip(entries, ends, strict=True):
-            end = min(end, self.global_batches)
-            if start < end:
-                total += (end - start) * len(parts[self.global_batch_size].sizes)
-                if end == self.global_batches and self._rest:
-                    total += len(parts[self._rest].sizes) - len(parts[self.global_batch_size].sizes)
-        return total
+        is_running = self.drawn_global_batch >= self.start and not self.is_over and self._next_epoch is None
+        entries = self._parts if is_running else self._next_parts()
+        return sum(len(self._part_at(entries, number)[0].sizes) for number in range(self.global_batches))
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the epoch, in finished global batches, for any number of ranks and any division; the same on all
@@ -281,9 +256,6 @@ class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
     def _counts(self) -> bool:
         return self.is_over or self._done > self.start
 
-    def _is_running(self) -> bool:
-        return self.drawn_global_batch >= self.start and not self.is_over and self._next_epoch is None
-
     def _next_start(self) -> tuple[int, int]:
         if self._next_epoch is None:
             return (self.epoch + 1, 0) if self._counts() else (self.epoch, self.start)
@@ -291,12 +263,18 @@ class GlobalBatchSampler(Sampler[list[int] | list[DrawnSample]]):
             return self.epoch, self.start
         return self._next_epoch, 0
 
-    def _next_parts(self) -> list[tuple[int, dict[int, _RankSlice]]]:
+    def _next_parts(self) -> list[_Division]:
         repeats = not self._counts() and self._next_start() == (self.epoch, self.start)
         return self._parts if repeats else self._latest_parts()
 
-    def _latest_parts(self) -> list[tuple[int, dict[int, _RankSlice]]]:
+    def _latest_parts(self) -> list[_Division]:
         return [(0, parts) for _, parts in self._parts[-1:]]
+
+    def _part_at(self, entries: Sequence[_Division], global_batch: int) -> tuple[_RankSlice, int]:
+        """This rank's part of a global batch, and how many samples that has."""
+        is_rest = self.rest and global_batch == self.global_batches - 1
+        samples = self.rest if is_rest else self.global_batch_size
+        return next(parts for start, parts in reversed(entries) if start <= global_batch)[samples], samples
 
     def _indices(self, first: int, count: int) -> list[int]:
         if self._order is None:

@@ -57,11 +57,7 @@ def tagged(batch: Any, micro_batch: MicroBatch) -> Any:
 
 
 def untagged(values: Any) -> Any:
-
-    def plain(value: Any) -> Any:
-        return value.as_subclass(Tensor) if isinstance(value, TaggedTensor) else value
-
-    return _map(plain, values)
+    return _map(lambda value: value.as_subclass(Tensor) if isinstance(value, TaggedTensor) else value, values)
 
 
 def micro_batches_of(values: Any) -> tuple[MicroBatch, ...]:

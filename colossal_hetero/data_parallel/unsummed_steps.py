@@ -6,8 +6,8 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from contextlib import contextmanager, suppress
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -32,11 +32,8 @@ from ..profiling.preserved_state import inner_optimizer
 CLIPPING = "optimizer.clip_grad_by_norm() and optimizer.clip_grad_by_value() are exact at every stage"
 
 _PROPERTIES = ("shape", "dtype", "device", "ndim", "grad_fn", "requires_grad", "is_leaf", "is_sparse")
-_METHODS = ("size", "numel", "dim", "requires_grad_", "detach_")
-_WITHOUT_VALUES: set[Any] = {
-    *(getattr(Tensor, name).__get__ for name in _PROPERTIES),
-    *(getattr(Tensor, name) for name in _METHODS),
-}
+_WITHOUT_VALUES: set[Any] = {getattr(Tensor, name).__get__ for name in _PROPERTIES}
+_WITHOUT_VALUES |= {Tensor.size, Tensor.numel, Tensor.dim, Tensor.requires_grad_, Tensor.detach_}
 
 
 class GuardedGradient(Tensor):
@@ -60,11 +57,8 @@ class GuardedGradient(Tensor):
         raise RuntimeError(f"the gradient of a parameter cannot be used here: {reason}")
 
 
-class _Guarded(NamedTuple):
-    name: str
-    parameter: Tensor
-    gradient: Tensor | None
-    version: int
+_Guarded = tuple[str, Tensor, Tensor | None, int]
+"""Name of a parameter, the parameter, its gradient, and the version of that."""
 
 
 class GradientGuard:
@@ -92,27 +86,26 @@ class GradientGuard:
                     version = gradient._version
                     gradient.__class__ = GuardedGradient
                     gradient.reason, gradient.is_zero = reason, False
-                self._guarded.append(_Guarded(name, parameter, gradient, version))
+                self._guarded.append((name, parameter, gradient, version))
 
     def open(self, check: bool = True) -> bool:
         """Make gradients plain; True if the loop has removed or zeroed all. ``check`` refuses other changes."""
         guarded, self._guarded = self._guarded, []
         dropped, changed = [], []
         with torch._C.DisableTorchFunctionSubclass():
-            for each in guarded:
-                gradient: Any = each.gradient
-                now: Any = each.parameter.grad
+            for name, parameter, before, version in guarded:
+                gradient: Any = before
+                now: Any = parameter.grad
                 if gradient is None:
-                    changed += [each.name] if now is not None else []
+                    changed += [name] if now is not None else []
                     continue
                 gradient.__class__ = Tensor
-                if gradient._version != each.version or (now is not gradient and now is not None):
-                    changed.append(each.name)
+                if gradient._version != version or (now is not gradient and now is not None):
+                    changed.append(name)
                 elif now is None or gradient.is_zero:
-                    dropped.append(each.name)
-                is_empty = gradient.is_sparse and gradient._nnz() == 0
-                each.parameter.grad = None if is_empty else gradient
-        is_dropped = len(dropped) == sum(each.gradient is not None for each in guarded) > 0
+                    dropped.append(name)
+                parameter.grad = None if gradient.is_sparse and gradient._nnz() == 0 else gradient
+        is_dropped = len(dropped) == sum(gradient is not None for _, _, gradient, _ in guarded) > 0
         if check and (changed or (dropped and not is_dropped)):
             raise RuntimeError(f"the gradient of {(changed or dropped)[0]} was replaced or removed, but {self._reason}")
         return is_dropped
@@ -123,15 +116,12 @@ class _NotedSums:
         self.counted_again = counted_again
         """Reason why a sum counts earlier gradients again, in words; None if it does not."""
         self.optimizers: WeakSet[OptimizerWrapper] = WeakSet()
-        self.summed: WeakSet[OptimizerWrapper] = WeakSet()
-        """Optimizers with summed gradients; only known with ``counted_again``."""
+        self.summed: WeakSet[OptimizerWrapper] = WeakSet()  # only known with ``counted_again``
         self.summed_twice: WeakSet[OptimizerWrapper] = WeakSet()
-        self.unsummed: WeakSet[OptimizerWrapper] = WeakSet()
-        """Optimizers whose gradients the last passes have not summed."""
+        self.unsummed: WeakSet[OptimizerWrapper] = WeakSet()  # gradients that the last passes have not summed
         self.guards: WeakKeyDictionary[OptimizerWrapper, GradientGuard] = WeakKeyDictionary()
         """Guards of ZeRO's optimizers, on one parameter of every group, which is enough for functions of all."""
-        self.sharded: WeakSet[OptimizerWrapper] = WeakSet()
-        """Optimizers whose summed gradients are in shards, not in ``parameter.grad``."""
+        self.sharded: WeakSet[OptimizerWrapper] = WeakSet()  # summed gradients in shards, not in ``parameter.grad``
         self._forwards = 0
 
     def open_gradients(self, *_: Any) -> None:
@@ -145,10 +135,9 @@ class _NotedSums:
 
     def close_gradients(self, *_: Any) -> None:
         """Refuse functions of ``parameter.grad``, which is None: clipping by torch would do nothing."""
+        words = f"at ZeRO stages 1 and 2 each rank has another part of it; {CLIPPING}"
         for optimizer in self.sharded:
-            self.guards[optimizer].close(
-                f"at ZeRO stages 1 and 2 each rank has another part of it; {CLIPPING}", fill=True
-            )
+            self.guards[optimizer].close(words, fill=True)
 
     @contextmanager
     def opened_gradients(self) -> Iterator[None]:
@@ -280,10 +269,8 @@ def _guard_shards(sums: _NotedSums, model: ModelWrapper, optimizer: Any) -> None
         model.register_forward_hook(sums.close_gradients, always_call=True)
     names = {id(value): name for name, value in model.named_parameters()}
     groups = [[each for each in group if each.requires_grad] for group in optimizer._working_param_groups.values()]
-    sums.guards[optimizer] = GradientGuard(
-        (names.get(id(group[0]), "a parameter"), group[0]) for group in groups if group
-    )
-
+    firsts = [group[0] for group in groups if group]
+    sums.guards[optimizer] = GradientGuard((names.get(id(each), "a parameter"), each) for each in firsts)
     for name in ("clip_grad_by_norm", "clip_grad_by_value"):
         setattr(optimizer, name, sums.opened_gradients()(getattr(optimizer, name)))
 
@@ -318,8 +305,7 @@ def _check_sums(replica: DistributedDataParallel, *_: Any) -> None:
 
 
 def _is_unfinished(replica: DistributedDataParallel) -> bool:
-    try:
+    with suppress(RuntimeError):
         replica._check_reducer_finalized()
-    except RuntimeError:
-        return True
-    return False
+        return False
+    return True

@@ -103,8 +103,7 @@ def check_torchrun(environ: Mapping[str, str]) -> None:
 
 
 RUN_ID = "TORCHELASTIC_RUN_ID"
-NO_RUN_ID = ("", "none")
-"""Run ids of torchrun without ``--rdzv-id``."""
+NO_RUN_ID = ("", "none")  # run ids of torchrun without ``--rdzv-id``
 REQUIRED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 _LAUNCHER = re.compile(r"launcher-(\d+)-(\d+)")

@@ -28,8 +28,7 @@ from .world import StoreLostError
 # socket counts its connections from 0.
 
 
-ANSWER_SECONDS = 1.0
-"""Longest time to connect to a socket of this process."""
+ANSWER_SECONDS = 1.0  # longest time to connect to a socket of this process
 
 
 class OpenSocket(NamedTuple):

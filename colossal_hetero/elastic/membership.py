@@ -54,8 +54,7 @@ class WorldEnds:
 # Monitor -------------------------------------------------------------------------------------------------------------
 
 
-BEATS = 4
-"""Looks per keep-alive interval: is the next message due, and who is dead?"""
+BEATS = 4  # looks per keep-alive interval: is the next message due, and who is dead?
 
 
 class Monitor:
@@ -74,10 +73,8 @@ class Monitor:
         self._connections = connections
         self._round, self._members = roster.round, roster.members
         self.roster = roster
-        self.failure: Failure | None = None
-        """End of the world, once this member has noticed it."""
-        self.lost: StoreLostError | None = None
-        """Last error of the store, which has ended the thread."""
+        self.failure: Failure | None = None  # end of the world, once this member has noticed it
+        self.lost: StoreLostError | None = None  # last error of the store, which has ended the thread
         self._watching = True
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="colossal_hetero membership", daemon=True)
@@ -131,8 +128,7 @@ class Monitor:
             self.failure = failure
 
 
-MAX_ATTEMPTS = 20
-"""Worlds in a row that may break before they are initialized."""
+MAX_ATTEMPTS = 20  # worlds in a row that may break before they are initialized
 BREAK_SECONDS = 0.2
 """Time from cutting connections to destroying groups: Gloo's threads first hand the errors to those who wait."""
 

@@ -13,8 +13,7 @@ from ..checkpoint.pieces import Bitmap, Box, Location, StorageTier, TensorPiece,
 from ..checkpoint.transfers import Need, choose_sources
 from ..common.ranks import of_every_rank
 
-COPIES = 2
-"""Ranks that take what a leaving member holds."""
+COPIES = 2  # ranks that take what a leaving member holds
 
 
 class HoldingsLost(Exception):

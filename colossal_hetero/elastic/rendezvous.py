@@ -40,8 +40,7 @@ from .world import JobEndedError, JoinTimeoutError, Member, MembershipTiming
 # member that waits for a place in a full world becomes a spare.
 
 
-SECONDS_PER_NOTICE = 5.0
-"""Time after which an incomplete world says who is missing."""
+SECONDS_PER_NOTICE = 5.0  # time after which an incomplete world says who is missing
 _MAX_ROUND = 10**9
 
 

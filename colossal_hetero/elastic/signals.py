@@ -87,8 +87,7 @@ class FileNotice:
 
 
 EXIT_CODE = 128 + signal.SIGTERM
-ABORT_SECONDS = 300.0
-"""Time that further threads that abort the process wait for the first one."""
+ABORT_SECONDS = 300.0  # time that further threads that abort the process wait for the first one
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int)
 
 

@@ -25,10 +25,8 @@ from ..checkpoint.staging import Worker, pinned_memory
 from .memory_file import FileName, KeptState, MemoryFolder, write_memory_file
 
 LOOK_SECONDS = 60.0
-COMMIT_SECONDS = 2.0
-"""Longest time from when the last rank begins a commit until it has ended on all ranks."""
-CHUNK = 8 << 20
-"""Most bytes that a GPU copies at once."""
+COMMIT_SECONDS = 2.0  # longest time from when the last rank begins a commit until it has ended on all ranks
+CHUNK = 8 << 20  # most bytes that a GPU copies at once
 
 
 class StateKeeper:

@@ -6,8 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
-NEW = 2
-"""The age of a member that was in no world. Rounds count from 0, so all other ages are below 1."""
+NEW = 2  # the age of a member that was in no world. Rounds count from 0, so all other ages are below 1.
 
 
 class Member(NamedTuple):

@@ -54,8 +54,7 @@ def _abort(shard: Any) -> None:  # FullyShardedDataParallel, whose inner state h
     if shard._is_root:
         shard._post_backward_callback_queued = False
         order = shard._exec_order_data
-        order._iter = 0
-        order.current_order_index = 0
+        order._iter = order.current_order_index = 0
         order.handles_pre_forward_order.clear()
         order.handles_post_forward_order.clear()
         shard._free_event_queue._queue.clear()
@@ -63,12 +62,9 @@ def _abort(shard: Any) -> None:  # FullyShardedDataParallel, whose inner state h
     if handle is None:
         return
     handle._training_state = HandleTrainingState.IDLE
-    handle._ran_pre_backward_hook = False
-    handle._needs_pre_backward_unshard = False
-    handle._needs_pre_forward_unshard = False
-    handle._prefetched = False
-    handle._pre_forward_order_index = None
-    handle._post_forward_index = None
+    handle._ran_pre_backward_hook = handle._prefetched = False
+    handle._needs_pre_backward_unshard = handle._needs_pre_forward_unshard = False
+    handle._pre_forward_order_index = handle._post_forward_index = None
     handle.reshard(handle.uses_sharded_strategy)
     handle.post_reshard()
     if handle._uses_param_mixed_precision and handle.uses_sharded_strategy:

@@ -1,8 +1,7 @@
 """Measure a device: the largest micro-batch that it holds, and the time of micro-batches (Poplar, Algorithm 1).
 
-Each rank measures without communication, in ``preserved_state(model, optimizer)`` and ``local_collectives(model)``.
-Algorithm 1 predicts the largest batch from the memory of one sample; here memory is measured with every trial, and the
-prediction only sets which sizes come first. Its loop between two sizes is corrected so that it ends.
+Each rank measures without communication. Algorithm 1 predicts the largest batch from the memory of one sample; here
+memory is measured with every trial, and the prediction only sets which sizes come first.
 
 [Note: reserve] Training may need more memory than the trials: for longer samples than the first ones, the optimizer's
 step, what else the loop keeps, and fragmentation. So the share ``RESERVE`` of the memory that micro-batches could use
@@ -33,12 +32,8 @@ from ..planner.batches.batch_profile import DeviceProfile, TimedBatch
 from .memory import is_out_of_memory, memory_limit, peak_bytes, recover, reserved_memory, reset_peak, used_bytes
 from .progress import SEARCHING, TIMING, Progress
 
-# Largest batch -------------------------------------------------------------------------------------------------------
-
-
 Estimate = Callable[[], int | None]
-GUIDED = 2
-"""Number of trials at the estimate; if it is exact, trying it and one neighbor proves that."""
+GUIDED = 2  # number of trials at the estimate; if it is exact, trying it and one neighbor proves that
 
 # Let L be the largest batch that fits and k = ⌊log2 L⌋. Doubling takes k + 1 trials that fit and one that does not, and
 # leaves at most 2^k − 1 candidates, for which bisection needs at most k, also after trials at an estimate: in total at
@@ -101,23 +96,16 @@ def largest_batch(
 
 MIN_SECONDS = 0.5
 """Seconds that each size runs at least: a throttled device is fast in some short passes and slow in others."""
-REPEATS = 3
-"""Number of runs that each timed size has at least."""
+REPEATS = 3  # number of runs that each timed size has at least
 MAX_REPEATS = 30
-STEADY_SECONDS = 0.2
-"""Seconds that are enough for equally long runs: a throttled device would have been stopped twice."""
+STEADY_SECONDS = 0.2  # seconds that are enough for equally long runs: a throttled device would have been stopped twice.
 STEADY_SPREAD = 1.25
 """Largest ratio of the longest to the shortest run, without the first one, of runs that take about equally long."""
-RESERVE = 0.03
-"""Share of the memory left for micro-batches that is kept free; see [Note: reserve]."""
-STRAIGHT = 0.03
-"""Largest relative error of a time predicted by a straight line; see [Note: straight curves]."""
-MANY_RUNS = 4
-"""Number of runs from which a mean replaces the median."""
-PEAK_SECONDS = 0.2
-"""Time that matrix products are repeated to find the device's peak rate."""
-REPEATS_OF_A_DIP = 2
-"""Number of times that a size is measured again if it is slower than a larger one."""
+RESERVE = 0.03  # share of the memory left for micro-batches that is kept free; see [Note: reserve].
+STRAIGHT = 0.03  # largest relative error of a time predicted by a straight line; see [Note: straight curves].
+MANY_RUNS = 4  # number of runs from which a mean replaces the median
+PEAK_SECONDS = 0.2  # time that matrix products are repeated to find the device's peak rate
+REPEATS_OF_A_DIP = 2  # number of times that a size is measured again if it is slower than a larger one
 TOLERATED_DIP = 0.1
 """Largest share by which a size may be slower than a larger one; above it, it gets the time of the larger one."""
 

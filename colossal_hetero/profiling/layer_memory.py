@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from .layer_passes import LayerPasses
 from .memory import peak_bytes, reset_peak, used_bytes
 
-# Activations ---------------------------------------------------------------------------------------------------------
-
 
 @dataclass
 class SavedBytes:

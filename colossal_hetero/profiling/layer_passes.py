@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -234,14 +234,12 @@ def _first_tensor(outputs: Any) -> Tensor:
 def _without_cache(model: nn.Module) -> Iterator[None]:
     """In the block, switch off the key-value cache, which transformers fill in training but Colossal-AI does not."""
     configs = {id(each.config): each.config for each in model.modules() if hasattr(each, "config")}
-    cached = [config for config in configs.values() if getattr(config, "use_cache", False)]
-    for config in cached:
-        config.use_cache = False
-    try:
+    with ExitStack() as stack:
+        for config in configs.values():
+            if getattr(config, "use_cache", False):
+                config.use_cache = False
+                stack.callback(setattr, config, "use_cache", True)
         yield
-    finally:
-        for config in cached:
-            config.use_cache = True
 
 
 @contextmanager

@@ -1,15 +1,13 @@
 """Measure a model's layers on the devices that will train it (AutoHet, section III-D).
 
-Runs of 1, 2, 4, 8 … consecutive blocks are timed forward and backward, the parts before and after the blocks
-separately. The time of a block is fitted to all runs together, and ``n`` blocks are predicted to take ``n`` times that,
-within the noise (``benchmarks/pipeline/layer_profile.py``, also for sums of runs, Eq. 5). All ranks measure at once
-without communication, with micro-batches, threads and added gradients as in training.
+Runs of 1, 2, 4, 8 … consecutive blocks are timed, and the parts before and after the blocks. The time of a block is
+fitted to all runs together, and ``n`` blocks are predicted to take ``n`` times that, within the noise. All ranks
+measure at once without communication, with micro-batches, threads and added gradients as in training.
 
-With a CPU quota, a process runs until its share of a period (usually 100 ms) is used up and is then stopped, so the
-median of short passes would be the full speed; the mean over many periods is needed. With one thread, passes are
-measured in CPU time, which excludes pauses, times one ratio of wall time to CPU time over the whole measurement. With
-several threads, CPU time does not show how well they share the work: the mean wall time is used, divided into forward
-and backward in proportion to CPU time. On other devices it is the median wall time.
+[Note: typical times] Under a CPU quota a process runs until its share of a period (usually 100 ms) is used up, so the
+median of short passes would be the full speed. With one thread, passes are measured in CPU time, times one ratio of
+wall to CPU time over the whole measurement. With several threads it is the mean wall time, divided into forward and
+backward in proportion to CPU time; on other devices the median wall time.
 """
 
 from __future__ import annotations
@@ -47,8 +45,7 @@ MIN_ROUNDS = 5
 WARM_UP_ROUNDS = 2
 UPDATES = 5
 
-SPREAD_OF_QUARTILES = 1.349
-"""Distance of the quartiles of a normal distribution, in standard deviations."""
+SPREAD_OF_QUARTILES = 1.349  # distance of the quartiles of a normal distribution, in standard deviations
 MEDIAN_AGAINST_MEAN = math.sqrt(math.pi / 2)
 """Standard error of the median of many normal values, in standard errors of their mean."""
 MAX_ERROR = 0.99
@@ -90,7 +87,9 @@ def profile_layers(
         model = Chain(links)
     find_block_row(model, blocks)
 
-    def run() -> tuple[RankLayers, LayerDescription]:
+    ranks = tuple(dist.get_process_group_ranks(group)) if group is not None else None
+
+    def run() -> tuple[RankLayers, tuple[int, ...], tuple[int, ...]]:
         measured, samples = model, batch
         if precision != "fp32":
             measured = copy.deepcopy(model).to(PRECISIONS[precision])
@@ -99,18 +98,10 @@ def profile_layers(
         measure = _Measurement(measured, layers, criterion, samples, factory, max_run, min_seconds, group, on_progress)
         with preserved_state(measured):
             measured.train()
-            return measure(sorted(set(micro_batches)), precision), layers
+            own = dist.get_rank() if dist.is_initialized() else 0
+            return measure(sorted(set(micro_batches)), precision), ranks or (own,), layers.parameter_bytes
 
-    if not dist.is_initialized():
-        result, layers = run()
-        return merge_ranks([result], [(0,)], layers.parameter_bytes, tensor_parallel, precision, name)
-    ranks = dist.get_process_group_ranks(group) if group is not None else [dist.get_rank()]
-
-    def run_here() -> tuple[RankLayers, tuple[int, ...], tuple[int, ...]]:
-        result, layers = run()
-        return result, tuple(ranks), layers.parameter_bytes
-
-    everyone = on_every_rank(run_here, "measuring layers")
+    everyone = on_every_rank(run, "measuring layers") if dist.is_initialized() else [run()]
     groups = list(dict.fromkeys(ranks for _, ranks, _ in everyone))
     return merge_ranks([each for each, _, _ in everyone], groups, everyone[0][2], tensor_parallel, precision, name)
 
@@ -239,7 +230,7 @@ class _Measurement:
         return bool(flag.item())
 
     def _typical(self, durations: Sequence[tuple[Duration, Duration]], pace: float) -> tuple[float, float]:
-        """Typical seconds of forward and backward, computed as the module's docstring explains."""
+        """Typical seconds of forward and backward; see [Note: typical times]."""
         ways = list(zip(*durations, strict=True))
         if self._by_cpu_time:
             forward, backward = (pace * statistics.median(each.cpu for each in way) for way in ways)

@@ -33,8 +33,7 @@ class FinishedWork(dist.Work):
     def is_success(self) -> bool:
         return True
 
-    def synchronize(self) -> None:
-        """Do nothing, because the collective is finished."""
+    def synchronize(self) -> None: ...
 
     def result(self) -> list[Tensor]:
         return self._results
@@ -90,7 +89,6 @@ def _own(pieces: Sequence[Tensor], group: Group) -> Tensor:
 
 Given = dict[str, Any]
 """Arguments of a collective, by name."""
-
 _IN_PLACE = {"all_reduce": "tensor", "all_reduce_coalesced": "tensors", "reduce": "tensor", "broadcast": "tensor"}
 """Arguments that keep their values."""
 _OBJECTS = {"all_gather_object": "object_list", "gather_object": "object_gather_list"}
@@ -103,9 +101,7 @@ _FILLED: dict[str, Callable[[Given], Iterable[tuple[Tensor, Tensor]]]] = {
     ],
     "all_gather_into_tensor": lambda given: [(given["output_tensor"], given["input_tensor"])],
     "reduce_scatter": lambda given: [(given["output"], _own(given["input_list"], given["group"]))],
-    "reduce_scatter_tensor": lambda given: [
-        (given["output"], _own(_pieces(given["input"], given["output"].numel()), given["group"]))
-    ],
+    "reduce_scatter_tensor": lambda given: [(given["output"], _own(_pieces(given), given["group"]))],
     "all_to_all": lambda given: zip(given["output_tensor_list"], given["input_tensor_list"], strict=True),
     "all_to_all_single": lambda given: [(given["output"], given["input"])],
     "gather": lambda given: [(each, given["tensor"]) for each in given["gather_list"] or ()],
@@ -119,8 +115,8 @@ _NAMES = (*_IN_PLACE, *_OBJECTS, *_FILLED, *_SAME, *_NOTHING)
 _DOUBLED = ("all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "all_gather_object")
 
 
-def _pieces(tensor: Tensor, size: int) -> Sequence[Tensor]:
-    return tensor.detach().reshape(-1).split(max(size, 1)) or [tensor]
+def _pieces(given: Given) -> Sequence[Tensor]:
+    return given["input"].detach().reshape(-1).split(max(given["output"].numel(), 1)) or [given["input"]]
 
 
 def _results(name: str, given: Given) -> Sequence[Any]:
@@ -141,12 +137,13 @@ def _results(name: str, given: Given) -> Sequence[Any]:
 
 def _local(name: str, function: Any, doubled: Callable[[str, Group], bool] | None) -> Callable[..., Any]:
     """What runs instead of the collective ``function``; it doubles its results if ``doubled`` says so."""
-    signature = _signature(function)
+    try:
+        signature = _signature(function)
+    except ValueError:  # it is not written in Python, such as ``_broadcast_coalesced``
+        return lambda *args, **kwargs: None
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> FinishedWork | None:
-        if signature is None:
-            return None
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         results = _results(_SAME.get(name, name), bound.arguments)
@@ -161,10 +158,4 @@ def _local(name: str, function: Any, doubled: Callable[[str, Group], bool] | Non
     return run
 
 
-@functools.lru_cache(maxsize=256)
-def _signature(function: Any) -> inspect.Signature | None:
-    """The signature of a collective; None if it is not written in Python, such as ``_broadcast_coalesced``."""
-    try:
-        return inspect.signature(function)
-    except ValueError:
-        return None
+_signature = functools.lru_cache(maxsize=256)(inspect.signature)

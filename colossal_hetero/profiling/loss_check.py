@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
@@ -25,10 +25,8 @@ Mode = Literal["evaluation", "training"]
 Losses = tuple[tuple[float, float], float]
 """Two losses of one sample, and the loss of a batch that holds it twice."""
 MODES: tuple[Mode, ...] = ("evaluation", "training")
-MOST_AT_ONCE = 4
-"""Samples at once that are tried at most, if a loss cannot be computed of one: pairs, triplets."""
-SAMPLES = 4
-"""Samples that are tried if the loss of one is not finite, for example because all its labels are ignored."""
+MOST_AT_ONCE = 4  # samples at once that are tried at most, if a loss cannot be computed of one: pairs, triplets.
+SAMPLES = 4  # samples that are tried if the loss of one is not finite, for example because all its labels are ignored
 TOLERANCE = 0.02
 """Largest relative difference between losses that count as equal; a loss in bfloat16 has a precision of 0.4 %."""
 MAX_NOISE = 0.2
@@ -97,8 +95,7 @@ class _Tried(NamedTuple):
     at_once: int
     multiple: int
     first: int
-    losses: Losses | None
-    """None if there is not enough memory."""
+    losses: Losses | None  # None if there is not enough memory
 
 
 def _first_try(trial: TrialRun, multiple_of: int | None) -> _Tried:
@@ -167,27 +164,19 @@ def _asks_other_ranks(trial: TrialRun, mode: Mode, replica_of: Sequence[int]) ->
     """Collective over several replicas on whose result the loss depends; None if there is none. The loss is computed
     again with doubled results; collectives inside the model belong to the plugin, but not sums over replicas."""
     called: list[str] = []
-    inside = 0
-
-    def enter(*_: Any) -> None:
-        nonlocal inside
-        inside += 1
-
-    def leave(*_: Any) -> None:
-        nonlocal inside
-        inside -= 1
+    inside: list[None] = []
 
     def counts(name: str, group: Any) -> bool:
-        replicas = {
-            replica_of[rank]
-            for rank in dist.get_process_group_ranks(group or dist.distributed_c10d._get_default_group())
-        }
-        if len(replicas) < 2 or (inside and name != "all_reduce"):
+        ranks = dist.get_process_group_ranks(group or dist.distributed_c10d._get_default_group())
+        if len({replica_of[rank] for rank in ranks}) < 2 or (inside and name != "all_reduce"):
             return False
         called.append(name)
         return True
 
-    handles = [trial.model.register_forward_pre_hook(enter), trial.model.register_forward_hook(leave, always_call=True)]
+    handles = [
+        trial.model.register_forward_pre_hook(lambda *_: inside.append(None)),
+        trial.model.register_forward_hook(lambda *_: inside.pop(), always_call=True),
+    ]
     try:
         with preserved_state(trial.model, trial.optimizer), uncompiled(trial.model):
             set_mode(trial.model, mode)
@@ -209,21 +198,16 @@ def _asks_other_ranks(trial: TrialRun, mode: Mode, replica_of: Sequence[int]) ->
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
     """In the block, compiled modules run as written: compiling them for evaluation would take long."""
-    compiled: list[Any] = [module for module in model.modules() if hasattr(module, "_orig_mod")]
-    forwards = [module.forward for module in compiled]
     modules: list[Any] = list(model.modules())
-    in_place = [(module, module._compiled_call_impl) for module in modules if module._compiled_call_impl is not None]
-    try:
-        for module in compiled:
-            module.forward = module._orig_mod.__call__
-        for module, _ in in_place:
-            module._compiled_call_impl = None
+    with ExitStack() as stack:
+        for module in modules:
+            if hasattr(module, "_orig_mod"):
+                stack.callback(setattr, module, "forward", module.forward)
+                module.forward = module._orig_mod.__call__
+            if module._compiled_call_impl is not None:
+                stack.callback(setattr, module, "_compiled_call_impl", module._compiled_call_impl)
+                module._compiled_call_impl = None
         yield
-    finally:
-        for module, forward in zip(compiled, forwards, strict=True):
-            module.forward = forward
-        for module, call in in_place:
-            module._compiled_call_impl = call
 
 
 def set_mode(model: nn.Module, mode: Mode) -> None:

@@ -31,26 +31,18 @@ from .memory import is_out_of_memory, recover
 from .preserved_state import preserved_state
 from .training_step import TrialRun, with_dicts
 
-IGNORED = -100
-"""Label that torch's losses leave out by default."""
-DRAWN = 32
-"""Samples drawn per rank."""
-COMPARED = 8
-"""Samples compared per rank."""
+IGNORED = -100  # label that torch's losses leave out by default
+DRAWN = 32  # samples drawn per rank
+COMPARED = 8  # samples compared per rank
 SCALES = (1.0, 0.1, 0.0)
 """Sizes of the random change of the parameters, relative to them; the next is used if the losses show nothing."""
-CHANGED = 2**20
-"""Largest number of elements of a parameter that are changed."""
-NOISE = 1e-3
-"""If the loss of a batch varies by more than this share, it is random."""
-ROUNDING = {"fp32": 1e-5, "fp16": 4e-3, "bf16": 4e-3}
-"""Relative error of a loss, by precision of the training."""
-MAX_ERROR = 0.05
-"""Pairs whose share is less certain than this show nothing."""
+CHANGED = 2**20  # largest number of elements of a parameter that are changed
+NOISE = 1e-3  # if the loss of a batch varies by more than this share, it is random
+ROUNDING = {"fp32": 1e-5, "fp16": 4e-3, "bf16": 4e-3}  # relative error of a loss, by precision of the training
+MAX_ERROR = 0.05  # pairs whose share is less certain than this show nothing
 TOLERANCE = 0.02
 """Difference of shares that counts as equal, in addition to their error: weights differ by less than 9 %."""
-SAME = 0.02
-"""Largest relative difference between losses of a sample alone and twice that count as equal."""
+SAME = 0.02  # largest relative difference between losses of a sample alone and twice that count as equal
 
 
 class Pair(NamedTuple):
@@ -119,11 +111,8 @@ def check_samples(trial: TrialRun, precision: str) -> str | None:
     other state are restored."""
     if len(trial.loader.dataset) < 2:  # type: ignore[arg-type]
         return None
-    found = on_every_rank(
-        lambda: _Comparison(trial, ROUNDING[precision]).evidence(),
-        "finding out what the loss is a mean over",
-    )
-    return why_not_samples(found)
+    compare = _Comparison(trial, ROUNDING[precision]).evidence
+    return why_not_samples(on_every_rank(compare, "finding out what the loss is a mean over"))
 
 
 class _Comparison:

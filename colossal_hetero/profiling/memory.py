@@ -22,8 +22,7 @@ import torch.distributed as dist
 
 from ..colossalai_support.accelerator import get_accelerator
 
-MARGIN = 0.1
-"""If the limit is not hard, this share of the machine's available memory is left to other processes."""
+MARGIN = 0.1  # if the limit is not hard, this share of the machine's available memory is left to other processes
 
 _MESSAGES = (
     "out of memory",

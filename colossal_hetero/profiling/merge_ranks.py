@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from ..planner.profile.layer_profile import BlockRun, LayerSizes, LayerTimes, ModelProfile
 from .layer_memory import split_temporaries
 
-ALIKE = 0.1
-"""Ranks with the same device name whose times differ by at most this share are one kind."""
+ALIKE = 0.1  # ranks with the same device name whose times differ by at most this share are one kind
 
 
 @dataclass(frozen=True)
@@ -66,27 +65,21 @@ def merge_ranks(
     ``tensor_parallel`` ranks share layers. A group has the times of its slowest rank; similar groups are one kind."""
     slowest = [max((measured[rank] for rank in group), key=lambda each: each.seconds) for group in groups]
     common = sorted(set.intersection(*(set(each.forward) for each in slowest)))
-    kinds: list[list[int]] = []
-    for index, each in enumerate(slowest):
-        for kind in kinds:
-            first = slowest[kind[0]]
-            if first.device == each.device and _differ(first, each, common) <= ALIKE:
-                kind.append(index)
-                break
-        else:
-            kinds.append([index])
-    names = _names([slowest[kind[0]].device for kind in kinds])
-    times = [
-        _times([slowest[index] for index in kind], device, tensor_parallel, size)
-        for kind, device in zip(kinds, names, strict=True)
-        for size in sorted(slowest[kind[0]].forward)
-        if all(size in slowest[index].forward for index in kind)
-    ]
+    kinds: dict[str, list[RankLayers]] = {}
     devices = [""] * len(measured)
-    for kind, device in zip(kinds, names, strict=True):
-        for index in kind:
-            for rank in groups[index]:
-                devices[rank] = device
+    for group, each in zip(groups, slowest, strict=True):
+        device, number = each.device, 1
+        while device in kinds and _differ(kinds[device][0], each, common) > ALIKE:
+            number += 1
+            device = f"{each.device}-{number}"
+        kinds.setdefault(device, []).append(each)
+        for rank in group:
+            devices[rank] = device
+    times = [
+        _times(kind, device, tensor_parallel, size)
+        for device, kind in kinds.items()
+        for size in sorted(set.intersection(*(set(each.forward) for each in kind)))
+    ]
     first = measured[0]
     profile = ModelProfile(
         name=name,
@@ -114,10 +107,8 @@ def _temporaries(measured: Sequence[RankLayers]) -> dict[str, tuple[int, ...]]:
     common = set.intersection(*(set(each.temporaries) for each in measured))
     if not common:
         return {}
-    largest = {
-        size: [max(row) for row in zip(*(e.temporaries[size] for e in measured), strict=True)] for size in common
-    }
-    per_sample, fixed = split_temporaries(largest)
+    rows = {size: zip(*(each.temporaries[size] for each in measured), strict=True) for size in common}
+    per_sample, fixed = split_temporaries({size: list(map(max, of_layers)) for size, of_layers in rows.items()})
     return {"temporary_bytes": per_sample, "fixed_temporary_bytes": fixed}
 
 
@@ -155,14 +146,6 @@ def _times(measured: Sequence[RankLayers], device: str, tensor_parallel: int, si
     )
 
 
-def _names(devices: Sequence[str]) -> list[str]:
-    return [
-        device if index == 0 else f"{device}-{index + 1}"
-        for place, device in enumerate(devices)
-        for index in [list(devices[:place]).count(device)]
-    ]
-
-
 # Merge degrees -------------------------------------------------------------------------------------------------------
 
 
@@ -187,15 +170,9 @@ def merge_degrees(measured: Sequence[tuple[int, MeasuredLayers]]) -> tuple[Measu
             kinds[kind] = max(kinds.get(kind, name), name, key=seconds.__getitem__)
         if mixed:
             remarks.append(f"tensor parallel {degree}: groups of unequal devices are left out: {'; '.join(mixed)}")
-        found = [
-            time.model_copy(update={"device": kind})
-            for kind, name in kinds.items()
-            for time in each.profile.times
-            if time.device == name
-        ]
-        if found:
-            times += found
-            sizes += each.profile.sizes
+        for kind, name in kinds.items():
+            times += [time.model_copy(update={"device": kind}) for time in each.profile.times if time.device == name]
+        sizes += each.profile.sizes if kinds else ()
     profile = first.profile.model_copy(update={"times": tuple(times), "sizes": tuple(sizes)})
     return MeasuredLayers(profile, first.devices, first.memory_bytes), tuple(remarks)
 

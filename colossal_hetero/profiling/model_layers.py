@@ -17,8 +17,7 @@ from torch import nn
 
 from ..layers.chain import Chain, links_of
 
-RIVAL_SHARE = 0.25
-"""Share of the largest row's parameters from which on a second row makes it unclear which one to cut."""
+RIVAL_SHARE = 0.25  # share of the largest row's parameters from which on a second row makes it unclear which one to cut
 
 
 @dataclass(frozen=True, eq=False)

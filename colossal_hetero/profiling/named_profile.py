@@ -25,11 +25,7 @@ from .merge_ranks import MeasuredLayers, merge_degrees
 from .model_layers import count_blocks
 from .progress import ProgressDisplay
 
-# Named models --------------------------------------------------------------------------------------------------------
-
-
-CLASSES = 10
-"""Number of classes, if the model has none."""
+CLASSES = 10  # number of classes, if the model has none
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,22 +47,16 @@ def build_model(
 ) -> NamedModel:
     """Build ``timm:vit_tiny_patch16_224``, ``hf:gpt2``, ``hf:/folder/with/config.json`` or ``vit-1b``."""
     if name in VITS:
-        options = _timm_options(name) | dict(options or {})
+        sizes = VITS[name]
+        own = {"embed_dim": sizes.hidden, "depth": sizes.depth, "num_heads": sizes.heads, "patch_size": sizes.patch}
+        options = own | {"num_classes": CLASSES, "class_token": False, "global_pool": "avg"} | dict(options or {})
         return _from_timm("vit_base_patch16_224", image_size or IMAGE_SIZE, sequence, options, torch.device(device))
     library, _, model = name.partition(":")
     builders = {"timm": _from_timm, "hf": _from_transformers}
     if library not in builders or not model:
-        raise ValueError(
-            f"{name!r} is not a model name; write for example timm:vit_tiny_patch16_224 or hf:gpt2, or one of "
-            f"{', '.join(VITS)}"
-        )
+        words = f"write for example timm:vit_tiny_patch16_224 or hf:gpt2, or one of {', '.join(VITS)}"
+        raise ValueError(f"{name!r} is not a model name; {words}")
     return builders[library](model, image_size, sequence, dict(options or {}), torch.device(device))
-
-
-def _timm_options(name: str) -> dict[str, Any]:
-    sizes = VITS[name]
-    widths = {"embed_dim": sizes.hidden, "depth": sizes.depth, "num_heads": sizes.heads, "patch_size": sizes.patch}
-    return widths | {"num_classes": CLASSES, "class_token": False, "global_pool": "avg"}
 
 
 def _from_timm(
@@ -80,11 +70,7 @@ def _from_timm(
     config = timm.get_pretrained_cfg(name)
     if image_size is not None and (config is None or config.fixed_input_size):  # others take images of any size
         options["img_size"] = image_size
-    try:
-        with device:
-            model = timm.create_model(name, pretrained=False, **options)
-    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"timm:{name} cannot be built with {_in_words(options)}: {_first_line(error)}") from None
+    model = _built(f"timm:{name}", options, device, lambda: timm.create_model(name, pretrained=False, **options))
     size = image_size or model.default_cfg["input_size"][-1]
     channels = model.default_cfg["input_size"][0]
     images = torch.randn(1, channels, size, size, device=device)
@@ -124,12 +110,7 @@ def _from_transformers(
     head = next((each for each in heads if type(config) in each._model_mapping), None)
     if head is None:
         raise ValueError(f"hf:{name} ({type(config).__name__}) has no trainable head for text or images")
-    try:
-        with device:
-            model = head.from_config(config)
-    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(f"hf:{name} cannot be built with {_in_words(options)}: {_first_line(error)}") from None
-    return NamedModel(model, batch, None)
+    return NamedModel(_built(f"hf:{name}", options, device, lambda: head.from_config(config)), batch, None)
 
 
 def _config(name: str, options: dict[str, Any]) -> Any:
@@ -155,19 +136,20 @@ def _config(name: str, options: dict[str, Any]) -> Any:
     return config
 
 
-def _in_words(options: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={value}" for key, value in options.items()) or "its defaults"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
-# Sharded model -------------------------------------------------------------------------------------------------------
+def _built(name: str, options: Mapping[str, Any], device: torch.device, build: Callable[[], Any]) -> Any:
+    try:
+        with device:
+            return build()
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        words = ", ".join(f"{key}={value}" for key, value in options.items()) or "its defaults"
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{name} cannot be built with {words}: {reason}") from None
 
 
 def check_degrees(model: nn.Module, degrees: Sequence[int], ranks_per_node: int) -> None:
-    heads = _attention_heads(model)
+    heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
+    if heads is None:
+        heads = next((each.num_heads for each in model.modules() if hasattr(each, "num_heads")), None)
     for degree in degrees:
         if ranks_per_node < degree:
             raise ValueError(
@@ -180,18 +162,11 @@ def check_degrees(model: nn.Module, degrees: Sequence[int], ranks_per_node: int)
                 f"{ranks_per_node} ranks cannot be divided into tensor-parallel groups of {degree}; start a multiple "
                 f"of {degree}"
             )
-        if heads is not None and heads % degree:
+        if isinstance(heads, int) and heads % degree:
             raise ValueError(
                 f"tensor parallel {degree} does not divide the {heads} attention heads of {type(model).__name__}; use "
                 f"a divisor of {heads}"
             )
-
-
-def own_group(degree: int, device: torch.device) -> dist.ProcessGroup:
-    """A new group of ``degree`` neighboring ranks with this one. All ranks call it; ``degree`` divides their number."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    own, _ = dist.new_subgroups(degree, backend=backend)
-    return own
 
 
 def shard(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
@@ -200,14 +175,6 @@ def shard(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
         return ShardFormer(config).optimize(model, policy=hetero_policy(model))[0]
     except AssertionError as error:
         raise ValueError(f"{type(model).__name__} cannot be divided over {group.size()} ranks: {error}") from error
-
-
-def _attention_heads(model: nn.Module) -> int | None:
-    config = getattr(model, "config", None)
-    heads = getattr(config, "num_attention_heads", None)
-    if heads is None:
-        heads = next((each.num_heads for each in model.modules() if hasattr(each, "num_heads")), None)
-    return heads if isinstance(heads, int) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,9 +194,8 @@ class ProfileRequest:
     """Degrees to measure, ascending."""
 
     def build(self, device: torch.device | str) -> NamedModel:
-        return build_model(
-            self.model, image_size=self.image_size, sequence=self.sequence, options=self.options, device=device
-        )
+        sizes: dict[str, Any] = dict(image_size=self.image_size, sequence=self.sequence)
+        return build_model(self.model, **sizes, options=self.options, device=device)
 
 
 def check_request(request: ProfileRequest, ranks_per_node: int) -> int:
@@ -274,24 +240,15 @@ def _measure(
     model, batch, group = named.model, named.batch, None
     if degree > 1:
         check_degrees(model, [degree], int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        group = own_group(degree, device)
+        # Of neighboring ranks; the degree divides their number.
+        group, _ = dist.new_subgroups(degree, backend="nccl" if device.type == "cuda" else "gloo")
         model = shard(model, group)
         if isinstance(batch, dict) and "input_ids" in batch:
             # Colossal-AI's sharded models need a mask, even if nothing is masked.
             batch = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
-    return profile_layers(
-        model,
-        batch,
-        named.criterion,
-        micro_batches=request.micro_batches,
-        optimizer=request.optimizer,
-        precision=request.precision,
-        min_seconds=request.min_seconds,
-        tensor_parallel=degree,
-        group=group,
-        name=request.model,
-        on_progress=on_progress,
-    )
+    names = ("micro_batches", "optimizer", "precision", "min_seconds")
+    of = {name: getattr(request, name) for name in names} | dict(tensor_parallel=degree, group=group)
+    return profile_layers(model, batch, named.criterion, **of, name=request.model, on_progress=on_progress)
 
 
 def _device(rank: int) -> torch.device:

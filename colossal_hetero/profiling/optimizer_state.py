@@ -12,6 +12,7 @@ import torch
 from colossalai.interface import OptimizerWrapper
 from colossalai.interface.optimizer import DistributedOptim
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ..colossalai_support.accelerator import get_accelerator
 from .memory import is_out_of_memory, recover
@@ -93,22 +94,12 @@ def _state_after_a_step(optimizer: torch.optim.Optimizer, group: dict[str, Any],
 
 def _tensor_bytes(state: Any, device: torch.device) -> int:
     # Not by storages, which wrappers of quantized state do not have.
-    if isinstance(state, Tensor):
-        return state.numel() * state.element_size() if state.device == device else 0
-    if isinstance(state, dict):
-        return sum(_tensor_bytes(value, device) for value in state.values())
-    if isinstance(state, (list, tuple)):
-        return sum(_tensor_bytes(value, device) for value in state)
-    return 0
+    tensors = [each for each in tree_leaves(state) if isinstance(each, Tensor) and each.device == device]
+    return sum(each.numel() * each.element_size() for each in tensors)
 
 
-# Optimizer step ------------------------------------------------------------------------------------------------------
-
-
-MAX_ELEMENTS = 2**22
-"""Number of elements that are stepped; the time of larger optimizers is in proportion."""
-MIN_SECONDS = 0.2
-"""Steps are repeated for so long, because a device under a CPU quota is not stopped in each of them."""
+MAX_ELEMENTS = 2**22  # number of elements that are stepped; the time of larger optimizers is in proportion
+MIN_SECONDS = 0.2  # steps are repeated for so long, because a device under a CPU quota is not stopped in each of them
 MIN_STEPS, MAX_STEPS = 3, 30
 
 

@@ -37,12 +37,7 @@ def preserved_state(
     """
     abort_step(model, optimizer)
     tensors = _parameters(model, optimizer)
-    restores = [
-        *_gradients(optimizer, tensors),
-        *_optimizer(optimizer),
-        *_modules(model),
-        random_state(),
-    ]
+    restores = [*_gradients(optimizer, tensors), *_optimizer(optimizer), *_modules(model), random_state()]
     try:
         yield
     finally:

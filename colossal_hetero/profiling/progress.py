@@ -9,10 +9,8 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.status import Status
 
-QUIET_SECONDS = 2.0
-"""Seconds before the first line without a terminal."""
-LINE_SECONDS = 10.0
-"""Seconds between two lines without a terminal."""
+QUIET_SECONDS = 2.0  # seconds before the first line without a terminal
+LINE_SECONDS = 10.0  # seconds between two lines without a terminal
 
 SEARCHING = "measuring memory and speed of each device: searching for the largest micro-batch"
 TIMING = "measuring memory and speed of each device: timing micro-batches"

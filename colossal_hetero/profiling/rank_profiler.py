@@ -30,10 +30,8 @@ from .training_step import TrialRun
 # a single sample. Other training steps need pairs or triplets.
 
 
-SMALL = 4
-"""Every number of samples up to this is tried."""
-_MESSAGE = "Expected more than 1 value per channel"
-"""Begin of the message of torch's ``ValueError`` in ``batch_norm``."""
+SMALL = 4  # every number of samples up to this is tried
+_MESSAGE = "Expected more than 1 value per channel"  # begin of the message of torch's ``ValueError`` in ``batch_norm``
 
 
 def is_too_few_samples(error: BaseException | None) -> bool:
@@ -64,8 +62,7 @@ def smallest_batch(run: Callable[[int], object], cap: int, abort: Callable[[], N
         samples = following
 
 
-FIRST_STEPS = 2
-"""Number of steps after which DDP's buckets have their final order."""
+FIRST_STEPS = 2  # number of steps after which DDP's buckets have their final order
 SYNCHRONIZATIONS = 3
 MAX_SYNCHRONIZATIONS = 30
 SYNCHRONIZED_SECONDS = 0.5
@@ -85,13 +82,12 @@ class ModelDescription:
 
 def describe(model: nn.Module) -> ModelDescription:
     """Describe ``model``, which must not be wrapped, cast or sharded yet."""
-    lines = [
-        f"{name} {tuple(value.shape)} {value.dtype} {value.requires_grad}" for name, value in model.named_parameters()
-    ]
+    named = list(model.named_parameters())
+    lines = [f"{name} {tuple(value.shape)} {value.dtype} {value.requires_grad}" for name, value in named]
     return ModelDescription(
         name=type(model).__name__,
-        parameters=sum(value.numel() for value in model.parameters()),
-        trained=sum(value.numel() for value in model.parameters() if value.requires_grad),
+        parameters=sum(value.numel() for _, value in named),
+        trained=sum(value.numel() for _, value in named if value.requires_grad),
         digest=hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16],
     )
 
@@ -208,25 +204,18 @@ def _in_samples(device: DeviceProfile, unit: int) -> DeviceProfile:
 
 def _slowest(devices: Sequence[DeviceProfile]) -> DeviceProfile:
     """Merge profiles of devices that wait for each other: the longest times and the smallest limits."""
-    first = devices[0]
-    if len(devices) == 1:
-        return first
     times = [{point.batch: point for point in device.points} for device in devices]
     steps = [device.step_seconds for device in devices if device.step_seconds is not None]
     common = sorted(set.intersection(*(set(points) for points in times)))
-    return first.model_copy(
+    largest = ("state_bytes", "sample_bytes", "min_batch", "memory_bound")
+    update = {name: max(getattr(device, name) for device in devices) for name in largest}
+    update |= {name: min(getattr(device, name) for device in devices) for name in ("memory_bytes", "max_batch")}
+    return devices[0].model_copy(
         update={
+            **update,
             "device": " + ".join(device.device for device in devices),
-            "memory_bytes": min(device.memory_bytes for device in devices),
-            "state_bytes": max(device.state_bytes for device in devices),
-            "sample_bytes": max(device.sample_bytes for device in devices),
-            "max_batch": min(device.max_batch for device in devices),
-            "memory_bound": any(device.memory_bound for device in devices),
-            "min_batch": max(device.min_batch for device in devices),
             "step_seconds": max(steps) if len(steps) == len(devices) else None,
-            "points": tuple(
-                max((points[batch] for points in times), key=lambda point: point.seconds) for batch in common
-            ),
+            "points": tuple(max((each[size] for each in times), key=lambda each: each.seconds) for size in common),
         }
     )
 
@@ -248,9 +237,6 @@ def _identity(description: ModelDescription, stage: int, precision: str, state_b
 @contextmanager
 def _progress() -> Iterator[Callable[[Progress], None]]:
     """Show on rank 0 what it measures and how long it takes; yields the function to call with the progress."""
-    if dist.get_rank() != 0:
-        yield lambda progress: None
-        return
-    console = Console(stderr=True)
+    console = Console(stderr=True, quiet=dist.get_rank() != 0)
     with console.status("measuring memory and speed of each device") as status:
         yield ProgressDisplay(console, status)

@@ -1,11 +1,8 @@
 """Measure what a pipeline's schedule takes beyond the layers of its stages.
 
 A process runs Colossal-AI's 1F1B schedule alone, as a middle stage of one block that sends its messages to itself. The
-time of the loop, less that inside the block's passes, is the schedule's; each of the stage's two cuts takes half. It
-contains the Python code of schedule and messages; on a GPU the gaps between kernels, with copies as messages; on a CPU
-the copies, memory and kernel work of messages of the real size, on this rank's cores. It does not contain time on the
-wire (``hop_seconds``), waiting for stages, waking Gloo's threads (some tenths of a millisecond per message), and the
-accumulation of gradients, which is in the layers' times.
+time of the loop, less that inside the block's passes, is the schedule's: its Python code, gaps between kernels, copies
+and kernel work of messages. Time on the wire (``hop_seconds``), waiting for stages and for Gloo's threads is not in it.
 """
 
 from __future__ import annotations
@@ -116,24 +113,11 @@ class _Operation(NamedTuple):
     group: Any = None
 
 
-class _MiddleStage:
-    num_stages = 3
-    stage = 1
-
-    def is_first_stage(self) -> bool:
-        return False
-
-    def is_last_stage(self) -> bool:
-        return False
-
-    def get_prev_rank(self) -> int:
-        return 0
-
-    def get_next_rank(self) -> int:
-        return 2
-
-    def get_p2p_process_group(self) -> Any:
-        return object()  # the messages do not use it
+def _middle_stage() -> Any:
+    """Place of this stage, as a schedule asks for it; messages do not use the group."""
+    no, group = (lambda: False), (lambda: object())
+    neighbors = dict(get_prev_rank=lambda: 0, get_next_rank=lambda: 2, get_p2p_process_group=group)
+    return SimpleNamespace(num_stages=3, stage=1, is_first_stage=no, is_last_stage=no, **neighbors)
 
 
 class _BlockStage(nn.Module):
@@ -178,7 +162,7 @@ class ScheduleLoop:
         self._messages = messages
         self._hidden = passes.input_of(0).detach().contiguous()
         self._stage = _BlockStage(passes)
-        self._schedule = OneForwardOneBackwardSchedule(_MiddleStage(), num_microbatches=MICRO_BATCHES)
+        self._schedule = OneForwardOneBackwardSchedule(_middle_stage(), num_microbatches=MICRO_BATCHES)
         # Ranks exchange the shapes of messages in their first iteration only, so they are known here.
         schedule = self._schedule
         schedule.send_tensor_metadata = schedule.send_grad_metadata = False

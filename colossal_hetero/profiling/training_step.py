@@ -129,7 +129,8 @@ class TrialRun:
     def batch(self, indices: Sequence[int]) -> Any:
         """The samples at these indices, counted on from the start at the end of the dataset, as a loop gets them."""
         device = get_accelerator().get_current_device()
-        return tree_map(lambda part: _to(part, device), self.loader.collate_fn(self._drawn(indices)))
+        batch = self.loader.collate_fn(self._drawn(indices))
+        return tree_map(lambda part: part.to(device) if hasattr(part, "to") else part, batch)
 
     def drawn(self, count: int) -> list[int]:
         """Indices of ``count`` samples at random, fewer if an epoch has fewer; other ones on every rank."""
@@ -151,10 +152,6 @@ def with_dicts(batch: Any) -> Any:
         lambda leaf: {key: with_dicts(value) for key, value in leaf.items()} if isinstance(leaf, Mapping) else leaf,
         batch,
     )
-
-
-def _to(part: Any, device: torch.device) -> Any:
-    return part.to(device) if hasattr(part, "to") else part
 
 
 def _tensor_bytes(values: Any, device: torch.device) -> int:

@@ -31,15 +31,14 @@ from colossal_hetero.planner.solver.problem import Problem
 from colossal_hetero.planner.solver.search import search
 from tests.parallel.doctor.test_doctor import can_limit
 from tests.parallel.plugin.hybrid.test_plan_agreement import BLOCKS, cluster, profile
-from tests.support.forked_python import ForkedPopen
+from tests.support.forked_python import AS_USERS, ForkedPopen
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import BATCH, batch, loss_of, ours, tiny_vit
 from tests.support.zero_runs import unmeasured
 from tools.code_blocks import PAGES, Block, blocks, outputs, prepare, run, run_process, same_form, write_cluster
 
-MOST_LINES = 25
-"""Of the README's first script."""
+MOST_LINES = 25  # of the README's first script
 KINDS = ("bash", "toml", "python")
 
 
@@ -65,18 +64,20 @@ def test_clusters_and_layouts_can_be_read(tmp_path: Path) -> None:
 
 
 def run_forked(words: list[str], folder: Path, environment: Mapping[str, str]) -> str:
-    """What a command prints, without a new interpreter. A script is started by torchrun as by a user."""
-    if words[0] == "torchrun":
+    """What a command or torchrun prints, and messages of the package before it, without new interpreters."""
+    if IS_THOROUGH:
         return run_process(words, folder, environment)
-    command = [sys.executable, "-m", "colossal_hetero", *words[1:]]
+    modules = {"torchrun": "torch.distributed.run", "colossal-hetero": "colossal_hetero"}
+    command = [sys.executable, "-m", modules[words[0]], *words[1:]]
     with pytest.MonkeyPatch.context() as context, (folder / "errors").open("w") as errors:
         context.chdir(folder)
-        process = ForkedPopen(command, environment, stdout=subprocess.PIPE, stderr=errors)
+        process = ForkedPopen(command, {**environment, AS_USERS: "1"}, stdout=subprocess.PIPE, stderr=errors)
         assert process.stdout is not None
         with process.stdout:
             text = process.stdout.read()
-        assert process.wait(30) == 0, f"{words}:\n{text}\n{(folder / 'errors').read_text()}"
-    return text
+        said = (folder / "errors").read_text()
+        assert process.wait(30) == 0, f"{words}:\n{text}\n{said}"
+    return "\n".join([*(line for line in said.splitlines() if line.startswith("colossal_hetero: ")), text])
 
 
 @pytest.mark.parametrize(
@@ -104,8 +105,7 @@ def check_first_script(block: Block, printed: str, shown: str) -> None:
 
 # Python --------------------------------------------------------------------------------------------------------------
 
-RANKS = {"checkpoints.md": 4}
-"""Ranks that a page's blocks need; 2 in all other pages."""
+RANKS = {"checkpoints.md": 4}  # ranks that a page's blocks need; 2 in all other pages
 SAMPLES = {"README.md": 512, "data-parallel.md": 512, "planning.md": 256}
 """Samples of the data set that a page's blocks need; 32 in all other pages."""
 

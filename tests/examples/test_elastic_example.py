@@ -63,28 +63,24 @@ def test_all_processes_of_a_node_end_with_it(tmp_path, monkeypatch):
     pids.mkdir()
 
     def started(number: int) -> list[int]:
-        deadline = time.monotonic() + 60
-        while len(found := [int(path.name) for path in pids.iterdir()]) < number:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        return found
+        wait_until(lambda: len(list(pids.iterdir())) >= number)
+        return [int(path.name) for path in pids.iterdir()]
 
     with pytest.raises(KeyboardInterrupt), nodes.Nodes([str(script), str(pids)], tmp_path) as running:
         running.start("node-1")
         (killed,) = started(1)
         running.kill("node-1")
-        wait_for_end(killed)
+        wait_until(lambda: not psutil.pid_exists(killed))
         running.start("node-2")
         everyone = started(2)
         raise KeyboardInterrupt
-    for pid in everyone:
-        wait_for_end(pid)
+    wait_until(lambda: not any(map(psutil.pid_exists, everyone)))
 
 
-def wait_for_end(pid: int) -> None:
-    """Wait until a process that was killed is gone, which takes the system a moment."""
-    deadline = time.monotonic() + 20
-    while psutil.pid_exists(pid):
+def wait_until(is_true) -> None:
+    """Wait for processes, which takes the system a moment."""
+    deadline = time.monotonic() + 60
+    while not is_true():
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -92,8 +88,7 @@ def wait_for_end(pid: int) -> None:
 def test_changes_and_losses_of_a_history():
     """Node a dies in step 3, of which b and c know a part of the loss each, before and after it; then d joins."""
     history = History([Action("kill", "a", 2), Action("join", "d", 2)])
-    for node in "abc":
-        history.add([World(node, 0, 3, "first plan")])
+    history.add(World(node, 0, 3, "first plan") for node in "abc")
     for step in (1, 2):
         history.add(Loss(node, step, 0, float(step), 1 / 3) for node in "abc")
         history.add(Step(node, step, 0, 10.0 * step + number) for number, node in enumerate("abc"))
@@ -104,8 +99,7 @@ def test_changes_and_losses_of_a_history():
     history.add([Loss("b", 4, 2, 1.0, 1 / 2), Loss("c", 4, 2, 2.0, 1 / 2)])
     history.add([Step("b", 4, 2, 45.0), Step("c", 4, 2, 46.0)])
     history.add([Loss("b", 5, 2, 9.0, 1 / 2), Loss("c", 5, 2, 9.0, 1 / 2)])  # of a step that is not made yet
-    for node in "bc":
-        history.add([World(node, 4, 3, "third plan", 1.0, 7)])
+    history.add(World(node, 4, 3, "third plan", 1.0, 7) for node in "bc")
     assert len(history.changes()) == 1  # d has not written yet
     history.add([World("d", 4, 3, "third plan", received_bytes=70), Finished("b")])
     first, second = history.changes()
@@ -128,15 +122,14 @@ def test_two_changes_after_the_same_step(killed):
     history.add([World("b", 2, 2, "together", received_bytes=4, started=True)])
     left = "a" if killed == "b" else "b"
     history.add([World(left, 2, 1, "alone again"), Step(left, 3, 2, 40.0)])
-    assert [(each.step, each.before, each.after, each.why) for each in history.changes()] == [
-        (2, 1, 2, "b joined"),
-        (2, 2, 1, f"{killed} killed"),
-    ]
+    found = [(each.step, each.before, each.after, each.why) for each in history.changes()]
+    assert found == [(2, 1, 2, "b joined"), (2, 2, 1, f"{killed} killed")]
     assert history.members == 1 and history.restarts == []
 
 
-def test_a_member_that_dies_before_it_has_written_a_step_has_written_its_loss():
-    """Node a dies after step 2 was made by both, and before it writes so; b begins step 3 with the old members."""
+def test_members_that_write_later_than_others():
+    """Node a dies after step 2 was made by both, and before it writes so; b begins step 3 with the old members. Then
+    node b writes that it has started when a has made two steps already."""
     history = History([Action("kill", "a", 1)])
     for step in (1, 2):
         history.add(Loss(node, step, 0, float(step), 1 / 2) for node in "ab")
@@ -145,15 +138,11 @@ def test_a_member_that_dies_before_it_has_written_a_step_has_written_its_loss():
     history.add([Loss("b", 4, 2, 4.0, 1.0), Step("b", 4, 2, 40.0)])
     assert history.losses() == {1: 1.0, 2: 2.0, 4: 4.0}
 
-
-def test_members_that_start_later_than_others_do_not_start_again():
-    """Node b writes that it has started when a has made two steps already."""
     history = History()
-    history.add([World("a", 0, 2, "plan", started=True)])
-    for step in (1, 2):
-        history.add([Loss("a", step, 0, 1.0, 1 / 2), Step("a", step, 0, 10.0 * step)])
-    history.add([World("b", 0, 2, "plan", started=True)])
-    history.add([each for step in (1, 2) for each in (Loss("b", step, 0, 3.0, 1 / 2), Step("b", step, 0, 10.0 * step))])
+    for node, loss in (("a", 1.0), ("b", 3.0)):
+        history.add([World(node, 0, 2, "plan", started=True)])
+        for step in (1, 2):
+            history.add([Loss(node, step, 0, loss, 1 / 2), Step(node, step, 0, 10.0 * step)])
     assert history.losses() == {1: 2.0, 2: 2.0} and history.restarts == []
 
 
@@ -164,14 +153,12 @@ def test_a_history_in_which_all_start_again(first):
     history.add(World(node, 0, 2, "first plan", started=True) for node in "ab")
     history.add(Loss(node, step, 0, 1.0, 1 / 2) for step in (1, 2, 3) for node in "ab")
     history.add(Step(node, step, 0, 10.0 * step) for step in (1, 2, 3) for node in "ab")
-    for node in first:
-        history.add([World(node, 2, 2, "second plan", started=True)])
+    history.add(World(node, 2, 2, "second plan", started=True) for node in first)
     assert history.newest_step == 2 and history.restarts == [2]
     history.add(Loss(node, 3, 2, 2.0, 1 / 2) for node in "bc")
     history.add(Step(node, 3, 2, 50.0) for node in "bc")
     (change,) = history.changes()
-    assert (change.step, change.why) == (2, "a lost, c joined, all started again")
-    assert change.seconds == 30.0
+    assert (change.step, change.why, change.seconds) == (2, "a lost, c joined, all started again", 30.0)
     assert history.losses() == {1: 1.0, 2: 1.0, 3: 2.0}
 
 

@@ -1,7 +1,4 @@
-"""How the examples start their ranks, and how a run ends if one of its ranks ends.
-
-Most tests run a script that only adds numbers, with the same launcher.
-"""
+"""How the examples start their ranks, how a run ends if a rank ends, and what an import prints."""
 
 from __future__ import annotations
 
@@ -111,22 +108,17 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
             run.process.wait(30)
 
 
-def test_if_a_rank_is_killed_the_run_ends_and_names_it(start: Callable[..., Run]) -> None:
+def test_if_a_rank_is_killed_or_fails_the_run_ends_and_names_it(start: Callable[..., Run]) -> None:
     run = start(forked=False)
     run.wait_for("adding")
     ranks = [run.rank(0), run.rank(1)]
     ranks[1].send_signal(signal.SIGKILL)
     status, last = run.end(20)
-    assert status == 1
-    assert "rank 1 was ended by SIGKILL" in last
+    assert status == 1 and "rank 1 was ended by SIGKILL" in last
     assert not any(rank.is_running() for rank in ranks)
-
-
-def test_if_a_rank_fails_the_run_ends_with_its_error(start: Callable[..., Run]) -> None:
     run = start("--fail")
     status, last = run.end(120)
-    assert status == 1
-    assert "rank 1 failed: ArithmeticError: no sums today" in last
+    assert status == 1 and "rank 1 failed: ArithmeticError: no sums today" in last
     assert sum("Traceback" in line for line in run.lines) == 1
 
 
@@ -136,8 +128,7 @@ def test_an_interrupt_ends_the_run_without_a_traceback(start: Callable[..., Run]
     ranks = psutil.Process(run.process.pid).children()
     assert len(ranks) == 2
     run.process.send_signal(signal.SIGINT)
-    status, last = run.end(20)
-    assert (status, last) == (130, "Interrupted.")
+    assert run.end(20) == (130, "Interrupted.")
     assert not any("Traceback" in line for line in run.lines)
     assert not any(rank.is_running() for rank in ranks)
 
@@ -168,3 +159,24 @@ def test_every_example_can_be_started_by_its_path(
     with pytest.raises(SystemExit):
         runpy.run_path(str(path), run_name="__main__")
     assert importlib.util.find_spec(named[0]).origin == str(path)  # type: ignore[attr-defined, union-attr]
+
+
+LATER = """
+import colossal_hetero.layers, logging, sys, warnings
+import colossalai.shardformer.policies.mixtral
+print('imported', file=sys.stderr)
+warnings.warn('Please install apex from source, says a user')
+logging.getLogger('bitsandbytes.backends.cpu.ops').warning('Failed to load CPU gemm_4bit_forward again')
+"""
+
+
+def test_the_imports_of_the_readme_print_nothing_and_later_warnings_are_shown() -> None:
+    """Those of its first Python example; ``tests/unit/test_docs.py`` checks the order of the others."""
+    example = (REPOSITORY / "README.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    imports = "\n".join(line for line in example.splitlines() if line.startswith(("from ", "import ")))
+    assert "Booster" in imports and "HeteroHybridParallelPlugin" in imports
+    done = subprocess.run([sys.executable, "-c", imports + LATER], capture_output=True, text=True, check=True)
+    before, after = done.stderr.split("imported\n")
+    assert done.stdout + before == ""
+    assert "UserWarning: Please install apex from source, says a user" in after
+    assert "Failed to load CPU gemm_4bit_forward again" in after

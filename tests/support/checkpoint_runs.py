@@ -32,8 +32,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 }
 """Small models of four blocks, whose sizes are divisible by 2, 3 and 4."""
 
-SAMPLES = 24
-"""In a global batch: divisible by the numbers of replicas and of micro-batches."""
+SAMPLES = 24  # in a global batch: divisible by the numbers of replicas and of micro-batches.
 
 
 @dataclass

@@ -140,19 +140,14 @@ PHASES: dict[str, tuple[Any, str, bool]] = {
 class Kill:
     """Where a member ends itself."""
 
-    version: int
-    """Optimizer steps that are done."""
-    phase: str
-    """One of :data:`PHASES`."""
+    version: int  # optimizer steps that are done
+    phase: str  # one of :data:`PHASES`
 
 
 @contextmanager
 def phases(kill: Kill | None, version: Callable[[], int]) -> Iterator[None]:
-    """In the block, the process ends itself where ``kill`` says, or when the file of :data:`DOOM` is there.
-
-    Args:
-        version: optimizer steps that are done.
-    """
+    """In the block, the process ends itself where ``kill`` says, or when the file of :data:`DOOM` is there. ``version``
+    tells how many optimizer steps are done."""
     doom = os.environ.get(DOOM)
     if kill is None and doom is None:
         yield
@@ -168,11 +163,9 @@ def phases(kill: Kill | None, version: Callable[[], int]) -> Iterator[None]:
 
     def watched(function: Callable[..., Any], phase: str, after: bool) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not after:
-                check(phase)
+            check("" if after else phase)
             result = function(*args, **kwargs)
-            if after:
-                check(phase)
+            check(phase if after else "")
             return result
 
         return run
@@ -203,14 +196,8 @@ def train(
     planning = PlanConfig(
         cluster=topology or cluster(), profile=profile(), global_batch_size=GLOBAL_BATCH, min_replicas=2
     )
-    plugin = HeteroHybridParallelPlugin(
-        plan="auto",
-        planning=planning,
-        elastic=elastic or ElasticConfig(**QUICK),
-        checkpoints=checkpoints,
-        precision="fp32",
-        max_norm=1.0,
-    )
+    parts = dict(planning=planning, elastic=elastic or ElasticConfig(**QUICK), checkpoints=checkpoints)
+    plugin = HeteroHybridParallelPlugin(plan="auto", **parts, precision="fp32", max_norm=1.0)
     with phases(kill, lambda: plugin.version):
         model = gpt2().double()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -264,15 +251,9 @@ def _member(told: Told, port: int, node: str, script: tuple[Any, ...], doom: Pat
     check_preloaded()
     if doom is not None:
         os.environ[DOOM] = str(doom)
-    os.environ |= dict(
-        COLOSSAL_HETERO_STORE=f"127.0.0.1:{port}",
-        COLOSSAL_HETERO_JOB="test",
-        COLOSSAL_HETERO_NODE=node,
-        LOCAL_RANK="0",
-        LOCAL_WORLD_SIZE="1",
-    )
+    store = dict(COLOSSAL_HETERO_STORE=f"127.0.0.1:{port}", COLOSSAL_HETERO_JOB="test", COLOSSAL_HETERO_NODE=node)
+    os.environ |= store | dict(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     torch.set_num_threads(1)
-
     try:
         script[0](*script[1:], told)
     except SystemExit as end:
@@ -290,26 +271,17 @@ class Outcome:
 
     losses: dict[int, dict[int, float]] = field(default_factory=dict)
     """By step: of each replica, as it was when the step was made."""
-    parameters: list[Mapping[str, Any]] = field(default_factory=list)
-    """Of the members that have finished."""
+    parameters: list[Mapping[str, Any]] = field(default_factory=list)  # of the members that have finished
     recoveries: list[Any] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
-    starts: list[Any] = field(default_factory=list)
-    """Where each member has begun."""
-    ended: dict[int, int] = field(default_factory=dict)
-    """Exit code of each member."""
+    starts: list[Any] = field(default_factory=list)  # where each member has begun
+    ended: dict[int, int] = field(default_factory=dict)  # exit code of each member
 
 
 class Job:
-    """A store and members, which are killed at the end of the ``with`` block.
-
-    Args:
-        steps: optimizer steps of the job.
-        script: function and first arguments that members call instead of :func:`train`.
-        folder: shared folder of layer checkpoints, of every third step.
-        joins: steps at which members wait until another one has started.
-        dooms: folder for what :meth:`doom` says to members.
-    """
+    """A store and members, which are killed at the end of the ``with`` block. Members call ``script``, a function and
+    its first arguments, or :func:`train`: so many ``steps``, with layer checkpoints of every third step in ``folder``;
+    at the steps ``joins`` they wait until another one has started. ``dooms`` is a folder for :meth:`doom`."""
 
     def __init__(
         self,
@@ -325,10 +297,8 @@ class Job:
         self._results: dict[Connection, int] = {}
         self._server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._steps, self._script, self._folder, self._joins = steps, script, folder, tuple(joins)
-        self.members: list[Any] = []
-        """Processes."""
-        self.nodes: list[str] = []
-        """Of each member."""
+        self.members: list[Any] = []  # processes
+        self.nodes: list[str] = []  # of each member
         self.outcome = Outcome()
 
     def __enter__(self) -> Job:
@@ -416,16 +386,8 @@ def run_job(
     warnings: Mapping[int, int] | None = None,
     folder: Path | None = None,
 ) -> Outcome:
-    """Run a job until all its members have ended.
-
-    Args:
-        nodes: of the first members.
-        steps: optimizer steps.
-        kills: by number of the member.
-        joins: by node of a member that is started later: the step after which.
-        warnings: by number of a member that gets SIGTERM: the step after which.
-        folder: shared folder of layer checkpoints.
-    """
+    """Run a job until all its members have ended. ``kills``: by number of the member; ``joins``, by node, and
+    ``warnings`` (SIGTERM), by number: the step after which."""
     kills, joins, warned = kills or {}, dict(joins or {}), dict(warnings or {})
 
     def at_message(_: int, kind: str, content: list[Any]) -> None:

@@ -8,6 +8,7 @@ interpreters: environment, session, standard streams, parents, signals, exit sta
 from __future__ import annotations
 
 import atexit
+import logging
 import multiprocessing
 import os
 import runpy
@@ -25,7 +26,10 @@ from typing import Any, TextIO
 from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
 from colossal_hetero.common import launch
-from tests.support.harness import check_preloaded, forked_context
+from colossal_hetero.plugin.hybrid import hybrid_plugin
+from tests.support.harness import PRELOAD, check_preloaded, forked_context
+
+AS_USERS = "COLOSSAL_TEST_AS_USERS"  # the variable of commands that have the defaults of users, not those of tests
 
 
 class ForkedPopen:
@@ -105,6 +109,9 @@ def _run(streams: Sequence[Connection], environment: Mapping[str, str], argument
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # temporary folders of torchrun
     os.environ.clear()
     os.environ.update(environment)
+    if AS_USERS in environment:
+        logging.getLogger().handlers.clear()
+        hybrid_plugin.DEFAULT_BALANCE = sys.modules[PRELOAD].USERS_BALANCE
     popen: Any = partial(ForkedPopen, context=multiprocessing.get_context("fork"))
     launch.START_METHOD = "fork"
     SubprocessHandler._popen = lambda handler, *started: popen(*started, handler._stdout, handler._stderr)  # type: ignore

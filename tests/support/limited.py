@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import random
 import resource
 import time
@@ -20,12 +19,11 @@ from colossal_hetero.profiling.device_profiler import profile_device
 from colossal_hetero.profiling.memory import is_out_of_memory, recover, reserved_memory
 from colossal_hetero.profiling.optimizer_state import optimizer_state_bytes
 from colossal_hetero.profiling.preserved_state import preserved_state
+from tests.support.snapshots import snapshot
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8
-"""Parameters of glibc's ``mallopt``."""
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # parameters of glibc's ``mallopt``
 DEVICE = torch.device("cpu")
-ROOM, CAP = 50_200_000, 1000
-"""Bytes that may be mapped beyond what is, and the largest batch of the search."""
+ROOM, CAP = 50_200_000, 1000  # bytes that may be mapped beyond what is, and the largest batch of the search
 
 
 class Net(nn.Module):
@@ -64,21 +62,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> lis
     return losses
 
 
-def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """A hash of all state that profiling must not change."""
-    state = hashlib.sha256()
-    tensors = [*model.state_dict().values(), torch.get_rng_state()]
-    tensors += [value for entry in optimizer.state.values() for value in entry.values()]
-    for tensor in tensors:
-        state.update(tensor.numpy().tobytes())
-    rest: list[Any] = [random.getstate(), np.random.get_state()[1].tolist(), np.random.get_state()[2]]
-    rest.append([module.training for module in model.modules()])
-    rest += [parameter.grad is None for parameter in model.parameters()]
-    rest += [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    state.update(repr(rest).encode())
-    return state.hexdigest()
-
-
 def every_size(model: nn.Module) -> int:
     """The largest batch that fits, up to :data:`CAP`, found by trying 1, 2, 3, …"""
     largest = 0
@@ -109,7 +92,7 @@ def main(profiled: bool = True, trained_before: bool = True, to_come: int = 0) -
     if trained_before:
         train(model, optimizer, 2)
         optimizer.zero_grad()
-    result["before"] = digest(model, optimizer)
+    result["before"] = snapshot(model, optimizer, ids=False)
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + ROOM, hard))
     if profiled:
@@ -128,7 +111,7 @@ def main(profiled: bool = True, trained_before: bool = True, to_come: int = 0) -
         with preserved_state(model, optimizer), reserved_memory(held, DEVICE):
             step(model, 1)
             result["every_size"] = every_size(model)
-    result["after"] = digest(model, optimizer)
+    result["after"] = snapshot(model, optimizer, ids=False)
     result["losses"] = train(model, optimizer, 3)
-    result["trained"] = digest(model, optimizer)
+    result["trained"] = snapshot(model, optimizer, ids=False)
     return result

@@ -24,6 +24,7 @@ device_profiler.PEAK_SECONDS = 0.01
 device_profiler.REPEATS = rank_profiler.SYNCHRONIZATIONS = 2
 
 # Ranks of tests share cores, so now and then one seems to be slow. Tests of balancing ask for it.
+USERS_BALANCE = hybrid_plugin.DEFAULT_BALANCE
 assert BalanceConfig(mode="auto", reshard_after=None, head=False) == hybrid_plugin.DEFAULT_BALANCE
 hybrid_plugin.DEFAULT_BALANCE = BalanceConfig(mode="off")
 

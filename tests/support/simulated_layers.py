@@ -13,8 +13,7 @@ from torch import nn
 from colossal_hetero.profiling.layer_passes import Duration
 
 WIDTH, CLASSES = 8, 3
-PERIOD = 0.1
-"""Period of the quota in seconds."""
+PERIOD = 0.1  # period of the quota in seconds
 
 
 class SimulatedClock:
@@ -23,8 +22,7 @@ class SimulatedClock:
     def __init__(self, quota: float = 1.0, threads: int = 1) -> None:
         self.quota = quota
         self.threads = threads
-        self.busy = 0.0
-        """Seconds for which the process has run."""
+        self.busy = 0.0  # seconds for which the process has run
 
     def advance(self, seconds: float) -> None:
         self.busy += seconds

@@ -66,21 +66,15 @@ def test_a_users_warning_passes_through_a_quiet_import() -> None:
         warnings.warn("a warning of my own", stacklevel=1)
 
 
-def test_the_accelerator_of_a_gpu_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    def must_not_be_called(*_: object) -> None:
-        raise AssertionError("nothing must be replaced if there is a GPU")
-
-    monkeypatch.setattr(accelerator_module, "get_accelerator", CudaAccelerator)
-    monkeypatch.setattr(accelerator_module, "set_accelerator", must_not_be_called)
-    monkeypatch.setattr(colossal_hetero.colossalai_support.cpu, "patch_colossalai", must_not_be_called)
-    accelerator_module._set_up_cpu()
-
-
-def test_the_stock_accelerator_of_a_cpu_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_stock_accelerator_of_a_cpu_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in a script that has imported Colossal-AI before."""
-    ours = get_accelerator()
-    monkeypatch.setattr(colossal_hetero.colossalai_support.cpu, "patch_colossalai", lambda *_: None)
+    ours, patched = get_accelerator(), list[object]()
+    monkeypatch.setattr(colossal_hetero.colossalai_support.cpu, "patch_colossalai", lambda *_: patched.append(1))
     set_accelerator(CpuAccelerator())
     accelerator_module._set_up_cpu()
-    assert type(get_accelerator()) is HeteroCpuAccelerator
+    assert type(get_accelerator()) is HeteroCpuAccelerator and patched == [1]
     set_accelerator(ours)
+    monkeypatch.setattr(accelerator_module, "get_accelerator", CudaAccelerator)
+    monkeypatch.setattr(accelerator_module, "set_accelerator", pytest.fail)
+    accelerator_module._set_up_cpu()
+    assert patched == [1]

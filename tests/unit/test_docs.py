@@ -89,10 +89,6 @@ def flags_in(*folders: str) -> set[str]:
     return {flag for path in files for flag in re.findall(r"\"(--[a-z][\w-]*)\"", path.read_text(encoding="utf-8"))}
 
 
-def test_the_readme_is_short() -> None:
-    assert len(PAGES["README.md"].splitlines()) <= MAX_README_LINES
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_the_targets_of_links_exist(page: str) -> None:
     for target in LINK.findall(prose(page)):
@@ -109,6 +105,9 @@ def test_the_targets_of_links_exist(page: str) -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
 def test_python_blocks_compile_and_import_what_exists(page: str) -> None:
     for block in blocks(page, "python"):
+        # This package imports Colossal-AI without the warnings of optional packages; a direct import prints them.
+        packages = re.findall(r"^ *(?:from|import) (colossalai|colossal_hetero)\b", block, re.MULTILINE)
+        assert packages == sorted(packages), f"{page}: {packages}"
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.ImportFrom) and node.module is not None:
                 module = importlib.import_module(node.module)
@@ -129,25 +128,21 @@ def test_examples_of_pure_functions_run() -> None:
     assert ran == 3
 
 
-def test_make_targets_exist() -> None:
+def test_make_targets_and_flags_of_commands_exist() -> None:
     makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z][\w-]*):", makefile, re.MULTILINE))
-    for page in PAGES:
-        for line in code(page):
-            shown = re.match(r"make ([a-z][\w-]*)", line)
-            assert shown is None or shown[1] in targets, f"{page}: make {shown and shown[1]}"
+    for page, line in LINES:
+        shown = re.match(r"make ([a-z][\w-]*)", line)
+        assert shown is None or shown[1] in targets, f"{page}: make {shown and shown[1]}"
+        for name, rest in re.findall(r"colossal-hetero ([a-z]+)([^`|#]*)", line):
+            command = cli.commands.get(name)
+            assert command is not None, f"{page}: colossal-hetero {name}"
+            parts = [command, *(command.commands.values() if isinstance(command, click.Group) else ())]
+            known = {flag for part in parts for option in part.params for flag in option.opts}
+            assert set(FLAG.findall(rest)) <= known | {"--help"}, f"{page}: {line}"
 
 
-def test_flags_of_commands_exist() -> None:
-    for page in PAGES:
-        for line in code(page):
-            for name, rest in re.findall(r"colossal-hetero ([a-z]+)([^`|#]*)", line):
-                command = cli.commands.get(name)
-                assert command is not None, f"{page}: colossal-hetero {name}"
-                parts = [command, *(command.commands.values() if isinstance(command, click.Group) else ())]
-                options = [option for part in parts for option in part.params if isinstance(option, click.Option)]
-                known = {flag for option in options for flag in option.opts}
-                assert set(FLAG.findall(rest)) <= known | {"--help"}, f"{page}: {line}"
+LINES = [(page, line) for page in PAGES for line in code(page)]
 
 
 def flags_of_example(name: str, parser: str = "parse_options") -> set[str]:
@@ -159,34 +154,27 @@ def flags_of_example(name: str, parser: str = "parse_options") -> set[str]:
     return set(FLAG.findall(shown.getvalue()))
 
 
-def test_flags_of_examples_exist() -> None:
+def test_flags_of_examples_and_benchmarks_exist() -> None:
     known = {path.parent.name: flags_of_example(path.parent.name) for path in REPOSITORY.glob("examples/*/train.py")}
     assert len(known) == 5
-    for page in PAGES:
-        for line in code(page):
-            for name, rest in re.findall(r"examples/(\w+)/train\.py([^`|#]*)", line):
-                assert set(FLAG.findall(rest)) <= known[name], f"{page}: {line}"
-
-
-def test_benchmarks_and_their_flags_exist() -> None:
-    for page in PAGES:
-        for line in code(page):
-            for module, rest in BENCHMARK.findall(line):
-                if f"colossal_hetero.{module}" in line:
-                    continue
-                path = REPOSITORY.joinpath("benchmarks", *module.split(".")).with_suffix(".py")
-                assert path.is_file(), f"{page}: {line}"
-                text = path.read_text(encoding="utf-8") + (REPOSITORY / "benchmarks" / "common.py").read_text("utf-8")
-                assert all(f'"{flag}"' in text or flag == "--help" for flag in FLAG.findall(rest)), f"{page}: {line}"
+    for page, line in LINES:
+        for name, rest in re.findall(r"examples/(\w+)/train\.py([^`|#]*)", line):
+            assert set(FLAG.findall(rest)) <= known[name], f"{page}: {line}"
+        for module, rest in BENCHMARK.findall(line):
+            if f"colossal_hetero.{module}" in line:
+                continue
+            path = REPOSITORY.joinpath("benchmarks", *module.split(".")).with_suffix(".py")
+            assert path.is_file(), f"{page}: {line}"
+            text = path.read_text(encoding="utf-8") + (REPOSITORY / "benchmarks" / "common.py").read_text("utf-8")
+            assert all(f'"{flag}"' in text or flag == "--help" for flag in FLAG.findall(rest)), f"{page}: {line}"
 
 
 def test_every_flag_that_is_shown_exists() -> None:
     known = OTHER_FLAGS | {"--help", "--check"} | flags_in("examples", "benchmarks", "colossal_hetero/cli")
     # Some of their flags are made in a loop.
     known |= flags_of_example("language") | flags_of_example("zero") | flags_of_example("elastic", "parse_demo_options")
-    for page in PAGES:
-        shown = {flag for line in code(page) for flag in FLAG.findall(line)}
-        assert shown <= known, f"{page}: {', '.join(sorted(shown - known))}"
+    for page, line in LINES:
+        assert set(FLAG.findall(line)) <= known, f"{page}: {line}"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
@@ -198,19 +186,17 @@ def test_named_python_files_exist(page: str) -> None:
         assert found, f"{page} names {name}"
 
 
-def test_sections_that_sources_cite_exist() -> None:
+def test_sources_cite_sections_that_exist_and_only_what_is_in_the_repository() -> None:
     numbers = set(re.findall(r"^#+ ([\d.]+?)\.? ", PAGES["docs/algorithms.md"], re.MULTILINE))
-    for path in SOURCES:
-        text = re.sub(r"\s+#?\s*", " ", path.read_text(encoding="utf-8"))
-        for cited in re.findall(r"docs/algorithms\.md`*,? (?:sections? )?(\d(?:\.\d)?)", text):
-            assert cited in numbers, f"{path.relative_to(REPOSITORY)} cites section {cited} of docs/algorithms.md"
-
-
-def test_sources_cite_only_what_is_in_the_repository() -> None:
     elsewhere = re.compile(r"\b(ALGO" r"RITHMS\b|DES" r"IGN\.md|HO" r"USE\.md)")
     for path in (*SOURCES, *map(REPOSITORY.joinpath, PAGES)):
-        found = elsewhere.search(path.read_text(encoding="utf-8"))
-        assert not found, f"{path.relative_to(REPOSITORY)} cites {found and found[0]}"
+        name, text = path.relative_to(REPOSITORY), path.read_text(encoding="utf-8")
+        found = elsewhere.search(text)
+        assert not found, f"{name} cites {found and found[0]}"
+        if path.suffix == ".py":
+            text = re.sub(r"\s+#?\s*", " ", text)
+            for cited in re.findall(r"docs/algorithms\.md`*,? (?:sections? )?(\d(?:\.\d)?)", text):
+                assert cited in numbers, f"{name} cites section {cited} of docs/algorithms.md"
 
 
 def file_parts(*modules: object) -> Iterator[tuple[str, str]]:
@@ -221,7 +207,7 @@ def file_parts(*modules: object) -> Iterator[tuple[str, str]]:
                 yield from ((name, field.alias or each) for each, field in part.model_fields.items())
 
 
-def test_every_field_of_the_files_is_described() -> None:
+def test_every_field_of_the_files_and_every_setting_is_described() -> None:
     described = set(re.findall(r"`([a-z_0-9]+)`", PAGES["docs/file-formats.md"]))
     fields = [*file_parts(cluster_file, topology, batch_profile, layer_profile, plan, records)]
     assert len(fields) > 60
@@ -229,30 +215,21 @@ def test_every_field_of_the_files_is_described() -> None:
     missing = [f"{part}.{field}" for part, field in fields if field not in described | {"kinds"}]
     assert not missing
 
-
-@pytest.mark.parametrize(
-    ("config", "page"),
-    [
+    for config, page in (
         (BalanceConfig, "docs/tensor-parallel.md"),
         (BatchConfig, "docs/data-parallel.md"),
         (PlanConfig, "docs/planning.md"),
         (CheckpointConfig, "docs/checkpoints.md"),
         (ElasticConfig, "docs/elastic.md"),
-    ],
-)
-def test_every_setting_is_described(config: type, page: str) -> None:
-    rows = re.findall(r"^\| `(\w+)` \|", PAGES[page], re.MULTILINE)
-    missing = [field.name for field in dataclasses.fields(config) if field.name not in rows]
-    assert not missing
+    ):
+        rows = re.findall(r"^\| `(\w+)` \|", PAGES[page], re.MULTILINE)
+        assert not [field.name for field in dataclasses.fields(config) if field.name not in rows], page
 
 
-def test_public_names_are_described() -> None:
+def test_public_names_are_described_and_described_ones_exist() -> None:
     for package in ("", ".layers", ".balance", ".planner", ".testing"):
         for name in importlib.import_module(f"colossal_hetero{package}").__all__:
             assert f"`{name}`" in PAGES["docs/api.md"], f"colossal_hetero{package} exports {name}"
-
-
-def test_described_names_exist() -> None:
     for package, section in re.findall(
         r"^## `([\w.]+)`\n(.*?)(?=^## )", PAGES["docs/api.md"], re.MULTILINE | re.DOTALL
     ):
@@ -266,32 +243,18 @@ def test_the_description_of_the_package_is_up_to_date() -> None:
     assert described == PAGES["PYPI.md"], "run: python -m tools.long_description"
 
 
-def test_the_picture_of_the_rooms_is_up_to_date() -> None:
+def test_the_picture_and_the_table_of_the_rooms_are_up_to_date() -> None:
     page = PAGES["docs/architecture.md"]
     assert draw_rooms.updated(page) == page, "run: python -m tools.draw_rooms"
-
-
-def test_the_picture_leaves_out_implied_edges() -> None:
     edges = {"a": {"b", "c"}, "b": {"c"}, "c": set()}
     assert draw_rooms.reduced(edges) == {"a": {"b"}, "b": {"c"}, "c": set()}
-
-
-def test_every_room_is_described() -> None:
-    rows = "\n".join(re.findall(r"^\| (`.+?) \|", PAGES["docs/architecture.md"], re.MULTILINE))
+    rows = "\n".join(re.findall(r"^\| (`.+?) \|", page, re.MULTILINE))
     named = {name.removesuffix(".py").removesuffix("/") for name in INLINE.findall(rows)}
     assert named == set(RULES) - {"planner"}  # planner/ itself only re-exports names
 
 
-def test_the_citation_file_is_valid() -> None:
+def test_files_beside_the_package() -> None:
     citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text(encoding="utf-8"))
-    assert citation["cff-version"] == "1.2.0"
-    assert {"message", "title", "authors"} <= citation.keys()
+    assert citation["cff-version"] == "1.2.0" and {"message", "title", "authors"} <= citation.keys()
     assert citation["version"] == colossal_hetero.__version__
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
-def test_this_package_is_imported_before_colossalai(page: str) -> None:
-    """It imports Colossal-AI without the warnings of optional packages; a direct import prints them."""
-    for block in blocks(page, "python"):
-        packages = re.findall(r"^ *(?:from|import) (colossalai|colossal_hetero)\b", block, re.MULTILINE)
-        assert packages == sorted(packages), f"{page}: {packages}"
+    assert len(PAGES["README.md"].splitlines()) <= MAX_README_LINES

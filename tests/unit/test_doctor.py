@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -61,21 +62,14 @@ def test_the_slow_rank_and_its_cause_are_found(fault: Window, fast: Window, caus
     assert 0 < found[0].predicted_seconds < 0.19
 
 
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("noise", [0.0, 0.05, 0.3])
-def test_nothing_is_said_of_equal_ranks(noise: float, seed: int) -> None:
-    assert diagnose(ranks_of(*[HEALTHY] * 4, noise=noise, seed=seed)) == []
-
-
-def test_a_difference_within_the_noise_or_of_few_windows_is_not_judged() -> None:
+def test_nothing_is_said_of_equal_ranks_noise_and_few_windows() -> None:
+    for noise, seed in itertools.product([0.0, 0.05, 0.3], range(20)):
+        assert diagnose(ranks_of(*[HEALTHY] * 4, noise=noise, seed=seed)) == []
     assert diagnose(ranks_of(WAITING, replace(WAITING, rest_cpu=0.065))) == []
     assert diagnose([windows[:4] for windows in ranks_of(WAITING, BUSY)]) == []
     assert diagnose(ranks_of(BUSY)) == []
     assert advice([], 0.1) == ["No rank is slower than the others by more than noise."]
-
-
-def test_skewed_noise_of_equal_ranks_is_not_a_difference() -> None:
-    # Rank 0 takes 20 ms longer in three windows of five, and yet its median is the smaller one.
+    # Skewed noise: rank 0 takes 20 ms longer in three windows of five, and yet its median is the smaller one.
     works = [(0.06, 0.04), (0.04, 0.02), (0.08, 0.06), (0.03, 0.09), (0.03, 0.09)] * 6
     ranks = [
         [replace(WAITING, number=number, rest_cpu=work[rank]) for number, work in enumerate(works)] for rank in (0, 1)
@@ -98,10 +92,7 @@ def test_the_iterations_are_those_of_the_optimizer_that_steps_most(monkeypatch: 
         recorder.tick(name)  # type: ignore[arg-type]
     assert begun == ["a", "c"]
 
-
-def test_a_window_lasts_a_second_also_if_a_quota_lets_the_first_iterations_pass(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    # A window lasts a second, also if a quota lets the first iterations pass.
     recorder, now = Recorder(60, None), 0.0
     recorder.store, recorder.rank, recorder.iteration, recorder.ends = dist.HashStore(), 0, 0, []
     monkeypatch.setattr("time.perf_counter", lambda: now)
@@ -161,9 +152,7 @@ def test_links_are_judged_only_if_communication_is_long() -> None:
     assert not needs_links(ranks_of(*[HEALTHY] * 4))
     assert not needs_links(ranks_of(WAITING, BUSY))
     assert diagnose(ranks_of(*[HEALTHY] * 4), links=links_between(4, {(1, 3)})) == []
-
-
-def test_late_short_messages_make_a_link_slow() -> None:
+    # Late short messages make a link slow.
     links = [replace(link, small_seconds=0.01) if link.ranks == (0, 1) else link for link in links_between(4, set())]
     (finding,) = diagnose(ranks_of(*[TALKING] * 4), links=links)
     assert finding.ranks == (0, 1)

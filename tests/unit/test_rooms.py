@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import itertools
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -85,10 +86,7 @@ def nodes_of(module: str) -> list[ast.AST]:
 def imported(module: str) -> Iterator[str]:
     """Modules of the package that ``module`` imports anywhere: at the top, in functions, under TYPE_CHECKING."""
     for name in imported_names(module):
-        if name in MODULES:
-            yield name
-        elif name.rpartition(".")[0] in MODULES:
-            yield name.rpartition(".")[0]
+        yield from [each for each in (name, name.rpartition(".")[0]) if each in MODULES][:1]
 
 
 def imported_names(module: str) -> Iterator[str]:
@@ -104,18 +102,12 @@ def imported_names(module: str) -> Iterator[str]:
             yield from (f"{source}.{alias.name}" for alias in node.names)
 
 
-def test_there_are_few_rooms_and_each_has_a_rule() -> None:
+def test_there_are_few_rooms_with_few_modules_each_on_two_levels() -> None:
     assert {room_of(module) for module in MODULES} - {""} == set(RULES)
     tops = {room.partition("/")[0] for room in RULES}
     assert len(tops) <= MAX_ROOMS, f"{len(tops)} rooms: a newcomer cannot learn more than {MAX_ROOMS}; merge two"
-
-
-def test_rooms_have_two_levels() -> None:
     deep = sorted(module for module in MODULES if module.count(".") > 3)
     assert not deep, f"{', '.join(deep)}: put them one folder higher; folders in folders need interfaces between them"
-
-
-def test_a_folder_holds_few_modules() -> None:
     for folder in {path.parent for path in MODULES.values()}:
         modules = sorted(path.stem for path in folder.glob("*.py") if path.name != "__init__.py")
         assert len(modules) <= MAX_MODULES, (
@@ -138,26 +130,22 @@ def test_a_room_imports_only_rooms_below_it(room: str) -> None:
             )
 
 
-def test_the_doctor_stands_alone() -> None:
+def test_the_doctor_stands_alone_and_decisions_are_pure() -> None:
     # It watches scripts that use nothing of this package, and starts without Colossal-AI.
     assert set(imported("colossal_hetero.doctor")) == {"colossal_hetero.common.tables"}
     assert set(imported("colossal_hetero.common.tables")) == set()
     roots = {name.split(".")[0] for name in imported_names("colossal_hetero.doctor")} - {"colossal_hetero"}
     assert roots - sys.stdlib_module_names == {"torch", "rich"}
+    for (room, names), (module, path) in itertools.product(PURE.items(), MODULES.items()):
+        if module.split(".")[1:2] == [room] and (names is None or path.stem in names):
+            wrong = {name for name in imported_names(module) if name.split(".")[0] in ("torch", "colossalai")}
+            assert not wrong, f"{module} decides, so it must not import {', '.join(sorted(wrong))}"
 
 
 def test_there_are_no_import_cycles() -> None:
     # A package's __init__ only re-exports names; modules import each other directly.
     graph = {module: set(imported(module)) for module, path in MODULES.items() if path.name != "__init__.py"}
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules
-
-
-def test_decisions_are_pure() -> None:
-    for room, names in PURE.items():
-        for module, path in MODULES.items():
-            if module.split(".")[1:2] == [room] and (names is None or path.stem in names):
-                wrong = {name for name in imported_names(module) if name.split(".")[0] in ("torch", "colossalai")}
-                assert not wrong, f"{module} decides, so it must not import {', '.join(sorted(wrong))}"
 
 
 def test_no_two_classes_have_the_same_name() -> None:
@@ -184,7 +172,6 @@ FIXED_NAMES = {
 }
 
 
-@pytest.mark.parametrize("module", FIXED_NAMES)
-def test_names_that_scripts_import_are_where_they_were(module: str) -> None:
-    for name in FIXED_NAMES[module]:
-        assert hasattr(importlib.import_module(module), name), name
+def test_names_that_scripts_import_are_where_they_were() -> None:
+    for module, names in FIXED_NAMES.items():
+        assert all(hasattr(importlib.import_module(module), name) for name in names), module

@@ -1,8 +1,9 @@
-"""A tensor-parallel group inside one process computes the same as a group of processes."""
+"""What benchmarks rely on: groups in one process, other plans that load checkpoints, parts of the GPU suite."""
 
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,14 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 import colossal_hetero.layers as ours
+from benchmarks.checkpoint.resharding import MAX_READ_SHARE, Pair, Plan, reshard
+from benchmarks.gpu.part import Machine
+from benchmarks.gpu.store import load_results
+from benchmarks.gpu.suite import PARTS, load_part
+from benchmarks.gpu.worker import measure_part
 from benchmarks.in_process import InProcessLinear, shard_in_process
 from tests.support.harness import run_ranks
+from tests.support.random_examples import IS_THOROUGH
 
 
 def small_vit() -> VisionTransformer:
@@ -87,3 +94,27 @@ def test_a_pruned_layer_equals_that_of_separate_processes(world: int) -> None:
 def test_sizes_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ValueError, match="36 column features cannot be divided into 1 parts over 5 ranks"):
         InProcessLinear(nn.Linear(24, 36), 5, "column")
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_runs_on_the_cpu(name: str, tmp_path: Path) -> None:
+    part, machine = load_part(name), Machine(torch.device("cpu"), gpus=0, is_tiny=True)
+    assert part.name == name
+    cases = part.cases(machine)
+    if not IS_THOROUGH:
+        cases = [case for case in cases if not case.gpus][:1] or cases
+    names = [case.name for case in cases]
+    assert measure_part(part, machine, tmp_path / "part.json", 300.0, again=False, only=names)
+    results = load_results(tmp_path / "part.json")
+    assert results is not None
+    for case in cases:
+        result = results.cases[case.name]
+        assert result.status == ("does not fit" if case.gpus else "done"), f"{case.name}: {result.message}"
+        assert all(len(row) == len(part.columns) - 1 and "**no**" not in row for row in result.rows), result.rows
+        assert result.rows or case.gpus
+
+
+def test_a_checkpoint_is_loaded_under_another_plan() -> None:
+    outcome = reshard(Pair("llama", Plan(dp=3, zero=1), Plan(tp=2, dp=2, zero=1), "bf16"), {})
+    assert outcome.tensors and not outcome.different
+    assert outcome.read_share <= MAX_READ_SHARE

@@ -1,17 +1,25 @@
-"""The pieces of all ranks are the model and the optimizer of one process, and other plans can be given them."""
+"""The pieces of all ranks are the model and optimizer of one process; boxes are sent to ranks that need them."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.checkpoint_runs import MODELS as BUILDERS
+from colossal_hetero.checkpoint import layer_checkpoint
+from colossal_hetero.checkpoint.config import CheckpointError
+from colossal_hetero.checkpoint.exchange import BoxMemory, Outcome, fetch_boxes
+from colossal_hetero.checkpoint.pieces import Bitmap, Box, Location, StorageTier, TensorPiece
+from colossal_hetero.checkpoint.transfers import Need, choose_sources
 from tests.support.checkpoint_runs import (
+    MODELS,
     boosted,
     different_tensors,
     gathered,
@@ -31,7 +39,7 @@ ZERO = dict(zero_stage=1, precision="bf16")
 
 def of_one_process(name: str) -> dict[str, Tensor]:
     """Parameters and moments after training without any plugin."""
-    model = BUILDERS[name]()
+    model = MODELS[name]()
     optimizer = sgd(model)
     for number in range(STEPS):
         inputs = samples_of(name, number)
@@ -62,7 +70,6 @@ def check_models_of_three_ranks() -> None:
 
 def test_the_pieces_of_all_ranks_are_those_of_one_process() -> None:
     run_ranks(3, check_models_of_three_ranks)
-    run_ranks(4, check_against_one_process, "gpt2", dict(tp_size=2, pp_size=2))  # fused, tied, padded
 
 
 def check_against_colossalai(folder: Path) -> None:
@@ -84,10 +91,6 @@ def check_against_colossalai(folder: Path) -> None:
             assert torch.equal(found[f"{entry}.{names[number]}"], torch.as_tensor(value)), f"{entry} of {names[number]}"
 
 
-def test_zero_slices_are_those_of_colossalais_checkpoint(tmp_path: Path) -> None:
-    run_ranks(4, check_against_colossalai, tmp_path)
-
-
 def check_reload() -> None:
     one = boosted("gpt2", hybrid(pp_size=2, **ZERO), sgd)
     train(one, range(STEPS))
@@ -103,5 +106,84 @@ def check_reload() -> None:
     assert train(two, range(STEPS, STEPS + 2)) == pytest.approx(losses, rel=2e-2)
 
 
-def test_another_plan_with_copies_in_higher_precision_continues() -> None:
-    run_ranks(4, check_reload)
+def check_models_of_four_ranks(folder: Path) -> None:
+    check_against_one_process("gpt2", dict(tp_size=2, pp_size=2))  # fused, tied, padded
+    check_against_colossalai(folder)
+    check_reload()
+
+
+def test_another_plan_continues_and_zero_slices_are_those_of_colossalais_checkpoint(tmp_path: Path) -> None:
+    run_ranks(4, check_models_of_four_ranks, tmp_path)
+
+
+NODES = {0: "a", 1: "a", 2: "b"}
+LAYERS = tuple(f"block-{number:04d}" for number in range(6))
+WHOLE = Box((0, 0), (4, 6))
+VALUES = {layer: torch.arange(24, dtype=torch.float32).view(4, 6) + 100 * n for n, layer in enumerate(LAYERS)}
+NEEDED = {0: Box((0, 0), (4, 3)), 1: Box((3, 1), (1, 2)), 2: Box((0, 0), (3, 6))}
+
+
+def exchanged(unreadable: str | None) -> tuple[Outcome, dict[str, torch.Tensor]]:
+    """Node a has the rows and node b the columns of a grid; every rank needs other parts of it."""
+    bitmap, rank = Bitmap(), dist.get_rank()
+    for layer in LAYERS:
+        for row in range(3):
+            bitmap.add(layer, f"param.{layer}", Box((row, 0), (1, 6)), Location("a", StorageTier.DISK))
+        bitmap.add(layer, f"param.{layer}", Box((0, 0), (4, 3)), Location("b", StorageTier.DISK))
+    needs = {each: [Need(layer, f"param.{layer}", box, 4) for layer in LAYERS] for each, box in NEEDED.items()}
+    data = {layer: torch.full(NEEDED[rank].sizes, -1.0) for layer in LAYERS}
+    pieces = [TensorPiece(layer, f"param.{layer}", (4, 6), NEEDED[rank], data[layer], "whole") for layer in LAYERS]
+    memory = BoxMemory(pieces, {piece.key: piece.shape for piece in pieces}, {piece.key: "float32" for piece in pieces})
+
+    def fill(targets: Sequence[TensorPiece]) -> None:
+        for target in targets:
+            if target.layer == unreadable and rank == 2:
+                raise CheckpointError("damaged")
+            target.data.copy_(VALUES[target.layer][WHOLE.slices_of(target.box)])
+
+    return fetch_boxes(choose_sources(needs, NODES, bitmap), NODES, memory, fill), data
+
+
+def check_exchange(unreadable: str | None) -> tuple[int, int]:
+    outcome, data = exchanged(unreadable)
+    for layer in LAYERS:
+        if layer != unreadable:
+            assert torch.equal(data[layer], VALUES[layer][WHOLE.slices_of(NEEDED[dist.get_rank()])])
+    assert all(each.layer == unreadable for each in outcome.left)
+    found = [(unreadable, Location("b", StorageTier.DISK), "damaged")] if dist.get_rank() == 2 and unreadable else []
+    assert outcome.problems == found
+    return outcome.received_bytes, len(outcome.left)
+
+
+def check_exchanges() -> list[tuple[int, int]]:
+    return [check_exchange(None), check_exchange(LAYERS[1])]
+
+
+def test_ranks_get_what_only_other_nodes_have() -> None:
+    # Ranks 0 and 1 lack a part of the last row, and rank 2 the right half of three rows.
+    for lost, found in enumerate(zip(*run_ranks(3, check_exchanges), strict=True)):
+        layers = len(LAYERS) - lost
+        assert found == ((layers * 4 * 3, lost), (layers * 4 * 2, lost), (len(LAYERS) * 4 * 9, lost))
+
+
+def message_through_store(master: str, own: str) -> bytes:
+    """What rank 1 has written, as both ranks read it."""
+    os.environ["MASTER_ADDR"] = master
+    is_loopback = {"_is_loopback": lambda address: address == "127.0.0.1"}
+    with patch.multiple(layer_checkpoint, own_address=lambda: own, STORE_SECONDS=5.0, **is_loopback):
+        store = layer_checkpoint._new_store()
+    assert store is not None
+    if dist.get_rank() == 1:
+        store.set("key", "value")
+    value = store.get("key")
+    dist.barrier()
+    return value
+
+
+def messages_through_stores() -> list[bytes]:
+    """192.0.2.1 is on no machine; 127.0.0.2 leads here, and stands for an address of rank 0's machine."""
+    return [message_through_store(*each) for each in (("192.0.2.1", "127.0.0.2"), ("127.0.0.1", "127.0.0.1"))]
+
+
+def test_the_store_of_messages_is_on_the_machine_of_rank_0() -> None:
+    assert run_ranks(2, messages_through_stores) == [[b"value"] * 2] * 2

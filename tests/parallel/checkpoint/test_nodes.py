@@ -1,4 +1,4 @@
-"""Ranks on two nodes, each with a folder of its own: layers come from the other node, also in place of damaged ones."""
+"""Damaged checkpoints: layers come from other nodes, and the newest whole checkpoint is loaded, in words."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from colossal_hetero import CheckpointConfig
 from colossal_hetero.checkpoint.places import Place, entries
-from tests.support.checkpoint_runs import Run, boosted, different_tensors, gathered, hybrid, train
+from tests.support.checkpoint_runs import Run, boosted, different_tensors, gathered, hybrid, saving, train
 from tests.support.harness import run_ranks
 from tests.support.random_examples import IS_THOROUGH
 
@@ -120,51 +120,44 @@ def test_a_damaged_file_is_replaced_by_that_of_another_node_or_the_shared_folder
     assert other == [0] * len(DAMAGES_AND_FOLDERS)
 
 
-def check_full_disk(folder: Path, shared: bool) -> list[str]:
-    save(folder, {}, shared)
-    if dist.get_rank() == 0:
-        flipped(folder / "a" / STEP / DAMAGED[0])
-    dist.barrier()
+def check_rest(folder: Path) -> tuple[list[list[str]], str]:
+    """What a full disk says, without and with a shared folder; and what is said of a lost node."""
+    full: list[list[str]] = []
 
     def replace(place: Place, file: str, content: Iterable[memoryview]) -> None:
         next(iter(content))
         raise OSError("no space left")
 
-    run = on_two_nodes(folder, shared)
-    with patch.object(Place, "replace", replace), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run.plugin.resume(run.model, run.optimizer)
-    return [str(each.message) for each in caught if "replaced" in str(each.message)]
+    for shared in (False, True):
+        root = folder / f"full-{shared}"
+        save(root, {}, shared)
+        if dist.get_rank() == 0:
+            flipped(root / "a" / STEP / DAMAGED[0])
+        dist.barrier()
+        run = on_two_nodes(root, shared)
+        with patch.object(Place, "replace", replace), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run.plugin.resume(run.model, run.optimizer)
+        full.append([str(each.message) for each in caught if "replaced" in str(each.message)])
 
-
-def check_loss(folder: Path) -> str:
-    save(folder, dict(pp_size=2))
+    save(folder / "lost", dict(pp_size=2))
     if dist.get_rank() == 0:
-        shutil.rmtree(folder / "b")
+        shutil.rmtree(folder / "lost" / "b")
     dist.barrier()
-    run = on_two_nodes(folder)
-    try:
+    run = on_two_nodes(folder / "lost")
+    with pytest.raises(RuntimeError) as lost:
         run.plugin.resume(run.model, run.optimizer)
-    except RuntimeError as error:
-        return str(error)
-    return "loaded"
 
-
-def check_states(folder: Path) -> int | None:
-    save(folder, {})
-    (folder / "ab"[dist.get_rank()] / STEP / "states.bin").unlink()
+    save(root := folder / "states", {})
+    (root / "ab"[dist.get_rank()] / STEP / "states.bin").unlink()
     dist.barrier()
-    run = on_two_nodes(folder)
+    run = on_two_nodes(root)
     with pytest.raises(RuntimeError, match=r"that of step 1 lacks states\.bin"):
         run.plugin.resume(run.model, run.optimizer)
-    (entry,) = entries(folder / "a")
+    (entry,) = entries(root / "a")
     assert len(entry.faults) == 1 and "states.bin is missing" in entry.faults[0]
-    return run.plugin._checkpoints.files.newest_step()
-
-
-def check_rest(folder: Path) -> tuple[list[list[str]], str, int | None]:
-    full = [check_full_disk(folder / f"full-{shared}", shared) for shared in (False, True)]
-    return full, check_loss(folder / "lost"), check_states(folder / "states")
+    assert run.plugin._checkpoints.files.newest_step() is None
+    return full, str(lost.value)
 
 
 def test_what_cannot_be_replaced_or_loaded(tmp_path: Path) -> None:
@@ -172,6 +165,79 @@ def test_what_cannot_be_replaced_or_loaded(tmp_path: Path) -> None:
     first, second = run_ranks(2, check_rest, tmp_path)
     assert all("could not be replaced by that of node b: no space left" in own[-1] for own in first[0])
     assert second[0] == [[], []]
-    for _, message, newest in (first, second):
-        assert "no checkpoint is whole" in message and newest is None
+    for _, message in (first, second):
+        assert "no checkpoint is whole" in message
         assert "that of step 1 lacks block-0002.whole.safetensors and" in message and "node a" in message
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    for place in range(len(content) // 3, 2 * len(content) // 3):
+        content[place] ^= 1
+    path.write_bytes(content)
+
+
+def halve(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def make_unreadable(path: Path) -> None:
+    """Also for root, who may read everything: a folder in place of the file, of the same size for ``stat``."""
+    path.unlink()
+    path.symlink_to("/proc/self/mem")
+
+
+DAMAGES = [flip, halve, empty, Path.unlink, make_unreadable]
+FILES = ["block-0001*.safetensors", "states.bin", "manifest.json", "part-*.json"]
+
+
+def check_fallback(folder: Path, cases: list[tuple[Callable[[Path], None], str]], **options: int) -> None:
+    run = boosted("vit", saving(folder / "saved", **options))
+    states = {}
+    for step in (1, 2, 3):
+        train(run, [step])
+        run.plugin.save(run.model, run.optimizer, step=step)
+        run.plugin.wait_for_saves()
+        states[step] = gathered(run)
+    for number, (damage, name) in enumerate(cases):
+        every = ({3}, {3, 2}, {3, 2, 1})
+        for damaged in every if IS_THOROUGH else (every[number % 3],):
+            case, copy = f"{damage.__name__} {name} of {damaged}", folder / f"{number}-{len(damaged)}"
+            if dist.get_rank() == 0:
+                shutil.copytree(folder / "saved", copy)
+                for step in damaged:
+                    damage(next((copy / f"step-{step:08d}").glob(name)))
+            dist.barrier()
+            resumed = boosted("vit", saving(copy, **options))
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                if len(damaged) == 3:
+                    with pytest.raises(RuntimeError) as error:
+                        resumed.plugin.resume(resumed.model, resumed.optimizer)
+                    assert "no checkpoint is whole" in str(error.value), case
+                    continue
+                start = resumed.plugin.resume(resumed.model, resumed.optimizer)
+            expected = min(damaged) - 1
+            assert start.step == expected, case
+            assert different_tensors(gathered(resumed), states[expected]) == [], case
+            said = [str(each.message) for each in caught if "a newer checkpoint is not whole" in str(each.message)]
+            assert len(said) == (dist.get_rank() == 0), (case, said)
+            for message in said:
+                assert all(f"that of step {step}" in message for step in damaged), (case, message)
+                assert f"Training continues from that of step {expected}" in message, (case, message)
+
+
+@pytest.mark.parametrize("ranks", [2, 3] if IS_THOROUGH else [2])
+def test_the_newest_whole_checkpoint_is_loaded(ranks: int, tmp_path: Path) -> None:
+    """Each damage and each file; all pairs of them if thorough."""
+    cases = [
+        (damage, name)
+        for number, damage in enumerate(DAMAGES)
+        for other, name in enumerate(FILES)
+        if IS_THOROUGH or (number - other) % len(FILES) == 0
+    ]
+    run_ranks(ranks, check_fallback, tmp_path, cases)

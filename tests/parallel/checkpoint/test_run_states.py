@@ -1,4 +1,4 @@
-"""What is restored besides tensors, so that a resumed run is the undisturbed one."""
+"""What is restored besides tensors, under any plan, and what cannot be saved or resumed."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from colossalai.booster import Booster
+from colossalai.nn.optimizer import Lamb
 from colossalai.shardformer.layer.utils import Randomizer
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from colossal_hetero import CheckpointConfig
+from colossal_hetero import CheckpointConfig, HeteroHybridParallelPlugin
 from colossal_hetero.checkpoint.layer_checkpoint import Start
 from colossal_hetero.checkpoint.reader import export
-from tests.support.checkpoint_runs import MODELS, boosted, different_tensors, gathered, saving, train
+from colossal_hetero.planner.cost.plan import Plan
+from tests.parallel.plugin.unequal.test_unequal_replicas import PLANS, gpt2
+from tests.support.checkpoint_runs import MODELS, Run, boosted, different_tensors, gathered, hybrid, load, saving, train
 from tests.support.harness import run_ranks
-from tests.support.training import zero_plugin
+from tests.support.planning import make_plan
+from tests.support.training import Trained, adamw, mean_over_replicas, pipeline_step, sgd, zero_plugin
 from tests.support.zero_runs import full_parameters
 
 DROPOUT = dict(pos_drop_rate=0.1, proj_drop_rate=0.1, attn_drop_rate=0.1, drop_path_rate=0.1)
@@ -64,30 +68,18 @@ def check_hybrid(folder: Path, options: dict[str, Any], others: Sequence[dict[st
     return starts
 
 
-def test_the_resumed_run_is_the_undisturbed_one_with_dropout(tmp_path: Path) -> None:
-    run_ranks(4, check_hybrid, tmp_path, dict(tp_size=2, pp_size=2), [])
+def check_plans(folder: Path) -> None:
+    check_hybrid(folder / "dropout", dict(tp_size=2, pp_size=2), [])
+    dist.barrier()
+    check_hybrid(folder, dict(tp_size=2, pp_size=2), [dict(pp_size=2)])
 
 
-def test_another_plan_continues_with_the_same_losses(tmp_path: Path) -> None:
-    run_ranks(4, check_hybrid, tmp_path, dict(tp_size=2, pp_size=2), [dict(pp_size=2)])
+def test_the_resumed_run_is_the_undisturbed_one_and_another_plan_continues(tmp_path: Path) -> None:
+    run_ranks(4, check_plans, tmp_path)
     export(tmp_path, tmp_path / "model.pt")
     model = MODELS["gpt2"]()
     found = model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True), strict=False)
     assert found == (["lm_head.weight"], [])  # which is the embedding
-
-
-class Net(nn.Module):
-    """A model with statistics, dropout, and sizes that cannot be divided evenly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(7, 13)
-        self.norm = nn.BatchNorm1d(13)
-        self.drop = nn.Dropout(0.2)
-        self.second = nn.Linear(13, 3)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.second(self.drop(torch.relu(self.norm(self.first(inputs)))))
 
 
 def check_zero(folder: Path, stages: Sequence[int], precision: str, at: int) -> list[bool]:
@@ -100,7 +92,8 @@ def check_zero(folder: Path, stages: Sequence[int], precision: str, at: int) -> 
         torch.manual_seed(seed)
         checkpoints = CheckpointConfig(shared=folder, save_every=at)
         plugin = zero_plugin(stage, 8, max_micro_batch=8, precision=precision, checkpoints=checkpoints)
-        model = Net()
+        # With statistics, dropout, and sizes that cannot be divided evenly.
+        model = nn.Sequential(nn.Linear(7, 13), nn.BatchNorm1d(13), nn.ReLU(), nn.Dropout(0.2), nn.Linear(13, 3))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         loader = plugin.prepare_dataloader(data, shuffle=True)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -145,16 +138,163 @@ def check_zero(folder: Path, stages: Sequence[int], precision: str, at: int) -> 
     return same
 
 
+def check_all_of_zero(folder: Path) -> None:
+    """Stages 0 and 1; 2 and 0, at the end of an epoch; and 1 with a loss scale."""
+    for stages, precision, at in (((0, 1), "fp32", 3), ((2, 0), "bf16", 5), ((1,), "fp16", 3)):
+        same = check_zero(folder / precision, stages, precision, at)
+        assert same == [True] + [False] * (len(stages) - 1), precision
+        dist.barrier()
+
+
+def test_a_run_of_the_zero_plugin_resumes_where_it_was(tmp_path: Path) -> None:
+    run_ranks(2, check_all_of_zero, tmp_path)
+
+
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters(), lr=0.01)
+
+
+def lamb(model: nn.Module) -> torch.optim.Optimizer:
+    return Lamb(model.parameters(), lr=0.01)
+
+
+def boost_fully_sharded(folder: Path) -> tuple[Any, ...]:
+    plugin = zero_plugin(3, 4, max_micro_batch=4, checkpoints=CheckpointConfig(shared=folder))
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    data = TensorDataset(torch.randn(8, 3), torch.zeros(8, dtype=torch.int64))
+    return plugin, *Booster(plugin=plugin).boost(
+        model, sgd(model), nn.CrossEntropyLoss(), plugin.prepare_dataloader(data)
+    )
+
+
+def check_refusals(folder: Path) -> None:
+    run = boosted("vit", saving(folder))
+    plain = DataLoader(TensorDataset(torch.zeros(4)))
+    with pytest.raises(TypeError, match=r"a DataLoader has no state_dict, .* save at the end of an epoch"):
+        run.plugin.save(run.model, run.optimizer, None, plain, step=1)
+    with pytest.raises(ValueError, match=r"not one that booster\.boost returned"):
+        run.plugin.save(nn.Linear(2, 2), run.optimizer, step=1)
+    without = boosted("vit", hybrid())
+    with pytest.raises(ValueError, match=r"checkpoints=CheckpointConfig\(local=\.\.\., shared=\.\.\.\)"):
+        without.plugin.resume(without.model, without.optimizer)
+
+    run.plugin.save(run.model, run.optimizer, step=1)
+    run.plugin.wait_for_saves()
+    with pytest.raises(RuntimeError, match="there is none of step 7; the steps are: 1"):
+        run.plugin.resume(run.model, run.optimizer, step=7)
+    other = boosted("vit", saving(folder), sgd)
+    with pytest.raises(ValueError, match="has the state of AdamW, but this run trains with SGD"):
+        other.plugin.resume(other.model, other.optimizer)
+    wider = boosted("vit", saving(folder), embed_dim=48)
+    with pytest.raises(ValueError, match="the checkpoint is of another model: cls_token has shape"):
+        wider.plugin.resume(wider.model, wider.optimizer)
+
+    factored = boosted("vit", saving(folder), adafactor)
+    train(factored, [0])
+    with pytest.raises(ValueError, match=r"Adafactor keeps 'row_var' of a parameter .* use one of these"):
+        factored.plugin.save(factored.model, factored.optimizer, step=2)
+    plugin, model, optimizer, *_ = boost_fully_sharded(folder)
+    with pytest.raises(ValueError, match="layer checkpoints are for ZeRO stages 0 to 2"):
+        plugin.save(model, optimizer, step=2)
+
+
+def test_what_cannot_be_saved_or_resumed_says_so(tmp_path: Path) -> None:
+    run_ranks(1, check_refusals, tmp_path)
+    with pytest.raises(ValueError, match="needs a folder"):
+        CheckpointConfig()
+    with pytest.raises(ValueError, match="keep=0 must be a whole number of at least 1"):
+        CheckpointConfig(shared=tmp_path, keep=0)
+
+
+def frozen(options: dict[str, Any], seed: int) -> Run:
+    """A run in which the embedding is not trained."""
+
+    def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        for parameter in model.patch_embed.parameters():  # type: ignore[union-attr]
+            parameter.requires_grad = False
+        return adamw(model)
+
+    return boosted("vit", hybrid(**options), make_optimizer, seed=seed)
+
+
+def check_kinds() -> None:
+    """Frozen parameters, which ZeRO keeps in half precision only; and counts of steps that are numbers of Python."""
+    zero: dict[str, Any] = dict(zero_stage=1, precision="bf16")
+    run = frozen(zero, 0)
+    train(run, range(2))
+    saved, loaded = gathered(run), frozen(dict(pp_size=2, precision="bf16"), 1)
+    assert saved.tensors["param.patch_embed.proj.bias"].dtype == torch.bfloat16
+    load(loaded, saved)
+    assert different_tensors(gathered(loaded), saved) == []
+
+    run = boosted("vit", hybrid(**zero), lamb)
+    train(run, range(2))
+    saved, loaded = gathered(run), boosted("vit", hybrid(pp_size=2), lamb)
+    assert saved.kinds["step"] == "number.int64"
+    load(loaded, saved)
+    assert different_tensors(gathered(loaded), saved) == []
+    assert {state["step"] for state in loaded.optimizer.optim.state.values()} == {2}
+
+
+def test_other_kinds_of_states_are_restored() -> None:
+    run_ranks(2, check_kinds)
+
+
+STEPS, AT = 5, 2
+EQUAL = make_plan([[[0], [1]]], [2, 2], 2, 5)
+
+
+class Texts(Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return STEPS * 10
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(101, (8,), generator=torch.Generator().manual_seed(index))
+        return dict(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=tokens)
+
+
+def run(plan: Plan, folder: Path, options: dict[str, Any], resumes: bool, keeps_position: bool) -> list[float]:
+    """Mean losses of the global batches: all of an epoch, or those after the checkpoint."""
+    checkpoints = CheckpointConfig(shared=folder, save_every=AT)
+    plugin = HeteroHybridParallelPlugin(plan=plan, **(dict(precision="fp32") | options), checkpoints=checkpoints)
+    batch_size = plan.global_batch if plan.symmetric else None
+    loader = plugin.prepare_dataloader(Texts(), batch_size, shuffle=False)
+    model = gpt2()
+    optimizer, booster = torch.optim.AdamW(model.parameters(), lr=1e-3), Booster(plugin=plugin)
+    model, optimizer, _, loader, _ = booster.boost(model, optimizer, None, loader)
+    trained = Trained([], model, optimizer, booster, plugin)
+    saved = loader if keeps_position else None
+    start = plugin.resume(model, optimizer, None, saved) if resumes else None
+    # Without the position, an epoch begins again.
+    skipped = start.step if start is not None and not keeps_position else 0
+    batches, losses = iter(loader), []
+    for _ in range(skipped):
+        next(batches)
+    first = 0 if start is None else start.step
+    assert first == (AT if resumes else 0)
+    for step in range(first, STEPS):
+        own = pipeline_step(trained, batches, lambda outputs, _: outputs["loss"])
+        if step + 1 == AT and not resumes:
+            assert plugin.save(model, optimizer, None, saved, step=AT)
+        samples = plugin.plan.replicas[plugin.replica()[0]].micro_batches * plan.micro_batch
+        losses.append(mean_over_replicas(own, samples))
+    plugin.wait_for_saves()
+    return losses
+
+
 @pytest.mark.parametrize(
-    "stages, precision, at",
+    ("saved", "loaded", "options"),
     [
-        pytest.param((0, 1), "fp32", 3, id="stages 0 and 1"),
-        pytest.param((2, 0), "bf16", 5, id="stages 2 and 0, at the end of an epoch"),
-        pytest.param((1,), "fp16", 3, id="loss scale, and a sampler with a state"),
+        (PLANS["1+2"], PLANS["1+2"], {}),
+        (PLANS["tp2 1+2"], PLANS["1+2"], {}),
+        (EQUAL, PLANS["1+2"], {}),
+        (PLANS["1+2"], PLANS["splits"], dict(zero_stage=1, precision="bf16")),
     ],
 )
-def test_a_run_of_the_zero_plugin_resumes_where_it_was(
-    tmp_path: Path, stages: Sequence[int], precision: str, at: int
-) -> None:
-    for same in run_ranks(2, check_zero, tmp_path, stages, precision, at):
-        assert same == [True] + [False] * (len(stages) - 1)
+def test_any_plan_continues(saved: Plan, loaded: Plan, options: dict[str, Any], tmp_path: Path) -> None:
+    both = not saved.symmetric and not loaded.symmetric
+    undisturbed = run_ranks(saved.world_size, run, saved, tmp_path, options, False, both)[0]
+    resumed = run_ranks(loaded.world_size, run, loaded, tmp_path, options, True, both)[0]
+    if saved == loaded:
+        assert resumed == undisturbed[AT:]
+    assert resumed == pytest.approx(undisturbed[AT:], rel=1e-5 if not options else 1e-2)

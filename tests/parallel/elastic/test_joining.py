@@ -1,27 +1,44 @@
-"""Processes that come: the first world, members that wait for others with what they hold, unknown kinds of devices."""
+"""Processes that come, save together, and draw the same random numbers whoever computes."""
 
 from __future__ import annotations
 
 import dataclasses
+import random
 import signal
 import time
+from collections.abc import Mapping, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from colossalai.booster import Booster
+from torch import Tensor, nn
 
 from colossal_hetero import ElasticConfig
 from colossal_hetero.planner.profile.layer_profile import ModelProfile
 from tests.parallel.elastic.test_elastic_training import STEPS
+from tests.parallel.plugin.unequal.test_unequal_replicas import VOCABULARY, gpt2
 from tests.support import elastic_jobs
 from tests.support.elastic_jobs import (
     LIMIT_SECONDS,
     QUICK,
     Job,
+    Kill,
+    Outcome,
+    Texts,
     check_parameters,
     cluster,
     profile,
+    run_job,
     train,
+    undisturbed,
 )
+from tests.support.random_examples import IS_THOROUGH
 
 
 def train_together(told: Any) -> None:
@@ -35,7 +52,8 @@ def wait_until_counted(job: Job) -> None:
         time.sleep(0.05)
 
 
-def test_a_member_that_comes_late_is_in_the_first_world() -> None:
+def test_a_member_that_comes_late_is_in_the_first_world_and_one_in_no_world_ends_by_sigterm_at_once() -> None:
+    """torchrun waits for it before it starts the node again."""
     with Job(0, script=(train_together,)) as job:
         job.start("big-0")
         wait_until_counted(job)
@@ -43,10 +61,6 @@ def test_a_member_that_comes_late_is_in_the_first_world() -> None:
         outcome = job.run()
     assert outcome.errors == [] and outcome.recoveries == [(), ()]
     check_parameters(outcome.parameters, STEPS)
-
-
-def test_a_member_that_is_in_no_world_yet_ends_by_sigterm_at_once() -> None:
-    """torchrun waits for it before it starts the node again."""
     with Job(0, script=(train_together,)) as job:
         job.start("big-0")
         wait_until_counted(job)
@@ -138,3 +152,119 @@ def test_processes_that_cannot_join_are_refused_and_the_others_go_on() -> None:
         assert sum(words in error for error in outcome.errors) == 1, words
     assert [bool(outcome.ended[number]) for number in range(3)] == [False, True, True]
     assert outcome.recoveries == [()]
+
+
+def test_all_members_are_warned_at_once(tmp_path: Path) -> None:
+    """The state after the last step is saved, although only every third step is saved otherwise."""
+    nodes = ["big-0", "small-0", "small-1"]
+    outcome = run_job(nodes, STEPS, warnings={0: 4, 1: 4, 2: 4}, folder=tmp_path)
+    assert outcome.errors == [] and set(outcome.ended.values()) == {0}
+    last = max(outcome.losses)
+    assert 4 <= last < STEPS and outcome.parameters == []
+    outcome = run_job(nodes[:2], STEPS, folder=tmp_path)
+    assert {start.step for start in outcome.starts} == {last}
+    assert sorted(outcome.losses) == list(range(last + 1, STEPS + 1))
+    check_parameters(outcome.parameters, STEPS)
+
+
+def train_and_save(folder: Path, kill: Kill | None, told: Any) -> None:
+    """The script of members that save with the booster at the end."""
+
+    def save(booster: Booster, model: Any, optimizer: Any) -> None:
+        booster.save_model(model, str(folder / "model"), shard=True)
+        booster.save_optimizer(optimizer, str(folder / "optimizer"), shard=True)
+        dist.barrier()
+        before = {name: each.detach().clone() for name, each in model.unwrap().named_parameters()}
+        for parameter in model.unwrap().parameters():
+            parameter.data.zero_()
+        booster.load_model(model, str(folder / "model"))
+        booster.load_optimizer(optimizer, str(folder / "optimizer"))
+        for name, each in model.unwrap().named_parameters():
+            torch.testing.assert_close(each.detach(), before[name], rtol=0, atol=0)
+
+    train(STEPS, kill, None, (), told, at_end=save)
+
+
+def test_the_booster_saves_after_a_change_of_the_plan(tmp_path: Path) -> None:
+    """Of two replicas, in which a pipeline has one stage, the other one is lost."""
+    with Job(STEPS) as job:
+        for node in ("big-0", "small-0", "small-1"):
+            job.start(node, script=(train_and_save, tmp_path, Kill(4, "forward") if node == "big-0" else None))
+        outcome = job.run()
+    assert outcome.errors == [] and len(outcome.parameters) == 2
+    check_parameters(outcome.parameters, STEPS)
+    model = gpt2().double()
+    saved: dict[str, torch.Tensor] = {}
+    for path in (tmp_path / "model").glob("*.bin"):
+        saved |= torch.load(path, weights_only=True)
+    assert not model.load_state_dict(saved, strict=False).missing_keys
+    for name, expected in undisturbed(STEPS)[1].items():
+        torch.testing.assert_close(dict(model.named_parameters())[name].detach(), expected, rtol=1e-9, atol=1e-9)
+
+
+class ChangedTexts(Texts):
+    """Texts of which random tokens are replaced, with the random numbers of torch, NumPy and Python."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sample = super().__getitem__(index)
+        tokens = sample["input_ids"]
+        tokens[random.randrange(len(tokens))] = np.random.randint(VOCABULARY)
+        tokens[torch.randint(len(tokens), ())] = torch.randint(VOCABULARY, ())
+        return sample
+
+
+def gpt2_with_dropout() -> nn.Module:
+    model = gpt2()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.2
+    model.gradient_checkpointing_enable()
+    return model
+
+
+def train_with_random_numbers(seed: int, joins: Sequence[int], kill: Kill | None, told: Any) -> None:
+    """The script of members; the random state of each process is another one."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+    changed = dict(Texts=ChangedTexts, gpt2=gpt2_with_dropout)
+    with patch.multiple(elastic_jobs, **changed):
+        train(STEPS, kill, None, joins, told)
+
+
+def run(nodes: Sequence[str], kills: Mapping[int, Kill], joins: Mapping[str, int]) -> Outcome:
+    waits, left = tuple(joins.values()), dict(joins)
+
+    def start(node: str) -> None:
+        number = len(job.members)
+        job.start(node, script=(train_with_random_numbers, 17 + number, waits, kills.get(number)))
+
+    def at_message(_: int, kind: str, content: list[Any]) -> None:
+        for node in [node for node, after in left.items() if kind == "step" and content[0] == after]:
+            del left[node]
+            start(node)
+
+    with Job(STEPS) as job:
+        for node in nodes:
+            start(node)
+        return job.run(at_message)
+
+
+@pytest.fixture(scope="module")
+def one_member() -> Mapping[str, Any]:
+    outcome = run(["big-0"], {}, {})
+    assert outcome.errors == []
+    return outcome.parameters[0]
+
+
+@pytest.mark.parametrize("dead", [0, 2] if IS_THOROUGH else [0])
+def test_members_that_change_draw_the_same_random_numbers(one_member: Mapping[str, Any], dead: int) -> None:
+    outcome = run(["big-0", "small-0", "small-1"], {dead: Kill(3, "backward")}, {"small-2": 5})
+    assert outcome.errors == []
+    assert len({change.after for of_member in outcome.recoveries for change in of_member}) == 2
+    expected = torch.from_numpy(one_member["transformer.wte.weight"])
+    for parameters in outcome.parameters:
+        for name, found in parameters.items():
+            reference = torch.from_numpy(one_member[name]) if name in one_member else expected
+            size = min(len(found), len(reference))
+            torch.testing.assert_close(torch.from_numpy(found)[:size], reference[:size], rtol=1e-9, atol=1e-9)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from colossal_hetero import ElasticConfig
-from colossal_hetero.planner.cluster.topology import Topology
 from tests.support.elastic_jobs import LIMIT_SECONDS, Job, Kill, Outcome, Told, check_parameters, cluster, train
 
 STEPS = 10
@@ -26,16 +25,8 @@ def _worker(told: Told, environment: Mapping[str, str], arguments: tuple[Any, ..
 
 class RestartedJob(Job):
     """A job whose processes all end when one ends, and are started again: what torchrun does, with forked processes.
-    Its worlds come one after another; each is a call of :meth:`run_world`.
-
-    Args:
-        memory: folder of memory files.
-        steps: optimizer steps of the job.
-        disk: shared folder of layer checkpoints, of every third step.
-        every: steps between two states in memory.
-        name: of the job.
-        topology: nodes that may take part.
-    """
+    Its worlds come one after another; each is a call of :meth:`run_world`. ``memory`` is the folder of memory files,
+    with a state of every so many steps, ``disk`` that of layer checkpoints, of every third step."""
 
     def __init__(
         self,
@@ -44,7 +35,7 @@ class RestartedJob(Job):
         disk: Path | None = None,
         every: int = 1,
         name: str = "job",
-        topology: Topology | None = None,
+        topology: Any = None,
     ) -> None:
         super().__init__(steps, folder=disk)
         elastic = ElasticConfig(recovery="restart", memory=memory, memory_every=every, timeout_seconds=20.0)
@@ -53,16 +44,23 @@ class RestartedJob(Job):
     def run_world(
         self, nodes: Sequence[str], kills: Mapping[int, Kill] | None = None, terminate: int | None = None
     ) -> Outcome:
-        """A world, until all its processes have ended: when one of them fails, the others get SIGTERM.
-
-        Args:
-            nodes: of each process.
-            kills: by number of the process: where it ends itself.
-            terminate: all processes get SIGTERM after this step.
-        """
+        """A world, until all its processes have ended: when one of them fails, or has made the step ``terminate``, the
+        others get SIGTERM. ``kills`` says where a process ends itself, by its number."""
         self.outcome, self.members = Outcome(), []
-        for number in range(len(nodes)):
-            self._start(nodes, number, (kills or {}).get(number))
+        for number, node in enumerate(nodes):
+            environment = dict(
+                RANK=str(number),
+                WORLD_SIZE=str(len(nodes)),
+                LOCAL_RANK=str(nodes[:number].count(node)),
+                LOCAL_WORLD_SIZE=str(nodes.count(node)),
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(self._server.port),
+                TORCHELASTIC_RUN_ID=self._name,
+                TORCHELASTIC_USE_AGENT_STORE="True",
+                COLOSSAL_HETERO_NODE=node,
+            )
+            kill = (kills or {}).get(number)
+            self._launch(_worker, environment, (self._steps, kill, self._folder, *self._more))
         deadline, is_ending = time.monotonic() + LIMIT_SECONDS, False
         while self.alive():
             if time.monotonic() > deadline:
@@ -74,20 +72,6 @@ class RestartedJob(Job):
                 for member in self.members:
                     member.terminate()
         return self.finish()
-
-    def _start(self, nodes: Sequence[str], number: int, kill: Kill | None) -> None:
-        environment = dict(
-            RANK=str(number),
-            WORLD_SIZE=str(len(nodes)),
-            LOCAL_RANK=str(nodes[:number].count(nodes[number])),
-            LOCAL_WORLD_SIZE=str(nodes.count(nodes[number])),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(self._server.port),
-            TORCHELASTIC_RUN_ID=self._name,
-            TORCHELASTIC_USE_AGENT_STORE="True",
-            COLOSSAL_HETERO_NODE=nodes[number],
-        )
-        self._launch(_worker, environment, (self._steps, kill, self._folder, *self._more))
 
 
 def begin_and_end(outcome: Outcome) -> tuple[int, int]:

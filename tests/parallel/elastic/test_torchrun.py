@@ -56,9 +56,6 @@ def check_folder(folder: Path, steps: int) -> None:
     check_parameters((torch.load(path, weights_only=False) for path in folder.glob("parameters.*")), steps)
 
 
-# Nodes ----------------------------------------------------------------------------------------------------------------
-
-
 LIMIT_SECONDS = 60.0
 STORE = (sys.executable, "-m", "colossal_hetero.cli.main", "store", "--host", "127.0.0.1", "--port")
 TRAINING = REPOSITORY / "tests/support/torchrun_script.py"
@@ -72,8 +69,7 @@ class TorchrunNodes:
         self._popen: Any = (
             partial(subprocess.Popen, text=True, start_new_session=True) if with_new_interpreters else ForkedPopen
         )
-        self.agents: dict[str, Any] = {}
-        """The process of each node's torchrun, and of a ``store``."""
+        self.agents: dict[str, Any] = {}  # the process of each node's torchrun, and of a ``store``
 
     def start(self, node: str, *command: object, variables: Mapping[str, str] | None = None) -> None:
         """Start a node: with what follows ``torchrun``, and more environment variables."""
@@ -93,7 +89,7 @@ class TorchrunNodes:
             self.agents[node] = self._popen(command, env=environment, stdout=stdout, stderr=errors)
         return self.agents[node]
 
-    def __enter__(self) -> TorchrunNodes:
+    def __enter__(self) -> Any:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -148,9 +144,6 @@ class TorchrunNodes:
             time.sleep(0.05)
 
 
-# A torchrun for each node ------------------------------------------------------------------------------------------
-
-
 def test_a_worker_and_a_torchrun_are_killed_while_another_node_goes_on(tmp_path: Path) -> None:
     steps = 12
     (tmp_path / "kill.small-0").write_text(json.dumps(dict(version=3, phase="sums")))
@@ -175,28 +168,23 @@ def test_a_worker_and_a_torchrun_are_killed_while_another_node_goes_on(tmp_path:
     check_folder(tmp_path, steps)
 
 
-def test_a_store_is_killed(tmp_path: Path) -> None:
-    with TorchrunNodes(tmp_path) as job:
-        variables = job.start_store() | {"MEMBERS": "2"}
-        job.start("small-0", "--standalone", "--nproc-per-node", 2, TRAINING, tmp_path, 10**6, variables=variables)
-        job.wait(lambda: sum(2 in each for each in job.told()) == 2)
-        job.agents["store"].kill()
-        assert job.end("small-0") == 1
-        assert not job.processes("small-0")
-        assert "StoreLostError: the store at 127.0.0.1:" in job.errors("small-0")
-
-
-def test_a_torchrun_is_killed_while_its_worker_starts(tmp_path: Path) -> None:
+def test_a_torchrun_is_killed_while_its_worker_starts_and_then_a_store(tmp_path: Path) -> None:
     (tmp_path / "wait").touch()
     with TorchrunNodes(tmp_path) as job:
-        job.start("big-0", "--standalone", TRAINING, tmp_path, 10**6, variables=job.start_store() | {"MEMBERS": "1"})
+        store = job.start_store()
+        job.start("big-0", "--standalone", TRAINING, tmp_path, 10**6, variables=store | {"MEMBERS": "1"})
         job.wait(lambda: not (tmp_path / "wait").exists())
         job.agents["big-0"].kill()
         job.wait(lambda: not job.processes("big-0"))
         assert "the torchrun of this process has ended before it joined its job" in job.errors("big-0")
         assert not job.told()
-        os.kill(job.agents["store"].pid, signal.SIGINT)
-        assert job.end("store") == 0
+        two = ("--standalone", "--nproc-per-node", 2, TRAINING, tmp_path, 10**6)
+        job.start("small-0", *two, variables=store | {"MEMBERS": "2"})
+        job.wait(lambda: sum(2 in each for each in job.told()) == 2)
+        job.agents["store"].kill()
+        assert job.end("small-0") == 1
+        assert not job.processes("small-0")
+        assert "StoreLostError: the store at 127.0.0.1:" in job.errors("small-0")
 
 
 def test_a_warned_worker_ends_by_itself_and_keeps_its_loader(tmp_path: Path) -> None:
@@ -215,17 +203,15 @@ def test_a_warned_worker_ends_by_itself_and_keeps_its_loader(tmp_path: Path) -> 
 
 
 def test_the_store_runs_until_a_signal_comes(tmp_path: Path) -> None:
-    with TorchrunNodes(tmp_path) as job:
-        host, port = job.start_store()["COLOSSAL_HETERO_STORE"].split(":")
-        socket.create_connection((host, int(port))).close()
-        options = ("store", "--host", host, "--port", port)
-        assert f"no store can listen on {host}:{port}: Address already in use" in failure(*options)
-        os.kill(job.agents["store"].pid, signal.SIGTERM)
-        assert job.end("store") == 0
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with TorchrunNodes(tmp_path) as job:
+            host, port = job.start_store()["COLOSSAL_HETERO_STORE"].split(":")
+            socket.create_connection((host, int(port))).close()
+            options = ("store", "--host", host, "--port", port)
+            assert f"no store can listen on {host}:{port}: Address already in use" in failure(*options)
+            os.kill(job.agents["store"].pid, number)
+            assert job.end("store") == 0
     assert "port 65536 does not exist; valid are 1 to 65535" in failure("store", "--port", 65536)
-
-
-# One torchrun job of all nodes, whose processes end when one ends ----------------------------------------------------
 
 
 class Restarted(TorchrunNodes):

@@ -1,8 +1,9 @@
-"""Profiling on several ranks: no rank waits for another, each finds its limit, and training is unchanged."""
+"""Profiling on several ranks: none waits for another, each finds its limit, and training is unchanged."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import resource
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +14,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from colossalai.zero.low_level import LowLevelZeroOptimizer
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -25,11 +27,8 @@ from colossal_hetero.profiling.local_collectives import local_collectives
 from colossal_hetero.profiling.memory import is_out_of_memory, recover
 from colossal_hetero.profiling.optimizer_state import optimizer_state_bytes
 from colossal_hetero.profiling.preserved_state import preserved_state
-
-# isort: split
-from colossalai.zero.low_level import LowLevelZeroOptimizer
-
-from tests.support.harness import run_ranks
+from tests.support.harness import run_alone, run_ranks
+from tests.support.limited import main
 from tests.support.random_examples import IS_THOROUGH
 
 KINDS = ("ddp", "zero1", "zero2", "fsdp", "fsdp_original", "fsdp_grad_op")
@@ -129,10 +128,6 @@ def trained(kind: str, before: int, interlude: Callable[[nn.Module, Any], Any]) 
     return outcome(model, losses + train(model, optimizer, 2)), result
 
 
-def nothing(model: nn.Module, optimizer: Any) -> None:
-    """Do nothing between the steps."""
-
-
 def profile_under_limits(model: nn.Module, optimizer: Any) -> tuple[int, bool, float]:
     """Profile while the last rank has a real limit of its address space. It runs out of memory, the others do not."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
@@ -176,7 +171,7 @@ def run_out_everywhere(model: nn.Module, optimizer: Any) -> int:
 
 def scenario(kind: str) -> None:
     for before in (0, 2) if IS_THOROUGH else (2 * (KINDS.index(kind) % 2),):
-        reference, _ = trained(kind, before, nothing)
+        reference, _ = trained(kind, before, lambda *_: None)
         profiled, (largest, bound, seconds) = trained(kind, before, profile_under_limits)
         limited = dist.get_rank() == dist.get_world_size() - 1
         assert bound == limited and (largest == 20 or limited) and largest > 0 and seconds > 0, (largest, bound)
@@ -196,19 +191,17 @@ def collectives_on_one_rank() -> None:
     """Rank 1 calls every collective; rank 0 calls none, and neither waits."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank == 1:
-        own = torch.arange(4.0)
+        own, buffer = torch.arange(4.0), torch.arange(8.0)
         with local_collectives():
-            gathered = torch.zeros(4 * size)
+            gathered, shard, exchanged = torch.zeros(4 * size), torch.zeros(2), torch.zeros(4)
             work = dist.all_gather_into_tensor(gathered, own, async_op=True)
             assert work.wait() and work.is_completed() and torch.equal(gathered, own.repeat(size))
             assert work.get_future().wait()[0] is gathered
-            buffer = torch.arange(8.0)
             dist.all_gather_into_tensor(buffer, buffer[4:])  # in place, as ZeRO's optimizer does
             assert torch.equal(buffer, torch.arange(4.0, 8.0).repeat(size))
             pieces = [torch.zeros(4) for _ in range(size)]
             dist.all_gather(pieces, own)
             assert all(torch.equal(piece, own) for piece in pieces)
-            shard = torch.zeros(2)
             dist.reduce_scatter_tensor(shard, own)
             assert shard.tolist() == [2.0, 3.0]
             dist.reduce_scatter(shard, [torch.zeros(2), torch.ones(2)])
@@ -216,7 +209,6 @@ def collectives_on_one_rank() -> None:
             assert dist.all_reduce(own, dist.ReduceOp.SUM, None, True).is_completed()
             assert dist.all_reduce(own) is None and own.tolist() == [0.0, 1.0, 2.0, 3.0]
             dist.broadcast(own, 0)
-            exchanged = torch.zeros(4)
             dist.all_to_all_single(exchanged, own)
             objects: list[Any] = [None] * size
             dist.all_gather_object(objects, "mine")
@@ -254,3 +246,24 @@ def call_and_profile() -> None:
 
 def test_no_rank_waits_for_another() -> None:
     run_ranks(2, call_and_profile)
+
+
+def check_trials(sizes: list[int], largest: int) -> None:
+    """Check the length of the search. ``sizes`` has a first pass of one sample, the search, and repeated sizes."""
+    repeated = next(place for place, size in enumerate(sizes) if place and size in sizes[1:place])
+    assert repeated - 1 <= 2 * math.log2(largest) + 4, sizes
+
+
+@pytest.mark.parametrize("trained_before, to_come", [(True, 0), (False, 20_000_000)])
+def test_the_largest_batch_is_found_and_training_is_unchanged(trained_before: bool, to_come: int) -> None:
+    plain = run_alone(main, profiled=False, trained_before=trained_before)
+    profiled = run_alone(main, trained_before=trained_before, to_come=to_come)
+    profile = profiled["profile"]
+    # The address space that a process uses differs by some pages between runs: up to one sample.
+    assert abs(profile["max_batch"] - profiled["every_size"]) <= 1 and 20 < profile["max_batch"] < 80
+    assert profile["memory_bound"] and [point["batch"] for point in profile["points"]][-1] == profile["max_batch"]
+    check_trials(profiled["sizes"], profile["max_batch"])
+    assert profiled["after"] == profiled["before"] == plain["before"]
+    assert profiled["losses"] == plain["losses"] and profiled["trained"] == plain["trained"]
+    predicted = (profile["memory_bytes"] - profile["state_bytes"]) // profile["sample_bytes"]
+    assert predicted == pytest.approx(profile["max_batch"], abs=2)

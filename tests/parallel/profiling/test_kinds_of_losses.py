@@ -22,12 +22,15 @@ from tests.support.harness import run_ranks
 CLASSES, WIDTH = 5, 6
 
 
+Make = Callable[[int, torch.Generator], Any]
+
+
 class Samples(Dataset):
-    def __init__(self, make: Callable[[int, torch.Generator], Any], size: int = 90) -> None:
-        self._make, self._size = make, size
+    def __init__(self, make: Make) -> None:
+        self._make = make
 
     def __len__(self) -> int:
-        return self._size
+        return 90
 
     def __getitem__(self, index: int) -> Any:
         return self._make(index, torch.Generator().manual_seed(index))
@@ -50,7 +53,7 @@ def in_order(index: int, generator: torch.Generator) -> Any:
     return numbers(generator, WIDTH), index // 18
 
 
-def map_of_pixels(ignored: int | None, equally_many: bool = False) -> Callable[[int, torch.Generator], Any]:
+def map_of_pixels(ignored: int | None, equally_many: bool = False) -> Make:
     def make(index: int, generator: torch.Generator) -> Any:
         labels = torch.randint(CLASSES, (4, 4), generator=generator)
         if ignored is not None:
@@ -78,19 +81,23 @@ def some_ignored(index: int, generator: torch.Generator) -> Any:
     return numbers(generator, WIDTH), -100 if index % 4 == 0 else index % CLASSES
 
 
-class Zero(nn.Linear):
+def with_zeros(head: Any) -> nn.Module:
     """A head whose weights are zero at first, so that every loss is ln(classes)."""
-
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.weight)
-        nn.init.zeros_(self.bias)
-
-
-def pixels() -> nn.Module:
-    head = nn.Conv2d(2, CLASSES, 1)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
     return head
+
+
+def zero() -> nn.Module:
+    return with_zeros(nn.Linear(WIDTH, CLASSES))
+
+
+def linear(classes: int = CLASSES) -> nn.Module:
+    return nn.Linear(WIDTH, classes)
+
+
+def pixels() -> nn.Module:
+    return with_zeros(nn.Conv2d(2, CLASSES, 1))
 
 
 def contrastive(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
@@ -119,45 +126,41 @@ def translation(logits: Tensor, labels: Tensor) -> Tensor:
 
 class Case(NamedTuple):
     name: str
-    samples: Callable[[int, torch.Generator], Any]
-    expected: str
-    """``samples``, or words of the error."""
+    samples: Make
+    expected: str  # ``samples``, or words of the error
     criterion: Any = nn.CrossEntropyLoss()
-    model: Callable[[], nn.Module] = lambda: Zero(WIDTH, CLASSES)
+    model: Callable[[], nn.Module] = zero
     step: TrainingStep = default_training_step
     collate: Any = None
 
 
+def weighing(*weights: float) -> nn.CrossEntropyLoss:
+    return nn.CrossEntropyLoss(torch.tensor(weights))
+
+
+WITHOUT_255 = nn.CrossEntropyLoss(ignore_index=255)
+MILD = torch.tensor([1, 1, 1.5, 1.5, 2])
 ASKS = "is not the mean of their losses"
 UNKNOWN = "cannot be found out"
 CASES = [
     Case("classes", classified, "samples"),
     Case("a loss in training mode only", classified, "samples", step=in_training_only),
-    Case("mild class weights", classified, ASKS, nn.CrossEntropyLoss(torch.tensor([1, 1, 1.5, 1.5, 2]))),
-    Case("class weights in order", in_order, ASKS, nn.CrossEntropyLoss(torch.tensor([1, 1, 3, 3, 9.0]))),
-    Case("equal class weights", classified, "samples", nn.CrossEntropyLoss(torch.full((5,), 3.0))),
-    Case(
-        "class weights in a function", classified, ASKS,
-        lambda out, y: cross_entropy(out, y, weight=torch.tensor([1, 1, 1.5, 1.5, 2])),
-    ),
-    Case(
-        "the weight of a class that is hardly seen", lambda index, generator: (numbers(generator, WIDTH), 1), UNKNOWN,
-        nn.CrossEntropyLoss(torch.tensor([9, 1, 1, 1, 1.0])),
-    ),
+    Case("mild class weights", classified, ASKS, nn.CrossEntropyLoss(MILD)),
+    Case("class weights in order", in_order, ASKS, weighing(1.0, 1.0, 3.0, 3.0, 9.0)),
+    Case("equal class weights", classified, "samples", weighing(*[3.0] * 5)),
+    Case("class weights in a function", classified, ASKS, lambda out, y: cross_entropy(out, y, weight=MILD)),
+    Case("a class that is hardly seen", lambda i, g: (numbers(g, WIDTH), 1), UNKNOWN, weighing(9.0, *[1.0] * 4)),
     Case("pixels", map_of_pixels(None), "samples", model=pixels),
-    Case("pixels without 255", map_of_pixels(255), ASKS, nn.CrossEntropyLoss(ignore_index=255), pixels),
+    Case("pixels without 255", map_of_pixels(255), ASKS, WITHOUT_255, pixels),
     Case("pixels without -100", map_of_pixels(-100), ASKS, model=pixels),
-    Case(
-        "equally many pixels are left out", map_of_pixels(255, True), UNKNOWN, nn.CrossEntropyLoss(ignore_index=255),
-        pixels,
-    ),
+    Case("equally many pixels are left out", map_of_pixels(255, True), UNKNOWN, WITHOUT_255, pixels),
     Case("samples without a label", some_ignored, ASKS),
     Case("translation", translated, ASKS, translation, collate=padded),
-    Case("masked regression", masked, ASKS, step=regression, model=lambda: nn.Linear(WIDTH, 1)),
-    Case("contrastive", classified, ASKS, step=contrastive, model=lambda: nn.Linear(WIDTH, CLASSES)),
+    Case("masked regression", masked, ASKS, step=regression, model=lambda: linear(1)),
+    Case("contrastive", classified, ASKS, step=contrastive, model=linear),
     Case("random noise", classified, "differs from pass to pass", step=random_noise),
     Case("all alike", lambda index, generator: (torch.ones(WIDTH), 1), "have the same loss"),
-]  # fmt: skip
+]
 
 
 def trial_of(case: Case, dtype: torch.dtype = torch.float32) -> TrialRun:
@@ -190,7 +193,7 @@ def find_each() -> list[str]:
             found = answer(trial, precision)
             if case.expected not in found:
                 wrong.append(f"{case.name} ({precision}): {found}")
-            if any(not torch.equal(old, new) for old, new in zip(before, trial.model.parameters(), strict=True)):
+            if not all(map(torch.equal, before, trial.model.parameters())):
                 wrong.append(f"{case.name}: parameters changed")
     return wrong
 
@@ -243,21 +246,17 @@ def step_of_counting(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
 
 
 def ask_other_ranks() -> None:
-    world = range(dist.get_world_size())
+    world, words = range(dist.get_world_size()), "depends on a value that {} combines over ranks"
     for count, name in (
         (by_all_reduce, "all_reduce"),
         (by_all_gather, "all_gather"),
         (by_objects, "all_gather_object"),
     ):
-        trial = trial_of(
-            Case("count", classified, "", step=over_all_ranks(count), model=lambda: nn.Linear(WIDTH, CLASSES))
-        )
-        with pytest.raises(ValueError, match=f"depends on a value that {name} combines over ranks"):
+        trial = trial_of(Case("count", classified, "", step=over_all_ranks(count), model=linear))
+        with pytest.raises(ValueError, match=words.format(name)):
             check_loss(trial, world)
-    trial = trial_of(
-        Case("in the model", classified, "", step=step_of_counting, model=lambda: Counting(WIDTH, CLASSES))
-    )
-    with pytest.raises(ValueError, match="depends on a value that all_reduce combines over ranks"):
+    trial = trial_of(Case("in it", classified, "", step=step_of_counting, model=lambda: Counting(WIDTH, CLASSES)))
+    with pytest.raises(ValueError, match=words.format("all_reduce")):
         check_loss(trial, world)
     assert check_loss(trial, [0] * len(world)) == 1  # all ranks hold one replica, whose model is divided over them
     assert check_loss(trial_of(Case("log", classified, "", step=with_a_log)), world) == 1
@@ -289,20 +288,17 @@ def fails(model: nn.Module, criterion: Any, batch: Any) -> Tensor:
 
 def find_multiples() -> None:
     world = range(dist.get_world_size())
-    model = lambda: nn.Linear(WIDTH, CLASSES)  # noqa: E731
     for step, multiple, weight in (
         (default_training_step, 1, "samples"),
         (mixed, 2, "samples"),
         (two_at_least, 1, None),
         (triplets, 3, None),
     ):
-        trial = trial_of(Case("multiple", classified, "", step=step, model=model))
+        trial = trial_of(Case("multiple", classified, "", step=step, model=linear))
         assert check_loss(trial, world) == multiple, step
-        if weight is not None:
-            assert answer(trial, "fp32") == weight, step
-    trial = trial_of(Case("multiple", classified, "", step=fails))
+        assert weight is None or answer(trial, "fp32") == weight, step
     with pytest.raises(RuntimeError, match="KeyError: 'labels'"):
-        check_loss(trial, world)
+        check_loss(trial_of(Case("multiple", classified, "", step=fails)), world)
     with pytest.raises(RuntimeError, match="Batch size should be even"):
         check_loss(trial_of(Case("multiple", classified, "", step=mixed)), world, multiple_of=3)
 

@@ -25,26 +25,26 @@ MACHINE = Machine(torch.device("cpu"), gpus=0, is_tiny=True)
 class Counted:
     """Measures one number, and counts how often."""
 
-    def __init__(self, value: float = 1.0, error: Exception | None = None) -> None:
-        self.value, self.error, self.calls = value, error, 0
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error, self.calls = error, 0
 
     def __call__(self) -> Sequence[Row]:
         self.calls += 1
         if self.error is not None:
             raise self.error
-        return [(self.value,)]
+        return [(1.0,)]
 
 
 def part(**measures: Counted) -> Part:
     return Part("p", "About.", ("case", "s"), lambda machine: [Case(name, each) for name, each in measures.items()])
 
 
-def measure(of: Part, path: Path, seconds: float = 60.0, again: bool = False, only: Sequence[str] = ()) -> bool:
-    return measure_part(of, MACHINE, path, seconds, again=again, only=only)
+def measure(of: Part, path: Path) -> bool:
+    return measure_part(of, MACHINE, path, 60.0, again=False, only=())
 
 
-def test_a_case_that_ended_the_process_is_not_tried_again(tmp_path: Path) -> None:
-    path = tmp_path / "p.json"
+def test_a_case_that_ended_the_process_is_not_tried_again_and_those_of_other_machines_are(tmp_path: Path) -> None:
+    path, other, case = tmp_path / "p.json", tmp_path / "other.json", Counted()
     killed = Counted(error=KeyboardInterrupt())  # no Exception: as if the process were killed
     with pytest.raises(KeyboardInterrupt):
         measure(part(a=killed, b=Counted()), path)
@@ -52,13 +52,9 @@ def test_a_case_that_ended_the_process_is_not_tried_again(tmp_path: Path) -> Non
     results = load_results(path)
     assert results is not None and killed.calls == 1
     assert [results.cases[name].status for name in "ab"] == ["started", "done"]
-
-
-def test_results_of_another_machine_are_not_used(tmp_path: Path) -> None:
-    path, case = tmp_path / "p.json", Counted()
-    PartResults(environment={"device": "another"}).finish("a", CaseResult(status="done", rows=[[9.0]]), path)
-    assert measure(part(a=case), path)
-    results = load_results(path)
+    PartResults(environment={"device": "another"}).finish("a", CaseResult(status="done", rows=[[9.0]]), other)
+    assert measure(part(a=case), other)
+    results = load_results(other)
     assert results is not None and results.cases["a"].rows == [[1.0]]
 
 
@@ -109,9 +105,7 @@ def test_half_precision_is_compared_with_the_dense_layer() -> None:
         found.add("idle", "layer", OFF, EXACT, OF_DENSE)
     assert single.worst["idle"] == (pytest.approx(0.25), "layer, dx")
     assert half.worst["idle"] == (pytest.approx(10 / 17**0.5), "layer, y")
-
-
-def test_a_result_that_is_not_a_number_is_the_worst() -> None:
+    # A result that is not a number is the worst.
     found, other = Distances(is_ratio=False), Distances(is_ratio=False)
     found.add("idle", "broken", {"y": torch.tensor([math.nan, 1.0])}, {"y": EXACT["y"]}, OF_DENSE)
     other.add("idle", "layer", OFF, EXACT, OF_DENSE)

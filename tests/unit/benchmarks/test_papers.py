@@ -1,13 +1,23 @@
-"""The page of the papers' figures, and figures that are computed at once."""
+"""Figures of the papers, AutoHet's groups against an exhaustive search, and a trace of spot devices by hand."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from benchmarks.elastic.replay import Change, Costs, FitPlan, FittedPlan, Holdings, Job, elastic, read_trace, restarted
 from benchmarks.papers import adapt, autohet, holmes, page, poplar, semi
 from benchmarks.papers.page import Curves, Figure, Inputs
+from benchmarks.planner.autohet_groups import MemberKind, find_grouping
+from colossal_hetero.elastic.held_layers import HeldLayers
+from tests.support.random_examples import examples
 
 NO_INPUTS = Inputs("", Path("."))
 
@@ -50,3 +60,126 @@ def test_plans_of_semi_prune_what_eq_1_says() -> None:
 def test_all_papers_have_figures() -> None:
     for module in (adapt, autohet, holmes, poplar, semi):
         assert module.FIGURES and all(map(callable, module.FIGURES.values()))
+
+
+def power_of(group: Sequence[int], kinds: Sequence[MemberKind], micro_batches: float) -> float:
+    """AutoHet's Eq. 2 as printed."""
+    stages = sum(group)
+    bubbles = (stages - 1) / (micro_batches + stages - 1)
+    return sum(count * kind.power for count, kind in zip(group, kinds, strict=True)) * (1 - bubbles)
+
+
+def partitions(left: tuple[int, ...], at_most: tuple[int, ...]) -> Iterator[list[tuple[int, ...]]]:
+    """Every division of the counts into groups that do not increase in lexical order."""
+    if not any(left):
+        yield []
+    for group in np.ndindex(*(count + 1 for count in left)):
+        if any(group) and group <= at_most:
+            rest = tuple(a - b for a, b in zip(left, group, strict=True))
+            for others in partitions(rest, group):
+                yield [group, *others]
+
+
+def exhaustive(
+    kinds: Sequence[MemberKind], model_bytes: float, micro_batches: float, most: int, groups: int | None
+) -> float:
+    counts = tuple(kind.count for kind in kinds)
+    best = 0.0
+    for each in partitions(counts, counts):
+        held = all(
+            sum(n * kind.memory_bytes for n, kind in zip(group, kinds, strict=True)) >= model_bytes
+            and sum(group) <= most
+            for group in each
+        )
+        if each and held and (groups is None or len(each) == groups):
+            best = max(best, len(each) * min(power_of(group, kinds, micro_batches) for group in each))
+    return best
+
+
+@examples(ordinary=40, thorough=150)
+@given(
+    counts=st.sampled_from([(6,), (3, 3), (5, 2), (1, 4), (2, 2, 2), (3, 1, 2)]),
+    powers=st.lists(st.sampled_from([0.05, 0.3, 1.0, 1.7, 2.0, 6.3]), min_size=3, max_size=3),
+    memory=st.lists(st.sampled_from([1.0, 2.0, 3.5]), min_size=3, max_size=3),
+    model_bytes=st.sampled_from([0.5, 2.0, 4.0, 7.0, 30.0]),
+    micro_batches=st.sampled_from([1, 2, 4, 16]),
+    most=st.sampled_from([2, 4, 6]),
+    groups=st.sampled_from([None, 1, 2, 3]),
+)
+def test_as_good_as_exhaustive_search(
+    counts: tuple[int, ...], powers: list[float], memory: list[float], most: int, groups: int | None, **given: Any
+) -> None:
+    kinds = [MemberKind(*each) for each in zip(powers, memory, counts, strict=False)]
+    model_bytes, micro_batches = given["model_bytes"], given["micro_batches"]
+    found = find_grouping(kinds, model_bytes, micro_batches, max_members=most, groups=groups)
+    best = exhaustive(kinds, model_bytes, micro_batches, most, groups)
+    assert (found.objective if found else 0.0) == pytest.approx(best, rel=1e-8)
+    if found is None:
+        return
+    used = np.array(found.groups).sum(axis=0)
+    assert (used == counts).all()
+    for group in found.groups:
+        assert 1 <= sum(group) <= most
+        assert np.dot(group, [kind.memory_bytes for kind in kinds]) >= model_bytes
+        assert power_of(group, kinds, micro_batches) >= found.power * (1 - 1e-12)
+
+
+def test_the_example_of_the_paper_and_large_clusters() -> None:
+    # AutoHet, section V-A: one A100 and four H20 make two groups, A100 + H20 and three H20.
+    found = find_grouping([MemberKind(312.0, 80.0, 1), MemberKind(148.0, 96.0, 4)], 160.0, 16)
+    assert found is not None and found.groups == ((1, 1), (0, 3))
+    # Equal groups are the optimum, and the search finds them for 1,024 members of three kinds.
+    kinds = [MemberKind(312.0, 80.0, 352), MemberKind(990.0, 80.0, 352), MemberKind(148.0, 96.0, 320)]
+    found = find_grouping(kinds, 1000.0, 64, groups=32)
+    assert found is not None and set(found.groups) == {(11, 11, 10)}
+
+
+SECONDS = {2: 20.0, 3: 15.0, 4: 10.0}  # iteration time by the number of devices; one device cannot hold the model
+COSTS = Costs(load=10.0, save_every=2)
+"""A recovery takes 4.5 s, a join 2.5 s, each with 0.5 s of moving; a restart takes 48 s."""
+
+
+def plans(*, pipeline: bool = False) -> FitPlan:
+    """Plans that use all devices; each device holds all layers, or its own ones in a pipeline."""
+
+    def fit(devices: frozenset[int], held: Holdings) -> FittedPlan | None:
+        if len(devices) not in SECONDS:
+            return None
+        ranges = [(place, place + 1) if pipeline else (0, 4) for place in range(len(devices))]
+        holdings = {device: HeldLayers((each,)) for device, each in zip(sorted(devices), ranges, strict=True)}
+        return FittedPlan(SECONDS[len(devices)], holdings, move_seconds=0.5)
+
+    return fit
+
+
+def trace(*counts: tuple[float, int]) -> list[Change]:
+    return [Change(seconds, frozenset(range(number))) for seconds, number in counts]
+
+
+def totals(job: Job) -> tuple[int, int, int, float, float]:
+    return job.done, job.repeated, job.recoveries, job.paused, job.waited
+
+
+def test_jobs_computed_by_hand() -> None:
+    loss, join = trace((0, 4), (25, 2)), trace((0, 2), (30, 4))
+    # Two iterations, 5 s of the third one, 5 s of recovery, three iterations of 20 s, 10 s of another one.
+    assert totals(elastic(loss, 100.0, plans(), COSTS)) == (5, 1, 1, 5.0, 0.0)
+    # The last holder of layers is gone, and the second iteration has just been saved.
+    assert totals(elastic(loss, 100.0, plans(pipeline=True), COSTS)) == (5, 1, 1, 14.5, 0.0)
+    # The processes have started at 68 s, the fourth iteration ends at 80 s, the pause takes 3 s.
+    assert totals(elastic(join, 120.0, plans(), COSTS)) == (7, 0, 1, 3.0, 0.0)
+    # One device has to wait from 25 s on; the process of the second one has started at 88 s.
+    assert totals(elastic(trace((0, 4), (25, 1), (50, 2)), 131.0, plans(), COSTS)) == (4, 1, 1, 3.0, 63.0)
+    # From 73 s on one iteration is finished. The last checkpoint is of iteration 2, or there is none yet.
+    assert totals(restarted(loss, 100.0, plans(), COSTS)) == (3, 1, 1, 48.0, 0.0)
+    assert totals(restarted(loss, 100.0, plans(), Costs(load=10.0, save_every=3))) == (1, 3, 1, 48.0, 0.0)
+    assert restarted(loss, 100.0, plans(), Costs(load=10.0, save=6.0, save_every=2)).done == 1
+
+
+def test_a_trace_chooses_devices(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    rows = zip((5, 15, 25, 35, 45), (3, 3, 1, 4, 4), strict=True)
+    path.write_text(json.dumps([{"Time": seconds, "GPUs": gpus} for seconds, gpus in rows]))
+    changes, stop = read_trace(path, 4, 0)
+    assert [(each.seconds, len(each.devices)) for each in changes] == [(0, 3), (20, 1), (30, 4)] and stop == 40
+    assert changes[1].devices < changes[0].devices < changes[2].devices

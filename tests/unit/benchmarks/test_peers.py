@@ -35,8 +35,7 @@ def test_wins_are_counted_where_a_plan_has_a_price_and_a_rival() -> None:
     assert (found.rows, found.wins, found.behind) == (1, 1, 1.0)
 
 
-LAYERS = 10
-"""Of a model of eight blocks, with an embedding and a head."""
+LAYERS = 10  # of a model of eight blocks, with an embedding and a head
 
 
 def member(kind: str, degree: int = 1, size: int = 4) -> list[Any]:
@@ -59,12 +58,10 @@ def line(*pipelines: dict[str, Any], mbs: float = 1, batch: int = 16) -> str:
 A, B, PAIR = [member("A")], [member("B")], [["A", 4, "zone"], ["A", 4, "zone"]]
 
 
-@pytest.mark.parametrize(
-    ("pipelines", "mbs", "expected"),
-    [
+def test_plans_of_sailor_are_layout_lines() -> None:
+    for pipelines, mbs, expected in (
         ([pipeline([A * 2, B * 2], (4,))], 2, "dp 2 × pp [A 0-2 | B 3-7] · micro-batch 2 × 4"),
-        # The embedding and the head go with blocks.
-        ([pipeline([A, A], (5,))], 1, "dp 1 × pp [A 0-3 | A 4-7] · micro-batch 1 × 16"),
+        ([pipeline([A, A], (5,))], 1, "dp 1 × pp [A 0-3 | A 4-7] · micro-batch 1 × 16"),  # the ends go with blocks
         (
             [pipeline([[member("A"), member("B", 4)], A * 2], (5,))],
             1,
@@ -77,15 +74,9 @@ A, B, PAIR = [member("A")], [member("B")], [["A", 4, "zone"], ["A", 4, "zone"]]
             "dp 2 = 1 × pp [A 0-7] + 1 × pp [B 0-3 | B 4-7] · micro-batch 1 × 8",
         ),
         ([pipeline([[[PAIR, 2]]], ())], 1, "tp 2 · dp 1 × pp [A 0-7] · micro-batch 1 × 16"),
-    ],
-)
-def test_plans_of_sailor_are_layout_lines(pipelines: list[dict[str, Any]], mbs: float, expected: str) -> None:
-    assert line(*pipelines, mbs=mbs) == expected
-
-
-@pytest.mark.parametrize(
-    ("stages", "ends", "mbs", "message"),
-    [
+    ):
+        assert line(*pipelines, mbs=mbs) == expected
+    for stages, ends, mbs, message in (
         ([A, A], (1,), 1, "a stage has no block"),
         ([A, A], (9,), 1, "a stage has no block"),
         ([[member("A", 2)] * 2, B * 4], (5,), 4, "different numbers of data-parallel members"),
@@ -94,11 +85,9 @@ def test_plans_of_sailor_are_layout_lines(pipelines: list[dict[str, Any]], mbs: 
         ([A], (), 3, "16 samples are no whole number of micro-batches of 3"),
         ([A * 3], (), 8, "3 pipelines for 2 micro-batches"),
         ([A], (), 1.5, r"micro-batches have 1\.5 samples"),
-    ],
-)
-def test_plans_that_a_line_cannot_say(stages: list[Any], ends: tuple[int, ...], mbs: float, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        line(pipeline(stages, ends), mbs=mbs)
+    ):
+        with pytest.raises(ValueError, match=message):
+            line(pipeline(stages, ends), mbs=mbs)
     with pytest.raises(ValueError, match="do not hold the layers 0 to 11"):
         layout_line({"mbs": 1, "pipelines": [pipeline([A], ())]}, 12, 1, 1, 16)
 
@@ -116,15 +105,17 @@ layout = "dp 8 x pp [V100-16 0-9 | A100-40 10-23], micro-batch 1 x 32"
 
 
 def test_plans_of_peers(tmp_path: Path) -> None:
-    (tmp_path / "metis.toml").write_text(PLANS, encoding="utf-8")
+    file = tmp_path / "metis.toml"
+    file.write_text(PLANS, encoding="utf-8")
     (each,) = load_peer_plans(tmp_path)
     assert each.peer == "Metis (SamsungLabs/Metis@4b24046)" and each.cluster == cluster_name(CLUSTERS[0])
-    (tmp_path / "metis.toml").write_text(PLANS.replace("commit", "version"), encoding="utf-8")
-    with pytest.raises(ValueError, match=r"metis\.toml lacks commit"):
-        load_peer_plans(tmp_path)
-    (tmp_path / "metis.toml").write_text(PLANS.replace("layout", "plan"), encoding="utf-8")
-    with pytest.raises(ValueError, match="needs cluster, model and layout"):
-        load_peer_plans(tmp_path)
+    for word, other, message in (
+        ("commit", "version", r"metis\.toml lacks commit"),
+        ("layout", "plan", "needs cluster, model and layout"),
+    ):
+        file.write_text(PLANS.replace(word, other), encoding="utf-8")
+        with pytest.raises(ValueError, match=message):
+            load_peer_plans(tmp_path)
 
 
 CASE = Case("1 × 4 A", cast(Any, None), cast(Any, SimpleNamespace(name="OPT", layers=6, before=1, after=1)))
@@ -137,16 +128,13 @@ def peer_plan(degree: int, seconds: float) -> dict[str, Any]:
 
 
 def test_the_first_plan_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def evaluated(*arguments: Any, global_batch: int) -> Any:
-        degree = arguments[2].tensor_parallel
-        return SimpleNamespace(fits=degree == 4)
-
-    monkeypatch.setattr(run_planners, "evaluate_layout", evaluated)
-    answer = {
-        "returned": 9,
-        "too_large": 5,
-        "plans": [peer_plan(8, 1.0), peer_plan(2, 1.5), peer_plan(4, 2.0), peer_plan(1, 3.0)],
-    }
+    monkeypatch.setattr(
+        run_planners,
+        "evaluate_layout",
+        lambda *given, global_batch: SimpleNamespace(fits=given[2].tensor_parallel == 4),
+    )
+    plans = [peer_plan(8, 1.0), peer_plan(2, 1.5), peer_plan(4, 2.0), peer_plan(1, 3.0)]
+    answer = {"returned": 9, "too_large": 5, "plans": plans}
     found = choose(answer, CASE, 8)
     assert (found.layout, found.own_seconds) == ("tp 4 · dp 1 × pp [A 0-3] · micro-batch 1 × 8", 2.0)
     assert found.note == (

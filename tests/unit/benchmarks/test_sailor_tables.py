@@ -21,8 +21,8 @@ from benchmarks.planner.sailor_tables import (
 from colossal_hetero.planner.cluster.cluster_file import load_cluster
 from colossal_hetero.planner.cluster.gpu_catalog import GPUS
 from colossal_hetero.planner.cluster.topology import Channel
-from colossal_hetero.planner.profile.layer_profile import LayerSizes, LayerTimes, ModelProfile, load_profile
-from tests.support.layer_profiles import times_of
+from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile, load_profile
+from tests.support.layer_profiles import layer_times, times_of
 from tests.support.paths import REPOSITORY
 from tests.support.shared_hops import hop_channels
 
@@ -55,21 +55,11 @@ def tables(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def change(path: Path, old: str, new: str) -> None:
-    """Replace a text of a file that has it."""
-    text = path.read_text(encoding="utf-8")
-    assert old in text
-    path.write_text(text.replace(old, new), encoding="utf-8")
-
-
 EXAMPLES = REPOSITORY / "examples" / "plans"
 real = pytest.mark.skipif(not REAL_TABLES.exists(), reason="needs the published tables")
 
 
-# Times and sizes -------------------------------------------------------------------------------------------
-
-
-def test_times_and_sizes_are_read_unchanged(tables: Path) -> None:
+def test_times_and_sizes_are_read(tables: Path) -> None:
     profile = read_gpu_tables(tables, "tiny").profile
     assert (profile.layers, profile.blocks, profile.before, profile.after) == (LAYERS, 3, 1, 1)
     assert profile.tensor_parallel_degrees("GH-96") == (1, 2)
@@ -78,35 +68,18 @@ def test_times_and_sizes_are_read_unchanged(tables: Path) -> None:
     assert costs.forward_seconds == pytest.approx([0.04, 0.02, 0.04])  # with embedding and head in the outer blocks
     assert costs.state_bytes == pytest.approx([4800, 600, 3600])  # 24 bytes per parameter of 4
     assert costs.activation_bytes.tolist() == [120, 60, 120]
-
-
-def test_the_step_is_divided_by_parameters(tables: Path) -> None:
-    """The step takes 28 ms for an embedding, two blocks and a head with 1,400 bytes; the third block takes as long as
-    the others."""
-    update = times_of(read_gpu_tables(tables, "tiny").profile, "GH-96", 1, 1).update_seconds
-    assert update == pytest.approx([0.014, 0.002, 0.002, 0.002, 0.010])
-
-
-def test_an_untimed_step_is_named(tables: Path) -> None:
-    change(tables / "layer_times.csv", f",{STEP_SECONDS}", ",0.0")
-    change(tables / "layer_times.csv", f",{STEP_SECONDS / 2}", ",0.0")
-    read = read_gpu_tables(tables, "tiny")
-    assert any("GH-96: the optimizer's step was not timed" in each for each in read.left_out)
-    assert not any(times_of(read.profile, "GH-96", 1, 1).update_seconds)
-
-
-# Bandwidths ------------------------------------------------------------------------------------------------
-
-
-def test_bandwidths_depend_on_the_size_of_a_message(tables: Path) -> None:
+    # The step takes 28 ms for an embedding, two blocks and a head with 1,400 bytes.
+    assert times_of(profile, "GH-96", 1, 1).update_seconds == pytest.approx([0.014, 0.002, 0.002, 0.002, 0.010])
     between = import_bandwidths(tables)["GH-96"].between
     assert between[1].seconds(1e6) == pytest.approx(1e6 / 2e9)  # x = 0: c
     assert between[1].seconds(8e6) == pytest.approx(8e6 / 5e9)  # x = 3: 3 b + c
     assert between[2].seconds(8e6) == pytest.approx(8e6 / 10e9)
     assert between[1].seconds(1e12) == pytest.approx(1e12 / 10e9)  # capped
-
-
-# Estimates -------------------------------------------------------------------------------------------------
+    path = tables / "layer_times.csv"
+    path.write_text(path.read_text().replace(f",{STEP_SECONDS}", ",0.0").replace(f",{STEP_SECONDS / 2}", ",0.0"))
+    read = read_gpu_tables(tables, "tiny")
+    assert any("GH-96: the optimizer's step was not timed" in each for each in read.left_out)
+    assert not any(times_of(read.profile, "GH-96", 1, 1).update_seconds)
 
 
 def _exact_profile(name: str, parameters: int, activations: int, factors: dict[str, float]) -> ModelProfile:
@@ -123,15 +96,7 @@ def _exact_profile(name: str, parameters: int, activations: int, factors: dict[s
             block = factor * (1e-3 + batch * (2e-3 * parameters / 1e9 + 3e-3 * activations / 1e9))
             layers = (1e-4, block, block, 1e-4)
             step = tuple(1e-12 * each for each in sizes.parameter_bytes)
-            times.append(
-                LayerTimes(
-                    device=gpu,
-                    micro_batch=batch,
-                    forward_seconds=layers,
-                    backward_seconds=layers,
-                    update_seconds=step,
-                )
-            )
+            times.append(layer_times(gpu, layers, micro_batch=batch, update_seconds=step))
     return ModelProfile(name=name, times=tuple(times), sizes=(sizes,))
 
 
@@ -150,9 +115,6 @@ def test_an_estimate_is_the_fit_corrected_by_the_error_on_the_reference() -> Non
     assert "new: estimated from small and large there" in estimated.source
 
 
-# The published tables --------------------------------------------------------------------------------------
-
-
 @real
 def test_published_rows_of_gpt_neo_on_gh200_are_rejected() -> None:
     read = read_gpu_tables(REAL_TABLES, "GPT-Neo-2.7")
@@ -161,15 +123,13 @@ def test_published_rows_of_gpt_neo_on_gh200_are_rejected() -> None:
 
 
 @real
-@pytest.mark.parametrize(("gpu", "rate"), [("V100-16", 0.75e12), ("A100-40", 1.24e12)])
-def test_published_steps_are_those_of_four_layers(gpu: str, rate: float) -> None:
-    """Adam moves 28 bytes per parameter. If steps are divided by parameters, both models have the same bytes per second
-    on one kind of GPU."""
-    for model in ("OPT-350", "GPT-Neo-2.7"):
-        profile = read_gpu_tables(REAL_TABLES, model).profile
-        parameters = sum(profile.sizes[0].parameter_bytes) / 4
-        update = sum(times_of(profile, gpu, 1, 1).update_seconds)
-        assert 28 * parameters / update == pytest.approx(rate, rel=0.02)
+def test_published_steps_are_those_of_four_layers() -> None:
+    """Adam moves 28 bytes per parameter: both models have the same bytes per second on one kind of GPU."""
+    for gpu, rate in (("V100-16", 0.75e12), ("A100-40", 1.24e12)):
+        for model in ("OPT-350", "GPT-Neo-2.7"):
+            profile = read_gpu_tables(REAL_TABLES, model).profile
+            update = sum(times_of(profile, gpu, 1, 1).update_seconds)
+            assert 28 * sum(profile.sizes[0].parameter_bytes) / 4 / update == pytest.approx(rate, rel=0.02)
 
 
 def test_a_message_that_is_alone_is_as_fast_as_one_gpu() -> None:
@@ -192,26 +152,20 @@ def test_a_message_that_is_alone_is_as_fast_as_one_gpu() -> None:
 
 
 @real
-def test_the_shipped_profile_is_what_the_importer_makes() -> None:
+def test_the_shipped_files_are_what_the_importer_makes() -> None:
     made = profile_part(read_gpu_tables(REAL_TABLES, "OPT-350").profile, ("A100-40", "V100-16"), (1, 2, 4), 8)
     assert load_profile(EXAMPLES / "opt-350-a100-v100.json") == made
-
-
-@real
-def test_the_shipped_cluster_has_the_measured_bandwidths() -> None:
     shipped = load_cluster(EXAMPLES / "clusters" / "a100-v100.toml")
-    made = make_topology(import_bandwidths(REAL_TABLES), [("A100-40", 1, 4), ("V100-16", 2, 4)])
-    assert [device.kind for device in shipped.devices] == [device.kind for device in made.devices]
+    cluster = make_topology(import_bandwidths(REAL_TABLES), [("A100-40", 1, 4), ("V100-16", 2, 4)])
+    assert [device.kind for device in shipped.devices] == [device.kind for device in cluster.devices]
     for one, other in [(0, 1), (0, 4), (4, 5), (4, 8)]:
         for size in (1e5, 1e7, 1e9):
-            assert shipped.channel(one, other).seconds(size) == pytest.approx(
-                made.channel(one, other).seconds(size), rel=0.01
-            )
+            expected = cluster.channel(one, other).seconds(size)
+            assert shipped.channel(one, other).seconds(size) == pytest.approx(expected, rel=0.01)
 
 
 RESERVE = GPUS["GH-96"].memory_reserve_bytes
-UPDATE = 0.028 * 1500 / 1400
-"""Seconds of the optimizer's step of the whole model at degree 1."""
+UPDATE = 0.028 * 1500 / 1400  # seconds of the optimizer's step of the whole model at degree 1
 
 
 def read_and_predict(
@@ -238,45 +192,37 @@ def read_and_predict(
     return plan, predict(plan, read_gpu_tables(tables, "tiny").profile, channels), channels["GH-96"]
 
 
-def test_the_time_of_one_stage(tables: Path) -> None:
-    plan, predicted, channel = read_and_predict(tables, [([0, 5], [1, 1])], nodes=2, global_batch=8)
+def test_predictions_computed_by_hand(tables: Path) -> None:
+    plan, one_stage, channel = read_and_predict(tables, [([0, 5], [1, 1])], nodes=2, global_batch=8)
     assert (plan.replicas, plan.micro_batches) == (2, 4)
-    assert predicted.pipeline.seconds == pytest.approx(4 * 5 * 0.03 + 3 * 3 / 7 * UPDATE + UPDATE)
+    assert one_stage.pipeline.seconds == pytest.approx(4 * 5 * 0.03 + 3 * 3 / 7 * UPDATE + UPDATE)
     # 1,500 bytes over two replicas: two messages of 750 bytes.
-    assert predicted.gradient_seconds == pytest.approx(2 * channel.between[1].seconds(750))
+    assert one_stage.gradient_seconds == pytest.approx(2 * channel.between[1].seconds(750))
     # 24 bytes per parameter of 4; activations of 30 bytes per layer, and twice a layer's in backward.
-    assert predicted.memory_bytes == pytest.approx(6 * 1500 + 5 * 30 + 2 * 30 + RESERVE)
+    assert one_stage.memory_bytes == pytest.approx(6 * 1500 + 5 * 30 + 2 * 30 + RESERVE)
 
-
-def test_two_stages_send_parts_and_gather_them(tables: Path) -> None:
+    # Two stages send parts and gather them: 4 MB in two parts of 2 MB (x = 1) at 2 + 4 GB/s together; then each rank
+    # receives the other part inside its node.
     plan, predicted, _ = read_and_predict(tables, [([0, 3], [2]), ([3, 5], [2])], nodes=2, global_batch=1)
     assert plan.bounds(read_gpu_tables(tables, "tiny").profile) == (0, 2, 3)
-    # 4 MB in two parts of 2 MB (x = 1) at 2 + 4 GB/s together; then each rank receives the other part inside its node.
-    hop = 4e6 / 6e9 + 2e6 / 100e9
-    assert predicted.pipeline.hop_seconds == pytest.approx((hop,))
+    assert predicted.pipeline.hop_seconds == pytest.approx((4e6 / 6e9 + 2e6 / 100e9,))
     assert predicted.gradient_seconds == 0
 
-
-def test_replicas_with_unequal_degrees(tables: Path) -> None:
-    """A replica with one rank per stage beside one with two: the slower one counts, and each rank of a replica reduces
-    its own share of the gradients."""
+    # A replica with one rank per stage beside one with two: the slower one counts.
     _, predicted, channel = read_and_predict(tables, [([0, 3], [1, 2]), ([3, 5], [1, 2])], nodes=4, global_batch=8)
     slow, fast = predicted.pipelines
     assert predicted.pipeline is slow and slow.seconds > 1.5 * fast.seconds
-    # The hop of each replica: between nodes, undivided for the first, in two parts for the second.
     assert slow.hop_seconds == pytest.approx((channel.between[1].seconds(4e6),))
     assert fast.hop_seconds == pytest.approx((2 * channel.between[2].seconds(2e6) + channel.inside[2].seconds(2e6),))
     # Stage 0 has 900 bytes. Its ring has two steps, in which the first replica's rank sends 450 bytes.
     first, second = channel.between[1].seconds(450), 2 * channel.between[2].seconds(225)
     assert predicted.gradient_seconds == pytest.approx(2 * max(first, second))
 
-
-def test_ranks_of_a_node_share_its_bandwidth(tables: Path) -> None:
-    """Two replicas in each of two nodes: the hops of both pass the network at once."""
+    # Two replicas in each of two nodes: the hops of both pass the network at once, rings stay inside the nodes.
     _, predicted, channel = read_and_predict(tables, [([0, 3], [1, 1]), ([3, 5], [1, 1])], nodes=2, global_batch=4)
-    for cost in predicted.pipelines:
-        assert cost.hop_seconds == pytest.approx((2 * channel.between[2].seconds(4e6),))
-    # Rings stay inside the nodes.
+    assert [cost.hop_seconds[0] for cost in predicted.pipelines] == pytest.approx(
+        [2 * channel.between[2].seconds(4e6)] * 2
+    )
     assert predicted.gradient_seconds == pytest.approx(2 * channel.inside[2].seconds(450))
 
 
@@ -289,13 +235,9 @@ def test_published_plans_are_predicted() -> None:
     plans = load_measured_plans(REAL_TABLES)
     assert len(plans) == 12
     predictions = {plan.name: predict(plan, models[plan.model], channels) for plan in plans}
-    times = [
-        abs(predictions[plan.name].iteration_seconds / plan.iteration_seconds - 1)
-        for plan in plans
-        if plan.name != "OPT-350/N4/N4_D4"
-    ]
+    compared = [plan for plan in plans if plan.name != "OPT-350/N4/N4_D4"]
+    times = [abs(predictions[plan.name].iteration_seconds / plan.iteration_seconds - 1) for plan in compared]
     assert median(times) <= 0.055 and mean(times) <= 0.09 and max(times) < 0.4
-    memory = [
-        predictions[plan.name].memory_bytes / plan.memory_bytes - 1 for plan in plans if plan.name != "GPT-NEO/N8/N8_D2"
-    ]
+    compared = [plan for plan in plans if plan.name != "GPT-NEO/N8/N8_D2"]
+    memory = [predictions[plan.name].memory_bytes / plan.memory_bytes - 1 for plan in compared]
     assert min(memory) >= -0.05 and max(memory) <= 0.10

@@ -97,7 +97,7 @@ def test_without_another_copy_the_error_names_the_file_and_a_complete_checkpoint
     assert_loads(reader_of(local, shared, step=20), layers="block-0000")  # what is not damaged still loads
 
 
-def test_damaged_indices_are_noticed(folders: tuple[Path, Path]) -> None:
+def test_damaged_indices_and_torn_checkpoints_are_noticed(folders: tuple[Path, Path]) -> None:
     local, shared = folders
     manifest, part = local / STEP / "manifest.json", local / STEP / "part-a.json"
     text = manifest.read_text()
@@ -110,11 +110,7 @@ def test_damaged_indices_are_noticed(folders: tuple[Path, Path]) -> None:
     part.write_text(part.read_text().replace('"start":', '"start":1', 1))
     assert newest_step(local) == 10
     assert_loads(reader_of(local, shared, step=20))
-
-
-def test_a_torn_checkpoint_is_not_loaded(folders: tuple[Path, Path]) -> None:
-    local, _ = folders
-    (local / STEP / "manifest.json").unlink()
+    manifest.unlink()
     assert newest_step(local) == 10
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 20; there are: 10; .*it has no manifest.json"):
         assert_loads(reader_of(local, step=20))
@@ -129,12 +125,9 @@ def test_checkpoints_of_one_step_from_two_runs_are_not_mixed(tmp_path: Path) -> 
         assert_loads(reader_of(new, old, step=20))
 
 
-def test_an_empty_place_says_so(tmp_path: Path) -> None:
+def test_what_cannot_be_loaded_is_said(folders: tuple[Path, Path], tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no complete checkpoint in .*: there is no folder of a checkpoint"):
         newest_step(tmp_path / "nothing")
-
-
-def test_what_cannot_be_loaded_is_said(folders: tuple[Path, Path]) -> None:
     reader = reader_of(folders[0])
 
     def piece(key: str, shape: tuple[int, ...], dtype: torch.dtype, box: Box) -> TensorPiece:
@@ -162,15 +155,11 @@ def test_the_newest_checkpoint_whose_files_are_all_somewhere_is_loaded() -> None
     assert found == copies[1:3]
     assert skipped == [f"that of step 3 lacks {SECOND} (parts of it are on node a, node b)"]
 
-
-def test_a_step_can_be_chosen() -> None:
+    # A step can be chosen, and parts of different runs are not put together.
     copies = [copy("a", 1, *FILES), copy("", 2, *FILES), copy("a", 3, FIRST)]
     assert newest_whole(copies, step=1) == (copies[:1], [])
     with pytest.raises(FileNotFoundError, match="there is none of step 4; the steps are: 1, 2, 3"):
         newest_whole(copies, step=4)
-
-
-def test_parts_of_checkpoints_of_different_runs_are_not_put_together() -> None:
     with pytest.raises(FileNotFoundError, match="no checkpoint is whole: that of step 1 lacks"):
         newest_whole([copy("a", 1, FIRST, run="x"), copy("b", 1, SECOND, run="y")])
     assert newest_whole([]) == ([], [])

@@ -1,11 +1,14 @@
-"""Saving by several simulated ranks, each a saver in this process: who writes what, what stays, and what goes wrong."""
+"""Saving by several simulated ranks: who writes what, from which memory, what stays, and what goes wrong."""
 
 from __future__ import annotations
 
 import errno
+import gc
 import io
+import itertools
 import json
 import math
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -17,14 +20,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 from torch.distributed import HashStore
 
 from colossal_hetero.checkpoint import layer_files
 from colossal_hetero.checkpoint import saver as saver_module
 from colossal_hetero.checkpoint.config import CheckpointError
-from colossal_hetero.checkpoint.pieces import RunState, TensorPiece, whole
+from colossal_hetero.checkpoint.pieces import Box, RunState, TensorPiece, whole
 from colossal_hetero.checkpoint.saver import LayerCheckpointSaver
+from colossal_hetero.checkpoint.staging import StagingBuffer, Worker
 from colossal_hetero.checkpoint.storage import FileOperations
+from tests.support.fake_cuda import FakeCuda
+from tests.support.harness import run_alone
 from tests.support.layer_checkpoints import (
     assert_loads,
     newest_step,
@@ -36,6 +44,7 @@ from tests.support.layer_checkpoints import (
     tensors,
 )
 from tests.support.random_examples import IS_THOROUGH
+from tests.support.torn_saves import check_killed, operations_of_a_save
 
 NODES = "aab"
 HELD = [(2, 0, ""), (2, 1, ""), (2, 0, "block")]
@@ -146,35 +155,33 @@ def test_each_node_keeps_its_files_and_each_file_is_uploaded_once(run: Run, tier
 
 def test_safetensors_reads_the_files_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also large boxes, which are written as several."""
-    safetensors = pytest.importorskip("safetensors.torch")
     save_steps(tmp_path, 10)
-    files = [safetensors.load_file(path) for path in (tmp_path / "step-00000010").glob("*.safetensors")]
+    files = [load_file(path) for path in (tmp_path / "step-00000010").glob("*.safetensors")]
     found = {name: tensor for file in files for name, tensor in file.items()}
     assert found.keys() == tensors(10).keys()
     assert all(torch.equal(found[key], value) for key, value in tensors(10).items())
     monkeypatch.setattr(layer_files, "MAX_BOX_BYTES", 480)
     save_steps(tmp_path, 20, run="again")
-    found = safetensors.load_file(tmp_path / "step-00000020/embedding.tp0of1.safetensors")
+    found = load_file(tmp_path / "step-00000020/embedding.tp0of1.safetensors")
     parts = [found[f"exp_avg.embedding.weight[{rows},0:12]"] for rows in ("0:10", "10:20", "20:30")]
     assert torch.equal(torch.cat(parts), tensors(20)["exp_avg.embedding.weight"])
     for rank in range(3):
         assert_loads(reader_of(tmp_path), 3, rank)
 
 
-@pytest.mark.parametrize("dtype", layer_files.TYPES)
-def test_every_type_is_saved_and_loaded(dtype: torch.dtype, tmp_path: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
-    for shape in [(), (3,), (5, 7), (2, 3, 4)]:
+def test_every_type_is_saved_and_loaded(tmp_path: Path) -> None:
+    files, path = FileOperations(), tmp_path / "file"
+    for dtype, shape in itertools.product(layer_files.TYPES, [(), (3,), (5, 7), (2, 3, 4)]):
         data = (3 * torch.randn(shape, generator=torch.Generator().manual_seed(0))).to(dtype)
         content = data.reshape(-1).view(torch.uint8).numpy()
         piece = TensorPiece("layer", "buffer.x", shape, whole(shape), data, "whole")
-        layer_files.write_layer_file(FileOperations(), tmp_path / "file", [(piece, content)])
-        (found,) = safetensors.load_file(tmp_path / "file").values()
+        layer_files.write_layer_file(files, path, [(piece, content)])
+        (found,) = load_file(path).values()
         assert found.dtype == dtype and found.shape == data.shape
         assert torch.equal(found.reshape(-1).view(torch.uint8), data.reshape(-1).view(torch.uint8))
     with pytest.raises(ValueError, match=r"buffer.x is of type torch.complex128"):
         other = replace(piece, data=data.to(torch.complex128))
-        layer_files.write_layer_file(FileOperations(), tmp_path / "file", [(other, np.zeros(384, np.uint8))])
+        layer_files.write_layer_file(files, path, [(other, np.zeros(384, np.uint8))])
 
 
 def test_what_changes_after_a_save_is_not_saved(tmp_path: Path) -> None:
@@ -290,11 +297,10 @@ def test_a_shared_folder_alone_that_hangs_does_not_stop_training(run: Run) -> No
     folder.is_back.set()
     run.become_idle()
     run.save(50)
-    assert run.wait() == ""
-    assert newest_step(run.root / "shared") == 50
+    assert run.wait() == "" and newest_step(run.root / "shared") == 50
 
 
-def test_nobody_waits_for_a_rank_that_is_lost(run: Run) -> None:
+def test_nobody_waits_for_ever_for_a_rank_that_is_lost_or_has_ended(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, lost = HangingFolder(), threading.Event()
     run.start("second", "shared", files={1: folder}, is_broken=lost.is_set)
     run.save(10)
@@ -304,6 +310,18 @@ def test_nobody_waits_for_a_rank_that_is_lost(run: Run) -> None:
         with pytest.raises(CheckpointError, match=r"no checkpoint of step 10 .* a rank was lost"):
             saver.wait(20)
     folder.is_back.set()
+    monkeypatch.setattr(saver_module, "GRACE_SECONDS", 0.2)
+    run.start("third", "shared", time_limit_seconds=0.5)
+    run.save(20)
+    with ThreadPoolExecutor(2) as pool:
+        for waited in [pool.submit(run.savers[rank].wait) for rank in (0, 2)]:
+            with pytest.raises(CheckpointError, match="rank 1 does not wait for its checkpoints, or has ended"):
+                waited.result()
+    assert_loads(reader_of(run.root / "shared", step=20))
+    run.start("fourth", time_limit_seconds=1.0)
+    run.save(30, ranks=(0, 1))
+    assert "rank 2 on node b has not written its files in 1 s" in run.wait()
+    assert run.steps("local-a") == []
 
 
 class SlowFolder(FileOperations):
@@ -344,17 +362,6 @@ def test_a_rank_that_saves_slowly_loses_neither_other_saves_nor_the_last(
     assert all("is still being written on some rank; until it is, others are skipped" in line for line in lines)
 
 
-def test_no_rank_waits_for_ever_for_one_that_has_ended(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saver_module, "GRACE_SECONDS", 0.2)
-    run.start("second", "shared", time_limit_seconds=0.5)
-    run.save(10)
-    with ThreadPoolExecutor(2) as pool:
-        for waited in [pool.submit(run.savers[rank].wait) for rank in (0, 2)]:
-            with pytest.raises(CheckpointError, match="rank 1 does not wait for its checkpoints, or has ended"):
-                waited.result()
-    assert_loads(reader_of(run.root / "shared", step=10))
-
-
 def test_messages_are_forgotten(run: Run) -> None:
     store = HashStore()
     run.start("second", store=store)
@@ -364,13 +371,6 @@ def test_messages_are_forgotten(run: Run) -> None:
         assert run.wait() == ""
         kept.append(store.num_keys())
     assert len(set(kept[3:])) == 1
-
-
-def test_a_rank_that_is_gone_is_named(run: Run) -> None:
-    run.start("second", time_limit_seconds=1.0)
-    run.save(10, ranks=(0, 1))
-    assert "rank 2 on node b has not written its files in 1 s" in run.wait()
-    assert run.steps("local-a") == []
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -384,7 +384,7 @@ def test_a_state_that_is_not_json_is_reported_at_once(run: Run, rank: int) -> No
     assert run.steps("local-a") == run.steps("local-b") == run.steps("shared") == [20]
 
 
-def test_nodes_need_folders_of_their_own(tmp_path: Path) -> None:
+def test_wrong_arguments_and_folders_are_said(tmp_path: Path) -> None:
     known = participants("ab", [pieces_of(tensors(0)), pieces_of(tensors(0))])
     store = HashStore()
     savers = [LayerCheckpointSaver(each, local=tmp_path, store=store, time_limit_seconds=5) for each in known]
@@ -396,10 +396,82 @@ def test_nodes_need_folders_of_their_own(tmp_path: Path) -> None:
                 waited.result()
     for saver in savers:
         saver.close()
-
-
-def test_wrong_arguments_are_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="2 ranks need a store"):
-        LayerCheckpointSaver(participants("ab", [pieces_of(tensors(0))] * 2)[0], local=tmp_path)
+        LayerCheckpointSaver(known[0], local=tmp_path)
     with one_saver(tmp_path) as saver, pytest.raises(ValueError, match="step is -1"):
         saver.save(-1, pieces_of(tensors(0)), ready=(True, True))
+
+
+def piece(data: Tensor) -> TensorPiece:
+    return TensorPiece("l", "param.a", tuple(data.shape), Box((0,) * data.dim(), tuple(data.shape)), data, "whole")
+
+
+def pieces(length: int = 5) -> list[TensorPiece]:
+    return [piece(torch.arange(float(length))), piece(torch.arange(6.0).view(2, 3).t()), piece(torch.empty(0))]
+
+
+def assert_copied(staging: StagingBuffer, expected: list[TensorPiece]) -> None:
+    for each, copied in zip(expected, staging.copy(expected), strict=True):
+        assert copied.tobytes() == each.data.contiguous().numpy().tobytes()
+
+
+def test_pieces_of_a_cpu_are_copied() -> None:
+    staging = StagingBuffer()
+    for each in (pieces(), pieces(500), []):
+        assert_copied(staging, each)
+    worker, done = Worker("test"), list[int]()
+    worker.submit(lambda: done.append(1))
+    worker.close()
+    assert done == [1] and worker.is_idle and worker.wait(time.monotonic() + 10.0)
+
+
+def test_pieces_of_a_gpu_go_to_registered_memory_that_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    staging = StagingBuffer()
+    assert_copied(staging, pieces())
+    assert_copied(staging, pieces(4))
+    (first,) = cuda.memory
+    assert first[0] == "register" and first[1] % 4096 == 0
+    assert_copied(staging, pieces(5000))
+    assert [what for what, _ in cuda.memory] == ["register", "unregister", "register"]
+    assert cuda.memory[1][1] == first[1]
+    assert cuda.main.done == ["event", "event", "synchronized", "event"]  # before memory goes, copies to it end
+    copied = staging.copy(pieces())
+    del staging
+    gc.collect()
+    assert cuda.main.done[-1] == "synchronized" and len(cuda.memory) == 3  # somebody still reads it
+    del copied
+    gc.collect()
+    assert cuda.memory[3] == ("unregister", cuda.memory[2][1])
+
+    # Memory that cannot be registered is used as it is.
+    cuda.refuses = True
+    staging = StagingBuffer()
+    for _ in range(2):
+        assert_copied(staging, pieces())
+    del staging
+    gc.collect()
+    assert len(cuda.memory) == 4
+
+
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # A folder in memory, where nothing waits for a disk
+
+
+def kill_at_operations(start: int, stride: int) -> tuple[int, list[str]]:
+    """Kill at every ``stride``-th operation from ``start``; returns the number of operations, and what was found."""
+    found = []
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        (Path(folder) / "count").mkdir()
+        operations = operations_of_a_save(Path(folder) / "count")
+        for operation in range(start, operations + 1, stride):
+            root = Path(folder) / (f"{operation} again" if operation // stride % 2 else str(operation))
+            root.mkdir()
+            found.append(check_killed(root, operation=operation))
+    return operations, found
+
+
+def test_a_save_that_is_killed_leaves_a_whole_checkpoint() -> None:
+    # All operations are in benchmarks/checkpoint/torn_writes.py.
+    operations, found = run_alone(kill_at_operations, start=3, stride=7)
+    assert operations > 80
+    assert {"20 killed", "30 killed"} <= set(found)

@@ -1,4 +1,4 @@
-"""The command `colossal-hetero batches`: what it prints and writes, and its errors; and what all commands import."""
+"""``colossal-hetero batches`` and ``checkpoint``: what they print and write, and errors; what all commands import."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import itertools
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from click.testing import Result
+from safetensors.torch import load_file
 
 from colossal_hetero.cli.main import batches
 from colossal_hetero.cli.plan import plan
@@ -18,7 +22,7 @@ from colossal_hetero.planner.batches.batch_profile import save_profile
 from colossal_hetero.planner.stages.split_methods import METHODS as SPLIT_METHODS
 from tests.support import command_line
 from tests.support.batch_profiles import device, profile
-from tests.support.layer_checkpoints import save_steps
+from tests.support.layer_checkpoints import save_steps, tensors
 from tests.support.paths import REPOSITORY
 
 EXAMPLE = REPOSITORY / "examples/zero/profiles/a100-80-a100-40.json"
@@ -35,15 +39,18 @@ def run(*arguments: object) -> Result:
     return command_line.run("batches", *arguments)
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    path = tmp_path / "profile.json"
-    save_profile(profile(links=[]), path)
-    return path
-
-
 def failure(*arguments: object) -> str:
     return command_line.failure("batches", *arguments)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return saved(tmp_path / "profile.json", links=[])
+
+
+def saved(path: Path, **changes: Any) -> Path:
+    save_profile(profile(**changes), path)
+    return path
 
 
 def test_the_table_shows_the_share_of_each_device_and_the_other_methods() -> None:
@@ -81,21 +88,25 @@ def test_every_method_at_every_stage(path: Path) -> None:
         assert f"stage {stage}" in result.output and f"method {method}" in result.output
 
 
-def test_without_flops_the_flops_method_is_not_available(tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    save_profile(profile(kinds=[device(), device("slow", flops=None)], links=[]), path)
-    result = run(path, "--global-batch", 8)
-    assert result.exit_code == 0
-    assert "needs the FLOP/s of every device; the profile has none for slow" in " ".join(result.output.split())
-    assert "none for slow" in failure(path, "--global-batch", 8, "--method", "flops")
+def test_what_a_profile_lacks_is_named(tmp_path: Path) -> None:
+    slow, tiny = device("slow", flops=None), device("tiny", memory_bytes=2**30, max_batch=0, points=[])
+    for method, changes, words in (
+        ("flops", dict(kinds=[device(), slow], links=[]), "none for slow"),
+        ("adapt", dict(links=FULL_LINKS[:-1]), "no gloo link between ranks 2 and 3"),
+        ("exact", dict(kinds=[device(), tiny], ranks=[0, 0, 0, 1], links=FULL_LINKS), "rank 3 (tiny) cannot hold one"),
+    ):
+        path = saved(tmp_path / "profile.json", **changes)
+        assert words in failure(path, "--global-batch", 8, "--method", method)
+        other = "adapt" if method == "exact" else "exact"  # only adapt drops a device without enough memory
+        result = run(path, "--global-batch", 8, "--method", other)
+        left_out = words.partition(" between")[0].partition("rank 3 (tiny) ")[2] or words.partition(" between")[0]
+        assert result.exit_code == 0 and left_out in " ".join(result.output.split()), result.output
 
 
 def test_dropped_ranks_are_listed_with_the_reason(tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
     snail = device("snail", points=[{"batch": 1, "seconds": 50.0}, {"batch": 2, "seconds": 100.0}])
-    ranks = [0, 0, 0, 1]
-    save_profile(profile(kinds=[device(), snail], ranks=ranks, links=FULL_LINKS, communication_seconds=0.01), path)
-    out = tmp_path / "batches.json"
+    changes = dict(kinds=[device(), snail], ranks=[0, 0, 0, 1], links=FULL_LINKS, communication_seconds=0.01)
+    path, out = saved(tmp_path / "profile.json", **changes), tmp_path / "batches.json"
     result = run(path, "--global-batch", 8, "--method", "adapt", "--out", out)
     assert result.exit_code == 0, result.output
     for words in ("dropped", "slowest", "ring over gloo: 0 → ", "without rank 3, gloo"):
@@ -105,42 +116,19 @@ def test_dropped_ranks_are_listed_with_the_reason(tmp_path: Path) -> None:
     assert "without rank 3" in run(path, "--global-batch", 8).output  # among the compared methods
 
 
-def test_only_adapt_drops_a_device_without_enough_memory(tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    tiny = device("tiny", memory_bytes=2**30, max_batch=0, points=[])
-    save_profile(profile(kinds=[device(), tiny], ranks=[0, 0, 0, 1], links=FULL_LINKS), path)
-    assert "rank 3 (tiny) cannot hold one sample at stage 0" in failure(path, "--global-batch", 8)
-    result = run(path, "--global-batch", 8, "--method", "adapt")
-    assert result.exit_code == 0 and "cannot hold one sample" in result.output, result.output
-
-
-def test_missing_links_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    save_profile(profile(links=FULL_LINKS[:-1]), path)
-    assert "no gloo link between ranks 2 and 3" in failure(path, "--global-batch", 8, "--method", "adapt")
-    result = run(path, "--global-batch", 8)
-    assert result.exit_code == 0 and "no gloo link" in result.output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+def test_wrong_options_are_reported_in_one_line(path: Path) -> None:
+    for arguments, words in (
         (["--global-batch", 0], "0 is not in the range x>=1"),
         (["--global-batch", -3], "-3 is not in the range"),
         (["--global-batch", "many"], "'many' is not a valid integer"),
         ([], "Missing option '--global-batch'"),
         (["--global-batch", 8, "--stage", 7], "7 is not in the range 0<=x<=3"),
         (["--global-batch", 8, "--method", "best"], "'best' is not one of 'exact', 'uniform', 'flops', 'adapt'"),
-        (
-            ["--global-batch", 8, "--stage", 2, "--accumulation", "per_rank"],
-            "use accumulation='shared', or stage 0 or 1",
-        ),
+        (["--global-batch", 8, "--stage", 2, "--accumulation", "per_rank"], "use accumulation='shared', or stage 0 or"),
         (["--global-batch", 8, "--out", "/nowhere/at/all.json"], "all.json: there is no folder /nowhere/at"),
         (["--global-batch", 8, "--color"], "No such option"),
-    ],
-)
-def test_wrong_options_are_reported_in_one_line(path: Path, arguments: list[object], words: str) -> None:
-    assert words in failure(path, *arguments)
+    ):
+        assert words in failure(path, *arguments)
     assert "nothing.json: no such file" in failure(path.with_name("nothing.json"), "--global-batch", 8)
 
 
@@ -149,14 +137,9 @@ def test_the_package_is_the_command() -> None:
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     assert found.stdout.startswith("Usage: python -m colossal_hetero plan [OPTIONS] CLUSTER PROFILE")
 
-
-def test_the_choices_are_those_of_the_planner() -> None:
-    """Commands list them themselves, so that they start without importing the planner."""
+    # Commands list choices themselves, so that they start without importing the planner.
     choices = {option.name: option.type.choices for option in batches.params if hasattr(option.type, "choices")}
-    assert {name: tuple(valid) for name, valid in choices.items()} == {
-        "accumulation": ACCUMULATIONS,
-        "method": METHODS,
-    }
+    assert {name: tuple(valid) for name, valid in choices.items()} == dict(accumulation=ACCUMULATIONS, method=METHODS)
     (splits,) = (option.type.choices for option in plan.params if option.name == "method")
     assert tuple(splits) == SPLIT_METHODS
 
@@ -187,3 +170,94 @@ def test_unneeded_packages_are_not_imported(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+BLOCK = "block-0001.tp0of1.safetensors"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_steps(tmp_path / "checkpoints", 10, 20)
+    return tmp_path / "checkpoints"
+
+
+def test_the_list_tells_complete_checkpoints_from_others(folder: Path) -> None:
+    (folder / "step-00000020/manifest.json").unlink()
+    (folder / ".unfinished-step-00000030.run.2.0").mkdir()
+    result = command_line.run("checkpoint", "ls", folder)
+    assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.output.replace("│", " ").splitlines()]
+    assert [(row[0], row[-1]) for row in rows if row and row[0].startswith(("step", ".un")) and ":" not in row[0]] == [
+        ("step-00000010", "complete"),
+        ("step-00000020", "torn"),
+        (".unfinished-step-00000030.run.2.0", "torn"),
+    ]
+    assert "step-00000020: " in result.output and "is not complete: it has no manifest.json" in result.output
+    assert ".unfinished-step-00000030.run.2.0: left by a save that was interrupted" in result.output
+    (folder / "step-00000010" / BLOCK).unlink()
+    result = command_line.run("checkpoint", "ls", folder)
+    assert f"step-00000010: {folder}/step-00000010/{BLOCK} is missing" in result.output
+
+
+def test_verify_reads_every_byte_and_names_damaged_files(folder: Path) -> None:
+    result = command_line.run("checkpoint", "verify", folder)
+    assert result.exit_code == 0 and result.output == "step-00000020: whole\nstep-00000010: whole\n"
+    for name in (BLOCK, "states.bin", "part-a.json", "manifest.json"):
+        path = folder / "step-00000010" / name
+        original = path.read_bytes()
+        for changed in range(0, len(original), max(1, len(original) // 7)):
+            content = bytearray(original)
+            content[changed] ^= 1
+            path.write_bytes(content)
+            result = command_line.run("checkpoint", "verify", folder, "--step", 10)
+            if name in ("part-a.json", "manifest.json"):
+                result = command_line.run("checkpoint", "verify", folder)
+            assert result.exit_code == 1 and name in result.output, (name, changed, result.output)
+        path.write_bytes(original)
+    assert command_line.run("checkpoint", "verify", folder, "--step", 20).exit_code == 0
+
+
+def test_export_writes_the_parameters_of_the_whole_model(folder: Path, tmp_path: Path) -> None:
+    expected = {key.removeprefix("param."): value for key, value in tensors(10).items() if key.startswith("param.")}
+    for ending, load in ((".safetensors", load_file), (".pt", partial(torch.load, weights_only=True))):
+        out = tmp_path / f"model{ending}"
+        result = command_line.run("checkpoint", "export", folder, "--step", 10, "--out", out)
+        assert result.exit_code == 0 and result.output.endswith(f"{out}: 8 tensors of step 10\n"), result.output
+        found = load(out)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], value) for key, value in expected.items())
+    assert "there is no folder" in command_line.failure("checkpoint", "ls", tmp_path / "nothing")
+    assert "has no checkpoint of step 11" in command_line.failure("checkpoint", "verify", folder, "--step", 11)
+    assert "no checkpoint of step 11; there are: 20, 10" in command_line.failure(
+        "checkpoint", "export", folder, "--step", 11, "--out", tmp_path / "x.pt"
+    )
+    assert "end its name in" in command_line.failure("checkpoint", "export", folder, "--out", tmp_path / "x.bin")
+    (folder / "step-00000020" / BLOCK).unlink()
+    assert "the checkpoint of step 10 is complete" in command_line.failure(
+        "checkpoint", "export", folder, "--step", 20, "--out", tmp_path / "x.pt"
+    )
+
+
+def test_export_in_shards_has_the_layout_of_hugging_face(folder: Path, tmp_path: Path) -> None:
+    expected = {key.removeprefix("param."): value for key, value in tensors(10).items() if key.startswith("param.")}
+    whole = sum(value.nbytes for value in expected.values())
+    for size in (1, 600, 1200, whole - 1):
+        out = tmp_path / f"{size}/model.safetensors"
+        out.parent.mkdir()
+        command = ("checkpoint", "export", folder, "--step", 10, "--out", out, "--shard-size", size / 1e9)
+        result = command_line.run(*command)
+        index = json.loads(out.with_name("model.safetensors.index.json").read_text(encoding="utf-8"))
+        files = sorted(set(index["weight_map"].values()))
+        assert result.output.endswith(f"{out}.index.json: 8 tensors of step 10 in {len(files)} shards\n"), result.output
+        assert files == [f"model-{number + 1:05}-of-{len(files):05}.safetensors" for number in range(len(files))]
+        assert sorted(path.name for path in out.parent.iterdir()) == [*files, "model.safetensors.index.json"]
+        assert index["metadata"]["total_size"] == whole and index["weight_map"].keys() == expected.keys()
+        for file in files:
+            found = load_file(out.with_name(file))
+            assert {name for name, where in index["weight_map"].items() if where == file} == found.keys()
+            assert len(found) == 1 or sum(value.nbytes for value in found.values()) <= size
+            assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    # What fits is one file; where one is, shards would not be loaded.
+    assert command_line.run(*command[:-1], whole / 1e9).output.endswith(f"{out}: 8 tensors of step 10\n")
+    assert "would be loaded in place of the shards" in command_line.failure(*command)
+    assert "cannot have several shards" in command_line.failure(*command[:-3], out.with_name("x.pt"), *command[-2:])

@@ -1,21 +1,16 @@
-"""``colossal-hetero plan`` and ``colossal-hetero simulate``: what they print and write, and their errors."""
+"""``colossal-hetero plan``, ``simulate`` and ``rent``: what they print and write, and their errors."""
 
 from __future__ import annotations
 
 import ast
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from colossal_hetero.planner.cluster.cluster_file import load_cluster
 from colossal_hetero.planner.cost.plan import Plan, load_plan, save_plan
 from colossal_hetero.planner.cost.simulate import simulate_plan
-from colossal_hetero.planner.profile.layer_profile import (
-    LayerSizes,
-    LayerTimes,
-    ModelProfile,
-    save_profile,
-)
+from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile, save_profile
 from colossal_hetero.planner.report.plan_table import one_line
 from colossal_hetero.planner.stages.split_methods import METHODS
 from tests.support.command_line import failure, run
@@ -39,28 +34,19 @@ devices = [{ kind = "V100-16", count = 2 }]
 nics = [{ kind = "Ethernet", gigabits_per_second = 50 }]
 """
 
-LAYERS = 8
-"""Embedding, six blocks, head."""
+LAYERS = 8  # embedding, six blocks, head
 
 
-def times(device: str, micro_batch: int, seconds: float) -> LayerTimes:
-    forward_seconds = (seconds * micro_batch,) * LAYERS
-    return layer_times(device, forward_seconds, micro_batch=micro_batch, update_seconds=(1e-4,) * LAYERS)
-
-
-def profile(**changes: Any) -> ModelProfile:
+def profile(parameter_bytes: int = 10**6, update_seconds: float = 1e-4) -> ModelProfile:
     """A V100 takes three times as long as an A100."""
-    kinds = {"A100-40": 0.01, "V100-16": 0.03}
-    sizes = LayerSizes(
-        parameter_bytes=(10**6,) * LAYERS, activation_bytes=(10**6,) * LAYERS, output_bytes=(10**4,) * LAYERS
+    bytes_each = dict(activation_bytes=(10**6,) * LAYERS, output_bytes=(10**4,) * LAYERS)
+    times = tuple(
+        layer_times(kind, (seconds * size,) * LAYERS, micro_batch=size, update_seconds=(update_seconds,) * LAYERS)
+        for kind, seconds in {"A100-40": 0.01, "V100-16": 0.03}.items()
+        for size in (1, 2, 4)
     )
-    values: dict[str, Any] = {
-        "name": "net",
-        "precision": "bf16",
-        "times": tuple(times(kind, size, each) for kind, each in kinds.items() for size in (1, 2, 4)),
-        "sizes": (sizes,),
-    }
-    return ModelProfile(**{**values, **changes})
+    sizes = LayerSizes(parameter_bytes=(parameter_bytes,) * LAYERS, **bytes_each)
+    return ModelProfile(name="net", precision="bf16", times=times, sizes=(sizes,))
 
 
 @pytest.fixture
@@ -84,25 +70,17 @@ def planned(files: tuple[Path, Path], batch: int, *options: object) -> tuple[str
     return output("plan", *files, "--global-batch", batch, *options, "--out", out), load_plan(out)
 
 
-def test_a_plan_is_printed_and_written(files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_plan_is_printed_and_written_and_says_how_good_it_is(files: tuple[Path, Path], tmp_path: Path) -> None:
     text, made = planned(files, 16)
     out = tmp_path / "plan.json"
     assert (made.model, made.precision, made.cluster, made.profile) == ("net", "bf16", "cluster.toml", "profile.json")
-    assert (
-        made.blocks == 6
-        and made.global_batch == 16
-        and set(range(4)) >= {rank for each in made.replicas for stage in each.stages for rank in stage.ranks}
-    )
+    assert (made.blocks, made.global_batch) == (6, 16)
+    assert {rank for each in made.replicas for stage in each.stages for rank in stage.ranks} <= set(range(4))
     assert made.uniform_seconds is not None and made.uniform_seconds >= made.iteration_seconds
     assert one_line(made) in text and "as fast as the best plan with uniform stages" in text
     assert f'plan="{out}", precision="bf16"' in text or "It cannot be run:" in text
     assert sorted(tmp_path.iterdir()) == sorted([*files, out])
-    table = text[: text.index(one_line(made))]
-    assert max(map(len, table.splitlines())) <= 140
-
-
-def test_an_answer_says_how_good_it_is(files: tuple[Path, Path]) -> None:
-    text, made = planned(files, 16)
+    assert max(map(len, text[: text.index(one_line(made))].splitlines())) <= 140
     assert made.bound_seconds is not None and made.gap is not None
     assert made.bound_seconds <= made.iteration_seconds <= made.bound_seconds * (1 + made.gap) * (1 + 1e-9)
     assert f"within {max(made.gap, 0.001):.1%} of the best possible under this model" in text
@@ -167,10 +145,7 @@ REFUSED = [
     (f"{PLAN} 16 --plot plan.doc", "end the name in .png, .pdf, .svg"),
     (f"{PLAN} 16 --out /nowhere/at/all.json", "all.json: there is no folder /nowhere/at"),
     (f"{PLAN} 8 --schedule gpipe", "'gpipe' is not one of 1f1b, interleaved, zbv, all"),
-    (
-        f"{PLAN} 8 --schedule zbv --method holmes",
-        "splits pipelines of the schedule 1f1b only; for zbv use exact",
-    ),
+    (f"{PLAN} 8 --schedule zbv --method holmes", "splits pipelines of the schedule 1f1b only; for zbv use exact"),
     (f"{PLAN} 1 --schedule zbv", "no plan of the schedule zbv is possible: "),
     (f"{PLAN} 1 --schedule zbv", "multiple of its number of stages"),
     (f"{PLAN} 16 --overlap --schedule 1f1b,zbv", "overlap is predicted for the schedule 1f1b only, not for 1f1b, zbv"),
@@ -197,23 +172,13 @@ def test_what_is_wrong_is_said_in_one_line(files: tuple[Path, Path], tmp_path: P
     assert words in failure(*(part.format(**names) for part in command.split()))
 
 
-def test_kinds_that_the_profile_lacks_are_named(files: tuple[Path, Path]) -> None:
-    files[0].write_text(CLUSTER.replace('"V100-16"', '"T4"'))
-    assert "T4" in failure("plan", *files, "--global-batch", 8)
-
-
-def test_a_model_that_does_not_fit_in_memory(files: tuple[Path, Path]) -> None:
-    cluster, layers = files
-    huge = LayerSizes(
-        parameter_bytes=(10**12,) * LAYERS, activation_bytes=(10**6,) * LAYERS, output_bytes=(10**4,) * LAYERS
-    )
-    save_profile(profile(sizes=(huge,)), layers)
-    assert "memory" in failure("plan", cluster, layers, "--global-batch", 8)
-
-
-def test_the_memory_reserve_is_not_planned_with(files: tuple[Path, Path]) -> None:
+def test_devices_and_memory_that_are_missing(files: tuple[Path, Path]) -> None:
     one, three = (planned(files, 8, "--memory-reserve", reserve)[1].replicas[0].stages[0] for reserve in (1, 3))
     assert three.memory_overhead_bytes - one.memory_overhead_bytes == pytest.approx(2e9)
+    save_profile(profile(10**12), files[1])
+    assert "memory" in failure("plan", *files, "--global-batch", 8)
+    files[0].write_text(CLUSTER.replace('"V100-16"', '"T4"'))
+    assert "T4" in failure("plan", *files, "--global-batch", 8)
 
 
 def test_synchronization_that_passes_hide_is_not_counted(files: tuple[Path, Path]) -> None:
@@ -245,7 +210,7 @@ def test_plans_of_other_schedules_are_printed_and_simulated(files: tuple[Path, P
     assert "planned again for these ranks" in slow
 
 
-def test_the_simulated_time_is_printed_with_the_closed_form(tmp_path: Path) -> None:
+def test_the_simulated_time_is_printed_with_the_closed_form_and_with_slow_ranks(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     save_plan(unequal(), path)
     text = output("simulate", path)
@@ -254,12 +219,7 @@ def test_the_simulated_time_is_printed_with_the_closed_form(tmp_path: Path) -> N
     busy = [float(line.split()[-4]) for line in text.splitlines() if "[" in line and "T4" in line and "×" not in line]
     # Four micro-batches, two layers per stage, 10 ms forward and 20 ms backward per layer, and the update.
     assert busy == [pytest.approx(4 * 2 * 0.03 + 0.001, abs=1e-3)] * 3
-
-
-def test_simulation_with_a_slow_rank(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    alone = replica(stage(0, 6, (0,), transfer_seconds=0.0, update_seconds=0.0))
-    save_plan(plan(alone), path)
+    save_plan(plan(replica(stage(0, 6, (0,), transfer_seconds=0.0, update_seconds=0.0))), path)
     text = output("simulate", path, "--slow", "0:2.5")
     assert "with rank 0 slowed 2.5 ×" in text and "the iteration takes 2.50 × as long" in text
 
@@ -289,8 +249,7 @@ def test_a_slow_rank_is_planned_again_and_the_plan_is_written(files: tuple[Path,
 
 def test_recomputation_and_zero_can_be_left_out(files: tuple[Path, Path]) -> None:
     """An update takes as long as the passes of a micro-batch, so ZeRO stage 1 gains more than 1 %."""
-    slow = [each.model_copy(update={"update_seconds": (0.1,) * LAYERS}) for each in profile().times]
-    save_profile(profile(times=tuple(slow)), files[1])
+    save_profile(profile(update_seconds=0.1), files[1])
     (_, both), (_, without) = planned(files, 8), planned(files, 8, "--zero-stages", "0", "--no-recompute")
     assert (both.zero_stage, without.zero_stage) == (1, 0)
     assert both.iteration_seconds < 0.99 * without.iteration_seconds
@@ -302,3 +261,48 @@ def test_the_plan_for_another_framework(files: tuple[Path, Path]) -> None:
     assert "HeteroHybridParallelPlugin" not in text and "--out" not in text
     text, _ = planned(files, 16, "--schedule", "zbv", "--format", "deepspeed")
     assert "# DeepSpeed cannot run this plan:\n# - its schedule is zbv" in text
+
+
+PRICES = """
+[kinds.A100-40]
+dollars_per_hour = 3.0
+
+[kinds.V100-16]
+dollars_per_hour = 0.5
+
+[[clusters]]"""
+
+
+def test_nodes_are_chosen_by_their_price(files: tuple[Path, Path], tmp_path: Path) -> None:
+    """A V100 has a third of the speed for a sixth of the price."""
+    words = failure("rent", *files, "--global-batch", 16, "--objective", "cost")
+    assert "the price of new, old is not known" in words and "dollars_per_hour" in words
+    files[0].write_text(CLUSTER.replace("\n[[clusters]]", PRICES, 1))
+    topology, saved = load_cluster(files[0]), tmp_path / "plan.json"
+    arguments = ("rent", *files, "--global-batch", 16, "--samples", 16 * 10**6)
+    text = output(*arguments, "--objective", "cost", "--out", saved)
+    assert {topology.devices[rank].node for stage in load_plan(saved).rank_order[0] for rank in stage} == {1}
+    cheapest = next(line for line in text.splitlines() if line.lstrip().startswith("1 × old"))
+    iteration = load_plan(saved).iteration_seconds
+    assert f"{1e6 * iteration / 3600:,.1f}" in cheapest  # hours of a million iterations
+    assert f"{1e6 * iteration / 3600 * 2 * 0.5:,.2f}" in cheapest  # for two devices
+    output(*arguments, "--objective", "time", "--out", saved)
+    fastest = load_plan(saved)
+    hours = 1e6 * fastest.iteration_seconds / 3600
+    assert fastest.iteration_seconds < iteration
+    output(*arguments, "--deadline", 1.01 * hours, "--out", saved)
+    assert load_plan(saved).iteration_seconds <= 1.01 * fastest.iteration_seconds
+    output(*arguments, "--budget", 1.01 * 1e6 * iteration / 3600, "--out", saved)
+    assert load_plan(saved).iteration_seconds == iteration
+    # Limits that no plan keeps are those of the user.
+    line = failure(*arguments, "--deadline", 1)
+    assert "no plan takes at most 1 h; the fastest and the cheapest take " in line and " h for $" in line
+    assert "no plan takes at most $1; " in failure(*arguments, "--budget", 1)
+    assert "no plan takes at most 2 h for $1; " in failure(*arguments, "--budget", 1, "--deadline", 2)
+    # Quotas: A100s are fastest; none may be taken.
+    for quota, kind in (("new=0", "V100-16"), ("V100-16=0", "A100-40")):
+        output(*arguments, "--objective", "time", "--at-most", quota, "--out", saved)
+        assert {stage.device for replica in load_plan(saved).replicas for stage in replica.stages} == {kind}
+    assert "'new' is not a name and a whole number" in failure(*arguments, "--at-most", "new")
+    assert "there are no such nodes or devices" in failure(*arguments, "--at-most", "H100=1")
+    assert "say with --samples how long that is" in failure("rent", *files, "--global-batch", 16, "--budget", 5)

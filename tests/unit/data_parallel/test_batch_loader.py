@@ -1,4 +1,4 @@
-"""The batches that a training loop receives, with and without worker processes. One loader stands for each rank."""
+"""The batches that a training loop receives, with and without worker processes. A loader stands for each rank."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    Dataset,
-    IterableDataset,
-)
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, SequentialSampler
 
 from colossal_hetero.data_parallel.loader import HeteroDataLoader, make_loader
+from colossal_hetero.data_parallel.resumable_loader import ResumableDataLoader, make_resumable
 from tests.support.random_examples import IS_THOROUGH
 
 # `make test` gives each pytest process a share of the cores. If this is one core, torch warns about two workers.
@@ -113,11 +111,9 @@ def test_every_epoch_holds_every_sample_once(workers: dict[str, Any]) -> None:
         assert together([train(loader) for loader in made]) == epochs[number]
 
 
-RESUMED = [(workers, done) for workers in WORKERS for done in (0, 1, 3, 4)]
-"""Starting workers is slow, so in `make test` each kind of workers resumes at two places only."""
-if not IS_THOROUGH:
-    RESUMED = [(WORKERS[0], done) for done in (0, 1, 3, 4)]
-    RESUMED += [(WORKERS[1], 1), (WORKERS[2], 0), (WORKERS[2], 3)]
+PLACES = [(0, 1, 3, 4)] * 3 if IS_THOROUGH else [(0, 1, 3, 4), (1,), (0, 3)]
+"""Starting workers is slow, so in `make test` each kind of workers resumes at few places only."""
+RESUMED = [(kind, done) for kind, places in zip(WORKERS, PLACES, strict=True) for done in places]
 
 
 @pytest.mark.parametrize("workers, done", RESUMED)
@@ -199,37 +195,34 @@ def test_an_older_iteration_is_no_longer_valid(workers: dict[str, Any]) -> None:
     assert loader.batch_sampler.epoch == 1  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(("size", "batch"), [(32, 9), (9, 9)], ids=["one of four", "all"])
-def test_reading_one_batch_before_training_changes_nothing(size: int, batch: int) -> None:
+def test_reading_one_batch_before_training_changes_nothing() -> None:
     """Also if the whole epoch was drawn ahead, and if only one rank does it."""
-    whole = train(loaders(size, batch)[0])
-    loader = loaders(size, batch, **WORKERS[1])[0]
-    next(iter(loader))
-    assert train(loader) == whole
+    for size, batch in ((32, 9), (9, 9)):
+        whole = train(loaders(size, batch)[0])
+        loader = loaders(size, batch, **WORKERS[1])[0]
+        next(iter(loader))
+        assert train(loader) == whole
 
 
 def test_a_loop_may_have_one_turn_for_each_global_batch() -> None:
-    first = loaders()[0]
-    found = []
-    for batches in first.by_global_batch():
-        found.append([sample for batch in batches for sample in batch.tolist()])
-        assert first.is_last
-        first.finish_global_batch()
-    expected: list[list[int]] = [[]]
-    second = loaders()[0]
+    def run(loader: HeteroDataLoader) -> list[list[int]]:
+        found = []
+        for batches in loader.by_global_batch():
+            found.append([sample for batch in batches for sample in batch.tolist()])
+            assert loader.is_last
+            loader.finish_global_batch()
+        return found
+
+    first, second, resumed = (loaders()[0] for _ in range(3))
+    found, expected = run(first), [[]]
     for batch in second:
         expected[-1] += batch.tolist()
         if second.is_last:
             second.finish_global_batch()
             expected.append([])
     assert found == expected[:-1] and len(found) == first.global_batches > 2
-    resumed = loaders()[0]
     resumed.load_state_dict({**first.state_dict(), "epoch": 0, "global_batches_done": 2})
-    rest = []
-    for batches in resumed.by_global_batch():
-        rest.append([sample for batch in batches for sample in batch.tolist()])
-        resumed.finish_global_batch()
-    assert rest == found[2:]
+    assert run(resumed) == found[2:]
 
 
 def test_the_rest_of_an_epoch_has_an_entry_for_each_global_batch_that_is_left() -> None:
@@ -307,23 +300,18 @@ def test_the_length_means_optimizer_steps_and_batches_or_is_refused() -> None:
     assert len(loader) == len(iter(loader)) == len(list(loader)) == 4  # type: ignore[arg-type]
 
 
-def test_several_means_are_kept_apart_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_means_are_kept_apart_by_their_names_and_asked_for_in_every_micro_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: None)
     for division in ([[9], [0]], [[5, 4], [0, 0]]):
         loader = make_loader(Numbers(18), 9, 0, 2)
         loader.divide_by(lambda samples, division=division: division)
-        found = []
-        for batch in loader:
-            found.append((loader.mean(batch.float().mean()), loader.mean((batch % 2).float().mean(), "odd")))
-        assert [each for each in found if None not in each] == [
+        means = [(loader.mean(each.float().mean()), loader.mean((each % 2).float().mean(), "odd")) for each in loader]
+        assert [each for each in means if None not in each] == [
             (4.0, pytest.approx(4 / 9)),
             (13.0, pytest.approx(5 / 9)),
         ]
-
-
-def test_means_that_are_not_asked_for_in_every_micro_batch_are_refused() -> None:
-    loader = make_loader(Numbers(18), 9, 0, 2)
-    loader.divide_by(lambda samples: [[5, 4], [0, 0]])
     batches = iter(loader)
     next(batches)
     loader.mean(1.0)
@@ -365,26 +353,21 @@ class Endless(Dataset[int]):
         return index
 
 
-TEN = Numbers(10)
-
-
-@pytest.mark.parametrize(
-    ("dataset", "options", "error", "words"),
-    [
+def test_bad_arguments() -> None:
+    ten = Numbers(10)
+    for dataset, options, error, words in (
         (Stream(), {}, TypeError, "Stream is an IterableDataset"),
         (Endless(), {}, TypeError, "Endless has no length"),
         (Numbers(3), {}, ValueError, "fewer than global_batch_size"),
-        (TEN, {"batch_size": 4}, TypeError, "batch_size cannot be given.*global_batch_size"),
-        (TEN, {"batch_sampler": [[0]]}, TypeError, "batch_sampler cannot be given.*global_batch_size"),
-        (TEN, {"in_order": False}, ValueError, "in_order=False"),
-        (TEN, {"sampler": [0]}, TypeError, r"sampler cannot be given.*global_batch_size.*Subset\(dataset, indices\)"),
-    ],
-)
-def test_bad_arguments(dataset: Any, options: dict[str, Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        loader = make_loader(dataset, 4, 0, 1, **options)
-        loader.divide_by(lambda samples: [[samples]])
-        iter(loader)
+        (ten, {"batch_size": 4}, TypeError, "batch_size cannot be given.*global_batch_size"),
+        (ten, {"batch_sampler": [[0]]}, TypeError, "batch_sampler cannot be given.*global_batch_size"),
+        (ten, {"in_order": False}, ValueError, "in_order=False"),
+        (ten, {"sampler": [0]}, TypeError, r"sampler cannot be given.*global_batch_size.*Subset\(dataset, indices\)"),
+    ):
+        with pytest.raises(error, match=words):
+            loader = make_loader(dataset, 4, 0, 1, **options)  # type: ignore[arg-type]
+            loader.divide_by(lambda samples: [[samples]])
+            iter(loader)
 
 
 def test_weights_of_batches() -> None:
@@ -397,3 +380,64 @@ def test_weights_of_batches() -> None:
         loader.weigh_by(lambda batch, value=value: value)
         with pytest.raises(ValueError, match="weight_by gave"):
             next(iter(loader))
+
+
+SIZE, GLOBAL_BATCH = 50, 12
+
+
+def replicas(count: int, **options: Any) -> list[ResumableDataLoader]:
+    """The loaders of all replicas, which share global batches of twelve samples."""
+    found: list[Any] = []
+    for rank in range(count):
+        sampler: DistributedSampler[int] = DistributedSampler(range(SIZE), count, rank, shuffle=True, drop_last=True)  # type: ignore[arg-type]
+        loader = DataLoader(list(range(SIZE)), GLOBAL_BATCH // count, sampler=sampler, drop_last=True, **options)
+        found.append(make_resumable(loader))
+    return found
+
+
+def global_batches(loaders: list[ResumableDataLoader], epoch: int, stop: int | None = None) -> list[set[int]]:
+    """The samples of each global batch of an epoch, up to the ``stop``-th."""
+    batches: list[set[int]] = []
+    for loader in loaders:
+        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        for number, batch in enumerate(loader):
+            if number == len(batches):
+                batches.append(set())
+            batches[number] |= set(batch.tolist())
+            if number + 1 == stop:
+                break
+    return batches
+
+
+@pytest.mark.parametrize("workers", [{}, dict(num_workers=1), dict(num_workers=1, persistent_workers=True)])
+@pytest.mark.parametrize("others", [2, 3])
+def test_an_epoch_continues_after_the_batches_that_were_drawn(others: int, workers: dict[str, Any]) -> None:
+    whole = [global_batches(replicas(2), epoch) for epoch in (3, 4)]
+    interrupted = replicas(2)
+    assert global_batches(interrupted, 3, stop=3) == whole[0][:3]
+    state = interrupted[0].state_dict()
+    resumed = replicas(others, **workers)
+    for loader in resumed:
+        loader.load_state_dict(state)
+    torch.manual_seed(0)
+    expected = torch.get_rng_state()
+    assert global_batches(resumed, 3) == whole[0][3:]
+    assert torch.equal(torch.get_rng_state(), expected)  # as the epoch that is continued, which has drawn its number
+    assert global_batches(resumed, 4) == whole[1]
+    assert resumed[0].state_dict() == {**state, "epoch": 4, "global_batches_done": 4}
+
+
+def test_another_epoch_or_other_data_do_not_continue() -> None:
+    first, second = replicas(2), replicas(2)
+    global_batches(first, 3, stop=2)
+    second[0].load_state_dict(first[0].state_dict())
+    assert len(global_batches(second[:1], 5)) == 4
+    with pytest.raises(ValueError, match="dataset_size was 51, now it is 50"):
+        second[0].load_state_dict({**first[0].state_dict(), "dataset_size": 51})
+    with pytest.raises(ValueError, match=r"10 samples .* not a multiple of the 12 samples"):
+        second[0].load_state_dict({**first[0].state_dict(), "global_batch_size": 5})
+    with pytest.raises(ValueError, match="missing global_batches_done"):
+        second[0].load_state_dict({"epoch": 0, "global_batch_size": 12})
+    # A loader with another sampler is left as it is.
+    loader = DataLoader(list(range(4)), sampler=SequentialSampler(range(4)))
+    assert type(make_resumable(loader)) is DataLoader

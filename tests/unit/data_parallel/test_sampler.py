@@ -159,24 +159,12 @@ def test_a_resumed_epoch_may_be_divided_restarted_or_skipped() -> None:
     assert next(iter(sampler))[0] == 0 and sampler.epoch == 9
 
 
-@pytest.mark.parametrize(
-    "division",
-    [
-        lambda samples: [[samples]],
-        lambda samples: [[samples], []],
-        lambda samples: [[samples + 1], [-1]],
-        lambda samples: [[samples], [1]],
-        lambda samples: [[4], [0]],
-    ],
-)
-def test_bad_divisions(division: Division) -> None:
-    for sampler in samplers(10, 4, 2, salt=None):
-        with pytest.raises(AssertionError):
-            sampler.divide_by(division)
-        assert not sampler.is_divided
-
-
-def test_bad_calls() -> None:
+def test_bad_divisions_and_calls() -> None:
+    for shares in ([[4]], [[4], []], [[5], [-1]], [[4], [1]], [[3], [0]]):
+        for sampler in samplers(8, 4, 2, salt=None):
+            with pytest.raises(AssertionError):
+                sampler.divide_by(lambda samples, shares=shares: shares)
+            assert not sampler.is_divided
     (sampler,) = samplers(10, 4, 1, salt=None)
     assert len(sampler) == sampler.global_batches == 3
     with pytest.raises(AssertionError):
@@ -192,21 +180,18 @@ def test_bad_calls() -> None:
             samplers(samples, 4, 1)
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
+def test_states_that_do_not_fit() -> None:
+    for change, message in (
         ({"seed": 8, "dataset_size": 11}, "dataset_size was 11, now it is 10; seed was 8, now it is 7"),
         ({"global_batch_size": 5}, "global_batch_size was 5, now it is 4"),
         ({"shuffle": False}, "shuffle was False, now it is True"),
         ({"drop_last": True}, "drop_last was True, now it is False"),
         ({"global_batches_done": 4}, "global_batches_done=4 is not possible"),
         ({"epoch": -1}, "epoch=-1"),
-    ],
-)
-def test_states_that_do_not_fit(change: dict[str, Any], message: str) -> None:
-    (sampler,) = samplers(10, 4, 1)
-    with pytest.raises(ValueError, match=message):
-        sampler.load_state_dict({**sampler.state_dict(), **change})
+    ):
+        (sampler,) = samplers(10, 4, 1)
+        with pytest.raises(ValueError, match=message):
+            sampler.load_state_dict({**sampler.state_dict(), **change})
     with pytest.raises(ValueError, match="not a data-loader state: missing epoch, "):
         sampler.load_state_dict({})
 
@@ -240,23 +225,18 @@ def samples_of(division: Sequence[int], num_workers: int = 0, epoch: int = 0, se
     return torch.cat([torch.cat(batches) for batches in zip(*parts, strict=True)])
 
 
-@pytest.mark.parametrize(("division", "num_workers"), [((3, 7), 0), ((5, 1, 4), 0), ((3, 7), 2)])
-def test_samples_do_not_depend_on_the_division(division: tuple[int, ...], num_workers: int) -> None:
+def test_samples_do_not_depend_on_the_division_but_on_epoch_and_seed() -> None:
     whole = samples_of([10])
-    assert torch.equal(samples_of(division, num_workers), whole)
+    for division, num_workers in (((3, 7), 0), ((5, 1, 4), 0), ((3, 7), 2)):
+        assert torch.equal(samples_of(division, num_workers), whole)
     assert len(torch.unique(whole[:, 1])) == len(whole)
-
-
-def test_epochs_and_seeds_differ() -> None:
-    by_index = [
-        each[each[:, 0].argsort()] for each in (samples_of([10]), samples_of([10], epoch=1), samples_of([10], seed=8))
-    ]
+    by_index = [each[each[:, 0].argsort()] for each in (whole, samples_of([10], epoch=1), samples_of([10], seed=8))]
     for other in by_index[1:]:
         assert torch.equal(by_index[0][:, 0], other[:, 0])
         assert not (by_index[0][:, 1:] == other[:, 1:]).any()
 
 
-def test_the_random_states_of_the_process_are_kept() -> None:
+def test_a_wrapped_data_set_is_used_as_before_and_keeps_the_random_states_of_the_process() -> None:
     def states() -> list[Any]:
         return [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
 
@@ -266,9 +246,6 @@ def test_the_random_states_of_the_process_are_kept() -> None:
     before = states()
     next(batches)
     assert states() == before
-
-
-def test_a_wrapped_data_set_is_used_as_before() -> None:
     data = SeededSamples(Noisy())
     for each in (data, copy.deepcopy(data), pickle.loads(pickle.dumps(data))):
         assert each.name == "noisy" and len(each) == 20 and each[3][0] == 3

@@ -59,24 +59,22 @@ def test_the_fewest_bytes_move(seed: int, sizes: tuple[int, ...]) -> None:
 NEW = Standing(None, False, None)
 
 
-@pytest.mark.parametrize(
-    ("standings", "commit", "catch_ups"),
-    [
+def test_ranks_agree_on_a_version() -> None:
+    for standings, commit, catch_ups in (
         # The running step is given up if nobody has made it.
         ([Standing(4, True, "four"), Standing(4, False, "four"), NEW], "four", "KEEP KEEP FORGET"),
         # A step that somebody has made is made by all.
         ([Standing(4, True, "four"), Standing(5, False, "five")], "five", "STEP KEEP"),
         # A rank that was left behind forgets.
         (
-            [Standing(3, True, "three"), Standing(4, False, "four"), Standing(5, False, "five")],
-            *("five", "FORGET FORGET KEEP"),
+            [Standing(3, True, "3"), Standing(4, False, "four"), Standing(5, False, "five")],
+            "five",
+            "FORGET FORGET KEEP",
         ),
-    ],
-)
-def test_ranks_agree_on_a_version(standings: list[Standing], commit: str, catch_ups: str) -> None:
-    agreed = agree(standings)
-    assert agreed is not None and (agreed.version, agreed.commit) == ({"four": 4, "five": 5}[commit], commit)
-    assert agreed.catch_ups == tuple(CatchUp[each] for each in catch_ups.split())
+    ):
+        agreed = agree(standings)
+        assert agreed is not None and (agreed.version, agreed.commit) == ({"four": 4, "five": 5}[commit], commit)
+        assert agreed.catch_ups == tuple(CatchUp[each] for each in catch_ups.split())
     assert agree([NEW, NEW]) is None
 
 
@@ -90,14 +88,12 @@ def test_devices_are_those_of_the_members() -> None:
     assert [device.node for device in found.devices] == [0, 1, 1]
     assert found.channel(0, 1).kind == "Ethernet" and found.channel(1, 2).kind == "NVLink"
 
-
-@pytest.mark.parametrize(
-    ("nodes", "message"),
-    [(["node-9"], "node node-9 is not in the cluster file"), (["node-1"] * 2, "1 devices .* but 2 members")],
-)
-def test_members_that_the_cluster_lacks_are_named(nodes: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        surviving_topology(CLUSTER, nodes)
+    for nodes, message in (
+        (["node-9"], "node node-9 is not in the cluster file"),
+        (["node-1"] * 2, "1 devices .* but 2 members"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            surviving_topology(CLUSTER, nodes)
 
 
 def rows(start: int, stop: int, key: str = "param.w") -> HeldBox:
@@ -123,10 +119,6 @@ def test_two_ranks_hold_afterwards_what_the_leaving_held() -> None:
         assert all(copies(row, after, key) == 2 for row in range(8))
     assert all(taken[rank] for rank in (1, 2, 4))
 
-
-def test_the_last_rank_takes_everything_once() -> None:
+    # The last rank takes everything once, and what two others hold is not taken.
     assert inheritance([[rows(0, 8)], [rows(0, 8)], []], [True, True, False]) == [[], [], [rows(0, 8)]]
-
-
-def test_what_two_others_hold_is_not_taken() -> None:
     assert inheritance([[rows(0, 8)], [rows(0, 8)], [rows(0, 8)], []], [True, False, False, False]) == [[], [], [], []]

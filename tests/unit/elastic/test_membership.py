@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import sys
@@ -67,12 +68,12 @@ def test_wrong_arguments_and_calls(port: int) -> None:
     member.depart()
     with pytest.raises(RuntimeError, match="this process has departed"):
         member.form()
-
-
-def test_there_is_no_store() -> None:
     timing = MembershipTiming(store_limit_seconds=0.3)
     with pytest.raises(StoreLostError, match=r"the store at 127\.0\.0\.1:\d+ does not answer within 0\.3 s"):
         Membership("127.0.0.1", free_port(), "j", "n", max_members=1, timing=timing)
+    assert MembershipTiming().dead_wait_seconds == 2.0
+    with pytest.raises(ValueError, match="poll_seconds is 0, but must be above 0; the default is"):
+        MembershipTiming(poll_seconds=0)
 
 
 SETTINGS = RendezvousSettings("job", 2, 3, RendezvousTimeout(), timedelta(seconds=1), 2)
@@ -96,73 +97,56 @@ def test_survivors_come_first_and_new_members_last() -> None:
     assert [member_of(each) for each in descriptions] == sorted(order) == order
     assert [member.survives(5) for member in order] == [True, True, False, False, False]
     assert not NEW_1.survives(0), "nobody was there before the first round"
-
-
-@pytest.mark.parametrize(
-    ("participants", "waiting", "expected", "complete"),
-    [
-        ([FIRST, SECOND], [], 2, True),
-        ([FIRST, SECOND], [], 3, False),  # one is still on its way
-        ([FIRST, SECOND], [NEW_1], 2, False),
-        ([FIRST], [], 1, False),  # the world needs two
-        ([FIRST, NEW_1], [], 1, True),
-        ([NEW_1, NEW_2], [], 0, False),  # nobody knows who else comes
-    ],
-)
-def test_a_world_is_complete_when_all_expected_are_there(
-    participants: list[Member], waiting: list[Member], expected: int, complete: bool
-) -> None:
-    state = state_of(participants, waiting)
-    action = next_action(_Action.SYNC, state, described(participants[0]), SETTINGS, expected, may_wait=True)
-    assert action is (_Action.MARK_RENDEZVOUS_COMPLETE if complete else _Action.SYNC)
-
-
-def test_a_spare_is_waited_for_if_there_is_a_place() -> None:
-    node = described(FIRST)
-    for members, action in (([FIRST, SECOND], _Action.SYNC), ([FIRST, SECOND, OLD], _Action.MARK_RENDEZVOUS_COMPLETE)):
-        assert next_action(_Action.SYNC, state_of(members, [], [NEW_1]), node, SETTINGS, 2, may_wait=True) is action
-
-
-def test_new_members_let_survivors_go_first() -> None:
-    state, add = state_of([FIRST], [NEW_1]), _Action.ADD_TO_PARTICIPANTS
-    assert next_action(add, state, described(NEW_1), SETTINGS, 2, may_wait=True) is _Action.SYNC
-    assert next_action(add, state, described(OLD), SETTINGS, 2, may_wait=True) is _Action.SYNC
-    assert next_action(add, state, described(SECOND), SETTINGS, 2, may_wait=True) is add
-    assert next_action(add, state, described(NEW_1), SETTINGS, 2, may_wait=False) is add
-    assert next_action(add, state, described(NEW_1), SETTINGS, 1, may_wait=True) is add
-
-
-def test_who_waits_for_a_full_world_becomes_a_spare() -> None:
-    state = state_of([FIRST, SECOND, OLD], [NEW_1])
-    state.complete = True
-    action = next_action(_Action.SYNC, state, described(NEW_1), SETTINGS, 0, may_wait=False)
-    assert action is _Action.REMOVE_FROM_WAIT_LIST
-
-
-@pytest.mark.parametrize("name", ["participants", "wait_list", "redundancy_list"])
-def test_changes_of_the_state_are_those_of_their_names(name: str) -> None:
-    holder, node = SimpleNamespace(state=state_of([FIRST], [])), described(NEW_1)
-    holder.state.last_heartbeats = {}
-    executor = rendezvous._Executor(node, holder, SETTINGS, poll_seconds=0.0)  # type: ignore[arg-type]
-    executor._state = holder.state
-    for way, is_there in (("ADD_TO", True), ("REMOVE_FROM", False)):
-        rendezvous._CHANGES[_Action[f"{way}_{name.upper()}"]](executor)
-        for each in ("participants", "wait_list", "redundancy_list"):
-            assert (node in getattr(holder.state, each)) == (is_there and each == name), (way, each)
-    rendezvous._CHANGES[_Action.MARK_RENDEZVOUS_CLOSED](executor)
-    assert holder.state.closed and not holder.state.complete
-
-
-def test_the_message_names_who_is_missing() -> None:
     assert missing_message("j", [FIRST], [FIRST, OLD], 3) == (
         "job j needs at least 3 members, and 1 came (b); missing since the last world: c"
     )
 
 
-def test_limits_are_positive() -> None:
-    assert MembershipTiming().dead_wait_seconds == 2.0
-    with pytest.raises(ValueError, match="poll_seconds is 0, but must be above 0; the default is"):
-        MembershipTiming(poll_seconds=0)
+def test_what_a_member_that_joins_does_next() -> None:
+    sync, add, done = _Action.SYNC, _Action.ADD_TO_PARTICIPANTS, _Action.MARK_RENDEZVOUS_COMPLETE
+    for participants, waiting, spares, expected, action in (
+        # A world is complete when all expected are there.
+        ([FIRST, SECOND], [], [], 2, done),
+        ([FIRST, SECOND], [], [], 3, sync),  # one is still on its way
+        ([FIRST, SECOND], [NEW_1], [], 2, sync),
+        ([FIRST], [], [], 1, sync),  # the world needs two
+        ([FIRST, NEW_1], [], [], 1, done),
+        ([NEW_1, NEW_2], [], [], 0, sync),  # nobody knows who else comes
+        # A spare is waited for if there is a place.
+        ([FIRST, SECOND], [], [NEW_1], 2, sync),
+        ([FIRST, SECOND, OLD], [], [NEW_1], 2, done),
+    ):
+        state, node = state_of(participants, waiting, spares), described(participants[0])
+        assert next_action(sync, state, node, SETTINGS, expected, may_wait=True) is action, (participants, expected)
+    # New members let survivors go first.
+    state = state_of([FIRST], [NEW_1])
+    for member, expected, may_wait, action in (
+        (NEW_1, 2, True, sync),
+        (OLD, 2, True, sync),
+        (SECOND, 2, True, add),
+        (NEW_1, 2, False, add),
+        (NEW_1, 1, True, add),
+    ):
+        assert next_action(add, state, described(member), SETTINGS, expected, may_wait) is action, member
+    # Who waits for a full world becomes a spare.
+    state = state_of([FIRST, SECOND, OLD], [NEW_1])
+    state.complete = True
+    action = next_action(sync, state, described(NEW_1), SETTINGS, 0, may_wait=False)
+    assert action is _Action.REMOVE_FROM_WAIT_LIST
+
+
+def test_changes_of_the_state_are_those_of_their_names() -> None:
+    lists, node = ("participants", "wait_list", "redundancy_list"), described(NEW_1)
+    holder = SimpleNamespace(state=state_of([FIRST], []))
+    holder.state.last_heartbeats = {}
+    executor = rendezvous._Executor(node, holder, SETTINGS, poll_seconds=0.0)  # type: ignore[arg-type]
+    executor._state = holder.state
+    for name, way in itertools.product(lists, ("ADD_TO", "REMOVE_FROM")):
+        rendezvous._CHANGES[_Action[f"{way}_{name.upper()}"]](executor)
+        for each in lists:
+            assert (node in getattr(holder.state, each)) == (way == "ADD_TO" and each == name), (way, each)
+    rendezvous._CHANGES[_Action.MARK_RENDEZVOUS_CLOSED](executor)
+    assert holder.state.closed and not holder.state.complete
 
 
 def test_the_limit_holds_for_groups_of_all_backends_until_they_are_destroyed() -> None:

@@ -44,23 +44,15 @@ def kept(version: int, world: str = "w1", fill: float = 0.0) -> KeptState:
         piece("step.a", torch.tensor(5.0)),
         piece("param.c", torch.empty(0, 4)),
     ]
-    state = RunState(
-        epoch=2, plan="p", param_groups=[{"lr": 0.1}], common={"loader": {"a": 1}}, binary={"r": b"\0\xff"}
-    )
-    return KeptState(
-        StateName(version, world),
-        ("a", "b", "c"),
-        HeldLayers(((0, 2), (4, 5)), 1, 2),
-        pieces,
-        {"step": "number"},
-        state,
-    )
+    more = dict(param_groups=[{"lr": 0.1}], common={"loader": {"a": 1}}, binary={"r": b"\0\xff"})
+    state, layers = RunState(epoch=2, plan="p", **more), HeldLayers(((0, 2), (4, 5)), 1, 2)  # type: ignore[arg-type]
+    return KeptState(StateName(version, world), ("a", "b", "c"), layers, pieces, {"step": "number"}, state)
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
-    written = kept(4)
-    write_memory_file(tmp_path / "file", written)
-    read = read_memory_file(tmp_path / "file")
+def test_what_is_written_is_read_and_what_is_cut_off_or_not_ours_is_not(tmp_path: Path) -> None:
+    written, file, torn = kept(4), tmp_path / "file", tmp_path / "torn"
+    write_memory_file(file, written)
+    read = read_memory_file(file)
     assert read is not None
     assert (read.found.name, read.found.tensors) == (written.name, written.tensors)
     assert (read.layers, read.kinds, read.state) == (written.layers, written.kinds, written.state)
@@ -69,16 +61,11 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         assert before.data.dtype == after.data.dtype
         assert torch.equal(before.data, after.data)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_a_file_that_is_cut_off_or_not_ours_is_not_read(tmp_path: Path) -> None:
-    write_memory_file(tmp_path / "file", kept(4))
-    content = (tmp_path / "file").read_bytes()
-    for size in (0, 4, 12, 100, len(content) // 2, len(content) - 1):
-        (tmp_path / "torn").write_bytes(content[:size])
-        assert read_memory_file(tmp_path / "torn") is None
-    (tmp_path / "torn").write_bytes(b"CHSTATE9" + content[8:])
-    assert read_memory_file(tmp_path / "torn") is None
+    content = file.read_bytes()
+    cut = [content[:size] for size in (0, 4, 12, 100, len(content) // 2, len(content) - 1)]
+    for other in (*cut, b"CHSTATE9" + content[8:]):
+        torn.write_bytes(other)
+        assert read_memory_file(torn) is None
     assert read_memory_file(tmp_path / "missing") is None
 
 
@@ -97,11 +84,9 @@ def test_files_of_other_jobs_and_nodes_are_not_seen(tmp_path: Path) -> None:
     MemoryFolder(tmp_path, "job/1", "b").remove_all()
     assert not (tmp_path / "job%2F1").exists()
 
-
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"memory=.*file.*give a folder in memory"):
-        MemoryFolder(tmp_path / "file", "job", "node").prepare()
+    (tmp_path / "not a folder").touch()
+    with pytest.raises(ValueError, match=r"memory=.*not a folder.*give a folder in memory"):
+        MemoryFolder(tmp_path / "not a folder", "job", "node").prepare()
 
 
 @pytest.fixture
@@ -139,8 +124,9 @@ def test_the_latest_two_states_stay(folder: MemoryFolder, every: int, expected: 
     keeper.close()
     assert not keeper.write()
 
-
-def test_a_worker_that_does_not_tidy_leaves_the_files_of_others(folder: MemoryFolder) -> None:
+    # A worker that does not tidy leaves the files of others.
+    folder.remove_all()
+    folder.prepare()
     others = [FileName(StateName(9, "w0"), 1), FileName(StateName(0, "w1"), 0)]
     for name in others:
         write_memory_file(folder.file(name), kept(*name.state))
@@ -245,8 +231,7 @@ def test_copies_from_a_gpu_use_one_stream_of_high_priority_and_two_buffers(
 
 
 A, B = "param.a", "param.b"
-ROWS = [Box((0, 0), (2, 3)), Box((2, 0), (3, 3))]
-"""Of a tensor of 5 by 3."""
+ROWS = [Box((0, 0), (2, 3)), Box((2, 0), (3, 3))]  # of a tensor of 5 by 3
 
 
 def part(version: int, world: str, *boxes: tuple[str, Box]) -> FoundState:
@@ -285,10 +270,7 @@ def test_worlds_are_not_mixed_and_the_later_one_counts() -> None:
     assert newest_whole_state([*halves, *wholes]) == StateName(7, "w2")
     assert newest_whole_state([part(8, "w1", (A, whole), (B, whole)), *wholes]) == StateName(8, "w1")
     assert newest_whole_state([]) is None
-
-
-def test_a_tensor_without_dimensions_and_a_buffer_count_too() -> None:
-    step, whole = KeptBox("step.a", (), Box((), ())), Box((0, 0), (5, 3))
-    name = StateName(1, "w")
+    # A tensor without dimensions and a buffer count too.
+    step, name = KeptBox("step.a", (), Box((), ())), StateName(1, "w")
     found = FoundState(name, ("a", "b"), (KeptBox(A, (5, 3), whole), KeptBox("buffer.b", (5, 3), whole), step))
     assert newest_whole_state([found]) == name

@@ -46,9 +46,6 @@ def make_folder(root: Path, train: dict[str, int], test: dict[str, int], size: i
     return root
 
 
-# Options --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("line", "world_size", "layout"),
     [
@@ -60,69 +57,46 @@ def make_folder(root: Path, train: dict[str, int], test: dict[str, int], size: i
 )
 def test_ranks_are_divided(line, world_size, layout):
     assert check_options(options(line), world_size) == layout
+    assert check_options(options("--tp 2"), 4).tp_groups == [[0, 1], [2, 3]]  # consecutive ranks
 
 
-def test_tensor_parallel_groups_are_consecutive_ranks():
-    assert check_options(options("--tp 2"), 4).tp_groups == [[0, 1], [2, 3]]
-
-
-@pytest.mark.parametrize("mode", ["off", "resize", "migrate", "semi", "auto"])
-def test_the_balancing_flags_reach_the_plugin(mode):
+def test_the_balancing_flags_reach_the_plugin():
     """All modes take all flags; what a mode does not use is left out."""
-    chosen = options(f"--balance {mode} --migration scatter-gather --max-resize 0.25 --seed 3")
-    migration = {"migration": "scatter-gather"} if mode in ("migrate", "semi", "auto") else {}
-    pruning = {"pruning": Pruning(seed=3)} if mode in ("resize", "semi", "auto") else {}
-    assert chosen.balance_config() == BalanceConfig(mode=mode, max_resize=0.25, **migration, **pruning)
-    # Without the flags the defaults of the package apply.
-    assert options(f"--balance {mode}").balance_config().rules == BalanceConfig(mode=mode).rules
+    for mode in ("off", "resize", "migrate", "semi", "auto"):
+        chosen = options(f"--balance {mode} --migration scatter-gather --max-resize 0.25 --seed 3")
+        migration = {"migration": "scatter-gather"} if mode in ("migrate", "semi", "auto") else {}
+        pruning = {"pruning": Pruning(seed=3)} if mode in ("resize", "semi", "auto") else {}
+        assert chosen.balance_config() == BalanceConfig(mode=mode, max_resize=0.25, **migration, **pruning)
+        # Without the flags the defaults of the package apply.
+        assert options(f"--balance {mode}").balance_config().rules == BalanceConfig(mode=mode).rules
+    for name in PAPER_METHODS:
+        seed = {} if name == "mig" else {"seed": 3}
+        assert options(f"--paper {name} --seed 3").balance_config() == BalanceConfig.paper(name, **seed)
 
 
-@pytest.mark.parametrize("name", PAPER_METHODS)
-def test_a_method_of_the_paper_reaches_the_plugin(name):
-    seed = {} if name == "mig" else {"seed": 3}
-    assert options(f"--paper {name} --seed 3").balance_config() == BalanceConfig.paper(name, **seed)
-
-
-# Model ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("line", "tp", "says"),
-    [
+def test_models_that_cannot_be_trained_are_rejected_and_others_are_adapted():
+    for line, tp, says in (
         ("--model vit_no_such", 2, "timm has no such model"),
         ("--model resnet18", 2, "VisionTransformer"),
         ("--model swin_tiny_patch4_window7_224", 1, "VisionTransformer"),
         ("--model vit_tiny_patch16_224", 2, "--tp 2 does not divide the 3 heads"),
         ("--model vit_base_patch14_dinov2", 2, "patch size of 14"),
-    ],
-)
-def test_models_that_cannot_be_trained_are_rejected(line, tp, says):
-    with pytest.raises(UsageError, match=says):
-        check_model(options(line), Layout(tp, 1, 1, 64, 1))
-
-
-def test_a_timm_model_is_adapted_to_the_image_size():
-    chosen = options("--model vit_tiny_patch16_224 --patch 8")
+    ):
+        with pytest.raises(UsageError, match=says):
+            check_model(options(line), Layout(tp, 1, 1, 64, 1))
+    chosen = options("--model vit_tiny_patch16_224 --patch 8")  # adapted to the image size
     check_model(chosen, Layout(3, 1, 1, 64, 1))
     assert build_chosen_vit(chosen, classes=5)(torch.zeros(1, 3, 32, 32)).shape == (1, 5)
-
-
-@pytest.mark.parametrize(("name", "billions"), [("vit-1b", 1.2), ("vit-3b", 2.7)])
-def test_the_models_of_semi_have_their_number_of_parameters(name, billions):
-    chosen = options(f"--model {name}")
-    check_options(chosen, 8)
-    with torch.device("meta"):
-        model = build_chosen_vit(chosen, classes=10)
-    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(billions * 1e9, rel=0.02)
-    assert len(model.pos_embed[0]) == 64
-    # ``colossal-hetero profile --model`` builds the same.
-    profiled = build_model(name, device="meta").model
-    assert {key: value.shape for key, value in profiled.state_dict().items()} == {
-        key: value.shape for key, value in model.state_dict().items()
-    }
-
-
-# Data -----------------------------------------------------------------------------------------------------
+    for name, billions in (("vit-1b", 1.2), ("vit-3b", 2.7)):  # those of SEMI
+        chosen = options(f"--model {name}")
+        check_options(chosen, 8)
+        with torch.device("meta"):
+            model = build_chosen_vit(chosen, classes=10)
+        assert sum(each.numel() for each in model.parameters()) == pytest.approx(billions * 1e9, rel=0.02)
+        assert len(model.pos_embed[0]) == 64
+        # ``colossal-hetero profile --model`` builds the same.
+        shapes, ours = build_model(name, device="meta").model.state_dict(), model.state_dict()
+        assert {key: value.shape for key, value in shapes.items()} == {key: value.shape for key, value in ours.items()}
 
 
 def test_digits_are_split_by_class_into_disjoint_parts():
@@ -157,89 +131,64 @@ def test_crops_and_mirror_images_are_parts_of_the_padded_image():
     bordered = torch.nn.functional.pad(picture[0].float() / 255, (2, 2, 2, 2))
     crops = [bordered[:, y : y + 32, x : x + 32] for y in range(5) for x in range(5)]
     expected = [crop.flip(2) for crop in crops] + crops
-    seen = set()
-    for image in images.__getitems__(range(200))[0]:
-        matches = [number for number, crop in enumerate(expected) if torch.equal(crop, image)]
-        assert len(matches) == 1
-        seen.add(matches[0])
-    assert len(seen) > 35
+    found = [
+        [number for number, crop in enumerate(expected) if torch.equal(crop, image)]
+        for image in images.__getitems__(range(200))[0]
+    ]
+    assert all(len(matches) == 1 for matches in found) and len({each for (each,) in found}) > 35
 
 
-@pytest.mark.parametrize(("count", "replicas", "batch"), [(10, 1, 4), (10, 3, 2), (11, 2, 4), (7, 2, 8)])
-def test_each_held_out_image_is_counted_once(count, replicas, batch):
-    images = ImageSet(
-        torch.zeros(count, 3, 32, 32, dtype=torch.uint8), torch.arange(count), torch.zeros(3), torch.ones(3)
-    )
-    shares = [list(padded_batches(images, batch, replica, replicas)) for replica in range(replicas)]
-    assert len({len(share) for share in shares}) == 1
-    assert all(len(labels) == len(pixels) == batch for share in shares for pixels, labels in share)
-    seen = [label for share in shares for _, labels in share for label in labels.tolist() if label >= 0]
-    assert sorted(seen) == list(range(count))
+def test_each_held_out_image_is_counted_once():
+    for count, replicas, batch in ((10, 1, 4), (10, 3, 2), (11, 2, 4), (7, 2, 8)):
+        pixels = torch.zeros(count, 3, 32, 32, dtype=torch.uint8)
+        images = ImageSet(pixels, torch.arange(count), torch.zeros(3), torch.ones(3))
+        shares = [list(padded_batches(images, batch, replica, replicas)) for replica in range(replicas)]
+        assert len({len(share) for share in shares}) == 1
+        assert all(len(labels) == len(pixels) == batch for share in shares for pixels, labels in share)
+        seen = [label for share in shares for _, labels in share for label in labels.tolist() if label >= 0]
+        assert sorted(seen) == list(range(count))
 
 
-def test_images_of_a_folder_are_resized(tmp_path):
+def test_images_of_a_folder_are_resized_and_many_are_read_batch_by_batch(tmp_path, monkeypatch):
     root = make_folder(tmp_path, {"cat": 3, "dog": 2}, {"cat": 1, "dog": 1}, size=48)
     chosen = options(f"--data folder --data-dir {root} --batch-size 4")
     assert find_data(chosen, chosen.batch_size).classes == 2
     train, test = load_data(chosen, no_track)
-    assert train.labels.tolist() == [0, 0, 0, 1, 1]
-    assert test.__getitems__([0, 1])[0].shape == (2, 3, 32, 32)
-
-
-def test_a_large_folder_is_read_batch_by_batch(tmp_path, monkeypatch):
-    root = make_folder(tmp_path, {"cat": 3, "dog": 2}, {"cat": 1, "dog": 1})
-    chosen = options(f"--data folder --data-dir {root} --batch-size 4")
-    held = load_data(chosen, no_track)[1].__getitems__([0, 1])[0]
+    held = test.__getitems__([0, 1])[0]
+    assert train.labels.tolist() == [0, 0, 0, 1, 1] and held.shape == (2, 3, 32, 32)
     monkeypatch.setattr("examples.common.images.MAX_HELD_BYTES", 0)
     assert torch.equal(load_data(chosen, no_track)[1].__getitems__([0, 1])[0], held)
 
 
-@pytest.mark.parametrize(
-    ("train", "test", "says"),
-    [
-        ({}, {"cat": 1}, "no train/"),
-        ({"cat": 1, "dog": 0}, {"cat": 1, "dog": 1}, "without images"),
-        ({"cat": 1, "dog": 1}, {"cat": 1, "cow": 1}, "cow, dog"),
-        ({"cat": 3}, {"cat": 1}, "at least two"),
-        ({"cat": 3, "dog": 3}, {"cat": 1, "dog": 1}, "--batch-size 64"),
-    ],
-)
-def test_unusable_folders_are_rejected(tmp_path, train, test, says):
-    root = make_folder(tmp_path, train, test)
-    with pytest.raises(UsageError, match=says):
-        find_data(options(f"--data folder --data-dir {root}"), 64)
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
+def test_unusable_data_is_reported(tmp_path):
+    for number, (train, test, says) in enumerate(
+        (
+            ({}, {"cat": 1}, "no train/"),
+            ({"cat": 1, "dog": 0}, {"cat": 1, "dog": 1}, "without images"),
+            ({"cat": 1, "dog": 1}, {"cat": 1, "cow": 1}, "cow, dog"),
+            ({"cat": 3}, {"cat": 1}, "at least two"),
+            ({"cat": 3, "dog": 3}, {"cat": 1, "dog": 1}, "--batch-size 64"),
+        )
+    ):
+        root = make_folder(tmp_path / str(number), train, test)
+        with pytest.raises(UsageError, match=says):
+            find_data(options(f"--data folder --data-dir {root}"), 64)
+    for line, says in (
         ("--data folder", "needs --data-dir"),
         ("--data folder --data-dir /nowhere", "not a directory"),
         ("--data cifar10", "needs --data-dir"),
         ("--data cifar10 --data-dir /nowhere", "download it"),
         ("--data digits --data-dir /nowhere", "is not used"),
         ("--batch-size 1439", "1438 training images"),
-    ],
-)
-def test_unusable_data_is_reported(line, says):
-    with pytest.raises(UsageError, match=says):
-        chosen = options(line)
-        find_data(chosen, chosen.batch_size)
-
-
-# Results --------------------------------------------------------------------------------------------------
+    ):
+        with pytest.raises(UsageError, match=says):
+            chosen = options(line)
+            find_data(chosen, chosen.batch_size)
 
 
 def rank_record(rank: int, seconds: float, equal_seconds: float, **others: Any) -> RankRecord:
-    times = dict(
-        work_seconds=seconds,
-        matmul_seconds=seconds,
-        wait_seconds=0.0,
-        communication_seconds=0.0,
-        equal_work_seconds=equal_seconds,
-        equal_matmul_seconds=equal_seconds,
-        resized=0.0,
-    )
+    times = dict(work_seconds=seconds, matmul_seconds=seconds, equal_work_seconds=equal_seconds)
+    times |= dict(equal_matmul_seconds=equal_seconds, wait_seconds=0.0, communication_seconds=0.0, resized=0.0)
     return RankRecord(rank=rank, **(times | others))
 
 
@@ -270,26 +219,14 @@ def test_the_summary_holds_medians_after_warm_up_and_the_bound(tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     assert list(tmp_path.iterdir()) == [tmp_path / "summary.json"]
 
-
-def test_without_a_straggler_there_is_no_bound_and_short_runs_warm_up_less():
-    summary = summarize(measured("", 8), [10, 20])
-    assert summary["bound"] is None and summary["warmup_iterations"] == 2
-
-
-def test_a_loss_that_is_not_a_number_is_null():
-    measurements = measured("", 4)
-    measurements.loss[2] = float(np.nan)
-    assert json.loads(json.dumps(summarize(measurements, [1, 1]), allow_nan=False))["loss"][2] is None
+    short = measured("", 8)
+    short.loss[2] = float(np.nan)
+    summary = json.loads(json.dumps(summarize(short, [10, 20]), allow_nan=False))
+    assert summary["bound"] is None and summary["warmup_iterations"] == 2 and summary["loss"][2] is None
 
 
-WHAT_IF = {
-    "waiting_seconds": 0.025,
-    "balanced_seconds": 0.15,
-    "unbalanced_seconds": 0.3,
-    "homogeneous_seconds": 0.1,
-    "bound_seconds": 0.15,
-    "saved_seconds": 0.15,
-}
+WHAT_IF = {"waiting_seconds": 0.025, "balanced_seconds": 0.15, "unbalanced_seconds": 0.3}
+WHAT_IF |= {"homogeneous_seconds": 0.1, "bound_seconds": 0.15, "saved_seconds": 0.15}
 
 
 def test_the_summary_holds_the_what_if_times():
@@ -301,21 +238,14 @@ def test_the_summary_holds_the_what_if_times():
     ]
     assert found == pytest.approx(WHAT_IF)
 
-
-def test_without_records_there_are_no_what_if_times():
-    measurements = measured("", 4)
-    measurements.records.clear()
-    assert summarize(measurements, [1, 1])["what_if"] is None
-
-
-def test_the_slowest_group_determines_the_time_of_an_iteration():
+    without = measured("", 4)
+    without.records.clear()
+    assert summarize(without, [1, 1])["what_if"] is None
+    # The slowest group determines the time of an iteration.
     measurements = measured("--tp 1", 4, work_seconds=0.2)
     found = measurements.report()
     assert measurements.layout.tp_groups == [[0], [1]]
     assert (found.balanced_seconds, found.unbalanced_seconds) == pytest.approx((0.2, 0.3))
-
-
-# Display --------------------------------------------------------------------------------------------------
 
 
 def printed_report(measurements: Measurements, capsys, monkeypatch) -> str:
@@ -331,15 +261,17 @@ def printed_report(measurements: Measurements, capsys, monkeypatch) -> str:
 
 def test_the_result_shows_the_time_that_balancing_saved(capsys, monkeypatch):
     text = printed_report(measured("--balance resize --straggler 1:3", 8), capsys, monkeypatch)
-    assert "rank 1 resized 50%\n" in text
-    assert "slowed" in text and "× 3" in text and "resized" in text
+    for words in (
+        *("rank 1 resized 50%\n", "slowed", "× 3"),
+        "An iteration took 200 ms (median), of which ranks waited 25 ms for slower ones (mean over ranks).",
+        "Unbalanced it would have taken 300 ms (2.0 times as long: balancing saved 150 ms).",
+        "With all ranks as fast as the fastest it would have taken 100 ms;",
+        "with nothing pruned and the work spread ideally, 150 ms.",
+        "Accuracy on held-out images: 50.0% (chance is 10%).",
+    ):
+        assert words in text, words
     assert "migrated" not in text and "received" not in text
-    assert "An iteration took 200 ms (median), of which ranks waited 25 ms for slower ones (mean over ranks)." in text
-    assert "Unbalanced it would have taken 300 ms (2.0 times as long: balancing saved 150 ms)." in text
-    assert "With all ranks as fast as the fastest it would have taken 100 ms;" in text
-    assert "with nothing pruned and the work spread ideally, 150 ms." in text
     assert re.search(r"vs fastest +vs own best", text) and re.search(r"0\.33 +1\.00", text)
-    assert "Accuracy on held-out images: 50.0% (chance is 10%)." in text
 
 
 def test_the_result_shows_migration_and_the_time_that_balancing_cost(capsys, monkeypatch):

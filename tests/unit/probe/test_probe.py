@@ -7,16 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from colossal_hetero.cli.probe import probe
 from colossal_hetero.cli.rank_facts import Nic, RankFacts, make_topology, pairs_to_measure
 from colossal_hetero.planner.cluster.cluster_file import load_cluster, parse_cluster, save_cluster
 from colossal_hetero.planner.cluster.gpu_catalog import GPUS, kind_name
 from colossal_hetero.planner.cluster.topology import Channel, MeasuredLink, Topology
+from tests.support.command_line import failure
 from tests.support.paths import CLUSTERS
-
-EXAMPLES = CLUSTERS
 
 GPU_NAMES = {
     "A100-40": "NVIDIA A100-SXM4-40GB",
@@ -25,9 +22,8 @@ GPU_NAMES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("device", "gibibytes", "name"),
-    [
+def test_gpu_kinds_by_device_names() -> None:
+    for device, gibibytes, name in (
         ("NVIDIA A100-SXM4-40GB", 39.4, "A100-40"),
         ("NVIDIA A100-PCIE-40GB", 39.4, "A100-40"),
         ("NVIDIA A100 80GB PCIe", 79.2, "A100-80"),
@@ -51,10 +47,8 @@ GPU_NAMES = {
         ("NVIDIA RTX 5000 Ada Generation", 31.5, "RTX-5000-Ada-Generation"),
         ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", 19.5, "A100-SXM4-40GB-MIG-3g.20gb"),
         ("cpu", 64, "cpu"),
-    ],
-)
-def test_gpu_kinds_by_device_names(device: str, gibibytes: float, name: str) -> None:
-    assert kind_name(device, int(gibibytes * 2**30)) == name
+    ):
+        assert kind_name(device, int(gibibytes * 2**30)) == name
 
 
 def probed(topology: Topology, flops: float = 1e12) -> tuple[list[RankFacts], list[MeasuredLink]]:
@@ -101,26 +95,23 @@ def assert_same_channels(found: Topology, topology: Topology) -> None:
         assert (one.kind, one.bytes_per_second) == (other.kind, pytest.approx(other.bytes_per_second, rel=0.01))
 
 
-def test_two_kinds_of_network_are_two_clusters() -> None:
-    topology = load_cluster(EXAMPLES / "two-kinds.toml")
+def test_nodes_of_one_network_are_one_cluster() -> None:
+    topology = load_cluster(CLUSTERS / "two-kinds.toml")
     found, order = make_topology(*probed(topology))
     assert order == tuple(range(32))
     assert found.clusters == ("infiniband", "roce")
     assert {device.kind for device in found.devices} == {GPUS["A100-80"]}
     assert_same_channels(found, topology)
     assert [(one, other) for one, other, _ in found.between] == [(0, 1)]
-
-
-def test_nodes_of_one_network_are_one_cluster() -> None:
-    topology = load_cluster(EXAMPLES / "a100-v100.toml")
+    topology = load_cluster(CLUSTERS / "a100-v100.toml")
     found, _ = make_topology(*probed(topology))
     assert found.clusters == ("ethernet",)
     assert [device.kind for device in found.devices] == 4 * [GPUS["A100-40"]] + 8 * [GPUS["V100-16"]]
     assert_same_channels(found, topology)
 
 
-def test_clusters_by_name() -> None:
-    topology = load_cluster(EXAMPLES / "a100-v100.toml")
+def test_clusters_by_name_whose_ranks_are_numbered_one_after_the_other() -> None:
+    topology = load_cluster(CLUSTERS / "a100-v100.toml")
     facts, links = probed(topology)
     found, _ = make_topology(facts, links, [("v100*", "old"), ("*", "new")])
     assert found.clusters == ("new", "old")
@@ -128,10 +119,6 @@ def test_clusters_by_name() -> None:
     assert found.channel(0, 4).bytes_per_second == pytest.approx(reached, rel=0.01)
     with pytest.raises(ValueError, match="no host matches h100; the hosts are a100, v100-0, v100-1"):
         make_topology(facts, links, [("h100", "new")])
-
-
-def test_ranks_are_numbered_cluster_by_cluster() -> None:
-    facts, links = probed(load_cluster(EXAMPLES / "a100-v100.toml"))
     found, order = make_topology(facts, links, [("v100-0", "two"), ("*", "one")])
     assert order == (0, 1, 2, 3, 8, 9, 10, 11, 4, 5, 6, 7)
     assert [node.name for node in found.nodes] == ["a100", "v100-1", "v100-0"]
@@ -187,37 +174,20 @@ def test_every_pair_of_machines_is_measured_and_pairs_of_a_round_share_no_machin
 def test_network_cards_are_read_from_sysfs(tmp_path: Path) -> None:
     from colossal_hetero.cli.probe_ranks import find_nics
 
-    files = {
-        "infiniband/mlx5_0/ports/1/link_layer": "InfiniBand",
-        "infiniband/mlx5_0/ports/1/rate": "200 Gb/sec (4X HDR)",
-        "infiniband/mlx5_0/ports/1/state": "4: ACTIVE",
-        "infiniband/mlx5_1/ports/1/link_layer": "Ethernet",
-        "infiniband/mlx5_1/ports/1/rate": "100 Gb/sec (4X EDR)",
-        "infiniband/mlx5_1/ports/1/state": "4: ACTIVE",
-        "infiniband/mlx5_2/ports/1/link_layer": "InfiniBand",
-        "infiniband/mlx5_2/ports/1/rate": "10 Gb/sec (4X SDR)",
-        "infiniband/mlx5_2/ports/1/state": "1: DOWN",
-        "net/eth0/type": "1",
-        "net/eth0/operstate": "up",
-        "net/eth0/speed": "25000",
-        "net/eth0/device/vendor": "0x15b3",
-        "net/eth1/type": "1",
-        "net/eth1/operstate": "up",
-        "net/eth1/speed": "-1",
-        "net/eth1/device/vendor": "0x1af4",
-        "net/eth2/type": "1",
-        "net/eth2/operstate": "down",
-        "net/eth2/device/vendor": "0x1af4",
-        "net/ib0/type": "32",
-        "net/ib0/operstate": "up",
-        "net/ib0/device/vendor": "0x15b3",
-        "net/docker0/type": "1",
-        "net/docker0/operstate": "up",
-        "net/lo/type": "772",
+    cards = {
+        "infiniband/mlx5_0/ports/1": dict(link_layer="InfiniBand", rate="200 Gb/sec (4X HDR)", state="4: ACTIVE"),
+        "infiniband/mlx5_1/ports/1": dict(link_layer="Ethernet", rate="100 Gb/sec (4X EDR)", state="4: ACTIVE"),
+        "infiniband/mlx5_2/ports/1": dict(link_layer="InfiniBand", rate="10 Gb/sec (4X SDR)", state="1: DOWN"),
+        "net/eth0": {"type": "1", "operstate": "up", "speed": "25000", "device/vendor": "0x15b3"},
+        "net/eth1": {"type": "1", "operstate": "up", "speed": "-1", "device/vendor": "0x1af4"},
+        "net/eth2": {"type": "1", "operstate": "down", "device/vendor": "0x1af4"},
+        "net/ib0": {"type": "32", "operstate": "up", "device/vendor": "0x15b3"},
+        "net/docker0": {"type": "1", "operstate": "up"},
+        "net/lo": {"type": "772"},
     }
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text + "\n")
+    for path, text in ((tmp_path / card / name, text) for card, files in cards.items() for name, text in files.items()):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
     assert find_nics(tmp_path) == (
         Nic("InfiniBand", 25e9),
         Nic("RoCE", 12.5e9),
@@ -227,22 +197,12 @@ def test_network_cards_are_read_from_sysfs(tmp_path: Path) -> None:
     assert find_nics(tmp_path / "nowhere") == ()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+def test_wrong_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments, words in (
         (["--out", "nowhere/at/all/cluster.toml"], "there is no folder"),
         (["--cluster-of", "east"], "'east' does not have the form HOST=CLUSTER"),
         (["--nproc", "0"], "0 is not in the range"),
-    ],
-)
-def test_wrong_options(arguments: list[str], words: str) -> None:
-    result = CliRunner().invoke(probe, arguments)
-    assert result.exit_code == 2
-    assert words in result.output
-
-
-def test_ranks_are_not_started_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    ):
+        assert words in failure("probe", *arguments)
     monkeypatch.setenv("RANK", "0")
-    result = CliRunner().invoke(probe, ["--nproc", "2"])
-    assert result.exit_code == 2
-    assert "a launcher has already started the ranks" in result.output
+    assert "a launcher has already started the ranks" in failure("probe", "--nproc", "2")

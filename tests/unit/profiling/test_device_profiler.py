@@ -1,28 +1,40 @@
-"""Profiling on a simulated device: sizes, repetitions, times and memory; the search for the largest batch is exact."""
+"""Profiling on a simulated device; memory limits, and errors that mean out of memory."""
 
 from __future__ import annotations
 
+import errno
+import itertools
 import math
 import random
+import resource
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
 
 from colossal_hetero.planner.batches.batch_profile import DeviceProfile
-from colossal_hetero.profiling import device_profiler
+from colossal_hetero.profiling import device_profiler, memory
 from colossal_hetero.profiling.device_profiler import RESERVE, STEADY_SECONDS, largest_batch, profile_device
-from colossal_hetero.profiling.memory import MemoryLimit
+from colossal_hetero.profiling.memory import (
+    MemoryLimit,
+    is_out_of_memory,
+    memory_limit,
+    outside_bytes,
+    recover,
+    reserved_memory,
+    used_bytes,
+)
 from colossal_hetero.profiling.progress import SEARCHING, TIMING, Progress
 from colossal_hetero.profiling.rank_profiler import is_too_few_samples, smallest_batch
 
 CPU = torch.device("cpu")
-
-# Search --------------------------------------------------------------------------------------------------------------
 
 
 def bound(largest: int) -> float:
@@ -46,26 +58,20 @@ def check(true: int, cap: int, estimate: Callable[[], int | None] | None = None)
     return len(tried)
 
 
-def test_every_size_and_cap() -> None:
+def test_the_largest_batch_is_found_whatever_the_estimate_is() -> None:
     for true in range(0, 70):
         for cap in (*range(1, 70), 300):
             check(true, cap)
+    expected = lambda factor, offset, true: int(factor * true) + offset  # noqa: E731
+    for factor, offset in itertools.product([0.0, 0.3, 0.9, 1.0, 1.1, 3.0, 1e6], [-3, -1, 0, 1, 5]):
+        for true in range(301):
+            trials = check(true, 400, partial(expected, factor, offset, true))
+            assert (factor, offset) != (1.0, 0) or not true or trials <= math.floor(math.log2(true)) + 4
+    generator = random.Random(0)
+    for true in range(301):  # estimates that change or are missing
+        check(true, 350, lambda: generator.choice([None, generator.randint(-5, 500)]))
     with pytest.raises(ValueError, match="at least 1"):
         largest_batch(lambda batch: True, 0)
-
-
-@pytest.mark.parametrize("factor", [0.0, 0.3, 0.9, 1.0, 1.1, 3.0, 1e6])
-@pytest.mark.parametrize("offset", [-3, -1, 0, 1, 5])
-def test_no_estimate_changes_what_is_found(factor: float, offset: int) -> None:
-    for true in range(301):
-        trials = check(true, 400, lambda true=true: int(factor * true) + offset)
-        assert (factor, offset) != (1.0, 0) or not true or trials <= math.floor(math.log2(true)) + 4
-
-
-def test_estimates_that_change_or_are_missing() -> None:
-    generator = random.Random(0)
-    for true in range(301):
-        check(true, 350, lambda: generator.choice([None, generator.randint(-5, 500)]))
 
 
 def test_an_estimate_that_must_not_be_exceeded_is_not_exceeded() -> None:
@@ -82,16 +88,11 @@ def test_an_estimate_that_must_not_be_exceeded_is_not_exceeded() -> None:
             assert found == min(max(room, 1), true, 100)
             assert len(tried) <= bound(found) + (found == 0)
 
-
-def test_the_search_ends_if_the_estimate_rises_slowly() -> None:
+    # The search ends if the estimate rises slowly.
     tried = [0]
-    found = largest_batch(
-        lambda batch: tried.append(batch) or True, 10**6, lambda: max(tried) + 1, may_exceed_estimate=False
-    )
+    rising = lambda: max(tried) + 1  # noqa: E731
+    found = largest_batch(lambda batch: tried.append(batch) or True, 10**6, rising, may_exceed_estimate=False)
     assert len(tried) <= 5 and found == max(tried)
-
-
-# Smallest batch ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("per_sample", "expected"), [(1, 2), (2, 4), (3, 8)])
@@ -108,19 +109,17 @@ def test_more_samples_are_tried_until_a_batch_normalization_runs(per_sample: int
     assert is_too_few_samples(caught.value)
 
 
-@pytest.mark.parametrize("at_once", [1, 2, 3, 4])
-def test_pairs_and_triplets(at_once: int) -> None:
-    def run(samples: int) -> None:
-        if samples % at_once:
-            raise ValueError(f"cannot be divided by {at_once}")
+def test_pairs_triplets_and_errors_that_are_those_of_one_sample() -> None:
+    for at_once in (1, 2, 3, 4):
 
-    assert smallest_batch(run, 64, lambda: None) == at_once
-    if at_once > 1:
-        with pytest.raises(ValueError, match=f"divided by {at_once}"):
-            smallest_batch(run, at_once - 1, lambda: None)
+        def run(samples: int, at_once: int = at_once) -> None:
+            if samples % at_once:
+                raise ValueError(f"cannot be divided by {at_once}")
 
-
-def test_other_errors_are_those_of_one_sample() -> None:
+        assert smallest_batch(run, 64, lambda: None) == at_once
+        if at_once > 1:
+            with pytest.raises(ValueError, match=f"divided by {at_once}"):
+                smallest_batch(run, at_once - 1, lambda: None)
     tried: list[int] = []
 
     def fail(samples: int, error: type[Exception] = ValueError) -> None:
@@ -132,9 +131,6 @@ def test_other_errors_are_those_of_one_sample() -> None:
     assert tried == [1, 2, 3, 4]
     with pytest.raises(MemoryError):
         smallest_batch(lambda samples: fail(samples, MemoryError), 64, pytest.fail)
-
-
-# Device --------------------------------------------------------------------------------------------------------------
 
 
 class Device:
@@ -181,17 +177,14 @@ def line(batch: int, run: int) -> float:
     return 0.05 + 0.01 * batch
 
 
-@pytest.mark.parametrize("is_hard", [True, False])
-def test_a_share_of_the_memory_is_left_free(is_hard: bool) -> None:
-    device = Device(3000, line, is_hard)
-    found = profiled(device, 1000)
-    assert found.max_batch == int(200 * (1 - RESERVE)) and found.memory_bound
-    assert found.memory_bytes == 3000 - int(2000 * RESERVE)
-    assert (found.memory_bytes - found.state_bytes) // found.sample_bytes == found.max_batch
-    assert is_hard or max(device.runs) == found.max_batch
-
-
-def test_the_smallest_batch_is_accepted_without_a_reserve() -> None:
+def test_a_share_of_the_memory_is_left_free_except_for_the_smallest_batch() -> None:
+    for is_hard in (True, False):
+        device = Device(3000, line, is_hard)
+        found = profiled(device, 1000)
+        assert found.max_batch == int(200 * (1 - RESERVE)) and found.memory_bound
+        assert found.memory_bytes == 3000 - int(2000 * RESERVE)
+        assert (found.memory_bytes - found.state_bytes) // found.sample_bytes == found.max_batch
+        assert is_hard or max(device.runs) == found.max_batch
     found = profiled(Device(1010, line), 8)
     assert found.max_batch == 1 and found.memory_bound and found.points
     assert profiled(Device(1009, line), 8).max_batch == 0
@@ -199,7 +192,7 @@ def test_the_smallest_batch_is_accepted_without_a_reserve() -> None:
     assert (found.max_batch, found.min_batch) == (4, 4)
 
 
-def test_sizes_that_a_straight_line_predicts_are_not_timed() -> None:
+def test_only_sizes_that_no_straight_line_predicts_are_timed() -> None:
     device = Device(LARGE, line)
     found = profiled(device, 48)
     assert (found.max_batch, found.memory_bound) == (48, False)
@@ -209,8 +202,7 @@ def test_sizes_that_a_straight_line_predicts_are_not_timed() -> None:
     for batch in range(1, 49):
         assert found.curve(48).seconds[batch] == pytest.approx(line(batch, 0))
 
-
-def test_sizes_at_a_bend_are_timed() -> None:
+    # Sizes at a bend are timed.
     found = profiled(Device(LARGE, lambda batch, run: max(0.1, 0.01 * batch)), 64)
     assert {1, 8, 16, 64} <= {point.batch for point in found.points}
     for batch in (1, 8, 16, 32, 64):
@@ -235,11 +227,9 @@ def test_typical_times(seconds: Callable[[int, int], float], expected: list[floa
     if expected[0] < 1:
         assert device.runs.count(1) > 20 > 10 > device.runs.count(4)
 
-
-def test_short_passes_are_repeated_until_a_pause_would_have_been_seen() -> None:
+    # Short passes are repeated until a pause would have been seen. The first pass, with the gradients, is not timed.
     device = Device(LARGE, lambda batch, run: 0.02)
     profiled(device, 1)
-    # The first pass allocates the gradients and is not timed.
     assert (len(device.runs) - 1) * 0.02 == pytest.approx(STEADY_SECONDS, abs=0.021)
 
 
@@ -262,3 +252,107 @@ def test_the_next_pass_is_told() -> None:
     assert [each.samples for each in progress] == device.runs
     assert {each.action for each in progress} == {SEARCHING, TIMING}
     assert str(progress[1]).endswith("searching for the largest micro-batch, 1 sample")
+
+
+@contextmanager
+def address_space(room: int) -> Iterator[int]:
+    """Limit the address space to ``room`` bytes above the mapped memory."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = psutil.Process().memory_info().vms + room
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    try:
+        yield limit
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def test_errors_that_mean_out_of_memory() -> None:
+    for error in (
+        MemoryError(),
+        torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you …"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("NCCL error: unhandled cuda error: Cuda failure 2 'out of memory'"),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("std::bad_alloc"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+    ):
+        assert is_out_of_memory(error)
+        wrapped = ValueError("the step failed")
+        wrapped.__cause__ = error
+        assert is_out_of_memory(wrapped)
+    for other in (None, ValueError("out of memory is a phrase"), RuntimeError("shapes do not match"), OSError(2, "no")):
+        assert not is_out_of_memory(other)
+
+
+def test_a_process_recovers_from_real_errors_of_the_cpu_at_the_limit_of_the_address_space() -> None:
+    def fails() -> None:
+        held = torch.ones(64 << 18)  # 64 MiB
+        torch.ones(len(held) * 8)
+
+    with address_space(200 << 20):
+        for _ in range(10):  # without recover(), memory of the first attempt would make the second one fail too early
+            with pytest.raises(RuntimeError) as caught:
+                fails()
+            assert is_out_of_memory(caught.value)
+            recover(caught.value)
+        with pytest.raises(MemoryError) as refused:
+            bytearray(1 << 30)
+        assert is_out_of_memory(refused.value)
+    with address_space(200 << 20) as limit:
+        found = memory_limit(CPU)
+        assert found.bytes == limit and found.is_hard
+        before = used_bytes(CPU)
+        with reserved_memory(100 << 20, CPU):
+            assert used_bytes(CPU) - before >= 100 << 20
+        with pytest.raises(RuntimeError) as caught, reserved_memory(300 << 20, CPU):
+            pass
+        assert is_out_of_memory(caught.value)
+    before = used_bytes(CPU)
+    with reserved_memory(64 << 20, CPU):  # is resident
+        assert used_bytes(CPU) - before > 60 << 20
+    assert used_bytes(CPU) - before < 10 << 20  # and released
+
+
+def test_without_a_hard_limit_ranks_share_the_memory_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_left_in_control_group", lambda: None)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    alone = memory_limit(CPU)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    shared = memory_limit(CPU)
+    assert not alone.is_hard and not shared.is_hard
+    used = used_bytes(CPU)
+    assert used < shared.bytes < alone.bytes < used + psutil.virtual_memory().total
+    assert (alone.bytes - used) / (shared.bytes - used) == pytest.approx(4, rel=0.1)
+    monkeypatch.setattr(memory, "_left_in_control_group", lambda: 4 << 20)
+    assert memory_limit(CPU).bytes < used + (4 << 20) and "control group" in memory_limit(CPU).source
+
+
+def test_what_is_in_use_beside_the_allocator_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 80 bytes, 30 are free and 40 are the allocator's."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30, 80))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 40)
+    assert outside_bytes(torch.device("cuda", 0)) == 10
+    assert outside_bytes(CPU) is None
+
+
+def test_control_groups_of_both_versions(tmp_path: Path) -> None:
+    groups = tmp_path / "groups"
+    inner = tmp_path / "outer" / "inner"
+    inner.mkdir(parents=True)
+    groups.write_text("0::/outer/inner\n")
+    for folder, limit in ((inner, "max"), (inner.parent, "1000")):
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text("700\n")
+        (folder / "memory.stat").write_text("anon 1\ninactive_file 200\n")
+    assert memory._left_in_control_group(tmp_path, groups) == 500
+    (inner / "memory.max").write_text("900\n")
+    assert memory._left_in_control_group(tmp_path, groups) == 400
+    old = tmp_path / "memory" / "job"
+    old.mkdir(parents=True)
+    (old / "memory.limit_in_bytes").write_text("650\n")
+    (old / "memory.usage_in_bytes").write_text("600\n")
+    (old / "memory.stat").write_text("total_inactive_file 30\n")
+    groups.write_text("5:cpu:/job\n4:memory,hugetlb:/job\n0::/\n")
+    assert memory._left_in_control_group(tmp_path, groups) == 80
+    assert memory._left_in_control_group(tmp_path, tmp_path / "missing") is None

@@ -1,10 +1,11 @@
-"""The layer profiler: the times of a simulated clock, a model that is not changed, and the memory of layers."""
+"""The layer profiler and the schedule on a simulated clock, a model that is not changed, the memory of layers."""
 
 from __future__ import annotations
 
 import copy
-import random
 import statistics
+from collections import deque
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,14 +13,19 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
-from colossal_hetero.profiling import layer_memory
+from colossal_hetero.planner.profile.layer_profile import ModelProfile
+from colossal_hetero.profiling import layer_memory, layer_profiler, schedule_loop
+from colossal_hetero.profiling.layer_passes import LayerPasses
 from colossal_hetero.profiling.layer_profiler import profile_layers, relative_error
+from colossal_hetero.profiling.model_layers import find_block_row
 from colossal_hetero.profiling.progress import Progress
+from colossal_hetero.profiling.schedule_loop import ScheduleLoop, loopback
 from tests.support.counted_memory import CountedMemory
 from tests.support.layer_profiles import times_of
 from tests.support.simulated_layers import CLASSES, PERIOD, WIDTH, Model, SimulatedClock, SlowSGD, batch, use_clock
+from tests.support.snapshots import snapshot
 
 
 @pytest.fixture
@@ -107,49 +113,24 @@ def test_blocks_of_two_kinds_are_measured_separately(clock: SimulatedClock) -> N
     assert parameters[2] - parameters[1] == 400 and parameters[1] == parameters[3]
 
 
-def state(model: nn.Module) -> dict[str, Any]:
-    return {
-        "tensors": {name: tensor.clone() for name, tensor in model.state_dict().items()},
-        "ids": [id(each) for each in model.parameters()],
-        "gradients": [None if each.grad is None else (id(each.grad), each.grad.clone()) for each in model.parameters()],
-        "modes": [module.training for module in model.modules()],
-        "own": [sorted(vars(module)) for module in model.modules()],
-        "hooks": [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()],
-        "random": (torch.get_rng_state(), random.getstate()),
-    }
-
-
-def equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(equal(a, b) for a, b in zip(one, other, strict=True))
-    return one == other
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_model_is_not_changed(precision: str) -> None:
-    model = Model(SimulatedClock())
-    model.blocks[1].eval()
-    model.blocks[2].forward = model.blocks[2].forward  # Colossal-AI replaces methods in this way
-    model.head.linear.weight.grad = torch.ones_like(model.head.linear.weight)
-    before = state(model)
-    measure(model, min_seconds=0.0, precision=precision)
-    assert equal(before, state(model))
-
-
-def test_a_failing_model_is_not_changed(clock: SimulatedClock) -> None:
-    model = Model(clock)
-    before = state(model)
+def test_the_model_is_not_changed() -> None:
+    """Also if measuring fails."""
+    for precision in ("fp32", "bf16"):
+        model = Model(SimulatedClock())
+        model.blocks[1].eval()
+        model.blocks[2].forward = model.blocks[2].forward  # Colossal-AI replaces methods in this way
+        model.head.linear.weight.grad = torch.ones_like(model.head.linear.weight)
+        before = snapshot(model)
+        measure(model, min_seconds=0.0, precision=precision)
+        assert before == snapshot(model)
+    before = snapshot(model := Model(SimulatedClock()))
 
     def fail(*_: Any) -> torch.Tensor:
         raise KeyError("no loss")
 
     with pytest.raises(KeyError, match="no loss"):
-        measure(model, clock, criterion=fail)
-    assert equal(before, state(model))
+        measure(model, criterion=fail)
+    assert before == snapshot(model)
 
 
 @pytest.mark.parametrize(
@@ -249,8 +230,7 @@ def test_micro_batches_that_do_not_fit_in_memory_are_left_out(clock: SimulatedCl
     with pytest.raises(RuntimeError, match="can't allocate memory"):
         measure(model, clock, micro_batches=[4, 8])
 
-
-def test_progress_is_reported(clock: SimulatedClock) -> None:
+    # Progress is reported.
     seen: list[Progress] = []
     measure(Model(clock), clock, on_progress=seen.append)
     sizes = [("measuring micro-batches (1 of 2)", 2), ("measuring micro-batches (2 of 2)", 3)]
@@ -262,23 +242,17 @@ class Halving(Linear):
         return hidden_states[..., : hidden_states.shape[-1] // 2]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def test_what_cannot_be_measured_is_refused() -> None:
+    for options, words in (
         ({"micro_batches": []}, r"micro_batches=\(\); give sizes of at least 1"),
         ({"micro_batches": [0]}, r"micro_batches=\(0,\)"),
         ({"optimizer": "lion"}, "unknown optimizer 'lion'; valid are adam, adamw, sgd"),
         ({"precision": "fp8"}, "unknown precision 'fp8'; valid are fp32, fp16, bf16"),
         ({"tensor_parallel": 2}, "tensor_parallel=2 without a group"),
         ({"blocks": "layers"}, "Model has no row of blocks 'layers'; it has blocks"),
-    ],
-)
-def test_impossible_options(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        measure(Model(SimulatedClock()), **options)
-
-
-def test_models_that_cannot_be_measured() -> None:
+    ):
+        with pytest.raises(ValueError, match=words):
+            measure(Model(SimulatedClock()), **options)
     with pytest.raises(ValueError, match="on the meta device, which cannot compute"):
         measure(copy.deepcopy(Model(SimulatedClock())).to("meta"))
     model = Model(SimulatedClock(), block=lambda *_: Halving())
@@ -296,10 +270,75 @@ def test_typical_values_differ_as_much_as_it_says(of_median: bool, count: int) -
     errors = [relative_error(each.tolist(), of_median=of_median) for each in samples]
     assert statistics.fmean(errors) == pytest.approx(typical.std() / 2.0, rel=0.15)
 
-
-def test_a_few_disturbed_passes_do_not_change_that_of_the_median() -> None:
+    # A few disturbed passes do not change that of the median.
     values = np.random.default_rng(1).normal(2.0, 0.1, 100).tolist()
     disturbed = [*values[:97], 50.0, 60.0, 70.0]
     quiet = relative_error(values, of_median=True)
     assert relative_error(disturbed, of_median=True) == pytest.approx(quiet, rel=0.15)
     assert relative_error(disturbed, of_median=False) > 10 * quiet
+
+
+SEND, RECEIVE = 0.002, 0.003
+
+
+class TimedMessages:
+    """Messages that take time on the clock, of which one more may be on its way than was received."""
+
+    def __init__(self, clock: SimulatedClock) -> None:
+        self.clock = clock
+        self.shapes: list[tuple[int, ...]] = []
+        self.waiting: deque[Tensor] = deque()
+
+    def send(self, message: Tensor) -> None:
+        self.clock.advance(SEND)
+        self.shapes.append(tuple(message.shape))
+        self.waiting.append(message)
+
+    def receive(self, buffer: Tensor) -> None:
+        self.clock.advance(RECEIVE)
+        assert buffer.shape == self.waiting.popleft().shape
+
+
+def test_two_messages_each_way_are_the_schedule_and_the_layers_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_clock(clock := SimulatedClock(), monkeypatch)
+    model = Model(clock, blocks=((0.1, 0.2),) * 2)
+    messages = TimedMessages(clock)
+    loop = ScheduleLoop(LayerPasses(model, find_block_row(model), F.cross_entropy, batch(3)), messages)
+    before = clock.busy
+    own = loop.run()
+    assert not messages.waiting
+    # Per micro-batch an activation and a gradient are sent and two are received, half of them over each cut.
+    assert tuple(own) == pytest.approx((SEND + RECEIVE, SEND + RECEIVE))
+    # The first message to receive and the last one are beside the loop.
+    count = schedule_loop.MICRO_BATCHES
+    assert clock.busy - before == pytest.approx(count * 3 * 0.3 + (2 * count + 1) * (SEND + RECEIVE))
+    assert set(messages.shapes) == {(3, WIDTH)}
+    assert model.blocks[0].linear.weight.grad is not None and model.blocks[1].linear.weight.grad is None
+
+
+@pytest.mark.parametrize("quota", [1.0, 0.25])
+def test_the_profile_has_the_schedule_under_the_quota(monkeypatch: pytest.MonkeyPatch, quota: float) -> None:
+    clock = SimulatedClock(quota)
+    use_clock(clock, monkeypatch)
+
+    monkeypatch.setattr(layer_profiler, "loopback", lambda device: nullcontext(TimedMessages(clock)))
+    model = Model(clock)
+    profile: ModelProfile = profile_layers(model, batch(), F.cross_entropy, micro_batches=[1, 2]).profile
+    for size in (1, 2):
+        times = times_of(profile, "cpu", 1, size)
+        assert times.schedule_seconds == pytest.approx((SEND + RECEIVE) / quota, rel=0.08)
+        assert times.forward_seconds[1] == pytest.approx(size * 0.003 / quota, rel=0.08)
+
+
+def test_messages_of_a_process_to_itself_arrive_in_order() -> None:
+    # 8 MB are more than the kernel keeps for a receiver.
+    sent = [torch.randn(size, 50) for size in (300, 40_000, 1)] + [torch.randn(7, dtype=torch.bfloat16)]
+    with loopback(torch.device("cpu")) as messages:
+        for message in sent:
+            messages.send(message)
+        for message in sent:
+            buffer = torch.empty_like(message)
+            expected = message.clone()
+            message.zero_()  # a copy was sent
+            messages.receive(buffer)
+            assert torch.equal(buffer, expected)

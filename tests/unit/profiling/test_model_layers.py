@@ -1,4 +1,4 @@
-"""The blocks are those that Colossal-AI counts, and the bytes of each layer equal the formulas."""
+"""The blocks are those that Colossal-AI counts; bytes equal the formulas; profiles of several degrees are merged."""
 
 from __future__ import annotations
 
@@ -7,13 +7,8 @@ from typing import Any
 import pytest
 import timm
 import torch
-from torch import nn
-
-import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (imports packages that transformers needs, without their warnings)
-from colossal_hetero.profiling.model_layers import describe_layers, find_block_row
-
-# isort: split
 import transformers
+from torch import nn
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -27,6 +22,12 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+import colossal_hetero.colossalai_support.accelerator  # noqa: F401  (imports packages that transformers needs, without their warnings)
+from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile
+from colossal_hetero.profiling.merge_ranks import MeasuredLayers, merge_degrees
+from colossal_hetero.profiling.model_layers import describe_layers, find_block_row
+from tests.support.layer_profiles import layer_times, times_of
+
 HIDDEN, INNER, WORDS, TOKENS, LAYERS = 32, 64, 50, 16, 3
 SIZES = {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": 2, "vocab_size": WORDS}
 WIDE = {**SIZES, "intermediate_size": INNER}
@@ -38,9 +39,7 @@ FAMILIES: dict[str, tuple[type, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def quiet_transformers() -> None:
-    transformers.logging.set_verbosity_error()
+transformers.logging.set_verbosity_error()
 
 
 def ids() -> dict[str, torch.Tensor]:
@@ -65,18 +64,14 @@ def test_families_of_transformers(name: str) -> None:
     assert all("embed" in each or "wte" in each or "wpe" in each for each in layers.before)
 
 
-def test_gpt2_equals_its_formulas() -> None:
+def test_gpt2_and_vit_equal_their_formulas() -> None:
     kind, config = FAMILIES["transformer.h"]
     size = [count / 4 for count in describe_layers(kind(config), ids()).parameter_bytes]
     # A block has 12 h² + 13 h parameters, the embedding (V + positions) h, the tied head V h and the last norm 2 h.
     assert size[1:-1] == [12 * HIDDEN**2 + 13 * HIDDEN] * LAYERS
     assert size[0] == (WORDS + config.n_positions) * HIDDEN
     assert size[-1] == WORDS * HIDDEN + 2 * HIDDEN
-
-
-def test_vision_transformer() -> None:
-    model = timm.create_model("vit_tiny_patch16_224")
-    layers = describe_layers(model, torch.zeros(2, 3, 224, 224))
+    layers = describe_layers(timm.create_model("vit_tiny_patch16_224"), torch.zeros(2, 3, 224, 224))
     width, tokens = 192, 197
     assert (layers.row.name, len(layers.row.blocks)) == ("blocks", 12)
     size = [count / 4 for count in layers.parameter_bytes]
@@ -86,12 +81,9 @@ def test_vision_transformer() -> None:
     assert layers.before == ("cls_token", "pos_embed", "patch_embed.proj.weight", "patch_embed.proj.bias")
 
 
-def test_a_wrapped_model_has_the_same_blocks() -> None:
-    model = nn.ModuleDict({"module": timm.create_model("vit_tiny_patch16_224", depth=2)})
-    assert find_block_row(model).name == "module.blocks"
-
-
-def test_a_model_with_two_rows_of_blocks() -> None:
+def test_other_models_have_the_same_blocks_or_are_refused() -> None:
+    wrapped = nn.ModuleDict({"module": timm.create_model("vit_tiny_patch16_224", depth=2)})
+    assert find_block_row(wrapped).name == "module.blocks"
     with torch.device("meta"):
         model = T5ForConditionalGeneration(T5Config(num_layers=2, d_model=32, d_ff=64, num_heads=2, vocab_size=50))
     with pytest.raises(ValueError, match=r"more than one row of blocks: decoder.block, encoder.block; .*name the row"):
@@ -99,11 +91,10 @@ def test_a_model_with_two_rows_of_blocks() -> None:
     assert len(find_block_row(model, "encoder.block").blocks) == 2
     with pytest.raises(ValueError, match=r"no row of blocks 'blocks'; it has encoder.block, decoder.block"):
         find_block_row(model, "blocks")
-
-
-def test_a_model_without_blocks() -> None:
     with pytest.raises(ValueError, match="Sequential has no ModuleList or Sequential of modules of one class"):
         find_block_row(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match=r"Twice does not run each module of parts exactly once"):
+        describe_layers(Twice(), torch.zeros(1, 2))
 
 
 class Twice(nn.Module):
@@ -129,6 +120,33 @@ class Part(nn.Module):
         return self.linear(x)
 
 
-def test_blocks_that_run_twice() -> None:
-    with pytest.raises(ValueError, match=r"Twice does not run each module of parts exactly once"):
-        describe_layers(Twice(), torch.zeros(1, 2))
+def measured(degree: int, devices: tuple[str, ...], seconds: dict[str, float]) -> tuple[int, MeasuredLayers]:
+    times = tuple(layer_times(device, (each,) * 3, tensor_parallel=degree) for device, each in seconds.items())
+    ones = (8 // degree,) * 3
+    sizes = LayerSizes(tensor_parallel=degree, parameter_bytes=ones, activation_bytes=ones, output_bytes=ones)
+    profile = ModelProfile(name="net", rank_devices=devices, times=times, sizes=(sizes,))
+    return degree, MeasuredLayers(profile, devices, (100,) * len(devices))
+
+
+def test_groups_have_the_kind_of_their_members() -> None:
+    alone = measured(1, ("cpu", "cpu", "cpu-2", "cpu-2"), {"cpu": 1.0, "cpu-2": 3.0})
+    # As groups, the slow ranks are the first ones of their kind.
+    pairs = measured(2, ("cpu-2", "cpu-2", "cpu", "cpu"), {"cpu-2": 0.6, "cpu": 1.7})
+    merged, remarks = merge_degrees([alone, pairs])
+    profile = merged.profile
+    assert remarks == () and merged.devices == profile.rank_devices == ("cpu", "cpu", "cpu-2", "cpu-2")
+    assert profile.tensor_parallel_degrees("cpu") == profile.tensor_parallel_degrees("cpu-2") == (1, 2)
+    assert times_of(profile, "cpu", 1, 1).forward_seconds[0] == 1.0
+    assert times_of(profile, "cpu", 2, 1).forward_seconds[0] == 0.6
+    assert times_of(profile, "cpu-2", 2, 1).forward_seconds[0] == 1.7
+    assert [each.parameter_bytes[0] for each in profile.sizes] == [8, 4]
+    # Of several groups of a kind the slowest counts.
+    alone = measured(1, ("cpu",) * 4, {"cpu": 1.0})
+    for devices in (("cpu", "cpu", "cpu-2", "cpu-2"), ("cpu-2", "cpu-2", "cpu", "cpu")):
+        merged, _ = merge_degrees([alone, measured(2, devices, {"cpu": 0.9, "cpu-2": 0.6})])
+        assert times_of(merged.profile, "cpu", 2, 1).forward_seconds[0] == 0.9
+    # Groups of several kinds are left out.
+    alone = measured(1, ("cpu", "cpu-2"), {"cpu": 1.0, "cpu-2": 3.0})
+    merged, remarks = merge_degrees([alone, measured(2, ("cpu", "cpu"), {"cpu": 2.0})])
+    assert merged == alone[1]
+    assert remarks == ("tensor parallel 2: groups of unequal devices are left out: ranks 0 to 1 are cpu and cpu-2",)

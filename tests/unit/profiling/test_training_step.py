@@ -1,8 +1,10 @@
-"""The measured training step runs the user's model on the user's data."""
+"""The measured step runs the user's model on the user's data; kinds of losses; lines of progress."""
 
 from __future__ import annotations
 
 import gc
+import io
+import math
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,9 +14,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from colossal_hetero.profiling.loss_check import MAX_NOISE, kind_of_loss
+from colossal_hetero.profiling.loss_mean import Evidence, Pair, why_not_samples
+from colossal_hetero.profiling.progress import Progress, ProgressDisplay
 from colossal_hetero.profiling.training_step import TrialRun, default_training_step
 
 
@@ -39,14 +47,10 @@ def test_pairs_and_mappings() -> None:
     outputs_and_batch = lambda outputs, batch: (outputs.logits - batch["labels"]).sum() + 1  # noqa: E731
     assert default_training_step(Transformer(False), outputs_and_batch, batch) == 7.0
 
-
-@pytest.mark.parametrize("batch", [torch.ones(2), (torch.ones(2),), (torch.ones(2),) * 3, "text"])
-def test_other_kinds_of_batches_need_a_custom_training_step(batch: Any) -> None:
-    with pytest.raises(TypeError, match=r"pass training_step=f to the plugin, where f\(model, criterion, batch\)"):
-        default_training_step(nn.Identity(), nn.MSELoss(), batch)
-
-
-def test_a_pair_without_a_criterion_is_an_error() -> None:
+    # Other kinds of batches need a custom training step.
+    for other in (torch.ones(2), (torch.ones(2),), (torch.ones(2),) * 3, "text"):
+        with pytest.raises(TypeError, match=r"pass training_step=f to the plugin, where f\(model, criterion, batch\)"):
+            default_training_step(nn.Identity(), nn.MSELoss(), other)
     with pytest.raises(TypeError, match="tuple without a criterion"):
         default_training_step(nn.Identity(), None, (torch.ones(2), torch.ones(2)))
 
@@ -124,31 +128,78 @@ def test_trials_keep_outputs_as_the_names_of_a_loop_do() -> None:
     assert not any(each() is not None for each in alive)
 
 
-def test_a_failed_trial_keeps_nothing() -> None:
-    def step(model: nn.Module, criterion: Any, batch: Any) -> torch.Tensor:
-        loss = model(batch[0]).mean()
+def test_a_failed_trial_keeps_nothing_and_a_data_set_may_return_whole_batches() -> None:
+    def fails(model: nn.Module, criterion: Any, batch: Any) -> torch.Tensor:
         if len(batch[0]) > 2:
             raise MemoryError
-        return loss
+        return model(batch[0]).mean()
 
-    run = trial(nn.Linear(1, 5), step)
+    run = trial(nn.Linear(1, 5), fails)
     run(2)
     assert run._kept
     with pytest.raises(MemoryError):
         run(3)
     assert not run._kept
 
-
-def test_a_data_set_may_return_whole_batches() -> None:
     class Whole(TensorDataset):
         def __getitems__(self, indices: list[int]) -> torch.Tensor:
             return self.tensors[0][indices]
 
     seen: list[torch.Tensor] = []
-
-    def step(model: nn.Module, criterion: Any, batch: Any) -> torch.Tensor:
-        seen.append(batch)
-        return model(batch).mean()
-
+    step = lambda model, criterion, batch: (seen.append(batch), model(batch).mean())[1]  # noqa: E731
     trial(nn.Linear(1, 1), step, Whole(torch.arange(3.0).unsqueeze(1)), collate_fn=lambda batch: batch)(4)
     assert seen[0].flatten().tolist() == [0, 1, 2, 0]
+
+
+def test_pairs_show_a_mean_over_samples_or_another_one_or_nothing() -> None:
+    for pairs, leaves_out, why in (
+        ([Pair(0.5, 0.001), Pair(0.501, 0.001)], False, None),
+        ([Pair(0.5, 0.001), Pair(0.46, 0.001)], False, ""),  # weights 1 and 1.17
+        ([Pair(0.5, 0.001), Pair(0.46, 0.03)], False, None),  # rounding in bfloat16
+        ([Pair(0.5, 0.001), Pair(0.2, 0.2)], False, None),  # shows nothing
+        ([Pair(0.2, 0.2), Pair(math.nan, math.inf)], False, "no samples could be compared"),  # at ln(classes)
+        ([Pair(math.nan, 0.0)], False, ""),  # a sum, or samples compared with each other
+        ([Pair(0.75, 0.001)], True, ""),
+        ([Pair(0.5, 0.001)], True, "may leave labels out"),  # perhaps all equally many
+    ):
+        found = why_not_samples([Evidence(), Evidence(tuple(pairs), leaves_out)])
+        assert found == why if not why else found is not None and why in found, pairs
+        assert why_not_samples([Evidence(tuple(pairs)), Evidence(is_random=True)]) is not None
+
+
+losses = st.floats(1e-6, 1e6) | st.floats(-1e6, -1e-6)
+
+
+@given(losses, st.floats(-MAX_NOISE / 2.1, MAX_NOISE / 2.1))
+def test_means_and_sums_are_told_apart_in_spite_of_noise(loss: float, noise: float) -> None:
+    one = (loss * (1 - noise / 2), loss * (1 + noise / 2))
+    for deviation in (-noise, 0.0, noise):
+        assert kind_of_loss(one, loss * (1 + deviation)) == "mean"
+        assert kind_of_loss(one, 2 * loss * (1 + deviation / 2)) == "sum"
+
+
+def test_examples_of_means_and_sums() -> None:
+    for one, twice, kind in (
+        ((0.7, 0.7), 0.7, "mean"),
+        ((0.7, 0.7), 1.4, "sum"),
+        ((0.0, 0.0), 0.0, "mean"),
+        ((-3.0, -3.0), -6.0, "sum"),
+        ((0.703, 0.703), 0.699, "mean"),  # bfloat16
+        ((0.0, 0.0), math.log(2), "unknown"),  # one sample against the others of its batch
+        ((1.0, 1.0), 1.5, "unknown"),  # a sum and a penalty of the weights
+        ((1.0, 1.6), 2.6, "unknown"),  # too random
+        ((math.nan, math.nan), math.nan, "not finite"),
+        ((1.0, 1.0), math.inf, "not finite"),
+    ):
+        assert kind_of_loss(one, twice) == kind, (one, twice)
+
+
+def test_without_a_terminal_a_line_now_and_then_and_none_of_a_short_measurement() -> None:
+    for seconds, lines in ((31.0, 3), (1.8, 0)):
+        text, time = io.StringIO(), [100.0]
+        console = Console(file=text, force_terminal=False, width=80)
+        show = ProgressDisplay(console, console.status("building"), now=lambda time=time: time[0])
+        while time[0] < 100 + seconds:
+            show(Progress("measuring micro-batches (2 of 4)", 2))
+            time[0] += min(1.0, seconds / 18)
+        assert text.getvalue().splitlines() == ["measuring micro-batches (2 of 4), 2 samples"] * lines
