@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -229,3 +229,27 @@ def check_outputs(*paths: Path | None, picture: Path | None = None) -> None:
     if picture is not None:
         check_name(picture)
         check_matplotlib()
+
+
+# Option groups -------------------------------------------------------------------------------------------------------
+
+
+class GroupedCommand(click.Command):
+    """``groups``: the names of options by the title of their group; other options come last."""
+
+    def __init__(self, *args: Any, groups: Mapping[str, Sequence[str]], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._groups = groups
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        # Some versions of click have a record of arguments, too, which say nothing here.
+        options = [each for each in self.get_params(ctx) if isinstance(each, click.Option)]
+        left = {option.name: option.get_help_record(ctx) for option in options}
+        for title, names in self._groups.items():
+            records = [record for name in names if (record := left.pop(name)) is not None]
+            with formatter.section(title):
+                formatter.write_dl(records)
+        others = [record for record in left.values() if record is not None]
+        if others:
+            with formatter.section("Other options"):
+                formatter.write_dl(others)

@@ -11,6 +11,7 @@ import click
 
 from ..common.text import MarkedError
 from .common import (
+    GroupedCommand,
     Whole,
     check_outputs,
     cluster_argument,
@@ -29,7 +30,14 @@ if TYPE_CHECKING:
     from ..planner.profile.layer_profile import ModelProfile
 
 
-@click.command()
+GROUPS = {
+    "Predictions": ("global_batch", "overlap"),
+    "Machines": ("memory_reserve",),
+    "Output": ("out", "plot"),
+}
+
+
+@click.command(cls=GroupedCommand, groups=GROUPS)
 @click.argument("plans", metavar="PLAN...", nargs=-1, required=True)
 @cluster_argument
 @profile_argument

@@ -9,6 +9,7 @@ import click
 
 from .common import (
     Choices,
+    GroupedCommand,
     amount_option,
     check_outputs,
     choice_option,
@@ -31,7 +32,15 @@ if TYPE_CHECKING:
 PROOF_SECONDS = 2.0
 
 
-@click.command()
+GROUPS = {
+    "What to train": ("global_batch", "memory_reserve"),
+    "Plans to try": ("micro_batch", "tp", "schedules", "zero_stages", "no_recompute", "equal", "overlap", "method"),
+    "Search": ("gap", "time_limit"),
+    "Output": ("out", "plot", "top", "framework"),
+}
+
+
+@click.command(cls=GroupedCommand, groups=GROUPS)
 @cluster_argument
 @profile_argument
 @global_batch_option

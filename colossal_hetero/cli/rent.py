@@ -10,6 +10,7 @@ import click
 from .common import (
     MAX_AMOUNT,
     Finite,
+    GroupedCommand,
     Quotas,
     Whole,
     amount_option,
@@ -31,7 +32,15 @@ if TYPE_CHECKING:
     from ..planner.solver.pareto_front import Objective
 
 
-@click.command()
+GROUPS = {
+    "What to train": ("global_batch", "samples", "memory_reserve"),
+    "Limits": ("objective", "budget", "deadline", "at_most"),
+    "Plans to try": ("micro_batch", "tp", "equal", "time_limit"),
+    "Output": ("out",),
+}
+
+
+@click.command(cls=GroupedCommand, groups=GROUPS)
 @cluster_argument
 @profile_argument
 @global_batch_option

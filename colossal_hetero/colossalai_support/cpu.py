@@ -299,7 +299,7 @@ def _set_device(device: Any) -> None:
 def patch_models() -> None:
     for name in ("gpt2", "gptj", "opt", "t5"):
         with suppress(ImportError):  # of names that newer versions of transformers do not have
-            model = importlib.import_module(f"colossalai.shardformer.modeling.{name}")
+            model: Any = importlib.import_module(f"colossalai.shardformer.modeling.{name}")
             model.torch = ModuleProxy(torch, cuda=ModuleProxy(torch.cuda, set_device=_set_device))
 
 

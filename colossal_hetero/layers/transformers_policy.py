@@ -174,7 +174,7 @@ _IGNORED = ("replicated_with_grad_allreduce", "embedding_rowwise", "replicate")
 """Styles for which nothing is to be done: gradients are summed where graphs show it, and vocabularies are divided."""
 
 
-def plan_of(model: nn.Module) -> ShardingPlan:
+def plan_of(model: Any) -> ShardingPlan:
     """The plan of a model of transformers, which may be empty."""
     config = model.config
     if config.model_type in PLANS:
@@ -192,7 +192,7 @@ class TransformersPolicy(Policy):
     """Shards a model of transformers whose forward pass stays the library's own. In a pipeline the first stage holds
     the embeddings, the last stage what comes after the blocks. Every stage gets the whole micro-batch, a dict."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
         self._plan = plan_of(model)
         self._tied: list[list[str]] = []
