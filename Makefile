@@ -69,16 +69,20 @@ test-thorough: install
 NEWEST := .venv-newest
 NEWEST_TESTS := tests/unit tests/parallel/layers tests/parallel/corrections tests/parallel/cpu tests/parallel/checkpoint \
 	tests/parallel/plugin/hybrid/test_transformers_policy.py
+# These train models of transformers with Colossal-AI's own forward passes, which version 5 cannot import.
+NEWEST_WITHOUT := $(patsubst %,--ignore=tests/parallel/%.py,layers/test_compiled layers/test_language_head \
+	layers/test_partial_gradients layers/test_refusals layers/test_sequence_parallelism layers/test_unit_dropout \
+	corrections/test_clipping corrections/test_saved_weights)
 
 $(NEWEST)/.installed: colossal_hetero/newest.txt
 	$(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --progress-bar off --no-deps colossalai==0.5.0 --editable .
 	$(NEWEST)/bin/python -m pip install --disable-pip-version-check --progress-bar off --requirement colossal_hetero/newest.txt \
-		pytest pytest-timeout pytest-xdist hypothesis scikit-learn matplotlib
+		pytest pytest-timeout pytest-xdist hypothesis scikit-learn matplotlib build twine 'setuptools<82'
 	@touch $@
 
 test-newest: $(NEWEST)/.installed
-	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest --numprocesses 2 --dist worksteal $(NEWEST_TESTS)
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest --numprocesses 2 --dist worksteal $(NEWEST_TESTS) $(NEWEST_WITHOUT)
 
 check: lint
 	$(PYTEST) -m unit tests/unit
