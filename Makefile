@@ -67,12 +67,11 @@ test-thorough: install
 
 # A second environment without Colossal-AI's pins, and the tests that are the same there.
 NEWEST := .venv-newest
-NEWEST_TESTS := tests/unit tests/parallel/layers tests/parallel/corrections tests/parallel/cpu tests/parallel/checkpoint \
+NEWEST_TESTS := tests/unit tests/parallel/layers tests/parallel/cpu tests/parallel/checkpoint \
 	tests/parallel/plugin/hybrid/test_transformers_policy.py
 # These train models of transformers with Colossal-AI's own forward passes, which version 5 cannot import.
 NEWEST_WITHOUT := $(patsubst %,--ignore=tests/parallel/%.py,layers/test_compiled layers/test_language_head \
-	layers/test_partial_gradients layers/test_refusals layers/test_sequence_parallelism layers/test_unit_dropout \
-	corrections/test_clipping corrections/test_saved_weights)
+	layers/test_partial_gradients layers/test_refusals layers/test_sequence_parallelism layers/test_unit_dropout)
 
 $(NEWEST)/.installed: colossal_hetero/newest.txt
 	$(PYTHON) -m venv $(NEWEST)

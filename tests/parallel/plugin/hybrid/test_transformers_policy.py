@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from colossalai.nn.lr_scheduler import CosineAnnealingWarmupLR
 from colossalai.pipeline.schedule.v_schedule import PipelineGraph
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -166,3 +168,53 @@ def pipelines(options: dict[str, Any]) -> None:
 def test_pipelines_train_as_one_process(case: str) -> None:
     world_size, options = CASES[case]
     run_ranks(world_size, pipelines, options)
+
+
+def resumed(folder: Path) -> None:
+    """Colossal-AI reads what it saved with the ``torch.load`` of this version, which may read weights only."""
+    for family, options in (("gpt2", dict(tp_size=2, pp_size=1)), ("llama", dict(tp_size=1, pp_size=2))):
+        batch = deep(family, False)[1]
+
+        def started(family: str = family, options: dict[str, Any] = options) -> tuple[Any, Any]:
+            model, _ = deep(family, False)
+            plugin = HeteroHybridParallelPlugin(
+                **options, precision="fp32", num_microbatches=4, custom_policy=hetero_policy(TransformersPolicy(model))
+            )
+            run = boost(plugin, model)
+            return run, CosineAnnealingWarmupLR(run.optimizer.optim, 10, 2)
+
+        def step(run: Any, scheduler: Any, batch: Inputs = batch) -> float | None:
+            if run.plugin.pp_size > 1:
+                loss = pipeline_step(run, iter([batch]), loss_of)
+            else:
+                tensor = loss_of(run.model(**batch), batch)
+                run.booster.backward(tensor, run.optimizer)
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+                loss = tensor.item()
+            scheduler.step()
+            return loss
+
+        run, scheduler = started()
+        step(run, scheduler)
+        for sharded in (False, True):
+            at = folder / f"{family}-{sharded}"
+            run.booster.save_model(run.model, str(at / "model"), shard=sharded)
+            run.booster.save_optimizer(run.optimizer, str(at / "optimizer"), shard=sharded)
+            run.booster.save_lr_scheduler(scheduler, str(at / "scheduler"))
+        dist.barrier()
+        expected = [step(run, scheduler) for _ in range(2)]
+        for sharded in (False, True):
+            at = folder / f"{family}-{sharded}"
+            again, scheduler = started()
+            again.booster.load_model(again.model, str(at / "model"))
+            again.booster.load_optimizer(again.optimizer, str(at / "optimizer"))
+            again.booster.load_lr_scheduler(scheduler, str(at / "scheduler"))
+            assert [step(again, scheduler) for _ in range(2)] == expected, f"{family}, shard={sharded}"
+
+
+def test_checkpoints_are_read_again(tmp_path: Path) -> None:
+    for family in ("gpt2", "llama"):
+        for sharded in (False, True):
+            (tmp_path / f"{family}-{sharded}").mkdir()
+    run_ranks(2, resumed, tmp_path)
