@@ -58,10 +58,8 @@ class Checkpoints:
 
     def training(self, model: Any, optimizer: Any, lr_scheduler: Any, dataloader: Any) -> Training:
         if model not in self._outlines:
-            raise ValueError(
-                "the model is not one that booster.boost returned together with an optimizer; boost it first, with "
-                "this plugin"
-            )
+            words = "the model is not one that booster.boost returned together with an optimizer"
+            raise ValueError(f"{words}; boost it first, with this plugin")
         return Training(model, optimizer, lr_scheduler, dataloader, self._outlines[model])
 
 
@@ -90,14 +88,7 @@ class CheckpointMethods:
         raise NotImplementedError
 
     def save(
-        self,
-        model: Any,
-        optimizer: Any,
-        lr_scheduler: Any = None,
-        dataloader: Any = None,
-        *,
-        step: int,
-        epoch: int = 0,
+        self, model: Any, optimizer: Any, lr_scheduler: Any = None, dataloader: Any = None, *, step: int, epoch: int = 0
     ) -> bool:
         """Save a layer checkpoint if ``step`` is a multiple of ``save_every``; returns True if it is saved. Every rank
         calls it after every step. Training goes on as soon as the tensors are copied to the host's memory; they are
@@ -107,13 +98,7 @@ class CheckpointMethods:
         return checkpoints.save(training, step, epoch, self._plan_in_words())
 
     def resume(
-        self,
-        model: Any,
-        optimizer: Any,
-        lr_scheduler: Any = None,
-        dataloader: Any = None,
-        *,
-        step: int | None = None,
+        self, model: Any, optimizer: Any, lr_scheduler: Any = None, dataloader: Any = None, *, step: int | None = None
     ) -> Start:
         """Load the newest whole checkpoint; returns where training continues: step 0 and epoch 0 if there is none yet.
         Every rank calls it once, after ``booster.boost``. The run that saved it may have had another plan, other

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import io
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakMethod
 
 import torch.distributed as dist
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from ..common.methods import wrap_method
 
 log = logging.getLogger(__name__)
-
-WIDTH = 80
 
 OnReport = Callable[[dict[str, float]], object]
 
@@ -54,30 +53,21 @@ class Reports:
 
     def attach(self, optimizer: Any, report: Callable[[], Report]) -> None:
         """Report on rank 0 after so many steps of ``optimizer``, where no balancer counts iterations."""
-        call = self.callback(report)
+        call, steps = self.callback(report), itertools.count(1)
         if call is None or dist.get_rank() != 0:
             return
-        steps = 0
 
         def step(make_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            nonlocal steps
-            result = make_step(*args, **kwargs)
-            steps += 1
-            if steps % self.every == 0:
-                call(steps)
+            result, number = make_step(*args, **kwargs), next(steps)
+            if number % self.every == 0:
+                call(number)
             return result
 
         wrap_method(optimizer, "step", step)
 
 
-class Part(Protocol):
-    """What one part of a plugin has to say; a dataclass."""
-
-    def shown(self) -> Iterator[RenderableType]:
-        """Tables and sentences."""
-
-    def numbers(self) -> dict[str, float]:
-        """All numbers by flat names."""
+Part = Any
+"""A dataclass with ``shown()``, tables and sentences for rich, and ``numbers()``, all numbers by flat names."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +106,7 @@ class Report:
 
     def __str__(self) -> str:
         text = io.StringIO()
-        Console(file=text, width=WIDTH, highlight=False).print(self)
+        Console(file=text, width=80, highlight=False).print(self)
         return text.getvalue().rstrip()
 
     def _parts(self) -> Iterator[tuple[str, Part]]:

@@ -48,10 +48,10 @@ class UnevenBatches:
         distributed_sampler_cls: type | None = None,
         **kwargs: Any,
     ) -> DataLoader:
-        """A loader of ``dataset``. Without a ``batch_size`` every rank has its own batches once the loader is boosted.
-        With one, every rank has that many samples per batch, for example to evaluate; if that loader is boosted, one
-        with uneven batches takes its place, because batch sizes in training follow from the global batch size."""
-        arguments = dict(
+        """A loader in which every rank has its own batches once it is boosted. With a ``batch_size``, every rank has
+        that many samples per batch, for example to evaluate; if that loader is boosted, one with uneven batches takes
+        its place, because batch sizes in training follow from the global batch size."""
+        arguments: dict[str, Any] = dict(
             shuffle=shuffle, seed=seed, drop_last=drop_last, pin_memory=pin_memory, num_workers=num_workers, **kwargs
         )
         if batch_size is None:
@@ -61,13 +61,8 @@ class UnevenBatches:
                     "loader to train with, or give a batch_size for a loader that is not trained with"
                 )
             return self._make_loader(plugin, dataset, arguments)
-        loader = make_even_loader(
-            self._preparing(plugin, prepare),
-            dataset,
-            batch_size,
-            distributed_sampler_cls=distributed_sampler_cls,
-            **arguments,
-        )
+        arguments_of_loader = arguments | dict(distributed_sampler_cls=distributed_sampler_cls)
+        loader = make_even_loader(self._preparing(plugin, prepare), dataset, batch_size, **arguments_of_loader)
         self._even_loaders[id(loader)] = loader, arguments
         return loader
 
@@ -105,7 +100,6 @@ class UnevenBatches:
         return self._make_loader(plugin, dataloader.dataset, self._even_loaders[id(dataloader)][1])
 
     def _preparing(self, plugin: Any, prepare: Callable[..., DataLoader]) -> Callable[..., DataLoader]:
-        """``prepare`` of Colossal-AI's plugin, for the replica of this rank."""
         return prepare
 
     def _make_loader(self, plugin: Any, dataset: Dataset, arguments: dict[str, Any]) -> HeteroDataLoader:
@@ -147,7 +141,7 @@ class PipelineBatches(UnevenBatches):
 
         def of_replica(*args: Any, distributed_sampler_cls: Any = None, **kwargs: Any) -> DataLoader:
             # Colossal-AI's plugin knows one replica, and gives its number of replicas.
-            def sampler(data: Dataset, num_replicas: int, rank: int, shuffle: bool) -> Any:
+            def sampler(data: Dataset, shuffle: bool, **_: int) -> Any:
                 kind = distributed_sampler_cls or DistributedSampler
                 return kind(data, num_replicas=replicas, rank=index, shuffle=shuffle)
 
@@ -182,19 +176,17 @@ class PipelineBatches(UnevenBatches):
         """The same, by replica, with the times of the plan."""
 
         def work(counts: Sequence[int]) -> list[float]:
-            return [
-                seconds * (count + stages - 1)
-                for count, seconds, stages in zip(counts, self._seconds, self._stages, strict=True)
-            ]
+            each = zip(counts, self._seconds, self._stages, strict=True)
+            return [seconds * (count + stages - 1) for count, seconds, stages in each]
 
         size, total, replicas = self._micro_batch, sum(self.micro_batches), len(self.micro_batches)
-        times = work(self.micro_batches)
+        times, fastest = work(self.micro_batches), min(self._seconds)
         fits_equal = total % replicas == 0 and total // replicas >= max(self._stages)
-        slowdowns = [seconds / min(self._seconds) for seconds in self._seconds]
-        shares = (
-            BatchShare(index, "", count * size, (size,) * count, slowdown, each, 0.0, max(times) - each)
-            for index, (count, slowdown, each) in enumerate(zip(self.micro_batches, slowdowns, times, strict=True))
-        )
+        shares = []
+        for index, count in enumerate(self.micro_batches):
+            slowdown, seconds = self._seconds[index] / fastest, times[index]
+            waits = max(times) - seconds
+            shares.append(BatchShare(index, "", count * size, (size,) * count, slowdown, seconds, 0.0, waits))
         return BatchReport(
             of="replica",
             global_batch_size=total * size,
@@ -239,7 +231,6 @@ class PipelineBatches(UnevenBatches):
         return result
 
     def _weight_of(self, samples: int) -> float:
-        """Weight of the mean loss over a batch of this replica."""
         current = None if self._loader is None else self._loader.current
         if current is not None and current.samples == samples:
             return current.samples / current.global_samples
@@ -267,7 +258,7 @@ class PipelineBatches(UnevenBatches):
         return [[count * self._micro_batch] for count in (self.micro_batches if is_full else self._divide(samples))]
 
     def _divide(self, samples: int) -> tuple[int, ...]:
-        """Micro-batches of each replica in a smaller global batch; ``ValueError`` if there are none."""
+        """Micro-batches of each replica in a smaller global batch."""
         fewest = sum(self._stages) * self._micro_batch
         if samples % self._micro_batch or samples < fewest:
             raise ValueError(

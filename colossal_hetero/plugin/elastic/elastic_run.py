@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...checkpoint.layer_checkpoint import Start
 from ...checkpoint.model_outline import outline_of
@@ -81,8 +81,7 @@ class ElasticRun:
         self._scheduler: Any = None
         self._loader: Any = None
         self._template: Template | None = None
-        self._holds = False
-        self._complete = False
+        self._holds = self._complete = False
         self._layers: HeldLayers | None = None
         self._micro_batch: int | None = None
         self._commit: Commit | None = None
@@ -90,9 +89,8 @@ class ElasticRun:
         self._calls: list[Callable[[], Any]] = []
         self._inner_step: Callable[..., Any] | None = None
         self._random: SeededPasses | None = None
-        self._loader_is_old = False
+        self._loader_is_old = self._repeats_evaluation = False
         self.evaluations = Evaluations()
-        self._repeats_evaluation = False
         self._steps_in_world = 0
 
     # A world ------------------------------------------------------------------------------------------------------
@@ -135,26 +133,27 @@ class ElasticRun:
         micro_batch = self._micro_batch if draws else None
         everyone = of_every_rank((standing, self._layers if self._holds else None, micro_batch))
         standings = [each for each, _, _ in everyone]
-        self._follow(standing, standings)
+        stayed = [each for each in standings if each.version is not None]
+        if is_joined_inside(standings):
+            raise StateLost(f"a process has joined while the others recover in an evaluation; {START_AGAIN}")
+        self._repeats_evaluation = standing.version is not None and has_to_repeat(standing, stayed)
+        if standing.version is None:
+            self.evaluations.done = max((each.evaluations for each in stayed), default=0)
         self._agreed = agree(standings)
         if self._agreed is not None:
             catch_up = self._agreed.catch_ups[dist.get_rank()]
             if self._holds and catch_up is CatchUp.FORGET:
                 raise self._left_behind(self._agreed.version)
             if catch_up is CatchUp.STEP:
-                self._make_step(self._agreed.commit)
+                assert self._inner_step is not None and self._objects is not None
+                commit = self._agreed.commit
+                self._objects.optimizer.gradients.exchange = lambda *_: commit
+                self._inner_step()
+                self._stepped(commit)
         if self._holds and self._held is None:
             self._held = self._let_go()
         micro_batch = next((size for _, _, size in everyone if size is not None), None)
         return nodes, [layers for _, layers, _ in everyone], micro_batch
-
-    def _follow(self, own: Standing, standings: Sequence[Standing]) -> None:
-        stayed = [each for each in standings if each.version is not None]
-        if is_joined_inside(standings):
-            raise StateLost(f"a process has joined while the others recover in an evaluation; {START_AGAIN}")
-        self._repeats_evaluation = own.version is not None and has_to_repeat(own, stayed)
-        if own.version is None:
-            self.evaluations.done = max((each.evaluations for each in stayed), default=0)
 
     def _left_behind(self, step: int) -> SystemExit:
         return SystemExit(
@@ -162,14 +161,8 @@ class ElasticRun:
             "again to join them"
         )
 
-    def _make_step(self, commit: Commit) -> None:
-        assert self._inner_step is not None and self._objects is not None
-        self._objects.optimizer.gradients.exchange = lambda *_: commit
-        self._inner_step()
-        self._stepped(commit)
-
     def _let_go(self) -> Held:
-        """Take what this rank holds out of the old model and optimizer, which then have no groups of the old world."""
+        """Take what this rank holds out of the old model and optimizer, and the groups of the old world from them."""
         self._inner_step = None
         return release_state(self._training(self._scheduler, self._loader))
 
@@ -180,7 +173,9 @@ class ElasticRun:
             self._outline = outline_of(objects.model, objects.optimizer)
             self._criterion = objects.criterion
             self._template = Template(objects.model, objects.optimizer, self._outline.groups)
-            self._row = _row_name(objects.model)
+            self._row = None
+            with suppress(ValueError):  # a model without blocks
+                self._row = find_block_row(objects.model).name
 
     def attach(self, plugin: Any, objects: TrainingObjects) -> None:
         if self._objects is None:
@@ -197,7 +192,7 @@ class ElasticRun:
     def configure(
         self, configure: Callable[[TrainingObjects], TrainingObjects], objects: TrainingObjects
     ) -> TrainingObjects:
-        """Configure what the script boosts, in another world if a member is lost while this process joins."""
+        """Configure what the script boosts; in another world if a member is lost meanwhile and this process joins."""
         if self._template is not None or objects.optimizer is None:
             return configure(objects)
 
@@ -224,11 +219,7 @@ class ElasticRun:
                 reason = _lost(error)
 
     def resume(
-        self,
-        lr_scheduler: Any,
-        loader: Any,
-        load: Callable[[], Start],
-        saved_step: Callable[[], int | None],
+        self, lr_scheduler: Any, loader: Any, load: Callable[[], Start], saved_step: Callable[[], int | None]
     ) -> Start:
         """Begin to train: with the state that the others hold, or with what ``load`` finds. Every rank calls it."""
         if not isinstance(loader, HeteroDataLoader):
@@ -267,7 +258,7 @@ class ElasticRun:
     # Iterations ---------------------------------------------------------------------------------------------------
 
     def _before_call(self) -> None:
-        """The script calls :meth:`run`, :meth:`evaluate` or :meth:`guarded`."""
+        """Called when the script calls :meth:`run`, :meth:`evaluate` or :meth:`guarded`."""
 
     def run(self, passes: Callable[[], dict]) -> dict:
         """Run forward and backward passes, in another world if this one breaks."""
@@ -391,10 +382,8 @@ class ElasticRun:
         print_on_rank_0(words)
 
     def _check_progress(self, reason: str) -> None:
-        latest = self.recoveries[-MAX_FAILURES:]
-        if len(latest) == MAX_FAILURES and all(
-            each.version == self.version and each.before == each.after for each in latest
-        ):
+        same = [each.version == self.version and each.before == each.after for each in self.recoveries[-MAX_FAILURES:]]
+        if len(same) == MAX_FAILURES and all(same):
             raise RuntimeError(
                 f"step {self.version + 1} has failed {MAX_FAILURES} times, although all members were there; the latest "
                 f"reason: {reason}"
@@ -407,22 +396,18 @@ class ElasticRun:
         if not any(leaving):
             return 0
         received = 0
-        own = leaving[dist.get_rank()]
         if not all(leaving):
             held = self._held or (self._let_go() if self._holds else NOTHING)
             self._held, received = receive_state(held, leaving)
             dist.barrier()
         elif saves:
-            self._save_last()
-        if own:
+            is_saved = self._plugin.save_last(self._training(self._scheduler, self._loader), self.version)
+            what = "is saved" if is_saved else "is not saved: the plugin has no checkpoints=CheckpointConfig(...)"
+            print_on_rank_0(f"all members leave; the state after step {self.version} {what}")
+        if leaving[dist.get_rank()]:
             self._members.depart()
             raise SystemExit(0)
         return received
-
-    def _save_last(self) -> None:
-        is_saved = self._plugin.save_last(self._training(self._scheduler, self._loader), self.version)
-        what = "is saved" if is_saved else "is not saved, because the plugin has no checkpoints=CheckpointConfig(...)"
-        print_on_rank_0(f"all members leave; the state after step {self.version} {what}")
 
     def _form_again(self, reason: str | None) -> None:
         if reason is not None:
@@ -451,13 +436,6 @@ class ElasticRun:
         received = self._restore(lr_scheduler, loader)
         self.version, self._held, self._layers = self._agreed.version, None, self._new_layers
         return received
-
-
-def _row_name(model: nn.Module) -> str | None:
-    try:
-        return find_block_row(model).name
-    except ValueError:
-        return None
 
 
 def _lost(error: RuntimeError) -> str:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ...checkpoint.held_pieces import pieces_of
-from ...checkpoint.model_outline import ModelOutline
 from ...checkpoint.optimizer_memory import state_entries
 from ...checkpoint.restoring import Restoring
 from ...checkpoint.run_states import Training, restore_run, run_state_of
@@ -32,9 +30,8 @@ from ...elastic.moves import HoldingsLost, all_holdings, empty_piece, inheritanc
 
 
 class Evaluations:
-    def __init__(self) -> None:
-        self.done = 0  # evaluations that all ranks have finished, as far as this rank knows
-        self.has_results: bool | None = None  # of the passes of the present evaluation; None outside
+    done = 0  # evaluations that all ranks have finished, as far as this rank knows
+    has_results: bool | None = None  # of the passes of the present evaluation; None outside
 
     def run(
         self,
@@ -78,13 +75,10 @@ def is_joined_inside(standings: Sequence[Standing]) -> bool:
 
 def _drawing(batches: Iterator[Any], drawn: list[Any]) -> Iterator[Any]:
     """Repeat the batches that were drawn before, then draw the next ones, which are noted."""
-
-    def new() -> Iterator[Any]:
-        for batch in batches:
-            drawn.append(batch)
-            yield batch
-
-    return chain(tuple(drawn), new())
+    yield from tuple(drawn)
+    for batch in batches:
+        drawn.append(batch)
+        yield batch
 
 
 # Template ------------------------------------------------------------------------------------------------------------
@@ -153,7 +147,11 @@ def restore(training: Training, held: Held | None, agreed: RecoveryDecision) -> 
     holdings = all_holdings(held.pieces)
     shapes = {each.key: each.shape for of_rank in holdings for each in of_rank}
     kinds = {entry: kind for of_rank in of_every_rank(held.kinds) for entry, kind in of_rank.items()}
-    _check_complete(training.outline, shapes)
+    outline = training.outline
+    lost = [name for name in outline.stored if f"param.{name}" not in shapes and f"buffer.{name}" not in shapes]
+    if lost:
+        layers = ", ".join(dict.fromkeys(outline.layers[name] for name in lost))
+        raise StateLost(f"the members that are left do not hold {layers}; {START_AGAIN}")
     restoring = Restoring(training, shapes, kinds)
     try:
         received = move_pieces(restoring.pieces, held.pieces, holdings)
@@ -164,12 +162,3 @@ def restore(training: Training, held: Held | None, agreed: RecoveryDecision) -> 
     dist.broadcast_object_list(state, src=agreed.catch_ups.index(CatchUp.KEEP))
     restore_run(training, restoring.pieces, state, step=agreed.version)
     return received
-
-
-def _check_complete(outline: ModelOutline, held: Collection[str]) -> None:
-    lost = [
-        outline.layers[name] for name in outline.stored if f"param.{name}" not in held and f"buffer.{name}" not in held
-    ]
-    if lost:
-        layers = ", ".join(dict.fromkeys(lost))
-        raise StateLost(f"the members that are left do not hold {layers}; {START_AGAIN}")

@@ -60,23 +60,19 @@ class JobMember(Membership):
             join_limit_seconds=config.join_seconds,
             collective_limit_seconds=config.timeout_seconds,
         )
-        self.node = place.node
+        self._expected, self._start_seconds = config.max_members or len(cluster.devices), config.start_seconds
+        self.node, order = place.node, [node.name for node in cluster.nodes]
         super().__init__(
-            place.store_host,
-            place.store_port,
-            place.job,
-            place.node,
+            *(place.store_host, place.store_port, place.job, place.node),
             min_members=config.min_members,
-            max_members=config.max_members or len(cluster.devices),
+            max_members=self._expected,
             timing=timing,
-            node_order=[node.name for node in cluster.nodes],
+            node_order=order,
             launcher=place.launcher,
         )
-        self._expected, self._start_seconds = config.max_members or len(cluster.devices), config.start_seconds
         self._has_formed = False
-        self._notices: list[FileNotice | SignalNotice] = []
-        if config.notice_file is not None:
-            self._notices.append(FileNotice(config.notice_file))
+        self._notices: list[FileNotice | SignalNotice]
+        self._notices = [] if config.notice_file is None else [FileNotice(config.notice_file)]
 
     @property
     def board(self) -> Membership:
@@ -96,7 +92,7 @@ class JobMember(Membership):
             print(error, file=sys.stderr)
             raise SystemExit(0) from None
         if not self._has_formed:
-            a_world_has_formed(self)
+            self.count(FORMED, 1)  # processes that come from now on do not wait for others
             self._has_formed = True
             self._notices.append(SignalNotice())  # a process that is in no world yet ends by SIGTERM at once
         return nodes
@@ -112,11 +108,6 @@ class JobMember(Membership):
 
 
 STARTED, FORMED = "started", "in a world"  # numbers of processes: come before the first world, been in one
-
-
-def a_world_has_formed(board: Membership) -> None:
-    """Let processes that come from now on not wait for others."""
-    board.count(FORMED, 1)
 
 
 def wait_for_the_first_world(board: Membership, expected: int, limit_seconds: float) -> None:
@@ -145,8 +136,7 @@ SEED = 1024  # as in ``colossalai.launch``
 class RestartedMember:
     """A worker of torchrun in the only world of its life."""
 
-    board = None
-    """Workers of torchrun have no place for messages that outlives them."""
+    board = None  # no place for messages outlives workers of torchrun
 
     def __init__(self, config: ElasticConfig, cluster: Topology) -> None:
         self._config, self._order = config, {node.name: number for number, node in enumerate(cluster.nodes)}
@@ -170,9 +160,9 @@ class RestartedMember:
                 "torchrun --nnodes MIN:MAX with a higher MIN, or set min_members lower"
             )
         store = TCPStore(place.host, place.port, is_master=place.hosts_store, wait_for_workers=False)
-        limit = config.join_seconds
-        found = find_each_other(store, place.rank, place.world_size, place.node, limit)
-        order = sorted(range(place.world_size), key=lambda rank: (self._number(found.nodes[rank]), rank))
+        found = find_each_other(store, place.rank, place.world_size, place.node, config.join_seconds)
+        numbers = [self._order.get(node, len(self._order)) for node in found.nodes]
+        order = sorted(range(place.world_size), key=lambda rank: (numbers[rank], rank))
         nodes = tuple(found.nodes[rank] for rank in order)
         world = World(order.index(place.rank), place.world_size, 0, nodes)
         backend = get_accelerator().communication_backend
@@ -180,9 +170,6 @@ class RestartedMember:
         groups.initialize(dist.PrefixStore(f"colossal_hetero/{found.token}", store), world, backend)
         LaunchedState(place.host, place.port, SEED).enter(world)
         return nodes
-
-    def _number(self, node: str) -> int:
-        return self._order.get(node, len(self._order))
 
     def _leave_it_to_torchrun(self, *_: Any) -> None:
         """torchrun notices who has ended, and starts and ends the others. The groups end with the process."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ...common.ranks import of_every_rank
-from ...common.text import say
+from ...common.text import count, say
 from ...elastic.config import ElasticConfig
 from ...elastic.held_layers import HeldLayers, surviving_topology, with_fewest_moves
 from ...planner.cluster.cluster_file import load_cluster
@@ -48,11 +48,9 @@ class WaitForNodes:
 
     def wait(self, problem: str) -> None:
         """Wait until a process waits to join, or a member leaves. All ranks call it."""
-        if self._since is None:
-            self._since = time.monotonic()
+        self._since = time.monotonic() if self._since is None else self._since
         waited = time.monotonic() - self._since
-        size = dist.get_world_size()
-        there = f"{size} member{'s' if size > 1 else ''}"
+        there = count(dist.get_world_size(), "member")
         if dist.get_rank() == 0:
             left = max(self._limit - waited, 0.0)
             say(f"there is no plan for {there}; waiting up to {left:.0f} s for more nodes: {problem}")
@@ -75,12 +73,8 @@ class WaitForNodes:
 
 def check_elastic(elastic: Any, arguments: Mapping[str, Any]) -> None:
     check_option("elastic", elastic, ElasticConfig, "min_members=...")
-    planning = arguments["planning"]
-    if (
-        arguments["plan"] != "auto"
-        or not isinstance(planning, PlanConfig)
-        or None in (planning.cluster, planning.profile)
-    ):
+    planning, is_auto = arguments["planning"], arguments["plan"] == "auto"
+    if not is_auto or not isinstance(planning, PlanConfig) or None in (planning.cluster, planning.profile):
         raise ValueError(
             'elastic training makes a plan whenever members come or go; use plan="auto" with '
             "planning=PlanConfig(cluster=..., profile=..., global_batch_size=...)"
@@ -117,11 +111,9 @@ def profile_of(arguments: Mapping[str, Any], own_kind: str) -> ModelProfile:
 def elastic_planning(
     arguments: Mapping[str, Any], cluster: Topology, profile: ModelProfile, nodes: Sequence[str]
 ) -> PlanConfig:
-    planning: PlanConfig = arguments["planning"]
     there = surviving_topology(cluster, nodes)
-    return dataclasses.replace(
-        planning, cluster=there, profile=profile, layer_sums=True, recompute=False, zero_stages=(0,)
-    )
+    changes: dict[str, Any] = dict(layer_sums=True, recompute=False, zero_stages=(0,))
+    return dataclasses.replace(arguments["planning"], cluster=there, profile=profile, **changes)
 
 
 def seated(plan: Plan, topology: Topology, profile: ModelProfile, held: Sequence[HeldLayers | None]) -> Plan:

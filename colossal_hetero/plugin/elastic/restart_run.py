@@ -24,7 +24,6 @@ from torch import Tensor
 from ...checkpoint.held_pieces import pieces_of
 from ...checkpoint.layer_checkpoint import Start
 from ...checkpoint.optimizer_memory import state_entries
-from ...checkpoint.pieces import TensorPiece
 from ...checkpoint.run_states import run_state_of
 from ...common.ranks import of_every_rank
 from ...common.text import say
@@ -71,7 +70,12 @@ class RestartRun(ElasticRun):
         nodes = self._members.form_world()
         self._folder = MemoryFolder(self._config.memory or default_memory(), self._members.job, self._members.node)
         self._folder.prepare()
-        files = self._own_files(nodes)
+        node = self._members.node
+        self._slot = nodes[: dist.get_rank()].count(node)
+        read = (
+            read_memory_file(self._folder.file(name)) for name in self._folder.files()[self._slot :: nodes.count(node)]
+        )
+        files = [file for file in read if file is not None]
         token = f"{time.time_ns():020d}-{secrets.token_hex(4)}"
         everyone = of_every_rank((token, [file.found for file in files]))
         self._world = everyone[0][0]
@@ -82,25 +86,13 @@ class RestartRun(ElasticRun):
             self._held = _held(chosen)
             catch_ups = tuple(CatchUp.FORGET if each is None else CatchUp.KEEP for each in layers)
             self._agreed = RecoveryDecision(newest.version, None, catch_ups)
-        rank = dist.get_rank()
-        self._slot = nodes[:rank].count(nodes[rank])
         self._keeper = StateKeeper(self._folder, self._slot, self._config.memory_every, tidies=self._slot == 0)
         self._new_layers, _ = self._build(nodes, layers, None)
-
-    def _own_files(self, nodes: Sequence[str]) -> list[MemoryFile]:
-        rank = dist.get_rank()
-        first, count = nodes[:rank].count(nodes[rank]), nodes.count(nodes[rank])
-        read = (read_memory_file(self._folder.file(name)) for name in self._folder.files()[first::count])
-        return [file for file in read if file is not None]
 
     # The plugin's moments -----------------------------------------------------------------------------------------
 
     def resume(
-        self,
-        lr_scheduler: Any,
-        loader: Any,
-        load: Callable[[], Start],
-        saved_step: Callable[[], int | None],
+        self, lr_scheduler: Any, loader: Any, load: Callable[[], Start], saved_step: Callable[[], int | None]
     ) -> Start:
         """Begin to train: with the state in memory files, or, if that on disks is newer, with what ``load`` finds."""
         if self._agreed is not None and (saved_step() or 0) > self._agreed.version:
@@ -145,16 +137,10 @@ class RestartRun(ElasticRun):
         training = self._training(self._scheduler, self._loader)
         pieces = pieces_of(training.model, training.optimizer, self._outline)
         state = run_state_of(training, pieces, epoch=0, plan="")
-        self._keeper.note(
-            KeptState(
-                StateName(self.version, self._world),
-                self._outline.stored,
-                self._layers,
-                [_unchanging(piece) for piece in pieces],
-                state_entries(training.optimizer),
-                state,
-            )
-        )
+        name, kinds = StateName(self.version, self._world), state_entries(training.optimizer)
+        # Passes change buffers.
+        kept = [replace(each, data=each.data.clone()) if each.key.startswith("buffer.") else each for each in pieces]
+        self._keeper.note(KeptState(name, self._outline.stored, self._layers, kept, kinds, state))
 
     def _exchange(self, squared_norm: Tensor, has_gradient: Sequence[bool], is_read: bool) -> Commit:
         assert self._keeper is not None
@@ -198,11 +184,6 @@ def _held(files: Sequence[MemoryFile]) -> Held | None:
     pieces = {(piece.key, piece.box): piece for file in files for piece in file.pieces()}
     kinds = {entry: kind for file in files for entry, kind in file.kinds.items()}
     return Held(list(pieces.values()), kinds, files[0].state)
-
-
-def _unchanging(piece: TensorPiece) -> TensorPiece:
-    """The piece; a copy of it, if passes change it."""
-    return replace(piece, data=piece.data.clone()) if piece.key.startswith("buffer.") else piece
 
 
 # Recoveries ----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,9 @@ import dataclasses
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -182,20 +184,12 @@ def _pipeline(
     schedule = [stage.schedule_seconds / max(number, 1) for stage, number in zip(placed, cuts, strict=True)]
     whole = [_costs_of_mean(stage, plan.blocks) for stage in placed]
     if profile is not None and profile.blocks == plan.blocks:
-        try:
+        sizes, shards = (plan.tensor_parallel, plan.micro_batch), len(plan.replicas) if plan.zero_stage else 1
+        with suppress(ValueError):  # the plan was made from another profile; its means per stage are used instead
             whole = [
-                profile.costs(
-                    stage.device,
-                    plan.tensor_parallel,
-                    plan.micro_batch,
-                    recompute=stage.recompute,
-                    zero_shards=len(plan.replicas) if plan.zero_stage else 1,
-                )
-                for stage in placed
+                profile.costs(stage.device, *sizes, recompute=stage.recompute, zero_shards=shards) for stage in placed
             ]
             basis = "profile"
-        except ValueError:
-            pass  # the plan was made from another profile; its means per stage are used instead
     slots = [
         Slot(
             f"stage {each.stage}",
@@ -231,15 +225,14 @@ def _scaled(costs: LayerCosts, stage: StagePlan, measured: PassSeconds, schedule
         return seconds * (total / present) if present > 0 else seconds
 
     ratio = measured.seconds / (stage.forward_seconds + stage.backward_seconds)
-    return LayerCosts(
+    return dataclasses.replace(
+        costs,
         forward_seconds=to(costs.forward_seconds, measured.forward_seconds),
         backward_seconds=to(costs.backward_seconds, measured.backward_seconds),
         update_seconds=to(costs.update_seconds, stage.update_seconds * ratio),
-        state_bytes=costs.state_bytes,
-        gradient_bytes=costs.gradient_bytes,
-        activation_bytes=costs.activation_bytes,
-        output_bytes=costs.output_bytes,
         schedule_seconds=schedule_seconds * ratio,
+        temporary_bytes=0.0,  # like the buckets in the stage's overhead
+        bucket_bytes=0.0,
     )
 
 
@@ -267,24 +260,25 @@ class StageClock:
     over its micro-batches: if a device is stopped now and then, the mean shows it, but the median rarely does."""
 
     def __init__(self, schedule: Any) -> None:
-        self._forward: list[_Pass] = []
-        self._backward: list[_Pass] = []
+        self._passes: tuple[list[_Pass], list[_Pass]] = [], []  # forward and backward
         self._running: deque[tuple[list[_Pass], list[_Pass]]] = deque()
         self._finished: list[PassSeconds] = []
-        wrap_method(schedule, "forward_step", self._timed_forward)
-        wrap_method(schedule, "backward_step", self._timed_backward)
+        for number, name in enumerate(("forward_step", "backward_step")):
+            wrap_method(schedule, name, partial(self._timed, number))
 
-    def _timed_forward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return _timed(self._forward, step, *args, **kwargs)
-
-    def _timed_backward(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return _timed(self._backward, step, *args, **kwargs)
+    def _timed(self, number: int, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return step(*args, **kwargs)
+        start = recorded_event()
+        result = step(*args, **kwargs)
+        self._passes[number].append((start, recorded_event()))
+        return result
 
     def end_iteration(self, counts: bool = True) -> None:
         """End an iteration: the passes since the last call. They are dropped unless the iteration ``counts``."""
-        if counts and self._forward and self._backward:
-            self._running.append((self._forward, self._backward))
-        self._forward, self._backward = [], []
+        if counts and all(self._passes):
+            self._running.append(self._passes)
+        self._passes = [], []
         while self._running and all(passes[-1][1].query() for passes in self._running[0]):
             self._finished.append(PassSeconds(*(_mean_seconds(passes) for passes in self._running.popleft())))
 
@@ -296,15 +290,6 @@ class StageClock:
         return PassSeconds(
             median(each.forward_seconds for each in finished), median(each.backward_seconds for each in finished)
         )
-
-
-def _timed(passes: list[_Pass], step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return step(*args, **kwargs)
-    start = recorded_event()
-    result = step(*args, **kwargs)
-    passes.append((start, recorded_event()))
-    return result
 
 
 def _mean_seconds(passes: list[_Pass]) -> float:

@@ -43,26 +43,12 @@ from ..training_objects import TrainingObjects, check_option
 from ..uneven_batches import PipelineBatches, UnevenBatches
 from ..zero.elementwise_updates import check_sharding
 from ..zero.overlapped_optimizer import split_off_overlap
+from . import plugin_arguments
 from .drift import DriftReport
 from .layer_balancing import LayerBalancing
 from .passes import PassesPlugin
 from .plan_agreement import agree_on_next_plan
 from .planned_run import PlannedRun
-from .plugin_arguments import (
-    arguments_by_name,
-    balance_in_fp8,
-    check_lora,
-    check_model_at_division,
-    check_sizes_given,
-    check_spelling,
-    check_uneven_batches,
-    check_world_size,
-    naming_sizes,
-    set_layers_per_chunk,
-    split_off_layers_per_chunk,
-    unequal_layer_counts,
-    zero_in_fp32,
-)
 
 DEFAULT_BALANCE = BalanceConfig(reshard_after=None, head=False)
 """Where the user asks for nothing, no parameter changes its shape, and logits are those of Colossal-AI's head."""
@@ -125,11 +111,10 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
         report_every: int = 50,
         **kwargs: Any,
     ) -> None:
-        check_spelling(HeteroHybridParallelPlugin, kwargs)
+        arguments = plugin_arguments.arguments_by_name(HeteroHybridParallelPlugin, tp_size, pp_size, *args, **kwargs)
+        arguments |= dict(balance=balance, batches=batches, plan=plan, planning=planning, checkpoints=checkpoints)
         self._elastic: ElasticRun | None = None
         self._reports = Reports(on_report, report_every)
-        given = dict(balance=balance, batches=batches, plan=plan, planning=planning, checkpoints=checkpoints)
-        arguments = arguments_by_name(tp_size, pp_size, *args, **kwargs) | given
         if elastic is None:
             check_launched()
             self._build(**arguments)
@@ -139,19 +124,15 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
         self._elastic.start()
 
     def build_again(
-        self,
-        arguments: Mapping[str, Any],
-        planning: PlanConfig,
-        held: Sequence[HeldLayers | None],
-        micro_batch: int | None,
+        self, arguments: Mapping[str, Any], planning: PlanConfig, held: Sequence[HeldLayers | None], size: int | None
     ) -> Plan:
-        """Build the plugin for another world of an elastic run, with a plan that keeps layers where they are ``held``;
-        returns the plan. Called by all ranks."""
+        """Build the plugin for another world of an elastic run; returns its plan, which keeps layers where they are
+        ``held``. Called by all ranks."""
         self.give_up_saves()
         run, reports = self._elastic, self._reports
         self.__dict__.clear()
         self._elastic, self._reports = run, reports
-        agreed = agree_on_next_plan(planning, arguments["tp_size"], micro_batch)
+        agreed = agree_on_next_plan(planning, arguments["tp_size"], size)
         assert agreed.topology is not None and agreed.profile is not None
         plan = seated(agreed.plan, agreed.topology, agreed.profile, held)
         self._build(**{**arguments, "planning": planning, "plan": plan})
@@ -171,32 +152,33 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
         check_option("planning", planning, PlanConfig, "cluster=..., profile=...")
         check_option("checkpoints", checkpoints, CheckpointConfig, "shared=...")
         check_option("batches", batches, BatchConfig, "global_batch_size=...")
-        check_sizes_given(arguments, plan)
+        plugin_arguments.check_sizes_given(arguments, plan)
         self.balance = balance or DEFAULT_BALANCE
         self.batches = batches
         self.planning = planning or PlanConfig()
         self.custom_policy: Policy | None
         if arguments.get("use_fp8"):
-            self.balance = balance_in_fp8(balance)
+            self.balance = plugin_arguments.balance_in_fp8(balance)
         self._planned = None if plan is None else PlannedRun(plan, self.planning, arguments, batches)
         if self._planned is not None:
             arguments = self._planned.arguments
-        self._balancing = LayerBalancing(
-            self.balance,
-            is_elastic=self._elastic is not None,
-            may_switch_off=balance is None,
-            report_every=self._reports.every,
-            on_report=self._reports.callback(self.report),
-        )
+        is_elastic, reports = self._elastic is not None, self._reports
+        on_report = reports.callback(self.report)
+        self._balancing = LayerBalancing(self.balance, is_elastic, balance is None, reports.every, on_report)
         self._unequal = None if self._planned is None else self._planned.unequal
-        self._uneven_batches = self._make_uneven_batches(arguments)
+        self._uneven_batches: UnevenBatches | None = None
+        if batches is not None:
+            plugin_arguments.check_uneven_batches(batches, arguments)
+            self._uneven_batches = UnevenBatches(batches)
+        elif self._unequal is not None:
+            self._uneven_batches = PipelineBatches(self._unequal.plan)
         is_broken = None if self._elastic is None else self._elastic.is_broken
         changed, ordinary = self._balancing.weights_changed, self._balancing.ordinary_shards
         self._checkpoints = None if checkpoints is None else Checkpoints(checkpoints, changed, is_broken, ordinary)
         if self._unequal is None:
-            check_world_size(arguments["tp_size"], arguments["pp_size"])
+            plugin_arguments.check_world_size(arguments["tp_size"], arguments["pp_size"])
         support_gpus_over_gloo()
-        arguments, layers_per_chunk = split_off_layers_per_chunk(arguments)
+        arguments, layers_per_chunk = plugin_arguments.split_off_layers_per_chunk(arguments)
         arguments, self._optimizers = split_off_overlap(arguments)
         if self._unequal is not None:
             self._optimizers = functools.partial(self._unequal.optimizers, arguments)
@@ -207,24 +189,13 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
             # The constructor has seen one replica.
             self.dp_size = len(self._unequal.plan.replicas)
         if layers_per_chunk is not None:
-            set_layers_per_chunk(self.stage_manager, layers_per_chunk)
-        if self._planned is not None and self.stage_manager is not None:
-            check_model_at_division(self.stage_manager, self._planned.plan)
+            plugin_arguments.set_layers_per_chunk(self.stage_manager, layers_per_chunk, self.plan)
         if balance is not None and self.balance.mode != "off" and self.tp_size == 1:
             warnings.warn(f"balance mode {self.balance.mode!r} has nothing to balance with tp_size=1", stacklevel=2)
 
     def _plan_in_words(self) -> str:
         zero = f", ZeRO stage {self.zero_stage}" if self.zero_stage else ""
         return f"dp {self.dp_size}, pp {self.pp_size}, tp {self.tp_size}{zero}"
-
-    def _make_uneven_batches(self, arguments: Mapping[str, Any]) -> UnevenBatches | None:
-        batches = self.batches
-        if self._unequal is not None and batches is None:
-            return PipelineBatches(self._unequal.plan)
-        if batches is None:
-            return None
-        check_uneven_batches(batches, arguments)
-        return UnevenBatches(batches)
 
     def __del__(self) -> None:
         # The parent's method needs an attribute that its constructor sets, which is not reached after an error.
@@ -242,13 +213,9 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
         8, 16, … optimizer steps, and then after every ``report_every``."""
         balancer, batches = self._balancing.balancer, self._uneven_batches
         balance = None if balancer is None else balancer.report()  # which may take in newer numbers
-        return Report(
-            iterations=self.version or (0 if balancer is None else balancer.iterations),
-            balance=balance,
-            batches=None if batches is None else batches.report(),
-            stages=self.drift,
-            recoveries=Recoveries(self.recoveries) if self.recoveries else None,
-        )
+        iterations = self.version or (0 if balancer is None else balancer.iterations)
+        recoveries = Recoveries(self.recoveries) if self.recoveries else None
+        return Report(iterations, balance, None if batches is None else batches.report(), self.drift, recoveries)
 
     @property
     def drift(self) -> DriftReport | None:
@@ -292,11 +259,11 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
         if self.zero_stage and is_trained:
             check_sharding(objects.optimizer, "zero_stage", self.zero_stage, distributed=self._unequal is None)
         with (
-            naming_sizes(objects.model, self.tp_size),
+            plugin_arguments.naming_sizes(objects.model, self.tp_size),
             self._balancing.hetero_layers(self, objects.model),
-            unequal_layer_counts(),
+            plugin_arguments.unequal_layer_counts(),
             self._optimizers(),
-            zero_in_fp32(self),
+            plugin_arguments.zero_in_fp32(self),
         ):
             objects = TrainingObjects(*super().configure(*objects))
         if self._planned is not None:
@@ -343,7 +310,7 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
             form, remedy = why_layer_sums(self._unequal.plan)
             raise ValueError(f"{form}, and then LoRA is not possible; {remedy}")
         if self.plan is not None:
-            check_lora(self.plan)
+            plugin_arguments.check_lora(self.plan)
         return super().enable_lora(model, *args, **kwargs)
 
     # Elastic training --------------------------------------------------------------------------------------------
@@ -425,10 +392,5 @@ class HeteroHybridParallelPlugin(CheckpointMethods, PassesPlugin):
             if self.zero_stage == 1:
                 optimizer.require_grad_sync = due
 
-        return BatchSetup(
-            config=self.batches,
-            stage=self.zero_stage,
-            precision=self.precision,
-            replica_of=of_every_rank(self.replica()[0]),
-            synchronize=synchronize,
-        )
+        replicas = of_every_rank(self.replica()[0])
+        return BatchSetup(self.batches, self.zero_stage, self.precision, replicas, synchronize)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -104,7 +104,13 @@ class LayerBalancing:
             time_end_of_backward(optimizer, lambda: balancer.running_clock)
         time_late_parameters(optimizer, lambda: balancer.running_clock)
         optimizer.optim.register_step_pre_hook(lambda *_: balancer.before_step())
-        _tick_on_step(optimizer, balancer)
+
+        def step_and_tick(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            result = step(*args, **kwargs)
+            balancer.tick()
+            return result
+
+        wrap_method(optimizer, "step", step_and_tick)
         _forget_on_new_scale(optimizer, balancer)
 
     def _attached(self, plugin: HybridParallelPlugin, objects: TrainingObjects) -> _Attached:
@@ -160,13 +166,14 @@ class LayerBalancing:
                 "first step, or set BalanceConfig(reshard_after=None)"
             )
 
+    def _alive(self) -> list[Balancer]:
+        return [balancer for reference in self._balancers if (balancer := reference()) is not None]
+
     @contextmanager
     def ordinary_shards(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for reference in self._balancers:
-                balancer = reference()
-                if balancer is not None:
-                    stack.enter_context(balancer.ordinary_shards())
+            for balancer in self._alive():
+                stack.enter_context(balancer.ordinary_shards())
             yield
 
     def attach_to(self, checkpoint_io: CheckpointIO) -> None:
@@ -186,30 +193,23 @@ class LayerBalancing:
             wrap_method(checkpoint_io, name, with_ordinary_shards)
 
     def weights_changed(self) -> None:
-        for reference in self._balancers:
-            balancer = reference()
-            if balancer is not None:
-                balancer.weights_changed()
+        for balancer in self._alive():
+            balancer.weights_changed()
 
 
 def _counting_passes(schedule: Any) -> Callable[[], int]:
     """Find the number of the forward pass that begins in a run of ``schedule``, from 1 on."""
     if schedule is None:
         return lambda: 1
-    number = 0
+    numbers = itertools.count(1)
 
     def run(run_passes: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        nonlocal number
-        number = 0
+        nonlocal numbers
+        numbers = itertools.count(1)
         return run_passes(*args, **kwargs)
 
-    def count() -> int:
-        nonlocal number
-        number += 1
-        return number
-
     wrap_method(schedule, "forward_backward_step", run)
-    return count
+    return lambda: next(numbers)
 
 
 def _begin_on_forward(model: ModelWrapper, attached: _Attached, count: Callable[[], int]) -> None:
@@ -258,27 +258,13 @@ def _forget_on_new_scale(optimizer: OptimizerWrapper, balancer: Balancer) -> Non
     wrap_method(scaler, "update", run)
 
 
-def _tick_on_step(optimizer: OptimizerWrapper, balancer: Balancer) -> None:
-    def step_and_tick(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = step(*args, **kwargs)
-        balancer.tick()
-        return result
-
-    wrap_method(optimizer, "step", step_and_tick)
-
-
 # Timed collectives ---------------------------------------------------------------------------------------------------
-# Times of Colossal-AI's own collectives, as communication of the iteration that is running: a rank waits for slower
-# ones in them, which must not count as its own work.
-#
-# - in the forward and backward pass: the vocabulary-parallel embedding and loss, gathered outputs, and layers that this
-#   package does not replace;
-# - between the backward pass and the step: gradients that sequence parallelism divides, and gradient norms;
-# - at the end of the backward pass: the rest of the sum of gradients over replicas (:func:`time_end_of_backward`).
-#
-# Balanced layers mark the clock themselves, with their kind. Messages between two ranks (mode ``ring`` of sequence
-# parallelism, ring attention) and ZeRO's reductions and gathers are not timed, except for that sum and for parameters
-# that the forward pass needs while they are still gathered (:func:`time_late_parameters`).
+# Colossal-AI's own collectives count as communication of the running iteration: a rank waits for slower ones in them,
+# which is not its work. They are those of the vocabulary-parallel embedding and loss, of gathered outputs, of layers
+# that this package does not replace, of gradients that sequence parallelism divides, of norms, and the rest of the sum
+# over replicas at the end of the backward pass. Balanced layers mark the clock themselves, with their kind. Messages
+# between two ranks (mode ``ring``, ring attention) and ZeRO's collectives are not timed, except for that sum and for
+# parameters that the forward pass needs while they are still gathered.
 
 
 MODULES: tuple[ModuleType, ...] = (_operation, loss, utils, hybrid_parallel_plugin)
@@ -312,16 +298,17 @@ class _TimedDistributed:
         self._distributed = distributed
 
     def __getattr__(self, name: str) -> Any:
-        attribute = getattr(self._distributed, name)
-        clock = _TimedDistributed.clock
-        return attribute if clock is None or name not in COLLECTIVES else functools.partial(_timed, attribute, clock)
+        collective, clock = getattr(self._distributed, name), _TimedDistributed.clock
+        if clock is None or name not in COLLECTIVES:
+            return collective
 
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            clock.mark("other")
+            work = collective(*args, **kwargs)
+            clock.mark("communication")
+            return work if work is None else _TimedWork(work, clock)
 
-def _timed(collective: Callable[..., Any], clock: IterationClock, *args: Any, **kwargs: Any) -> Any:
-    clock.mark("other")
-    work = collective(*args, **kwargs)
-    clock.mark("communication")
-    return work if work is None else _TimedWork(work, clock)
+        return timed
 
 
 def time_collectives(clock: IterationClock | None) -> None:
@@ -333,8 +320,8 @@ def time_collectives(clock: IterationClock | None) -> None:
 
 
 def time_end_of_backward(optimizer: OptimizerWrapper, clock_now: Callable[[], IterationClock | None]) -> None:
-    """Count as communication what ``optimizer.backward`` does after the last gradient: it waits for the sum of
-    gradients over replicas. ``clock_now`` returns the clock of the running iteration, None if it is not measured."""
+    """Count as communication what ``optimizer.backward`` does after the last gradient: it waits for the sum over
+    replicas. ``clock_now``: the clock of the running iteration, None if it is not measured."""
 
     def timed_backward(backward: Callable[..., Any], loss: Tensor, *args: Any, **kwargs: Any) -> Any:
         clock = clock_now()

@@ -29,8 +29,7 @@ class HybridOptimizerMemory:
     """Memory of all optimizers of a model: the plugin's, and any of torch that steps parameters of the model."""
 
     def __init__(self, plugin: Any, model: Any, optimizer: OptimizerWrapper, is_elastic: bool) -> None:
-        self._model = model
-        self._optimizers = [optimizer]
+        self._model, self._optimizers = model, [optimizer]
         self._masters: list[tuple[torch.optim.Optimizer, dict[int, Tensor]]] = []
         """Tensors that each optimizer updates, by the ``id`` of the model's parameter, when units were moved last."""
         self._plugin_obstacle = _plugin_obstacle(plugin, is_elastic)
@@ -43,13 +42,11 @@ class HybridOptimizerMemory:
     def _all(self) -> list[torch.optim.Optimizer | OptimizerWrapper]:
         known = {id(inner_optimizer(optimizer)) for optimizer in self._optimizers}
         parameters = {id(parameter) for parameter in self._model.module.parameters()}
-        others = [
-            optimizer
-            for optimizer in _STEPPED
-            if id(optimizer) not in known
-            and any(id(each) in parameters for group in optimizer.param_groups for each in group["params"])
-        ]
-        return [*self._optimizers, *others]
+
+        def steps_ours(optimizer: torch.optim.Optimizer) -> bool:
+            return any(id(each) in parameters for group in optimizer.param_groups for each in group["params"])
+
+        return [*self._optimizers, *(each for each in _STEPPED if id(each) not in known and steps_ours(each))]
 
     @property
     def obstacle(self) -> str | None:

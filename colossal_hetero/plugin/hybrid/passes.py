@@ -130,10 +130,8 @@ class PassesPlugin(HybridParallelPlugin):
         if self.stage_manager is None:
             return True
         # In the zero-bubble schedule, the chunks go down the stages and up again.
-        is_at_end = (
-            self.stage_manager.is_first_stage if self.stage_manager.use_zbv else self.stage_manager.is_last_stage
-        )
-        return bool(is_at_end(ignore_chunk=True))
+        name = "is_first_stage" if self.stage_manager.use_zbv else "is_last_stage"
+        return bool(getattr(self.stage_manager, name)(ignore_chunk=True))
 
     def execute_pipeline(
         self, data_iter: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any
@@ -163,62 +161,55 @@ class PassesPlugin(HybridParallelPlugin):
             return self._elastic.run(functools.partial(execute, data_iter))
         return self._elastic.evaluate(model, data_iter, execute)
 
-    def _execute(
-        self, data_iter: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any
-    ) -> dict:
+    def _execute(self, batches: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any) -> dict:
         if not torch.is_grad_enabled():
-            return self._evaluate(data_iter, model, criterion, *args, **kwargs)
+            return self._evaluate(batches, model, criterion, *args, **kwargs)
         if self._planned is not None and self._uneven_batches is None:
-            data_iter = self._planned.checked_batches(data_iter)
+            batches = self._planned.checked_batches(batches)
 
         def run_passes(batches: Iterator, criterion: Callable) -> dict:
             return self._run_passes(batches, model, criterion, *args, **kwargs)
 
         if isinstance(self._uneven_batches, PipelineBatches):
             schedule = self.scheduler or self._one_stage
-            result = self._uneven_batches.run(schedule, run_passes, data_iter, criterion)
+            result = self._uneven_batches.run(schedule, run_passes, batches, criterion)
         else:
-            result = run_passes(data_iter, criterion)
+            result = run_passes(batches, criterion)
         if self._planned is not None:
             self._planned.after_passes()
         return result
 
-    def _evaluate(
-        self, data_iter: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any
-    ) -> dict:
+    def _evaluate(self, batches: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any) -> dict:
         if self.scheduler is None:
-            return self._one_stage.forward_backward_step(model, data_iter, criterion, *args, **kwargs)
+            return self._one_stage.forward_backward_step(model, batches, criterion, *args, **kwargs)
         if isinstance(self.scheduler, ZeroBubbleVPipeScheduler):
             raise ValueError(
                 "Colossal-AI's zero-bubble schedule cannot evaluate; save the model, and evaluate it with another "
                 "schedule"
             )
         if self._planned is not None:
-            data_iter = self._planned.batches_to_evaluate(data_iter)
+            batches = self._planned.batches_to_evaluate(batches)
         # Without gradients there is nothing to synchronize, and the gradients of weights that stages share may be None
         # since the last step.
-        with (
-            model.no_sync(),
-            nullcontext() if self._planned is None else training_sizes_kept(self.scheduler),
-        ):
-            return super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
+        with model.no_sync(), nullcontext() if self._planned is None else training_sizes_kept(self.scheduler):
+            return super().execute_pipeline(batches, model, criterion, *args, **kwargs)
 
     def _run_passes(
-        self, data_iter: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any
+        self, batches: Iterator, model: ModelWrapper, criterion: Callable, *args: Any, **kwargs: Any
     ) -> dict:
         """Train on a batch of this replica, with the sums that belong to its passes."""
         optimizer = args[0] if args else kwargs.get("optimizer")
         if self._unequal is None:
             if self.scheduler is None:
-                return self._one_stage.forward_backward_step(model, data_iter, criterion, *args, **kwargs)
+                return self._one_stage.forward_backward_step(model, batches, criterion, *args, **kwargs)
             with noted_passes(model, optimizer), summing_in_passes(self.scheduler, optimizer):
-                return super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
+                return super().execute_pipeline(batches, model, criterion, *args, **kwargs)
         schedule = self.scheduler or self._one_stage
         sums = model.require_grad_sync and getattr(optimizer, "require_grad_sync", True)
         with model.gradients.sums.passes((lambda: schedule.num_microbatches) if sums else None):
             if self.scheduler is not None:
-                return super().execute_pipeline(data_iter, model, criterion, *args, **kwargs)
-            result = self._one_stage.forward_backward_step(model, data_iter, criterion, *args, **kwargs)
+                return super().execute_pipeline(batches, model, criterion, *args, **kwargs)
+            result = self._one_stage.forward_backward_step(model, batches, criterion, *args, **kwargs)
             if self.zero_stage == 0 and sums:
                 model.sync_dp_grads()
         return result
@@ -230,21 +221,21 @@ class PassesPlugin(HybridParallelPlugin):
 
     def _refuse_unsummed_steps(self, model: ModelWrapper, optimizer: OptimizerWrapper) -> None:
         """Refuse steps on gradients that are not summed, where uneven batches or unequal pipelines do not do it."""
-        in_pipeline = self.scheduler is not None
+        in_pipeline, counted_again = self.scheduler is not None, None
         checks_itself = self._unequal if in_pipeline else self.batches
-        if checks_itself is not None:
+        sums = self.dp_size > 1 or self.zero_stage or self.enable_sequence_parallelism or model.shared_params
+        if checks_itself is not None or not sums:
             return
-        if self.dp_size > 1 or self.zero_stage or self.enable_sequence_parallelism or model.shared_params:
-            in_shards, counted_again = bool(self.zero_stage) and self._unequal is None, None
-            if not self.zero_stage and self._unequal is None:
-                # Colossal-AI adds up these gradients over ranks after each pass; means of means stay the same.
-                if self.enable_sequence_parallelism and self.sequence_parallelism_mode in ("split_gather", "ring"):
-                    counted_again = f"sequence parallelism ({self.sequence_parallelism_mode})"
-                elif model.shared_params:
-                    counted_again = "weights that pipeline stages share"
-            refuse_unsummed_steps(
-                model, optimizer, in_pipeline=in_pipeline, in_shards=in_shards, counted_again=counted_again
-            )
+        if not self.zero_stage and self._unequal is None:
+            # Colossal-AI adds up these gradients over ranks after each pass; means of means stay the same.
+            if self.enable_sequence_parallelism and self.sequence_parallelism_mode in ("split_gather", "ring"):
+                counted_again = f"sequence parallelism ({self.sequence_parallelism_mode})"
+            elif model.shared_params:
+                counted_again = "weights that pipeline stages share"
+        in_shards = bool(self.zero_stage) and self._unequal is None
+        refuse_unsummed_steps(
+            model, optimizer, in_pipeline=in_pipeline, in_shards=in_shards, counted_again=counted_again
+        )
 
 
 def training_sizes_kept(schedule: object) -> AbstractContextManager[None]:

@@ -29,27 +29,17 @@ class Agreement:
     profile: ModelProfile | None  # None if it was not given
 
 
-def agree_on_plan(
-    plan: Plan | str | Path,
-    planning: PlanConfig,
-    tp_size: int | None = None,
-    pp_size: int | None = None,
-    *,
-    unequal: bool = True,
-) -> Agreement:
+def agree_on_plan(plan: Plan | str | Path, planning: PlanConfig, **wishes: int | None) -> Agreement:
     """Rank 0's plan, which all ranks run, with the cluster and the profile in ``planning`` if they are given. Only rank
-    0 reads files and makes plans, so only rank 0 needs the files. Called by all ranks."""
+    0 reads files and makes plans, with the ``wishes`` that :func:`best_plan` takes. Called by all ranks."""
     if not isinstance(plan, Plan | str | Path):
         raise TypeError(f'plan={plan!r} is neither a Plan, nor the path of a plan file, nor "auto"')
-    wishes = dict(tp_size=tp_size, pp_size=pp_size, unequal=unequal)
     agreed = from_rank_0(lambda: _find(plan, planning, wishes), NoPlanError)
     if isinstance(plan, Plan):
-        others = of_every_rank(plan == agreed.plan)
-        if not all(others):
-            raise ValueError(
-                f"ranks {', '.join(str(rank) for rank, same in enumerate(others) if not same)} were given other plans "
-                "than rank 0; give all ranks the same plan"
-            )
+        others = [str(rank) for rank, same in enumerate(of_every_rank(plan == agreed.plan)) if not same]
+        if others:
+            words = f"ranks {', '.join(others)} were given other plans than rank 0; give all ranks the same plan"
+            raise ValueError(words)
     return agreed
 
 
@@ -57,8 +47,8 @@ def agree_on_next_plan(planning: PlanConfig, tp_size: int | None, micro_batch: i
     """A plan for the devices that there are now; see :func:`agree_on_plan`."""
     if micro_batch is not None:
         with suppress(NoPlanError):
-            return agree_on_plan("auto", replace(planning, micro_batch_sizes=(micro_batch,)), tp_size)
-    return agree_on_plan("auto", planning, tp_size)
+            return agree_on_plan("auto", replace(planning, micro_batch_sizes=(micro_batch,)), tp_size=tp_size)
+    return agree_on_plan("auto", planning, tp_size=tp_size)
 
 
 def _find(plan: Plan | str | Path, planning: PlanConfig, wishes: dict[str, Any]) -> Agreement:

@@ -135,16 +135,14 @@ def planned_mesh(
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
+    before = dict(os.environ)
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in variables:
+            os.environ.pop(name, None)
+        os.environ.update({name: before[name] for name in before.keys() & variables.keys()})
 
 
 def make_group(
@@ -161,18 +159,14 @@ def make_group(
     options = {name: value for name, value in given.items() if value is not None}
     with environment(network.environment(adapters)):
         group = new_group(list(ranks), backend=network.backend, **options)
-        if group is not dist.GroupMember.NON_GROUP_MEMBER:
-            connect(group, network.backend)
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            return group
+        total = torch.ones(1, device="cuda" if network.backend == "nccl" else "cpu")
+        dist.all_reduce(total, group=group)
+        if total.item() != len(ranks):
+            words = f"a sum of ones over {len(ranks)} ranks gave {total.item()}; their {network.backend} network"
+            raise RuntimeError(f"{words} is broken")
     return group
-
-
-def connect(group: dist.ProcessGroup, backend: str) -> None:
-    device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-    total = torch.ones(1, device=device)
-    dist.all_reduce(total, group=group)
-    size = dist.get_world_size(group)
-    if total.item() != size:
-        raise RuntimeError(f"a sum of ones over {size} ranks gave {total.item()}; their {backend} network is broken")
 
 
 def _options(network: Network) -> Any:

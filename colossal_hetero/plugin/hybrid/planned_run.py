@@ -23,7 +23,7 @@ from ...common.text import count
 from ...data_parallel.config import BatchConfig
 from ...layers.chain import links_of
 from ...layers.dropout import repeated_dropout
-from ...planner.cost.plan import Plan
+from ...planner.cost.plan import Plan, StagePlan
 from ...profiling.model_layers import find_block_row
 from ..plan_config import PlanConfig
 from ..replicas.unequal_replicas import UnequalReplicas, check_arguments, why_not_unequal
@@ -35,9 +35,9 @@ from .plugin_arguments import arguments_from_plan, check_model
 
 # Recomputation -------------------------------------------------------------------------------------------------------
 # A stage that recomputes keeps only the input of each block, whose forward pass runs again in the backward pass. The
-# blocks are checkpointed here, because the switches of the models (transformers' ``gradient_checkpointing_enable``,
-# timm's ``set_grad_checkpointing``) and Colossal-AI's forward passes call ``checkpoint`` in ways of their own: some
-# always reentrant, which zero-bubble schedules cannot use, and none with the random state of tensor-parallel dropout.
+# switches of the models (``gradient_checkpointing_enable``, ``set_grad_checkpointing``) and Colossal-AI's forward
+# passes are not used: some checkpoints are always reentrant, which zero-bubble schedules cannot use, and none has the
+# random state of tensor-parallel dropout.
 
 
 def find_recomputable_blocks(model: nn.Module) -> str:
@@ -103,27 +103,20 @@ class PlannedRun:
     process group is made; ``arguments`` are those of Colossal-AI's plugin that run this rank's replica."""
 
     def __init__(
-        self,
-        plan: Plan | str | Path,
-        planning: PlanConfig,
-        arguments: Mapping[str, Any],
-        batches: BatchConfig | None,
+        self, plan: Plan | str | Path, planning: PlanConfig, arguments: Mapping[str, Any], batches: BatchConfig | None
     ) -> None:
         set_adapter_variables(planning.adapters)
         tp_size, pp_size = arguments.get("tp_size"), arguments.get("pp_size")
         if "zero_stage" in arguments:
             planning = dataclasses.replace(planning, zero_stages=(0,))
         unequal = pp_size is None and why_not_unequal(arguments, batches is not None) is None
-        agreed = agree_on_plan(plan, planning, tp_size, pp_size, unequal=unequal)
+        agreed = agree_on_plan(plan, planning, tp_size=tp_size, pp_size=pp_size, unequal=unequal)
         self.plan = as_launched(agreed.plan)
-        self._planning = planning
-        self._profile = agreed.profile
-        self._batches = batches
+        self._planning, self._profile, self._batches = planning, agreed.profile, batches
         self._watch: DriftWatch | None = None
         self._recomputed: str | None = None
-        self._make_group = (
-            None if agreed.topology is None else plan_groups(agreed.plan, agreed.topology, planning.adapters)
-        )
+        topology = agreed.topology
+        self._make_group = None if topology is None else plan_groups(agreed.plan, topology, planning.adapters)
         layer_sums = planning.layer_sums or not self.plan.symmetric
         self.arguments = self._checked_arguments(arguments, layer_sums)
         self.unequal = UnequalReplicas(self.plan, self._make_group or ordered_group) if layer_sums else None
@@ -167,32 +160,26 @@ class PlannedRun:
         if not isinstance(objects.model, ModelWrapper) and plugin.stage_manager is None:
             check_model(objects.model, self.plan)
         # All ranks, so that an error is one of all.
-        stages = (stage for replica in self.plan.replicas for stage in replica.stages)
-        if not isinstance(objects.model, ModelWrapper) and any(stage.recompute for stage in stages):
+        if not isinstance(objects.model, ModelWrapper) and any(stage.recompute for stage in self._stages()):
             self._recomputed = find_recomputable_blocks(objects.model)
 
     def recompute(self, objects: TrainingObjects) -> None:
         rank = dist.get_rank()
-        if self._recomputed is not None and any(
-            stage.recompute and rank in stage.ranks for replica in self.plan.replicas for stage in replica.stages
-        ):
+        if self._recomputed is not None and any(each.recompute and rank in each.ranks for each in self._stages()):
             recompute_blocks(objects.model.unwrap(), self._recomputed)
+
+    def _stages(self) -> list[StagePlan]:
+        return [stage for replica in self.plan.replicas for stage in replica.stages]
 
     def attach(self, plugin: HybridParallelPlugin, objects: TrainingObjects) -> None:
         pipelines = any(len(replica.stages) > 1 for replica in self.plan.replicas)
         if not pipelines or self.plan.schedule != "1f1b" or self._planning.drift_threshold == math.inf:
             return
+        interval, threshold = objects.iterations_per_epoch, self._planning.drift_threshold
         if self._watch is None:
-            self._watch = DriftWatch(
-                plugin.scheduler,
-                self.plan,
-                self._planning.drift_threshold,
-                self._profile,
-                objects.iterations_per_epoch,
-            )
+            self._watch = DriftWatch(plugin.scheduler, self.plan, threshold, self._profile, interval)
         else:
-            # Another model with the same schedule.
-            self._watch.interval = objects.iterations_per_epoch
+            self._watch.interval = interval  # another model with the same schedule
 
     def checked_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Pass on a replica's ``batches``; raises ``ValueError`` if one does not have the size that the plan has."""

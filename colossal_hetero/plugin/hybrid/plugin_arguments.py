@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -24,14 +23,10 @@ from ...planner.cost.plan import Plan, Replica
 from ...profiling.model_layers import count_blocks
 
 
-def check_spelling(plugin: type, arguments: Mapping[str, Any]) -> None:
-    """Check that ``plugin`` or Colossal-AI's has all these arguments."""
+def arguments_by_name(plugin: type, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments of Colossal-AI's plugin by name; ``TypeError`` for one that neither it nor ``plugin`` has."""
     known = [name for kind in (plugin, HybridParallelPlugin) for name in inspect.signature(kind).parameters]
-    check_names(plugin.__name__, arguments, [name for name in known if name not in ("args", "kwargs")])
-
-
-def arguments_by_name(*args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The arguments of Colossal-AI's plugin by name."""
+    check_names(plugin.__name__, kwargs, [name for name in known if name not in ("args", "kwargs")])
     return inspect.signature(HybridParallelPlugin).bind(*args, **kwargs).arguments
 
 
@@ -170,19 +165,11 @@ def split_off_layers_per_chunk(arguments: Mapping[str, Any]) -> tuple[dict[str, 
     return {**arguments, "num_layers_per_stage": None}, layers
 
 
-def set_layers_per_chunk(stage_manager: PipelineStageManager, layers: list[int]) -> None:
-    """Let ``stage_manager`` divide a model into chunks with these numbers of ``layers``."""
+def set_layers_per_chunk(stage_manager: PipelineStageManager, layers: list[int], plan: Plan | None) -> None:
+    """Let ``stage_manager`` divide a model into chunks with these numbers of ``layers``, and refuse another number of
+    them, for which Colossal-AI only has an assertion, and a model with an encoder and a decoder, whose policies ask
+    twice, each time for fewer stages than there are."""
     stage_manager.num_layers_per_stage = layers
-    _check_divided(
-        stage_manager,
-        sum(layers),
-        lambda found: f"num_layers_per_stage={layers} adds up to {sum(layers)}; the model has {found} layers",
-    )
-
-
-def _check_divided(stage_manager: PipelineStageManager, expected: int, words: Callable[[int], str]) -> None:
-    """Let ``stage_manager`` raise ``ValueError`` when it divides another number of layers than ``expected``, or a model
-    with an encoder and a decoder: their policies ask it twice, each time for fewer stages than there are."""
 
     def distribute_layers(
         distribute: Callable[..., list[int]], num_layers: int, num_stages: int | None = None, *args: Any, **kwargs: Any
@@ -193,17 +180,18 @@ def _check_divided(stage_manager: PipelineStageManager, expected: int, words: Ca
                 "hold the encoder, so that the layers of each stage cannot be chosen; leave out plan and "
                 f"num_layers_per_stage, and give pp_size={stage_manager.num_stages} and num_microbatches"
             )
-        if num_layers != expected:
-            raise ValueError(words(num_layers))
+        if num_layers != sum(layers):
+            words = f"num_layers_per_stage={layers} adds up to {sum(layers)}; the model has {num_layers} layers"
+            raise ValueError(words if plan is None else _other_model(plan, num_layers))
         return distribute(num_layers, num_stages, *args, **kwargs)
 
     wrap_method(stage_manager, "distribute_layers", distribute_layers)
 
 
 def unequal_layer_counts() -> AbstractContextManager[None]:
-    """Let stages build different numbers of the layers that zero-bubble schedules use. Each such layer asks all ranks
-    how many they have built, to choose the random state for new weights, and waits for ever if a rank builds fewer. The
-    layers are made from layers that have weights and need no random state, so the question is left out."""
+    """Let stages build different numbers of the layers that zero-bubble schedules use. Each asks all ranks how many
+    they have built, for the random state of new weights, and waits for ever if a rank builds fewer. Layers made from
+    others need no random state, so the question is left out."""
     make = linear.create_randomizer_with_offset
 
     def make_locally(seed: int, process_group: dist.ProcessGroup | None = None, **offsets: bool) -> Any:
@@ -222,12 +210,6 @@ def check_model(model: nn.Module, plan: Plan) -> None:
         return
     if num_layers != plan.blocks:
         raise ValueError(_other_model(plan, num_layers))
-
-
-def check_model_at_division(stage_manager: PipelineStageManager, plan: Plan) -> None:
-    """Let ``stage_manager`` raise ``ValueError`` when it divides a model with another number of blocks than ``plan``,
-    or one with an encoder and a decoder. Every policy asks it; Colossal-AI itself only has an assertion."""
-    _check_divided(stage_manager, plan.blocks, partial(_other_model, plan))
 
 
 def _other_model(plan: Plan, num_layers: int) -> str:

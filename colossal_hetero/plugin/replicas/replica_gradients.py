@@ -115,10 +115,8 @@ GroupFinder = Callable[[Iterable[tuple[int, ...]]], Mapping[tuple[int, ...], Any
 def canonical_names(model: nn.Module) -> dict[str, str]:
     """By name of a parameter in the whole ``model``, in its order: the first name of the same parameter."""
     first: dict[int, str] = {}
-    return {
-        name: first.setdefault(id(parameter), name)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: first.setdefault(id(parameter), name) for name, parameter in named}
 
 
 @dataclass(frozen=True)
@@ -153,17 +151,13 @@ def find_shared_buckets(
         for place in places
     }
     groups = find_groups(sorted({bucket.ranks for buckets in divided.values() for bucket in buckets}))
-    rank = dist.get_rank()
-    numbers = {name: number for number, name in enumerate(order)}
-    return SharedParameters(
-        {id(parameter): numbers[name] for name, parameter in held.items()},
-        len(order),
-        tuple(
-            GradientBucket(groups[bucket.ranks], tuple(held[name] for name in bucket.names))
-            for bucket in divided[dist.get_rank(tp_group)]
-            if rank in bucket.ranks
-        ),
+    own_buckets = tuple(
+        GradientBucket(groups[bucket.ranks], tuple(held[name] for name in bucket.names))
+        for bucket in divided[dist.get_rank(tp_group)]
+        if dist.get_rank() in bucket.ranks
     )
+    numbers = {id(held[name]): number for number, name in enumerate(order) if name in held}
+    return SharedParameters(numbers, len(order), own_buckets)
 
 
 def _norms(tensors: list[Tensor]) -> Sequence[Tensor]:
@@ -191,10 +185,10 @@ class ReplicaGradients:
         sharded: bool,
         early: bool,
     ) -> None:
-        every = [each for bucket in parameters.buckets for each in bucket.parameters]
-        self.sums = GradientSums(parameters.buckets, start, watched=every if early else ())
+        self._parameters = [each for bucket in parameters.buckets for each in bucket.parameters]
+        self.sums = GradientSums(parameters.buckets, start, watched=self._parameters if early else ())
         self.exchange: Callable[[Tensor, Sequence[bool], bool], Commit] = exchange
-        self._parameters = parameters
+        self._numbers, self._total = parameters.numbers, parameters.total
         first_place = dist.get_rank(tp_group) == 0
         self._counted = {
             id(parameter)
@@ -206,26 +200,21 @@ class ReplicaGradients:
 
     def commit(self, gradient_of: Callable[[Parameter], Tensor | None], needs_norm: bool) -> Commit:
         """Agree with all ranks on a step; see [Note: commit]. Called by all ranks at once."""
-        parameters = [each for bucket in self._parameters.buckets for each in bucket.parameters]
-        if any(each.grad is not None and id(each) not in self.sums.used for each in parameters):
+        if any(each.grad is not None and id(each) not in self.sums.used for each in self._parameters):
             raise RuntimeError(NOT_SUMMED)
-        counted = [gradient_of(each) for each in parameters if needs_norm and id(each) in self._counted]
+        counted = [gradient_of(each) for each in self._parameters if needs_norm and id(each) in self._counted]
         gradients = [each.detach() for each in counted if each is not None]
         if gradients:
             squared = torch.stack(list(_norms(gradients))).square().sum()
         else:
             squared = torch.zeros((), dtype=torch.float64, device=get_accelerator().get_current_device())
-        used = [False] * self._parameters.total
-        for parameter in parameters:
-            used[self._parameters.numbers[id(parameter)]] = id(parameter) in self.sums.used
+        used = [False] * self._total
+        for parameter in self._parameters:
+            used[self._numbers[id(parameter)]] = id(parameter) in self.sums.used
         # Without the message, a rank knows that its own parameters are used if it has used them all.
-        return self.exchange(squared, used, needs_norm or any(id(each) not in self.sums.used for each in parameters))
+        is_read = needs_norm or any(id(each) not in self.sums.used for each in self._parameters)
+        return self.exchange(squared, used, is_read)
 
     def unused(self, commit: Commit) -> list[Parameter]:
         """Parameters of this rank that got no gradient on any rank."""
-        return [
-            parameter
-            for bucket in self._parameters.buckets
-            for parameter in bucket.parameters
-            if self._parameters.numbers[id(parameter)] in commit.unused
-        ]
+        return [each for each in self._parameters if self._numbers[id(each)] in commit.unused]

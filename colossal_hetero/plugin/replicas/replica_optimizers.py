@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -31,6 +32,19 @@ from .replica_gradients import (
     canonical_names,
     find_shared_buckets,
 )
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How gradients are summed over the ranks that share a parameter."""
+
+    find_groups: GroupFinder
+    max_elements: int  # of a bucket
+    early: bool  # sums start in backward passes
+
+    def find_buckets(self, model: ReplicaModule, trained: list[Parameter]) -> SharedParameters:
+        group = model.tp_group
+        return find_shared_buckets(model.names, model.module, trained, group, self.max_elements, self.find_groups)
 
 
 class ReplicaModule(HybridParallelModule):
@@ -80,10 +94,10 @@ class _WholeGradients(ReplicaOptimizer):
         with self.gradients.sums.one_pass():
             super().backward_by_grad(*args, **kwargs)  # type: ignore[misc]
 
-    def _share(self, optimizer: Any, find_groups: GroupFinder, max_elements: int, early: bool) -> None:
-        group = self.model.tp_group
-        parameters = _shared_parameters(self.model, optimizer, find_groups, max_elements)
-        self.gradients = ReplicaGradients(parameters, group, all_reduce_gradients, sharded=False, early=early)
+    def _share(self, trained: list[Parameter], sharing: Sharing) -> None:
+        group, early = self.model.tp_group, sharing.early
+        shared = sharing.find_buckets(self.model, trained)
+        self.gradients = ReplicaGradients(shared, group, all_reduce_gradients, sharded=False, early=early)
         self.model.gradients = self.gradients
 
     def _agree(self, needs_norm: bool) -> None:
@@ -102,9 +116,9 @@ class _WholeGradients(ReplicaOptimizer):
 class ReplicaNaiveOptimizer(_WholeGradients, HybridParallelNaiveOptimizer):
     """``HybridParallelNaiveOptimizer`` (fp32) for replicas that are not alike."""
 
-    def __init__(self, optim: Optimizer, model: ReplicaModule, *args: Any, sharing: Any, **kwargs: Any) -> None:
+    def __init__(self, optim: Optimizer, model: ReplicaModule, *args: Any, sharing: Sharing, **kwargs: Any) -> None:
         super().__init__(optim, model, *args, **kwargs)
-        self._share(optim, **sharing)
+        self._share(_parameters_of(optim), sharing)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         self._agree(self.max_norm > 0)
@@ -124,11 +138,11 @@ class ReplicaNaiveOptimizer(_WholeGradients, HybridParallelNaiveOptimizer):
 class ReplicaAMPOptimizer(_WholeGradients, HybridParallelAMPOptimizer):
     """``HybridParallelAMPOptimizer`` (fp16, bf16) for replicas that are not alike."""
 
-    def __init__(self, optim: Optimizer, model: ReplicaModule, *args: Any, sharing: Any, **kwargs: Any) -> None:
-        parameters = [parameter for group in optim.param_groups for parameter in group["params"]]
+    def __init__(self, optim: Optimizer, model: ReplicaModule, *args: Any, sharing: Sharing, **kwargs: Any) -> None:
+        trained = _parameters_of(optim)
         super().__init__(optim, model, *args, **kwargs)
         # From here on, the optimizer's parameters are the master weights.
-        self._share(_Parameters(parameters), **sharing)
+        self._share(trained, sharing)
         self._is_scaled = _use_committed_overflow(self.mixed_precision, lambda: self._commit.overflow)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -144,26 +158,17 @@ class ReplicaZeroOptimizer(ReplicaOptimizer, OverlappedHybridZeroOptimizer):
         optimizer: Optimizer,
         model: ReplicaModule,
         *args: Any,
-        sharing: Any,
-        dp_process_group: Any = None,
-        overlap_communication: bool = True,
+        sharing: Sharing,
         **kwargs: Any,
     ) -> None:
-        self._early = sharing["early"]
-        self._shared = _shared_parameters(model, optimizer, sharing["find_groups"], sharing["max_elements"])
+        self._early = sharing.early
+        self._shared = sharing.find_buckets(model, _parameters_of(optimizer))
         by_group: dict[dist.ProcessGroup, list[Parameter]] = {}
         for bucket in self._shared.buckets:
             by_group.setdefault(bucket.group, []).extend(bucket.parameters)
         # With overlap, each rank gets only the shards of gradients that its optimizer uses.
-        super().__init__(
-            optimizer,
-            model,
-            *args,
-            pg_to_param_list=by_group,
-            dp_process_group=None,
-            overlap_communication=True,
-            **kwargs,
-        )
+        kwargs |= dict(pg_to_param_list=by_group, dp_process_group=None, overlap_communication=True)
+        super().__init__(optimizer, model, *args, **kwargs)
         model.gradients = self.gradients
         self._is_scaled = _use_committed_overflow(self.mixed_precision_mixin, lambda: self._commit.overflow)
 
@@ -180,11 +185,11 @@ class ReplicaZeroOptimizer(ReplicaOptimizer, OverlappedHybridZeroOptimizer):
             yield
 
     def _before_step(self) -> None:
-        self._commit = self.gradients.commit(self._shard_of, self._clip_grad_norm > 0 or self._is_scaled)
-        self._forget(self.gradients.unused(self._commit))
+        def shard_of(parameter: Parameter) -> Tensor | None:
+            return self.pid_to_grad_store[id(parameter)].get_working_grad_by_param_id(id(parameter))
 
-    def _shard_of(self, parameter: Parameter) -> Tensor | None:
-        return self.pid_to_grad_store[id(parameter)].get_working_grad_by_param_id(id(parameter))
+        self._commit = self.gradients.commit(shard_of, self._clip_grad_norm > 0 or self._is_scaled)
+        self._forget(self.gradients.unused(self._commit))
 
     def _compute_grad_norm(self, dp_pg: Any, gradients: list[Tensor], norm_type: int = 2) -> float:
         return 0.0  # of one group of holders; the norm of the whole model is in the commit
@@ -194,16 +199,8 @@ class ReplicaZeroOptimizer(ReplicaOptimizer, OverlappedHybridZeroOptimizer):
         super()._unscale_and_clip_grads(grad_groups_flat, self._commit.gradient_norm)
 
 
-class _Parameters:
-    def __init__(self, parameters: list[Parameter]) -> None:
-        self.param_groups = [{"params": parameters}]
-
-
-def _shared_parameters(
-    model: ReplicaModule, optimizer: Any, find_groups: GroupFinder, max_elements: int
-) -> SharedParameters:
-    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return find_shared_buckets(model.names, model.module, trained, model.tp_group, max_elements, find_groups)
+def _parameters_of(optimizer: Optimizer) -> list[Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _use_committed_overflow(mixed_precision: Any, overflow: Callable[[], bool]) -> bool:
@@ -214,9 +211,8 @@ def _use_committed_overflow(mixed_precision: Any, overflow: Callable[[], bool]) 
     return True
 
 
-def replica_optimizers(find_groups: GroupFinder, max_elements: int, early: bool) -> AbstractContextManager[None]:
+def replica_optimizers(sharing: Sharing) -> AbstractContextManager[None]:
     """In the block, Colossal-AI's hybrid plugin makes models and optimizers for replicas that are not alike."""
-    sharing = dict(find_groups=find_groups, max_elements=max_elements, early=early)
     return replaced(
         hybrid_parallel_plugin,
         HybridParallelModule=ReplicaModule,

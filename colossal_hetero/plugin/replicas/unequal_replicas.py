@@ -10,7 +10,7 @@ import torch.distributed as dist
 from colossalai.checkpoint_io import HybridParallelCheckpointIO
 
 from ...planner.cost.plan import Plan
-from .replica_optimizers import replica_optimizers
+from .replica_optimizers import Sharing, replica_optimizers
 
 BUCKET_MIB = 8
 """Gradients of a sum, unless ``ddp_bucket_cap_mb`` is given. On a CPU, memory for larger ones would come from the
@@ -64,23 +64,17 @@ def check_arguments(plan: Plan, arguments: Mapping[str, Any], with_batches: bool
 def why_not_unequal(arguments: Mapping[str, Any], with_batches: bool) -> str | None:
     """Reason why plans with layer sums cannot be run with these arguments of the hybrid plugin; None if they can."""
     zero_stage = arguments.get("zero_stage", 0)
-    reasons = (
-        (with_batches, "the plan gives each replica its batches; leave batches out"),
-        (zero_stage not in (0, 1), f"zero_stage={zero_stage} is not possible; use 0 or 1"),
-        (
-            bool(arguments.get("enable_sequence_parallelism")) or (arguments.get("sp_size") or 1) > 1,
-            "sequence parallelism is not possible; leave enable_sequence_parallelism and sp_size out",
-        ),
-        (
-            bool(arguments.get("fp8_communication") or arguments.get("use_fp8")),
-            "fp8 is not possible; leave fp8_communication and use_fp8 out",
-        ),
-        (
-            bool(arguments.get("overlap_allgather")),
-            "overlap_allgather is not possible; leave it out (sums of gradients still overlap with backward passes)",
-        ),
-    )
-    return next((reason for applies, reason in reasons if applies), None)
+    if with_batches:
+        return "the plan gives each replica its batches; leave batches out"
+    if zero_stage not in (0, 1):
+        return f"zero_stage={zero_stage} is not possible; use 0 or 1"
+    if arguments.get("enable_sequence_parallelism") or (arguments.get("sp_size") or 1) > 1:
+        return "sequence parallelism is not possible; leave enable_sequence_parallelism and sp_size out"
+    if arguments.get("fp8_communication") or arguments.get("use_fp8"):
+        return "fp8 is not possible; leave fp8_communication and use_fp8 out"
+    if arguments.get("overlap_allgather"):
+        return "overlap_allgather is not possible; leave it out (sums of gradients still overlap with backward passes)"
+    return None
 
 
 class UnequalReplicas:
@@ -90,24 +84,20 @@ class UnequalReplicas:
     def __init__(self, plan: Plan, make_group: MakeGroup) -> None:
         self.plan = plan
         rank = dist.get_rank()
-        self.index = next(
-            number for number, replica in enumerate(plan.rank_order) if any(rank in stage for stage in replica)
-        )
+        order = plan.rank_order
+        self.index = next(number for number, replica in enumerate(order) if any(rank in stage for stage in replica))
         self._make_group = make_group
-        in_plan = [rank for replica in plan.rank_order for stage in replica for rank in stage]
+        in_plan = [rank for replica in order for stage in replica for rank in stage]
         self._places = {rank: place for place, rank in enumerate(in_plan)}
-        wanted = dict.fromkeys(ranks for replica in plan.rank_order for ranks in groups_of(replica))
         self.made: list[Any] = []  # all groups
+        wanted = dict.fromkeys(ranks for replica in order for ranks in groups_of(replica))
         self._groups = {ranks: self._make(ranks) for ranks in wanted}
         # See [Note: no sums beside messages].
-        for_messages = {
-            ranks for replica in plan.rank_order for ranks in groups_for_messages(replica) if len(ranks) > 1
-        }
+        for_messages = {ranks for replica in order for ranks in groups_for_messages(replica) if len(ranks) > 1}
         self._sums = {ranks: group for ranks, group in self._groups.items() if ranks not in for_messages}
 
     def group_of(self, ranks: Ranks) -> Any:
-        """The group of these ranks, which was made before. Colossal-AI's mesh asks for all groups along an axis, also
-        for those without this rank."""
+        """The group of these ranks, which exists already. Colossal-AI's mesh also asks for those without this rank."""
         return self._groups[ranks]
 
     def _make(self, ranks: Ranks) -> Any:
@@ -119,7 +109,8 @@ class UnequalReplicas:
             max_elements = arguments.get("zero_bucket_size_in_m", 12) * 1024 * 1024
         else:
             max_elements = arguments.get("ddp_bucket_cap_mb", BUCKET_MIB) * 1024 * 1024 // 4
-        return replica_optimizers(self._find_groups, max_elements, early=arguments.get("overlap_communication", True))
+        early = arguments.get("overlap_communication", True)
+        return replica_optimizers(Sharing(self._find_groups, max_elements, early))
 
     def _find_groups(self, wanted: Iterable[tuple[int, ...]]) -> Mapping[tuple[int, ...], Any]:
         for ranks in wanted:

@@ -109,8 +109,7 @@ class GradientSums:
     @contextmanager
     def passes(self, number: Callable[[], int] | None) -> Iterator[None]:
         """A block in which each parameter has ``number()`` backward passes, one for each micro-batch; then comes
-        :meth:`finish`. None: gradients accumulate in the block, and are summed later together with others. Sums from
-        before are added afterwards, so that gradients may be summed several times before a step."""
+        :meth:`finish`, which adds the sums from before. None: gradients accumulate, and are summed later."""
         for parameter in self._summed:
             if parameter.grad is not None:
                 self._totals[id(parameter)], parameter.grad = parameter.grad, None

@@ -50,9 +50,6 @@ class LateParameter:
 
     late_gather: _Gather
 
-    def wait_for_values(self) -> None:
-        self.late_gather.wait()
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -81,7 +78,7 @@ def _reading(values: Iterable[Any]) -> Iterator[None]:
         for each in values:
             if isinstance(each, LateParameter):
                 late.append((each, each.late_gather))
-                each.wait_for_values()
+                each.late_gather.wait()
                 _set_own(each)
         yield
     finally:
@@ -190,18 +187,16 @@ class LateParameters:
             if each.parameter.numel() < SMALL:
                 small.append(each)
                 continue
-            self._start(small, group)
-            self._start([each], group)
+            if small:
+                _Gather(small, group, self)
+            _Gather([each], group, self)
             small = []
-        self._start(small, group)
+        if small:
+            _Gather(small, group, self)
 
     def wait(self) -> None:
         for gather in list(self._unfinished):
             gather.wait()
-
-    def _start(self, members: Sequence[UpdatedParameter], group: dist.ProcessGroup) -> None:
-        if members:
-            _Gather(members, group, self)
 
     def add(self, gather: _Gather) -> None:
         self._unfinished[gather] = None
@@ -223,4 +218,4 @@ def _wait_for_own_parameters(module: nn.Module, _: Any) -> None:
         )
     for parameter in module._parameters.values():
         if isinstance(parameter, LateParameter):
-            parameter.wait_for_values()
+            parameter.late_gather.wait()

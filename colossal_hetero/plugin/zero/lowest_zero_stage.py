@@ -5,7 +5,6 @@ tries by itself whether it has enough memory, and all ranks learn the results of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from colossalai.booster.plugin.dp_plugin_base import DPPluginBase
@@ -50,10 +49,7 @@ def configure_lowest_stage(
 
 
 def _try_stage(
-    stage: int,
-    plugin: DPPluginBase,
-    training_step: TrainingStep,
-    objects: TrainingObjects,
+    stage: int, plugin: DPPluginBase, training_step: TrainingStep, objects: TrainingObjects
 ) -> TrainingObjects | list[str]:
     """The objects that ``plugin`` has configured, or the ranks that do not have enough memory, as text."""
     here = get_accelerator().get_current_device()
@@ -90,8 +86,11 @@ def _try_stage(
     for attempt in (make_room, configure, run_one_sample):
         failed = _ranks_out_of_memory(attempt, here)
         if failed:
-            if configured:
-                _remove_hooks(configured[0].optimizer)
+            zero = find_zero_optimizer(configured[0].optimizer) if configured else None
+            if zero is not None:
+                for handle in zero.grad_handles:
+                    handle.remove()
+                zero.grad_handles.clear()
             configured.clear()
             recover()
             return failed
@@ -109,22 +108,12 @@ def _ranks_out_of_memory(attempt: Callable[[], None], device: torch.device) -> l
                 raise
             recover(error)
             limit, used = memory_limit(device), used_bytes(device)
-            return (
-                f"{device_name(device)}, {used / 2**30:.2f} of {limit.bytes / 2**30:.2f} GiB used without it; "
-                f"limited by {limit.source}"
-            )
+            shown = f"{device_name(device)}, {used / 2**30:.2f} of {limit.bytes / 2**30:.2f} GiB used without it"
+            return f"{shown}; limited by {limit.source}"
         return None
 
     shortages = on_every_rank(run, "a first training step")
     return [f"rank {rank} ({shortage})" for rank, shortage in enumerate(shortages) if shortage is not None]
-
-
-def _remove_hooks(optimizer: Any) -> None:
-    zero = find_zero_optimizer(optimizer)
-    if zero is not None:
-        for handle in zero.grad_handles:
-            handle.remove()
-        zero.grad_handles.clear()
 
 
 class _Original:

@@ -42,9 +42,6 @@ from .late_parameters import LateParameters, UpdatedParameter
 class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
     """``LowLevelZeroOptimizer`` whose communication overlaps with computation. The ranks form one group."""
 
-    _partition_grads: bool
-    sums: GradientSums
-
     def __init__(
         self,
         optimizer: Optimizer,
@@ -77,7 +74,7 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
     # Gradients ----------------------------------------------------------------------------------------------------
 
     def _withheld(self) -> set[int]:
-        """``id`` of parameters whose gradients are changed between the last backward pass and ``_sync_grad``."""
+        """``id`` of parameters whose gradients change between the last backward pass and ``_sync_grad``."""
         return set()
 
     def _attach_reduction_hook(self) -> None:
@@ -113,11 +110,10 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
         (group,) = self.pg_to_param_list
         return group
 
-    def _reduce_grad(self, partition_grad: bool) -> None:
+    def _sync_grad(self, *_: Any) -> None:
         self.sums.finish()
 
-    def _sync_grad(self) -> None:
-        self.sums.finish()
+    _reduce_grad = _sync_grad
 
     def zero_grad_stores(self) -> None:
         # First, because sums that have been started may still deliver.
@@ -184,8 +180,7 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
             super().backward_by_grad(tensor, grad, inputs=inputs, retain_graph=retain_graph)
 
     def _before_step(self) -> None:
-        """Complete the sums, and at the first step let gradients enter buckets in the order in which rank 0 had its
-        gradients. Those that it did not get keep their order and come last."""
+        """Complete the sums. At the first step, order the buckets as rank 0 got its gradients; others come last."""
         self._complete_sums()
         if self._has_order or not self._order:
             return
@@ -220,7 +215,6 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
             )
 
     def _forget(self, unused: Iterable[Parameter]) -> None:
-        """Drop the gradients of these parameters, so that the step leaves them as they are."""
         for parameter in unused:
             for gradients in self.pid_to_grad_store[id(parameter)]._grads_of_params.values():
                 gradients.pop(id(parameter), None)
@@ -237,8 +231,7 @@ class OverlappedZeroOptimizer(LowLevelZeroOptimizer):
         self.late_parameters.wait()
         updated: list[Tensor] = []
 
-        def take(optimizer: Any, args: Any, kwargs: Any) -> None:
-            """Take the shards from the optimizer: the parent gathers those that it finds, and then restores all."""
+        def take(optimizer: Any, *_: Any) -> None:  # the parent gathers the shards that it finds, and then restores all
             for group in optimizer.param_groups:
                 updated.extend(group["params"])
                 group["params"] = []
@@ -291,9 +284,9 @@ class OverlappedHybridZeroOptimizer(HybridParallelZeroOptimizer, OverlappedZeroO
 
 
 def summing_in_passes(schedule: Any, optimizer: Any) -> AbstractContextManager[None]:
-    """A context for the passes of a batch by a pipeline's schedule, which sum gradients if the optimizer is overlapped.
-    They do not in zero-bubble schedules, which compute the gradients of weights outside of backward passes, with
-    sequence parallelism, which sums over other ranks before, or if a later batch accumulates more gradients."""
+    """A context for the passes of a batch in a pipeline, which sum gradients if the optimizer is overlapped: not if the
+    schedule computes gradients of weights outside of backward passes (zero-bubble), if sequence parallelism sums over
+    other ranks before, or if a later batch accumulates more."""
     if (
         not isinstance(optimizer, OverlappedHybridZeroOptimizer)
         or isinstance(schedule, ZeroBubbleVPipeScheduler)

@@ -3,6 +3,7 @@ order, that it was saved with."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -186,38 +187,26 @@ class StageCheckpointIO(PresentCheckpointIO):
 
 
 class ShardedCheckpointIO(TorchFSDPCheckpointIO):
-    """FSDP's checkpoint IO. On a CPU it does not offload gathered parameters and states: that would free or overwrite
-    the only copy."""
+    """FSDP's checkpoint IO. On a CPU it does not offload gathered parameters and states: that would free the only copy
+    of parameters, and states, which FSDP gathers one by one in the same buffer, would all be the last one."""
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
-        with _without_offload():
+        def in_place(offload_to_cpu: bool = False, rank0_only: bool = False) -> FullStateDictConfig:
+            return FullStateDictConfig(offload_to_cpu=False, rank0_only=rank0_only)
+
+        with _on_cpu(torch_fsdp_plugin, FullStateDictConfig=in_place):
             super().save_model(*args, **kwargs)
 
     def save_optimizer(self, *args: Any, **kwargs: Any) -> None:
-        with _states_copied():
+        original = _optim_utils._unflatten_orig_param_states
+
+        def copy(*args: Any, **kwargs: Any) -> None:
+            bound = inspect.signature(original).bind(*args, **kwargs)
+            original(**{**bound.arguments, "cpu_offload": False})
+
+        with _on_cpu(_optim_utils, _unflatten_orig_param_states=copy):
             super().save_optimizer(*args, **kwargs)
 
 
-def _without_offload() -> AbstractContextManager[None]:
-    if get_accelerator().name != "cpu":
-        return nullcontext()
-
-    def in_place(offload_to_cpu: bool = False, rank0_only: bool = False) -> FullStateDictConfig:
-        return FullStateDictConfig(offload_to_cpu=False, rank0_only=rank0_only)
-
-    return replaced(torch_fsdp_plugin, FullStateDictConfig=in_place)
-
-
-def _states_copied() -> AbstractContextManager[None]:
-    """In the block, FSDP copies the gathered states of parameters that it has kept. It gathers all in one buffer, and
-    moves each to the CPU; on a CPU nothing moves, and all would be the one that was gathered last."""
-    if get_accelerator().name != "cpu":
-        return nullcontext()
-    original = _optim_utils._unflatten_orig_param_states
-
-    def copy(
-        fsdp_param_info: Any, output_states: Any, state_name: str, shard_state: bool, to_save: bool, cpu_offload: bool
-    ) -> None:
-        original(fsdp_param_info, output_states, state_name, shard_state, to_save, cpu_offload=False)
-
-    return replaced(_optim_utils, _unflatten_orig_param_states=copy)
+def _on_cpu(module: Any, **values: Any) -> AbstractContextManager[None]:
+    return replaced(module, **values) if get_accelerator().name == "cpu" else nullcontext()

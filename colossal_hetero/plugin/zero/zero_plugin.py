@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from colossalai.booster.plugin import TorchDDPPlugin
 from colossalai.booster.plugin.dp_plugin_base import DPPluginBase
 from colossalai.checkpoint_io import CheckpointIO
+from colossalai.cluster import DistCoordinator
 from colossalai.interface import OptimizerWrapper
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
@@ -19,32 +27,22 @@ from torch.utils.data import DataLoader, Dataset
 from ...checkpoint.config import CheckpointConfig
 from ...colossalai_support.accelerator import get_accelerator
 from ...colossalai_support.gpu_over_gloo import is_gpu_over_gloo, support_gpus_over_gloo
-from ...common.ranks import check_launched, on_every_rank
+from ...common.ranks import check_launched, from_rank_0, on_every_rank, print_on_rank_0, world_timeout
+from ...common.text import duration, print_words, spans
 from ...data_parallel.batch_balancer import BatchBalancer
 from ...data_parallel.config import BatchConfig, BatchSetup
+from ...planner.batches.adapt import AdaptPlan, adapt_profile, with_cluster_links
 from ...planner.batches.allocation import Allocation
+from ...planner.batches.batch_profile import BatchProfile, load_profile
+from ...planner.cluster.cluster_file import load_cluster
 from ..checkpoint_part import CheckpointMethods, Checkpoints
 from ..report import OnReport, Report, Reports
 from ..training_objects import TrainingObjects, check_option
 from ..uneven_batches import UnevenBatches
-from .adapt_world import adapt_world
+from . import zero_stages
 from .elementwise_updates import can_be_sharded, check_sharding
 from .lowest_zero_stage import configure_lowest_stage
 from .zero_checkpoints import StageCheckpointIO, check_owned, name_groups, parameter_names
-from .zero_stages import (
-    PRECISIONS,
-    STAGES,
-    Configured,
-    flat_parameters,
-    options_by_stage,
-    plugin_of_stage,
-    synchronizer,
-)
-
-# Mixed devices -------------------------------------------------------------------------------------------------------
-
-
-LAST_MIXED_STAGE = 2  # FSDP (stage 3) gathers parameters in an order that depends on the kind of the device
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,8 @@ def stages_for(stages: Sequence[int], devices: Sequence[RankDevice]) -> list[int
             f"the ranks have devices of the kinds {shown}, and rank {apart[0]} does not communicate over Gloo, which "
             'alone connects them; start all ranks with torch.distributed.init_process_group("gloo")'
         )
-    possible = [stage for stage in stages if stage <= LAST_MIXED_STAGE]
+    # FSDP (stage 3) gathers parameters in an order that depends on the kind of the device.
+    possible = [stage for stage in stages if stage < 3]
     if not possible:
         raise ValueError(
             f"stage {stages[0]} needs devices of one kind, but the ranks have {shown}; use stage 0, 1 or 2"
@@ -128,7 +127,7 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         assert batches is not None
         self.batches = batches
         self._stages = stages_to_try(stage, precision, self.batches.accumulation)
-        self._options = options_by_stage(self._stages, options)
+        self._options = zero_stages.options_by_stage(self._stages, options)
         if not max_norm >= 0:
             raise ValueError(f"max_norm={max_norm} must be 0 (no clipping) or above")
         self._adapted = adapt_world(self.batches)
@@ -136,9 +135,7 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         support_gpus_over_gloo()
         self._reports = Reports(on_report, report_every)
         self._checkpoints = None if checkpoints is None else Checkpoints(checkpoints)
-        self.stage = stage
-        self.precision = precision
-        self.max_norm = max_norm
+        self.stage, self.precision, self.max_norm = stage, precision, max_norm
         self._checkpoint_io: tuple[DPPluginBase, CheckpointIO] | None = None
         self._uneven_batches = UnevenBatches(self.batches)
         self._inner = self._plugin_of(self._stages[0])
@@ -163,7 +160,7 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         return f"dp {self.world_size}, ZeRO stage {self.stage}"
 
     def _plugin_of(self, stage: int) -> DPPluginBase:
-        return plugin_of_stage(stage, self.precision, self.max_norm, self._options[stage])
+        return zero_stages.plugin_of_stage(stage, self.precision, self.max_norm, self._options[stage])
 
     def configure(
         self,
@@ -172,7 +169,7 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         criterion: Callable | None = None,
         dataloader: DataLoader | None = None,
         lr_scheduler: LRScheduler | None = None,
-    ) -> Configured:
+    ) -> zero_stages.Configured:
         if optimizer is None:
             return self._inner.configure(model, optimizer, criterion, dataloader, lr_scheduler)
         objects = TrainingObjects(model, optimizer, criterion, dataloader, lr_scheduler)
@@ -213,8 +210,8 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
             stage=int(self.stage),
             precision=self.precision,
             replica_of=range(self.world_size),
-            synchronize=synchronizer(int(self.stage), objects.model, objects.optimizer),
-            leaves=flat_parameters(objects.model),
+            synchronize=zero_stages.synchronizer(int(self.stage), objects.model, objects.optimizer),
+            leaves=zero_stages.flat_parameters(objects.model),
             max_norm=self.max_norm if self.stage in (0, 3) else 0.0,  # ZeRO's optimizer clips in its step
             profile=self._adapted,
         )
@@ -225,8 +222,8 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         return True
 
     def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper) -> AbstractContextManager[None]:
-        """Changes nothing: gradients are summed over ranks once per global batch, and in stages 2 and 3 in every pass,
-        in which they become shards. A loop that accumulates several global batches gets the same result."""
+        """Changes nothing: gradients are summed over ranks once per global batch, in stages 2 and 3 in every pass. A
+        loop that accumulates several global batches gets the same result."""
         return nullcontext()
 
     def support_lora(self) -> bool:
@@ -243,7 +240,7 @@ class HeteroZeroPlugin(CheckpointMethods, DPPluginBase):
         return True
 
     def supported_precisions(self) -> list[str]:
-        return list(PRECISIONS[self._stages[-1]])
+        return list(zero_stages.PRECISIONS[self._stages[-1]])
 
     def control_device(self) -> bool:
         return True
@@ -273,17 +270,100 @@ def shardable_stages(stages: Sequence[int], optimizer: Optimizer) -> list[int]:
 
 def stages_to_try(stage: int | str, precision: str, accumulation: str) -> list[int]:
     """ZeRO stages that ``stage`` allows, ascending; ``ValueError`` if it does not exist or fit the other arguments."""
-    if isinstance(stage, bool) or stage not in (*STAGES, "auto"):
+    if isinstance(stage, bool) or stage not in (*zero_stages.STAGES, "auto"):
         raise ValueError(f'stage={stage!r} is not a ZeRO stage; use 0, 1, 2, 3 or "auto"')
-    if precision not in PRECISIONS[0]:
-        raise ValueError(f"precision={precision!r} is not one of {', '.join(PRECISIONS[0])}")
-    stages = [each for each in STAGES if stage in (each, "auto")]
+    if precision not in zero_stages.PRECISIONS[0]:
+        raise ValueError(f"precision={precision!r} is not one of {', '.join(zero_stages.PRECISIONS[0])}")
+    stages = [each for each in zero_stages.STAGES if stage in (each, "auto")]
     if accumulation == "per_rank" and stages[0] > 1:
         raise ValueError(
             f'accumulation="per_rank" needs stage 0 or 1, not {stage}: the others synchronize at every micro-batch, '
             'so all ranks must run the same number of them; use accumulation="shared"'
         )
-    known = [each for each in stages if precision in PRECISIONS[each]]
+    known = [each for each in stages if precision in zero_stages.PRECISIONS[each]]
     if not known:
-        raise ValueError(f"precision={precision!r} is not available at stage {stage}; use {' or '.join(PRECISIONS[3])}")
+        raise ValueError(
+            f"precision={precision!r} is not available at stage {stage}; use {' or '.join(zero_stages.PRECISIONS[3])}"
+        )
     return known[:2] if accumulation == "per_rank" else known
+
+
+# ADAPT ----------------------------------------------------------------------------------------------------------------
+# ADAPT (chapter 5) in training: devices that slow down the others are left out, and ranks numbered in ring order.
+
+
+_former: list[dist.ProcessGroup] = []
+"""Groups of all ranks that were launched. They stay open: an idle rank ends when rank 0's connection closes."""
+
+
+def adapt_world(config: BatchConfig) -> BatchProfile | None:
+    """With method ``adapt``, the profile of the ranks that train, which are numbered anew; None with another method, or
+    without links in an existing profile. A rank that is left out does not return: it waits until the others have ended,
+    and then ends with exit code 0. Called by all ranks, before groups are made."""
+    if config.method != "adapt":
+        return None
+    path = Path(config.profile or "")
+    profile = from_rank_0(lambda: _read(path, config.cluster) if path.is_file() else None)
+    if profile is None or not profile.links:
+        print_on_rank_0("all devices take part: leaving devices out needs the profile of an earlier run, and a cluster")
+        return None
+    if len(profile.ranks) != dist.get_world_size():
+        raise ValueError(
+            f"profile={str(config.profile)!r} is of {len(profile.ranks)} ranks, but {dist.get_world_size()} were "
+            "started; start one rank for each device of the profile, in the same order"
+        )
+    plan = adapt_profile(profile, config.global_batch_size, profile.stage, config.accumulation)
+    if plan.ring != tuple(range(len(profile.ranks))):
+        _renumber(plan)
+    return profile.of_ranks(plan.ring, plan.allocation.communication_seconds)
+
+
+def _read(path: Path, cluster: str | Path | None) -> BatchProfile:
+    profile = load_profile(path)
+    return profile if cluster is None else with_cluster_links(profile, load_cluster(cluster))
+
+
+def _renumber(plan: AdaptPlan) -> None:
+    """Make a default group of the ranks in ``plan.ring``, in this order."""
+    rank, limit, first = dist.get_rank(), world_timeout(), plan.ring[0]
+    backend, store = dist.get_backend_config(), distributed_c10d._get_default_store()
+    if rank == first:
+        print_words(_in_words(plan))
+    former = dist.new_group(timeout=timedelta(days=365), backend="gloo")
+    assert isinstance(former, dist.ProcessGroup)
+    dist.destroy_process_group()
+    if rank not in plan.ring:
+        _idle(former, first, rank)
+    _former.append(former)
+    new = plan.ring.index(rank)
+    distributed_c10d._world.group_count = 0  # torch numbers groups, and an idle rank does not count on
+    dist.init_process_group(
+        backend, store=dist.PrefixStore("adapt", store), rank=new, world_size=len(plan.ring), timeout=limit
+    )
+    os.environ.update(RANK=str(new), WORLD_SIZE=str(len(plan.ring)))
+    DistCoordinator().__init__()  # type: ignore[misc]  # Colossal-AI has one coordinator, which knows the former rank
+
+
+def _idle(former: dist.ProcessGroup, first: int, rank: int) -> None:
+    """Wait until the process with the former rank ``first`` has ended, and end this one."""
+
+    def wait() -> None:
+        with suppress(RuntimeError):  # the connection is closed
+            former.recv([torch.empty(1)], first, 0).wait()
+
+    # In a thread, because torch does not react to an interrupt while it waits.
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    while waiting.is_alive():
+        waiting.join(1.0)
+    raise SystemExit(0)
+
+
+def _in_words(plan: AdaptPlan) -> str:
+    before, after = (duration(seconds) for seconds in (plan.steps[0].cost_seconds, plan.cost_seconds))
+    reasons = "; ".join(step.reason for step in plan.steps if step.kept and step.without)
+    words = f"numbered as in the fastest ring, these ranks train: {' → '.join(map(str, plan.ring))}"
+    if not plan.dropped:
+        return words
+    names = f"rank {spans(plan.dropped)} idles" if len(plan.dropped) == 1 else f"ranks {spans(plan.dropped)} idle"
+    return f"{names}: a global batch takes {after} instead of {before} ({reasons}); {words}"

@@ -31,12 +31,7 @@ from .overlapped_optimizer import overlapped_optimizers
 from .zero_checkpoints import ShardedCheckpointIO
 
 STAGES = (0, 1, 2, 3)
-PRECISIONS = {
-    0: ("fp32", "fp16", "bf16"),
-    1: ("fp32", "fp16", "bf16"),
-    2: ("fp32", "fp16", "bf16"),
-    3: ("fp32", "bf16"),
-}
+PRECISIONS = dict.fromkeys((0, 1, 2), ("fp32", "fp16", "bf16")) | {3: ("fp32", "bf16")}
 """Precisions of each stage. FSDP in fp16 would need a loss scaler for shards, which Colossal-AI does not have."""
 
 _PLUGINS: dict[int, type] = {0: TorchDDPPlugin, 1: LowLevelZeroPlugin, 2: LowLevelZeroPlugin, 3: TorchFSDPPlugin}
@@ -64,15 +59,12 @@ class _ShardedOptimizer(FSDPOptimizerWrapper):
         super().__init__(optimizer, model)
         self._used: set[tuple[int, int]] = set()
         self._handles = _handles(model)
+        self._places: list[tuple[int, int]] = []  # number of the handle, and of a parameter in its flat parameter
         for number, handle in enumerate(self._handles):
             wrap_method(handle, "_get_unflat_views", partial(self._views, number))
-        self._places = [
-            (number, index) for number, each in enumerate(self._handles) for index in range(each.flat_param._num_params)
-        ]
-        """Each parameter, by the number of its handle and its number in the flat parameter."""
+            self._places += [(number, index) for index in range(handle.flat_param._num_params)]
 
     def _views(self, number: int, get_views: Callable[..., Any], *args: Any) -> list[torch.Tensor]:
-        """FSDP's parameters of a flat one, of which those that get a gradient are noted."""
         found, used = list(get_views(*args)), self._used
         for index, view in enumerate(found):
             if view.requires_grad:
@@ -181,7 +173,7 @@ class _ShardedParameters(TorchFSDPPlugin):
 
 
 def options_by_stage(stages: Sequence[int], options: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """Options that the plugin of each stage has; ``TypeError`` for an option that no stage's plugin has."""
+    """The options that the plugin of each stage has; ``TypeError`` if none has one of them."""
     known = {stage: set(inspect.signature(_PLUGINS[stage]).parameters) - _OURS for stage in stages}
     unknown = set(options).difference(*known.values())
     if unknown:
@@ -194,8 +186,6 @@ def options_by_stage(stages: Sequence[int], options: Mapping[str, Any]) -> dict[
 
 
 def plugin_of_stage(stage: int, precision: str, max_norm: float, options: dict[str, Any]) -> DPPluginBase:
-    """Colossal-AI's plugin for a stage: DDP, ``LowLevelZeroPlugin`` (1, 2) or FSDP; ``TypeError`` for an unknown
-    option."""
     if stage == 0:
         return _Replicas(precision, **options)
     if stage == 3:
@@ -217,15 +207,5 @@ def synchronizer(stage: int, model: ModelWrapper, optimizer: OptimizerWrapper) -
     3 all do: gradients are kept in shards, to which each micro-batch adds."""
     if stage == 0:
         replica = next(module for module in model.modules() if isinstance(module, nn.parallel.DistributedDataParallel))
-
-        def set_ddp(due: bool) -> None:
-            replica.require_backward_grad_sync = due
-
-        return set_ddp
-    if stage == 1:
-
-        def set_zero(due: bool) -> None:
-            optimizer.require_grad_sync = due
-
-        return set_zero
-    return lambda due: None
+        return partial(setattr, replica, "require_backward_grad_sync")
+    return partial(setattr, optimizer, "require_grad_sync") if stage == 1 else lambda due: None

@@ -1,27 +1,26 @@
-"""HeteroHybridParallelPlugin with uneven batches, on replicas of one or more ranks, compared with one process."""
+"""HeteroHybridParallelPlugin with uneven batches, on replicas of one or more ranks, compared with one process; and
+loaders of equal plans, unequal plans and uneven batches, which draw alike and continue from each other's positions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from colossalai.booster import Booster
-from colossalai.booster.plugin import HybridParallelPlugin
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
 from colossal_hetero import BalanceConfig, BatchConfig, HeteroHybridParallelPlugin
-from colossal_hetero.layers import hetero_policy
-from tests.support.harness import run_ranks
-from tests.support.random_examples import IS_THOROUGH
-from tests.support.training import CLASSES, tiny_vit
+from tests.support.checks import Checks, of_all_ranks
+from tests.support.planning import make_plan, planned, unequal_plan
+from tests.support.training import CLASSES, tiny_vit, zero_plugin
 from tests.support.zero_runs import fit, global_batches, sizes_by_rank, unmeasured
 
-SAMPLES = 17
-GLOBAL_BATCH = 7
+checks = Checks()
+SAMPLES, GLOBAL_BATCH = 17, 7
 STEPS = 3  # an epoch, whose last global batch has three samples
 
 
@@ -35,22 +34,27 @@ class Images(Dataset):
         return self.images[index], index % CLASSES
 
 
-def train(
-    division: Sequence[Sequence[int]], tp_size: int, options: dict[str, Any], clip: float = 0.0
-) -> dict[str, Any]:
-    plugin = HeteroHybridParallelPlugin(
-        tp_size, 1, batches=BatchConfig(global_batch_size=GLOBAL_BATCH, max_micro_batch=7), **options
-    )
-    loader = plugin.prepare_dataloader(Images())
-    model = tiny_vit()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model, optimizer, _, loader, _ = Booster(plugin=plugin).boost(model, optimizer, nn.CrossEntropyLoss(), loader)
-    chosen = plugin.batch_balancer.allocation.shares
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def logits_of(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(Images().images).float()
+
+
+@unmeasured
+def train(division: list[list[int]], tp_size: int = 1, clip: float = 0.0, **options: Any) -> Tensor:
+    """The logits of all samples after training."""
+    batches = BatchConfig(global_batch_size=GLOBAL_BATCH, max_micro_batch=7)
+    plugin = HeteroHybridParallelPlugin(tp_size, 1, batches=batches, **(dict(precision="fp32") | options))
+    loader, model = plugin.prepare_dataloader(Images()), tiny_vit()
+    model, optimizer, _, loader, _ = Booster(plugin=plugin).boost(model, momentum(model), nn.CrossEntropyLoss(), loader)
+    assert sum(share.samples for share in plugin.batch_balancer.allocation.shares) == GLOBAL_BATCH
     loader.divide_by(lambda samples: sizes_by_rank(division, samples))
     steps = 0
     for images, labels in loader:
-        loss = cross_entropy(model(images).float(), labels)
-        optimizer.backward(loss)
+        optimizer.backward(cross_entropy(model(images).float(), labels))
         if clip:
             optimizer.clip_grad_by_norm(clip)
             if loader.current.is_last and plugin.precision == "fp16":
@@ -59,119 +63,137 @@ def train(
         optimizer.step()
         steps += loader.current.is_last
         optimizer.zero_grad()
-    assert steps == STEPS
-    model.eval()
-    with torch.no_grad():
-        logits = model(Images().images).float()
-    return {"logits": logits, "samples": [share.samples for share in chosen], "ticks": plugin.balancer._iteration}
+    # The balancer of layers counts optimizer steps, not micro-batches.
+    assert steps == STEPS == plugin.balancer._iteration
+    return logits_of(model)
 
 
 def train_alone(max_norm: float = 0.0) -> Tensor:
     model = tiny_vit()
-    return train_on_whole_batches(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), max_norm)
+    fit(model, momentum(model), global_batches(Images(), GLOBAL_BATCH), max_norm=max_norm)
+    return logits_of(model)
 
 
-def train_on_whole_batches(model: nn.Module, optimizer: Any, max_norm: float = 0.0) -> Tensor:
-    """Returns the logits of all samples after training."""
-    fit(model, optimizer, global_batches(Images(), GLOBAL_BATCH), max_norm=max_norm)
-    model.eval()
-    with torch.no_grad():
-        return model(Images().images)
+@checks.on(2, 1, [[5], [2]], "off")
+@checks.on(2, 1, [[0, 0], [4, 3]], "off")
+@checks.on(3, 1, [[2, 1], [1, 1], [1, 1]], "off")
+@checks.on(4, 2, [[4, 2], [1, 0]], "off")
+@checks.on(4, 2, [[1], [6]], "auto")
+def training_equals_that_of_one_process(tp_size: int, division: list[list[int]], mode: Any) -> None:
+    found = train(division, tp_size, balance=BalanceConfig(mode=mode))
+    torch.testing.assert_close(found, train_alone(), rtol=1e-3, atol=1e-4)
 
 
-@unmeasured
-def train_each(runs: list[Any], tp_size: int) -> list[dict[str, Any]]:
-    """Call :func:`train` with each of these divisions, options, and norms to clip to."""
-    return [train(division, tp_size, options, *norm) for division, options, *norm in runs]
+@checks.if_thorough(2, 1)
+@checks.on(4, 2)
+def zero_in_half_precision_is_close_to_training_in_fp32(tp_size: int) -> None:
+    for zero_stage in (1, 2):
+        found = train([[3, 1], [2, 1]], tp_size, precision="bf16", zero_stage=zero_stage)
+        torch.testing.assert_close(found, train_alone(), rtol=0.1, atol=0.1)
+        assert all(torch.equal(found, other) for other in of_all_ranks(found))
 
 
-@pytest.mark.parametrize(
-    ("tp_size", "cases"),
-    [
-        (1, [([[5], [2]], "off"), ([[0, 0], [4, 3]], "off")]),
-        (1, [([[2, 1], [1, 1], [1, 1]], "off")]),
-        (2, [([[4, 2], [1, 0]], "off"), ([[1], [6]], "auto")]),
-    ],
-)
-def test_training_equals_that_of_one_process(tp_size: int, cases: list[tuple[list[list[int]], Any]]) -> None:
-    runs: list[Any] = [
-        (division, {"precision": "fp32", "balance": BalanceConfig(mode=mode)}) for division, mode in cases
+@checks.if_thorough(2, 1)
+@checks.on(4, 2)
+def clipping_equals_that_of_one_process(tp_size: int) -> None:
+    for tolerance, clip, options in (
+        (1e-3, 0.0, dict(max_norm=0.5)),
+        (1e-3, 0.5, {}),
+        (0.1, 0.5, dict(precision="fp16", initial_scale=2**6)),
+    ):
+        found = train([[4, 1], [1, 1]], tp_size, clip, **options)
+        torch.testing.assert_close(found, train_alone(0.5), rtol=tolerance, atol=tolerance / 10)
+
+
+@checks.on(2)
+def options_that_cannot_be_combined_are_refused() -> None:
+    sequences = dict(enable_sequence_parallelism=True, sp_size=2)
+    cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        (dict(pp_size=2, num_microbatches=2), {}, r"combined with a pipeline \(pp_size=2\): a plan gives each"),
+        (dict(zero_stage=2), dict(accumulation="per_rank"), 'accumulation="per_rank" needs zero_stage 0 or 1, not 2'),
+        # Colossal-AI's default mode of sequence parallelism is all_to_all.
+        (sequences, {}, "cannot be combined with sp_size=2"),
+        (sequences | dict(sequence_parallelism_mode="ring_attn"), {}, "cannot be combined with sp_size=2"),
     ]
-    expected = train_alone()
-    for results in run_ranks(tp_size * len(cases[0][0]), train_each, runs, tp_size):
-        for run, result in zip(runs, results, strict=True):
-            torch.testing.assert_close(
-                result["logits"], expected, rtol=1e-3, atol=1e-4, msg=lambda text, run=run: f"{run}: {text}"
-            )
-            assert sum(result["samples"]) == GLOBAL_BATCH, run
-            # The balancer of layers counts optimizer steps, not micro-batches.
-            assert result["ticks"] == STEPS, run
-
-
-@pytest.mark.parametrize("tp_size", [1, 2] if IS_THOROUGH else [2])
-def test_zero_in_half_precision_is_close_to_training_in_fp32(tp_size: int) -> None:
-    division = [[3, 1], [2, 1]]
-    runs: list[Any] = [(division, {"precision": "bf16", "zero_stage": zero_stage}) for zero_stage in (1, 2)]
-    results = run_ranks(2 * tp_size, train_each, runs, tp_size)
-    for of_rank in results:
-        for result, first in zip(of_rank, results[0], strict=True):
-            torch.testing.assert_close(result["logits"], train_alone(), rtol=0.1, atol=0.1)
-            assert torch.equal(result["logits"], first["logits"])
-
-
-def train_with_colossalai(tp_size: int, max_norm: float) -> Tensor:
-    """Train one replica with Colossal-AI's own plugin. Returns the logits of all samples."""
-    model = tiny_vit()
-    plugin = HybridParallelPlugin(tp_size, 1, precision="fp32", max_norm=max_norm, custom_policy=hetero_policy(model))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model, optimizer, *_ = Booster(plugin=plugin).boost(model, optimizer)
-    return train_on_whole_batches(model, optimizer)
-
-
-@pytest.mark.parametrize("tp_size", [1, 2] if IS_THOROUGH else [2])
-def test_clipping_equals_that_of_one_replica(tp_size: int) -> None:
-    expected = run_ranks(tp_size, train_with_colossalai, tp_size, 0.5)[0]
-    torch.testing.assert_close(expected, train_alone(0.5), rtol=1e-3, atol=1e-4)
-    division = [[4, 1], [1, 1]]
-    runs: list[Any] = [
-        (division, {"precision": "fp32", "max_norm": 0.5}),
-        (division, {"precision": "fp32"}, 0.5),
-        (division, {"precision": "fp16", "initial_scale": 2**6}, 0.5),
-    ]
-    for results in run_ranks(2 * tp_size, train_each, runs, tp_size):
-        for result, tolerance in zip(results, (1e-3, 1e-3, 0.1), strict=True):
-            torch.testing.assert_close(result["logits"], expected, rtol=tolerance, atol=tolerance / 10)
-
-
-def check_refused(cases: list[tuple[dict[str, Any], dict[str, Any], str]]) -> None:
+    usual: dict[str, Any] = dict(tp_size=1, pp_size=1, precision="bf16")
     for options, batches, words in cases:
         with pytest.raises(ValueError, match=words):
-            HeteroHybridParallelPlugin(batches=BatchConfig(**batches), precision="bf16", **options)
+            HeteroHybridParallelPlugin(batches=BatchConfig(global_batch_size=4, **batches), **(usual | options))
     with pytest.raises(TypeError, match="is not a BatchConfig"):
-        HeteroHybridParallelPlugin(1, 1, batches=8, precision="bf16")  # type: ignore[arg-type]
+        HeteroHybridParallelPlugin(**usual, batches=8)  # type: ignore[arg-type]
 
 
-SEQUENCES = dict(enable_sequence_parallelism=True, sp_size=2)
+# Loaders ------------------------------------------------------------------------------------------------------------
 
 
-def test_options_that_cannot_be_combined_are_refused() -> None:
-    cases: list[Any] = [
-        (
-            {"tp_size": 1, "pp_size": 2, "num_microbatches": 2},
-            {"global_batch_size": 4},
-            r"cannot be combined with a pipeline \(pp_size=2\): a plan gives each",
-        ),
-        (
-            {"tp_size": 1, "pp_size": 1, "zero_stage": 2},
-            {"global_batch_size": 4, "accumulation": "per_rank"},
-            'accumulation="per_rank" needs zero_stage 0 or 1, not 2',
-        ),
-        # Colossal-AI's default mode of sequence parallelism is all_to_all.
-        ({"tp_size": 1, "pp_size": 1, **SEQUENCES}, {"global_batch_size": 4}, "cannot be combined with sp_size=2"),
-        (
-            {"tp_size": 1, "pp_size": 1, "sequence_parallelism_mode": "ring_attn", **SEQUENCES},
-            {"global_batch_size": 4},
-            "cannot be combined with sp_size=2",
-        ),
-    ]
-    run_ranks(2, check_refused, cases)
+SIZE, EIGHT = 51, 8
+KINDS = ("even", "planned", "unequal", "uneven", "ZeRO")
+
+
+def loader_of(kind: str, seed: int | None, batch_size: int | None = None) -> Any:
+    """A loader for global batches of eight samples. With a ``batch_size``, every rank has that many samples."""
+    options: dict[str, Any] = dict(shuffle=True, drop_last=True, **({} if seed is None else {"seed": seed}))
+    data: Any = list(range(SIZE))
+    if kind == "even":
+        plugin: Any = HeteroHybridParallelPlugin(tp_size=1, pp_size=1, precision="fp32")
+        return plugin.prepare_dataloader(data, batch_size or EIGHT // dist.get_world_size(), **options)
+    if batch_size is not None:
+        options["batch_size"] = batch_size
+    if kind in ("planned", "unequal"):
+        counts = (2, 2) if kind == "planned" else (3, 1)
+        replicas = [make_plan([[[rank]]], [2], micro_batches=count) for rank, count in enumerate(counts)]
+        return planned(unequal_plan(*replicas)).prepare_dataloader(data, **options)
+    if kind == "uneven":
+        config = BatchConfig(global_batch_size=EIGHT)
+        plugin = HeteroHybridParallelPlugin(tp_size=1, pp_size=1, precision="fp32", batches=config)
+    else:
+        plugin = zero_plugin(1, EIGHT)
+    loader = plugin.prepare_dataloader(data, **options)
+    if batch_size is None:
+        loader.divide_by(lambda samples: [[samples - 3], [3]])
+    return loader
+
+
+def draw(loader: Any, stop: int | None = None) -> list[list[int]]:
+    """The samples of this rank in each global batch of epoch 3, as the loop of the documentation draws them."""
+    loader.set_epoch(3)
+    found = []
+    for batch in loader:
+        found.append(batch.tolist())
+        if hasattr(loader, "finish_global_batch"):
+            loader.finish_global_batch()
+        assert loader.is_last
+        if len(found) == stop:
+            break
+    return found
+
+
+@checks.on(2, None)
+@checks.on(2, 7)
+@unmeasured
+def all_loaders_draw_alike_and_continue_from_each_other(seed: int | None) -> None:
+    order = torch.randperm(SIZE, generator=torch.Generator().manual_seed((seed or 0) + 3)).tolist()
+    expected = [set(order[first : first + EIGHT]) for first in range(0, SIZE - EIGHT + 1, EIGHT)]
+
+    def check(loader: Any, name: str, first: int = 0) -> None:
+        parts = zip(*of_all_ranks(draw(loader)), strict=True)
+        assert [set().union(*each) for each in parts] == expected[first:], (name, seed)
+
+    states = {}
+    for kind in KINDS:
+        for batch_size in (None, EIGHT // dist.get_world_size()):
+            loader = loader_of(kind, seed, batch_size)
+            assert loader.seed == (seed or 0)
+            check(loader, f"{kind}, batch size {batch_size}")
+        draw(loader := loader_of(kind, seed), stop=2)
+        states[kind] = loader.state_dict()
+    for before, state in states.items():
+        for after in KINDS:
+            loader = loader_of(after, seed)
+            loader.load_state_dict(state)
+            check(loader, f"{before} to {after}, resumed", 2)
+    with pytest.raises(ValueError, match="seed was"):
+        loader_of("even", 5).load_state_dict(states["ZeRO"])
+
+
+test_on_ranks = checks.test()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from itertools import product
 from unittest.mock import patch
@@ -12,7 +13,7 @@ import torch
 
 from colossal_hetero.elastic.held_layers import Standing
 from colossal_hetero.plugin.elastic.evaluations import Evaluations, has_to_repeat, is_joined_inside
-from colossal_hetero.plugin.elastic.members import a_world_has_formed, own_kind, wait_for_the_first_world
+from colossal_hetero.plugin.elastic.members import FORMED, own_kind, wait_for_the_first_world
 from tests.support.machines import Nodes, machines
 
 
@@ -20,26 +21,20 @@ class SharedBoard:
     """A board of threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._numbers: dict[str, int] = {}
+        self._lock, self._numbers = threading.Lock(), Counter[str]()
 
     def count(self, name: str, number: int) -> int:
         with self._lock:
-            self._numbers[name] = self._numbers.get(name, 0) + number
+            self._numbers[name] += number
             return self._numbers[name]
 
 
-@pytest.mark.parametrize(
-    ("node", "local_rank", "message"),
-    [
-        ("elsewhere", 0, "node elsewhere, which is not in the cluster file; it has"),
-        ("node-1", 2, "number 3 on node node-1, which has 2 devices"),
-    ],
-)
-def test_places_that_the_cluster_does_not_have(node: str, local_rank: int, message: str) -> None:
+def test_places_that_the_cluster_does_not_have() -> None:
     cluster = machines(Nodes("InfiniBand", (1, 2)))
-    with pytest.raises(ValueError, match=message):
-        own_kind(cluster, node, local_rank)
+    with pytest.raises(ValueError, match="node elsewhere, which is not in the cluster file; it has"):
+        own_kind(cluster, "elsewhere", 0)
+    with pytest.raises(ValueError, match="number 3 on node node-1, which has 2 devices"):
+        own_kind(cluster, "node-1", 2)
 
 
 def test_it_ends_without_the_others() -> None:
@@ -48,7 +43,7 @@ def test_it_ends_without_the_others() -> None:
     wait_for_the_first_world(board, 3, 0.0)
     waiting = threading.Thread(target=wait_for_the_first_world, args=(board, 9, 60.0))
     waiting.start()
-    a_world_has_formed(board)
+    board.count(FORMED, 1)
     waiting.join(30)
     assert not waiting.is_alive()
     wait_for_the_first_world(board, 9, 60.0)

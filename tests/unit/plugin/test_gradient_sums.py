@@ -52,6 +52,15 @@ def backward(model: nn.Module, times: int, sums: GradientSums | None = None) -> 
             model(torch.ones(1, 2)).sum().backward()
 
 
+def check_twice(model: nn.Sequential, run: Callable[[nn.Sequential], object]) -> None:
+    """The gradients are twice those after ``run`` in one process."""
+    alone = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3)))
+    alone.load_state_dict(model.state_dict())
+    run(alone)
+    for layer, same in zip(model, alone, strict=True):
+        torch.testing.assert_close(layer.weight.grad, 2 * same.weight.grad)
+
+
 def test_a_sum_starts_in_the_last_backward_pass_when_its_gradients_are_there() -> None:
     model, sums, recorded = three_layers()
     with sums.passes(lambda: 2):
@@ -94,12 +103,7 @@ def test_a_layer_in_several_checkpoints_is_summed_when_all_its_gradients_are_the
             if step or micro_batches > 1:
                 assert recorded.events[-4:] == [*["gradient a"] * 3, "start a"]
             sums.finish()
-        alone = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3)))
-        alone.load_state_dict(model.state_dict())
-        for _ in range(micro_batches):
-            checkpointed(alone, 3)
-        for layer, same in zip(model, alone, strict=True):
-            torch.testing.assert_close(layer.weight.grad, 2 * same.weight.grad)
+        check_twice(model, lambda alone: [checkpointed(alone, 3) for _ in range(micro_batches)])
         sums.drop()
         model.zero_grad()
 
@@ -161,26 +165,4 @@ def test_gradients_that_are_summed_already_are_not_summed_again() -> None:
     with sums.passes(lambda: 1):
         backward(model, 1)
         sums.finish()
-    alone = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3)))
-    alone.load_state_dict(model.state_dict())
-    backward(alone, 4)
-    for layer, same in zip(model, alone, strict=True):
-        torch.testing.assert_close(layer.weight.grad, 2 * same.weight.grad)
-
-
-def test_dropped_gradients_do_not_come_back() -> None:
-    model, sums, _ = three_layers()
-    with sums.passes(lambda: 1):
-        backward(model, 1)
-        sums.finish()
-    with sums.passes(None):
-        backward(model, 1)
-    sums.drop()
-    model.zero_grad()
-    with sums.passes(lambda: 1):
-        backward(model, 1)
-        sums.finish()
-    expected = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3)))
-    expected.load_state_dict(model.state_dict())
-    backward(expected, 1)
-    torch.testing.assert_close(model[0].weight.grad, 2 * expected[0].weight.grad)
+    check_twice(model, lambda alone: backward(alone, 4))

@@ -1,4 +1,4 @@
-"""Arguments of the hybrid plugin: what follows from a plan, plans that they allow, and obstacles of moving units."""
+"""Arguments of the plugins: mistakes of a first try, what follows from a plan, and plans that they allow."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
+import colossalai
 import numpy as np
 import pytest
 import torch
 from colossalai.interface import OptimizerWrapper
 from torch import nn
 
+import colossal_hetero as package
 from colossal_hetero.planner.cluster.group_networks import Network
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.cost.runnable import NoPlanError, why_not_runnable
@@ -25,41 +27,59 @@ from tests.support.plans import plan
 from tests.support.random_clusters import random_cluster, random_model, whole_space_problem
 
 
-def test_the_zero_stage_follows_from_the_plan() -> None:
-    made = plan(precision="bf16", zero_stage=1)
-    for given in ({}, {"zero_stage": 1}):
-        assert arguments_from_plan(made, made.replicas[0], given)["zero_stage"] == 1
+@pytest.mark.parametrize(
+    ("kind", "name", "meant"),
+    [
+        ("BalanceConfig", "mod", "did you mean mode"),
+        ("BalanceConfig", "migrations", "did you mean migration"),
+        ("Pruning", "prioritys", "did you mean priority"),
+        ("BatchConfig", "global_batchsize", "did you mean global_batch_size"),
+        ("CheckpointConfig", "saves_every", "did you mean save_every"),
+        ("PlanConfig", "clusters", "did you mean cluster"),
+        ("ElasticConfig", "xyz", "it has .*seed"),
+        ("HeteroHybridParallelPlugin", "precison", "did you mean precision"),
+        ("HeteroHybridParallelPlugin", "balances", "did you mean balance"),
+    ],
+)
+def test_misspelled_arguments(kind: str, name: str, meant: str) -> None:
+    with pytest.raises(TypeError, match=rf"{kind} has no argument '{name}'; {meant}"):
+        getattr(package, kind)(**{name: 1})
+
+
+def test_a_plugin_before_the_launch_and_a_script_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = r"call colossalai\.launch_from_torch\(\) before you make the plugin.*torchrun"
+    with pytest.raises(RuntimeError, match=words):
+        package.HeteroHybridParallelPlugin(tp_size=2, pp_size=1)
+    with pytest.raises(RuntimeError, match=words):
+        package.HeteroZeroPlugin(1, global_batch_size=8)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("sys.argv", ["/somewhere/bert.py"])
+    with pytest.raises(RuntimeError, match=r"torchrun --standalone --nproc-per-node 2 bert\.py$"):
+        colossalai.launch_from_torch()
+
+
+# Plans --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_zero_stage_follows_from_the_plan_in_stage_1_only() -> None:
+    def stage_of(made: Plan, **given: Any) -> int | None:
+        return arguments_from_plan(made, made.replicas[0], given).get("zero_stage")
+
+    in_stage_1 = plan(precision="bf16", zero_stage=1)
+    assert stage_of(in_stage_1) == stage_of(in_stage_1, zero_stage=1) == 1
     for stage in (0, 2):
         with pytest.raises(ValueError, match=f"zero_stage={stage} contradicts the plan, which has 1; leave it out"):
-            arguments_from_plan(made, made.replicas[0], {"zero_stage": stage})
+            stage_of(in_stage_1, zero_stage=stage)
+    assert [stage_of(plan()), stage_of(plan(), zero_stage=0), stage_of(plan(), zero_stage=1)] == [None, 0, 1]
 
 
-def test_a_plan_in_zero_stage_0_says_nothing_about_zero() -> None:
-    made = plan()
-    assert "zero_stage" not in arguments_from_plan(made, made.replicas[0], {})
-    for stage in (0, 1):
-        assert arguments_from_plan(made, made.replicas[0], {"zero_stage": stage})["zero_stage"] == stage
-
-
-GPUS, WITH_A_CPU = Network("nccl", "InfiniBand", "IB"), Network("gloo", "Ethernet")
-
-
-@pytest.mark.parametrize("backend", ["cpu:gloo,cuda:nccl", "cuda:nccl,cpu:gloo"])
-def test_groups_with_a_cpu_use_gloo_and_others_nccl(backend: str) -> None:
-    assert usable_network(GPUS, backend) == GPUS
-    assert usable_network(WITH_A_CPU, backend) == WITH_A_CPU
-
-
-def test_one_backend_is_that_of_all_groups() -> None:
-    assert usable_network(GPUS, "gloo") == Network("gloo", "InfiniBand")
-    assert usable_network(WITH_A_CPU, "nccl") == Network("nccl", "Ethernet")
-    assert usable_network(GPUS, "cpu:gloo,cuda:gloo") is None
-
-
-def forms_of(plan: Plan) -> set[str]:
-    stages = [stage for replica in plan.replicas for stage in replica.stages]
-    used = {"zero": plan.zero_stage == 1, "recompute": any(stage.recompute for stage in stages)}
-    return {name for name, is_used in used.items() if is_used}
+def test_groups_with_a_cpu_use_gloo_and_others_nccl_unless_the_user_chose_one_backend() -> None:
+    gpus, with_a_cpu = Network("nccl", "InfiniBand", "IB"), Network("gloo", "Ethernet")
+    for backend in ("cpu:gloo,cuda:nccl", "cuda:nccl,cpu:gloo"):
+        assert usable_network(gpus, backend) == gpus and usable_network(with_a_cpu, backend) == with_a_cpu
+    assert usable_network(gpus, "gloo") == Network("gloo", "InfiniBand")
+    assert usable_network(with_a_cpu, "nccl") == Network("nccl", "Ethernet")
+    assert usable_network(gpus, "cpu:gloo,cuda:gloo") is None
 
 
 def test_recomputation_and_zero_are_used_where_they_are_allowed() -> None:
@@ -73,9 +93,10 @@ def test_recomputation_and_zero_are_used_where_they_are_allowed() -> None:
                 zero_stages=(0, 1) if name in ("all", "zero") else (0,),
             )
             with suppress(NoPlanError):
-                plan = best_plan(planning, topology, profile)
-                assert why_not_runnable(plan, len(topology.devices)) is None
-                found |= forms_of(plan)
+                made = best_plan(planning, topology, profile)
+                assert why_not_runnable(made, len(topology.devices)) is None
+                found |= {"zero"} if made.zero_stage == 1 else set()
+                found |= {"recompute" for replica in made.replicas for stage in replica.stages if stage.recompute}
     assert used == {"all": {"zero", "recompute"}, "recompute": {"recompute"}, "zero": {"zero"}, "none": set()}
 
 
@@ -87,33 +108,19 @@ def test_elastic_training_has_simple_plans() -> None:
     assert (planning.recompute, planning.zero_stages, planning.layer_sums) == (False, (0,), True)
 
 
-@pytest.mark.parametrize("stages", [1, (), (0, 2)])
-def test_zero_stages_that_cannot_be_planned(stages: Any) -> None:
-    with pytest.raises(ValueError, match=r"zero_stages=.* cannot be planned; use \(0,\), \(1,\) or \(0, 1\)"):
-        PlanConfig(zero_stages=stages)
-
-
-# Permanent re-sharding ----------------------------------------------------------------------------------------------
-
-
-PLAIN = dict(zero_stage=0, dp_size=1, sp_size=1)
-
-
-def memory_of(optimizer: torch.optim.Optimizer, is_elastic: bool = False, **plugin: Any) -> HybridOptimizerMemory:
-    model = SimpleNamespace(module=nn.Linear(2, 2))
-    return HybridOptimizerMemory(SimpleNamespace(**(PLAIN | plugin)), model, OptimizerWrapper(optimizer), is_elastic)
-
-
 @pytest.mark.parametrize(
-    ("options", "reason"),
+    ("is_elastic", "changes", "reason"),
     [
-        (dict(is_elastic=True), "elastic training moves whole layers"),
-        (dict(zero_stage=1), "ZeRO stage 1"),
-        (dict(dp_size=2), "2 replicas"),
-        (dict(sp_size=3), "3 replicas"),
-        ({}, None),
+        (True, {}, "elastic training moves whole layers"),
+        (False, dict(zero_stage=1), "ZeRO stage 1"),
+        (False, dict(dp_size=2), "2 replicas"),
+        (False, dict(sp_size=3), "3 replicas"),
+        (False, {}, None),
     ],
 )
-def test_obstacles_of_the_plugin(options: dict[str, Any], reason: str | None) -> None:
-    obstacle = memory_of(torch.optim.SGD([nn.Parameter(torch.zeros(2))]), **options).obstacle
+def test_obstacles_of_permanent_resharding(is_elastic: bool, changes: dict[str, int], reason: str | None) -> None:
+    plugin = SimpleNamespace(**(dict(zero_stage=0, dp_size=1, sp_size=1) | changes))
+    optimizer = OptimizerWrapper(torch.optim.SGD([nn.Parameter(torch.zeros(2))]))
+    model = SimpleNamespace(module=nn.Linear(2, 2))
+    obstacle = HybridOptimizerMemory(plugin, model, optimizer, is_elastic).obstacle
     assert obstacle is None if reason is None else reason in str(obstacle)

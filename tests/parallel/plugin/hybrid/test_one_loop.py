@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 import torch
 from colossalai.booster import Booster
-from torch import Tensor
 from torch.utils.data import TensorDataset
 from transformers import BatchEncoding
 
 from colossal_hetero import BatchConfig, HeteroHybridParallelPlugin
 from colossal_hetero.planner.cost.plan import Plan
-from tests.parallel.plugin.hybrid.test_planned_run import images_and_labels
 from tests.support.checks import Checks
 from tests.support.harness import run_ranks
+from tests.support.planned_runs import ITERATIONS, MICRO_BATCH, MICRO_BATCHES, images_and_labels, share
 from tests.support.planning import make_plan, planned, unequal_plan
 from tests.support.training import (
     assert_same_parameters,
@@ -34,43 +33,27 @@ from tests.support.training import (
 from tests.support.zero_runs import unmeasured
 
 checks = Checks()
-ITERATIONS = 3
-MICRO_BATCH, MICRO_BATCHES = 2, 4
-MAX_NORM = 0.5
-"""Below the norm of the gradients, so that they are clipped."""
-
-
-def own_share(plugin: Any, plan: Plan, iteration: int) -> tuple[Tensor, Tensor]:
-    """The samples of this rank's replica in the global batch of ``iteration``."""
-    size = plan.global_batch // len(plan.replicas)
-    first = size * int(plugin.pg_mesh.coordinate(plugin.dp_axis))
-    images, labels = images_and_labels(iteration, plan.global_batch)
-    return images[first : first + size], labels[first : first + size]
-
-
-PLANS = {
-    "alone": make_plan([[[0]]], (2,), MICRO_BATCH, MICRO_BATCHES),
-    "dp2": make_plan([[[1]], [[0]]], (2,), MICRO_BATCH, MICRO_BATCHES),
-    "pp2": make_plan([[[0], [1]]], (1, 1), MICRO_BATCH, MICRO_BATCHES),
-}
+MAX_NORM = 0.5  # below the norm of the gradients, so that they are clipped
+ALONE, DP2, PP2 = make_plan([[[0]]], (2,)), make_plan([[[1]], [[0]]], (2,)), make_plan([[[0], [1]]], (1, 1))
+UNEQUAL = unequal_plan(make_plan([[[0]]], (2,), MICRO_BATCH, 1), make_plan([[[1], [2]]], (1, 1), MICRO_BATCH, 3))
 
 
 def check_as_an_accumulating_loop(rank_order: list[Any], options: dict[str, Any]) -> None:
     """The same, bit for bit, as a loop over micro-batches with Colossal-AI's plugin."""
-    plan = make_plan(rank_order, (2,), MICRO_BATCH, MICRO_BATCHES)
+    plan = make_plan(rank_order, (2,))
     run = boost(planned(plan, max_norm=MAX_NORM, **options), make_optimizer=sgd)
     other = boost(theirs(tp_size=plan.tensor_parallel, max_norm=MAX_NORM, **options), make_optimizer=sgd)
     for iteration in range(ITERATIONS):
-        batch = own_share(run.plugin, plan, iteration)
+        batch = [part[share(run.plugin)] for part in images_and_labels(iteration, plan.global_batch)]
         loss = run.booster.execute_pipeline(iter([batch]), run.model, by_labels, run.optimizer)["loss"]
         expected = torch.zeros(())
         for number in range(MICRO_BATCHES):
             images, labels = (part[number * MICRO_BATCH : (number + 1) * MICRO_BATCH] for part in batch)
             synchronized = number == MICRO_BATCHES - 1 or options.get("zero_stage") == 2
             with nullcontext() if synchronized else other.booster.no_sync(other.model, other.optimizer):
-                share = loss_of(other.model(images), labels) / MICRO_BATCHES
-                other.booster.backward(share, other.optimizer)
-            expected += share.detach()
+                part = loss_of(other.model(images), labels) / MICRO_BATCHES
+                other.booster.backward(part, other.optimizer)
+            expected += part.detach()
         assert torch.equal(loss, expected)
         for each in (run, other):
             each.optimizer.step()
@@ -120,8 +103,8 @@ def check_results(plan: Plan) -> tuple[list[Any], list[Any]]:
 
 
 def test_results_are_those_of_colossalais_pipeline() -> None:
-    (ours_,) = run_ranks(1, check_results, PLANS["alone"])
-    theirs_ = run_ranks(2, check_results, PLANS["pp2"])[-1]
+    (ours_,) = run_ranks(1, check_results, ALONE)
+    theirs_ = run_ranks(2, check_results, PP2)[-1]
     for own, other in zip(ours_, theirs_, strict=True):
         for key in ("loss", "outputs"):
             assert (own[key] is None) == (other[key] is None), key
@@ -138,17 +121,15 @@ def check_without_a_plan() -> None:
         run.model.register_forward_pre_hook(lambda _, inputs, counted=counted: counted.append(len(inputs[0])))
         run.booster.execute_pipeline(iter([images_and_labels(0, 8)]), run.model, by_labels, run.optimizer)
         assert counted == ([8] if not sizes else [2] * 4)
-    run = boost(ours(tp_size=1, num_microbatches=3), make_optimizer=sgd)
-    with pytest.raises(ValueError, match=r"8 samples cannot be divided into 3 micro-batches"):
-        run.booster.execute_pipeline(iter([images_and_labels(0, 8)]), run.model, by_labels, run.optimizer)
-    run = boost(ours(tp_size=1, microbatch_size=3), make_optimizer=sgd)
-    with pytest.raises(ValueError, match=r"8 samples cannot be divided into micro-batches of 3"):
-        run.booster.execute_pipeline(iter([images_and_labels(0, 8)]), run.model, by_labels, run.optimizer)
+    for sizes, words in ((dict(num_microbatches=3), "3 micro-batches"), (dict(microbatch_size=3), "of 3")):
+        run = boost(ours(tp_size=1, **sizes), make_optimizer=sgd)
+        with pytest.raises(ValueError, match=rf"8 samples cannot be divided into .*{words}"):
+            run.booster.execute_pipeline(iter([images_and_labels(0, 8)]), run.model, by_labels, run.optimizer)
     with pytest.raises(TypeError, match=r"takes an iterator, as iter\(dataloader\), not a list"):
         run.booster.execute_pipeline([images_and_labels(0, 8)], run.model, by_labels, run.optimizer)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"give execute_pipeline the optimizer, or evaluate inside torch.no_grad\(\)"):
         run.booster.execute_pipeline(iter([images_and_labels(0, 3)]), run.model, by_labels)
-    run = boost(planned(PLANS["dp2"]), make_optimizer=sgd)
+    run = boost(planned(DP2), make_optimizer=sgd)
     for size in (6, MICRO_BATCH):
         with pytest.raises(ValueError, match=rf"a batch of {size} samples does not fit the plan.*use batch_size=8 \("):
             run.booster.execute_pipeline(iter([images_and_labels(0, size)]), run.model, by_labels, run.optimizer)
@@ -157,14 +138,13 @@ def check_without_a_plan() -> None:
 class OwnDict(dict[str, Any]): ...
 
 
-MAPPINGS = (dict, OwnDict, UserDict, MappingProxyType, BatchEncoding)
-
-
-def check_mappings(plan: Plan) -> None:
+@checks.on(1, ALONE)
+@checks.on(2, PP2)
+@checks.on(3, UNEQUAL)
+def batches_may_be_any_mapping(plan: Plan) -> None:
     """The batch is any mapping, or has one inside; with and without gradients."""
     run = boost(planned(plan), make_optimizer=sgd)
-    counts = [replica.micro_batches * plan.micro_batch for replica in plan.replicas]
-    images, labels = images_and_labels(0, counts[run.plugin.replica()[0]])
+    images, labels = (part[share(run.plugin)] for part in images_and_labels(0, plan.global_batch))
 
     def results(batch: Any, criterion: Any) -> list[Any]:
         passes = []
@@ -178,7 +158,7 @@ def check_mappings(plan: Plan) -> None:
         return [*passes, gradients]
 
     expected = results((images, labels), by_labels)
-    for kind in MAPPINGS:
+    for kind in (dict, OwnDict, UserDict, MappingProxyType, BatchEncoding):
         batch = kind(dict(x=images, labels=labels))
         found = results(batch, lambda outputs, inputs: loss_of(outputs, inputs["labels"]))
         torch.testing.assert_close(found, expected, allow_subclasses=False, rtol=0, atol=0, msg=str(kind))
@@ -187,37 +167,22 @@ def check_mappings(plan: Plan) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=str(kind))
 
 
-UNEQUAL = unequal_plan(make_plan([[[0]]], (2,), MICRO_BATCH, 1), make_plan([[[1], [2]]], (1, 1), MICRO_BATCH, 3))
-
-
-@pytest.mark.parametrize("plan", [PLANS["alone"], PLANS["pp2"], UNEQUAL], ids=["alone", "pp2", "unequal"])
-def test_batches_may_be_any_mapping(plan: Plan) -> None:
-    run_ranks(plan.world_size, check_mappings, plan)
-
-
+@checks.on(2)
 @unmeasured
-def check_uneven() -> dict[str, Tensor]:
-    """Uneven batches: the loader divides the global batch, and the loop is the same."""
+def uneven_batches_are_trained_with_the_same_loop() -> None:
+    """The loader divides the global batch."""
     plugin = HeteroHybridParallelPlugin(1, 1, precision="fp32", batches=BatchConfig(global_batch_size=7))
     images, labels = images_and_labels(0, 14)
-    loader = plugin.prepare_dataloader(TensorDataset(images, labels))
-    booster = Booster(plugin=plugin)
-    model = tiny_vit()
+    loader, booster = plugin.prepare_dataloader(TensorDataset(images, labels)), Booster(plugin=plugin)
+    alone, model = tiny_vit(), tiny_vit()
     model, optimizer, _, loader, _ = booster.boost(model, sgd(model), loss_of, loader)
     for batch in loader:
         booster.execute_pipeline(iter([batch]), model, by_labels, optimizer)
         optimizer.step()
         optimizer.zero_grad()
-    return model.unwrap().state_dict()
-
-
-def test_uneven_batches_are_trained_with_the_same_loop() -> None:
-    model = tiny_vit()
-    images, labels = images_and_labels(0, 14)
-    train_alone(model, sgd(model), zip(images.split(7), labels.split(7), strict=True))
-    for trained in run_ranks(2, check_uneven):
-        for key, value in model.state_dict().items():
-            torch.testing.assert_close(trained[key], value, rtol=1e-4, atol=1e-6, msg=key)
+    train_alone(alone, sgd(alone), zip(images.split(7), labels.split(7), strict=True))
+    for key, value in alone.state_dict().items():
+        torch.testing.assert_close(model.unwrap().state_dict()[key], value, rtol=1e-4, atol=1e-6, msg=key)
 
 
 test_batches_are_divided_and_train_as_an_accumulating_loop = checks.test()

@@ -1,27 +1,33 @@
-"""With ``plan="auto"`` the plugin plans from a cluster and a profile when it is made. All ranks get the same plan."""
+"""With ``plan="auto"`` the plugin plans from a cluster and a profile when it is made. All ranks get the same plan, and
+a stage whose times differ from it is reported at the end of an epoch."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
+from colossalai.booster import Booster
+from torch.utils.data import TensorDataset
 
 from colossal_hetero import PlanConfig
+from colossal_hetero.common import ranks
 from colossal_hetero.planner.cluster.cluster_file import save_cluster
 from colossal_hetero.planner.cluster.topology import Channel, Device, DeviceKind, Node, Topology
 from colossal_hetero.planner.cost.plan import Plan
 from colossal_hetero.planner.cost.runnable import NoPlanError
 from colossal_hetero.planner.profile.layer_profile import LayerSizes, ModelProfile, save_profile
 from colossal_hetero.plugin.hybrid import plan_agreement
-from tests.parallel.plugin.hybrid.test_planned_run import train_alone, train_planned
 from tests.support.checks import Checks
 from tests.support.harness import run_ranks
 from tests.support.layer_profiles import layer_times
-from tests.support.planning import planned
-from tests.support.training import boost, sgd, tiny_vit
+from tests.support.planned_runs import MICRO_BATCH, MICRO_BATCHES, images_and_labels, train_alone, train_planned
+from tests.support.planning import make_plan, planned
+from tests.support.training import Trained, boost, by_labels, loss_of, sgd, tiny_vit
 
 BLOCKS, GLOBAL_BATCH = 6, 16
 CPU = DeviceKind("cpu", 10**9, 1e9)
@@ -37,10 +43,8 @@ def cluster(speeds: tuple[float, ...]) -> Topology:
 
 
 def profile(megabytes: int = 40) -> ModelProfile:
-    """A profile of equal blocks, which take a millisecond per sample forward, for micro-batches of 1 and 2.
-
-    If a block has 40 MB of parameters, summing gradients over replicas takes long, so a pipeline is the best plan.
-    """
+    """A profile of equal blocks, which take a millisecond per sample forward, for micro-batches of 1 and 2. If a block
+    has 40 MB of parameters, summing gradients over replicas takes long, so a pipeline is the best plan."""
     layers = BLOCKS + 2
     times = tuple(layer_times("cpu", (0.0, *(1e-3 * size,) * BLOCKS, 0.0), micro_batch=size) for size in (1, 2))
     sizes = LayerSizes(
@@ -51,111 +55,100 @@ def profile(megabytes: int = 40) -> ModelProfile:
     return ModelProfile(name="tiny ViT", times=times, sizes=(sizes,))
 
 
-def auto_plan(planning: PlanConfig, **options: Any) -> Plan:
-    """Make a plugin and return its plan. The plugin is not used further.
+def planning(speeds: tuple[float, ...] = (1.0, 1.0), layers: ModelProfile | None = None, **settings: Any) -> PlanConfig:
+    given = dict(cluster=cluster(speeds), profile=layers or profile(), global_batch_size=GLOBAL_BATCH)
+    return PlanConfig(**(given | settings))
 
-    Its groups are destroyed only after all ranks have made them. If a group is destroyed while another rank still
-    connects to it, Gloo may wait forever.
-    """
+
+def auto_plan(planning: PlanConfig, **options: Any) -> Plan:
+    """The plan of a plugin that is not used further. Its groups are destroyed only after all ranks have made them: Gloo
+    may wait forever if a group is destroyed while another rank still connects to it."""
     plugin = planned("auto", planning=planning, **options)
     dist.barrier()
     assert plugin.plan is not None
     return plugin.plan
 
 
-def check_auto(planning: PlanConfig, expected: list[float]) -> tuple[list[str], Any]:
-    printed: list[str] = []
-    with patch.object(plan_agreement, "print_words", printed.append):
-        plugin = planned("auto", planning=planning)
+def blocks_by_rank(plan: Plan) -> dict[tuple[int, ...], int]:
+    return {stage.ranks: stage.blocks[1] - stage.blocks[0] for stage in plan.replicas[0].stages}
+
+
+def check_auto(folder: Path | None) -> Plan:
+    speeds, given = (1.0, 0.5), {}
+    if folder is not None:
+        if dist.get_rank() == 0:
+            save_cluster(cluster(speeds), folder / "cluster.toml")
+            save_profile(profile(), folder / "profile.json")
+        given = dict(cluster=folder / "cluster.toml", profile=str(folder / "profile.json"))
+    with patch.object(plan_agreement, "print_words") as printed:
+        plugin = planned("auto", planning=planning(speeds, **given))
+    words = [call.args[0] for call in printed.call_args_list]
+    assert len(words) == (dist.get_rank() == 0) and all("micro-batch 1 × 16" in each for each in words)
     run = boost(plugin, tiny_vit(depth=BLOCKS), sgd)
-    assert train_planned(run) == pytest.approx(expected, rel=1e-5)
-    return printed, plugin.plan
-
-
-@pytest.mark.parametrize("from_files", [False, True])
-def test_plan_auto_plans_and_trains(from_files: bool, tmp_path: Path) -> None:
-    topology, layers = cluster((1.0, 0.5)), profile()
-    save_cluster(topology, tmp_path / "cluster.toml")
-    save_profile(layers, tmp_path / "profile.json")
-    planning = PlanConfig(
-        cluster=tmp_path / "cluster.toml" if from_files else topology,
-        profile=str(tmp_path / "profile.json") if from_files else layers,
-        global_batch_size=GLOBAL_BATCH,
-    )
-    expected, _ = train_alone(BLOCKS, GLOBAL_BATCH)
-    (printed, plan), (other_printed, other_plan) = run_ranks(2, check_auto, planning, expected)
-    assert plan == other_plan and len(printed) == 1 and other_printed == []
+    assert train_planned(run) == pytest.approx(train_alone(BLOCKS, GLOBAL_BATCH)[0], rel=1e-5)
     # The rank with half the speed has half as many blocks as the other. Small micro-batches make the bubble small.
-    layers_of = {stage.ranks: stage.blocks[1] - stage.blocks[0] for stage in plan.replicas[0].stages}
-    assert layers_of == {(0,): 4, (1,): 2} and plan.micro_batch == 1
-    assert "micro-batch 1 × 16" in printed[0]
+    assert blocks_by_rank(plugin.plan) == {(0,): 4, (1,): 2} and plugin.plan.micro_batch == 1
+    return plugin.plan
+
+
+def check_both(folder: Path) -> list[Plan]:
+    return [check_auto(None), check_auto(folder)]
+
+
+def test_plan_auto_plans_and_trains_from_objects_and_from_files(tmp_path: Path) -> None:
+    plans = [plan for of_rank in run_ranks(2, check_both, tmp_path) for plan in of_rank]
+    assert all(plan == plans[0] for plan in plans)
 
 
 @checks.on(2)
-def check_settings() -> None:
-    settings: dict[str, Any] = dict(global_batch_size=GLOBAL_BATCH, method="uniform", micro_batch_sizes=(2,))
-    plan = auto_plan(PlanConfig(cluster=cluster((1.0, 0.5)), profile=profile(), unequal=False, **settings))
+def settings_are_followed() -> None:
+    plan = auto_plan(planning((1.0, 0.5), unequal=False, method="uniform", micro_batch_sizes=(2,)))
     assert plan.layers_per_stage == (3, 3) and (plan.method, plan.micro_batch) == ("uniform", 2)
     # The times measured on each rank are used, not the speed in the cluster file.
     layers = profile()
+    names = ("forward_seconds", "backward_seconds")
     slow = [
         each.model_copy(
-            update={
-                "device": "cpu-2",
-                "forward_seconds": tuple(5 * seconds for seconds in each.forward_seconds),
-                "backward_seconds": tuple(5 * seconds for seconds in each.backward_seconds),
-            }
+            update={"device": "cpu-2"} | {name: tuple(5 * seconds for seconds in getattr(each, name)) for name in names}
         )
         for each in layers.times
     ]
     measured = layers.model_copy(update={"times": (*layers.times, *slow), "rank_devices": ("cpu", "cpu-2")})
-    planning = PlanConfig(cluster=cluster((1.0, 1.0)), profile=measured, global_batch_size=GLOBAL_BATCH)
-    plan = auto_plan(planning)
-    layers_of = {stage.ranks: stage.blocks[1] - stage.blocks[0] for stage in plan.replicas[0].stages}
-    assert layers_of == {(0,): 5, (1,): 1}
-
-
-@checks.on(2)
-def check_refused() -> None:
-    planning = PlanConfig(cluster=cluster((1.0,) * 3), profile=profile(), global_batch_size=GLOBAL_BATCH)
-    with pytest.raises(ValueError, match="the cluster has 3 devices, but 2 ranks were started; start one rank per"):
-        planned("auto", planning=planning)
-    with pytest.raises(ValueError, match="cluster=None"):
-        planned("auto", planning=PlanConfig(profile=profile(), global_batch_size=GLOBAL_BATCH))
-    # If rank 0 cannot read a file, all ranks raise the error, and none waits.
-    missing = PlanConfig(cluster="no-such.toml", profile=profile(), global_batch_size=GLOBAL_BATCH)
-    with pytest.raises(ValueError, match=r"no-such\.toml"):
-        planned("auto", planning=missing)
-    # Without the slow rank a plan would be faster, but every rank that was started must have a place in it.
-    speeds = PlanConfig(cluster=cluster((1.0, 0.01)), profile=profile(), global_batch_size=GLOBAL_BATCH)
-    assert auto_plan(speeds).world_size == 2
-    single = PlanConfig(cluster=cluster((1.0, 1.0)), profile=profile(20), global_batch_size=1)
-    with pytest.raises(ValueError, match="no plan uses all 2 devices; the fastest plan uses 1"):
-        planned("auto", planning=single, pp_size=1)
-
-
-@checks.on(2)
-def check_sizes() -> None:
+    assert blocks_by_rank(auto_plan(planning(layers=measured))) == {(0,): 5, (1,): 1}
     # Equal devices, and gradients that take no time to sum: replicas are the best plan, unless stages are asked for.
-    planning = PlanConfig(cluster=cluster((1.0, 1.0)), profile=profile(0), global_batch_size=GLOBAL_BATCH)
-    assert len(auto_plan(planning).replicas) == 2
-    plan = auto_plan(planning, pp_size=2)
+    assert len(auto_plan(planning(layers=profile(0))).replicas) == 2
+    plan = auto_plan(planning(layers=profile(0)), pp_size=2)
     assert len(plan.replicas) == 1 and plan.layers_per_stage == (3, 3)
-    with pytest.raises(ValueError, match="tensor"):
-        planned("auto", planning=planning, tp_size=2)
-
-
-@checks.on(2)
-def check_replicas_that_differ() -> None:
-    # Replicas are the best plan (see check_sizes), and the slow rank takes a third of the samples.
-    settings: dict[str, Any] = dict(cluster=cluster((1.0, 0.5)), profile=profile(0), global_batch_size=24)
-    plan = auto_plan(PlanConfig(**settings))
+    # The slow rank takes a third of the samples.
+    unequal = dict(speeds=(1.0, 0.5), layers=profile(0), global_batch_size=24)
+    plan = auto_plan(planning(**unequal))
     samples = {replica.stages[0].ranks: replica.micro_batches * plan.micro_batch for replica in plan.replicas}
     assert samples == {(0,): 16, (1,): 8}
     # Equal replicas are made if they are asked for, or if the other arguments need them.
-    assert auto_plan(PlanConfig(**settings, unequal=False)).symmetric
-    assert auto_plan(PlanConfig(**settings), pp_size=1).symmetric
-    assert auto_plan(PlanConfig(**settings), overlap_allgather=True).symmetric
+    assert auto_plan(planning(**unequal, unequal=False)).symmetric
+    assert auto_plan(planning(**unequal), pp_size=1).symmetric
+    assert auto_plan(planning(**unequal), overlap_allgather=True).symmetric
+    # Without the slow rank a plan would be faster, but every rank that was started must have a place in it.
+    assert auto_plan(planning((1.0, 0.01))).world_size == 2
+
+
+@checks.on(2)
+def what_cannot_be_planned_is_refused_on_all_ranks() -> None:
+    cases: list[tuple[PlanConfig, dict[str, Any], str]] = [
+        (planning((1.0,) * 3), {}, "the cluster has 3 devices, but 2 ranks were started; start one rank per"),
+        (planning(cluster=None), {}, "cluster=None"),
+        # If rank 0 cannot read a file, all ranks raise the error, and none waits.
+        (planning(cluster="no-such.toml"), {}, r"no-such\.toml"),
+        (
+            planning(layers=profile(20), global_batch_size=1),
+            dict(pp_size=1),
+            "no plan uses all 2 devices; the fastest plan uses 1",
+        ),
+        (planning(layers=profile(0)), dict(tp_size=2), "tensor"),
+    ]
+    for given, options, words in cases:
+        with pytest.raises(ValueError, match=words):
+            planned("auto", planning=given, **options)
 
 
 def test_the_size_of_micro_batches_is_kept_if_there_is_a_plan_with_it() -> None:
@@ -168,6 +161,49 @@ def test_the_size_of_micro_batches_is_kept_if_there_is_a_plan_with_it() -> None:
     with patch.object(plan_agreement, "agree_on_plan", agree):
         found = [plan_agreement.agree_on_next_plan(planning, None, size) for size in (2, 4, None)]
     assert found == [(2,), (1, 2, 4), (1, 2, 4)]
+
+
+# Drift --------------------------------------------------------------------------------------------------------------
+
+
+@checks.on(2)
+def a_stage_that_is_slow_is_reported_at_the_end_of_an_epoch() -> None:
+    """The plan expects forward passes of 10 ms in both stages. In the second one they take at least 150 ms."""
+    plan = make_plan([[[1], [0]]], (3, 3), MICRO_BATCH, MICRO_BATCHES, forward_seconds=[0.01, 0.01])
+    model = tiny_vit(depth=plan.blocks)
+    for block in model.blocks if dist.get_rank() == 0 else ():
+        block.register_forward_pre_hook(lambda *_: time.sleep(0.05))
+    plugin = planned(plan, planning=PlanConfig(profile=profile()))
+    booster = Booster(plugin=plugin)
+
+    def boosted(model: Any, iterations: int) -> Trained:
+        loader = plugin.prepare_dataloader(TensorDataset(torch.zeros(iterations * MICRO_BATCH * MICRO_BATCHES)))
+        model, optimizer, *_ = booster.boost(model, sgd(model), loss_of, loader)
+        return Trained([], model, optimizer, booster, plugin)
+
+    with patch.object(ranks, "print_words") as printed:
+        run = boosted(model, 3)
+        train_planned(run, 2)
+        assert plugin.drift is None, "a report was made before the end of the epoch"
+        train_planned(run, 1)
+        first = plugin.drift
+        with torch.no_grad():
+            batches = iter([images_and_labels(0, 4)])
+            loss = booster.execute_pipeline(batches, run.model, by_labels, None, True)["loss"]
+        assert (loss is not None) == plugin.stage_manager.is_last_stage() and plugin.drift is first
+        train_planned(run, 3)
+        second = plugin.drift
+        assert second is not first
+        (slow,) = (stage for stage in second.drifted if stage.ranks == (0,))
+        assert slow.stage == 1 and slow.measured.forward_seconds >= 0.15
+        assert second.proposal.layers_per_stage[1] < 3 and second.proposal.basis == "profile"
+        words = [call.args[0] for call in printed.call_args_list]
+        assert bool(words) == (dist.get_rank() == 0)
+        for each in words[:1]:
+            assert each.startswith("epoch 1: stage times differ from the plan\nstage") and "best split now" in each
+        # For the next model, the length of an epoch is that of its own loader.
+        train_planned(boosted(tiny_vit(depth=plan.blocks), 1), 1)
+        assert plugin.drift is not second
 
 
 test_plan_auto = checks.test()

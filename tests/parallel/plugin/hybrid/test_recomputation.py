@@ -15,20 +15,19 @@ from torch import Tensor, nn
 
 from colossal_hetero import BalanceConfig
 from colossal_hetero.planner.cost.plan import Plan
-from tests.parallel.plugin.hybrid.test_planned_run import train_planned
-from tests.parallel.plugin.unequal.test_unequal_replicas import PLANS, bert, gpt2, llama, loss_of, samples
+from tests.parallel.plugin.unequal import test_unequal_replicas as unequal
+from tests.parallel.plugin.unequal.test_unequal_replicas import loss_of, samples
+from tests.support.checks import Checks
 from tests.support.counted_memory import CountedMemory
-from tests.support.harness import run_ranks
 from tests.support.model_families import allow_cpu
+from tests.support.planned_runs import train_planned
 from tests.support.planning import make_plan, planned
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.sharding import randomize
-from tests.support.training import boost, pipeline_step, scripted, sgd, tiny_vit
+from tests.support.training import assert_same_parameters, boost, pipeline_step, scripted, sgd, tiny_vit
 
-STEPS = 2
+checks = Checks()
 DROPOUT = 0.2
-
-Result = tuple[list[float | None], dict[str, Tensor], int]
 
 
 def gpt2_with_dropout() -> nn.Module:
@@ -38,44 +37,28 @@ def gpt2_with_dropout() -> nn.Module:
 
 
 def llama_with_cache() -> nn.Module:
-    model = llama()
+    model = unequal.llama()
     model.config.use_cache = True
     return model
-
-
-def vit() -> nn.Module:
-    return tiny_vit(depth=4)
 
 
 def vit_with_dropout() -> nn.Module:
     return tiny_vit(depth=4, proj_drop_rate=DROPOUT, attn_drop_rate=DROPOUT, drop_path_rate=DROPOUT)
 
 
-MODELS = {
-    each.__name__: each for each in (bert, gpt2, llama, gpt2_with_dropout, llama_with_cache, vit, vit_with_dropout)
-}
+MODELS = unequal.MODELS | {each.__name__: each for each in (gpt2_with_dropout, llama_with_cache, vit_with_dropout)}
 
 
 def recomputing(plan: Plan, stages: Collection[tuple[int, int]]) -> Plan:
     """``plan`` in which these stages (replica, stage) recompute."""
-    return plan.model_copy(
-        update={
-            "replicas": tuple(
-                one.model_copy(
-                    update={
-                        "stages": tuple(
-                            stage.model_copy(update={"recompute": (number, index) in stages})
-                            for index, stage in enumerate(one.stages)
-                        )
-                    }
-                )
-                for number, one in enumerate(plan.replicas)
-            )
-        }
-    )
+    replicas = []
+    for number, one in enumerate(plan.replicas):
+        changed = (each.model_copy(update={"recompute": (number, k) in stages}) for k, each in enumerate(one.stages))
+        replicas.append(one.model_copy(update={"stages": tuple(changed)}))
+    return plan.model_copy(update={"replicas": tuple(replicas)})
 
 
-def train(plan: Plan, name: str, switched_on: bool = False) -> Result:
+def train(plan: Plan, name: str, switched_on: bool = False) -> tuple[list[float | None], dict[str, Tensor], int]:
     """Losses of this rank's replica, its parameters, and the bytes that its first micro-batch keeps for backward."""
     allow_cpu()
     torch.manual_seed(3)
@@ -97,14 +80,14 @@ def train(plan: Plan, name: str, switched_on: bool = False) -> Result:
             kept.append(memory.used_bytes())
 
     run.model.register_forward_hook(keep)
-    for step in range(STEPS):
+    for step in range(2):
         batch = samples("vit" if "vit" in name else name, step, plan.micro_batch * micro_batches, dtype)
         with memory:
             losses.append(pipeline_step(run, iter([batch]), loss_of))
     return losses, run.parameters, kept[0]
 
 
-EQUAL: dict[str, Plan] = {
+PLANS: dict[str, Plan] = unequal.PLANS | {
     "pp1": make_plan([[[0]]], [4], 2, 3),
     "pp2": make_plan([[[0], [1]]], [3, 1], 2, 4),
     "pp3": make_plan([[[2], [0], [1]]], [2, 1, 1], 2, 5),
@@ -114,10 +97,7 @@ EQUAL: dict[str, Plan] = {
 }
 
 
-Case = tuple[str, list[tuple[int, int]], str]
-"""Plan, its stages (replica, stage) that recompute, and model."""
-
-CASES: list[Case] = [
+CASES: list[tuple[str, list[tuple[int, int]], str]] = [
     ("pp2", [(0, 0)], "llama_with_cache"),
     ("pp2", [(0, 0)], "vit_with_dropout"),
     ("pp3", [(0, 1), (0, 2)], "gpt2_with_dropout"),
@@ -125,67 +105,53 @@ CASES: list[Case] = [
     # Dropout of tensor-parallel layers has a random state of its own.
     ("tp2 pp2", [(0, 1)], "gpt2_with_dropout"),
 ]
-THOROUGH: list[Case] = [
-    *(("pp2", [(0, 0)], name) for name in ("bert", "gpt2")),
-    ("pp1", [(0, 0)], "gpt2_with_dropout"),
-    ("dp2 pp2", [(0, 0), (1, 1)], "vit_with_dropout"),
-    ("tp2", [(0, 0)], "vit_with_dropout"),
-    ("2+1", [(0, 1)], "vit_with_dropout"),
-]
+"""Plan, its stages (replica, stage) that recompute, and model."""
+if IS_THOROUGH:
+    CASES += [("pp2", [(0, 0)], "bert"), ("pp2", [(0, 0)], "gpt2"), ("pp1", [(0, 0)], "gpt2_with_dropout")]
+    CASES += [("dp2 pp2", [(0, 0), (1, 1)], "vit_with_dropout"), ("tp2", [(0, 0)], "vit_with_dropout")]
+    CASES += [("2+1", [(0, 1)], "vit_with_dropout")]
 
 
-def train_each(cases: list[Case]) -> list[tuple[Result, Result]]:
-    """Each case without and with recomputation."""
-    plans = EQUAL | PLANS
-    return [(train(plans[plan], name), train(recomputing(plans[plan], stages), name)) for plan, stages, name in cases]
+@checks.if_thorough(1)
+@checks.on(2)
+@checks.on(3)
+@checks.on(4)
+def stages_recompute() -> None:
+    for plan, stages, name in CASES:
+        if PLANS[plan].world_size != dist.get_world_size():
+            continue
+        usual, found = train(PLANS[plan], name), train(recomputing(PLANS[plan], stages), name)
+        assert usual[0] == found[0], (plan, name)
+        assert_same_parameters(found[1], usual[1], f"{plan}, {name}")
+        if any(dist.get_rank() in PLANS[plan].replicas[number].stages[index].ranks for number, index in stages):
+            assert found[2] < 0.5 * usual[2], (plan, name)
+        else:
+            assert found[2] == usual[2], (plan, name)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4] if IS_THOROUGH else [2, 3, 4])
-def test_stages_recompute(ranks: int) -> None:
-    plans = EQUAL | PLANS
-    cases = [case for case in CASES + THOROUGH * IS_THOROUGH if plans[case[0]].world_size == ranks]
-    for rank, results in enumerate(run_ranks(ranks, train_each, cases, timeout_seconds=280)):
-        for (plan, stages, name), (usual, found) in zip(cases, results, strict=True):
-            what = f"{plan}, {name}, rank {rank}"
-            assert usual[0] == found[0], what
-            assert usual[1].keys() == found[1].keys()
-            for parameter, value in usual[1].items():
-                assert torch.equal(value, found[1][parameter]), f"{what}, {parameter}"
-            if any(rank in plans[plan].replicas[number].stages[index].ranks for number, index in stages):
-                assert found[2] < 0.5 * usual[2], what
-            else:
-                assert found[2] == usual[2], what
-
-
-def switch_on_twice() -> None:
-    plan = recomputing(EQUAL["pp1"], [(0, 0)])
+@checks.on(1)
+def what_the_script_switched_on_is_not_done_twice() -> None:
+    plan = recomputing(PLANS["pp1"], [(0, 0)])
     for name in ("gpt2", "vit"):
         _, usual, once = train(plan, name)
         _, found, both = train(plan, name, True)
-        assert usual.keys() == found.keys() and all(torch.equal(usual[each], found[each]) for each in usual), name
+        assert_same_parameters(found, usual, name)
         assert both == once, name
-
-
-def test_what_the_script_switched_on_is_not_done_twice() -> None:
-    run_ranks(1, switch_on_twice)
 
 
 def train_balanced(plan: Plan) -> list[float]:
     with scripted(lambda rank, iteration: 4.0 if rank == 3 else 1.0):
-        run = boost(planned(plan, balance=BalanceConfig(mode="migrate")), vit(), sgd)
+        run = boost(planned(plan, balance=BalanceConfig(mode="migrate")), tiny_vit(depth=4), sgd)
         losses = train_planned(run, 6)
     if dist.get_rank() > 1:
         assert max(run.plugin.balancer.plan.migrate) > 0
     return losses
 
 
-def train_balanced_twice() -> tuple[list[float], list[float]]:
-    return train_balanced(EQUAL["tp2 pp2"]), train_balanced(recomputing(EQUAL["tp2 pp2"], [(0, 1)]))
-
-
-def test_a_stage_that_recomputes_migrates_work_of_a_slow_rank() -> None:
-    for usual, found in run_ranks(4, train_balanced_twice):
-        assert found == pytest.approx(usual, rel=1e-6)
+@checks.on(4)
+def a_stage_that_recomputes_migrates_work_of_a_slow_rank() -> None:
+    plan = PLANS["tp2 pp2"]
+    assert train_balanced(recomputing(plan, [(0, 1)])) == pytest.approx(train_balanced(plan), rel=1e-6)
 
 
 class Plain(nn.Module):
@@ -205,15 +171,15 @@ class WithoutBlocks(nn.Linear):
         super().__init__(3, 3)
 
 
-def refuse() -> None:
+@checks.on(2)
+def models_whose_blocks_cannot_run_twice_are_refused_on_all_ranks() -> None:
     for model, words in (
         (Plain(), "Plain does not say that its blocks can run twice"),
         (WithoutBlocks(), "their blocks were not found: WithoutBlocks has no ModuleList"),
     ):
         with pytest.raises(ValueError, match=words):
-            boost(planned(recomputing(EQUAL["pp2"], [(0, 0)])), model, sgd)
+            boost(planned(recomputing(PLANS["pp2"], [(0, 0)])), model, sgd)
         dist.barrier()  # before groups are destroyed
 
 
-def test_models_whose_blocks_cannot_run_twice_are_refused_on_all_ranks() -> None:
-    run_ranks(2, refuse)
+test_on_ranks = checks.test()

@@ -1,15 +1,22 @@
-"""Overlapped ZeRO trains to the same weights as ZeRO without overlap, and nobody reads unfinished parameters."""
+"""Overlapped ZeRO trains to the same weights as ZeRO without overlap, nobody reads unfinished parameters, and as many
+bytes leave a rank in a synchronization as the planner assumes."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import io
+import itertools
 import math
+import os
+import socket
+import struct
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -17,36 +24,27 @@ import pytest
 import torch
 import torch.distributed as dist
 from colossalai.booster import Booster
-from colossalai.pipeline.schedule.v_schedule import PipelineGraph
 from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
 
+from colossal_hetero.planner.batches.batch_profile import PASSES
 from colossal_hetero.plugin.zero import late_parameters
 from colossal_hetero.plugin.zero.late_parameters import LateParameter
 from colossal_hetero.plugin.zero.overlapped_optimizer import OverlappedZeroOptimizer
+from tests.support import training
 from tests.support.checks import Checks
 from tests.support.harness import run_ranks
 from tests.support.language_models import gpt2, tokens
-from tests.support.training import (
-    assert_same_parameters,
-    boost,
-    ours,
-    pipeline_step,
-    sgd,
-    theirs,
-    tiny_vit,
-    zero_plugin,
-)
-from tests.support.training import train as train_vit
+from tests.support.planned_runs import ZERO_BUBBLE
+from tests.support.training import assert_same_parameters, boost, ours, pipeline_step, sgd, theirs, tiny_vit
 from tests.support.zero_runs import boosted, unmeasured
 
 checks = Checks()
-EPOCHS = 3
-"""Of three global batches each, and so of three steps."""
 ON = dict(overlap_communication=True, overlap_allgather=True)
 OFF = dict(overlap_communication=False, overlap_allgather=False)
-BUCKET = 150
-"""Elements of a bucket. The model has some parameters that are larger and some that are smaller."""
+BUCKET = 150  # elements; some parameters of the model are larger and some are smaller
 
 
 class Net(nn.Module):
@@ -54,6 +52,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(3)
         self.scale = nn.Parameter(torch.ones(7))
         self.first = nn.Linear(7, 14)
         self.unused = nn.Linear(3, 5)
@@ -78,29 +77,17 @@ class Net(nn.Module):
         return self.third(self.second(hidden) @ self.first.weight.t()[:, :7])
 
 
-def make_net() -> Net:
-    torch.manual_seed(3)
-    return Net()
-
-
 @contextmanager
 def finished_late() -> Iterator[None]:
     """A rank gets the result of an asynchronous gather when it waits for it, and not before."""
     gather = dist.all_gather_into_tensor
 
-    class Late:
-        def __init__(self, output: Tensor, result: Tensor, work: Any) -> None:
-            self.output, self.result, self.work = output, result, work
-
-        def wait(self) -> None:
-            self.work.wait()
-            self.output.copy_(self.result)
-
     def gather_late(output: Tensor, input: Tensor, group: Any = None, async_op: bool = False) -> Any:
         if not async_op:
             return gather(output, input, group=group)
         result = torch.empty_like(output)
-        return Late(output, result, gather(result, input.clone(), group=group, async_op=True))
+        work = gather(result, input.clone(), group=group, async_op=True)
+        return SimpleNamespace(wait=lambda: (work.wait(), output.copy_(result)))
 
     with patch.object(dist, "all_gather_into_tensor", gather_late), patch.object(late_parameters, "SMALL", 40):
         yield
@@ -111,16 +98,11 @@ def boosted_net(stage: int, optimizer_name: str, division: list[list[int]], **op
     # Batches are not divided again: what a rank uses of the model follows from the division.
     fixed: dict[str, Any] = dict(max_micro_batch=8, reallocate_above=math.inf, reduce_bucket_size_in_m=BUCKET / 2**20)
     fixed |= dict(samples=11, loader=dict(shuffle=True, seed=11), division=division)
-    return boosted(stage, make_net(), optimizer_name, **fixed, **options)[2:6]
+    return boosted(stage, Net(), optimizer_name, **fixed, **options)[2:6]
 
 
 def train(
-    stage: int,
-    optimizer_name: str,
-    division: list[list[int]],
-    options: dict[str, Any],
-    epochs: int = 2,
-    repeats: int = 0,
+    stage: int, optimizer_name: str, division: list[list[int]], epochs: int = 2, repeats: int = 0, **options: Any
 ) -> dict[str, Tensor]:
     """The parameters after training on uneven micro-batches."""
     model, optimizer, criterion, loader = boosted_net(stage, optimizer_name, division, **options)
@@ -140,17 +122,14 @@ def train(
 
 TWO = [[4, 3], [2, 2]]
 THREE = [[2, 1], [3, 0], [1, 4]]
-CASES: dict[int, list[dict[str, Any]]] = {
+CASES: dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
     2: [
-        dict(stage=1, optimizer_name="sgd", division=TWO, epochs=EPOCHS),
-        dict(stage=2, optimizer_name="adamw", division=TWO, options=dict(max_norm=0.2)),
-        dict(stage=1, optimizer_name="adamw", division=[[5], [6]], options=dict(precision="bf16")),
-        dict(stage=1, optimizer_name="sgd", division=[[5], [6]], repeats=2),
+        ((1, "sgd", TWO), dict(epochs=3)),
+        ((2, "adamw", TWO), dict(max_norm=0.2)),
+        ((1, "adamw", [[5], [6]]), dict(precision="bf16")),
+        ((1, "sgd", [[5], [6]]), dict(repeats=2)),
     ],
-    3: [
-        dict(stage=1, optimizer_name="adamw", division=THREE, options=dict(max_norm=0.2), epochs=EPOCHS),
-        dict(stage=2, optimizer_name="sgd", division=THREE),
-    ],
+    3: [((1, "adamw", THREE), dict(max_norm=0.2, epochs=3)), ((2, "sgd", THREE), {})],
 }
 
 
@@ -158,25 +137,21 @@ CASES: dict[int, list[dict[str, Any]]] = {
 @checks.on(3)
 @unmeasured
 def training_equals_that_without_overlap() -> None:
-    ranks = dist.get_world_size()
-    for case in CASES[ranks]:
-        arguments = {"options": {}} | case
+    for number, (case, options) in enumerate(CASES[dist.get_world_size()]):
         with finished_late():
-            overlapped = train(**(arguments | dict(options=arguments["options"] | ON)))
-        for name, expected in train(**(arguments | dict(options=arguments["options"] | OFF))).items():
-            if ranks == 2 and not {"options", "repeats"} & case.keys():
-                assert torch.equal(overlapped[name], expected), (case, name)
-            # Three ranks are summed, and norms are computed, in another order.
-            where = f"{case} {name}"
-            torch.testing.assert_close(
-                overlapped[name], expected, rtol=1e-3, atol=1e-5, msg=lambda text, where=where: f"{where}: {text}"
-            )
+            overlapped = train(*case, **options, **ON)
+        expected = train(*case, **options, **OFF)
+        if number == 0 and dist.get_world_size() == 2:
+            assert_same_parameters(overlapped, expected, str(case))
+        # Three ranks are summed, and norms are computed, in another order.
+        torch.testing.assert_close(
+            overlapped, expected, rtol=1e-3, atol=1e-5, msg=lambda text, case=case: f"{case}: {text}"
+        )
 
 
 @checks.on(2)
 @unmeasured
 def communication_starts_in_the_backward_pass_and_ends_in_the_next_forward_pass() -> None:
-    """Which weights are late after a step and in the first layer's forward pass: of the first and the last layer."""
     model, optimizer, criterion, loader = boosted_net(1, "sgd", [[5], [6]], **ON)
     net, events = model.unwrap(), []
     reduce_scatter = dist.reduce_scatter_tensor
@@ -197,7 +172,7 @@ def communication_starts_in_the_backward_pass_and_ends_in_the_next_forward_pass(
     def late() -> list[bool]:
         return [isinstance(layer.weight, LateParameter) for layer in (net.first, net.third)]
 
-    after_step, in_forward = [], []
+    after_step, in_forward = [], list[bool]()
     with patch.object(dist, "reduce_scatter_tensor", recorded), finished_late():
         for number, (inputs, targets) in enumerate(loader):
             if number == 1:
@@ -212,23 +187,20 @@ def communication_starts_in_the_backward_pass_and_ends_in_the_next_forward_pass(
             optimizer.zero_grad()
             after_step = late()
     assert events.index("last layer") < events.index("sum") < events.index("first layer")
-    assert events[-1] == "sum"
-    assert after_step == [True, True]
-    assert in_forward == [False, True]
+    assert events[-1] == "sum" and after_step == [True, True] and in_forward == [False, True]
 
 
 READERS = ["state_dict", "evaluation", "shared", "listed", "copied", "pickled", "stepped", "saved", "assigned"]
 
 
 @unmeasured
-def read_after_step(folder: str) -> dict[str, list[Tensor]]:
-    """By who reads the first layer's weight after a step: what is read, and what is right."""
+def read_after_step(folder: Path) -> None:
     model, optimizer, criterion, loader = boosted_net(1, "sgd", [[5], [6]], **ON)
     net = model.unwrap()
     parameters, names = zip(*((value, name) for name, value in net.named_parameters()), strict=True)
     second = nn.Linear(7, 14)
     second.weight, second.bias = net.first.weight, net.first.bias
-    path = Path(folder, "model.pt")
+    path = folder / "model.pt"
 
     def read(reader: str, inputs: Tensor) -> Tensor:
         if reader == "state_dict":
@@ -253,7 +225,7 @@ def read_after_step(folder: str) -> dict[str, list[Tensor]]:
             type(optimizer).step(optimizer)
             return net.first.weight.detach().clone()
         if reader == "saved":
-            Booster(plugin=zero_plugin(1, 11)).save_model(model, str(path))
+            Booster(plugin=training.zero_plugin(1, 11)).save_model(model, str(path))
             dist.barrier()
             return torch.load(path, weights_only=True)["first.weight"]
         # The gather does not overwrite what is written.
@@ -261,8 +233,7 @@ def read_after_step(folder: str) -> dict[str, list[Tensor]]:
             net.first.weight.fill_(2.0)
         return torch.full((14, 7), 2.0)
 
-    found = {}
-    batches = (batch for epoch in range(EPOCHS) for batch in loader)
+    batches = (batch for epoch in range(3) for batch in loader)
     with finished_late():
         for reader in READERS:
             inputs, targets = next(batches)
@@ -274,30 +245,11 @@ def read_after_step(folder: str) -> dict[str, list[Tensor]]:
             # Only rank 0 reads what it saves.
             assert type(net.first.weight) is nn.Parameter or (reader == "saved" and dist.get_rank() > 0), reader
             optimizer._force_wait_all_gather()
-            found[reader] = [value, net.first.weight.detach().clone()]
-    return found
+            torch.testing.assert_close(value, net.first.weight.detach(), rtol=1e-6, atol=1e-6, msg=reader)
 
 
 def test_nobody_reads_unfinished_parameters(tmp_path: Path) -> None:
-    for found in run_ranks(2, read_after_step, str(tmp_path)):
-        for reader in READERS:
-            read, expected = found[reader]
-            torch.testing.assert_close(
-                read, expected, rtol=1e-6, atol=1e-6, msg=lambda text, reader=reader: f"{reader}: {text}"
-            )
-
-
-def train_late(model: Any, optimizer: Any, criterion: Any, loader: Any) -> None:
-    with finished_late():
-        for number, (inputs, targets) in enumerate(loader):
-            try:
-                loss = criterion(model(inputs), targets)
-            except ValueError:
-                assert number == 1
-                raise
-            optimizer.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
+    run_ranks(2, read_after_step, tmp_path)
 
 
 @checks.on(2)
@@ -313,19 +265,18 @@ def late_parameters_of_compiled_models_are_refused() -> None:
             net.second.compile(backend="eager")
         else:
             model = torch.compile(model, backend="eager")
-        with pytest.raises(ValueError, match=words.format(name)):
-            train_late(model, optimizer, criterion, loader)
+        steps = 0
+        with finished_late(), pytest.raises(ValueError, match=words.format(name)):
+            for inputs, targets in loader:
+                optimizer.backward(criterion(model(inputs), targets))
+                optimizer.step()
+                optimizer.zero_grad()
+                steps += 1
+        assert steps == 1
         optimizer._force_wait_all_gather()
 
 
-STEPS = 3
-
-
-def zero_bubble(microbatches: int) -> dict[str, Any]:
-    """Plugin arguments for a zero-bubble schedule of two stages."""
-    costs = dict(f_cost=6, b_cost=6, w_cost=6, c_cost=6, f_mem=1.5, b_mem=-0.75, w_mem=-0.75)
-    schedule = PipelineGraph(n_stage=2, n_micro=microbatches, **costs).get_v_schedule()
-    return dict(pp_style="zbv", num_model_chunks=2, scheduler_nodes=schedule, num_microbatches=microbatches)
+# The hybrid plugin --------------------------------------------------------------------------------------------------
 
 
 HYBRID: dict[int, list[tuple[dict[str, Any], int]]] = {
@@ -333,7 +284,7 @@ HYBRID: dict[int, list[tuple[dict[str, Any], int]]] = {
     4: [
         (dict(tp_size=1, pp_size=2, num_microbatches=2), 1),
         (dict(tp_size=1, pp_size=2, num_microbatches=2, pp_style="interleaved", num_model_chunks=2), 1),
-        (dict(tp_size=1, pp_size=2, **zero_bubble(microbatches=6)), 1),
+        (dict(tp_size=1, pp_size=2, **ZERO_BUBBLE), 1),
         (dict(tp_size=2), 2),
     ],
 }
@@ -351,19 +302,20 @@ def the_hybrid_plugin_trains_to_the_weights_of_colossal_ai() -> None:
         sync_grad(optimizer)
 
     for options, accumulation in HYBRID[dist.get_world_size()]:
-        common = options | dict(precision="bf16", zero_stage=1, zero_bucket_size_in_m=500 / 2**20)
+        common = options | MANY | dict(precision="bf16", zero_stage=1)
 
         def trained(plugin: Any, accumulation: int = accumulation) -> dict[str, Tensor]:
-            return train_vit(boost(plugin, tiny_vit(depth=4), sgd), STEPS, accumulation).parameters
+            return training.train(boost(plugin, tiny_vit(depth=4), sgd), 3, accumulation).parameters
 
         started.clear()
         with finished_late(), patch.object(OverlappedZeroOptimizer, "_sync_grad", recorded):
             overlapped = trained(ours(**common, **ON))
-        assert len(started) == (STEPS if "pp_size" in options else 0), options
+        assert len(started) == (3 if "pp_size" in options else 0), options
         assert all((launched > 0) == (options.get("pp_style") != "zbv") for launched in started), (options, started)
         assert_same_parameters(overlapped, trained(theirs(**common, **OFF)), str(options))
 
 
+MANY = dict(zero_bucket_size_in_m=500 / 2**20)
 SEQUENCE = dict(
     enable_sequence_parallelism=True, sequence_parallelism_mode="split_gather", make_vocab_size_divisible_by=4
 )
@@ -371,15 +323,7 @@ SEQUENCE = dict(
 
 @checks.on(4)
 def a_pipeline_with_sequence_parallelism_sums_gradients_after_its_passes() -> None:
-    common = dict(
-        tp_size=2,
-        pp_size=2,
-        num_microbatches=2,
-        precision="bf16",
-        zero_stage=1,
-        zero_bucket_size_in_m=500 / 2**20,
-        **SEQUENCE,
-    )
+    common = dict(tp_size=2, pp_size=2, num_microbatches=2, precision="bf16", zero_stage=1, **MANY, **SEQUENCE)
     found = []
     for plugin in (ours(**common, **ON), theirs(custom_policy=None, **common, **OFF)):
         run = boost(plugin, gpt2(), sgd)
@@ -410,10 +354,8 @@ def train_accumulating(plugin: Any, first_is_summed: bool) -> list[Tensor]:
 def parts_of_sequences_are_summed_once_for_several_backward_passes() -> None:
     common = dict(tp_size=2, precision="fp32", **SEQUENCE)
     expected = train_accumulating(theirs(custom_policy=None, **common), first_is_summed=False)
-    stages = ((1, False), (1, True), (2, True))
-    many = dict(zero_bucket_size_in_m=500 / 2**20)
-    for stage, sums in stages:
-        values = train_accumulating(ours(**common, **many, zero_stage=stage), sums)
+    for stage, sums in ((1, False), (1, True), (2, True)):
+        values = train_accumulating(ours(**common, **MANY, zero_stage=stage), sums)
         torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -451,8 +393,72 @@ def whole_gradients_are_released_while_others_are_summed() -> None:
     inputs, targets = next(iter(loader))
     with patch.object(dist, "reduce_scatter_tensor", recorded):
         optimizer.backward(criterion(model(inputs), targets))
-    assert len(counts) >= 4
-    assert max(counts) <= 3
+    assert len(counts) >= 4 and max(counts) <= 3
+
+
+# Bytes --------------------------------------------------------------------------------------------------------------
+
+
+WIDTH = 300
+TCP_INFO = struct.Struct("=B23xI92xQ16xI")
+"""Of Linux's ``tcp_info``: state, packets without confirmation, bytes confirmed so far, bytes that wait to be sent."""
+ESTABLISHED = 1  # the state of a connection that is open at both ends
+
+
+def sent_bytes() -> int:
+    """Bytes that this process has sent over its TCP connections and that have arrived, headers of messages included."""
+    return sum(arrived_bytes(int(number)) for number in os.listdir("/proc/self/fd"))
+
+
+def arrived_bytes(descriptor: int) -> int:
+    try:
+        if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
+            return 0
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+                return 0
+            while True:
+                information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO.size)
+                state, unconfirmed, arrived, waiting = TCP_INFO.unpack(information)
+                if state != ESTABLISHED or not (unconfirmed or waiting):
+                    return arrived
+                time.sleep(0.001)
+    except OSError:  # closed meanwhile
+        return 0
+
+
+WRAPPED = dict(auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+SENT: list[tuple[int, dict[str, Any], float, float]] = [
+    (0, {}, PASSES[0], 0),
+    (1, {}, PASSES[1], 1),
+    (1, dict(overlap_communication=False), PASSES[1], 1),
+    (2, {}, PASSES[2], 1),
+    (3, WRAPPED, PASSES[3], 0),
+    (3, {}, 2, 0),
+]
+"""Stage, options of the plugin, and how often the bytes cross the network in the passes and in the step."""
+
+
+@checks.on(2)
+@unmeasured
+def synchronization_sends_as_much_as_the_planner_assumes() -> None:
+    for stage, options, *expected in SENT:
+        torch.manual_seed(3)
+        model, samples = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))), 12
+        data = TensorDataset(torch.randn(samples, WIDTH), torch.arange(samples))
+        fixed: dict[str, Any] = dict(samples=4, max_micro_batch=2, division=[[2], [2]])
+        _, _, model, optimizer, criterion, loader, _ = boosted(stage, model, "sgd", data, **fixed, **options)
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            dist.barrier()
+            counts = [sent_bytes()]
+            optimizer.backward(criterion(model(inputs), targets))
+            counts.append(sent_bytes())
+            optimizer.step()
+            counts.append(sent_bytes())
+        message = 3 * WIDTH * (WIDTH + 1) * 4 / 2  # half of the model's bytes
+        sent = [(after - before) / message for before, after in itertools.pairwise(counts)]
+        assert sent == pytest.approx(expected, rel=0.01, abs=0.01), (stage, options)
 
 
 test_on_ranks = checks.test()

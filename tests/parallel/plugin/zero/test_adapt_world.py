@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from colossalai.booster import Booster
 from colossalai.cluster import DistCoordinator
-from torch import nn
+from torch import Tensor, nn
 
-from colossal_hetero import BatchConfig, HeteroZeroPlugin
+from colossal_hetero import BatchConfig
 from colossal_hetero.planner.batches.batch_profile import save_profile
 from colossal_hetero.planner.cluster.topology import MeasuredLink
 from colossal_hetero.profiling.rank_profiler import describe
+from tests.support import zero_runs
 from tests.support.harness import answer, start_ranks
-from tests.support.zero_runs import Numbered, equal_devices, fit, global_batches, make_model, make_optimizer
+from tests.support.zero_runs import Numbered, boosted, equal_devices, fit, global_batches, make_model
 
 GLOBAL_BATCH = 9
 
@@ -25,37 +25,27 @@ GLOBAL_BATCH = 9
 def write_profile(path: Path, stage: int, slow_links: dict[tuple[int, int], float], ranks: int) -> None:
     """A profile of equal devices, a second per sample, whose links take a tenth of a second, others as given."""
     profile = equal_devices(None, describe(make_model()), stage=stage, replica_of=range(ranks))
-    pairs = [(a, b) for a in range(ranks) for b in range(a + 1, ranks)]
+    seconds = {(a, b): slow_links.get((a, b), 0.1) for a in range(ranks) for b in range(a + 1, ranks)}
     links = tuple(
-        MeasuredLink(ranks=pair, protocol="gloo", latency_seconds=slow_links.get(pair, 0.1), bytes_per_second=1e12)
-        for pair in pairs
+        MeasuredLink(ranks=pair, protocol="gloo", latency_seconds=latency, bytes_per_second=1e12)
+        for pair, latency in seconds.items()
     )
-    longest = max(slow_links.get(pair, 0.1) for pair in pairs)
-    save_profile(profile.model_copy(update={"links": links, "communication_seconds": longest}), path)
+    save_profile(profile.model_copy(update={"links": links, "communication_seconds": max(seconds.values())}), path)
 
 
-def train(path: Path, stage: int) -> dict[str, Any]:
-    coordinator, launched = DistCoordinator(), dist.get_rank()
-    plugin = HeteroZeroPlugin(stage, batches=BatchConfig(global_batch_size=GLOBAL_BATCH, method="adapt", profile=path))
-    model, loader = make_model(), plugin.prepare_dataloader(Numbered())
-    optimizer = make_optimizer(model, "adamw")
-    model, optimizer, criterion, loader, _ = Booster(plugin=plugin).boost(
-        model, optimizer, nn.CrossEntropyLoss(), loader
-    )
-    seen = []
-    for inputs, labels in loader:
-        seen += inputs[:, 7].int().tolist()
-        optimizer.backward(criterion(model(inputs), labels))
-        optimizer.step()
-        optimizer.zero_grad()
-    with torch.no_grad():
-        return {
-            "launched": launched,
-            "rank": (dist.get_rank(), plugin.rank, coordinator.rank, coordinator.world_size),
-            "shares": [share.samples for share in plugin.allocation.shares],
-            "logits": model(Numbered().inputs),
-            "seen": seen,
-        }
+def train(path: Path, stage: int) -> tuple[tuple[int, ...], int, Tensor, list[int]]:
+    """Ranks of this process, samples of all, the logits of all samples after training, and the samples seen here."""
+    coordinator, seen = DistCoordinator(), list[int]()
+    run = boosted(stage, None, "adamw", samples=GLOBAL_BATCH, method="adapt", profile=path)
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        seen.extend(batch[0][:, 7].int().tolist())
+        return zero_runs.loss_of(model, batch)
+
+    run.fit(loss_of)
+    ranks = dist.get_rank(), run.plugin.rank, coordinator.rank, coordinator.world_size
+    samples = sum(share.samples for share in run.plugin.allocation.shares)
+    return ranks, samples, run.model(Numbered().inputs).detach(), seen
 
 
 @pytest.mark.parametrize(
@@ -74,17 +64,18 @@ def test_training_without_devices_that_slow_down_the_others(
     with start_ranks(ranks, train, tmp_path / "profile.json", stage) as started:
         answers = [answer(receiver) for _, receiver in started]
     alone = make_model()
-    fit(alone, make_optimizer(alone, "adamw"), global_batches(Numbered(), GLOBAL_BATCH))
+    fit(alone, zero_runs.make_optimizer(alone, "adamw"), global_batches(Numbered(), GLOBAL_BATCH))
+    all_seen: set[int] = set()
     for rank, (succeeded, result) in enumerate(answers):
         if rank not in ring:
             assert not succeeded and "SystemExit: 0" in result, result
             continue
         assert succeeded, result
-        new = ring.index(rank)
-        assert result["rank"] == (new, new, new, len(ring)) and sum(result["shares"]) == GLOBAL_BATCH
-        torch.testing.assert_close(result["logits"], alone(Numbered().inputs), rtol=1e-5, atol=1e-6)
-    seen = {number for succeeded, result in answers if succeeded for number in result["seen"]}
-    assert seen == set(range(len(Numbered())))
+        (*numbers, size), samples, logits, seen = result
+        assert numbers == [ring.index(rank)] * 3 and size == len(ring) and samples == GLOBAL_BATCH
+        torch.testing.assert_close(logits, alone(Numbered().inputs), rtol=1e-5, atol=1e-6)
+        all_seen.update(seen)
+    assert all_seen == set(range(len(Numbered())))
 
 
 @pytest.mark.parametrize("others", [{"profile": "p.json"}, {"method": "adapt"}])

@@ -1,37 +1,33 @@
-"""What training scripts for Colossal-AI do beside training works with HeteroZeroPlugin too."""
+"""What training scripts for Colossal-AI do beside training works with HeteroZeroPlugin too: transformers, loaders with
+a batch size, frozen parameters, adapters (LoRA), and an optimizer of some of the parameters only."""
 
 from __future__ import annotations
 
 import gc
 import warnings
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from colossalai.booster import Booster
 from colossalai.nn.optimizer import Lamb
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import BertConfig, BertForSequenceClassification
 
-from tests.parallel.plugin.zero.test_lowest_zero_stage import at_each_stage
+from tests.support import zero_runs
 from tests.support.checks import Checks, of_all_ranks
+from tests.support.harness import run_ranks
+from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import zero_plugin
-from tests.support.zero_runs import (
-    Numbered,
-    assert_trained,
-    boosted,
-    fit,
-    flat,
-    global_batches,
-    make_model,
-    make_optimizer,
-    unmeasured,
-)
+from tests.support.zero_runs import Numbered, assert_trained, boosted, fit, flat, global_batches, make_model, unmeasured
 
 checks = Checks()
-DIVISION = [[3, 2], [1, 2]]
+GLOBAL_BATCH = 8
+DIVISION = {2: [[3, 2], [1, 2]], 3: [[2, 1], [1, 0], [3, 1]]}
 
 
 class Sentences(Dataset):
@@ -41,8 +37,7 @@ class Sentences(Dataset):
         return 21
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        generator = torch.Generator().manual_seed(index)
-        words = torch.randint(1, 50, (8,), generator=generator)
+        words = torch.randint(1, 50, (8,), generator=torch.Generator().manual_seed(index))
         words[3 + index % 5 :] = 0
         return {"input_ids": words, "attention_mask": (words > 0).long(), "labels": torch.tensor(index % 2)}
 
@@ -50,23 +45,22 @@ class Sentences(Dataset):
 def make_transformer(recomputes: bool = False) -> nn.Module:
     torch.manual_seed(0)
     sizes = dict(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
-    model = BertForSequenceClassification(
-        BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=8)
-    )
+    drops = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    model = BertForSequenceClassification(BertConfig(**sizes, **drops, max_position_embeddings=8))
     model.train()
     if recomputes:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
 
-def fine_tune(stage: int, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, recomputes: bool = True) -> Any:
-    model = make_transformer(recomputes)
-    optimizer = optimizer(model.parameters(), lr=0.05)
-    return boosted(stage, model, optimizer, Sentences(), criterion=None, division=DIVISION).fit(own_loss)
-
-
 def own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return model(**batch).loss
+
+
+def fine_tune(stage: int, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, recomputes: bool = True) -> Any:
+    model = make_transformer(recomputes)
+    made = optimizer(model.parameters(), lr=0.05)
+    return boosted(stage, model, made, Sentences(), criterion=None, division=DIVISION[2]).fit(own_loss)
 
 
 @checks.on(2)
@@ -75,7 +69,8 @@ def fine_tuning_a_transformer_equals_that_of_one_process() -> None:
     """A transformer that recomputes at each stage, and one that Colossal-AI's own optimizer trains."""
     model = make_transformer()
     expected = fit(model, torch.optim.SGD(model.parameters(), lr=0.05), global_batches(Sentences(), 8), own_loss)
-    assert_trained([at_each_stage(fine_tune)], (0, 1, 2, 3), expected, atol=1e-5)
+    stages = (0, 1, 2, 3)
+    assert_trained([[fine_tune(stage) for stage in stages]], stages, expected, atol=1e-5)
     one, other = of_all_ranks(fine_tune(1, Lamb, False))
     assert one.isfinite().all() and torch.equal(one, other)
 
@@ -83,32 +78,24 @@ def fine_tuning_a_transformer_equals_that_of_one_process() -> None:
 @checks.on(2)
 @unmeasured
 def unequal_collectives_are_refused() -> None:
-    class Synced(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net, self.norm = make_model(), nn.SyncBatchNorm(3)
-
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            return self.net(inputs)
-
+    model = make_model()
+    model.synced = nn.SyncBatchNorm(3)
     with pytest.raises(ValueError, match="SyncBatchNorm"):
-        boosted(1, Synced(), accumulation="per_rank")
+        boosted(1, model, accumulation="per_rank")
 
 
 @checks.on(2, 0)
 @checks.on(2, 3)
 @unmeasured
 def a_loader_with_a_batch_size_is_used(stage: int) -> None:
-    plugin = zero_plugin(stage, 8)
+    plugin = zero_plugin(stage, GLOBAL_BATCH)
     plain = plugin.prepare_dataloader(Numbered(), batch_size=4, shuffle=True)
     evaluation = plugin.prepare_dataloader(Numbered(), batch_size=4)
     model = make_model()
-    optimizer = make_optimizer(model, "sgd")
+    optimizer, criterion = zero_runs.make_optimizer(model, "sgd"), nn.CrossEntropyLoss()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model, optimizer, criterion, loader, _ = Booster(plugin=plugin).boost(
-            model, optimizer, nn.CrossEntropyLoss(), plain
-        )
+        model, optimizer, _, loader, _ = Booster(plugin=plugin).boost(model, optimizer, criterion, plain)
     (warning,) = (each for each in caught if "batch_size=4 is not used" in str(each.message))
     assert warning.filename == __file__  # the warning names the user's line
     inputs, targets = next(iter(DataLoader(Numbered(), 4)))
@@ -125,8 +112,7 @@ def a_loader_with_a_batch_size_is_used(stage: int) -> None:
 def a_model_without_an_optimizer_is_evaluated() -> None:
     for stage in (0, 2, 3):
         model = Booster(plugin=zero_plugin(stage, 8)).boost(make_model())[0]
-        model.eval()
-        assert model(torch.zeros(2, 8)).shape == (2, 3), stage
+        assert model.eval()(torch.zeros(2, 8)).shape == (2, 3), stage
 
 
 @checks.on(2)
@@ -134,49 +120,171 @@ def a_model_without_an_optimizer_is_evaluated() -> None:
 def a_placeholder_whose_loss_is_not_a_number_has_no_effect() -> None:
     """A rank without samples has a placeholder sample, and the loss is a mean over zero labels."""
     for stage in range(4):
-        _, _, model, optimizer, criterion, loader, _ = boosted(stage, division=[[8], [0]])
-        for inputs, targets in loader:
-            labels = targets if loader.current.samples else torch.full_like(targets, criterion.ignore_index)
-            loss = criterion(model(inputs), labels)
-            assert loss.isfinite() or not loader.current.samples
-            optimizer.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        assert flat(model).isfinite().all(), stage
+        run = boosted(stage, division=[[8], [0]])
+
+        def loss_of(model: nn.Module, batch: Any, run: Any = run) -> torch.Tensor:
+            inputs, targets = batch
+            has_samples = run.loader.current.samples > 0
+            labels = targets if has_samples else torch.full_like(targets, run.criterion.ignore_index)
+            loss = run.criterion(model(inputs), labels)
+            assert loss.isfinite() or not has_samples
+            return loss
+
+        assert run.fit(loss_of).isfinite().all(), stage
 
 
-@checks.on(2, 0)
-@checks.on(2, 1)
-@checks.on(2, 2)
-@checks.on(2, 3)
-def tensors_of_measuring_are_freed(stage: int) -> None:
-    seen: list[weakref.ref] = []
+@checks.on(2)
+def tensors_of_measuring_are_freed() -> None:
+    for stage in range(4):
+        seen: list[weakref.ref] = []
 
-    class Watched(Numbered):
-        def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-            inputs, targets = super().__getitem__(index)
-            seen.append(weakref.ref(inputs))
-            return inputs, targets
+        class Watched(Numbered):
+            def __getitem__(self, index: int, seen: Any = seen) -> tuple[torch.Tensor, torch.Tensor]:
+                inputs, targets = super().__getitem__(index)
+                seen.append(weakref.ref(inputs))
+                return inputs, targets
 
-    model = make_model()
-    model.second.register_forward_hook(lambda module, inputs, output: seen.append(weakref.ref(output)))
-    kept = boosted(stage, model, data=Watched())
-    gc.collect()
-    assert kept and len(seen) > 8
-    assert all(each() is None for each in seen)
-
-
-def adafactor(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor(model.parameters(), lr=0.05)
+        model = make_model()
+        model.second.register_forward_hook(lambda module, inputs, output, seen=seen: seen.append(weakref.ref(output)))
+        kept = boosted(stage, model, data=Watched())
+        gc.collect()
+        assert kept and len(seen) > 8 and all(each() is None for each in seen), stage
 
 
 @checks.on(2)
 @unmeasured
 def optimizers_of_whole_matrices_are_not_sharded() -> None:
+    def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adafactor(model.parameters(), lr=0.05)
+
     for stage in (1, 2, 3):
         with pytest.raises(ValueError, match=rf"^Adafactor cannot be sharded by ZeRO \(stage={stage}\), because"):
             boosted(stage, None, adafactor)
     assert boosted("auto", None, adafactor).plugin.stage == 0
+
+
+# A part of the parameters -------------------------------------------------------------------------------------------
+
+
+def make_lora(booster: Booster | None = None) -> nn.Module:
+    """BERT with adapters of random weights; only they and the classifier are trained."""
+    config = LoraConfig(task_type="SEQ_CLS", r=3, lora_alpha=6, lora_dropout=0.0, init_lora_weights=False)
+    base = make_transformer()
+    torch.manual_seed(7)
+    return get_peft_model(base, config) if booster is None else booster.enable_lora(base, lora_config=config)
+
+
+def make_lora_optimizer(model: nn.Module, all_parameters: bool) -> torch.optim.Optimizer:
+    values = [value for value in model.parameters() if all_parameters or value.requires_grad]
+    return torch.optim.SGD(values, lr=0.05, momentum=0.9)
+
+
+def train_lora(stage: int | str, all_parameters: bool, max_norm: float, folder: str) -> list[torch.Tensor]:
+    """Train an epoch, save, train, load, train again. Returns the parameters after each training."""
+    plugin = zero_plugin(stage, GLOBAL_BATCH, max_norm=max_norm)
+    booster = Booster(plugin=plugin)
+    loader = plugin.prepare_dataloader(Sentences())
+    model = make_lora(booster)
+    optimizer = make_lora_optimizer(model, all_parameters)
+    model, optimizer, _, loader, _ = booster.boost(model, optimizer, dataloader=loader)
+    division = DIVISION[torch.distributed.get_world_size()]
+    loader.divide_by(lambda samples: zero_runs.sizes_by_rank(division, samples))
+    found = [fit(model, optimizer, loader, own_loss)]
+    booster.save_lora_as_pretrained(model, f"{folder}/adapters")
+    booster.save_model(model, f"{folder}/model.pt")
+    booster.save_optimizer(optimizer, f"{folder}/optimizer", shard=True)
+    torch.distributed.barrier()
+    for _ in range(2):
+        found.append(fit(model, optimizer, loader, own_loss))
+        booster.load_model(model, f"{folder}/model.pt")
+        booster.load_optimizer(optimizer, f"{folder}/optimizer")
+    return found
+
+
+def train_lora_alone(epochs: int, max_norm: float) -> nn.Module:
+    model = make_lora()
+    optimizer = make_lora_optimizer(model, all_parameters=False)
+    fit(model, optimizer, global_batches(Sentences(), GLOBAL_BATCH) * epochs, own_loss, max_norm)
+    return model
+
+
+LORA_CASES: list[tuple[int | str, bool, float]] = [*((stage, False, 0.0) for stage in (0, 1, 2)), (0, True, 0.05)]
+"""Stage, whether the optimizer has the frozen parameters, and the norm to clip to."""
+LORA_CASES += [("auto", False, 0.0)] * IS_THOROUGH
+
+
+@unmeasured
+def train_each_lora(folder: str) -> list[list[torch.Tensor]]:
+    return [train_lora(*case, f"{folder}/{number}") for number, case in enumerate(LORA_CASES)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3] if IS_THOROUGH else [2])
+def test_adapters_are_trained_as_in_one_process(ranks: int, tmp_path: Path) -> None:
+    for number in range(len(LORA_CASES)):
+        (tmp_path / str(number)).mkdir()
+    results = run_ranks(ranks, train_each_lora, str(tmp_path), timeout_seconds=280)
+    shapes: list[dict[str, Any]] = []
+    for number, (stage, _, max_norm) in enumerate(LORA_CASES):
+        models = [train_lora_alone(epochs, max_norm) for epochs in (1, 2)]
+        once, twice = map(flat, models)
+        cases = [f"stage {stage}, {when}" for when in ("saved", "trained on", "loaded and trained on")]
+        assert_trained([result[number] for result in results], cases, (once, twice, twice), atol=1e-5)
+        saved = PeftModel.from_pretrained(make_transformer(), str(tmp_path / str(number) / "adapters"))
+        trained = {name: value for name, value in models[0].named_parameters() if value.requires_grad}
+        there = dict(saved.named_parameters())
+        assert trained and trained.keys() <= there.keys()
+        for name, value in trained.items():
+            torch.testing.assert_close(there[name], value, rtol=1e-4, atol=1e-5, msg=f"stage {stage}: {name}")
+        # A model that was saved at one stage can be loaded at any other: names and shapes are the same.
+        weights = torch.load(tmp_path / str(number) / "model.pt", weights_only=True)
+        shapes.append({name: value.shape for name, value in weights.items()})
+        assert shapes[-1] == shapes[0]
+
+
+def of_the_last_layer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.second.parameters(), lr=0.1, momentum=0.9)
+
+
+@checks.on(2)
+@unmeasured
+def parameters_that_are_not_in_the_optimizer_stay_as_they_are() -> None:
+    """The optimizer has the last layer only, although no parameter is frozen."""
+    model = make_model()
+    expected = fit(model, of_the_last_layer(model), global_batches(Numbered(), GLOBAL_BATCH))
+    found = [boosted(stage, None, of_the_last_layer, division=DIVISION[2]).fit() for stage in (0, 3)]
+    assert_trained([found], (0, 3), expected)
+
+
+class Angular(nn.Module):
+    """A criterion with parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(outputs * self.scale, targets)
+
+
+@checks.on(2)
+def optimizers_that_would_train_something_else_are_refused() -> None:
+    for stage in (0, 3, "auto"):
+        model, criterion = make_model(), Angular()
+        optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.1)
+        with pytest.raises(ValueError, match="1 of 7 parameters of the optimizer are not in the model"):
+            boosted(stage, model, optimizer, criterion=criterion)
+    for stage in (0, 1):
+        plugin = zero_plugin(stage, GLOBAL_BATCH)
+        booster, base = Booster(plugin=plugin), make_transformer()
+        optimizer = torch.optim.SGD(base.parameters(), lr=0.1)
+        model = booster.enable_lora(base, lora_config=LoraConfig(task_type="SEQ_CLS", r=2))
+        with pytest.raises(ValueError, match=r"such as .*lora_A.*are not in the optimizer"):
+            booster.boost(model, optimizer, dataloader=plugin.prepare_dataloader(Sentences()))
+    with pytest.raises(ValueError, match="LoRA at stage 3 is not possible"):
+        config = LoraConfig(task_type="SEQ_CLS", r=2)
+        Booster(plugin=zero_plugin(3, GLOBAL_BATCH)).enable_lora(make_transformer(), lora_config=config)
+    with pytest.raises(RuntimeError, match=r"on the meta device, .*; create the model on a device"):
+        boosted(3, make_model().to("meta"))
 
 
 test_on_ranks = checks.test()

@@ -1,0 +1,292 @@
+"""Before training: what measuring does to models, losses and files, and which ZeRO stage and batches follow from it."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from colossalai.booster.plugin.torch_fsdp_plugin import TorchFSDPModel
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from colossal_hetero.data_parallel import attach
+from tests.support import zero_runs
+from tests.support.checks import Checks
+from tests.support.harness import run_ranks
+from tests.support.random_examples import IS_THOROUGH
+from tests.support.zero_runs import SAMPLES, Numbered, assert_trained, boosted, fit, flat, make_model, unmeasured
+
+checks = Checks()
+ZERO = (0, 1, 2, 3)
+PLUGINS = (*ZERO, "hybrid")
+DROP_LAST = dict(drop_last=True)
+
+
+# Models -------------------------------------------------------------------------------------------------------------
+
+
+@checks.on(2)
+def models_in_evaluation_mode_can_be_boosted() -> None:
+    """``from_pretrained`` of transformers returns models in evaluation mode."""
+    alone, trained = make_model(), []
+    expected = fit(alone, zero_runs.make_optimizer(alone, "sgd"), zero_runs.global_batches(Numbered(), 8))
+    for kind in PLUGINS:
+        modes: list[bool] = []
+        model = make_model().eval()
+        model.norm.train()  # modes of parts are restored, too
+        handle = model.second.register_forward_hook(lambda module, *_, modes=modes: modes.append(module.training))
+        run = boosted(kind, model, division=[[5], [3]])
+        handle.remove()
+        assert any(modes), kind
+        assert [module.training for module in model.modules()] == [False, False, True, False], kind
+        run.model.train()
+        trained.append(run.fit())
+    assert_trained([trained], PLUGINS, expected)
+
+
+@checks.on(2)
+def the_check_of_the_loss_does_not_compile() -> None:
+    for in_place in (False, True):
+        modes: list[bool] = []
+        model = make_model()
+
+        def backend(graph: Any, inputs: Any, modes: list[bool] = modes) -> Any:
+            modes.append(torch.is_grad_enabled())
+            return graph.forward
+
+        if in_place:
+            model.compile(backend=backend)
+        else:
+            model = torch.compile(model, backend=backend)  # type: ignore[assignment]
+        boosted(1, model)
+        assert modes and all(modes), in_place  # the check of the loss, without gradients, compiles nothing
+
+
+class Normalized(nn.Module):
+    """A model with a batch normalization of inputs ``[N, C]``, which needs two samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.norm, self.second = nn.Linear(7, 13), nn.BatchNorm1d(13), nn.Linear(13, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.norm(self.first(inputs[:, :7]))))
+
+
+@checks.on(2, [[0], [8]])
+@checks.on(2, [[3, 0], [2, 3]])
+@checks.on(3, [[4], [0], [4]])
+def batch_normalization_of_single_values_trains_with_two_samples_or_more(division: list[list[int]]) -> None:
+    # On a CPU the hybrid plugin cannot train models with batch normalization.
+    trained, kinds = [], ZERO if IS_THOROUGH or len(division) == 2 else ZERO[1::2]
+    for kind in kinds:
+        run = boosted(kind, Normalized(), loader=DROP_LAST)
+        sizes = [size for share in run.plugin.batch_balancer.allocation.shares for size in share.sizes]
+        assert sum(sizes) == 8 and 1 not in sizes, (kind, sizes)
+        run.divide(division)
+        for batch in run.loader:
+            assert len(batch[0]) == (run.loader.current.samples or 2), kind
+            parameters = fit(run.model, run.optimizer, [batch])
+        trained.append(parameters)
+    # One process, which normalizes each micro-batch by itself.
+    data, model = Numbered(), Normalized()
+    optimizer = zero_runs.make_optimizer(model, "sgd")
+    for done in range(0, SAMPLES - SAMPLES % 8, 8):
+        for size in [size for sizes in division for size in sizes if size]:
+            inputs, targets = zip(*(data[index] for index in range(done, done + size)), strict=True)
+            (cross_entropy(model(torch.stack(inputs)), torch.stack(targets)) * size / 8).backward()
+            done += size
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_trained([trained], kinds, flat(model), atol=1e-5)
+
+
+# What is refused ----------------------------------------------------------------------------------------------------
+
+
+def summed(model: nn.Module, criterion: Any, batch: Any) -> torch.Tensor:
+    return cross_entropy(model(batch[0]), batch[1], reduction="sum")
+
+
+def without_a_loss_in_evaluation_mode(model: nn.Module, criterion: Any, batch: Any) -> torch.Tensor:
+    if not model.training:
+        raise RuntimeError("losses are computed in training mode only")
+    return summed(model, criterion, batch)
+
+
+def for_each_sample(model: nn.Module, criterion: Any, batch: Any) -> torch.Tensor:
+    return cross_entropy(model(batch[0]), batch[1], reduction="none").expand(2)
+
+
+def failing(model: nn.Module, criterion: Any, batch: Any) -> torch.Tensor:
+    if dist.get_rank() == 1:
+        raise KeyError("no such column")
+    return criterion(model(batch[0]), batch[1])
+
+
+@unmeasured
+def refuse_losses(folder: str) -> None:
+    factor = float("nan") if dist.get_rank() == 1 else 1.0
+    no_number = lambda model, criterion, batch: criterion(model(batch[0]), batch[1]) * factor  # noqa: E731
+    cases: list[tuple[Callable, type[Exception], str]] = [
+        (summed, ValueError, "the loss is a sum over the samples"),
+        (without_a_loss_in_evaluation_mode, ValueError, "the loss is a sum over the samples"),
+        (no_number, ValueError, r"rank 1: the loss of each of the first samples is not a finite number \(it is nan"),
+        (for_each_sample, RuntimeError, r"returned a tensor of shape \[2\] instead of a scalar"),
+        (failing, RuntimeError, "rank 1: KeyError: 'no such column'"),
+    ]
+    for kind in PLUGINS:
+        for step, error, words in cases:
+            if kind != "hybrid" and step is for_each_sample:
+                continue  # the search for a stage fails first
+            with pytest.raises(error, match=words):
+                boosted(kind, training_step=step)
+        path = f"{folder}/{kind}.json"
+        boosted(kind, profile=path)
+        with pytest.raises(ValueError, match="the loss is a sum"):
+            boosted(kind, profile=path, training_step=summed)
+
+
+def refuse_single_samples(folder: str) -> None:
+    path = f"{folder}/profile.json"
+    with pytest.raises(RuntimeError, match="batch normalization needs more than one value per channel"):
+        boosted(1, Normalized(), max_micro_batch=1)
+    with pytest.raises(ValueError, match=r"a global batch of 1 .* use drop_last=True"):
+        boosted(1, Normalized(), samples=7, profile=path)
+    assert json.loads(Path(path).read_text())["kinds"][0]["min_batch"] == 2
+    with pytest.raises(ValueError, match="at least 2 samples, but max_micro_batch=1"):
+        boosted(1, Normalized(), profile=path, max_micro_batch=1)
+    with pytest.raises(ValueError, match="accumulation='per_rank' is not possible"):
+        boosted(1, Normalized(), loader=DROP_LAST, accumulation="per_rank")
+
+
+# Files --------------------------------------------------------------------------------------------------------------
+
+
+def change_kinds(path: str, **changes: Any) -> None:
+    """Rank 0 changes what the profile at ``path`` says of each kind: functions of its number, by name."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        content = json.loads(Path(path).read_text())
+        for number, kind in enumerate(content["kinds"]):
+            kind.update({key: change(number) for key, change in changes.items()})
+        Path(path).write_text(json.dumps(content))
+    dist.barrier()
+
+
+def use_a_file(folder: str) -> None:
+    measured = Mock(wraps=attach.profile_ranks)
+    with patch.object(attach, "profile_ranks", measured):
+        for number, kind in enumerate(PLUGINS):
+            plugins = [boosted(kind, samples=8, profile=f"{folder}/{kind}.json").plugin for _ in range(2)]
+            assert measured.call_count == number + 1, kind
+            first, second = (plugin.batch_balancer.allocation.shares for plugin in plugins)
+            assert first == second and sum(share.samples for share in first) == 8, kind
+            dist.barrier()
+        file = f"{folder}/1.json"
+        with pytest.raises(ValueError, match="made at stage 1, not 2"):
+            boosted(2, samples=6, profile=file)
+        with pytest.raises(ValueError, match=r"does not exist on ranks \[1\]; copy it to their machines"):
+            boosted(1, samples=8, profile=file if dist.get_rank() == 0 else f"{folder}/none.json")
+        for path in ("/proc/profile.json", f"{folder}/1.json/profile.json", f"{folder}/no/profile.json"):
+            with pytest.raises(ValueError, match=f"profile='{path}' cannot be written"):
+                boosted(1, profile=path)
+        # A user may edit the profile. Here it then says that rank 1 is much slower, so rank 1 gets fewer samples.
+        change_kinds(file, points=lambda rank: [dict(batch=size, seconds=size * (1 + 4 * rank)) for size in (1, 4, 8)])
+        fast, slow = boosted(1, samples=6, profile=file).plugin.allocation.shares
+        assert (fast.samples, slow.samples) == (5, 1)
+        # It keeps its limits, whoever has set them.
+        change_kinds(file, max_batch=lambda _: 3)
+        with patch.object(attach, "print_on_rank_0") as told:
+            plugin = boosted(1, samples=20, profile=file).plugin
+        assert max(share.micro_batch for share in plugin.allocation.shares) <= 3
+        limit = "limits micro-batches to 3 samples, though memory does not; remove the file to measure again"
+        assert sum(limit in call.args[0] for call in told.call_args_list) == 1
+        assert measured.call_count == len(PLUGINS)
+
+
+@pytest.mark.parametrize("check", [refuse_losses, refuse_single_samples, use_a_file])
+def test_losses_batch_normalization_and_files(check: Callable[[str], None], tmp_path: Path) -> None:
+    run_ranks(2, check, str(tmp_path))
+
+
+# Stages -------------------------------------------------------------------------------------------------------------
+
+
+def stage_of(model: nn.Module) -> int:
+    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
+        return 0
+    return 3 if isinstance(model, TorchFSDPModel) else 1
+
+
+def train_above(highest: int, stage: int | str, precision: str) -> tuple[int, torch.Tensor]:
+    """Train while the second rank reports a lack of memory at all stages up to ``highest``."""
+
+    def training_step(model: nn.Module, criterion: Any, batch: Any) -> torch.Tensor:
+        loss = criterion(model(batch[0]), batch[1])
+        if dist.get_rank() == 1 and stage_of(model) <= highest:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+        return loss
+
+    run = boosted(stage, None, "adamw", division=[[7], [1]], precision=precision, training_step=training_step)
+    assert isinstance(run.plugin.stage, int)
+    return run.plugin.stage, run.fit()
+
+
+@checks.on(2)
+@unmeasured
+def auto_chooses_the_first_stage_that_fits_on_all_ranks() -> None:
+    # `stage_of` cannot distinguish stages 1 and 2, so either both fail or neither does.
+    for highest, precision, expected in ((-1, "bf16", 0), (0, "fp32", 1), (1, "bf16", 3), (1, "fp32", 3)):
+        what = f"no memory up to stage {highest}, {precision}"
+        stage, parameters = train_above(highest, "auto", precision)
+        assert stage == expected, what
+        # The stages that were tried before have no effect on training.
+        assert torch.equal(parameters, train_above(-1, expected, precision)[1]), what
+
+
+class Wide(nn.Module):
+    """A model with 64 MiB of parameters in layers of 4 MiB, so that sharding saves much memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.last = nn.Linear(8, 1024), nn.Linear(1024, 3)
+        self.layers = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(16))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = self.first(inputs)
+        for layer in self.layers:
+            outputs = torch.relu(layer(outputs))
+        return self.last(outputs)
+
+
+def train_within(more_mib: list[int], stage: int | str) -> None:
+    """Train while each rank may use ``more_mib[rank]`` MiB more address space than before the model is made."""
+    nn.Linear(1024, 1024)(torch.randn(64, 1024)).sum().backward()  # what torch allocates once
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + more_mib[dist.get_rank()] * 2**20, resource.RLIM_INFINITY))
+    boosted(stage, Wide(), "adamw", max_micro_batch=4).fit()
+
+
+@pytest.mark.parametrize(
+    ("more_mib", "stage", "words"),
+    [
+        ([2000, 80], "auto", r"rank 1 \(cpu.*not enough memory for one sample at any of the stages 0, 1, 2, 3"),
+        ([150, 2000], 1, r'rank 0 \(cpu.*at stage 1; try stage="auto"'),
+    ],
+)
+def test_a_model_that_does_not_fit_is_reported_on_all_ranks(more_mib: list[int], stage: Any, words: str) -> None:
+    with pytest.raises(RuntimeError, match=words):
+        run_ranks(2, train_within, more_mib, stage, timeout_seconds=60)
+
+
+test_on_ranks = checks.test()
