@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from colossal_hetero.balance import BalanceConfig, Costs, pretest
 from colossal_hetero.balance.plan import Traffic, Volume
-from colossal_hetero.balance.pretest import FittedLink, ProductShape, fit_link, fit_receive_factor, fit_resize
+from colossal_hetero.balance.pretest import FittedLink, ProductShape, fit_link, fit_products
 from tests.support.checks import Checks, of_all_ranks
 
 checks = Checks()
@@ -68,10 +68,11 @@ def test_fitted_links_equal_values_computed_by_hand() -> None:
 
 
 def test_the_fits_recover_the_costs_of_products() -> None:
-    shares = (0.25, 0.5, 0.9)
-    assert fit_resize(shares, [1 - share + 0.02 + 0.1 * share for share in shares]) == pytest.approx((0.02, 0.1))
-    assert fit_resize(shares, [0.7 * (1 - share) for share in shares]) == (0.0, 0.0)  # costs are never negative
-    assert fit_receive_factor(shares, [1.2 * share for share in shares]) == pytest.approx(1.2)
+    taken = [1.2 * share for share in pretest.RECEIVED_SHARES]
+    resized = [1 - share + 0.02 + 0.1 * share for share in pretest.RESIZED_SHARES]
+    assert fit_products(resized, taken) == pytest.approx((0.02, 0.1, 1.2))
+    free = [0.7 * (1 - share) for share in pretest.RESIZED_SHARES]
+    assert fit_products(free, taken) == (0.0, 0.0, pytest.approx(1.2))  # costs are never negative
 
 
 test_on_ranks = checks.test()
