@@ -140,9 +140,7 @@ def train(run: Trained, steps: int, each: Callable[[int], None] = lambda step: N
         for _ in range(steps):
             step = len(run.losses)
             loss = loss_of(run.model, step)
-            run.booster.backward(loss, run.optimizer)
-            run.optimizer.step()
-            run.optimizer.zero_grad()
+            run.finish(loss)
             run.losses.append(loss.item())
             each(step)
 

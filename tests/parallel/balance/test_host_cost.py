@@ -53,9 +53,7 @@ def a_training_iteration_does_not_wait_for_the_device_in_any_mode() -> None:
         with host_waits(torch.device("cpu")) as waits:
             for number in range(8):
                 images, labels = batch(number)
-                run.booster.backward(loss_of(run.model(images), labels), run.optimizer)
-                run.optimizer.step()
-                run.optimizer.zero_grad()
+                run.finish(loss_of(run.model(images), labels))
                 if run.plugin.balancer.plan != plans[-1]:
                     plans.append(run.plugin.balancer.plan)
         assert not {wait.place for wait in waits}, name

@@ -134,9 +134,7 @@ def a_rank_that_is_lost_after_the_step_shows_in_the_next_pass() -> None:
     train(run, 2)
     images, labels = batch(2, 0)
     with patch.object(run.plugin.balancer._latest, "end_iteration", side_effect=lost):
-        run.booster.backward(loss_of(run.model(images), labels), run.optimizer)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
+        run.finish(loss_of(run.model(images), labels))
     assert_same_parameters(run.parameters, expected.parameters, "after the step")
     for training in (True, False):
         run.model.train(training)

@@ -424,8 +424,7 @@ def _log_without_resharding(options: dict[str, Any], make: Callable[[nn.Module],
     for _ in range(STEPS):
         images, labels = batch()
         backward_of(run)(by_labels(run.model(images).float(), (images, labels)))
-        run.optimizer.step()
-        run.optimizer.zero_grad()
+        run.finish()
     assert not run.plugin.balancer.has_resharded
     assert run.plugin.balancer.shares.migrated + run.plugin.balancer.shares.received > 0
     return messages

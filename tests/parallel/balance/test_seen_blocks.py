@@ -137,9 +137,7 @@ def train(plugin: Any, case: Case, straggler: int | None = None) -> tuple[Traine
 
 def finish(run: Trained, step: int, loss: Tensor, seen: Any, straggler: int | None) -> None:
     """Make a step, also with a penalty on what was seen. After the first one the balancer knows what modules keep."""
-    run.booster.backward(loss + sum(each.square().mean() for each in seen), run.optimizer)
-    run.optimizer.step()
-    run.optimizer.zero_grad()
+    run.finish(loss + sum(each.square().mean() for each in seen))
     if straggler is not None and step == 0:
         relieve(run.plugin, straggler)
 

@@ -65,9 +65,7 @@ def a_compiled_language_model_has_the_loss_and_the_logits() -> None:
         for run in runs:
             output = outputs_of(run, inputs, labels)
             loss = z_loss(output, labels, None)
-            run.booster.backward(loss, run.optimizer)
-            run.optimizer.step()
-            run.optimizer.zero_grad()
+            run.finish(loss)
             run.losses.append(loss.item())
     assert type(output.logits) is OwnLogits
     assert_equal(runs[1], runs[0], "compiled")

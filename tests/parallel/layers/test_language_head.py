@@ -174,8 +174,7 @@ def gradients_of_own_losses_of_logits_are_exact() -> None:
                 run.booster.backward(loss, run.optimizer)
                 run.losses.append(loss.item())
                 if micro:
-                    run.optimizer.step()
-                    run.optimizer.zero_grad()
+                    run.finish()
         assert_equal(runs[1], runs[0], f"{family}, rank {sender} slow, {loss_of.__name__}")
 
 
@@ -246,9 +245,7 @@ def heads_whose_logits_or_loss_are_changed_stay_at_home() -> None:
         for run in runs:
             for step in range(2):
                 output = run.model(**inputs)
-                run.booster.backward(output.loss + output.logits.float().square().mean(), run.optimizer)
-                run.optimizer.step()
-                run.optimizer.zero_grad()
+                run.finish(output.loss + output.logits.float().square().mean())
                 if run is runs[1] and step == 0:
                     run.plugin.balancer.follow(plan_of(0, 2))
             logits.append(output.logits.detach())

@@ -86,9 +86,7 @@ def the_weights_of_a_block_are_sent_when_the_block_before_starts() -> None:
         if hasattr(run.plugin, "balancer"):
             run.plugin.balancer._applier.units.begin_pass()
         x = torch.randn(BATCH, TOKENS, 36, generator=torch.Generator().manual_seed(0))
-        run.booster.backward(run.model.unwrap().blocks[0](x).square().mean(), run.optimizer)
-        run.optimizer.step()
-        run.optimizer.zero_grad()
+        run.finish(run.model.unwrap().blocks[0](x).square().mean())
         return train(run, 2).parameters
 
     expected, events = train_half_and_all(reference_run(tiny_vit(), tp_size=3)), list[str]()

@@ -28,15 +28,7 @@ from colossal_hetero.layers.unit_exchange import Bucket, UnitExchange
 from colossal_hetero.layers.unit_layout import UnitShare
 from tests.support.checks import Checks
 from tests.support.harness import errors_of_the_others, run_ranks
-from tests.support.migration_runs import (
-    METHODS,
-    Watch,
-    assert_equal,
-    deciding_run,
-    migrating_run,
-    reference_run,
-    slow,
-)
+from tests.support.migration_runs import METHODS, Watch, assert_equal, deciding_run, migrating_run, reference_run, slow
 from tests.support.random_examples import IS_THOROUGH
 from tests.support.training import tiny_vit, train
 

@@ -55,11 +55,6 @@ def backward(run: Trained, number: int, size: int = 6) -> None:
     run.booster.backward(forward(run, number, size), run.optimizer)
 
 
-def finish(run: Trained) -> None:
-    run.optimizer.step()
-    run.optimizer.zero_grad()
-
-
 def gradients(run: Trained) -> list[tuple[nn.Parameter, Tensor]]:
     return [(each, each.grad) for each in run.model.parameters() if each.grad is not None]
 
@@ -69,7 +64,7 @@ def shorter_windows(clip: Callable[[Any], Any], run: Trained) -> None:
         for micro in range(passes):
             backward(run, 10 * step + micro)
         clip(run)
-        finish(run)
+        run.finish()
 
 
 def is_sharded(parameter: nn.Parameter) -> bool:
@@ -103,7 +98,7 @@ def sharpness_aware(no_sync: bool, run: Trained) -> None:
         with torch.no_grad():
             for each, value, _ in before:
                 (each.data if no_sync else each).copy_(value)
-        finish(run)
+        run.finish()
 
 
 def changed_gradients(run: Trained) -> None:
@@ -119,14 +114,14 @@ def changed_gradients(run: Trained) -> None:
         backward(run, 100 + step, size=4)
         for each, gradient in first:
             each.grad = each.grad - 0.3 * gradient
-        finish(run)
+        run.finish()
 
 
 def unequal_windows(run: Trained) -> None:
     for step in range(STEPS):
         for micro in range(1 + step % 2):
             backward(run, 2 * step + micro)
-        finish(run)
+        run.finish()
 
 
 def seen_by_hooks(run: Trained) -> None:
@@ -166,7 +161,7 @@ def other_weights_before_backward(run: Trained) -> None:
             each.data.copy_(value)
             mean.lerp_(value, 0.2)
         run.booster.backward(loss, run.optimizer)
-        finish(run)
+        run.finish()
 
 
 def gradients_without_backward(run: Trained) -> None:
@@ -177,7 +172,7 @@ def gradients_without_backward(run: Trained) -> None:
         backward(run, 30 + step)
         for each, gradient in zip(parameters, found, strict=True):
             each.grad.add_(gradient, alpha=0.5)
-        finish(run)
+        run.finish()
 
 
 @torch.no_grad()
@@ -197,7 +192,7 @@ def weights_that_change(run: Trained) -> None:
         backward(run, 2 * iteration)
         change(run)
         backward(run, 2 * iteration + 1)
-        finish(run)
+        run.finish()
 
 
 def frozen_weights_that_change(run: Trained) -> None:
@@ -257,7 +252,7 @@ def unused_passes(run: Trained) -> None:
         forward(run, *few)
         run.model.train()
         forward(run, *more)  # a forward pass without a backward pass
-        finish(run)
+        run.finish()
 
 
 def blocks_left_out(run: Trained) -> None:
@@ -267,7 +262,7 @@ def blocks_left_out(run: Trained) -> None:
         if step == 1:
             block.forward = nn.Identity().forward
         backward(run, step)
-        finish(run)
+        run.finish()
         vars(block).pop("forward", None)
 
 
@@ -281,7 +276,7 @@ def the_model_inside(run: Trained) -> None:
         loss = loss_of((inner if iteration % 2 else run.model)(images), labels)
         run.losses.append(loss.item())
         run.booster.backward(loss, run.optimizer)
-        finish(run)
+        run.finish()
 
 
 def checkpointed(reentrant: bool = False, depth: int = 1) -> nn.Module:
@@ -520,7 +515,7 @@ def _train_without(run: Trained, left_out: dict[str, tuple[int, int]]) -> Traine
         for name, (start, stop) in left_out.items():
             weights[name].data.copy_(kept[name])
             weights[name].grad[:, start:stop] = 0
-        finish(run)
+        run.finish()
     return run
 
 
@@ -612,7 +607,7 @@ def train_and_evaluate(run: Trained, seen: list[Tensor]) -> Trained:
             run.booster.backward(loss, run.optimizer)
             if iteration % 2:
                 evaluate(run, seen)
-        finish(run)
+        run.finish()
         evaluate(run, seen)
     return run
 

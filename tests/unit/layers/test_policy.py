@@ -10,11 +10,7 @@ import timm
 import transformers
 from colossalai.shardformer import layer as colossalai_layers
 from colossalai.shardformer.policies import auto_policy
-from colossalai.shardformer.policies.base_policy import (
-    ModulePolicyDescription,
-    Policy,
-    SubModuleReplacementDescription,
-)
+from colossalai.shardformer.policies.base_policy import ModulePolicyDescription, Policy, SubModuleReplacementDescription
 from torch import nn
 
 from colossal_hetero.layers import hetero_policy

@@ -13,14 +13,7 @@ from colossal_hetero.balance import BalanceConfig, BalancePlan
 from colossal_hetero.balance.group_speed import GroupSpeed, KindWork
 from colossal_hetero.balance.plan import RankTimes
 from colossal_hetero.balance.ratios import Line, UnitKind, fastest_counts, slowest_seconds
-from colossal_hetero.balance.work_times import (
-    MAX_PATIENCE,
-    MAX_SLOPE,
-    MIN_SLOPE,
-    RELAX_AFTER,
-    Damping,
-    WorkLine,
-)
+from colossal_hetero.balance.work_times import MAX_PATIENCE, MAX_SLOPE, MIN_SLOPE, RELAX_AFTER, Damping, WorkLine
 from tests.support.random_examples import IS_THOROUGH, examples
 from tests.support.simulated_group import OTHER, UNITS, SimulatedGroup
 

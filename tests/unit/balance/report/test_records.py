@@ -155,11 +155,7 @@ def migrating(share: float) -> BalancePlan:
         # A change is told when its effect is known.
         ({10: migrating(0.68)}, 10 + 2 + SETTLED_AFTER, [WORDS + FASTER]),
         ({10: migrating(0.68)}, 10 + 1 + SETTLED_AFTER, []),
-        (
-            {10: migrating(0.68), 20: IDLE},
-            40,
-            [WORDS + FASTER, "ranks 4-6: each does its own work again" + SLOWER],
-        ),
+        ({10: migrating(0.68), 20: IDLE}, 40, [WORDS + FASTER, "ranks 4-6: each does its own work again" + SLOWER]),
         # Small changes and changes that do not last are not told.
         ({10: migrating(0.68), 20: migrating(0.65), 30: migrating(0.7)}, 40, [WORDS + FASTER]),
         ({10: migrating(0.4), 12: migrating(0.68)}, 40, [WORDS + FASTER]),
