@@ -477,7 +477,7 @@ def _die_while_units_move(victim: int, function: str) -> None:
     raise AssertionError("training ended without an error although a rank died")
 
 
-@pytest.mark.parametrize(("victim", "function"), [(0, "_packed"), (1, "_fill")])
+@pytest.mark.parametrize(("victim", "function"), [(0, "_messages"), (1, "_fill")])
 def test_if_a_rank_dies_while_units_move_the_others_end(victim: int, function: str) -> None:
     errors = errors_of_the_others(3, _die_while_units_move, victim, function, victim=victim)
     assert all("RuntimeError" in error for error in errors)
