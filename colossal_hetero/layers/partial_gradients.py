@@ -17,10 +17,8 @@ from torch import Tensor, nn
 
 from .linear import HETERO_LAYERS
 
-_ROW, _COLUMN = (
-    tuple(theirs for theirs, ours in HETERO_LAYERS.items() if ours._column_parallel == wanted)
-    for wanted in (False, True)
-)
+_ROW: Any = tuple(theirs for theirs, ours in HETERO_LAYERS.items() if not ours._column_parallel)
+_COLUMN: Any = tuple(theirs for theirs, ours in HETERO_LAYERS.items() if ours._column_parallel)
 _EMBEDDING = (Embedding1D, VocabParallelEmbedding1D)
 
 _DIVIDED, _SUMMED = "output is divided", "gradients are summed"
@@ -35,9 +33,7 @@ def shapes_of(model: nn.Module) -> Shapes:
 
 def sum_partial_gradients(model: nn.Module, shapes: Shapes) -> None:
     """Let gradients of the sharded ``model`` be summed where that is needed; ``shapes`` are those before sharding."""
-    layers: dict[str, Any] = {
-        name: module for name, module in model.named_modules() if isinstance(module, (*_ROW, *_COLUMN))
-    }
+    layers: dict[str, Any] = {name: each for name, each in model.named_modules() if isinstance(each, _ROW + _COLUMN)}
     rows = [name for name, layer in layers.items() if isinstance(layer, _ROW) and layer.parallel_input]
     parameters = list(model.named_parameters())
     divided = {

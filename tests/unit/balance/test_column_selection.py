@@ -143,8 +143,8 @@ def test_columns_pruned_in_a_part_of_an_interval_keep_their_variation() -> None:
     weight = settle(selector, weight, torch.tensor([1.0, 2.0, 3.0, 4.0]))
     assert indices(selector(x, weight, 3)) == [1, 2, 3]
     assert indices(selector(x, weight, 4)) == [0, 1, 2, 3]
-    selector.end_interval(weight + torch.tensor([9.0, 1.0, 0.5, 0.25]))
-    assert indices(selector(x, weight, 2)) == [0, 1]  # δ = [1 (kept), 1, ½, ¼]
+    selector.end_interval(weight + torch.tensor([9.0, 3.0, 2.0, 0.25]))
+    assert indices(selector(x, weight, 2)) == [1, 2]  # δ = [1 (kept), 3, 2, ¼]
 
 
 class PlainLayer:
