@@ -158,7 +158,8 @@ def each_replica_and_each_stage_has_its_own_plan(
 @checks.on(2)
 def an_overflow_is_not_imputed_in_later_iterations() -> None:
     """Gradients of an iteration that overflowed are not imputed in the next ones, which would overflow as well."""
-    config = dataclasses.replace(resizing(imputation="same"), warmup_iterations=10**6)
+    # Columns at random: those of an iteration before are among the ones that the next one prunes.
+    config = dataclasses.replace(resizing(imputation="same", priority="random"), warmup_iterations=10**6)
     run = boost(ours(config, tp_size=2, hysteresis=1, **IN_FP16))
     scaler = run.optimizer.mixed_precision.grad_scaler
     run.plugin.balancer.follow(BalancePlan.resizing((0.0, RATIO)))
