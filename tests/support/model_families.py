@@ -110,6 +110,10 @@ BUILDERS: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {
     **{family.__name__: family for family in (vit, whisper, sam, blip2)},
 }
 """A function for each family, which makes a model and its inputs."""
+if IS_NEWER_THAN_COLOSSALAI:
+    for name in ("gptj", "mixtral", "opt", "bloom", "falcon", "falcon_alibi", "sam", "blip2"):
+        del BUILDERS[name]  # neither Colossal-AI nor transformers has a plan for them
+
 # Two ranks compute a different result than one with these models. Colossal-AI 0.5.0 divides the heads of SAM's
 # self-attention among the ranks, but not those of its cross-attention; each rank computes Falcon's ALiBi as if its own
 # heads were all. For them, this package's layers are compared with Colossal-AI's.
